@@ -1,0 +1,319 @@
+"""How a kernel family declares itself: Param, Config, rules, stages, Launch; and how it is found.
+
+A family is `NAME.cu` (the CUDA template) and `NAME.py`, which builds one `kernel = Kernel(...)`.
+Nothing else in attnsweep knows a family by name. See docs/writing-a-kernel.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from attnsweep.arch import Arch
+from attnsweep.errors import KernelError
+from attnsweep.problem import Problem
+
+Value = int | bool | str
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One tunable of a family: the values a sweep tries unless its spec names others."""
+
+    name: str
+    values: tuple[Value, ...]
+    help: str
+
+
+class Config(Mapping[str, Value]):
+    """One value for each Param of a family: a mapping that also reads as attributes."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
+
+    def __getattr__(self, name: str) -> int:
+        # Declarations are arithmetic on ints; the rare str Param is read with config["NAME"].
+        try:
+            return self._values[name]  # type: ignore[return-value]
+        except KeyError:
+            raise AttributeError(f"no parameter {name!r}; has {', '.join(self)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and self._values == dict(other)
+
+    def __getstate__(self) -> dict[str, Value]:
+        return self._values
+
+    def __setstate__(self, state: dict[str, Value]) -> None:
+        self._values = state
+
+    @property
+    def label(self) -> str:
+        """`BLOCK_M=64 BLOCK_N=128 …`, in declaration order."""
+        return " ".join(f"{name}={_text(value)}" for name, value in self.items())
+
+
+def _text(value: Value) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch of a stage, fully determined.
+
+    args: a str names a buffer (`q`, `k`, `v`, `o`, or a workspace) and passes its pointer; an int
+    passes as int32, a float as float32. `defines` are extra compile-time integers that follow from
+    the problem. `min_blocks_per_sm` is the occupancy the family plans for.
+    """
+
+    function: str
+    grid: tuple[int, int, int]
+    threads: int
+    args: tuple[str | int | float, ...]
+    smem_bytes: int = 0
+    defines: Mapping[str, int] = field(default_factory=dict)
+    min_blocks_per_sm: int = 1
+
+
+Rule = Callable[[Config, Problem, Arch], bool]
+LaunchBuilder = Callable[[Config, Problem, Arch], Launch]
+WorkspaceBuilder = Callable[[Config, Problem], dict[str, int]]
+
+
+def _no_workspace(config: Config, problem: Problem) -> dict[str, int]:
+    return {}
+
+
+# The rule that every family has: threads and shared memory of a block fit the architecture.
+BLOCK_LIMITS = "block_limits"
+
+# Compile-time facts of a problem that a stage may ask for.
+PROBLEM_CONSTANTS: dict[str, Callable[[Problem], int]] = {
+    "HEAD_DIM": lambda p: p.head_dim,
+    "IS_BF16": lambda p: int(p.dtype == "bf16"),
+    "CAUSAL": lambda p: int(p.causal),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One launch of a pipeline. Only `params` and `constants` reach its compiler, as -D."""
+
+    name: str
+    params: tuple[str, ...]
+    constants: tuple[str, ...]
+    launch: LaunchBuilder
+
+    def defines(self, config: Config, problem: Problem, launch: Launch) -> dict[str, str]:
+        """The -D of this stage: STAGE_<NAME>=1, its parameters, problem constants, extras."""
+        out = {f"STAGE_{self.name.upper()}": "1"}
+        for name in self.params:
+            value = config[name]
+            if isinstance(value, str):
+                out[f"{name}_{value.upper()}"] = "1"
+            else:
+                out[name] = _text(value)
+        out |= {name: str(PROBLEM_CONSTANTS[name](problem)) for name in self.constants}
+        return out | {name: str(value) for name, value in launch.defines.items()}
+
+
+@dataclass
+class Kernel:
+    """A kernel family. `source` is the .cu beside the declaration.
+
+    rounds_scores: the family stores scores in the problem's dtype between stages, so its error
+    limit is derived from the same maths with scores rounded.
+    """
+
+    name: str
+    summary: str
+    params: tuple[Param, ...]
+    min_arch: str = "sm_80"
+    dtypes: tuple[str, ...] = ("fp16", "bf16")
+    head_dims: tuple[int, ...] = (64, 128, 256)
+    rounds_scores: bool = False
+    source: Path = field(init=False)
+    rules: dict[str, tuple[str, Rule]] = field(init=False, default_factory=dict)
+    stages: dict[str, Stage] = field(init=False, default_factory=dict)
+    workspace_of: WorkspaceBuilder = field(init=False, default_factory=lambda: _no_workspace)
+
+    def __post_init__(self) -> None:
+        declared_in = Path(inspect.stack()[2].filename)
+        self.source = declared_in.with_name(f"{self.name}.cu")
+        names = [param.name for param in self.params]
+        if len(set(names)) != len(names):
+            raise KernelError(f"{self.name}: a parameter is declared twice", where=str(declared_in))
+
+    def __str__(self) -> str:
+        return self.name
+
+    def rule(self, description: str) -> Callable[[Rule], Rule]:
+        """Decorate `def name(config, problem, arch) -> bool`: False prunes, and is counted."""
+
+        def add(rule: Rule) -> Rule:
+            self.rules[rule.__name__] = (description, rule)
+            return rule
+
+        return add
+
+    def stage(
+        self,
+        name: str,
+        params: tuple[str, ...] | None = None,
+        constants: tuple[str, ...] = ("HEAD_DIM", "IS_BF16", "CAUSAL"),
+    ) -> Callable[[LaunchBuilder], LaunchBuilder]:
+        """Decorate `def name(config, problem, arch) -> Launch`. Stages run in declared order.
+
+        params: the parameters this stage's code depends on; all of them unless named.
+        """
+
+        def add(launch: LaunchBuilder) -> LaunchBuilder:
+            own = tuple(param.name for param in self.params) if params is None else params
+            self.stages[name] = Stage(name, own, constants, launch)
+            return launch
+
+        return add
+
+    def workspace(self, builder: WorkspaceBuilder) -> WorkspaceBuilder:
+        """Decorate `def name(config, problem) -> {buffer name: bytes}`."""
+        self.workspace_of = builder
+        return builder
+
+    def refusal(self, problem: Problem, arch: Arch) -> str | None:
+        """Why this family cannot run `problem` on `arch` at all, or None if it can."""
+        number = int("".join(filter(str.isdigit, self.min_arch)))
+        major, minor = arch.compute_capability
+        if major * 10 + minor < number or (self.min_arch.endswith("a") and self.min_arch != arch.name):
+            return f"needs {self.min_arch}, not {arch.name}"
+        if problem.dtype not in self.dtypes:
+            return f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}"
+        if problem.head_dim not in self.head_dims:
+            return f"head_dim {problem.head_dim} is not one of {', '.join(map(str, self.head_dims))}"
+        return None
+
+    def refused_by(self, config: Config, problem: Problem, arch: Arch) -> str | None:
+        """Name of the first rule that refuses the config, or None. BLOCK_LIMITS comes last."""
+        for name, (_, rule) in self.rules.items():
+            if not rule(config, problem, arch):
+                return name
+        for launch in self.launches(config, problem, arch).values():
+            if launch.threads > arch.max_threads_per_block or launch.smem_bytes > arch.smem_per_block:
+                return BLOCK_LIMITS
+        return None
+
+    def launches(self, config: Config, problem: Problem, arch: Arch) -> dict[str, Launch]:
+        """Stage name to its Launch, in running order."""
+        return {name: stage.launch(config, problem, arch) for name, stage in self.stages.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The candidates of one family on one problem, and what each rule removed."""
+
+    kernel: Kernel
+    problem: Problem
+    configs: tuple[Config, ...]
+    total: int
+    removed: dict[str, int]
+    """Rule name to how many configs it removed first, in rule order."""
+
+    @classmethod
+    def build(
+        cls,
+        kernel: Kernel,
+        problem: Problem,
+        arch: Arch,
+        values: Mapping[str, tuple[Value, ...]] | None = None,
+    ) -> Space:
+        """Every combination of parameter values (`values` overrides some) that all rules keep."""
+        chosen = {p.name: (values or {}).get(p.name, p.values) for p in kernel.params}
+        removed = dict.fromkeys([*kernel.rules, BLOCK_LIMITS], 0)
+        kept: list[Config] = []
+        total = 0
+        for combination in itertools.product(*chosen.values()):
+            total += 1
+            config = Config(dict(zip(chosen, combination, strict=True)))
+            refused_by = kernel.refused_by(config, problem, arch)
+            if refused_by is None:
+                kept.append(config)
+            else:
+                removed[refused_by] += 1
+        return cls(kernel, problem, tuple(kept), total, removed)
+
+
+def shipped_kernels_dir() -> Path:
+    """kernels/ inside the wheel, or beside the package in a source tree."""
+    inside = Path(__file__).parent / "kernels"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "kernels"
+
+
+def load_kernel(path: Path) -> Kernel:
+    """The `kernel` that one declaration file builds. Raises KernelError saying what is wrong."""
+    name = f"attnsweep_family_{path.stem}_{abs(hash(path.resolve()))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise KernelError("cannot be imported", where=str(path))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except KernelError:
+        raise
+    except Exception as error:  # a user's file may raise anything
+        line = error.__traceback__
+        while line is not None and line.tb_next is not None:
+            line = line.tb_next
+        at = f"{path}:{line.tb_lineno}" if line is not None else str(path)
+        raise KernelError(f"{type(error).__name__}: {error}", where=at) from error
+    kernel = getattr(module, "kernel", None)
+    if not isinstance(kernel, Kernel):
+        raise KernelError(
+            "defines no `kernel = Kernel(...)`",
+            where=str(path),
+            hint="see docs/writing-a-kernel.md for the smallest example",
+        )
+    if not kernel.source.is_file():
+        raise KernelError(f"its template {kernel.source.name} is not beside it", where=str(path))
+    if not kernel.stages:
+        raise KernelError("declares no stage", where=str(path), hint="add @kernel.stage(...)")
+    return kernel
+
+
+def discover(extra: Path | None = None) -> dict[str, Kernel]:
+    """Every family in the shipped kernels/ and in `extra`, by name, sorted.
+
+    A file whose name begins with `_` is not a family. Raises KernelError on a broken or repeated
+    declaration, or if `extra` is not a directory.
+    """
+    found: dict[str, Kernel] = {}
+    for directory in [shipped_kernels_dir()] + ([extra] if extra else []):
+        if not directory.is_dir():
+            raise KernelError("no such directory of kernels", where=str(directory))
+        for path in sorted(directory.glob("[!_]*.py")):
+            kernel = load_kernel(path)
+            if kernel.name in found:
+                raise KernelError(
+                    f"family {kernel.name!r} is already declared beside {found[kernel.name].source}",
+                    where=str(path),
+                )
+            found[kernel.name] = kernel
+    return dict(sorted(found.items()))

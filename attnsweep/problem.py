@@ -1,0 +1,90 @@
+"""Problem: one attention shape, its FLOPs and its minimum bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from attnsweep.errors import ProblemError
+
+Dtype = Literal["fp16", "bf16", "fp32"]
+DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention forward: O = softmax(Q Kᵀ / sqrt(head_dim)) V.
+
+    q, o: (batch, heads, seqlen_q, head_dim) · k, v: (batch, heads_kv, seqlen_k, head_dim), all
+    contiguous. Query head h reads key head h // (heads // heads_kv). The causal mask is aligned
+    bottom-right: query i sees keys 0 .. i + seqlen_k - seqlen_q (FlashAttention >= 2.1).
+    Raises ProblemError for a shape that cannot exist.
+    """
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    dtype: Dtype = "fp16"
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ProblemError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.dtype not in get_args(Dtype):
+            raise ProblemError(f"unknown dtype {self.dtype!r}: use one of {', '.join(DTYPE_BYTES)}")
+        if self.heads % self.heads_kv:
+            raise ProblemError(
+                f"heads_kv must divide heads: {self.heads} is not a multiple of {self.heads_kv}"
+            )
+        if self.causal and self.seqlen_q > self.seqlen_k:
+            raise ProblemError(
+                f"causal with seqlen_q {self.seqlen_q} > seqlen_k {self.seqlen_k}: the first "
+                f"{self.seqlen_q - self.seqlen_k} queries would see no key at all",
+                hint="make seqlen_k at least seqlen_q, or drop causal",
+            )
+
+    @property
+    def label(self) -> str:
+        """Short and unambiguous: `(1,16,1024,64) fp16 causal`; what differs is spelled out."""
+        heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
+        seqlen = (
+            f"{self.seqlen_q}"
+            if self.seqlen_q == self.seqlen_k
+            else f"{self.seqlen_q}x{self.seqlen_k}"
+        )
+        mask = "causal" if self.causal else "full"
+        return f"({self.batch},{heads},{seqlen},{self.head_dim}) {self.dtype} {mask}"
+
+    @property
+    def scale(self) -> float:
+        """The softmax scale, 1 / sqrt(head_dim)."""
+        return float(self.head_dim) ** -0.5
+
+    @property
+    def pairs(self) -> int:
+        """Unmasked (query, key) pairs over all heads: what both products and exp really need."""
+        per_head = self.seqlen_q * self.seqlen_k
+        if self.causal:
+            per_head -= self.seqlen_q * (self.seqlen_q - 1) // 2
+        return self.batch * self.heads * per_head
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of QKᵀ and PV (multiply-add = 2); softmax is not counted, nor is what is masked."""
+        return 4 * self.pairs * self.head_dim
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes of q, k, v read once and o written once."""
+        rows = 2 * self.heads * self.seqlen_q + 2 * self.heads_kv * self.seqlen_k
+        return self.batch * rows * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    def shape_of(self, tensor: str) -> tuple[int, int, int, int]:
+        """Shape of `q`, `k`, `v` or `o`."""
+        if tensor in ("q", "o"):
+            return (self.batch, self.heads, self.seqlen_q, self.head_dim)
+        return (self.batch, self.heads_kv, self.seqlen_k, self.head_dim)

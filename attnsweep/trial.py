@@ -1,0 +1,151 @@
+"""The row that everything shares: one candidate or baseline, whatever became of it.
+
+`Trial` is one line of trials.jsonl (stable: fields are added, never renamed). `Candidate` is what
+the parent sends to the process that owns the GPU: cubins and launches, no declarations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from attnsweep.kernel import Launch, Value
+from attnsweep.problem import Problem
+
+
+class Status(StrEnum):
+    """What became of a candidate. Every one ends as a row; none ends the sweep."""
+
+    OK = "ok"
+    PRUNED = "pruned"
+    COMPILE_ERROR = "compile_error"
+    LAUNCH_ERROR = "launch_error"
+    TIMEOUT = "timeout"
+    WRONG = "wrong"
+    NOISY = "noisy"
+    NO_RECORD = "no_record"  # device: replay, and the recording does not hold this config
+    SKIPPED = "skipped"  # a baseline that cannot run here; detail says why
+
+
+class _Row(BaseModel):
+    """Unknown keys are kept, so that rows of a newer attnsweep survive being read by an older."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+
+class Measurement(_Row):
+    """Time of one call over interleaved rounds, in microseconds. low, high: quartiles of rounds."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+    l2: str = "warm"
+    rounds: list[float] = Field(default_factory=list)
+    """One value a round; the rounds of all finalists of one problem are paired by position."""
+
+
+class Accuracy(_Row):
+    """Largest row-wise relative error against float64, and the limit it had to keep."""
+
+    rel_err: float | None
+    limit: float
+    case: str | None = None
+    """The shape and input on which the largest share of the limit was used."""
+
+
+class Resources(_Row):
+    """What the compiled code uses. Of several stages: the largest of each, spills summed."""
+
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    occupancy: float
+    """Resident warps over the SM's maximum, of the stage with the fewest."""
+    stages: dict[str, dict[str, float]] = Field(default_factory=dict)
+
+
+class Trial(_Row):
+    """One line of trials.jsonl. Times in microseconds of one call."""
+
+    kernel: str
+    provider: str
+    config: dict[str, Value]
+    problem: Problem
+    status: Status
+    detail: str | None = None
+    time_us: Measurement | None = None
+    cold_us: float | None = None
+    eager_us: float | None = None
+    """Host time to issue one call eagerly, without waiting for the device."""
+    stages_us: dict[str, float] = Field(default_factory=dict)
+    accuracy: Accuracy | None = None
+    resources: Resources | None = None
+    fingerprint: str | None = None
+    """What the row depends on: machine code, launches, problem, protocol, GPU, driver."""
+    recorded: bool = False
+    recorded_on: str | None = None
+    """GPU and date of a recorded row."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Which candidate this row is about; a later row with the same key replaces it."""
+        return (self.problem, self.provider, self.kernel, *sorted(self.config.items()))
+
+    def with_(self, **changes: Any) -> Trial:
+        """A copy with some fields replaced."""
+        return self.model_copy(update=changes)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStage:
+    """One stage, ready to load: cubin path and its launch."""
+
+    name: str
+    cubin: str
+    launch: Launch
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything needed to run one config on one problem."""
+
+    problem: Problem
+    stages: tuple[CompiledStage, ...]
+    workspaces: Mapping[str, int]
+    """Buffer name to bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A config on its timed problem, and on the smaller shapes it must first be right on."""
+
+    kernel: str
+    config: Mapping[str, Value]
+    timed: Plan
+    checks: tuple[Plan, ...]
+    rounds_scores: bool
+
+
+class Environment(_Row):
+    """Where a run was measured; beside every number. Written to environment.json."""
+
+    gpu: str
+    arch: str
+    driver: str
+    cuda: str
+    nvrtc: str
+    attnsweep: str
+    python: str
+    date: str
+    host_cores: int
+    packages: dict[str, str] = Field(default_factory=dict)
+    sm_count: int
+    clock_hz: float
+    memory_bytes: int
+    memory_bytes_per_second: float
+    l2_bytes: int

@@ -1,0 +1,27 @@
+"""naive: one thread per query row. The smallest family there is; start here to write your own."""
+
+from attnsweep.arch import Arch
+from attnsweep.kernel import Config, Kernel, Launch, Param
+from attnsweep.problem import Problem
+
+kernel = Kernel(
+    "naive",
+    summary="one thread per query row, no shared memory: the ladder's first rung",
+    params=(Param("THREADS", (32, 64, 128, 256), "threads, and so query rows, per block"),),
+)
+
+
+@kernel.rule("a block is not larger than one head has rows, rounded up to a warp")
+def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
+    return config.THREADS < problem.seqlen_q + 32
+
+
+@kernel.stage("fwd")
+def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
+    p = problem
+    return Launch(
+        function="naive",
+        grid=(-(-p.seqlen_q // config.THREADS), p.batch * p.heads, 1),
+        threads=config.THREADS,
+        args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
+    )
