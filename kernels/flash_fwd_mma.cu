@@ -6,9 +6,9 @@
 #include "common/element.cuh"
 #include "common/mma.cuh"
 
-// KEY_GROUPS warps share the same queries, each taking its own BLOCK_N / KEY_GROUPS keys of every tile, and
-// merge their outputs at the end: more warps for a grid too small for the GPU, at WARP_M = 32 still.
-constexpr int THREADS = NUM_WARPS * 32;
+// KEY_GROUPS groups of warps share the block's queries: each takes its own WARP_N keys of every tile, never
+// waits for another group, and they merge outputs at the end. More warps for a small grid, at WARP_M = 32 still.
+constexpr int THREADS = NUM_WARPS * 32, GROUP_THREADS = THREADS / KEY_GROUPS;
 constexpr int WARPS_M = NUM_WARPS / KEY_GROUPS;
 constexpr int WARP_M = BLOCK_M / WARPS_M, M_TILES = WARP_M / 16;
 constexpr int WARP_N = BLOCK_N / KEY_GROUPS, N_STEPS = WARP_N / 16;
@@ -18,7 +18,7 @@ static_assert(M_TILES * 16 * WARPS_M == BLOCK_M && N_STEPS * 16 * KEY_GROUPS == 
 // Shared memory: Q (at the end O), then K and V of each stage (at the end the outputs to merge). ldmatrix
 // reads 8 rows at one column: a swizzle or 16 bytes of padding put them in 8 different bank groups.
 constexpr int PITCH = HEAD_DIM * 2 + (SWIZZLE ? 0 : 16);
-constexpr int Q_BYTES = BLOCK_M * PITCH, TILE_BYTES = BLOCK_N * PITCH;
+constexpr int Q_BYTES = BLOCK_M * PITCH, TILE_BYTES = WARP_N * PITCH, STAGE_BYTES = 2 * TILE_BYTES;
 
 __device__ __forceinline__ unsigned offset_of(int row, int chunk) {
     return row * PITCH + ((SWIZZLE ? chunk ^ (row & 7) : chunk) << 4);
@@ -28,21 +28,33 @@ __device__ __forceinline__ unsigned step_offset(unsigned lane_chunk, int step) {
     return SWIZZLE ? ((lane_chunk ^ (2 * step & 6)) << 4) + (2 * step & ~7) * 16 : (lane_chunk + 2 * step) << 4;
 }
 
-// ROWS contiguous rows to shared memory; rows from rows_left on become zeros, so that 0 * V is never NaN.
-template <int ROWS>
-__device__ __forceinline__ void load_rows(unsigned target, const element_t* source, int rows_left) {
-    static_assert(ROWS * CHUNKS % THREADS == 0, "a tile must be whole chunks for every thread");
-    const bool whole = rows_left >= ROWS;
+// ROWS contiguous rows to shared memory by COUNT threads. Rows from rows_left on become zeros, so that 0 * V
+// is never NaN. Whole tiles take a path without conditions: 2 instructions a chunk instead of 11.
+template <int ROWS, int COUNT>
+__device__ __forceinline__ void load_rows(unsigned target, const element_t* source, int rows_left, unsigned thread) {
+    static_assert(ROWS * CHUNKS % COUNT == 0, "a tile must be whole chunks for every thread");
+    constexpr int STEP = COUNT / CHUNKS;  // rows from one chunk of a thread to its next
+    const unsigned row = thread / CHUNKS, chunk = thread % CHUNKS, first = target + offset_of(row, chunk);
+    auto target_of = [&](int i) {
+        return STEP % 8 == 0 ? first + i * STEP * PITCH : target + offset_of(row + i * STEP, chunk);
+    };
+    if (rows_left >= ROWS) {
+        source += thread * 8;
 #pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS / THREADS; ++i) {
-        const int index = i * THREADS + threadIdx.x;
-        const unsigned to = target + offset_of(index / CHUNKS, index % CHUNKS);
-        if (whole) cp_async_16(to, source + index * 8, true);
-        else {
-            const bool valid = index / CHUNKS < rows_left;
-            cp_async_16(to, source + (valid ? index * 8 : 0), valid);
+        for (int i = 0; i < ROWS * CHUNKS / COUNT; ++i) cp_async_16(target_of(i), source + i * (COUNT * 8));
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < ROWS * CHUNKS / COUNT; ++i) {
+            const bool valid = static_cast<int>(row) + i * STEP < rows_left;
+            cp_async_16(target_of(i), source + (valid ? (thread + i * COUNT) * 8 : 0), valid);
         }
     }
+}
+
+// Threads that share K and V tiles: the whole block, or one group of warps on a barrier of its own.
+__device__ __forceinline__ void group_sync(int group) {
+    if (KEY_GROUPS == 1) __syncthreads();
+    else asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory");
 }
 
 // A row's reference moves only when a score exceeds it by 2^RESCALE_ABOVE: P up to 256 is as exact in fp16
@@ -54,13 +66,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, const element_t* __restrict__ v,
               element_t* __restrict__ o, int heads, int heads_kv, int seqlen_q, int seqlen_k, float scale) {
     extern __shared__ __align__(128) unsigned char smem[];
-    const unsigned smem_q = smem_address(smem), ring = smem_q + Q_BYTES;
+    const unsigned smem_q = smem_address(smem);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / WARPS_M;
     // Causal blocks differ in length: begin with the longest.
     const int first_row = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BLOCK_M;
     const int warp_row = first_row + warp % WARPS_M * WARP_M;
-    const int batch = blockIdx.y / heads, head_kv = blockIdx.y % heads / (heads / heads_kv);
-    const long long kv = static_cast<long long>(batch * heads_kv + head_kv) * seqlen_k * HEAD_DIM;
+    const int head_kv = blockIdx.y / (heads / heads_kv);  // counted over the batch, as blockIdx.y is
+    const long long kv = (static_cast<long long>(head_kv) * seqlen_k + group * WARP_N) * HEAD_DIM;
     k += kv, v += kv;
     q += (static_cast<long long>(blockIdx.y) * seqlen_q + first_row) * HEAD_DIM;
     o += (static_cast<long long>(blockIdx.y) * seqlen_q + warp_row) * HEAD_DIM;
@@ -71,14 +83,15 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, 
     const int tiles = (block_keys + BLOCK_N - 1) / BLOCK_N;
     const float to_log2 = scale * LOG2E;
 
-    auto smem_k = [&](int tile) { return ring + tile % NUM_STAGES * (2 * TILE_BYTES); };
-    auto smem_v = [&](int tile) { return smem_k(tile) + TILE_BYTES; };
-    auto load_k = [&](int tile) {
-        if (tile < tiles) load_rows<BLOCK_N>(smem_k(tile), k + static_cast<long long>(tile) * (BLOCK_N * HEAD_DIM), seqlen_k - tile * BLOCK_N);
+    const unsigned group_ring = smem_q + Q_BYTES + group * (NUM_STAGES * STAGE_BYTES);
+    const unsigned group_thread = threadIdx.x % GROUP_THREADS;
+    auto load_tile = [&](unsigned target, const element_t* source, int tile) {
+        const int keys_left = seqlen_k - tile * BLOCK_N - group * WARP_N;
+        if (tile < tiles)
+            load_rows<WARP_N, GROUP_THREADS>(target, source + static_cast<long long>(tile) * (BLOCK_N * HEAD_DIM), keys_left, group_thread);
     };
-    auto load_v = [&](int tile) {
-        if (tile < tiles) load_rows<BLOCK_N>(smem_v(tile), v + static_cast<long long>(tile) * (BLOCK_N * HEAD_DIM), seqlen_k - tile * BLOCK_N);
-    };
+    auto load_k = [&](unsigned stage, int tile) { load_tile(stage, k, tile); };
+    auto load_v = [&](unsigned stage, int tile) { load_tile(stage + TILE_BYTES, v, tile); };
 
     // Where this lane points ldmatrix: A fragments (Q) and transposed V take 16 rows by two column halves,
     // K takes 2 x 8 rows by two halves.
@@ -86,7 +99,7 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, 
     const unsigned chunk_a = SWIZZLE ? lane / 16 ^ row_a % 8 : lane / 16;
     const unsigned chunk_k = SWIZZLE ? lane / 8 % 2 ^ row_k % 8 : lane / 8 % 2;
     const unsigned lane_q = smem_q + (warp % WARPS_M * WARP_M + row_a) * PITCH;
-    const unsigned lane_v = (group * WARP_N + row_a) * PITCH, lane_k = (group * WARP_N + row_k) * PITCH;
+    const unsigned lane_v = row_a * PITCH + TILE_BYTES, lane_k = row_k * PITCH;
     auto load_q = [&](unsigned (&a)[M_TILES][4], int d) {
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m) ldmatrix_x4(a[m], lane_q + m * 16 * PITCH + step_offset(chunk_a, d));
@@ -98,25 +111,30 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, 
     for (int m = 0; m < M_TILES; ++m) reference[m][0] = reference[m][1] = NOTHING_YET;
     unsigned q_kept[Q_IN_REGISTERS ? D_STEPS : 1][M_TILES][4];
 
-    load_rows<BLOCK_M>(smem_q, q, seqlen_q - first_row);
-    load_k(0);
+    load_rows<BLOCK_M, THREADS>(smem_q, q, seqlen_q - first_row, threadIdx.x);
+    load_k(group_ring, 0);
     cp_async_commit();
     if (NUM_STAGES > 1) {
-        load_v(0);
+        load_v(group_ring, 0);
         cp_async_commit();
 #pragma unroll
-        for (int tile = 1; tile < NUM_STAGES - 1; ++tile) load_k(tile), load_v(tile), cp_async_commit();
+        for (int tile = 1; tile < NUM_STAGES - 1; ++tile) {
+            load_k(group_ring + tile * STAGE_BYTES, tile), load_v(group_ring + tile * STAGE_BYTES, tile);
+            cp_async_commit();
+        }
     }
 
-    for (int tile = 0; tile < tiles; ++tile) {
+    unsigned stage = group_ring;  // of this tile; the tile to load goes where the last one was
+    unsigned free_stage = group_ring + (NUM_STAGES - 1) * STAGE_BYTES;
+    for (int tile = 0; tile < tiles; ++tile, free_stage = stage, stage = stage == group_ring + (NUM_STAGES - 1) * STAGE_BYTES ? group_ring : stage + STAGE_BYTES) {
         // One stage: V(tile) loads under QK, K(tile + 1) under PV. More: whole tiles load ahead and one
         // barrier a tile is enough, but for V(0), which QK(0) does not wait for.
-        if (NUM_STAGES == 1) cp_async_wait<0>();
-        else if (tile == 0) cp_async_wait<NUM_STAGES - 1>();
-        else cp_async_wait<(NUM_STAGES > 1 ? NUM_STAGES - 2 : 0)>();
-        __syncthreads();
-        if (NUM_STAGES == 1) load_v(tile);
-        else load_k(tile + NUM_STAGES - 1), load_v(tile + NUM_STAGES - 1);
+        if (NUM_STAGES > 1 && tile > 0) cp_async_wait<(NUM_STAGES > 1 ? NUM_STAGES - 2 : 0)>();
+        else cp_async_wait<NUM_STAGES - 1>();
+        if (tile > 0) group_sync(group);
+        else __syncthreads();  // Q comes from all threads
+        if (NUM_STAGES > 1) load_k(free_stage, tile + NUM_STAGES - 1);
+        load_v(free_stage, tile + NUM_STAGES - 1);
         cp_async_commit();
         if (Q_IN_REGISTERS && tile == 0) {
 #pragma unroll
@@ -135,7 +153,7 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, 
 #pragma unroll
                 for (int n = 0; n < N_STEPS; ++n) {
                     unsigned b[4];
-                    ldmatrix_x4(b, smem_k(tile) + lane_k + n * 16 * PITCH + step_offset(chunk_k, d));
+                    ldmatrix_x4(b, stage + lane_k + n * 16 * PITCH + step_offset(chunk_k, d));
 #pragma unroll
                     for (int m = 0; m < M_TILES; ++m) {
                         mma_16816(s[m][2 * n], a[m], b[0], b[1]);
@@ -146,12 +164,12 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, 
         }
         if (NUM_STAGES == 1) {
             cp_async_wait<0>();
-            __syncthreads();
-            load_k(tile + 1);
+            group_sync(group);
+            load_k(stage, tile + 1);
             cp_async_commit();
         } else if (tile == 0) {
             cp_async_wait<NUM_STAGES - 1>();
-            __syncthreads();
+            group_sync(group);
         }
         if (!active) continue;
 
@@ -210,7 +228,7 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, 
 #pragma unroll
             for (int d = 0; d < D_STEPS; ++d) {
                 unsigned b[4];
-                ldmatrix_x4_trans(b, smem_v(tile) + lane_v + n * 16 * PITCH + step_offset(chunk_a, d));
+                ldmatrix_x4_trans(b, stage + lane_v + n * 16 * PITCH + step_offset(chunk_a, d));
 #pragma unroll
                 for (int m = 0; m < M_TILES; ++m) {
                     mma_16816(out[m][2 * d], p[m], b[0], b[1]);
@@ -265,7 +283,7 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, 
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float total = sum[m][h] + __shfl_xor_sync(0xffffffffu, sum[m][h], 1);
-            float inverse = 1.f / (total + __shfl_xor_sync(0xffffffffu, total, 2));
+            float inverse = __fdividef(1.f, total + __shfl_xor_sync(0xffffffffu, total, 2));
 #pragma unroll
             for (int d = 0; d < 2 * D_STEPS; ++d) {
                 unsigned char* at = smem + offset_of(staging + m * 16 + h * 8 + lane / 4, d) + lane % 4 * 4;
