@@ -1,0 +1,189 @@
+"""three_kernel_mma: QKᵀ, row softmax in place and PV as three launches, mma.sync on sm_80 and later."""
+
+from attnsweep.arch import Arch
+from attnsweep.kernel import Config, Kernel, Launch, Param
+from attnsweep.problem import DTYPE_BYTES, Problem
+
+kernel = Kernel(
+    "three_kernel_mma",
+    summary="QK^T, row softmax in place, PV: three launches, mma.sync and cp.async",
+    params=(
+        Param("QK_BLOCK_M", (64, 128), "queries of a block's tile of scores"),
+        Param("QK_BLOCK_N", (64, 128), "keys of a block's tile of scores"),
+        Param("QK_BLOCK_K", (64,), "head_dim columns of one pipeline stage"),
+        Param("QK_WARPS", (4, 8), "warps per block"),
+        Param("QK_STAGES", (1, 2), "tiles of Q and K in flight"),
+        Param("SOFTMAX_THREADS", (16, 32, 128), "threads per row"),
+        Param("SOFTMAX_VECTOR", (8,), "elements per load: 1, 2, 4 or 8"),
+        Param("SOFTMAX_READS", (1, 2), "1: the row stays in registers; 2: it is read twice"),
+        Param("SOFTMAX_BLOCK", (256,), "threads per block"),
+        Param("PV_BLOCK_M", (64, 128), "queries of a block's tile of the output"),
+        Param("PV_BLOCK_N", (64, 128), "head_dim columns of a block's tile of the output"),
+        Param("PV_BLOCK_K", (64,), "keys of one pipeline stage"),
+        Param("PV_WARPS", (4, 8), "warps per block"),
+        Param("PV_STAGES", (3, 4), "tiles of P and V in flight"),
+    ),
+    rounds_scores=True,
+)
+
+
+def accumulators(block_m: int, block_n: int, warps: int) -> int:
+    """fp32 output registers of a thread."""
+    return block_m * block_n // (warps * 32)
+
+
+def max_keys(config: Config, problem: Problem) -> int:
+    """Keys that the registers of a row's threads hold: a power of two, so that cubins are shared."""
+    return max(
+        config.SOFTMAX_THREADS * config.SOFTMAX_VECTOR, 1 << (problem.seqlen_k - 1).bit_length()
+    )
+
+
+def stride(problem: Problem) -> int:
+    """Elements from one row of scores to the next: whole 16-byte chunks."""
+    return -(-problem.seqlen_k // 8) * 8
+
+
+def blocks_per_sm(arch: Arch, threads: int, registers: int, smem_bytes: int) -> int:
+    """Occupancy to plan for, given the registers that a thread needs to run without spills."""
+    # Each quarter of an SM gives registers to whole warps.
+    warps = 4 * (arch.registers_per_sm // 4 // (32 * min(registers, 255)))
+    return max(
+        1,
+        min(
+            warps * 32 // threads,
+            arch.smem_per_sm // (smem_bytes + arch.smem_reserved_per_block),
+            arch.max_threads_per_sm // threads,
+            arch.max_blocks_per_sm,
+        ),
+    )
+
+
+@kernel.rule("every warp has at least one 16x16 piece of its tile")
+def warps_fit_tile(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    return (
+        c.QK_WARPS <= c.QK_BLOCK_M * c.QK_BLOCK_N // 256
+        and c.PV_WARPS <= c.PV_BLOCK_M * c.PV_BLOCK_N // 256
+    )
+
+
+@kernel.rule("at most 128 accumulators a thread, or they spill")
+def accumulators_fit_registers(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    return (
+        accumulators(c.QK_BLOCK_M, c.QK_BLOCK_N, c.QK_WARPS) <= 128
+        and accumulators(c.PV_BLOCK_M, c.PV_BLOCK_N, c.PV_WARPS) <= 128
+    )
+
+
+@kernel.rule("a thread copies at most 32 chunks a step, or their addresses spill")
+def copies_fit_registers(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    qk_chunks = (c.QK_BLOCK_M + c.QK_BLOCK_N) * c.QK_BLOCK_K // 8
+    pv_chunks = (c.PV_BLOCK_M + c.PV_BLOCK_N) * c.PV_BLOCK_K // 8
+    return qk_chunks <= c.QK_WARPS * 32 * 32 and pv_chunks <= c.PV_WARPS * 32 * 32
+
+
+@kernel.rule("QK_BLOCK_K and PV_BLOCK_N divide head_dim")
+def tiles_divide_head_dim(config: Config, problem: Problem, arch: Arch) -> bool:
+    return problem.head_dim % config.QK_BLOCK_K == 0 == problem.head_dim % config.PV_BLOCK_N
+
+
+@kernel.rule("as many stages as can be in flight: one if there is one tile, else two or more")
+def stages_are_used(config: Config, problem: Problem, arch: Arch) -> bool:
+    steps = problem.head_dim // config.QK_BLOCK_K
+    return min(2, steps) <= config.QK_STAGES <= steps and config.PV_STAGES >= 2
+
+
+@kernel.rule("a row kept in registers takes at most 64 of each thread's")
+def row_fits_registers(config: Config, problem: Problem, arch: Arch) -> bool:
+    keys_per_thread = max_keys(config, problem) // config.SOFTMAX_THREADS
+    registers = config.SOFTMAX_BLOCK * (keys_per_thread + 40)
+    return config.SOFTMAX_READS == 2 or (keys_per_thread <= 64 and registers <= 65536)
+
+
+@kernel.rule("softmax blocks hold whole rows, and a row's threads all have keys")
+def softmax_threads_are_used(config: Config, problem: Problem, arch: Arch) -> bool:
+    threads = config.SOFTMAX_THREADS
+    has_keys = threads <= 32 or threads * config.SOFTMAX_VECTOR < 2 * problem.seqlen_k
+    return config.SOFTMAX_BLOCK % max(threads, 32) == 0 and has_keys
+
+
+@kernel.rule("tiles are not twice as long as the sequence")
+def tiles_fit_sequence(config: Config, problem: Problem, arch: Arch) -> bool:
+    c, p = config, problem
+    return max(c.QK_BLOCK_M, c.PV_BLOCK_M) < 2 * max(p.seqlen_q, 64) and max(
+        c.QK_BLOCK_N, c.PV_BLOCK_K
+    ) < 2 * max(p.seqlen_k, 64)
+
+
+@kernel.workspace
+def workspace(config: Config, problem: Problem) -> dict[str, int]:
+    p = problem
+    rows = p.batch * p.heads * p.seqlen_q
+    return {"scores": rows * stride(p) * DTYPE_BYTES[p.dtype]}
+
+
+@kernel.stage("qk", params=("QK_BLOCK_M", "QK_BLOCK_N", "QK_BLOCK_K", "QK_WARPS", "QK_STAGES"))
+def qk(config: Config, problem: Problem, arch: Arch) -> Launch:
+    c, p = config, problem
+    threads = c.QK_WARPS * 32
+    inputs = c.QK_STAGES * (c.QK_BLOCK_M + c.QK_BLOCK_N) * c.QK_BLOCK_K * 2
+    smem_bytes = max(inputs, c.QK_BLOCK_M * c.QK_BLOCK_N * 2)
+    registers = accumulators(c.QK_BLOCK_M, c.QK_BLOCK_N, c.QK_WARPS) + 64
+    blocks = blocks_per_sm(arch, threads, registers, smem_bytes)
+    return Launch(
+        function="three_kernel_mma_qk",
+        grid=(-(-p.seqlen_q // c.QK_BLOCK_M) * -(-p.seqlen_k // c.QK_BLOCK_N), p.batch * p.heads, 1),
+        threads=threads,
+        args=(
+            *("q", "k", "scores", p.heads, p.heads_kv),
+            *(p.seqlen_q, p.seqlen_k, stride(p), p.scale),
+        ),
+        smem_bytes=smem_bytes,
+        defines={"MIN_BLOCKS": blocks},
+        min_blocks_per_sm=blocks,
+    )
+
+
+@kernel.stage(
+    "softmax",
+    params=("SOFTMAX_THREADS", "SOFTMAX_VECTOR", "SOFTMAX_READS", "SOFTMAX_BLOCK"),
+    constants=("IS_BF16", "CAUSAL"),
+)
+def softmax(config: Config, problem: Problem, arch: Arch) -> Launch:
+    c, p = config, problem
+    rows = p.batch * p.heads * p.seqlen_q
+    keys = max_keys(c, p) if c.SOFTMAX_READS == 1 else 0
+    registers = 40 + keys // c.SOFTMAX_THREADS
+    smem_bytes = 2 * 4 * (c.SOFTMAX_BLOCK // 32) if c.SOFTMAX_THREADS > 32 else 0
+    blocks = blocks_per_sm(arch, c.SOFTMAX_BLOCK, registers, smem_bytes)
+    return Launch(
+        function="three_kernel_mma_softmax",
+        grid=(-(-rows * c.SOFTMAX_THREADS // c.SOFTMAX_BLOCK), 1, 1),
+        threads=c.SOFTMAX_BLOCK,
+        args=("scores", rows, p.seqlen_q, p.seqlen_k, stride(p)),
+        smem_bytes=smem_bytes,
+        defines={"MIN_BLOCKS": blocks} | ({"MAX_KEYS": keys} if keys else {}),
+        min_blocks_per_sm=blocks,
+    )
+
+
+@kernel.stage("pv", params=("PV_BLOCK_M", "PV_BLOCK_N", "PV_BLOCK_K", "PV_WARPS", "PV_STAGES"))
+def pv(config: Config, problem: Problem, arch: Arch) -> Launch:
+    c, p = config, problem
+    threads = c.PV_WARPS * 32
+    inputs = c.PV_STAGES * (c.PV_BLOCK_M + c.PV_BLOCK_N) * c.PV_BLOCK_K * 2
+    smem_bytes = max(inputs, c.PV_BLOCK_M * c.PV_BLOCK_N * 2)
+    registers = accumulators(c.PV_BLOCK_M, c.PV_BLOCK_N, c.PV_WARPS) + 64
+    blocks = blocks_per_sm(arch, threads, registers, smem_bytes)
+    return Launch(
+        function="three_kernel_mma_pv",
+        grid=(-(-p.seqlen_q // c.PV_BLOCK_M) * (p.head_dim // c.PV_BLOCK_N), p.batch * p.heads, 1),
+        threads=threads,
+        args=("scores", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, stride(p)),
+        smem_bytes=smem_bytes,
+        defines={"MIN_BLOCKS": blocks},
+        min_blocks_per_sm=blocks,
+    )
