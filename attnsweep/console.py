@@ -1,0 +1,68 @@
+"""The one place that writes to a terminal, and plain text laid out for its width.
+
+Without a terminal there are no ANSI codes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+
+# Piped output has no width of its own. 120 holds every column that a ranking usually has, and log
+# viewers of CI services show as much without wrapping.
+_PIPE_WIDTH = 120
+GLUE = "\u00a0"
+"""Holds a number and its unit together in text for `wrap`."""
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    piped = not (stream.isatty() or os.environ.get("COLUMNS"))
+    return Console(
+        stderr=stderr, highlight=False, emoji=False, width=_PIPE_WIDTH if piped else None
+    )
+
+
+console = _console(stderr=False)
+"""For results: tables, JSON."""
+errors = _console(stderr=True)
+"""For everything else: progress, warnings, errors."""
+
+
+def aligned(
+    lines: Sequence[Sequence[str]], align: str, width: int, *, shrink: Sequence[int] = ()
+) -> list[str]:
+    """Cells as columns two spaces apart, `l` or `r` each. Of those in `shrink`, in that order, what
+    is over `width` is cut off, down to 6 columns; numbers should not be among them.
+    """
+    widths = [max(cell_len(line[i]) for line in lines) for i in range(len(align))]
+    for column in shrink:
+        excess = sum(widths) + 2 * (len(widths) - 1) - width
+        widths[column] = max(min(6, widths[column]), widths[column] - max(0, excess))
+    out = []
+    for line in lines:
+        cells = [cut(cell, size) for cell, size in zip(line, widths, strict=True)]
+        padded = [
+            " " * (size - cell_len(cell)) + cell if side == "r" else set_cell_size(cell, size)
+            for cell, size, side in zip(cells, widths, align, strict=True)
+        ]
+        out.append("  ".join(padded).rstrip())
+    return out
+
+
+def cut(text: str, width: int) -> str:
+    """At most `width` columns of it, ending in … if that is not all."""
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Lines of at most `width`, broken between words, never at GLUE; all but the first indented."""
+    lines = textwrap.wrap(
+        text, width, subsequent_indent="    ", break_on_hyphens=False, replace_whitespace=False
+    )
+    return [line.replace(GLUE, " ") for line in lines]

@@ -1,0 +1,421 @@
+"""The run directory: trials that survive a crash, their provenance, and reading them back.
+
+    results/<gpu>/<spec>/  spec.yaml  environment.json  trials.jsonl  ranking.csv  ranking.md
+                           cubins/
+
+Only the parent process writes, through one `Store` that holds the directory's lock. Readers take
+no lock: a row becomes visible as a whole line or is a torn last line, which they drop.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+from pydantic_core import to_json
+
+from attnsweep.errors import AttnsweepError, StoreError
+from attnsweep.trial import Environment, Trial
+
+TRIALS = "trials.jsonl"
+SPEC = "spec.yaml"
+ENVIRONMENT = "environment.json"
+CUBINS = "cubins"
+LOCK = ".lock"
+# A foreign file would otherwise warn once a line.
+MAX_WARNINGS = 20
+
+
+def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
+    """The rows of a trials.jsonl in order of first appearance, and what was wrong with it.
+
+    A later row with the same key replaces the earlier one in its place. A torn last line is
+    dropped; a line that is no Trial is skipped. Each gives one warning, `file:line: reason`.
+    Raises StoreError if the file cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _store_error(error, path, "cannot read the trials") from error
+    trials, warnings, _ = _parse_trials(data, path)
+    return list(trials.values()), warnings
+
+
+def _parse_trials(
+    data: bytes, path: Path
+) -> tuple[dict[tuple[object, ...], Trial], list[str], int]:
+    """Trials by key, warnings, and how many whole rows there are, replaced ones included."""
+    trials: dict[tuple[object, ...], Trial] = {}
+    warnings: list[str] = []
+    rows = 0
+    *whole, last = data.split(b"\n")
+    for number, line in enumerate([*whole, last], start=1):
+        if not line.strip():
+            continue
+        parsed = _parse_row(line)
+        if isinstance(parsed, Trial):
+            trials[parsed.key] = parsed
+            rows += 1
+        elif number > len(whole):
+            warnings.append(
+                f"{path}:{number}: the last line is incomplete and was dropped "
+                "(its run was killed, or is still writing)"
+            )
+        else:
+            warnings.append(f"{path}:{number}: skipped, not a trial: {parsed}")
+    if len(warnings) > MAX_WARNINGS:
+        rest = len(warnings) - MAX_WARNINGS
+        warnings = [*warnings[:MAX_WARNINGS], f"{path}: and {rest} more lines like these"]
+    return trials, warnings, rows
+
+
+def _parse_row(line: bytes) -> Trial | str:
+    """The Trial in one line, or why there is none."""
+    try:
+        return Trial.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        return f"{place}: {first['msg']}" if place else first["msg"]
+    except AttnsweepError as error:
+        return error.what
+    except AttributeError as error:
+        # A Problem holds its own fields only; one more means another shape than we would read.
+        return f"written by another version of attnsweep? {error}"
+
+
+def _row_bytes(trial: Trial) -> bytes:
+    """One line of strict JSON, newline included; NaN and infinity as strings, which read back."""
+    if trial.detail is not None:
+        # Compiler logs may hold bytes that are not UTF-8 and arrive as lone surrogates.
+        trial = trial.with_(detail=trial.detail.encode("utf-8", "replace").decode("utf-8"))
+    return to_json(trial.model_dump(mode="json"), inf_nan_mode="strings") + b"\n"
+
+
+def _store_error(error: OSError, path: Path, doing: str, hint: str | None = None) -> StoreError:
+    reason = error.strerror or str(error)
+    if hint is None:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "free some space there, then run the same command again: it resumes"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            hint = "check its permissions, or choose another place with --results"
+        elif error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+            hint = "something else has that name: move it away, or use --results"
+    return StoreError(f"{doing}: {reason}", where=str(path), hint=hint)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """One os.write; a short one means that the disk is full, whatever errno would have said."""
+    if os.write(fd, data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Give `path` this content in one step, durably: temporary file, fsync, rename.
+
+    The temporary name is fixed: only the holder of the lock writes, so what a killed run left is
+    simply overwritten.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise _store_error(error, path, "cannot write") from error
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make renames and new names in it durable, where the system can do that to a directory."""
+    with suppress(OSError):
+        fd = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it is, or as it was when read: without a lock, it may still be going on."""
+
+    directory: Path
+    trials: list[Trial]
+    environment: Environment | None
+    spec_text: str | None
+    warnings: list[str]
+
+
+class Store:
+    """The writer of one run directory. Holds its lock until closed; a context manager.
+
+    warnings: what was wrong with the trials found there.
+    rows: how many rows are safely in the file, replaced ones included.
+    """
+
+    def __init__(self, directory: Path, lock: FileLock, *, fresh: bool) -> None:
+        """Use `Store.open`, which takes the lock."""
+        self.directory = directory
+        self.path = directory / TRIALS
+        self._lock = lock
+        if fresh:
+            self._move_aside()
+        try:
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
+            self._fd = os.open(self.path, flags, 0o666)
+        except OSError as error:
+            raise _store_error(error, self.path, "cannot open the trials for writing") from error
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            os.close(self._fd)
+            raise _store_error(error, self.path, "cannot read the trials") from error
+        self._trials, self.warnings, self.rows = _parse_trials(data, self.path)
+        _sync_directory(directory)
+
+    @classmethod
+    def open(cls, directory: Path, *, fresh: bool = False) -> Store:
+        """Create or resume the run in `directory`, for this process alone.
+
+        fresh: move earlier trials aside, to trials.<UTC time>.jsonl, and begin with none.
+        Raises StoreError if it cannot be created or written, or if another run is writing there.
+        """
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _store_error(error, directory, "cannot create the run directory") from error
+        lock = FileLock(directory / LOCK)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout as error:
+            raise StoreError(
+                "another attnsweep run is writing here",
+                where=str(directory),
+                hint="wait until it ends, or choose another place with --results",
+            ) from error
+        except (OSError, NotImplementedError) as error:
+            reason = error if isinstance(error, OSError) else OSError(str(error))
+            raise _store_error(reason, directory, "cannot lock the run directory") from error
+        try:
+            return cls(directory, lock, fresh=fresh)
+        except BaseException:
+            lock.release()
+            raise
+
+    def _move_aside(self) -> None:
+        stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        aside = self.path.with_name(f"trials.{stamp}.jsonl")
+        number = 1
+        try:
+            if not self.path.exists() or self.path.stat().st_size == 0:
+                return
+            while aside.exists():
+                number += 1
+                aside = self.path.with_name(f"trials.{stamp}-{number}.jsonl")
+            self.path.rename(aside)
+        except OSError as error:
+            raise _store_error(error, self.path, f"cannot move to {aside.name}") from error
+
+    @property
+    def trials(self) -> list[Trial]:
+        """What the directory holds, in order of first appearance; `append` keeps it up."""
+        return list(self._trials.values())
+
+    def append(self, trial: Trial) -> None:
+        """Add one row, durably: it is on the disk as a whole when this returns, or not at all.
+
+        Raises StoreError saying how many rows are safe and how to go on.
+        """
+        data = _row_bytes(trial)
+        length: int | None = None
+        try:
+            length = self._end_last_line()
+            _write_all(self._fd, data)
+            os.fsync(self._fd)
+        except OSError as error:
+            if length is not None:
+                with suppress(OSError):
+                    os.ftruncate(self._fd, length)
+            raise _store_error(
+                error,
+                self.path,
+                "cannot store a row",
+                hint=f"{self.rows} rows are safe; once this is mended, "
+                "run the same command again: it resumes after them",
+            ) from error
+        self.rows += 1
+        self._trials[trial.key] = trial
+
+    def _end_last_line(self) -> int:
+        """The file's length, once it is empty or ends in a newline.
+
+        A torn last line is cut off; one that lacks nothing but its newline, which readers take, is
+        given it.
+        """
+        length = os.lseek(self._fd, 0, os.SEEK_END)
+        if length == 0:
+            return 0
+        os.lseek(self._fd, length - 1, os.SEEK_SET)
+        if os.read(self._fd, 1) == b"\n":
+            return length
+        data = self.path.read_bytes()
+        start = data.rfind(b"\n") + 1
+        if isinstance(_parse_row(data[start:]), Trial):
+            _write_all(self._fd, b"\n")
+            return length + 1
+        os.ftruncate(self._fd, start)
+        return start
+
+    def describe(self, spec: str, environment: Environment) -> None:
+        """Replace spec.yaml by the resolved spec, and environment.json."""
+        self._write_text(SPEC, spec)
+        self._write_text(ENVIRONMENT, environment.model_dump_json(indent=2) + "\n")
+
+    def finish(self, render: Callable[[Run], Mapping[str, str]] | None = None) -> Run:
+        """The run as it now is. render: makes file names and texts of it, which are written.
+
+        `store.finish(report.files)` writes ranking.csv and ranking.md.
+        """
+        environment, _ = _read_environment(self.directory / ENVIRONMENT)
+        spec, _ = _read_spec(self.directory / SPEC)
+        run = Run(self.directory, self.trials, environment, spec, self.warnings)
+        for name, text in (render(run) if render else {}).items():
+            self._write_text(name, text)
+        return run
+
+    def keep_cubin(self, path: Path, name: str) -> Path:
+        """Copy a winner's cubin to cubins/`name` and return where it is."""
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise StoreError(f"a cubin cannot be kept as {name!r}", where=str(self.directory))
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise _store_error(error, path, "cannot read the cubin to keep") from error
+        kept = self.directory / CUBINS / name
+        try:
+            kept.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            raise _store_error(error, kept.parent, "cannot create") from error
+        _replace(kept, data)
+        return kept
+
+    def _write_text(self, name: str, text: str) -> None:
+        _replace(self.directory / name, text.encode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """Close the trials and release the lock. Again is harmless."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self._lock.release()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_run(path: Path) -> Run:
+    """Read a run: its directory, or a trials file in it (an older trials.<UTC time>.jsonl too).
+
+    Raises StoreError if there is no such run, if `path` is not one, or if it holds no trial yet.
+    """
+    if not path.exists():
+        raise StoreError(
+            "no such run", where=str(path), hint="give a run directory, results/<gpu>/<spec>"
+        )
+    trials_path = path / TRIALS if path.is_dir() else path
+    if path.is_dir() and not trials_path.is_file():
+        within = [str(run) for run in find_runs(path)]
+        some = ", ".join(within[:5]) + (" …" if len(within) > 5 else "")
+        raise StoreError(
+            f"not a run directory: it has no {TRIALS}",
+            where=str(path),
+            hint=f"runs below it: {some}" if within else "give one that `attnsweep run` wrote",
+        )
+    if trials_path.suffix != ".jsonl":
+        beside = trials_path.with_name(TRIALS).is_file()
+        raise StoreError(
+            f"not a run: neither a directory nor a {TRIALS}",
+            where=str(path),
+            hint=f"its run is {trials_path.parent}" if beside else None,
+        )
+    directory = trials_path.parent
+    trials, warnings = read_trials(trials_path)
+    if not trials:
+        spec_path = directory / SPEC
+        again = f"attnsweep run {spec_path if spec_path.is_file() else 'SPEC'}"
+        because = f" ({warnings[0]})" if warnings else ""
+        raise StoreError(f"nothing is recorded yet{because}", where=str(path), hint=f"run: {again}")
+    environment, odd_environment = _read_environment(directory / ENVIRONMENT)
+    spec, odd_spec = _read_spec(directory / SPEC)
+    warnings += [odd for odd in (odd_environment, odd_spec) if odd]
+    return Run(directory, trials, environment, spec, warnings)
+
+
+def _read_spec(path: Path) -> tuple[str | None, str | None]:
+    """The text of spec.yaml, None if there is none, and a warning if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8"), None
+    except FileNotFoundError:
+        return None, None
+    except (OSError, UnicodeDecodeError) as error:
+        return None, f"{path}: cannot be read: {error}"
+
+
+def _read_environment(path: Path) -> tuple[Environment | None, str | None]:
+    """The environment, None if there is none, and a warning if it cannot be understood."""
+    try:
+        return Environment.model_validate_json(path.read_bytes()), None
+    except FileNotFoundError:
+        return None, None
+    except OSError as error:
+        return None, f"{path}: cannot be read: {error.strerror}"
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        return None, f"{path}: not an environment: {place}: {first['msg']}"
+
+
+def find_runs(results_dir: Path) -> list[Path]:
+    """Every run directory at or below `results_dir`, sorted by path."""
+    return sorted(path.parent for path in results_dir.rglob(TRIALS) if path.is_file())
+
+
+def latest_run(results_dir: Path) -> Run:
+    """The run below `results_dir` whose trials were written last; among equals, the last by path.
+
+    Runs without a row do not count. Raises StoreError if there is none.
+    """
+    written = []
+    for directory in find_runs(results_dir):
+        with suppress(OSError):
+            stat = (directory / TRIALS).stat()
+            if stat.st_size:
+                written.append((stat.st_mtime_ns, directory))
+    if not written:
+        raise StoreError(
+            "no run is recorded here",
+            where=str(results_dir),
+            hint="run: attnsweep run SPEC, or give the directory of a run",
+        )
+    return open_run(max(written)[1])

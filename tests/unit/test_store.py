@@ -1,0 +1,501 @@
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from attnsweep import store as store_module
+from attnsweep.errors import StoreError
+from attnsweep.problem import Problem
+from attnsweep.store import MAX_WARNINGS, Store, find_runs, latest_run, open_run, read_trials
+from attnsweep.trial import Accuracy, Environment, Measurement, Status, Trial
+
+PROBLEM = Problem(1, 16, 16, 1024, 1024, 64)
+ENVIRONMENT = Environment(
+    gpu="NVIDIA H200",
+    arch="sm_90a",
+    driver="580.95",
+    cuda="13.0",
+    nvrtc="13.0",
+    attnsweep="1.0",
+    python="3.11",
+    date="2026-07-26T10:00:00Z",
+    host_cores=16,
+    sm_count=132,
+    clock_hz=1.98e9,
+    memory_bytes=150 << 30,
+    memory_bytes_per_second=4.8e12,
+    l2_bytes=50 << 20,
+)
+
+
+def trial(number: int, **changes: object) -> Trial:
+    row = Trial(
+        kernel="flash",
+        provider="attnsweep",
+        config={"BLOCK_M": number, "SWIZZLE": True, "LAYOUT": "row"},
+        problem=PROBLEM,
+        status=Status.OK,
+        time_us=Measurement(median=7.5, low=7.4, high=7.6, samples=3, rounds=[7.4, 7.5, 7.6]),
+        accuracy=Accuracy(rel_err=2.7e-4, limit=5.6e-4),
+    )
+    return row.with_(**changes)
+
+
+def numbers(trials: list[Trial]) -> list[object]:
+    return [row.config["BLOCK_M"] for row in trials]
+
+
+def filled(directory: Path, count: int) -> Path:
+    with Store.open(directory) as store:
+        for number in range(count):
+            store.append(trial(number))
+    return directory / "trials.jsonl"
+
+
+# -- rows -----------------------------------------------------------------------------------
+
+
+def test_rows_read_back_equal_and_in_order(tmp_path: Path) -> None:
+    rows = [trial(3), trial(1, status=Status.WRONG, detail="two\nlines"), trial(2)]
+    with Store.open(tmp_path / "run") as store:
+        for row in rows:
+            store.append(row)
+        assert store.trials == rows
+    assert read_trials(tmp_path / "run" / "trials.jsonl") == (rows, [])
+
+
+def test_a_later_row_replaces_the_earlier_in_its_place(tmp_path: Path) -> None:
+    with Store.open(tmp_path) as store:
+        for number in (5, 4, 3):
+            store.append(trial(number))
+    with Store.open(tmp_path) as store:
+        store.append(trial(5, detail="again"))
+        assert (store.rows, len(store.trials)) == (4, 3)
+    trials, _ = read_trials(tmp_path / "trials.jsonl")
+    assert numbers(trials) == [5, 4, 3]
+    assert [row.detail for row in trials] == ["again", None, None]
+
+
+def test_true_and_one_stay_what_they_are(tmp_path: Path) -> None:
+    path = filled(tmp_path, 1)
+    config = read_trials(path)[0][0].config
+    assert config["SWIZZLE"] is True
+    assert config["BLOCK_M"] == 0
+    assert config["BLOCK_M"] is not False
+
+
+def test_keys_of_a_newer_version_survive(tmp_path: Path) -> None:
+    path = filled(tmp_path, 1)
+    row = json.loads(path.read_text()) | {"energy_joules": 3.5}
+    path.write_text(json.dumps(row) + "\n")
+    (kept,), warnings = read_trials(path)
+    with Store.open(tmp_path / "copy") as store:
+        store.append(kept)
+    assert warnings == []
+    assert json.loads((tmp_path / "copy/trials.jsonl").read_text())["energy_joules"] == 3.5
+
+
+def test_nan_is_kept_as_strict_json(tmp_path: Path) -> None:
+    nan = float("nan")
+    bad = Measurement(median=nan, low=1.0, high=float("inf"), samples=3)
+    with Store.open(tmp_path) as store:
+        store.append(trial(1, time_us=bad, accuracy=Accuracy(rel_err=nan, limit=1e-3)))
+    text = (tmp_path / "trials.jsonl").read_text()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads(text, parse_constant=refuse)
+    (row,), warnings = read_trials(tmp_path / "trials.jsonl")
+    assert warnings == []
+    assert row.time_us is not None
+    assert row.time_us.median != row.time_us.median
+    assert row.time_us.high == float("inf")
+    assert row.accuracy is not None
+    assert row.accuracy.rel_err != row.accuracy.rel_err
+
+
+def test_a_compiler_log_that_is_not_utf8_is_stored(tmp_path: Path) -> None:
+    log = b"error: \xff \x00 \xe2\x80\xa8 end".decode("utf-8", "surrogateescape")
+    with Store.open(tmp_path) as store:
+        store.append(trial(1, detail=log))
+        store.append(trial(2))
+    trials, warnings = read_trials(tmp_path / "trials.jsonl")
+    assert warnings == []
+    assert numbers(trials) == [1, 2]
+    assert trials[0].detail == "error: ? \x00 \u2028 end"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"hello", "JSON"),
+        (b"[1, 2]", "object"),
+        (b'{"unit": "kernel"}', "kernel: Field required"),
+        (b"\xff\xfe\x00", "JSON"),
+        (b"\x00" * 50, "JSON"),
+    ],
+)
+def test_a_foreign_line_is_skipped_and_named(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = filled(tmp_path, 2)
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + line + b"\n\r\n" + second)
+    trials, (warning,) = read_trials(path)
+    assert numbers(trials) == [0, 1]
+    assert warning.startswith(f"{path}:2: ")
+    assert reason in warning
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b'"heads_kv":16', b'"heads_kv":5', "heads_kv must divide heads"),
+        (b'"heads_kv":16', b'"heads_kv":16,"window":3', "another version of attnsweep"),
+        (b'"status":"ok"', b'"status":"great"', "status: Input should be"),
+        (b'"median":7.5', b'"median":"fast"', "time_us.median"),
+    ],
+)
+def test_a_row_that_means_something_else_is_not_read(
+    tmp_path: Path, old: bytes, new: bytes, reason: str
+) -> None:
+    path = filled(tmp_path, 2)
+    first, second = path.read_bytes().splitlines(keepends=True)
+    assert old in first
+    path.write_bytes(first.replace(old, new) + second)
+    trials, (warning,) = read_trials(path)
+    assert numbers(trials) == [1]
+    assert warning.startswith(f"{path}:1: ")
+    assert reason in warning
+
+
+def test_a_foreign_file_does_not_warn_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "trials.jsonl"
+    path.write_text("x\n" * 1000)
+    trials, warnings = read_trials(path)
+    assert trials == []
+    assert len(warnings) == MAX_WARNINGS + 1
+    assert f"{1000 - MAX_WARNINGS} more" in warnings[-1]
+
+
+def test_ten_thousand_rows_are_read_at_once(tmp_path: Path) -> None:
+    path = filled(tmp_path, 1)
+    line = path.read_text()
+    assert '"BLOCK_M":0,' in line
+    rounds = '"rounds":[' + ",".join(["7.5123"] * 30) + "]"
+    line = line.replace('"rounds":[7.4,7.5,7.6]', rounds)
+    with path.open("w") as file:
+        file.writelines(line.replace('"BLOCK_M":0,', f'"BLOCK_M":{n},') for n in range(10_000))
+    begin = time.perf_counter()
+    trials, warnings = read_trials(path)
+    # 0.3 s measured; the margin is for a busy machine.
+    assert time.perf_counter() - begin < 3
+    assert (len(trials), warnings) == (10_000, [])
+
+
+# -- torn lines and crashes -----------------------------------------------------------------
+
+
+def test_a_row_torn_anywhere_costs_that_row_only(tmp_path: Path) -> None:
+    path = filled(tmp_path, 3)
+    whole = path.read_bytes()
+    start = whole[:-1].rfind(b"\n") + 1
+    for end in range(start + 1, len(whole)):
+        path.write_bytes(whole[:end])
+        complete = end == len(whole) - 1  # only the newline is missing: nothing is lost
+        trials, warnings = read_trials(path)
+        assert numbers(trials) == ([0, 1, 2] if complete else [0, 1])
+        assert len(warnings) == (0 if complete else 1)
+        with Store.open(tmp_path) as store:
+            store.append(trial(9))
+        trials, warnings = read_trials(path)
+        assert numbers(trials) == ([0, 1, 2, 9] if complete else [0, 1, 9])
+        assert warnings == []
+        assert path.read_bytes().startswith(whole[:start])
+
+
+def test_opening_a_torn_file_changes_nothing(tmp_path: Path) -> None:
+    path = filled(tmp_path, 2)
+    path.write_bytes(path.read_bytes()[:-20])
+    before = path.read_bytes()
+    with Store.open(tmp_path) as store:
+        assert "incomplete" in store.warnings[0]
+        assert store.rows == 1
+    assert path.read_bytes() == before
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_store import trial
+from attnsweep.store import Store
+with Store.open(Path({directory!r})) as store:
+    number = len(store.trials)
+    while True:
+        # Large rows, so that the kill often comes in the middle of a write.
+        store.append(trial(number, detail="x" * 3_000_000))
+        number += 1
+"""
+
+
+def test_kill_in_the_middle_of_append_loses_at_most_the_row_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "trials.jsonl"
+    code = WRITER.format(tests=str(Path(__file__).parent), directory=str(tmp_path))
+    written = 0
+    for attempt in range(4):
+        writer = subprocess.Popen([sys.executable, "-c", code])
+        deadline = time.monotonic() + 60
+        while not path.exists() or path.stat().st_size <= written:
+            assert writer.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(0.02 * attempt)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        data = path.read_bytes()
+        trials, warnings = read_trials(path)
+        assert len(trials) >= data.count(b"\n")
+        assert numbers(trials) == list(range(len(trials)))
+        assert len(warnings) <= 1
+        with Store.open(tmp_path) as store:  # the lock died with its holder
+            store.append(trial(len(trials), detail="after"))
+        resumed, warnings = read_trials(path)
+        assert warnings == []
+        assert numbers(resumed) == list(range(len(trials) + 1))
+        written = path.stat().st_size
+    assert written > 3_000_000
+
+
+def test_a_full_disk_leaves_whole_rows_and_says_how_to_go_on(tmp_path: Path) -> None:
+    path = filled(tmp_path, 2)
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Store.open(tmp_path) as store:
+        # The next write gets 100 bytes down, as on a disk that fills up; the one after it none.
+        for room in (100, 0):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, hard))
+            try:
+                with pytest.raises(StoreError, match="cannot store a row") as raised:
+                    store.append(trial(2))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert "2 rows are safe" in str(raised.value)
+            assert "same command again" in str(raised.value)
+            assert path.read_bytes() == before
+        assert numbers(store.trials) == [0, 1]
+        store.append(trial(2))
+    assert numbers(read_trials(path)[0]) == [0, 1, 2]
+
+
+def test_a_failed_fsync_takes_the_row_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = filled(tmp_path, 1)
+    before = path.read_bytes()
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with Store.open(tmp_path) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(store_module.os, "fsync", fail)
+            with pytest.raises(StoreError, match="Input/output error"):
+                store.append(trial(1))
+        assert path.read_bytes() == before
+        assert store.rows == 1
+
+
+# -- opening --------------------------------------------------------------------------------
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from attnsweep.store import Store
+with Store.open(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_runs_cannot_write_the_same_directory(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(StoreError, match="another attnsweep run is writing here"):
+            Store.open(tmp_path)
+        holder.communicate()
+    with Store.open(tmp_path) as store:
+        store.append(trial(1))
+
+
+def test_the_lock_is_free_after_close_and_after_a_failed_open(tmp_path: Path) -> None:
+    with Store.open(tmp_path) as store, pytest.raises(StoreError, match="another"):
+        Store.open(tmp_path)
+    store.close()
+    (tmp_path / "trials.jsonl").unlink()
+    (tmp_path / "trials.jsonl").mkdir()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="cannot open the trials"):
+            Store.open(tmp_path)
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "results").write_text("mine")
+    with pytest.raises(StoreError, match="cannot create the run directory") as raised:
+        Store.open(tmp_path / "results" / "h200" / "spec")
+    assert str(tmp_path / "results" / "h200") in str(raised.value)
+    assert "--results" in str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_place_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(StoreError, match="Permission denied") as raised:
+        Store.open(tmp_path / "run")
+    assert "permissions" in str(raised.value)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
+def test_the_reason_of_the_system_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(self: Path, *args: object, **kwargs: object) -> None:
+        raise OSError(code, os.strerror(code), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(StoreError, match=os.strerror(code)) as raised:
+        Store.open(tmp_path / "run")
+    assert raised.value.hint
+    assert raised.value.where == str(tmp_path / "run")
+
+
+def test_fresh_sets_earlier_rows_aside_and_loses_none(tmp_path: Path) -> None:
+    path = filled(tmp_path, 2)
+    before = path.read_bytes()
+    for number in (7, 8):
+        with Store.open(tmp_path, fresh=True) as store:
+            assert store.trials == []
+            store.append(trial(number))
+    aside = sorted(tmp_path.glob("trials.*.jsonl"))
+    assert len(aside) == 2
+    assert numbers(read_trials(path)[0]) == [8]
+    assert sorted(numbers(read_trials(old)[0]) for old in aside) == [[0, 1], [7]]
+    assert before in [old.read_bytes() for old in aside]
+    with Store.open(tmp_path / "new", fresh=True):
+        pass
+    assert list((tmp_path / "new").glob("trials.*.jsonl")) == []
+
+
+# -- the other files ------------------------------------------------------------------------
+
+
+def test_describe_and_finish_make_a_run_that_reads_back(tmp_path: Path) -> None:
+    with Store.open(tmp_path) as store:
+        store.describe("name: µ\n", ENVIRONMENT)
+        store.append(trial(1))
+        run = store.finish(lambda run: {"ranking.csv": f"{len(run.trials)}\n", "ranking.md": "±\n"})
+    assert (tmp_path / "ranking.csv").read_text() == "1\n"
+    assert (tmp_path / "ranking.md").read_text(encoding="utf-8") == "±\n"
+    read = open_run(tmp_path)
+    assert read == run
+    assert (read.environment, read.spec_text) == (ENVIRONMENT, "name: µ\n")
+    assert open_run(tmp_path / "trials.jsonl") == run
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
+        "environment.json",
+        "ranking.csv",
+        "ranking.md",
+        "spec.yaml",
+        "trials.jsonl",
+    ]
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Store.open(tmp_path) as store:
+        store.finish(lambda run: {"ranking.md": "old"})
+        with monkeypatch.context() as patch:
+            patch.setattr(store_module.os, "fsync", fail)
+            with pytest.raises(StoreError, match="free some space"):
+                store.finish(lambda run: {"ranking.md": "new"})
+    assert (tmp_path / "ranking.md").read_text() == "old"
+    assert list(tmp_path.glob(".*.tmp")) == []
+
+
+def test_a_cubin_is_kept_under_its_name_and_nowhere_else(tmp_path: Path) -> None:
+    source = tmp_path / "cache.bin"
+    source.write_bytes(b"\x7fELF")
+    with Store.open(tmp_path / "run") as store:
+        kept = store.keep_cubin(source, "flash.cubin")
+        for name in ("../flash.cubin", "a/b", "", ".."):
+            with pytest.raises(StoreError, match="cannot be kept"):
+                store.keep_cubin(source, name)
+        with pytest.raises(StoreError, match="No such file"):
+            store.keep_cubin(tmp_path / "gone", "flash.cubin")
+    assert kept == tmp_path / "run" / "cubins" / "flash.cubin"
+    assert kept.read_bytes() == b"\x7fELF"
+
+
+# -- reading runs ---------------------------------------------------------------------------
+
+
+def test_open_run_says_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no such run"):
+        open_run(tmp_path / "gone")
+    with pytest.raises(StoreError, match=r"not a run directory: it has no trials\.jsonl"):
+        open_run(tmp_path)
+    run = tmp_path / "h200" / "quick"
+    filled(run, 1)
+    with pytest.raises(StoreError, match="not a run directory") as raised:
+        open_run(tmp_path)
+    assert str(run) in str(raised.value)
+    (run / "spec.yaml").write_text("name: quick\n")
+    with pytest.raises(StoreError, match="not a run: neither") as raised:
+        open_run(run / "spec.yaml")
+    assert str(run) in (raised.value.hint or "")
+
+
+def test_a_run_without_rows_names_the_command(tmp_path: Path) -> None:
+    with Store.open(tmp_path) as store:
+        with pytest.raises(StoreError, match="nothing is recorded yet") as raised:
+            open_run(tmp_path)
+        assert "attnsweep run SPEC" in str(raised.value)
+        store.describe("name: quick\n", ENVIRONMENT)
+        with pytest.raises(StoreError) as raised:
+            open_run(tmp_path)
+        assert f"attnsweep run {tmp_path / 'spec.yaml'}" in str(raised.value)
+
+
+def test_a_broken_environment_is_a_warning(tmp_path: Path) -> None:
+    filled(tmp_path, 1)
+    (tmp_path / "environment.json").write_text('{"gpu": "NVIDIA H200"}')
+    run = open_run(tmp_path)
+    assert run.environment is None
+    assert "arch: Field required" in run.warnings[0]
+
+
+def test_latest_run_is_the_one_written_last(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no run is recorded here"):
+        latest_run(tmp_path)
+    for age, name in ((300, "h200/a"), (100, "h100/b"), (200, "h200/c")):
+        path = filled(tmp_path / name, 1)
+        os.utime(path, (1_000_000 - age, 1_000_000 - age))
+    with Store.open(tmp_path / "h200/empty"):  # newest, but without a row
+        assert latest_run(tmp_path).directory == tmp_path / "h100/b"
+    with Store.open(tmp_path / "h200/a") as store:
+        store.append(trial(5))
+    assert latest_run(tmp_path).directory == tmp_path / "h200/a"
+    assert find_runs(tmp_path)[0] == tmp_path / "h100/b"
