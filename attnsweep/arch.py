@@ -71,9 +71,3 @@ class Gpu:
     memory_bytes: int
     memory_bytes_per_second: float
     l2_bytes: int
-
-    @property
-    def slug(self) -> str:
-        """Directory name under results/: `NVIDIA H100 80GB HBM3` gives `h100-80gb-hbm3`."""
-        words = self.name.lower().replace("nvidia", "").split()
-        return "-".join(words) or "gpu"

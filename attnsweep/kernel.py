@@ -103,7 +103,7 @@ def _no_workspace(config: Config, problem: Problem) -> dict[str, int]:
     return {}
 
 
-# The rule that every family has: threads and shared memory of a block fit the architecture.
+# The rule that every family has: threads, shared memory and grid are what CUDA can launch.
 BLOCK_LIMITS = "block_limits"
 
 # Compile-time facts of a problem that a stage may ask for.
@@ -140,8 +140,8 @@ class Stage:
 class Kernel:
     """A kernel family. `source` is the .cu beside the declaration.
 
-    rounds_scores: the family stores scores in the problem's dtype between stages, so its error
-    limit is derived from the same maths with scores rounded.
+    rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
+    between stages); its error limit is derived from the same maths with scores so rounded.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Kernel:
     min_arch: str = "sm_80"
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     head_dims: tuple[int, ...] = (64, 128, 256)
-    rounds_scores: bool = False
+    rounds_scores: int = 0
     source: Path = field(init=False)
     rules: dict[str, tuple[str, Rule]] = field(init=False, default_factory=dict)
     stages: dict[str, Stage] = field(init=False, default_factory=dict)
@@ -202,12 +202,16 @@ class Kernel:
         """Why this family cannot run `problem` on `arch` at all, or None if it can."""
         number = int("".join(filter(str.isdigit, self.min_arch)))
         major, minor = arch.compute_capability
-        if major * 10 + minor < number or (self.min_arch.endswith("a") and self.min_arch != arch.name):
+        if major * 10 + minor < number or (
+            self.min_arch.endswith("a") and self.min_arch != arch.name
+        ):
             return f"needs {self.min_arch}, not {arch.name}"
         if problem.dtype not in self.dtypes:
             return f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}"
         if problem.head_dim not in self.head_dims:
-            return f"head_dim {problem.head_dim} is not one of {', '.join(map(str, self.head_dims))}"
+            return (
+                f"head_dim {problem.head_dim} is not one of {', '.join(map(str, self.head_dims))}"
+            )
         return None
 
     def refused_by(self, config: Config, problem: Problem, arch: Arch) -> str | None:
@@ -216,7 +220,12 @@ class Kernel:
             if not rule(config, problem, arch):
                 return name
         for launch in self.launches(config, problem, arch).values():
-            if launch.threads > arch.max_threads_per_block or launch.smem_bytes > arch.smem_per_block:
+            if (
+                launch.threads > arch.max_threads_per_block
+                or launch.smem_bytes > arch.smem_per_block
+                or launch.grid[0] >= 2**31
+                or max(launch.grid[1:]) > 65535
+            ):
                 return BLOCK_LIMITS
         return None
 

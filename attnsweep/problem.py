@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -62,7 +63,7 @@ class Problem:
     @property
     def scale(self) -> float:
         """The softmax scale, 1 / sqrt(head_dim)."""
-        return float(self.head_dim) ** -0.5
+        return 1.0 / math.sqrt(self.head_dim)
 
     @property
     def pairs(self) -> int:

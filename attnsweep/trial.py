@@ -85,6 +85,8 @@ class Trial(_Row):
     stages_us: dict[str, float] = Field(default_factory=dict)
     accuracy: Accuracy | None = None
     resources: Resources | None = None
+    conditions: dict[str, Any] = Field(default_factory=dict)
+    """Clocks, power, temperature and throttle reasons at the end of the rounds (NVML)."""
     fingerprint: str | None = None
     """What the row depends on: machine code, launches, problem, protocol, GPU, driver."""
     recorded: bool = False
@@ -128,7 +130,7 @@ class Candidate:
     config: Mapping[str, Value]
     timed: Plan
     checks: tuple[Plan, ...]
-    rounds_scores: bool
+    rounds_scores: int
 
 
 class Environment(_Row):
@@ -149,3 +151,9 @@ class Environment(_Row):
     memory_bytes: int
     memory_bytes_per_second: float
     l2_bytes: int
+
+    @property
+    def slug(self) -> str:
+        """Directory name under results/: `NVIDIA H100 80GB HBM3` gives `h100-80gb-hbm3`."""
+        words = self.gpu.lower().replace("nvidia", "").split()
+        return "-".join(words) or "gpu"

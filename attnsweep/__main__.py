@@ -1,0 +1,6 @@
+"""`python -m attnsweep`."""
+
+from attnsweep.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What the compiled code uses: registers, spills and occupancy, from the compile log alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from attnsweep.arch import Arch
+from attnsweep.compiler import Cubin
+from attnsweep.errors import CompileError
+from attnsweep.kernel import Launch
+from attnsweep.trial import Resources
+
+_ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SMEM = re.compile(r"(\d+) bytes smem")
+# What ptxas says when the code runs, but not as written: wgmma serialised, setmaxnreg ignored.
+_WARNING = re.compile(r"(?:warning|info)\s*:\s*\((C75\d\d)\) (.+)")
+
+
+def functions(log: str) -> dict[str, dict[str, int]]:
+    """Per entry function of a ptxas -v log: registers, spill_bytes and static smem_bytes."""
+    found: dict[str, dict[str, int]] = {}
+    current: dict[str, int] = {}
+    for line in log.splitlines():
+        if match := _ENTRY.search(line):
+            current = found.setdefault(match["name"], {"smem_bytes": 0, "spill_bytes": 0})
+        elif match := _SPILLS.search(line):
+            current["spill_bytes"] = int(match[1]) + int(match[2])
+        elif match := _REGISTERS.search(line):
+            current["registers"] = int(match[1])
+            smem = _SMEM.search(line)
+            current["smem_bytes"] = int(smem[1]) if smem else 0
+    return found
+
+
+def compiler_warnings(log: str) -> list[str]:
+    """ptxas warnings that mean the machine code is not what the template asked for."""
+    return [f"{code}: {text.strip()}" for code, text in _WARNING.findall(log)]
+
+
+def blocks_per_sm(arch: Arch, registers: int, threads: int, smem_bytes: int) -> int:
+    """Resident blocks of one SM, as the driver's occupancy calculator counts them.
+
+    Registers are given out by the warp in units of 256, to four sub-partitions each; shared memory
+    in units of 128 bytes, plus what the driver reserves per block.
+    """
+    if threads > arch.max_threads_per_block or smem_bytes > arch.smem_per_block:
+        return 0
+    warps = -(-threads // 32)
+    registers_per_warp = -(-max(registers, 1) * 32 // 256) * 256
+    warps_by_registers = arch.registers_per_sm // 4 // registers_per_warp * 4
+    per_block = -(-(smem_bytes + arch.smem_reserved_per_block) // 128) * 128
+    return min(
+        warps_by_registers // warps,
+        arch.max_threads_per_sm // 32 // warps,
+        arch.smem_per_sm // per_block,
+        arch.max_blocks_per_sm,
+    )
+
+
+def resources(stages: Sequence[tuple[str, Cubin, Launch]], arch: Arch) -> Resources:
+    """Resources of a whole pipeline from (stage name, Cubin, Launch) of each stage.
+
+    Raises CompileError if a cubin does not hold the function that its launch names.
+    """
+    rows: dict[str, dict[str, float]] = {}
+    for name, cubin, launch in stages:
+        facts = functions(cubin.log).get(launch.function)
+        if facts is None:
+            raise CompileError(
+                f"stage {name!r} launches {launch.function!r}, which its template does not define "
+                f'as extern "C" __global__',
+                log=cubin.log,
+            )
+        smem_bytes = facts["smem_bytes"] + launch.smem_bytes
+        blocks = blocks_per_sm(arch, facts["registers"], launch.threads, smem_bytes)
+        rows[name] = {
+            "registers": facts["registers"],
+            "spill_bytes": facts["spill_bytes"],
+            "smem_bytes": smem_bytes,
+            "static_smem_bytes": facts["smem_bytes"],
+            "threads": launch.threads,
+            "blocks_per_sm": blocks,
+            "occupancy": blocks * -(-launch.threads // 32) * 32 / arch.max_threads_per_sm,
+            "cubin_bytes": cubin.path.stat().st_size,
+        }
+    return Resources(
+        registers=int(max(row["registers"] for row in rows.values())),
+        spill_bytes=int(sum(row["spill_bytes"] for row in rows.values())),
+        smem_bytes=int(max(row["smem_bytes"] for row in rows.values())),
+        occupancy=min(row["occupancy"] for row in rows.values()),
+        stages=rows,
+    )

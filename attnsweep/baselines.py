@@ -1,0 +1,189 @@
+"""Peers timed in the same rounds: PyTorch's attention backends, unfused PyTorch, FlashAttention.
+
+Each is called as its users call it, on the same inputs. What cannot run here says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attnsweep.problem import Problem
+
+if TYPE_CHECKING:
+    from attnsweep.device import Session
+
+Forward = Callable[[Any, Any, Any], Any]
+
+
+class Unavailable(Exception):
+    """A baseline that cannot run this problem here; the message is the reason."""
+
+
+class Baseline:
+    """A peer bound to inputs; timed exactly as a candidate is."""
+
+    stage_names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        forward: Forward,
+        copies: Sequence[tuple[Any, Any, Any]],
+        session: Session,
+        *,
+        rounds_scores: int,
+    ) -> None:
+        self._torch = _import_torch()
+        self._forward, self._copies = forward, copies
+        self._stream = self._torch.cuda.ExternalStream(session.stream.ptr)
+        self.rounds_scores = rounds_scores
+
+    def enqueue(self, copy: int = 0) -> None:
+        """Issue one call eagerly; does not wait."""
+        with self._torch.cuda.stream(self._stream):
+            self._forward(*self._copies[copy % len(self._copies)])
+
+    def capture(
+        self, calls: int, *, rotate: bool = False, stage: str | None = None
+    ) -> Callable[[], None]:
+        """A replay function of a graph of back-to-back calls; a peer has no stages."""
+        if stage is not None:
+            raise ValueError(f"a baseline has no stage {stage!r}")
+        graph = self._torch.cuda.CUDAGraph()
+        with self._torch.cuda.graph(graph, stream=self._stream):
+            for call in range(calls):
+                self._forward(*self._copies[call % len(self._copies) if rotate else 0])
+
+        def replay() -> None:
+            with self._torch.cuda.stream(self._stream):
+                graph.replay()
+
+        return replay
+
+    def output(self) -> Any:
+        """The output on copy 0, as a contiguous int16 tensor of the storage."""
+        with self._torch.cuda.stream(self._stream):
+            out = self._forward(*self._copies[0]).contiguous()
+            self._stream.synchronize()
+        return out.view(self._torch.int16)
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise Unavailable("PyTorch is not installed: pip install 'attnsweep[torch]'") from error
+    if not torch.cuda.is_available():
+        raise Unavailable("this PyTorch sees no CUDA GPU")
+    return torch
+
+
+def prepare(
+    name: str, problem: Problem, copies: Sequence[Mapping[str, Any]], session: Session
+) -> Baseline:
+    """The baseline called `name`, run once. copies: CuPy uint16 arrays q, k, v of each copy.
+
+    Raises Unavailable with the reason, for anything that goes wrong inside the peer.
+    """
+    torch = _import_torch()
+    if problem.dtype not in ("fp16", "bf16"):
+        raise Unavailable(f"no {name} baseline for {problem.dtype}")
+    dtype = torch.float16 if problem.dtype == "fp16" else torch.bfloat16
+    tensors = [
+        tuple(torch.from_dlpack(copy[t].view("int16")).view(dtype) for t in "qkv")
+        for copy in copies
+    ]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            forward = FORWARDS[name](torch, problem, session)
+            baseline = Baseline(forward, tensors, session, rounds_scores=2 if name == "unfused" else 0)
+            baseline.enqueue()
+            session.synchronize()
+        except Unavailable:
+            raise
+        except Exception as error:  # a peer may raise anything; the reason becomes a row
+            reasons = [str(w.message).split(" (Triggered")[0].strip() for w in caught]
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise Unavailable("; ".join([said[0][:200], *reasons[-2:]])[:400]) from error
+    return baseline
+
+
+def _sdpa(backend: str) -> Callable[[Any, Problem, Session], Forward]:
+    def build(torch: Any, problem: Problem, session: Session) -> Forward:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        chosen = getattr(SDPBackend, backend)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        options: dict[str, Any] = {"is_causal": problem.causal}
+        if problem.heads != problem.heads_kv:
+            options["enable_gqa"] = True
+        if problem.causal and problem.seqlen_q != problem.seqlen_k:
+            if backend == "CUDNN_ATTENTION":
+                raise Unavailable("PyTorch reaches cuDNN only with a causal mask aligned top-left")
+            from torch.nn.attention.bias import causal_lower_right
+
+            mask = causal_lower_right(problem.seqlen_q, problem.seqlen_k)
+            options |= {"is_causal": False, "attn_mask": mask}
+
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            with sdpa_kernel([chosen]):
+                return attention(q, k, v, **options)
+
+        return forward
+
+    return build
+
+
+def _unfused(torch: Any, problem: Problem, session: Session) -> Forward:
+    scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
+    if scores * 2 * 4 > session.free_bytes:
+        raise Unavailable(f"its scores need {scores * 2 / 2**30:.0f} GiB, four times over")
+    mask = None
+    if problem.causal:
+        rows = torch.arange(problem.seqlen_q, device="cuda")[:, None]
+        keys = torch.arange(problem.seqlen_k, device="cuda")
+        mask = keys > rows + problem.seqlen_k - problem.seqlen_q
+    group = problem.heads // problem.heads_kv
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        if group > 1:
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.matmul(q, k.transpose(-1, -2)) * problem.scale
+        if mask is not None:
+            scores = scores.masked_fill(mask, float("-inf"))
+        return torch.matmul(torch.softmax(scores, dim=-1), v)
+
+    return forward
+
+
+def _flash_attention(module: str, package: str) -> Callable[[Any, Problem, Session], Forward]:
+    """FlashAttention's own packages: (batch, seqlen, heads, head_dim), causal bottom-right."""
+
+    def build(torch: Any, problem: Problem, session: Session) -> Forward:
+        import importlib
+
+        try:
+            attention = importlib.import_module(module).flash_attn_func
+        except ImportError as error:
+            raise Unavailable(f"{package} is not installed") from error
+
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            out = attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=problem.causal)
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+        return forward
+
+    return build
+
+
+FORWARDS: dict[str, Callable[[Any, Problem, Session], Forward]] = {
+    "torch_flash": _sdpa("FLASH_ATTENTION"),
+    "torch_cudnn": _sdpa("CUDNN_ATTENTION"),
+    "torch_efficient": _sdpa("EFFICIENT_ATTENTION"),
+    "unfused": _unfused,
+    "flash_attn_2": _flash_attention("flash_attn", "flash-attn (FlashAttention-2)"),
+    "flash_attn_3": _flash_attention("flash_attn_interface", "FlashAttention-3"),
+    "flash_attn_4": _flash_attention("flash_attn.cute", "flash-attn-4"),
+}

@@ -1,0 +1,250 @@
+"""Candidates: from a spec's spaces to compiled stages, as far as no GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from attnsweep import numerics
+from attnsweep.analysis import compiler_warnings, resources
+from attnsweep.arch import Arch
+from attnsweep.compiler import Compiler, Cubin
+from attnsweep.errors import CompileError, SpaceError
+from attnsweep.kernel import Config, Kernel, Launch, Space
+from attnsweep.problem import Problem
+from attnsweep.spec import SweepSpec
+from attnsweep.trial import Candidate, CompiledStage, Plan, Resources, Status, Trial
+
+
+class Observer:
+    """What a sweep tells whoever watches. Every method may be overridden; none needs to be."""
+
+    def planned(self, planned: Sequence[PlannedProblem]) -> None:
+        """Before anything is compiled."""
+
+    def opening(self, problem: Problem, candidates: int, kept: int) -> None:
+        """A problem begins; `kept` of its candidates are done already."""
+
+    def compiled(self, done: int, total: int) -> None:
+        """Candidates of the open problem whose code is ready."""
+
+    def tried(self, trial: Trial) -> None:
+        """A candidate became a row."""
+
+    def timing(self, done: int, total: int) -> None:
+        """Rounds of the finalists."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProblem:
+    """A problem, the space of each family that can run it, and why the others cannot."""
+
+    problem: Problem
+    spaces: tuple[Space, ...]
+    refused: Mapping[str, str]
+
+
+def plan(spec: SweepSpec, kernels: Mapping[str, Kernel], arch: Arch) -> tuple[PlannedProblem, ...]:
+    """Every space of the spec on `arch`. Raises SpaceError if a problem is left with none."""
+    planned = []
+    for entry in spec.problems:
+        spaces, refused = [], {}
+        for name in entry.kernels:
+            reason = kernels[name].refusal(entry.problem, arch)
+            if reason is not None:
+                refused[name] = reason
+                continue
+            spaces.append(Space.build(kernels[name], entry.problem, arch, spec.kernels[name]))
+        if not any(space.configs for space in spaces):
+            raise SpaceError(
+                f"no candidate is left for {entry.problem.label} on {arch.name}",
+                hint="\n  ".join([*(f"{n}: {r}" for n, r in refused.items()), *_removals(spaces)]),
+            )
+        planned.append(PlannedProblem(entry.problem, tuple(spaces), refused))
+    return tuple(planned)
+
+
+def _removals(spaces: Sequence[Space]) -> Iterator[str]:
+    for space in spaces:
+        removed = ", ".join(f"{name} removed {n}" for name, n in space.removed.items() if n)
+        yield f"{space.kernel.name}: all {space.total} configs are ruled out: {removed}"
+
+
+@dataclass
+class Build:
+    """One candidate on its way from Config to Candidate."""
+
+    kernel: Kernel
+    config: Config
+    problem: Problem
+    arch: Arch
+    launches: Mapping[str, Launch]
+    keys: tuple[str, ...]
+    compiler: Compiler
+    futures: dict[str, Future[Cubin]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kernel: Kernel, config: Config, problem: Problem, compiler: Compiler) -> Build:
+        """The stages of a config and their content addresses; nothing is compiled yet."""
+        launches = kernel.launches(config, problem, compiler.arch)
+        keys = tuple(
+            compiler.key(kernel.source, kernel.stages[name].defines(config, problem, launch))
+            for name, launch in launches.items()
+        )
+        return cls(kernel, config, problem, compiler.arch, launches, keys, compiler)
+
+    def submit(self) -> None:
+        """Begin to compile every stage."""
+        for name, launch in self.launches.items():
+            defines = self.kernel.stages[name].defines(self.config, self.problem, launch)
+            self.futures[name] = self.compiler.submit(self.kernel.source, defines)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every stage is compiled, or failed to."""
+        return all(future.done() for future in self.futures.values())
+
+    def cubins(self) -> dict[str, Cubin]:
+        """Stage name to Cubin. Raises CompileError of the first stage that failed."""
+        return {name: future.result() for name, future in self.futures.items()}
+
+    def row(self, **facts: object) -> Trial:
+        """The candidate's row."""
+        return Trial.model_validate(
+            {
+                "kernel": self.kernel.name,
+                "provider": "attnsweep",
+                "config": dict(self.config),
+                "problem": self.problem,
+                **facts,
+            }
+        )
+
+    def plan(self, problem: Problem) -> Plan:
+        """The compiled stages launched on `problem`: the timed one, or a smaller one to check."""
+        launches = self.kernel.launches(self.config, problem, self.arch)
+        cubins = self.cubins()
+        return Plan(
+            problem,
+            tuple(
+                CompiledStage(name, str(cubins[name].path), replace(launch, defines={}))
+                for name, launch in launches.items()
+            ),
+            self.kernel.workspace_of(self.config, problem),
+        )
+
+    def candidate(self) -> Candidate:
+        """What the worker needs. Every stage must be compiled."""
+        cases = numerics.small_cases(self.problem)
+        return Candidate(
+            self.kernel.name,
+            dict(self.config),
+            self.plan(self.problem),
+            tuple(self.plan(case.problem) for case in cases),
+            self.kernel.rounds_scores,
+        )
+
+    def machine_code(self) -> tuple[object, ...]:
+        """Equal for two candidates that run the same code in the same way."""
+        cubins = self.cubins()
+        return tuple(
+            (cubins[name].digest, launch.grid, launch.threads, launch.smem_bytes, launch.args)
+            for name, launch in self.launches.items()
+        )
+
+
+def as_ready(builds: Sequence[Build]) -> Iterator[Build]:
+    """The builds in order of completion."""
+    pending = list(builds)
+    while pending:
+        ready = [build for build in pending if build.ready]
+        if not ready:
+            futures = [f for build in pending for f in build.futures.values() if not f.done()]
+            wait(futures, timeout=0.2, return_when=FIRST_COMPLETED)
+            continue
+        yield ready[0]
+        pending.remove(ready[0])
+
+
+def compiled_row(build: Build, spec: SweepSpec, memory_bytes: int | None = None) -> Trial:
+    """The row of a candidate as far as its compiled code decides: ok means worth running."""
+    try:
+        cubins = build.cubins()
+        used = resources(
+            [(name, cubins[name], launch) for name, launch in build.launches.items()], build.arch
+        )
+    except CompileError as error:
+        detail = f"{error.what}\n{error.log[:4000]}"
+        return build.row(status=Status.COMPILE_ERROR, detail=detail)
+    reason = _prune(build, cubins, used, spec, memory_bytes)
+    status = Status.OK if reason is None else Status.PRUNED
+    return build.row(status=status, detail=reason, resources=used)
+
+
+def _prune(
+    build: Build,
+    cubins: Mapping[str, Cubin],
+    used: Resources,
+    spec: SweepSpec,
+    memory_bytes: int | None,
+) -> str | None:
+    """Why a compiled candidate is not worth running, or None."""
+    for cubin in cubins.values():
+        for warning in compiler_warnings(cubin.log):
+            return f"ptxas {warning}"
+    limits = spec.limits
+    if limits.spill_bytes is not None and used.spill_bytes > limits.spill_bytes:
+        return f"spills {used.spill_bytes} bytes, the spec allows {limits.spill_bytes}"
+    for name, stage in used.stages.items():
+        if stage["blocks_per_sm"] < 1:
+            return f"stage {name} does not fit an SM"
+    workspace = sum(build.kernel.workspace_of(build.config, build.problem).values())
+    allowed = limits.workspace_bytes
+    if allowed is None and memory_bytes is not None:
+        allowed = int(0.8 * memory_bytes) - 2 * build.problem.min_bytes
+    if allowed is not None and workspace > allowed:
+        return f"needs {workspace / 2**30:.1f} GiB of workspace, {allowed / 2**30:.1f} allowed"
+    return None
+
+
+def compile_all(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel],
+    arch: Arch,
+    *,
+    limit: int | None = None,
+    cache_dir: Path | None = None,
+    observer: Observer | None = None,
+) -> list[Trial]:
+    """Compile every candidate of a spec for `arch`, without a GPU. The rows have no times.
+
+    Status is ok, pruned (ptxas warnings, limits, does not fit an SM) or compile_error. The cubins
+    stay in the cache, where a machine with a GPU finds them.
+    """
+    observer = observer or Observer()
+    planned = plan(spec, kernels, arch)
+    observer.planned(planned)
+    compiler = Compiler(arch, cache_dir)
+    trials = []
+    try:
+        for item in planned:
+            builds = [
+                Build.of(space.kernel, config, item.problem, compiler)
+                for space in item.spaces
+                for config in space.configs[: limit or spec.search.candidates]
+            ]
+            for build in builds:
+                build.submit()
+            observer.opening(item.problem, len(builds), 0)
+            for done, build in enumerate(as_ready(builds), 1):
+                trials.append(compiled_row(build, spec))
+                observer.compiled(done, len(builds))
+                observer.tried(trials[-1])
+    finally:
+        compiler.close()
+    return trials

@@ -1,0 +1,240 @@
+"""NVRTC to cubin: offline, in threads, through a content-addressed cache on disk.
+
+Needs no GPU. A cache entry is a directory named by the SHA-256 of everything the machine code
+depends on: the template, the headers it includes, flags, architecture and NVRTC version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from attnsweep.arch import Arch
+from attnsweep.errors import CompileError, ToolchainError
+
+CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+def default_cache_dir() -> Path:
+    """$ATTNSWEEP_CACHE_DIR, or the user's cache directory. The only variable attnsweep reads."""
+    return Path(
+        os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_path("attnsweep") / "cubins"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """One compiled stage on disk. `digest` identifies the machine code, `log` is ptxas -v."""
+
+    path: Path
+    digest: str
+    log: str
+    seconds: float
+    cached: bool
+
+
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise ToolchainError(
+            f"NVRTC's Python binding is missing ({error})",
+            hint="pip install 'attnsweep[compile]' (or [cuda12], [cuda13] on a GPU machine)",
+        ) from error
+    return nvrtc
+
+
+def _call(result: tuple[Any, ...], doing: str) -> Any:
+    status, *values = result
+    if int(status):
+        raise ToolchainError(f"NVRTC failed while {doing}: {status.name}")
+    return values[0] if len(values) == 1 else values
+
+
+@cache
+def nvrtc_version() -> tuple[int, int]:
+    """(major, minor) of the NVRTC that will compile. Raises ToolchainError if there is none."""
+    nvrtc = _nvrtc()
+    try:
+        major, minor = _call(nvrtc.nvrtcVersion(), "asking its version")
+    except RuntimeError as error:  # the binding is there, the library is not
+        raise ToolchainError(
+            f"the NVRTC library cannot be loaded ({str(error).splitlines()[0]})",
+            hint="pip install 'attnsweep[compile]' (or [cuda12], [cuda13] on a GPU machine)",
+        ) from error
+    return int(major), int(minor)
+
+
+def check_toolchain(arch: Arch) -> None:
+    """Raise ToolchainError unless NVRTC is here and can compile for `arch`."""
+    major, minor = nvrtc_version()
+    supported = _call(_nvrtc().nvrtcGetSupportedArchs(), "asking its architectures")
+    if int(re.sub(r"\D", "", arch.name)) not in {int(number) for number in supported}:
+        raise ToolchainError(
+            f"NVRTC {major}.{minor} cannot compile for {arch.name}",
+            hint="install a newer NVRTC: pip install -U nvidia-cuda-nvrtc",
+        )
+
+
+def source_closure(source: Path) -> dict[str, bytes]:
+    """The template and every file it includes with quotes, by name relative to its directory."""
+    found: dict[str, bytes] = {}
+    queue = [source.name]
+    while queue:
+        name = queue.pop()
+        path = source.parent / name
+        if name in found or not path.is_file():
+            continue  # a missing include is NVRTC's to report, with file and line
+        found[name] = path.read_bytes()
+        queue += _INCLUDE.findall(found[name].decode(errors="replace"))
+    return found
+
+
+class Compiler:
+    """Compiles stages for one architecture. Safe to share a cache between processes.
+
+    threads: concurrent NVRTC programs; NVRTC releases the GIL, so they scale with cores.
+    """
+
+    def __init__(
+        self, arch: Arch, cache_dir: Path | None = None, threads: int | None = None
+    ) -> None:
+        check_toolchain(arch)
+        self.arch = arch
+        self.cache_dir = cache_dir or default_cache_dir()
+        self._pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, "nvrtc")
+        self._futures: dict[str, Future[Cubin]] = {}
+        self._closures: dict[Path, dict[str, bytes]] = {}
+        self._lock = threading.Lock()
+
+    def flags(self, defines: Mapping[str, str]) -> list[str]:
+        """NVRTC options, complete but for the include directory (whose contents are hashed)."""
+        flags = [f"-arch={self.arch.name}", "-std=c++17", "-default-device"]
+        flags += ["--ptxas-options=-v", "-diag-suppress=177"]
+        if nvrtc_version() >= (13, 0):
+            flags.append("--no-cache")  # NVRTC's own cache would return an empty log
+        return flags + [f"-D{name}={value}" for name, value in sorted(defines.items())]
+
+    def key(self, source: Path, defines: Mapping[str, str]) -> str:
+        """Content address of one stage: equal keys give equal machine code."""
+        with self._lock:
+            closure = self._closures.get(source) or source_closure(source)
+            self._closures[source] = closure
+        digest = hashlib.sha256()
+        parts: list[bytes] = [repr(nvrtc_version()).encode()]
+        parts += [flag.encode() for flag in self.flags(defines)]
+        for name, text in sorted(closure.items()):
+            parts += [name.encode(), text]
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
+
+    def submit(self, source: Path, defines: Mapping[str, str]) -> Future[Cubin]:
+        """Compile in a thread; the same stage asked for twice is compiled once."""
+        key = self.key(source, defines)
+        with self._lock:
+            if key not in self._futures:
+                self._futures[key] = self._pool.submit(self._obtain, key, source, dict(defines))
+            return self._futures[key]
+
+    def compile(self, source: Path, defines: Mapping[str, str]) -> Cubin:
+        """Compile now. Raises CompileError with the whole log."""
+        return self.submit(source, defines).result()
+
+    def close(self) -> None:
+        """Drop what has not begun; what NVRTC is in the middle of cannot be stopped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _obtain(self, key: str, source: Path, defines: Mapping[str, str]) -> Cubin:
+        entry = self.cache_dir / self.arch.name / key[:2] / key
+        begin = time.perf_counter()
+        cached = _read_entry(entry)
+        if cached is None:
+            cubin, log = _compile(source, [*self.flags(defines), f"-I{source.parent}"])
+            _write_entry(entry, cubin, log)
+            digest = hashlib.sha256(cubin).hexdigest()
+        else:
+            digest, log = cached
+        seconds = time.perf_counter() - begin
+        return Cubin(entry / "stage.cubin", digest, log, seconds, cached is not None)
+
+
+def _read_entry(entry: Path) -> tuple[str, str] | None:
+    """(digest, log) if the entry is whole, else None: a damaged entry is compiled again."""
+    try:
+        meta = json.loads((entry / "meta.json").read_text())
+        digest = hashlib.sha256((entry / "stage.cubin").read_bytes()).hexdigest()
+        if meta["digest"] == digest:
+            return digest, str(meta["log"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _write_entry(entry: Path, cubin: bytes, log: str) -> None:
+    """Write aside, fsync, rename: a reader in another process sees all of it or nothing."""
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=entry.parent))
+        try:
+            meta = json.dumps({"digest": hashlib.sha256(cubin).hexdigest(), "log": log})
+            for name, data in (("stage.cubin", cubin), ("meta.json", meta.encode())):
+                with open(aside / name, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            if entry.exists() and _read_entry(entry) is None:
+                shutil.rmtree(entry, ignore_errors=True)
+            os.replace(aside, entry)
+        except OSError:
+            shutil.rmtree(aside, ignore_errors=True)
+            if _read_entry(entry) is None:  # not merely another process that was faster
+                raise
+    except OSError as error:
+        raise ToolchainError(
+            f"the cubin cache cannot be written ({error.strerror})",
+            where=str(entry.parent),
+            hint=f"free some space, or set {CACHE_VARIABLE} to a writable directory",
+        ) from error
+
+
+def _compile(source: Path, flags: list[str]) -> tuple[bytes, str]:
+    nvrtc = _nvrtc()
+    program = _call(
+        nvrtc.nvrtcCreateProgram(source.read_bytes(), str(source).encode(), 0, [], []),
+        "creating a program",
+    )
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
+        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        if int(status):
+            first = next((line for line in log.splitlines() if "error" in line), status.name)
+            raise CompileError(first.strip(), log=log)
+        size = _call(nvrtc.nvrtcGetCUBINSize(program), "reading the cubin")
+        cubin = bytearray(size)
+        _call(nvrtc.nvrtcGetCUBIN(program, cubin), "reading the cubin")
+        return bytes(cubin), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _text(size_of: Any, read: Any, program: Any) -> str:
+    # A bytearray: NVRTC writes into the buffer, and `b" " * 1` is a shared constant of CPython.
+    buffer = bytearray(_call(size_of(program), "reading the log"))
+    _call(read(program, buffer), "reading the log")
+    return buffer.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,287 @@
+"""The GPU of this process: guarded buffers, modules, launches, graphs and event timing (CuPy).
+
+Only the worker process imports this module's CuPy; everything here may raise a CUDA error, which
+`workers` turns into a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from attnsweep.arch import Gpu, arch_of
+from attnsweep.errors import NoGpuError
+from attnsweep.kernel import Launch
+from attnsweep.trial import CompiledStage, Plan
+
+# A tile of 128 rows of head_dim 256 written past the end lands within this.
+GUARD_BYTES = 128 * 1024
+_GUARD = 0xA5
+# 0xFFFF is a NaN in fp16 and bf16, 0xFFFFFFFF in fp32: one byte poisons every dtype.
+POISON = 0xFF
+
+# Clock event reasons that mean slower than asked for (nvml.h).
+_THROTTLE = {
+    0x4: "power_cap",
+    0x8: "hardware_slowdown",
+    0x20: "thermal_software",
+    0x40: "thermal_hardware",
+    0x80: "power_brake",
+}
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise NoGpuError(
+            f"CuPy is missing or broken ({str(error).strip().splitlines()[0]})",
+            hint="pip install 'attnsweep[cuda13]' (driver 580 or newer) or 'attnsweep[cuda12]'",
+        ) from error
+    return cupy
+
+
+class Buffer:
+    """Device memory between two guard regions.
+
+    Outputs and workspaces have guards of a known pattern, so that a stray write shows; inputs have
+    guards of NaN, so that a stray read shows.
+    """
+
+    def __init__(self, nbytes: int, *, guard: int = _GUARD) -> None:
+        cupy = _cupy()
+        self.nbytes = nbytes
+        self._guard = guard
+        self._all = cupy.cuda.alloc(nbytes + 2 * GUARD_BYTES)
+        self._main = self._all + GUARD_BYTES
+        self.pointer = int(self._main.ptr)
+        self._all.memset(guard, GUARD_BYTES)
+        (self._main + nbytes).memset(guard, GUARD_BYTES)
+
+    def poison(self) -> None:
+        """Fill with NaN, and renew the guards."""
+        self._all.memset_async(self._guard, GUARD_BYTES)
+        self._main.memset_async(POISON, self.nbytes)
+        (self._main + self.nbytes).memset_async(self._guard, GUARD_BYTES)
+
+    def damaged(self) -> bool:
+        """Whether a guard region was written to."""
+        host = np.empty(GUARD_BYTES, np.uint8)
+        for start in (self._all, self._main + self.nbytes):
+            start.copy_to_host(host.ctypes.data, GUARD_BYTES)
+            if not bool((host == self._guard).all()):
+                return True
+        return False
+
+    def upload(self, bits: np.ndarray[Any, Any]) -> None:
+        """Copy a contiguous host array of `nbytes` in."""
+        self._main.copy_from_host(bits.ctypes.data, self.nbytes)
+
+    def view(self, shape: Sequence[int], dtype: Any) -> Any:
+        """A CuPy array over the buffer."""
+        return _cupy().ndarray(tuple(shape), dtype, self._main)
+
+
+class Pipeline:
+    """One plan bound to buffers: a call launches its stages in order on the session's stream."""
+
+    def __init__(
+        self, session: Session, plan: Plan, buffers: Sequence[Mapping[str, Buffer]]
+    ) -> None:
+        """buffers: one mapping per copy of the inputs; copy 0 is the warm one."""
+        self._session = session
+        self.stage_names = tuple(stage.name for stage in plan.stages)
+        self._copies = [[session.bind(stage, copy) for stage in plan.stages] for copy in buffers]
+
+    def enqueue(self, copy: int = 0) -> None:
+        """Issue one call; does not wait."""
+        with self._session.stream:
+            for launch in self._copies[copy % len(self._copies)]:
+                launch()
+
+    def capture(
+        self, calls: int, *, rotate: bool = False, stage: str | None = None
+    ) -> Callable[[], None]:
+        """A graph of back-to-back calls (over all copies if `rotate`), as a replay function."""
+        stream = self._session.stream
+        picked = None if stage is None else self.stage_names.index(stage)
+        with stream:
+            stream.begin_capture()
+            try:
+                for call in range(calls):
+                    launches = self._copies[call % len(self._copies) if rotate else 0]
+                    for launch in launches if picked is None else [launches[picked]]:
+                        launch()
+            finally:
+                graph = stream.end_capture()
+        graph.upload(stream)
+        return lambda: graph.launch(stream)
+
+
+class Session:
+    """The GPU this process owns. Raises NoGpuError if there is none that can be used."""
+
+    def __init__(self) -> None:
+        cupy = _cupy()
+        try:
+            count = cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise NoGpuError(_no_gpu(error)) from error
+        if count == 0:
+            raise NoGpuError("no CUDA GPU found")
+        self._cupy = cupy
+        cupy.cuda.Device(0).use()
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._events = (cupy.cuda.Event(), cupy.cuda.Event())
+        self.gpu = self._describe()
+
+    def _describe(self) -> Gpu:
+        runtime = self._cupy.cuda.runtime
+        facts = runtime.getDeviceProperties(0)
+        capability = (int(facts["major"]), int(facts["minor"]))
+        arch = arch_of(capability)
+        if arch is None:
+            raise NoGpuError(
+                f"{facts['name'].decode()} has compute capability {capability[0]}.{capability[1]}, "
+                "which attnsweep does not know",
+                hint="attnsweep/arch.py has a row for each that it knows",
+            )
+        # Attributes, not properties: CUDA 13 dropped the clock fields from the structure.
+        attribute = runtime.deviceGetAttribute
+        clock_khz = attribute(runtime.cudaDevAttrClockRate, 0)
+        memory_khz = attribute(runtime.cudaDevAttrMemoryClockRate, 0)
+        bus_bits = attribute(runtime.cudaDevAttrGlobalMemoryBusWidth, 0)
+        return Gpu(
+            name=facts["name"].decode(),
+            arch=arch.name,
+            sm_count=int(facts["multiProcessorCount"]),
+            clock_hz=clock_khz * 1e3,
+            memory_bytes=int(facts["totalGlobalMem"]),
+            memory_bytes_per_second=2.0 * memory_khz * 1e3 * bus_bits / 8,
+            l2_bytes=int(facts["l2CacheSize"]),
+        )
+
+    @property
+    def free_bytes(self) -> int:
+        """Device memory that can still be allocated, the pool's unused blocks included."""
+        free, _ = self._cupy.cuda.runtime.memGetInfo()
+        return int(free) + int(self._cupy.get_default_memory_pool().free_bytes())
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """driver (the CUDA version it supports), runtime, and CuPy."""
+        runtime = self._cupy.cuda.runtime
+        return {
+            "cuda_driver": _dotted(runtime.driverGetVersion()),
+            "cuda_runtime": _dotted(runtime.runtimeGetVersion()),
+            "cupy": str(self._cupy.__version__),
+        }
+
+    def release(self) -> None:
+        """Give unused blocks of the pool back, so that other libraries can have the memory."""
+        self._cupy.get_default_memory_pool().free_all_blocks()
+
+    def function(self, cubin: str, launch: Launch) -> Any:
+        """The loaded function of a stage; CuPy keeps modules by path, and paths are by content."""
+        function = self._cupy.RawModule(path=cubin).get_function(launch.function)
+        if launch.smem_bytes > 48 * 1024:
+            function.max_dynamic_shared_size_bytes = launch.smem_bytes
+        return function
+
+    def blocks_per_sm(self, stage: CompiledStage) -> int:
+        """Resident blocks of one SM, as the driver computes them."""
+        function = self.function(stage.cubin, stage.launch)
+        return int(
+            self._cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                function.kernel.ptr, stage.launch.threads, stage.launch.smem_bytes
+            )
+        )
+
+    def bind(self, stage: CompiledStage, buffers: Mapping[str, Buffer]) -> Callable[[], None]:
+        """A function that launches the stage on the current stream with these buffers."""
+        launch = stage.launch
+        function = self.function(stage.cubin, launch)
+        args: list[Any] = []
+        for arg in launch.args:
+            if isinstance(arg, str):
+                args.append(np.uint64(buffers[arg].pointer))
+            elif isinstance(arg, float):
+                args.append(np.float32(arg))
+            else:
+                args.append(np.int32(arg))
+        grid, block, packed = launch.grid, (launch.threads, 1, 1), tuple(args)
+        smem_bytes = launch.smem_bytes
+
+        def run() -> None:
+            function(grid, block, packed, shared_mem=smem_bytes)
+
+        return run
+
+    def import_array(self, tensor: Any) -> Any:
+        """Another library's device tensor as a CuPy array over the same memory."""
+        return self._cupy.from_dlpack(tensor)
+
+    def synchronize(self) -> None:
+        """Wait for the stream; raises what any earlier launch did wrong."""
+        self.stream.synchronize()
+
+    def time_us(self, work: Callable[[], None]) -> float:
+        """Device time of what `work` enqueues on the stream, by events round it."""
+        begin, end = self._events
+        begin.record(self.stream)
+        work()
+        end.record(self.stream)
+        end.synchronize()
+        return float(self._cupy.cuda.get_elapsed_time(begin, end)) * 1e3
+
+    def conditions(self) -> dict[str, Any]:
+        """Clocks, power, temperature and throttle reasons now; empty without nvidia-ml-py."""
+        try:
+            import pynvml
+        except ImportError:
+            return {}
+        try:
+            pynvml.nvmlInit()
+            uuid = self._cupy.cuda.runtime.deviceGetPCIBusId(0)
+            card = pynvml.nvmlDeviceGetHandleByPciBusId(uuid.encode())
+            reasons = int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(card))
+            return {
+                "sm_mhz": pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM),
+                "memory_mhz": pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_MEM),
+                "power_w": pynvml.nvmlDeviceGetPowerUsage(card) / 1e3,
+                "temperature_c": pynvml.nvmlDeviceGetTemperature(card, pynvml.NVML_TEMPERATURE_GPU),
+                "throttle": [name for bit, name in _THROTTLE.items() if reasons & bit],
+            }
+        except pynvml.NVMLError:
+            return {}
+
+    def poisoned(self) -> bool:
+        """Whether an earlier fault made this context unusable; the process must then end."""
+        try:
+            self._cupy.cuda.runtime.deviceSynchronize()
+        except self._cupy.cuda.runtime.CUDARuntimeError:
+            return True
+        return False
+
+
+def cuda_errors() -> tuple[type[Exception], ...]:
+    """What CuPy raises when CUDA refuses or faults."""
+    cupy = _cupy()
+    return (
+        cupy.cuda.runtime.CUDARuntimeError,
+        cupy.cuda.driver.CUDADriverError,
+        cupy.cuda.memory.OutOfMemoryError,
+    )
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _no_gpu(error: Exception) -> str:
+    text = str(error)
+    if "InsufficientDriver" in text:
+        return f"no NVIDIA driver, or one too old for this CuPy's CUDA ({text.split(':')[0]})"
+    return f"no CUDA GPU found ({text.split(':')[0]})"

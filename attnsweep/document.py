@@ -1,0 +1,329 @@
+"""A YAML file in which everything has a position, so that an error can say file:line:column.
+
+Scalars are read by YAML 1.2's core schema, not PyYAML's 1.1: `no` is text, and neither `010` nor
+`1:30` is a number. Repeated keys are refused. Pydantic's complaints are put in plain words.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from attnsweep.errors import SpecError
+
+MAX_ERRORS = 5
+_MAX_NODES = 100_000  # aliases can make a short file expand without end
+
+Loc = tuple[str | int, ...]
+"""Keys and indices from the document's root, as in pydantic's errors."""
+Mark = tuple[int, int]
+"""Line and column, from 1."""
+
+
+def wrong(what: str, hint: str | None = None) -> PydanticCustomError:
+    """To raise in a validator. `{name}` and `{value}` in `what` are filled in from the file."""
+    return PydanticCustomError("attnsweep", "{what}", {"what": what, "hint": hint})
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """`did you mean 'x'? there are: x, y, z`."""
+    names = list(names)
+    close = difflib.get_close_matches(word, names, n=1)
+    there = f"there are: {', '.join(names)}" if names else "there are none"
+    return f"did you mean {close[0]!r}? {there}" if close else there
+
+
+class _Loader(yaml.SafeLoader):
+    """Resolves plain scalars by YAML 1.2's core schema, decimal numbers only."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 -- PyYAML's own declaration
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever either YAML 1.1 or `_Loader` would read as more than text."""
+
+
+class Flow(dict[str, Any]):
+    """A mapping that `dump` writes on one line."""
+
+
+_NULL, _BOOL, _INT, _FLOAT, _STR, _SEQ, _MAP = (
+    f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")
+)
+_DIGITS = "(?:0|[1-9][0-9]*)"
+for _class in (_Loader, _Dumper):
+    for _tag, _pattern, _first in (
+        (_BOOL, "true|True|TRUE|false|False|FALSE", "tTfF"),
+        (_INT, f"[-+]?{_DIGITS}", "-+0123456789"),
+        (
+            _FLOAT,
+            rf"[-+]?(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?",
+            "-+.0123456789",
+        ),
+        (_NULL, "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ):
+        _class.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list(_first))
+_Dumper.add_representer(
+    Flow, lambda dumper, data: dumper.represent_mapping(_MAP, data.items(), flow_style=True)
+)
+
+
+def dump(data: Mapping[str, Any]) -> str:
+    """YAML text that `Document.read` reads back equal."""
+    return yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
+
+
+def _scalar(tag: str, text: str) -> str | int | float | bool | None:
+    """Raises KeyError for a tag, and ValueError for a text, that no spec holds."""
+    if tag == _NULL:
+        return None
+    if tag == _BOOL:
+        return {"true": True, "false": False}[text.lower()]
+    if tag == _INT:
+        return text if len(text) > 4000 else int(text)  # int() converts no more than 4300 digits
+    if tag == _FLOAT:
+        return float(text)
+    if tag == _STR:
+        return text
+    raise KeyError(tag)
+
+
+def _read_text(path: Path, hint: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except IsADirectoryError:
+        inside = path / "spec.yaml"
+        hint = f"its spec is {inside}" if inside.is_file() else hint
+        raise SpecError("is a directory, not a spec", where=str(path), hint=hint) from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        column = error.start - error.object.rfind(b"\n", 0, error.start)
+        raise SpecError(
+            f"not UTF-8: byte 0x{error.object[error.start]:02x}",
+            where=f"{path}:{line}:{column}",
+            hint="save the file as UTF-8",
+        ) from None
+    except OSError as error:
+        raise SpecError(f"cannot be read: {error.strerror}", where=str(path)) from None
+
+
+def _mark(mark: yaml.Mark) -> Mark:
+    return mark.line + 1, mark.column + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Issue:
+    what: str
+    hint: str | None
+    mark: Mark | None
+
+
+class Document:
+    """One YAML file: `data`, and the position of each value and key in it.
+
+    Issues are reported as they are found, and raised together.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data: Any = None
+        self.values: dict[Loc, Mark] = {}
+        self.keys: dict[Loc, Mark] = {}
+        self.texts: dict[Loc, str] = {}
+        """Scalars as they stand in the file; quoted ones in quotes."""
+        self._issues: list[_Issue] = []
+
+    @classmethod
+    def read(cls, path: Path, hint: str) -> Document:
+        """Raises SpecError unless the file is one YAML document of mappings, lists and scalars.
+
+        hint: what to do if there is nothing in it.
+        """
+        document = cls(path)
+        text = _read_text(path, hint)
+        try:
+            root = yaml.compose(text, _Loader)
+            if root is None or root.start_mark.index == root.end_mark.index:
+                raise SpecError("is empty", where=str(path), hint=hint)
+            document.data = document._walk(root, (), ())
+        except yaml.MarkedYAMLError as error:
+            at = _mark(error.problem_mark) if error.problem_mark else None
+            context = error.context
+            if context and error.context_mark:
+                context += f" that begins in line {error.context_mark.line + 1}"
+            problem = error.problem or "it cannot be parsed"
+            if context and problem.startswith("but "):  # one sentence in two halves
+                problem, context = f"{error.context}, {problem}", None
+            document.report(f"not valid YAML: {problem}", context, at)
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            column = error.position - text.rfind("\n", 0, error.position)
+            what = f"not valid YAML: character U+{ord(text[error.position]):04X} is not allowed"
+            document.report(what, None, (line, column))
+        except RecursionError:
+            document.report("nested too deeply", None, None)
+        document.raise_issues()
+        return document
+
+    def _walk(self, node: yaml.Node, loc: Loc, parents: tuple[int, ...]) -> Any:
+        at = self.values[loc] = _mark(node.start_mark)
+        if id(node) in parents or len(self.values) > _MAX_NODES:
+            if len(self.values) <= _MAX_NODES + 1:
+                self.report("an alias makes this endless", "write the values out", at)
+            return None
+        parents = (*parents, id(node))
+        if isinstance(node, yaml.SequenceNode) and node.tag == _SEQ:
+            return [self._walk(item, (*loc, i), parents) for i, item in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode) and node.tag == _MAP:
+            return self._walk_mapping(node, loc, parents)
+        if isinstance(node, yaml.ScalarNode):
+            self.texts[loc] = repr(node.value) if node.style else node.value
+            try:
+                return _scalar(node.tag, node.value)
+            except (ValueError, KeyError):
+                pass
+        self.report(f"tag {node.tag} is not for a spec", "remove the tag", at)
+        return None
+
+    def _walk_mapping(
+        self, node: yaml.MappingNode, loc: Loc, parents: tuple[int, ...]
+    ) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, value in node.value:
+            at, name = _mark(key.start_mark), key.value
+            if not isinstance(name, str):
+                self.report("a key must be text, not a list or a mapping", None, at)
+            elif name in out:
+                line = self.keys[(*loc, name)][0]
+                self.report(f"{name!r} is here twice", f"first in line {line}: drop one", at)
+            else:
+                self.keys[(*loc, name)] = at
+                out[name] = self._walk(value, (*loc, name), parents)
+        return out
+
+    def at(self, *loc: str | int) -> Mark | None:
+        """Position of a value, or of the nearest thing around it that is in the file."""
+        while loc and loc not in self.values:
+            loc = loc[:-1]
+        return self.values.get(loc)
+
+    def find(self, value: object, *loc: str | int) -> Mark | None:
+        """Position of `value` in the list at `loc`, or of the scalar that stands for one."""
+        found: Any = self.data
+        for part in loc:
+            found = found[part]
+        for index, item in enumerate(found if isinstance(found, list) else ()):
+            if (type(item), item) == (type(value), value):
+                return self.at(*loc, index)
+        return self.at(*loc)
+
+    def report(self, what: str, hint: str | None, at: Mark | None) -> None:
+        """Note one thing that is wrong."""
+        self._issues.append(_Issue(what, hint, at))
+
+    def report_all(self, error: ValidationError, models: Mapping[str, type[BaseModel]]) -> None:
+        """Note every complaint of pydantic's. models: by key of the root, "" for the root's own."""
+        self._issues += [self._explain(detail, models) for detail in error.errors()]
+
+    def raise_issues(self) -> None:
+        """Raise one SpecError with the first few issues, in the file's order, if there are any."""
+        issues = sorted(dict.fromkeys(self._issues), key=lambda issue: issue.mark or (0, 0))
+        self._issues = []
+        errors = []
+        for issue in issues:
+            where = ":".join([str(self.path), *map(str, issue.mark or ())])
+            errors.append(SpecError(issue.what, where=where, hint=issue.hint))
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            lines = [error.render() for error in errors[:MAX_ERRORS]]
+            if len(errors) > MAX_ERRORS:
+                lines.append(f"{self.path}: and {len(errors) - MAX_ERRORS} more")
+            raise SpecError("\n".join(lines))
+
+    def _explain(self, error: ErrorDetails, models: Mapping[str, type[BaseModel]]) -> _Issue:
+        loc, kind, value = error["loc"], error["type"], error["input"]
+        context = error.get("ctx", {})
+        model = models.get(str(loc[0]) if len(loc) > 1 else "", models[""])
+        fields = model.model_fields
+        if kind == "extra_forbidden":
+            there = nearest(str(loc[-1]), fields)
+            return _Issue(f"unknown key {loc[-1]!r}", there, self.keys[loc])
+        if kind == "missing":
+            about = fields[str(loc[-1])].description
+            return _Issue(f"{loc[-1]!r} is missing", about, self.at(*loc[:-1]))
+        while loc and loc not in self.values:  # a scalar where a list may be
+            loc = loc[:-1]
+        name = "".join([part for part in loc if isinstance(part, str)][-1:]) or "a spec"
+        if loc and isinstance(loc[-1], int):
+            name += f"[{loc[-1]}]"
+        shown = self._shown(loc, value)
+        what = f"{name}: {error['msg']}"
+        hint: str | None = context.get("hint")
+        if kind == "attnsweep":
+            what = context["what"].replace("{name}", name).replace("{value}", shown)
+        elif kind == "literal_error":
+            what = f"{name} cannot be {shown}"
+            hint = nearest(str(value), re.findall(r"'(.*?)'", context["expected"]))
+        elif kind in _BOUNDS:
+            words, bound = _BOUNDS[kind]
+            what = f"{name} must be {words} {context[bound]:g}, not {shown}"
+        elif kind in ("too_short", "string_too_short"):
+            what = f"{name} must not be empty"
+        elif kind == "string_pattern_mismatch":
+            what = f"{name} must match {context['pattern']}, not {shown}"
+        elif kind in _WANTED:
+            what = f"{name} must be {_WANTED[kind]}, not {shown}"
+            hint = _spelling(kind, value)
+            if _WANTED[kind] == "a mapping" and name in fields:
+                hint = fields[name].description
+        return _Issue(what, hint, self.values[loc])
+
+    def _shown(self, loc: Loc, value: object) -> str:
+        """A value as it stands in the file."""
+        if isinstance(value, dict | list):
+            return "a mapping" if isinstance(value, dict) else "a list"
+        text = "null" if value is None else self.texts.get(loc, repr(value))
+        return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+}
+_WANTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "finite_number": "a finite number",
+}
+
+
+def _spelling(kind: str, value: object) -> str | None:
+    """How to write what was probably meant."""
+    if kind == "bool_type":
+        word = str(value).lower()
+        meant = {"yes": "true", "on": "true", "1": "true", "true": "true"}
+        meant |= {"no": "false", "off": "false", "0": "false", "false": "false"}
+        return f"write {meant[word]}" if word in meant else None
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        digits = value.replace("_", "").replace(",", "").lstrip("0")
+        return f"write {digits}" if re.fullmatch("[1-9][0-9]{0,9}", digits) else None
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return "write it in quotes"
+    return None

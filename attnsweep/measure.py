@@ -1,0 +1,295 @@
+"""Check and time candidates and baselines of one problem on one GPU, inside the worker process.
+
+A time is the device time of one call: CUDA events round the replay of a graph of back-to-back
+calls, long enough to dwarf the events' resolution (0.5 us), enqueued behind an untimed replay so
+that neither launch latency nor a cold cache is in it. docs/measuring.md tells the whole protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+import numpy as np
+
+from attnsweep import baselines, numerics
+from attnsweep.device import Buffer, Pipeline, Session, cuda_errors
+from attnsweep.numerics import Case
+from attnsweep.problem import DTYPE_BYTES, Problem
+from attnsweep.trial import Accuracy, Candidate, Plan
+
+# A cold call's inputs were last touched at least this many L2 sizes of traffic ago.
+_COLD_L2_SIZES = 3
+_SCREEN_US = 300.0
+_EAGER_CALLS = 20
+
+
+class Call(Protocol):
+    """What can be timed: our pipelines and the baselines alike."""
+
+    stage_names: tuple[str, ...]
+
+    def enqueue(self, copy: int = 0) -> None:
+        """Issue one call eagerly; does not wait."""
+
+    def capture(
+        self, calls: int, *, rotate: bool = False, stage: str | None = None
+    ) -> Callable[[], None]:
+        """A replay function of a graph of `calls` back-to-back calls."""
+
+
+@dataclass
+class _Entry:
+    """A finalist: its call, and the graphs captured so far with the calls each holds."""
+
+    call: Call
+    graphs: dict[str, tuple[Callable[[], None], int]] = field(default_factory=dict)
+
+
+class WrongResult(Exception):
+    """A candidate that ran but is not right; carries the Accuracy that says how wrong."""
+
+    def __init__(self, detail: str, accuracy: Accuracy | None = None) -> None:
+        super().__init__(detail, accuracy)
+        self.detail, self.accuracy = detail, accuracy
+
+
+class _Fixture:
+    """One case on the device: guarded inputs and output, and the float64 rows expected of it."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.case = case
+        inputs = numerics.make_inputs(case, seed)
+        self.buffers: dict[str, Buffer] = {}
+        for name, bits in inputs.items():
+            self.buffers[name] = Buffer(bits.nbytes, guard=0xFF)
+            self.buffers[name].upload(bits)
+        problem = case.problem
+        elements = int(np.prod(problem.shape_of("o")))
+        self.buffers["o"] = Buffer(elements * DTYPE_BYTES[problem.dtype])
+        self.rows = numerics.sampled_rows(problem, seed)
+        self.expected = numerics.reference(inputs, problem, self.rows)
+
+    def array(self, name: str) -> Any:
+        """The storage of a tensor as a CuPy array of unsigned integers."""
+        problem = self.case.problem
+        dtype = np.uint32 if problem.dtype == "fp32" else np.uint16
+        return self.buffers[name].view(problem.shape_of(name), dtype)
+
+    def verdict(self, out: Any, rounds_scores: int) -> Accuracy:
+        """Accuracy of an output (CuPy storage array); raises WrongResult past the limit."""
+        problem = self.case.problem
+        limit = numerics.error_limit(self.case, rounds_scores)
+        # The poison is a NaN, so one count finds outputs never written and NaNs computed.
+        magnitude = 0x7FFFFFFF if problem.dtype == "fp32" else 0x7FFF
+        nans = int(((out & magnitude) > numerics.INFINITY_BITS[problem.dtype]).sum())
+        if nans:
+            raise WrongResult(
+                f"{nans} of {out.size} outputs are NaN or were never written ({self.case.label})",
+                Accuracy(rel_err=None, limit=limit, case=self.case.label),
+            )
+        whole = len(self.rows) == problem.seqlen_q
+        host = (out if whole else out[:, :, self.rows]).get()
+        error = numerics.row_error(numerics.from_bits(host, problem.dtype), self.expected)
+        accuracy = Accuracy(
+            rel_err=error if error == error else None, limit=limit, case=self.case.label
+        )
+        if not error <= limit:
+            raise WrongResult(
+                f"relative error {error:.2e} over the limit {limit:.2e} ({self.case.label})",
+                accuracy,
+            )
+        return accuracy
+
+
+class Bench:
+    """One problem on this process's GPU. Inputs depend on `seed` alone."""
+
+    def __init__(self, problem: Problem, *, replay_us: float, seed: int) -> None:
+        self.session = Session()
+        self.problem = problem
+        self._replay_us = replay_us
+        self._seed = seed
+        self._timed = _Fixture(Case(problem), seed)
+        self._small = [_Fixture(case, seed) for case in numerics.small_cases(problem)]
+        self._workspaces: dict[str, Buffer] = {}
+        self._cold_copies: list[dict[str, Buffer]] | None = None
+        self._entries: dict[str, _Entry] = {}
+        # CuPy compiles its own kernels and the limits are worked out now (5 s the first time),
+        # so that the time limit of a trial is the candidate's alone.
+        for fixture in (*self._small, self._timed):
+            fixture.buffers["o"].poison()
+            with contextlib.suppress(WrongResult):
+                fixture.verdict(fixture.array("o"), 0)
+            if len(fixture.rows) < fixture.case.problem.seqlen_q:
+                fixture.array("o")[:, :, fixture.rows].get()
+
+    # -- checking ---------------------------------------------------------------------------
+
+    def trial(self, candidate: Candidate) -> tuple[Accuracy, float]:
+        """Check a candidate on every case, then time it briefly.
+
+        Returns its worst Accuracy and a first time in microseconds. Raises WrongResult, or a CUDA
+        error if it cannot launch or faults.
+        """
+        accuracy = self._check_all(candidate)
+        call = self._pipeline(candidate.timed, [self._timed.buffers])
+        return accuracy, self._screen(call)
+
+    def _check_all(self, candidate: Candidate) -> Accuracy:
+        return max(
+            (
+                self._check(plan, fixture, candidate.rounds_scores)
+                for fixture, plan in zip(
+                    (*self._small, self._timed),
+                    (*candidate.checks, candidate.timed),
+                    strict=True,
+                )
+            ),
+            key=_used,
+        )
+
+    def _check(self, plan: Plan, fixture: _Fixture, rounds_scores: int) -> Accuracy:
+        call = self._pipeline(plan, [fixture.buffers])
+        written = {"o": fixture.buffers["o"]}
+        written |= {name: self._workspaces[name] for name in plan.workspaces}
+        with self.session.stream:
+            for buffer in written.values():
+                buffer.poison()
+            call.enqueue()
+            self.session.synchronize()
+            for name, buffer in written.items():
+                if buffer.damaged():
+                    raise WrongResult(f"wrote outside {name!r} ({fixture.case.label})")
+            return fixture.verdict(fixture.array("o"), rounds_scores)
+
+    def _pipeline(self, plan: Plan, copies: Sequence[Mapping[str, Buffer]]) -> Pipeline:
+        for name, nbytes in plan.workspaces.items():
+            # The exact size for checks, so that the guard begins where the workspace ends.
+            if name not in self._workspaces or self._workspaces[name].nbytes != nbytes:
+                self._workspaces.pop(name, None)
+                self._workspaces[name] = Buffer(nbytes)
+        own = {name: self._workspaces[name] for name in plan.workspaces}
+        return Pipeline(self.session, plan, [{**copy, **own} for copy in copies])
+
+    # -- timing -----------------------------------------------------------------------------
+
+    def _screen(self, call: Call) -> float:
+        """A first, cheap time: enough to tell who is worth measuring well."""
+        replay, calls = self._graph(call, _SCREEN_US, rotate=False)
+        with self.session.stream:
+            replay()
+            times = [self.session.time_us(replay) / calls for _ in range(3)]
+        return median(times)
+
+    def _graph(
+        self, call: Call, target_us: float, *, rotate: bool, stage: str | None = None
+    ) -> tuple[Callable[[], None], int]:
+        """A graph lasting about target_us, and the calls it holds."""
+        with self.session.stream:
+            call.enqueue()
+            once = min(self.session.time_us(lambda: call.enqueue()) for _ in range(2))
+        calls = max(1, min(2000, round(target_us / max(once, 1.0))))
+        if rotate:
+            calls = max(calls, self._cold_count())
+        replay = call.capture(calls, rotate=rotate, stage=stage)
+        if not rotate and calls < 2000:
+            # An eager call of a small kernel is mostly launch latency: correct the count once.
+            with self.session.stream:
+                replay()
+                per_call = self.session.time_us(replay) / calls
+            if calls * per_call < 0.7 * target_us:
+                calls = max(1, min(2000, round(target_us / per_call)))
+                replay = call.capture(calls, rotate=rotate, stage=stage)
+        return replay, calls
+
+    def admit(self, name: str, candidate: Candidate) -> None:
+        """Make a candidate that passed `trial` a finalist called `name`."""
+        buffers = [self._timed.buffers, *self._cold()]
+        self._entries[name] = _Entry(self._pipeline(candidate.timed, buffers))
+
+    def admit_baseline(self, name: str) -> Accuracy:
+        """Prepare, check and admit a baseline. Raises baselines.Unavailable with the reason."""
+        copies = [
+            {
+                tensor: copy[tensor].view(self.problem.shape_of(tensor), np.uint16)
+                for tensor in "qkv"
+            }
+            for copy in (self._timed.buffers, *self._cold())
+        ]
+        self.session.release()
+        call = baselines.prepare(name, self.problem, copies, self.session)
+        out = self.session.import_array(call.output())
+        accuracy = self._timed.verdict(out.view(np.uint16), rounds_scores=call.rounds_scores)
+        self._entries[name] = _Entry(call)
+        return accuracy
+
+    def replay(self, name: str, kind: str) -> float:
+        """One sample, in microseconds a call. kind: `warm`, `cold`, or the name of a stage."""
+        entry = self._entries[name]
+        if kind not in entry.graphs:
+            stage = kind if kind in entry.call.stage_names else None
+            entry.graphs[kind] = self._graph(
+                entry.call, self._replay_us, rotate=kind == "cold", stage=stage
+            )
+        graph, calls = entry.graphs[kind]
+        with self.session.stream:
+            graph()
+            return self.session.time_us(graph) / calls
+
+    def eager_us(self, name: str) -> float:
+        """Host time to issue one call, in microseconds; the device is not waited for."""
+        call = self._entries[name].call
+        samples = []
+        for _ in range(5):
+            self.session.synchronize()
+            begin = time.perf_counter()
+            for _ in range(_EAGER_CALLS):
+                call.enqueue()
+            samples.append((time.perf_counter() - begin) / _EAGER_CALLS * 1e6)
+        self.session.synchronize()
+        return median(samples)
+
+    def _cold_count(self) -> int:
+        footprint = sum(buffer.nbytes for buffer in self._timed.buffers.values())
+        return max(2, -(-_COLD_L2_SIZES * self.session.gpu.l2_bytes // footprint) + 1)
+
+    def _cold(self) -> list[dict[str, Buffer]]:
+        """Further copies of the inputs and output, so that rotating over them leaves L2 cold."""
+        if self._cold_copies is None:
+            copies = []
+            for _ in range(self._cold_count() - 1):
+                copy = {name: Buffer(b.nbytes) for name, b in self._timed.buffers.items()}
+                for name, buffer in copy.items():
+                    shape = self.problem.shape_of(name)
+                    dtype = np.uint32 if self.problem.dtype == "fp32" else np.uint16
+                    buffer.view(shape, dtype)[...] = self._timed.array(name)
+                copies.append(copy)
+            self.session.synchronize()
+            self._cold_copies = copies
+        return self._cold_copies
+
+    def blocks_per_sm(self, candidate: Candidate) -> dict[str, int]:
+        """Resident blocks of each stage by the driver's own count."""
+        return {s.name: self.session.blocks_per_sm(s) for s in candidate.timed.stages}
+
+    def conditions(self) -> dict[str, Any]:
+        """Clocks, power, temperature and throttle reasons right after a replay."""
+        for entry in list(self._entries.values())[:1]:
+            if "warm" in entry.graphs:
+                with self.session.stream:
+                    entry.graphs["warm"][0]()
+        return self.session.conditions()
+
+    def poisoned(self, error: BaseException) -> bool:
+        """Whether `error` left the CUDA context unusable, so that this process must end."""
+        return isinstance(error, cuda_errors()) and self.session.poisoned()
+
+
+def _used(accuracy: Accuracy) -> float:
+    """Share of its limit that an accuracy uses."""
+    return (accuracy.rel_err or 0.0) / accuracy.limit

@@ -1,0 +1,224 @@
+"""Inputs, the only reference, and the verdict. NumPy, so that it can be read and tested anywhere.
+
+A candidate is right if, on every case, each output row is within `limit` of float64, where limit
+is twice the error that the same maths makes in the candidate's dtypes. Comparisons are written
+`err <= limit`: a NaN fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from attnsweep.problem import Problem
+
+Float = npt.NDArray[np.float64]
+Bits = npt.NDArray[Any]
+Inputs = Literal["normal", "large_scores", "equal_keys", "negative_scores"]
+
+# Half an ulp of 1: no limit is below what rounding the output alone costs.
+HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-20}
+# Storage of +infinity; a larger magnitude is a NaN.
+INFINITY_BITS = {"fp16": 0x7C00, "bf16": 0x7F80, "fp32": 0x7F800000}
+# Work given to the reference of one case: all rows of (1,16,1024,64), 150 of (4,16,4096,128).
+_REFERENCE_FLOPS = 2e10
+# Rows over which the error of the same maths is taken: the largest of a few would be a lottery,
+# and the largest of many grows with their number, so a big case gets many.
+_LIMIT_ROWS = (512, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One shape with one kind of input that a candidate must be right on."""
+
+    problem: Problem
+    inputs: Inputs = "normal"
+
+    @property
+    def label(self) -> str:
+        """`(1,16,1024,64) fp16 full, normal`."""
+        return f"{self.problem.label}, {self.inputs}"
+
+
+def small_cases(problem: Problem) -> tuple[Case, ...]:
+    """Small, odd and hard cases with the compile-time facts of `problem`, none longer than it.
+
+    Tails in both directions, one query, one key, grouped heads, seqlen_q != seqlen_k; large scores
+    (softmax nearly one-hot), all keys equal (softmax uniform), every score far below zero.
+    """
+
+    def case(
+        heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, inputs: Inputs, batch: int = 1
+    ) -> Case:
+        seqlen_k = min(seqlen_k, problem.seqlen_k)
+        seqlen_q = min(seqlen_q, seqlen_k) if problem.causal else seqlen_q
+        shape = replace(
+            problem,
+            batch=batch,
+            heads=heads,
+            heads_kv=heads_kv,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+        )
+        return Case(shape, inputs)
+
+    return (
+        case(1, 1, 1, 1, "normal"),
+        case(2, 1, 1, 17, "normal"),
+        case(4, 2, 97, 161, "normal", batch=2),
+        case(3, 1, 129, 129, "large_scores"),
+        case(1, 1, 65, 200, "equal_keys"),
+        case(1, 1, 130, 255, "negative_scores"),
+    )
+
+
+def round_to(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
+    """`values` rounded to nearest even in `dtype`, as float32."""
+    single = np.ascontiguousarray(values, np.float32)
+    if dtype == "fp16":
+        return single.astype(np.float16).astype(np.float32)
+    if dtype == "bf16":
+        return from_bits(to_bits(single, dtype), dtype)
+    return single
+
+
+def to_bits(values: npt.NDArray[Any], dtype: str) -> Bits:
+    """The storage of `values` in `dtype`: uint16, or uint32 for fp32."""
+    single = np.ascontiguousarray(values, np.float32)
+    if dtype == "fp16":
+        return single.astype(np.float16).view(np.uint16)
+    bits = single.view(np.uint32)
+    if dtype == "fp32":
+        return bits
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    # Rounding would carry a NaN's payload into the sign; keep it a NaN.
+    return np.where(np.isnan(single), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def from_bits(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
+    """Inverse of to_bits."""
+    if dtype == "fp16":
+        return bits.view(np.float16).astype(np.float32)
+    if dtype == "fp32":
+        return bits.view(np.float32)
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
+    """q, k, v of the case in storage form; the same seed gives the same inputs."""
+    rng = np.random.default_rng(seed)
+    problem = case.problem
+    out: dict[str, Bits] = {}
+    for name in ("q", "k", "v"):
+        values = rng.standard_normal(problem.shape_of(name), dtype=np.float32)
+        if case.inputs == "large_scores" and name == "q":
+            values *= 8
+        elif case.inputs == "equal_keys" and name == "k":
+            values[:] = values[:, :, :1]
+        elif case.inputs == "negative_scores" and name in "qk":
+            # Each product near -1, so scores lie near -sqrt(head_dim), below an initial max of 0.
+            values = values * 0.25 + (1 if name == "q" else -1)
+        out[name] = to_bits(values, problem.dtype)
+    return out
+
+
+def sampled_rows(problem: Problem, seed: int) -> npt.NDArray[np.int64]:
+    """Query rows the reference is computed for, in every head: all of them when that is cheap.
+
+    Otherwise the first, the last, both sides of tile edges, and random ones.
+    """
+    per_row = 4 * problem.batch * problem.heads * problem.seqlen_k * problem.head_dim
+    count = max(16, int(_REFERENCE_FLOPS / per_row))
+    if count >= problem.seqlen_q:
+        return np.arange(problem.seqlen_q)
+    edges = [edge + side for edge in (16, 64, 128, 192, 256) for side in (-1, 0)]
+    fixed = {0, problem.seqlen_q - 1, *(row for row in edges if row < problem.seqlen_q)}
+    rng = np.random.default_rng(seed)
+    some = rng.choice(problem.seqlen_q, size=count, replace=False)
+    return np.array(sorted(fixed | set(some.tolist())))
+
+
+def reference(
+    inputs: dict[str, Bits],
+    problem: Problem,
+    rows: npt.NDArray[np.int64],
+    *,
+    rounding: bool = False,
+    rounds_scores: int = 0,
+) -> Float:
+    """The attention rows (batch, heads, len(rows), head_dim) in float64.
+
+    rounding: the same maths as a kernel does it: probabilities and output rounded to the
+    problem's dtype, and the scores rounds_scores times: once when stored, twice when stored
+    before and after scaling, as plain PyTorch does. Its error sets the limit.
+    """
+    q, k, v = (from_bits(inputs[name], problem.dtype) for name in ("q", "k", "v"))
+    group = problem.heads // problem.heads_kv
+    last_key = rows + problem.seqlen_k - problem.seqlen_q if problem.causal else None
+    out = np.empty((problem.batch, problem.heads, len(rows), problem.head_dim))
+    for batch in range(problem.batch):
+        for head in range(problem.heads):
+            keys = k[batch, head // group].astype(np.float64)
+            values = v[batch, head // group].astype(np.float64)
+            scores = q[batch, head, rows].astype(np.float64) @ keys.T
+            if rounding and rounds_scores > 1:
+                scores = round_to(scores, problem.dtype).astype(np.float64)
+            scores *= problem.scale
+            if rounding and rounds_scores:
+                scores = round_to(scores, problem.dtype).astype(np.float64)
+            if last_key is not None:
+                scores[np.arange(problem.seqlen_k) > last_key[:, None]] = -np.inf
+            p = np.exp(scores - scores.max(axis=1, keepdims=True))
+            total = p.sum(axis=1, keepdims=True)
+            if not rounding:
+                out[batch, head] = p @ values / total
+            elif rounds_scores:
+                out[batch, head] = round_to(p / total, problem.dtype) @ values
+            else:
+                out[batch, head] = round_to(p, problem.dtype) @ values / total
+    return round_to(out, problem.dtype).astype(np.float64) if rounding else out
+
+
+def row_error(out: npt.NDArray[Any], expected: Float) -> float:
+    """Largest ‖out - expected‖ / ‖expected‖ over rows; NaN if any element is NaN.
+
+    A row whose expected norm is under a thousandth of the typical one is held to that instead.
+    """
+    norms = np.linalg.norm(expected, axis=-1)
+    floor = 1e-3 * float(np.sqrt(np.mean(norms**2)))
+    errors = np.linalg.norm(out.astype(np.float64) - expected, axis=-1) / np.maximum(norms, floor)
+    return float(errors.max())
+
+
+def error_limit(case: Case, rounds_scores: int) -> float:
+    """Twice the error of the same maths in the candidate's dtypes, over 512 to 4096 rows."""
+    return max(2 * _same_maths_error(case)[rounds_scores], HALF_ULP[case.problem.dtype])
+
+
+@lru_cache(maxsize=256)
+def _same_maths_error(case: Case) -> tuple[float, float, float]:
+    """Error of the rounded maths with scores rounded 0, 1 and 2 times."""
+    checked = case.problem.batch * case.problem.heads * len(sampled_rows(case.problem, 0))
+    wanted = min(max(checked, _LIMIT_ROWS[0]), _LIMIT_ROWS[1])
+    # Heads are alike, so four of them say what the dtype costs: 7.5 s less at (4,16,4096,128).
+    heads = min(case.problem.heads, 4)
+    problem = replace(case.problem, batch=1, heads=heads, heads_kv=heads)
+    case = replace(case, problem=problem)
+    worst = [0.0, 0.0, 0.0]
+    rows_seen, seed = 0, 0
+    while rows_seen < wanted:
+        rows = sampled_rows(problem, seed)
+        if len(rows) * heads > wanted:
+            rows = rows[:: -(-len(rows) * heads // wanted)]
+        inputs = make_inputs(case, 1000 + seed)
+        exact = reference(inputs, problem, rows)
+        for times in range(3):
+            rounded = reference(inputs, problem, rows, rounding=True, rounds_scores=times)
+            worst[times] = max(worst[times], row_error(rounded, exact))
+        rows_seen += heads * len(rows)
+        seed += 1
+    return worst[0], worst[1], worst[2]

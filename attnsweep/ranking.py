@@ -1,0 +1,304 @@
+"""Which candidate is fastest, and what is only a tie: trials in, one DataFrame out.
+
+Everything that shows or compares runs is a view of that DataFrame. Needs no GPU, no CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas
+
+from attnsweep.arch import arch_named
+from attnsweep.bounds import binding, bounds
+from attnsweep.errors import SpecError
+from attnsweep.problem import Problem
+from attnsweep.trial import Environment, Status, Trial
+
+OURS = "attnsweep"
+# Two-sided confidence of the intervals that decide a tie.
+CONFIDENCE = 0.95
+# After the ranked rows: what ran first, what never ran last.
+_AFTER = [
+    Status.NOISY,
+    Status.WRONG,
+    Status.LAUNCH_ERROR,
+    Status.TIMEOUT,
+    Status.COMPILE_ERROR,
+    Status.PRUNED,
+    Status.NO_RECORD,
+    Status.SKIPPED,
+]
+COLUMNS = (
+    "problem",
+    "rank",
+    "tied",
+    "winner",
+    "baseline",
+    "provider",
+    "kernel",
+    "config",
+    "status",
+    "detail",
+    "time_us",
+    "spread_us",
+    "rounds",
+    "cold_us",
+    "eager_us",
+    "us_per_head",
+    "us_per_sequence",
+    "tflops",
+    "gbytes_per_s",
+    "bound_us",
+    "bound",
+    "bound_share",
+    "ratio_to_best_baseline",
+    "rel_err",
+    "limit",
+    "registers",
+    "spill_bytes",
+    "smem_bytes",
+    "occupancy",
+    "recorded",
+    "recorded_on",
+    "trial",
+)
+Row = dict[str, Any]
+
+
+def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.DataFrame:
+    """One row a trial, problems in order of first appearance, ranked within each; see COLUMNS.
+
+    Candidates and baselines are ranked together; only `ok` rows are, and a row with a NaN anywhere
+    is not ok, whatever it says. rank is shared (`tied`) by rows whose difference is within noise:
+    their paired rounds' ratio to the best has a 95 % sign interval that contains 1. A row without
+    the rounds of the others ties with none. Where baselines lead, the same holds for the first
+    candidates after them; below that, rank is the order of medians and claims no difference.
+
+    winner: of the candidates sharing the best rank that a candidate has, the one with the least
+    shared memory, then registers, then the first config: the same one from the same ties.
+
+    time_us is the median, spread_us half the interquartile range of the rounds (NaN if it was
+    timed once), us_per_head is time / (batch * heads), bound_share is bound_us / time_us, and
+    ratio_to_best_baseline is the best ok baseline's time / this time: above 1 is faster than it.
+    The column `trial` holds the Trial itself. Bounds need an environment of the GPU measured on.
+    """
+    by_problem: dict[Problem, list[Trial]] = {}
+    for trial in {trial.key: trial for trial in trials}.values():
+        by_problem.setdefault(trial.problem, []).append(trial)
+    rows = [
+        row
+        for problem, members in by_problem.items()
+        for row in _rank_problem(problem, members, environment)
+    ]
+    frame = pandas.DataFrame(rows, columns=list(COLUMNS))
+    counts = ["rank", "registers", "spill_bytes", "smem_bytes", "rounds"]
+    return frame.astype(dict.fromkeys(counts, "Int64"))
+
+
+def judged(trial: Trial) -> tuple[Status, str | None]:
+    """Status and detail as they hold up: an ok row needs a time, no NaN, and error <= limit."""
+    if trial.status is not Status.OK:
+        return trial.status, trial.detail
+    time, accuracy = trial.time_us, trial.accuracy
+    if accuracy is not None:
+        error = math.nan if accuracy.rel_err is None else accuracy.rel_err
+        # A comparison with NaN is false, so NaN fails.
+        if not error <= accuracy.limit:
+            return (
+                Status.WRONG,
+                f"says ok, but its error {error:.2e} is not <= {accuracy.limit:.2e}",
+            )
+    if time is None:
+        return Status.NOISY, "says ok, but has no time"
+    numbers = [time.median, time.low, time.high, *time.rounds, *trial.stages_us.values()]
+    numbers += [number for number in (trial.cold_us, trial.eager_us) if number is not None]
+    if not (time.median > 0 and all(map(math.isfinite, numbers))):
+        return Status.NOISY, "says ok, but a time of it is not a finite number"
+    if not all(value > 0 for value in time.rounds):
+        return Status.NOISY, "says ok, but a round of it took no time"
+    return trial.status, trial.detail
+
+
+def ratio_interval(rounds: Sequence[float], best: Sequence[float]) -> tuple[float, float]:
+    """Sign interval (95 %) of the median ratio of rounds to the best's, paired by position.
+
+    Needs no distribution: between the order statistics of the ratios that the median lies outside
+    of less than 5 % of the time. Fewer than six rounds cannot say so much; then it is their range.
+    """
+    ratios = np.sort(np.asarray(rounds, dtype=float) / np.asarray(best, dtype=float))
+    skipped = _skipped(len(ratios))
+    return float(ratios[skipped]), float(ratios[-1 - skipped])
+
+
+@functools.cache
+def _skipped(rounds: int) -> int:
+    """Order statistics to leave out at each end: P(Binomial(rounds, 1/2) <= skipped) <= 2.5 %."""
+    tail, skipped = 1, 0
+    while True:
+        tail += math.comb(rounds, skipped + 1)
+        if skipped + 1 >= (rounds + 1) // 2 or tail / 2**rounds > (1 - CONFIDENCE) / 2:
+            return skipped
+        skipped += 1
+
+
+def _identity(trial: Trial) -> tuple[Any, ...]:
+    """Config order: baselines first, then kernel, then each value in declared order."""
+    values = [(1, 0, v) if isinstance(v, str) else (0, int(v), "") for v in trial.config.values()]
+    return (trial.provider == OURS, trial.provider, trial.kernel, values)
+
+
+def _median(trial: Trial) -> float:
+    return trial.time_us.median if trial.time_us is not None else math.inf
+
+
+def _rounds(trial: Trial) -> list[float]:
+    return trial.time_us.rounds if trial.time_us is not None else []
+
+
+def _tied(trial: Trial, leader: Trial, finalist_rounds: int) -> bool:
+    """Whether the paired rounds leave open which of the two is faster."""
+    same_session = (trial.recorded, trial.recorded_on) == (leader.recorded, leader.recorded_on)
+    enough = len(_rounds(trial)) == len(_rounds(leader)) == finalist_rounds > 0
+    if not (same_session and enough):
+        return False
+    low, high = ratio_interval(_rounds(trial), _rounds(leader))
+    return low <= 1 <= high
+
+
+def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
+    """Ok trials in ranking order; those in one list share a rank."""
+    left = sorted(trials, key=lambda trial: (_median(trial), _identity(trial)))
+    most = max((len(_rounds(trial)) for trial in left), default=0)
+    groups: list[list[Trial]] = []
+    while left:
+        ours = [t for t in left if t.provider == OURS and len(_rounds(t)) == most]
+        # A first, single sample may be low by luck: while candidates with all rounds are left, one
+        # of them or a baseline leads.
+        full = [t for t in left if len(_rounds(t)) == most] if ours else left
+        leader = full[0]
+        group = [leader] + [t for t in full[1:] if _tied(t, leader, most)]
+        groups.append(group)
+        keys = {id(t) for t in group}
+        left = [t for t in left if id(t) not in keys]
+        if any(t.provider == OURS for t in group):
+            return groups + [[t] for t in left]
+    return groups
+
+
+def _thrift(trial: Trial) -> tuple[Any, ...]:
+    used = trial.resources
+    cost = (used.smem_bytes, used.registers) if used is not None else (math.inf, math.inf)
+    return (*cost, _identity(trial))
+
+
+def _rank_problem(
+    problem: Problem, trials: Sequence[Trial], environment: Environment | None
+) -> list[Row]:
+    verdicts = {id(trial): judged(trial) for trial in trials}
+    groups = _groups([t for t in trials if verdicts[id(t)][0] is Status.OK])
+    places: list[tuple[Trial, int | None, bool, bool]] = []
+    winner: Trial | None = None
+    for group in groups:
+        place = len(places) + 1
+        ours = [t for t in group if t.provider == OURS]
+        if winner is None and ours:
+            winner = min(ours, key=_thrift)
+        group.sort(key=lambda t: (t is not winner, _median(t), _identity(t)))
+        places += [(t, place, len(group) > 1, t is winner) for t in group]
+    rest = [t for t in trials if verdicts[id(t)][0] is not Status.OK]
+    rest.sort(key=lambda t: (_AFTER.index(verdicts[id(t)][0]), _identity(t)))
+    places += [(t, None, False, False) for t in rest]
+    baselines = [_median(t) for t, place, *_ in places if place and t.provider != OURS]
+    best_baseline = min(baselines, default=math.nan)
+    return [
+        {
+            "rank": place,
+            "tied": tied,
+            "winner": won,
+            "status": verdicts[id(t)][0].value,
+            "detail": verdicts[id(t)][1],
+            **_facts(t, environment, best_baseline),
+        }
+        for t, place, tied, won in places
+    ]
+
+
+def _facts(trial: Trial, environment: Environment | None, best_baseline: float) -> Row:
+    """What one trial says of itself, and what follows from its time."""
+    problem, time, used = trial.problem, trial.time_us, trial.resources
+    median = time.median if time is not None and time.median > 0 else math.nan
+    l2 = time.l2 if time is not None else "warm"
+    limits = bounds_of(trial, environment)
+    bound = None
+    if environment is not None:
+        bound = binding(limits, problem, l2_bytes=environment.l2_bytes, l2=l2)
+    accuracy = trial.accuracy
+    error = accuracy.rel_err if accuracy is not None else None
+    return {
+        "problem": problem.label,
+        "baseline": trial.provider != OURS,
+        "provider": trial.provider,
+        "kernel": trial.kernel,
+        "config": named(trial.config),
+        "time_us": median,
+        "spread_us": (time.high - time.low) / 2 if time and time.samples > 1 else math.nan,
+        "rounds": len(time.rounds) if time is not None else None,
+        "cold_us": _number(trial.cold_us),
+        "eager_us": _number(trial.eager_us),
+        "us_per_head": median / (problem.batch * problem.heads),
+        "us_per_sequence": median / problem.batch,
+        "tflops": problem.flops / median / 1e6,
+        "gbytes_per_s": problem.min_bytes / median / 1e3,
+        "bound_us": bound[1] if bound else math.nan,
+        "bound": bound[0] if bound else None,
+        "bound_share": bound[1] / median if bound else math.nan,
+        "ratio_to_best_baseline": best_baseline / median,
+        "rel_err": _number(error),
+        "limit": accuracy.limit if accuracy is not None else math.nan,
+        "registers": used.registers if used is not None else None,
+        "spill_bytes": used.spill_bytes if used is not None else None,
+        "smem_bytes": used.smem_bytes if used is not None else None,
+        "occupancy": used.occupancy if used is not None else math.nan,
+        "recorded": trial.recorded,
+        "recorded_on": trial.recorded_on,
+        "trial": trial,
+    }
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def named(config: Mapping[str, object]) -> str:
+    """`BLOCK_M=64 BLOCK_N=128`, in the order of the mapping."""
+    return " ".join(f"{name}={value_text(value)}" for name, value in config.items())
+
+
+def value_text(value: object) -> str:
+    """A parameter's value as -D would say it."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def bounds_of(trial: Trial, environment: Environment | None) -> dict[str, float]:
+    """The bounds of its problem in microseconds.
+
+    None where the GPU or its architecture is not known, or the row was recorded on another GPU.
+    """
+    if environment is None:
+        return {}
+    if trial.recorded and environment.gpu not in (trial.recorded_on or environment.gpu):
+        return {}
+    try:
+        return bounds(trial.problem, arch_named(environment.arch), environment)
+    except SpecError:
+        return {}
+
+
+def winners(ranking: pandas.DataFrame) -> list[Trial]:
+    """The winning candidate of each problem that has one."""
+    return list(ranking.loc[ranking["winner"], "trial"])

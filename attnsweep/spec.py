@@ -1,0 +1,555 @@
+"""The YAML sweep spec: what `load_spec` accepts, and what it says when it does not.
+
+Nothing is converted: a bool is no int, a quoted number is text, `1e3` is no whole number, `no` is
+text. See `attnsweep.document` for how YAML is read and errors are placed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from attnsweep.arch import ARCHS, arch_named
+from attnsweep.document import Document, Flow, dump, nearest, wrong
+from attnsweep.errors import ProblemError, SpecError
+from attnsweep.kernel import Kernel, Param, Value
+from attnsweep.problem import Dtype, Problem
+
+BaselineName = Literal[
+    "torch_flash",
+    "torch_cudnn",
+    "torch_efficient",
+    "unfused",
+    "flash_attn_2",
+    "flash_attn_3",
+    "flash_attn_4",
+]
+BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
+Device = Literal["cuda", "replay"]
+MAX_PROBLEMS = 1000
+"""A spec that expands to more is a slip of the pen: at 1 s a problem and family, hours."""
+T = TypeVar("T")
+
+
+# The models: what a spec file may hold. The JSON Schema for editors is generated from them.
+
+
+class _OneOrMany:
+    """Marks a list that may be written as one scalar. Repeats are dropped; it is never empty."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def distinct(values: list[Any]) -> list[Any]:
+            if not values:
+                raise wrong("{name} must not be empty")
+            return list({(type(value), value): value for value in values}.values())
+
+        one_or_list = core_schema.no_info_before_validator_function(
+            lambda value: value if isinstance(value, list) else [value], handler(source)
+        )
+        return core_schema.no_info_after_validator_function(distinct, one_or_list)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        many = handler(schema)
+        return {"anyOf": [many["items"], {**many, "minItems": 1}]}
+
+
+Many = Annotated[list[T], _OneOrMany()]
+
+
+def _parameter_value(value: object) -> object:
+    if type(value) in (int, bool, str):
+        return value
+    raise wrong("{name} must be a whole number, true or false, or text, not {value}")
+
+
+def _mapping_or_null(value: object) -> object:
+    return {} if value is None else value
+
+
+def _arch_name(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return arch_named(value).name
+    except SpecError as error:
+        raise wrong(error.what, nearest(value, ARCHS)) from error
+
+
+def _baseline_names(value: object) -> object:
+    if value == "all":
+        return list(BASELINES)
+    if value in (None, "none"):
+        raise wrong("baselines cannot be {value}", "write [] for none, all for every one")
+    if value == []:  # none at all, where any other list must not be empty
+        return value
+    return value if isinstance(value, list) else [value]
+
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+
+
+def _bytes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value)
+    if match is None:
+        raise wrong(
+            "{name} must be a number of bytes or a size, not {value}",
+            f"write an int, or a number and one of {', '.join(_UNITS)}: '2 GiB'",
+        )
+    return int(Decimal(match[1]) * _UNITS[match[2]])
+
+
+Size = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+ParameterValue = Annotated[
+    Any,
+    BeforeValidator(_parameter_value),
+    WithJsonSchema({"type": ["integer", "boolean", "string"]}),
+]
+ParameterValues = Annotated[
+    dict[str, Many[ParameterValue]],
+    BeforeValidator(
+        _mapping_or_null, json_schema_input_type=dict[str, Many[ParameterValue]] | None
+    ),
+]
+ArchName = Annotated[
+    StrictStr,
+    BeforeValidator(_arch_name),
+    WithJsonSchema({"enum": sorted({*ARCHS, *(name.rstrip("a") for name in ARCHS)})}),
+]
+Baselines = Annotated[
+    list[BaselineName],
+    BeforeValidator(
+        _baseline_names,
+        json_schema_input_type=Literal["all"] | BaselineName | list[BaselineName],
+    ),
+]
+Bytes = Annotated[
+    int,
+    Field(strict=True, ge=0),
+    BeforeValidator(
+        _bytes,
+        json_schema_input_type=Annotated[int, Field(ge=0)]
+        | Annotated[str, Field(pattern=f"^{_SIZE.pattern}$")],
+    ),
+]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ProblemSpec(_Model):
+    """One or more problems: a value may be a list, and then every combination is taken."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["seqlen"]}, {"required": ["seqlen_q", "seqlen_k"]}]
+        }
+    )
+
+    batch: Many[Size] = Field(description="Sequences in the batch.")
+    heads: Many[Size] = Field(description="Query heads.")
+    heads_kv: Many[Size] | None = Field(
+        default=None,
+        description="Key and value heads, a divisor of heads; as many as heads unless given.",
+    )
+    seqlen: Many[Size] | None = Field(default=None, description="Sets both seqlen_q and seqlen_k.")
+    seqlen_q: Many[Size] | None = Field(default=None, description="Query rows per head.")
+    seqlen_k: Many[Size] | None = Field(default=None, description="Key and value rows per head.")
+    head_dim: Many[Size] = Field(description="Elements per head and row.")
+    dtype: Many[Dtype] = Field(default=["fp16"], description="Type of q, k, v and o.")
+    causal: Many[StrictBool] = Field(
+        default=[False], description="Mask aligned bottom-right: needs seqlen_q <= seqlen_k."
+    )
+    kernels: Many[StrictStr] | None = Field(
+        default=None, description="Sweep only these of the spec's kernels on this entry."
+    )
+
+    @model_validator(mode="after")
+    def _can_exist(self) -> ProblemSpec:
+        self.expand()
+        return self
+
+    def expand(self) -> list[Problem]:
+        """Every combination, the last field varying fastest."""
+        seqlens: list[tuple[int, int]]
+        if self.seqlen is not None:
+            if self.seqlen_q is not None or self.seqlen_k is not None:
+                raise wrong(
+                    "seqlen sets both seqlen_q and seqlen_k, which are here too",
+                    "give seqlen alone, or seqlen_q and seqlen_k",
+                )
+            seqlens = [(seqlen, seqlen) for seqlen in self.seqlen]
+        else:
+            for name in ("seqlen_q", "seqlen_k"):
+                if getattr(self, name) is None:
+                    raise wrong(f"{name} is missing", "give seqlen, or both seqlen_q and seqlen_k")
+            seqlens = list(itertools.product(self.seqlen_q or (), self.seqlen_k or ()))
+        axes: list[list[Any]] = [self.batch, self.heads, self.heads_kv or [None]]
+        axes += [seqlens, self.head_dim, self.dtype, self.causal]
+        count = math.prod(map(len, axes))
+        if count > MAX_PROBLEMS:
+            raise wrong(f"this entry is {count} problems; a spec may have {MAX_PROBLEMS}")
+        try:
+            return [
+                Problem(b, heads, kv or heads, q, k, d, dtype, causal)
+                for b, heads, kv, (q, k), d, dtype, causal in itertools.product(*axes)
+            ]
+        except ProblemError as error:
+            raise wrong(error.what, error.hint) from error
+
+
+class SearchSpec(_Model):
+    """Which candidates are tried, and in which order."""
+
+    strategy: Literal["exhaustive", "random"] = Field(
+        default="exhaustive",
+        description="exhaustive: all, in order. random: drawn without repeats.",
+    )
+    candidates: Size | None = Field(
+        default=None, description="At most this many per kernel and problem; random needs it."
+    )
+    seed: Annotated[int, Field(strict=True, ge=0)] = Field(
+        default=0, description="Of strategy random."
+    )
+
+    @model_validator(mode="after")
+    def _random_is_bounded(self) -> SearchSpec:
+        if self.strategy == "random" and self.candidates is None:
+            raise wrong(
+                "search: strategy random needs candidates",
+                "say how many per kernel and problem: {strategy: random, candidates: 100}",
+            )
+        return self
+
+
+class MeasureSpec(_Model):
+    """How candidates are timed. See docs/measuring.md."""
+
+    rounds: Size = Field(
+        default=15, description="Rounds in which finalists and baselines take turns."
+    )
+    finalists: Size = Field(default=12, description="Candidates per problem that enter the rounds.")
+    replay_us: Size = Field(
+        default=1000, description="Least length of one timed graph replay, in µs."
+    )
+    cold: StrictBool = Field(
+        default=True, description="Also time with a cold L2, by rotating buffers."
+    )
+    eager: StrictBool = Field(
+        default=True, description="Also time the host's cost of one eager call."
+    )
+    timeout_s: Annotated[float, Field(strict=True, gt=0)] = Field(
+        default=30.0, description="Seconds one candidate may take before its worker is killed."
+    )
+
+
+class LimitsSpec(_Model):
+    """Candidates above a limit are pruned, with the reason; null is no limit."""
+
+    workspace_bytes: Bytes | None = Field(
+        default=None,
+        description="Device memory for intermediate buffers: an int, or a size as '2 GiB'.",
+    )
+    spill_bytes: Annotated[int, Field(strict=True, ge=0)] | None = Field(
+        default=None, description="Register spills of all stages, in bytes."
+    )
+
+
+class SpecFile(_Model):
+    """A sweep spec of attnsweep: which kernels are tuned on which problems, and how."""
+
+    name: Annotated[StrictStr, Field(pattern="^[a-z0-9_-]+$")] | None = Field(
+        default=None, description="Name of the run's directory; the file's stem unless given."
+    )
+    device: Device = Field(
+        default="cuda",
+        description="cuda: measure on a GPU. replay: take times from a recorded run.",
+    )
+    recording: Annotated[StrictStr, Field(min_length=1)] | None = Field(
+        default=None, description="With device replay: the run to replay, relative to this file."
+    )
+    arch: ArchName | None = Field(
+        default=None, description="Architecture the spec is for; a GPU of another one is refused."
+    )
+    problems: Annotated[list[ProblemSpec], Field(min_length=1)] = Field(
+        description="Attention shapes."
+    )
+    kernels: Annotated[dict[str, ParameterValues], Field(min_length=1)] = Field(
+        description="Family name to parameter values that replace its own; {} for its own."
+    )
+    baselines: Baselines = Field(
+        default=list(BASELINES),
+        description="Peers timed in the same rounds: all, or a list of names.",
+    )
+    search: SearchSpec = Field(default=SearchSpec(), description="Which candidates are tried.")
+    measure: MeasureSpec = Field(default=MeasureSpec(), description="How they are timed.")
+    limits: LimitsSpec = Field(default=LimitsSpec(), description="What is pruned unmeasured.")
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a spec, for editors."""
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **SpecFile.model_json_schema(),
+    }
+    return {**_untitled(schema), "title": "attnsweep sweep spec"}
+
+
+def schema_text() -> str:
+    """docs/spec.schema.json."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _untitled(schema: Any) -> Any:
+    """Without the titles that pydantic derives from field names."""
+    if isinstance(schema, dict):
+        return {key: _untitled(value) for key, value in schema.items() if key != "title"}
+    return [_untitled(item) for item in schema] if isinstance(schema, list) else schema
+
+
+_MODELS: dict[str, type[BaseModel]] = {
+    "": SpecFile,
+    "problems": ProblemSpec,
+    "search": SearchSpec,
+    "measure": MeasureSpec,
+    "limits": LimitsSpec,
+}
+
+
+# The spec itself.
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemEntry:
+    """One problem and the families swept on it, in the spec's order."""
+
+    problem: Problem
+    kernels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSpec:
+    """A sweep spec, checked and expanded. Two are equal if they ask for the same sweep."""
+
+    name: str
+    device: Device
+    recording: Path | None
+    """Absolute; there exactly if device is `replay`."""
+    arch: str | None
+    problems: tuple[ProblemEntry, ...]
+    kernels: dict[str, dict[str, tuple[Value, ...]]]
+    """Family to the parameter values that replace its own."""
+    baselines: tuple[str, ...]
+    search: SearchSpec
+    measure: MeasureSpec
+    limits: LimitsSpec
+    document: Document = field(compare=False, repr=False)
+
+    def resolved(self, relative_to: Path | None = None) -> str:
+        """YAML of this spec with nothing left to default; `load_spec` reads it back equal.
+
+        relative_to: the directory it will be written to; `recording` is then relative to it.
+        """
+        recording = self.recording
+        if recording is not None and relative_to is not None:
+            recording = Path(os.path.relpath(recording, relative_to.resolve()))
+        data = {
+            "name": self.name,
+            "device": self.device,
+            **({"recording": str(recording)} if recording else {}),
+            **({"arch": self.arch} if self.arch else {}),
+            "problems": [
+                Flow(
+                    {name: getattr(entry.problem, name) for name in Problem.__dataclass_fields__}
+                    | ({} if [*entry.kernels] == [*self.kernels] else {"kernels": [*entry.kernels]})
+                )
+                for entry in self.problems
+            ],
+            "kernels": {
+                family: Flow({name: [*values] for name, values in parameters.items()})
+                for family, parameters in self.kernels.items()
+            },
+            "baselines": [*self.baselines],
+            **{
+                section: Flow(getattr(self, section).model_dump())
+                for section in ("search", "measure", "limits")
+            },
+        }
+        return dump(data)
+
+
+def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
+    """Read a spec, or the shipped one of that name if there is no such file.
+
+    kernels: the families there are, to `check_against`. Raises SpecError saying
+    `file:line:column: what` and what to write instead, up to five at once.
+    """
+    path = _find(path)
+    document = Document.read(path, hint=_shipped_hint())
+    try:
+        file = SpecFile.model_validate(document.data)
+    except ValidationError as error:
+        document.report_all(error, _MODELS)
+        document.raise_issues()
+        raise  # not reached: pydantic raises with one complaint at least
+    entries = _entries(file, document)
+    if file.device == "replay" and file.recording is None:
+        hint = "add recording: the run to replay, relative to this file"
+        document.report("device replay needs a recording", hint, document.at("device"))
+    if file.device != "replay" and file.recording is not None:
+        hint = "add device: replay, or drop recording"
+        document.report("recording is for device replay", hint, document.keys[("recording",)])
+    if file.name is None and not re.fullmatch("[a-z0-9_-]+", path.stem):
+        what = f"the file's stem {path.stem!r} cannot name a run"
+        document.report(what, "add name: of a-z, 0-9, _ and - only", document.at())
+    document.raise_issues()
+    recording = file.recording and (path.parent / Path(file.recording).expanduser()).resolve()
+    spec = SweepSpec(
+        name=file.name or path.stem,
+        device=file.device,
+        recording=recording or None,
+        arch=file.arch,
+        problems=entries,
+        kernels={
+            family: {name: tuple(values) for name, values in parameters.items()}
+            for family, parameters in file.kernels.items()
+        },
+        baselines=tuple(dict.fromkeys(file.baselines)),
+        search=file.search,
+        measure=file.measure,
+        limits=file.limits,
+        document=document,
+    )
+    if kernels is not None:
+        check_against(spec, kernels)
+    return spec
+
+
+def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
+    """Every problem once; of one that several entries name, the kernels of all of them."""
+    chosen: dict[Problem, set[str]] = {}
+    for index, entry in enumerate(file.problems):
+        for name in entry.kernels or ():
+            if name not in file.kernels:
+                loc = ("problems", index, "kernels")
+                hint = nearest(name, file.kernels)
+                what = f"kernel {name!r} is not among this spec's kernels"
+                document.report(what, hint, document.find(name, *loc))
+        for problem in entry.expand():
+            chosen.setdefault(problem, set()).update(entry.kernels or file.kernels)
+    if len(chosen) > MAX_PROBLEMS:
+        what = f"{len(chosen)} problems; a spec may have {MAX_PROBLEMS}"
+        document.report(what, None, document.at("problems"))
+    return tuple(
+        ProblemEntry(problem, tuple(family for family in file.kernels if family in families))
+        for problem, families in chosen.items()
+    )
+
+
+def check_against(spec: SweepSpec, kernels: Mapping[str, Kernel]) -> None:
+    """Raise SpecError unless the spec's families, their parameters and values are there."""
+    document = spec.document
+    for family, parameters in spec.kernels.items():
+        loc = ("kernels", family)
+        if family not in kernels:
+            hint = nearest(family, kernels)
+            document.report(f"unknown kernel {family!r}", hint, document.keys[loc])
+            continue
+        declared = {param.name: param for param in kernels[family].params}
+        for name, values in parameters.items():
+            if name not in declared:
+                what, hint = f"{family} has no parameter {name!r}", nearest(name, declared)
+                document.report(what, hint, document.keys[(*loc, name)])
+                continue
+            for value in values:
+                refusal = _refusal(declared[name], value)
+                if refusal is not None:
+                    at = document.find(value, *loc, name)
+                    document.report(f"{family}: {refusal[0]}", refusal[1], at)
+    document.raise_issues()
+
+
+def _refusal(param: Param, value: Value) -> tuple[str, str] | None:
+    """Why `value` cannot be one of `param`, and a hint; None if it can."""
+    alike = [declared for declared in param.values if type(declared) is type(value)]
+    hint = f"its own values: {', '.join(map(_yaml_text, param.values))}"
+    if not alike:
+        return f"{param.name} cannot be {_yaml_text(value)}", hint
+    if isinstance(value, str) and value not in alike:
+        # A text names a branch of the template, so an unknown one can only be a slip.
+        return f"{param.name} cannot be {value!r}", nearest(value, map(str, alike))
+    if type(value) is int and value < (least := min(1, *map(int, alike))):
+        # Sizes and counts: rules may divide by them.
+        return f"{param.name} must be at least {least}, not {value}", hint
+    return None
+
+
+def _yaml_text(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def shipped_configs_dir() -> Path:
+    """configs/ inside the wheel, or beside the package in a source tree."""
+    inside = Path(__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def shipped_specs() -> dict[str, Path]:
+    """Every shipped spec by name, sorted."""
+    return {path.stem: path for path in sorted(shipped_configs_dir().glob("*.yaml"))}
+
+
+def _shipped_hint(word: str = "") -> str:
+    names = shipped_specs()
+    close = difflib.get_close_matches(word, names, n=1)
+    asked = f"did you mean {close[0]!r}? " if close else ""
+    return f"{asked}shipped specs: {', '.join(names)}"
+
+
+def _find(path: Path) -> Path:
+    if path.exists():
+        return path
+    if path.parent in (Path(), Path("configs")):
+        shipped = shipped_specs().get(path.name.removesuffix(".yaml"))
+        if shipped is not None:
+            return shipped
+    raise SpecError("no such file", where=str(path), hint=_shipped_hint(path.stem))

@@ -1,0 +1,440 @@
+"""The loop: spec to Space, Config to Cubin, Accuracy, Measurement, Trial, store.
+
+Compiling runs ahead in threads while the worker process checks and times what is ready. Every
+candidate and baseline ends as a row, written the moment it is known; nothing here ends the sweep
+but the user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from attnsweep import report
+from attnsweep.arch import arch_named
+from attnsweep.candidates import Build, Observer, PlannedProblem, as_ready, compiled_row, plan
+from attnsweep.compiler import Compiler
+from attnsweep.errors import NoGpuError, SpaceError
+from attnsweep.kernel import Kernel, Space
+from attnsweep.problem import Problem
+from attnsweep.ranking import rank, winners
+from attnsweep.search import Search
+from attnsweep.spec import SweepSpec
+from attnsweep.store import Run, Store, open_run
+from attnsweep.trial import Environment, Measurement, Status, Trial
+from attnsweep.workers import Worker, WorkerError
+
+# Raise it when a change of checking or timing makes older rows incomparable: they are then redone.
+PROTOCOL = 1
+# Rounds before the first that counts: clocks rise and caches fill.
+_WARMUP_ROUNDS = 2
+# The best of each family always enters the rounds, so that every family's best is well measured.
+_FINALISTS_PER_FAMILY = 2
+# Interquartile range over median above which a time is not to be trusted.
+_NOISY_SPREAD = 0.15
+# Candidates asked for ahead of their turn: enough to keep 64 compiler threads busy.
+_LOOKAHEAD = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a sweep left behind."""
+
+    run: Run
+    interrupted: bool
+
+    @property
+    def exit_code(self) -> int:
+        """130 after Ctrl-C; 1 if no candidate of some problem is ok; else 0."""
+        if self.interrupted:
+            return 130
+        trials = [t for t in self.run.trials if t.provider == "attnsweep"]
+        problems = {t.problem for t in trials}
+        ok = {t.problem for t in trials if t.status in (Status.OK, Status.NOISY)}
+        return 0 if problems and ok == problems else 1
+
+
+def run(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel],
+    *,
+    results: Path,
+    fresh: bool = False,
+    limit: int | None = None,
+    cache_dir: Path | None = None,
+    observer: Observer | None = None,
+) -> Outcome:
+    """Run a sweep and store it under `results`/<gpu>/<spec name>. Same spec again: resume.
+
+    limit: at most this many candidates per family and problem. Ctrl-C returns an Outcome with
+    what is measured so far. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
+    """
+    observer = observer or Observer()
+    if limit is not None:
+        cap = min(limit, spec.search.candidates or limit)
+        spec = replace(spec, search=spec.search.model_copy(update={"candidates": cap}))
+    if spec.device == "replay":
+        return _replay(spec, kernels, results, observer)
+    with Worker(spec.measure.timeout_s) as worker:
+        environment = worker.describe()
+        if spec.arch is not None and spec.arch != environment.arch:
+            raise NoGpuError(
+                f"the spec is for {spec.arch}, this machine's {environment.gpu} is "
+                f"{environment.arch}",
+                hint=f"use a spec for {environment.arch}, or drop `arch:` to take the GPU's",
+            )
+        arch = arch_named(environment.arch)
+        _check_memory(spec, environment)
+        planned = plan(spec, kernels, arch)
+        observer.planned(planned)
+        compiler = Compiler(arch, cache_dir)
+        store = Store.open(results / environment.slug / spec.name, fresh=fresh)
+        try:
+            store.describe(spec.resolved(store.directory), environment)
+            sweep = _Sweep(spec, worker, compiler, environment, store, observer)
+            interrupted = sweep.run(planned)
+            sweep.keep_winners()
+            return Outcome(store.finish(report.files), interrupted)
+        finally:
+            compiler.close()
+            store.close()
+
+
+def _check_memory(spec: SweepSpec, environment: Environment) -> None:
+    for entry in spec.problems:
+        if entry.problem.min_bytes > 0.9 * environment.memory_bytes:
+            raise NoGpuError(
+                f"{entry.problem.label}: q, k, v and o need {entry.problem.min_bytes / 2**30:.1f} "
+                f"GiB, {environment.gpu} has {environment.memory_bytes / 2**30:.1f}",
+                hint="make the problem smaller in the spec",
+            )
+
+
+class _Sweep:
+    """One run on one GPU."""
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        worker: Worker,
+        compiler: Compiler,
+        environment: Environment,
+        store: Store,
+        observer: Observer,
+    ) -> None:
+        self._spec, self._worker, self._compiler = spec, worker, compiler
+        self._environment, self._store, self._observer = environment, store, observer
+        self._finalist_builds: dict[tuple[object, ...], Build] = {}
+
+    def run(self, planned: Sequence[PlannedProblem]) -> bool:
+        """All problems in turn. Returns whether the user interrupted."""
+        try:
+            searches = [(item, [self._search(space) for space in item.spaces]) for item in planned]
+            queues = [self._builds(item, asked) for item, asked in searches]
+            for (item, asked), builds in zip(searches, queues, strict=True):
+                self._problem(item, asked, builds)
+        except KeyboardInterrupt:
+            self._compiler.close()
+            return True
+        return False
+
+    def keep_winners(self) -> None:
+        """Copy the machine code of each problem's winner into the run."""
+        for trial in winners(rank(self._store.trials, self._environment)):
+            build = self._finalist_builds.get(trial.key)
+            for name, cubin in build.cubins().items() if build else ():
+                slug = re.sub(r"[^a-z0-9]+", "-", trial.problem.label.lower()).strip("-")
+                self._store.keep_cubin(cubin.path, f"{slug}.{trial.kernel}.{name}.cubin")
+
+    def _search(self, space: Space) -> Search:
+        settings = self._spec.search
+        return Search(settings.strategy, space, candidates=settings.candidates, seed=settings.seed)
+
+    def _builds(self, item: PlannedProblem, searches: Sequence[Search]) -> list[Build]:
+        """Ask for the problem's candidates, up to the lookahead, and start what is not done."""
+        builds = []
+        for space, search in zip(item.spaces, searches, strict=True):
+            for config in itertools.islice(iter(search.ask, None), _LOOKAHEAD):
+                build = Build.of(space.kernel, config, item.problem, self._compiler)
+                builds.append(build)
+        kept = self._kept(builds)
+        if len(kept) < len(builds) or not self._measured(item, builds):
+            for build in builds:
+                build.submit()
+        return builds
+
+    # -- one problem ------------------------------------------------------------------------
+
+    def _problem(
+        self, item: PlannedProblem, searches: Sequence[Search], builds: list[Build]
+    ) -> None:
+        kept = self._kept(builds)
+        self._observer.opening(item.problem, len(builds), len(kept))
+        if len(kept) == len(builds) and self._measured(item, builds):
+            return
+        self._worker.open(
+            item.problem, replay_us=self._spec.measure.replay_us, seed=self._spec.search.seed
+        )
+        rows: dict[tuple[object, ...], tuple[Build, Trial]] = {}
+        seen: dict[tuple[object, ...], Build] = {}
+        while builds:
+            for done, build in enumerate(as_ready(builds), 1):
+                self._observer.compiled(done, len(builds))
+                trial = kept.get(build.row(status=Status.OK).key)
+                if trial is None:
+                    trial = self._try(build, seen)
+                    self._store.append(trial)
+                if trial.status in (Status.OK, Status.NOISY):
+                    seen.setdefault(build.machine_code(), build)
+                rows[trial.key] = (build, trial)
+                self._observer.tried(trial)
+                for space, search in zip(item.spaces, searches, strict=True):
+                    if space.kernel is build.kernel:
+                        search.tell(trial)
+            builds = self._builds(item, searches)  # what the strategies ask for after that
+        self._final(item, [(b, t) for b, t in rows.values() if t.status is Status.OK])
+
+    def _try(self, build: Build, seen: Mapping[tuple[object, ...], Build]) -> Trial:
+        """Compile, prune, check and first time of one candidate: always a row."""
+        memory_bytes = self._environment.memory_bytes
+        row = compiled_row(build, self._spec, memory_bytes)
+        row = row.with_(fingerprint=self._fingerprint(build))
+        if row.status is not Status.OK:
+            return row
+        twin = seen.get(build.machine_code())
+        if twin is not None:
+            same = f"same machine code as {twin.kernel.name} {twin.config.label}"
+            return row.with_(status=Status.PRUNED, detail=same)
+        try:
+            accuracy, time_us = self._worker.call("trial", build.candidate())
+        except WorkerError as error:
+            return row.with_(status=error.status, detail=error.detail, accuracy=error.payload)
+        first = Measurement(median=time_us, low=time_us, high=time_us, samples=1)
+        return row.with_(accuracy=accuracy, time_us=first)
+
+    # -- the rounds -------------------------------------------------------------------------
+
+    def _final(self, item: PlannedProblem, checked: Sequence[tuple[Build, Trial]]) -> None:
+        """Time the best candidates and all baselines in interleaved rounds; rewrite their rows."""
+        entries: dict[str, Trial] = {}
+        for build, trial in self._finalists(checked):
+            name = f"{build.kernel.name} {build.config.label}"
+            try:
+                self._worker.call("admit", name, build.candidate(), keep=True, slow=True)
+                entries[name] = trial
+                self._finalist_builds[trial.key] = build
+            except WorkerError as error:
+                self._lose(trial, error)
+        for name in self._spec.baselines:
+            row = self._baseline_row(name, item.problem)
+            try:
+                accuracy = self._worker.call("admit_baseline", name, keep=True, slow=True)
+                entries[name] = row.with_(status=Status.OK, accuracy=accuracy)
+            except WorkerError as error:
+                row = row.with_(status=error.status, detail=error.detail, accuracy=error.payload)
+                self._store.append(row)
+                self._observer.tried(row)
+        samples = self._rounds(entries)
+        conditions = self._worker.call("conditions") if entries else {}
+        for name, trial in entries.items():
+            final = _measured_row(trial, samples[name]).with_(conditions=conditions)
+            self._store.append(final)
+            self._observer.tried(final)
+
+    def _finalists(self, checked: Sequence[tuple[Build, Trial]]) -> list[tuple[Build, Trial]]:
+        def first_time(pair: tuple[Build, Trial]) -> float:
+            return pair[1].time_us.median if pair[1].time_us else float("inf")
+
+        ordered = sorted(checked, key=first_time)
+        chosen = ordered[: self._spec.measure.finalists]
+        for _, family in itertools.groupby(
+            sorted(ordered, key=lambda pair: pair[0].kernel.name),
+            key=lambda pair: pair[0].kernel.name,
+        ):
+            best = sorted(family, key=first_time)[:_FINALISTS_PER_FAMILY]
+            chosen += [pair for pair in best if pair not in chosen]
+        return chosen
+
+    def _rounds(self, entries: dict[str, Trial]) -> dict[str, dict[str, list[float]]]:
+        """Name to kind to samples. An entry that fails leaves `entries` and becomes its row."""
+        settings = self._spec.measure
+        rng = random.Random(self._spec.search.seed)
+        samples: dict[str, dict[str, list[float]]] = {name: {} for name in entries}
+        kinds = [("warm", settings.rounds)]
+        if settings.cold:
+            kinds.append(("cold", max(3, settings.rounds // 3)))
+        kinds.append(("stages", 3))
+        total = sum(rounds + _WARMUP_ROUNDS for _, rounds in kinds)
+        done = 0
+        for kind, rounds in kinds:
+            for number in range(-_WARMUP_ROUNDS, rounds):
+                for name in rng.sample(sorted(entries), len(entries)):
+                    resources = entries[name].resources
+                    stages = resources.stages if resources else {}
+                    wanted = [kind]
+                    if kind == "stages":
+                        wanted = list(stages) if len(stages) > 1 else []
+                    for what in wanted:
+                        try:
+                            time_us = self._worker.call("replay", name, what)
+                        except WorkerError as error:
+                            self._lose(entries.pop(name), error, name)
+                            break
+                        if number >= 0:
+                            samples[name].setdefault(what, []).append(time_us)
+                done += 1
+                self._observer.timing(done, total)
+        if settings.eager:
+            for name in list(entries):
+                try:
+                    samples[name]["eager"] = [self._worker.call("eager_us", name)]
+                except WorkerError as error:
+                    self._lose(entries.pop(name), error, name)
+        return samples
+
+    def _lose(self, trial: Trial, error: WorkerError, name: str | None = None) -> None:
+        """A finalist that failed after it passed: its row says so, the others go on."""
+        if name is not None:
+            self._worker.forget(name)
+        row = trial.with_(status=error.status, detail=f"while timing: {error.detail}")
+        self._store.append(row)
+        self._observer.tried(row)
+
+    # -- resume -----------------------------------------------------------------------------
+
+    def _kept(self, builds: Sequence[Build]) -> dict[tuple[object, ...], Trial]:
+        """Stored rows of these candidates that still hold: same code, problem, GPU and driver."""
+        stored = {trial.key: trial for trial in self._store.trials}
+        kept = {}
+        for build in builds:
+            trial = stored.get(build.row(status=Status.OK).key)
+            if trial is not None and trial.fingerprint == self._fingerprint(build):
+                kept[trial.key] = trial
+        return kept
+
+    def _measured(self, item: PlannedProblem, builds: Sequence[Build]) -> bool:
+        """Whether the rounds of this problem, baselines included, are in the store."""
+        stored = {trial.key: trial for trial in self._store.trials}
+        for name in self._spec.baselines:
+            row = self._baseline_row(name, item.problem)
+            old = stored.get(row.key)
+            if old is None or old.fingerprint != row.fingerprint:
+                return False
+        timed = [t.time_us for t in self._kept(builds).values() if t.status is Status.OK]
+        return not timed or any(time.rounds for time in timed if time)
+
+    def _fingerprint(self, build: Build) -> str:
+        return self._digest(build.problem, build.keys, sorted(build.launches.items()))
+
+    def _baseline_row(self, name: str, problem: Problem) -> Trial:
+        packages = sorted(self._environment.packages.items())
+        return Trial(
+            kernel=name,
+            provider=name,
+            config={},
+            problem=problem,
+            status=Status.SKIPPED,
+            fingerprint=self._digest(problem, name, packages),
+        )
+
+    def _digest(self, *parts: object) -> str:
+        """What a row depends on beside `parts`: protocol, settings, GPU and driver."""
+        environment = self._environment
+        settings = self._spec.measure
+        common = (PROTOCOL, environment.gpu, environment.driver, environment.cuda)
+        timing = (settings.rounds, settings.replay_us, settings.cold, settings.eager)
+        return hashlib.sha256(repr((common, timing, parts)).encode()).hexdigest()[:32]
+
+
+def _measured_row(trial: Trial, samples: Mapping[str, list[float]]) -> Trial:
+    """The finalist's row with its rounds."""
+    warm = samples["warm"]
+    low, middle, high = statistics.quantiles(warm, n=4) if len(warm) > 1 else warm * 3
+    middle = statistics.median(warm)
+    changes: dict[str, object] = {
+        "time_us": Measurement(
+            median=middle,
+            low=low,
+            high=high,
+            samples=len(warm),
+            rounds=[round(x, 4) for x in warm],
+        ),
+        "stages_us": {
+            name: statistics.median(times)
+            for name, times in samples.items()
+            if name not in ("warm", "cold", "eager")
+        },
+    }
+    if "cold" in samples:
+        changes["cold_us"] = statistics.median(samples["cold"])
+    if "eager" in samples:
+        changes["eager_us"] = samples["eager"][0]
+    if (high - low) / middle > _NOISY_SPREAD:
+        changes["status"] = Status.NOISY
+        changes["detail"] = f"quartiles of {len(warm)} rounds {low:.2f} to {high:.2f} us"
+    return trial.with_(**changes)
+
+
+# -- without a GPU --------------------------------------------------------------------------
+
+
+def _replay(
+    spec: SweepSpec, kernels: Mapping[str, Kernel], results: Path, observer: Observer
+) -> Outcome:
+    """The same path on a recorded run: every row marked recorded, none invented."""
+    assert spec.recording is not None  # load_spec saw to it
+    recording = open_run(spec.recording)
+    environment = recording.environment
+    if environment is None:
+        raise SpaceError("the recording has no environment.json", where=str(spec.recording))
+    planned = plan(spec, kernels, arch_named(environment.arch))
+    observer.planned(planned)
+    by_key = {trial.key: trial for trial in recording.trials}
+    where = f"{environment.gpu}, {environment.date[:10]}"
+    store = Store.open(results / "replay" / spec.name, fresh=True)
+    try:
+        store.describe(spec.resolved(store.directory), environment)
+        for item in planned:
+            wanted = []
+            for space in item.spaces:
+                search = Search(
+                    spec.search.strategy,
+                    space,
+                    candidates=spec.search.candidates,
+                    seed=spec.search.seed,
+                )
+                wanted += [
+                    Trial(
+                        kernel=space.kernel.name,
+                        provider="attnsweep",
+                        config=dict(config),
+                        problem=item.problem,
+                        status=Status.NO_RECORD,
+                    )
+                    for config in iter(search.ask, None)
+                ]
+            wanted += [
+                Trial(
+                    kernel=name,
+                    provider=name,
+                    config={},
+                    problem=item.problem,
+                    status=Status.NO_RECORD,
+                )
+                for name in spec.baselines
+            ]
+            observer.opening(item.problem, len(wanted), 0)
+            for trial in wanted:
+                found = by_key.get(trial.key, trial.with_(detail=f"not in {spec.recording}"))
+                row = found.with_(recorded=True, recorded_on=where)
+                store.append(row)
+                observer.tried(row)
+        return Outcome(store.finish(report.files), False)
+    finally:
+        store.close()

@@ -1,0 +1,294 @@
+"""One child process owns the GPU; the parent talks to it and survives whatever happens there.
+
+A call that outlives its time limit, kills the process or poisons the CUDA context costs that call
+alone: the child is killed, and the next call finds a new one with the same problem open and the
+same finalists admitted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from multiprocessing.connection import Connection
+from typing import Any
+
+from attnsweep import __version__
+from attnsweep.errors import AttnsweepError, NoGpuError
+from attnsweep.trial import Environment, Status
+
+# Importing PyTorch and letting cuDNN choose a plan takes this long on a slow disk.
+START_TIMEOUT_S = 180.0
+
+
+BenchFactory = Callable[..., Any]
+
+
+def open_bench(*args: Any, **options: Any) -> Any:
+    """measure.Bench, imported only in the child: the parent never loads CuPy."""
+    from attnsweep.measure import Bench
+
+    return Bench(*args, **options)
+
+
+class WorkerError(Exception):
+    """A call that failed in the worker. `status` is what its row should say."""
+
+    def __init__(self, status: Status, detail: str, payload: Any = None) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.payload = status, detail, payload
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """What the child answers: a value, or how the call failed."""
+
+    value: Any = None
+    failure: Status | None = None
+    detail: str = ""
+    no_gpu: AttnsweepError | None = None
+    dying: bool = False
+
+
+class Worker:
+    """The parent's end. Use as a context manager; `call` runs a method of measure.Bench there."""
+
+    def __init__(self, timeout_s: float, bench: BenchFactory | None = None) -> None:
+        """timeout_s: limit of one ordinary call; opening a problem or a baseline gets longer.
+
+        bench: what opens a problem in the child, measure.Bench unless given (importable by name).
+        """
+        self._timeout_s = timeout_s
+        self._bench = bench or open_bench
+        self._context = multiprocessing.get_context("spawn")
+        self._process: Any = None
+        self._pipe: Connection[Any, Any] | None = None
+        self._setup: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.restarts = 0
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def describe(self) -> Environment:
+        """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA."""
+        environment: Environment = self._request("describe", (), {}, START_TIMEOUT_S)
+        return environment
+
+    def open(self, *args: Any, **options: Any) -> None:
+        """Open a problem: the arguments of measure.Bench. Replaces the one that was open."""
+        self._setup = [("open", args, options)]
+        self._request("open", args, options, START_TIMEOUT_S)
+
+    def call(self, method: str, *args: Any, keep: bool = False, slow: bool = False) -> Any:
+        """Call a method of the open Bench. Raises WorkerError with the row's status.
+
+        keep: repeat it when a new process replaces this one (finalists that must be there).
+        """
+        self._ensure()
+        value = self._request(method, args, {}, START_TIMEOUT_S if slow else self._timeout_s)
+        if keep:
+            self._setup.append((method, args, {}))
+        return value
+
+    def forget(self, name: str) -> None:
+        """Do not admit this finalist again when the process is replaced."""
+        self._setup = [(m, args, o) for m, args, o in self._setup if args[:1] != (name,)]
+
+    def stop(self) -> None:
+        """End the child, at once if it does not listen."""
+        if self._process is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            if self._pipe is not None:
+                self._pipe.close()  # the child ends on end-of-file
+        self._process.join(2.0)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(20.0)
+        self._process, self._pipe = None, None
+
+    def _ensure(self) -> None:
+        """A living child in which everything kept has been repeated."""
+        if self._process is not None and self._process.is_alive():
+            return
+        if self._process is not None:
+            self._kill()
+        for method, args, options in list(self._setup):
+            self._request(method, args, options, START_TIMEOUT_S)
+
+    def _start(self) -> Connection[Any, Any]:
+        ours, theirs = self._context.Pipe()
+        self._process = self._context.Process(
+            target=_serve,
+            args=(theirs, os.getpid(), self._bench),
+            name="attnsweep-gpu",
+            daemon=True,
+        )
+        self._process.start()
+        theirs.close()
+        self._pipe = ours
+        return ours
+
+    def _request(
+        self, method: str, args: tuple[Any, ...], options: dict[str, Any], timeout_s: float
+    ) -> Any:
+        fresh = self._process is None
+        pipe = self._start() if self._pipe is None else self._pipe
+        try:
+            pipe.send((method, args, options))
+            if not pipe.poll(timeout_s + (START_TIMEOUT_S if fresh else 0.0)):
+                self.restarts += 1
+                self._kill()
+                raise WorkerError(
+                    Status.TIMEOUT, f"no answer within {timeout_s:g} s; its process was killed"
+                )
+            reply: _Reply = pipe.recv()
+        except (EOFError, OSError) as error:
+            code = self._exit_code()
+            self.restarts += 1
+            self._kill()
+            raise WorkerError(Status.LAUNCH_ERROR, f"the GPU process died ({code})") from error
+        if reply.dying:
+            self.restarts += 1
+            self._kill()
+        if reply.no_gpu is not None:
+            raise reply.no_gpu
+        if reply.failure is not None:
+            raise WorkerError(reply.failure, reply.detail, reply.value)
+        return reply.value
+
+    def _exit_code(self) -> str:
+        self._process.join(5.0)
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+
+# -- the child ------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection[Any, Any], parent: int, open_problem: BenchFactory) -> None:
+    """Answer calls until the pipe closes. Ctrl-C is the parent's business."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with(parent)
+    bench: Any = None
+    while True:
+        try:
+            method, args, options = pipe.recv()
+        except (EOFError, OSError):
+            # Not sys.exit: tearing down a context whose kernel hangs would never return.
+            os._exit(0)
+        if method == "open":
+            bench = None  # frees the last problem's memory before the next takes its own
+        reply, bench = _answer(open_problem, bench, method, args, options)
+        pipe.send(reply)
+        if reply.dying:
+            pipe.close()
+            os._exit(1)
+
+
+def _answer(
+    open_problem: BenchFactory,
+    bench: Any,
+    method: str,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> tuple[_Reply, Any]:
+    from attnsweep.baselines import Unavailable
+    from attnsweep.measure import WrongResult
+
+    try:
+        if method == "describe":
+            return _Reply(_describe()), bench
+        if method == "open":
+            bench = open_problem(*args, **options)
+            return _Reply(), bench
+        return _Reply(getattr(bench, method)(*args)), bench
+    except NoGpuError as error:
+        return _Reply(no_gpu=NoGpuError(error.what, where=error.where, hint=error.hint)), bench
+    except WrongResult as error:
+        return _Reply(error.accuracy, Status.WRONG, error.detail), bench
+    except Unavailable as error:
+        return _Reply(None, Status.SKIPPED, str(error)), bench
+    except Exception as error:  # a CUDA error, or a fault of ours: either way a row, not an end
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        detail = f"{type(error).__name__}: {text[0]}"
+        if bench is None or bench.poisoned(error):
+            return _Reply(None, Status.LAUNCH_ERROR, detail, dying=True), bench
+        if not type(error).__module__.startswith("cupy"):
+            detail += f" ({_where(error)})"
+        return _Reply(None, Status.LAUNCH_ERROR, detail), bench
+
+
+def _where(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+
+
+def _die_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent dies, even in the middle of a hung kernel."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def _describe() -> Environment:
+    from attnsweep.compiler import nvrtc_version
+    from attnsweep.device import Session
+
+    session = Session()
+    gpu = session.gpu
+    versions = session.versions
+    return Environment(
+        gpu=gpu.name,
+        arch=gpu.arch,
+        driver=driver_version() or f"CUDA {versions['cuda_driver']}",
+        cuda=versions["cuda_runtime"],
+        nvrtc=".".join(map(str, nvrtc_version())),
+        attnsweep=__version__,
+        python=platform.python_version(),
+        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        host_cores=os.cpu_count() or 1,
+        packages=dict(_installed("cupy-cuda12x", "cupy-cuda13x", "torch", "flash-attn", "numpy")),
+        sm_count=gpu.sm_count,
+        clock_hz=gpu.clock_hz,
+        memory_bytes=gpu.memory_bytes,
+        memory_bytes_per_second=gpu.memory_bytes_per_second,
+        l2_bytes=gpu.l2_bytes,
+    )
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version through NVML, or None without nvidia-ml-py or a driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        return version if isinstance(version, str) else version.decode()
+    except Exception:  # ImportError, or any of NVML's own errors
+        return None
+
+
+def _installed(*names: str) -> Iterator[tuple[str, str]]:
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(name)

@@ -1,0 +1,121 @@
+"""The cubin cache: content-addressed, shared between processes, and never a wrong hit."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from attnsweep.arch import ARCHS, Arch
+from attnsweep.compiler import Compiler
+from attnsweep.errors import CompileError, ToolchainError
+
+SOURCE = """#include "part.cuh"
+extern "C" __global__ void f(float* out) { out[threadIdx.x] = VALUE + PART; }
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "f.cu").write_text(SOURCE)
+    (tmp_path / "part.cuh").write_text("#define PART 1.0f\n")
+    return tmp_path / "f.cu"
+
+
+def compiler(tmp_path, arch="sm_90a"):
+    return Compiler(ARCHS[arch], tmp_path / "cache", threads=2)
+
+
+def test_a_second_compile_is_a_hit_with_the_same_log(source, tmp_path):
+    first = compiler(tmp_path).compile(source, {"VALUE": "2.0f"})
+    again = compiler(tmp_path).compile(source, {"VALUE": "2.0f"})
+    assert (first.cached, again.cached) == (False, True)
+    assert again.digest == first.digest
+    assert "Used" in again.log
+    assert again.log == first.log
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda source: source.write_text(SOURCE.replace("VALUE +", "VALUE -")),
+        lambda source: source.with_name("part.cuh").write_text("#define PART 3.0f\n"),
+    ],
+    ids=["template", "header"],
+)
+def test_a_change_of_source_or_header_is_a_miss(source, tmp_path, change):
+    first = compiler(tmp_path).compile(source, {"VALUE": "2.0f"})
+    change(source)
+    after = compiler(tmp_path).compile(source, {"VALUE": "2.0f"})
+    assert not after.cached
+    assert after.digest != first.digest
+
+
+def test_defines_and_architecture_are_part_of_the_address(source, tmp_path):
+    keys = {
+        compiler(tmp_path, arch).key(source, {"VALUE": value})
+        for arch in ("sm_80", "sm_90a")
+        for value in ("1.0f", "2.0f")
+    }
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "garbage"])
+def test_a_damaged_entry_is_compiled_again(source, tmp_path, damage):
+    first = compiler(tmp_path).compile(source, {"VALUE": "2.0f"})
+    whole = first.path.read_bytes()
+    if damage == "truncate":
+        first.path.write_bytes(whole[:-1])
+    elif damage == "remove":
+        first.path.unlink()
+    else:
+        first.path.with_name("meta.json").write_text("{")
+    after = compiler(tmp_path).compile(source, {"VALUE": "2.0f"})
+    assert not after.cached
+    assert after.path.read_bytes() == whole
+    assert json.loads(after.path.with_name("meta.json").read_text())["digest"] == first.digest
+
+
+def _compile_in_process(args):
+    source, cache = args
+    made = Compiler(ARCHS["sm_90a"], cache, threads=1)
+    return [made.compile(source, {"VALUE": f"{n}.0f"}).digest for n in range(4)]
+
+
+def test_processes_share_one_cache(source, tmp_path):
+    with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
+        digests = list(pool.map(_compile_in_process, [(source, tmp_path / "cache")] * 4))
+    assert all(found == digests[0] for found in digests)
+    assert not list((tmp_path / "cache").rglob(".new-*"))
+
+
+def test_the_same_stage_is_compiled_once(source, tmp_path):
+    made = compiler(tmp_path)
+    assert made.submit(source, {"VALUE": "1.0f"}) is made.submit(source, {"VALUE": "1.0f"})
+
+
+def test_an_error_carries_the_log_and_leaves_nothing(source, tmp_path):
+    with pytest.raises(CompileError, match=r"f\.cu\(2\): error") as failure:
+        compiler(tmp_path).compile(source, {})
+    assert "VALUE" in failure.value.log
+    assert not list((tmp_path / "cache").rglob("stage.cubin"))
+
+
+def test_a_missing_header_is_an_error_of_its_line(source, tmp_path):
+    source.with_name("part.cuh").unlink()
+    with pytest.raises(CompileError, match=r"f\.cu\(1\)"):
+        compiler(tmp_path).compile(source, {"VALUE": "1.0f"})
+
+
+def test_an_unwritable_cache_says_so(source, tmp_path):
+    (tmp_path / "cache").write_text("a file in the way")
+    with pytest.raises(ToolchainError, match="ATTNSWEEP_CACHE_DIR"):
+        compiler(tmp_path).compile(source, {"VALUE": "1.0f"})
+
+
+def test_an_architecture_nvrtc_does_not_know(tmp_path):
+    future = Arch("sm_999a", (99, 9), 1024, 1024, 1024, 1, 1)
+    with pytest.raises(ToolchainError, match="cannot compile for sm_999a"):
+        Compiler(future, tmp_path)

@@ -1,0 +1,173 @@
+"""Every family compiles for every architecture it claims, without spills, as its plan says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnsweep.analysis import compiler_warnings, functions
+from attnsweep.arch import ARCHS
+from attnsweep.candidates import Build, as_ready, compiled_row
+from attnsweep.compiler import Compiler
+from attnsweep.kernel import Space, discover, load_kernel
+from attnsweep.problem import Problem
+from attnsweep.spec import load_spec
+from attnsweep.trial import Status
+
+KERNELS = {**discover(), "twice": load_kernel(Path(__file__).parent.parent / "families/twice.py")}
+ARCH_NAMES = ("sm_80", "sm_89", "sm_90a", "sm_100a")
+BASE = Problem(2, 16, 16, 1024, 1024, 64)
+
+
+@pytest.fixture(scope="session")
+def compilers(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cubins")
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = Compiler(ARCHS[name], cache)
+        return made[name]
+
+    yield of
+    for compiler in made.values():
+        compiler.close()
+
+
+def corners(space):
+    """Feasible configs at the edges: for each parameter, its extremes among small and large others.
+
+    Aims at each corner in turn and takes the feasible config that agrees with it in most
+    parameters, so every extreme value that any feasible config has is met.
+    """
+    configs = space.configs
+    values = {name: sorted({c[name] for c in configs}) for name in configs[0]}
+    aims = []
+    for name, own in values.items():
+        for others in (0, -1):
+            for edge in (own[0], own[-1]):
+                aims.append({n: v[others] for n, v in values.items()} | {name: edge})
+                aims[-1]["!"] = name
+    chosen = {}
+    for aim in aims:
+        must = aim.pop("!")
+        candidates = [c for c in configs if c[must] == aim[must]]
+        best = max(candidates, key=lambda c: sum(c[n] == v for n, v in aim.items()))
+        chosen[best.label] = best
+    return list(chosen.values())
+
+
+def problems(kernel):
+    """Each head_dim, with masks and dtypes taking turns so that each pair of them occurs."""
+    turns = [("fp16", False), ("bf16", True), ("fp16", True), ("bf16", False)]
+    for number, head_dim in enumerate(kernel.head_dims):
+        for turn in (number, number + 1):
+            dtype, causal = turns[turn % len(turns)]
+            if dtype in kernel.dtypes:
+                yield replace(BASE, head_dim=head_dim, dtype=dtype, causal=causal)
+
+
+@pytest.mark.parametrize("arch", ARCH_NAMES)
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=str)
+def test_corners_compile_as_planned(kernel, arch, compilers):
+    compiler = compilers(arch)
+    built = {}
+    for problem in problems(kernel):
+        reason = kernel.refusal(problem, compiler.arch)
+        if reason is not None:
+            pytest.skip(reason)
+        space = Space.build(kernel, problem, compiler.arch)
+        assert space.configs, f"no config of {kernel} is left for {problem.label}"
+        for config in corners(space):
+            build = Build.of(kernel, config, problem, compiler)
+            built[(build.keys, problem)] = build
+    for build in built.values():
+        build.submit()
+    for build in as_ready(list(built.values())):
+        what = f"{build.kernel} {build.config.label} {build.problem.label}"
+        row = compiled_row(build, _no_limits())
+        assert row.status is Status.OK, f"{what}: {row.detail}"
+        for name, facts in row.resources.stages.items():
+            launch = build.launches[name]
+            assert facts["spill_bytes"] == 0, f"{what}: {name} spills"
+            assert facts["static_smem_bytes"] == 0, f"{what}: {name} has unplanned shared memory"
+            assert facts["smem_bytes"] == launch.smem_bytes, f"{what}: {name}"
+            assert facts["blocks_per_sm"] >= launch.min_blocks_per_sm, (
+                f"{what}: {name} plans {launch.min_blocks_per_sm} blocks per SM, "
+                f"has {facts['blocks_per_sm']:.0f} with {facts['registers']:.0f} registers"
+            )
+
+
+def _no_limits():
+    spec = Path(__file__).parent / "any.yaml"
+    return load_spec(spec)
+
+
+def test_a_compile_error_names_file_line_and_reason(compilers, tmp_path):
+    for name in ("twice.py", "twice.cuh", "twice.cu"):
+        text = (Path(__file__).parent.parent / "families" / name).read_text()
+        if name == "twice.cu":
+            text = text.replace("float sum = 0.f, out = 0.f;", "float sum = undeclared_name;")
+        (tmp_path / name).write_text(text)
+    kernel = load_kernel(tmp_path / "twice.py")
+    compiler = compilers("sm_90a")
+    config = Space.build(kernel, BASE, compiler.arch).configs[0]
+    build = Build.of(kernel, config, BASE, compiler)
+    build.submit()
+    row = compiled_row(build, _no_limits())
+    assert row.status is Status.COMPILE_ERROR
+    line = text_line(tmp_path / "twice.cu", "undeclared_name")
+    assert f"{tmp_path / 'twice.cu'}({line})" in row.detail.splitlines()[0]
+    assert "undeclared_name" in row.detail
+
+
+def text_line(path, word):
+    return next(n for n, line in enumerate(path.read_text().splitlines(), 1) if word in line)
+
+
+def test_a_function_that_is_not_there_is_said(compilers, tmp_path):
+    for name in ("twice.py", "twice.cuh", "twice.cu"):
+        text = (Path(__file__).parent.parent / "families" / name).read_text()
+        (tmp_path / name).write_text(text.replace('"twice_mix"', '"twice_mixed"'))
+    kernel = load_kernel(tmp_path / "twice.py")
+    compiler = compilers("sm_90a")
+    config = Space.build(kernel, BASE, compiler.arch).configs[0]
+    build = Build.of(kernel, config, BASE, compiler)
+    build.submit()
+    row = compiled_row(build, _no_limits())
+    assert row.status is Status.COMPILE_ERROR
+    assert "'twice_mixed'" in row.detail
+
+
+def test_a_stage_sees_only_its_own_parameters(compilers):
+    """Configs that differ in another stage's parameter share the stage's cubin."""
+    kernel = KERNELS["three_kernel_mma"]
+    compiler = compilers("sm_90a")
+    configs = Space.build(kernel, BASE, compiler.arch).configs
+    softmax = [n for n in kernel.stages["softmax"].params]
+    stage = list(kernel.stages).index("softmax")
+    keys = {}
+    for config in configs:
+        own = tuple(config[name] for name in softmax)
+        keys.setdefault(own, set()).add(Build.of(kernel, config, BASE, compiler).keys[stage])
+    assert len(keys) > 1
+    assert all(len(found) == 1 for found in keys.values())
+
+
+def test_logs_carry_registers_and_no_warning(compilers):
+    compiler = compilers("sm_90a")
+    build = Build.of(
+        KERNELS["naive"],
+        Space.build(KERNELS["naive"], BASE, compiler.arch).configs[0],
+        BASE,
+        compiler,
+    )
+    build.submit()
+    log = build.cubins()["fwd"].log
+    assert functions(log)["naive"]["registers"] > 16
+    assert compiler_warnings(log) == []
+    assert compiler_warnings("ptxas info    : (C7519) Potential Performance Loss: wgmma") == [
+        "C7519: Potential Performance Loss: wgmma"
+    ]

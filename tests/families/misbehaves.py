@@ -1,0 +1,30 @@
+"""A family with one parameter: the way in which it goes wrong."""
+
+from attnsweep.arch import Arch
+from attnsweep.kernel import Config, Kernel, Launch, Param
+from attnsweep.problem import Problem
+
+kernel = Kernel(
+    "misbehaves",
+    summary="right, or wrong in one chosen way",
+    params=(
+        Param(
+            "FAULT",
+            (0, 1, 2, 3, 4, 5, 6),
+            "0 right, 1 hang, 2 illegal address, 3 write past the end, 4 NaN, 5 unwritten, 6 1 % off",
+        ),
+    ),
+    dtypes=("fp16",),
+    head_dims=(64,),
+)
+
+
+@kernel.stage("fwd")
+def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
+    p = problem
+    return Launch(
+        "misbehaves",
+        grid=(p.seqlen_q, p.batch * p.heads, 1),
+        threads=p.head_dim,
+        args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
+    )

@@ -1,0 +1,94 @@
+"""Every family is right on odd shapes, and its planned resources are the driver's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnsweep.analysis import resources
+from attnsweep.arch import arch_named
+from attnsweep.candidates import Build, as_ready
+from attnsweep.compiler import Compiler
+from attnsweep.kernel import Space, discover, load_kernel
+from attnsweep.problem import Problem
+from attnsweep.workers import Worker
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = {**discover(), "twice": load_kernel(Path(__file__).parent.parent / "families/twice.py")}
+SHAPES = [
+    Problem(1, 1, 1, 1, 1, 64),
+    Problem(1, 2, 1, 1, 17, 64),
+    Problem(3, 1, 1, 31, 32, 64),
+    Problem(1, 4, 2, 63, 200, 64),
+    Problem(2, 6, 2, 65, 65, 64),
+    Problem(1, 8, 1, 129, 383, 64),
+    Problem(2, 2, 2, 500, 1000, 64),
+    Problem(1, 3, 3, 1023, 1025, 64),
+    Problem(1, 2, 1, 200, 63, 64),
+]
+CONFIGS_PER_SPACE = 12
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker(timeout_s=60.0) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def compiler(worker):
+    made = Compiler(arch_named(worker.describe().arch))
+    yield made
+    made.close()
+
+
+def cases():
+    for kernel in KERNELS.values():
+        for head_dim in kernel.head_dims:
+            for dtype in kernel.dtypes:
+                for causal in (False, True):
+                    for shape in SHAPES:
+                        if not (causal and shape.seqlen_q > shape.seqlen_k):
+                            yield pytest.param(
+                                kernel,
+                                replace(shape, head_dim=head_dim, dtype=dtype, causal=causal),
+                                id=f"{kernel}-{replace(shape, head_dim=head_dim, dtype=dtype, causal=causal).label.replace(' ', '-')}",
+                            )
+
+
+@pytest.mark.parametrize(("kernel", "problem"), list(cases()))
+def test_right_on_odd_shapes(kernel, problem, worker, compiler):
+    reason = kernel.refusal(problem, compiler.arch)
+    if reason is not None:
+        pytest.skip(reason)
+    # Rules may call a config wasteful on a tiny shape; it must be right there all the same.
+    space = Space.build(kernel, replace(problem, seqlen_q=1024, seqlen_k=1024), compiler.arch)
+    step = max(1, len(space.configs) // CONFIGS_PER_SPACE)
+    builds = [Build.of(kernel, c, problem, compiler) for c in space.configs[::step]]
+    for build in builds:
+        build.submit()
+    worker.open(problem, replay_us=100, seed=1)
+    for build in as_ready(builds):
+        accuracy, time_us = worker.call("trial", build.candidate())
+        assert accuracy.rel_err <= accuracy.limit, build.config.label
+        assert time_us > 0
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=str)
+def test_occupancy_is_what_the_driver_says(kernel, worker, compiler):
+    problem = Problem(1, 4, 4, 1024, 1024, kernel.head_dims[0])
+    configs = Space.build(kernel, problem, compiler.arch).configs
+    builds = [Build.of(kernel, c, problem, compiler) for c in configs[:: len(configs) // 24 + 1]]
+    for build in builds:
+        build.submit()
+    worker.open(problem, replay_us=100, seed=1)
+    for build in builds:
+        cubins = build.cubins()
+        ours = resources(
+            [(n, cubins[n], launch) for n, launch in build.launches.items()], build.arch
+        )
+        for name, blocks in worker.call("blocks_per_sm", build.candidate()).items():
+            assert ours.stages[name]["blocks_per_sm"] == blocks, f"{build.config.label} {name}"

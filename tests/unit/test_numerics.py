@@ -1,0 +1,153 @@
+"""The reference is right, rounding is right, and wrong results do not pass."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnsweep import numerics
+from attnsweep.numerics import Case
+from attnsweep.problem import Problem
+
+
+def slow_reference(inputs, problem, batch, head, row):
+    """One output row by the definition, in Python floats."""
+    q, k, v = (numerics.from_bits(inputs[n], problem.dtype).astype(float) for n in "qkv")
+    head_kv = head // (problem.heads // problem.heads_kv)
+    keys = problem.seqlen_k
+    if problem.causal:
+        keys = row + problem.seqlen_k - problem.seqlen_q + 1
+    scores = [
+        math.fsum(a * b for a, b in zip(q[batch, head, row], k[batch, head_kv, j], strict=True))
+        / math.sqrt(problem.head_dim)
+        for j in range(keys)
+    ]
+    weights = [math.exp(s - max(scores)) for s in scores]
+    return [
+        math.fsum(w * x for w, x in zip(weights, v[batch, head_kv, :keys, d], strict=True))
+        / math.fsum(weights)
+        for d in range(problem.head_dim)
+    ]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(1, 1, 1, 1, 1, 8),
+        Problem(2, 4, 2, 5, 9, 8),
+        Problem(1, 3, 1, 7, 7, 16, "bf16", True),
+        Problem(1, 2, 2, 3, 11, 8, "fp16", True),
+    ],
+    ids=lambda p: p.label,
+)
+def test_reference_is_attention(problem):
+    inputs = numerics.make_inputs(Case(problem), seed=1)
+    rows = np.arange(problem.seqlen_q)
+    out = numerics.reference(inputs, problem, rows)
+    for batch, head, row in np.ndindex(problem.batch, problem.heads, problem.seqlen_q):
+        expected = slow_reference(inputs, problem, batch, head, row)
+        np.testing.assert_allclose(out[batch, head, row], expected, rtol=1e-12, atol=1e-14)
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_bf16_rounds_to_nearest_even(value):
+    single = np.float32(value)
+    rounded = numerics.round_to(np.array([single]), "bf16")[0]
+    bits = int(np.array([single]).view(np.uint32)[0])
+    below = np.array([bits & 0xFFFF0000], np.uint32).view(np.float32)[0]
+    with np.errstate(over="ignore"):
+        above = np.array([(bits & 0xFFFF0000) + 0x10000], np.uint32).view(np.float32)[0]
+    if below == single:
+        assert rounded == single
+    elif np.isinf(above):
+        assert rounded in (below, above)
+    else:
+        gaps = abs(float(single) - float(below)), abs(float(above) - float(single))
+        if gaps[0] == gaps[1]:
+            even = below if (bits >> 16) % 2 == 0 else above
+            assert rounded == even
+        else:
+            assert rounded == (below if gaps[0] < gaps[1] else above)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_nan_survives_storage(dtype):
+    stored = numerics.to_bits(np.array([np.nan, -np.nan], np.float32), dtype)
+    assert np.isnan(numerics.from_bits(stored, dtype)).all()
+    magnitude = 0x7FFFFFFF if dtype == "fp32" else 0x7FFF
+    assert ((stored & magnitude) > numerics.INFINITY_BITS[dtype]).all()
+
+
+def test_nan_never_is_within_a_limit():
+    expected = np.ones((1, 1, 4, 8))
+    out = expected.copy()
+    out[0, 0, 3, 5] = np.nan
+    error = numerics.row_error(out, expected)
+    assert not error <= 1e30
+
+
+def test_one_wrong_row_among_many_shows():
+    expected = np.random.default_rng(0).standard_normal((1, 4, 512, 64))
+    out = expected.copy()
+    out[0, 2, 77] *= 1.01
+    assert numerics.row_error(out, expected) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("rounds_scores", [0, 1, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_limits_admit_honest_rounding_and_refuse_a_shifted_mask(dtype, rounds_scores, causal):
+    problem = Problem(2, 4, 2, 97, 161, 64, dtype, causal)
+    for case in (*numerics.small_cases(problem), Case(problem)):
+        limit = numerics.error_limit(case, rounds_scores)
+        rows = np.arange(case.problem.seqlen_q)
+        for seed in range(3):
+            inputs = numerics.make_inputs(case, seed)
+            exact = numerics.reference(inputs, case.problem, rows)
+            honest = numerics.reference(
+                inputs, case.problem, rows, rounding=True, rounds_scores=rounds_scores
+            )
+            assert numerics.row_error(honest, exact) <= limit
+    # One key too few for every row: the commonest mistake of a tail or a mask.
+    shorter = {name: bits[:, :, :-1] if name in "kv" else bits for name, bits in inputs.items()}
+    less = Problem(2, 4, 2, 97, 160, 64, dtype, causal)
+    wrong = numerics.reference(shorter, less, rows)
+    assert not numerics.row_error(wrong, exact) <= limit
+
+
+@given(
+    seqlen_q=st.integers(1, 300),
+    extra=st.integers(0, 300),
+    causal=st.booleans(),
+    head_dim=st.sampled_from([64, 128, 256]),
+)
+def test_small_cases_are_never_longer_than_the_problem(seqlen_q, extra, causal, head_dim):
+    problem = Problem(1, 2, 1, seqlen_q, seqlen_q + extra, head_dim, "fp16", causal)
+    for case in numerics.small_cases(problem):
+        small = case.problem
+        assert small.seqlen_k <= problem.seqlen_k
+        assert (small.head_dim, small.dtype, small.causal) == (head_dim, "fp16", causal)
+
+
+def test_sampled_rows_cover_ends_and_tile_edges():
+    problem = Problem(4, 16, 16, 4096, 4096, 128)
+    rows = numerics.sampled_rows(problem, 0)
+    assert {0, 63, 64, 127, 128, 4095} <= set(rows.tolist())
+    assert len(rows) < 4096
+    assert (np.diff(rows) > 0).all()
+
+
+def test_hard_inputs_are_hard():
+    problem = Problem(1, 1, 1, 64, 64, 64)
+    for kind, check in {
+        "large_scores": lambda s: s.max() > 20,
+        "equal_keys": lambda s: np.ptp(s, axis=1).max() == 0,
+        "negative_scores": lambda s: s.max() < 0,
+    }.items():
+        inputs = numerics.make_inputs(Case(problem, kind), 0)
+        q, k = (numerics.from_bits(inputs[n], "fp16")[0, 0].astype(float) for n in "qk")
+        assert check(q @ k.T * problem.scale), kind

@@ -1,0 +1,394 @@
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnsweep.arch import ARCHS
+from attnsweep.bounds import binding, bounds
+from attnsweep.problem import Problem
+from attnsweep.ranking import COLUMNS, bounds_of, judged, rank, ratio_interval, winners
+from attnsweep.trial import Accuracy, Environment, Measurement, Resources, Status, Trial
+
+PROBLEM = Problem(2, 16, 16, 1024, 1024, 64)
+NAN, INFINITY = float("nan"), float("inf")
+H200 = Environment(
+    gpu="NVIDIA H200",
+    arch="sm_90a",
+    driver="580.95",
+    cuda="13.0",
+    nvrtc="13.0",
+    attnsweep="1.0",
+    python="3.11",
+    date="2026-07-26T10:00:00Z",
+    host_cores=16,
+    sm_count=132,
+    clock_hz=1.98e9,
+    memory_bytes=150 << 30,
+    memory_bytes_per_second=4.8e12,
+    l2_bytes=50 << 20,
+)
+
+
+def timed(rounds: Sequence[float]) -> Measurement:
+    ordered = sorted(rounds)
+    return Measurement(
+        median=ordered[len(ordered) // 2],
+        low=ordered[len(ordered) // 4],
+        high=ordered[3 * len(ordered) // 4],
+        samples=len(rounds),
+        rounds=list(rounds),
+    )
+
+
+def once(time_us: float) -> Measurement:
+    return Measurement(median=time_us, low=time_us, high=time_us, samples=1)
+
+
+def trial(name: str, time: Measurement | None, **changes: object) -> Trial:
+    """A candidate of family `name[0]` with the config `name`; a baseline if it begins with b."""
+    baseline = name.startswith("b")
+    row = Trial(
+        kernel=name if baseline else name[0],
+        provider=name if baseline else "attnsweep",
+        config={} if baseline else {"ID": int(name[1:])},
+        problem=PROBLEM,
+        status=Status.OK,
+        time_us=time,
+        accuracy=Accuracy(rel_err=2e-4, limit=5e-4),
+        resources=None
+        if baseline
+        else Resources(registers=128, spill_bytes=0, smem_bytes=65536, occupancy=0.25),
+    )
+    return row.with_(**changes)
+
+
+def noisy_rounds(median: float, seed: int, noise: float = 0.01, rounds: int = 30) -> list[float]:
+    generator = random.Random(seed)
+    return [median * (1 + generator.gauss(0, noise)) for _ in range(rounds)]
+
+
+def places(*trials: Trial) -> dict[str, object]:
+    """`kernel + ID` to rank, None where there is none."""
+    frame = rank(trials, None)
+    return {
+        f"{row.kernel}{row.trial.config.get('ID', '')}": None if row.rank is None else row.rank
+        for row in frame.astype(object).where(frame.notna(), None).itertuples()
+    }
+
+
+def smem(nbytes: int, registers: int = 128) -> Resources:
+    return Resources(registers=registers, spill_bytes=0, smem_bytes=nbytes, occupancy=0.25)
+
+
+# -- ties -----------------------------------------------------------------------------------
+
+
+def test_the_sign_interval_leaves_out_what_the_binomial_allows() -> None:
+    one = [1.0] * 30
+    ratios = [1 + i / 100 for i in range(30)]
+    random.Random(0).shuffle(ratios)
+    # P(Binomial(30, 1/2) <= 9) = 2.14 %, <= 10 is 4.94 %: nine are left out at each end.
+    assert ratio_interval(ratios, one) == pytest.approx((1.09, 1.20))
+    # P(Binomial(9, 1/2) <= 1) = 1.95 %; for six rounds only <= 0, for five not even that.
+    assert ratio_interval(ratios_of(9), one[:9]) == (2.0, 8.0)
+    assert ratio_interval(ratios_of(6), one[:6]) == (1.0, 6.0)
+    assert ratio_interval(ratios_of(5), one[:5]) == (1.0, 5.0)
+    assert ratio_interval([2.0], [1.0]) == (2.0, 2.0)
+    assert ratio_interval(ratios_of(2000), [1.0] * 2000)[0] == pytest.approx(956, abs=2)
+
+
+def ratios_of(count: int) -> list[float]:
+    return [float(i) for i in range(1, count + 1)]
+
+
+def test_the_sign_interval_covers_the_median_as_often_as_it_says() -> None:
+    generator = random.Random(7)
+    hits = 0
+    for _ in range(2000):
+        low, high = ratio_interval([generator.lognormvariate(0, 1) for _ in range(20)], [1.0] * 20)
+        hits += low <= 1 <= high
+    assert 0.95 <= hits / 2000 < 0.975
+
+
+def test_rounds_are_paired_so_that_drift_cancels() -> None:
+    drift = [10 * (1 + i / 30) for i in range(30)]  # the clock halves meanwhile
+    slower = [1.01 * time for time in drift]
+    assert places(trial("k1", timed(drift)), trial("k2", timed(slower))) == {"k1": 1, "k2": 2}
+    # The same times unpaired overlap almost wholly, and must then be a tie.
+    shuffled = random.Random(1).sample(slower, 30)
+    assert places(trial("k1", timed(drift)), trial("k2", timed(shuffled))) == {"k1": 1, "k2": 1}
+
+
+def test_what_noise_hides_is_a_tie_and_what_it_does_not_hide_is_none() -> None:
+    rows = [
+        trial("k1", timed(noisy_rounds(7.1, 1))),
+        trial("k2", timed(noisy_rounds(7.1, 2))),
+        trial("k3", timed(noisy_rounds(7.3, 3))),
+        trial("k4", timed(noisy_rounds(7.3, 4))),
+        trial("b", timed(noisy_rounds(14.5, 5))),
+    ]
+    frame = rank(rows, None)
+    assert places(*rows) == {"k1": 1, "k2": 1, "k3": 3, "k4": 4, "b": 5} or places(*rows) == {
+        "k1": 1,
+        "k2": 1,
+        "k4": 3,
+        "k3": 4,
+        "b": 5,
+    }
+    assert list(frame["tied"]) == [True, True, False, False, False]
+
+
+def test_a_single_sample_neither_ties_nor_leads() -> None:
+    best = noisy_rounds(7.1, 1)
+    ranks = places(
+        trial("k1", timed(best)),
+        trial("k2", once(sorted(best)[15])),
+        trial("k3", once(5.0)),
+        trial("k4", timed(best[:10])),
+        trial("b", timed(noisy_rounds(14.5, 5))),
+    )
+    assert ranks["k1"] == 1
+    assert sorted(str(ranks[name]) for name in ("k2", "k3", "k4")) == ["2", "3", "4"]
+    assert ranks["b"] == 5
+
+
+def test_where_a_baseline_leads_the_first_candidates_still_tie() -> None:
+    rows = [
+        trial("b", timed(noisy_rounds(5, 1))),
+        trial("k1", timed(noisy_rounds(7.1, 2)), resources=smem(90_000)),
+        trial("k2", timed(noisy_rounds(7.1, 3)), resources=smem(50_000)),
+        trial("k3", once(6.9)),
+        trial("k4", timed(noisy_rounds(8, 4))),
+    ]
+    assert places(*rows) == {"b": 1, "k1": 2, "k2": 2, "k3": 4, "k4": 5}
+    assert [row.config["ID"] for row in winners(rank(rows, None))] == [2]
+
+
+def test_a_baseline_may_share_the_first_rank_but_never_wins() -> None:
+    rows = [trial("k1", timed(noisy_rounds(7.1, 1))), trial("b", timed(noisy_rounds(7.1, 2)))]
+    assert places(*rows) == {"k1": 1, "b": 1}
+    assert [row.provider for row in winners(rank(rows, None))] == ["attnsweep"]
+    assert winners(rank(rows[1:], None)) == []
+
+
+def test_recorded_rounds_are_not_paired_with_measured_ones() -> None:
+    rounds = noisy_rounds(7.1, 1)
+    recorded = trial("k2", timed(rounds), recorded=True, recorded_on="NVIDIA H200, 2026-01-01")
+    assert sorted(map(str, places(trial("k1", timed(rounds)), recorded).values())) == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "winner"),
+    [
+        (smem(60_000, 200), smem(70_000, 90), 1),
+        (smem(70_000, 90), smem(60_000, 200), 2),
+        (smem(60_000, 128), smem(60_000, 120), 2),
+        (smem(60_000), smem(60_000), 1),
+        (None, smem(200_000), 2),
+    ],
+)
+def test_of_tied_candidates_the_cheapest_wins(
+    first: Resources | None, second: Resources, winner: int
+) -> None:
+    rows = [
+        trial("k1", timed(noisy_rounds(7.1, 1)), resources=first),
+        trial("k2", timed(noisy_rounds(7.1, 2)), resources=second),
+    ]
+    for order in itertools.permutations(rows):
+        assert [row.config["ID"] for row in winners(rank(order, None))] == [winner]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[Trial]:
+    """Candidates and baselines, close enough to tie, some timed once, some not ok."""
+    rows = []
+    for number in range(draw(st.integers(1, 12))):
+        name = (
+            f"b{number}"
+            if draw(st.integers(0, 4)) == 0
+            else f"{draw(st.sampled_from('kf'))}{number}"
+        )
+        median = draw(st.sampled_from([7.0, 7.01, 7.05, 8.0]))
+        rounds = noisy_rounds(median, draw(st.integers(0, 5)), 0.01, draw(st.sampled_from([8, 30])))
+        row = trial(name, timed(rounds) if draw(st.integers(0, 3)) else once(median))
+        if not row.provider.startswith("b"):
+            row = row.with_(resources=smem(draw(st.sampled_from([1024, 2048])), 64))
+        status = draw(st.sampled_from([Status.OK] * 4 + [Status.WRONG, Status.PRUNED]))
+        rows.append(row.with_(status=status))
+    return rows
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs(), st.randoms(use_true_random=False))
+def test_the_order_of_rows_changes_nothing(rows: list[Trial], generator: random.Random) -> None:
+    before = rank(rows, H200)
+    shuffled = rows[:]
+    generator.shuffle(shuffled)
+    after = rank(shuffled, H200)
+    columns = [name for name in COLUMNS if name != "trial"]
+    assert before[columns].equals(after[columns])
+    assert [row.key for row in winners(before)] == [row.key for row in winners(after)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs())
+def test_every_row_is_there_and_ranks_are_what_they_say(rows: list[Trial]) -> None:
+    frame = rank(rows, None)
+    ok = frame[frame["status"] == "ok"]
+    ranks = list(ok["rank"])
+    assert len(frame) == len(rows)
+    assert frame["rank"].notna().sum() == len(ok) == sum(row.status == "ok" for row in rows)
+    assert ranks == sorted(ranks)
+    for place in set(ranks):
+        assert ranks.index(place) + 1 == place
+        assert list(ok["tied"][ok["rank"] == place]) == [ranks.count(place) > 1] * ranks.count(
+            place
+        )
+    ours = ok[~ok["baseline"]]
+    assert frame["winner"].sum() == (1 if len(ours) else 0)
+    if len(ours):
+        assert frame.loc[frame["winner"], "rank"].item() == ours["rank"].min()
+
+
+# -- what is ok -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"accuracy": Accuracy(rel_err=NAN, limit=1.0)}, Status.WRONG),
+        ({"accuracy": Accuracy(rel_err=None, limit=1.0)}, Status.WRONG),
+        ({"accuracy": Accuracy(rel_err=1e-4, limit=NAN)}, Status.WRONG),
+        ({"accuracy": Accuracy(rel_err=2e-3, limit=1e-3)}, Status.WRONG),
+        ({"time_us": None}, Status.NOISY),
+        ({"time_us": once(NAN)}, Status.NOISY),
+        ({"time_us": once(INFINITY)}, Status.NOISY),
+        ({"time_us": once(0.0)}, Status.NOISY),
+        ({"time_us": once(-1.0)}, Status.NOISY),
+        ({"time_us": timed([5.0, 5.0, 5.0]).model_copy(update={"low": NAN})}, Status.NOISY),
+        (
+            {"time_us": Measurement(median=5, low=5, high=5, samples=2, rounds=[5, NAN])},
+            Status.NOISY,
+        ),
+        ({"time_us": Measurement(median=5, low=5, high=5, samples=2, rounds=[5, 0])}, Status.NOISY),
+        ({"cold_us": NAN}, Status.NOISY),
+        ({"eager_us": NAN}, Status.NOISY),
+        ({"stages_us": {"qk": NAN}}, Status.NOISY),
+    ],
+)
+def test_a_row_with_a_nan_never_ranks(changes: dict[str, object], status: Status) -> None:
+    bad = trial("k1", timed([5.0] * 8), **changes)
+    good = trial("k2", timed([7.0] * 8))
+    assert judged(good)[0] is Status.OK
+    assert judged(bad)[0] is status
+    assert judged(bad)[1]
+    assert places(bad, good) == {"k2": 1, "k1": None}
+    assert [row.config["ID"] for row in winners(rank([bad, good], None))] == [2]
+
+
+@pytest.mark.parametrize("status", [status for status in Status if status is not Status.OK])
+def test_only_ok_ranks(status: Status) -> None:
+    fast = trial("k1", timed([5.0] * 8), status=status, detail="why")
+    frame = rank([fast, trial("k2", timed([7.0] * 8))], None)
+    assert list(frame["status"]) == ["ok", status.value]
+    assert frame["rank"].isna().tolist() == [False, True]
+
+
+def test_a_later_row_of_the_same_candidate_counts() -> None:
+    assert places(trial("k1", once(5.0)), trial("k1", once(9.0)), trial("k2", once(7.0))) == {
+        "k2": 1,
+        "k1": 2,
+    }
+
+
+# -- figures --------------------------------------------------------------------------------
+
+
+def test_figures_follow_from_the_time() -> None:
+    rounds = [9.0, 9.5, 10.0, 10.5, 11.0]
+    baseline, slow = trial("b1", timed([20.0] * 5)), trial("b2", timed([30.0] * 5))
+    row = rank([trial("k1", timed(rounds)), baseline, slow], H200).iloc[0]
+    assert row["time_us"] == 10
+    assert row["spread_us"] == 0.5
+    assert row["us_per_head"] == 10 / 32
+    assert row["us_per_sequence"] == 5
+    assert row["tflops"] == pytest.approx(4 * 2 * 16 * 1024 * 1024 * 64 / 10e-6 / 1e12)
+    assert row["gbytes_per_s"] == pytest.approx(4 * 2 * 16 * 1024 * 64 * 2 / 10e-6 / 1e9)
+    assert row["ratio_to_best_baseline"] == 2
+    assert row["bound_us"] == pytest.approx(4 * 2 * 16 * 1024**2 * 64 / (4096 * 132 * 1.98e9) * 1e6)
+    assert row["bound_share"] == pytest.approx(row["bound_us"] / 10)
+    assert row["recorded"] is False or not row["recorded"]
+
+
+def test_one_sample_has_no_spread_and_no_baseline_no_ratio() -> None:
+    row = rank([trial("k1", once(7.0))], None).iloc[0]
+    assert math.isnan(row["spread_us"])
+    assert math.isnan(row["ratio_to_best_baseline"])
+    assert math.isnan(row["bound_share"])
+
+
+def test_a_baseline_that_is_not_ok_is_not_the_best() -> None:
+    wrong = trial("b1", timed([3.0] * 8), status=Status.WRONG)
+    frame = rank([trial("k1", timed([7.0] * 8)), wrong, trial("b2", timed([14.0] * 8))], None)
+    assert frame["ratio_to_best_baseline"].iloc[0] == 2
+
+
+def test_problems_are_ranked_apart_in_order_of_appearance() -> None:
+    other = Problem(1, 8, 8, 512, 512, 64, "bf16", True)
+    rows = [trial("k1", once(7.0)), trial("k1", once(3.0), problem=other), trial("k2", once(6.0))]
+    frame = rank(rows, None)
+    assert list(frame["problem"]) == [PROBLEM.label, PROBLEM.label, other.label]
+    assert list(frame["rank"]) == [1, 2, 1]
+    assert frame["winner"].sum() == 2
+
+
+def test_no_rows_make_an_empty_frame_with_every_column() -> None:
+    frame = rank([], None)
+    assert list(frame.columns) == list(COLUMNS)
+    assert len(frame) == 0
+
+
+# -- bounds ---------------------------------------------------------------------------------
+
+
+def test_bounds_of_the_anchor_shape() -> None:
+    # (1,16,1024,64): 4.0 us of MUFU and 4.3 GFLOP, as worked out by hand in the H200's units.
+    limits = bounds(Problem(1, 16, 16, 1024, 1024, 64), ARCHS["sm_90a"], H200)
+    assert limits["exp2"] == pytest.approx(16 * 1024**2 / (16 * 132 * 1.98e9) * 1e6)
+    assert limits["exp2"] == pytest.approx(4.01, abs=0.01)
+    assert limits["matrix"] == pytest.approx(4.294967e9 / (4096 * 132 * 1.98e9) * 1e6)
+    assert limits["memory"] == pytest.approx(8388608 / 4.8e12 * 1e6)
+
+
+def test_fp32_has_no_matrix_bound_and_an_unknown_clock_none_but_memory() -> None:
+    single = Problem(1, 4, 4, 64, 64, 512, "fp32")
+    assert set(bounds(single, ARCHS["sm_90a"], H200)) == {"exp2", "memory"}
+    no_clock = H200.model_copy(update={"clock_hz": 0.0})
+    assert set(bounds(PROBLEM, ARCHS["sm_90a"], no_clock)) == {"memory"}
+
+
+def test_memory_binds_only_what_must_come_from_it() -> None:
+    decode = Problem(1, 16, 16, 16, 1024, 64)  # 4.3 MB: far below the L2's 50
+    limits = bounds(decode, ARCHS["sm_90a"], H200)
+    assert limits["memory"] > limits["matrix"]
+    warm = binding(limits, decode, l2_bytes=50 << 20)
+    assert warm is not None
+    assert warm[0] == "matrix"
+    assert binding(limits, decode, l2_bytes=50 << 20, l2="cold") == ("memory", limits["memory"])
+    assert binding(limits, decode, l2_bytes=1 << 20) == ("memory", limits["memory"])
+    single = {"exp2": 0.1, "memory": 2.0}
+    assert binding(single, decode, l2_bytes=50 << 20) is None
+    assert binding(single, decode, l2_bytes=1 << 20) == ("memory", 2.0)
+
+
+def test_no_bound_is_claimed_for_another_gpu() -> None:
+    here = trial("k1", once(7.0), recorded=True, recorded_on="NVIDIA H200, 2026-01-01")
+    there = trial("k1", once(7.0), recorded=True, recorded_on="NVIDIA L4, 2026-01-01")
+    assert set(bounds_of(here, H200)) == {"matrix", "exp2", "memory"}
+    assert bounds_of(there, H200) == {}
+    assert bounds_of(here, H200.model_copy(update={"arch": "sm_42"})) == {}
+    assert math.isnan(rank([there], H200)["bound_us"].iloc[0])

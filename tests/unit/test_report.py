@@ -1,0 +1,406 @@
+import csv
+import io
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from attnsweep import report
+from attnsweep.console import aligned, cut, wrap
+from attnsweep.problem import Problem
+from attnsweep.ranking import rank
+from attnsweep.store import Run
+from attnsweep.trial import Accuracy, Environment, Measurement, Resources, Status, Trial
+
+PROBLEM = Problem(4, 16, 16, 1024, 1024, 64)
+H200 = Environment(
+    gpu="NVIDIA H200",
+    arch="sm_90a",
+    driver="580.95.05",
+    cuda="13.0",
+    nvrtc="13.0",
+    attnsweep="1.0",
+    python="3.11",
+    date="2026-07-26T10:00:00Z",
+    host_cores=16,
+    sm_count=132,
+    clock_hz=1.98e9,
+    memory_bytes=150 << 30,
+    memory_bytes_per_second=4.8e12,
+    l2_bytes=50 << 20,
+)
+
+
+def rounds_of(time_us: float, wobble: float = 0.01) -> Measurement:
+    """Twelve rounds in one pattern: rows of different time are never a tie."""
+    rounds = [time_us + wobble * (i % 4 - 1.5) for i in range(12)]
+    return Measurement(
+        median=time_us, low=time_us - wobble, high=time_us + wobble, samples=12, rounds=rounds
+    )
+
+
+def candidate(kernel: str, time_us: float | None, **config: int) -> Trial:
+    return Trial(
+        kernel=kernel,
+        provider="attnsweep",
+        config=config,
+        problem=PROBLEM,
+        status=Status.OK,
+        time_us=None if time_us is None else rounds_of(time_us),
+        cold_us=None if time_us is None else time_us + 1,
+        accuracy=Accuracy(rel_err=2.71e-4, limit=5.6e-4),
+        resources=Resources(registers=168, spill_bytes=0, smem_bytes=98304, occupancy=0.25),
+    )
+
+
+def failed(kernel: str, status: Status, detail: str, **config: int) -> Trial:
+    return candidate(kernel, None, **config).with_(status=status, detail=detail)
+
+
+def baseline(name: str, time_us: float) -> Trial:
+    row = candidate(name, time_us)
+    return row.with_(provider=name, resources=None, cold_us=None)
+
+
+def full_run(directory: Path = Path("results/h200/h100"), **changes: object) -> Run:
+    trials = [
+        candidate("flash_fwd_wgmma", 30 + m / 64 + n / 100, BLOCK_M=m, BLOCK_N=n, NUM_WARPS=8)
+        for m in (64, 128, 192)
+        for n in range(16, 128, 16)
+    ]
+    fast = candidate("three_kernel_wgmma", 28.1, QK_BLOCK_M=128, PV_BLOCK_M=64, SOFTMAX_THREADS=128)
+    trials += [
+        fast.with_(stages_us={"qk": 10.1, "softmax": 9.0, "pv": 8.2}),
+        candidate("three_kernel_wgmma", 33.3, QK_BLOCK_M=64, PV_BLOCK_M=64, SOFTMAX_THREADS=128),
+        *(
+            failed(
+                "flash_fwd_wgmma", Status.PRUNED, f"spills {n} bytes, the spec allows 0", BLOCK_M=n
+            )
+            for n in range(1, 7)
+        ),
+        failed(
+            "flash_fwd_wgmma", Status.PRUNED, "same machine code as flash BLOCK_M=64", BLOCK_M=9
+        ),
+        *(
+            failed(
+                "flash_fwd_wgmma", Status.WRONG, f"relative error {n}e-01 over the limit", BLOCK_M=n
+            )
+            for n in range(10, 14)
+        ),
+        failed("naive", Status.COMPILE_ERROR, "\nnaive.cu(3): error: no [bold] luck\nlots more"),
+        failed("naive", Status.TIMEOUT, "no answer in 20 s", N=2),
+        failed("naive", Status.LAUNCH_ERROR, "invalid argument", N=3),
+        baseline("torch_cudnn", 57.4),
+        baseline("unfused", 280.6),
+        baseline("flash_attn_3", 1.0).with_(
+            status=Status.SKIPPED, time_us=None, detail="FlashAttention-3 is not installed"
+        ),
+    ]
+    facts = {"trials": trials, "environment": H200, "spec_text": None, "warnings": [], **changes}
+    return Run(directory, **facts)  # type: ignore[arg-type]
+
+
+def printed(run: Run, width: int = 100, *, top: int = 10, terminal: bool = False) -> str:
+    out = io.StringIO()
+    colours = "truecolor" if terminal else "auto"
+    console = Console(file=out, width=width, force_terminal=terminal or None, color_system=colours)
+    report.print_run(run, console, top=top)
+    return out.getvalue()
+
+
+def table(text: str) -> list[list[str]]:
+    """Header and rows of the first ranked table, split at two or more spaces."""
+    lines = text.splitlines()
+    begin = next(i for i, line in enumerate(lines) if re.match(r" *#  kernel", line))
+    end = next(i for i in range(begin, len(lines)) if lines[i].startswith(("* winner", "no cand")))
+    return [re.split(r"  +", line.strip()) for line in lines[begin:end]]
+
+
+# -- terminal -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160, 250])
+def test_no_line_is_wider_than_the_terminal_and_numbers_are_whole(width: int) -> None:
+    text = printed(full_run(), width)
+    assert max(map(cell_len, text.splitlines())) <= width
+    header, *rows = table(text)
+    assert header[:4] == ["#", "kernel", "config", "µs"]
+    times = [row[3] for row in rows]
+    assert times[0] == "28.10"
+    assert times[-2:] == ["57.40", "280.60"]
+    assert len(times) == 10 + 2
+    assert all(re.fullmatch(r"\d+\.\d\d", time) for time in times)
+    assert all(len(row) == len(header) for row in rows)
+    assert "\x1b" not in text
+
+
+def test_columns_come_with_width() -> None:
+    headers = {width: table(printed(full_run(), width))[0] for width in (40, 60, 80, 100, 160)}
+    assert headers[80][3:8] == ["µs", "±", "× base", "TFLOP/s", "regs"]
+    assert {"µs/head", "% bound", "smem"} <= set(headers[100])
+    assert {"error", "cold µs"} <= set(headers[160])
+    for narrow, wide in ((40, 60), (60, 80), (80, 100), (100, 160)):
+        assert set(headers[narrow]) < set(headers[wide])
+
+
+def test_a_row_says_the_figures_of_its_trial() -> None:
+    header, best, *_, last = table(printed(full_run(), 160))
+    row = dict(zip(header, best, strict=True))
+    flops = 4 * 4 * 16 * 1024 * 1024 * 64
+    assert row["#"] == "*1"
+    assert row["kernel"] == "three_kernel_wgmma"
+    assert row["±"] == "0.01"
+    assert row["× base"] == f"{57.4 / 28.1:.2f}"
+    assert row["µs/head"] == f"{28.1 / 64:.3f}"
+    assert float(row["TFLOP/s"]) == pytest.approx(flops / 28.1 / 1e6, abs=0.05)
+    assert row["% bound"] == f"{100 * flops / (4096 * 132 * 1.98e9) * 1e6 / 28.1:.0f}"
+    assert (row["error"], row["regs"], row["smem"]) == ("2.7e-04", "168", "96K")
+    assert row["cold µs"] == "29.10"
+    assert last[:3] == ["25", "unfused", "baseline"]
+
+
+def test_only_what_differs_is_in_the_table_and_the_rest_is_said_once() -> None:
+    narrow, wide = printed(full_run(), 80), printed(full_run(), 200)
+    assert [row[2] for row in table(narrow)[1:4]] == ["(below)", "64/16", "64/32"]
+    assert "\nthree_kernel_wgmma: QK_BLOCK_M=128 PV_BLOCK_M=64 SOFTMAX_THREADS=128\n" in narrow
+    assert "flash_fwd_wgmma: BLOCK_M/BLOCK_N; all NUM_WARPS=8" in narrow
+    assert "flash_fwd_wgmma: all NUM_WARPS=8" in wide
+    assert "BLOCK_M=64 BLOCK_N=16" in [row[2] for row in table(wide)]
+    for text in (narrow, wide):
+        assert "NUM_WARPS" not in " ".join(" ".join(row) for row in table(text))
+
+
+def test_the_winner_is_told_in_full_with_its_stages() -> None:
+    text = " ".join(printed(full_run(), 100).split())
+    assert "* winner three_kernel_wgmma QK_BLOCK_M=128 PV_BLOCK_M=64 SOFTMAX_THREADS=128:" in text
+    assert "28.10 µs, 0.439 µs/head, 7.03 µs/sequence, 611 TFLOP/s, 57 % of the bound" in text
+    assert "2.04× torch_cudnn, the best baseline" in text
+    assert "stages qk 10.1 · softmax 9.0 · pv 8.2 · rest 0.8 µs" in text
+
+
+def test_the_heading_says_where_when_and_what_binds() -> None:
+    lines = printed(full_run(), 120).splitlines()
+    assert lines[1] == (
+        "(4,16,1024,64) fp16 full · measured on NVIDIA H200 · driver 580.95.05 · 2026-07-26"
+    )
+    assert lines[2].startswith("bound 16.0")
+    assert "µs by matrix (exp2 16.0" in lines[2]
+    assert "memory 6.99 µs if it were not all in L2" in lines[2]
+
+
+def test_what_is_not_in_the_table_is_counted_and_reasons_are_grouped() -> None:
+    lines = printed(full_run(), 160).splitlines()
+    (rest,) = [line for line in lines if " more: " in line]
+    assert rest.startswith("27 more: 13 ok, 4 wrong, 1 launch error, 1 timeout, 1 compile error, ")
+    assert "7 pruned (spills 6, same machine code 1)" in rest
+    assert "--top shows more" in rest
+    (wrong,) = [line for line in lines if line.startswith("4 wrong: ")]
+    assert "relative error 10e-01 over the limit (first: BLOCK_M=10)" in wrong
+    assert "1 compile error: naive: naive.cu(3): error: no [bold] luck" in lines
+    assert "1 timeout: naive: no answer in 20 s (N=2)" in lines
+    assert "1 launch error: naive: invalid argument (N=3)" in lines
+    assert "baseline flash_attn_3 skipped: FlashAttention-3 is not installed" in lines
+    assert not any("lots more" in line for line in lines)
+
+
+def test_top_shows_that_many_candidates_and_every_baseline(tmp_path: Path) -> None:
+    (tmp_path / "ranking.csv").write_text("")
+    text = printed(full_run(tmp_path), 160, top=3)
+    assert [row[0] for row in table(text)[1:]] == ["*1", "2", "3", "24", "25"]
+    assert "34 more: 20 ok, 4 wrong, 1 launch error, 1 timeout, 1 compile error, 7 pruned" in text
+    assert str(tmp_path / "ranking.csv") in text
+    assert " more: " not in printed(full_run(trials=[candidate("a", 3.0)]), 160)
+
+
+def test_every_tie_is_named_even_beyond_the_table() -> None:
+    same = [candidate("flash", 7.0, ID=n) for n in range(5)]
+    text = printed(full_run(trials=[*same, candidate("flash", 8.0, ID=9)]), 220, top=2)
+    assert [row[0] for row in table(text)[1:]] == ["*=1", "=1"]
+    (tie,) = [line for line in text.splitlines() if line.startswith("= a shared rank")]
+    assert "least shared memory" in tie
+    assert tie.endswith("Not in the table: flash ID=2; flash ID=3; flash ID=4")
+    assert "= a shared rank" not in printed(full_run(), 160)
+
+
+def test_a_run_without_an_ok_candidate_says_so() -> None:
+    rows = [failed("naive", Status.TIMEOUT, "no answer in 20 s"), baseline("unfused", 71.4)]
+    text = printed(full_run(trials=rows))
+    assert "no candidate is ok" in text
+    assert "71.40" in text
+    assert "no candidate is ok" in printed(full_run(trials=rows[:1]))
+    assert "no baseline was timed" in printed(full_run(trials=[candidate("a", 3.0)]), 160)
+
+
+def test_recorded_rows_are_marked_everywhere() -> None:
+    where = "NVIDIA L4, 2026-01-02"
+    run = full_run()
+    all_recorded = full_run(
+        trials=[row.with_(recorded=True, recorded_on=where) for row in run.trials]
+    )
+    text = printed(all_recorded, 120)
+    assert f"recorded on {where}" in text.splitlines()[1]
+    assert "measured on" not in text
+    assert "bound" not in text.splitlines()[2]  # the environment is another GPU's
+    assert all(row[1].endswith("†") for row in table(text)[1:])
+    assert f"† recorded on {where}" in text
+    mixed = full_run(
+        trials=[*run.trials, baseline("fa4", 40).with_(recorded=True, recorded_on=where)]
+    )
+    text = printed(mixed, 120)
+    assert "measured on NVIDIA H200" in text.splitlines()[1]
+    assert [row[1] for row in table(text) if row[1].endswith("†")] == ["fa4†"]
+    assert f"† recorded on {where}" in text
+    markdown = report.files(mixed)["ranking.md"]
+    assert "| fa4† |" in markdown
+    assert f"recorded on {where}" in markdown
+    rows = list(csv.DictReader(io.StringIO(report.files(mixed)["ranking.csv"])))
+    assert [row["recorded_on"] for row in rows if row["recorded"] == "True"] == [where]
+
+
+def test_colours_are_for_terminals_only() -> None:
+    assert "\x1b[" in printed(full_run(), terminal=True)
+    stripped = re.sub(r"\x1b\[[0-9;]*m", "", printed(full_run(), terminal=True))
+    assert stripped == printed(full_run())
+
+
+def test_several_problems_end_in_a_summary() -> None:
+    other = Problem(1, 8, 8, 512, 512, 64, "bf16", True)
+    run = full_run()
+    both = full_run(trials=[*run.trials, candidate("naive", 12345.0).with_(problem=other)])
+    for width in (60, 80, 120):
+        text = printed(both, width)
+        assert max(map(cell_len, text.splitlines())) <= width
+    summary = text[text.index("problem  ") :].splitlines()
+    assert re.split(r"  +", summary[1]) == [
+        PROBLEM.label, "28.10", "0.439", "2.04", "torch_cudnn", "three_kernel_wgmma",
+    ]  # fmt: skip
+    assert re.split(r"  +", summary[2]) == [other.label, "12345", "1543", "–", "–", "naive"]
+    assert "problem  " not in printed(run)
+
+
+def test_large_and_small_figures_are_never_in_powers_of_ten() -> None:
+    for time_us in (0.85, 3361.5, 1234567.0):
+        text = printed(full_run(trials=[candidate("naive", time_us)]), 200)
+        header, row = table(text)
+        error = row.pop(header.index("error"))
+        assert error == "2.7e-04"
+        assert len(row) > 8
+        (winner,) = [line for line in text.splitlines() if line.startswith("* winner")]
+        assert not re.search(r"\de[+-]?\d", winner + " ".join(row))
+
+
+# -- files ----------------------------------------------------------------------------------
+
+
+def test_markdown_holds_the_same_table() -> None:
+    text = report.files(full_run())["ranking.md"]
+    lines = text.splitlines()
+    assert "## (4,16,1024,64) fp16 full" in lines
+    rows = [line for line in lines if line.startswith("| ")]
+    columns = {row.replace("\\|", "").count("|") for row in rows}
+    assert len(columns) == 1
+    assert rows[2].startswith(
+        "| 1 | **three_kernel_wgmma** | QK_BLOCK_M=128 | 28.10 | 0.01 | 2.04 |"
+    )
+    assert sum("| baseline |" in row for row in rows) == 2
+    assert "- winner three_kernel_wgmma" in text
+    assert "FlashAttention-3 is not installed" in text
+
+
+def test_a_pipe_does_not_break_the_markdown_table() -> None:
+    row = baseline("a|b", 5.0)
+    text = report.to_markdown(rank([candidate("flash", 3.0), row], H200), H200)
+    assert "a\\|b" in text
+    assert "a|b" not in text.replace("a\\|b", "")
+
+
+def test_csv_holds_every_row_in_full_precision() -> None:
+    run = full_run()
+    rows = list(csv.DictReader(io.StringIO(report.files(run)["ranking.csv"])))
+    assert len(rows) == len(run.trials)
+    assert rows[0]["winner"] == "True"
+    assert float(rows[0]["us_per_head"]) == 28.1 / 64
+    assert rows[0]["registers"] == "168"
+    assert [row["rank"] for row in rows].count("") == 15
+    assert "trial" not in rows[0]
+
+
+def test_json_is_strict_stable_and_complete() -> None:
+    run = full_run()
+    data = json.loads(json.dumps(report.to_json(run), allow_nan=False))
+    assert set(data) == {"run", "environment", "problems"}
+    assert data["run"] == "results/h200/h100"
+    assert data["environment"]["gpu"] == "NVIDIA H200"
+    (problem,) = data["problems"]
+    assert set(problem) == {"problem", "label", "bounds_us", "winner", "ranking", "counts"}
+    assert problem["problem"] == {
+        "batch": 4, "heads": 16, "heads_kv": 16, "seqlen_q": 1024, "seqlen_k": 1024,
+        "head_dim": 64, "dtype": "fp16", "causal": False,
+    }  # fmt: skip
+    assert set(problem["bounds_us"]) == {"matrix", "exp2", "memory"}
+    assert problem["counts"] == {
+        "ok": 25, "wrong": 4, "launch_error": 1, "timeout": 1, "compile_error": 1, "pruned": 7,
+        "skipped": 1,
+    }  # fmt: skip
+    assert len(problem["ranking"]) == len(run.trials)
+    winner = problem["winner"]
+    assert winner == problem["ranking"][0]
+    assert winner["config"] == {"QK_BLOCK_M": 128, "PV_BLOCK_M": 64, "SOFTMAX_THREADS": 128}
+    assert winner["stages_us"] == {"qk": 10.1, "softmax": 9.0, "pv": 8.2}
+    assert (winner["rank"], winner["time_us"]) == (1, 28.1)
+    skipped = problem["ranking"][-1]
+    assert (skipped["rank"], skipped["time_us"], skipped["registers"]) == (None, None, None)
+
+
+def test_nan_is_null_in_json_and_never_a_winner() -> None:
+    nan = candidate("flash", 3.0, ID=1).with_(accuracy=Accuracy(rel_err=float("nan"), limit=1.0))
+    (problem,) = report.to_json(full_run(trials=[nan], environment=None))["problems"]
+    assert problem["winner"] is None
+    assert problem["bounds_us"] == {}
+    assert problem["ranking"][0]["rel_err"] is None
+    assert problem["counts"] == {"wrong": 1}
+
+
+def test_a_run_without_an_environment_is_still_shown() -> None:
+    text = printed(full_run(environment=None), 120)
+    assert "GPU and date unknown" in text
+    assert "28.10" in text
+    assert "% bound" not in " ".join(table(text)[0])
+
+
+def test_ten_thousand_rows_take_about_a_second() -> None:
+    trials = [candidate("flash", 10 + n / 1000, A=n % 100, B=n // 100) for n in range(10_000)]
+    run = full_run(trials=[*trials, baseline("unfused", 71.0)])
+    begin = time.perf_counter()
+    text = printed(run)
+    # 0.7 s measured; the margin is for a busy machine.
+    assert time.perf_counter() - begin < 3
+    assert "9990 more: 9990 ok" in text
+
+
+# -- layout ---------------------------------------------------------------------------------
+
+
+def test_cells_are_aligned_and_only_named_columns_give_way() -> None:
+    lines = [["name", "µs"], ["a-long-kernel-name", "1.5"], ["b", "123.5"]]
+    assert aligned(lines, "lr", 40) == [
+        "name                   µs",
+        "a-long-kernel-name    1.5",
+        "b                   123.5",
+    ]
+    assert aligned(lines, "lr", 17, shrink=(0,)) == [
+        "name           µs",
+        "a-long-ke…    1.5",
+        "b           123.5",
+    ]
+
+
+def test_wrap_breaks_between_words_but_not_before_a_unit() -> None:
+    assert wrap("it took 12.5\u00a0µs in all", 16) == ["it took 12.5 µs", "    in all"]
+    assert wrap("it took 12.5\u00a0µs in all", 14) == ["it took", "    12.5 µs in", "    all"]
+    assert cut("abcdef", 4) == "abc…"
+    assert cut("abcd", 4) == "abcd"

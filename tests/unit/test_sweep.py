@@ -1,0 +1,307 @@
+"""The loop with a stand-in for the GPU process: rows, resume, faults, Ctrl-C, exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attnsweep import sweep
+from attnsweep.candidates import Observer
+from attnsweep.errors import NoGpuError, SpaceError
+from attnsweep.kernel import discover
+from attnsweep.spec import load_spec
+from attnsweep.store import read_trials
+from attnsweep.trial import Accuracy, Environment, Status
+from attnsweep.workers import WorkerError
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")
+
+ENVIRONMENT = Environment(
+    gpu="NVIDIA Test 1",
+    arch="sm_90a",
+    driver="1.0",
+    cuda="13.0",
+    nvrtc="13.0",
+    attnsweep="0",
+    python="3",
+    date="2026-01-01T00:00:00Z",
+    host_cores=2,
+    sm_count=132,
+    clock_hz=1.98e9,
+    memory_bytes=2**37,
+    memory_bytes_per_second=4.8e12,
+    l2_bytes=60 * 2**20,
+)
+TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "torch_flash": 25.0}
+
+
+class FakeWorker:
+    """Answers like workers.Worker on a machine whose times are TIMES."""
+
+    calls: list[tuple[str, str]]
+    faults: dict[str, WorkerError | BaseException]
+    environment = ENVIRONMENT
+
+    def __init__(self, timeout_s):
+        self.timeout_s = timeout_s
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def describe(self):
+        return self.environment
+
+    def open(self, problem, **options):
+        FakeWorker.calls.append(("open", problem.label))
+
+    def call(self, method, *args, keep=False, slow=False):
+        name = args[0] if args and isinstance(args[0], str) else ""
+        if method == "trial":
+            name = " ".join(f"{k}={v}" for k, v in args[0].config.items())
+        FakeWorker.calls.append((method, name))
+        fault = FakeWorker.faults.get(f"{method} {name}")
+        if fault is not None:
+            raise fault
+        if method == "trial":
+            return Accuracy(rel_err=1e-4, limit=1e-3), TIMES[name]
+        if method == "admit_baseline":
+            if name != "torch_flash":
+                raise WorkerError(Status.SKIPPED, f"{name} is not installed")
+            return Accuracy(rel_err=1e-4, limit=1e-3)
+        if method == "replay":
+            return next(t for label, t in TIMES.items() if label in name)
+        return {"conditions": {"sm_mhz": 1980}, "eager_us": 9.0}.get(method)
+
+    def forget(self, name):
+        FakeWorker.calls.append(("forget", name))
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    FakeWorker.calls, FakeWorker.faults = [], {}
+    FakeWorker.environment = ENVIRONMENT
+    monkeypatch.setattr(sweep, "Worker", FakeWorker)
+    return FakeWorker
+
+
+SPEC = """
+problems:
+  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
+kernels: {naive: {THREADS: [32, 64, 128]}}
+baselines: [torch_flash, flash_attn_3]
+measure: {rounds: 4}
+"""
+
+
+@pytest.fixture
+def go(tmp_path):
+    def run(text=SPEC, **options):
+        path = tmp_path / "test.yaml"
+        path.write_text(text)
+        kernels = discover()
+        spec = load_spec(path, kernels)
+        return sweep.run(
+            spec,
+            kernels,
+            results=tmp_path / "results",
+            cache_dir=tmp_path / "cache",
+            **options,
+        )
+
+    return run
+
+
+def by_config(outcome):
+    return {tuple(t.config.values()) or t.provider: t for t in outcome.run.trials}
+
+
+def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
+    outcome = go()
+    rows = by_config(outcome)
+    assert outcome.exit_code == 0
+    assert {key: row.status for key, row in rows.items()} == {
+        (32,): Status.OK,
+        (64,): Status.OK,
+        (128,): Status.OK,
+        "torch_flash": Status.OK,
+        "flash_attn_3": Status.SKIPPED,
+    }
+    best = rows[(64,)]
+    assert best.time_us.median == 20.0
+    assert best.time_us.samples == len(best.time_us.rounds) == 4
+    assert (best.cold_us, best.eager_us) == (20.0, 9.0)
+    assert best.conditions == {"sm_mhz": 1980}
+    assert best.resources.registers > 0
+    assert rows["flash_attn_3"].detail == "flash_attn_3 is not installed"
+    directory = tmp_path / "results" / "test-1" / "test"
+    for name in ("spec.yaml", "environment.json", "trials.jsonl", "ranking.csv", "ranking.md"):
+        assert (directory / name).is_file()
+    (cubin,) = (directory / "cubins").iterdir()
+    assert cubin.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_a_second_run_measures_nothing(go, fake):
+    go()
+    fake.calls.clear()
+    outcome = go()
+    assert fake.calls == []
+    assert outcome.exit_code == 0
+
+
+def test_fresh_measures_again_and_keeps_the_old_rows(go, fake, tmp_path):
+    go()
+    fake.calls.clear()
+    go(fresh=True)
+    assert ("trial", "THREADS=32") in fake.calls
+    assert len(list(tmp_path.rglob("trials.*.jsonl"))) == 1
+
+
+def test_another_driver_measures_again(go, fake):
+    go()
+    fake.calls.clear()
+    fake.environment = ENVIRONMENT.model_copy(update={"driver": "2.0"})
+    go()
+    assert ("trial", "THREADS=32") in fake.calls
+
+
+def test_a_changed_parameter_list_keeps_what_holds(go, fake):
+    go(SPEC.replace("[32, 64, 128]", "[32, 64]"))
+    fake.calls.clear()
+    go()
+    assert [name for method, name in fake.calls if method == "trial"] == ["THREADS=128"]
+
+
+@pytest.mark.parametrize(
+    "status", [Status.WRONG, Status.TIMEOUT, Status.LAUNCH_ERROR], ids=lambda s: s.value
+)
+def test_a_failed_candidate_costs_its_own_row(go, fake, status):
+    fake.faults["trial THREADS=64"] = WorkerError(status, "what happened")
+    rows = by_config(go())
+    assert (rows[(64,)].status, rows[(64,)].detail) == (status, "what happened")
+    assert rows[(32,)].status is rows[(128,)].status is Status.OK
+
+
+def test_a_finalist_that_fails_while_timed_leaves_the_rounds(go, fake):
+    fake.faults["replay naive THREADS=64"] = WorkerError(Status.TIMEOUT, "no answer")
+    rows = by_config(go())
+    assert rows[(64,)].status is Status.TIMEOUT
+    assert rows[(64,)].detail == "while timing: no answer"
+    assert rows[(32,)].time_us.samples == 4
+    assert ("forget", "naive THREADS=64") in fake.calls
+
+
+def test_ctrl_c_keeps_what_is_measured(go, fake, tmp_path):
+    fake.faults["trial THREADS=128"] = KeyboardInterrupt()
+    outcome = go()
+    assert outcome.interrupted
+    assert outcome.exit_code == 130
+    (path,) = tmp_path.rglob("trials.jsonl")
+    kept, warnings = read_trials(path)
+    assert warnings == []
+    assert 0 < len(kept) < 3
+    assert (path.parent / "ranking.md").is_file()
+    fake.faults.clear()
+    fake.calls.clear()
+    assert go().exit_code == 0
+    assert len([1 for method, _ in fake.calls if method == "trial"]) == 3 - len(kept)
+
+
+def test_ctrl_c_in_the_rounds_goes_on_with_the_rounds(go, fake):
+    fake.faults["replay torch_flash"] = KeyboardInterrupt()
+    assert go().interrupted
+    fake.faults.clear()
+    fake.calls.clear()
+    rows = by_config(go())
+    assert not [1 for method, _ in fake.calls if method == "trial"]
+    assert rows[(64,)].time_us.samples == 4
+
+
+def test_every_candidate_wrong_is_exit_code_1(go, fake):
+    for threads in (32, 64, 128):
+        fake.faults[f"trial THREADS={threads}"] = WorkerError(Status.WRONG, "wrong")
+    assert go().exit_code == 1
+
+
+def test_a_spread_out_time_is_noisy(go, fake, monkeypatch):
+    times = iter([20.0, 60.0] * 50)
+    call = FakeWorker.call
+
+    def jumping(self, method, *args, **options):
+        if method == "replay" and "THREADS=64" in args[0]:
+            return next(times)
+        return call(self, method, *args, **options)
+
+    monkeypatch.setattr(FakeWorker, "call", jumping)
+    row = by_config(go())[(64,)]
+    assert row.status is Status.NOISY
+    assert "quartiles" in row.detail
+
+
+def test_a_spec_for_another_architecture_is_refused(go):
+    with pytest.raises(NoGpuError, match="for sm_80, this machine's NVIDIA Test 1 is sm_90a"):
+        go("arch: sm_80\n" + SPEC)
+
+
+def test_more_memory_than_the_card_is_refused(go):
+    big = SPEC.replace("batch: 1", "batch: 100000").replace("seqlen: 256", "seqlen: 8192")
+    with pytest.raises(NoGpuError, match="GiB"):
+        go(big)
+
+
+def test_no_candidate_left_names_the_rules(go):
+    with pytest.raises(SpaceError, match="all 1 configs are ruled out: no_idle_block removed 1"):
+        go(SPEC.replace("[32, 64, 128]", "256").replace("seqlen: 256", "seqlen: 16"))
+
+
+def test_a_shape_no_family_supports_says_why(go):
+    with pytest.raises(SpaceError, match="head_dim 96 is not one of 64, 128, 256"):
+        go(SPEC.replace("head_dim: 64", "head_dim: 96"))
+
+
+def test_workspace_over_the_limit_is_pruned(go):
+    kernels = "{three_kernel_mma: {}}"
+    text = SPEC.replace("{naive: {THREADS: [32, 64, 128]}}", kernels)
+    outcome = go(text + "limits: {workspace_bytes: 1024}\n", limit=2)
+    reasons = {t.detail for t in outcome.run.trials if t.provider == "attnsweep"}
+    assert reasons == {"needs 0.0 GiB of workspace, 0.0 allowed"}
+    assert outcome.exit_code == 1
+
+
+def test_the_observer_sees_each_row_once_tried(go):
+    class Watch(Observer):
+        def __init__(self):
+            self.rows, self.rounds, self.opened = [], [], []
+
+        def opening(self, problem, candidates, kept):
+            self.opened.append((problem.label, candidates, kept))
+
+        def tried(self, trial):
+            self.rows.append(trial)
+
+        def timing(self, done, total):
+            self.rounds.append((done, total))
+
+    watch = Watch()
+    go(observer=watch)
+    assert watch.opened == [("(1,2,256,64) fp16 full", 3, 0)]
+    assert {t.kernel for t in watch.rows} == {"naive", "torch_flash", "flash_attn_3"}
+    assert watch.rounds[-1][0] == watch.rounds[-1][1]
+
+
+def test_replay_marks_every_row_and_invents_none(go, tmp_path):
+    go()
+    recording = tmp_path / "results" / "test-1" / "test"
+    text = SPEC.replace("[32, 64, 128]", "[64, 256]")
+    outcome = go(f"name: again\ndevice: replay\nrecording: {recording}\n" + text)
+    rows = by_config(outcome)
+    assert rows[(64,)].recorded
+    assert rows[(64,)].time_us.median == 20.0
+    assert rows[(64,)].recorded_on == "NVIDIA Test 1, 2026-01-01"
+    assert rows[(256,)].status is Status.NO_RECORD
+    assert rows[(256,)].time_us is None
+    assert outcome.run.directory == tmp_path / "results" / "replay" / "again"
+    assert Path(recording / "trials.jsonl").read_text().count("recorded_on") > 0

@@ -1,0 +1,146 @@
+"""The process that owns the GPU may hang, die or be poisoned: the parent goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from attnsweep.errors import NoGpuError
+from attnsweep.trial import Status
+from attnsweep.workers import Worker, WorkerError
+
+
+class FakeBench:
+    """Stands in for measure.Bench: the ways a candidate can go wrong, without a GPU."""
+
+    def __init__(self, problem):
+        self.problem = problem
+        self.admitted = []
+
+    def admit(self, name):
+        self.admitted.append(name)
+
+    def state(self):
+        return os.getpid(), self.problem, self.admitted
+
+    def hang(self):
+        time.sleep(1000)
+
+    def crash(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def leave(self):
+        os._exit(7)
+
+    def fault(self):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def refuse(self):
+        raise ValueError("too many resources requested")
+
+    def no_gpu(self):
+        raise NoGpuError("no CUDA GPU found", hint="get one")
+
+    def poisoned(self, error):
+        return "illegal" in str(error)
+
+
+@pytest.fixture
+def worker():
+    with Worker(timeout_s=1.0, bench=FakeBench) as worker:
+        worker.open("problem")
+        yield worker
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "words"),
+    [
+        ("hang", Status.TIMEOUT, "no answer within 1 s"),
+        ("crash", Status.LAUNCH_ERROR, "signal SIGSEGV"),
+        ("leave", Status.LAUNCH_ERROR, "exit code 7"),
+        ("fault", Status.LAUNCH_ERROR, "illegal memory access"),
+    ],
+)
+def test_a_lost_process_is_replaced_with_its_state(worker, method, status, words):
+    worker.call("admit", "a", keep=True)
+    worker.call("admit", "b")  # not kept: it belonged to a call that is over
+    before, _, _ = worker.call("state")
+    with pytest.raises(WorkerError, match=words) as failure:
+        worker.call(method)
+    assert failure.value.status is status
+    after, problem, admitted = worker.call("state")
+    assert after != before
+    assert (problem, admitted) == ("problem", ["a"])
+    assert worker.restarts == 1
+
+
+def test_an_ordinary_refusal_keeps_the_process(worker):
+    before, _, _ = worker.call("state")
+    with pytest.raises(WorkerError, match="too many resources") as failure:
+        worker.call("refuse")
+    assert failure.value.status is Status.LAUNCH_ERROR
+    assert worker.call("state")[0] == before
+
+
+def test_a_forgotten_finalist_stays_away(worker):
+    worker.call("admit", "a", keep=True)
+    worker.call("admit", "b", keep=True)
+    worker.forget("a")
+    with pytest.raises(WorkerError):
+        worker.call("crash")
+    assert worker.call("state")[2] == ["b"]
+
+
+def test_no_gpu_reaches_the_parent_as_itself(worker):
+    with pytest.raises(NoGpuError, match="no CUDA GPU found") as failure:
+        worker.call("no_gpu")
+    assert failure.value.hint == "get one"
+
+
+def test_stop_ends_a_hung_process(worker):
+    pid = worker.call("state")[0]
+    with pytest.raises(WorkerError):
+        worker.call("hang")
+    worker.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="relies on PR_SET_PDEATHSIG")
+def test_a_killed_parent_leaves_no_hung_child(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        "from test_workers import FakeBench\n"
+        "from attnsweep.workers import Worker\n"
+        "if __name__ == '__main__':\n"
+        "    worker = Worker(1000.0, bench=FakeBench)\n"
+        "    worker.open('problem')\n"
+        "    print(worker.call('state')[0], flush=True)\n"
+        "    worker.call('hang')\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    for _ in range(100):
+        if not _alive(child):
+            return
+        time.sleep(0.1)
+    pytest.fail("the child outlived its parent by 10 s")
+
+
+def _alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
