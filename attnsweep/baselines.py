@@ -62,11 +62,11 @@ class Baseline:
         return replay
 
     def output(self) -> Any:
-        """The output on copy 0, as a contiguous int16 tensor of the storage."""
+        """The output on copy 0: its storage as a NumPy array of uint16."""
         with self._torch.cuda.stream(self._stream):
             out = self._forward(*self._copies[0]).contiguous()
             self._stream.synchronize()
-        return out.view(self._torch.int16)
+        return out.view(self._torch.int16).cpu().numpy().view("uint16")
 
 
 def _import_torch() -> Any:
@@ -98,7 +98,9 @@ def prepare(
         warnings.simplefilter("always")
         try:
             forward = FORWARDS[name](torch, problem, session)
-            baseline = Baseline(forward, tensors, session, rounds_scores=2 if name == "unfused" else 0)
+            baseline = Baseline(
+                forward, tensors, session, rounds_scores=2 if name == "unfused" else 0
+            )
             baseline.enqueue()
             session.synchronize()
         except Unavailable:

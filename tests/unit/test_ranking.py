@@ -199,7 +199,10 @@ def test_of_tied_candidates_the_cheapest_wins(
         trial("k2", timed(noisy_rounds(7.1, 2)), resources=second),
     ]
     for order in itertools.permutations(rows):
-        assert [row.config["ID"] for row in winners(rank(order, None))] == [winner]
+        frame = rank(order, None)
+        assert [row.config["ID"] for row in winners(frame)] == [winner]
+        assert list(frame["winner"]) == [True, False]
+        assert list(frame["rank"]) == [1, 1]
 
 
 @st.composite

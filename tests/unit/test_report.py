@@ -147,6 +147,15 @@ def test_columns_come_with_width() -> None:
         assert set(headers[narrow]) < set(headers[wide])
 
 
+def test_parameter_names_are_worth_more_than_the_least_columns() -> None:
+    tables = {width: table(printed(full_run(), width)) for width in range(100, 201, 5)}
+    named = {width for width, rows in tables.items() if "BLOCK_M=64 BLOCK_N=16" in rows[2]}
+    whole = {width for width, rows in tables.items() if "occ %" in rows[0]}
+    assert {200} <= named & whole
+    assert any("cold µs" not in tables[width][0] for width in named)
+    assert all("error" in tables[width][0] for width in named)
+
+
 def test_a_row_says_the_figures_of_its_trial() -> None:
     header, best, *_, last = table(printed(full_run(), 160))
     row = dict(zip(header, best, strict=True))

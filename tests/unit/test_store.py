@@ -16,6 +16,8 @@ from attnsweep.problem import Problem
 from attnsweep.store import MAX_WARNINGS, Store, find_runs, latest_run, open_run, read_trials
 from attnsweep.trial import Accuracy, Environment, Measurement, Status, Trial
 
+# Where `python -c` finds the package even if it is not installed.
+SOURCE = Path(store_module.__file__).parents[1]
 PROBLEM = Problem(1, 16, 16, 1024, 1024, 64)
 ENVIRONMENT = Environment(
     gpu="NVIDIA H200",
@@ -250,7 +252,7 @@ def test_kill_in_the_middle_of_append_loses_at_most_the_row_being_written(tmp_pa
     code = WRITER.format(tests=str(Path(__file__).parent), directory=str(tmp_path))
     written = 0
     for attempt in range(4):
-        writer = subprocess.Popen([sys.executable, "-c", code])
+        writer = subprocess.Popen([sys.executable, "-c", code], cwd=SOURCE)
         deadline = time.monotonic() + 60
         while not path.exists() or path.stat().st_size <= written:
             assert writer.poll() is None
@@ -326,7 +328,7 @@ with Store.open(Path(sys.argv[1])):
 def test_two_runs_cannot_write_the_same_directory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, cwd=SOURCE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"

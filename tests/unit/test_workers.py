@@ -125,7 +125,13 @@ def test_a_killed_parent_leaves_no_hung_child(tmp_path):
         "    print(worker.call('state')[0], flush=True)\n"
         "    worker.call('hang')\n"
     )
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    paths = os.pathsep.join(filter(None, sys.path))
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.kill()
