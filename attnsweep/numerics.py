@@ -7,6 +7,9 @@ is twice the error that the same maths makes in the candidate's dtypes. Comparis
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -110,11 +113,9 @@ def from_bits(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
 
 def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
     """q, k, v of the case in storage form; the same seed gives the same inputs."""
-    rng = np.random.default_rng(seed)
-    problem = case.problem
-    out: dict[str, Bits] = {}
-    for name in ("q", "k", "v"):
-        values = rng.standard_normal(problem.shape_of(name), dtype=np.float32)
+
+    def one(name: str, rng: np.random.Generator) -> Bits:
+        values = rng.standard_normal(case.problem.shape_of(name), dtype=np.float32)
         if case.inputs == "large_scores" and name == "q":
             values *= 8
         elif case.inputs == "equal_keys" and name == "k":
@@ -122,8 +123,18 @@ def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
         elif case.inputs == "negative_scores" and name in "qk":
             # Each product near -1, so scores lie near -sqrt(head_dim), below an initial max of 0.
             values = values * 0.25 + (1 if name == "q" else -1)
-        out[name] = to_bits(values, problem.dtype)
-    return out
+        return to_bits(values, case.problem.dtype)
+
+    generators = np.random.default_rng(seed).spawn(3)
+    large = case.problem.min_bytes > 2**20
+    made = (_parallel if large else map)(one, "qkv", generators)
+    return dict(zip("qkv", made, strict=True))
+
+
+def _parallel(function: Callable[..., Any], *arguments: Iterable[Any]) -> list[Any]:
+    """NumPy releases the GIL: threads make opening (4,16,4096,128) 3 s faster on 16 cores."""
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        return list(pool.map(function, *arguments))
 
 
 def sampled_rows(problem: Problem, seed: int) -> npt.NDArray[np.int64]:
@@ -160,26 +171,33 @@ def reference(
     group = problem.heads // problem.heads_kv
     last_key = rows + problem.seqlen_k - problem.seqlen_q if problem.causal else None
     out = np.empty((problem.batch, problem.heads, len(rows), problem.head_dim))
-    for batch in range(problem.batch):
-        for head in range(problem.heads):
-            keys = k[batch, head // group].astype(np.float64)
-            values = v[batch, head // group].astype(np.float64)
-            scores = q[batch, head, rows].astype(np.float64) @ keys.T
-            if rounding and rounds_scores > 1:
-                scores = round_to(scores, problem.dtype).astype(np.float64)
-            scores *= problem.scale
-            if rounding and rounds_scores:
-                scores = round_to(scores, problem.dtype).astype(np.float64)
-            if last_key is not None:
-                scores[np.arange(problem.seqlen_k) > last_key[:, None]] = -np.inf
-            p = np.exp(scores - scores.max(axis=1, keepdims=True))
-            total = p.sum(axis=1, keepdims=True)
-            if not rounding:
-                out[batch, head] = p @ values / total
-            elif rounds_scores:
-                out[batch, head] = round_to(p / total, problem.dtype) @ values
-            else:
-                out[batch, head] = round_to(p, problem.dtype) @ values / total
+
+    def one(batch: int, head: int) -> None:
+        keys = k[batch, head // group].astype(np.float64)
+        values = v[batch, head // group].astype(np.float64)
+        scores = q[batch, head, rows].astype(np.float64) @ keys.T
+        if rounding and rounds_scores > 1:
+            scores = round_to(scores, problem.dtype).astype(np.float64)
+        scores *= problem.scale
+        if rounding and rounds_scores:
+            scores = round_to(scores, problem.dtype).astype(np.float64)
+        if last_key is not None:
+            scores[np.arange(problem.seqlen_k) > last_key[:, None]] = -np.inf
+        p = np.exp(scores - scores.max(axis=1, keepdims=True))
+        total = p.sum(axis=1, keepdims=True)
+        if not rounding:
+            out[batch, head] = p @ values / total
+        elif rounds_scores:
+            out[batch, head] = round_to(p / total, problem.dtype) @ values
+        else:
+            out[batch, head] = round_to(p, problem.dtype) @ values / total
+
+    heads = np.indices((problem.batch, problem.heads)).reshape(2, -1).tolist()
+    if out.size < 2**16:  # threads would cost more than they save
+        for batch, head in zip(*heads, strict=True):
+            one(batch, head)
+    else:
+        _parallel(one, *heads)
     return round_to(out, problem.dtype).astype(np.float64) if rounding else out
 
 

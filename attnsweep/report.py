@@ -134,10 +134,20 @@ class _Section:
         return bounds_of(self.rows[0]["trial"], self.environment)
 
     def shown(self, top: int) -> list[Row]:
-        """The table: the best `top` candidates and every ranked baseline, in order."""
+        """The table, in order: the best `top`, the best of each family, every ranked baseline."""
         ranked = [row for row in self.rows if row["rank"]]
         best = [row for row in ranked if not row["baseline"]][:top]
-        return [row for row in ranked if row["baseline"] or any(row is one for one in best)]
+        keep = {id(row) for row in (*best, *self.best_of_families)}
+        return [row for row in ranked if row["baseline"] or id(row) in keep]
+
+    @property
+    def best_of_families(self) -> list[Row]:
+        """The first ranked candidate of each kernel family."""
+        first: dict[str, Row] = {}
+        for row in self.rows:
+            if row["rank"] and not row["baseline"]:
+                first.setdefault(row["kernel"], row)
+        return list(first.values())
 
 
 def _sections(ranking: pandas.DataFrame, environment: Environment | None) -> list[_Section]:
@@ -216,11 +226,13 @@ def _winner_lines(section: _Section) -> list[str]:
         said.append(f"{ratio:.2f}× {_who(best)}, the best baseline")
     config = f" {row['config']}" if row["config"] else ""
     lines = [f"* winner {_who(row)}{config}: {', '.join(said)}"]
-    stages = row["trial"].stages_us
-    if stages:
-        rest = row["time_us"] - sum(stages.values())
-        each = [f"{name}{GLUE}{us:.1f}" for name, us in stages.items()]
-        lines.append(f"  stages {' · '.join([*each, f'rest{GLUE}{rest:.1f}'])}{GLUE}µs")
+    for row in section.best_of_families:
+        stages = row["trial"].stages_us
+        if stages:
+            rest = row["time_us"] - sum(stages.values())
+            each = [f"{name}{GLUE}{us:.1f}" for name, us in stages.items()]
+            each.append(f"rest{GLUE}{rest:.1f}{GLUE}µs")
+            lines.append(f"  stages of the best {_who(row)}: {' · '.join(each)}")
     return lines
 
 

@@ -26,7 +26,7 @@ from attnsweep.problem import Problem
 from attnsweep.ranking import rank, winners
 from attnsweep.search import Search
 from attnsweep.spec import SweepSpec
-from attnsweep.store import Run, Store, open_run
+from attnsweep.store import TRIALS, Run, Store, open_run
 from attnsweep.trial import Environment, Measurement, Status, Trial
 from attnsweep.workers import Worker, WorkerError
 
@@ -94,7 +94,11 @@ def run(
         planned = plan(spec, kernels, arch)
         observer.planned(planned)
         compiler = Compiler(arch, cache_dir)
-        store = Store.open(results / environment.slug / spec.name, fresh=fresh)
+        directory = results / environment.slug / spec.name
+        elsewhere = not fresh and _measured_elsewhere(directory, environment)
+        if elsewhere:
+            observer.note(f"earlier rows were measured with {elsewhere} and are set aside")
+        store = Store.open(directory, fresh=fresh or bool(elsewhere))
         try:
             store.describe(spec.resolved(store.directory), environment)
             sweep = _Sweep(spec, worker, compiler, environment, store, observer)
@@ -104,6 +108,20 @@ def run(
         finally:
             compiler.close()
             store.close()
+
+
+def _measured_elsewhere(directory: Path, now: Environment) -> str | None:
+    """The GPU, driver and CUDA of an earlier run in `directory`, if they are not today's."""
+    if not (directory / TRIALS).is_file() or not (directory / TRIALS).stat().st_size:
+        return None
+    before = open_run(directory).environment
+    if before is None or (before.gpu, before.driver, before.cuda) == (
+        now.gpu,
+        now.driver,
+        now.cuda,
+    ):
+        return None
+    return f"{before.gpu}, driver {before.driver}, CUDA {before.cuda}"
 
 
 def _check_memory(spec: SweepSpec, environment: Environment) -> None:
@@ -240,6 +258,10 @@ class _Sweep:
                 row = row.with_(status=error.status, detail=error.detail, accuracy=error.payload)
                 self._store.append(row)
                 self._observer.tried(row)
+        for _, trial in checked:  # rounds of an earlier session do not pair with today's
+            if trial.time_us and trial.time_us.rounds and trial not in entries.values():
+                alone = trial.time_us.model_copy(update={"rounds": []})
+                self._store.append(trial.with_(time_us=alone))
         samples = self._rounds(entries)
         conditions = self._worker.call("conditions") if entries else {}
         for name, trial in entries.items():

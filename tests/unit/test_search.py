@@ -1,0 +1,117 @@
+"""Strategies, driven by ask and tell."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnsweep import search
+from attnsweep.arch import ARCHS
+from attnsweep.errors import SpecError
+from attnsweep.kernel import Kernel, Launch, Param, Space
+from attnsweep.problem import Problem
+from attnsweep.search import STRATEGIES, Search, strategy
+from attnsweep.spec import SearchSpec
+from attnsweep.trial import Status, Trial
+
+PROBLEM = Problem(1, 2, 2, 64, 64, 64)
+caps = st.none() | st.integers(1, 40)
+
+
+def space_of(count, name="toy", problem=PROBLEM):
+    kernel = Kernel(name, summary="", params=(Param("A", tuple(range(count)), ""),))
+    kernel.stage("fwd")(lambda *_: Launch(name, (1, 1, 1), 32, ()))
+    return Space.build(kernel, problem, ARCHS["sm_90a"])
+
+
+def trial_of(config):
+    return Trial(
+        kernel="toy", provider="attnsweep", config=config, problem=PROBLEM, status=Status.OK
+    )
+
+
+def asked(name, space, **settings):
+    """Every config a strategy proposes when each is told before the next is asked for."""
+    at_work, out = Search(name, space, **settings), []
+    while (config := at_work.ask()) is not None:
+        out.append(config)
+        at_work.tell(trial_of(config))
+    assert at_work.ask() is None  # and stays so
+    return out
+
+
+@given(st.integers(1, 30), caps)
+def test_exhaustive_takes_the_space_in_order(count, cap):
+    space = space_of(count)
+    assert asked("exhaustive", space, candidates=cap) == list(space.configs[:cap])
+
+
+@given(st.integers(1, 30), caps, st.integers(0, 2**40))
+def test_random_draws_without_repeats_and_again_the_same(count, cap, seed):
+    space = space_of(count)
+    drawn = asked("random", space, candidates=cap, seed=seed)
+    assert len(drawn) == len(set(drawn)) == min(cap or count, count)
+    assert set(drawn) <= set(space.configs)
+    assert drawn == asked("random", space_of(count), candidates=cap, seed=seed)
+
+
+def test_random_differs_by_seed_family_and_problem():
+    base = asked("random", space_of(50), seed=1)
+    causal = Problem(1, 2, 2, 64, 64, 64, causal=True)
+    assert asked("random", space_of(50), seed=2) != base
+    assert asked("random", space_of(50, "other"), seed=1) != base
+    assert asked("random", space_of(50, problem=causal), seed=1) != base
+
+
+def test_random_reaches_every_candidate():
+    space = space_of(12)
+    first = {asked("random", space, candidates=1, seed=seed)[0] for seed in range(400)}
+    assert first == set(space.configs)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_empty_space_has_nothing_to_ask(name):
+    space = space_of(1)
+    empty = Space(space.kernel, space.problem, (), 1, {"rule": 1})
+    assert asked(name, empty, candidates=5) == []
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_asks_may_run_ahead_of_tells(name):
+    at_work = Search(name, space_of(6), candidates=6)
+    ahead = [at_work.ask() for _ in range(4)]
+    for config in ahead:
+        at_work.tell(trial_of(config))
+    later = [at_work.ask(), at_work.ask()]
+    assert len({*ahead, *later} - {None}) == 6
+
+
+def test_a_strategy_hears_of_every_trial_once_at_the_next_ask(monkeypatch):
+    heard = []
+
+    def listener(space, candidates, seed):
+        for config in space.configs:
+            heard.append((yield config))
+
+    monkeypatch.setitem(search.STRATEGIES, "listener", listener)
+    at_work = Search("listener", space_of(4))
+    first, second = at_work.ask(), at_work.ask()
+    at_work.tell(trial_of(second))
+    at_work.tell(trial_of(first))
+    assert heard == [[]]
+    at_work.ask()
+    at_work.ask()
+    assert [[trial.config for trial in told] for told in heard] == [[], [second, first], []]
+
+
+def test_the_spec_offers_the_strategies_there_are():
+    assert set(get_args(SearchSpec.model_fields["strategy"].annotation)) == set(STRATEGIES)
+
+
+def test_an_unknown_strategy_names_the_known():
+    with pytest.raises(SpecError, match="unknown strategy 'bayes'") as caught:
+        strategy("bayes")
+    assert caught.value.hint == "there are: exhaustive, random"
