@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import itertools
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -288,10 +289,11 @@ def load_kernel(path: Path) -> Kernel:
     except KernelError:
         raise
     except Exception as error:  # a user's file may raise anything
-        line = error.__traceback__
-        while line is not None and line.tb_next is not None:
-            line = line.tb_next
-        at = f"{path}:{line.tb_lineno}" if line is not None else str(path)
+        # The deepest line of the declaration itself, which may have called something that raised.
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        lines += [error.lineno] if isinstance(error, SyntaxError) else []
+        at = f"{path}:{lines[-1]}" if lines else str(path)
         raise KernelError(f"{type(error).__name__}: {error}", where=at) from error
     kernel = getattr(module, "kernel", None)
     if not isinstance(kernel, Kernel):

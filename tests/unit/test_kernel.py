@@ -211,7 +211,7 @@ class TestDiscovery:
         ("text", "where", "what"),
         [
             ("\n1 / 0\n", ":2", "ZeroDivisionError: division by zero"),
-            ("x = (\n", "", "SyntaxError: '(' was never closed"),
+            ("\nx = (\n", ":2", "SyntaxError: '(' was never closed"),
             ("kernel = 3\n", "", "defines no `kernel = Kernel(...)`"),
             (GOOD.replace("'mine', s", "'absent', s"), "", "template absent.cu is not beside it"),
             ("".join(GOOD.splitlines(keepends=True)[:2]), "", "declares no stage"),

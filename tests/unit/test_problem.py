@@ -88,7 +88,7 @@ def test_counts_of_a_shape_from_the_literature():
 @pytest.mark.parametrize("name", ["batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_nothing_is_smaller_than_one(name, value):
-    shape = dict(batch=1, heads=1, heads_kv=1, seqlen_q=1, seqlen_k=1, head_dim=1)
+    shape = {"batch": 1, "heads": 1, "heads_kv": 1, "seqlen_q": 1, "seqlen_k": 1, "head_dim": 1}
     with pytest.raises(ProblemError, match=f"^{name} must be at least 1, not {value}$"):
         Problem(**{**shape, name: value})
 
