@@ -6,6 +6,7 @@ Only the worker process imports this module's CuPy; everything here may raise a 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from attnsweep.arch import Gpu, arch_of
 from attnsweep.errors import NoGpuError
-from attnsweep.kernel import Launch
+from attnsweep.kernel import Launch, TensorMap
 from attnsweep.trial import CompiledStage, Plan
 
 # A tile of 128 rows of head_dim 256 written past the end lands within this.
@@ -213,7 +214,9 @@ class Session:
         function = self.function(stage.cubin, launch)
         args: list[Any] = []
         for arg in launch.args:
-            if isinstance(arg, str):
+            if isinstance(arg, TensorMap):
+                args.append(_encode(arg, buffers[arg.buffer].pointer))
+            elif isinstance(arg, str):
                 args.append(np.uint64(buffers[arg].pointer))
             elif isinstance(arg, float):
                 args.append(np.float32(arg))
@@ -222,8 +225,38 @@ class Session:
         grid, block, packed = launch.grid, (launch.threads, 1, 1), tuple(args)
         smem_bytes = launch.smem_bytes
 
+        if launch.programmatic:
+            return self._programmatic(function, launch, packed)
+
         def run() -> None:
             function(grid, block, packed, shared_mem=smem_bytes)
+
+        return run
+
+    def _programmatic(
+        self, function: Any, launch: Launch, packed: tuple[Any, ...]
+    ) -> Callable[[], None]:
+        """The launch through the driver, since CuPy's own takes no launch attributes."""
+        from cuda.bindings import driver
+
+        values = [np.ascontiguousarray(value) for value in packed]
+        pointers = np.array([value.ctypes.data for value in values], np.uint64)
+        ids = driver.CUlaunchAttributeID
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
+        config.sharedMemBytes = launch.smem_bytes
+        config.hStream = driver.CUstream(self.stream.ptr)
+        config.numAttrs, config.attrs = 1, [attribute]
+        handle = function.kernel.ptr
+
+        def run(keep: object = values) -> None:
+            (status,) = driver.cuLaunchKernelEx(config, handle, int(pointers.ctypes.data), 0)
+            if int(status):
+                raise self._cupy.cuda.driver.CUDADriverError(int(status))
 
         return run
 
@@ -274,6 +307,34 @@ class Session:
         except self._cupy.cuda.runtime.CUDARuntimeError:
             return True
         return False
+
+
+def _encode(tensor_map: TensorMap, pointer: int) -> np.ndarray[Any, Any]:
+    """The 128 bytes of a tensor map, as an array that CuPy passes by value."""
+    from cuda.bindings import driver
+
+    rank = len(tensor_map.dims)
+    swizzle = {0: 0, 32: 1, 64: 2, 128: 3}[tensor_map.swizzle_bytes]
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        rank,
+        pointer,
+        [driver.cuuint64_t(size) for size in tensor_map.dims],
+        [driver.cuuint64_t(stride) for stride in tensor_map.strides],
+        [driver.cuuint32_t(size) for size in tensor_map.box],
+        [driver.cuuint32_t(1)] * rank,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle(swizzle),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(status):
+        raise ValueError(f"the driver refuses the tensor map {tensor_map}: {status.name}")
+    # Copied to an aligned array: objects of the binding lie at 48 modulo 64.
+    raw = np.zeros(128 + 64, np.uint8)
+    begin = -raw.ctypes.data % 64
+    raw[begin : begin + 128] = np.frombuffer(ctypes.string_at(encoded.getPtr(), 128), np.uint8)
+    return raw[begin : begin + 128].view("V128")
 
 
 def cuda_errors() -> tuple[type[Exception], ...]:

@@ -78,21 +78,43 @@ def _text(value: Value) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorMap:
+    """A TMA descriptor of a 16-bit tensor, passed by value (`const __grid_constant__`, 128 bytes).
+
+    buffer: its name. dims: elements, innermost first. strides: bytes between neighbours of every
+    dim but the first, multiples of 16. box: elements one copy moves. swizzle_bytes: 0, 32, 64 or
+    128. Reads outside `dims` give zeros, writes outside are dropped.
+    """
+
+    buffer: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle_bytes: int = 128
+
+
+Arg = str | int | float | TensorMap
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch of a stage, fully determined.
 
     args: a str names a buffer (`q`, `k`, `v`, `o`, or a workspace) and passes its pointer; an int
-    passes as int32, a float as float32. `defines` are extra compile-time integers that follow from
-    the problem. `min_blocks_per_sm` is the occupancy the family plans for.
+    passes as int32, a float as float32, a TensorMap by value. `defines` are extra compile-time
+    integers that follow from the problem. `min_blocks_per_sm` is the occupancy the family plans
+    for. `programmatic`: launched with programmatic stream serialization, so that it may begin
+    before the launch ahead of it ends (sm_90; the template must wait with griddepcontrol.wait).
     """
 
     function: str
     grid: tuple[int, int, int]
     threads: int
-    args: tuple[str | int | float, ...]
+    args: tuple[Arg, ...]
     smem_bytes: int = 0
     defines: Mapping[str, int] = field(default_factory=dict)
     min_blocks_per_sm: int = 1
+    programmatic: bool = False
 
 
 Rule = Callable[[Config, Problem, Arch], bool]

@@ -20,7 +20,7 @@ from attnsweep import report
 from attnsweep.arch import arch_named
 from attnsweep.candidates import Build, Observer, PlannedProblem, as_ready, compiled_row, plan
 from attnsweep.compiler import Compiler
-from attnsweep.errors import NoGpuError, SpaceError
+from attnsweep.errors import NoGpuError, SpaceError, StoreError
 from attnsweep.kernel import Kernel, Space
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank, winners
@@ -114,7 +114,10 @@ def _measured_elsewhere(directory: Path, now: Environment) -> str | None:
     """The GPU, driver and CUDA of an earlier run in `directory`, if they are not today's."""
     if not (directory / TRIALS).is_file() or not (directory / TRIALS).stat().st_size:
         return None
-    before = open_run(directory).environment
+    try:
+        before = open_run(directory).environment
+    except StoreError:
+        return None  # nothing in it to set aside
     if before is None or (before.gpu, before.driver, before.cuda) == (
         now.gpu,
         now.driver,
