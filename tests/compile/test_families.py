@@ -146,7 +146,7 @@ def test_a_stage_sees_only_its_own_parameters(compilers):
     kernel = KERNELS["three_kernel_mma"]
     compiler = compilers("sm_90a")
     configs = Space.build(kernel, BASE, compiler.arch).configs
-    softmax = [n for n in kernel.stages["softmax"].params]
+    softmax = list(kernel.stages["softmax"].params)
     stage = list(kernel.stages).index("softmax")
     keys = {}
     for config in configs:

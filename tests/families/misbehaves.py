@@ -11,7 +11,7 @@ kernel = Kernel(
         Param(
             "FAULT",
             (0, 1, 2, 3, 4, 5, 6),
-            "0 right, 1 hang, 2 illegal address, 3 write past the end, 4 NaN, 5 unwritten, 6 1 % off",
+            "right, hang, illegal address, write past the end, NaN, unwritten row, 1 % off",
         ),
     ),
     dtypes=("fp16",),

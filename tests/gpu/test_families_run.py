@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -47,16 +48,13 @@ def compiler(worker):
 
 def cases():
     for kernel in KERNELS.values():
-        for head_dim in kernel.head_dims:
-            for dtype in kernel.dtypes:
-                for causal in (False, True):
-                    for shape in SHAPES:
-                        if not (causal and shape.seqlen_q > shape.seqlen_k):
-                            yield pytest.param(
-                                kernel,
-                                replace(shape, head_dim=head_dim, dtype=dtype, causal=causal),
-                                id=f"{kernel}-{replace(shape, head_dim=head_dim, dtype=dtype, causal=causal).label.replace(' ', '-')}",
-                            )
+        for head_dim, dtype, causal in product(kernel.head_dims, kernel.dtypes, (False, True)):
+            for shape in SHAPES:
+                if causal and shape.seqlen_q > shape.seqlen_k:
+                    continue
+                problem = replace(shape, head_dim=head_dim, dtype=dtype, causal=causal)
+                name = f"{kernel}-{problem.label}".replace(" ", "-")
+                yield pytest.param(kernel, problem, id=name)
 
 
 @pytest.mark.parametrize(("kernel", "problem"), list(cases()))
