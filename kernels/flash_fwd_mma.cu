@@ -1,4 +1,4 @@
-// flash_fwd_mma: the whole forward in one kernel (FlashAttention-2), mma.sync and cp.async, sm_80 and later.
+// flash_fwd_mma: the whole forward in one kernel (FlashAttention-2): mma.sync and cp.async, sm_80 on.
 // A block owns BLOCK_M queries of one head and walks over the keys, BLOCK_N at a time, through a ring of
 // NUM_STAGES K and V tiles. A warp owns WARP_M queries and the output stays in its registers: fp32, unscaled
 // by the row sum until the end. Scores become P in registers, so they never touch shared memory.
@@ -7,31 +7,34 @@
 #include "common/mma.cuh"
 
 // KEY_GROUPS groups of warps share the block's queries: each takes its own WARP_N keys of every tile, never
-// waits for another group, and they merge outputs at the end. More warps for a small grid, at WARP_M = 32 still.
+// waits for another group, and they merge outputs at the end: more warps for a small grid, at WARP_M = 32.
 constexpr int THREADS = NUM_WARPS * 32, GROUP_THREADS = THREADS / KEY_GROUPS;
 constexpr int WARPS_M = NUM_WARPS / KEY_GROUPS;
 constexpr int WARP_M = BLOCK_M / WARPS_M, M_TILES = WARP_M / 16;
 constexpr int WARP_N = BLOCK_N / KEY_GROUPS, N_STEPS = WARP_N / 16;
 constexpr int D_STEPS = HEAD_DIM / 16, CHUNKS = HEAD_DIM / 8;  // a chunk is 16 bytes
-static_assert(M_TILES * 16 * WARPS_M == BLOCK_M && N_STEPS * 16 * KEY_GROUPS == BLOCK_N && HEAD_DIM % 64 == 0, "");
+static_assert(M_TILES * 16 * WARPS_M == BLOCK_M && N_STEPS * 16 * KEY_GROUPS == BLOCK_N, "whole fragments");
+static_assert(HEAD_DIM % 64 == 0, "a row must be whole swizzle periods");
 
 // Shared memory: Q (at the end O), then K and V of each stage (at the end the outputs to merge). ldmatrix
-// reads 8 rows at one column: a swizzle or 16 bytes of padding put them in 8 different bank groups.
-constexpr int PITCH = HEAD_DIM * 2 + (SWIZZLE ? 0 : 16);
+// reads 8 rows at one column, so a row's 16-byte chunks are permuted by its number: 8 different bank groups.
+// (16 bytes of padding a row also avoid conflicts, but were 3 to 15% slower everywhere.)
+constexpr int PITCH = HEAD_DIM * 2;
 constexpr int Q_BYTES = BLOCK_M * PITCH, TILE_BYTES = WARP_N * PITCH, STAGE_BYTES = 2 * TILE_BYTES;
 
 __device__ __forceinline__ unsigned offset_of(int row, int chunk) {
-    return row * PITCH + ((SWIZZLE ? chunk ^ (row & 7) : chunk) << 4);
+    return row * PITCH + ((chunk ^ (row & 7)) << 4);
 }
 // Offset of 16-column step `step`, given a lane's own swizzled chunk (0 or 1, xor its row).
 __device__ __forceinline__ unsigned step_offset(unsigned lane_chunk, int step) {
-    return SWIZZLE ? ((lane_chunk ^ (2 * step & 6)) << 4) + (2 * step & ~7) * 16 : (lane_chunk + 2 * step) << 4;
+    return ((lane_chunk ^ (2 * step & 6)) << 4) + (2 * step & ~7) * 16;
 }
 
 // ROWS contiguous rows to shared memory by COUNT threads. Rows from rows_left on become zeros, so that 0 * V
-// is never NaN. Whole tiles take a path without conditions: 2 instructions a chunk instead of 11.
+// is never NaN. Whole tiles take a path without conditions: about 2 instructions a chunk instead of 12.
 template <int ROWS, int COUNT>
-__device__ __forceinline__ void load_rows(unsigned target, const element_t* source, int rows_left, unsigned thread) {
+__device__ __forceinline__ void load_rows(unsigned target, const element_t* source, int rows_left,
+                                          unsigned thread) {
     static_assert(ROWS * CHUNKS % COUNT == 0, "a tile must be whole chunks for every thread");
     constexpr int STEP = COUNT / CHUNKS;  // rows from one chunk of a thread to its next
     const unsigned row = thread / CHUNKS, chunk = thread % CHUNKS, first = target + offset_of(row, chunk);
@@ -60,26 +63,33 @@ __device__ __forceinline__ void group_sync(int group) {
 // A row's reference moves only when a score exceeds it by 2^RESCALE_ABOVE: P up to 256 is as exact in fp16
 // as P up to 1, and the output is rescaled, and maxima exchanged, in few tiles instead of in all.
 constexpr float RESCALE_ABOVE = 8.f;
-constexpr float NOTHING_YET = -1e30f;  // finite, so that a row without keys so far gives exp2(-inf), never NaN
+constexpr float NOTHING_YET = -1e30f;  // finite: a row without keys so far gives exp2(-inf), never NaN
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, const element_t* __restrict__ v,
-              element_t* __restrict__ o, int heads, int heads_kv, int seqlen_q, int seqlen_k, float scale) {
+flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
+              const element_t* __restrict__ v, element_t* __restrict__ o, int heads, int heads_kv,
+              int seqlen_q, int seqlen_k, float scale) {
     extern __shared__ __align__(128) unsigned char smem[];
     const unsigned smem_q = smem_address(smem);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / WARPS_M;
-    // Causal blocks differ in length: begin with the longest.
-    const int first_row = (CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * BLOCK_M;
+    // Order 0: the blocks of a head follow one another and share its K and V in L2. Causal blocks differ in
+    // length: order 1 begins with the longest of all heads; 2 does so with half of them and then goes from
+    // short to long, so that two blocks of one SM add up to the same work if all run at once. On an H200,
+    // orders 0, 1, 2 took 16.1, 14.2, 13.4 us at (1,16,1024,64) and 6.4, 6.8, 6.8 us at (1,8,512,64).
+    constexpr bool BY_HEAD = BLOCK_ORDER == 0;
+    const int rows = BY_HEAD ? gridDim.x : gridDim.y, index = BY_HEAD ? blockIdx.x : blockIdx.y;
+    const int head = BY_HEAD ? blockIdx.y : blockIdx.x;
+    const bool upwards = !CAUSAL || (BLOCK_ORDER == 2 && index >= (rows + 1) / 2);
+    const int first_row = (!upwards ? rows - 1 - index : CAUSAL ? index - (rows + 1) / 2 : index) * BLOCK_M;
     const int warp_row = first_row + warp % WARPS_M * WARP_M;
-    const int head_kv = blockIdx.y / (heads / heads_kv);  // counted over the batch, as blockIdx.y is
+    const int head_kv = head / (heads / heads_kv);  // both counted over the batch
     const long long kv = (static_cast<long long>(head_kv) * seqlen_k + group * WARP_N) * HEAD_DIM;
-    k += kv, v += kv;
-    q += (static_cast<long long>(blockIdx.y) * seqlen_q + first_row) * HEAD_DIM;
-    o += (static_cast<long long>(blockIdx.y) * seqlen_q + warp_row) * HEAD_DIM;
+    q += (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
     const int diagonal = seqlen_k - seqlen_q;  // row i sees keys up to i + diagonal
     const int block_keys = CAUSAL ? min(seqlen_k, first_row + BLOCK_M + diagonal) : seqlen_k;
-    const int some_keys = CAUSAL ? min(seqlen_k, warp_row + WARP_M + diagonal) : seqlen_k;  // seen by a row of the warp
-    const int all_keys = CAUSAL ? min(seqlen_k, warp_row + 1 + diagonal) : seqlen_k;        // by all its rows
+    // Keys that some row of this warp sees, and keys that all its rows see.
+    const int some_keys = CAUSAL ? min(seqlen_k, warp_row + WARP_M + diagonal) : seqlen_k;
+    const int all_keys = CAUSAL ? min(seqlen_k, warp_row + 1 + diagonal) : seqlen_k;
     const int tiles = (block_keys + BLOCK_N - 1) / BLOCK_N;
     const float to_log2 = scale * LOG2E;
 
@@ -87,8 +97,9 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, 
     const unsigned group_thread = threadIdx.x % GROUP_THREADS;
     auto load_tile = [&](unsigned target, const element_t* source, int tile) {
         const int keys_left = seqlen_k - tile * BLOCK_N - group * WARP_N;
-        if (tile < tiles)
-            load_rows<WARP_N, GROUP_THREADS>(target, source + static_cast<long long>(tile) * (BLOCK_N * HEAD_DIM), keys_left, group_thread);
+        source += kv + static_cast<long long>(tile) * (BLOCK_N * HEAD_DIM);
+        if (tile < tiles && keys_left > 0)
+            load_rows<WARP_N, GROUP_THREADS>(target, source, keys_left, group_thread);
     };
     auto load_k = [&](unsigned stage, int tile) { load_tile(stage, k, tile); };
     auto load_v = [&](unsigned stage, int tile) { load_tile(stage + TILE_BYTES, v, tile); };
@@ -96,95 +107,58 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, 
     // Where this lane points ldmatrix: A fragments (Q) and transposed V take 16 rows by two column halves,
     // K takes 2 x 8 rows by two halves.
     const int row_a = lane % 16, row_k = lane % 8 + lane / 16 * 8;
-    const unsigned chunk_a = SWIZZLE ? lane / 16 ^ row_a % 8 : lane / 16;
-    const unsigned chunk_k = SWIZZLE ? lane / 8 % 2 ^ row_k % 8 : lane / 8 % 2;
+    const unsigned chunk_a = lane / 16 ^ row_a % 8;
+    const unsigned chunk_k = lane / 8 % 2 ^ row_k % 8;
     const unsigned lane_q = smem_q + (warp % WARPS_M * WARP_M + row_a) * PITCH;
     const unsigned lane_v = row_a * PITCH + TILE_BYTES, lane_k = row_k * PITCH;
-    auto load_q = [&](unsigned (&a)[M_TILES][4], int d) {
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m) ldmatrix_x4(a[m], lane_q + m * 16 * PITCH + step_offset(chunk_a, d));
-    };
 
+    using Scores = float[M_TILES][2 * N_STEPS][4];
     float out[M_TILES][2 * D_STEPS][4] = {};
-    float reference[M_TILES][2], sum[M_TILES][2] = {};  // this lane's rows l/4 and l/4 + 8; sums of its own columns
+    float reference[M_TILES][2], sum[M_TILES][2] = {};  // rows lane / 4 and + 8; sums of this lane's columns
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m) reference[m][0] = reference[m][1] = NOTHING_YET;
     unsigned q_kept[Q_IN_REGISTERS ? D_STEPS : 1][M_TILES][4];
 
-    load_rows<BLOCK_M, THREADS>(smem_q, q, seqlen_q - first_row, threadIdx.x);
-    load_k(group_ring, 0);
-    cp_async_commit();
-    if (NUM_STAGES > 1) {
-        load_v(group_ring, 0);
-        cp_async_commit();
+    auto load_q = [&](unsigned (&a)[M_TILES][4], int d) {
 #pragma unroll
-        for (int tile = 1; tile < NUM_STAGES - 1; ++tile) {
-            load_k(group_ring + tile * STAGE_BYTES, tile), load_v(group_ring + tile * STAGE_BYTES, tile);
-            cp_async_commit();
-        }
-    }
-
-    unsigned stage = group_ring;  // of this tile; the tile to load goes where the last one was
-    unsigned free_stage = group_ring + (NUM_STAGES - 1) * STAGE_BYTES;
-    for (int tile = 0; tile < tiles; ++tile, free_stage = stage, stage = stage == group_ring + (NUM_STAGES - 1) * STAGE_BYTES ? group_ring : stage + STAGE_BYTES) {
-        // One stage: V(tile) loads under QK, K(tile + 1) under PV. More: whole tiles load ahead and one
-        // barrier a tile is enough, but for V(0), which QK(0) does not wait for.
-        if (NUM_STAGES > 1 && tile > 0) cp_async_wait<(NUM_STAGES > 1 ? NUM_STAGES - 2 : 0)>();
-        else cp_async_wait<NUM_STAGES - 1>();
-        if (tile > 0) group_sync(group);
-        else __syncthreads();  // Q comes from all threads
-        if (NUM_STAGES > 1) load_k(free_stage, tile + NUM_STAGES - 1);
-        load_v(free_stage, tile + NUM_STAGES - 1);
-        cp_async_commit();
-        if (Q_IN_REGISTERS && tile == 0) {
+        for (int m = 0; m < M_TILES; ++m)
+            ldmatrix_x4(a[m], lane_q + m * 16 * PITCH + step_offset(chunk_a, d));
+    };
+    auto keep_q = [&] {
 #pragma unroll
-            for (int d = 0; d < (Q_IN_REGISTERS ? D_STEPS : 0); ++d) load_q(q_kept[d], d);
-        }
-
-        const int first_key = tile * BLOCK_N + group * WARP_N;
-        const bool active = first_key < some_keys;
-        float s[M_TILES][2 * N_STEPS][4] = {};
-        if (active) {
+        for (int d = 0; d < (Q_IN_REGISTERS ? D_STEPS : 0); ++d) load_q(q_kept[d], d);
+    };
+    // S += QK over 16 columns of the head.
+    auto qk_step = [&](Scores& s, unsigned stage, int d) {
+        unsigned q_now[M_TILES][4];
+        if (!Q_IN_REGISTERS) load_q(q_now, d);
+        unsigned(&a)[M_TILES][4] = Q_IN_REGISTERS ? q_kept[Q_IN_REGISTERS ? d : 0] : q_now;
 #pragma unroll
-            for (int d = 0; d < D_STEPS; ++d) {
-                unsigned q_now[M_TILES][4];
-                if (!Q_IN_REGISTERS) load_q(q_now, d);
-                unsigned(&a)[M_TILES][4] = Q_IN_REGISTERS ? q_kept[Q_IN_REGISTERS ? d : 0] : q_now;
+        for (int n = 0; n < N_STEPS; ++n) {
+            unsigned b[4];
+            ldmatrix_x4(b, stage + lane_k + n * 16 * PITCH + step_offset(chunk_k, d));
 #pragma unroll
-                for (int n = 0; n < N_STEPS; ++n) {
-                    unsigned b[4];
-                    ldmatrix_x4(b, stage + lane_k + n * 16 * PITCH + step_offset(chunk_k, d));
-#pragma unroll
-                    for (int m = 0; m < M_TILES; ++m) {
-                        mma_16816(s[m][2 * n], a[m], b[0], b[1]);
-                        mma_16816(s[m][2 * n + 1], a[m], b[2], b[3]);
-                    }
-                }
+            for (int m = 0; m < M_TILES; ++m) {
+                mma_16816(s[m][2 * n], a[m], b[0], b[1]);
+                mma_16816(s[m][2 * n + 1], a[m], b[2], b[3]);
             }
         }
-        if (NUM_STAGES == 1) {
-            cp_async_wait<0>();
-            group_sync(group);
-            load_k(stage, tile + 1);
-            cp_async_commit();
-        } else if (tile == 0) {
-            cp_async_wait<NUM_STAGES - 1>();
-            group_sync(group);
-        }
-        if (!active) continue;
-
+    };
+    // Masks what lies beyond the diagonal or the last key; moves references where scores outgrew them.
+    auto settle = [&](Scores& s, int first_key) {
         if (first_key + WARP_N > all_keys) {
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-                for (int n = 0; n < 2 * N_STEPS; ++n)
+                for (int h = 0; h < 2; ++h) {
+                    const int row = warp_row + m * 16 + h * 8 + lane / 4;
+                    const int seen = CAUSAL ? min(seqlen_k, row + 1 + diagonal) : seqlen_k;
+                    const int keys = seen - first_key - lane % 4 * 2;
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        int key = first_key + n * 8 + lane % 4 * 2 + e % 2, row = warp_row + m * 16 + lane / 4 + e / 2 * 8;
-                        if (key >= (CAUSAL ? min(seqlen_k, row + 1 + diagonal) : seqlen_k)) s[m][n][e] = minus_infinity();
-                    }
+                    for (int n = 0; n < 4 * N_STEPS; ++n)
+                        if (n / 2 * 8 + n % 2 >= keys) s[m][n / 2][2 * h + n % 2] = minus_infinity();
+                }
         }
-
         float largest[M_TILES][2];
         bool grown = false;
 #pragma unroll
@@ -197,45 +171,93 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, 
                 largest[m][h] = x * to_log2;
                 grown |= largest[m][h] > reference[m][h] + RESCALE_ABOVE;
             }
-        if (__any_sync(0xffffffffu, grown)) {
+        if (!__any_sync(0xffffffffu, grown)) return;
 #pragma unroll
-            for (int m = 0; m < M_TILES; ++m)
+        for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float x = fmaxf(largest[m][h], __shfl_xor_sync(0xffffffffu, largest[m][h], 1));
-                    x = fmaxf(reference[m][h], fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2)));
-                    float shrink = exp2_approx(reference[m][h] - x);
-                    reference[m][h] = x, sum[m][h] *= shrink;
+            for (int h = 0; h < 2; ++h) {
+                float x = fmaxf(largest[m][h], __shfl_xor_sync(0xffffffffu, largest[m][h], 1));
+                x = fmaxf(reference[m][h], fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2)));
+                float shrink = exp2_approx(reference[m][h] - x);
+                reference[m][h] = x, sum[m][h] *= shrink;
 #pragma unroll
-                    for (int d = 0; d < 2 * D_STEPS; ++d) out[m][d][2 * h] *= shrink, out[m][d][2 * h + 1] *= shrink;
-                }
-        }
-
-        // exp2 and PV in one loop, so that the special function unit and the tensor cores overlap.
+                for (int d = 0; d < 2 * D_STEPS; ++d)
+                    out[m][d][2 * h] *= shrink, out[m][d][2 * h + 1] *= shrink;
+            }
+    };
+    // P of 16 keys, then out += PV. exp2 of the next 16 overlaps with these mma: one loop, not two.
+    auto pv_step = [&](Scores& s, unsigned stage, int n) {
+        unsigned p[M_TILES][4];  // two score tiles side by side are one A fragment
 #pragma unroll
-        for (int n = 0; n < N_STEPS; ++n) {
-            unsigned p[M_TILES][4];  // two score tiles side by side are one A fragment
+        for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-            for (int m = 0; m < M_TILES; ++m)
+            for (int i = 0; i < 4; ++i) {
+                const float* two = &s[m][2 * n + i / 2][i % 2 * 2];
+                float p0 = exp2_approx(two[0] * to_log2 - reference[m][i % 2]);
+                float p1 = exp2_approx(two[1] * to_log2 - reference[m][i % 2]);
+                sum[m][i % 2] += p0 + p1;
+                p[m][i] = pack(p0, p1);
+            }
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float* two = &s[m][2 * n + i / 2][i % 2 * 2];
-                    float p0 = exp2_approx(two[0] * to_log2 - reference[m][i % 2]);
-                    float p1 = exp2_approx(two[1] * to_log2 - reference[m][i % 2]);
-                    sum[m][i % 2] += p0 + p1;
-                    p[m][i] = pack(p0, p1);
-                }
+        for (int d = 0; d < D_STEPS; ++d) {
+            unsigned b[4];
+            ldmatrix_x4_trans(b, stage + lane_v + n * 16 * PITCH + step_offset(chunk_a, d));
 #pragma unroll
-            for (int d = 0; d < D_STEPS; ++d) {
-                unsigned b[4];
-                ldmatrix_x4_trans(b, stage + lane_v + n * 16 * PITCH + step_offset(chunk_a, d));
-#pragma unroll
-                for (int m = 0; m < M_TILES; ++m) {
-                    mma_16816(out[m][2 * d], p[m], b[0], b[1]);
-                    mma_16816(out[m][2 * d + 1], p[m], b[2], b[3]);
-                }
+            for (int m = 0; m < M_TILES; ++m) {
+                mma_16816(out[m][2 * d], p[m], b[0], b[1]);
+                mma_16816(out[m][2 * d + 1], p[m], b[2], b[3]);
             }
         }
+    };
+
+    load_rows<BLOCK_M, THREADS>(smem_q, q, seqlen_q - first_row, threadIdx.x);
+    load_k(group_ring, 0);
+    cp_async_commit();
+    const unsigned last_stage = group_ring + (NUM_STAGES - 1) * STAGE_BYTES;
+    auto after = [&](unsigned stage) { return stage == last_stage ? group_ring : stage + STAGE_BYTES; };
+    unsigned stage = group_ring;
+
+    // One stage: V(tile) loads under QK, K(tile + 1) under PV. More: whole tiles load ahead and one barrier a
+    // tile is enough, but for V(0), which QK(0) does not wait for.
+    if (NUM_STAGES > 1) {
+        load_v(group_ring, 0);
+        cp_async_commit();
+#pragma unroll
+        for (int tile = 1; tile < NUM_STAGES - 1; ++tile) {
+            load_k(group_ring + tile * STAGE_BYTES, tile), load_v(group_ring + tile * STAGE_BYTES, tile);
+            cp_async_commit();
+        }
+    }
+    unsigned free_stage = last_stage;  // where the tile before this one was
+    for (int tile = 0; tile < tiles; ++tile, free_stage = stage, stage = after(stage)) {
+        if (NUM_STAGES > 1 && tile > 0) cp_async_wait<(NUM_STAGES > 1 ? NUM_STAGES - 2 : 0)>();
+        else cp_async_wait<NUM_STAGES - 1>();
+        if (tile > 0) group_sync(group);
+        else __syncthreads();  // Q comes from all threads
+        if (NUM_STAGES > 1) load_k(free_stage, tile + NUM_STAGES - 1);
+        load_v(free_stage, tile + NUM_STAGES - 1);
+        cp_async_commit();
+        if (tile == 0) keep_q();
+
+        const int first_key = tile * BLOCK_N + group * WARP_N;
+        const bool active = first_key < some_keys;
+        Scores s = {};
+        if (active) {
+#pragma unroll
+            for (int d = 0; d < D_STEPS; ++d) qk_step(s, stage, d);
+        }
+        if (NUM_STAGES == 1 || tile == 0) {
+            cp_async_wait<NUM_STAGES - 1>();
+            group_sync(group);
+        }
+        if (NUM_STAGES == 1) {
+            load_k(stage, tile + 1);
+            cp_async_commit();
+        }
+        if (!active) continue;
+        settle(s, first_key);
+#pragma unroll
+        for (int n = 0; n < N_STEPS; ++n) pv_step(s, stage, n);
     }
     cp_async_wait<0>();
 
@@ -270,8 +292,10 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, 
                     sum[m][h] = sum[m][h] * keep[h] + theirs[(8 * D_STEPS + 2 + h) * 32] * take[h];
                 }
 #pragma unroll
-                for (int i = 0; i < 8 * D_STEPS; ++i)
-                    out[m][i / 4][i % 4] = out[m][i / 4][i % 4] * keep[i / 2 % 2] + theirs[i * 32] * take[i / 2 % 2];
+                for (int i = 0; i < 8 * D_STEPS; ++i) {
+                    float& x = out[m][i / 4][i % 4];
+                    x = x * keep[i / 2 % 2] + theirs[i * 32] * take[i / 2 % 2];
+                }
             }
         }
     }
@@ -287,15 +311,17 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k, 
 #pragma unroll
             for (int d = 0; d < 2 * D_STEPS; ++d) {
                 unsigned char* at = smem + offset_of(staging + m * 16 + h * 8 + lane / 4, d) + lane % 4 * 4;
-                *reinterpret_cast<unsigned*>(at) = pack(out[m][d][2 * h] * inverse, out[m][d][2 * h + 1] * inverse);
+                *reinterpret_cast<unsigned*>(at) =
+                    pack(out[m][d][2 * h] * inverse, out[m][d][2 * h + 1] * inverse);
             }
         }
     __syncwarp();
+    o += (static_cast<long long>(head) * seqlen_q + warp_row) * HEAD_DIM;
     const int rows_left = seqlen_q - warp_row;
 #pragma unroll
     for (int i = 0; i < WARP_M * CHUNKS / 32; ++i) {
-        const int index = i * 32 + lane;
-        if (index / CHUNKS < rows_left)
-            reinterpret_cast<uint4*>(o)[index] = *reinterpret_cast<const uint4*>(smem + offset_of(staging + index / CHUNKS, index % CHUNKS));
+        const int at = i * 32 + lane;
+        const unsigned char* from = smem + offset_of(staging + at / CHUNKS, at % CHUNKS);
+        if (at / CHUNKS < rows_left) reinterpret_cast<uint4*>(o)[at] = *reinterpret_cast<const uint4*>(from);
     }
 }

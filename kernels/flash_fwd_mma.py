@@ -9,13 +9,12 @@ kernel = Kernel(
     summary="fused FlashAttention-2 forward: mma.sync, cp.async ring, online softmax in registers",
     params=(
         Param("BLOCK_M", (64, 128), "query rows per block"),
-        Param("BLOCK_N", (32, 64, 128), "keys per tile"),
+        Param("BLOCK_N", (32, 64, 128, 256), "keys per tile"),
         Param("NUM_WARPS", (4, 8), "warps per block"),
-        Param("KEY_GROUPS", (1, 2), "groups of warps that split each tile's keys and merge at the end"),
-        Param("NUM_STAGES", (1, 2, 3), "depth of the K and V ring; 1 overlaps V with QK, K with PV"),
-        Param("SWIZZLE", (0, 1), "bank conflicts avoided by 16 bytes of padding a row (0) or XOR (1)"),
-        Param("Q_IN_REGISTERS", (0, 1), "Q fragments kept in registers (1) or read again each tile (0)"),
-        Param("MIN_BLOCKS", (1, 2, 3), "blocks per SM that the registers are limited for"),
+        Param("KEY_GROUPS", (1, 2), "groups of warps that split the keys of a tile; merged last"),
+        Param("NUM_STAGES", (1, 2, 3), "K and V ring; with 1, V loads under QK and K under PV"),
+        Param("Q_IN_REGISTERS", (0, 1), "Q fragments in registers (1) or read again each tile (0)"),
+        Param("BLOCK_ORDER", (0, 1, 2), "0 by head; causal: 1 longest first, 2 long beside short"),
     ),
 )
 
@@ -27,52 +26,72 @@ def warp_m(config: Config) -> int:
 
 def smem_bytes(config: Config, head_dim: int) -> int:
     """Q, then the K and V ring or the merge of key groups, whichever is larger."""
-    pitch = head_dim * 2 + (0 if config.SWIZZLE else 16)
+    pitch = head_dim * 2
     ring = 2 * config.NUM_STAGES * config.BLOCK_N * pitch
     words_per_lane = warp_m(config) // 16 * (head_dim // 2 + 4)
     merge = (config.KEY_GROUPS - 1) * config.NUM_WARPS // config.KEY_GROUPS * 128 * words_per_lane
     return config.BLOCK_M * pitch + max(ring, merge)
 
 
-def registers_needed(config: Config, problem: Problem) -> int:
+def registers_needed(config: Config, head_dim: int, arch: Arch) -> int:
     """Outputs, scores and kept Q of one lane, and what fragments and addresses take on top."""
-    tiles = warp_m(config) // 16
-    head_dim, keys = problem.head_dim, config.BLOCK_N // config.KEY_GROUPS
-    per_tile = head_dim // 2 + keys // 2 + (head_dim // 4 if config.Q_IN_REGISTERS else 0) + 8
-    return tiles * per_tile + 60
+    keys = config.BLOCK_N // config.KEY_GROUPS
+    kept_q = head_dim // 4 if config.Q_IN_REGISTERS else 0
+    on_top = 60 if arch.compute_capability < (10, 0) else 76
+    return warp_m(config) // 16 * (head_dim // 2 + keys // 2 + kept_q + 8) + on_top
 
 
-@kernel.rule("a warp owns 16 or 32 queries")
+def blocks_per_sm(config: Config, head_dim: int, arch: Arch) -> int:
+    """Blocks that registers and shared memory of an SM have room for."""
+    threads = config.NUM_WARPS * 32
+    registers = min(256, registers_needed(config, head_dim, arch))
+    by_registers = arch.registers_per_sm // (threads * registers)
+    by_smem = arch.smem_per_sm // (smem_bytes(config, head_dim) + arch.smem_reserved_per_block)
+    return max(1, min(by_registers, by_smem, arch.max_threads_per_sm // threads))
+
+
+@kernel.rule("a warp owns 16 or 32 queries and whole fragments of keys")
 def warp_rows(config: Config, problem: Problem, arch: Arch) -> bool:
-    return warp_m(config) in (16, 32)
+    return config.BLOCK_N % (16 * config.KEY_GROUPS) == 0 and warp_m(config) in (16, 32)
 
 
-@kernel.rule("a tile is a whole number of 16-byte chunks for every thread")
+@kernel.rule("Q, K and V tiles are whole 16-byte chunks for every thread")
 def whole_chunks(config: Config, problem: Problem, arch: Arch) -> bool:
-    chunks = config.BLOCK_N * problem.head_dim // 8
-    return chunks % (config.NUM_WARPS * 32) == 0
+    per_row, threads = problem.head_dim // 8, config.NUM_WARPS * 32
+    return config.BLOCK_M * per_row % threads == 0 and config.BLOCK_N * per_row % threads == 0
 
 
-@kernel.rule("outputs, scores and Q fit the registers of MIN_BLOCKS blocks")
+@kernel.rule("a tile is not twice as long as its sequence, unless it is short itself")
+def no_idle_tile(config: Config, problem: Problem, arch: Arch) -> bool:
+    longest_m, longest_n = 2 * max(64, problem.seqlen_q), 2 * max(64, problem.seqlen_k)
+    return longest_m > config.BLOCK_M and longest_n > config.BLOCK_N
+
+
+@kernel.rule("an order of blocks by length needs blocks that differ in length")
+def block_order(config: Config, problem: Problem, arch: Arch) -> bool:
+    return problem.causal or config.BLOCK_ORDER == 0
+
+
+@kernel.rule("outputs, scores and Q fit the registers of a thread, so that nothing spills")
 def registers(config: Config, problem: Problem, arch: Arch) -> bool:
-    available = min(255, arch.registers_per_sm // (config.MIN_BLOCKS * config.NUM_WARPS * 32))
-    return registers_needed(config, problem) <= available
-
-
-@kernel.rule("MIN_BLOCKS blocks fit the shared memory of an SM")
-def occupancy(config: Config, problem: Problem, arch: Arch) -> bool:
-    block = smem_bytes(config, problem.head_dim) + arch.smem_reserved_per_block
-    return config.MIN_BLOCKS * block <= arch.smem_per_sm
+    needed = registers_needed(config, problem.head_dim, arch)
+    # The fastest tiles take all 255 with 0 to spare: compiled, not estimated, to be free of spills.
+    tight = config.KEY_GROUPS == 1 and not config.Q_IN_REGISTERS
+    tight = tight and (config.NUM_STAGES < 3 or arch.compute_capability >= (9, 0))
+    return needed <= (270 if tight else 250)
 
 
 @kernel.stage("fwd")
 def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     p = problem
+    blocks = blocks_per_sm(config, p.head_dim, arch)
+    grid = (-(-p.seqlen_q // config.BLOCK_M), p.batch * p.heads)
     return Launch(
         function="flash_fwd_mma",
-        grid=(-(-p.seqlen_q // config.BLOCK_M), p.batch * p.heads, 1),
+        grid=(*(grid if config.BLOCK_ORDER == 0 else grid[::-1]), 1),
         threads=config.NUM_WARPS * 32,
         args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
         smem_bytes=smem_bytes(config, p.head_dim),
-        min_blocks_per_sm=config.MIN_BLOCKS,
+        defines={"MIN_BLOCKS": blocks},
+        min_blocks_per_sm=blocks,
     )
