@@ -1,4 +1,4 @@
-"""three_kernel_mma: QKᵀ, row softmax in place and PV as three launches, mma.sync on sm_80 and later."""
+"""three_kernel_mma: QKᵀ, row softmax in place and PV as three launches; sm_80 and later."""
 
 from attnsweep.arch import Arch
 from attnsweep.kernel import Config, Kernel, Launch, Param
@@ -8,22 +8,23 @@ kernel = Kernel(
     "three_kernel_mma",
     summary="QK^T, row softmax in place, PV: three launches, mma.sync and cp.async",
     params=(
-        Param("QK_BLOCK_M", (64, 128), "queries of a block's tile of scores"),
-        Param("QK_BLOCK_N", (64, 128), "keys of a block's tile of scores"),
-        Param("QK_BLOCK_K", (64,), "head_dim columns of one pipeline stage"),
-        Param("QK_WARPS", (4, 8), "warps per block"),
-        Param("QK_STAGES", (1, 2), "tiles of Q and K in flight"),
-        Param("SOFTMAX_THREADS", (16, 32, 128), "threads per row"),
-        Param("SOFTMAX_VECTOR", (8,), "elements per load: 1, 2, 4 or 8"),
+        Param("QK_BLOCK_M", (64, 128), "queries of a tile of scores"),
+        Param("QK_BLOCK_N", (64, 128), "keys of a tile of scores"),
+        Param("QK_BLOCK_K", (64,), "head_dim columns of a pipeline stage"),
+        Param("QK_WARPS", (4,), "warps per block"),
+        Param("QK_STAGES", (1, 2), "tiles of K in flight"),
+        Param("QK_TILES", (1, 4), "tiles of keys that a block computes, one after the other"),
+        Param("SOFTMAX_THREADS", (32, 64, 256), "threads per row"),
+        Param("SOFTMAX_VECTOR", (4, 8), "elements per load: 1, 2, 4 or 8"),
         Param("SOFTMAX_READS", (1, 2), "1: the row stays in registers; 2: it is read twice"),
         Param("SOFTMAX_BLOCK", (256,), "threads per block"),
-        Param("PV_BLOCK_M", (64, 128), "queries of a block's tile of the output"),
-        Param("PV_BLOCK_N", (64, 128), "head_dim columns of a block's tile of the output"),
-        Param("PV_BLOCK_K", (64,), "keys of one pipeline stage"),
-        Param("PV_WARPS", (4, 8), "warps per block"),
-        Param("PV_STAGES", (3, 4), "tiles of P and V in flight"),
+        Param("PV_BLOCK_M", (64, 128), "queries of a tile of the output"),
+        Param("PV_BLOCK_N", (64, 128), "head_dim columns of a tile of the output"),
+        Param("PV_BLOCK_K", (64, 128), "keys of a pipeline stage"),
+        Param("PV_WARPS", (4,), "warps per block"),
+        Param("PV_STAGES", (2, 4), "tiles of P and V in flight"),
     ),
-    rounds_scores=True,
+    rounds_scores=1,
 )
 
 
@@ -32,8 +33,14 @@ def accumulators(block_m: int, block_n: int, warps: int) -> int:
     return block_m * block_n // (warps * 32)
 
 
+def gemm_registers(block_m: int, block_n: int, warps: int) -> int:
+    """Registers a thread needs without spills: its output, fragments of the inputs, addresses."""
+    output = accumulators(block_m, block_n, warps)
+    return output + (64 if output < 64 else 80)
+
+
 def max_keys(config: Config, problem: Problem) -> int:
-    """Keys that the registers of a row's threads hold: a power of two, so that cubins are shared."""
+    """Keys that the registers of a row's threads hold: a power of two, to share cubins."""
     return max(
         config.SOFTMAX_THREADS * config.SOFTMAX_VECTOR, 1 << (problem.seqlen_k - 1).bit_length()
     )
@@ -59,6 +66,12 @@ def blocks_per_sm(arch: Arch, threads: int, registers: int, smem_bytes: int) -> 
     )
 
 
+@kernel.rule("sizes are powers of two; stages and tiles per block need not be")
+def powers_of_two(config: Config, problem: Problem, arch: Arch) -> bool:
+    free = ("QK_STAGES", "QK_TILES", "PV_STAGES", "SOFTMAX_READS")
+    return all(int(config[name]).bit_count() == 1 for name in config if name not in free)
+
+
 @kernel.rule("every warp has at least one 16x16 piece of its tile")
 def warps_fit_tile(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
@@ -77,12 +90,16 @@ def accumulators_fit_registers(config: Config, problem: Problem, arch: Arch) -> 
     )
 
 
-@kernel.rule("a thread copies at most 32 chunks a step, or their addresses spill")
-def copies_fit_registers(config: Config, problem: Problem, arch: Arch) -> bool:
+@kernel.rule("a thread copies 1 to 32 chunks a step: more addresses than that spill")
+def copies_fit_threads(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
-    qk_chunks = (c.QK_BLOCK_M + c.QK_BLOCK_N) * c.QK_BLOCK_K // 8
-    pv_chunks = (c.PV_BLOCK_M + c.PV_BLOCK_N) * c.PV_BLOCK_K // 8
-    return qk_chunks <= c.QK_WARPS * 32 * 32 and pv_chunks <= c.PV_WARPS * 32 * 32
+    return all(
+        min(rows) * columns >= threads * 8 and sum(rows) * columns <= threads * 8 * 32
+        for rows, columns, threads in (
+            ((c.QK_BLOCK_M, c.QK_BLOCK_N), c.QK_BLOCK_K, c.QK_WARPS * 32),
+            ((c.PV_BLOCK_M, c.PV_BLOCK_N), c.PV_BLOCK_K, c.PV_WARPS * 32),
+        )
+    )
 
 
 @kernel.rule("QK_BLOCK_K and PV_BLOCK_N divide head_dim")
@@ -92,7 +109,7 @@ def tiles_divide_head_dim(config: Config, problem: Problem, arch: Arch) -> bool:
 
 @kernel.rule("as many stages as can be in flight: one if there is one tile, else two or more")
 def stages_are_used(config: Config, problem: Problem, arch: Arch) -> bool:
-    steps = problem.head_dim // config.QK_BLOCK_K
+    steps = problem.head_dim // config.QK_BLOCK_K * config.QK_TILES
     return min(2, steps) <= config.QK_STAGES <= steps and config.PV_STAGES >= 2
 
 
@@ -114,7 +131,7 @@ def softmax_threads_are_used(config: Config, problem: Problem, arch: Arch) -> bo
 def tiles_fit_sequence(config: Config, problem: Problem, arch: Arch) -> bool:
     c, p = config, problem
     return max(c.QK_BLOCK_M, c.PV_BLOCK_M) < 2 * max(p.seqlen_q, 64) and max(
-        c.QK_BLOCK_N, c.PV_BLOCK_K
+        c.QK_TILES * c.QK_BLOCK_N, c.PV_BLOCK_K
     ) < 2 * max(p.seqlen_k, 64)
 
 
@@ -125,17 +142,24 @@ def workspace(config: Config, problem: Problem) -> dict[str, int]:
     return {"scores": rows * stride(p) * DTYPE_BYTES[p.dtype]}
 
 
-@kernel.stage("qk", params=("QK_BLOCK_M", "QK_BLOCK_N", "QK_BLOCK_K", "QK_WARPS", "QK_STAGES"))
+@kernel.stage(
+    "qk", params=("QK_BLOCK_M", "QK_BLOCK_N", "QK_BLOCK_K", "QK_WARPS", "QK_STAGES", "QK_TILES")
+)
 def qk(config: Config, problem: Problem, arch: Arch) -> Launch:
     c, p = config, problem
     threads = c.QK_WARPS * 32
-    inputs = c.QK_STAGES * (c.QK_BLOCK_M + c.QK_BLOCK_N) * c.QK_BLOCK_K * 2
-    smem_bytes = max(inputs, c.QK_BLOCK_M * c.QK_BLOCK_N * 2)
-    registers = accumulators(c.QK_BLOCK_M, c.QK_BLOCK_N, c.QK_WARPS) + 64
+    inputs = 2 * (c.QK_BLOCK_M * p.head_dim + c.QK_STAGES * c.QK_BLOCK_N * c.QK_BLOCK_K)
+    outputs = 2 * c.QK_BLOCK_M * c.QK_BLOCK_N
+    smem_bytes = max(inputs, outputs) if c.QK_TILES == 1 else inputs + outputs
+    registers = gemm_registers(c.QK_BLOCK_M, c.QK_BLOCK_N, c.QK_WARPS)
     blocks = blocks_per_sm(arch, threads, registers, smem_bytes)
     return Launch(
         function="three_kernel_mma_qk",
-        grid=(-(-p.seqlen_q // c.QK_BLOCK_M) * -(-p.seqlen_k // c.QK_BLOCK_N), p.batch * p.heads, 1),
+        grid=(
+            -(-p.seqlen_q // c.QK_BLOCK_M) * -(-p.seqlen_k // (c.QK_TILES * c.QK_BLOCK_N)),
+            p.batch * p.heads,
+            1,
+        ),
         threads=threads,
         args=(
             *("q", "k", "scores", p.heads, p.heads_kv),
@@ -176,7 +200,7 @@ def pv(config: Config, problem: Problem, arch: Arch) -> Launch:
     threads = c.PV_WARPS * 32
     inputs = c.PV_STAGES * (c.PV_BLOCK_M + c.PV_BLOCK_N) * c.PV_BLOCK_K * 2
     smem_bytes = max(inputs, c.PV_BLOCK_M * c.PV_BLOCK_N * 2)
-    registers = accumulators(c.PV_BLOCK_M, c.PV_BLOCK_N, c.PV_WARPS) + 64
+    registers = gemm_registers(c.PV_BLOCK_M, c.PV_BLOCK_N, c.PV_WARPS)
     blocks = blocks_per_sm(arch, threads, registers, smem_bytes)
     return Launch(
         function="three_kernel_mma_pv",
