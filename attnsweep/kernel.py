@@ -314,7 +314,8 @@ def load_kernel(path: Path) -> Kernel:
         # The deepest line of the declaration itself, which may have called something that raised.
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        lines += [error.lineno] if isinstance(error, SyntaxError) else []
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            lines.append(error.lineno)
         at = f"{path}:{lines[-1]}" if lines else str(path)
         raise KernelError(f"{type(error).__name__}: {error}", where=at) from error
     kernel = getattr(module, "kernel", None)
