@@ -5,10 +5,8 @@ Needs no GPU and no CUDA. Times are microseconds of one call.
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,12 +16,27 @@ from rich.console import Console
 from rich.text import Text
 
 from attnsweep.console import GLUE, aligned, cut, wrap
-from attnsweep.problem import Problem
-from attnsweep.ranking import bounds_of, named, rank, value_text
+from attnsweep.ranking import named, rank, value_text
+from attnsweep.section import (
+    Row,
+    Section,
+    absent_baselines,
+    bound_line,
+    by_problem,
+    decimals_for,
+    failures,
+    figure,
+    heading,
+    place_of,
+    recorded_lines,
+    rest_line,
+    tie_line,
+    who,
+    winner_lines,
+)
 from attnsweep.store import Run
-from attnsweep.trial import Environment, Status
+from attnsweep.trial import Environment
 
-Row = dict[str, Any]
 NONE = "–"
 MARKDOWN_TOP = 20
 LEGEND = (
@@ -31,9 +44,6 @@ LEGEND = (
     "baseline over this one · regs, smem: the largest of the stages · "
     f"%{GLUE}bound: 100 is at the bound"
 )
-# A reason has one line; a problem at most this many of them.
-MAX_REASONS = 6
-_FAILED = ("noisy", "wrong", "launch_error", "timeout", "compile_error")
 
 
 def print_run(run: Run, console: Console, *, top: int = 10) -> None:
@@ -44,7 +54,7 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
     """
     csv = run.directory / "ranking.csv"
     more = f"all of them: {csv}" if csv.is_file() else "--top shows more of them, --json all"
-    sections = _sections(rank(run.trials, run.environment), run.environment)
+    sections = by_problem(rank(run.trials, run.environment), run.environment)
     width = console.width
 
     def say(line: str, style: str = "") -> None:
@@ -85,7 +95,7 @@ def to_json(run: Run) -> dict[str, Any]:
     {"run", "environment", "problems": [{"problem", "label", "bounds_us", "winner", "ranking",
     "counts"}]}; ranking holds every row, with rank None where it has none.
     """
-    sections = _sections(rank(run.trials, run.environment), run.environment)
+    sections = by_problem(rank(run.trials, run.environment), run.environment)
     return {
         "run": str(run.directory),
         "environment": run.environment.model_dump(mode="json") if run.environment else None,
@@ -113,202 +123,6 @@ def _json_row(row: Row) -> Row:
 
 
 @dataclass(frozen=True)
-class _Section:
-    """One problem's part of the ranking; None stands for what is not known."""
-
-    problem: Problem
-    rows: list[Row]
-    environment: Environment | None
-
-    @property
-    def winner(self) -> Row | None:
-        return next((row for row in self.rows if row["winner"]), None)
-
-    @property
-    def best_baseline(self) -> Row | None:
-        return next((row for row in self.rows if row["baseline"] and row["rank"]), None)
-
-    @property
-    def bounds_us(self) -> dict[str, float]:
-        """Empty if the rows come from another GPU than the environment's."""
-        return bounds_of(self.rows[0]["trial"], self.environment)
-
-    def shown(self, top: int) -> list[Row]:
-        """The table, in order: the best `top`, the best of each family, every ranked baseline."""
-        ranked = [row for row in self.rows if row["rank"]]
-        best = [row for row in ranked if not row["baseline"]][:top]
-        keep = {id(row) for row in (*best, *self.best_of_families)}
-        return [row for row in ranked if row["baseline"] or id(row) in keep]
-
-    @property
-    def best_of_families(self) -> list[Row]:
-        """The first ranked candidate of each kernel family."""
-        first: dict[str, Row] = {}
-        for row in self.rows:
-            if row["rank"] and not row["baseline"]:
-                first.setdefault(row["kernel"], row)
-        return list(first.values())
-
-
-def _sections(ranking: pandas.DataFrame, environment: Environment | None) -> list[_Section]:
-    plain = ranking.astype(object).where(ranking.notna(), None)
-    by_problem: dict[str, list[Row]] = {}
-    for row in plain.to_dict("records"):
-        by_problem.setdefault(str(row["problem"]), []).append({str(k): v for k, v in row.items()})
-    return [_Section(rows[0]["trial"].problem, rows, environment) for rows in by_problem.values()]
-
-
-def _who(row: Row) -> str:
-    """A candidate's family or a baseline's name, marked if its row is recorded."""
-    name = row["provider"] if row["baseline"] else row["kernel"]
-    return f"{name}†" if row["recorded"] else str(name)
-
-
-def _origins(section: _Section) -> list[str]:
-    """GPU and date of what is recorded."""
-    recorded = [row for row in section.rows if row["recorded"]]
-    return sorted({str(row["recorded_on"] or "an unknown GPU") for row in recorded})
-
-
-def _place(row: Row) -> str:
-    return f"={row['rank']}" if row["tied"] else str(row["rank"])
-
-
-def _heading(section: _Section) -> list[str]:
-    """The label, then where, with what and when it was measured or recorded."""
-    where, origins = section.environment, _origins(section)
-    label = section.problem.label
-    if origins and all(row["recorded"] for row in section.rows):
-        driver = [f"driver {where.driver}"] if where else []
-        return [label, f"recorded on {' and '.join(origins)}", *driver]
-    if where is None:
-        return [label, "no environment.json: GPU and date unknown"]
-    return [label, f"measured on {where.gpu}", f"driver {where.driver}", where.date[:10]]
-
-
-def _bound_line(section: _Section) -> str | None:
-    limits = section.bounds_us
-    if not limits:
-        return None
-    where = section.environment
-    in_l2 = where is not None and section.problem.min_bytes <= where.l2_bytes
-    binds = next((row for row in section.rows if row["bound"]), None)
-    first, others = "no bound known", []
-    if binds is not None:
-        first = f"bound {_figure(binds['bound_us'], 3)}{GLUE}µs by {binds['bound']}"
-    for unit, us in limits.items():
-        if binds is None or unit != binds["bound"]:
-            unless = " if it were not all in L2" if unit == "memory" and in_l2 else ""
-            others.append(f"{unit} {_figure(us, 3)}{GLUE}µs{unless}")
-    return f"{first} ({', '.join(others)})" if others else first
-
-
-def _winner_lines(section: _Section) -> list[str]:
-    row = section.winner
-    if row is None:
-        return ["no candidate is ok: see why below"]
-    said = [
-        f"{_figure(row[name], digits)}{GLUE}{unit}"
-        for name, digits, unit in (
-            ("time_us", 4, "µs"),
-            ("us_per_head", 3, "µs/head"),
-            ("us_per_sequence", 3, "µs/sequence"),
-            ("tflops", 3, "TFLOP/s"),
-        )
-        if name != "us_per_sequence" or section.problem.batch > 1
-    ]
-    if row["bound_share"] is not None:
-        said.append(f"{100 * row['bound_share']:.0f}{GLUE}% of the bound")
-    best, ratio = section.best_baseline, row["ratio_to_best_baseline"]
-    if best is None:
-        said.append("no baseline was timed beside it")
-    else:
-        said.append(f"{ratio:.2f}× {_who(best)}, the best baseline")
-    config = f" {row['config']}" if row["config"] else ""
-    lines = [f"* winner {_who(row)}{config}: {', '.join(said)}"]
-    for row in section.best_of_families:
-        stages = row["trial"].stages_us
-        if stages:
-            rest = row["time_us"] - sum(stages.values())
-            each = [f"{name}{GLUE}{us:.1f}" for name, us in stages.items()]
-            each.append(f"rest{GLUE}{rest:.1f}{GLUE}µs")
-            lines.append(f"  stages of the best {_who(row)}: {' · '.join(each)}")
-    return lines
-
-
-def _tie_line(section: _Section, shown: Sequence[Row]) -> str | None:
-    tied = [row for row in section.rows if row["tied"]]
-    if not tied:
-        return None
-    visible = {id(row) for row in shown}
-    beyond = [f"{_who(row)} {row['config']}".strip() for row in tied if id(row) not in visible]
-    line = "= a shared rank: noise leaves open which is faster"
-    if sum(not row["baseline"] for row in tied) > 1:
-        line += "; of such candidates the one with least shared memory, then registers, wins"
-    return line + (f". Not in the table: {'; '.join(beyond)}" if beyond else "")
-
-
-def _reason(detail: str | None) -> str:
-    """First line of a detail."""
-    return next((line.strip() for line in (detail or "").splitlines() if line.strip()), "")
-
-
-def _short_reason(detail: str | None) -> str:
-    """`spills 24 bytes, the spec allows 0` is `spills`: what rows of one cause have in common."""
-    cut = re.split(r"[,:;]| as ", _reason(detail))[0]
-    return re.sub(r"\s*\b\d[\d.e+-]*\b(\s*(bytes|[KMG]iB)\b)?(\s*of\b)?", "", cut).strip()
-
-
-def _rest_line(section: _Section, shown: Sequence[Row], more: str) -> str | None:
-    visible = {id(row) for row in shown}
-    rest = [r for r in section.rows if not r["baseline"] and id(r) not in visible]
-    if not rest:
-        return None
-    counted = []
-    for status, count in Counter(row["status"] for row in rest).items():
-        words = f"{count}{GLUE}{status.replace('_', ' ')}"
-        if status == Status.PRUNED:
-            why = Counter(_short_reason(row["detail"]) for row in rest if row["status"] == status)
-            named_ones = [f"{reason} {n}" for reason, n in why.most_common(3) if reason]
-            named_ones += ["…"] if len(why) > 3 else []
-            words += f" ({', '.join(named_ones)})" if named_ones else ""
-        counted.append(words)
-    return f"{len(rest)}{GLUE}more: {', '.join(counted)}; {more}"
-
-
-def _failures(section: _Section) -> list[str]:
-    """One line a cause, the first of its kind as the example."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in section.rows:
-        if row["status"] in _FAILED and not row["baseline"]:
-            cause = re.sub(r"\d[\d.e+-]*", "#", _reason(row["detail"]))
-            groups.setdefault((row["status"], row["kernel"], cause), []).append(row)
-    lines = []
-    for (status, kernel, _), rows in groups.items():
-        config = f" ({'first: ' * (len(rows) > 1)}{rows[0]['config']})" if rows[0]["config"] else ""
-        what = f"{len(rows)} {status.replace('_', ' ')}"
-        lines.append(f"{what}: {kernel}: {_reason(rows[0]['detail'])}{config}")
-    hidden = len(lines) - MAX_REASONS
-    return lines[:MAX_REASONS] + ([f"and {hidden} more causes"] if hidden > 0 else [])
-
-
-def _absent_baselines(section: _Section) -> list[str]:
-    return [
-        f"baseline {_who(row)} {row['status'].replace('_', ' ')}: "
-        f"{_reason(row['detail']) or 'no reason given'}"
-        for row in section.rows
-        if row["baseline"] and not row["rank"]
-    ]
-
-
-def _recorded_lines(section: _Section) -> list[str]:
-    return [f"† recorded on {origin}, not measured in this run" for origin in _origins(section)]
-
-
-# -- tables ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
 class _Column:
     """A column of numbers. digits: significant ones of its smallest value; else `form` decides."""
 
@@ -320,15 +134,9 @@ class _Column:
     def cells(self, rows: Sequence[Row], decimals: int | None = None) -> list[str]:
         values = [row[self.name] for row in rows]
         if self.digits:
-            places = _decimals(values, self.digits) if decimals is None else decimals
+            places = decimals_for(values, self.digits) if decimals is None else decimals
             return [NONE if value is None else f"{value:.{places}f}" for value in values]
         return [NONE if value is None else self.form(value) for value in values]
-
-
-def _decimals(values: Iterable[float | None], digits: int) -> int:
-    """Decimals that give the smallest value so many significant digits; at most 5."""
-    smallest = min((value for value in values if value), default=1.0)
-    return min(5, max(0, digits - 1 - math.floor(math.log10(smallest))))
 
 
 _TIME = _Column("time_us", "µs", 4)
@@ -391,13 +199,13 @@ def _table(rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
     present = [c for c in _BY_NEED if any(row[c.name] is not None for row in rows)]
     if not any(row["spill_bytes"] for row in rows):
         present = [column for column in present if column.name != "spill_bytes"]
-    decimals = _decimals((row["time_us"] for row in rows), _TIME.digits)
+    decimals = decimals_for((row["time_us"] for row in rows), _TIME.digits)
     number_cells = {
         column.name: [column.header, *column.cells(rows, decimals if column.digits == 4 else None)]
         for column in present
     }
-    ranks = ["#", *(("*" if row["winner"] else "") + _place(row) for row in rows)]
-    kernels = ["kernel", *map(_who, rows)]
+    ranks = ["#", *(("*" if row["winner"] else "") + place_of(row) for row in rows)]
+    kernels = ["kernel", *map(who, rows)]
 
     def room(config: Sequence[str], columns: Sequence[_Column]) -> int:
         cells = [ranks, kernels, config, *(number_cells[c.name] for c in columns)]
@@ -418,12 +226,7 @@ def _table(rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
     return aligned(lines, "rll" + "r" * len(kept), width, shrink=(2, 1)), legend
 
 
-def _figure(value: float, digits: int) -> str:
-    """At least so many significant digits, never in powers of ten."""
-    return f"{value:.{_decimals([value], digits)}f}"
-
-
-def _summary(sections: Sequence[_Section]) -> list[list[str]]:
+def _summary(sections: Sequence[Section]) -> list[list[str]]:
     """Header and a line a problem: winner, its time, the best baseline, the ratio."""
     lines = [["problem", "µs", "µs/head", "× base", "best baseline", "winner"]]
     for section in sections:
@@ -431,11 +234,11 @@ def _summary(sections: Sequence[_Section]) -> list[list[str]]:
         lines.append(
             [
                 section.problem.label,
-                _figure(won["time_us"], 4) if won else NONE,
-                _figure(won["us_per_head"], 3) if won else NONE,
+                figure(won["time_us"], 4) if won else NONE,
+                figure(won["us_per_head"], 3) if won else NONE,
                 f"{won['ratio_to_best_baseline']:.2f}" if won and best else NONE,
-                _who(best) if best else NONE,
-                _who(won) if won else NONE,
+                who(best) if best else NONE,
+                who(won) if won else NONE,
             ]
         )
     return lines
@@ -444,14 +247,14 @@ def _summary(sections: Sequence[_Section]) -> list[list[str]]:
 # -- terminal and Markdown ------------------------------------------------------------------
 
 
-def _terminal(section: _Section, width: int, top: int, more: str) -> list[tuple[str, str]]:
+def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[str, str]]:
     """The section's lines, each no wider than `width`, with rich styles."""
-    out = [(line, "bold") for line in wrap(" · ".join(_heading(section)), width)]
+    out = [(line, "bold") for line in wrap(" · ".join(heading(section)), width)]
 
     def say(line: str | None, style: str = "") -> None:
         out.extend((part, style) for part in wrap(line or "", width))
 
-    say(_bound_line(section), "dim")
+    say(bound_line(section), "dim")
     shown = section.shown(top)
     legend: list[str] = []
     if shown:
@@ -460,15 +263,15 @@ def _terminal(section: _Section, width: int, top: int, more: str) -> list[tuple[
         for row, line in zip(shown, lines, strict=True):
             style = "bold green" if row["winner"] else "cyan" if row["baseline"] else ""
             out.append((line, style))
-    for line in _winner_lines(section):
+    for line in winner_lines(section):
         say(line, "bold" if section.winner else "bold red")
-    say(_tie_line(section, shown))
+    say(tie_line(section, shown))
     for line in legend:
         say(line, "dim")
-    say(_rest_line(section, shown, more))
-    for line in _failures(section):
+    say(rest_line(section, shown, more))
+    for line in failures(section):
         out.append((cut(line, width), "yellow"))
-    for line in [*_absent_baselines(section), *_recorded_lines(section)]:
+    for line in [*absent_baselines(section), *recorded_lines(section)]:
         say(line, "dim")
     return out
 
@@ -477,14 +280,14 @@ def to_markdown(
     ranking: pandas.DataFrame, environment: Environment | None, *, top: int = MARKDOWN_TOP
 ) -> str:
     """The same tables for reading on a web page; recorded rows are marked there too."""
-    sections = _sections(ranking, environment)
+    sections = by_problem(ranking, environment)
     out = ["# Ranking", ""]
     if len(sections) > 1:
         out += [*_pipes(_summary(sections), "lrrrll"), ""]
     for section in sections:
-        label, *facts = _heading(section)
+        label, *facts = heading(section)
         out += [f"## {label}", "", " · ".join(facts), ""]
-        bound = _bound_line(section)
+        bound = bound_line(section)
         out += [bound, ""] if bound else []
         shown = section.shown(top)
         legend: list[str] = []
@@ -492,13 +295,13 @@ def to_markdown(
             table, legend = _markdown_table(shown)
             out += [*table, ""]
         notes = [
-            *_winner_lines(section),
-            _tie_line(section, shown),
+            *winner_lines(section),
+            tie_line(section, shown),
             *legend,
-            _rest_line(section, shown, "all of them: ranking.csv"),
-            *_failures(section),
-            *_absent_baselines(section),
-            *_recorded_lines(section),
+            rest_line(section, shown, "all of them: ranking.csv"),
+            *failures(section),
+            *absent_baselines(section),
+            *recorded_lines(section),
         ]
         out += [f"- {_escaped(note.lstrip('*= '))}" for note in notes if note]
         out.append("")
@@ -511,13 +314,13 @@ def _markdown_table(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
         (c for c in _BY_NEED if any(row[c.name] is not None for row in rows)),
         key=lambda column: _ORDER.index(column.name),
     )
-    decimals = _decimals((row["time_us"] for row in rows), _TIME.digits)
+    decimals = decimals_for((row["time_us"] for row in rows), _TIME.digits)
     numbers = [c.cells(rows, decimals if c.digits == 4 else None) for c in columns]
     configs, legend = _configs(rows, names=True)
     lines = [["#", "kernel", "config", *(column.header for column in columns)]]
     for index, row in enumerate(rows):
-        who = f"**{_who(row)}**" if row["winner"] else _who(row)
-        lines.append([_place(row), who, configs[index], *(cells[index] for cells in numbers)])
+        name = f"**{who(row)}**" if row["winner"] else who(row)
+        lines.append([place_of(row), name, configs[index], *(cells[index] for cells in numbers)])
     return _pipes(lines, "rll" + "r" * len(columns)), legend
 
 

@@ -20,6 +20,7 @@ LAYERS = [
     {"candidates", "measure"},
     {"store", "workers"},
     {"ranking", "doctor"},
+    {"section"},
     {"report"},
     {"sweep"},
     {"view"},

@@ -1,0 +1,242 @@
+"""One problem of a run: its ranked rows, and the sentences that are said of them.
+
+The terminal and the Markdown report say the same; only their tables differ.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas
+
+from attnsweep.console import GLUE
+from attnsweep.problem import Problem
+from attnsweep.ranking import bounds_of
+from attnsweep.trial import Environment, Status
+
+Row = dict[str, Any]
+# A reason has one line; a problem at most this many of them.
+MAX_REASONS = 6
+_FAILED = ("noisy", "wrong", "launch_error", "timeout", "compile_error")
+
+
+@dataclass(frozen=True)
+class Section:
+    """One problem's part of the ranking; None stands for what is not known."""
+
+    problem: Problem
+    rows: list[Row]
+    environment: Environment | None
+
+    @property
+    def winner(self) -> Row | None:
+        """The candidate that the fixed rule picks."""
+        return next((row for row in self.rows if row["winner"]), None)
+
+    @property
+    def best_baseline(self) -> Row | None:
+        """The fastest ranked baseline."""
+        return next((row for row in self.rows if row["baseline"] and row["rank"]), None)
+
+    @property
+    def bounds_us(self) -> dict[str, float]:
+        """Empty if the rows come from another GPU than the environment's."""
+        return bounds_of(self.rows[0]["trial"], self.environment)
+
+    def shown(self, top: int) -> list[Row]:
+        """The table, in order: the best `top`, the best of each family, every ranked baseline."""
+        ranked = [row for row in self.rows if row["rank"]]
+        best = [row for row in ranked if not row["baseline"]][:top]
+        keep = {id(row) for row in (*best, *self.best_of_families)}
+        return [row for row in ranked if row["baseline"] or id(row) in keep]
+
+    @property
+    def best_of_families(self) -> list[Row]:
+        """The first ranked candidate of each kernel family."""
+        first: dict[str, Row] = {}
+        for row in self.rows:
+            if row["rank"] and not row["baseline"]:
+                first.setdefault(row["kernel"], row)
+        return list(first.values())
+
+
+def by_problem(ranking: pandas.DataFrame, environment: Environment | None) -> list[Section]:
+    """The ranking cut into its problems, NaN turned into None."""
+    plain = ranking.astype(object).where(ranking.notna(), None)
+    groups: dict[str, list[Row]] = {}
+    for row in plain.to_dict("records"):
+        groups.setdefault(str(row["problem"]), []).append({str(k): v for k, v in row.items()})
+    return [Section(rows[0]["trial"].problem, rows, environment) for rows in groups.values()]
+
+
+def who(row: Row) -> str:
+    """A candidate's family or a baseline's name, marked if its row is recorded."""
+    name = row["provider"] if row["baseline"] else row["kernel"]
+    return f"{name}†" if row["recorded"] else str(name)
+
+
+def origins(section: Section) -> list[str]:
+    """GPU and date of what is recorded."""
+    recorded = [row for row in section.rows if row["recorded"]]
+    return sorted({str(row["recorded_on"] or "an unknown GPU") for row in recorded})
+
+
+def place_of(row: Row) -> str:
+    """The rank, with `=` if it is shared."""
+    return f"={row['rank']}" if row["tied"] else str(row["rank"])
+
+
+def heading(section: Section) -> list[str]:
+    """The label, then where, with what and when it was measured or recorded."""
+    where, sources = section.environment, origins(section)
+    label = section.problem.label
+    if sources and all(row["recorded"] for row in section.rows):
+        driver = [f"driver {where.driver}"] if where else []
+        return [label, f"recorded on {' and '.join(sources)}", *driver]
+    if where is None:
+        return [label, "no environment.json: GPU and date unknown"]
+    return [label, f"measured on {where.gpu}", f"driver {where.driver}", where.date[:10]]
+
+
+def bound_line(section: Section) -> str | None:
+    """What the card allows at best, and which of its parts says so."""
+    limits = section.bounds_us
+    if not limits:
+        return None
+    where = section.environment
+    in_l2 = where is not None and section.problem.min_bytes <= where.l2_bytes
+    binds = next((row for row in section.rows if row["bound"]), None)
+    first, others = "no bound known", []
+    if binds is not None:
+        first = f"bound {figure(binds['bound_us'], 3)}{GLUE}µs by {binds['bound']}"
+    for unit, us in limits.items():
+        if binds is None or unit != binds["bound"]:
+            unless = " if it were not all in L2" if unit == "memory" and in_l2 else ""
+            others.append(f"{unit} {figure(us, 3)}{GLUE}µs{unless}")
+    return f"{first} ({', '.join(others)})" if others else first
+
+
+def winner_lines(section: Section) -> list[str]:
+    """The winner in full, then the stages of the best pipeline of each family."""
+    row = section.winner
+    if row is None:
+        return ["no candidate is ok: see why below"]
+    said = [
+        f"{figure(row[name], digits)}{GLUE}{unit}"
+        for name, digits, unit in (
+            ("time_us", 4, "µs"),
+            ("us_per_head", 3, "µs/head"),
+            ("us_per_sequence", 3, "µs/sequence"),
+            ("tflops", 3, "TFLOP/s"),
+        )
+        if name != "us_per_sequence" or section.problem.batch > 1
+    ]
+    if row["bound_share"] is not None:
+        said.append(f"{100 * row['bound_share']:.0f}{GLUE}% of the bound")
+    best, ratio = section.best_baseline, row["ratio_to_best_baseline"]
+    if best is None:
+        said.append("no baseline was timed beside it")
+    else:
+        said.append(f"{ratio:.2f}× {who(best)}, the best baseline")
+    config = f" {row['config']}" if row["config"] else ""
+    lines = [f"* winner {who(row)}{config}: {', '.join(said)}"]
+    for row in section.best_of_families:
+        stages = row["trial"].stages_us
+        if stages:
+            rest = row["time_us"] - sum(stages.values())
+            each = [f"{name}{GLUE}{us:.1f}" for name, us in stages.items()]
+            each.append(f"rest{GLUE}{rest:.1f}{GLUE}µs")
+            lines.append(f"  stages of the best {who(row)}: {' · '.join(each)}")
+    return lines
+
+
+def tie_line(section: Section, shown: Sequence[Row]) -> str | None:
+    """What a shared first rank means."""
+    tied = [row for row in section.rows if row["tied"]]
+    if not tied:
+        return None
+    visible = {id(row) for row in shown}
+    beyond = [f"{who(row)} {row['config']}".strip() for row in tied if id(row) not in visible]
+    line = "= a shared rank: noise leaves open which is faster"
+    if sum(not row["baseline"] for row in tied) > 1:
+        line += "; of such candidates the one with least shared memory, then registers, wins"
+    return line + (f". Not in the table: {'; '.join(beyond)}" if beyond else "")
+
+
+def first_line(detail: str | None) -> str:
+    """First line of a detail."""
+    return next((line.strip() for line in (detail or "").splitlines() if line.strip()), "")
+
+
+def _short_reason(detail: str | None) -> str:
+    """`spills 24 bytes, the spec allows 0` is `spills`: what rows of one cause have in common."""
+    cut = re.split(r"[,:;]| as ", first_line(detail))[0]
+    return re.sub(r"\s*\b\d[\d.e+-]*\b(\s*(bytes|[KMG]iB)\b)?(\s*of\b)?", "", cut).strip()
+
+
+def rest_line(section: Section, shown: Sequence[Row], more: str) -> str | None:
+    """How the candidates that are not shown ended."""
+    visible = {id(row) for row in shown}
+    rest = [r for r in section.rows if not r["baseline"] and id(r) not in visible]
+    if not rest:
+        return None
+    counted = []
+    for status, count in Counter(row["status"] for row in rest).items():
+        words = f"{count}{GLUE}{status.replace('_', ' ')}"
+        if status == Status.PRUNED:
+            why = Counter(_short_reason(row["detail"]) for row in rest if row["status"] == status)
+            named_ones = [f"{reason} {n}" for reason, n in why.most_common(3) if reason]
+            named_ones += ["…"] if len(why) > 3 else []
+            words += f" ({', '.join(named_ones)})" if named_ones else ""
+        counted.append(words)
+    return f"{len(rest)}{GLUE}more: {', '.join(counted)}; {more}"
+
+
+def failures(section: Section) -> list[str]:
+    """One line a cause, the first of its kind as the example."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in section.rows:
+        if row["status"] in _FAILED and not row["baseline"]:
+            cause = re.sub(r"\d[\d.e+-]*", "#", first_line(row["detail"]))
+            groups.setdefault((row["status"], row["kernel"], cause), []).append(row)
+    lines = []
+    for (status, kernel, _), rows in groups.items():
+        config = f" ({'first: ' * (len(rows) > 1)}{rows[0]['config']})" if rows[0]["config"] else ""
+        what = f"{len(rows)} {status.replace('_', ' ')}"
+        lines.append(f"{what}: {kernel}: {first_line(rows[0]['detail'])}{config}")
+    hidden = len(lines) - MAX_REASONS
+    return lines[:MAX_REASONS] + ([f"and {hidden} more causes"] if hidden > 0 else [])
+
+
+def absent_baselines(section: Section) -> list[str]:
+    """The baselines without a rank, and why."""
+    return [
+        f"baseline {who(row)} {row['status'].replace('_', ' ')}: "
+        f"{first_line(row['detail']) or 'no reason given'}"
+        for row in section.rows
+        if row["baseline"] and not row["rank"]
+    ]
+
+
+def recorded_lines(section: Section) -> list[str]:
+    """Where and when recorded rows come from."""
+    return [f"† recorded on {origin}, not measured in this run" for origin in origins(section)]
+
+
+# -- tables ---------------------------------------------------------------------------------
+
+
+def figure(value: float, digits: int) -> str:
+    """At least so many significant digits, never in powers of ten."""
+    return f"{value:.{decimals_for([value], digits)}f}"
+
+
+def decimals_for(values: Iterable[float | None], digits: int) -> int:
+    """Decimals that give the smallest value so many significant digits; at most 5."""
+    smallest = min((value for value in values if value), default=1.0)
+    return min(5, max(0, digits - 1 - math.floor(math.log10(smallest))))
