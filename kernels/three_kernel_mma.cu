@@ -352,6 +352,9 @@ three_kernel_mma_softmax(element_t* __restrict__ scores, int rows, int seqlen_q,
 
 #if STAGE_PV
 // Block (tile of head_dim + tiles of head_dim * tile of queries, head).
+// At (1,16,1024,64) on an H200 it takes 9 us, and as long with half the heads, when half the SMs are
+// idle: a block's own chain of steps, not traffic. Eight warps that share each stage's keys out and
+// add up at the end were no faster (37.6 us a call against 36.9), nor are more stages than two (2 %).
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 three_kernel_mma_pv(const element_t* __restrict__ scores, const element_t* __restrict__ v,
                     element_t* __restrict__ o, int heads, int heads_kv, int seqlen_q, int seqlen_k,

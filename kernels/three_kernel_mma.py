@@ -22,7 +22,7 @@ kernel = Kernel(
         Param("PV_BLOCK_N", (64, 128), "head_dim columns of a tile of the output"),
         Param("PV_BLOCK_K", (64, 128), "keys of a pipeline stage"),
         Param("PV_WARPS", (4,), "warps per block"),
-        Param("PV_STAGES", (2, 4), "tiles of P and V in flight"),
+        Param("PV_STAGES", (2, 3), "tiles of P and V in flight"),
     ),
     rounds_scores=1,
 )
@@ -88,6 +88,14 @@ def accumulators_fit_registers(config: Config, problem: Problem, arch: Arch) -> 
         accumulators(c.QK_BLOCK_M, c.QK_BLOCK_N, c.QK_WARPS) <= 128
         and accumulators(c.PV_BLOCK_M, c.PV_BLOCK_N, c.PV_WARPS) <= 128
     )
+
+
+@kernel.rule("a block's registers fit an SM without spills")
+def block_fits_registers(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    qk_registers = c.QK_WARPS * 32 * gemm_registers(c.QK_BLOCK_M, c.QK_BLOCK_N, c.QK_WARPS)
+    pv_registers = c.PV_WARPS * 32 * gemm_registers(c.PV_BLOCK_M, c.PV_BLOCK_N, c.PV_WARPS)
+    return max(qk_registers, pv_registers) <= arch.registers_per_sm
 
 
 @kernel.rule("a thread copies 1 to 32 chunks a step: more addresses than that spill")
