@@ -106,7 +106,7 @@ def run(
     loaded, families = _load(spec, kernels)
     if dry_run:
         planned = candidates.plan(loaded, families, _arch(loaded, arch))
-        _print(view.planned(planned, families, limit), view.planned_json(planned, limit), json_)
+        _print(view.planned(planned, limit), view.planned_json(planned, limit), json_)
         return
     if arch is not None and loaded.device == "cuda":
         raise SpecError("--arch goes with --dry-run; a run takes the architecture of the GPU")
@@ -129,9 +129,9 @@ def _without_gpu(error: NoGpuError, spec: Path) -> str:
     lines = [error.hint] if error.hint else []
     lines += [
         "What works here:",
-        "  attnsweep run configs/quickstart.yaml".ljust(48) + "replay a recorded run",
-        f"  attnsweep compile {spec} --arch sm_90a".ljust(48) + "compile, prune, resources",
-        "  attnsweep doctor".ljust(48) + "what is missing, and the command that mends it",
+        "  attnsweep run configs/quickstart.yaml".ljust(48) + " replay a recorded run",
+        f"  attnsweep compile {spec} --arch sm_90a".ljust(48) + " compile, prune, resources",
+        "  attnsweep doctor".ljust(48) + " what is missing, and the command that mends it",
     ]
     return "\n  ".join(lines)
 

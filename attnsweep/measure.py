@@ -25,7 +25,7 @@ from attnsweep.trial import Accuracy, Candidate, Plan
 _COLD_L2_SIZES = 3
 _SCREEN_US = 300.0
 _EAGER_CALLS = 20
-_EAGER_DEVICE_US = 10_000.0
+_EAGER_DEVICE_US = 2_000.0
 
 
 class Call(Protocol):
@@ -78,7 +78,10 @@ class _Fixture:
         self._host = session.pinned(shape, self.dtype)
         self._magnitudes = np.empty(shape, self.dtype)
         self.rows = numerics.sampled_rows(problem, seed)
-        self.expected = numerics.reference(inputs, problem, self.rows)
+        # Rounding float64 to float32 adds 6e-8 to errors held to 5e-4 or more, and comparing
+        # (1,16,1024,64) takes 3 ms instead of 10.
+        expected = numerics.reference(inputs, problem, self.rows)
+        self.expected = expected if problem.dtype == "fp32" else expected.astype(np.float32)
 
     def output(self) -> Any:
         """The storage of the output buffer, on the host; overwritten by the next call."""

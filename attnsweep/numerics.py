@@ -201,15 +201,17 @@ def reference(
     return round_to(out, problem.dtype).astype(np.float64) if rounding else out
 
 
-def row_error(out: npt.NDArray[Any], expected: Float) -> float:
+def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
     """Largest ‖out - expected‖ / ‖expected‖ over rows; NaN if any element is NaN.
 
     A row whose expected norm is under a thousandth of the typical one is held to that instead.
+    Computed in the dtype of `expected`.
     """
-    norms = np.linalg.norm(expected, axis=-1)
-    floor = 1e-3 * float(np.sqrt(np.mean(norms**2)))
-    errors = np.linalg.norm(out.astype(np.float64) - expected, axis=-1) / np.maximum(norms, floor)
-    return float(errors.max())
+    norms = np.sqrt(np.einsum("...d,...d->...", expected, expected))
+    floor = 1e-3 * float(np.sqrt(np.mean(norms.astype(np.float64) ** 2)))
+    difference = out.astype(expected.dtype, copy=False) - expected
+    errors = np.sqrt(np.einsum("...d,...d->...", difference, difference))
+    return float((errors / np.maximum(norms, floor)).max())
 
 
 def error_limit(case: Case, rounds_scores: int) -> float:

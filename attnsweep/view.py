@@ -153,9 +153,7 @@ class _Plain(_Best):
 # -- run --dry-run --------------------------------------------------------------------------
 
 
-def planned(
-    items: Sequence[PlannedProblem], kernels: Mapping[str, Kernel], limit: int | None
-) -> list[Any]:
+def planned(items: Sequence[PlannedProblem], limit: int | None) -> list[Any]:
     """Per problem and family: how many configs, how many candidates, what each rule removed."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("problem", "kernel"):
@@ -173,12 +171,10 @@ def planned(
             table.add_row(item.problem.label, name, str(space.total), str(kept), removed or "-")
         for name, reason in item.refused.items():
             table.add_row(item.problem.label, name, "-", "0", f"[dim]{escape(reason)}[/]")
-    used = {rule for item in items for space in item.spaces for rule in space.removed}
     lines: list[Any] = [table, f"{total} candidates; nothing was compiled"]
-    for name, kernel in kernels.items():
-        for rule, (description, _) in kernel.rules.items():
-            if rule in used:
-                lines.append(f"[dim]{name}.{rule}: {escape(description)}[/]")
+    for space in {space.kernel.name: space for item in items for space in item.spaces}.values():
+        for rule, (description, _) in space.kernel.rules.items():
+            lines.append(f"[dim]{space.kernel.name}.{rule}: {escape(description)}[/]")
     return lines
 
 

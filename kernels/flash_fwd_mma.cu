@@ -17,13 +17,14 @@ static_assert(M_TILES * 16 * WARPS_M == BLOCK_M && N_STEPS * 16 * KEY_GROUPS == 
 static_assert(HEAD_DIM % 64 == 0, "a row must be whole swizzle periods");
 
 // Shared memory: Q (at the end O), then K and V of each stage (at the end the outputs to merge). ldmatrix
-// reads 8 rows at one column, so a row's 16-byte chunks are permuted by its number: 8 different bank groups.
-// (16 bytes of padding a row also avoid conflicts, but were 3 to 15% slower everywhere.)
-constexpr int PITCH = HEAD_DIM * 2;
+// reads 8 rows at one column, which must lie in 8 different bank groups. SWIZZLE 1: a row's 16-byte chunks
+// are permuted by its number. SWIZZLE 0: 16 bytes of padding a row; 3 to 15% slower everywhere on an H200.
+constexpr int PITCH = HEAD_DIM * 2 + (SWIZZLE ? 0 : 16);
+constexpr unsigned PERIOD = SWIZZLE ? 7 : 0;
 constexpr int Q_BYTES = BLOCK_M * PITCH, TILE_BYTES = WARP_N * PITCH, STAGE_BYTES = 2 * TILE_BYTES;
 
 __device__ __forceinline__ unsigned offset_of(int row, int chunk) {
-    return row * PITCH + ((chunk ^ (row & 7)) << 4);
+    return row * PITCH + ((chunk ^ (row & PERIOD)) << 4);
 }
 // Offset of 16-column step `step`, given a lane's own swizzled chunk (0 or 1, xor its row).
 __device__ __forceinline__ unsigned step_offset(unsigned lane_chunk, int step) {
@@ -107,8 +108,8 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
     // Where this lane points ldmatrix: A fragments (Q) and transposed V take 16 rows by two column halves,
     // K takes 2 x 8 rows by two halves.
     const int row_a = lane % 16, row_k = lane % 8 + lane / 16 * 8;
-    const unsigned chunk_a = lane / 16 ^ row_a % 8;
-    const unsigned chunk_k = lane / 8 % 2 ^ row_k % 8;
+    const unsigned chunk_a = lane / 16 ^ (row_a & PERIOD);
+    const unsigned chunk_k = lane / 8 % 2 ^ (row_k & PERIOD);
     const unsigned lane_q = smem_q + (warp % WARPS_M * WARP_M + row_a) * PITCH;
     const unsigned lane_v = row_a * PITCH + TILE_BYTES, lane_k = row_k * PITCH;
 

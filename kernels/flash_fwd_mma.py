@@ -13,6 +13,7 @@ kernel = Kernel(
         Param("NUM_WARPS", (4, 8), "warps per block"),
         Param("KEY_GROUPS", (1, 2), "groups of warps that split the keys of a tile; merged last"),
         Param("NUM_STAGES", (1, 2, 3), "K and V ring; with 1, V loads under QK and K under PV"),
+        Param("SWIZZLE", (1, 0), "K, V and Q rows in shared memory: XOR of chunks (1) or padding (0)"),
         Param("Q_IN_REGISTERS", (0, 1), "Q fragments in registers (1) or read again each tile (0)"),
         Param("BLOCK_ORDER", (0, 1, 2), "0 by head; causal: 1 longest first, 2 long beside short"),
     ),
@@ -26,7 +27,7 @@ def warp_m(config: Config) -> int:
 
 def smem_bytes(config: Config, head_dim: int) -> int:
     """Q, then the K and V ring or the merge of key groups, whichever is larger."""
-    pitch = head_dim * 2
+    pitch = head_dim * 2 + (0 if config.SWIZZLE else 16)
     ring = 2 * config.NUM_STAGES * config.BLOCK_N * pitch
     words_per_lane = warp_m(config) // 16 * (head_dim // 2 + 4)
     merge = (config.KEY_GROUPS - 1) * config.NUM_WARPS // config.KEY_GROUPS * 128 * words_per_lane
