@@ -166,27 +166,8 @@ class TestWhatItBecomes:
 
 
 # Specs as text, for the properties below.
-TRAPS = [
-    "yes",
-    "no",
-    "on",
-    "null",
-    "true",
-    "1e3",
-    "1e+3",
-    "1.e3",
-    "010",
-    "0x1",
-    "1:30",
-    "~",
-    "2001-01-01",
-    "1_0",
-    ".5",
-    ".inf",
-    "=",
-    "<<",
-    "é",
-]
+TRAPS = ["yes", "no", "on", "null", "true", "1e3", "1e+3", "1.e3", "010", "0x1", "1:30", "~"]
+TRAPS += ["=", "<<", "2001-01-01", "1_0", ".5", ".inf", "é"]
 words = st.text("ab1_e-", min_size=1, max_size=5) | st.sampled_from(TRAPS)
 sizes = st.integers(1, 2**31 - 1)
 flow = json.dumps  # JSON is YAML, whatever the text
