@@ -31,7 +31,7 @@ INFINITY_BITS = {"fp16": 0x7C00, "bf16": 0x7F80, "fp32": 0x7F800000}
 _REFERENCE_FLOPS = 2e10
 # Rows over which the error of the same maths is taken: the largest of a few would be a lottery,
 # and the largest of many grows with their number, so a big case gets many.
-_LIMIT_ROWS = (512, 4096)
+_LIMIT_ROWS = (256, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
 
 
 def error_limit(case: Case, rounds_scores: int) -> float:
-    """Twice the error of the same maths in the candidate's dtypes, over 512 to 4096 rows."""
+    """Twice the error of the same maths in the candidate's dtypes, over 256 to 1024 rows."""
     return max(2 * _same_maths_error(case)[rounds_scores], HALF_ULP[case.problem.dtype])
 
 

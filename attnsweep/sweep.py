@@ -82,7 +82,7 @@ def run(
     if spec.device == "replay":
         return _replay(spec, kernels, results, observer)
     with Worker(spec.measure.timeout_s) as worker:
-        environment = worker.describe()
+        environment = worker.describe(preload="torch" if spec.baselines else None)
         if spec.arch is not None and spec.arch != environment.arch:
             raise NoGpuError(
                 f"the spec is for {spec.arch}, this machine's {environment.gpu} is "

@@ -52,7 +52,7 @@ class FakeWorker:
     def __exit__(self, *_):
         pass
 
-    def describe(self):
+    def describe(self, *, preload=None):
         return self.environment
 
     def open(self, problem, **options):
