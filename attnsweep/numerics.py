@@ -167,15 +167,20 @@ def reference(
     problem's dtype, and the scores rounds_scores times: once when stored, twice when stored
     before and after scaling, as plain PyTorch does. Its error sets the limit.
     """
-    q, k, v = (from_bits(inputs[name], problem.dtype) for name in ("q", "k", "v"))
     group = problem.heads // problem.heads_kv
     last_key = rows + problem.seqlen_k - problem.seqlen_q if problem.causal else None
     out = np.empty((problem.batch, problem.heads, len(rows), problem.head_dim))
 
     def one(batch: int, head: int) -> None:
-        keys = k[batch, head // group].astype(np.float64)
-        values = v[batch, head // group].astype(np.float64)
-        scores = q[batch, head, rows].astype(np.float64) @ keys.T
+        queries, keys, values = (
+            from_bits(bits, problem.dtype).astype(np.float64)
+            for bits in (
+                inputs["q"][batch, head, rows],
+                inputs["k"][batch, head // group],
+                inputs["v"][batch, head // group],
+            )
+        )
+        scores = queries @ keys.T
         if rounding and rounds_scores > 1:
             scores = round_to(scores, problem.dtype).astype(np.float64)
         scores *= problem.scale

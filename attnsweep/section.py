@@ -237,6 +237,12 @@ def figure(value: float, digits: int) -> str:
 
 
 def decimals_for(values: Iterable[float | None], digits: int) -> int:
-    """Decimals that give the smallest value so many significant digits; at most 5."""
-    smallest = min((value for value in values if value), default=1.0)
+    """Decimals that give so many significant digits to the smallest value; at most 5.
+
+    A value under a hundredth of the largest does not count: one slow kernel would else give all
+    the others three decimals more.
+    """
+    known = [value for value in values if value]
+    largest = max(known, default=1.0)
+    smallest = min((value for value in known if value >= largest / 100), default=1.0)
     return min(5, max(0, digits - 1 - math.floor(math.log10(smallest))))
