@@ -13,7 +13,7 @@ kernel = Kernel(
         Param("NUM_WARPS", (4, 8), "warps per block"),
         Param("KEY_GROUPS", (1, 2), "groups of warps that split the keys of a tile; merged last"),
         Param("NUM_STAGES", (1, 2, 3), "K and V ring; with 1, V loads under QK and K under PV"),
-        Param("SWIZZLE", (1, 0), "K, V and Q rows in shared memory: XOR of chunks (1) or padding (0)"),
+        Param("SWIZZLE", (1, 0), "rows in shared memory: chunks permuted by XOR (1) or padded (0)"),
         Param("Q_IN_REGISTERS", (0, 1), "Q fragments in registers (1) or read again each tile (0)"),
         Param("BLOCK_ORDER", (0, 1, 2), "0 by head; causal: 1 longest first, 2 long beside short"),
     ),

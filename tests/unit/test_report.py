@@ -188,7 +188,10 @@ def test_the_winner_is_told_in_full_with_its_stages() -> None:
     assert "* winner three_kernel_wgmma QK_BLOCK_M=128 PV_BLOCK_M=64 SOFTMAX_THREADS=128:" in text
     assert "28.10 µs, 0.439 µs/head, 7.03 µs/sequence, 611 TFLOP/s, 57 % of the bound" in text
     assert "2.04× torch_cudnn, the best baseline" in text
-    assert "stages of the best three_kernel_wgmma: qk 10.1 · softmax 9.0 · pv 8.2 · rest 0.8 µs" in text
+    assert (
+        "stages of the best three_kernel_wgmma: qk 10.1 · softmax 9.0 · pv 8.2 · rest 0.8 µs"
+        in text
+    )
 
 
 def test_the_heading_says_where_when_and_what_binds() -> None:
