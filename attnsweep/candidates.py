@@ -21,8 +21,8 @@ from attnsweep.trial import Candidate, CompiledStage, Plan, Resources, Status, T
 class Observer:
     """What a sweep tells whoever watches. Every method may be overridden; none needs to be."""
 
-    def planned(self, planned: Sequence[PlannedProblem]) -> None:
-        """Before anything is compiled."""
+    def planned(self, candidates: int) -> None:
+        """How many candidates there are in all, before anything is compiled."""
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         """A problem begins; `kept` of its candidates are done already."""
@@ -67,6 +67,12 @@ def plan(spec: SweepSpec, kernels: Mapping[str, Kernel], arch: Arch) -> tuple[Pl
             )
         planned.append(PlannedProblem(entry.problem, tuple(spaces), refused))
     return tuple(planned)
+
+
+def candidate_count(planned: Sequence[PlannedProblem], cap: int | None) -> int:
+    """Candidates of a plan, at most `cap` of each family and problem."""
+    spaces = (space for item in planned for space in item.spaces)
+    return sum(len(space.configs[:cap]) for space in spaces)
 
 
 def _removals(spaces: Sequence[Space]) -> Iterator[str]:
@@ -228,7 +234,8 @@ def compile_all(
     """
     observer = observer or Observer()
     planned = plan(spec, kernels, arch)
-    observer.planned(planned)
+    cap = limit or spec.search.candidates
+    observer.planned(candidate_count(planned, cap))
     compiler = Compiler(arch, cache_dir)
     trials = []
     try:
@@ -236,7 +243,7 @@ def compile_all(
             builds = [
                 Build.of(space.kernel, config, item.problem, compiler)
                 for space in item.spaces
-                for config in space.configs[: limit or spec.search.candidates]
+                for config in space.configs[:cap]
             ]
             for build in builds:
                 build.submit()

@@ -18,7 +18,15 @@ from pathlib import Path
 
 from attnsweep import report
 from attnsweep.arch import arch_named
-from attnsweep.candidates import Build, Observer, PlannedProblem, as_ready, compiled_row, plan
+from attnsweep.candidates import (
+    Build,
+    Observer,
+    PlannedProblem,
+    as_ready,
+    candidate_count,
+    compiled_row,
+    plan,
+)
 from attnsweep.compiler import Compiler
 from attnsweep.errors import NoGpuError, SpaceError, StoreError
 from attnsweep.kernel import Kernel, Space
@@ -92,7 +100,7 @@ def run(
         arch = arch_named(environment.arch)
         _check_memory(spec, environment)
         planned = plan(spec, kernels, arch)
-        observer.planned(planned)
+        observer.planned(candidate_count(planned, spec.search.candidates))
         compiler = Compiler(arch, cache_dir)
         directory = results / environment.slug / spec.name
         elsewhere = not fresh and _measured_elsewhere(directory, environment)
@@ -205,8 +213,8 @@ class _Sweep:
         rows: dict[tuple[object, ...], tuple[Build, Trial]] = {}
         seen: dict[tuple[object, ...], Build] = {}
         while builds:
-            for done, build in enumerate(as_ready(builds), 1):
-                self._observer.compiled(done, len(builds))
+            for build in as_ready(builds):
+                self._observer.compiled(sum(b.ready for b in builds), len(builds))
                 trial = kept.get(build.row(status=Status.OK).key)
                 if trial is None:
                     trial = self._try(build, seen)
@@ -419,7 +427,7 @@ def _replay(
     if environment is None:
         raise SpaceError("the recording has no environment.json", where=str(spec.recording))
     planned = plan(spec, kernels, arch_named(environment.arch))
-    observer.planned(planned)
+    observer.planned(candidate_count(planned, spec.search.candidates))
     by_key = {trial.key: trial for trial in recording.trials}
     where = f"{environment.gpu}, {environment.date[:10]}"
     store = Store.open(results / "replay" / spec.name, fresh=True)

@@ -14,6 +14,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -84,42 +85,45 @@ def _median(trial: Trial) -> float:
 
 
 class _Bars(_Best):
-    """One line each for compiling, checking and timing the open problem."""
+    """The whole sweep with its ETA, then a bar each for compiling, checking and timing."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
         self._progress = progress
-        self._tasks: dict[str, Any] = {}
+        self._whole = progress.add_task("sweep", total=None, best="")
+        self._tasks: dict[str, TaskID] = {}
+
+    def planned(self, candidates: int) -> None:
+        self._progress.update(self._whole, total=candidates)
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
         for task in self._tasks.values():
             self._progress.remove_task(task)
-        self._tasks = {}
+        self._tasks = {
+            name: self._progress.add_task(f"  {name}", total=candidates, best="")
+            for name in ("compile", "check")
+        }
         resumed = f" [dim]({kept} kept)[/]" if kept else ""
         self._progress.console.print(f"[bold]{problem.label}[/]: {candidates} candidates{resumed}")
-        self._task("compile, check", candidates)
 
     def compiled(self, done: int, total: int) -> None:
-        self._progress.update(
-            self._task("compile, check", total), completed=done, best=self.summary
-        )
+        self._progress.update(self._tasks["compile"], completed=done, total=total)
 
     def tried(self, trial: Trial) -> None:
         super().tried(trial)
-        for task in self._tasks.values():
-            self._progress.update(task, best=escape(self.summary))
+        if trial.provider == "attnsweep" and not (trial.time_us and trial.time_us.rounds):
+            self._progress.advance(self._tasks["check"])
+            self._progress.advance(self._whole)
+        self._progress.update(self._whole, best=escape(self.summary))
 
     def timing(self, done: int, total: int) -> None:
-        self._progress.update(self._task("time in rounds", total), completed=done)
+        if "time" not in self._tasks:
+            self._tasks["time"] = self._progress.add_task("  time", total=total, best="")
+        self._progress.update(self._tasks["time"], completed=done)
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text)
-
-    def _task(self, name: str, total: int) -> Any:
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=total, best="")
-        return self._tasks[name]
+        self._progress.console.print(escape(text))
 
 
 class _Plain(_Best):
@@ -254,7 +258,7 @@ def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> di
 
 def compiled(trials: Sequence[Trial], arch: Arch, every: bool) -> list[Any]:
     """Resources per family and stage (or per candidate), and what did not make it."""
-    out: list[Any] = [_each(trials) if every else _by_stage(trials)]
+    out: list[Any] = [_each(trials)] if every else _by_stage(trials)
     counts = Counter(trial.status.value for trial in trials)
     out.append(
         f"{len(trials)} candidates for {arch.name}: "
@@ -276,27 +280,33 @@ def _range(values: Sequence[float], form: str = "{:.0f}") -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def _by_stage(trials: Sequence[Trial]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("problem", "kernel", "stage"):
-        table.add_column(column)
-    for column in ("candidates", "registers", "spill B", "smem B", "blocks/SM", "occupancy"):
-        table.add_column(column, justify="right", no_wrap=True)
-    groups: dict[tuple[str, str, str], list[dict[str, float]]] = {}
+def _by_stage(trials: Sequence[Trial]) -> list[Any]:
+    """A heading and a table per problem: the range of each resource over a stage's candidates."""
+    groups: dict[str, dict[tuple[str, str], list[dict[str, float]]]] = {}
     for trial in trials:
         for stage, facts in (trial.resources.stages if trial.resources else {}).items():
-            groups.setdefault((trial.problem.label, trial.kernel, stage), []).append(facts)
-    for (problem, kernel, stage), rows in groups.items():
-        table.add_row(
-            problem,
-            kernel,
-            stage,
-            str(len(rows)),
-            *(_range([row[n] for row in rows]) for n in ("registers", "spill_bytes", "smem_bytes")),
-            _range([row["blocks_per_sm"] for row in rows]),
-            _range([100 * row["occupancy"] for row in rows]) + " %",
-        )
-    return table
+            rows = groups.setdefault(trial.problem.label, {})
+            rows.setdefault((trial.kernel, stage), []).append(facts)
+    out: list[Any] = []
+    for problem, stages in groups.items():
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("kernel", no_wrap=True, min_width=18)
+        table.add_column("stage", min_width=8)
+        for column in ("candidates", "registers", "spill B", "smem B", "blocks/SM", "occupancy"):
+            table.add_column(column, justify="right", no_wrap=True, min_width=9)
+        for (kernel, stage), rows_ in stages.items():
+            table.add_row(
+                kernel,
+                stage,
+                str(len(rows_)),
+                *(
+                    _range([row[name] for row in rows_])
+                    for name in ("registers", "spill_bytes", "smem_bytes", "blocks_per_sm")
+                ),
+                _range([100 * row["occupancy"] for row in rows_]) + " %",
+            )
+        out += [f"[bold]{problem}[/]", table]
+    return out
 
 
 def _each(trials: Sequence[Trial]) -> Table:
