@@ -134,15 +134,18 @@ class Bench:
 
     # -- checking ---------------------------------------------------------------------------
 
-    def trial(self, candidate: Candidate) -> tuple[Accuracy, float]:
-        """Check a candidate on every case, then time it briefly.
+    def trial(
+        self, candidate: Candidate, stages: bool = False
+    ) -> tuple[Accuracy, float, dict[str, float]]:
+        """Check a candidate on every case, then time it briefly; with `stages`, each stage too.
 
-        Returns its worst Accuracy and a first time in microseconds. Raises WrongResult, or a CUDA
-        error if it cannot launch or faults.
+        Returns its worst Accuracy, a first time and first stage times in microseconds. Raises
+        WrongResult, or a CUDA error if it cannot launch or faults.
         """
         accuracy = self._check_all(candidate)
         call = self._pipeline(candidate.timed, [self._timed.buffers])
-        return accuracy, self._screen(call)
+        names = call.stage_names if stages and len(call.stage_names) > 1 else ()
+        return accuracy, self._screen(call), {name: self._screen(call, name) for name in names}
 
     def _check_all(self, candidate: Candidate) -> Accuracy:
         return max(
@@ -182,9 +185,9 @@ class Bench:
 
     # -- timing -----------------------------------------------------------------------------
 
-    def _screen(self, call: Call) -> float:
+    def _screen(self, call: Call, stage: str | None = None) -> float:
         """A first, cheap time: enough to tell who is worth measuring well."""
-        replay, calls = self._graph(call, _SCREEN_US, rotate=False)
+        replay, calls = self._graph(call, _SCREEN_US, rotate=False, stage=stage)
         with self.session.stream:
             replay()
             times = [self.session.time_us(replay) / calls for _ in range(3)]

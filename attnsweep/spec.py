@@ -202,9 +202,10 @@ class ProblemSpec(_Model):
 class SearchSpec(_Model):
     """Which candidates are tried, and in which order."""
 
-    strategy: Literal["exhaustive", "random"] = Field(
+    strategy: Literal["exhaustive", "random", "staged"] = Field(
         default="exhaustive",
-        description="exhaustive: all, in order. random: drawn without repeats.",
+        description="exhaustive: all, in order. random: drawn without repeats. staged: stages "
+        "alone, then combinations of the best of each.",
     )
     candidates: Size | None = Field(
         default=None, description="At most this many per kernel and problem; random needs it."

@@ -164,7 +164,9 @@ class _Sweep:
     def run(self, planned: Sequence[PlannedProblem]) -> bool:
         """All problems in turn. Returns whether the user interrupted."""
         try:
-            searches = [(item, [self._search(space) for space in item.spaces]) for item in planned]
+            searches = [
+                (item, [_search(self._spec, space) for space in item.spaces]) for item in planned
+            ]
             queues = [self._builds(item, asked) for item, asked in searches]
             for (item, asked), builds in zip(searches, queues, strict=True):
                 self._problem(item, asked, builds)
@@ -180,10 +182,6 @@ class _Sweep:
             for name, cubin in build.cubins().items() if build else ():
                 slug = re.sub(r"[^a-z0-9]+", "-", trial.problem.label.lower()).strip("-")
                 self._store.keep_cubin(cubin.path, f"{slug}.{trial.kernel}.{name}.cubin")
-
-    def _search(self, space: Space) -> Search:
-        settings = self._spec.search
-        return Search(settings.strategy, space, candidates=settings.candidates, seed=settings.seed)
 
     def _builds(self, item: PlannedProblem, searches: Sequence[Search]) -> list[Build]:
         """Ask for the problem's candidates, up to the lookahead, and start what is not done."""
@@ -241,11 +239,12 @@ class _Sweep:
             same = f"same machine code as {twin.kernel.name} {twin.config.label}"
             return row.with_(status=Status.PRUNED, detail=same)
         try:
-            accuracy, time_us = self._worker.call("trial", build.candidate())
+            staged = self._spec.search.strategy == "staged"
+            accuracy, time_us, stages_us = self._worker.call("trial", build.candidate(), staged)
         except WorkerError as error:
             return row.with_(status=error.status, detail=error.detail, accuracy=error.payload)
         first = Measurement(median=time_us, low=time_us, high=time_us, samples=1)
-        return row.with_(accuracy=accuracy, time_us=first)
+        return row.with_(accuracy=accuracy, time_us=first, stages_us=stages_us)
 
     # -- the rounds -------------------------------------------------------------------------
 
@@ -385,6 +384,11 @@ class _Sweep:
         return hashlib.sha256(repr((common, timing, parts)).encode()).hexdigest()[:32]
 
 
+def _search(spec: SweepSpec, space: Space) -> Search:
+    settings = spec.search
+    return Search(settings.strategy, space, candidates=settings.candidates, seed=settings.seed)
+
+
 def _measured_row(trial: Trial, samples: Mapping[str, list[float]]) -> Trial:
     """The finalist's row with its rounds."""
     warm = samples["warm"]
@@ -433,41 +437,26 @@ def _replay(
     store = Store.open(results / "replay" / spec.name, fresh=True)
     try:
         store.describe(spec.resolved(store.directory), environment)
+
+        def stored(trial: Trial) -> Trial:
+            found = by_key.get(trial.key, trial.with_(detail=f"not in {spec.recording}"))
+            row = found.with_(recorded=True, recorded_on=where)
+            store.append(row)
+            observer.tried(row)
+            return row
+
         for item in planned:
-            wanted = []
+            observer.opening(item.problem, candidate_count([item], spec.search.candidates), 0)
+            missing = {"problem": item.problem, "status": Status.NO_RECORD}
             for space in item.spaces:
-                search = Search(
-                    spec.search.strategy,
-                    space,
-                    candidates=spec.search.candidates,
-                    seed=spec.search.seed,
-                )
-                wanted += [
-                    Trial(
-                        kernel=space.kernel.name,
-                        provider="attnsweep",
-                        config=dict(config),
-                        problem=item.problem,
-                        status=Status.NO_RECORD,
-                    )
-                    for config in iter(search.ask, None)
-                ]
-            wanted += [
-                Trial(
-                    kernel=name,
-                    provider=name,
-                    config={},
-                    problem=item.problem,
-                    status=Status.NO_RECORD,
-                )
-                for name in spec.baselines
-            ]
-            observer.opening(item.problem, len(wanted), 0)
-            for trial in wanted:
-                found = by_key.get(trial.key, trial.with_(detail=f"not in {spec.recording}"))
-                row = found.with_(recorded=True, recorded_on=where)
-                store.append(row)
-                observer.tried(row)
+                search = _search(spec, space)
+                while (config := search.ask()) is not None:
+                    name = space.kernel.name
+                    asked = {"kernel": name, "provider": "attnsweep", "config": dict(config)}
+                    search.tell(stored(Trial.model_validate(asked | missing)))
+            for name in spec.baselines:
+                asked = {"kernel": name, "provider": name, "config": {}}
+                stored(Trial.model_validate(asked | missing))
         return Outcome(store.finish(report.files), False)
     finally:
         store.close()

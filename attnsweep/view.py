@@ -92,6 +92,7 @@ class _Bars(_Best):
         self._progress = progress
         self._whole = progress.add_task("sweep", total=None, best="")
         self._tasks: dict[str, TaskID] = {}
+        self._checked: set[tuple[object, ...]] = set()
 
     def planned(self, candidates: int) -> None:
         self._progress.update(self._whole, total=candidates)
@@ -112,7 +113,8 @@ class _Bars(_Best):
 
     def tried(self, trial: Trial) -> None:
         super().tried(trial)
-        if trial.provider == "attnsweep" and not (trial.time_us and trial.time_us.rounds):
+        if trial.provider == "attnsweep" and trial.key not in self._checked:
+            self._checked.add(trial.key)
             self._progress.advance(self._tasks["check"])
             self._progress.advance(self._whole)
         self._progress.update(self._whole, best=escape(self.summary))

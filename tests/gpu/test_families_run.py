@@ -67,9 +67,10 @@ def test_right_on_odd_shapes(kernel, problem, worker, compiler):
         build.submit()
     worker.open(problem, replay_us=100, seed=1)
     for build in as_ready(builds):
-        accuracy, time_us = worker.call("trial", build.candidate())
+        accuracy, time_us, stages_us = worker.call("trial", build.candidate(), True)
         assert accuracy.rel_err <= accuracy.limit, build.config.label
         assert time_us > 0
+        assert set(stages_us) == (set(kernel.stages) if len(kernel.stages) > 1 else set())
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=str)

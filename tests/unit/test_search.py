@@ -114,4 +114,73 @@ def test_the_spec_offers_the_strategies_there_are():
 def test_an_unknown_strategy_names_the_known():
     with pytest.raises(SpecError, match="unknown strategy 'bayes'") as caught:
         strategy("bayes")
-    assert caught.value.hint == "there are: exhaustive, random"
+    assert caught.value.hint == "there are: exhaustive, random, staged"
+
+
+def pipeline_space(sizes, forbidden=frozenset()):
+    """A family of one stage a size, each with one parameter; a rule refuses `forbidden`."""
+    names = [f"S{n}" for n in range(len(sizes))]
+    kernel = Kernel(
+        "toy",
+        summary="",
+        params=tuple(
+            Param(f"{n}_P", tuple(range(s)), "") for n, s in zip(names, sizes, strict=True)
+        ),
+    )
+    for name in names:
+        kernel.stage(name, params=(f"{name}_P",))(lambda *_: Launch("f", (1, 1, 1), 32, ()))
+    kernel.rule("not forbidden")(
+        lambda config, problem, arch: tuple(config.values()) not in forbidden
+    )
+    return Space.build(kernel, PROBLEM, ARCHS["sm_90a"])
+
+
+def staged_winner(space, times, ahead):
+    """What strategy staged finds if the stages' times add up, and how many configs it tried."""
+    at_work, tried, pending = Search("staged", space), {}, []
+    while True:
+        config = at_work.ask()
+        if config is not None:
+            pending.append(config)
+        if config is None and not pending:
+            break
+        if config is None or len(pending) > ahead:
+            for done in pending:
+                stages_us = {name: times[name][done[f"{name}_P"]] for name in space.kernel.stages}
+                tried[done] = sum(stages_us.values())
+                at_work.tell(trial_of(done).with_(stages_us=stages_us))
+            pending = []
+    return min(tried.values()), len(tried)
+
+
+@given(st.data(), st.lists(st.integers(1, 6), min_size=2, max_size=3), st.integers(0, 40))
+def test_staged_finds_the_exhaustive_winner_when_stages_add_up(data, sizes, ahead):
+    space = pipeline_space(sizes)
+    times = {
+        f"S{n}": data.draw(st.lists(st.integers(1, 1000), min_size=size, max_size=size))
+        for n, size in enumerate(sizes)
+    }
+    best = min(sum(times[name][config[f"{name}_P"]] for name in times) for config in space.configs)
+    found, tried = staged_winner(space, times, ahead)
+    assert found == best
+    assert tried <= sum(sizes) + search.BEST_OF_STAGE ** len(sizes)
+
+
+def test_staged_tries_far_fewer_than_all():
+    space = pipeline_space([16, 10, 12])
+    times = {f"S{n}": [10 + i for i in range(s)] for n, s in enumerate([16, 10, 12])}
+    found, tried = staged_winner(space, times, ahead=512)
+    assert found == 30
+    assert tried <= 38 + 64
+    assert len(space.configs) == 1920
+
+
+def test_staged_keeps_to_the_rules():
+    space = pipeline_space([3, 3], forbidden={(0, 0)})
+    found, _ = staged_winner(space, {"S0": [1, 5, 9], "S1": [1, 4, 9]}, ahead=4)
+    assert found == 5
+
+
+def test_staged_is_exhaustive_for_one_stage():
+    space = space_of(7)
+    assert asked("staged", space) == list(space.configs)

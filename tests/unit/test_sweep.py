@@ -67,7 +67,7 @@ class FakeWorker:
         if fault is not None:
             raise fault
         if method == "trial":
-            return Accuracy(rel_err=1e-4, limit=1e-3), TIMES[name]
+            return Accuracy(rel_err=1e-4, limit=1e-3), TIMES[name], {}
         if method == "admit_baseline":
             if name != "torch_flash":
                 raise WorkerError(Status.SKIPPED, f"{name} is not installed")
