@@ -1,0 +1,279 @@
+"""three_kernel_wgmma: QKᵀ, softmax and PV as three launches on Hopper: TMA, mbarriers and wgmma."""
+
+from attnsweep.arch import Arch
+from attnsweep.kernel import Config, Kernel, Launch, Param, TensorMap
+from attnsweep.problem import DTYPE_BYTES, Problem
+
+kernel = Kernel(
+    "three_kernel_wgmma",
+    summary="QK^T, softmax, PV: three launches, TMA and wgmma; softmax may be fused into either",
+    params=(
+        Param("STATS", (0, 1, 2), "softmax: 0 the middle launch, 1 exponentials in qk, 2 in pv"),
+        Param("PDL", (0, 1), "programmatic dependent launch: 1 of softmax and pv, 2 of qk too"),
+        Param("QK_BLOCK_M", (64, 128), "queries of a tile of scores"),
+        Param("QK_BLOCK_N", (128,), "keys of a tile of scores"),
+        Param("QK_BLOCK_K", (64,), "head_dim columns of a pipeline stage"),
+        Param("QK_WARPGROUPS", (1, 2), "consumer warpgroups, 64 rows at a time each"),
+        Param("QK_STAGES", (2,), "tiles of K in flight"),
+        Param("QK_TILES", (1, 4), "tiles of keys that a block computes, one after the other"),
+        Param("QK_BUFFERS", (1,), "tiles of scores being stored: 1 or 2"),
+        Param("QK_ORDER", (0,), "fastest over the grid: 0 keys, 1 queries"),
+        Param("QK_BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one for each work item"),
+        Param("SOFTMAX_THREADS", (32, 64, 256), "threads per row"),
+        Param("SOFTMAX_VECTOR", (8,), "elements per load: 1, 2, 4 or 8"),
+        Param("SOFTMAX_PASSES", (1,), "1: the row stays in registers; 3: maximum, sum, normalise"),
+        Param("SOFTMAX_ROWS", (1, 4), "rows per thread group, one after the other"),
+        Param("SOFTMAX_BLOCK", (256,), "threads per block"),
+        Param("PV_BLOCK_M", (64, 128), "queries of a tile of the output"),
+        Param("PV_BLOCK_N", (64, 128), "head_dim columns of a tile of the output"),
+        Param("PV_BLOCK_K", (64, 128), "keys of a pipeline stage"),
+        Param("PV_WARPGROUPS", (1, 2), "consumer warpgroups, 64 rows at a time each"),
+        Param("PV_STAGES", (4,), "tiles of P and V in flight"),
+        Param("PV_ORDER", (0,), "fastest over the grid: 0 queries, 1 heads"),
+        Param("PV_BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one for each work item"),
+    ),
+    min_arch="sm_90a",
+    rounds_scores=1,
+)
+UNIT = 128  # keys that share one maximum, as in the template
+
+
+def max_keys(config: Config, problem: Problem) -> int:
+    """Keys that the registers of a row's threads hold: a power of two, so that cubins are shared."""
+    return max(
+        config.SOFTMAX_THREADS * config.SOFTMAX_VECTOR, 1 << (problem.seqlen_k - 1).bit_length()
+    )
+
+
+def stride(problem: Problem) -> int:
+    """Elements from one row of scores to the next: whole 16-byte chunks."""
+    return -(-problem.seqlen_k // 8) * 8
+
+
+def blocks_per_sm(arch: Arch, threads: int, registers: int, smem_bytes: int) -> int:
+    """Occupancy to plan for, given the registers that a thread needs to run without spills."""
+    # Each quarter of an SM gives registers to whole warps.
+    warps = 4 * (arch.registers_per_sm // 4 // (32 * min(registers, 255)))
+    return max(
+        1,
+        min(
+            warps * 32 // threads,
+            arch.smem_per_sm // (smem_bytes + arch.smem_reserved_per_block),
+            arch.max_threads_per_sm // threads,
+            arch.max_blocks_per_sm,
+        ),
+    )
+
+
+def qk_registers(c: Config) -> int:
+    """Registers of the qk stage that do not spill: its accumulators, addresses, statistics."""
+    accumulators = c.QK_BLOCK_M * c.QK_BLOCK_N // (128 * c.QK_WARPGROUPS)
+    return accumulators + (40 if c.STATS == 2 else 32) + (16 if c.QK_BLOCKS else 0)
+
+
+def pv_registers(c: Config) -> int:
+    """Registers of the pv stage that do not spill: accumulators, twice if scaled, and P."""
+    accumulators = c.PV_BLOCK_M * c.PV_BLOCK_N // (128 * c.PV_WARPGROUPS)
+    if c.STATS == 2:
+        return accumulators + c.PV_BLOCK_K // 2 + 56
+    return accumulators * (2 if c.STATS else 1) + 48
+
+
+def tensor_map(buffer: str, heads: int, rows: int, columns: int, pitch: int, box: tuple[int, int]) -> TensorMap:
+    """(heads, rows, columns) of a 16-bit buffer, `pitch` elements from row to row; box of columns, rows."""
+    return TensorMap(
+        buffer,
+        dims=(columns, rows, heads),
+        strides=(pitch * 2, rows * pitch * 2),
+        box=(*box, 1),
+        swizzle_bytes=box[0] * 2,
+    )
+
+
+@kernel.rule("tiles are of 64, 128 or 256; a warpgroup computes 64 or 128 whole rows")
+def rows_fit_warpgroups(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    return (
+        all(c[n] in (64, 128, 256) for n in ("QK_BLOCK_N", "PV_BLOCK_N"))
+        and all(c[n] in (32, 64, 128) for n in ("QK_BLOCK_K", "PV_BLOCK_K"))
+        and c.QK_BLOCK_M in (64 * c.QK_WARPGROUPS, 128 * c.QK_WARPGROUPS)
+        and c.PV_BLOCK_M in (64 * c.PV_WARPGROUPS, 128 * c.PV_WARPGROUPS)
+        and c.QK_BLOCK_M <= 256
+        and c.PV_BLOCK_M <= UNIT
+    )
+
+
+@kernel.rule("accumulators leave registers for the rest of the code")
+def accumulators_fit_registers(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    return all(
+        registers <= min(240, arch.registers_per_sm // ((128 * warpgroups + 32 + 127) // 128 * 128) // 8 * 8)
+        for registers, warpgroups in (
+            (qk_registers(c), c.QK_WARPGROUPS),
+            (pv_registers(c), c.PV_WARPGROUPS),
+        )
+    )
+
+
+@kernel.rule("QK_BLOCK_K and PV_BLOCK_N divide head_dim")
+def tiles_divide_head_dim(config: Config, problem: Problem, arch: Arch) -> bool:
+    return problem.head_dim % config.QK_BLOCK_K == 0 == problem.head_dim % config.PV_BLOCK_N
+
+
+@kernel.rule("statistics are of 128 keys: whole tiles of qk, and for STATS 1 one step of pv")
+def statistics_fit_tiles(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    if c.STATS == 2 and c.PV_BLOCK_M != 64 * c.PV_WARPGROUPS:
+        return False  # its P takes the registers of a second 64 rows
+    return c.STATS == 0 or (c.QK_BLOCK_N % UNIT == 0 and (c.STATS == 2 or c.PV_BLOCK_K == UNIT))
+
+
+@kernel.rule("with STATS there is no row softmax: its parameters but SOFTMAX_BLOCK stay 32, 8, 1, 1")
+def one_softmax_if_fused(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    row = (c.SOFTMAX_THREADS, c.SOFTMAX_VECTOR, c.SOFTMAX_PASSES, c.SOFTMAX_ROWS)
+    return c.STATS == 0 or row == (32, 8, 1, 1)
+
+
+@kernel.rule("no more stages or buffers than can be in flight; blocks that take turns have several")
+def stages_are_used(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    steps = problem.head_dim // c.QK_BLOCK_K * c.QK_TILES
+    once = c.QK_BLOCKS == 0
+    return (
+        1 <= c.QK_STAGES <= max(2, steps if once else 8)
+        and c.PV_STAGES >= 2
+        and 1 <= c.QK_BUFFERS <= min(2, c.QK_TILES if once else 2)
+    )
+
+
+@kernel.rule("a row kept in registers takes at most 64 of each thread's")
+def row_fits_registers(config: Config, problem: Problem, arch: Arch) -> bool:
+    keys_per_thread = max_keys(config, problem) // config.SOFTMAX_THREADS
+    return config.STATS > 0 or config.SOFTMAX_PASSES == 3 or (
+        keys_per_thread <= 64 and config.SOFTMAX_BLOCK * (keys_per_thread * 3 // 2 + 40) <= 65536
+    )
+
+
+@kernel.rule("softmax blocks hold whole rows, and a row's threads all have keys")
+def softmax_threads_are_used(config: Config, problem: Problem, arch: Arch) -> bool:
+    threads = config.SOFTMAX_THREADS
+    has_keys = threads <= 32 or threads * config.SOFTMAX_VECTOR < 2 * problem.seqlen_k
+    return config.STATS > 0 or (config.SOFTMAX_BLOCK % max(threads, 32) == 0 and has_keys)
+
+
+@kernel.rule("tiles are not twice as long as the sequence")
+def tiles_fit_sequence(config: Config, problem: Problem, arch: Arch) -> bool:
+    c, p = config, problem
+    return max(c.QK_BLOCK_M, c.PV_BLOCK_M) < 2 * max(p.seqlen_q, 64) and max(
+        c.QK_TILES * c.QK_BLOCK_N, c.PV_BLOCK_K
+    ) < 2 * max(p.seqlen_k, 64)
+
+
+@kernel.workspace
+def workspace(config: Config, problem: Problem) -> dict[str, int]:
+    p = problem
+    rows = p.batch * p.heads * p.seqlen_q
+    statistics = 4 * rows * -(-p.seqlen_k // UNIT)  # the same for all, so that they can share buffers
+    return {
+        "scores": rows * stride(p) * DTYPE_BYTES[p.dtype],
+        "maxima": statistics,
+        "sums": statistics,
+    }
+
+
+@kernel.stage(
+    "qk",
+    params=("STATS", "PDL", "QK_BLOCK_M", "QK_BLOCK_N", "QK_BLOCK_K", "QK_WARPGROUPS", "QK_STAGES")
+    + ("QK_TILES", "QK_BUFFERS", "QK_ORDER", "QK_BLOCKS"),
+)
+def qk(config: Config, problem: Problem, arch: Arch) -> Launch:
+    c, p = config, problem
+    threads = 128 * c.QK_WARPGROUPS + 32
+    inputs = 2 * (c.QK_BLOCK_M * p.head_dim + c.QK_STAGES * c.QK_BLOCK_N * c.QK_BLOCK_K)
+    outputs = 2 * c.QK_BUFFERS * c.QK_BLOCK_M * c.QK_BLOCK_N
+    smem_bytes = inputs + outputs + 16 * c.QK_STAGES + 16
+    blocks = blocks_per_sm(arch, threads, qk_registers(c), smem_bytes)
+    heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
+    items = -(-p.seqlen_q // c.QK_BLOCK_M) * -(-p.seqlen_k // (c.QK_TILES * c.QK_BLOCK_N)) * heads
+    panel = min(c.QK_BLOCK_K, 64)
+    return Launch(
+        function="three_kernel_wgmma_qk",
+        grid=(min(items, c.QK_BLOCKS or items), 1, 1),
+        threads=threads,
+        args=(
+            tensor_map("q", heads, p.seqlen_q, p.head_dim, p.head_dim, (panel, c.QK_BLOCK_M)),
+            tensor_map("k", heads_kv, p.seqlen_k, p.head_dim, p.head_dim, (panel, c.QK_BLOCK_N)),
+            tensor_map("scores", heads, p.seqlen_q, stride(p), stride(p), (64, 16)),
+            *("maxima", "sums", heads, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
+        ),
+        smem_bytes=smem_bytes,
+        defines={"MIN_BLOCKS": blocks},
+        min_blocks_per_sm=blocks,
+        programmatic=c.PDL > 1,
+    )
+
+
+@kernel.stage(
+    "softmax",
+    params=("STATS", "PDL", "SOFTMAX_THREADS", "SOFTMAX_VECTOR", "SOFTMAX_PASSES")
+    + ("SOFTMAX_ROWS", "SOFTMAX_BLOCK"),
+    constants=("IS_BF16", "CAUSAL"),
+)
+def softmax(config: Config, problem: Problem, arch: Arch) -> Launch:
+    c, p = config, problem
+    rows = p.batch * p.heads * p.seqlen_q
+    if c.STATS:
+        return Launch(
+            function="three_kernel_wgmma_softmax",
+            grid=(-(-rows // c.SOFTMAX_BLOCK), 1, 1),
+            threads=c.SOFTMAX_BLOCK,
+            args=("maxima", "sums", rows, p.seqlen_q, p.seqlen_k),
+            defines={"MIN_BLOCKS": 1},
+            programmatic=bool(c.PDL),
+        )
+    keys = max_keys(c, p) if c.SOFTMAX_PASSES == 1 else 0
+    registers = 40 + keys // c.SOFTMAX_THREADS * (3 if c.SOFTMAX_ROWS > 1 else 2) // 2
+    smem_bytes = 2 * 4 * (c.SOFTMAX_BLOCK // 32) if c.SOFTMAX_THREADS > 32 else 0
+    blocks = blocks_per_sm(arch, c.SOFTMAX_BLOCK, registers, smem_bytes)
+    return Launch(
+        function="three_kernel_wgmma_softmax",
+        grid=(-(-rows * c.SOFTMAX_THREADS // (c.SOFTMAX_BLOCK * c.SOFTMAX_ROWS)), 1, 1),
+        threads=c.SOFTMAX_BLOCK,
+        args=("scores", rows, p.seqlen_q, p.seqlen_k, stride(p)),
+        smem_bytes=smem_bytes,
+        defines={"MIN_BLOCKS": blocks} | ({"MAX_KEYS": keys} if keys else {}),
+        min_blocks_per_sm=blocks,
+        programmatic=bool(c.PDL),
+    )
+
+
+@kernel.stage(
+    "pv",
+    params=("STATS", "PDL", "PV_BLOCK_M", "PV_BLOCK_N", "PV_BLOCK_K", "PV_WARPGROUPS", "PV_STAGES")
+    + ("PV_ORDER", "PV_BLOCKS"),
+)
+def pv(config: Config, problem: Problem, arch: Arch) -> Launch:
+    c, p = config, problem
+    threads = 128 * c.PV_WARPGROUPS + 32
+    inputs = 2 * c.PV_STAGES * (c.PV_BLOCK_M + c.PV_BLOCK_N) * c.PV_BLOCK_K
+    smem_bytes = inputs + 2 * c.PV_BLOCK_M * c.PV_BLOCK_N + 16 * c.PV_STAGES + 16
+    blocks = blocks_per_sm(arch, threads, pv_registers(c), smem_bytes)
+    heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
+    items = -(-p.seqlen_q // c.PV_BLOCK_M) * (p.head_dim // c.PV_BLOCK_N) * heads
+    panel = min(c.PV_BLOCK_K, 64)
+    return Launch(
+        function="three_kernel_wgmma_pv",
+        grid=(min(items, c.PV_BLOCKS or items), 1, 1),
+        threads=threads,
+        args=(
+            tensor_map("scores", heads, p.seqlen_q, p.seqlen_k, stride(p), (panel, c.PV_BLOCK_M)),
+            tensor_map("v", heads_kv, p.seqlen_k, p.head_dim, p.head_dim, (64, c.PV_BLOCK_K)),
+            tensor_map("o", heads, p.seqlen_q, p.head_dim, p.head_dim, (64, 16)),
+            *("maxima", "sums", heads, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k),
+        ),
+        smem_bytes=smem_bytes,
+        defines={"MIN_BLOCKS": blocks},
+        min_blocks_per_sm=blocks,
+        programmatic=bool(c.PDL),
+    )
