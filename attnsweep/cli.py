@@ -14,8 +14,9 @@ from attnsweep import __version__, candidates, report, sweep, view
 from attnsweep.arch import ARCHS, Arch, arch_named
 from attnsweep.console import console, errors
 from attnsweep.errors import AttnsweepError, NoGpuError, SpecError
+from attnsweep.fields import BASELINES
 from attnsweep.kernel import Kernel, discover
-from attnsweep.spec import BASELINES, SweepSpec, load_spec
+from attnsweep.spec import SweepSpec, load_spec
 from attnsweep.store import latest_run, open_run
 
 app = typer.Typer(

@@ -13,7 +13,7 @@ PACKAGE = Path(attnsweep.__file__).parent
 LAYERS = [
     {"errors", "console"},
     {"problem", "arch", "document"},
-    {"kernel", "bounds"},
+    {"kernel", "bounds", "fields"},
     {"trial"},
     {"spec", "search", "compiler", "numerics"},
     {"analysis", "device", "baselines"},

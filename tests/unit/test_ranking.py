@@ -6,31 +6,16 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import H200
 
 from attnsweep.arch import ARCHS
 from attnsweep.bounds import binding, bounds
 from attnsweep.problem import Problem
 from attnsweep.ranking import COLUMNS, bounds_of, judged, rank, ratio_interval, winners
-from attnsweep.trial import Accuracy, Environment, Measurement, Resources, Status, Trial
+from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial
 
 PROBLEM = Problem(2, 16, 16, 1024, 1024, 64)
 NAN, INFINITY = float("nan"), float("inf")
-H200 = Environment(
-    gpu="NVIDIA H200",
-    arch="sm_90a",
-    driver="580.95",
-    cuda="13.0",
-    nvrtc="13.0",
-    attnsweep="1.0",
-    python="3.11",
-    date="2026-07-26T10:00:00Z",
-    host_cores=16,
-    sm_count=132,
-    clock_hz=1.98e9,
-    memory_bytes=150 << 30,
-    memory_bytes_per_second=4.8e12,
-    l2_bytes=50 << 20,
-)
 
 
 def timed(rounds: Sequence[float]) -> Measurement:

@@ -8,31 +8,16 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from samples import H200
 
 from attnsweep import report
 from attnsweep.console import aligned, cut, wrap
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
 from attnsweep.store import Run
-from attnsweep.trial import Accuracy, Environment, Measurement, Resources, Status, Trial
+from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial
 
 PROBLEM = Problem(4, 16, 16, 1024, 1024, 64)
-H200 = Environment(
-    gpu="NVIDIA H200",
-    arch="sm_90a",
-    driver="580.95.05",
-    cuda="13.0",
-    nvrtc="13.0",
-    attnsweep="1.0",
-    python="3.11",
-    date="2026-07-26T10:00:00Z",
-    host_cores=16,
-    sm_count=132,
-    clock_hz=1.98e9,
-    memory_bytes=150 << 30,
-    memory_bytes_per_second=4.8e12,
-    l2_bytes=50 << 20,
-)
 
 
 def rounds_of(time_us: float, wobble: float = 0.01) -> Measurement:

@@ -518,7 +518,7 @@ class TestErrors:
             (
                 "search: {strategy: randm, seed: -1}",
                 "20: strategy cannot be randm\n"
-                "  did you mean 'random'? there are: exhaustive, random\n"
+                "  did you mean 'random'? there are: exhaustive, random, staged\n"
                 "sweep.yaml:3:33: seed must be at least 0, not -1",
             ),
             (

@@ -9,32 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
+from samples import H200 as ENVIRONMENT
 
 from attnsweep import store as store_module
 from attnsweep.errors import StoreError
 from attnsweep.problem import Problem
 from attnsweep.store import MAX_WARNINGS, Store, find_runs, latest_run, open_run, read_trials
-from attnsweep.trial import Accuracy, Environment, Measurement, Status, Trial
+from attnsweep.trial import Accuracy, Measurement, Status, Trial
 
 # Where `python -c` finds the package even if it is not installed.
 SOURCE = Path(store_module.__file__).parents[1]
 PROBLEM = Problem(1, 16, 16, 1024, 1024, 64)
-ENVIRONMENT = Environment(
-    gpu="NVIDIA H200",
-    arch="sm_90a",
-    driver="580.95",
-    cuda="13.0",
-    nvrtc="13.0",
-    attnsweep="1.0",
-    python="3.11",
-    date="2026-07-26T10:00:00Z",
-    host_cores=16,
-    sm_count=132,
-    clock_hz=1.98e9,
-    memory_bytes=150 << 30,
-    memory_bytes_per_second=4.8e12,
-    l2_bytes=50 << 20,
-)
 
 
 def trial(number: int, **changes: object) -> Trial:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from samples import H200
 
 from attnsweep import sweep
 from attnsweep.candidates import Observer
@@ -12,27 +13,12 @@ from attnsweep.errors import NoGpuError, SpaceError
 from attnsweep.kernel import discover
 from attnsweep.spec import load_spec
 from attnsweep.store import read_trials
-from attnsweep.trial import Accuracy, Environment, Status
+from attnsweep.trial import Accuracy, Status
 from attnsweep.workers import WorkerError
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")
 
-ENVIRONMENT = Environment(
-    gpu="NVIDIA Test 1",
-    arch="sm_90a",
-    driver="1.0",
-    cuda="13.0",
-    nvrtc="13.0",
-    attnsweep="0",
-    python="3",
-    date="2026-01-01T00:00:00Z",
-    host_cores=2,
-    sm_count=132,
-    clock_hz=1.98e9,
-    memory_bytes=2**37,
-    memory_bytes_per_second=4.8e12,
-    l2_bytes=60 * 2**20,
-)
+ENVIRONMENT = H200.model_copy(update={"gpu": "NVIDIA Test 1", "date": "2026-01-01T00:00:00Z"})
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "torch_flash": 25.0}
 
 

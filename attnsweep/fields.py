@@ -1,0 +1,104 @@
+"""What the values of a sweep spec may look like, and what is said of those that do not."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field, StrictStr, WithJsonSchema
+
+from attnsweep.arch import ARCHS, arch_named
+from attnsweep.document import Many, nearest, wrong
+from attnsweep.errors import SpecError
+
+BaselineName = Literal[
+    "torch_flash",
+    "torch_cudnn",
+    "torch_efficient",
+    "unfused",
+    "flash_attn_2",
+    "flash_attn_3",
+    "flash_attn_4",
+]
+BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
+
+
+def _parameter_value(value: object) -> object:
+    if type(value) in (int, bool, str):
+        return value
+    raise wrong("{name} must be a whole number, true or false, or text, not {value}")
+
+
+def _mapping_or_null(value: object) -> object:
+    return {} if value is None else value
+
+
+def _arch_name(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return arch_named(value).name
+    except SpecError as error:
+        raise wrong(error.what, nearest(value, ARCHS)) from error
+
+
+def _baseline_names(value: object) -> object:
+    if value == "all":
+        return list(BASELINES)
+    if value in (None, "none"):
+        raise wrong("baselines cannot be {value}", "write [] for none, all for every one")
+    if value == []:  # none at all, where any other list must not be empty
+        return value
+    return value if isinstance(value, list) else [value]
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+
+
+def _bytes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value)
+    if match is None:
+        raise wrong(
+            "{name} must be a number of bytes or a size, not {value}",
+            f"write an int, or a number and one of {', '.join(_UNITS)}: '2 GiB'",
+        )
+    return int(Decimal(match[1]) * _UNITS[match[2]])
+
+
+Size = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+ParameterValue = Annotated[
+    Any,
+    BeforeValidator(_parameter_value),
+    WithJsonSchema({"type": ["integer", "boolean", "string"]}),
+]
+ParameterValues = Annotated[
+    dict[str, Many[ParameterValue]],
+    BeforeValidator(
+        _mapping_or_null, json_schema_input_type=dict[str, Many[ParameterValue]] | None
+    ),
+]
+ArchName = Annotated[
+    StrictStr,
+    BeforeValidator(_arch_name),
+    WithJsonSchema({"enum": sorted({*ARCHS, *(name.rstrip("a") for name in ARCHS)})}),
+]
+Baselines = Annotated[
+    list[BaselineName],
+    BeforeValidator(
+        _baseline_names,
+        json_schema_input_type=Literal["all"] | BaselineName | list[BaselineName],
+    ),
+]
+Bytes = Annotated[
+    int,
+    Field(strict=True, ge=0),
+    BeforeValidator(
+        _bytes,
+        json_schema_input_type=Annotated[int, Field(ge=0)]
+        | Annotated[str, Field(pattern=f"^{_SIZE.pattern}$")],
+    ),
+]
