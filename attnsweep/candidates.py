@@ -11,7 +11,7 @@ from attnsweep import numerics
 from attnsweep.analysis import compiler_warnings, resources
 from attnsweep.arch import Arch
 from attnsweep.compiler import Compiler, Cubin
-from attnsweep.errors import CompileError, SpaceError
+from attnsweep.errors import CompileError, KernelError, SpaceError
 from attnsweep.kernel import Config, Kernel, Launch, Space
 from attnsweep.problem import Problem
 from attnsweep.spec import SweepSpec
@@ -141,7 +141,7 @@ class Build:
                 CompiledStage(name, str(cubins[name].path), replace(launch, defines={}))
                 for name, launch in launches.items()
             ),
-            self.kernel.workspace_of(self.config, problem),
+            self.kernel.workspaces(self.config, problem),
         )
 
     def candidate(self) -> Candidate:
@@ -188,8 +188,13 @@ def compiled_row(build: Build, spec: SweepSpec, memory_bytes: int | None = None)
         detail = f"{error.what}\n{error.log[:4000]}"
         return build.row(status=Status.COMPILE_ERROR, detail=detail)
     reason = _prune(build, cubins, used, spec, memory_bytes)
-    status = Status.OK if reason is None else Status.PRUNED
-    return build.row(status=status, detail=reason, resources=used)
+    if reason is not None:
+        return build.row(status=Status.PRUNED, detail=reason, resources=used)
+    try:
+        build.candidate()  # the declaration is asked about every shape to be checked
+    except KernelError as error:
+        return build.row(status=Status.LAUNCH_ERROR, detail=error.render(), resources=used)
+    return build.row(status=Status.OK, resources=used)
 
 
 def _prune(
@@ -209,7 +214,7 @@ def _prune(
     for name, stage in used.stages.items():
         if stage["blocks_per_sm"] < 1:
             return f"stage {name} does not fit an SM"
-    workspace = sum(build.kernel.workspace_of(build.config, build.problem).values())
+    workspace = sum(build.kernel.workspaces(build.config, build.problem).values())
     allowed = limits.workspace_bytes
     if allowed is None and memory_bytes is not None:
         allowed = int(0.8 * memory_bytes) - 2 * build.problem.min_bytes

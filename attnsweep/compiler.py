@@ -25,9 +25,10 @@ import platformdirs
 
 from attnsweep.arch import Arch
 from attnsweep.errors import CompileError, ToolchainError
+from attnsweep.kernel import shipped_kernels_dir
 
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+_INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
 
 
 def default_cache_dir() -> Path:
@@ -91,17 +92,30 @@ def check_toolchain(arch: Arch) -> None:
         )
 
 
+def include_dirs(source: Path) -> tuple[Path, ...]:
+    """Where NVRTC looks for headers: beside the template, then in the shipped kernels/."""
+    return source.parent, shipped_kernels_dir()
+
+
 def source_closure(source: Path) -> dict[str, bytes]:
-    """The template and every file it includes with quotes, by name relative to its directory."""
+    """The template and every file it includes, by name: all that a change of could change code.
+
+    Names are looked up as NVRTC does, beside the including file and then in include_dirs; a file
+    that is in none of them is NVRTC's to report, with file and line.
+    """
+    roots = include_dirs(source)
     found: dict[str, bytes] = {}
-    queue = [source.name]
+    queue = [source]
     while queue:
-        name = queue.pop()
-        path = source.parent / name
-        if name in found or not path.is_file():
-            continue  # a missing include is NVRTC's to report, with file and line
+        path = queue.pop()
+        root = next((root for root in roots if path.is_relative_to(root)), None)
+        name = str(path.relative_to(root)) if root else str(path)
+        if name in found:
+            continue
         found[name] = path.read_bytes()
-        queue += _INCLUDE.findall(found[name].decode(errors="replace"))
+        for included in _INCLUDE.findall(found[name].decode(errors="replace")):
+            places = ((place / included).resolve() for place in (path.parent, *roots))
+            queue += [place for place in places if place.is_file()]
     return found
 
 
@@ -165,7 +179,9 @@ class Compiler:
         begin = time.perf_counter()
         cached = _read_entry(entry)
         if cached is None:
-            cubin, log = _compile(source, [*self.flags(defines), f"-I{source.parent}"])
+            cubin, log = _compile(
+                source, [*self.flags(defines), *(f"-I{place}" for place in include_dirs(source))]
+            )
             _write_entry(entry, cubin, log)
             digest = hashlib.sha256(cubin).hexdigest()
         else:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import itertools
+import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from attnsweep.arch import Arch
-from attnsweep.errors import KernelError
+from attnsweep.errors import KernelError, SpaceError
 from attnsweep.problem import Problem
 
 Value = int | bool | str
@@ -185,6 +187,18 @@ class Kernel:
         names = [param.name for param in self.params]
         if len(set(names)) != len(names):
             raise KernelError(f"{self.name}: a parameter is declared twice", where=str(declared_in))
+        for param in self.params:
+            if not isinstance(param.values, tuple) or not param.values:
+                raise KernelError(
+                    f"{param.name}: its values must be a tuple, not {param.values!r}",
+                    where=str(declared_in),
+                    hint="a tuple of one is written (64,)",
+                )
+            if not all(isinstance(value, int | str) for value in param.values):
+                raise KernelError(
+                    f"{param.name}: values are whole numbers, bools or text, not {param.values!r}",
+                    where=str(declared_in),
+                )
 
     def __str__(self) -> str:
         return self.name
@@ -240,7 +254,7 @@ class Kernel:
     def refused_by(self, config: Config, problem: Problem, arch: Arch) -> str | None:
         """Name of the first rule that refuses the config, or None. BLOCK_LIMITS comes last."""
         for name, (_, rule) in self.rules.items():
-            if not rule(config, problem, arch):
+            if not self._ask(f"rule {name}", rule, config, problem, arch):
                 return name
         for launch in self.launches(config, problem, arch).values():
             if (
@@ -253,8 +267,71 @@ class Kernel:
         return None
 
     def launches(self, config: Config, problem: Problem, arch: Arch) -> dict[str, Launch]:
-        """Stage name to its Launch, in running order."""
-        return {name: stage.launch(config, problem, arch) for name, stage in self.stages.items()}
+        """Stage name to its Launch, in running order. Raises KernelError if one cannot be."""
+        buffers = {"q", "k", "v", "o", *self.workspaces(config, problem)}
+        launches = {}
+        for name, stage in self.stages.items():
+            launch = self._ask(f"stage {name}", stage.launch, config, problem, arch)
+            fault = _fault(launch, buffers)
+            if fault is not None:
+                raise KernelError(
+                    f"stage {name} of {self.name} {fault}",
+                    where=_place(stage.launch),
+                    hint=f"config {config.label}, problem {problem.label}",
+                )
+            launches[name] = launch
+        return launches
+
+    def workspaces(self, config: Config, problem: Problem) -> dict[str, int]:
+        """Bytes of each workspace by name."""
+        made: dict[str, int] = self._ask("workspace", self.workspace_of, config, problem)
+        return made
+
+    def _ask(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the declaration's function; what it raises becomes a KernelError with its line."""
+        try:
+            return function(*args)
+        except Exception as error:  # a user's declaration may raise anything
+            raise KernelError(
+                f"{what} of {self.name} raised {type(error).__name__}: {error}",
+                where=_place(function, error),
+                hint=f"config {args[0].label}, problem {args[1].label}",
+            ) from error
+
+
+def _place(function: Callable[..., Any], error: BaseException | None = None) -> str:
+    """file:line of a declaration's function, or of its line that raised."""
+    file, line = function.__code__.co_filename, function.__code__.co_firstlineno
+    for frame in traceback.extract_tb(error.__traceback__) if error is not None else ():
+        if frame.filename == file and frame.lineno is not None:
+            line = frame.lineno
+    return f"{file}:{line}"
+
+
+def _fault(launch: object, buffers: set[str]) -> str | None:
+    """What makes a declaration's Launch impossible, or None."""
+    if not isinstance(launch, Launch):
+        return f"must return a Launch, not {launch!r}"
+    sizes = {"threads": launch.threads, "grid": launch.grid, "smem_bytes": launch.smem_bytes}
+    for name, value in sizes.items():
+        parts = value if isinstance(value, tuple) else (value,)
+        if len(parts) != (3 if name == "grid" else 1) or not all(type(x) is int for x in parts):
+            return f"has {name} {value!r}: {'three ints' if name == 'grid' else 'an int'} is wanted"
+        if min(parts) < (0 if name == "smem_bytes" else 1):
+            return f"has {name} {value!r}, which is too small"
+    for arg in launch.args:
+        named = arg.buffer if isinstance(arg, TensorMap) else arg
+        if isinstance(named, str) and named not in buffers:
+            return f"names the buffer {named!r}; there are {', '.join(sorted(buffers))}"
+        if not isinstance(arg, str | int | float | TensorMap):
+            return f"passes {arg!r}: an argument is a buffer's name, an int, a float or a TensorMap"
+    if not all(isinstance(value, int) for value in launch.defines.values()):
+        return f"has defines {dict(launch.defines)!r}: their values must be ints"
+    return None
+
+
+# Enumerating takes about 10 us a combination: ten seconds, which a longer list would multiply.
+MAX_COMBINATIONS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +355,14 @@ class Space:
     ) -> Space:
         """Every combination of parameter values (`values` overrides some) that all rules keep."""
         chosen = {p.name: (values or {}).get(p.name, p.values) for p in kernel.params}
+        combinations = math.prod(map(len, chosen.values()))
+        if combinations > MAX_COMBINATIONS:
+            longest = sorted(chosen, key=lambda name: -len(chosen[name]))[:3]
+            raise SpaceError(
+                f"{kernel.name} has {combinations} combinations of values, more than "
+                f"{MAX_COMBINATIONS}",
+                hint=f"name fewer in the spec; the longest lists are {', '.join(longest)}",
+            )
         removed = dict.fromkeys([*kernel.rules, BLOCK_LIMITS], 0)
         kept: list[Config] = []
         total = 0
@@ -300,7 +385,8 @@ def shipped_kernels_dir() -> Path:
 
 def load_kernel(path: Path) -> Kernel:
     """The `kernel` that one declaration file builds. Raises KernelError saying what is wrong."""
-    name = f"attnsweep_family_{path.stem}_{abs(hash(path.resolve()))}"
+    path = path.resolve()
+    name = f"attnsweep_family_{path.stem}_{abs(hash(path))}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise KernelError("cannot be imported", where=str(path))
@@ -310,7 +396,7 @@ def load_kernel(path: Path) -> Kernel:
         spec.loader.exec_module(module)
     except KernelError:
         raise
-    except Exception as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         # The deepest line of the declaration itself, which may have called something that raised.
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
@@ -323,7 +409,7 @@ def load_kernel(path: Path) -> Kernel:
         raise KernelError(
             "defines no `kernel = Kernel(...)`",
             where=str(path),
-            hint="see docs/writing-a-kernel.md for the smallest example",
+            hint="a file that is no family must have a name that begins with `_`",
         )
     if not kernel.source.is_file():
         raise KernelError(f"its template {kernel.source.name} is not beside it", where=str(path))

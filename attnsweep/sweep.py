@@ -7,6 +7,7 @@ but the user.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import random
@@ -434,13 +435,19 @@ def _replay(
     observer.planned(candidate_count(planned, spec.search.candidates))
     by_key = {trial.key: trial for trial in recording.trials}
     where = f"{environment.gpu}, {environment.date[:10]}"
-    store = Store.open(results / "replay" / spec.name, fresh=True)
+    directory = results / "replay" / spec.name
+    with contextlib.suppress(OSError):  # a replay is derived: there is nothing to set aside
+        (directory / TRIALS).unlink()
+    store = Store.open(directory)
     try:
         store.describe(spec.resolved(store.directory), environment)
 
         def stored(trial: Trial) -> Trial:
-            found = by_key.get(trial.key, trial.with_(detail=f"not in {spec.recording}"))
-            row = found.with_(recorded=True, recorded_on=where)
+            found = by_key.get(trial.key)
+            if found is None:
+                row = trial.with_(detail=f"not in {spec.recording}")
+            else:
+                row = found.with_(recorded=True, recorded_on=where)
             store.append(row)
             observer.tried(row)
             return row

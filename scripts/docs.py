@@ -1,4 +1,4 @@
-"""Write docs/cli.md, docs/kernels.md, docs/spec.schema.json and the README's sample from the code.
+"""Write what the code says of itself: docs/, the README's sample and tables, recorded rankings.
 
 `--check` compares instead, and returns 1 if a page is stale.
 """
@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from attnsweep import report
 from attnsweep.kernel import BLOCK_LIMITS, discover
 from attnsweep.ranking import rank
 from attnsweep.spec import schema_text
-from attnsweep.store import open_run
+from attnsweep.store import find_runs, open_run
 from attnsweep.trial import Trial
 
 ROOT = Path(__file__).parent.parent
@@ -126,6 +127,10 @@ def main() -> int:
         "docs/spec.schema.json": schema_text(),
         "README.md": readme(),
     }
+    for directory in find_runs(ROOT / "results"):
+        if directory.parent.name != "replay":
+            tables = report.files(open_run(directory))
+            pages |= {f"{directory.relative_to(ROOT)}/{name}": tables[name] for name in tables}
     stale = []
     for name, text in pages.items():
         path = ROOT / name

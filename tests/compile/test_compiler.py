@@ -9,12 +9,11 @@ from multiprocessing import get_context
 import pytest
 
 from attnsweep.arch import ARCHS, Arch
-from attnsweep.compiler import Compiler
+from attnsweep.compiler import Compiler, source_closure
 from attnsweep.errors import CompileError, ToolchainError
 
-SOURCE = """#include "part.cuh"
-extern "C" __global__ void f(float* out) { out[threadIdx.x] = VALUE + PART; }
-"""
+KERNEL = 'extern "C" __global__ void f(float* out) { out[threadIdx.x] = VALUE + PART; }\n'
+SOURCE = '#include "part.cuh"\n' + KERNEL
 
 
 @pytest.fixture
@@ -51,6 +50,36 @@ def test_a_change_of_source_or_header_is_a_miss(source, tmp_path, change):
     after = compiler(tmp_path).compile(source, {"VALUE": "2.0f"})
     assert not after.cached
     assert after.digest != first.digest
+
+
+def test_a_header_of_a_header_is_looked_up_beside_it(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "f.cu").write_text('#include "deep/a.cuh"\n#include <deep/c.cuh>\n' + KERNEL)
+    (tmp_path / "deep" / "a.cuh").write_text('#include "b.cuh"\n')
+    (tmp_path / "deep" / "b.cuh").write_text("#define PART 1.0f\n")
+    (tmp_path / "deep" / "c.cuh").write_text("#define VALUE 1.0f\n")
+    made = compiler(tmp_path)
+    assert set(source_closure(tmp_path / "f.cu")) == {
+        "f.cu",
+        "deep/a.cuh",
+        "deep/b.cuh",
+        "deep/c.cuh",
+    }
+    digests = {made.compile(tmp_path / "f.cu", {}).digest}
+    for header in ("b", "c"):
+        path = tmp_path / "deep" / f"{header}.cuh"
+        path.write_text(path.read_text().replace("1.0f", "7.0f"))
+        again = compiler(tmp_path).compile(tmp_path / "f.cu", {})
+        assert not again.cached
+        digests.add(again.digest)
+    assert len(digests) == 3
+
+
+def test_the_shipped_headers_are_there_for_every_family(tmp_path):
+    (tmp_path / "f.cu").write_text('#include "common/element.cuh"\n' + KERNEL)
+    defines = {"IS_BF16": "0", "VALUE": "1.0f", "PART": "to_float(0)"}
+    assert compiler(tmp_path).compile(tmp_path / "f.cu", defines).digest
+    assert "common/element.cuh" in source_closure(tmp_path / "f.cu")
 
 
 def test_defines_and_architecture_are_part_of_the_address(source, tmp_path):

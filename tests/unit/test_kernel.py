@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnsweep.arch import ARCHS
-from attnsweep.errors import KernelError
+from attnsweep.errors import KernelError, SpaceError
 from attnsweep.kernel import (
     BLOCK_LIMITS,
     Config,
@@ -254,3 +254,70 @@ def test_a_shipped_family_says_what_everything_is(kernel):
     assert all(param.help and param.values for param in kernel.params)
     assert all(len(set(param.values)) == len(param.values) for param in kernel.params)
     assert all(description for description, _ in kernel.rules.values())
+
+
+class TestBrokenDeclarations:
+    """What a declaration's functions raise or return wrong is named with its line and its case."""
+
+    PARAMS = (Param("A", (1, 2), "one or two"),)
+
+    def family(self, launch=None, rule=None, workspace=None, params=PARAMS):
+        kernel = Kernel("toy", summary="", params=params)
+        kernel.stage("fwd")(launch or (lambda *_: Launch("f", (1, 1, 1), 32, ("q",))))
+        if rule:
+            kernel.rule("a rule")(rule)
+        if workspace:
+            kernel.workspace(workspace)
+        return kernel
+
+    def refuse(self, kernel, words):
+        with pytest.raises(KernelError, match=words) as caught:
+            Space.build(kernel, Problem(1, 2, 2, 64, 64, 64), ARCHS["sm_90a"])
+        assert caught.value.where.startswith(__file__)
+        assert int(caught.value.where.rsplit(":", 1)[1]) > 1
+        assert "config A=1, problem (1,2,64,64) fp16 full" in caught.value.hint
+
+    def test_a_rule_that_raises(self):
+        def divides(config, problem, arch):
+            return config.A / 0
+
+        self.refuse(self.family(rule=divides), "rule divides of toy raised ZeroDivisionError")
+
+    def test_a_misspelt_parameter(self):
+        self.refuse(
+            self.family(rule=lambda config, problem, arch: config.B > 0),
+            "AttributeError: no parameter 'B'; has A",
+        )
+
+    def test_a_workspace_that_raises(self):
+        self.refuse(
+            self.family(workspace=lambda config, problem: {}["scores"]), "workspace of toy raised"
+        )
+
+    @pytest.mark.parametrize(
+        ("launch", "words"),
+        [
+            (None, "must return a Launch, not None"),
+            (Launch("f", (1, 1, 1), "many", ()), "threads 'many': an int is wanted"),
+            (Launch("f", (0.5, 1, 1), 32, ()), "three ints is wanted"),
+            (Launch("f", (1, 1), 32, ()), "three ints is wanted"),
+            (Launch("f", (0, 1, 1), 32, ()), "too small"),
+            (Launch("f", (1, 1, 1), 32, ("qq",)), "names the buffer 'qq'; there are k, o, q, v"),
+            (Launch("f", (1, 1, 1), 32, (None,)), "passes None"),
+            (Launch("f", (1, 1, 1), 32, (), defines={"N": "3"}), "values must be ints"),
+        ],
+        ids=["none", "threads", "grid", "grid2", "zero", "buffer", "arg", "defines"],
+    )
+    def test_an_impossible_launch(self, launch, words):
+        self.refuse(self.family(launch=lambda *_: launch), words)
+
+    @pytest.mark.parametrize("values", [64, (), (32.5, 64), [1, 2]], ids=str)
+    def test_impossible_values(self, values):
+        with pytest.raises(KernelError, match="values"):
+            self.family(params=(Param("A", values, ""),))
+
+    def test_a_space_too_large_to_enumerate_is_refused_at_once(self):
+        params = tuple(Param(name, tuple(range(1, 101)), "") for name in "ABCD")
+        with pytest.raises(SpaceError, match="100000000 combinations") as caught:
+            Space.build(self.family(params=params), Problem(1, 1, 1, 1, 1, 64), ARCHS["sm_90a"])
+        assert "name fewer" in caught.value.hint

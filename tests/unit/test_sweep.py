@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -289,5 +290,31 @@ def test_replay_marks_every_row_and_invents_none(go, tmp_path):
     assert rows[(64,)].recorded_on == "NVIDIA Test 1, 2026-01-01"
     assert rows[(256,)].status is Status.NO_RECORD
     assert rows[(256,)].time_us is None
+    assert not rows[(256,)].recorded
     assert outcome.run.directory == tmp_path / "results" / "replay" / "again"
     assert Path(recording / "trials.jsonl").read_text().count("recorded_on") > 0
+
+
+def test_a_launch_that_fails_on_a_checked_shape_costs_its_own_row(go, monkeypatch):
+    kernels = discover()
+    stage = kernels["naive"].stages["fwd"]
+
+    def picky(config, problem, arch):
+        if problem.seqlen_k == 17 and config.THREADS == 64:
+            raise ValueError("seventeen")
+        return stage.launch(config, problem, arch)
+
+    kernels["naive"].stages["fwd"] = replace(stage, launch=picky)
+    monkeypatch.setitem(globals(), "discover", lambda: kernels)
+    rows = by_config(go())
+    assert rows[(64,)].status is Status.LAUNCH_ERROR
+    assert "raised ValueError: seventeen" in rows[(64,)].detail
+    assert rows[(32,)].status is Status.OK
+
+
+def test_a_replay_leaves_one_file_of_trials(go, tmp_path):
+    go()
+    recording = tmp_path / "results" / "test-1" / "test"
+    for _ in range(3):
+        go(f"name: again\ndevice: replay\nrecording: {recording}\n" + SPEC)
+    assert len(list((tmp_path / "results" / "replay" / "again").glob("trials*"))) == 1

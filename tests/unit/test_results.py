@@ -1,0 +1,62 @@
+"""The runs recorded in results/ are whole, right, and those of the shipped specs."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from attnsweep import report
+from attnsweep.kernel import discover
+from attnsweep.spec import load_spec
+from attnsweep.store import find_runs, open_run
+from attnsweep.trial import Status
+
+ROOT = Path(__file__).parent.parent.parent
+RUNS = [run for run in find_runs(ROOT / "results") if run.parent.name != "replay"]
+
+
+@pytest.fixture(params=RUNS, ids=lambda run: f"{run.parent.name}/{run.name}")
+def directory(request):
+    return request.param
+
+
+@pytest.fixture
+def run(directory):
+    return open_run(directory)
+
+
+def test_there_is_a_recorded_run():
+    assert ROOT / "results" / "h200" / "h200" in RUNS
+
+
+def test_it_is_whole(run, directory):
+    assert run.warnings == []
+    assert run.environment is not None
+    assert run.environment.slug == directory.parent.name
+    assert not any(trial.recorded for trial in run.trials)
+
+
+def test_every_ok_row_is_right_and_timed(run):
+    for trial in run.trials:
+        if trial.status is Status.OK:
+            assert trial.accuracy.rel_err <= trial.accuracy.limit, trial
+            assert trial.time_us.median > 0
+        else:
+            assert trial.detail, trial
+        if trial.time_us and trial.time_us.rounds:
+            assert trial.time_us.samples == len(trial.time_us.rounds)
+            middle = statistics.median(trial.time_us.rounds)
+            assert trial.time_us.median == pytest.approx(middle, rel=1e-4)
+
+
+def test_it_is_the_shipped_spec(run, directory):
+    shipped = ROOT / "configs" / f"{directory.name}.yaml"
+    kernels = discover()
+    assert load_spec(directory / "spec.yaml", kernels) == load_spec(shipped, kernels)
+
+
+def test_its_tables_are_what_this_version_writes(run, directory):
+    for name, text in report.files(run).items():
+        assert (directory / name).read_text() == text, f"{name}: run scripts/docs.py"
