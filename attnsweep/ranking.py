@@ -22,6 +22,9 @@ from attnsweep.trial import Environment, Status, Trial
 OURS = "attnsweep"
 # Two-sided confidence of the intervals that decide a tie.
 CONFIDENCE = 0.95
+# By how much a time without rounds must be below the best one with rounds to lead it: one sample
+# may be low by luck, but not by so much. Also what a rank may at most be slower than a later one.
+MARGIN = 1.1
 # After the ranked rows: what ran first, what never ran last.
 _AFTER = [
     Status.NOISY,
@@ -76,8 +79,10 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     Candidates and baselines are ranked together; only `ok` rows are, and a row with a NaN anywhere
     is not ok, whatever it says. rank is shared (`tied`) by rows whose difference is within noise:
     their paired rounds' ratio to the best has a 95 % sign interval that contains 1. A row without
-    the rounds of the others ties with none. Where baselines lead, the same holds for the first
-    candidates after them; below that, rank is the order of medians and claims no difference.
+    the rounds of the others ties with none, and leads only if it is faster than the best of those
+    with them by more than 10 %. Where baselines lead, the same holds for the first candidates
+    after them; below that, rank is the order of medians and claims no difference. No rank goes
+    before one whose time is less than 1/1.1 of its own.
 
     winner: of the candidates sharing the best rank that a candidate has, the one with the least
     shared memory, then registers, then the first config: the same one from the same ties.
@@ -160,11 +165,14 @@ def _rounds(trial: Trial) -> list[float]:
     return trial.time_us.rounds if trial.time_us is not None else []
 
 
+def _session(trial: Trial) -> tuple[object, ...]:
+    return (trial.recorded, trial.recorded_on)
+
+
 def _tied(trial: Trial, leader: Trial) -> bool:
     """Whether the paired rounds leave open which of the two is faster."""
     rounds, best = _rounds(trial), _rounds(leader)
-    same_session = (trial.recorded, trial.recorded_on) == (leader.recorded, leader.recorded_on)
-    if not same_session or not rounds or len(rounds) != len(best):
+    if _session(trial) != _session(leader) or not rounds or len(rounds) != len(best):
         return False
     low, high = ratio_interval(rounds, best)
     return low <= 1 <= high
@@ -173,15 +181,20 @@ def _tied(trial: Trial, leader: Trial) -> bool:
 def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
     """Ok trials in ranking order; those in one list share a rank."""
     left = sorted(trials, key=lambda trial: (_median(trial), _identity(trial)))
-    most = max((len(_rounds(trial)) for trial in left), default=0)
+    most: dict[tuple[object, ...], int] = {}
+    for trial in left:
+        most[_session(trial)] = max(len(_rounds(trial)), most.get(_session(trial), 0))
     groups: list[list[Trial]] = []
     while left:
-        ours = [t for t in left if t.provider == OURS and len(_rounds(t)) == most]
-        # A first, single sample may be low by luck: while candidates with all rounds are left, one
-        # of them or a baseline leads.
-        full = [t for t in left if len(_rounds(t)) == most] if ours else left
-        leader = full[0]
-        group = [leader] + [t for t in full[1:] if _tied(t, leader)]
+        full = [t for t in left if _rounds(t) and len(_rounds(t)) == most[_session(t)]]
+        leader = left[0]
+        if full and _median(full[0]) <= MARGIN * _median(leader):
+            leader = full[0]
+        tied = [t for t in full if t is not leader and _tied(t, leader)]
+        apart = {id(t) for t in left} - {id(t) for t in (leader, *tied)}
+        fastest = min((_median(t) for t in left if id(t) in apart), default=math.inf)
+        # Rounds can be so noisy that they tie with much slower ones than the next rank's.
+        group = [leader] + [t for t in tied if _median(t) <= MARGIN * fastest]
         groups.append(group)
         keys = {id(t) for t in group}
         left = [t for t in left if id(t) not in keys]

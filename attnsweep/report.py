@@ -23,6 +23,7 @@ from attnsweep.section import (
     absent_baselines,
     bound_line,
     by_problem,
+    conditions_line,
     decimals_for,
     failures,
     figure,
@@ -93,7 +94,7 @@ def to_json(run: Run) -> dict[str, Any]:
     """The run as plain data: stable keys, None for what is not known. Times in microseconds.
 
     {"run", "environment", "problems": [{"problem", "label", "bounds_us", "winner", "ranking",
-    "counts"}]}; ranking holds every row, with rank None where it has none.
+    "counts"}], "warnings"}; ranking holds every row, with rank None where it has none.
     """
     sections = by_problem(rank(run.trials, run.environment), run.environment)
     return {
@@ -110,6 +111,7 @@ def to_json(run: Run) -> dict[str, Any]:
             }
             for section in sections
         ],
+        "warnings": list(run.warnings),
     }
 
 
@@ -124,32 +126,41 @@ def _json_row(row: Row) -> Row:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of numbers. digits: significant ones of its smallest value; else `form` decides."""
+    """A column of numbers. digits: significant ones of its best rows; else `form` decides.
+
+    The fastest rows say how many decimals all have: they are what is compared. A slow row may have
+    more digits than it needs.
+    """
 
     name: str
     header: str
     digits: int = 0
     form: Callable[[Any], str] = "{}".format
+    most: int = 3
+    """Decimals; those of a time end where its clock does."""
 
-    def cells(self, rows: Sequence[Row], decimals: int | None = None) -> list[str]:
+    def cells(self, rows: Sequence[Row]) -> list[str]:
         values = [row[self.name] for row in rows]
-        if self.digits:
-            places = decimals_for(values, self.digits) if decimals is None else decimals
-            return [NONE if value is None else f"{value:.{places}f}" for value in values]
-        return [NONE if value is None else self.form(value) for value in values]
+        if not self.digits:
+            return [NONE if value is None else self.form(value) for value in values]
+        by_time = sorted((row for row in rows if row[self.name]), key=lambda row: row["time_us"])
+        best = [row[self.name] for row in by_time[:_BEST]]
+        places = decimals_for(min(best, default=None), self.digits, self.most)
+        return [NONE if value is None else f"{value:.{places}f}" for value in values]
 
 
-_TIME = _Column("time_us", "µs", 4)
+# Of so many of the fastest rows the smallest value decides.
+_BEST = 3
 # In order of what is given up last where a terminal is narrow. Rates and shares are the time in
 # other units, so what a row knows besides (spread, registers, memory) outlives most of them.
 _BY_NEED = [
-    _TIME,
+    _Column("time_us", "µs", 4),
     _Column("ratio_to_best_baseline", "× base", form="{:.2f}".format),
-    _Column("spread_us", "±", 4),
-    _Column("tflops", "TFLOP/s", 3),
+    _Column("spread_us", "±", 2),
+    _Column("tflops", "TFLOP/s", 4),
     _Column("registers", "regs"),
     _Column("smem_bytes", "smem", form=lambda nbytes: f"{nbytes / 1024:.0f}K"),
-    _Column("us_per_head", "µs/head", 3),
+    _Column("us_per_head", "µs/head", 3, most=5),
     _Column("bound_share", "% bound", form=lambda share: f"{100 * share:.0f}"),
     _Column("rel_err", "error", form="{:.1e}".format),
     _Column("spill_bytes", "spill B"),
@@ -164,14 +175,18 @@ _ORDER = [
 ]  # fmt: skip
 
 
-def _configs(rows: Sequence[Row], *, names: bool) -> tuple[list[str], list[str]]:
-    """The config cells, with only what differs within a family, and a legend line per family."""
+def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[list[str], list[str]]:
+    """The config cells, with only what differs within a family, and a legend line per family.
+
+    What differs does not depend on which rows are shown, so that a label means the same in every
+    table; only a family with a single row here has its whole config in the legend.
+    """
     families: dict[str, list[dict[str, object]]] = {}
     for row in rows:
         if not row["baseline"]:
             families.setdefault(row["kernel"], []).append(row["trial"].config)
     differing = {
-        kernel: [name for name in configs[0] if len({str(c.get(name)) for c in configs}) > 1]
+        kernel: section.differing[kernel] if len(configs) > 1 else []
         for kernel, configs in families.items()
     }
     cells = []
@@ -186,7 +201,7 @@ def _configs(rows: Sequence[Row], *, names: bool) -> tuple[list[str], list[str]]
     legend = []
     for kernel, configs in families.items():
         always = named({n: v for n, v in configs[0].items() if n not in differing[kernel]})
-        parts = [] if names or not differing[kernel] else ["/".join(differing[kernel])]
+        parts = [] if names or not differing[kernel] else [" / ".join(differing[kernel])]
         if always:
             parts.append(f"all {always}" if len(configs) > 1 else always)
         if parts:
@@ -194,16 +209,12 @@ def _configs(rows: Sequence[Row], *, names: bool) -> tuple[list[str], list[str]]
     return cells, legend
 
 
-def _table(rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
+def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
     """Lines of the table, the header first, no wider than `width`; and the legend of configs."""
     present = [c for c in _BY_NEED if any(row[c.name] is not None for row in rows)]
     if not any(row["spill_bytes"] for row in rows):
         present = [column for column in present if column.name != "spill_bytes"]
-    decimals = decimals_for((row["time_us"] for row in rows), _TIME.digits)
-    number_cells = {
-        column.name: [column.header, *column.cells(rows, decimals if column.digits == 4 else None)]
-        for column in present
-    }
+    number_cells = {column.name: [column.header, *column.cells(rows)] for column in present}
     ranks = ["#", *(("*" if row["winner"] else "") + place_of(row) for row in rows)]
     kernels = ["kernel", *map(who, rows)]
 
@@ -212,12 +223,12 @@ def _table(rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
         return width - sum(max(map(cell_len, column)) + 2 for column in cells) + 2
 
     columns = list(present)
-    chosen, legend = _configs(rows, names=True)
+    chosen, legend = _configs(section, rows, names=True)
     while room(["config", *chosen], columns) < 0 and columns[-1].name in _LESS_THAN_NAMES:
         columns.pop()
     if room(["config", *chosen], columns) < 0:
         columns = list(present)
-        chosen, legend = _configs(rows, names=False)
+        chosen, legend = _configs(section, rows, names=False)
         while room(["config", *chosen], columns) < 0 and len(columns) > 1:
             columns.pop()
     kept = sorted((c.name for c in columns), key=_ORDER.index)
@@ -255,10 +266,11 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
         out.extend((part, style) for part in wrap(line or "", width))
 
     say(bound_line(section), "dim")
+    say(conditions_line(section), "dim")
     shown = section.shown(top)
     legend: list[str] = []
     if shown:
-        (header, *lines), legend = _table(shown, width)
+        (header, *lines), legend = _table(section, shown, width)
         out.append((header, "bold"))
         for row, line in zip(shown, lines, strict=True):
             style = "bold green" if row["winner"] else "cyan" if row["baseline"] else ""
@@ -287,12 +299,12 @@ def to_markdown(
     for section in sections:
         label, *facts = heading(section)
         out += [f"## {label}", "", " · ".join(facts), ""]
-        bound = bound_line(section)
-        out += [bound, ""] if bound else []
+        for line in (bound_line(section), conditions_line(section)):
+            out += [line, ""] if line else []
         shown = section.shown(top)
         legend: list[str] = []
         if shown:
-            table, legend = _markdown_table(shown)
+            table, legend = _markdown_table(section, shown)
             out += [*table, ""]
         notes = [
             *winner_lines(section),
@@ -309,14 +321,13 @@ def to_markdown(
     return "\n".join(out).replace(GLUE, " ").rstrip() + "\n"
 
 
-def _markdown_table(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+def _markdown_table(section: Section, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     columns = sorted(
         (c for c in _BY_NEED if any(row[c.name] is not None for row in rows)),
         key=lambda column: _ORDER.index(column.name),
     )
-    decimals = decimals_for((row["time_us"] for row in rows), _TIME.digits)
-    numbers = [c.cells(rows, decimals if c.digits == 4 else None) for c in columns]
-    configs, legend = _configs(rows, names=True)
+    numbers = [column.cells(rows) for column in columns]
+    configs, legend = _configs(section, rows, names=True)
     lines = [["#", "kernel", "config", *(column.header for column in columns)]]
     for index, row in enumerate(rows):
         name = f"**{who(row)}**" if row["winner"] else who(row)

@@ -5,10 +5,11 @@ The terminal and the Markdown report say the same; only their tables differ.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,8 @@ class Section:
     @property
     def best_baseline(self) -> Row | None:
         """The fastest ranked baseline."""
-        return next((row for row in self.rows if row["baseline"] and row["rank"]), None)
+        baselines = [row for row in self.rows if row["baseline"] and row["rank"]]
+        return min(baselines, key=lambda row: float(row["time_us"]), default=None)
 
     @property
     def bounds_us(self) -> dict[str, float]:
@@ -64,6 +66,20 @@ class Section:
                 first.setdefault(row["kernel"], row)
         return list(first.values())
 
+    @functools.cached_property
+    def differing(self) -> dict[str, list[str]]:
+        """Family to the parameters in which its candidates differ, shown or not."""
+        values: dict[str, dict[str, set[str]]] = {}
+        for row in self.rows:
+            if not row["baseline"]:
+                family = values.setdefault(row["kernel"], {})
+                for name, value in row["trial"].config.items():
+                    family.setdefault(name, set()).add(str(value))
+        return {
+            kernel: [name for name, seen in family.items() if len(seen) > 1]
+            for kernel, family in values.items()
+        }
+
 
 def by_problem(ranking: pandas.DataFrame, environment: Environment | None) -> list[Section]:
     """The ranking cut into its problems, NaN turned into None."""
@@ -74,15 +90,20 @@ def by_problem(ranking: pandas.DataFrame, environment: Environment | None) -> li
     return [Section(rows[0]["trial"].problem, rows, environment) for rows in groups.values()]
 
 
+def is_recorded(row: Row) -> bool:
+    """Whether a recording holds this row; a replay also has rows that it does not hold."""
+    return bool(row["recorded"]) and row["status"] != Status.NO_RECORD
+
+
 def who(row: Row) -> str:
     """A candidate's family or a baseline's name, marked if its row is recorded."""
     name = row["provider"] if row["baseline"] else row["kernel"]
-    return f"{name}†" if row["recorded"] else str(name)
+    return f"{name}†" if is_recorded(row) else str(name)
 
 
 def origins(section: Section) -> list[str]:
     """GPU and date of what is recorded."""
-    recorded = [row for row in section.rows if row["recorded"]]
+    recorded = [row for row in section.rows if is_recorded(row)]
     return sorted({str(row["recorded_on"] or "an unknown GPU") for row in recorded})
 
 
@@ -95,7 +116,10 @@ def heading(section: Section) -> list[str]:
     """The label, then where, with what and when it was measured or recorded."""
     where, sources = section.environment, origins(section)
     label = section.problem.label
-    if sources and all(row["recorded"] for row in section.rows):
+    known = [row for row in section.rows if row["status"] != Status.NO_RECORD]
+    if not known:
+        return [label, "nothing of this problem is in the recording"]
+    if all(row["recorded"] for row in known):
         driver = [f"driver {where.driver}"] if where else []
         return [label, f"recorded on {' and '.join(sources)}", *driver]
     if where is None:
@@ -121,12 +145,40 @@ def bound_line(section: Section) -> str | None:
     return f"{first} ({', '.join(others)})" if others else first
 
 
+def conditions_line(section: Section) -> str | None:
+    """The clock in the rounds and what held it down, beside the clock that the bound assumes."""
+    conditions = [row["trial"].conditions for row in section.rows if row["rounds"]]
+    clocks = [c["sm_mhz"] for c in conditions if isinstance(c.get("sm_mhz"), int | float)]
+    throttle = [name for c in conditions for name in c.get("throttle") or ()]
+    said = []
+    if clocks:
+        low, high = f"{min(clocks):.0f}", f"{max(clocks):.0f}"
+        span = low if low == high else f"{low}–{high}"
+        said.append(f"clock {span}{GLUE}MHz in the rounds")
+    said += dict.fromkeys(throttle)
+    if not said:
+        return None
+    line = ", ".join(said)
+    if section.environment is not None and section.bounds_us:
+        assumed = f"{section.environment.clock_hz / 1e6:.0f}"
+        if clocks and {low, high} != {assumed} and assumed != "0":
+            line += f"; the bound assumes {assumed}{GLUE}MHz"
+    return line
+
+
+def _timed_alone(row: Row) -> list[str]:
+    """What is to be said of a time that has no rounds beside the others'."""
+    if row["trial"].time_us.samples <= 1:
+        return ["timed once"]
+    return [] if row["rounds"] else ["timed in an earlier session"]
+
+
 def winner_lines(section: Section) -> list[str]:
     """The winner in full, then the stages of the best pipeline of each family."""
     row = section.winner
     if row is None:
         return ["no candidate is ok: see why below"]
-    said = [
+    figures = [
         f"{figure(row[name], digits)}{GLUE}{unit}"
         for name, digits, unit in (
             ("time_us", 4, "µs"),
@@ -136,6 +188,7 @@ def winner_lines(section: Section) -> list[str]:
         )
         if name != "us_per_sequence" or section.problem.batch > 1
     ]
+    said = [figures[0], *_timed_alone(row), *figures[1:]]
     if row["bound_share"] is not None:
         said.append(f"{100 * row['bound_share']:.0f}{GLUE}% of the bound")
     best, ratio = section.best_baseline, row["ratio_to_best_baseline"]
@@ -150,7 +203,9 @@ def winner_lines(section: Section) -> list[str]:
         if stages:
             rest = row["time_us"] - sum(stages.values())
             each = [f"{name}{GLUE}{us:.1f}" for name, us in stages.items()]
-            each.append(f"rest{GLUE}{rest:.1f}{GLUE}µs")
+            # Stages timed alone can add up to more than a call of them all.
+            together = f"together{GLUE}{sum(stages.values()):.1f}{GLUE}µs when timed alone"
+            each.append(f"rest{GLUE}{rest:.1f}{GLUE}µs" if rest >= 0 else together)
             lines.append(f"  stages of the best {who(row)}: {' · '.join(each)}")
     return lines
 
@@ -194,7 +249,12 @@ def rest_line(section: Section, shown: Sequence[Row], more: str) -> str | None:
             named_ones += ["…"] if len(why) > 3 else []
             words += f" ({', '.join(named_ones)})" if named_ones else ""
         counted.append(words)
-    return f"{len(rest)}{GLUE}more: {', '.join(counted)}; {more}"
+    if any(not row["baseline"] for row in shown):
+        if {row["status"] for row in rest} == {Status.OK}:
+            counted = [f"{len(rest)}{GLUE}more{GLUE}ok"]
+        elif len(counted) > 1:
+            counted[0] = f"{len(rest)}{GLUE}more: {counted[0]}"
+    return f"{', '.join(counted)}; {more}"
 
 
 def failures(section: Section) -> list[str]:
@@ -233,16 +293,9 @@ def recorded_lines(section: Section) -> list[str]:
 
 def figure(value: float, digits: int) -> str:
     """At least so many significant digits, never in powers of ten."""
-    return f"{value:.{decimals_for([value], digits)}f}"
+    return f"{value:.{decimals_for(value, digits)}f}"
 
 
-def decimals_for(values: Iterable[float | None], digits: int) -> int:
-    """Decimals that give so many significant digits to the smallest value; at most 5.
-
-    A value under a hundredth of the largest does not count: one slow kernel would else give all
-    the others three decimals more.
-    """
-    known = [value for value in values if value]
-    largest = max(known, default=1.0)
-    smallest = min((value for value in known if value >= largest / 100), default=1.0)
-    return min(5, max(0, digits - 1 - math.floor(math.log10(smallest))))
+def decimals_for(value: float | None, digits: int, most: int = 5) -> int:
+    """Decimals that give the value so many significant digits; at most `most`."""
+    return min(most, max(0, digits - 1 - math.floor(math.log10(value or 1.0))))

@@ -127,18 +127,50 @@ def test_what_noise_hides_is_a_tie_and_what_it_does_not_hide_is_none() -> None:
     assert list(frame["tied"]) == [True, True, False, False, False]
 
 
-def test_a_single_sample_neither_ties_nor_leads() -> None:
+def test_a_single_sample_neither_ties_nor_leads_within_the_margin() -> None:
     best = noisy_rounds(7.1, 1)
     ranks = places(
         trial("k1", timed(best)),
         trial("k2", once(sorted(best)[15])),
-        trial("k3", once(5.0)),
+        trial("k3", once(6.6)),  # within the margin: may be luck
         trial("k4", timed(best[:10])),
         trial("b", timed(noisy_rounds(14.5, 5))),
     )
     assert ranks["k1"] == 1
     assert sorted(str(ranks[name]) for name in ("k2", "k3", "k4")) == ["2", "3", "4"]
     assert ranks["b"] == 5
+
+
+def test_a_single_sample_leads_what_is_slower_by_more_than_luck() -> None:
+    slow = [trial("n1", timed(noisy_rounds(5556, 1))), trial("b", timed(noisy_rounds(13.8, 2)))]
+    quick = [trial("f1", once(20.69)), trial("f2", once(20.9))]
+    rows = [*slow, *quick, trial("k3", timed([7.0] * 30), status=Status.NOISY)]
+    assert places(*rows) == {"b": 1, "f1": 2, "f2": 3, "n1": 4, "k3": None}
+    assert [(t.kernel, t.config["ID"]) for t in winners(rank(rows, None))] == [("f", 1)]
+    assert places(slow[0], *quick) == {"f1": 1, "f2": 2, "n1": 3}
+    at_margin = [trial("k1", timed([11.0] * 8)), trial("k2", once(10.01)), trial("k3", once(30))]
+    assert places(*at_margin) == {"k1": 1, "k2": 2, "k3": 3}
+    assert places(at_margin[0], trial("k2", once(9.99))) == {"k2": 1, "k1": 2}
+
+
+def test_a_tie_by_noise_does_not_precede_what_is_clearly_faster() -> None:
+    wild = [8.0, 20.0] * 15
+    rows = [
+        trial("k1", timed([10.0] * 30)),
+        trial("k2", timed([11.0] * 30)),
+        trial("k3", timed(wild)),
+    ]
+    assert places(*rows) == {"k1": 1, "k2": 2, "k3": 3}
+    assert places(rows[0], rows[2]) == {"k1": 1, "k3": 1}
+
+
+def test_full_rounds_are_those_of_one_session() -> None:
+    recorded = trial("b", timed([7.5] * 30), recorded=True, recorded_on="NVIDIA H200, 2026-01-01")
+    assert places(recorded, trial("k1", timed([7.0] * 12)), trial("k2", once(6.9))) == {
+        "k1": 1,
+        "k2": 2,
+        "b": 3,
+    }
 
 
 def test_where_a_baseline_leads_the_first_candidates_still_tie() -> None:
@@ -200,8 +232,10 @@ def runs(draw: st.DrawFn) -> list[Trial]:
             if draw(st.integers(0, 4)) == 0
             else f"{draw(st.sampled_from('kf'))}{number}"
         )
-        median = draw(st.sampled_from([7.0, 7.01, 7.05, 8.0]))
-        rounds = noisy_rounds(median, draw(st.integers(0, 5)), 0.01, draw(st.sampled_from([8, 30])))
+        median = draw(st.sampled_from([6.0, 6.5, 7.0, 7.01, 7.05, 8.0, 5556.0]))
+        noise = draw(st.sampled_from([0.01, 0.2]))
+        count = draw(st.sampled_from([8, 30]))
+        rounds = noisy_rounds(median, draw(st.integers(0, 5)), noise, count)
         row = trial(name, timed(rounds) if draw(st.integers(0, 3)) else once(median))
         if not row.provider.startswith("b"):
             row = row.with_(resources=smem(draw(st.sampled_from([1024, 2048])), 64))
@@ -236,6 +270,9 @@ def test_every_row_is_there_and_ranks_are_what_they_say(rows: list[Trial]) -> No
         assert list(ok["tied"][ok["rank"] == place]) == [ranks.count(place) > 1] * ranks.count(
             place
         )
+    timed_ranks = zip(ranks, map(float, ok["time_us"]), strict=True)
+    for (first, time_us), (second, later_us) in itertools.combinations(timed_ranks, 2):
+        assert first == second or time_us <= 1.1 * later_us * (1 + 1e-9)
     ours = ok[~ok["baseline"]]
     assert frame["winner"].sum() == (1 if len(ours) else 0)
     if len(ours):

@@ -46,6 +46,13 @@ def failed(kernel: str, status: Status, detail: str, **config: int) -> Trial:
     return candidate(kernel, None, **config).with_(status=status, detail=detail)
 
 
+def unrecorded(kernel: str, **config: int) -> Trial:
+    """What a replay says of a config that its recording does not hold."""
+    return failed(kernel, Status.NO_RECORD, "not in results/h200", **config).with_(
+        accuracy=None, resources=None, recorded=True, recorded_on="NVIDIA H200, 2026-07-26"
+    )
+
+
 def baseline(name: str, time_us: float) -> Trial:
     row = candidate(name, time_us)
     return row.with_(provider=name, resources=None, cold_us=None)
@@ -108,6 +115,33 @@ def table(text: str) -> list[list[str]]:
 # -- terminal -------------------------------------------------------------------------------
 
 
+def capped_run() -> Run:
+    """Everything at once that a section may say: throttled, timed once, unrecorded, failed."""
+    run, other = full_run(), Problem(1, 8, 8, 512, 512, 64, "bf16", True)
+    hot = {"sm_mhz": 1680, "throttle": ["power_cap", "thermal_software"]}
+    once = Measurement(median=9.5, low=9.5, high=9.5, samples=1)
+    return full_run(
+        trials=[
+            *(row.with_(conditions=hot) for row in run.trials),
+            candidate("flash_fwd_wgmma", 1.0, BLOCK_M=64, BLOCK_N=8).with_(
+                time_us=once, stages_us={"qk": 5.1, "softmax": 4.0, "pv": 3.2}
+            ),
+            unrecorded("flash_fwd_wgmma", BLOCK_M=64).with_(problem=other),
+            unrecorded("naive").with_(problem=other),
+        ]
+    )
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160, 250])
+@pytest.mark.parametrize("top", [1, 10, 50])
+def test_nothing_that_a_section_may_say_is_wider_than_the_terminal(width: int, top: int) -> None:
+    text = printed(capped_run(), width, top=top)
+    assert max(map(cell_len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    for said in ("timed once", "power_cap", "when timed alone", "2 no record"):
+        assert said in flat
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160, 250])
 def test_no_line_is_wider_than_the_terminal_and_numbers_are_whole(width: int) -> None:
     text = printed(full_run(), width)
@@ -147,7 +181,7 @@ def test_a_row_says_the_figures_of_its_trial() -> None:
     flops = 4 * 4 * 16 * 1024 * 1024 * 64
     assert row["#"] == "*1"
     assert row["kernel"] == "three_kernel_wgmma"
-    assert row["±"] == "0.01"
+    assert row["±"] == "0.010"
     assert row["× base"] == f"{57.4 / 28.1:.2f}"
     assert row["µs/head"] == f"{28.1 / 64:.3f}"
     assert float(row["TFLOP/s"]) == pytest.approx(flops / 28.1 / 1e6, abs=0.05)
@@ -161,7 +195,7 @@ def test_only_what_differs_is_in_the_table_and_the_rest_is_said_once() -> None:
     narrow, wide = printed(full_run(), 80), printed(full_run(), 200)
     assert [row[2] for row in table(narrow)[1:4]] == ["(below)", "64/16", "64/32"]
     assert "\nthree_kernel_wgmma: QK_BLOCK_M=128 PV_BLOCK_M=64 SOFTMAX_THREADS=128\n" in narrow
-    assert "flash_fwd_wgmma: BLOCK_M/BLOCK_N; all NUM_WARPS=8" in narrow
+    assert "flash_fwd_wgmma: BLOCK_M / BLOCK_N; all NUM_WARPS=8" in narrow
     assert "flash_fwd_wgmma: all NUM_WARPS=8" in wide
     assert "BLOCK_M=64 BLOCK_N=16" in [row[2] for row in table(wide)]
     for text in (narrow, wide):
@@ -177,6 +211,71 @@ def test_the_winner_is_told_in_full_with_its_stages() -> None:
         "stages of the best three_kernel_wgmma: qk 10.1 · softmax 9.0 · pv 8.2 · rest 0.8 µs"
         in text
     )
+
+
+def test_stages_that_alone_take_longer_than_the_whole_leave_no_rest() -> None:
+    row = candidate("three", 436.3).with_(stages_us={"qk": 200.0, "softmax": 43.1, "pv": 200.0})
+    text = " ".join(printed(full_run(trials=[row]), 120).split())
+    assert "qk 200.0 · softmax 43.1 · pv 200.0 · together 443.1 µs when timed alone" in text
+    assert "rest" not in text.split("stages of")[1].split("±")[0]
+
+
+def test_a_winner_without_rounds_says_so() -> None:
+    once = Measurement(median=20.69, low=20.69, high=20.69, samples=1)
+    rows = [candidate("naive", 5556.0), candidate("flash", 1.0).with_(time_us=once)]
+    assert "* winner flash: 20.69 µs, timed once, " in printed(full_run(trials=rows), 160)
+    assert (
+        "- winner flash: 20.69 µs, timed once, "
+        in report.files(full_run(trials=rows))["ranking.md"]
+    )
+    earlier = rounds_of(20.69).model_copy(update={"rounds": []})
+    text = printed(full_run(trials=[rows[0], rows[1].with_(time_us=earlier)]), 160)
+    assert "20.69 µs, timed in an earlier session, " in text
+    assert "timed once, " not in printed(full_run(), 160)
+
+
+def test_the_best_rows_decide_the_decimals() -> None:
+    tight = candidate("flash", 13.52, A=1).with_(time_us=rounds_of(13.52, 0.047))
+    rows = [tight, candidate("flash", 13.9, A=2), baseline("unfused", 71.0)]
+    slow = candidate("naive", 5498.1).with_(time_us=rounds_of(5498.1, 11.46))
+    header, *lines = table(printed(full_run(trials=[*rows, slow]), 160))
+    cells = [dict(zip(header, line, strict=True)) for line in lines]
+    assert [row["µs"] for row in cells] == ["13.52", "13.90", "71.00", "5498.10"]
+    assert [row["±"] for row in cells] == ["0.047", "0.010", "0.010", "11.460"]
+    assert (cells[0]["TFLOP/s"], cells[-1]["TFLOP/s"]) == ("1270.7", "3.1")
+    (times, spreads) = zip(
+        *((line[3], line[4]) for line in table(printed(full_run(trials=[slow]), 160))[1:]),
+        strict=True,
+    )
+    assert (times, spreads) == (("5498",), ("11",))
+
+
+def test_labels_do_not_depend_on_what_is_shown() -> None:
+    rows = [candidate("flash", 10 + n, A=1, B=n, C=n // 4, D=7) for n in range(8)]
+    for top in (3, 8):
+        text = printed(full_run(trials=rows), 60, top=top)
+        assert [line[2] for line in table(text)[1:4]] == ["0/0", "1/0", "2/0"]
+        assert "\nflash: B / C; all A=1 D=7\n" in text
+
+
+def test_the_clock_of_the_rounds_is_told_beside_the_bound() -> None:
+    capped = {"sm_mhz": 1680, "memory_mhz": 3201, "throttle": ["power_cap"]}
+    free = {"sm_mhz": 1980, "throttle": []}
+    first, second = candidate("flash", 7.0, A=1), candidate("flash", 8.0, A=2)
+    stale = candidate("flash", 9.0, A=3).with_(conditions={"sm_mhz": 900})
+    alone = stale.with_(time_us=rounds_of(9).model_copy(update={"rounds": []}))
+
+    def third(*rows: Trial, **changes: object) -> str:
+        return printed(full_run(trials=list(rows), **changes), 120).splitlines()[3]
+
+    both = [first.with_(conditions=capped), second.with_(conditions=free), alone]
+    said = "clock 1680–1980 MHz in the rounds, power_cap; the bound assumes 1980 MHz"
+    assert third(*both) == said
+    assert said in report.files(full_run(trials=both))["ranking.md"]
+    assert third(first.with_(conditions=free)) == "clock 1980 MHz in the rounds"
+    assert third(first).lstrip().startswith("#")
+    text = printed(full_run(trials=both, environment=None), 120)
+    assert "\nclock 1680–1980 MHz in the rounds, power_cap\n" in text
 
 
 def test_the_heading_says_where_when_and_what_binds() -> None:
@@ -258,6 +357,25 @@ def test_recorded_rows_are_marked_everywhere() -> None:
     assert [row["recorded_on"] for row in rows if row["recorded"] == "True"] == [where]
 
 
+def test_what_a_recording_does_not_hold_is_not_called_recorded() -> None:
+    where = "NVIDIA H200, 2026-07-26"
+    nothing = [unrecorded("flash", A=1), unrecorded("flash", A=2)]
+    fa4 = unrecorded("fa4").with_(provider="fa4")
+    text = printed(full_run(trials=[*nothing, fa4]), 120)
+    label = "(4,16,1024,64) fp16 full"
+    assert text.splitlines()[1] == f"{label} · nothing of this problem is in the recording"
+    assert "†" not in text
+    assert "recorded on" not in text
+    assert "\n2 no record; " in text
+    assert "baseline fa4 no record: not in results/h200" in text
+    held = candidate("flash", 7.0, A=3).with_(recorded=True, recorded_on=where)
+    text = printed(full_run(trials=[*nothing, held, fa4]), 120)
+    assert text.splitlines()[1] == f"{label} · recorded on {where} · driver 580.95.05"
+    assert [row[1] for row in table(text)[1:]] == ["flash†"]
+    assert "baseline fa4 no record" in text
+    assert "\n2 no record; " in text
+
+
 def test_colours_are_for_terminals_only() -> None:
     assert "\x1b[" in printed(full_run(), terminal=True)
     stripped = re.sub(r"\x1b\[[0-9;]*m", "", printed(full_run(), terminal=True))
@@ -301,7 +419,7 @@ def test_markdown_holds_the_same_table() -> None:
     columns = {row.replace("\\|", "").count("|") for row in rows}
     assert len(columns) == 1
     assert rows[2].startswith(
-        "| 1 | **three_kernel_wgmma** | QK_BLOCK_M=128 | 28.10 | 0.01 | 2.04 |"
+        "| 1 | **three_kernel_wgmma** | QK_BLOCK_M=128 | 28.10 | 0.010 | 2.04 |"
     )
     assert sum("| baseline |" in row for row in rows) == 2
     assert "- winner three_kernel_wgmma" in text
@@ -329,7 +447,8 @@ def test_csv_holds_every_row_in_full_precision() -> None:
 def test_json_is_strict_stable_and_complete() -> None:
     run = full_run()
     data = json.loads(json.dumps(report.to_json(run), allow_nan=False))
-    assert set(data) == {"run", "environment", "problems"}
+    assert set(data) == {"run", "environment", "problems", "warnings"}
+    assert data["warnings"] == []
     assert data["run"] == "results/h200/h100"
     assert data["environment"]["gpu"] == "NVIDIA H200"
     (problem,) = data["problems"]
@@ -351,6 +470,11 @@ def test_json_is_strict_stable_and_complete() -> None:
     assert (winner["rank"], winner["time_us"]) == (1, 28.1)
     skipped = problem["ranking"][-1]
     assert (skipped["rank"], skipped["time_us"], skipped["registers"]) == (None, None, None)
+
+
+def test_json_holds_the_warnings() -> None:
+    said = ["trials.jsonl:3: skipped, not a trial"]
+    assert report.to_json(full_run(warnings=said))["warnings"] == said
 
 
 def test_nan_is_null_in_json_and_never_a_winner() -> None:
@@ -376,7 +500,7 @@ def test_ten_thousand_rows_take_about_a_second() -> None:
     text = printed(run)
     # 0.7 s measured; the margin is for a busy machine.
     assert time.perf_counter() - begin < 3
-    assert "9990 more: 9990 ok" in text
+    assert "9990 more ok; " in text
 
 
 # -- layout ---------------------------------------------------------------------------------
