@@ -106,10 +106,36 @@ def prepare(
         except Unavailable:
             raise
         except Exception as error:  # a peer may raise anything; the reason becomes a row
-            reasons = [str(w.message).split(" (Triggered")[0].strip() for w in caught]
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            raise Unavailable("; ".join([said[0][:200], *reasons[-2:]])[:400]) from error
+            raise Unavailable(why_not(name, error, [str(w.message) for w in caught])) from error
     return baseline
+
+
+# What PyTorch's `… kernel not used because:` begins with, by baseline.
+_TORCH_NAMES = {
+    "torch_flash": "flash attention",
+    "torch_cudnn": "cudnn attention",
+    "torch_efficient": "memory efficient",
+}
+
+
+def why_not(name: str, error: Exception, warned: Sequence[str]) -> str:
+    """What PyTorch warned about this backend, or the first line of the error.
+
+    PyTorch warns of every backend in turn, each a line `Flash attention kernel not used because:`
+    with its reasons in the lines after it, whichever backend was asked for.
+    """
+    reasons: dict[str, None] = {}
+    ours = False
+    for line in (part for text in warned for part in text.split(" (Triggered")[0].splitlines()):
+        head, found, rest = line.partition("not used because:")
+        if found:
+            label = _TORCH_NAMES.get(name)
+            ours = label is not None and head.strip().lower().startswith(label)
+        said = (rest if found else line).strip().rstrip(".")
+        if ours and said:
+            reasons[said] = None
+    first = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ("; ".join(reasons) or (first or [type(error).__name__])[0])[:400]
 
 
 def _sdpa(backend: str) -> Callable[[Any, Problem, Session], Forward]:

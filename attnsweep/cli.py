@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
 
 from attnsweep import __version__, candidates, report, sweep, view
 from attnsweep.arch import ARCHS, Arch, arch_named
 from attnsweep.console import console, errors
+from attnsweep.device import install_command
+from attnsweep.doctor import can_compile, examine, verdict
 from attnsweep.errors import AttnsweepError, NoGpuError, SpecError
 from attnsweep.fields import BASELINES
 from attnsweep.kernel import Kernel, discover
 from attnsweep.spec import SweepSpec, load_spec
 from attnsweep.store import latest_run, open_run
 
+
+class _Stopped(Exception):
+    """Brings what Click would end in its own way past it: Ctrl-C, and output that fails."""
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, OSError) as error:
+            raise _Stopped from error
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Find the fastest correct attention kernel for a GPU and a shape, by measuring.",
     no_args_is_help=True,
     add_completion=False,
@@ -46,17 +68,45 @@ ArchOption = Annotated[
 
 def main() -> None:
     """Run the command line; every deliberate error becomes its message and exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # of µ and × where they cannot be encoded
     try:
-        app()
-    except AttnsweepError as error:
-        errors.print(f"[bold red]error:[/] {view.escaped(error.render())}")
-        sys.exit(error.exit_code)
+        try:
+            app()
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+        except AttnsweepError as error:
+            _error(error.render())
+            sys.exit(error.exit_code)
+        except _Stopped as stopped:
+            raise stopped.__cause__ or stopped from None
     except KeyboardInterrupt:
         errors.print("interrupted")
         sys.exit(130)
-    except BrokenPipeError:  # `attnsweep report | head`
-        sys.stderr.close()
-        sys.exit(0)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+            raise
+        _discard_output()
+        if error.errno == errno.EPIPE:  # `attnsweep report | head`
+            sys.exit(0)
+        with contextlib.suppress(OSError):
+            _error(f"cannot write the output: {error.strerror}")
+        sys.exit(2)
+
+
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
+
+
+def _discard_output() -> None:
+    """Send what is still buffered nowhere, or Python would fail once more while it exits."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _error(text: str) -> None:
+    errors.print(f"[bold red]error:[/] {view.escaped(text)}", soft_wrap=not errors.is_terminal)
 
 
 def _version(asked: bool) -> None:
@@ -107,10 +157,12 @@ def run(
     loaded, families = _load(spec, kernels)
     if dry_run:
         planned = candidates.plan(loaded, families, _arch(loaded, arch))
-        _print(view.planned(planned, limit), view.planned_json(planned, limit), json_)
+        shown = view.planned(planned, limit, console.width)
+        _print(shown, view.planned_json(planned, limit), json_)
         return
-    if arch is not None and loaded.device == "cuda":
-        raise SpecError("--arch goes with --dry-run; a run takes the architecture of the GPU")
+    if arch is not None:
+        source = "its recording" if loaded.device == "replay" else "the GPU"
+        raise SpecError(f"--arch goes with --dry-run; this run takes the architecture of {source}")
     try:
         with view.watch(errors) as observer:
             outcome = sweep.run(
@@ -118,7 +170,8 @@ def run(
             )
     except NoGpuError as error:
         raise NoGpuError(
-            f"{error.what}. Nothing was measured.", hint=_without_gpu(error, spec)
+            f"{error.what}. Nothing was measured.",
+            hint=_without_gpu(error, spec, loaded.arch, kernels),
         ) from error
     if outcome.interrupted:
         errors.print("interrupted: what was measured is kept; the same command goes on from here")
@@ -126,15 +179,22 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
-def _without_gpu(error: NoGpuError, spec: Path) -> str:
-    lines = [error.hint] if error.hint else []
-    lines += [
-        "What works here:",
-        "  attnsweep run configs/quickstart.yaml".ljust(48) + " replay a recorded run",
-        f"  attnsweep compile {spec} --arch sm_90a".ljust(48) + " compile, prune, resources",
-        "  attnsweep doctor".ljust(48) + " what is missing, and the command that mends it",
+def _without_gpu(error: NoGpuError, spec: Path, arch: str | None, kernels: Path | None) -> str:
+    common = f"{shlex.quote(str(spec))} --arch {arch or 'sm_90a'}"
+    if kernels is not None:
+        common += f" --kernels {shlex.quote(str(kernels))}"
+    rows = [
+        ("attnsweep run configs/quickstart.yaml", "replay a recorded run"),
+        (f"attnsweep run --dry-run {common}", "count the candidates"),
+        (f"attnsweep compile {common}", "compile, prune, resources"),
+        ("attnsweep doctor", "what is missing, and the command that mends it"),
     ]
-    return "\n  ".join(lines)
+    lines = [error.hint] if error.hint else []
+    if not can_compile():
+        del rows[2]
+        lines.append(f"To compile here, without a GPU: {install_command('compile')}")
+    shown = view.suggestions(rows, errors.width - 4)
+    return "\n  ".join([*lines, "What works here:", *(f"  {line}" for line in shown)])
 
 
 @app.command(name="report")
@@ -170,7 +230,7 @@ def compile_(
     with view.watch(errors) as observer:
         trials = candidates.compile_all(loaded, families, target, limit=limit, observer=observer)
     rows = [trial.model_dump(mode="json", exclude_none=True) for trial in trials]
-    _print(view.compiled(trials, target, every), rows, json_)
+    _print(view.compiled(trials, target, every, console.width), rows, json_)
     raise typer.Exit(1 if any(trial.status == "compile_error" for trial in trials) else 0)
 
 
@@ -198,7 +258,8 @@ def _arch(spec: SweepSpec, arch: str | None) -> Arch:
 def list_(kernels: KernelsOption = None, json_: JsonOption = False) -> None:
     """List kernel families with their parameters and rules, and the baselines."""
     families = discover(kernels)
-    _print(view.families(families, BASELINES), view.families_json(families, BASELINES), json_)
+    shown = view.families(families, BASELINES, console.width)
+    _print(shown, view.families_json(families, BASELINES), json_)
 
 
 @app.command()
@@ -207,22 +268,14 @@ def doctor(json_: JsonOption = False) -> None:
 
     Exit code 3 if it cannot run a sweep on a GPU.
     """
-    from attnsweep.doctor import examine
-
     findings = examine()
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for finding in findings:
-        mark = "[green]ok[/]" if finding.ok else "[red]missing[/]" if finding.needed else "-"
-        table.add_row(mark, finding.name, view.escaped(finding.detail))
-        if finding.fix and not finding.ok:
-            table.add_row("", "", f"[cyan]{view.escaped(finding.fix)}[/]")
     ready = all(finding.ok for finding in findings if finding.needed)
-    verdict = "ready to measure" if ready else "cannot measure here; compile, report and replay can"
     data: list[dict[str, Any]] = [
         {name: getattr(f, name) for name in ("name", "ok", "detail", "fix", "needed")}
         for f in findings
     ]
-    _print([table, verdict], {"ready": ready, "findings": data}, json_)
+    shown = [*view.findings(findings, console.width), Text(verdict(findings))]
+    _print(shown, {"ready": ready, "findings": data}, json_)
     raise typer.Exit(0 if ready else 3)
 
 
@@ -235,9 +288,9 @@ def _print_run(run_: Any, json_: bool, top: int) -> None:
         report.print_run(run_, console, top=top)
 
 
-def _print(renderables: list[Any], data: Any, json_: bool) -> None:
+def _print(lines: list[Text], data: Any, json_: bool) -> None:
     if json_:
         console.file.write(json.dumps(data, indent=2, default=str) + "\n")
         return
-    for renderable in renderables:
-        console.print(renderable)
+    for line in lines:
+        console.print(line, soft_wrap=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,30 @@ def _cupy() -> Any:
     except ImportError as error:
         raise NoGpuError(
             f"CuPy is missing or broken ({str(error).strip().splitlines()[0]})",
-            hint="pip install 'attnsweep[cuda13]' (driver 580 or newer) or 'attnsweep[cuda12]'",
+            hint=f"{install_command('cuda13')} (driver 580 or newer), or [cuda12] (525)",
         ) from error
     return cupy
+
+
+def install_command(extra: str) -> str:
+    """What installs an extra: from the source tree if this is one, else from the index."""
+    tree = Path(__file__).resolve().parent.parent
+    if not (tree / "pyproject.toml").is_file():
+        return f"pip install 'attnsweep[{extra}]'"
+    where = "." if tree == Path.cwd() else tree
+    return f"pip install -e '{where}[{extra}]'"
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA the driver supports, or None without a driver (or one that answers)."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int(0)
+    if library.cuDriverGetVersion(ctypes.byref(version)) or not version.value:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
 
 
 class Buffer:
@@ -133,6 +155,10 @@ class Session:
     """The GPU this process owns. Raises NoGpuError if there is none that can be used."""
 
     def __init__(self) -> None:
+        if driver_cuda() is None:  # first: no package mends it
+            raise NoGpuError(
+                "no NVIDIA driver (libcuda.so.1 cannot be loaded), so no GPU can be used here"
+            )
         cupy = _cupy()
         try:
             count = cupy.cuda.runtime.getDeviceCount()

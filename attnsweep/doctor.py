@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import platform
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 from attnsweep import __version__
 from attnsweep.compiler import default_cache_dir, nvrtc_version
+from attnsweep.device import driver_cuda, install_command
 from attnsweep.errors import AttnsweepError
 from attnsweep.trial import Status
 from attnsweep.workers import Worker, WorkerError, driver_version
@@ -32,39 +32,51 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Every check in turn; none of them raises."""
-    cuda = _driver_cuda()
-    extra = "cuda12" if cuda is not None and cuda < (13, 0) else "cuda13"
-    install = f"pip install 'attnsweep[{extra}]'"
-    checks: list[Callable[[], Finding]] = [
-        lambda: Finding(
+    cuda = driver_cuda()
+    extra = "compile" if cuda is None else "cuda12" if cuda < (13, 0) else "cuda13"
+    install = install_command(extra)
+    base = [
+        Finding(
             "attnsweep", True, f"{__version__}, Python {platform.python_version()}", needed=False
         ),
-        lambda: _driver(cuda),
-        lambda: _nvrtc(install, cuda),
-        lambda: _package(("cupy-cuda13x", "cupy-cuda12x", "cupy"), "CuPy", install, needed=True),
-        _gpu,
-        lambda: _package(("nvidia-ml-py",), "NVML", install, needed=False),
-        lambda: _package(("torch",), "PyTorch", "pip install 'attnsweep[torch]'", needed=False),
-        lambda: _package(("flash-attn",), "flash_attn_2", "pip install flash-attn", needed=False),
-        lambda: _package(
+        _driver(cuda),
+        _nvrtc(install, cuda),
+    ]
+    on_gpu = [
+        _package(("cupy-cuda13x", "cupy-cuda12x", "cupy"), "CuPy", install, needed=True),
+        Finding("GPU", False, "none without a driver") if cuda is None else _gpu(),
+        _package(("nvidia-ml-py",), "NVML", install, needed=False),
+        _package(("torch",), "PyTorch", install_command("torch"), needed=False),
+        _package(("flash-attn",), "flash_attn_2", "pip install flash-attn", needed=False),
+        _package(
             ("flash-attn-3", "flash_attn_3"),
             "flash_attn_3",
             "build it from FlashAttention's hopper/ directory",
             needed=False,
         ),
-        _cache,
+        _package(("flash-attn-4",), "flash_attn_4", "pip install flash-attn-4", needed=False),
     ]
-    return [check() for check in checks]
+    if cuda is None:  # then no package is worth installing for the GPU
+        on_gpu = [replace(finding, fix=None, needed=False) for finding in on_gpu]
+    return [*base, *on_gpu, _cache()]
 
 
-def _driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA the driver supports, or None without a driver."""
-    with contextlib.suppress(OSError):
-        library = ctypes.CDLL("libcuda.so.1")
-        version = ctypes.c_int(0)
-        if library.cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value:
-            return version.value // 1000, version.value % 1000 // 10
-    return None
+def can_compile() -> bool:
+    """Whether NVRTC loads: `compile` needs nothing else."""
+    try:
+        nvrtc_version()
+    except AttnsweepError:
+        return False
+    return True
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """One line: what this machine can do as it is."""
+    if all(finding.ok for finding in findings if finding.needed):
+        return "ready to measure"
+    if can_compile():
+        return "cannot measure here; compile, report and replay can"
+    return f"cannot measure here; report and replay can; compile after {install_command('compile')}"
 
 
 def _driver(cuda: tuple[int, int] | None) -> Finding:
@@ -73,7 +85,7 @@ def _driver(cuda: tuple[int, int] | None) -> Finding:
             "driver",
             False,
             "no NVIDIA driver (libcuda.so.1 cannot be loaded)",
-            "install NVIDIA's driver; on a machine without a GPU use `compile` and `replay` specs",
+            "install NVIDIA's driver, on a machine that has its GPU",
         )
     detail = f"{driver_version() or 'present'}, supports CUDA {cuda[0]}.{cuda[1]}"
     if cuda < (12, 0):

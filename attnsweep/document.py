@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 from attnsweep.errors import SpecError
 
 MAX_ERRORS = 5
-_MAX_NODES = 100_000  # aliases can make a short file expand without end
+_MAX_VALUES = 100_000  # aliases can make a short file expand without end
 
 Loc = tuple[str | int, ...]
 """Keys and indices from the document's root, as in pydantic's errors."""
@@ -128,6 +128,9 @@ def _scalar(tag: str, text: str) -> str | int | float | bool | None:
 
 def _read_text(path: Path, hint: str) -> str:
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            # A FIFO without a writer would block for ever.
+            raise SpecError("is not a regular file", where=str(path), hint=hint)
         return path.read_text(encoding="utf-8-sig")
     except IsADirectoryError:
         inside = path / "spec.yaml"
@@ -170,6 +173,8 @@ class Document:
         self.texts: dict[Loc, str] = {}
         """Scalars as they stand in the file; quoted ones in quotes."""
         self._issues: list[_Issue] = []
+        self._nodes: set[int] = set()
+        self._aliased = False
 
     @classmethod
     def read(cls, path: Path, hint: str) -> Document:
@@ -205,9 +210,13 @@ class Document:
 
     def _walk(self, node: yaml.Node, loc: Loc, parents: tuple[int, ...]) -> Any:
         at = self.values[loc] = _mark(node.start_mark)
-        if id(node) in parents or len(self.values) > _MAX_NODES:
-            if len(self.values) <= _MAX_NODES + 1:
+        self._aliased |= id(node) in self._nodes
+        self._nodes.add(id(node))
+        if id(node) in parents or len(self.values) > _MAX_VALUES:
+            if len(self.values) <= _MAX_VALUES + 1 and self._aliased:
                 self.report("an alias makes this endless", "write the values out", at)
+            elif len(self.values) == _MAX_VALUES + 1:
+                self.report(f"too many values: at most {_MAX_VALUES}", "use several specs", at)
             return None
         parents = (*parents, id(node))
         if isinstance(node, yaml.SequenceNode) and node.tag == _SEQ:

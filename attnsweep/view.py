@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -19,10 +21,12 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.text import Text
 
 from attnsweep.arch import Arch
 from attnsweep.candidates import Observer, PlannedProblem
+from attnsweep.console import GLUE, aligned, wrap
+from attnsweep.doctor import Finding
 from attnsweep.kernel import BLOCK_LIMITS, Kernel
 from attnsweep.problem import Problem
 from attnsweep.trial import Status, Trial
@@ -139,7 +143,7 @@ class _Plain(_Best):
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
         resumed = f", {kept} kept" if kept else ""
-        self._console.print(f"{problem.label}: {candidates} candidates{resumed}", highlight=False)
+        self._console.print(f"{problem.label}: {candidates} candidates{resumed}", soft_wrap=True)
 
     def compiled(self, done: int, total: int) -> None:
         self._say(f"compile, check {done}/{total}")
@@ -148,40 +152,117 @@ class _Plain(_Best):
         self._say(f"time in rounds {done}/{total}")
 
     def note(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+        self._console.print(escape(text), soft_wrap=True)
 
     def _say(self, text: str) -> None:
         if time.monotonic() - self._last >= _PLAIN_INTERVAL_S:
             self._last = time.monotonic()
-            self._console.print(f"  {text}  {escape(self.summary)}".rstrip(), highlight=False)
+            self._console.print(f"  {text}  {escape(self.summary)}".rstrip(), soft_wrap=True)
+
+
+# -- layout ---------------------------------------------------------------------------------
+
+# A last column narrower than this goes on lines of its own.
+_TAIL = 28
+
+
+def said(text: str, width: int, style: str = "") -> list[Text]:
+    """A sentence as lines of at most `width`; its own indent stays."""
+    return [Text(line, style) for line in wrap(text, width)]
+
+
+def _columns(
+    rows: Sequence[Sequence[str]], align: str, width: int, drop: Sequence[int] = ()
+) -> list[str]:
+    """The rows as lines, without the columns of `drop`, in that order, that have no room."""
+    kept = list(range(len(align)))
+
+    def lines() -> list[str]:
+        picked = [[row[column] for column in kept] for row in rows]
+        sizes = [max(cell_len(row[i]) for row in picked) for i in range(len(kept))]
+        return aligned(picked, "".join(align[i] for i in kept), sum(sizes) + 2 * len(sizes))
+
+    for column in drop:
+        if max(map(cell_len, lines())) <= width:
+            break
+        kept.remove(column)
+    return lines()
+
+
+def _with_tails(lines: Sequence[str], tails: Sequence[str], width: int) -> list[list[str]]:
+    """A last column of words: beside each line, or below it where there is no room beside."""
+    column = max(map(cell_len, lines)) + 2
+    beside = width - column >= min(_TAIL, max(map(cell_len, tails)))
+    out = []
+    for line, tail in zip(lines, tails, strict=True):
+        indent = column if beside else 4
+        parts = textwrap.wrap(
+            tail, max(8, width - indent), break_long_words=False, break_on_hyphens=False
+        )
+        padded = [" " * indent + part.replace(GLUE, " ") for part in parts]
+        if beside and padded:
+            line, padded = line.ljust(column) + padded[0][column:], padded[1:]
+        out.append([line, *padded])
+    return out
+
+
+def findings(rows: Sequence[Finding], width: int) -> list[Text]:
+    """The lines of `doctor`; a command that mends something stays on one line."""
+    marks = ["ok" if row.ok else "missing" if row.needed else "-" for row in rows]
+    lines = aligned([*zip(marks, (row.name for row in rows), strict=True)], "ll", width)
+    tails = _with_tails(lines, [row.detail for row in rows], width)
+    out = []
+    for row, mark, (first, *rest) in zip(rows, marks, tails, strict=True):
+        text = Text(first)
+        text.stylize({"ok": "green", "missing": "red"}.get(mark, ""), 0, len(mark))
+        out += [text, *map(Text, rest)]
+        if row.fix and not row.ok:
+            out.append(Text(" " * (max(map(len, lines)) + 2) + row.fix, "cyan"))
+    return out
+
+
+def suggestions(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Commands and what each does, beside it or below it; commands are never broken."""
+    longest = max(cell_len(command) for command, _ in rows)
+    if longest + 2 + max(cell_len(what) for _, what in rows) <= width:
+        return aligned(rows, "ll", width)
+    return [line for command, what in rows for line in (command, f"    {what}")]
 
 
 # -- run --dry-run --------------------------------------------------------------------------
 
 
-def planned(items: Sequence[PlannedProblem], limit: int | None) -> list[Any]:
+def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> list[Text]:
     """Per problem and family: how many configs, how many candidates, what each rule removed."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("problem", "kernel"):
-        table.add_column(column, no_wrap=column == "kernel")
-    for column in ("configs", "candidates"):
-        table.add_column(column, justify="right")
-    table.add_column("removed by")
-    total = 0
+    rows, tails, styles, total = [["kernel", "configs", "candidates"]], ["removed by"], ["bold"], 0
     for item in items:
         for space in item.spaces:
-            removed = ", ".join(f"{rule} {n}" for rule, n in space.removed.items() if n)
+            removed = [f"{rule}{GLUE}{n}" for rule, n in space.removed.items() if n]
             kept = min(len(space.configs), limit or len(space.configs))
             total += kept
-            name = space.kernel.name
-            table.add_row(item.problem.label, name, str(space.total), str(kept), removed or "-")
+            rows.append([space.kernel.name, str(space.total), str(kept)])
+            tails.append(", ".join(removed))
+            styles.append("")
         for name, reason in item.refused.items():
-            table.add_row(item.problem.label, name, "-", "0", f"[dim]{escape(reason)}[/]")
-    lines: list[Any] = [table, f"{total} candidates; nothing was compiled"]
+            rows.append([name, "-", "0"])
+            tails.append(reason)
+            styles.append("dim")
+    header, *body = [
+        [Text(line, style) for line in lines]
+        for style, lines in zip(
+            styles, _with_tails(_columns(rows, "lrr", width), tails, width), strict=True
+        )
+    ]
+    out, left = [], iter(body)
+    for item in items:
+        out += [*said(item.problem.label, width, "bold"), *header]
+        for _ in range(len(item.spaces) + len(item.refused)):
+            out += next(left)
+    out += said(f"{total} candidates; nothing was compiled", width)
     for space in {space.kernel.name: space for item in items for space in item.spaces}.values():
         for rule, (description, _) in space.kernel.rules.items():
-            lines.append(f"[dim]{space.kernel.name}.{rule}: {escape(description)}[/]")
-    return lines
+            out += said(f"{space.kernel.name}.{rule}: {description}", width, "dim")
+    return out
 
 
 def planned_json(items: Sequence[PlannedProblem], limit: int | None) -> list[dict[str, Any]]:
@@ -206,30 +287,43 @@ def planned_json(items: Sequence[PlannedProblem], limit: int | None) -> list[dic
 # -- list -----------------------------------------------------------------------------------
 
 
-def families(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> list[Any]:
+def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int) -> list[Text]:
     """Every family with its parameters and rules, then the baselines."""
-    out: list[Any] = []
+    out: list[Text] = []
     for kernel in kernels.values():
         sizes = ", ".join(map(str, kernel.head_dims))
-        out.append(f"[bold]{kernel.name}[/]  {escape(kernel.summary)}")
-        out.append(
+        out += _titled(kernel.name, kernel.summary, width)
+        out += said(
             f"  {kernel.min_arch}+ · {', '.join(kernel.dtypes)} · head_dim {sizes} · "
-            f"stages {', '.join(kernel.stages)}"
+            f"stages {', '.join(kernel.stages)}",
+            width,
         )
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True)
-        for param in kernel.params:
-            values = ", ".join(map(str, param.values))
-            table.add_row(f"  {param.name}", values, f"[dim]{escape(param.help)}[/]")
-        for rule, (description, _) in kernel.rules.items():
-            table.add_row(f"  [cyan]{rule}[/]", "rule", f"[dim]{escape(description)}[/]")
-        out += [table, ""]
-    out.append(f"[bold]baselines[/]  {', '.join(baselines)}")
-    out.append(
-        f"[dim]{BLOCK_LIMITS}: every family also keeps to the threads, shared memory and grid "
-        "that the architecture can launch[/]"
+        rows = [
+            (f"  {param.name}", ", ".join(map(str, param.values)), param.help)
+            for param in kernel.params
+        ]
+        rows += [(f"  {name}", "rule", text) for name, (text, _) in kernel.rules.items()]
+        if rows:
+            lines = aligned([row[:2] for row in rows], "ll", 10**6)
+            tails = [text for _, _, text in rows]
+            if max(map(cell_len, lines)) + 2 + _TAIL > width:
+                lines = aligned([row[:1] for row in rows], "l", 10**6)
+                tails = [f"{values}: {text}" for _, values, text in rows]
+            out += [Text(line) for block in _with_tails(lines, tails, width) for line in block]
+        out.append(Text())
+    out += _titled("baselines", ", ".join(baselines), width)
+    return out + said(
+        f"{BLOCK_LIMITS}: every family also keeps to the threads, shared memory and grid that the "
+        "architecture can launch",
+        width,
+        "dim",
     )
-    return out
+
+
+def _titled(name: str, text: str, width: int) -> list[Text]:
+    first, *rest = said(f"{name}  {text}", width)
+    first.stylize("bold", 0, len(name))
+    return [first, *rest]
 
 
 def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> dict[str, Any]:
@@ -258,22 +352,23 @@ def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> di
 # -- compile --------------------------------------------------------------------------------
 
 
-def compiled(trials: Sequence[Trial], arch: Arch, every: bool) -> list[Any]:
+def compiled(trials: Sequence[Trial], arch: Arch, every: bool, width: int) -> list[Text]:
     """Resources per family and stage (or per candidate), and what did not make it."""
-    out: list[Any] = [_each(trials)] if every else _by_stage(trials)
+    out = _each(trials, width) if every else _by_stage(trials, width)
     counts = Counter(trial.status.value for trial in trials)
-    out.append(
+    out += said(
         f"{len(trials)} candidates for {arch.name}: "
         + ", ".join(f"{n} {status}" for status, n in counts.most_common())
-        + "; nothing was timed"
+        + "; nothing was timed",
+        width,
     )
     reasons = Counter(
-        (trial.kernel, trial.status.value, (trial.detail or "").splitlines()[0])
+        (trial.kernel, trial.status.value, ((trial.detail or "").splitlines() or [""])[0])
         for trial in trials
         if trial.status is not Status.OK
     )
     for (kernel, status, reason), n in reasons.most_common(12):
-        out.append(f"  {n} × {kernel} {status}: {escape(reason)}")
+        out += said(f"  {n} × {kernel} {status}: {reason}", width)
     return out
 
 
@@ -282,47 +377,51 @@ def _range(values: Sequence[float], form: str = "{:.0f}") -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def _by_stage(trials: Sequence[Trial]) -> list[Any]:
+def _grouped(problems: Sequence[str], blocks: Sequence[Sequence[str]], width: int) -> list[Text]:
+    """The blocks of lines, the first the header, under a heading for each problem."""
+    header, *body = blocks
+    out: list[Text] = []
+    last = None
+    for problem, block in zip(problems, body, strict=True):
+        if problem != last:
+            out += [*said(problem, width, "bold"), *(Text(line, "bold") for line in header)]
+        last = problem
+        out += [Text(line) for line in block]
+    return out
+
+
+def _by_stage(trials: Sequence[Trial], width: int) -> list[Text]:
     """A heading and a table per problem: the range of each resource over a stage's candidates."""
     groups: dict[str, dict[tuple[str, str], list[dict[str, float]]]] = {}
     for trial in trials:
         for stage, facts in (trial.resources.stages if trial.resources else {}).items():
-            rows = groups.setdefault(trial.problem.label, {})
-            rows.setdefault((trial.kernel, stage), []).append(facts)
-    out: list[Any] = []
-    for problem, stages in groups.items():
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("kernel", no_wrap=True, min_width=18)
-        table.add_column("stage", min_width=8)
-        for column in ("candidates", "registers", "spill B", "smem B", "blocks/SM", "occupancy"):
-            table.add_column(column, justify="right", no_wrap=True, min_width=9)
-        for (kernel, stage), rows_ in stages.items():
-            table.add_row(
-                kernel,
-                stage,
-                str(len(rows_)),
-                *(
-                    _range([row[name] for row in rows_])
-                    for name in ("registers", "spill_bytes", "smem_bytes", "blocks_per_sm")
-                ),
-                _range([100 * row["occupancy"] for row in rows_]) + " %",
-            )
-        out += [f"[bold]{problem}[/]", table]
-    return out
+            stages = groups.setdefault(trial.problem.label, {})
+            stages.setdefault((trial.kernel, stage), []).append(facts)
+    problems = [problem for problem, stages in groups.items() for _ in stages]
+    names = ("registers", "spill_bytes", "smem_bytes", "blocks_per_sm")
+    header = "kernel,stage,candidates,registers,spill B,smem B,blocks/SM,occupancy"
+    rows = [header.split(",")]
+    for stages in groups.values():
+        for (kernel, stage), facts_ in stages.items():
+            ranges = [_range([facts[name] for facts in facts_]) for name in names]
+            share = _range([100 * facts["occupancy"] for facts in facts_]) + " %"
+            rows.append([kernel, stage, str(len(facts_)), *ranges, share])
+    lines = _columns(rows, "llrrrrrr", width, drop=(6, 2, 5, 7))
+    return _grouped(problems, [[line] for line in lines], width)
 
 
-def _each(trials: Sequence[Trial]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("problem", "kernel", "config", "status"):
-        table.add_column(column)
-    for column in ("registers", "spill B", "smem B", "occupancy"):
-        table.add_column(column, justify="right", no_wrap=True)
+def _each(trials: Sequence[Trial], width: int) -> list[Text]:
+    """A heading and a line per candidate, by problem."""
+    trials = sorted(trials, key=lambda trial: trial.problem.label)  # stable: else as compiled
+    rows = [["kernel", "status", "registers", "spill B", "smem B", "occupancy"]]
     for trial in trials:
         used = trial.resources
         facts = ["-"] * 4
         if used is not None:
             facts = [str(used.registers), str(used.spill_bytes), str(used.smem_bytes)]
             facts.append(f"{100 * used.occupancy:.0f} %")
-        config = " ".join(f"{name}={value}" for name, value in trial.config.items())
-        table.add_row(trial.problem.label, trial.kernel, config, trial.status.value, *facts)
-    return table
+        rows.append([trial.kernel, trial.status.value, *facts])
+    configs = [" ".join(f"{name}={value}" for name, value in t.config.items()) for t in trials]
+    lines = _columns(rows, "llrrrr", width, drop=(4, 5))
+    blocks = _with_tails(lines, ["config", *configs], width)
+    return _grouped([trial.problem.label for trial in trials], blocks, width)

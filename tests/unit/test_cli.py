@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from attnsweep import candidates, cli, compiler, doctor, sweep
+from attnsweep.errors import NoGpuError, ToolchainError
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = """
@@ -27,19 +32,55 @@ def has_gpu() -> bool:
         return False
 
 
+def has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 @pytest.fixture
 def attnsweep(tmp_path):
-    def run(*arguments, cwd=None):
+    def run(*arguments, cwd=None, **environment):
         return subprocess.run(
             [sys.executable, "-m", "attnsweep", *map(str, arguments)],
             capture_output=True,
             text=True,
             cwd=cwd or tmp_path,
             timeout=120,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+            | environment,
         )
 
     return run
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """The command line in this process: exit code, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["attnsweep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return run
+
+
+def raising(error):
+    def function(*_, **__):
+        raise error
+
+    return function
+
+
+@pytest.fixture
+def without_nvrtc(monkeypatch):
+    for module in (compiler, doctor):
+        monkeypatch.setattr(module, "nvrtc_version", raising(ToolchainError("no NVRTC")))
 
 
 @pytest.fixture
@@ -58,6 +99,153 @@ def test_run_without_a_gpu_says_what_works_and_writes_nothing(attnsweep, spec, t
     for command in ("attnsweep run configs/quickstart.yaml", "compile", "attnsweep doctor"):
         assert command in done.stderr
     assert not (tmp_path / "results").exists()
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(sweep, "run", raising(NoGpuError("no driver", hint="get one")))
+    monkeypatch.setattr(doctor, "driver_cuda", lambda: None)
+
+
+@pytest.mark.usefixtures("without_gpu", "without_nvrtc")
+def test_without_nvrtc_compiling_is_not_offered_but_installing_it(main, spec, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code, _, said = main("run", spec)
+    assert code == 3
+    assert "attnsweep compile" not in said
+    assert "pip install -e '.[compile]'" in said
+    code, out, _ = main("doctor")
+    assert code == 3
+    assert "compile, report and replay can" not in out
+    assert "report and replay can; compile after pip install -e '.[compile]'" in out
+    assert "cuda13" not in out
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_with_nvrtc_compiling_is_offered(main, spec, monkeypatch):
+    monkeypatch.setattr(doctor, "nvrtc_version", lambda: (13, 0))
+    assert f"attnsweep compile {spec} --arch sm_90a" in main("run", spec)[2]
+    _, out, _ = main("doctor")
+    assert "compile, report and replay can" in out
+    assert "pip install" not in out
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_what_works_repeats_the_users_families_in_columns(main, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(cli.errors, "width", 200)
+    path = tmp_path / "own.yaml"
+    path.write_text(SPEC.replace("naive", "twice"))
+    said = main("run", path, "--kernels", ROOT / "tests" / "families")[2].splitlines()
+    rows = [line for line in said if line.startswith("    attnsweep")]
+    compiling = next(line for line in rows if "attnsweep compile" in line)
+    assert f"{path} --arch sm_90a --kernels {ROOT / 'tests' / 'families'}  " in compiling
+    column = compiling.index("compile, prune")
+    assert all(line[column - 2 : column] == "  " and line[column] != " " for line in rows)
+
+
+@pytest.mark.skipif(has_driver(), reason="this machine has a driver")
+def test_without_a_driver_nothing_for_the_gpu_is_to_be_installed(attnsweep, spec):
+    said = attnsweep("run", spec).stderr
+    assert said.startswith("error: no NVIDIA driver")
+    assert "CuPy" not in said
+    findings = {f["name"]: f for f in json.loads(attnsweep("doctor", "--json").stdout)["findings"]}
+    assert findings["driver"]["needed"]
+    assert not findings["driver"]["ok"]
+    for name in ("CuPy", "GPU", "NVML", "PyTorch", "flash_attn_4"):
+        assert not findings[name]["needed"]
+        assert findings[name]["fix"] is None
+
+
+@pytest.mark.parametrize("spec_", ["quickstart", "small.yaml"])
+def test_an_architecture_is_only_for_a_dry_run(attnsweep, spec, spec_):
+    done = attnsweep("run", spec_, "--arch", "sm_80")
+    assert done.returncode == 2
+    assert "--arch goes with --dry-run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "name"),
+    [
+        (("compile",), candidates, "compile_all"),
+        (("run",), sweep, "run"),
+        (("run", "--dry-run"), candidates, "plan"),
+    ],
+    ids=["compile", "run", "dry-run"],
+)
+def test_ctrl_c_says_interrupted_and_is_exit_code_130(
+    main, spec, monkeypatch, command, module, name
+):
+    monkeypatch.setattr(module, name, raising(KeyboardInterrupt()))
+    assert main(*command, spec) == (130, "", "interrupted\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize(
+    "arguments", ["list", "list --json", "run quickstart", "run quickstart --dry-run", "--help"]
+)
+def test_output_that_cannot_be_written_is_one_line(tmp_path, arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "attnsweep", *arguments.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+            timeout=120,
+        )
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last == "error: cannot write the output: No space left on device"
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_is_quiet(tmp_path):
+    command = f"{sys.executable} -m attnsweep list | head -1"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+        timeout=120,
+    )
+    assert done.stderr == ""
+    assert done.stdout.startswith("flash_fwd_mma")
+
+
+def test_an_ascii_terminal_gets_question_marks_not_a_traceback(attnsweep):
+    for arguments in (("list",), ("run", "quickstart"), ("run", "µ.yaml")):
+        done = attnsweep(*arguments, PYTHONIOENCODING="ascii")
+        assert "Traceback" not in done.stderr
+        assert "?" in done.stdout + done.stderr
+
+
+def test_a_fifo_is_no_spec(attnsweep, tmp_path):
+    os.mkfifo(tmp_path / "spec.yaml")
+    done = attnsweep("run", "spec.yaml", "--dry-run")
+    assert done.returncode == 2
+    assert "spec.yaml: is not a regular file" in done.stderr
+
+
+def test_many_problems_are_not_blamed_on_an_alias(attnsweep, tmp_path):
+    line = "  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64, dtype: fp16}\n"
+    path = tmp_path / "many.yaml"
+    path.write_text("problems:\n" + line * 20_000 + "kernels: {naive: {}}\n")
+    done = attnsweep("run", path, "--dry-run")
+    assert done.returncode == 2
+    assert "too many values: at most 100000" in done.stderr
+    assert "alias" not in done.stderr
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("command", [("list",), ("run", "quickstart", "--dry-run"), ("doctor",)])
+def test_printed_lines_fit_the_width_and_end_in_no_blank(attnsweep, command, width):
+    lines = attnsweep(*command, COLUMNS=str(width)).stdout.splitlines()
+    assert lines
+    for line in lines:
+        assert line == line.rstrip()
+        assert len(line) <= width or command == ("doctor",)  # its paths and commands stay whole
 
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
