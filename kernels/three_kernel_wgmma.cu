@@ -1,20 +1,23 @@
 // three_kernel_wgmma: scores = Q K^T, softmax, O = P V in three launches that hand the scores over
 // through L2; both products by TMA, mbarriers and warp-specialised wgmma. sm_90a only.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
-// scores: (batch * heads, seqlen_q, stride) with stride = seqlen_k rounded up to CHUNK elements.
+// scores: (batch * heads, seqlen_q, stride) with stride = seqlen_k rounded up to 8 elements.
 // STATS says who does the softmax, and so how often the scores cross L2 (33.5 MB at (1, 16, 1024, 64)):
 //   0  softmax, in place: written, read, written, read.
 //   1  qk: it stores p = 2^(s - m) with m the largest of 128 keys, and m and the sum of p beside; softmax
 //      turns these into one factor per 128 keys, by which pv scales what it adds. Written, read.
 //   2  pv: qk stores s and m, softmax joins the m of a row, pv reads 2^(s - m) through registers as its
 //      A operand, sums it and divides at the end. Written, read.
-// What the stages owe each other: a row i has keys_of(i) keys. pv multiplies whole tiles of at most
-// UNIT x UNIT, so softmax (STATS 0) or qk (STATS 1) write zeros up to extent_of(i). With STATS 2 pv masks.
+// On an H200 L2 takes 4.65 TB/s of writes, a third of what it can give to reads, so storing these scores is
+// 7.2 us however it is done: qk cannot take less than 8.5 with its launch (10.3 to 12.0 measured), softmax
+// 9.3 (11.4), pv 5.8 (6.5 to 7.0). In sequence they take 2 us more than alone: what was read in the other
+// half of L2 has to be dropped there when it is written again. What the stages owe each other: a row i has
+// keys_of(i) keys. pv multiplies whole tiles of at most UNIT x UNIT, so softmax (STATS 0) or qk (STATS 1)
+// write zeros up to extent_of(i). With STATS 2 pv masks.
 #include "common/element.cuh"
 #include "common/mma.cuh"
 #include "common/hopper.cuh"
 
-constexpr int CHUNK = 8;   // elements in 16 bytes
 constexpr int UNIT = 128;  // keys that share one maximum; the largest tile of pv
 
 __device__ __forceinline__ int round_up(int x, int unit) { return (x + unit - 1) / unit * unit; }
@@ -37,7 +40,7 @@ constexpr int BLOCK_M = PV_BLOCK_M, BLOCK_N = PV_BLOCK_N, BLOCK_K = PV_BLOCK_K;
 constexpr int WARPGROUPS = PV_WARPGROUPS, STAGES = PV_STAGES, BUFFERS = 1;
 static_assert(HEAD_DIM % BLOCK_N == 0, "PV_BLOCK_N must divide HEAD_DIM");
 static_assert(BLOCK_M <= UNIT && BLOCK_K <= UNIT, "zeros are written for tiles of UNIT x UNIT");
-static_assert(STATS != 1 || BLOCK_K == UNIT, "a step of pv has one factor");
+static_assert(UNIT % BLOCK_K == 0, "a step of pv has one factor");
 #endif
 constexpr int WARPS = WARPGROUPS * 4, THREADS = WARPS * 32 + 32;  // the last warp only copies
 constexpr int FRAGMENTS = BLOCK_M / (64 * WARPGROUPS);            // 64-row pieces of a warpgroup
@@ -50,18 +53,22 @@ constexpr unsigned STAGED_BYTES = 16 * BLOCK_N * 2;  // 16 rows of output, one w
 // Descriptor of k-columns 16 i .. of a K-major tile of ROWS rows.
 template <int ROWS>
 __device__ __forceinline__ unsigned long long k_major(unsigned tile, int i) {
-    return wgmma_descriptor<SWIZZLE>(tile + i * 16 / PANEL * ROWS * SWIZZLE + i * 16 % PANEL * 2, 8 * SWIZZLE);
+    return wgmma_descriptor<SWIZZLE>(tile + i * 16 / PANEL * ROWS * SWIZZLE + i * 16 % PANEL * 2,
+                                     8 * SWIZZLE);
 }
 
-// 64 columns of the warp's 16 rows, times `low` and `high`, to shared memory in the layout of a swizzled box, and
-// from there to columns `column` .. of `map`. Every warp stores its own rows, so that none waits for another.
-__device__ __forceinline__ void store_panel(const TensorMap& map, unsigned staged, const float* d, float low, float high,
-                                            int column, int row, int head, bool inside) {
+// 64 columns of the warp's 16 rows, times `low` and `high`, to shared memory in the layout of a swizzled
+// box, and from there to columns `column` .. of `map`. Every warp stores its own rows, so that none waits
+// for another.
+__device__ __forceinline__ void store_panel(const TensorMap& map, unsigned staged, const float* d,
+                                            float low, float high, int column, int row, int head,
+                                            bool inside) {
     int lane = threadIdx.x % 32, in = lane % 16, chunk = lane / 16;
 #pragma unroll
     for (int i = 0; i < 4; ++i, d += 8)
         stmatrix_x4(staged + in * 128 + ((i * 2 + chunk ^ in % 8) << 4), pack(d[0] * low, d[1] * low),
-                    pack(d[2] * high, d[3] * high), pack(d[4] * low, d[5] * low), pack(d[6] * high, d[7] * high));
+                    pack(d[2] * high, d[3] * high), pack(d[4] * low, d[5] * low),
+                    pack(d[6] * high, d[7] * high));
     fence_async_proxy();
     __syncwarp();
     if (lane == 0 && inside) tma_store(map, staged, column, row, head);
@@ -96,25 +103,28 @@ __device__ __forceinline__ void init_barriers(unsigned barriers) {
 
 #if STAGE_QK
 // A block computes runs of QK_TILES tiles of keys for one tile of queries, which stays in shared memory.
-// Scores are scaled by log2(e) as well, so that softmax is a subtraction and an ex2.
+// Scores are multiplied by `factor`, scale * log2(e), so that softmax is a subtraction and an ex2.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-three_kernel_wgmma_qk(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-                      const __grid_constant__ TensorMap scores, float* __restrict__ maxima, float* __restrict__ sums,
-                      int batch_heads, int heads, int heads_kv, int seqlen_q, int seqlen_k, float scale) {
+    three_kernel_wgmma_qk(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                          const __grid_constant__ TensorMap scores, float* __restrict__ maxima,
+                          float* __restrict__ sums, int batch_heads, int heads, int heads_kv, int seqlen_q,
+                          int seqlen_k, float factor) {
     extern __shared__ __align__(1024) unsigned char smem[];
     constexpr unsigned Q_PANEL_BYTES = BLOCK_M * SWIZZLE, Q_BYTES = BLOCK_M * HEAD_DIM * 2;
     constexpr int STEPS = HEAD_DIM / BLOCK_K;
     unsigned smem_q = smem_address(smem), ring = smem_q + Q_BYTES, staging = ring + STAGES * B_BYTES;
-    unsigned barriers = staging + BUFFERS * BLOCK_M * BLOCK_N * 2, q_full = barriers + 16 * STAGES, q_empty = q_full + 8;
+    unsigned barriers = staging + BUFFERS * BLOCK_M * BLOCK_N * 2, q_full = barriers + 16 * STAGES,
+             q_empty = q_full + 8;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (threadIdx.x == WARPS * 32) tma_prefetch(q), tma_prefetch(k), tma_prefetch(scores);
+    if (threadIdx.x == 0) tma_prefetch(scores);  // q and k are used at once
     init_barriers(barriers);
 #if PDL > 1
     grid_wait();
 #endif
 
     int tiles_m = (seqlen_q + BLOCK_M - 1) / BLOCK_M, units = (seqlen_k + UNIT - 1) / UNIT;
-    int runs = (seqlen_k + QK_TILES * BLOCK_N - 1) / (QK_TILES * BLOCK_N), items = runs * tiles_m * batch_heads;
+    int runs = (seqlen_k + QK_TILES * BLOCK_N - 1) / (QK_TILES * BLOCK_N),
+        items = runs * tiles_m * batch_heads;
     int row, key, head, tiles;
     auto decode = [&](int item) {
         int within = item % (runs * tiles_m);
@@ -158,17 +168,23 @@ three_kernel_wgmma_qk(const __grid_constant__ TensorMap q, const __grid_constant
     }
 
     constexpr unsigned WARP_BYTES = FRAGMENTS * STAGED_BYTES;
-    unsigned own_q = smem_q + warp / 4 * FRAGMENTS * 64 * SWIZZLE, own = staging + warp * BUFFERS * WARP_BYTES, buffer = 0;
-    int own_row = warp / 4 * FRAGMENTS * 64 + warp % 4 * 16;
-    float factor = scale * LOG2E, by = STATS == 1 ? 1.f : factor;
+    unsigned own_q = smem_q + warp / 4 * FRAGMENTS * 64 * SWIZZLE,
+             own = staging + warp * BUFFERS * WARP_BYTES, buffer = 0;
+    float by = STATS == 1 ? 1.f : factor;
+    // Else all warpgroups multiply, find maxima and exponentiate at the same time (STATS 1: 12.6 to 12.1
+    // us).
+    constexpr int TURN = 2, CONSUMERS = WARPS * 32;  // named barriers 2 and 3: the turn of each half
+    if (QK_TURNS && warp / 4 % 2) named_barrier_arrive(TURN, CONSUMERS);
     int item = blockIdx.x;
     do {
         decode(item);
         if (tiles <= 0) continue;
         mbarrier_wait(q_full, q_phase);
         q_phase ^= 1;
+        row += warp / 4 * FRAGMENTS * 64 + warp % 4 * 16;
+        int end = key + tiles * BLOCK_N;
 #pragma unroll 1
-        for (int t = 0; t < tiles; ++t, key += BLOCK_N) {
+        for (; key < end; key += BLOCK_N) {
             float d[FRAGMENTS][BLOCK_N / 2];
             unsigned before = 0;  // the stage whose products are still under way
 #pragma unroll
@@ -180,7 +196,8 @@ three_kernel_wgmma_qk(const __grid_constant__ TensorMap q, const __grid_constant
 #pragma unroll
                     for (int i = 0; i < BLOCK_K / 16; ++i)
                         Wgmma<BLOCK_N>::template ss<0>(
-                            d[f], k_major<BLOCK_M>(own_q + step * PANELS * Q_PANEL_BYTES + f * 64 * SWIZZLE, i),
+                            d[f],
+                            k_major<BLOCK_M>(own_q + step * PANELS * Q_PANEL_BYTES + f * 64 * SWIZZLE, i),
                             k_major<BLOCK_N>(ring + at.stage * B_BYTES, i), step + i > 0);
                 wgmma_commit();
                 if (step > 0) {
@@ -194,7 +211,7 @@ three_kernel_wgmma_qk(const __grid_constant__ TensorMap q, const __grid_constant
             for (int f = 0; f < FRAGMENTS; ++f) pin(d[f]);
             if (lane == 0) {
                 mbarrier_arrive(barriers + 16 * before + 8);
-                if (t + 1 == tiles) mbarrier_arrive(q_empty);
+                if (QK_BLOCKS > 0 && key + BLOCK_N == end) mbarrier_arrive(q_empty);
                 tma_store_wait_read<BUFFERS - 1>();
             }
             __syncwarp();
@@ -202,14 +219,16 @@ three_kernel_wgmma_qk(const __grid_constant__ TensorMap q, const __grid_constant
             buffer = BUFFERS > 1 ? buffer ^ 1 : 0;
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; ++f) {
-                int first = row + own_row + f * 64;  // of the warp's 16 rows; this thread's are two
+                int first = row + f * 64;  // of the warp's 16 rows; this thread's are two
                 int mine = first + lane / 4;
 #if STATS
                 if (keys_of(first, seqlen_q, seqlen_k) < key + BLOCK_N) {
-                    int limit = keys_of(mine, seqlen_q, seqlen_k) - key, limit_8 = keys_of(mine + 8, seqlen_q, seqlen_k) - key;
+                    int limit = keys_of(mine, seqlen_q, seqlen_k) - key,
+                        limit_8 = keys_of(mine + 8, seqlen_q, seqlen_k) - key;
 #pragma unroll
                     for (int i = 0; i < BLOCK_N / 2; ++i)
-                        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= (i & 2 ? limit_8 : limit)) d[f][i] = minus_infinity();
+                        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= (i & 2 ? limit_8 : limit))
+                            d[f][i] = minus_infinity();
                 }
 #pragma unroll
                 for (int unit = 0; unit < BLOCK_N / UNIT; ++unit) {
@@ -227,6 +246,7 @@ three_kernel_wgmma_qk(const __grid_constant__ TensorMap q, const __grid_constant
                     unsigned rounded = pack(low, high);  // as the scores are, so that the largest p is 1
                     low = low_of(rounded), high = high_of(rounded);
 #endif
+                    if (QK_TURNS) named_barrier_sync(TURN + warp / 4 % 2, CONSUMERS);
 #pragma unroll
                     for (int i = unit * 2; i < unit * 2 + 2; ++i) {
 #if STATS == 1
@@ -236,12 +256,14 @@ three_kernel_wgmma_qk(const __grid_constant__ TensorMap q, const __grid_constant
                             (j & 2 ? sum_8 : sum) += d[f][j];
                         }
 #endif
-                        store_panel(scores, staged + f * STAGED_BYTES + i * 2048, d[f] + i * 32, by, by, key + i * 64, first,
-                                    head, first < seqlen_q && key + i * 64 < seqlen_k);
+                        store_panel(scores, staged + f * STAGED_BYTES + i * 2048, d[f] + i * 32, by, by,
+                                    key + i * 64, first, head, first < seqlen_q && key + i * 64 < seqlen_k);
                     }
+                    if (QK_TURNS) named_barrier_arrive(TURN + (warp / 4 % 2 ^ 1), CONSUMERS);
                     if (STATS == 1) sum = quad_sum(sum), sum_8 = quad_sum(sum_8);
                     if (lane % 4 == 0 && key / UNIT + unit < units) {
-                        long long to = (static_cast<long long>(head) * units + key / UNIT + unit) * seqlen_q + mine;
+                        long long to =
+                            (static_cast<long long>(head) * units + key / UNIT + unit) * seqlen_q + mine;
                         if (mine < seqlen_q) maxima[to] = low;
                         if (mine + 8 < seqlen_q) maxima[to + 8] = high;
                         if (STATS == 1 && mine < seqlen_q) sums[to] = sum;
@@ -251,13 +273,14 @@ three_kernel_wgmma_qk(const __grid_constant__ TensorMap q, const __grid_constant
 #else
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 64; ++i)
-                    store_panel(scores, staged + f * STAGED_BYTES + i * 2048, d[f] + i * 32, by, by, key + i * 64, first, head,
-                                first < seqlen_q && key + i * 64 < seqlen_k);
+                    store_panel(scores, staged + f * STAGED_BYTES + i * 2048, d[f] + i * 32, by, by,
+                                key + i * 64, first, head, first < seqlen_q && key + i * 64 < seqlen_k);
 #endif
             }
             if (lane == 0) tma_store_commit();
         }
     } while (QK_BLOCKS > 0 && (item += gridDim.x) < items);
+    if (QK_TURNS && warp / 4 % 2 == 0) named_barrier_sync(TURN, CONSUMERS);  // leaves no barrier half full
     if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
 }
 #endif
@@ -266,7 +289,8 @@ three_kernel_wgmma_qk(const __grid_constant__ TensorMap q, const __grid_constant
 // One thread a row. STATS 1: maxima becomes the factor of each 128 keys, 2^(their maximum - the row's) /
 // the row's sum. STATS 2: sums receives the row's maximum.
 extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
-three_kernel_wgmma_softmax(float* __restrict__ maxima, float* __restrict__ sums, int rows, int seqlen_q, int seqlen_k) {
+    three_kernel_wgmma_softmax(float* __restrict__ maxima, float* __restrict__ sums, int rows, int seqlen_q,
+                               int seqlen_k) {
 #if PDL
     grid_launch_dependents();
     grid_wait();
@@ -289,7 +313,8 @@ three_kernel_wgmma_softmax(float* __restrict__ maxima, float* __restrict__ sums,
     float inverse = 1.f / sum;
     int all = CAUSAL ? min(units, extent_of(within, seqlen_q, seqlen_k) / UNIT) : own;
 #pragma unroll 8
-    for (int i = 0; i < all; ++i) maxima[at(i)] = i < own ? exp2_approx(maxima[at(i)] - largest) * inverse : 0.f;
+    for (int i = 0; i < all; ++i)
+        maxima[at(i)] = i < own ? exp2_approx(maxima[at(i)] - largest) * inverse : 0.f;
 #else
 #pragma unroll 8
     for (int i = 0; i < own; ++i) largest = fmaxf(largest, maxima[at(i)]);
@@ -297,8 +322,8 @@ three_kernel_wgmma_softmax(float* __restrict__ maxima, float* __restrict__ sums,
 #endif
 }
 #elif STAGE_SOFTMAX
-constexpr int VECTOR = SOFTMAX_VECTOR, STEP = SOFTMAX_THREADS * VECTOR;  // keys that a row's threads load at once
-constexpr int GROUPS = SOFTMAX_BLOCK / SOFTMAX_THREADS;                  // rows that a block works on at once
+constexpr int VECTOR = SOFTMAX_VECTOR, STEP = SOFTMAX_THREADS * VECTOR;  // keys loaded at once for a row
+constexpr int GROUPS = SOFTMAX_BLOCK / SOFTMAX_THREADS;  // rows that a block works on at once
 constexpr int WORDS = (VECTOR + 1) / 2;
 
 __device__ __forceinline__ void load_raw(unsigned (&out)[WORDS], const element_t* from) {
@@ -308,7 +333,8 @@ __device__ __forceinline__ void load_raw(unsigned (&out)[WORDS], const element_t
     else out[0] = *from;
 }
 // Elements `keys` and beyond count as masked.
-__device__ __forceinline__ void unpack(float (&out)[VECTOR], const unsigned (&in)[WORDS], int at, int keys) {
+__device__ __forceinline__ void
+unpack(float (&out)[VECTOR], const unsigned (&in)[WORDS], int at, int keys) {
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i)
         out[i] = at + i < keys ? (i % 2 ? high_of(in[i / 2]) : low_of(in[i / 2])) : minus_infinity();
@@ -316,7 +342,8 @@ __device__ __forceinline__ void unpack(float (&out)[VECTOR], const unsigned (&in
 __device__ __forceinline__ void store(element_t* to, const float (&in)[VECTOR], float factor) {
     unsigned out[WORDS];
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) out[i] = pack(in[2 * i] * factor, VECTOR > 1 ? in[2 * i + 1 - (VECTOR == 1)] * factor : 0.f);
+    for (int i = 0; i < WORDS; ++i)
+        out[i] = pack(in[2 * i] * factor, VECTOR > 1 ? in[(2 * i + 1) % VECTOR] * factor : 0.f);
     if constexpr (VECTOR == 8) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4*>(out);
     else if constexpr (VECTOR == 4) *reinterpret_cast<uint2*>(to) = *reinterpret_cast<uint2*>(out);
     else if constexpr (VECTOR == 2) *reinterpret_cast<unsigned*>(to) = out[0];
@@ -345,14 +372,17 @@ __device__ __forceinline__ float reduce(float x, float* exchange) {
 // Block: GROUPS * SOFTMAX_ROWS rows, GROUPS at once. With one pass, a row is loaded while the one before
 // is worked on.
 extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
-three_kernel_wgmma_softmax(element_t* __restrict__ scores, int rows, int seqlen_q, int seqlen_k, int stride) {
+    three_kernel_wgmma_softmax(element_t* __restrict__ scores, int rows, int seqlen_q, int seqlen_k,
+                               int stride) {
     extern __shared__ float exchange[];  // one float a warp for the maximum, one for the sum
     float *for_maximum = exchange, *for_sum = exchange + SOFTMAX_BLOCK / 32;
     int first = threadIdx.x % SOFTMAX_THREADS * VECTOR;
     int row = blockIdx.x * GROUPS * SOFTMAX_ROWS + threadIdx.x / SOFTMAX_THREADS;
     scores += first;
     // Threads without a row stay for the barriers: they have no key, and so touch nothing.
-    auto keys_in = [&](int r) { return r < rows ? keys_of(CAUSAL ? r % seqlen_q : 0, seqlen_q, seqlen_k) : 0; };
+    auto keys_in = [&](int r) {
+        return r < rows ? keys_of(CAUSAL ? r % seqlen_q : 0, seqlen_q, seqlen_k) : 0;
+    };
     auto written_in = [&](int r) {
         return !CAUSAL ? stride : min(stride, extent_of(r % seqlen_q, seqlen_q, seqlen_k));
     };
@@ -432,16 +462,21 @@ three_kernel_wgmma_softmax(element_t* __restrict__ scores, int rows, int seqlen_
 
 #if STAGE_PV
 // Block (tile of queries, tile of HEAD_DIM columns, head). P arrives K-major, V row-major as it is stored.
+// PV_EVICT_FIRST says to L2 that P is not read again: else its copies in the other half of L2 drive out
+// scores yet to be read. At (1, 16, 1024, 64) that takes 0.5 to 0.9 of 23 us off the whole, though pv
+// alone, on scores that lie in L2 for good, is slower with it (6.5 to 8.8 us).
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_constant__ TensorMap v,
-                      const __grid_constant__ TensorMap o, const float* __restrict__ factors, const float* __restrict__ maxima,
-                      int batch_heads, int heads, int heads_kv, int seqlen_q, int seqlen_k) {
+    three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_constant__ TensorMap v,
+                          const __grid_constant__ TensorMap o, const float* __restrict__ factors,
+                          const float* __restrict__ maxima, int batch_heads, int heads, int heads_kv,
+                          int seqlen_q, int seqlen_k) {
     extern __shared__ __align__(1024) unsigned char smem[];
     constexpr unsigned STAGE_BYTES = A_BYTES + B_BYTES;
     constexpr int COLUMN_TILES = HEAD_DIM / BLOCK_N, KEY_STEPS = BLOCK_K / 16;
-    unsigned ring = smem_address(smem), staging = ring + STAGES * STAGE_BYTES, barriers = staging + BLOCK_M * BLOCK_N * 2;
+    unsigned ring = smem_address(smem), staging = ring + STAGES * STAGE_BYTES,
+             barriers = staging + BLOCK_M * BLOCK_N * 2;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (threadIdx.x == WARPS * 32) tma_prefetch(scores), tma_prefetch(v), tma_prefetch(o);
+    if (threadIdx.x == 0) tma_prefetch(scores), tma_prefetch(v), tma_prefetch(o);
     init_barriers(barriers);
 
     int tiles_m = (seqlen_q + BLOCK_M - 1) / BLOCK_M, items = tiles_m * COLUMN_TILES * batch_heads;
@@ -453,7 +488,8 @@ three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_con
         if (PV_ORDER) head = item % batch_heads, tile_m = item / batch_heads;
         else head = item / tiles_m, tile_m = item % tiles_m;
         row = (CAUSAL ? tiles_m - 1 - tile_m : tile_m) * BLOCK_M;  // the longest first
-        steps = (keys_of(min(row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k) + BLOCK_K - 1) / BLOCK_K;
+        int end = keys_of(min(row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
+        steps = round_up(end, STATS == 1 ? UNIT : BLOCK_K) / BLOCK_K;
     };
 #if PDL
     grid_wait();
@@ -472,10 +508,12 @@ three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_con
                 mbarrier_expect(full, STAGE_BYTES);
 #pragma unroll
                 for (int i = 0; i < PANELS; ++i)
-                    tma_load(tile + i * BLOCK_M * SWIZZLE, scores, full, step * BLOCK_K + i * PANEL, row, head);
+                    tma_load(tile + i * BLOCK_M * SWIZZLE, scores, full, step * BLOCK_K + i * PANEL, row,
+                             head, PV_EVICT_FIRST ? EVICT_FIRST : EVICT_NORMAL);
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 64; ++i)
-                    tma_load(tile + A_BYTES + i * BLOCK_K * 128, v, full, column + i * 64, step * BLOCK_K, head_kv);
+                    tma_load(tile + A_BYTES + i * BLOCK_K * 128, v, full, column + i * 64, step * BLOCK_K,
+                             head_kv);
             }
         } while (PV_BLOCKS > 0 && (item += gridDim.x) < items);
 #if PDL > 1
@@ -489,12 +527,16 @@ three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_con
     int item = blockIdx.x;
     do {
         decode(item);
-        int first = row + own_row, mine = first + lane / 4;  // this thread's rows: mine + 64 f, and 8 further
+        int first = row + own_row,
+            mine = first + lane / 4;  // this thread's rows: mine + 64 f, and 8 further
         float d[FRAGMENTS][BLOCK_N / 2] = {};
         auto v_descriptor = [&](int i) {  // 16 keys of all columns
-            return wgmma_descriptor<128>(ring + at.stage * STAGE_BYTES + A_BYTES + i * 2048, 1024, BLOCK_K * 128);
+            return wgmma_descriptor<128>(ring + at.stage * STAGE_BYTES + A_BYTES + i * 2048, 1024,
+                                         BLOCK_K * 128);
         };
-        auto p_tile = [&](int f) { return ring + at.stage * STAGE_BYTES + (warp / 4 * FRAGMENTS + f) * 64 * SWIZZLE; };
+        auto p_tile = [&](int f) {
+            return ring + at.stage * STAGE_BYTES + (warp / 4 * FRAGMENTS + f) * 64 * SWIZZLE;
+        };
         unsigned before = 0;  // the stage whose products are still under way
         auto release = [&](unsigned stage) {
             if (lane == 0) mbarrier_arrive(barriers + 16 * stage + 8);
@@ -508,7 +550,8 @@ three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_con
             for (int i = 0; i < KEY_STEPS; ++i)
 #pragma unroll
                 for (int f = 0; f < FRAGMENTS; ++f)
-                    Wgmma<BLOCK_N>::template ss<1>(d[f], k_major<BLOCK_M>(p_tile(f), i), v_descriptor(i), 1);
+                    Wgmma<BLOCK_N>::template ss<1>(d[f], k_major<BLOCK_M>(p_tile(f), i), v_descriptor(i),
+                                                   1);
             wgmma_commit();
             wgmma_wait<1>();
             if (step > 0) release(before);
@@ -526,22 +569,32 @@ three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_con
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) by[f][i] = mine + f * 64 + i * 8 < seqlen_q ? factor[f * 64 + i * 8] : 0.f;
+                for (int i = 0; i < 2; ++i)
+                    by[f][i] = mine + f * 64 + i * 8 < seqlen_q ? factor[f * 64 + i * 8] : 0.f;
         };
 #pragma unroll 1
-        for (int step = 0; step < steps; ++step, at.next(), factor += seqlen_q) {
+        for (int unit = 0; unit < steps / (UNIT / BLOCK_K); ++unit, factor += seqlen_q) {
             load_factors();
             float part[FRAGMENTS][BLOCK_N / 2];
-            mbarrier_wait(barriers + 16 * at.stage, at.phase);
-            wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < KEY_STEPS; ++i)
+            for (int step = 0; step < UNIT / BLOCK_K; ++step, at.next()) {
+                mbarrier_wait(barriers + 16 * at.stage, at.phase);
+                wgmma_fence();
 #pragma unroll
-                for (int f = 0; f < FRAGMENTS; ++f)
-                    Wgmma<BLOCK_N>::template ss<1>(part[f], k_major<BLOCK_M>(p_tile(f), i), v_descriptor(i), i > 0);
-            wgmma_commit();
+                for (int i = 0; i < KEY_STEPS; ++i)
+#pragma unroll
+                    for (int f = 0; f < FRAGMENTS; ++f)
+                        Wgmma<BLOCK_N>::template ss<1>(part[f], k_major<BLOCK_M>(p_tile(f), i),
+                                                       v_descriptor(i), step + i > 0);
+                wgmma_commit();
+                if (step > 0) {
+                    wgmma_wait<1>();
+                    release(before);
+                }
+                before = at.stage;
+            }
             wgmma_wait<0>();
-            release(at.stage);
+            release(before);
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; ++f) {
                 pin(part[f]);
@@ -567,16 +620,19 @@ three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_con
 #pragma unroll
             for (int i = 0; i < KEY_STEPS; ++i) {
                 unsigned s[4];
-                ldmatrix_x4(s, tile + i * 16 / PANEL * BLOCK_M * SWIZZLE + ((i * 16 % PANEL / 8 + lane / 16 ^ swizzle) << 4));
+                ldmatrix_x4(s, tile + i * 16 / PANEL * BLOCK_M * SWIZZLE +
+                                   ((i * 16 % PANEL / 8 + lane / 16 ^ swizzle) << 4));
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     float x = low_of(s[j]), y = high_of(s[j]);
                     if (edge) {
-                        int key = step * BLOCK_K + i * 16 + j / 2 * 8 + lane % 4 * 2, end = j % 2 ? limit_8 : limit;
+                        int key = step * BLOCK_K + i * 16 + j / 2 * 8 + lane % 4 * 2,
+                            end = j % 2 ? limit_8 : limit;
                         x = key < end ? x : minus_infinity();
                         y = key + 1 < end ? y : minus_infinity();
                     }
-                    x = exp2_approx(x - (j % 2 ? from_8 : from)), y = exp2_approx(y - (j % 2 ? from_8 : from));
+                    x = exp2_approx(x - (j % 2 ? from_8 : from)),
+                    y = exp2_approx(y - (j % 2 ? from_8 : from));
                     (j % 2 ? sum_8 : sum) += x + y;
                     p[i * 4 + j] = pack(x, y);
                 }
@@ -584,7 +640,8 @@ three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_con
             pin(p);
             wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < KEY_STEPS; ++i) Wgmma<BLOCK_N>::template rs<1>(d[0], p + i * 4, v_descriptor(i), 1);
+            for (int i = 0; i < KEY_STEPS; ++i)
+                Wgmma<BLOCK_N>::template rs<1>(d[0], p + i * 4, v_descriptor(i), 1);
             wgmma_commit();
             // Not later: ptxas gives the registers of p to the next step's scores while wgmma still reads
             // them, and rows came out NaN. Other warpgroups cover the wait.
@@ -606,8 +663,8 @@ three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_con
 #endif
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 64; ++i)
-                store_panel(o, own + f * STAGED_BYTES + i * 2048, d[f] + i * 32, low, high, column + i * 64, first + f * 64,
-                            head, first + f * 64 < seqlen_q);
+                store_panel(o, own + f * STAGED_BYTES + i * 2048, d[f] + i * 32, low, high, column + i * 64,
+                            first + f * 64, head, first + f * 64 < seqlen_q);
         }
         if (lane == 0) tma_store_commit();
     } while (PV_BLOCKS > 0 && (item += gridDim.x) < items);

@@ -10,36 +10,39 @@ kernel = Kernel(
     params=(
         Param("STATS", (0, 1, 2), "softmax: 0 the middle launch, 1 exponentials in qk, 2 in pv"),
         Param("PDL", (0, 1), "programmatic dependent launch: 1 of softmax and pv, 2 of qk too"),
-        Param("QK_BLOCK_M", (64, 128), "queries of a tile of scores"),
+        Param("QK_BLOCK_M", (64, 128, 256), "queries of a tile of scores"),
         Param("QK_BLOCK_N", (128,), "keys of a tile of scores"),
         Param("QK_BLOCK_K", (64,), "head_dim columns of a pipeline stage"),
-        Param("QK_WARPGROUPS", (1, 2), "consumer warpgroups, 64 rows at a time each"),
+        Param("QK_WARPGROUPS", (1, 2, 4), "consumer warpgroups, 64 rows at a time each"),
         Param("QK_STAGES", (2,), "tiles of K in flight"),
-        Param("QK_TILES", (1, 4), "tiles of keys that a block computes, one after the other"),
-        Param("QK_BUFFERS", (1,), "tiles of scores being stored: 1 or 2"),
+        Param("QK_TILES", (4, 8), "tiles of keys that a block computes, one after the other"),
+        Param("QK_BUFFERS", (1, 2), "tiles of scores being stored: 1 or 2"),
+        Param("QK_TURNS", (0,), "1: halves of the warpgroups take turns at the epilogue"),
         Param("QK_ORDER", (0,), "fastest over the grid: 0 keys, 1 queries"),
-        Param("QK_BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one for each work item"),
-        Param("SOFTMAX_THREADS", (32, 64, 256), "threads per row"),
+        Param("QK_BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one a work item"),
+        Param("SOFTMAX_THREADS", (16, 32), "threads per row"),
         Param("SOFTMAX_VECTOR", (8,), "elements per load: 1, 2, 4 or 8"),
         Param("SOFTMAX_PASSES", (1,), "1: the row stays in registers; 3: maximum, sum, normalise"),
-        Param("SOFTMAX_ROWS", (1, 4), "rows per thread group, one after the other"),
+        Param("SOFTMAX_ROWS", (1,), "rows per thread group, one after the other"),
         Param("SOFTMAX_BLOCK", (256,), "threads per block"),
         Param("PV_BLOCK_M", (64, 128), "queries of a tile of the output"),
         Param("PV_BLOCK_N", (64, 128), "head_dim columns of a tile of the output"),
-        Param("PV_BLOCK_K", (64, 128), "keys of a pipeline stage"),
+        Param("PV_BLOCK_K", (64,), "keys of a pipeline stage"),
         Param("PV_WARPGROUPS", (1, 2), "consumer warpgroups, 64 rows at a time each"),
-        Param("PV_STAGES", (4,), "tiles of P and V in flight"),
+        Param("PV_STAGES", (6,), "tiles of P and V in flight"),
+        Param("PV_EVICT_FIRST", (1, 0), "1: L2 is told that P is not read again"),
         Param("PV_ORDER", (0,), "fastest over the grid: 0 queries, 1 heads"),
-        Param("PV_BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one for each work item"),
+        Param("PV_BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one a work item"),
     ),
     min_arch="sm_90a",
     rounds_scores=1,
 )
+LOG2E = 1.4426950408889634
 UNIT = 128  # keys that share one maximum, as in the template
 
 
 def max_keys(config: Config, problem: Problem) -> int:
-    """Keys that the registers of a row's threads hold: a power of two, so that cubins are shared."""
+    """Keys that a row's registers hold: a power of two, so that cubins are shared."""
     return max(
         config.SOFTMAX_THREADS * config.SOFTMAX_VECTOR, 1 << (problem.seqlen_k - 1).bit_length()
     )
@@ -65,10 +68,13 @@ def blocks_per_sm(arch: Arch, threads: int, registers: int, smem_bytes: int) -> 
     )
 
 
-def qk_registers(c: Config) -> int:
+def qk_registers(c: Config, p: Problem) -> int:
     """Registers of the qk stage that do not spill: its accumulators, addresses, statistics."""
     accumulators = c.QK_BLOCK_M * c.QK_BLOCK_N // (128 * c.QK_WARPGROUPS)
-    return accumulators + (40 if c.STATS == 2 else 32) + (16 if c.QK_BLOCKS else 0)
+    registers = accumulators + (40 if c.STATS == 2 else 32) + (16 if c.QK_BLOCKS else 0)
+    if p.head_dim > c.QK_BLOCK_K:  # several steps, unrolled: ptxas keeps more addresses
+        registers += (8 if accumulators < 128 else 24) + (32 if c.STATS else 0)
+    return registers
 
 
 def pv_registers(c: Config) -> int:
@@ -79,8 +85,10 @@ def pv_registers(c: Config) -> int:
     return accumulators * (2 if c.STATS else 1) + 48
 
 
-def tensor_map(buffer: str, heads: int, rows: int, columns: int, pitch: int, box: tuple[int, int]) -> TensorMap:
-    """(heads, rows, columns) of a 16-bit buffer, `pitch` elements from row to row; box of columns, rows."""
+def tensor_map(
+    buffer: str, heads: int, rows: int, columns: int, pitch: int, box: tuple[int, int]
+) -> TensorMap:
+    """(heads, rows, columns) of a buffer, `pitch` elements from row to row; box: columns, rows."""
     return TensorMap(
         buffer,
         dims=(columns, rows, heads),
@@ -99,20 +107,23 @@ def rows_fit_warpgroups(config: Config, problem: Problem, arch: Arch) -> bool:
         and c.QK_BLOCK_M in (64 * c.QK_WARPGROUPS, 128 * c.QK_WARPGROUPS)
         and c.PV_BLOCK_M in (64 * c.PV_WARPGROUPS, 128 * c.PV_WARPGROUPS)
         and c.QK_BLOCK_M <= 256
+        and (c.QK_TURNS == 0 or (c.STATS > 0 and c.QK_WARPGROUPS % 2 == 0))
         and c.PV_BLOCK_M <= UNIT
     )
+
+
+def most_registers(arch: Arch, warpgroups: int) -> int:
+    """Registers of a thread if a block of so many consumer warpgroups and one warp fits an SM."""
+    warps = -(-(4 * warpgroups + 1) // 4)  # of the fullest quarter of the SM
+    return min(240, arch.registers_per_sm // 4 // (32 * warps) // 8 * 8)
 
 
 @kernel.rule("accumulators leave registers for the rest of the code")
 def accumulators_fit_registers(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
-    return all(
-        registers <= min(240, arch.registers_per_sm // ((128 * warpgroups + 32 + 127) // 128 * 128) // 8 * 8)
-        for registers, warpgroups in (
-            (qk_registers(c), c.QK_WARPGROUPS),
-            (pv_registers(c), c.PV_WARPGROUPS),
-        )
-    )
+    return qk_registers(c, problem) <= most_registers(arch, c.QK_WARPGROUPS) and pv_registers(
+        c
+    ) <= most_registers(arch, c.PV_WARPGROUPS)
 
 
 @kernel.rule("QK_BLOCK_K and PV_BLOCK_N divide head_dim")
@@ -120,15 +131,15 @@ def tiles_divide_head_dim(config: Config, problem: Problem, arch: Arch) -> bool:
     return problem.head_dim % config.QK_BLOCK_K == 0 == problem.head_dim % config.PV_BLOCK_N
 
 
-@kernel.rule("statistics are of 128 keys: whole tiles of qk, and for STATS 1 one step of pv")
+@kernel.rule("statistics are of 128 keys in tiles of qk; STATS 2 has 64 rows a warpgroup in pv")
 def statistics_fit_tiles(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     if c.STATS == 2 and c.PV_BLOCK_M != 64 * c.PV_WARPGROUPS:
         return False  # its P takes the registers of a second 64 rows
-    return c.STATS == 0 or (c.QK_BLOCK_N % UNIT == 0 and (c.STATS == 2 or c.PV_BLOCK_K == UNIT))
+    return c.STATS == 0 or c.QK_BLOCK_N % UNIT == 0
 
 
-@kernel.rule("with STATS there is no row softmax: its parameters but SOFTMAX_BLOCK stay 32, 8, 1, 1")
+@kernel.rule("with STATS there is no row softmax: it stays 32 threads, vector 8, 1 pass, 1 row")
 def one_softmax_if_fused(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     row = (c.SOFTMAX_THREADS, c.SOFTMAX_VECTOR, c.SOFTMAX_PASSES, c.SOFTMAX_ROWS)
@@ -150,8 +161,13 @@ def stages_are_used(config: Config, problem: Problem, arch: Arch) -> bool:
 @kernel.rule("a row kept in registers takes at most 64 of each thread's")
 def row_fits_registers(config: Config, problem: Problem, arch: Arch) -> bool:
     keys_per_thread = max_keys(config, problem) // config.SOFTMAX_THREADS
-    return config.STATS > 0 or config.SOFTMAX_PASSES == 3 or (
-        keys_per_thread <= 64 and config.SOFTMAX_BLOCK * (keys_per_thread * 3 // 2 + 40) <= 65536
+    return (
+        config.STATS > 0
+        or config.SOFTMAX_PASSES == 3
+        or (
+            keys_per_thread <= 64
+            and config.SOFTMAX_BLOCK * (keys_per_thread * 3 // 2 + 40) <= 65536
+        )
     )
 
 
@@ -174,7 +190,7 @@ def tiles_fit_sequence(config: Config, problem: Problem, arch: Arch) -> bool:
 def workspace(config: Config, problem: Problem) -> dict[str, int]:
     p = problem
     rows = p.batch * p.heads * p.seqlen_q
-    statistics = 4 * rows * -(-p.seqlen_k // UNIT)  # the same for all, so that they can share buffers
+    statistics = 4 * rows * -(-p.seqlen_k // UNIT)  # of any STATS, to share buffers
     return {
         "scores": rows * stride(p) * DTYPE_BYTES[p.dtype],
         "maxima": statistics,
@@ -184,8 +200,10 @@ def workspace(config: Config, problem: Problem) -> dict[str, int]:
 
 @kernel.stage(
     "qk",
-    params=("STATS", "PDL", "QK_BLOCK_M", "QK_BLOCK_N", "QK_BLOCK_K", "QK_WARPGROUPS", "QK_STAGES")
-    + ("QK_TILES", "QK_BUFFERS", "QK_ORDER", "QK_BLOCKS"),
+    params=(
+        *("STATS", "PDL", "QK_BLOCK_M", "QK_BLOCK_N", "QK_BLOCK_K", "QK_WARPGROUPS", "QK_STAGES"),
+        *("QK_TILES", "QK_BUFFERS", "QK_TURNS", "QK_ORDER", "QK_BLOCKS"),
+    ),
 )
 def qk(config: Config, problem: Problem, arch: Arch) -> Launch:
     c, p = config, problem
@@ -193,7 +211,7 @@ def qk(config: Config, problem: Problem, arch: Arch) -> Launch:
     inputs = 2 * (c.QK_BLOCK_M * p.head_dim + c.QK_STAGES * c.QK_BLOCK_N * c.QK_BLOCK_K)
     outputs = 2 * c.QK_BUFFERS * c.QK_BLOCK_M * c.QK_BLOCK_N
     smem_bytes = inputs + outputs + 16 * c.QK_STAGES + 16
-    blocks = blocks_per_sm(arch, threads, qk_registers(c), smem_bytes)
+    blocks = blocks_per_sm(arch, threads, qk_registers(c, p), smem_bytes)
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
     items = -(-p.seqlen_q // c.QK_BLOCK_M) * -(-p.seqlen_k // (c.QK_TILES * c.QK_BLOCK_N)) * heads
     panel = min(c.QK_BLOCK_K, 64)
@@ -205,7 +223,7 @@ def qk(config: Config, problem: Problem, arch: Arch) -> Launch:
             tensor_map("q", heads, p.seqlen_q, p.head_dim, p.head_dim, (panel, c.QK_BLOCK_M)),
             tensor_map("k", heads_kv, p.seqlen_k, p.head_dim, p.head_dim, (panel, c.QK_BLOCK_N)),
             tensor_map("scores", heads, p.seqlen_q, stride(p), stride(p), (64, 16)),
-            *("maxima", "sums", heads, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
+            *("maxima", "sums", heads, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale * LOG2E),
         ),
         smem_bytes=smem_bytes,
         defines={"MIN_BLOCKS": blocks},
@@ -216,8 +234,10 @@ def qk(config: Config, problem: Problem, arch: Arch) -> Launch:
 
 @kernel.stage(
     "softmax",
-    params=("STATS", "PDL", "SOFTMAX_THREADS", "SOFTMAX_VECTOR", "SOFTMAX_PASSES")
-    + ("SOFTMAX_ROWS", "SOFTMAX_BLOCK"),
+    params=(
+        *("STATS", "PDL", "SOFTMAX_THREADS", "SOFTMAX_VECTOR", "SOFTMAX_PASSES"),
+        *("SOFTMAX_ROWS", "SOFTMAX_BLOCK"),
+    ),
     constants=("IS_BF16", "CAUSAL"),
 )
 def softmax(config: Config, problem: Problem, arch: Arch) -> Launch:
@@ -250,8 +270,10 @@ def softmax(config: Config, problem: Problem, arch: Arch) -> Launch:
 
 @kernel.stage(
     "pv",
-    params=("STATS", "PDL", "PV_BLOCK_M", "PV_BLOCK_N", "PV_BLOCK_K", "PV_WARPGROUPS", "PV_STAGES")
-    + ("PV_ORDER", "PV_BLOCKS"),
+    params=(
+        *("STATS", "PDL", "PV_BLOCK_M", "PV_BLOCK_N", "PV_BLOCK_K", "PV_WARPGROUPS", "PV_STAGES"),
+        *("PV_EVICT_FIRST", "PV_ORDER", "PV_BLOCKS"),
+    ),
 )
 def pv(config: Config, problem: Problem, arch: Arch) -> Launch:
     c, p = config, problem

@@ -3,7 +3,9 @@
 // Sources: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Instructions" and "Tensor copies".
 #pragma once
 
-struct alignas(64) TensorMap { char bytes[128]; };  // passed as `const __grid_constant__ TensorMap`
+struct alignas(64) TensorMap {
+    char bytes[128];
+};  // passed as `const __grid_constant__ TensorMap`
 
 // ---- mbarrier: `arrivals` threads and all expected bytes complete a phase ----
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
@@ -18,7 +20,8 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
 }
 // One arrival that also expects `bytes` of copies; a box counts whole, even where it is clipped.
 __device__ __forceinline__ void mbarrier_expect(unsigned barrier, unsigned bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
 }
 // Returns when the phase of this parity is complete. A fresh barrier lets parity 1 through.
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
@@ -27,8 +30,12 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
     long long begin = clock64();
 #endif
     do {
-        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, "
+            "p;\n}\n"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
 #if SPIN_BOUND
         if (!done && clock64() - begin > 1000000000LL) asm volatile("trap;");
 #endif
@@ -48,34 +55,59 @@ struct Ring {
 __device__ __forceinline__ void tma_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-__device__ __forceinline__ void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5}], [%2];"
-                 ::"r"(target), "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2) : "memory");
+__device__ __forceinline__ void
+tma_load(unsigned target, const TensorMap& map, unsigned barrier, int c0, int c1, int c2) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
+        "{%3,%4,%5}], [%2];" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
+}
+// The same with an L2 policy.
+constexpr unsigned long long EVICT_NORMAL = 0x16f0000000000000ull;
+constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000ull, EVICT_LAST = 0x14f0000000000000ull;
+__device__ __forceinline__ void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int c0,
+                                         int c1, int c2, unsigned long long policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3,%4,%5}], [%2], %6;" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+        : "memory");
 }
 __device__ __forceinline__ void tma_store(const TensorMap& map, unsigned source, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2,%3,%4}], [%1];"
-                 ::"l"(&map), "r"(source), "r"(c0), "r"(c1), "r"(c2) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(&map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
 }
-__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 // Until at most PENDING groups of this thread's stores still read shared memory.
 template <int PENDING>
 __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 // Ordinary writes to shared memory before it are seen by TMA and wgmma after it (and a barrier).
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Four 8x8 matrices to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
-                 ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+__device__ __forceinline__ void
+stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a),
+                 "r"(b), "r"(c), "r"(d)
+                 : "memory");
 }
 
 // ---- wgmma: 64 x N += 64 x 16 times 16 x N, by 128 threads ----
 // Thread t, register i of the accumulator: row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2), column
 // 8 (i / 4) + 2 (t % 4) + i % 2. A fragment of A from registers is that of mma.m16n8k16.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -95,11 +127,11 @@ __device__ __forceinline__ void pin(unsigned (&r)[N]) {
 // A tile of rows of SWIZZLE = 64 or 128 bytes that TMA wrote with that swizzle, 8 * SWIZZLE aligned.
 // row_step: bytes between groups of 8 rows. column_step: of a transposed operand, between 64-column panels.
 template <int SWIZZLE>
-__device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address, unsigned row_step, unsigned column_step = 16) {
-    return static_cast<unsigned long long>((address & 0x3ffff) >> 4)
-         | static_cast<unsigned long long>(column_step >> 4) << 16
-         | static_cast<unsigned long long>(row_step >> 4) << 32
-         | (SWIZZLE == 128 ? 1ull : 2ull) << 62;
+__device__ __forceinline__ unsigned long long
+wgmma_descriptor(unsigned address, unsigned row_step, unsigned column_step = 16) {
+    return static_cast<unsigned long long>((address & 0x3ffff) >> 4) |
+           static_cast<unsigned long long>(column_step >> 4) << 16 |
+           static_cast<unsigned long long>(row_step >> 4) << 32 | (SWIZZLE == 128 ? 1ull : 2ull) << 62;
 }
 
 #if IS_BF16
@@ -107,28 +139,48 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
 #else
 #define WGMMA_NAME(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16"
 #endif
-#define WGMMA_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA_8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+        "+f"(d[i + 6]), "+f"(d[i + 7])
 #define WGMMA_32(i) WGMMA_8(i), WGMMA_8(i + 8), WGMMA_8(i + 16), WGMMA_8(i + 24)
-#define WGMMA_D32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define WGMMA_D64 WGMMA_D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define WGMMA_D128 WGMMA_D64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WGMMA_D32 \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%" \
+    "27,%28,%29,%30,%31"
+#define WGMMA_D64 \
+    WGMMA_D32 \
+        ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%" \
+        "55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGMMA_D128 \
+    WGMMA_D64 \
+        ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%" \
+        "87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108," \
+        "%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // Wgmma<N>::ss<TRANSPOSE_B>(d, descriptor of A, of B, accumulate): B row-major (K x N) if transposed, else
 // N rows of K. ::rs takes A from registers. accumulate 0 ignores what d held.
-template <int N> struct Wgmma;
-#define WGMMA_DEFINE(N, D, LIST, O0, O1, O2, O3, O4, O5, O6)                                                        \
-    template <> struct Wgmma<N> {                                                                                   \
-        template <int TRANSPOSE_B>                                                                                  \
-        __device__ static __forceinline__ void ss(float (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate) { \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O2 ", 0;\n" WGMMA_NAME(N) " {" D "}, %" #O0 ", %" #O1 \
-                         ", p, 1, 1, 0, %" #O3 ";\n}\n" : LIST : "l"(a), "l"(b), "r"(accumulate), "n"(TRANSPOSE_B)); \
-        }                                                                                                           \
-        template <int TRANSPOSE_B>                                                                                  \
-        __device__ static __forceinline__ void rs(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate) { \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O5 ", 0;\n" WGMMA_NAME(N) " {" D "}, {%" #O0 ",%" #O1 \
-                         ",%" #O2 ",%" #O3 "}, %" #O4 ", p, 1, 1, %" #O6 ";\n}\n"                                    \
-                         : LIST : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSE_B)); \
-        }                                                                                                           \
+template <int N>
+struct Wgmma;
+#define WGMMA_DEFINE(N, D, LIST, O0, O1, O2, O3, O4, O5, O6) \
+    template <> \
+    struct Wgmma<N> { \
+        template <int TRANSPOSE_B> \
+        __device__ static __forceinline__ void \
+        ss(float (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate) { \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O2 \
+                         ", 0;\n" WGMMA_NAME(N) " {" D "}, %" #O0 ", %" #O1 ", p, 1, 1, 0, %" #O3 ";\n}\n" \
+                         : LIST \
+                         : "l"(a), "l"(b), "r"(accumulate), "n"(TRANSPOSE_B)); \
+        } \
+        template <int TRANSPOSE_B> \
+        __device__ static __forceinline__ void \
+        rs(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate) { \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O5 \
+                         ", 0;\n" WGMMA_NAME(N) " {" D "}, {%" #O0 ",%" #O1 ",%" #O2 ",%" #O3 "}, %" #O4 \
+                                                ", p, 1, 1, %" #O6 ";\n}\n" \
+                         : LIST \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), \
+                           "n"(TRANSPOSE_B)); \
+        } \
     };
 #define WGMMA_LIST64 WGMMA_32(0)
 #define WGMMA_LIST128 WGMMA_32(0), WGMMA_32(32)
@@ -147,10 +199,16 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
 
 // ---- registers of a warpgroup, and programmatic launch ----
 template <int REGISTERS>
-__device__ __forceinline__ void registers_increase() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+__device__ __forceinline__ void registers_increase() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
 template <int REGISTERS>
-__device__ __forceinline__ void registers_decrease() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+__device__ __forceinline__ void registers_decrease() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
 // Until the launch ahead has ended and its writes are seen; at once if this launch is not programmatic.
 __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Lets the launch behind begin when every block has said so or ended.
-__device__ __forceinline__ void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void grid_launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
