@@ -8,12 +8,12 @@
 //      turns these into one factor per 128 keys, by which pv scales what it adds. Written, read.
 //   2  pv: qk stores s and m, softmax joins the m of a row, pv reads 2^(s - m) through registers as its
 //      A operand, sums it and divides at the end. Written, read.
-// On an H200 L2 takes 4.65 TB/s of writes, a third of what it can give to reads, so storing these scores is
-// 7.2 us however it is done: qk cannot take less than 8.5 with its launch (10.3 to 12.0 measured), softmax
-// 9.3 (11.4), pv 5.8 (6.5 to 7.0). In sequence they take 2 us more than alone: what was read in the other
-// half of L2 has to be dropped there when it is written again. What the stages owe each other: a row i has
-// keys_of(i) keys. pv multiplies whole tiles of at most UNIT x UNIT, so softmax (STATS 0) or qk (STATS 1)
-// write zeros up to extent_of(i). With STATS 2 pv masks.
+// On an H200, L2 takes 4.65 TB/s of writes and gives 11 TB/s of reads (plain loops over 33.5 MB), so storing
+// these scores is 7.2 us however it is done: with its launch, qk cannot take less than 8.5 us (measured 10.3
+// with STATS 0, 12.0 with 1), softmax 9.3 (11.4), pv 5.8 (6.5 to 7.0; 11 with STATS 2). In sequence they take
+// 2 us more than alone; meanwhile 17 to 20 MB of the scores leave L2 for memory during qk (ncu).
+// What the stages owe each other: a row i has keys_of(i) keys. pv multiplies whole tiles of at most
+// UNIT x UNIT, so softmax (STATS 0) or qk (STATS 1) write zeros up to extent_of(i). With STATS 2 pv masks.
 #include "common/element.cuh"
 #include "common/mma.cuh"
 #include "common/hopper.cuh"
@@ -462,9 +462,8 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
 
 #if STAGE_PV
 // Block (tile of queries, tile of HEAD_DIM columns, head). P arrives K-major, V row-major as it is stored.
-// PV_EVICT_FIRST says to L2 that P is not read again: else its copies in the other half of L2 drive out
-// scores yet to be read. At (1, 16, 1024, 64) that takes 0.5 to 0.9 of 23 us off the whole, though pv
-// alone, on scores that lie in L2 for good, is slower with it (6.5 to 8.8 us).
+// PV_EVICT_FIRST says to L2 that P is not read again. At (1, 16, 1024, 64) that takes 0.5 to 0.9 of 23 us off
+// the whole, though pv alone, on scores that lie in L2 for good, is slower with it (6.5 to 8.8 us).
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_constant__ TensorMap v,
                           const __grid_constant__ TensorMap o, const float* __restrict__ factors,
