@@ -124,7 +124,7 @@ class Bench:
         self._seed = seed
         self._timed = _Fixture(Case(problem), seed, self.session)
         self._small = [_Fixture(c, seed, self.session) for c in numerics.small_cases(problem)]
-        self._workspaces: dict[str, Buffer] = {}
+        self._workspaces: dict[tuple[str, int], Buffer] = {}
         self._cold_copies: list[dict[str, Buffer]] | None = None
         self._entries: dict[str, _Entry] = {}
         self._l2_filler: Buffer | None = None
@@ -142,6 +142,10 @@ class Bench:
         Returns its worst Accuracy, a first time and first stage times in microseconds. Raises
         WrongResult, or a CUDA error if it cannot launch or faults.
         """
+        if not self._entries:  # finalists keep the workspaces that they were bound to
+            plans = (*candidate.checks, candidate.timed)
+            needed = {item for plan in plans for item in plan.workspaces.items()}
+            self._workspaces = {k: b for k, b in self._workspaces.items() if k in needed}
         accuracy = self._check_all(candidate)
         call = self._pipeline(candidate.timed, [self._timed.buffers])
         names = call.stage_names if stages and len(call.stage_names) > 1 else ()
@@ -163,7 +167,7 @@ class Bench:
     def _check(self, plan: Plan, fixture: _Fixture, rounds_scores: int) -> Accuracy:
         call = self._pipeline(plan, [fixture.buffers])
         written = {"o": fixture.buffers["o"]}
-        written |= {name: self._workspaces[name] for name in plan.workspaces}
+        written |= {item[0]: self._workspaces[item] for item in plan.workspaces.items()}
         with self.session.stream:
             for buffer in written.values():
                 buffer.poison()
@@ -175,12 +179,13 @@ class Bench:
             return fixture.verdict(fixture.output(), rounds_scores)
 
     def _pipeline(self, plan: Plan, copies: Sequence[Mapping[str, Buffer]]) -> Pipeline:
+        own = {}
         for name, nbytes in plan.workspaces.items():
-            # The exact size for checks, so that the guard begins where the workspace ends.
-            if name not in self._workspaces or self._workspaces[name].nbytes != nbytes:
-                self._workspaces.pop(name, None)
-                self._workspaces[name] = Buffer(nbytes)
-        own = {name: self._workspaces[name] for name in plan.workspaces}
+            # Each exact size has its own buffer, so that the guard begins where a workspace ends,
+            # and so that a finalist's is not freed by a later one that needs another size.
+            if (name, nbytes) not in self._workspaces:
+                self._workspaces[name, nbytes] = Buffer(nbytes)
+            own[name] = self._workspaces[name, nbytes]
         return Pipeline(self.session, plan, [{**copy, **own} for copy in copies])
 
     # -- timing -----------------------------------------------------------------------------
