@@ -24,7 +24,8 @@ SYSTEMS = """\
 | **A** three kernels, QKᵀ → softmax → PV, on Hopper: 1.65 µs/head at (1,16,1024,64), \
 SDPA 1.62, unfused about 50 (H100) | `three_kernel_mma`, on mma.sync: {three_head} µs/head \
 ({three} µs a call: {stages}); SDPA flash {sdpa_head}, unfused {unfused_head} µs/head in the same \
-run. Its WGMMA form and the test of its claims: not yet |
+run. Its WGMMA form, `three_kernel_wgmma`, is in `kernels/` but not recorded yet; the test of its \
+claims: not yet |
 | **B** one fused, autotuned kernel, 23.7 µs against SDPA's 24.8, then batched under 5 µs a \
 sequence (H100) | `flash_fwd_mma`: {flash} µs at (1,16,1024,64), {flash_to_flash}× SDPA flash and \
 {flash_to_cudnn}× SDPA cuDNN in speed. The batched table, and a Hopper kernel: not yet |
