@@ -206,12 +206,18 @@ class _Sweep:
         self._observer.opening(item.problem, len(builds), len(kept))
         if len(kept) == len(builds) and self._measured(item, builds):
             return
-        self._worker.open(
-            item.problem, replay_us=self._spec.measure.replay_us, seed=self._spec.search.seed
-        )
+        settings = self._spec
+        try:
+            self._worker.open(
+                item.problem, replay_us=settings.measure.replay_us, seed=settings.search.seed
+            )
+        except WorkerError as error:
+            self._unopened(builds, error)
+            return
         rows: dict[tuple[object, ...], tuple[Build, Trial]] = {}
         seen: dict[tuple[object, ...], Build] = {}
         while builds:
+            kept = self._kept(builds)
             for build in as_ready(builds):
                 self._observer.compiled(sum(b.ready for b in builds), len(builds))
                 trial = kept.get(build.row(status=Status.OK).key)
@@ -227,6 +233,14 @@ class _Sweep:
                         search.tell(trial)
             builds = self._builds(item, searches)  # what the strategies ask for after that
         self._final(item, [(b, t) for b, t in rows.values() if t.status is Status.OK])
+
+    def _unopened(self, builds: Sequence[Build], error: WorkerError) -> None:
+        """The inputs of a problem do not fit, or the GPU failed: each candidate's row says so."""
+        for build in builds:
+            detail = f"the problem could not be opened: {error.detail}"
+            row = build.row(status=error.status, detail=detail)
+            self._store.append(row)
+            self._observer.tried(row)
 
     def _try(self, build: Build, seen: Mapping[tuple[object, ...], Build]) -> Trial:
         """Compile, prune, check and first time of one candidate: always a row."""
@@ -274,7 +288,9 @@ class _Sweep:
                 alone = trial.time_us.model_copy(update={"rounds": []})
                 self._store.append(trial.with_(time_us=alone))
         samples = self._rounds(entries)
-        conditions = self._worker.call("conditions") if entries else {}
+        conditions: dict[str, object] = {}
+        with contextlib.suppress(WorkerError):
+            conditions = self._worker.call("conditions") if entries else {}
         for name, trial in entries.items():
             final = _measured_row(trial, samples[name]).with_(conditions=conditions)
             self._store.append(final)

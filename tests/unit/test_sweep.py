@@ -44,6 +44,8 @@ class FakeWorker:
 
     def open(self, problem, **options):
         FakeWorker.calls.append(("open", problem.label))
+        if f"open {problem.label}" in FakeWorker.faults:
+            raise FakeWorker.faults[f"open {problem.label}"]
 
     def call(self, method, *args, keep=False, slow=False):
         name = args[0] if args and isinstance(args[0], str) else ""
@@ -318,3 +320,24 @@ def test_a_replay_leaves_one_file_of_trials(go, tmp_path):
     for _ in range(3):
         go(f"name: again\ndevice: replay\nrecording: {recording}\n" + SPEC)
     assert len(list((tmp_path / "results" / "replay" / "again").glob("trials*"))) == 1
+
+
+def test_a_problem_that_cannot_be_opened_costs_its_own_rows(go, fake):
+    label = "(1,2,256,64) fp16 full"
+    fake.faults[f"open {label}"] = WorkerError(Status.LAUNCH_ERROR, "out of memory")
+    outcome = go(SPEC.replace("seqlen: 256", "seqlen: [256, 128]"))
+    found = {}
+    for trial in outcome.run.trials:
+        found.setdefault(trial.problem.label, set()).add((trial.status, trial.detail))
+    assert found[label] == {(Status.LAUNCH_ERROR, "the problem could not be opened: out of memory")}
+    assert (Status.OK, None) in found["(1,2,128,64) fp16 full"]
+    assert outcome.exit_code == 1
+    fake.faults.clear()
+    assert go(SPEC.replace("seqlen: 256", "seqlen: [256, 128]")).exit_code == 0
+
+
+def test_a_failure_to_read_the_clocks_loses_nothing(go, fake):
+    fake.faults["conditions "] = WorkerError(Status.TIMEOUT, "no answer")
+    row = by_config(go())[(64,)]
+    assert row.time_us.samples == 4
+    assert row.conditions == {}
