@@ -2,7 +2,6 @@ import csv
 import io
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -493,13 +492,10 @@ def test_a_run_without_an_environment_is_still_shown() -> None:
     assert "% bound" not in " ".join(table(text)[0])
 
 
-def test_ten_thousand_rows_take_about_a_second() -> None:
+def test_ten_thousand_rows_are_counted_not_listed() -> None:
     trials = [candidate("flash", 10 + n / 1000, A=n % 100, B=n // 100) for n in range(10_000)]
     run = full_run(trials=[*trials, baseline("unfused", 71.0)])
-    begin = time.perf_counter()
     text = printed(run)
-    # 0.7 s measured; the margin is for a busy machine.
-    assert time.perf_counter() - begin < 3
     assert "9990 more ok; " in text
 
 

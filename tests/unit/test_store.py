@@ -179,10 +179,7 @@ def test_ten_thousand_rows_are_read_at_once(tmp_path: Path) -> None:
     line = line.replace('"rounds":[7.4,7.5,7.6]', rounds)
     with path.open("w") as file:
         file.writelines(line.replace('"BLOCK_M":0,', f'"BLOCK_M":{n},') for n in range(10_000))
-    begin = time.perf_counter()
     trials, warnings = read_trials(path)
-    # 0.3 s measured; the margin is for a busy machine.
-    assert time.perf_counter() - begin < 3
     assert (len(trials), warnings) == (10_000, [])
 
 
