@@ -28,6 +28,24 @@ class Arch:
     smem_reserved_per_block: int = 1024
     max_threads_per_block: int = 1024
 
+    def planned_blocks(self, threads: int, registers: int, smem_bytes: int) -> int:
+        """Blocks of an SM to plan for before compiling, at least 1.
+
+        registers: what the declaration reckons that a thread needs to run without spills. What
+        the compiled code reaches is analysis.blocks_per_sm, and must not be less.
+        """
+        # Each quarter of an SM gives registers to whole warps.
+        warps = 4 * (self.registers_per_sm // 4 // (32 * min(registers, 255)))
+        return max(
+            1,
+            min(
+                warps * 32 // threads,
+                self.smem_per_sm // (smem_bytes + self.smem_reserved_per_block),
+                self.max_threads_per_sm // threads,
+                self.max_blocks_per_sm,
+            ),
+        )
+
 
 _KB = 1024
 ARCHS: dict[str, Arch] = {

@@ -42,15 +42,6 @@ def registers_needed(config: Config, head_dim: int, arch: Arch) -> int:
     return warp_m(config) // 16 * (head_dim // 2 + keys // 2 + kept_q + 8) + on_top
 
 
-def blocks_per_sm(config: Config, head_dim: int, arch: Arch) -> int:
-    """Blocks that registers and shared memory of an SM have room for."""
-    threads = config.NUM_WARPS * 32
-    registers = min(256, registers_needed(config, head_dim, arch))
-    by_registers = arch.registers_per_sm // (threads * registers)
-    by_smem = arch.smem_per_sm // (smem_bytes(config, head_dim) + arch.smem_reserved_per_block)
-    return max(1, min(by_registers, by_smem, arch.max_threads_per_sm // threads))
-
-
 @kernel.rule("a warp owns 16 or 32 queries and whole fragments of keys")
 def warp_rows(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.BLOCK_N % (16 * config.KEY_GROUPS) == 0 and warp_m(config) in (16, 32)
@@ -85,14 +76,16 @@ def registers(config: Config, problem: Problem, arch: Arch) -> bool:
 @kernel.stage("fwd")
 def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     p = problem
-    blocks = blocks_per_sm(config, p.head_dim, arch)
+    needed = registers_needed(config, p.head_dim, arch)
+    smem = smem_bytes(config, p.head_dim)
+    blocks = arch.planned_blocks(config.NUM_WARPS * 32, needed, smem)
     grid = (-(-p.seqlen_q // config.BLOCK_M), p.batch * p.heads)
     return Launch(
         function="flash_fwd_mma",
         grid=(*(grid if config.BLOCK_ORDER == 0 else grid[::-1]), 1),
         threads=config.NUM_WARPS * 32,
         args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
-        smem_bytes=smem_bytes(config, p.head_dim),
+        smem_bytes=smem,
         defines={"MIN_BLOCKS": blocks},
         min_blocks_per_sm=blocks,
     )

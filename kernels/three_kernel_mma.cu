@@ -7,12 +7,10 @@
 //   the last one's tail; pv reads these and no others, so nothing above the diagonal ever moves.
 #include "common/element.cuh"
 #include "common/mma.cuh"
+#include "common/rows.cuh"
 
 constexpr int CHUNK = 8;  // elements in 16 bytes
 
-__device__ __forceinline__ int keys_of(int row, int seqlen_q, int seqlen_k) {
-    return CAUSAL ? min(seqlen_k, row + 1 + seqlen_k - seqlen_q) : seqlen_k;  // bottom-right
-}
 __device__ __forceinline__ int round_up(int x, int unit) { return (x + unit - 1) / unit * unit; }
 
 // The head of K and V that query head `head` of the flat (batch, heads) index reads.
@@ -268,25 +266,6 @@ __device__ __forceinline__ void store_scores(element_t* row, int at, const float
     }
 }
 
-// Maximum or sum over the threads of a row: shuffles in the warp, then one exchange if it has more.
-template <bool MAXIMUM>
-__device__ __forceinline__ float reduce(float x, float* exchange) {
-    constexpr int LANES = SOFTMAX_THREADS < 32 ? SOFTMAX_THREADS : 32, ROW_WARPS = SOFTMAX_THREADS / LANES;
-    auto join = [](float a, float b) { return MAXIMUM ? fmaxf(a, b) : a + b; };
-#pragma unroll
-    for (int d = LANES / 2; d > 0; d /= 2) x = join(x, __shfl_xor_sync(0xffffffffu, x, d));
-    if constexpr (ROW_WARPS > 1) {
-        int warp = threadIdx.x / 32;
-        if (threadIdx.x % 32 == 0) exchange[warp] = x;
-        __syncthreads();
-        const float* own = exchange + warp / ROW_WARPS * ROW_WARPS;
-        x = own[0];
-#pragma unroll
-        for (int i = 1; i < ROW_WARPS; ++i) x = join(x, own[i]);
-    }
-    return x;
-}
-
 // Bound by the stores: 12.5 us at (1,16,1024,64), and 12.1 for multiplying the scores by one.
 extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
 three_kernel_mma_softmax(element_t* __restrict__ scores, int rows, int seqlen_q, int seqlen_k, int stride) {
@@ -315,12 +294,12 @@ three_kernel_mma_softmax(element_t* __restrict__ scores, int rows, int seqlen_q,
     for (int i = 0; i < LOADS; ++i)
 #pragma unroll
         for (int e = 0; e < VECTOR; ++e) largest = fmaxf(largest, p[i][e]);
-    largest = reduce<true>(largest, exchange);
+    largest = row_reduce<SOFTMAX_THREADS, true>(largest, exchange);
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
 #pragma unroll
         for (int e = 0; e < VECTOR; ++e) sum += p[i][e] = exp2_approx(p[i][e] - largest);
-    float inverse = 1.f / reduce<false>(sum, exchange + SOFTMAX_BLOCK / 32);
+    float inverse = 1.f / row_reduce<SOFTMAX_THREADS, false>(sum, exchange + SOFTMAX_BLOCK / 32);
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
         if (first + i * STEP < written) store_scores(scores, first + i * STEP, p[i], inverse);
@@ -336,9 +315,9 @@ three_kernel_mma_softmax(element_t* __restrict__ scores, int rows, int seqlen_q,
 #pragma unroll
         for (int e = 0; e < VECTOR; ++e) sum += exp2_approx(p[e] - grown);
     }
-    float all = reduce<true>(largest, exchange);
+    float all = row_reduce<SOFTMAX_THREADS, true>(largest, exchange);
     // A thread that saw no key has sum 0 and largest -inf, and ex2(-inf) is 0.
-    float inverse = 1.f / reduce<false>(sum * exp2_approx(largest - all), exchange + SOFTMAX_BLOCK / 32);
+    float inverse = 1.f / row_reduce<SOFTMAX_THREADS, false>(sum * exp2_approx(largest - all), exchange + SOFTMAX_BLOCK / 32);
 #pragma unroll 4
     for (int at = first; at < written; at += STEP) {
         load_scores(p, scores, at, keys);

@@ -51,21 +51,6 @@ def stride(problem: Problem) -> int:
     return -(-problem.seqlen_k // 8) * 8
 
 
-def blocks_per_sm(arch: Arch, threads: int, registers: int, smem_bytes: int) -> int:
-    """Occupancy to plan for, given the registers that a thread needs to run without spills."""
-    # Each quarter of an SM gives registers to whole warps.
-    warps = 4 * (arch.registers_per_sm // 4 // (32 * min(registers, 255)))
-    return max(
-        1,
-        min(
-            warps * 32 // threads,
-            arch.smem_per_sm // (smem_bytes + arch.smem_reserved_per_block),
-            arch.max_threads_per_sm // threads,
-            arch.max_blocks_per_sm,
-        ),
-    )
-
-
 @kernel.rule("sizes are powers of two; stages and tiles per block need not be")
 def powers_of_two(config: Config, problem: Problem, arch: Arch) -> bool:
     free = ("QK_STAGES", "QK_TILES", "PV_STAGES", "SOFTMAX_READS")
@@ -160,7 +145,7 @@ def qk(config: Config, problem: Problem, arch: Arch) -> Launch:
     outputs = 2 * c.QK_BLOCK_M * c.QK_BLOCK_N
     smem_bytes = max(inputs, outputs) if c.QK_TILES == 1 else inputs + outputs
     registers = gemm_registers(c.QK_BLOCK_M, c.QK_BLOCK_N, c.QK_WARPS)
-    blocks = blocks_per_sm(arch, threads, registers, smem_bytes)
+    blocks = arch.planned_blocks(threads, registers, smem_bytes)
     return Launch(
         function="three_kernel_mma_qk",
         grid=(
@@ -190,7 +175,7 @@ def softmax(config: Config, problem: Problem, arch: Arch) -> Launch:
     keys = max_keys(c, p) if c.SOFTMAX_READS == 1 else 0
     registers = 40 + keys // c.SOFTMAX_THREADS
     smem_bytes = 2 * 4 * (c.SOFTMAX_BLOCK // 32) if c.SOFTMAX_THREADS > 32 else 0
-    blocks = blocks_per_sm(arch, c.SOFTMAX_BLOCK, registers, smem_bytes)
+    blocks = arch.planned_blocks(c.SOFTMAX_BLOCK, registers, smem_bytes)
     return Launch(
         function="three_kernel_mma_softmax",
         grid=(-(-rows * c.SOFTMAX_THREADS // c.SOFTMAX_BLOCK), 1, 1),
@@ -209,7 +194,7 @@ def pv(config: Config, problem: Problem, arch: Arch) -> Launch:
     inputs = c.PV_STAGES * (c.PV_BLOCK_M + c.PV_BLOCK_N) * c.PV_BLOCK_K * 2
     smem_bytes = max(inputs, c.PV_BLOCK_M * c.PV_BLOCK_N * 2)
     registers = gemm_registers(c.PV_BLOCK_M, c.PV_BLOCK_N, c.PV_WARPS)
-    blocks = blocks_per_sm(arch, threads, registers, smem_bytes)
+    blocks = arch.planned_blocks(threads, registers, smem_bytes)
     return Launch(
         function="three_kernel_mma_pv",
         grid=(-(-p.seqlen_q // c.PV_BLOCK_M) * (p.head_dim // c.PV_BLOCK_N), p.batch * p.heads, 1),

@@ -17,13 +17,11 @@
 #include "common/element.cuh"
 #include "common/mma.cuh"
 #include "common/hopper.cuh"
+#include "common/rows.cuh"
 
 constexpr int UNIT = 128;  // keys that share one maximum; the largest tile of pv
 
 __device__ __forceinline__ int round_up(int x, int unit) { return (x + unit - 1) / unit * unit; }
-__device__ __forceinline__ int keys_of(int row, int seqlen_q, int seqlen_k) {
-    return CAUSAL ? min(seqlen_k, row + 1 + seqlen_k - seqlen_q) : seqlen_k;  // bottom-right
-}
 // Columns of a row that some tile of pv reads, beyond seqlen_k aside.
 __device__ __forceinline__ int extent_of(int row, int seqlen_q, int seqlen_k) {
     return round_up(keys_of(min(row | (UNIT - 1), seqlen_q - 1), seqlen_q, seqlen_k), UNIT);
@@ -350,25 +348,6 @@ __device__ __forceinline__ void store(element_t* to, const float (&in)[VECTOR], 
     else *to = static_cast<element_t>(out[0]);
 }
 
-// Maximum or sum over the threads of a row: shuffles in the warp, then one exchange if it has more.
-template <bool MAXIMUM>
-__device__ __forceinline__ float reduce(float x, float* exchange) {
-    constexpr int LANES = SOFTMAX_THREADS < 32 ? SOFTMAX_THREADS : 32, ROW_WARPS = SOFTMAX_THREADS / LANES;
-    auto join = [](float a, float b) { return MAXIMUM ? fmaxf(a, b) : a + b; };
-#pragma unroll
-    for (int d = LANES / 2; d > 0; d /= 2) x = join(x, __shfl_xor_sync(0xffffffffu, x, d));
-    if constexpr (ROW_WARPS > 1) {
-        int warp = threadIdx.x / 32;
-        if (threadIdx.x % 32 == 0) exchange[warp] = x;
-        __syncthreads();
-        const float* own = exchange + warp / ROW_WARPS * ROW_WARPS;
-        x = own[0];
-#pragma unroll
-        for (int i = 1; i < ROW_WARPS; ++i) x = join(x, own[i]);
-    }
-    return x;
-}
-
 // Block: GROUPS * SOFTMAX_ROWS rows, GROUPS at once. With one pass, a row is loaded while the one before
 // is worked on.
 extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
@@ -415,12 +394,12 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
         for (int i = 0; i < LOADS; ++i)
 #pragma unroll
             for (int e = 0; e < VECTOR; ++e) largest = fmaxf(largest, p[i][e]);
-        largest = reduce<true>(largest, for_maximum);
+        largest = row_reduce<SOFTMAX_THREADS, true>(largest, for_maximum);
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
 #pragma unroll
             for (int e = 0; e < VECTOR; ++e) sum += p[i][e] = exp2_approx(p[i][e] - largest);
-        float inverse = 1.f / reduce<false>(sum, for_sum);
+        float inverse = 1.f / row_reduce<SOFTMAX_THREADS, false>(sum, for_sum);
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
             if (first + i * STEP < written) store(at + i * STEP, p[i], inverse);
@@ -437,14 +416,14 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
 #pragma unroll
             for (int e = 0; e < VECTOR; ++e) largest = fmaxf(largest, p[e]);
         }
-        largest = reduce<true>(largest, for_maximum);
+        largest = row_reduce<SOFTMAX_THREADS, true>(largest, for_maximum);
 #pragma unroll 4
         for (int i = 0; first + i < keys; i += STEP) {
             get(i);
 #pragma unroll
             for (int e = 0; e < VECTOR; ++e) sum += exp2_approx(p[e] - largest);
         }
-        float inverse = 1.f / reduce<false>(sum, for_sum);
+        float inverse = 1.f / row_reduce<SOFTMAX_THREADS, false>(sum, for_sum);
 #pragma unroll 4
         for (int i = 0; first + i < written; i += STEP) {
             get(i);

@@ -53,21 +53,6 @@ def stride(problem: Problem) -> int:
     return -(-problem.seqlen_k // 8) * 8
 
 
-def blocks_per_sm(arch: Arch, threads: int, registers: int, smem_bytes: int) -> int:
-    """Occupancy to plan for, given the registers that a thread needs to run without spills."""
-    # Each quarter of an SM gives registers to whole warps.
-    warps = 4 * (arch.registers_per_sm // 4 // (32 * min(registers, 255)))
-    return max(
-        1,
-        min(
-            warps * 32 // threads,
-            arch.smem_per_sm // (smem_bytes + arch.smem_reserved_per_block),
-            arch.max_threads_per_sm // threads,
-            arch.max_blocks_per_sm,
-        ),
-    )
-
-
 def qk_registers(c: Config, p: Problem) -> int:
     """Registers of the qk stage that do not spill: its accumulators, addresses, statistics."""
     accumulators = c.QK_BLOCK_M * c.QK_BLOCK_N // (128 * c.QK_WARPGROUPS)
@@ -211,7 +196,7 @@ def qk(config: Config, problem: Problem, arch: Arch) -> Launch:
     inputs = 2 * (c.QK_BLOCK_M * p.head_dim + c.QK_STAGES * c.QK_BLOCK_N * c.QK_BLOCK_K)
     outputs = 2 * c.QK_BUFFERS * c.QK_BLOCK_M * c.QK_BLOCK_N
     smem_bytes = inputs + outputs + 16 * c.QK_STAGES + 16
-    blocks = blocks_per_sm(arch, threads, qk_registers(c, p), smem_bytes)
+    blocks = arch.planned_blocks(threads, qk_registers(c, p), smem_bytes)
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
     items = -(-p.seqlen_q // c.QK_BLOCK_M) * -(-p.seqlen_k // (c.QK_TILES * c.QK_BLOCK_N)) * heads
     panel = min(c.QK_BLOCK_K, 64)
@@ -256,7 +241,7 @@ def softmax(config: Config, problem: Problem, arch: Arch) -> Launch:
     keys = max_keys(c, p) if c.SOFTMAX_PASSES == 1 else 0
     registers = 40 + keys // c.SOFTMAX_THREADS * (3 if c.SOFTMAX_ROWS > 1 else 2) // 2
     smem_bytes = 2 * 4 * (c.SOFTMAX_BLOCK // 32) if c.SOFTMAX_THREADS > 32 else 0
-    blocks = blocks_per_sm(arch, c.SOFTMAX_BLOCK, registers, smem_bytes)
+    blocks = arch.planned_blocks(c.SOFTMAX_BLOCK, registers, smem_bytes)
     return Launch(
         function="three_kernel_wgmma_softmax",
         grid=(-(-rows * c.SOFTMAX_THREADS // (c.SOFTMAX_BLOCK * c.SOFTMAX_ROWS)), 1, 1),
@@ -281,7 +266,7 @@ def pv(config: Config, problem: Problem, arch: Arch) -> Launch:
     threads = 128 * c.PV_WARPGROUPS + 32
     inputs = 2 * c.PV_STAGES * (c.PV_BLOCK_M + c.PV_BLOCK_N) * c.PV_BLOCK_K
     smem_bytes = inputs + 2 * c.PV_BLOCK_M * c.PV_BLOCK_N + 16 * c.PV_STAGES + 16
-    blocks = blocks_per_sm(arch, threads, pv_registers(c), smem_bytes)
+    blocks = arch.planned_blocks(threads, pv_registers(c), smem_bytes)
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
     items = -(-p.seqlen_q // c.PV_BLOCK_M) * (p.head_dim // c.PV_BLOCK_N) * heads
     panel = min(c.PV_BLOCK_K, 64)

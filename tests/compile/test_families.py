@@ -105,38 +105,32 @@ def _no_limits():
     return load_spec(spec)
 
 
-def test_a_compile_error_names_file_line_and_reason(compilers, tmp_path):
+def row_of_changed_family(compiler, directory, old, new):
+    """The compiled row of tests/families/twice with `old` replaced by `new` in its files."""
     for name in ("twice.py", "twice.cuh", "twice.cu"):
         text = (Path(__file__).parent.parent / "families" / name).read_text()
-        if name == "twice.cu":
-            text = text.replace("float sum = 0.f, out = 0.f;", "float sum = undeclared_name;")
-        (tmp_path / name).write_text(text)
-    kernel = load_kernel(tmp_path / "twice.py")
-    compiler = compilers("sm_90a")
+        (directory / name).write_text(text.replace(old, new))
+    kernel = load_kernel(directory / "twice.py")
     config = Space.build(kernel, BASE, compiler.arch).configs[0]
     build = Build.of(kernel, config, BASE, compiler)
     build.submit()
-    row = compiled_row(build, _no_limits())
+    return compiled_row(build, _no_limits())
+
+
+def test_a_compile_error_names_file_line_and_reason(compilers, tmp_path):
+    row = row_of_changed_family(
+        compilers("sm_90a"), tmp_path, "float sum = 0.f, out = 0.f;", "float sum = undeclared_name;"
+    )
     assert row.status is Status.COMPILE_ERROR
-    line = text_line(tmp_path / "twice.cu", "undeclared_name")
-    assert f"{tmp_path / 'twice.cu'}({line})" in row.detail.splitlines()[0]
+    template = tmp_path / "twice.cu"
+    lines = template.read_text().splitlines()
+    line = next(n for n, text in enumerate(lines, 1) if "undeclared_name" in text)
+    assert f"{template}({line})" in row.detail.splitlines()[0]
     assert "undeclared_name" in row.detail
 
 
-def text_line(path, word):
-    return next(n for n, line in enumerate(path.read_text().splitlines(), 1) if word in line)
-
-
 def test_a_function_that_is_not_there_is_said(compilers, tmp_path):
-    for name in ("twice.py", "twice.cuh", "twice.cu"):
-        text = (Path(__file__).parent.parent / "families" / name).read_text()
-        (tmp_path / name).write_text(text.replace('"twice_mix"', '"twice_mixed"'))
-    kernel = load_kernel(tmp_path / "twice.py")
-    compiler = compilers("sm_90a")
-    config = Space.build(kernel, BASE, compiler.arch).configs[0]
-    build = Build.of(kernel, config, BASE, compiler)
-    build.submit()
-    row = compiled_row(build, _no_limits())
+    row = row_of_changed_family(compilers("sm_90a"), tmp_path, '"twice_mix"', '"twice_mixed"')
     assert row.status is Status.COMPILE_ERROR
     assert "'twice_mixed'" in row.detail
 

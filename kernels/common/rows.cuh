@@ -1,0 +1,27 @@
+// What a row of scores needs whichever kernel works on it. Needs CAUSAL.
+#pragma once
+
+// Keys that query `row` sees; the mask is aligned bottom-right.
+__device__ __forceinline__ int keys_of(int row, int seqlen_q, int seqlen_k) {
+    return CAUSAL ? min(seqlen_k, row + 1 + seqlen_k - seqlen_q) : seqlen_k;
+}
+
+// Maximum or sum over the ROW_THREADS threads of a row: shuffles in the warp, then one exchange if it
+// has more, through one float a warp of the block. Every thread of the block must call it.
+template <int ROW_THREADS, bool MAXIMUM>
+__device__ __forceinline__ float row_reduce(float x, float* exchange) {
+    constexpr int LANES = ROW_THREADS < 32 ? ROW_THREADS : 32, ROW_WARPS = ROW_THREADS / LANES;
+    auto join = [](float a, float b) { return MAXIMUM ? fmaxf(a, b) : a + b; };
+#pragma unroll
+    for (int d = LANES / 2; d > 0; d /= 2) x = join(x, __shfl_xor_sync(0xffffffffu, x, d));
+    if constexpr (ROW_WARPS > 1) {
+        int warp = threadIdx.x / 32;
+        if (threadIdx.x % 32 == 0) exchange[warp] = x;
+        __syncthreads();
+        const float* own = exchange + warp / ROW_WARPS * ROW_WARPS;
+        x = own[0];
+#pragma unroll
+        for (int i = 1; i < ROW_WARPS; ++i) x = join(x, own[i]);
+    }
+    return x;
+}
