@@ -120,7 +120,7 @@ class Launch:
 
 
 Rule = Callable[[Config, Problem, Arch], bool]
-LaunchBuilder = Callable[[Config, Problem, Arch], Launch]
+LaunchBuilder = Callable[[Config, Problem, Arch], "Launch | None"]
 WorkspaceBuilder = Callable[[Config, Problem], dict[str, int]]
 
 
@@ -220,7 +220,8 @@ class Kernel:
     ) -> Callable[[LaunchBuilder], LaunchBuilder]:
         """Decorate `def name(config, problem, arch) -> Launch`. Stages run in declared order.
 
-        params: the parameters this stage's code depends on; all of them unless named.
+        params: the parameters this stage's code depends on; all of them unless named. A builder
+        that returns None leaves the stage out of that config.
         """
 
         def add(launch: LaunchBuilder) -> LaunchBuilder:
@@ -272,6 +273,8 @@ class Kernel:
         launches = {}
         for name, stage in self.stages.items():
             launch = self._ask(f"stage {name}", stage.launch, config, problem, arch)
+            if launch is None:
+                continue
             fault = _fault(launch, buffers)
             if fault is not None:
                 raise KernelError(
@@ -280,6 +283,12 @@ class Kernel:
                     hint=f"config {config.label}, problem {problem.label}",
                 )
             launches[name] = launch
+        if not launches:
+            raise KernelError(
+                f"no stage of {self.name} has a launch",
+                where=_place(next(iter(self.stages.values())).launch),
+                hint=f"config {config.label}, problem {problem.label}",
+            )
         return launches
 
     def workspaces(self, config: Config, problem: Problem) -> dict[str, int]:
@@ -311,7 +320,7 @@ def _place(function: Callable[..., Any], error: BaseException | None = None) -> 
 def _fault(launch: object, buffers: set[str]) -> str | None:
     """What makes a declaration's Launch impossible, or None."""
     if not isinstance(launch, Launch):
-        return f"must return a Launch, not {launch!r}"
+        return f"must return a Launch or None, not {launch!r}"
     sizes = {"threads": launch.threads, "grid": launch.grid, "smem_bytes": launch.smem_bytes}
     for name, value in sizes.items():
         parts = value if isinstance(value, tuple) else (value,)

@@ -297,7 +297,8 @@ class TestBrokenDeclarations:
     @pytest.mark.parametrize(
         ("launch", "words"),
         [
-            (None, "must return a Launch, not None"),
+            (None, "no stage of toy has a launch"),
+            ("none", "must return a Launch or None, not 'none'"),
             (Launch("f", (1, 1, 1), "many", ()), "threads 'many': an int is wanted"),
             (Launch("f", (0.5, 1, 1), 32, ()), "three ints is wanted"),
             (Launch("f", (1, 1), 32, ()), "three ints is wanted"),
@@ -306,7 +307,7 @@ class TestBrokenDeclarations:
             (Launch("f", (1, 1, 1), 32, (None,)), "passes None"),
             (Launch("f", (1, 1, 1), 32, (), defines={"N": "3"}), "values must be ints"),
         ],
-        ids=["none", "threads", "grid", "grid2", "zero", "buffer", "arg", "defines"],
+        ids=["none", "text", "threads", "grid", "grid2", "zero", "buffer", "arg", "defines"],
     )
     def test_an_impossible_launch(self, launch, words):
         self.refuse(self.family(launch=lambda *_: launch), words)
