@@ -158,7 +158,7 @@ def run(
     if dry_run:
         planned = candidates.plan(loaded, families, _arch(loaded, arch))
         shown = view.planned(planned, limit, console.width)
-        _print(shown, view.planned_json(planned, limit), json_)
+        _print(shown, candidates.plan_facts(planned, limit), json_)
         return
     if arch is not None:
         source = "its recording" if loaded.device == "replay" else "the GPU"

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import itertools
-import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.arch import Arch
-from attnsweep.errors import KernelError, SpaceError
+from attnsweep.errors import KernelError
 from attnsweep.problem import Problem
 
 Value = int | bool | str
@@ -337,53 +335,6 @@ def _fault(launch: object, buffers: set[str]) -> str | None:
     if not all(isinstance(value, int) for value in launch.defines.values()):
         return f"has defines {dict(launch.defines)!r}: their values must be ints"
     return None
-
-
-# Enumerating takes about 10 us a combination: ten seconds, which a longer list would multiply.
-MAX_COMBINATIONS = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """The candidates of one family on one problem, and what each rule removed."""
-
-    kernel: Kernel
-    problem: Problem
-    configs: tuple[Config, ...]
-    total: int
-    removed: dict[str, int]
-    """Rule name to how many configs it removed first, in rule order."""
-
-    @classmethod
-    def build(
-        cls,
-        kernel: Kernel,
-        problem: Problem,
-        arch: Arch,
-        values: Mapping[str, tuple[Value, ...]] | None = None,
-    ) -> Space:
-        """Every combination of parameter values (`values` overrides some) that all rules keep."""
-        chosen = {p.name: (values or {}).get(p.name, p.values) for p in kernel.params}
-        combinations = math.prod(map(len, chosen.values()))
-        if combinations > MAX_COMBINATIONS:
-            longest = sorted(chosen, key=lambda name: -len(chosen[name]))[:3]
-            raise SpaceError(
-                f"{kernel.name} has {combinations} combinations of values, more than "
-                f"{MAX_COMBINATIONS}",
-                hint=f"name fewer in the spec; the longest lists are {', '.join(longest)}",
-            )
-        removed = dict.fromkeys([*kernel.rules, BLOCK_LIMITS], 0)
-        kept: list[Config] = []
-        total = 0
-        for combination in itertools.product(*chosen.values()):
-            total += 1
-            config = Config(dict(zip(chosen, combination, strict=True)))
-            refused_by = kernel.refused_by(config, problem, arch)
-            if refused_by is None:
-                kept.append(config)
-            else:
-                removed[refused_by] += 1
-        return cls(kernel, problem, tuple(kept), total, removed)
 
 
 def shipped_kernels_dir() -> Path:

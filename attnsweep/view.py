@@ -29,6 +29,7 @@ from attnsweep.console import GLUE, aligned, wrap
 from attnsweep.doctor import Finding
 from attnsweep.kernel import BLOCK_LIMITS, Kernel
 from attnsweep.problem import Problem
+from attnsweep.schedule import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.trial import Status, Trial
 
 # Without a terminal a line at most this often, so that a CI log shows life but stays short.
@@ -262,26 +263,9 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
     for space in {space.kernel.name: space for item in items for space in item.spaces}.values():
         for rule, (description, _) in space.kernel.rules.items():
             out += said(f"{space.kernel.name}.{rule}: {description}", width, "dim")
+    if any(CHUNKS in space.removed for item in items for space in item.spaces):
+        out += said(f"{CHUNKS}: {CHUNKS_RULE}", width, "dim")
     return out
-
-
-def planned_json(items: Sequence[PlannedProblem], limit: int | None) -> list[dict[str, Any]]:
-    """The same as data."""
-    return [
-        {
-            "problem": item.problem.label,
-            "kernel": space.kernel.name,
-            "configs": space.total,
-            "candidates": min(len(space.configs), limit or len(space.configs)),
-            "removed": space.removed,
-        }
-        for item in items
-        for space in item.spaces
-    ] + [
-        {"problem": item.problem.label, "kernel": name, "candidates": 0, "refused": reason}
-        for item in items
-        for name, reason in item.refused.items()
-    ]
 
 
 # -- list -----------------------------------------------------------------------------------
@@ -303,14 +287,12 @@ def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int
             for param in kernel.params
         ]
         rows += [(f"  {name}", "rule", text) for name, (text, _) in kernel.rules.items()]
-        if rows:
-            lines = aligned([row[:2] for row in rows], "ll", 10**6)
-            tails = [text for _, _, text in rows]
-            if max(map(cell_len, lines)) + 2 + _TAIL > width:
-                lines = aligned([row[:1] for row in rows], "l", 10**6)
-                tails = [f"{values}: {text}" for _, values, text in rows]
-            out += [Text(line) for block in _with_tails(lines, tails, width) for line in block]
+        out += _parameters(rows, width)
         out.append(Text())
+    out += _titled("modes", "of every family, where a spec names them", width)
+    rows = [(f"  {mode.name}", ", ".join(map(str, mode.values)), mode.help) for mode in MODES]
+    out += _parameters(rows, width)
+    out.append(Text())
     out += _titled("baselines", ", ".join(baselines), width)
     return out + said(
         f"{BLOCK_LIMITS}: every family also keeps to the threads, shared memory and grid that the "
@@ -318,6 +300,18 @@ def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int
         width,
         "dim",
     )
+
+
+def _parameters(rows: Sequence[tuple[str, str, str]], width: int) -> list[Text]:
+    """Name, values and meaning, in columns as far as there is room."""
+    if not rows:
+        return []
+    lines = aligned([row[:2] for row in rows], "ll", 10**6)
+    tails = [text for _, _, text in rows]
+    if max(map(cell_len, lines)) + 2 + _TAIL > width:
+        lines = aligned([row[:1] for row in rows], "l", 10**6)
+        tails = [f"{values}: {text}" for _, values, text in rows]
+    return [Text(line) for block in _with_tails(lines, tails, width) for line in block]
 
 
 def _titled(name: str, text: str, width: int) -> list[Text]:
@@ -345,6 +339,7 @@ def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> di
             }
             for kernel in kernels.values()
         ],
+        "modes": [{"name": p.name, "values": p.values, "help": p.help} for p in MODES],
         "baselines": list(baselines),
     }
 

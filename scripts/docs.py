@@ -13,6 +13,7 @@ from pathlib import Path
 from attnsweep import report
 from attnsweep.kernel import BLOCK_LIMITS, discover
 from attnsweep.ranking import rank
+from attnsweep.schedule import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.spec import schema_text
 from attnsweep.store import find_runs, open_run
 from attnsweep.trial import Trial
@@ -70,6 +71,12 @@ def kernels() -> str:
             out.append("\n| rule | a config is kept if |\n|---|---|")
             out += [f"| `{name}` | {text} |" for name, (text, _) in kernel.rules.items()]
         out.append("")
+    out.append(
+        "## Modes\n\nParameters of every family, where a spec names them: how a call is issued. "
+        f"The rule `{CHUNKS}`\nkeeps a config if {CHUNKS_RULE}.\n\n"
+        "| parameter | values | |\n|---|---|---|"
+    )
+    out += [f"| `{p.name}` | {', '.join(map(str, p.values))} | {p.help} |" for p in MODES]
     return "\n".join(out).rstrip() + "\n"
 
 

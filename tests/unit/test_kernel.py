@@ -19,12 +19,12 @@ from attnsweep.kernel import (
     Kernel,
     Launch,
     Param,
-    Space,
     discover,
     load_kernel,
     shipped_kernels_dir,
 )
 from attnsweep.problem import Problem
+from attnsweep.space import Selection, Space
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
 H200 = ARCHS["sm_90a"]
@@ -114,7 +114,7 @@ class TestSpace:
             assert space.removed[f"rule{number}"] == len(first)
 
     def test_a_spec_replaces_values_one_parameter_at_a_time(self):
-        space = Space.build(family(), PROBLEM, H200, {"A": (7,)})
+        space = Space.build(family(), PROBLEM, H200, Selection({"A": (7,)}))
         assert [config.label for config in space.configs] == ["A=7 B=0", "A=7 B=1"]
 
     @pytest.mark.parametrize(
