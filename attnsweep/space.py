@@ -71,14 +71,15 @@ class Space:
         selection = selection or Selection()
         named = selection.names
         # A mode that one variant names is in every config, so that all have the same parameters.
-        params = [*kernel.params, *(param for param in MODES if param.name in named)]
+        own = {param.name: param.values for param in kernel.params}
+        modes = {param.name: param.values[:1] for param in MODES if param.name in named}
         groups = [
-            (chosen, {param.name: values.get(param.name, param.values) for param in params})
+            (chosen, {name: values.get(name, default) for name, default in (own | modes).items()})
             for chosen, values in selection.groups()
         ]
         _refuse_too_many(kernel, groups)
-        modes = [CHUNKS] if len(params) > len(kernel.params) else []
-        removed = dict.fromkeys([*kernel.rules, *modes, BLOCK_LIMITS], 0)
+        rules = [*kernel.rules, *([CHUNKS] if modes else []), BLOCK_LIMITS]
+        removed = dict.fromkeys(rules, 0)
         kept: dict[Config, dict[str, str]] = {}
         seen: set[Config] = set()
         for chosen, values in groups:

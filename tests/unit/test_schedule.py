@@ -193,6 +193,11 @@ class TestVariants:
         }
         assert space.total == 4
 
+    def test_a_mode_not_named_by_a_variant_has_its_first_value_alone(self):
+        selection = Selection({}, {"mode": {"default": {}, "eager": {"LAUNCH": ("eager",)}}})
+        space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], selection)
+        assert [c["LAUNCH"] for c in space.configs] == ["graph", "graph", "eager", "eager"]
+
     def test_a_mode_that_one_variant_names_is_in_every_config(self):
         space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], self.SELECTION)
         assert all(list(config) == ["A", "STREAMS"] for config in space.configs)
