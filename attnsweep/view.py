@@ -367,6 +367,47 @@ def compiled(trials: Sequence[Trial], arch: Arch, every: bool, width: int) -> li
     return out
 
 
+def counters(kept: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
+    """A heading a candidate, and a line a stage: traffic, use of units, why warps waited."""
+    out: list[Text] = []
+    header = ["stage", "µs", "DRAM MB", "L2 MB", "L2 hit", "tensor", "exp2", "issue"]
+    for facts in kept:
+        config = " ".join(f"{name}={value}" for name, value in facts["config"].items())
+        out += said(f"{facts['problem']} · {facts['kernel']} · {facts['where']}", width, "bold")
+        out += said(config, width, "dim")
+        rows, tails = [header], ["warps waited for"]
+        for stage in facts["stages"]:
+
+            def figure(
+                name: str, form: str, figures: Mapping[str, float] = stage["figures"]
+            ) -> str:
+                return form.format(figures[name]) if name in figures else "–"
+
+            def traffic(of: str, figures: Mapping[str, float] = stage["figures"]) -> str:
+                megabytes = [figures.get(f"{of}_{way}_bytes") for way in ("read", "write")]
+                return "+".join("–" if n is None else f"{n / 1e6:.1f}" for n in megabytes)
+
+            shares = [f"{unit}_percent" for unit in ("l2_hit", "tensor", "exp2", "issue")]
+            rows.append(
+                [
+                    *(stage["stage"], figure("duration_us", "{:.1f}")),
+                    *(traffic("dram"), traffic("l2")),
+                    *(figure(share, "{:.0f} %") for share in shares),
+                ]
+            )
+            worst = list(stage["stalls"].items())[:3]
+            tails.append(", ".join(f"{why}{GLUE}{warps:.1f}" for why, warps in worst))
+        lines = _columns(rows, "l" + "r" * (len(header) - 1), width, drop=(6, 4))
+        out += [Text(line) for block in _with_tails(lines, tails, width) for line in block]
+    out += said(
+        "traffic is read+written · a launch runs alone here, so its time is not that of a sweep · "
+        "warps waited for: warps in that state for each instruction issued",
+        width,
+        "dim",
+    )
+    return out
+
+
 def _range(values: Sequence[float], form: str = "{:.0f}") -> str:
     low, high = (form.format(edge) for edge in (min(values), max(values)))
     return low if low == high else f"{low}–{high}"

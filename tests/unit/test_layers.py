@@ -21,7 +21,7 @@ LAYERS = [
     {"candidates", "measure"},
     {"store", "workers"},
     {"ranking", "doctor"},
-    {"section"},
+    {"section", "counters"},
     {"report"},
     {"sweep"},
     {"view"},
