@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import claims
+
 from attnsweep import report
 from attnsweep.kernel import BLOCK_LIMITS, discover
 from attnsweep.ranking import rank
@@ -138,6 +140,9 @@ def main() -> int:
         "docs/spec.schema.json": schema_text(),
         "README.md": readme(),
     }
+    tested = claims.page(ROOT / "results" / "h200")
+    if tested is not None:
+        pages["docs/claims.md"] = tested
     for directory in find_runs(ROOT / "results"):
         if directory.parent.name != "replay":
             tables = report.files(open_run(directory))
