@@ -10,22 +10,11 @@ from pathlib import Path
 
 from attnsweep.arch import arch_named
 from attnsweep.errors import AttnsweepError
-from attnsweep.kernel import Config, Kernel, Space, Value, discover, load_kernel
+from attnsweep.kernel import discover, load_kernel
 from attnsweep.numerics import Case, small_cases
 from attnsweep.problem import Problem
 
-from .harness import SCHEDULES, SimtError, Simulator
-
-
-def config_of(kernel: Kernel, words: str) -> Config:
-    """Every Param of the family: as `words` say, else its first value."""
-    values: dict[str, Value] = {param.name: param.values[0] for param in kernel.params}
-    for word in words.split():
-        name, _, text = word.partition("=")
-        if name not in values:
-            raise SystemExit(f"{kernel.name} has no parameter {name}: it has {', '.join(values)}")
-        values[name] = int(text) if text.lstrip("-").isdigit() else text
-    return Config(values)
+from .harness import SCHEDULES, SimtError, Simulator, config_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -44,7 +44,7 @@ simt_switch:
 #endif
 
 void simt_kernel(void* const* args);  // made by the harness: the launch, and its kernel's signature
-std::string simt_signature();
+const char* simt_signature();
 
 namespace simt {
 constexpr std::size_t STACK = ASAN ? 512 << 10 : 256 << 10, PAGE = 4096;
@@ -79,7 +79,7 @@ struct Warp {
     bool fenced = false;
     std::size_t logged = 0;
 };
-struct Event { const char* what; std::uint64_t a, b; };
+struct Event { const char* what; uint64_t a, b; };
 struct Barrier { int expected = 0, arrived = 0; std::vector<Fiber*> waiting; };
 struct Mbarrier { unsigned count, pending; long bytes; unsigned phase; };
 struct Load { struct Cta* cta; unsigned target, barrier; TensorMap map; std::array<int, 5> at; Where where; };
@@ -105,7 +105,7 @@ Thread* self;
 uint3 block_dim, grid_dim;
 float half_values[65536];
 static Fiber main_fiber;
-static std::size_t main_stack;
+[[maybe_unused]] static std::size_t main_stack;
 static std::vector<Cta> cluster;
 static std::vector<Load> loads;
 static std::map<std::string, Buffer> buffers;
@@ -321,7 +321,7 @@ void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where) 
         unsigned short matrix[4][8][8];
         for (int i = 0; i < 32; ++i) {
             Lane& lane = *static_cast<Lane*>(data[i]);
-            std::memcpy(matrix[i / 8][i % 8], at(*me().cta, lane.address, 16, 16, "ldmatrix", lane.where), 16);
+            memcpy(matrix[i / 8][i % 8], at(*me().cta, lane.address, 16, 16, "ldmatrix", lane.where), 16);
         }
         for (int i = 0; i < 32; ++i) {
             Lane& lane = *static_cast<Lane*>(data[i]);
@@ -340,7 +340,7 @@ void stmatrix(unsigned address, const unsigned (&r)[4], Where where) {
             Lane& row = *static_cast<Lane*>(data[i]);
             unsigned char* to = at(*me().cta, row.address, 16, 16, "stmatrix", row.where);
             for (int j = 0; j < 4; ++j)  // lane i gave the address of row i % 8 of matrix i / 8
-                std::memcpy(to + j * 4, &static_cast<Lane*>(data[i % 8 * 4 + j])->r[i / 8], 4);
+                memcpy(to + j * 4, &static_cast<Lane*>(data[i % 8 * 4 + j])->r[i / 8], 4);
             Fiber* caller = static_cast<Fiber*>(self);
             self = me().cta->fibers[self->warp * 32 + i];
             written(*me().cta, row.address);
@@ -372,8 +372,8 @@ void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, 
 void cp_async(unsigned target, const void* source, bool valid, Where where) {
     Copy copy{target, valid, {}};
     if (reinterpret_cast<std::uintptr_t>(source) % 16) fail(where, "cp.async: the source is not a multiple of 16 bytes");
-    if (valid) std::memcpy(copy.data, source, 16);
-    std::memset(at(*me().cta, target, 16, 16, "cp.async", where), 0xff, 16);
+    if (valid) memcpy(copy.data, source, 16);
+    memset(at(*me().cta, target, 16, 16, "cp.async", where), 0xff, 16);
     me().copies.push_back(copy);
 }
 void cp_async_commit() {
@@ -384,35 +384,39 @@ void cp_async_wait(int pending) {
     auto& groups = me().copy_groups;
     for (; static_cast<int>(groups.size()) > pending; groups.pop_front())
         for (Copy& copy : groups.front()) {
-            std::memcpy(at(*me().cta, copy.target, 16, 16, "cp.async", NOWHERE), copy.data, 16);
+            memcpy(at(*me().cta, copy.target, 16, 16, "cp.async", NOWHERE), copy.data, 16);
             written(*me().cta, copy.target);
         }
 }
 
 // ---- mbarrier ----
-static std::uint64_t mark_of(unsigned address) { return 0x5bad'ba44'0000'0000u | address; }
+static uint64_t mark_of(unsigned address) { return 0x5bad'ba44'0000'0000u | address; }
 static Mbarrier& mbarrier_at(Cta& own, unsigned address, Where where) {
     Cta& cta = cta_of(address, own);
     unsigned local = address & 0xffffff;
     auto found = cta.mbarriers.find(local);
     if (found == cta.mbarriers.end()) fail(where, "no mbarrier was initialised at offset %d", static_cast<int>(local - SMEM_BASE));
-    std::uint64_t mark;
-    std::memcpy(&mark, at(own, address, 8, 8, "mbarrier", where), 8);
+    uint64_t mark;
+    memcpy(&mark, at(own, address, 8, 8, "mbarrier", where), 8);
     if (mark != mark_of(local)) fail(where, "the mbarrier at offset %u was overwritten", local - SMEM_BASE);
     return found->second;
+}
+static const char MBARRIER_WAIT[] = "mbarrier_wait";
+static bool waits_for(const Fiber* fiber, unsigned barrier) {
+    return fiber->state == BLOCKED && fiber->what == MBARRIER_WAIT && fiber->first == barrier;
 }
 static void settle(Cta& own, unsigned address, Mbarrier& barrier) {
     if (barrier.pending || barrier.bytes) return;
     barrier.phase ^= 1, barrier.pending = barrier.count;
     Cta& cta = cta_of(address, own);
     for (Fiber* fiber : cta.fibers)
-        if (fiber->state == BLOCKED && fiber->what == std::string("mbarrier_wait") && fiber->first == (address & 0xffffff)) wake(fiber);
+        if (waits_for(fiber, address & 0xffffff)) wake(fiber);
 }
 void mbarrier_init(unsigned address, unsigned arrivals, Where where) {
     if (me().cta->mbarriers.count(address)) fail(where, "the mbarrier at offset %u is initialised twice", address - SMEM_BASE);
     if (!arrivals) fail(where, "an mbarrier of no arrivals");
-    std::uint64_t mark = mark_of(address);
-    std::memcpy(at(*me().cta, address, 8, 8, "mbarrier_init", where), &mark, 8);
+    uint64_t mark = mark_of(address);
+    memcpy(at(*me().cta, address, 8, 8, "mbarrier_init", where), &mark, 8);
     me().cta->mbarriers[address] = {arrivals, arrivals, 0, 0};
 }
 void mbarrier_arrive(unsigned address, long bytes, unsigned arrivals, Where where) {
@@ -423,7 +427,7 @@ void mbarrier_arrive(unsigned address, long bytes, unsigned arrivals, Where wher
 }
 void mbarrier_wait(unsigned address, unsigned parity, Where where) {
     if (parity > 1) fail(where, "mbarrier_wait: parity %u", parity);
-    while (mbarrier_at(*me().cta, address, where).phase == parity) block("mbarrier_wait", where, address, parity);
+    while (mbarrier_at(*me().cta, address, where).phase == parity) block(MBARRIER_WAIT, where, address & 0xffffff, parity);
 }
 
 // ---- TMA ----
@@ -439,15 +443,15 @@ static void for_box(const TensorMap& map, unsigned start, const std::array<int, 
     for (i[1] = 0; i[1] < count[1]; ++i[1])
     for (i[0] = 0; i[0] < count[0]; i[0] += 8, linear += 16) {
         bool inside = true;
-        std::int64_t offset = 0;
+        int64_t offset = 0;
         for (int d = 1; d < map.rank; ++d) {
-            std::int64_t c = std::int64_t{from[d]} + i[d];
+            int64_t c = int64_t{from[d]} + i[d];
             inside = inside && c >= 0 && c < map.dims[d];
-            offset += c * static_cast<std::int64_t>(map.strides[d - 1]);
+            offset += c * static_cast<int64_t>(map.strides[d - 1]);
         }
         unsigned short* elements[8];
         for (int e = 0; e < 8; ++e) {
-            std::int64_t c = std::int64_t{from[0]} + i[0] + e;
+            int64_t c = int64_t{from[0]} + i[0] + e;
             bool here = inside && c >= 0 && c < map.dims[0];
             elements[e] = here ? reinterpret_cast<unsigned short*>(map.base + offset + c * 2) : nullptr;
         }
@@ -470,7 +474,7 @@ static void deliver(const Load& load) {
         unsigned short data[8];
         for (int e = 0; e < 8; ++e) data[e] = elements[e] ? *elements[e] : 0;
         unsigned char* p = at(*load.cta, to, 16, 16, "tma_load", load.where);
-        std::memcpy(p, data, 16);
+        memcpy(p, data, 16);
         load.cta->writer[(p - load.cta->smem) / GRANULE] = 0;
     });
     Mbarrier& barrier = mbarrier_at(*load.cta, load.barrier, load.where);
@@ -485,7 +489,7 @@ void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank,
         Load load{&cta, target & 0xffffff, barrier & 0xffffff, map, {}, where};
         std::copy(from, from + rank, load.at.begin());
         mbarrier_at(cta, load.barrier, where);
-        for_box(map, load.target, load.at, [&](unsigned to, unsigned short**) { std::memset(at(cta, to, 16, 16, "tma_load", where), 0xff, 16); });
+        for_box(map, load.target, load.at, [&](unsigned to, unsigned short**) { memset(at(cta, to, 16, 16, "tma_load", where), 0xff, 16); });
         if (schedule == 1 || (schedule > 1 && generator() % 2)) deliver(load);
         else loads.push_back(load);
     }
@@ -493,7 +497,7 @@ void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank,
 static void carry_out(const Store& store) {
     for_box(store.map, store.source, store.at, [&](unsigned from, unsigned short** elements) {
         unsigned short data[8];
-        std::memcpy(data, async_read(*me().cta, from, "tma_store", store.where), 16);
+        memcpy(data, async_read(*me().cta, from, "tma_store", store.where), 16);
         for (int e = 0; e < 8; ++e)
             if (elements[e]) *elements[e] = data[e];
     });
@@ -523,7 +527,7 @@ void tma_store_wait(int pending, bool) {
 // ---- wgmma ----
 // Address of element (i, k) of an operand of rows i and 16 columns k, per the descriptor; k or i runs along
 // the rows of shared memory. PTX ISA, "Strides"; CUTLASS writes the same as canonical layouts.
-static unsigned operand_address(std::uint64_t descriptor, bool transposed, int i, int k) {
+static unsigned operand_address(uint64_t descriptor, bool transposed, int i, int k) {
     unsigned start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
     unsigned code = descriptor >> 62, width = code == 0 ? 16 : code == 1 ? 128 : code == 2 ? 64 : 32;
     int across = transposed ? i : k, down = transposed ? k : i, per_row = width / 2;
@@ -532,11 +536,11 @@ static unsigned operand_address(std::uint64_t descriptor, bool transposed, int i
     unsigned address = start + down / 8 * stride + down % 8 * width + across / per_row * leading + across % per_row * 2;
     return address ^ (address >> 7 & (width / 16 - 1)) << 4;
 }
-static float operand(Cta& cta, std::uint64_t descriptor, bool transposed, bool bf16, int i, int k, Where where) {
+static float operand(Cta& cta, uint64_t descriptor, bool transposed, bool bf16, int i, int k, Where where) {
     unsigned address = operand_address(descriptor, transposed, i, k);
     const unsigned char* p = async_read(cta, address & ~15u, "wgmma", where) + address % 16;
     unsigned short bits;
-    std::memcpy(&bits, p, 2);
+    memcpy(&bits, p, 2);
     return value_of(bits, bf16);
 }
 static void multiply(Cta& cta, unsigned warp, const Product& product) {
@@ -587,8 +591,8 @@ void wgmma(float* d, const Wgmma& product, Where where) {
             acc.values.resize(32 * acc.count);
             for (int i = 0; i < 32; ++i) {
                 acc.at[i] = product.d[i];
-                std::memcpy(&acc.values[i * acc.count], product.d[i], acc.count * 4);
-                std::memset(product.d[i], 0xff, acc.count * 4);
+                memcpy(&acc.values[i * acc.count], product.d[i], acc.count * 4);
+                memset(product.d[i], 0xff, acc.count * 4);
             }
         }
         if (late_reads()) return warp.open.push_back(product);
@@ -623,7 +627,7 @@ void wgmma_wait(int pending, Where where) {
                 if (product.of.columns) multiply(*me().cta, self->warp, product);
                 Accumulator& acc = warp.accumulators.at(product.d[0]);
                 if (--acc.uses) continue;
-                for (int i = 0; i < 32; ++i) std::memcpy(acc.at[i], &acc.values[i * acc.count], acc.count * 4);
+                for (int i = 0; i < 32; ++i) memcpy(acc.at[i], &acc.values[i * acc.count], acc.count * 4);
                 warp.accumulators.erase(product.d[0]);
                 warp.fenced = false;
             }
@@ -636,7 +640,7 @@ static void hide() {
     for (auto& [name, buffer] : buffers)
         if (buffer.kind == "workspace") {
             buffer.hidden.assign(buffer.memory, buffer.memory + buffer.bytes);
-            std::memset(buffer.memory, 0xff, buffer.bytes);
+            memset(buffer.memory, 0xff, buffer.bytes);
         }
 }
 void grid_wait() {
@@ -646,7 +650,7 @@ void grid_wait() {
         if (buffer.kind == "workspace") {
             for (std::size_t i = 0; i < buffer.bytes; ++i)
                 if (buffer.memory[i] != 0xff) fail(NOWHERE, "a programmatic launch wrote %s before grid_wait", name.c_str());
-            std::memcpy(buffer.memory, buffer.hidden.data(), buffer.bytes);
+            memcpy(buffer.memory, buffer.hidden.data(), buffer.bytes);
         }
 }
 
@@ -675,7 +679,7 @@ static void thread_ends() {
             if (f.state == DONE) fprintf(stderr, "ended\n");
             else {
                 fprintf(stderr, "%s at %s:%d", f.what, f.where.file ? f.where.file : "?", f.where.line);
-                if (f.what == std::string("mbarrier_wait")) {
+                if (f.what == MBARRIER_WAIT) {
                     const Mbarrier& b = mbarrier_at(cta, f.first, f.where);
                     fprintf(stderr, " of offset %lu for parity %lu: its phase is %u, %u of %u arrivals and %ld bytes are missing\n",
                             (f.first & 0xffffff) - SMEM_BASE, f.second, b.phase, b.pending, b.count, b.bytes);
@@ -706,6 +710,10 @@ static void run_warp(Cta& cta, unsigned warp) {
         if (schedule > 1 && generator() % 4 == 0) return;
     }
 }
+// Schedule 0 delivers nothing but what somebody waits for, as long as there is any.
+static bool is_waited_for(const Load& load) {
+    return std::any_of(load.cta->fibers.begin(), load.cta->fibers.end(), [&](Fiber* f) { return waits_for(f, load.barrier); });
+}
 static void run_cluster() {
     struct Ready { Cta* cta; unsigned warp; };
     for (;;) {
@@ -725,9 +733,11 @@ static void run_cluster() {
         if (Ready* next = choose(runnable)) {
             run_warp(*next->cta, next->warp);
         } else if (!loads.empty() && (deferred.empty() || schedule < 2 || generator() % 2)) {
-            auto last = schedule == 0 ? loads.end() - 1 : loads.begin() + generator() % loads.size();
-            Load load = *last;
-            loads.erase(last);
+            auto next = schedule > 1 ? loads.begin() + generator() % loads.size()
+                                     : std::find_if(loads.begin(), loads.end(), is_waited_for);
+            if (next == loads.end()) --next;
+            Load load = *next;
+            loads.erase(next);
             deliver(load);
         } else if (Ready* next = choose(deferred)) {
             for (Fiber* fiber : next->cta->fibers)
@@ -742,7 +752,7 @@ static unsigned char* pages_for(std::size_t bytes, bool at_end) {  // inaccessib
     auto* all = static_cast<unsigned char*>(mmap(nullptr, size + 2 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     mprotect(all, PAGE, PROT_NONE);
     mprotect(all + PAGE + size, PAGE, PROT_NONE);
-    std::memset(all + PAGE, 0xff, size);
+    memset(all + PAGE, 0xff, size);
     return all + PAGE + (at_end ? (size - bytes) / 16 * 16 : 0);
 }
 static unsigned char* guarded(Buffer& buffer) {
@@ -783,7 +793,7 @@ static void run_block(uint3 first, unsigned ranks, unsigned threads) {
             } else cta.smem = pages_for(smem_bytes, false);
             for (unsigned i = 0; i < threads; ++i) cta.fibers.push_back(new Fiber());
         }
-        std::memset(cta.smem, 0xff, smem_bytes);
+        memset(cta.smem, 0xff, smem_bytes);
         cta.warps.assign((threads + 31) / 32, {});
         cta.warpgroups.assign((threads + 127) / 128, {});
         for (Barrier& bar : cta.barriers) bar = Barrier();
@@ -850,7 +860,7 @@ static int run(const char* request) {
         } else fail(NOWHERE, "the request says %s", word.c_str());
     }
     if (wanted != simt_signature())
-        fail(NOWHERE, "%s takes (%s), and the declaration passes (%s): p pointer, i int, f float, t TensorMap", kernel_name, simt_signature().c_str(), wanted.c_str());
+        fail(NOWHERE, "%s takes (%s), and the declaration passes (%s): p pointer, i int, f float, t TensorMap", kernel_name, simt_signature(), wanted.c_str());
     if (grid_dim.x % ranks) fail(NOWHERE, "a grid of %u blocks in clusters of %u", grid_dim.x, ranks);
     generator.seed(schedule);
     block_dim = {threads, 1, 1};

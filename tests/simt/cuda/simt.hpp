@@ -2,13 +2,16 @@
 // A thread is a fiber; it runs until it must wait for others, so a warp gets as far as it can before
 // another one moves. What is not here does not compile: a test fails, it never passes by accident.
 #pragma once
-#include <math.h>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <string>
+#include <stdint.h>
+#include <string.h>
 #include <type_traits>
 #include <utility>
+
+extern "C" {  // <math.h> in C++ takes half the time of a small template
+float exp2f(float) noexcept, expf(float) noexcept, logf(float) noexcept, log2f(float) noexcept;
+float fmaf(float, float, float) noexcept, fmaxf(float, float) noexcept, fminf(float, float) noexcept;
+float fabsf(float) noexcept, sqrtf(float) noexcept, floorf(float) noexcept, ceilf(float) noexcept;
+}
 
 #define __global__
 #define __device__
@@ -39,7 +42,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 // A tensor map as the runtime reads it: the fields of a declaration's TensorMap and its pointer.
 struct alignas(64) TensorMap {
     unsigned char* base;
-    std::uint64_t strides[4];
+    uint64_t strides[4];
     unsigned dims[5], box[5];
     int rank, swizzle;
 };
@@ -86,7 +89,7 @@ struct Wgmma {
     bool bf16, transpose_a, transpose_b;
     bool accumulate;
     const unsigned* a;                  // registers, or null: descriptor_a
-    std::uint64_t descriptor_a, descriptor_b;
+    uint64_t descriptor_a, descriptor_b;
 };
 void wgmma(float* d, const Wgmma& product, Where where);
 void wgmma_fence(Where where);
@@ -104,7 +107,7 @@ T shuffle(unsigned mask, T value, unsigned source, Where where) {
             if (!(mask >> lane & 1)) continue;
             Lane& mine = *static_cast<Lane*>(data[lane]);
             if (mask >> mine.source & 1) mine.out = static_cast<Lane*>(data[mine.source])->in;
-            else std::memset(&mine.out, 0xff, sizeof(T));  // undefined on a GPU
+            else memset(&mine.out, 0xff, sizeof(T));  // undefined on a GPU
         }
     }, where);
     return own.out;
@@ -120,7 +123,7 @@ inline unsigned ballot(unsigned mask, bool predicate, Where where) {
     }, where);
     return own.out;
 }
-inline float flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.f, x) : x; }
+inline float flush(float x) { return fabsf(x) < 0x1p-126f ? 0.f * x : x; }
 
 // The launch: `args` point to values of the kernel's parameters, whose kinds the signature names.
 template <class T>
@@ -130,7 +133,10 @@ constexpr char kind_of() {
     return std::is_same_v<T, float> ? 'f' : std::is_integral_v<T> && sizeof(T) == 4 ? 'i' : '?';
 }
 template <class... P>
-std::string signature(void (*)(P...)) { return {kind_of<std::remove_cv_t<P>>()...}; }
+const char* signature(void (*)(P...)) {
+    static const char kinds[] = {kind_of<std::remove_cv_t<P>>()..., 0};
+    return kinds;
+}
 template <class... P, std::size_t... I>
 void call(void (*kernel)(P...), void* const* args, std::index_sequence<I...>) {
     kernel(*static_cast<std::remove_cv_t<P>*>(args[I])...);
@@ -180,7 +186,7 @@ template <class To, class From>
 To simt_cast(From x) {
     static_assert(sizeof(To) == sizeof(From), "bits stay");
     To y;
-    std::memcpy(&y, &x, sizeof y);
+    memcpy(&y, &x, sizeof y);
     return y;
 }
 inline float __int_as_float(int x) { return simt_cast<float>(x); }
@@ -189,9 +195,9 @@ inline int __float_as_int(float x) { return simt_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return simt_cast<unsigned>(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.f / x; }
-inline float __expf(float x) { return std::exp(x); }
-inline float __logf(float x) { return std::log(x); }
-inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 template <class T>
 T __ldg(const T* p) { return *p; }
 inline int min(int a, int b) { return a < b ? a : b; }
@@ -204,8 +210,8 @@ inline unsigned max(int a, unsigned b) { return max(unsigned(a), b); }
 inline unsigned max(unsigned a, int b) { return max(a, unsigned(b)); }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
-inline float min(float a, float b) { return std::fmin(a, b); }
-inline float max(float a, float b) { return std::fmax(a, b); }
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
 // Blocks run one after the other and fibers switch only where they wait, so this is atomic.
 template <class T>
 T atomicAdd(T* p, T x) {

@@ -1,0 +1,67 @@
+"""Bugs put into the real templates are found: what mutations.toml lists, and says of each."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnsweep.kernel import discover
+from attnsweep.numerics import Case
+from attnsweep.problem import Problem
+
+from .harness import COMPILER, SimtError, Simulator, config_of
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+MUTATIONS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("mutations.toml").read_text()
+)
+CASES = {
+    "grouped": Case(Problem(2, 4, 2, 97, 161, 64)),
+    "causal": Case(Problem(1, 2, 1, 97, 161, 64, causal=True)),
+    "wide": Case(Problem(1, 2, 1, 97, 161, 128)),
+    "five tiles": Case(Problem(1, 1, 1, 65, 600, 64)),
+    "one short of a tile": Case(Problem(1, 1, 1, 64, 126, 64, causal=True)),
+    "large scores": Case(Problem(1, 1, 1, 129, 129, 64), "large_scores"),
+}
+
+
+def run(simulator: Simulator, bug: dict[str, Any]) -> str | None:
+    """What showed the bug, or None."""
+    family, stage = bug["stage"].split(".")
+    kernel = discover()[family]
+    text = kernel.source.read_text()
+    assert text.count(bug["old"]) == 1, f"{kernel.source.name}: {bug['old']!r} must be there once"
+    config, case = config_of(kernel, bug.get("config", "")), CASES[bug["case"]]
+    changed = {stage: text.replace(bug["old"], bug["new"])}
+    try:
+        found = simulator.check(kernel, config, case, source=changed)
+    except SimtError as report:
+        if "g++ refuses" in str(report):
+            raise
+        return str(report)
+    return None if found.ok else f"error {found.error}, limit {found.limit}"
+
+
+@pytest.fixture(scope="module")
+def simulator():
+    with Simulator() as simulator:
+        yield simulator
+
+
+@pytest.fixture(scope="module")
+def shown(simulator):
+    """Every bug runs once, two at a time."""
+    return simulator.map(lambda name: run(simulator, MUTATIONS[name]), MUTATIONS)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_bug_is_found(shown, name):
+    report, missed = shown[name].result(), MUTATIONS[name].get("missed")
+    if missed is None:
+        assert report is not None
+    else:
+        assert report is None, f"no longer missed ({missed}): {report}"
