@@ -20,7 +20,7 @@ from .harness import SCHEDULES, SimtError, Simulator, config_of
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simt", description=__doc__)
     parser.add_argument("kernel", help="a shipped family, or the path of a declaration")
-    parser.add_argument("config", nargs="?", default="", help="'BLOCK_M=64 …'; others: first value")
+    parser.add_argument("config", nargs="*", help="'BLOCK_M=64 …'; others: first value")
     parser.add_argument(
         "--problem",
         action="append",
@@ -34,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--asan", action="store_true", help="build with the address sanitizer")
     parser.add_argument("--seeds", type=int, default=0, help="random schedules, besides 0 and 1")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     path = Path(chosen.kernel)
     kernel = load_kernel(path) if path.suffix == ".py" else discover()[chosen.kernel]
-    config = config_of(kernel, chosen.config)
+    config = config_of(kernel, " ".join(chosen.config))
     facts = {"dtype": chosen.dtype, "causal": chosen.causal}
     if chosen.problem:
         cases = tuple(Case(_problem(text, facts), chosen.inputs) for text in chosen.problem)

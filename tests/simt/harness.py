@@ -105,9 +105,9 @@ class Simulator:
         self._built: dict[tuple[Any, ...], Future[Path]] = {}
         self._runs = 0
 
-    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> dict[Any, Future[Any]]:
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Future[Any]]:
         """The function's result for each item; `jobs` at once, beside the builds they wait for."""
-        return {item: self._callers.submit(function, item) for item in items}
+        return [self._callers.submit(function, item) for item in items]
 
     def close(self) -> None:
         """Stops, and removes all files."""
@@ -254,6 +254,7 @@ def _request(launch: Launch, kinds: Mapping[str, str], place: Path, schedule: in
         f"smem {launch.smem_bytes}",
         f"schedule {schedule}",
         f"programmatic {int(launch.programmatic)}",
+        f"cluster {launch.defines.get('CLUSTER', 1)}",  # blocks, which __cluster_dims__ declares
     ]
     for name, kind in kinds.items():
         path = place / name

@@ -47,15 +47,10 @@ def run(simulator: Simulator, bug: dict[str, Any]) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def simulator():
-    with Simulator() as simulator:
-        yield simulator
-
-
-@pytest.fixture(scope="module")
 def shown(simulator):
     """Every bug runs once, two at a time."""
-    return simulator.map(lambda name: run(simulator, MUTATIONS[name]), MUTATIONS)
+    results = simulator.map(lambda bug: run(simulator, bug), MUTATIONS.values())
+    return dict(zip(MUTATIONS, results, strict=True))
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

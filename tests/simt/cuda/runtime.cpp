@@ -210,12 +210,16 @@ unsigned map_address(unsigned address, unsigned rank) {
     if (rank >= cluster.size()) fail(NOWHERE, "rank %u of a cluster of %zu", rank, cluster.size());
     return (address & 0xffffff) | (rank + 1) << 24;
 }
+static int alive(Cta& cta) {
+    return std::count_if(cta.fibers.begin(), cta.fibers.end(), [](Fiber* f) { return f->state != DONE; });
+}
 static Cta& cta_of(unsigned address, Cta& own) { return address >> 24 ? cluster.at((address >> 24) - 1) : own; }
 static unsigned char* at(Cta& own, unsigned address, unsigned bytes, unsigned align, const char* what, Where where) {
     Cta& cta = cta_of(address, own);
     unsigned offset = (address & 0xffffff) - SMEM_BASE;
     if (offset > smem_bytes || offset + bytes > smem_bytes)
         fail(where, "%s: %u bytes at offset %d of %zu bytes of shared memory", what, bytes, static_cast<int>(offset), smem_bytes);
+    if (&cta != &own && !alive(cta)) fail(where, "%s: the block of rank %u has ended", what, cta.rank);
     if (address % align) fail(where, "%s: offset %u is not a multiple of %u", what, offset, align);
     return cta.smem + offset;
 }
@@ -261,9 +265,6 @@ static void complete(Barrier& barrier) {
     std::for_each(barrier.waiting.begin(), barrier.waiting.end(), wake);
     barrier = Barrier();
 }
-static int alive(Cta& cta) {
-    return std::count_if(cta.fibers.begin(), cta.fibers.end(), [](Fiber* f) { return f->state != DONE; });
-}
 void barrier(int id, int threads, bool wait, const char* name, Where where) {
     Fiber& fiber = me();
     if (id < 0 || id > 15) fail(where, "%s: there is no barrier %d", name, id);
@@ -280,24 +281,27 @@ void barrier(int id, int threads, bool wait, const char* name, Where where) {
     bar.waiting.push_back(&fiber);
     block(name, where, id, expected);
 }
-static Barrier cluster_bar;
+// Threads that arrived at the cluster's barrier; whether the phase that a thread arrived in is complete.
+static std::vector<Fiber*> cluster_came;
+static std::map<Fiber*, bool> cluster_passed;
+static const char CLUSTER_WAIT[] = "cluster_wait";
+static void settle_cluster(std::size_t ending = 0) {
+    std::size_t expected = 0;
+    for (Cta& cta : cluster) expected += alive(cta);
+    if (cluster_came.empty() || cluster_came.size() != expected - ending) return;
+    for (Fiber* fiber : cluster_came) {
+        cluster_passed[fiber] = true;
+        if (fiber->state == BLOCKED && fiber->what == CLUSTER_WAIT) wake(fiber);
+    }
+    cluster_came.clear();
+}
 void cluster_barrier(bool arrive, bool wait, Where where) {
-    static std::map<Fiber*, bool> passed;  // arrived, and its phase is complete
-    static std::vector<Fiber*> came;
     if (arrive) {
-        came.push_back(&me()), passed[&me()] = false;
-        std::size_t expected = 0;
-        for (Cta& cta : cluster) expected += alive(cta);
-        if (came.size() == expected) {
-            for (Fiber* fiber : came) passed[fiber] = true;
-            came.clear();
-            complete(cluster_bar);
-        }
+        if (std::count(cluster_came.begin(), cluster_came.end(), &me())) fail(where, "cluster_arrive twice, with no wait between");
+        cluster_came.push_back(&me()), cluster_passed[&me()] = false;
+        settle_cluster();
     }
-    if (wait && !passed[&me()]) {
-        cluster_bar.waiting.push_back(&me());
-        block("barrier.cluster", where);
-    }
+    if (wait && !cluster_passed[&me()]) block(CLUSTER_WAIT, where);
 }
 void warpgroup_uniform(const char* what, unsigned value, Where where) {
     struct Lane { const char* what; unsigned value; Where where; } own{what, value, where};
@@ -470,6 +474,7 @@ static void check_copy(const char* what, const TensorMap& map, unsigned address,
     if (map.swizzle && static_cast<int>(map.box[0] * 2) > map.swizzle) fail(where, "%s: a box of %u bytes with swizzle %d", what, map.box[0] * 2, map.swizzle);
 }
 static void deliver(const Load& load) {
+    if (!alive(*load.cta)) fail(load.where, "this tma_load arrives at a block that has ended");
     for_box(load.map, load.target, load.at, [&](unsigned to, unsigned short** elements) {
         unsigned short data[8];
         for (int e = 0; e < 8; ++e) data[e] = elements[e] ? *elements[e] : 0;
@@ -664,6 +669,7 @@ static void thread_ends() {
     if (!warp.accumulators.empty()) fail(NOWHERE, "the warp ends while a wgmma is under way");
     Barrier& all = fiber.cta->barriers[0];
     if (all.arrived && !all.expected && all.arrived == alive(*fiber.cta) - 1) complete(all);
+    settle_cluster(1);
 }
 [[noreturn]] static void deadlock() {
     self = nullptr;
@@ -683,7 +689,8 @@ static void thread_ends() {
                     const Mbarrier& b = mbarrier_at(cta, f.first, f.where);
                     fprintf(stderr, " of offset %lu for parity %lu: its phase is %u, %u of %u arrivals and %ld bytes are missing\n",
                             (f.first & 0xffffff) - SMEM_BASE, f.second, b.phase, b.pending, b.count, b.bytes);
-                } else if (f.second) fprintf(stderr, ": barrier %lu, %d of %lu threads came\n", f.first, cta.barriers[f.first].arrived, f.second);
+                } else if (f.what == CLUSTER_WAIT) fprintf(stderr, ": %zu threads of the cluster arrived\n", cluster_came.size());
+                else if (f.second) fprintf(stderr, ": barrier %lu, %d of %lu threads came\n", f.first, cta.barriers[f.first].arrived, f.second);
                 else fprintf(stderr, ": the other lanes of mask %08lx did not come\n", f.first);
             }
             i = end;
@@ -806,6 +813,7 @@ static void run_block(uint3 first, unsigned ranks, unsigned threads) {
             start(f);
         }
     }
+    cluster_came.clear(), cluster_passed.clear();
     run_cluster();
     self = nullptr;
     if (!loads.empty()) fail(loads[0].where, "block (%u,%u,%u) of %s ends before this tma_load arrived", first.x, first.y, first.z, kernel_name);
