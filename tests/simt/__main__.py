@@ -14,7 +14,7 @@ from attnsweep.kernel import discover, load_kernel
 from attnsweep.numerics import Case, small_cases
 from attnsweep.problem import Problem
 
-from .harness import SCHEDULES, SimtError, Simulator, config_of
+from .harness import SCHEDULES, BuildError, SimtError, Simulator, config_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,20 +50,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Simulator() as simulator:
         for case in cases:
             refused = kernel.refused_by(config, case.problem, arch)
+            note = f" (which the rule {refused} refuses)" if refused else ""
             begin = time.perf_counter()
             try:
                 found = simulator.check(
                     kernel, config, case, arch=arch, asan=chosen.asan, schedules=schedules
                 )
-            except (SimtError, AttnsweepError) as error:
+            except (BuildError, AttnsweepError) as error:
+                print(error)
+                return 2
+            except SimtError as error:
                 failed += 1
-                print(f"FAILED {case.label}:\n{error}")
+                print(f"FAILED {case.label}{note}:\n{error}")
                 continue
             failed += not found.ok
-            note = f"; the rule {refused} refuses this config here" if refused else ""
             print(
-                f"{'ok' if found.ok else 'WRONG':6} {case.label}: error {found.error:.2e}, "
-                f"limit {found.limit:.2e}, {time.perf_counter() - begin:.1f} s{note}"
+                f"{'ok' if found.ok else 'WRONG':6} {case.label}{note}: error {found.error:.2e}, "
+                f"limit {found.limit:.2e}, {time.perf_counter() - begin:.1f} s"
             )
     return 1 if failed else 0
 

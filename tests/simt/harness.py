@@ -41,7 +41,11 @@ SCHEDULES = (0, 1)
 
 
 class SimtError(Exception):
-    """g++ refused a template, or a run ended with a report."""
+    """A run ended with a report, which this is."""
+
+
+class BuildError(SimtError):
+    """A template that g++ or the harness refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ def translate(source: str, name: str) -> str:
         found = re.search(word, code)
         if found:
             line = code[: found.start()].count("\n") + 1
-            raise SimtError(f"{name}:{line}: {advice}")
+            raise BuildError(f"{name}:{line}: {advice}")
     return text
 
 
@@ -129,13 +133,14 @@ class Simulator:
                 self._built[key] = self._pool.submit(build, *args)
             return self._built[key]
 
-    def _runtime(self, asan: bool) -> Future[Path]:
-        return self._once(("runtime", asan), self._build_runtime, asan)
+    def _runtime(self, asan: bool) -> list[Future[Path]]:
+        sources = sorted(HERE.glob("*.cpp"))
+        return [self._once((path, asan), self._build_runtime, path, asan) for path in sources]
 
-    def _build_runtime(self, asan: bool) -> Path:
-        made = self.root / f"runtime{int(asan)}.o"
-        flags = [*FLAGS, "-O2", "-Wall", *(["-fsanitize=address"] if asan else [])]
-        _compile([*flags, "-c", str(HERE / "runtime.cpp"), "-o", str(made)])
+    def _build_runtime(self, source: Path, asan: bool) -> Path:
+        made = self.root / f"{source.stem}{int(asan)}.o"
+        flags = [*FLAGS, "-O2", "-Wall", "-Werror", *(["-fsanitize=address"] if asan else [])]
+        _compile([*flags, "-c", str(source), "-o", str(made)])
         return made
 
     def _stage(
@@ -152,7 +157,7 @@ class Simulator:
         function: str,
         defines: Mapping[str, str],
         asan: bool,
-        runtime: Future[Path],
+        runtime: Sequence[Future[Path]],
     ) -> Path:
         text = translate(source, kernel.source.name)
         digest = hashlib.sha256(repr((text, function, defines, asan)).encode()).hexdigest()[:16]
@@ -170,7 +175,7 @@ class Simulator:
                 # Twins first: an include of a file that has none finds the real one.
                 *("-I", str(HERE), "-I", str(kernel.source.parent)),
                 *(f"-D{name}={value}" for name, value in defines.items()),
-                *(str(wrapper), str(runtime.result()), "-o", str(made)),
+                *(str(wrapper), *(str(part.result()) for part in runtime), "-o", str(made)),
             ]
         )
         return made
@@ -278,10 +283,10 @@ def _request(launch: Launch, kinds: Mapping[str, str], place: Path, schedule: in
 
 def _compile(arguments: Sequence[str]) -> None:
     if COMPILER is None:
-        raise SimtError("g++ is not installed")
+        raise BuildError("g++ is not installed")
     done = subprocess.run([COMPILER, *arguments], capture_output=True, text=True)
     if done.returncode:
-        raise SimtError(f"g++ refuses it:\n{done.stderr[:6000]}")
+        raise BuildError(f"g++ refuses it:\n{done.stderr[:6000]}")
 
 
 def _run(program: Path, request: Path, timeout_s: float) -> None:

@@ -25,15 +25,30 @@ float fabsf(float) noexcept, sqrtf(float) noexcept, floorf(float) noexcept, ceil
 #define SIMT 1
 // Defaults of a twin's last parameters: where the template called it, for reports.
 #define SIMT_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
-#define SIMT_AT simt::Where{file, line}
+#define SIMT_AT \
+    simt::Where { file, line }
 
-struct uint3 { unsigned x, y, z; };
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(8) int2 { int x, y; };
-struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
+struct uint3 {
+    unsigned x, y, z;
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct alignas(8) int2 {
+    int x, y;
+};
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -49,8 +64,14 @@ struct alignas(64) TensorMap {
 static_assert(sizeof(TensorMap) == 128, "as on the device");
 
 namespace simt {
-struct Where { const char* file; int line; };
-struct Thread { uint3 index, block; unsigned lane, warp; };
+struct Where {
+    const char* file;
+    int line;
+};
+struct Thread {
+    uint3 index, block;
+    unsigned lane, warp;
+};
 extern Thread* self;
 extern uint3 block_dim, grid_dim;
 extern float half_values[65536];  // fp16 bits to float
@@ -69,6 +90,7 @@ void collective(const char* name, unsigned mask, void* data, Act act, Where wher
 void barrier(int id, int threads, bool wait, const char* name, Where where);
 void cluster_barrier(bool arrive, bool wait, Where where);
 void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where);
+void load_shared(void* to, unsigned address, unsigned bytes, Where where);
 void stmatrix(unsigned address, const unsigned (&r)[4], Where where);
 void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool bf16, Where where);
 
@@ -85,10 +107,10 @@ void tma_store_commit();
 void tma_store_wait(int pending, bool read_only);
 void fence_async_proxy();
 struct Wgmma {
-    int columns;                        // N
+    int columns;  // N
     bool bf16, transpose_a, transpose_b;
     bool accumulate;
-    const unsigned* a;                  // registers, or null: descriptor_a
+    const unsigned* a;  // registers, or null: descriptor_a
     uint64_t descriptor_a, descriptor_b;
 };
 void wgmma(float* d, const Wgmma& product, Where where);
@@ -101,26 +123,38 @@ void grid_wait();
 template <class T>
 T shuffle(unsigned mask, T value, unsigned source, Where where) {
     static_assert(sizeof(T) <= 8, "4 or 8 bytes");
-    struct Lane { T in, out; unsigned source; } own{value, value, source};
-    collective("shfl", mask, &own, [](void* const data[32], unsigned mask) {
-        for (unsigned lane = 0; lane < 32; ++lane) {
-            if (!(mask >> lane & 1)) continue;
-            Lane& mine = *static_cast<Lane*>(data[lane]);
-            if (mask >> mine.source & 1) mine.out = static_cast<Lane*>(data[mine.source])->in;
-            else memset(&mine.out, 0xff, sizeof(T));  // undefined on a GPU
-        }
-    }, where);
+    struct Lane {
+        T in, out;
+        unsigned source;
+    } own{value, value, source};
+    collective(
+        "shfl", mask, &own,
+        [](void* const data[32], unsigned mask) {
+            for (unsigned lane = 0; lane < 32; ++lane) {
+                if (!(mask >> lane & 1)) continue;
+                Lane& mine = *static_cast<Lane*>(data[lane]);
+                if (mask >> mine.source & 1) mine.out = static_cast<Lane*>(data[mine.source])->in;
+                else memset(&mine.out, 0xff, sizeof(T));  // undefined on a GPU
+            }
+        },
+        where);
     return own.out;
 }
 inline unsigned ballot(unsigned mask, bool predicate, Where where) {
-    struct Lane { bool in; unsigned out; } own{predicate, 0};
-    collective("vote", mask, &own, [](void* const data[32], unsigned mask) {
-        unsigned all = 0;
-        for (unsigned lane = 0; lane < 32; ++lane)
-            if (mask >> lane & 1) all |= unsigned{static_cast<Lane*>(data[lane])->in} << lane;
-        for (unsigned lane = 0; lane < 32; ++lane)
-            if (mask >> lane & 1) static_cast<Lane*>(data[lane])->out = all;
-    }, where);
+    struct Lane {
+        bool in;
+        unsigned out;
+    } own{predicate, 0};
+    collective(
+        "vote", mask, &own,
+        [](void* const data[32], unsigned mask) {
+            unsigned all = 0;
+            for (unsigned lane = 0; lane < 32; ++lane)
+                if (mask >> lane & 1) all |= unsigned{static_cast<Lane*>(data[lane])->in} << lane;
+            for (unsigned lane = 0; lane < 32; ++lane)
+                if (mask >> lane & 1) static_cast<Lane*>(data[lane])->out = all;
+        },
+        where);
     return own.out;
 }
 inline float flush(float x) { return fabsf(x) < 0x1p-126f ? 0.f * x : x; }
@@ -194,12 +228,15 @@ inline float __uint_as_float(unsigned x) { return simt_cast<float>(x); }
 inline int __float_as_int(float x) { return simt_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return simt_cast<unsigned>(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float __saturatef(float x) { return x > 0.f ? fminf(x, 1.f) : 0.f; }  // a NaN becomes 0
 inline float __frcp_rn(float x) { return 1.f / x; }
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 template <class T>
-T __ldg(const T* p) { return *p; }
+T __ldg(const T* p) {
+    return *p;
+}
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
