@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attnsweep.arch import arch_named
 from attnsweep.errors import AttnsweepError
-from attnsweep.kernel import discover, load_kernel
+from attnsweep.kernel import Kernel, discover, load_kernel
 from attnsweep.numerics import Case, small_cases
 from attnsweep.problem import Problem
 
@@ -35,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--asan", action="store_true", help="build with the address sanitizer")
     parser.add_argument("--seeds", type=int, default=0, help="random schedules, besides 0 and 1")
     chosen = parser.parse_intermixed_args(arguments)
-    path = Path(chosen.kernel)
-    kernel = load_kernel(path) if path.suffix == ".py" else discover()[chosen.kernel]
-    config = config_of(kernel, " ".join(chosen.config))
-    facts = {"dtype": chosen.dtype, "causal": chosen.causal}
-    if chosen.problem:
-        cases = tuple(Case(_problem(text, facts), chosen.inputs) for text in chosen.problem)
-    else:
-        cases = small_cases(Problem(1, 8, 8, 1024, 1024, chosen.head_dim, **facts))
+    try:
+        path = Path(chosen.kernel)
+        kernel = load_kernel(path) if path.suffix == ".py" else _shipped(chosen.kernel)
+        config = config_of(kernel, " ".join(chosen.config))
+        cases = _cases(chosen)
+    except (SimtError, AttnsweepError) as error:
+        print(error)
+        return 2
     schedules = (*SCHEDULES, *range(2, 2 + chosen.seeds))
     arch = arch_named(chosen.arch)
     print(f"{kernel.name} {config.label}")
@@ -69,6 +69,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"limit {found.limit:.2e}, {time.perf_counter() - begin:.1f} s"
             )
     return 1 if failed else 0
+
+
+def _shipped(name: str) -> Kernel:
+    families = discover()
+    if name not in families:
+        raise SimtError(f"no family {name!r}: there are {', '.join(families)}, or a path to a .py")
+    return families[name]
+
+
+def _cases(chosen: argparse.Namespace) -> tuple[Case, ...]:
+    facts = {"dtype": chosen.dtype, "causal": chosen.causal}
+    if chosen.problem:
+        return tuple(Case(_problem(text, facts), chosen.inputs) for text in chosen.problem)
+    return small_cases(Problem(1, 8, 8, 1024, 1024, chosen.head_dim, **facts))
 
 
 def _problem(text: str, facts: dict[str, object]) -> Problem:

@@ -83,6 +83,22 @@ _RAW_PTX = (
 _SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];")
 
 
+_INCLUDE = re.compile(r'^#include "([\w/]+\.cuh)"$', re.MULTILINE)
+
+
+def template(kernel: Kernel) -> str:
+    """The template's text, with the headers it includes that have no twin in place."""
+
+    def included(match: re.Match[str]) -> str:
+        if (HERE / match[1]).is_file():
+            return match[0]
+        text = (kernel.source.parent / match[1]).read_text().replace("#pragma once\n", "")
+        line = match.string[: match.start()].count("\n") + 2
+        return f'#line 1 "{match[1]}"\n{text}#line {line} "{kernel.source.name}"'
+
+    return _INCLUDE.sub(included, kernel.source.read_text())
+
+
 def translate(source: str, name: str) -> str:
     """The template as g++ takes it: dynamic shared memory is a pointer, raw PTX a call."""
     text = _SHARED.sub(r"\1* \2 = static_cast<\1*>(simt::dynamic_smem());", source)
@@ -191,7 +207,7 @@ class Simulator:
         asan: bool = False,
     ) -> dict[str, tuple[Launch, Future[Path]]]:
         """Starts the builds of all stages; `source`: other text than the template's for some."""
-        text = kernel.source.read_text()
+        text = template(kernel)
         problem = case.problem
         launches = kernel.launches(config, problem, arch)
         return {

@@ -12,7 +12,7 @@ from attnsweep.kernel import discover
 from attnsweep.numerics import Case
 from attnsweep.problem import Problem
 
-from .harness import COMPILER, BuildError, SimtError, Simulator, config_of
+from .harness import COMPILER, BuildError, SimtError, Simulator, config_of, template
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -33,7 +33,7 @@ def run(simulator: Simulator, bug: dict[str, Any]) -> str | None:
     """What showed the bug, or None."""
     family, stage = bug["stage"].split(".")
     kernel = discover()[family]
-    text = kernel.source.read_text()
+    text = template(kernel)
     assert text.count(bug["old"]) == 1, f"{kernel.source.name}: {bug['old']!r} must be there once"
     config, case = config_of(kernel, bug.get("config", "")), CASES[bug["case"]]
     changed = {stage: text.replace(bug["old"], bug["new"])}

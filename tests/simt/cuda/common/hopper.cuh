@@ -65,6 +65,8 @@ void wgmma_wait(SIMT_HERE) {
 template <class T, int N>
 void pin(T (&)[N]) {}
 
+inline int opaque(int x) { return x; }
+
 template <int SWIZZLE>
 unsigned long long wgmma_descriptor(unsigned address, unsigned row_step, unsigned column_step = 16) {
     return static_cast<unsigned long long>((address & 0x3ffff) >> 4) |
@@ -112,12 +114,12 @@ inline uint4 load_shared_16(unsigned address, SIMT_HERE) {
     simt::load_shared(&x, address, 16, SIMT_AT);
     return x;
 }
-inline void store_global_16(void* to, uint4 x, unsigned long long) { *static_cast<uint4*>(to) = x; }
 inline unsigned cluster_rank() { return simt::cluster_rank(); }
 inline void cluster_arrive(SIMT_HERE) { simt::cluster_barrier(true, false, SIMT_AT); }
 inline void cluster_wait(SIMT_HERE) { simt::cluster_barrier(false, true, SIMT_AT); }
-inline void mbarrier_arrive_at(unsigned barrier, unsigned rank, SIMT_HERE) {
-    simt::mbarrier_arrive(simt::map_address(barrier, rank), 0, 1, SIMT_AT);
+inline unsigned cluster_address(unsigned address, unsigned rank) { return simt::map_address(address, rank); }
+inline void mbarrier_arrive_remote(unsigned barrier, unsigned lane, unsigned lanes, SIMT_HERE) {
+    if (lane < lanes) simt::mbarrier_arrive(barrier, 0, 1, SIMT_AT);
 }
 inline void tma_load_multicast(unsigned target, const TensorMap& map, unsigned barrier, int c0, int c1,
                                int c2, unsigned short blocks, SIMT_HERE) {
