@@ -99,6 +99,15 @@ def template(kernel: Kernel) -> str:
     return _INCLUDE.sub(included, kernel.source.read_text())
 
 
+def _place(before: str, name: str) -> str:
+    """file:line of what follows `before`, by the #line directives in it."""
+    marks = list(re.finditer(r'^#line (\d+) "(.*)"\n', before, re.MULTILINE))
+    if not marks:
+        return f"{name}:{before.count(chr(10)) + 1}"
+    last = marks[-1]
+    return f"{last[2]}:{int(last[1]) + before[last.end() :].count(chr(10))}"
+
+
 def translate(source: str, name: str) -> str:
     """The template as g++ takes it: dynamic shared memory is a pointer, raw PTX a call."""
     text = _SHARED.sub(r"\1* \2 = static_cast<\1*>(simt::dynamic_smem());", source)
@@ -111,8 +120,7 @@ def translate(source: str, name: str) -> str:
     ):
         found = re.search(word, code)
         if found:
-            line = code[: found.start()].count("\n") + 1
-            raise BuildError(f"{name}:{line}: {advice}")
+            raise BuildError(f"{_place(code[: found.start()], name)}: {advice}")
     return text
 
 
