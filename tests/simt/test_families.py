@@ -12,9 +12,10 @@ from itertools import cycle, product
 
 import pytest
 
-from attnsweep.kernel import Config, Kernel, Space, discover
+from attnsweep.kernel import Config, Kernel, discover
 from attnsweep.numerics import Case, small_cases
 from attnsweep.problem import Problem
+from attnsweep.space import Space
 
 from .harness import ARCH, COMPILER, HERE, config_of
 
