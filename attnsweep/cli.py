@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from attnsweep import __version__, candidates, report, sweep, view
+from attnsweep import __version__, candidates, page, report, sweep, view
 from attnsweep.arch import ARCHS, Arch, arch_named
 from attnsweep.console import console, errors
 from attnsweep.device import install_command
@@ -206,9 +206,31 @@ def report_(
     json_: JsonOption = False,
     results: ResultsOption = Path("results"),
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 10,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write one self-contained page instead."),
+    ] = None,
+    target_us: Annotated[
+        float | None,
+        typer.Option(
+            "--target-us",
+            min=0.001,
+            help="With --html: what the ladder's distances are to; else the best baseline.",
+        ),
+    ] = None,
 ) -> None:
-    """Print the ranked tables of a stored run; needs no GPU and no CUDA."""
-    _print_run(latest_run(results) if run_ is None else open_run(run_), json_, top)
+    """Print the ranked tables of a stored run, or write them as a page; needs no GPU and no CUDA.
+
+    The page holds tables, plots and provenance in one file that needs no network.
+    """
+    read = latest_run(results) if run_ is None else open_run(run_)
+    if html is None:
+        _print_run(read, json_, top)
+        return
+    size = page.write(read, html, target_us=target_us)
+    text = f"{html}: {size / 1e6:.1f} MB, {len(read.trials)} trials of {read.directory}"
+    data = {"page": str(html), "bytes": size, "run": str(read.directory)}
+    _print([Text(text)], data, json_)
 
 
 @app.command(name="compile")

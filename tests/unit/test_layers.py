@@ -22,7 +22,7 @@ LAYERS = [
     {"ranking", "doctor"},
     {"section"},
     {"report"},
-    {"sweep"},
+    {"sweep", "page"},
     {"view"},
     {"cli"},
     {"__main__"},
