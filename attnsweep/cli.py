@@ -16,14 +16,16 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from attnsweep import __version__, candidates, page, report, sweep, view
+from attnsweep import __version__, candidates, inspection, page, report, sweep, view
 from attnsweep.arch import ARCHS, Arch, arch_named
 from attnsweep.console import console, errors
 from attnsweep.device import install_command
 from attnsweep.doctor import can_compile, examine, verdict
-from attnsweep.errors import AttnsweepError, NoGpuError, SpecError
+from attnsweep.document import nearest
+from attnsweep.errors import AttnsweepError, KernelError, NoGpuError, SpecError
 from attnsweep.fields import BASELINES
 from attnsweep.kernel import Kernel, discover
+from attnsweep.problem import Problem
 from attnsweep.spec import SweepSpec, load_spec
 from attnsweep.store import latest_run, open_run
 
@@ -274,6 +276,44 @@ def _arch(spec: SweepSpec, arch: str | None) -> Arch:
             "for which architecture? The spec names none, and there is no GPU to ask",
             hint=f"add --arch, one of {', '.join(ARCHS)}",
         ) from error
+
+
+@app.command()
+def inspect(
+    kernel: Annotated[str, typer.Argument(help="A kernel family.", show_default=False)],
+    config: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG]",
+            help="As 'BLOCK_M=64 BLOCK_N=128'; the rest as in the first config the rules keep.",
+        ),
+    ] = None,
+    problem: Annotated[
+        str | None,
+        typer.Option("--problem", help="As '1,16,1024,64' or '(2,32/8,2048,128) bf16 causal'."),
+    ] = None,
+    arch: Annotated[str, typer.Option("--arch", help=f"One of {', '.join(ARCHS)}.")] = "sm_90a",
+    json_: JsonOption = False,
+    kernels: KernelsOption = None,
+    results: ResultsOption = Path("results"),
+) -> None:
+    """Take one compiled config apart, without a GPU: resources, occupancy, instructions, bound.
+
+    Per stage: registers, spills, shared memory, what limits the occupancy, cubin size, and how many
+    instructions of each kind there are (that needs nvdisasm: the `inspect` extra).
+    """
+    families = discover(kernels)
+    if kernel not in families:
+        raise KernelError(f"unknown kernel {kernel!r}", hint=nearest(kernel, families))
+    target = arch_named(arch)
+    found = inspection.inspect(
+        families[kernel],
+        " ".join(config or ()),
+        Problem.parse(problem) if problem is not None else None,
+        target,
+        card=inspection.card_of(target, results),
+    )
+    _print([Text(line) for line in found.lines(console.width)], found.to_json(), json_)
 
 
 @app.command(name="list")

@@ -8,9 +8,7 @@ GPU and no CUDA. Times are microseconds of one call.
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -21,8 +19,9 @@ from typing import Any
 import yaml
 
 from attnsweep import __version__
-from attnsweep.compiler import default_cache_dir
+from attnsweep.compiler import default_cache_dir, write_aside
 from attnsweep.console import GLUE
+from attnsweep.device import install_command
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.problem import Problem
 from attnsweep.ranking import named, rank, value_text
@@ -55,7 +54,6 @@ _MAX_ROWS = 1500
 _MAX_STAGES = 10
 _MAX_REASONS = 40
 _REASON_LENGTH = 200
-_HINT = "pip install 'attnsweep[html]'"
 
 
 def write(run: Run, path: Path, *, target_us: float | None = None) -> int:
@@ -67,7 +65,7 @@ def write(run: Run, path: Path, *, target_us: float | None = None) -> int:
     """
     data = render(run, target_us=target_us).encode("utf-8", "replace")
     try:
-        _replace(path, data)
+        write_aside(path, data)
     except OSError as error:
         raise StoreError(
             f"cannot write the page: {error.strerror}",
@@ -82,7 +80,7 @@ def render(run: Run, *, target_us: float | None = None) -> str:
     try:
         import jinja2
     except ImportError as error:
-        raise ToolchainError("an HTML page needs Jinja2", hint=_HINT) from error
+        raise ToolchainError("an HTML page needs Jinja2", hint=install_command("html")) from error
     plots = plot_library()
     sections = by_problem(rank(run.trials, run.environment), run.environment)
     rungs = _kernel_order(run)
@@ -121,7 +119,7 @@ def plot_library() -> str:
         import vl_convert
     except ImportError as error:
         raise ToolchainError(
-            "an HTML page needs Vega-Lite, from vl-convert-python", hint=_HINT
+            "an HTML page needs Vega-Lite, from vl-convert-python", hint=install_command("html")
         ) from error
     kept = default_cache_dir() / "page" / f"vega-{metadata.version('vl-convert-python')}.js"
     try:
@@ -132,25 +130,10 @@ def plot_library() -> str:
     text = made.replace("</script", "<\\/script")
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        _replace(kept, text.encode())
+        write_aside(kept, text.encode())
     except OSError:
         pass  # a cache only saves time
     return text
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """All of the file or nothing: written aside, then renamed."""
-    handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(aside, 0o666 & ~umask)  # mkstemp's are for their owner alone
-        os.replace(aside, path)
-    except BaseException:
-        os.unlink(aside)
-        raise
 
 
 # -- what the template shows ------------------------------------------------------------------
@@ -314,15 +297,16 @@ def _ladder(section: Section, rungs: Sequence[str], target_us: float | None) -> 
             continue
         us = row["time_us"]
         used = row["trial"].resources
-        stages = used.stages.values() if used is not None else []
-        sizes = [stage["cubin_bytes"] for stage in stages if "cubin_bytes" in stage]
+        stages = [*used.stages.values()] if used is not None else []
+        size = _sum_of(stages, "cubin_bytes")
         step |= {
             "who": who(row),
             "us": figure(us, 4),
             "config": row["config"],
             "registers": row["registers"],
             "spill_bytes": row["spill_bytes"],
-            "cubin": f"{sum(sizes) / 1024:.0f}K" if sizes else None,
+            "cubin": None if size is None else f"{size / 1024:.0f}K",
+            "branches": _sum_of(stages, "predicated_branches"),
             "gain": None if before is None else _times(before / us),
             "distance": None if target is None else _distance(us, target),
             "met": target is not None and us <= target,
@@ -331,9 +315,17 @@ def _ladder(section: Section, rungs: Sequence[str], target_us: float | None) -> 
         before = us if before is None else min(before, us)
     return {
         "steps": steps,
+        "has_branches": any(step.get("branches") is not None for step in steps),
         "target": None if target is None else f"{figure(target, 4)} µs",
         "of": of,
     }
+
+
+def _sum_of(stages: Sequence[Mapping[str, float]], measure: str) -> int | None:
+    """None if a stage does not tell."""
+    if not stages or any(measure not in stage for stage in stages):
+        return None
+    return int(sum(stage[measure] for stage in stages))
 
 
 def _distance(us: float, target: float) -> str:

@@ -31,6 +31,7 @@ from attnsweep.document import Document, Flow, Many, dump, nearest, wrong
 from attnsweep.errors import ProblemError, SpecError
 from attnsweep.fields import BASELINES, ArchName, Baselines, Bytes, ParameterValues, Size
 from attnsweep.kernel import Kernel, Param, Value
+from attnsweep.policy import Requirements, RequireSpec, requirements
 from attnsweep.problem import Dtype, Problem
 
 Device = Literal["cuda", "replay"]
@@ -193,6 +194,9 @@ class SpecFile(_Model):
     search: SearchSpec = Field(default=SearchSpec(), description="Which candidates are tried.")
     measure: MeasureSpec = Field(default=MeasureSpec(), description="How they are timed.")
     limits: LimitsSpec = Field(default=LimitsSpec(), description="What is pruned unmeasured.")
+    require: RequireSpec = Field(  # type: ignore[valid-type]
+        default=RequireSpec(), description="What compiled code must be like, or it is pruned."
+    )
 
 
 def json_schema() -> dict[str, Any]:
@@ -222,6 +226,7 @@ _MODELS: dict[str, type[BaseModel]] = {
     "search": SearchSpec,
     "measure": MeasureSpec,
     "limits": LimitsSpec,
+    "require": RequireSpec,
 }
 
 
@@ -252,6 +257,7 @@ class SweepSpec:
     search: SearchSpec
     measure: MeasureSpec
     limits: LimitsSpec
+    require: Requirements
     document: Document = field(compare=False, repr=False)
 
     def resolved(self, relative_to: Path | None = None) -> str:
@@ -283,8 +289,13 @@ class SweepSpec:
                 section: Flow(getattr(self, section).model_dump())
                 for section in ("search", "measure", "limits")
             },
+            **({"require": _required(self.require)} if self.require else {}),
         }
         return dump(data)
+
+
+def _required(required: Requirements) -> Flow:
+    return Flow({name: [*comparisons] for name, comparisons in required.items()})
 
 
 def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
@@ -308,6 +319,9 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
     if file.device != "replay" and file.recording is not None:
         hint = "add device: replay, or drop recording"
         document.report("recording is for device replay", hint, document.keys[("recording",)])
+    if file.device == "replay" and requirements(file.require):
+        hint = "drop require: a replay compiles nothing that could be looked at"
+        document.report("require is for device cuda", hint, document.keys[("require",)])
     if file.name is None and not re.fullmatch("[a-z0-9_-]+", path.stem):
         what = f"the file's stem {path.stem!r} cannot name a run"
         document.report(what, "add name: of a-z, 0-9, _ and - only", document.at())
@@ -327,6 +341,7 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
         search=file.search,
         measure=file.measure,
         limits=file.limits,
+        require=requirements(file.require),
         document=document,
     )
     if kernels is not None:

@@ -26,6 +26,7 @@ from attnsweep.candidates import (
     as_ready,
     candidate_count,
     compiled_row,
+    compiler_for,
     plan,
 )
 from attnsweep.compiler import Compiler
@@ -102,7 +103,7 @@ def run(
         _check_memory(spec, environment)
         planned = plan(spec, kernels, arch)
         observer.planned(candidate_count(planned, spec.search.candidates))
-        compiler = Compiler(arch, cache_dir)
+        compiler = compiler_for(spec, arch, cache_dir)
         directory = results / environment.slug / spec.name
         elsewhere = not fresh and _measured_elsewhere(directory, environment)
         if elsewhere:
@@ -379,7 +380,9 @@ class _Sweep:
         return not timed or any(time.rounds for time in timed if time)
 
     def _fingerprint(self, build: Build) -> str:
-        return self._digest(build.problem, build.keys, sorted(build.launches.items()))
+        parts = (build.problem, build.keys, sorted(build.launches.items()))
+        required = self._spec.require
+        return self._digest(*parts, *([sorted(required.items())] if required else []))
 
     def _baseline_row(self, name: str, problem: Problem) -> Trial:
         packages = sorted(self._environment.packages.items())

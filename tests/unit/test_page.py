@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_report import baseline, candidate, failed, full_run
 
-from attnsweep import page
+from attnsweep import cli, page
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.problem import Problem
 from attnsweep.store import Run, open_run
@@ -198,8 +198,19 @@ def test_a_page_that_cannot_be_written_says_where(tmp_path):
 
 def test_without_the_extra_the_command_that_mends_it_is_told(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
-    with pytest.raises(ToolchainError, match=r"pip install 'attnsweep\[html\]'"):
+    with pytest.raises(ToolchainError, match=r"pip install .*\[html\]'"):
         page.render(full_run())
+
+
+def test_the_command_writes_the_page_and_says_what_it_is(monkeypatch, capsys, tmp_path):
+    arguments = ["report", str(RECORDED), "--html", str(tmp_path / "h200.html"), "--json"]
+    monkeypatch.setattr("sys.argv", ["attnsweep", *arguments, "--target-us", "5"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    said = json.loads(capsys.readouterr().out)
+    assert said["bytes"] == (tmp_path / "h200.html").stat().st_size
+    assert "Target: 5.000 µs" in visible((tmp_path / "h200.html").read_text())
 
 
 # -- the browser ------------------------------------------------------------------------------
