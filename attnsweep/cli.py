@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from attnsweep import __version__, candidates, inspection, page, report, sweep, view
+from attnsweep import __version__, candidates, inspection, page, regress, report, sweep, view
 from attnsweep.arch import ARCHS, Arch, arch_named
 from attnsweep.console import console, errors
 from attnsweep.device import install_command
@@ -235,6 +235,45 @@ def report_(
     _print([Text(text)], data, json_)
 
 
+@app.command()
+def check(
+    old: Annotated[Path, typer.Argument(help="The run to compare with.", show_default=False)],
+    new: Annotated[Path, typer.Argument(help="The run to judge.", show_default=False)],
+    recorded: Annotated[
+        bool,
+        typer.Option("--recorded", help="Compare the two as recorded; nothing is measured."),
+    ] = False,
+    slower: Annotated[
+        float,
+        typer.Option("--slower", min=0.0, max=10.0, help="From which share on slower is worse."),
+    ] = 0.03,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML for a CI job.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table as Markdown.")
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Say of each problem whether its best candidate got slower from OLD to NEW; needs no GPU.
+
+    Exit code 1 if one regressed, 4 if none did but one cannot be told, else 0.
+    """
+    if not recorded:
+        raise SpecError(
+            "check does not measure: it compares two recorded runs",
+            hint="add --recorded; to measure anew, attnsweep run SPEC --results DIR first",
+        )
+    compared = regress.compare(open_run(old), open_run(new), slower=slower)
+    if junit is not None:
+        regress.write(junit, compared.to_junit())
+    if markdown is not None:
+        regress.write(markdown, compared.to_markdown())
+    lines = [Text(line, style) for line, style in compared.lines(console.width)]
+    _print(lines, compared.to_json(), json_)
+    raise typer.Exit(compared.exit_code)
+
+
 @app.command(name="compile")
 def compile_(
     spec: SpecArgument,
@@ -284,7 +323,7 @@ def inspect(
     config: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG]",
+            metavar="CONFIG",
             help="As 'BLOCK_M=64 BLOCK_N=128'; the rest as in the first config the rules keep.",
         ),
     ] = None,

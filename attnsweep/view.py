@@ -419,15 +419,20 @@ def _by_stage(trials: Sequence[Trial], width: int) -> list[Text]:
 def _each(trials: Sequence[Trial], width: int) -> list[Text]:
     """A heading and a line per candidate, by problem."""
     trials = sorted(trials, key=lambda trial: trial.problem.label)  # stable: else as compiled
-    rows = [["kernel", "status", "registers", "spill B", "smem B", "occupancy"]]
+    header = "kernel,status,registers,spill B,smem B,occupancy,limited by,cubin"
+    rows = [header.split(",")]
     for trial in trials:
         used = trial.resources
-        facts = ["-"] * 4
+        facts = ["-"] * 6
         if used is not None:
             facts = [str(used.registers), str(used.spill_bytes), str(used.smem_bytes)]
             facts.append(f"{100 * used.occupancy:.0f} %")
+            least = [n for n, s in used.stages.items() if s.get("occupancy") == used.occupancy]
+            facts.append(used.limiters.get(least[0], "-") if least else "-")
+            sizes = [stage.get("cubin_bytes", 0) for stage in used.stages.values()]
+            facts.append(f"{sum(sizes) / 1024:.0f}K")
         rows.append([trial.kernel, trial.status.value, *facts])
     configs = [" ".join(f"{name}={value}" for name, value in t.config.items()) for t in trials]
-    lines = _columns(rows, "llrrrr", width, drop=(4, 5))
+    lines = _columns(rows, "llrrrrlr", width, drop=(7, 6, 4, 5))
     blocks = _with_tails(lines, ["config", *configs], width)
     return _grouped([trial.problem.label for trial in trials], blocks, width)

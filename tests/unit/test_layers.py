@@ -23,7 +23,7 @@ LAYERS = [
     {"ranking", "doctor", "inspection"},
     {"section"},
     {"report"},
-    {"sweep", "page"},
+    {"sweep", "page", "regress"},
     {"view"},
     {"cli"},
     {"__main__"},
