@@ -229,7 +229,7 @@ def report_(
     if html is None:
         _print_run(read, json_, top)
         return
-    size = page.write(read, html, target_us=target_us)
+    size = page.write(read, html, top=top, target_us=target_us)
     text = f"{html}: {size / 1e6:.1f} MB, {len(read.trials)} trials of {read.directory}"
     data = {"page": str(html), "bytes": size, "run": str(read.directory)}
     _print([Text(text)], data, json_)

@@ -7,6 +7,8 @@ GPU and no CUDA. Times are microseconds of one call.
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 from collections import Counter
@@ -46,24 +48,27 @@ from attnsweep.store import Run
 from attnsweep.trial import Status
 
 ASSETS = Path(__file__).parent / "assets"
-# Rows of a table, where a run has few problems; all tables together have no more than _MAX_ROWS,
-# which is 0.5 MB of HTML.
-_TOP = 20
+# Of all tables together, which are 0.5 MB of HTML; a table has fewer rows where there are many.
 _MAX_ROWS = 1500
+# Problems whose tables are in the page's own text; those of more are packed, or 1,000 are 5 MB.
+_INLINE = 60
+# Columns of numbers before a table's configs: time, its spread, against the best baseline.
+_BEFORE = 3
 # Bars of the stage breakdown; reasons listed a problem; characters kept of a reason.
 _MAX_STAGES = 10
 _MAX_REASONS = 40
 _REASON_LENGTH = 200
 
 
-def write(run: Run, path: Path, *, target_us: float | None = None) -> int:
+def write(run: Run, path: Path, *, top: int = 10, target_us: float | None = None) -> int:
     """Write the page of `run` to `path`, in one step, and return its size in bytes.
 
+    top: candidates per ranked table, if the problems are not too many for that.
     target_us: what the ladder's distances are to; each problem's best baseline unless given.
     Raises ToolchainError if the packages of the `html` extra are missing, StoreError if `path`
     cannot be written.
     """
-    data = render(run, target_us=target_us).encode("utf-8", "replace")
+    data = render(run, top=top, target_us=target_us).encode("utf-8", "replace")
     try:
         write_aside(path, data)
     except OSError as error:
@@ -75,7 +80,7 @@ def write(run: Run, path: Path, *, target_us: float | None = None) -> int:
     return len(data)
 
 
-def render(run: Run, *, target_us: float | None = None) -> str:
+def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
     """The page's text; the same run gives the same text."""
     try:
         import jinja2
@@ -84,30 +89,39 @@ def render(run: Run, *, target_us: float | None = None) -> str:
     plots = plot_library()
     sections = by_problem(rank(run.trials, run.environment), run.environment)
     rungs = _kernel_order(run)
-    per_problem = max(1, min(_TOP, _MAX_ROWS // max(1, len(sections)) - 8))
-    template = jinja2.Environment(
+    per_problem = max(1, min(top, _MAX_ROWS // max(1, len(sections)) - 8))
+    templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-    ).get_template("page.html")
-    return template.render(
+    )
+    problems = [_problem(section, per_problem, rungs, target_us) for section in sections]
+    one = templates.get_template("problem.html")
+    later = [one.render(p=p, index=i) for i, p in enumerate(problems) if i >= _INLINE]
+    return templates.get_template("page.html").render(
         run=run,
         name=run.directory.resolve().name,
         environment=run.environment,
         facts=_provenance(run),
         counts=Counter(row["status"] for s in sections for row in s.rows if not row["baseline"]),
         candidates=sum(not row["baseline"] for s in sections for row in s.rows),
-        problems=[_problem(s, per_problem, rungs, target_us) for s in sections],
+        problems=problems,
         legend=LEGEND.replace(GLUE, " "),
         version=__version__,
         styles=(ASSETS / "page.css").read_text(),
         plots=plots,
         script=(ASSETS / "page.js").read_text(),
-        # `<` so written can end no script element.
-        data=json.dumps(_data(sections), separators=(",", ":")).replace("<", "\\u003c"),
+        inline=_INLINE,
+        packed=_packed({"run": _data(sections), "problems": later}),
     )
+
+
+def _packed(data: object) -> str:
+    """JSON, gzipped, in base64: a tenth of what 10,000 candidates take, and no `<` to escape."""
+    text = json.dumps(data, separators=(",", ":")).encode()
+    return base64.b64encode(gzip.compress(text, mtime=0)).decode()
 
 
 def plot_library() -> str:
@@ -196,10 +210,10 @@ def _problem(
         "winner": won and {**won, "who": who(won), "key": _key_figures(section, won)},
         "best": best and {**best, "who": who(best)},
         "ratio": won["ratio_to_best_baseline"] if won and best else None,
-        "header": _config_last(lines[0]) if lines else [],
+        "header": _in_order(lines[0]) if lines else [],
         "rows": [
             (
-                _config_last(cells),
+                _in_order(cells),
                 "winner" if row["winner"] else "baseline" * row["baseline"],
                 row["config"],
             )
@@ -213,10 +227,10 @@ def _problem(
     }
 
 
-def _config_last(cells: Sequence[str]) -> list[str]:
-    """Rank, kernel, the numbers, config: a narrow window shows the first of them."""
+def _in_order(cells: Sequence[str]) -> list[str]:
+    """Rank, kernel, the first numbers, config, the rest: what a narrow window shows is first."""
     rank, kernel, config, *numbers = cells
-    return [rank, kernel, *numbers, config]
+    return [rank, kernel, *numbers[:_BEFORE], config, *numbers[_BEFORE:]]
 
 
 def _plain(line: str) -> str:

@@ -1,6 +1,8 @@
-// Draws the page's plots from the JSON beside it, with Vega-Lite. What the reader chose is in the
+// Draws the page's plots from the data in it (JSON, gzip, base64), with Vega-Lite. What the reader chose is in the
 // address, so that a link opens the same view: #problem=2&kernel=flash_fwd_mma&x=BLOCK_M&y=BLOCK_N
-const run = JSON.parse(document.getElementById("data").textContent);
+const bytes = Uint8Array.from(atob(document.getElementById("data").textContent), (letter) => letter.charCodeAt(0));
+const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+const { run, problems: later } = await new Response(unpacked).json();
 const failures = [];
 const state = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
 const sans = getComputedStyle(document.body).fontFamily;
@@ -433,6 +435,8 @@ async function show(index) {
   const [article, problem] = [articles[index], run.problems[index]];
   if (article.dataset.done) return;
   article.dataset.done = "yes";
+  const inline = articles.length - later.length;
+  if (index >= inline) article.innerHTML = later[index - inline];
   const parts = Object.fromEntries([...article.querySelectorAll("[data-plot]")].map((part) => [part.dataset.plot, part]));
   const box = (part) => part.querySelector(".plot");
   const explore = () => heatmap(box(parts.heatmap), problem, index, parts.heatmap);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 import shutil
@@ -53,7 +55,8 @@ def visible(text: str) -> str:
 
 
 def data_of(text: str) -> dict:
-    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    packed = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))["run"]
 
 
 def scaled_run(directory: Path = Path("results/h200/shapes")) -> Run:
@@ -179,6 +182,19 @@ def test_ten_thousand_trials_are_a_page_of_less_than_three_megabytes(tmp_path):
     size = page.write(full_run(trials=trials), tmp_path / "big.html")
     assert len(trials) == 10_000
     assert size == (tmp_path / "big.html").stat().st_size < 3 * MB
+
+
+def test_a_thousand_problems_are_a_page_of_less_than_three_megabytes_too(tmp_path):
+    trials = [
+        row.with_(problem=Problem(b, 16, 16, 1024, 1024, 64))
+        for b in range(1, 1001)
+        for row in (
+            *(candidate("flash", 10 + m / 7 + b, BLOCK_M=m) for m in range(8)),
+            failed("naive", Status.PRUNED, "spills 24 bytes, 0 allowed", N=1),
+            baseline("torch_cudnn", 11.0 + b),
+        )
+    ]
+    assert page.write(full_run(trials=trials), tmp_path / "many.html") < 3 * MB
 
 
 def test_the_same_run_gives_the_same_page_and_the_usual_permissions(tmp_path):
@@ -309,6 +325,19 @@ def test_the_reader_chooses_the_two_parameters(tmp_path):
     # 3 values of N by 2 of M, and one of M that was pruned.
     assert svg.count('aria-roledescription="rect mark"') == 7
     assert "pruned" in svg
+
+
+@browser
+def test_a_later_problem_of_many_is_unpacked_and_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "_INLINE", 2)
+    run = scaled_run()
+    assert visible(page.render(run)).count("Ranking") == 2
+    document, said, asked = opened(run, tmp_path, "#problem=4")
+    assert (said, asked) == ([], [])
+    drawn = plots(document, 4)
+    assert all(marks(figure) >= 2 for figure in drawn.values())
+    begin = document.index('id="problem-4"')
+    assert "Ranking" in document[begin : document.index("</article>", begin)]
 
 
 @browser
