@@ -39,8 +39,8 @@ class Baseline:
         self._stream = self._torch.cuda.ExternalStream(session.stream.ptr)
         self.rounds_scores = rounds_scores
 
-    def enqueue(self, copy: int = 0) -> None:
-        """Issue one call eagerly; does not wait."""
+    def enqueue(self, copy: int = 0, stage: str | None = None) -> None:  # noqa: ARG002
+        """Issue one call eagerly; does not wait. A baseline has no stages."""
         with self._torch.cuda.stream(self._stream):
             self._forward(*self._copies[copy % len(self._copies)])
 

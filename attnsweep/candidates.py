@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from attnsweep import numerics, policy, sass
 from attnsweep.analysis import compiler_warnings, resources
 from attnsweep.arch import Arch
 from attnsweep.compiler import Compiler, Cubin
 from attnsweep.errors import CompileError, KernelError, SpaceError
-from attnsweep.kernel import Config, Kernel, Launch, Space
+from attnsweep.kernel import Config, Kernel, Launch, shipped_kernels_dir
 from attnsweep.problem import Problem
+from attnsweep.schedule import Schedule, schedule_of
+from attnsweep.space import Space
 from attnsweep.spec import SweepSpec
 from attnsweep.trial import Candidate, CompiledStage, Plan, Resources, Status, Trial
+
+# The key of the empty kernel among a build's futures; no stage can be called so.
+_EMPTY = ""
+
+
+def empty_kernel() -> Path:
+    """The template without a body, whose launches show what launching costs."""
+    return shipped_kernels_dir() / "common" / "empty.cu"
 
 
 class Observer:
@@ -75,6 +86,25 @@ def candidate_count(planned: Sequence[PlannedProblem], cap: int | None) -> int:
     return sum(len(space.configs[:cap]) for space in spaces)
 
 
+def plan_facts(planned: Sequence[PlannedProblem], cap: int | None = None) -> list[dict[str, Any]]:
+    """Of each family and problem: configs, candidates, what rules removed, or why it cannot run."""
+    return [
+        {
+            "problem": item.problem.label,
+            "kernel": space.kernel.name,
+            "configs": space.total,
+            "candidates": len(space.configs[:cap]),
+            "removed": space.removed,
+        }
+        for item in planned
+        for space in item.spaces
+    ] + [
+        {"problem": item.problem.label, "kernel": name, "candidates": 0, "refused": reason}
+        for item in planned
+        for name, reason in item.refused.items()
+    ]
+
+
 def _removals(spaces: Sequence[Space]) -> Iterator[str]:
     for space in spaces:
         removed = ", ".join(f"{name} removed {n}" for name, n in space.removed.items() if n)
@@ -89,26 +119,57 @@ class Build:
     config: Config
     problem: Problem
     arch: Arch
+    schedule: Schedule
     launches: Mapping[str, Launch]
+    """Of one chunk, and so, unless the config or its workspace asks for several, of a call."""
     keys: tuple[str, ...]
     compiler: Compiler
+    workspace_limit: int | None
+    variant: Mapping[str, str]
     futures: dict[str, Future[Cubin]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, kernel: Kernel, config: Config, problem: Problem, compiler: Compiler) -> Build:
-        """The stages of a config and their content addresses; nothing is compiled yet."""
-        launches = kernel.launches(config, problem, compiler.arch)
+    def of(
+        cls,
+        kernel: Kernel,
+        config: Config,
+        problem: Problem,
+        compiler: Compiler,
+        *,
+        workspace_limit: int | None = None,
+        variant: Mapping[str, str] | None = None,
+    ) -> Build:
+        """The stages of a config and their content addresses; nothing is compiled yet.
+
+        workspace_limit: bytes above which a call is cut into chunks.
+        """
+        schedule = schedule_of(kernel, config, problem, workspace_limit)
+        launches = kernel.launches(config, schedule.widest, compiler.arch)
         keys = tuple(
-            compiler.key(kernel.source, kernel.stages[name].defines(config, problem, launch))
+            compiler.key(
+                kernel.source, kernel.stages[name].defines(config, schedule.widest, launch)
+            )
             for name, launch in launches.items()
         )
-        return cls(kernel, config, problem, compiler.arch, launches, keys, compiler)
+        return cls(
+            kernel,
+            config,
+            problem,
+            compiler.arch,
+            schedule,
+            launches,
+            keys,
+            compiler,
+            workspace_limit,
+            variant or {},
+        )
 
     def submit(self) -> None:
         """Begin to compile every stage."""
         for name, launch in self.launches.items():
-            defines = self.kernel.stages[name].defines(self.config, self.problem, launch)
+            defines = self.kernel.stages[name].defines(self.config, self.schedule.widest, launch)
             self.futures[name] = self.compiler.submit(self.kernel.source, defines)
+        self.futures[_EMPTY] = self.compiler.submit(empty_kernel(), {})
 
     @property
     def ready(self) -> bool:
@@ -117,7 +178,7 @@ class Build:
 
     def cubins(self) -> dict[str, Cubin]:
         """Stage name to Cubin. Raises CompileError of the first stage that failed."""
-        return {name: future.result() for name, future in self.futures.items()}
+        return {name: self.futures[name].result() for name in self.launches}
 
     def row(self, **facts: object) -> Trial:
         """The candidate's row."""
@@ -127,41 +188,60 @@ class Build:
                 "provider": "attnsweep",
                 "config": dict(self.config),
                 "problem": self.problem,
+                "variant": dict(self.variant),
                 **facts,
             }
         )
 
     def plan(self, problem: Problem) -> Plan:
         """The compiled stages launched on `problem`: the timed one, or a smaller one to check."""
-        launches = self.kernel.launches(self.config, problem, self.arch)
-        cubins = self.cubins()
-        return Plan(
-            problem,
-            tuple(
-                CompiledStage(name, str(cubins[name].path), replace(launch, defines={}))
-                for name, launch in launches.items()
-            ),
-            self.kernel.workspaces(self.config, problem),
-        )
+        schedule = schedule_of(self.kernel, self.config, problem, self.workspace_limit)
+        paths = {name: str(cubin.path) for name, cubin in self.cubins().items()}
+        stages = []
+        begun = set()
+        for piece in schedule.pieces:
+            launches = self.kernel.launches(self.config, piece.problem, self.arch)
+            for name, launch in launches.items():
+                # The first launch of a stream waits for an event, not for a launch.
+                forked = schedule.streams > 1 and piece.stream not in begun
+                begun.add(piece.stream)
+                launch = replace(
+                    launch, defines={}, programmatic=launch.programmatic and not forked
+                )
+                stages.append(CompiledStage(name, paths[name], launch, piece.stream, piece.offsets))
+        return Plan(problem, tuple(stages), schedule.workspaces, schedule.streams, schedule.eager)
 
     def candidate(self) -> Candidate:
         """What the worker needs. Every stage must be compiled."""
         cases = numerics.small_cases(self.problem)
+        timed = self.plan(self.problem)
         return Candidate(
             self.kernel.name,
             dict(self.config),
-            self.plan(self.problem),
+            timed,
             tuple(self.plan(case.problem) for case in cases),
             self.kernel.rounds_scores,
+            self._emptied(timed),
         )
+
+    def _emptied(self, plan: Plan) -> Plan:
+        """The same launches of a kernel that does nothing: what they cost by themselves."""
+        cubin = str(self.futures[_EMPTY].result().path)
+
+        def emptied(stage: CompiledStage) -> CompiledStage:
+            launch = replace(stage.launch, function="empty", args=())
+            return replace(stage, cubin=cubin, launch=launch, offsets={})
+
+        return replace(plan, stages=tuple(map(emptied, plan.stages)), workspaces={})
 
     def machine_code(self) -> tuple[object, ...]:
         """Equal for two candidates that run the same code in the same way."""
         cubins = self.cubins()
-        return tuple(
+        code = tuple(
             (cubins[name].digest, launch.grid, launch.threads, launch.smem_bytes, launch.args)
             for name, launch in self.launches.items()
         )
+        return code if self.schedule.whole else (*code, repr(self.schedule))
 
 
 def as_ready(builds: Sequence[Build]) -> Iterator[Build]:
@@ -177,7 +257,7 @@ def as_ready(builds: Sequence[Build]) -> Iterator[Build]:
         pending.remove(ready[0])
 
 
-def compiled_row(build: Build, spec: SweepSpec, memory_bytes: int | None = None) -> Trial:
+def compiled_row(build: Build, spec: SweepSpec) -> Trial:
     """The row of a candidate as far as its compiled code decides: ok means worth running."""
     try:
         cubins = build.cubins()
@@ -189,14 +269,14 @@ def compiled_row(build: Build, spec: SweepSpec, memory_bytes: int | None = None)
         return build.row(status=Status.COMPILE_ERROR, detail=detail)
     if policy.needs_sass(spec.require):
         used = with_instructions(used, build)
-    reason = _prune(build, cubins, used, spec, memory_bytes)
+    reason = _prune(build, cubins, used, spec)
     if reason is not None:
         return build.row(status=Status.PRUNED, detail=reason, resources=used)
     try:
         build.candidate()  # the declaration is asked about every shape to be checked
     except KernelError as error:
         return build.row(status=Status.LAUNCH_ERROR, detail=error.render(), resources=used)
-    return build.row(status=Status.OK, resources=used)
+    return build.row(status=Status.OK, resources=used, schedule=build.schedule.facts)
 
 
 def with_instructions(used: Resources, build: Build) -> Resources:
@@ -225,7 +305,6 @@ def _prune(
     cubins: Mapping[str, Cubin],
     used: Resources,
     spec: SweepSpec,
-    memory_bytes: int | None,
 ) -> str | None:
     """Why a compiled candidate is not worth running, or None."""
     for cubin in cubins.values():
@@ -240,13 +319,38 @@ def _prune(
     broken = policy.broken(spec.require, used.stages)
     if broken is not None:
         return broken
-    workspace = sum(build.kernel.workspaces(build.config, build.problem).values())
-    allowed = limits.workspace_bytes
-    if allowed is None and memory_bytes is not None:
-        allowed = int(0.8 * memory_bytes) - 2 * build.problem.min_bytes
+    workspace, allowed = sum(build.schedule.workspaces.values()), build.workspace_limit
     if allowed is not None and workspace > allowed:
         return f"needs {workspace / 2**30:.1f} GiB of workspace, {allowed / 2**30:.1f} allowed"
     return None
+
+
+def workspace_limit(spec: SweepSpec, memory_bytes: int | None = None) -> int | None:
+    """Bytes of workspace that a candidate may use: the spec's limit, or a share of the memory."""
+    if spec.limits.workspace_bytes is None and memory_bytes is not None:
+        # Finalists keep theirs side by side, and inputs have copies for cold times.
+        return memory_bytes // 4
+    return spec.limits.workspace_bytes
+
+
+def builds_of(
+    space: Space,
+    configs: Iterable[Config],
+    compiler: Compiler,
+    workspace_limit: int | None,
+) -> list[Build]:
+    """The builds of some of a space's configs."""
+    return [
+        Build.of(
+            space.kernel,
+            config,
+            space.problem,
+            compiler,
+            workspace_limit=workspace_limit,
+            variant=space.variants.get(config),
+        )
+        for config in configs
+    ]
 
 
 def compile_all(
@@ -273,9 +377,9 @@ def compile_all(
     try:
         for item in planned:
             builds = [
-                Build.of(space.kernel, config, item.problem, compiler)
+                build
                 for space in item.spaces
-                for config in space.configs[:cap]
+                for build in builds_of(space, space.configs[:cap], compiler, workspace_limit(spec))
             ]
             for build in builds:
                 build.submit()

@@ -16,7 +16,17 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from attnsweep import __version__, candidates, inspection, page, regress, report, sweep, view
+from attnsweep import (
+    __version__,
+    candidates,
+    counters,
+    inspection,
+    page,
+    regress,
+    report,
+    sweep,
+    view,
+)
 from attnsweep.arch import ARCHS, Arch, arch_named
 from attnsweep.console import console, errors
 from attnsweep.device import install_command
@@ -160,7 +170,7 @@ def run(
     if dry_run:
         planned = candidates.plan(loaded, families, _arch(loaded, arch))
         shown = view.planned(planned, limit, console.width)
-        _print(shown, view.planned_json(planned, limit), json_)
+        _print(shown, candidates.plan_facts(planned, limit), json_)
         return
     if arch is not None:
         source = "its recording" if loaded.device == "replay" else "the GPU"
@@ -295,6 +305,41 @@ def compile_(
     rows = [trial.model_dump(mode="json", exclude_none=True) for trial in trials]
     _print(view.compiled(trials, target, every, console.width), rows, json_)
     raise typer.Exit(1 if any(trial.status == "compile_error" for trial in trials) else 0)
+
+
+@app.command()
+def profile(
+    run_: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--where", help="Only candidates with 'NAME=value …' of parameters, variants or kernel."
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="Candidates per problem.")] = 1,
+    json_: JsonOption = False,
+    kernels: KernelsOption = None,
+) -> None:
+    """Read hardware counters of a run's best candidates through Nsight Compute (ncu).
+
+    Memory and L2 traffic, use of the tensor cores and of issue slots, why warps waited: of each
+    stage, and kept in the run's counters.json.
+    """
+    from attnsweep.workers import Worker
+
+    stored, families = open_run(run_), discover(kernels)
+    picked = counters.chosen(stored, where or (), top)
+    if counters.find_ncu() is None:  # before a GPU is asked for
+        counters.count([])
+    with Worker(timeout_s=60) as worker:
+        here = worker.describe()
+    limit = here.memory_bytes // 4
+    built = counters.compiled(picked, families, arch_named(here.arch), limit)
+    counted = list(zip(picked, counters.count(built), strict=True))
+    kept = counters.write(
+        stored.directory, counted, f"{here.gpu}, driver {here.driver}, {here.date[:10]}"
+    )
+    _print(view.counters(kept, console.width), kept, json_)
 
 
 def _arch(spec: SweepSpec, arch: str | None) -> Arch:

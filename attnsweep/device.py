@@ -6,8 +6,9 @@ Only the worker process imports this module's CuPy; everything here may raise a 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,28 +124,57 @@ class Pipeline:
     ) -> None:
         """buffers: one mapping per copy of the inputs; copy 0 is the warm one."""
         self._session = session
-        self.stage_names = tuple(stage.name for stage in plan.stages)
-        self._copies = [[session.bind(stage, copy) for stage in plan.stages] for copy in buffers]
+        self._eager = plan.eager
+        self._streams = session.streams(plan.streams)
+        self._fork, *self._joins = session.marks(plan.streams)
+        self.stage_names = tuple(dict.fromkeys(stage.name for stage in plan.stages))
+        self._copies = [
+            [(stage.name, stage.stream, session.bind(stage, copy)) for stage in plan.stages]
+            for copy in buffers
+        ]
 
-    def enqueue(self, copy: int = 0) -> None:
-        """Issue one call; does not wait."""
-        with self._session.stream:
-            for launch in self._copies[copy % len(self._copies)]:
+    def enqueue(self, copy: int = 0, stage: str | None = None) -> None:
+        """Issue one call, or one stage of it; does not wait."""
+        main, *others = self._streams
+        launches = [
+            (number, launch)
+            for name, number, launch in self._copies[copy % len(self._copies)]
+            if stage in (None, name)
+        ]
+        if not others:
+            with main:
+                for _, launch in launches:
+                    launch()
+            return
+        self._fork.record(main)
+        for stream in others:
+            stream.wait_event(self._fork)
+        for number, launch in launches:
+            with self._streams[number]:
                 launch()
+        for stream, done in zip(others, self._joins, strict=True):
+            done.record(stream)
+            main.wait_event(done)
 
     def capture(
         self, calls: int, *, rotate: bool = False, stage: str | None = None
     ) -> Callable[[], None]:
-        """A graph of back-to-back calls (over all copies if `rotate`), as a replay function."""
+        """A replay function of back-to-back calls, over all copies if `rotate`.
+
+        The calls are in a graph, unless the plan is eager: then the host launches each.
+        """
+
+        def issue() -> None:
+            for call in range(calls):
+                self.enqueue(call if rotate else 0, stage)
+
+        if self._eager:
+            return issue
         stream = self._session.stream
-        picked = None if stage is None else self.stage_names.index(stage)
         with stream:
             stream.begin_capture()
             try:
-                for call in range(calls):
-                    launches = self._copies[call % len(self._copies) if rotate else 0]
-                    for launch in launches if picked is None else [launches[picked]]:
-                        launch()
+                issue()
             finally:
                 graph = stream.end_capture()
         graph.upload(stream)
@@ -169,6 +199,7 @@ class Session:
         self._cupy = cupy
         cupy.cuda.Device(0).use()
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._streams = [self.stream]
         self._events = (cupy.cuda.Event(), cupy.cuda.Event())
         self.gpu = self._describe()
 
@@ -218,12 +249,23 @@ class Session:
         """Give unused blocks of the pool back, so that other libraries can have the memory."""
         self._cupy.get_default_memory_pool().free_all_blocks()
 
+    def marks(self, count: int) -> list[Any]:
+        """So many events that only order work."""
+        return [self._cupy.cuda.Event(disable_timing=True) for _ in range(count)]
+
     def function(self, cubin: str, launch: Launch) -> Any:
         """The loaded function of a stage; CuPy keeps modules by path, and paths are by content."""
         function = self._cupy.RawModule(path=cubin).get_function(launch.function)
-        if launch.smem_bytes > 48 * 1024:
+        # Never lowered: another launch of the same code may be bound to more.
+        if launch.smem_bytes > max(48 * 1024, function.max_dynamic_shared_size_bytes):
             function.max_dynamic_shared_size_bytes = launch.smem_bytes
         return function
+
+    def streams(self, count: int) -> list[Any]:
+        """The session's stream, and so many more that a call may fork to."""
+        while len(self._streams) < count:
+            self._streams.append(self._cupy.cuda.Stream(non_blocking=True))
+        return self._streams[:count]
 
     def blocks_per_sm(self, stage: CompiledStage) -> int:
         """Resident blocks of one SM, as the driver computes them."""
@@ -235,15 +277,19 @@ class Session:
         )
 
     def bind(self, stage: CompiledStage, buffers: Mapping[str, Buffer]) -> Callable[[], None]:
-        """A function that launches the stage on the current stream with these buffers."""
+        """A function that launches the stage with these buffers, its stream being current."""
         launch = stage.launch
         function = self.function(stage.cubin, launch)
+
+        def pointer(name: str) -> int:
+            return buffers[name].pointer + stage.offsets.get(name, 0)
+
         args: list[Any] = []
         for arg in launch.args:
             if isinstance(arg, TensorMap):
-                args.append(_encode(arg, buffers[arg.buffer].pointer))
+                args.append(_encode(arg, pointer(arg.buffer)))
             elif isinstance(arg, str):
-                args.append(np.uint64(buffers[arg].pointer))
+                args.append(np.uint64(pointer(arg)))
             elif isinstance(arg, float):
                 args.append(np.float32(arg))
             else:
@@ -252,7 +298,7 @@ class Session:
         smem_bytes = launch.smem_bytes
 
         if launch.programmatic:
-            return self._programmatic(function, launch, packed)
+            return self._programmatic(function, stage, packed)
 
         def run() -> None:
             function(grid, block, packed, shared_mem=smem_bytes)
@@ -260,11 +306,12 @@ class Session:
         return run
 
     def _programmatic(
-        self, function: Any, launch: Launch, packed: tuple[Any, ...]
+        self, function: Any, stage: CompiledStage, packed: tuple[Any, ...]
     ) -> Callable[[], None]:
         """The launch through the driver, since CuPy's own takes no launch attributes."""
         from cuda.bindings import driver
 
+        launch = stage.launch
         values = [np.ascontiguousarray(value) for value in packed]
         pointers = np.array([value.ctypes.data for value in values], np.uint64)
         ids = driver.CUlaunchAttributeID
@@ -275,7 +322,7 @@ class Session:
         config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
         config.sharedMemBytes = launch.smem_bytes
-        config.hStream = driver.CUstream(self.stream.ptr)
+        config.hStream = driver.CUstream(self.streams(stage.stream + 1)[-1].ptr)
         config.numAttrs, config.attrs = 1, [attribute]
         handle = function.kernel.ptr
 
@@ -291,6 +338,17 @@ class Session:
         count = int(np.prod(shape))
         memory = self._cupy.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
         return np.frombuffer(memory, dtype, count).reshape(tuple(shape))
+
+    @contextlib.contextmanager
+    def profiled(self) -> Iterator[None]:
+        """What is launched in it is seen by a profiler that waits for a start."""
+        runtime = self._cupy.cuda.runtime
+        runtime.profilerStart()
+        try:
+            yield
+            self.synchronize()
+        finally:
+            runtime.profilerStop()
 
     def synchronize(self) -> None:
         """Wait for the stream; raises what any earlier launch did wrong."""

@@ -6,7 +6,14 @@ import re
 from decimal import Decimal
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, StrictStr, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictStr,
+    WithJsonSchema,
+)
 
 from attnsweep.arch import ARCHS, arch_named
 from attnsweep.document import Many, nearest, wrong
@@ -75,11 +82,23 @@ ParameterValue = Annotated[
     BeforeValidator(_parameter_value),
     WithJsonSchema({"type": ["integer", "boolean", "string"]}),
 ]
-ParameterValues = Annotated[
-    dict[str, Many[ParameterValue]],
-    BeforeValidator(
-        _mapping_or_null, json_schema_input_type=dict[str, Many[ParameterValue]] | None
-    ),
+ParameterValues = dict[str, Many[ParameterValue]]
+
+
+class KernelSpec(BaseModel):
+    """Values of a family's parameters, and variants: parameters that change together."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: ParameterValues = Field(init=False)
+
+    variants: dict[str, dict[str, ParameterValues]] = Field(
+        default={},
+        description="Axis to name to parameter values; one variant of each axis is combined.",
+    )
+
+
+KernelChoice = Annotated[
+    KernelSpec, BeforeValidator(_mapping_or_null, json_schema_input_type=KernelSpec | None)
 ]
 ArchName = Annotated[
     StrictStr,

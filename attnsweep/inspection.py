@@ -20,9 +20,10 @@ from attnsweep.compiler import Compiler, nvrtc_version
 from attnsweep.console import GLUE, aligned, wrap
 from attnsweep.document import nearest
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
-from attnsweep.kernel import Config, Kernel, Launch, Param, Space, Value
+from attnsweep.kernel import Config, Kernel, Launch, Param, Value
 from attnsweep.policy import INSTRUCTIONS
 from attnsweep.problem import Problem
+from attnsweep.space import Selection, Space
 from attnsweep.store import ENVIRONMENT, find_runs
 from attnsweep.trial import Environment, Resources
 
@@ -216,7 +217,7 @@ def _config(kernel: Kernel, given: str, problem: Problem, arch: Arch) -> Config:
                 f"{kernel.name} has no parameter {name!r}", hint=nearest(name, declared)
             )
         values[name] = (_value(declared[name], text),)
-    space = Space.build(kernel, problem, arch, values)
+    space = Space.build(kernel, problem, arch, Selection(values))
     if not space.configs:
         removed = ", ".join(
             f"{name} ({kernel.rules[name][0]})" if name in kernel.rules else name

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import itertools
-import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.arch import Arch
-from attnsweep.errors import KernelError, SpaceError
+from attnsweep.errors import KernelError
 from attnsweep.problem import Problem
 
 Value = int | bool | str
@@ -120,7 +118,7 @@ class Launch:
 
 
 Rule = Callable[[Config, Problem, Arch], bool]
-LaunchBuilder = Callable[[Config, Problem, Arch], Launch]
+LaunchBuilder = Callable[[Config, Problem, Arch], "Launch | None"]
 WorkspaceBuilder = Callable[[Config, Problem], dict[str, int]]
 
 
@@ -220,7 +218,8 @@ class Kernel:
     ) -> Callable[[LaunchBuilder], LaunchBuilder]:
         """Decorate `def name(config, problem, arch) -> Launch`. Stages run in declared order.
 
-        params: the parameters this stage's code depends on; all of them unless named.
+        params: the parameters this stage's code depends on; all of them unless named. A builder
+        that returns None leaves the stage out of that config.
         """
 
         def add(launch: LaunchBuilder) -> LaunchBuilder:
@@ -272,6 +271,8 @@ class Kernel:
         launches = {}
         for name, stage in self.stages.items():
             launch = self._ask(f"stage {name}", stage.launch, config, problem, arch)
+            if launch is None:
+                continue
             fault = _fault(launch, buffers)
             if fault is not None:
                 raise KernelError(
@@ -280,6 +281,12 @@ class Kernel:
                     hint=f"config {config.label}, problem {problem.label}",
                 )
             launches[name] = launch
+        if not launches:
+            raise KernelError(
+                f"no stage of {self.name} has a launch",
+                where=_place(next(iter(self.stages.values())).launch),
+                hint=f"config {config.label}, problem {problem.label}",
+            )
         return launches
 
     def workspaces(self, config: Config, problem: Problem) -> dict[str, int]:
@@ -311,7 +318,7 @@ def _place(function: Callable[..., Any], error: BaseException | None = None) -> 
 def _fault(launch: object, buffers: set[str]) -> str | None:
     """What makes a declaration's Launch impossible, or None."""
     if not isinstance(launch, Launch):
-        return f"must return a Launch, not {launch!r}"
+        return f"must return a Launch or None, not {launch!r}"
     sizes = {"threads": launch.threads, "grid": launch.grid, "smem_bytes": launch.smem_bytes}
     for name, value in sizes.items():
         parts = value if isinstance(value, tuple) else (value,)
@@ -328,53 +335,6 @@ def _fault(launch: object, buffers: set[str]) -> str | None:
     if not all(isinstance(value, int) for value in launch.defines.values()):
         return f"has defines {dict(launch.defines)!r}: their values must be ints"
     return None
-
-
-# Enumerating takes about 10 us a combination: ten seconds, which a longer list would multiply.
-MAX_COMBINATIONS = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """The candidates of one family on one problem, and what each rule removed."""
-
-    kernel: Kernel
-    problem: Problem
-    configs: tuple[Config, ...]
-    total: int
-    removed: dict[str, int]
-    """Rule name to how many configs it removed first, in rule order."""
-
-    @classmethod
-    def build(
-        cls,
-        kernel: Kernel,
-        problem: Problem,
-        arch: Arch,
-        values: Mapping[str, tuple[Value, ...]] | None = None,
-    ) -> Space:
-        """Every combination of parameter values (`values` overrides some) that all rules keep."""
-        chosen = {p.name: (values or {}).get(p.name, p.values) for p in kernel.params}
-        combinations = math.prod(map(len, chosen.values()))
-        if combinations > MAX_COMBINATIONS:
-            longest = sorted(chosen, key=lambda name: -len(chosen[name]))[:3]
-            raise SpaceError(
-                f"{kernel.name} has {combinations} combinations of values, more than "
-                f"{MAX_COMBINATIONS}",
-                hint=f"name fewer in the spec; the longest lists are {', '.join(longest)}",
-            )
-        removed = dict.fromkeys([*kernel.rules, BLOCK_LIMITS], 0)
-        kept: list[Config] = []
-        total = 0
-        for combination in itertools.product(*chosen.values()):
-            total += 1
-            config = Config(dict(zip(chosen, combination, strict=True)))
-            refused_by = kernel.refused_by(config, problem, arch)
-            if refused_by is None:
-                kept.append(config)
-            else:
-                removed[refused_by] += 1
-        return cls(kernel, problem, tuple(kept), total, removed)
 
 
 def shipped_kernels_dir() -> Path:

@@ -19,7 +19,7 @@ from attnsweep import baselines, numerics
 from attnsweep.device import Buffer, Pipeline, Session, cuda_errors
 from attnsweep.numerics import Case
 from attnsweep.problem import DTYPE_BYTES, Problem
-from attnsweep.trial import Accuracy, Candidate, Plan
+from attnsweep.trial import Accuracy, Candidate, FirstTimes, Plan
 
 # A cold call's inputs were last touched at least this many L2 sizes of traffic ago.
 _COLD_L2_SIZES = 3
@@ -33,8 +33,8 @@ class Call(Protocol):
 
     stage_names: tuple[str, ...]
 
-    def enqueue(self, copy: int = 0) -> None:
-        """Issue one call eagerly; does not wait."""
+    def enqueue(self, copy: int = 0, stage: str | None = None) -> None:
+        """Issue one call eagerly, or one stage of it; does not wait."""
 
     def capture(
         self, calls: int, *, rotate: bool = False, stage: str | None = None
@@ -128,19 +128,18 @@ class Bench:
         self._cold_copies: list[dict[str, Buffer]] | None = None
         self._entries: dict[str, _Entry] = {}
         self._l2_filler: Buffer | None = None
+        self._launch_times: dict[str, float] = {}
         # The limits are worked out now, so that the time limit of a trial is the candidate's alone.
         for fixture in (*self._small, self._timed):
             numerics.error_limit(fixture.case, 0)
 
     # -- checking ---------------------------------------------------------------------------
 
-    def trial(
-        self, candidate: Candidate, stages: bool = False
-    ) -> tuple[Accuracy, float, dict[str, float]]:
-        """Check a candidate on every case, then time it briefly; with `stages`, each stage too.
+    def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
+        """Check a candidate on every case, then time it briefly, and what it consists of.
 
-        Returns its worst Accuracy, a first time and first stage times in microseconds. Raises
-        WrongResult, or a CUDA error if it cannot launch or faults.
+        Returns its worst Accuracy and its first times. Raises WrongResult, or a CUDA error if it
+        cannot launch or faults.
         """
         if not self._entries:  # finalists keep the workspaces that they were bound to
             plans = (*candidate.checks, candidate.timed)
@@ -148,8 +147,22 @@ class Bench:
             self._workspaces = {k: b for k, b in self._workspaces.items() if k in needed}
         accuracy = self._check_all(candidate)
         call = self._pipeline(candidate.timed, [self._timed.buffers])
-        names = call.stage_names if stages and len(call.stage_names) > 1 else ()
-        return accuracy, self._screen(call), {name: self._screen(call, name) for name in names}
+        names = call.stage_names if len(call.stage_names) > 1 else ()
+        first = FirstTimes(
+            self._screen(call),
+            {name: self._screen(call, name) for name in names},
+            self._launch_us(candidate.empty),
+        )
+        return accuracy, first
+
+    def _launch_us(self, plan: Plan | None) -> float | None:
+        """Time of launches whose kernel is empty; the same for all that launch alike."""
+        if plan is None:
+            return None
+        alike = repr((plan.stages, plan.streams, plan.eager))
+        if alike not in self._launch_times:
+            self._launch_times[alike] = self._screen(self._pipeline(plan, [{}]))
+        return self._launch_times[alike]
 
     def _check_all(self, candidate: Candidate) -> Accuracy:
         return max(
@@ -203,8 +216,8 @@ class Bench:
     ) -> tuple[Callable[[], None], int]:
         """A graph lasting about target_us, and the calls it holds."""
         with self.session.stream:
-            call.enqueue()
-            once = min(self.session.time_us(lambda: call.enqueue()) for _ in range(2))
+            call.enqueue(0, stage)
+            once = min(self.session.time_us(lambda: call.enqueue(0, stage)) for _ in range(2))
         calls = max(1, min(2000, round(target_us / max(once, 1.0))))
         if rotate:
             calls = max(calls, self._cold_count())

@@ -40,6 +40,7 @@ from attnsweep.section import (
     heading,
     recorded_lines,
     rest_line,
+    searched_lines,
     tie_line,
     who,
     winner_lines,
@@ -87,7 +88,7 @@ def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
     except ImportError as error:
         raise ToolchainError("an HTML page needs Jinja2", hint=install_command("html")) from error
     plots = plot_library()
-    sections = by_problem(rank(run.trials, run.environment), run.environment)
+    sections = by_problem(rank(run.trials, run.environment), run.environment, run.planned)
     rungs = _kernel_order(run)
     per_problem = max(1, min(top, _MAX_ROWS // max(1, len(sections)) - 8))
     templates = jinja2.Environment(
@@ -97,7 +98,7 @@ def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    problems = [_problem(section, per_problem, rungs, target_us) for section in sections]
+    problems = [_problem(section, per_problem, rungs, target_us, run) for section in sections]
     one = templates.get_template("problem.html")
     later = [one.render(p=p, index=i) for i, p in enumerate(problems) if i >= _INLINE]
     return templates.get_template("page.html").render(
@@ -189,7 +190,7 @@ def _kernel_order(run: Run) -> list[str]:
 
 
 def _problem(
-    section: Section, top: int, rungs: Sequence[str], target_us: float | None
+    section: Section, top: int, rungs: Sequence[str], target_us: float | None, run: Run
 ) -> dict[str, Any]:
     label, *facts = heading(section)
     shown = section.shown(top)
@@ -199,6 +200,7 @@ def _problem(
         *winner_lines(section)[1 if won else 0 :],
         tie_line(section, shown),
         rest_line(section, shown, "every one of them is below"),
+        *searched_lines(section),
         *absent_baselines(section),
         *recorded_lines(section),
     ]
@@ -224,6 +226,7 @@ def _problem(
         "candidates": sum(not row["baseline"] for row in section.rows),
         "reasons": _reasons(section),
         "ladder": _ladder(section, rungs, target_us),
+        "ruled_out": _ruled_out(run, section.problem.label),
     }
 
 
@@ -280,6 +283,27 @@ def _reasons(section: Section) -> list[dict[str, Any]]:
         count = sum(len(rows) for _, rows in rest)
         reason = f"{len(rest)} more reasons; the list of every candidate has them"
         out.append({"status": "…", "kernel": "", "reason": reason, "count": count, "config": ""})
+    return out
+
+
+def _ruled_out(run: Run, label: str) -> list[dict[str, Any]]:
+    """What was no candidate, from the plan kept with the run: a line a family, by its rules."""
+    out = []
+    for facts in run.planned:
+        if facts.get("problem") != label:
+            continue
+        removed = facts.get("removed") or {}
+        words = ", ".join(f"{rule} {count:,}" for rule, count in removed.items() if count)
+        refused = facts.get("refused")
+        if words or refused:
+            out.append(
+                {
+                    "kernel": facts.get("kernel"),
+                    "configs": facts.get("configs"),
+                    "candidates": facts.get("candidates"),
+                    "why": f"cannot run this: {refused}" if refused else words,
+                }
+            )
     return out
 
 
@@ -359,6 +383,8 @@ def _times(ratio: float) -> str:
 def _data(sections: Sequence[Section]) -> dict[str, Any]:
     """The run for the page's script: every candidate as one short array.
 
+    The axes of a spec's variants are parameters too, each with the name of its variant as value.
+
     trials: [problem, kernel, status, µs or null, index of its reason or null, [value a parameter]];
     the first three are indices too.
     """
@@ -368,14 +394,14 @@ def _data(sections: Sequence[Section]) -> dict[str, Any]:
     for section in sections:
         for row in section.rows:
             if not row["baseline"]:
-                kernels.setdefault(row["kernel"], {}).update(dict.fromkeys(row["trial"].config))
+                kernels.setdefault(row["kernel"], {}).update(dict.fromkeys(_settings(row)))
     number = {kernel: index for index, kernel in enumerate(kernels)}
     trials = []
     for index, section in enumerate(sections):
         for row in section.rows:
             if row["baseline"]:
                 continue
-            config = row["trial"].config
+            config = _settings(row)
             reason = _reason(row)
             trials.append(
                 [
@@ -398,6 +424,10 @@ def _data(sections: Sequence[Section]) -> dict[str, Any]:
         "reasons": [*reasons],
         "trials": trials,
     }
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    return {**row["trial"].variant, **row["trial"].config}
 
 
 def _drawn(section: Section) -> dict[str, Any]:
@@ -423,6 +453,7 @@ def _drawn(section: Section) -> dict[str, Any]:
                 "who": who(row),
                 "config": named(_own(section, row)) or row["config"],
                 "us": _short(row["time_us"]),
+                "launches": _short(row["launch_us"]),
                 "stages": {n: _short(us) for n, us in row["trial"].stages_us.items()},
             }
             for row in staged

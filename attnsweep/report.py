@@ -6,7 +6,7 @@ Needs no GPU and no CUDA. Times are microseconds of one call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from attnsweep.section import (
     place_of,
     recorded_lines,
     rest_line,
+    searched_lines,
     tie_line,
     who,
     winner_lines,
@@ -55,7 +56,7 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
     """
     csv = run.directory / "ranking.csv"
     more = f"all of them: {csv}" if csv.is_file() else "--top shows more of them, --json all"
-    sections = by_problem(rank(run.trials, run.environment), run.environment)
+    sections = by_problem(rank(run.trials, run.environment), run.environment, run.planned)
     width = console.width
 
     def say(line: str, style: str = "") -> None:
@@ -81,7 +82,7 @@ def files(run: Run) -> dict[str, str]:
     ranking = rank(run.trials, run.environment)
     return {
         "ranking.csv": to_csv(ranking),
-        "ranking.md": to_markdown(ranking, run.environment),
+        "ranking.md": to_markdown(ranking, run.environment, run.planned),
     }
 
 
@@ -96,7 +97,7 @@ def to_json(run: Run) -> dict[str, Any]:
     {"run", "environment", "problems": [{"problem", "label", "bounds_us", "winner", "ranking",
     "counts"}], "warnings"}; ranking holds every row, with rank None where it has none.
     """
-    sections = by_problem(rank(run.trials, run.environment), run.environment)
+    sections = by_problem(rank(run.trials, run.environment), run.environment, run.planned)
     return {
         "run": str(run.directory),
         "environment": run.environment.model_dump(mode="json") if run.environment else None,
@@ -118,7 +119,8 @@ def to_json(run: Run) -> dict[str, Any]:
 def _json_row(row: Row) -> Row:
     trial = row["trial"]
     plain = {name: value for name, value in row.items() if name not in ("problem", "trial")}
-    return plain | {"config": dict(trial.config), "stages_us": dict(trial.stages_us)}
+    mappings = ("config", "variant", "stages_us", "schedule")
+    return plain | {name: dict(getattr(trial, name)) for name in mappings}
 
 
 # -- one problem ----------------------------------------------------------------------------
@@ -281,6 +283,8 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
     for line in legend:
         say(line, "dim")
     say(rest_line(section, shown, more))
+    for line in searched_lines(section):
+        say(line)
     for line in failures(section):
         out.append((cut(line, width), "yellow"))
     for line in [*absent_baselines(section), *recorded_lines(section)]:
@@ -289,10 +293,14 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
 
 
 def to_markdown(
-    ranking: pandas.DataFrame, environment: Environment | None, *, top: int = MARKDOWN_TOP
+    ranking: pandas.DataFrame,
+    environment: Environment | None,
+    planned: Sequence[Mapping[str, Any]] = (),
+    *,
+    top: int = MARKDOWN_TOP,
 ) -> str:
     """The same tables for reading on a web page; recorded rows are marked there too."""
-    sections = by_problem(ranking, environment)
+    sections = by_problem(ranking, environment, planned)
     out = ["# Ranking", ""]
     if len(sections) > 1:
         out += [*_pipes(_summary(sections), "lrrrll"), ""]
@@ -311,6 +319,7 @@ def to_markdown(
             tie_line(section, shown),
             *legend,
             rest_line(section, shown, "all of them: ranking.csv"),
+            *searched_lines(section),
             *failures(section),
             *absent_baselines(section),
             *recorded_lines(section),

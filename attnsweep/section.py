@@ -9,8 +9,8 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas
@@ -33,6 +33,8 @@ class Section:
     problem: Problem
     rows: list[Row]
     environment: Environment | None
+    planned: Mapping[str, int] = field(default_factory=dict)
+    """Family to its number of candidates, tried or not."""
 
     @property
     def winner(self) -> Row | None:
@@ -81,13 +83,25 @@ class Section:
         }
 
 
-def by_problem(ranking: pandas.DataFrame, environment: Environment | None) -> list[Section]:
-    """The ranking cut into its problems, NaN turned into None."""
+def by_problem(
+    ranking: pandas.DataFrame,
+    environment: Environment | None,
+    planned: Sequence[Mapping[str, Any]] = (),
+) -> list[Section]:
+    """The ranking cut into its problems, NaN turned into None. planned: of its Run."""
     plain = ranking.astype(object).where(ranking.notna(), None)
     groups: dict[str, list[Row]] = {}
     for row in plain.to_dict("records"):
         groups.setdefault(str(row["problem"]), []).append({str(k): v for k, v in row.items()})
-    return [Section(rows[0]["trial"].problem, rows, environment) for rows in groups.values()]
+    there: dict[str, dict[str, int]] = {}
+    for facts in planned:
+        if isinstance(facts.get("candidates"), int):
+            of_problem = there.setdefault(str(facts.get("problem")), {})
+            of_problem[str(facts.get("kernel"))] = facts["candidates"]
+    return [
+        Section(rows[0]["trial"].problem, rows, environment, there.get(label, {}))
+        for label, rows in groups.items()
+    ]
 
 
 def is_recorded(row: Row) -> bool:
@@ -206,8 +220,24 @@ def winner_lines(section: Section) -> list[str]:
             # Stages timed alone can add up to more than a call of them all.
             together = f"together{GLUE}{sum(stages.values()):.1f}{GLUE}µs when timed alone"
             each.append(f"rest{GLUE}{rest:.1f}{GLUE}µs" if rest >= 0 else together)
+            each += _issued(row)
             lines.append(f"  stages of the best {who(row)}: {' · '.join(each)}")
     return lines
+
+
+def _issued(row: Row) -> list[str]:
+    """What launching costs by itself, and the chunks of a call if there are several."""
+    trial = row["trial"]
+    said = []
+    if trial.launch_us is not None:
+        said.append(f"its launches alone{GLUE}{trial.launch_us:.1f}{GLUE}µs")
+    schedule = trial.schedule
+    if schedule.get("chunks", 1) > 1:
+        said.append(
+            f"{schedule['chunks']} chunks of {schedule['heads']} heads × {schedule['rows']} "
+            f"queries, {schedule['workspace_bytes'] / 2**20:.0f}{GLUE}MiB of workspace"
+        )
+    return said
 
 
 def tie_line(section: Section, shown: Sequence[Row]) -> str | None:
@@ -255,6 +285,16 @@ def rest_line(section: Section, shown: Sequence[Row], more: str) -> str | None:
         elif len(counted) > 1:
             counted[0] = f"{len(rest)}{GLUE}more: {counted[0]}"
     return f"{', '.join(counted)}; {more}"
+
+
+def searched_lines(section: Section) -> list[str]:
+    """Of each family that was not tried exhaustively: how many of how many candidates were."""
+    tried = Counter(row["kernel"] for row in section.rows if not row["baseline"])
+    return [
+        f"{kernel}: {tried[kernel]} of {there} candidates tried, {there - tried[kernel]} left out"
+        for kernel, there in section.planned.items()
+        if 0 < tried[kernel] < there
+    ]
 
 
 def failures(section: Section) -> list[str]:

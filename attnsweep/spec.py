@@ -27,12 +27,22 @@ from pydantic import (
     model_validator,
 )
 
-from attnsweep.document import Document, Flow, Many, dump, nearest, wrong
+from attnsweep.document import Document, Flow, Loc, Many, dump, nearest, wrong
 from attnsweep.errors import ProblemError, SpecError
-from attnsweep.fields import BASELINES, ArchName, Baselines, Bytes, ParameterValues, Size
+from attnsweep.fields import (
+    BASELINES,
+    ArchName,
+    Baselines,
+    Bytes,
+    KernelChoice,
+    ParameterValues,
+    Size,
+)
 from attnsweep.kernel import Kernel, Param, Value
 from attnsweep.policy import Requirements, RequireSpec, requirements
 from attnsweep.problem import Dtype, Problem
+from attnsweep.schedule import MODES
+from attnsweep.space import Selection, Values
 
 Device = Literal["cuda", "replay"]
 MAX_PROBLEMS = 1000
@@ -184,7 +194,7 @@ class SpecFile(_Model):
     problems: Annotated[list[ProblemSpec], Field(min_length=1)] = Field(
         description="Attention shapes."
     )
-    kernels: Annotated[dict[str, ParameterValues], Field(min_length=1)] = Field(
+    kernels: Annotated[dict[str, KernelChoice], Field(min_length=1)] = Field(
         description="Family name to parameter values that replace its own; {} for its own."
     )
     baselines: Baselines = Field(
@@ -251,7 +261,7 @@ class SweepSpec:
     """Absolute; there exactly if device is `replay`."""
     arch: str | None
     problems: tuple[ProblemEntry, ...]
-    kernels: dict[str, dict[str, tuple[Value, ...]]]
+    kernels: dict[str, Selection]
     """Family to the parameter values that replace its own."""
     baselines: tuple[str, ...]
     search: SearchSpec
@@ -280,10 +290,7 @@ class SweepSpec:
                 )
                 for entry in self.problems
             ],
-            "kernels": {
-                family: Flow({name: [*values] for name, values in parameters.items()})
-                for family, parameters in self.kernels.items()
-            },
+            "kernels": {family: _dumped(selection) for family, selection in self.kernels.items()},
             "baselines": [*self.baselines],
             **{
                 section: Flow(getattr(self, section).model_dump())
@@ -296,6 +303,25 @@ class SweepSpec:
 
 def _required(required: Requirements) -> Flow:
     return Flow({name: [*comparisons] for name, comparisons in required.items()})
+
+
+def _tuples(parameters: ParameterValues) -> dict[str, tuple[Value, ...]]:
+    return {name: tuple(values) for name, values in parameters.items()}
+
+
+def _dumped(selection: Selection) -> dict[str, Any]:
+    """The YAML of a selection: on one line, but for variants, which have one each."""
+
+    def flow(values: Values) -> Flow:
+        return Flow({name: [*of] for name, of in values.items()})
+
+    if not selection.variants:
+        return flow(selection.values)
+    axes = {
+        axis: {name: flow(values) for name, values in named.items()}
+        for axis, named in selection.variants.items()
+    }
+    return {**{name: [*of] for name, of in selection.values.items()}, "variants": axes}
 
 
 def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
@@ -334,8 +360,14 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
         arch=file.arch,
         problems=entries,
         kernels={
-            family: {name: tuple(values) for name, values in parameters.items()}
-            for family, parameters in file.kernels.items()
+            family: Selection(
+                _tuples(choice.__pydantic_extra__ or {}),
+                {
+                    axis: {name: _tuples(values) for name, values in variants.items()}
+                    for axis, variants in choice.variants.items()
+                },
+            )
+            for family, choice in file.kernels.items()
         },
         baselines=tuple(dict.fromkeys(file.baselines)),
         search=file.search,
@@ -373,24 +405,45 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
 def check_against(spec: SweepSpec, kernels: Mapping[str, Kernel]) -> None:
     """Raise SpecError unless the spec's families, their parameters and values are there."""
     document = spec.document
-    for family, parameters in spec.kernels.items():
-        loc = ("kernels", family)
+    for family, selection in spec.kernels.items():
+        loc: Loc = ("kernels", family)
         if family not in kernels:
             hint = nearest(family, kernels)
             document.report(f"unknown kernel {family!r}", hint, document.keys[loc])
             continue
-        declared = {param.name: param for param in kernels[family].params}
-        for name, values in parameters.items():
-            if name not in declared:
-                what, hint = f"{family} has no parameter {name!r}", nearest(name, declared)
-                document.report(what, hint, document.keys[(*loc, name)])
-                continue
-            for value in values:
-                refusal = _refusal(declared[name], value)
-                if refusal is not None:
-                    at = document.find(value, *loc, name)
-                    document.report(f"{family}: {refusal[0]}", refusal[1], at)
+        declared = {param.name: param for param in (*kernels[family].params, *MODES)}
+        _check_values(document, family, loc, selection.values, declared)
+        axis_of: dict[str, str] = {}
+        for axis, variants in selection.variants.items():
+            for name, values in variants.items():
+                at = (*loc, "variants", axis, name)
+                _check_values(document, family, at, values, declared)
+                for parameter in values:
+                    other = axis_of.setdefault(parameter, axis)
+                    if other != axis:
+                        what = f"{parameter} is in the variants of {other!r} and of {axis!r}"
+                        hint = "a parameter belongs to one axis"
+                        document.report(what, hint, document.keys[(*at, parameter)])
+            if not variants:
+                at = (*loc, "variants", axis)
+                document.report(f"{axis!r} has no variant", None, document.keys[at])
     document.raise_issues()
+
+
+def _check_values(
+    document: Document, family: str, loc: Loc, values: Values, declared: Mapping[str, Param]
+) -> None:
+    for name, chosen in values.items():
+        if name not in declared:
+            what, hint = f"{family} has no parameter {name!r}", nearest(name, declared)
+            document.report(what, hint, document.keys[(*loc, name)])
+            continue
+        for value in chosen:
+            refusal = _refusal(declared[name], value)
+            if refusal is not None:
+                document.report(
+                    f"{family}: {refusal[0]}", refusal[1], document.find(value, *loc, name)
+                )
 
 
 def _refusal(param: Param, value: Value) -> tuple[str, str] | None:

@@ -10,13 +10,15 @@ no lock: a row becomes visible as a whole line or is a torn last line, which the
 from __future__ import annotations
 
 import errno
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
@@ -28,6 +30,7 @@ from attnsweep.trial import Environment, Trial
 TRIALS = "trials.jsonl"
 SPEC = "spec.yaml"
 ENVIRONMENT = "environment.json"
+PLANNED = "planned.json"
 CUBINS = "cubins"
 LOCK = ".lock"
 # A foreign file would otherwise warn once a line.
@@ -157,6 +160,8 @@ class Run:
     environment: Environment | None
     spec_text: str | None
     warnings: list[str]
+    planned: list[dict[str, Any]] = field(default_factory=list)
+    """Of each family and problem, how many candidates there are: candidates.plan_facts."""
 
 
 class Store:
@@ -279,19 +284,21 @@ class Store:
         os.ftruncate(self._fd, start)
         return start
 
-    def describe(self, spec: str, environment: Environment) -> None:
-        """Replace spec.yaml by the resolved spec, and environment.json."""
+    def describe(
+        self, spec: str, environment: Environment, planned: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Replace spec.yaml by the resolved spec, environment.json, and planned.json."""
         self._write_text(SPEC, spec)
         self._write_text(ENVIRONMENT, environment.model_dump_json(indent=2) + "\n")
+        lines = ",\n".join(json.dumps(facts, ensure_ascii=False) for facts in planned)
+        self._write_text(PLANNED, f"[\n{lines}\n]\n")
 
     def finish(self, render: Callable[[Run], Mapping[str, str]] | None = None) -> Run:
         """The run as it now is. render: makes file names and texts of it, which are written.
 
         `store.finish(report.files)` writes ranking.csv and ranking.md.
         """
-        environment, _ = _read_environment(self.directory / ENVIRONMENT)
-        spec, _ = _read_spec(self.directory / SPEC)
-        run = Run(self.directory, self.trials, environment, spec, self.warnings)
+        run = _described(self.directory, self.trials, list(self.warnings))
         for name, text in (render(run) if render else {}).items():
             self._write_text(name, text)
         return run
@@ -366,10 +373,31 @@ def open_run(path: Path) -> Run:
         again = f"attnsweep run {spec_path if spec_path.is_file() else 'SPEC'}"
         because = f" ({warnings[0]})" if warnings else ""
         raise StoreError(f"nothing is recorded yet{because}", where=str(path), hint=f"run: {again}")
+    return _described(directory, trials, warnings)
+
+
+def _described(directory: Path, trials: list[Trial], warnings: list[str]) -> Run:
+    """The run with what is written beside its trials; what of that cannot be read is a warning."""
     environment, odd_environment = _read_environment(directory / ENVIRONMENT)
     spec, odd_spec = _read_spec(directory / SPEC)
-    warnings += [odd for odd in (odd_environment, odd_spec) if odd]
-    return Run(directory, trials, environment, spec, warnings)
+    planned, odd_plan = _read_planned(directory / PLANNED)
+    warnings += [odd for odd in (odd_environment, odd_spec, odd_plan) if odd]
+    return Run(directory, trials, environment, spec, warnings, planned)
+
+
+def _read_planned(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """The plan's facts, none if there are none, and a warning if they cannot be understood."""
+    try:
+        facts = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return [], None
+    except OSError as error:
+        return [], f"{path}: cannot be read: {error.strerror}"
+    except ValueError as error:
+        return [], f"{path}: not JSON: {error}"
+    if not isinstance(facts, list) or not all(isinstance(fact, dict) for fact in facts):
+        return [], f"{path}: not a list of objects"
+    return facts, None
 
 
 def _read_spec(path: Path) -> tuple[str | None, str | None]:

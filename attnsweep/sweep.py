@@ -24,24 +24,28 @@ from attnsweep.candidates import (
     Observer,
     PlannedProblem,
     as_ready,
+    builds_of,
     candidate_count,
     compiled_row,
     compiler_for,
     plan,
+    plan_facts,
+    workspace_limit,
 )
 from attnsweep.compiler import Compiler
 from attnsweep.errors import NoGpuError, SpaceError, StoreError
-from attnsweep.kernel import Kernel, Space
+from attnsweep.kernel import Kernel
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank, winners
 from attnsweep.search import Search
+from attnsweep.space import Space
 from attnsweep.spec import SweepSpec
 from attnsweep.store import TRIALS, Run, Store, open_run
 from attnsweep.trial import Environment, Measurement, Status, Trial
 from attnsweep.workers import Worker, WorkerError
 
 # Raise it when a change of checking or timing makes older rows incomparable: they are then redone.
-PROTOCOL = 1
+PROTOCOL = 2
 # Rounds before the first that counts: clocks rise and caches fill.
 _WARMUP_ROUNDS = 2
 # The best of each family always enters the rounds, so that every family's best is well measured.
@@ -110,7 +114,7 @@ def run(
             observer.note(f"earlier rows were measured with {elsewhere} and are set aside")
         store = Store.open(directory, fresh=fresh or bool(elsewhere))
         try:
-            store.describe(spec.resolved(store.directory), environment)
+            store.describe(spec.resolved(store.directory), environment, plan_facts(planned))
             sweep = _Sweep(spec, worker, compiler, environment, store, observer)
             interrupted = sweep.run(planned)
             sweep.keep_winners()
@@ -189,9 +193,9 @@ class _Sweep:
         """Ask for the problem's candidates, up to the lookahead, and start what is not done."""
         builds = []
         for space, search in zip(item.spaces, searches, strict=True):
-            for config in itertools.islice(iter(search.ask, None), _LOOKAHEAD):
-                build = Build.of(space.kernel, config, item.problem, self._compiler)
-                builds.append(build)
+            asked = itertools.islice(iter(search.ask, None), _LOOKAHEAD)
+            limit = workspace_limit(self._spec, self._environment.memory_bytes)
+            builds += builds_of(space, asked, self._compiler, limit)
         kept = self._kept(builds)
         if len(kept) < len(builds) or not self._measured(item, builds):
             for build in builds:
@@ -245,8 +249,7 @@ class _Sweep:
 
     def _try(self, build: Build, seen: Mapping[tuple[object, ...], Build]) -> Trial:
         """Compile, prune, check and first time of one candidate: always a row."""
-        memory_bytes = self._environment.memory_bytes
-        row = compiled_row(build, self._spec, memory_bytes)
+        row = compiled_row(build, self._spec)
         row = row.with_(fingerprint=self._fingerprint(build))
         if row.status is not Status.OK:
             return row
@@ -255,12 +258,16 @@ class _Sweep:
             same = f"same machine code as {twin.kernel.name} {twin.config.label}"
             return row.with_(status=Status.PRUNED, detail=same)
         try:
-            staged = self._spec.search.strategy == "staged"
-            accuracy, time_us, stages_us = self._worker.call("trial", build.candidate(), staged)
+            accuracy, first = self._worker.call("trial", build.candidate())
         except WorkerError as error:
             return row.with_(status=error.status, detail=error.detail, accuracy=error.payload)
-        first = Measurement(median=time_us, low=time_us, high=time_us, samples=1)
-        return row.with_(accuracy=accuracy, time_us=first, stages_us=stages_us)
+        once = Measurement(median=first.time_us, low=first.time_us, high=first.time_us, samples=1)
+        return row.with_(
+            accuracy=accuracy,
+            time_us=once,
+            stages_us=first.stages_us,
+            launch_us=first.launch_us,
+        )
 
     # -- the rounds -------------------------------------------------------------------------
 
@@ -380,9 +387,10 @@ class _Sweep:
         return not timed or any(time.rounds for time in timed if time)
 
     def _fingerprint(self, build: Build) -> str:
-        parts = (build.problem, build.keys, sorted(build.launches.items()))
-        required = self._spec.require
-        return self._digest(*parts, *([sorted(required.items())] if required else []))
+        issued = [] if build.schedule.whole else [repr(build.schedule)]
+        if self._spec.require:
+            issued.append(repr(sorted(self._spec.require.items())))
+        return self._digest(build.problem, build.keys, sorted(build.launches.items()), *issued)
 
     def _baseline_row(self, name: str, problem: Problem) -> Trial:
         packages = sorted(self._environment.packages.items())
@@ -459,7 +467,7 @@ def _replay(
         (directory / TRIALS).unlink()
     store = Store.open(directory)
     try:
-        store.describe(spec.resolved(store.directory), environment)
+        store.describe(spec.resolved(store.directory), environment, plan_facts(planned))
 
         def stored(trial: Trial) -> Trial:
             found = by_key.get(trial.key)

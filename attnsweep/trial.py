@@ -7,7 +7,7 @@ the parent sends to the process that owns the GPU: cubins and launches, no decla
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -85,6 +85,13 @@ class Trial(_Row):
     eager_us: float | None = None
     """Host time to issue one call eagerly, without waiting for the device."""
     stages_us: dict[str, float] = Field(default_factory=dict)
+    """Each stage of a pipeline replayed on its own."""
+    launch_us: float | None = None
+    """What the same launches take if their kernel is empty, issued in the same way."""
+    schedule: dict[str, int] = Field(default_factory=dict)
+    """How a call is issued: chunks, the heads and rows of one, streams, workspace_bytes."""
+    variant: dict[str, str] = Field(default_factory=dict)
+    """Of a spec with variants: axis to the name of the variant that gave the config."""
     accuracy: Accuracy | None = None
     resources: Resources | None = None
     conditions: dict[str, Any] = Field(default_factory=dict)
@@ -107,11 +114,14 @@ class Trial(_Row):
 
 @dataclass(frozen=True, slots=True)
 class CompiledStage:
-    """One stage, ready to load: cubin path and its launch."""
+    """One launch of a call, ready to load: its stage, cubin path, stream, and where it works."""
 
     name: str
     cubin: str
     launch: Launch
+    stream: int = 0
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    """Bytes from the start of a buffer, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +130,12 @@ class Plan:
 
     problem: Problem
     stages: tuple[CompiledStage, ...]
+    """In the order of issue; of a call in chunks, each stage once a chunk."""
     workspaces: Mapping[str, int]
     """Buffer name to bytes."""
+    streams: int = 1
+    eager: bool = False
+    """Timed as launched by the host, not from a graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +147,17 @@ class Candidate:
     timed: Plan
     checks: tuple[Plan, ...]
     rounds_scores: int
+    empty: Plan | None = None
+    """The timed plan with an empty kernel in every launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTimes:
+    """What one look at a candidate gave, in microseconds a call; stages only of a pipeline."""
+
+    time_us: float
+    stages_us: Mapping[str, float]
+    launch_us: float | None
 
 
 class Environment(_Row):

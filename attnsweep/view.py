@@ -29,6 +29,7 @@ from attnsweep.console import GLUE, aligned, wrap
 from attnsweep.doctor import Finding
 from attnsweep.kernel import BLOCK_LIMITS, Kernel
 from attnsweep.problem import Problem
+from attnsweep.schedule import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.trial import Status, Trial
 
 # Without a terminal a line at most this often, so that a CI log shows life but stays short.
@@ -262,26 +263,9 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
     for space in {space.kernel.name: space for item in items for space in item.spaces}.values():
         for rule, (description, _) in space.kernel.rules.items():
             out += said(f"{space.kernel.name}.{rule}: {description}", width, "dim")
+    if any(CHUNKS in space.removed for item in items for space in item.spaces):
+        out += said(f"{CHUNKS}: {CHUNKS_RULE}", width, "dim")
     return out
-
-
-def planned_json(items: Sequence[PlannedProblem], limit: int | None) -> list[dict[str, Any]]:
-    """The same as data."""
-    return [
-        {
-            "problem": item.problem.label,
-            "kernel": space.kernel.name,
-            "configs": space.total,
-            "candidates": min(len(space.configs), limit or len(space.configs)),
-            "removed": space.removed,
-        }
-        for item in items
-        for space in item.spaces
-    ] + [
-        {"problem": item.problem.label, "kernel": name, "candidates": 0, "refused": reason}
-        for item in items
-        for name, reason in item.refused.items()
-    ]
 
 
 # -- list -----------------------------------------------------------------------------------
@@ -303,14 +287,12 @@ def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int
             for param in kernel.params
         ]
         rows += [(f"  {name}", "rule", text) for name, (text, _) in kernel.rules.items()]
-        if rows:
-            lines = aligned([row[:2] for row in rows], "ll", 10**6)
-            tails = [text for _, _, text in rows]
-            if max(map(cell_len, lines)) + 2 + _TAIL > width:
-                lines = aligned([row[:1] for row in rows], "l", 10**6)
-                tails = [f"{values}: {text}" for _, values, text in rows]
-            out += [Text(line) for block in _with_tails(lines, tails, width) for line in block]
+        out += _parameters(rows, width)
         out.append(Text())
+    out += _titled("modes", "of every family, where a spec names them", width)
+    rows = [(f"  {mode.name}", ", ".join(map(str, mode.values)), mode.help) for mode in MODES]
+    out += _parameters(rows, width)
+    out.append(Text())
     out += _titled("baselines", ", ".join(baselines), width)
     return out + said(
         f"{BLOCK_LIMITS}: every family also keeps to the threads, shared memory and grid that the "
@@ -318,6 +300,18 @@ def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int
         width,
         "dim",
     )
+
+
+def _parameters(rows: Sequence[tuple[str, str, str]], width: int) -> list[Text]:
+    """Name, values and meaning, in columns as far as there is room."""
+    if not rows:
+        return []
+    lines = aligned([row[:2] for row in rows], "ll", 10**6)
+    tails = [text for _, _, text in rows]
+    if max(map(cell_len, lines)) + 2 + _TAIL > width:
+        lines = aligned([row[:1] for row in rows], "l", 10**6)
+        tails = [f"{values}: {text}" for _, values, text in rows]
+    return [Text(line) for block in _with_tails(lines, tails, width) for line in block]
 
 
 def _titled(name: str, text: str, width: int) -> list[Text]:
@@ -345,6 +339,7 @@ def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> di
             }
             for kernel in kernels.values()
         ],
+        "modes": [{"name": p.name, "values": p.values, "help": p.help} for p in MODES],
         "baselines": list(baselines),
     }
 
@@ -369,6 +364,47 @@ def compiled(trials: Sequence[Trial], arch: Arch, every: bool, width: int) -> li
     )
     for (kernel, status, reason), n in reasons.most_common(12):
         out += said(f"  {n} × {kernel} {status}: {reason}", width)
+    return out
+
+
+def counters(kept: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
+    """A heading a candidate, and a line a stage: traffic, use of units, why warps waited."""
+    out: list[Text] = []
+    header = ["stage", "µs", "DRAM MB", "L2 MB", "L2 hit", "tensor", "exp2", "issue"]
+    for facts in kept:
+        config = " ".join(f"{name}={value}" for name, value in facts["config"].items())
+        out += said(f"{facts['problem']} · {facts['kernel']} · {facts['where']}", width, "bold")
+        out += said(config, width, "dim")
+        rows, tails = [header], ["warps waited for"]
+        for stage in facts["stages"]:
+
+            def figure(
+                name: str, form: str, figures: Mapping[str, float] = stage["figures"]
+            ) -> str:
+                return form.format(figures[name]) if name in figures else "–"
+
+            def traffic(of: str, figures: Mapping[str, float] = stage["figures"]) -> str:
+                megabytes = [figures.get(f"{of}_{way}_bytes") for way in ("read", "write")]
+                return "+".join("–" if n is None else f"{n / 1e6:.1f}" for n in megabytes)
+
+            shares = [f"{unit}_percent" for unit in ("l2_hit", "tensor", "exp2", "issue")]
+            rows.append(
+                [
+                    *(stage["stage"], figure("duration_us", "{:.1f}")),
+                    *(traffic("dram"), traffic("l2")),
+                    *(figure(share, "{:.0f} %") for share in shares),
+                ]
+            )
+            worst = list(stage["stalls"].items())[:3]
+            tails.append(", ".join(f"{why}{GLUE}{warps:.1f}" for why, warps in worst))
+        lines = _columns(rows, "l" + "r" * (len(header) - 1), width, drop=(6, 4))
+        out += [Text(line) for block in _with_tails(lines, tails, width) for line in block]
+    out += said(
+        "traffic is read+written · a launch runs alone here, so its time is not that of a sweep · "
+        "warps waited for: warps in that state for each instruction issued",
+        width,
+        "dim",
+    )
     return out
 
 

@@ -10,9 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import claims
+
 from attnsweep import report
 from attnsweep.kernel import BLOCK_LIMITS, discover
 from attnsweep.ranking import rank
+from attnsweep.schedule import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.spec import schema_text
 from attnsweep.store import find_runs, open_run
 from attnsweep.trial import Trial
@@ -70,6 +73,12 @@ def kernels() -> str:
             out.append("\n| rule | a config is kept if |\n|---|---|")
             out += [f"| `{name}` | {text} |" for name, (text, _) in kernel.rules.items()]
         out.append("")
+    out.append(
+        "## Modes\n\nParameters of every family, where a spec names them: how a call is issued. "
+        f"The rule `{CHUNKS}`\nkeeps a config if {CHUNKS_RULE}.\n\n"
+        "| parameter | values | |\n|---|---|---|"
+    )
+    out += [f"| `{p.name}` | {', '.join(map(str, p.values))} | {p.help} |" for p in MODES]
     return "\n".join(out).rstrip() + "\n"
 
 
@@ -131,6 +140,9 @@ def main() -> int:
         "docs/spec.schema.json": schema_text(),
         "README.md": readme(),
     }
+    tested = claims.page(ROOT / "results" / "h200")
+    if tested is not None:
+        pages["docs/claims.md"] = tested
     for directory in find_runs(ROOT / "results"):
         if directory.parent.name != "replay":
             tables = report.files(open_run(directory))

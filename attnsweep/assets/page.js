@@ -114,7 +114,7 @@ function stages(box, problem) {
     for (const [stage, us] of [...parts, ...(row.us > sum ? [["rest", row.us - sum]] : [])]) {
       values.push({ label, stage, us, from, to: (from += us), config: row.config });
     }
-    totals.push({ label, us: row.us, end: Math.max(row.us, sum), said: figure(row.us), config: row.config });
+    totals.push({ label, launches: row.launches, us: row.us, end: Math.max(row.us, sum), said: figure(row.us), config: row.config });
   });
   const y = { field: "label", type: "nominal", sort: null, title: null, axis: { domain: false, ticks: false, labelColor: color("ink"), labelPadding: 6 } };
   const most = Math.max(...totals.map((total) => total.end));
@@ -132,7 +132,7 @@ function stages(box, problem) {
           tooltip: [{ field: "stage" }, { field: "us", title: "µs", format: ".4~g" }, { field: "config", title: "config" }],
         },
       },
-      { data: { values: totals }, mark: { type: "tick", color: color("ink"), thickness: 2, height: 21 }, encoding: { y, x: { field: "us", type: "quantitative" }, tooltip: [{ field: "us", title: "whole call µs", format: ".4~g" }, { field: "config" }] } },
+      { data: { values: totals }, mark: { type: "tick", color: color("ink"), thickness: 2, height: 21 }, encoding: { y, x: { field: "us", type: "quantitative" }, tooltip: [{ field: "us", title: "whole call µs", format: ".4~g" }, ...(totals.some((total) => total.launches !== null) ? [{ field: "launches", title: "empty launches µs", format: ".3~g" }] : []), { field: "config" }] } },
       { data: { values: totals }, mark: { type: "text", align: "left", dx: 6 }, encoding: { y, x: { field: "end", type: "quantitative" }, text: { field: "said" } } },
     ],
   }, `Stages of the best pipelines, ${problem.label}`);

@@ -11,8 +11,9 @@ from attnsweep.analysis import compiler_warnings, functions
 from attnsweep.arch import ARCHS
 from attnsweep.candidates import Build, as_ready, compiled_row
 from attnsweep.compiler import Compiler
-from attnsweep.kernel import Space, discover, load_kernel
+from attnsweep.kernel import discover, load_kernel
 from attnsweep.problem import Problem
+from attnsweep.space import Space
 from attnsweep.spec import load_spec
 from attnsweep.trial import Status
 

@@ -12,8 +12,9 @@ from attnsweep.analysis import resources
 from attnsweep.arch import arch_named
 from attnsweep.candidates import Build, as_ready
 from attnsweep.compiler import Compiler
-from attnsweep.kernel import Space, discover, load_kernel
+from attnsweep.kernel import discover, load_kernel
 from attnsweep.problem import Problem
+from attnsweep.space import Selection, Space
 from attnsweep.workers import Worker
 
 pytestmark = pytest.mark.gpu
@@ -67,10 +68,11 @@ def test_right_on_odd_shapes(kernel, problem, worker, compiler):
         build.submit()
     worker.open(problem, replay_us=100, seed=1)
     for build in as_ready(builds):
-        accuracy, time_us, stages_us = worker.call("trial", build.candidate(), True)
+        accuracy, first = worker.call("trial", build.candidate())
         assert accuracy.rel_err <= accuracy.limit, build.config.label
-        assert time_us > 0
-        assert set(stages_us) == (set(kernel.stages) if len(kernel.stages) > 1 else set())
+        assert first.time_us > 0
+        assert first.launch_us > 0
+        assert set(first.stages_us) == (set(build.launches) if len(build.launches) > 1 else set())
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=str)
@@ -88,3 +90,51 @@ def test_occupancy_is_what_the_driver_says(kernel, worker, compiler):
         )
         for name, blocks in worker.call("blocks_per_sm", build.candidate()).items():
             assert ours.stages[name]["blocks_per_sm"] == blocks, f"{build.config.label} {name}"
+
+
+PIPELINES = [kernel for kernel in KERNELS.values() if len(kernel.stages) > 1]
+MODES = [
+    {"LAUNCH": "eager"},
+    {"STREAMS": 3},
+    {"CHUNK_HEADS": 2},
+    {"CHUNK_HEADS": 2, "STREAMS": 2, "LAUNCH": "eager"},
+    {"CHUNK_ROWS": 256},
+    {"CHUNK_ROWS": 256, "STREAMS": 4},
+]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("modes", MODES, ids=str)
+@pytest.mark.parametrize("kernel", [*PIPELINES, KERNELS["flash_fwd_mma"]], ids=str)
+def test_right_in_every_mode(kernel, modes, causal, worker, compiler):
+    problem = Problem(2, 4, 2, 700, 900, 64, "fp16", causal)
+    reason = kernel.refusal(problem, compiler.arch)
+    if reason is not None:
+        pytest.skip(reason)
+    selection = Selection({name: (value,) for name, value in modes.items()})
+    configs = Space.build(kernel, problem, compiler.arch, selection).configs
+    builds = [Build.of(kernel, c, problem, compiler) for c in configs[:: len(configs) // 4 + 1]]
+    for build in builds:
+        build.submit()
+    worker.open(problem, replay_us=100, seed=1)
+    for build in builds:
+        accuracy, first = worker.call("trial", build.candidate())
+        assert accuracy.rel_err <= accuracy.limit, build.config.label
+        assert min(first.time_us, first.launch_us) > 0
+
+
+@pytest.mark.parametrize("kernel", PIPELINES, ids=str)
+def test_a_workspace_limit_is_kept_and_the_result_right(kernel, worker, compiler):
+    problem = Problem(1, 4, 4, 1500, 1500, 64, "fp16", True)
+    reason = kernel.refusal(problem, compiler.arch)
+    if reason is not None:
+        pytest.skip(reason)
+    config = Space.build(kernel, problem, compiler.arch).configs[0]
+    for limit, rows in ((10 << 20, 1500), (3 << 20, 768)):
+        build = Build.of(kernel, config, problem, compiler, workspace_limit=limit)
+        assert build.schedule.facts["workspace_bytes"] <= limit
+        assert build.schedule.facts["rows"] <= rows
+        build.submit()
+        worker.open(problem, replay_us=100, seed=1)
+        accuracy, _ = worker.call("trial", build.candidate())
+        assert accuracy.rel_err <= accuracy.limit

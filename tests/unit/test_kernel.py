@@ -19,12 +19,12 @@ from attnsweep.kernel import (
     Kernel,
     Launch,
     Param,
-    Space,
     discover,
     load_kernel,
     shipped_kernels_dir,
 )
 from attnsweep.problem import Problem
+from attnsweep.space import Selection, Space
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
 H200 = ARCHS["sm_90a"]
@@ -114,7 +114,7 @@ class TestSpace:
             assert space.removed[f"rule{number}"] == len(first)
 
     def test_a_spec_replaces_values_one_parameter_at_a_time(self):
-        space = Space.build(family(), PROBLEM, H200, {"A": (7,)})
+        space = Space.build(family(), PROBLEM, H200, Selection({"A": (7,)}))
         assert [config.label for config in space.configs] == ["A=7 B=0", "A=7 B=1"]
 
     @pytest.mark.parametrize(
@@ -297,7 +297,8 @@ class TestBrokenDeclarations:
     @pytest.mark.parametrize(
         ("launch", "words"),
         [
-            (None, "must return a Launch, not None"),
+            (None, "no stage of toy has a launch"),
+            ("none", "must return a Launch or None, not 'none'"),
             (Launch("f", (1, 1, 1), "many", ()), "threads 'many': an int is wanted"),
             (Launch("f", (0.5, 1, 1), 32, ()), "three ints is wanted"),
             (Launch("f", (1, 1), 32, ()), "three ints is wanted"),
@@ -306,7 +307,7 @@ class TestBrokenDeclarations:
             (Launch("f", (1, 1, 1), 32, (None,)), "passes None"),
             (Launch("f", (1, 1, 1), 32, (), defines={"N": "3"}), "values must be ints"),
         ],
-        ids=["none", "threads", "grid", "grid2", "zero", "buffer", "arg", "defines"],
+        ids=["none", "text", "threads", "grid", "grid2", "zero", "buffer", "arg", "defines"],
     )
     def test_an_impossible_launch(self, launch, words):
         self.refuse(self.family(launch=lambda *_: launch), words)

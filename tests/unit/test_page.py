@@ -125,6 +125,36 @@ def test_reasons_of_one_cause_are_one_line():
     assert re.search(r"\b4 wrong flash_fwd_wgmma relative error", text)
 
 
+def test_what_rules_removed_is_told_beside_what_was_pruned():
+    label = candidate("flash", 1.0).problem.label
+    planned = [
+        {
+            "problem": label,
+            "kernel": "flash_fwd_wgmma",
+            "configs": 1480,
+            "candidates": 36,
+            "removed": {"warp_rows": 1400, "block_limits": 44, "unused": 0},
+        },
+        {"problem": label, "kernel": "old", "candidates": 0, "refused": "needs sm_100a"},
+        {"problem": "another", "kernel": "naive", "configs": 2, "removed": {"no_idle_block": 1}},
+    ]
+    text = visible(page.render(full_run(planned=planned)))
+    assert "flash_fwd_wgmma 1,480 36 warp_rows 1,400, block_limits 44" in text
+    assert "old – 0 cannot run this: needs sm_100a" in text
+    assert "no_idle_block" not in text
+
+
+def test_variants_are_parameters_to_choose_too():
+    trials = [
+        candidate("flash", 10.0 + m + n, BLOCK_M=m, ROWS=n).with_(variant={"softmax": name})
+        for m in (1, 2)
+        for n, name in enumerate(("whole", "split"))
+    ]
+    data = data_of(page.render(full_run(trials=trials)))
+    assert data["kernels"] == [{"name": "flash", "params": ["softmax", "BLOCK_M", "ROWS"]}]
+    assert {row[5][0] for row in data["trials"]} == {"whole", "split"}
+
+
 def test_what_a_run_holds_cannot_leave_its_place():
     wicked = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
     trials = [

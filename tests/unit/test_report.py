@@ -219,6 +219,34 @@ def test_stages_that_alone_take_longer_than_the_whole_leave_no_rest() -> None:
     assert "rest" not in text.split("stages of")[1].split("±")[0]
 
 
+def test_how_a_call_is_issued_is_told_with_the_stages() -> None:
+    schedule = {"chunks": 4, "heads": 2, "rows": 512, "streams": 2, "workspace_bytes": 3 << 20}
+    row = candidate("three", 9.0).with_(
+        stages_us={"qk": 4.0, "pv": 4.0}, launch_us=1.25, schedule=schedule
+    )
+    text = " ".join(printed(full_run(trials=[row]), 120).split())
+    assert "qk 4.0 · pv 4.0 · rest 1.0 µs · its launches alone 1.2 µs · 4 chunks of 2" in text
+    assert "4 chunks of 2 heads × 512 queries, 3 MiB of workspace" in text
+
+
+def test_a_family_that_was_not_searched_whole_says_how_much_was() -> None:
+    run = full_run()
+    label = run.trials[0].problem.label
+    tried = len({t.key for t in run.trials if t.kernel == "flash_fwd_wgmma"})
+    planned = [
+        {"problem": label, "kernel": "flash_fwd_wgmma", "candidates": tried + 70},
+        {"problem": label, "kernel": "naive", "candidates": 3},
+        {"problem": "another", "kernel": "naive", "candidates": 300},
+    ]
+    for text in (
+        printed(full_run(planned=planned)),
+        report.to_markdown(rank(run.trials, H200), H200, planned),
+    ):
+        assert f"flash_fwd_wgmma: {tried} of {tried + 70} candidates tried, 70 left out" in text
+        assert "naive: 3 of" not in text
+        assert "300 candidates" not in text
+
+
 def test_a_winner_without_rounds_says_so() -> None:
     once = Measurement(median=20.69, low=20.69, high=20.69, samples=1)
     rows = [candidate("naive", 5556.0), candidate("flash", 1.0).with_(time_us=once)]

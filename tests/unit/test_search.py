@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from attnsweep import search
 from attnsweep.arch import ARCHS
 from attnsweep.errors import SpecError
-from attnsweep.kernel import Kernel, Launch, Param, Space
+from attnsweep.kernel import Kernel, Launch, Param
 from attnsweep.problem import Problem
 from attnsweep.search import STRATEGIES, Search, strategy
+from attnsweep.space import Selection, Space
 from attnsweep.spec import SearchSpec
 from attnsweep.trial import Status, Trial
 
@@ -163,7 +164,7 @@ def test_staged_finds_the_exhaustive_winner_when_stages_add_up(data, sizes, ahea
     best = min(sum(times[name][config[f"{name}_P"]] for name in times) for config in space.configs)
     found, tried = staged_winner(space, times, ahead)
     assert found == best
-    assert tried <= sum(sizes) + search.BEST_OF_STAGE ** len(sizes)
+    assert tried <= sum(sizes) + search.COMBINED
 
 
 def test_staged_tries_far_fewer_than_all():
@@ -179,6 +180,66 @@ def test_staged_keeps_to_the_rules():
     space = pipeline_space([3, 3], forbidden={(0, 0)})
     found, _ = staged_winner(space, {"S0": [1, 5, 9], "S1": [1, 4, 9]}, ahead=4)
     assert found == 5
+
+
+def linked_space(selection=None):
+    """Two stages that share FUSED; the second is left out where FUSED is 2."""
+    kernel = Kernel(
+        "toy",
+        summary="",
+        params=(
+            Param("FUSED", (0, 1, 2), ""),
+            Param("A", tuple(range(6)), ""),
+            Param("B", tuple(range(6)), ""),
+        ),
+    )
+    kernel.stage("first", params=("FUSED", "A"))(lambda *_: Launch("f", (1, 1, 1), 32, ()))
+    kernel.stage("second", params=("FUSED", "B"))(
+        lambda config, problem, arch: None if config.FUSED == 2 else Launch("f", (1, 1, 1), 32, ())
+    )
+    return Space.build(kernel, PROBLEM, ARCHS["sm_90a"], selection)
+
+
+def search_linked(space, times):
+    """What strategy staged tried of a linked space, and what each took."""
+    at_work, tried = Search("staged", space), {}
+    while (config := at_work.ask()) is not None:
+        stages_us = {"first": times["first"][config.FUSED][config.A]}
+        if config.FUSED != 2:
+            stages_us["second"] = times["second"][config.FUSED][config.B]
+        tried[config] = sum(stages_us.values())
+        at_work.tell(trial_of(config).with_(stages_us=stages_us))
+    return tried
+
+
+linked_times = st.fixed_dictionaries(
+    {
+        name: st.lists(
+            st.lists(st.integers(1, 1000), min_size=6, max_size=6), min_size=3, max_size=3
+        )
+        for name in ("first", "second")
+    }
+)
+
+
+@given(linked_times)
+def test_staged_combines_only_what_goes_together(times):
+    tried = search_linked(linked_space(), times)
+    best = min(
+        min(times["first"][fused]) + (min(times["second"][fused]) if fused < 2 else 0)
+        for fused in range(3)
+    )
+    assert min(tried.values()) == best
+    assert len(tried) < 108
+
+
+def test_staged_finds_the_best_of_each_variant():
+    axis = {"plain": {"FUSED": (0,)}, "fused": {"FUSED": (1,)}}
+    space = linked_space(Selection({}, {"pipeline": axis}))
+    times = {"first": [[9, 8, 7, 6, 5, 900], [1] * 6, []], "second": [[50, 40] * 3, [2] * 6, []]}
+    tried = search_linked(space, times)
+    assert min(us for config, us in tried.items() if config.FUSED == 0) == 45
+    assert min(us for config, us in tried.items() if config.FUSED == 1) == 3
 
 
 def test_staged_is_exhaustive_for_one_stage():

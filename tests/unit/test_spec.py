@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from attnsweep.arch import ARCHS, arch_named
 from attnsweep.errors import SpecError
-from attnsweep.kernel import Kernel, Launch, Param, Space, discover
+from attnsweep.kernel import Kernel, Launch, Param, discover
 from attnsweep.problem import DTYPE_BYTES, Problem
+from attnsweep.space import Selection, Space
 from attnsweep.spec import (
     BASELINES,
     check_against,
@@ -74,7 +75,7 @@ class TestWhatItBecomes:
         (entry,) = spec.problems
         assert entry.problem == Problem(1, 16, 16, 1024, 1024, 64, "fp16", causal=False)
         assert entry.kernels == ("naive",)
-        assert spec.kernels == {"naive": {}}
+        assert spec.kernels == {"naive": Selection()}
         assert spec.baselines == BASELINES
         search, measure, limits = spec.search, spec.measure, spec.limits
         assert (search.strategy, search.candidates, search.seed) == ("exhaustive", None, 0)
@@ -112,10 +113,10 @@ class TestWhatItBecomes:
         kernels = "{a: {X: 1, Y: [64, 32, 64], Z: [true, 1], W: row}, b: null}"
         spec = load(MINIMAL.replace("{naive: {}}", kernels))
         assert spec.kernels == {
-            "a": {"X": (1,), "Y": (64, 32), "Z": (True, 1), "W": ("row",)},
-            "b": {},
+            "a": Selection({"X": (1,), "Y": (64, 32), "Z": (True, 1), "W": ("row",)}),
+            "b": Selection(),
         }
-        assert [type(value) for value in spec.kernels["a"]["Z"]] == [bool, int]
+        assert [type(value) for value in spec.kernels["a"].values["Z"]] == [bool, int]
 
     @pytest.mark.parametrize(
         ("written", "baselines"),
@@ -486,12 +487,12 @@ class TestErrors:
             (
                 "baseline: all",
                 "1: unknown key 'baseline'\n  did you mean 'baselines'? there are: name, device, "
-                "recording, arch, problems, kernels, baselines, search, measure, limits",
+                "recording, arch, problems, kernels, baselines, search, measure, limits, require",
             ),
             (
                 "<<: {a: 1}",
                 "1: unknown key '<<'\n  there are: name, device, recording, arch, "
-                "problems, kernels, baselines, search, measure, limits",
+                "problems, kernels, baselines, search, measure, limits, require",
             ),
             (
                 "baselines: [unfused, torch_flsh]",
@@ -590,6 +591,9 @@ class TestErrors:
         assert load(MINIMAL + "name: mine\n", name="My sweep.yaml").name == "mine"
 
 
+MODE_NAMES = "LAUNCH, STREAMS, CHUNK_HEADS, CHUNK_ROWS"
+
+
 class TestAgainstFamilies:
     FAMILIES = toy(BLOCK_M=(64, 128), SPLIT=(0, 1), FAST=(True,), LAYOUT=("row", "column"))
 
@@ -600,7 +604,7 @@ class TestAgainstFamilies:
             (
                 "{toy: {BLOCKM: 64}}",
                 "17: toy has no parameter 'BLOCKM'\n"
-                "  did you mean 'BLOCK_M'? there are: BLOCK_M, SPLIT, FAST, LAYOUT",
+                "  did you mean 'BLOCK_M'? there are: BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
             ),
             (
                 "{toy: {BLOCK_M: [64, big]}}",
@@ -632,13 +636,54 @@ class TestAgainstFamilies:
                 "{a: {}, toy: {X: 1}}",
                 "11: unknown kernel 'a'\n  there are: toy\n"
                 "sweep.yaml:2:24: toy has no parameter 'X'\n"
-                "  there are: BLOCK_M, SPLIT, FAST, LAYOUT",
+                "  there are: BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
             ),
         ],
     )
     def test_refused(self, error_of, kernels, message):
         text = MINIMAL.replace("{naive: {}}", kernels)
         assert error_of(text, self.FAMILIES) == f"sweep.yaml:2:{message}"
+
+    def test_a_mode_is_a_parameter_of_every_family(self, load):
+        kernels = "{toy: {BLOCK_M: 32, STREAMS: [1, 4], LAUNCH: eager}}"
+        values = load(MINIMAL.replace("{naive: {}}", kernels), self.FAMILIES).kernels["toy"].values
+        assert values == {"BLOCK_M": (32,), "STREAMS": (1, 4), "LAUNCH": ("eager",)}
+
+    @pytest.mark.parametrize(
+        ("kernels", "message"),
+        [
+            (
+                "{toy: {variants: {tile: {small: {BLOCKM: 64}}}}}",
+                "43: toy has no parameter 'BLOCKM'\n  did you mean 'BLOCK_M'? there are: "
+                "BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
+            ),
+            (
+                "{toy: {variants: {tile: {small: {BLOCK_M: big}}}}}",
+                "52: toy: BLOCK_M cannot be 'big'\n  its own values: 64, 128",
+            ),
+            (
+                "{toy: {variants: {a: {x: {SPLIT: 1}}, b: {y: {SPLIT: 0}}}}}",
+                "56: SPLIT is in the variants of 'a' and of 'b'\n  a parameter belongs to one axis",
+            ),
+            ("{toy: {variants: {tile: {}}}}", "28: 'tile' has no variant"),
+            ("{toy: {variants: 3}}", "27: variants must be a mapping, not 3"),
+            ("{toy: {variants: {tile: [1]}}}", "34: tile must be a mapping, not a list"),
+        ],
+    )
+    def test_variants_refused(self, error_of, kernels, message):
+        text = MINIMAL.replace("{naive: {}}", kernels)
+        assert error_of(text, self.FAMILIES) == f"sweep.yaml:2:{message}"
+
+    def test_variants_survive_being_resolved(self, load):
+        kernels = (
+            "{toy: {FAST: true, variants: {tile: {s: {BLOCK_M: 64}, l: {BLOCK_M: [64, 128]}}}}}"
+        )
+        spec = load(MINIMAL.replace("{naive: {}}", kernels), self.FAMILIES)
+        assert spec.kernels["toy"] == Selection(
+            {"FAST": (True,)}, {"tile": {"s": {"BLOCK_M": (64,)}, "l": {"BLOCK_M": (64, 128)}}}
+        )
+        again = load(spec.resolved(), self.FAMILIES, name="again.yaml")
+        assert again.kernels == spec.kernels
 
     def test_accepted(self, load):
         kernels = "{toy: {BLOCK_M: [32, 1], SPLIT: 0, FAST: [true, false], LAYOUT: row}}"
@@ -696,8 +741,9 @@ class TestShipped:
     def test_the_schema_is_one_and_describes_every_key(self):
         schema = json_schema()
         jsonschema.Draft202012Validator.check_schema(schema)
-        for model in (schema, *schema["$defs"].values()):
-            assert model["additionalProperties"] is False
+        for name, model in ({"": schema} | schema["$defs"]).items():
+            if name != "KernelSpec":  # where any other key is a parameter
+                assert model["additionalProperties"] is False
             assert all(field["description"] for field in model["properties"].values())
 
     @pytest.mark.parametrize(

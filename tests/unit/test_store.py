@@ -384,7 +384,7 @@ def test_fresh_sets_earlier_rows_aside_and_loses_none(tmp_path: Path) -> None:
 
 def test_describe_and_finish_make_a_run_that_reads_back(tmp_path: Path) -> None:
     with Store.open(tmp_path) as store:
-        store.describe("name: µ\n", ENVIRONMENT)
+        store.describe("name: µ\n", ENVIRONMENT, [{"kernel": "naive", "candidates": 3}])
         store.append(trial(1))
         run = store.finish(lambda run: {"ranking.csv": f"{len(run.trials)}\n", "ranking.md": "±\n"})
     assert (tmp_path / "ranking.csv").read_text() == "1\n"
@@ -392,10 +392,12 @@ def test_describe_and_finish_make_a_run_that_reads_back(tmp_path: Path) -> None:
     read = open_run(tmp_path)
     assert read == run
     assert (read.environment, read.spec_text) == (ENVIRONMENT, "name: µ\n")
+    assert read.planned == [{"kernel": "naive", "candidates": 3}]
     assert open_run(tmp_path / "trials.jsonl") == run
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lock",
         "environment.json",
+        "planned.json",
         "ranking.csv",
         "ranking.md",
         "spec.yaml",
@@ -483,3 +485,13 @@ def test_latest_run_is_the_one_written_last(tmp_path: Path) -> None:
         store.append(trial(5))
     assert latest_run(tmp_path).directory == tmp_path / "h200/a"
     assert find_runs(tmp_path)[0] == tmp_path / "h100/b"
+
+
+@pytest.mark.parametrize("text", ["{}", "[3]", "[{", "\xff"])
+def test_a_plan_that_cannot_be_read_is_a_warning(tmp_path: Path, text: str) -> None:
+    with Store.open(tmp_path) as store:
+        store.append(trial(1))
+    (tmp_path / "planned.json").write_text(text, encoding="latin-1")
+    run = open_run(tmp_path)
+    assert run.planned == []
+    assert "planned.json: not" in run.warnings[0]

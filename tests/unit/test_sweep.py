@@ -14,7 +14,7 @@ from attnsweep.errors import NoGpuError, SpaceError
 from attnsweep.kernel import discover
 from attnsweep.spec import load_spec
 from attnsweep.store import read_trials
-from attnsweep.trial import Accuracy, Status
+from attnsweep.trial import Accuracy, FirstTimes, Status
 from attnsweep.workers import WorkerError
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")
@@ -56,7 +56,7 @@ class FakeWorker:
         if fault is not None:
             raise fault
         if method == "trial":
-            return Accuracy(rel_err=1e-4, limit=1e-3), TIMES[name], {}
+            return Accuracy(rel_err=1e-4, limit=1e-3), FirstTimes(TIMES[name], {}, 1.5)
         if method == "admit_baseline":
             if name != "torch_flash":
                 raise WorkerError(Status.SKIPPED, f"{name} is not installed")
@@ -125,6 +125,9 @@ def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
     assert (best.cold_us, best.eager_us) == (20.0, 9.0)
     assert best.conditions == {"sm_mhz": 1980}
     assert best.resources.registers > 0
+    assert best.launch_us == 1.5
+    assert best.schedule["chunks"] == 1
+    assert outcome.run.planned[0]["candidates"] == 3
     assert rows["flash_attn_3"].detail == "flash_attn_3 is not installed"
     directory = tmp_path / "results" / "test-1" / "test"
     for name in ("spec.yaml", "environment.json", "trials.jsonl", "ranking.csv", "ranking.md"):

@@ -1,0 +1,284 @@
+"""Hardware counters of chosen candidates, through NVIDIA's Nsight Compute (`ncu`).
+
+`ncu` runs a small process of ours that launches each candidate once between the profiler's start
+and stop; one launch is one line of its CSV. Launches run alone, as many times as the counters need,
+so their durations are not those of a sweep: the counters say where the time goes, not how much.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnsweep.arch import Arch
+from attnsweep.candidates import Build
+from attnsweep.compiler import Compiler
+from attnsweep.errors import KernelError, NoGpuError, SpecError, ToolchainError
+from attnsweep.kernel import Config, Kernel
+from attnsweep.ranking import rank, value_text
+from attnsweep.store import Run
+from attnsweep.trial import Candidate, Trial
+
+FILE = "counters.json"
+_SECTOR_BYTES = 32
+_STALL = "smsp__average_warps_issue_stalled_"
+# Figure to ncu's metric and the factor to our unit. Names: Nsight Compute's metrics reference and
+# `ncu --query-metrics`; those that a chip does not have are left out.
+METRICS: dict[str, tuple[str, float]] = {
+    "duration_us": ("gpu__time_duration.sum", 1e-3),
+    "dram_read_bytes": ("dram__bytes_read.sum", 1.0),
+    "dram_write_bytes": ("dram__bytes_write.sum", 1.0),
+    "l2_read_bytes": ("lts__t_sectors_op_read.sum", _SECTOR_BYTES),
+    "l2_write_bytes": ("lts__t_sectors_op_write.sum", _SECTOR_BYTES),
+    "l2_hit_percent": ("lts__t_sector_hit_rate.pct", 1.0),
+    "tensor_percent": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", 1.0),
+    "exp2_percent": ("sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active", 1.0),
+    "issue_percent": ("smsp__issue_active.avg.pct_of_peak_sustained_active", 1.0),
+    "occupancy_percent": ("sm__warps_active.avg.pct_of_peak_sustained_active", 1.0),
+    "shared_conflicts": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", 1.0),
+}
+STALLS = (
+    *("barrier", "branch_resolve", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle"),
+    *("long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "no_instruction"),
+    *("short_scoreboard", "sleeping", "tex_throttle", "wait"),
+)
+"""Why a warp did not issue: warps in that state for each instruction issued."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCounters:
+    """One launch. figures: of METRICS, per launch. stalls: warps per issue, largest first."""
+
+    stage: str
+    figures: Mapping[str, float]
+    stalls: Mapping[str, float] = field(default_factory=dict)
+
+
+def find_ncu() -> Path | None:
+    """Nsight Compute's command line: on PATH, or where its and CUDA's installers put it."""
+    found = shutil.which("ncu")
+    if found is not None:
+        return Path(found)
+    places = [
+        *Path("/opt/nvidia/nsight-compute").glob("*/ncu"),
+        *Path("/usr/local").glob("cuda*/bin/ncu"),
+    ]
+    return max(places, default=None)
+
+
+def count(candidates: Sequence[Candidate], ncu: Path | None = None) -> list[list[StageCounters]]:
+    """The counters of every launch of each candidate's timed call, in order of issue.
+
+    Raises NoGpuError without `ncu` or without leave to read counters, ToolchainError if it fails.
+    """
+    ncu = ncu or find_ncu()
+    if ncu is None:
+        raise NoGpuError(
+            "Nsight Compute (ncu) is not here, so hardware counters cannot be read",
+            hint="it comes with the CUDA toolkit, or alone: https://developer.nvidia.com/nsight-compute",
+        )
+    metrics = _known(ncu)
+    with tempfile.TemporaryDirectory(prefix="attnsweep-") as place:
+        work = Path(place) / "candidates"
+        work.write_bytes(pickle.dumps(list(candidates)))
+        command = [
+            *(str(ncu), "--csv", "--page", "raw", "--print-units", "base"),
+            # Clocks are left alone. Caches too: a stage finds in L2 what the one before it left.
+            *("--clock-control", "none", "--cache-control", "none"),
+            *("--profile-from-start", "off", "--target-processes", "all"),
+            *("--metrics", ",".join(metrics.values())),
+            *(sys.executable, "-m", "attnsweep.counters", str(work)),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    if "ERR_NVGPUCTRPERM" in said:
+        raise NoGpuError(
+            "the driver lets only root read hardware counters",
+            hint="run as root, or see https://developer.nvidia.com/ERR_NVGPUCTRPERM",
+        )
+    if done.returncode:
+        raise ToolchainError("ncu failed", hint="\n  ".join(said.strip().splitlines()[-12:]))
+    launches = list(_parse(done.stdout, metrics))
+    wanted = [stage.name for candidate in candidates for stage in candidate.timed.stages]
+    if len(launches) != len(wanted):
+        raise ToolchainError(f"ncu saw {len(launches)} launches, not {len(wanted)}")
+    named = iter([StageCounters(n, *facts) for n, facts in zip(wanted, launches, strict=True)])
+    return [[next(named) for _ in candidate.timed.stages] for candidate in candidates]
+
+
+def _known(ncu: Path) -> dict[str, str]:
+    """Figure to metric, without those that no chip of this ncu has."""
+    wanted = {name: metric for name, (metric, _) in METRICS.items()}
+    wanted |= {f"stall {why}": f"{_STALL}{why}_per_issue_active.ratio" for why in STALLS}
+    asked = [str(ncu), "--query-metrics", "--csv"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    there = {
+        line.replace('"', "").split(",")[0].split()[0]
+        for line in done.stdout.splitlines()
+        if line.strip()
+    }
+    if not there:
+        return wanted  # it cannot be asked: let it say itself what it does not know
+    return {name: metric for name, metric in wanted.items() if metric.split(".")[0] in there}
+
+
+def _parse(
+    text: str, metrics: Mapping[str, str]
+) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+    """Figures and stalls of each launch in ncu's raw CSV, whose second line holds the units."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
+    for row in rows:
+        if not row.get("ID"):
+            continue  # the line of units
+        values = {}
+        for name, metric in metrics.items():
+            try:
+                values[name] = float((row.get(metric) or "").replace(",", ""))
+            except ValueError:
+                continue  # n/a
+        figures = {n: v * METRICS[n][1] for n, v in values.items() if n in METRICS}
+        stalls = {n.removeprefix("stall "): v for n, v in values.items() if n not in METRICS}
+        yield figures, dict(sorted(stalls.items(), key=lambda item: -item[1]))
+
+
+def chosen(run: Run, where: Sequence[str] = (), top: int = 1) -> list[Trial]:
+    """The fastest `top` candidates of each problem, of each text of `where` if there are some.
+
+    A text is `NAME=value …`: of a candidate's parameters, or its spec's variants. Raises SpecError
+    if a text fits none.
+    """
+    ranked = [
+        row["trial"]
+        for row in rank(run.trials, run.environment).to_dict("records")
+        if row["rank"] == row["rank"] and not row["baseline"]
+    ]
+    problems = list(dict.fromkeys(trial.problem for trial in ranked))
+    found: dict[tuple[object, ...], Trial] = {}
+    for text in where or ("",):
+        wanted = [pair.partition("=")[::2] for pair in text.split()]
+        fit = [t for t in ranked if all(_says(t, name, value) for name, value in wanted)]
+        if not fit:
+            raise SpecError(f"no ranked candidate of the run is {text!r}", where=str(run.directory))
+        for problem in problems:
+            for trial in [t for t in fit if t.problem == problem][:top]:
+                found[trial.key] = trial
+    return list(found.values())
+
+
+def _says(trial: Trial, name: str, value: str) -> bool:
+    if name == "kernel":
+        return trial.kernel == value
+    facts = {
+        **{axis: text.replace(" ", "_") for axis, text in trial.variant.items()},
+        **trial.config,
+    }
+    return name in facts and value_text(facts[name]) == value
+
+
+def compiled(
+    trials: Sequence[Trial], kernels: Mapping[str, Kernel], arch: Arch, limit: int | None
+) -> list[Candidate]:
+    """The candidates of these rows, compiled as this version compiles them.
+
+    limit: bytes of workspace. Raises KernelError or CompileError if one is no longer what it was.
+    """
+    compiler = Compiler(arch)
+    try:
+        builds = []
+        for trial in trials:
+            if trial.kernel not in kernels:
+                raise KernelError(f"family {trial.kernel!r} of the run is not here")
+            config = Config(trial.config)
+            kernel = kernels[trial.kernel]
+            builds.append(Build.of(kernel, config, trial.problem, compiler, workspace_limit=limit))
+            builds[-1].submit()
+        return [build.candidate() for build in builds]
+    finally:
+        compiler.close()
+
+
+# -- kept with a run ------------------------------------------------------------------------
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """What `write` kept in a run's directory; nothing if there is none."""
+    path = directory / FILE
+    if not path.is_file():
+        return []
+    kept: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return kept
+
+
+def write(
+    directory: Path, counted: Sequence[tuple[Trial, Sequence[StageCounters]]], where: str
+) -> list[dict[str, Any]]:
+    """Add counters to a run's directory, in place of older ones of the same candidates.
+
+    where: GPU, driver and date, kept beside each.
+    """
+    kept = {_key(facts): facts for facts in read(directory)}
+    for trial, stages in counted:
+        facts = {
+            "kernel": trial.kernel,
+            "config": dict(trial.config),
+            "problem": trial.problem.label,
+            "variant": dict(trial.variant),
+            "where": where,
+            "stages": [
+                {"stage": s.stage, "figures": _short(s.figures), "stalls": _short(s.stalls)}
+                for s in stages
+            ],
+        }
+        kept[_key(facts)] = facts
+    lines = ",\n".join(json.dumps(facts, ensure_ascii=False) for facts in kept.values())
+    (directory / FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    return list(kept.values())
+
+
+def _key(facts: Mapping[str, Any]) -> tuple[object, ...]:
+    return (facts["problem"], facts["kernel"], *sorted(facts["config"].items()))
+
+
+def _short(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.5g}") for name, value in values.items()}
+
+
+# -- the profiled process -------------------------------------------------------------------
+
+
+def _launch(path: Path) -> None:
+    """Launch each candidate twice unseen and once seen by the profiler."""
+    from attnsweep import numerics
+    from attnsweep.device import Buffer, Pipeline, Session
+
+    session = Session()
+    candidates: list[Candidate] = pickle.loads(path.read_bytes())
+    for candidate in candidates:
+        plan = candidate.timed
+        inputs = numerics.make_inputs(numerics.Case(plan.problem), 0)
+        buffers = {name: Buffer(bits.nbytes) for name, bits in inputs.items()}
+        for name, bits in inputs.items():
+            buffers[name].upload(bits)
+        buffers["o"] = Buffer(inputs["q"].nbytes)
+        buffers |= {name: Buffer(nbytes) for name, nbytes in plan.workspaces.items()}
+        call = Pipeline(session, plan, [buffers])
+        call.enqueue()
+        call.enqueue()
+        session.synchronize()
+        with session.profiled():
+            call.enqueue()
+
+
+if __name__ == "__main__":
+    _launch(Path(sys.argv[1]))

@@ -1,0 +1,202 @@
+"""How one call of a config is issued: whole or in chunks, over streams, from a graph or eagerly.
+
+These are parameters that every family has beside its own, and no template knows of them: a chunk
+is the family's own launches on a smaller problem, at an offset into the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from attnsweep.kernel import Config, Kernel, Param
+from attnsweep.problem import DTYPE_BYTES, Problem
+
+MODES = (
+    Param("LAUNCH", ("graph", "eager"), "calls are replayed from a graph, or launched by the host"),
+    Param("STREAMS", (1,), "streams that chunks of heads take turns on"),
+    Param(
+        "CHUNK_HEADS",
+        (0,),
+        "heads, over the batch, of one launch; 0: all, shared out over STREAMS, or as many as "
+        "limits.workspace_bytes has room for",
+    ),
+    Param("CHUNK_ROWS", (0,), "queries of one launch, then of one head; 0: all, or as above"),
+)
+"""A config names one of them only where its spec does; the first value is what holds elsewhere."""
+
+CHUNKS = "chunks_are_used"
+CHUNKS_RULE = (
+    "its chunks are smaller than the whole, keep grouped heads together, and use every stream"
+)
+
+# Chunks of queries are multiples of this: the largest BLOCK_M of any family, so that no tile is
+# cut. Workspaces of different streams begin at multiples of _ALIGNMENT bytes.
+ROW_UNIT = 256
+_ALIGNMENT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The launches of one chunk: a problem of its own, at `offsets` (bytes) into the buffers."""
+
+    problem: Problem
+    stream: int
+    offsets: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Every chunk of a call, in the order of issue. Chunks on one stream share a workspace."""
+
+    pieces: tuple[Piece, ...]
+    streams: int
+    eager: bool
+    workspaces: Mapping[str, int]
+    """Bytes of each buffer, all streams together."""
+    widest: Problem
+    """What the stages are compiled for: no piece is longer in any direction."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether a call is one chunk, replayed from a graph."""
+        return len(self.pieces) == 1 and not self.eager
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """What a row says of it."""
+        problem = self.pieces[0].problem
+        return {
+            "chunks": len(self.pieces),
+            "heads": problem.batch * problem.heads,
+            "rows": problem.seqlen_q,
+            "streams": self.streams,
+            "workspace_bytes": sum(self.workspaces.values()),
+        }
+
+
+def mode(config: Mapping[str, object], name: str) -> int | bool | str:
+    """The value of one of MODES in a config, named there or not."""
+    default = next(param.values[0] for param in MODES if param.name == name)
+    return config.get(name, default)  # type: ignore[return-value]
+
+
+def _number(config: Mapping[str, object], name: str) -> int:
+    return int(mode(config, name))
+
+
+def is_used(config: Config, problem: Problem) -> bool:
+    """Whether the modes of a config say something on this problem: the rule CHUNKS."""
+    total, group = problem.batch * problem.heads, problem.heads // problem.heads_kv
+    heads, rows = _number(config, "CHUNK_HEADS"), _number(config, "CHUNK_ROWS")
+    if rows and (rows >= problem.seqlen_q or rows % ROW_UNIT or heads > 1):
+        return False
+    if heads and (heads > total or not _keeps_groups(heads, group)):
+        return False
+    if heads == total and not rows:
+        return False
+    chunks = list(_spans(problem, *_wanted(config, problem)))
+    return _number(config, "STREAMS") <= len(chunks)
+
+
+def schedule_of(
+    kernel: Kernel, config: Config, problem: Problem, workspace_limit: int | None = None
+) -> Schedule:
+    """The chunks that a config asks for, or, where it leaves that open, the fewest that fit.
+
+    workspace_limit: bytes of all workspaces together. Where not even ROW_UNIT queries of one head
+    fit, the schedule exceeds it, for its caller to refuse.
+    """
+
+    def made(heads: int, rows: int) -> Schedule:
+        return _schedule(kernel, config, problem, heads, rows)
+
+    heads, rows = _wanted(config, problem)
+    schedule = made(heads, rows)
+
+    def fits(schedule: Schedule) -> bool:
+        used = sum(schedule.workspaces.values())
+        return workspace_limit is None or used <= workspace_limit
+
+    if not _number(config, "CHUNK_HEADS") and not _number(config, "CHUNK_ROWS"):
+        group = problem.heads // problem.heads_kv
+        while not fits(schedule) and heads > 1:
+            heads = next(n for n in range(heads - 1, 0, -1) if _keeps_groups(n, group))
+            schedule = made(heads, rows)
+    if not _number(config, "CHUNK_ROWS") and heads == 1:
+        while not fits(schedule) and rows > ROW_UNIT:
+            rows = max(ROW_UNIT, (rows - 1) // 2 // ROW_UNIT * ROW_UNIT)
+            schedule = made(heads, rows)
+    return schedule
+
+
+def _keeps_groups(heads: int, group: int) -> bool:
+    """Whether chunks of so many query heads have key heads of their own."""
+    return heads % group == 0 or group % heads == 0
+
+
+def _wanted(config: Config, problem: Problem) -> tuple[int, int]:
+    """Heads and queries of a chunk before any limit."""
+    total, group = problem.batch * problem.heads, problem.heads // problem.heads_kv
+    rows = _number(config, "CHUNK_ROWS")
+    if rows and rows < problem.seqlen_q:
+        return 1, rows
+    heads = _number(config, "CHUNK_HEADS")
+    if not heads:
+        heads = -(-total // _number(config, "STREAMS"))
+        while not _keeps_groups(heads, group):
+            heads += 1
+    return min(heads, total), problem.seqlen_q
+
+
+def _spans(problem: Problem, heads: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """First head and how many, first query and how many, of each chunk."""
+    total = problem.batch * problem.heads
+    for head in range(0, total, heads):
+        for row in range(0, problem.seqlen_q, rows):
+            yield head, min(heads, total - head), row, min(rows, problem.seqlen_q - row)
+
+
+def _schedule(kernel: Kernel, config: Config, problem: Problem, heads: int, rows: int) -> Schedule:
+    spans = list(_spans(problem, heads, rows))
+    eager = mode(config, "LAUNCH") == "eager"
+    if len(spans) == 1:
+        whole = Piece(problem, 0, {})
+        return Schedule((whole,), 1, eager, kernel.workspaces(config, problem), problem)
+    streams = min(_number(config, "STREAMS"), len(spans))
+    chunks = [_chunk(problem, *span) for span in spans]
+    largest: dict[str, int] = {}
+    for distinct in dict.fromkeys(chunk for chunk, _ in chunks):
+        for name, nbytes in kernel.workspaces(config, distinct).items():
+            largest[name] = max(nbytes, largest.get(name, 0))
+    apart = {name: -(-nbytes // _ALIGNMENT) * _ALIGNMENT for name, nbytes in largest.items()}
+    pieces = []
+    for number, (chunk, offsets) in enumerate(chunks):
+        stream = number % streams
+        own = {name: stream * apart[name] for name in apart}
+        pieces.append(Piece(chunk, stream, {**offsets, **own}))
+    workspaces = {name: (streams - 1) * apart[name] + largest[name] for name in largest}
+    widest = replace(chunks[0][0], seqlen_k=problem.seqlen_k)
+    return Schedule(tuple(pieces), streams, eager, workspaces, widest)
+
+
+def _chunk(
+    problem: Problem, head: int, heads: int, row: int, rows: int
+) -> tuple[Problem, dict[str, int]]:
+    """The problem of a chunk, batch and heads run together, and where its tensors begin."""
+    group = problem.heads // problem.heads_kv
+    seqlen_k = problem.seqlen_k
+    if problem.causal:  # keys after its last query's are masked, and the mask stays bottom-right
+        seqlen_k -= problem.seqlen_q - row - rows
+    chunk = replace(
+        problem,
+        batch=1,
+        heads=heads,
+        heads_kv=max(1, heads // group),
+        seqlen_q=rows,
+        seqlen_k=seqlen_k,
+    )
+    row_bytes = problem.head_dim * DTYPE_BYTES[problem.dtype]
+    queries = (head * problem.seqlen_q + row) * row_bytes
+    keys = head // group * problem.seqlen_k * row_bytes
+    return chunk, {"q": queries, "o": queries, "k": keys, "v": keys}

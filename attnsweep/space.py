@@ -1,0 +1,112 @@
+"""The candidates of one family on one problem: what a spec selects, and what rules leave of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from attnsweep.arch import Arch
+from attnsweep.errors import SpaceError
+from attnsweep.kernel import BLOCK_LIMITS, Config, Kernel, Value
+from attnsweep.problem import Problem
+from attnsweep.schedule import CHUNKS, MODES, is_used
+
+# Enumerating takes about 10 us a combination: ten seconds, which a longer list would multiply.
+MAX_COMBINATIONS = 1_000_000
+
+Values = Mapping[str, tuple[Value, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a spec says of one family's parameters; a parameter it does not name keeps its own.
+
+    variants: axis to name to values. Every combination of one variant of each axis is taken, and
+    what a variant names replaces `values`. So parameters that belong together change together.
+    """
+
+    values: Values = field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, Values]] = field(default_factory=dict)
+
+    def groups(self) -> Iterator[tuple[dict[str, str], dict[str, tuple[Value, ...]]]]:
+        """Name of the variant on each axis, and the values they and the rest select."""
+        for names in itertools.product(*self.variants.values()):
+            chosen = dict(zip(self.variants, names, strict=True))
+            merged = dict(self.values)
+            for axis, name in chosen.items():
+                merged.update(self.variants[axis][name])
+            yield chosen, merged
+
+    @property
+    def names(self) -> set[str]:
+        """Every parameter that it says something of."""
+        of_variants = (values for axis in self.variants.values() for values in axis.values())
+        return {name for values in (self.values, *of_variants) for name in values}
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The candidates of one family on one problem, and what each rule removed."""
+
+    kernel: Kernel
+    problem: Problem
+    configs: tuple[Config, ...]
+    total: int
+    removed: dict[str, int]
+    """Rule name to how many configs it removed first, in rule order."""
+    variants: Mapping[Config, Mapping[str, str]] = field(default_factory=dict)
+    """Axis to name of the variant, of each config that a spec's variants gave."""
+
+    @classmethod
+    def build(
+        cls,
+        kernel: Kernel,
+        problem: Problem,
+        arch: Arch,
+        selection: Selection | None = None,
+    ) -> Space:
+        """Every combination of selected values that all rules keep, each config once."""
+        selection = selection or Selection()
+        named = selection.names
+        # A mode that one variant names is in every config, so that all have the same parameters.
+        own = {param.name: param.values for param in kernel.params}
+        modes = {param.name: param.values[:1] for param in MODES if param.name in named}
+        groups = [
+            (chosen, {name: values.get(name, default) for name, default in (own | modes).items()})
+            for chosen, values in selection.groups()
+        ]
+        _refuse_too_many(kernel, groups)
+        rules = [*kernel.rules, *([CHUNKS] if modes else []), BLOCK_LIMITS]
+        removed = dict.fromkeys(rules, 0)
+        kept: dict[Config, dict[str, str]] = {}
+        seen: set[Config] = set()
+        for chosen, values in groups:
+            for combination in itertools.product(*values.values()):
+                config = Config(dict(zip(values, combination, strict=True)))
+                if config in seen:
+                    continue
+                seen.add(config)
+                refused_by = (
+                    kernel.refused_by(config, problem, arch) if is_used(config, problem) else CHUNKS
+                )
+                if refused_by is None:
+                    kept[config] = chosen
+                else:
+                    removed[refused_by] += 1
+        return cls(kernel, problem, tuple(kept), len(seen), removed, kept)
+
+
+def _refuse_too_many(
+    kernel: Kernel, groups: list[tuple[dict[str, str], dict[str, tuple[Value, ...]]]]
+) -> None:
+    combinations = sum(math.prod(map(len, values.values())) for _, values in groups)
+    if combinations > MAX_COMBINATIONS:
+        longest = {name: max(len(v[name]) for _, v in groups) for name in groups[0][1]}
+        names = sorted(longest, key=lambda name: -longest[name])[:3]
+        raise SpaceError(
+            f"{kernel.name} has {combinations} combinations of values, more than "
+            f"{MAX_COMBINATIONS}",
+            hint=f"name fewer in the spec; the longest lists are {', '.join(names)}",
+        )

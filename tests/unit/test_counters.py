@@ -1,0 +1,120 @@
+"""Hardware counters without hardware: a stand-in for ncu that prints what ncu prints."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from samples import H200
+from test_report import full_run
+
+from attnsweep import counters, view
+from attnsweep.errors import NoGpuError, SpecError, ToolchainError
+from attnsweep.kernel import Launch
+from attnsweep.problem import Problem
+from attnsweep.trial import Candidate, CompiledStage, Plan
+
+STAND_IN = """#!{python}
+import csv, sys
+metrics = {{
+    "gpu__time_duration.sum": ["10,500", "9000"],
+    "dram__bytes_write.sum": ["17,000,000", "n/a"],
+    "lts__t_sectors_op_write.sum": ["1048576", "0"],
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": ["4.5", "1"],
+    "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": ["0.5", "2"],
+}}
+if "--query-metrics" in sys.argv:
+    print("Device NVIDIA H200 (GH100)")
+    for name in metrics:
+        print(name.split(".")[0] + "  Counter  what it is")
+    sys.exit(0)
+{behaviour}
+asked = sys.argv[sys.argv.index("--metrics") + 1].split(",")
+assert set(asked) == set(metrics), asked
+print("==PROF== Connected to process 1")
+out = csv.writer(sys.stdout, quoting=csv.QUOTE_ALL)
+out.writerow(["ID", "Kernel Name", *asked])
+out.writerow(["", "", *(["unit"] * len(asked))])
+for launch in range(2):
+    out.writerow([launch, "k", *(metrics[name][launch] for name in asked)])
+"""
+
+
+@pytest.fixture
+def ncu(tmp_path: Path):
+    def made(behaviour: str = "") -> Path:
+        path = tmp_path / "ncu"
+        path.write_text(STAND_IN.format(python=sys.executable, behaviour=behaviour))
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return path
+
+    return made
+
+
+def candidate(*stages: str) -> Candidate:
+    launch = Launch("f", (1, 1, 1), 32, ())
+    compiled = tuple(CompiledStage(name, "x.cubin", launch) for name in stages)
+    return Candidate("k", {}, Plan(Problem(1, 1, 1, 1, 1, 64), compiled, {}), (), 0)
+
+
+def test_every_launch_has_its_counters_in_our_units(ncu) -> None:
+    ((qk, pv),) = counters.count([candidate("qk", "pv")], ncu())
+    assert (qk.stage, pv.stage) == ("qk", "pv")
+    assert qk.figures == {"duration_us": 10.5, "dram_write_bytes": 17e6, "l2_write_bytes": 2**25}
+    assert pv.figures == {"duration_us": 9.0, "l2_write_bytes": 0.0}  # n/a is left out
+    assert list(qk.stalls.items()) == [("long_scoreboard", 4.5), ("barrier", 0.5)]
+    assert next(iter(pv.stalls)) == "barrier"
+
+
+def test_launches_are_shared_out_over_candidates(ncu) -> None:
+    first, second = counters.count([candidate("a"), candidate("b")], ncu())
+    assert [s.stage for s in (*first, *second)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "words"),
+    [
+        ("print('==ERROR== ERR_NVGPUCTRPERM'); sys.exit(1)", NoGpuError, "only root"),
+        ("print('==ERROR== no kernels'); sys.exit(9)", ToolchainError, "ncu failed"),
+    ],
+)
+def test_what_ncu_refuses_is_said(ncu, behaviour, error, words) -> None:
+    with pytest.raises(error, match=words):
+        counters.count([candidate("a", "b")], ncu(behaviour))
+
+
+def test_another_number_of_launches_is_not_guessed_at(ncu) -> None:
+    with pytest.raises(ToolchainError, match="saw 2 launches, not 1"):
+        counters.count([candidate("a")], ncu())
+
+
+def test_without_ncu_it_says_where_it_comes_from(monkeypatch) -> None:
+    monkeypatch.setattr(counters, "find_ncu", lambda: None)
+    with pytest.raises(NoGpuError, match="Nsight Compute") as caught:
+        counters.count([candidate("a")])
+    assert caught.value.exit_code == 3
+
+
+def test_kept_counters_replace_those_of_the_same_candidate(tmp_path: Path) -> None:
+    one, two = full_run().trials[:2]
+    stages = [counters.StageCounters("fwd", {"duration_us": 1.23456789}, {"wait": 2.0})]
+    counters.write(tmp_path, [(one, stages), (two, stages)], "here")
+    kept = counters.write(tmp_path, [(one, stages)], "there")
+    assert kept == counters.read(tmp_path)
+    assert sorted(facts["where"] for facts in kept) == ["here", "there"]
+    assert kept[0]["stages"][0]["figures"] == {"duration_us": 1.2346}
+    text = "\n".join(line.plain for line in view.counters(kept, 100))
+    assert "1.2" in text
+    assert "wait\u00a02.0" in text.replace(" 2.0", "\u00a02.0")
+
+
+def test_candidates_are_chosen_by_parameter_and_by_rank() -> None:
+    run = full_run(environment=H200)
+    assert [t.time_us.median for t in counters.chosen(run)] == [28.1]
+    (slow,) = counters.chosen(run, ["kernel=three_kernel_wgmma QK_BLOCK_M=64"])
+    assert slow.config["QK_BLOCK_M"] == 64
+    assert len(counters.chosen(run, ["BLOCK_M=64", "BLOCK_M=128"], top=2)) == 4
+    with pytest.raises(SpecError, match="no ranked candidate of the run is 'BLOCK_M=7'"):
+        counters.chosen(run, ["BLOCK_M=7"])

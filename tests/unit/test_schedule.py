@@ -1,0 +1,203 @@
+"""Chunks of a call: they cover it once, fit where they must, and compute the same."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnsweep.arch import ARCHS
+from attnsweep.kernel import Config, Kernel, Launch, Param
+from attnsweep.numerics import Case, from_bits, make_inputs, reference
+from attnsweep.problem import DTYPE_BYTES, Problem
+from attnsweep.schedule import CHUNKS, ROW_UNIT, is_used, schedule_of
+from attnsweep.space import Selection, Space
+
+
+def family():
+    """A pipeline whose workspace is two bytes a score."""
+    kernel = Kernel("toy", summary="", params=(Param("A", (1, 2), ""),))
+    kernel.stage("qk")(lambda *_: Launch("f", (1, 1, 1), 32, ()))
+    kernel.stage("pv")(lambda *_: Launch("f", (1, 1, 1), 32, ()))
+    kernel.workspace(lambda config, p: {"scores": 2 * p.batch * p.heads * p.seqlen_q * p.seqlen_k})
+    return kernel
+
+
+FAMILY = family()
+
+
+@st.composite
+def problems(draw):
+    heads_kv, group = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3, 4]))
+    seqlen_q = draw(st.integers(1, 1200))
+    causal = draw(st.booleans())
+    seqlen_k = draw(st.integers(seqlen_q if causal else 1, 1300))
+    return Problem(
+        draw(st.integers(1, 3)), heads_kv * group, heads_kv, seqlen_q, seqlen_k, 8, "fp16", causal
+    )
+
+
+configs = st.fixed_dictionaries(
+    {},
+    optional={
+        "CHUNK_HEADS": st.integers(0, 12),
+        "CHUNK_ROWS": st.sampled_from([0, 256, 512]),
+        "STREAMS": st.sampled_from([1, 2, 4]),
+        "LAUNCH": st.sampled_from(["graph", "eager"]),
+    },
+).map(Config)
+
+
+def used(problem, config):
+    """A config of that problem, or of the problem without what the rule would refuse."""
+    return config if is_used(config, problem) else Config({})
+
+
+@given(problems(), configs, st.one_of(st.none(), st.integers(1, 10**7)))
+def test_chunks_cover_every_query_of_every_head_once(problem, config, limit):
+    schedule = schedule_of(FAMILY, used(problem, config), problem, limit)
+    size = DTYPE_BYTES[problem.dtype]
+    row_bytes = problem.head_dim * size
+    touched = np.zeros(problem.batch * problem.heads * problem.seqlen_q, int)
+    for piece in schedule.pieces:
+        first, beyond = divmod(piece.offsets.get("q", 0), row_bytes)
+        assert beyond == 0
+        assert piece.offsets.get("o", 0) == piece.offsets.get("q", 0)
+        rows = piece.problem.batch * piece.problem.heads * piece.problem.seqlen_q
+        touched[first : first + rows] += 1
+        assert piece.problem.seqlen_q <= schedule.widest.seqlen_q
+        assert piece.problem.seqlen_k <= schedule.widest.seqlen_k
+    assert (touched == 1).all()
+
+
+@given(problems(), configs, st.integers(1, 10**7))
+def test_workspaces_fit_the_limit_where_the_least_chunk_does(problem, config, limit):
+    config = used(problem, config)
+    if config.get("CHUNK_HEADS") or config.get("CHUNK_ROWS"):
+        return  # asked for by name: refused later, not changed
+    schedule = schedule_of(FAMILY, config, problem, limit)
+    chunk = schedule.pieces[0].problem
+    least = chunk.heads == 1 and chunk.seqlen_q <= ROW_UNIT
+    assert schedule.workspaces["scores"] <= limit or (least and chunk.batch == 1)
+
+
+@given(problems(), configs, st.one_of(st.none(), st.integers(1, 10**7)))
+def test_streams_have_workspaces_apart(problem, config, limit):
+    schedule = schedule_of(FAMILY, used(problem, config), problem, limit)
+    spans = {}
+    for piece in schedule.pieces:
+        begin = piece.offsets.get("scores", 0)
+        end = begin + FAMILY.workspaces(Config({}), piece.problem)["scores"]
+        assert end <= schedule.workspaces["scores"]
+        spans.setdefault(piece.stream, []).append((begin, end))
+    extents = sorted((min(b for b, _ in s), max(e for _, e in s)) for s in spans.values())
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(extents))
+    assert set(spans) == set(range(schedule.streams))
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems(), configs, st.one_of(st.none(), st.integers(1, 10**6)))
+def test_chunks_compute_the_whole(problem, config, limit):
+    schedule = schedule_of(FAMILY, used(problem, config), problem, limit)
+    inputs = make_inputs(Case(problem), 0)
+    whole = reference(inputs, problem, np.arange(problem.seqlen_q))
+    flat = whole.reshape(-1)
+    for piece in schedule.pieces:
+        chunk, size = piece.problem, DTYPE_BYTES[problem.dtype]
+
+        def part(name, chunk=chunk, piece=piece, size=size):
+            begin = piece.offsets.get(name, 0) // size
+            shape = chunk.shape_of(name)
+            return inputs[name].reshape(-1)[begin : begin + np.prod(shape)].reshape(shape)
+
+        own = reference({n: part(n) for n in "qkv"}, chunk, np.arange(chunk.seqlen_q))
+        begin = piece.offsets.get("o", 0) // size
+        np.testing.assert_allclose(
+            own.reshape(-1), flat[begin : begin + own.size], rtol=1e-9, atol=1e-12
+        )
+    assert from_bits(inputs["q"], problem.dtype).shape == problem.shape_of("q")
+
+
+PROBLEM = Problem(2, 8, 2, 1024, 1024, 64)
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        ({}, True),
+        ({"CHUNK_HEADS": 16}, False),  # the whole
+        ({"CHUNK_HEADS": 32}, False),
+        ({"CHUNK_HEADS": 3}, False),  # parts a group of 4
+        ({"CHUNK_HEADS": 2}, True),
+        ({"CHUNK_HEADS": 8}, True),
+        ({"STREAMS": 4}, True),
+        ({"STREAMS": 32}, False),
+        ({"CHUNK_HEADS": 8, "STREAMS": 4}, False),  # two chunks
+        ({"CHUNK_ROWS": 256}, True),
+        ({"CHUNK_ROWS": 100}, False),
+        ({"CHUNK_ROWS": 1024}, False),
+        ({"CHUNK_ROWS": 256, "CHUNK_HEADS": 2}, False),
+        ({"CHUNK_ROWS": 512, "CHUNK_HEADS": 1, "STREAMS": 2}, True),
+        ({"LAUNCH": "eager"}, True),
+    ],
+    ids=str,
+)
+def test_the_rule(config, kept):
+    selection = Selection({name: (value,) for name, value in config.items()})
+    space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], selection)
+    assert len(space.configs) == (2 if kept else 0)
+    assert space.removed.get(CHUNKS, 0) == (0 if kept else 2)
+
+
+def test_an_auto_chunk_is_of_heads_first_and_then_of_queries():
+    def chunk(limit):
+        facts = schedule_of(FAMILY, Config({}), PROBLEM, limit).facts
+        return facts["chunks"], facts["heads"], facts["rows"]
+
+    head = 2 * 1024 * 1024
+    assert chunk(None) == chunk(16 * head) == (1, 16, 1024)
+    assert chunk(16 * head - 1) == chunk(12 * head) == (2, 12, 1024)
+    assert chunk(2 * head) == (8, 2, 1024)
+    assert chunk(head) == (16, 1, 1024)
+    assert chunk(head - 1) == chunk(head // 4) == (64, 1, 256)
+    assert chunk(1) == (64, 1, 256)
+
+
+def test_a_whole_call_is_the_problem_itself():
+    schedule = schedule_of(FAMILY, Config({}), PROBLEM)
+    assert schedule.whole
+    assert schedule.pieces[0].problem is PROBLEM
+    assert schedule.widest is PROBLEM
+    assert not schedule_of(FAMILY, Config({"LAUNCH": "eager"}), PROBLEM).whole
+
+
+class TestVariants:
+    SELECTION = Selection(
+        {"A": (1, 2)},
+        {
+            "tile": {"one": {"A": (1,)}, "any": {}},
+            "mode": {"graph": {}, "streams": {"STREAMS": (2,)}},
+        },
+    )
+
+    def test_one_of_each_axis_and_each_config_once(self):
+        space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], self.SELECTION)
+        assert {(c["A"], c["STREAMS"]): space.variants[c] for c in space.configs} == {
+            (1, 1): {"tile": "one", "mode": "graph"},
+            (1, 2): {"tile": "one", "mode": "streams"},
+            (2, 1): {"tile": "any", "mode": "graph"},
+            (2, 2): {"tile": "any", "mode": "streams"},
+        }
+        assert space.total == 4
+
+    def test_a_mode_not_named_by_a_variant_has_its_first_value_alone(self):
+        selection = Selection({}, {"mode": {"default": {}, "eager": {"LAUNCH": ("eager",)}}})
+        space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], selection)
+        assert [c["LAUNCH"] for c in space.configs] == ["graph", "graph", "eager", "eager"]
+
+    def test_a_mode_that_one_variant_names_is_in_every_config(self):
+        space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], self.SELECTION)
+        assert all(list(config) == ["A", "STREAMS"] for config in space.configs)
