@@ -1,4 +1,4 @@
-"""Peers timed in the same rounds: PyTorch's attention backends, unfused PyTorch, FlashAttention.
+"""Peers timed in the same rounds: PyTorch's attention, unfused, Triton, FlashAttention.
 
 Each is called as its users call it, on the same inputs. What cannot run here says why.
 """
@@ -186,6 +186,19 @@ def _unfused(torch: Any, problem: Problem, session: Session) -> Forward:
     return forward
 
 
+def _triton(torch: Any, problem: Problem, session: Session) -> Forward:
+    try:
+        from attnsweep import triton_flash
+    except ImportError as error:
+        raise Unavailable("Triton is not installed; PyTorch's wheels for Linux bring it") from error
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        out = torch.empty_like(q)
+        return triton_flash.forward(q, k, v, out, problem.scale, causal=problem.causal)
+
+    return forward
+
+
 def _flash_attention(module: str, package: str) -> Callable[[Any, Problem, Session], Forward]:
     """FlashAttention's own packages: (batch, seqlen, heads, head_dim), causal bottom-right."""
 
@@ -211,6 +224,7 @@ FORWARDS: dict[str, Callable[[Any, Problem, Session], Forward]] = {
     "torch_cudnn": _sdpa("CUDNN_ATTENTION"),
     "torch_efficient": _sdpa("EFFICIENT_ATTENTION"),
     "unfused": _unfused,
+    "triton_flash": _triton,
     "flash_attn_2": _flash_attention("flash_attn", "flash-attn (FlashAttention-2)"),
     "flash_attn_3": _flash_attention("flash_attn_interface", "FlashAttention-3"),
     "flash_attn_4": _flash_attention("flash_attn.cute", "flash-attn-4"),

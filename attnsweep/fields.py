@@ -24,6 +24,7 @@ BaselineName = Literal[
     "torch_cudnn",
     "torch_efficient",
     "unfused",
+    "triton_flash",
     "flash_attn_2",
     "flash_attn_3",
     "flash_attn_4",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import os
 import random
 import re
 import statistics
@@ -446,6 +447,12 @@ def _measured_row(trial: Trial, samples: Mapping[str, list[float]]) -> Trial:
     return trial.with_(**changes)
 
 
+def _shown(path: Path) -> str:
+    """As a user in this directory would write it."""
+    near = os.path.relpath(path)
+    return str(path) if near.startswith("..") else near
+
+
 # -- without a GPU --------------------------------------------------------------------------
 
 
@@ -472,7 +479,7 @@ def _replay(
         def stored(trial: Trial) -> Trial:
             found = by_key.get(trial.key)
             if found is None:
-                row = trial.with_(detail=f"not in {spec.recording}")
+                row = trial.with_(detail=f"not in {_shown(recording.directory)}")
             else:
                 row = found.with_(recorded=True, recorded_on=where)
             store.append(row)

@@ -14,10 +14,15 @@ from typing import Any
 
 from attnsweep import counters
 from attnsweep.arch import arch_named
+from attnsweep.candidates import plan
+from attnsweep.kernel import Config, discover
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
+from attnsweep.search import Search
+from attnsweep.space import Space
+from attnsweep.spec import load_spec
 from attnsweep.store import Run, open_run
-from attnsweep.trial import Trial
+from attnsweep.trial import Status, Trial
 
 SHAPE = Problem(1, 16, 16, 1024, 1024, 64)
 CAUSAL = Problem(1, 16, 16, 1024, 1024, 64, "fp16", True)
@@ -301,6 +306,53 @@ def bounds_table(table: Recording, limits: dict[str, float]) -> Iterator[str]:
         )
 
 
+# -- what strategy staged would have done ---------------------------------------------------
+
+
+def staged_on(space: Space, rows: dict[Config, Trial]) -> tuple[int, Trial | None]:
+    """How many of a space's recorded rows strategy staged would have asked for, and their best."""
+    search = Search("staged", space)
+    asked: list[Trial] = []
+    while (config := search.ask()) is not None:
+        trial = rows.get(config)
+        if trial is not None:
+            asked.append(trial)
+            search.tell(trial)
+    ok = [t for t in asked if t.status is Status.OK and t.time_us]
+    return len(asked), min(ok, key=us, default=None)
+
+
+def staged_lines(run: Run) -> Iterator[str]:
+    """Of each problem of an exhaustive run: what staged search saves, and whether it loses."""
+    environment = run.environment
+    assert environment is not None
+    kernels = discover()
+    spec = load_spec(run.directory / "spec.yaml", kernels)
+    if spec.search.strategy != "exhaustive" or spec.search.candidates:
+        return
+    yield "| problem | candidates | tried | best of all, µs | best of those tried, µs |"
+    yield "|---|---:|---:|---:|---:|"
+    for item in plan(spec, kernels, arch_named(environment.arch)):
+        for space in item.spaces:
+            rows = {
+                Config(t.config): t
+                for t in run.trials
+                if t.problem == item.problem and t.kernel == space.kernel.name
+            }
+            if not rows or len(space.kernel.stages) < 2:
+                continue
+            tried, found = staged_on(space, rows)
+            ok = [t for t in rows.values() if t.status is Status.OK and t.time_us]
+            best = min(ok, key=us, default=None)
+            if best is None or found is None:
+                continue
+            same = "the same config" if found.key == best.key else f"{us(found) / us(best):.3f}×"
+            yield (
+                f"| {item.problem.label} | {len(rows)} | {tried} | {us(best):.2f} | "
+                f"{us(found):.2f}, {same} |"
+            )
+
+
 # -- the page -------------------------------------------------------------------------------
 
 
@@ -390,6 +442,16 @@ def page(results: Path) -> str | None:
             "products at the dense peak.",
             "",
             *bounds_table(table, limits["rates"]),
+            "",
+        ]
+    lines = list(staged_lines(run))
+    if len(lines) > 2:
+        out += [
+            "## Stages timed alone, then combined",
+            "",
+            "What `search: {strategy: staged}` asks for, replayed on this exhaustive run:",
+            "",
+            *lines,
             "",
         ]
     lines = list(counter_lines(table))

@@ -88,7 +88,13 @@ def test_baselines_are_rows_and_skipped_ones_say_why(tmp_path):
     assert done.returncode == 0, done.stderr
     trials, _, _ = rows(tmp_path / "results")
     peers = {t.provider: t for t in trials if t.provider != "attnsweep"}
-    assert set(peers) >= {"torch_flash", "torch_cudnn", "torch_efficient", "unfused"}
+    assert set(peers) >= {
+        "torch_flash",
+        "torch_cudnn",
+        "torch_efficient",
+        "unfused",
+        "triton_flash",
+    }
     for peer in peers.values():
         assert peer.status in (Status.OK, Status.NOISY, Status.SKIPPED)
         assert peer.time_us is not None or peer.detail

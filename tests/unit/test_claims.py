@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 from samples import H200
 
+from attnsweep.arch import ARCHS
+from attnsweep.kernel import Kernel, Launch, Param
+from attnsweep.space import Space
+from attnsweep.spec import load_spec
 from attnsweep.store import Store
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 
@@ -62,7 +66,7 @@ def recorded(results, *, large=50.0, eager=1.0, streams=1.0, launch=(1.0, 12.0),
                 )
             )
         store.append(trial("torch_flash", flash))
-        store.describe("name: three_kernel\n", H200)
+        store.describe(load_spec(Path("three_kernel_h100")).resolved(), H200)
     return results
 
 
@@ -108,7 +112,7 @@ def test_the_page_has_their_table_with_our_figures(tmp_path):
 def test_a_claim_that_the_run_does_not_reach_is_not_tested(tmp_path):
     with Store.open(tmp_path / "three_kernel") as store:
         store.append(trial("torch_flash", 20.0))
-        store.describe("name: three_kernel\n", H200)
+        store.describe(load_spec(Path("three_kernel_h100")).resolved(), H200)
     page = claims.page(tmp_path)
     assert claims.HOLDS not in page.replace(claims.FAILS, "")
     assert page.count("not tested") >= 5
@@ -123,6 +127,31 @@ def test_bounds_come_from_measured_rates(tmp_path):
     assert "l2 write 4.65 TB/s" in page
     assert "| qk | 8.0 | 64x128x64 / 32 threads, 3 passes / graph | 2.0 | 7.6 | 1.05 (L2) |" in page
     assert "(L2) |" in page
+
+
+def test_staged_search_is_replayed_on_the_recorded_rows():
+    kernel = Kernel(
+        "toy",
+        summary="",
+        params=(Param("A", tuple(range(20)), ""), Param("B", tuple(range(20)), "")),
+    )
+    for stage in "AB":
+        kernel.stage(stage, params=(stage,))(lambda *_: Launch("f", (1, 1, 1), 32, ()))
+    space = Space.build(kernel, claims.SHAPE, ARCHS["sm_90a"])
+    rows = {
+        config: trial(
+            "attnsweep",
+            float(10 + config["A"] + config["B"]),
+            config=dict(config),
+            stages_us={"A": 5.0 + config["A"], "B": 5.0 + config["B"]},
+        )
+        for config in space.configs
+    }
+    tried, found = claims.staged_on(space, rows)
+    assert tried <= 40 + 64
+    assert found.config == {"A": 0, "B": 0}
+    del rows[space.configs[0]]  # what is not recorded is not found
+    assert claims.staged_on(space, rows)[1].time_us.median == 11.0
 
 
 def test_without_a_recording_there_is_no_page(tmp_path):

@@ -17,8 +17,8 @@ LAYERS = [
     {"trial", "schedule"},
     {"space"},
     {"spec", "search", "compiler", "numerics"},
-    {"analysis", "device", "baselines"},
-    {"sass"},
+    {"analysis", "device", "triton_flash"},
+    {"baselines", "sass"},
     {"candidates", "measure"},
     {"store", "workers"},
     {"ranking", "doctor", "inspection"},
@@ -68,7 +68,12 @@ def test_a_module_imports_only_lower_layers(module):
 
 @pytest.mark.parametrize(
     ("package", "allowed"),
-    [("cupy", {"device"}), ("torch", {"baselines"}), ("cuda", {"compiler", "device"})],
+    [
+        ("cupy", {"device"}),
+        ("torch", {"baselines"}),
+        ("triton", {"triton_flash"}),
+        ("cuda", {"compiler", "device"}),
+    ],
 )
 def test_gpu_libraries_stay_where_they_belong(package, allowed):
     users = {

@@ -1,0 +1,146 @@
+"""The baseline `triton_flash`: a plain fused forward in Triton, tuned over its tiles.
+
+It is what a user without CUDA C++ would write in an afternoon, and a strong peer on small problems.
+Imported only where Triton is (by `baselines`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+# Ten, since each is compiled for every problem that the baseline is timed on.
+CONFIGS = [
+    triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
+    for m, n, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8))
+    for stages in (2, 3)
+]
+
+
+@triton.jit
+def _keys(
+    acc,
+    total,
+    largest,
+    q,
+    k_base,
+    v_base,
+    rows,
+    begin,
+    end,
+    seqlen_q,
+    seqlen_k,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Online softmax over keys begin .. end. MASKED: some of them are not seen by some rows."""
+    dims = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        inside = (keys[:, None] < seqlen_k) & (dims[None, :] < HEAD_DIM)
+        at = keys[:, None] * HEAD_DIM + dims[None, :]
+        if MASKED or BLOCK_D > HEAD_DIM:
+            k = tl.load(k_base + at, mask=inside, other=0.0)
+            v = tl.load(v_base + at, mask=inside, other=0.0)
+        else:
+            k = tl.load(k_base + at)
+            v = tl.load(v_base + at)
+        scores = tl.dot(q, tl.trans(k)) * scale_log2
+        if MASKED:
+            seen = keys[None, :] < seqlen_k
+            if CAUSAL:
+                seen = seen & (keys[None, :] <= rows[:, None] + seqlen_k - seqlen_q)
+            scores = tl.where(seen, scores, float("-inf"))
+        grown = tl.maximum(largest, tl.max(scores, 1))
+        p = tl.exp2(scores - grown[:, None])
+        shrink = tl.exp2(largest - grown)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        largest = grown
+    return acc, total, largest
+
+
+@triton.jit
+def _forward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    scale_log2,
+    group,
+    seqlen_q,
+    seqlen_k,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile of queries of one head."""
+    tile = tl.program_id(0)
+    if CAUSAL:
+        tile = tl.num_programs(0) - 1 - tile  # the longest first
+    head = tl.program_id(1).to(tl.int64)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    own = (rows[:, None] < seqlen_q) & (dims[None, :] < HEAD_DIM)
+    at = head * seqlen_q * HEAD_DIM + rows[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(q_ptr + at, mask=own, other=0.0)
+    k_base = k_ptr + head // group * seqlen_k * HEAD_DIM
+    v_base = v_ptr + head // group * seqlen_k * HEAD_DIM
+    end = seqlen_k
+    whole = seqlen_k // BLOCK_N * BLOCK_N  # keys that every row sees, in whole tiles
+    if CAUSAL:
+        first = tile * BLOCK_M + seqlen_k - seqlen_q
+        end = tl.minimum(seqlen_k, first + BLOCK_M)
+        whole = tl.minimum(whole, (first + 1) // BLOCK_N * BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # fmt: off
+    acc, total, largest = _keys(
+        acc, total, largest, q, k_base, v_base, rows, 0, whole, seqlen_q, seqlen_k, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, False,
+    )
+    acc, total, largest = _keys(
+        acc, total, largest, q, k_base, v_base, rows, whole, end, seqlen_q, seqlen_k, scale_log2,
+        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, True,
+    )
+    # fmt: on
+    tl.store(o_ptr + at, (acc / total[:, None]).to(o_ptr.dtype.element_ty), mask=own)
+
+
+def _bench(call: Any, quantiles: Any) -> Any:
+    return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
+
+
+_KEY = ["group", "seqlen_q", "seqlen_k", "HEAD_DIM", "CAUSAL"]
+_tuned = triton.autotune(configs=CONFIGS, key=_KEY, do_bench=_bench)(_forward)
+
+
+def forward(
+    q: Any, k: Any, v: Any, out: Any, scale: float, *, causal: bool, kernel: Any = _tuned
+) -> Any:
+    """Attention of torch tensors (batch, heads, seqlen, head_dim), contiguous, into `out`.
+
+    kernel: the tuned one, or the plain one with BLOCK_M and BLOCK_N bound.
+    """
+    batch, heads, seqlen_q, head_dim = q.shape
+
+    def grid(meta: dict[str, int]) -> tuple[int, int]:
+        return (triton.cdiv(seqlen_q, meta["BLOCK_M"]), batch * heads)
+
+    kernel[grid](
+        *(q, k, v, out, scale * 1.4426950408889634, heads // k.shape[1], seqlen_q, k.shape[2]),
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        CAUSAL=causal,
+    )
+    return out

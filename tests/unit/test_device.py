@@ -1,0 +1,144 @@
+"""The order in which a call is issued: stages, streams, forks and joins, graph or eager."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from attnsweep.device import Pipeline
+from attnsweep.kernel import Launch
+from attnsweep.problem import Problem
+from attnsweep.trial import CompiledStage, Plan
+
+
+class Stream:
+    """Writes what it is told into a log, and is the current stream inside `with`."""
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def __enter__(self):
+        self.log.current.append(self.name)
+
+    def __exit__(self, *_):
+        self.log.current.pop()
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event.name}")
+
+    def begin_capture(self):
+        self.log.append("begin")
+
+    def end_capture(self):
+        self.log.append("end")
+        return self
+
+    def upload(self, stream):
+        assert stream is self
+
+    def launch(self, stream):
+        self.log.append(f"replay on {stream.name}")
+
+
+class Event:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def record(self, stream):
+        self.log.append(f"{self.name} after {stream.name}")
+
+
+class Log(list):
+    def __init__(self):
+        super().__init__()
+        self.current = []
+
+
+class Session:
+    """Stands for device.Session: launches become lines `stage@stream(copy)`."""
+
+    def __init__(self):
+        self.log = Log()
+        self._streams = [Stream(self.log, f"s{n}") for n in range(4)]
+        self.stream = self._streams[0]
+
+    def streams(self, count):
+        return self._streams[:count]
+
+    def marks(self, count):
+        names = ["fork", *(f"join{n}" for n in range(1, count))]
+        return [Event(self.log, name) for name in names]
+
+    def bind(self, stage, buffers):
+        def launch():
+            offset = stage.offsets.get("q", 0)
+            self.log.append(f"{stage.name}@{self.log.current[-1]}({buffers['q']}+{offset})")
+
+        return launch
+
+
+def plan(*stages, streams=1, eager=False):
+    launch = Launch("f", (1, 1, 1), 32, ("q",))
+    compiled = tuple(
+        CompiledStage(name, "x", launch, stream, {"q": 8 * n})
+        for n, (name, stream) in enumerate(stages)
+    )
+    return Plan(Problem(1, 1, 1, 1, 1, 64), compiled, {}, streams, eager)
+
+
+@pytest.fixture
+def session():
+    return Session()
+
+
+def test_one_stream_needs_no_event(session):
+    Pipeline(session, plan(("qk", 0), ("pv", 0)), [{"q": "a"}]).enqueue()
+    assert session.log == ["qk@s0(a+0)", "pv@s0(a+8)"]
+
+
+def test_streams_fork_from_and_join_the_first(session):
+    stages = (("qk", 0), ("pv", 0), ("qk", 1), ("pv", 1))
+    Pipeline(session, plan(*stages, streams=2), [{"q": "a"}]).enqueue()
+    assert session.log == [
+        "fork after s0",
+        "s1 waits for fork",
+        *("qk@s0(a+0)", "pv@s0(a+8)", "qk@s1(a+16)", "pv@s1(a+24)"),
+        "join1 after s1",
+        "s0 waits for join1",
+    ]
+
+
+def test_a_stage_alone_is_of_every_chunk(session):
+    pipeline = Pipeline(session, plan(("qk", 0), ("pv", 0), ("qk", 0), ("pv", 0)), [{"q": "a"}])
+    assert pipeline.stage_names == ("qk", "pv")
+    pipeline.enqueue(0, "pv")
+    assert session.log == ["pv@s0(a+8)", "pv@s0(a+24)"]
+
+
+def test_a_graph_holds_the_calls_and_rotates_over_copies(session):
+    pipeline = Pipeline(session, plan(("fwd", 0)), [{"q": "a"}, {"q": "b"}])
+    replay = pipeline.capture(3, rotate=True)
+    replay()
+    assert session.log == [
+        *("begin", "fwd@s0(a+0)", "fwd@s0(b+0)", "fwd@s0(a+0)", "end"),
+        "replay on s0",
+    ]
+
+
+def test_an_eager_plan_is_launched_anew_at_each_replay(session):
+    replay = Pipeline(session, plan(("fwd", 0), eager=True), [{"q": "a"}]).capture(2)
+    assert session.log == []
+    replay()
+    replay()
+    assert session.log == ["fwd@s0(a+0)"] * 4
+
+
+def test_a_capture_that_fails_is_ended(session):
+    def fail():
+        raise ValueError("no")
+
+    session.bind = lambda stage, buffers: fail
+    with contextlib.suppress(ValueError):
+        Pipeline(session, plan(("fwd", 0)), [{"q": "a"}]).capture(1)
+    assert session.log == ["begin", "end"]
