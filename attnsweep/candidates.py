@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attnsweep import numerics
+from attnsweep import numerics, policy, sass
 from attnsweep.analysis import compiler_warnings, resources
 from attnsweep.arch import Arch
 from attnsweep.compiler import Compiler, Cubin
@@ -267,6 +267,8 @@ def compiled_row(build: Build, spec: SweepSpec) -> Trial:
     except CompileError as error:
         detail = f"{error.what}\n{error.log[:4000]}"
         return build.row(status=Status.COMPILE_ERROR, detail=detail)
+    if policy.needs_sass(spec.require):
+        used = with_instructions(used, build)
     reason = _prune(build, cubins, used, spec)
     if reason is not None:
         return build.row(status=Status.PRUNED, detail=reason, resources=used)
@@ -275,6 +277,27 @@ def compiled_row(build: Build, spec: SweepSpec) -> Trial:
     except KernelError as error:
         return build.row(status=Status.LAUNCH_ERROR, detail=error.render(), resources=used)
     return build.row(status=Status.OK, resources=used, schedule=build.schedule.facts)
+
+
+def with_instructions(used: Resources, build: Build) -> Resources:
+    """The same, each stage also with its instructions by kind. Raises ToolchainError."""
+    cubins = build.cubins()
+    stages = {
+        name: stage | sass.counts(cubins[name])[build.launches[name].function]
+        for name, stage in used.stages.items()
+    }
+    return used.model_copy(update={"stages": stages})
+
+
+def compiler_for(spec: SweepSpec, arch: Arch, cache_dir: Path | None = None) -> Compiler:
+    """A Compiler that also disassembles, in its threads, if the spec's `require` needs that.
+
+    Raises ToolchainError before anything is compiled if a tool is missing.
+    """
+    if not policy.needs_sass(spec.require):
+        return Compiler(arch, cache_dir)
+    sass.nvdisasm()
+    return Compiler(arch, cache_dir, after=sass.counts)
 
 
 def _prune(
@@ -293,6 +316,9 @@ def _prune(
     for name, stage in used.stages.items():
         if stage["blocks_per_sm"] < 1:
             return f"stage {name} does not fit an SM"
+    broken = policy.broken(spec.require, used.stages)
+    if broken is not None:
+        return broken
     workspace, allowed = sum(build.schedule.workspaces.values()), build.workspace_limit
     if allowed is not None and workspace > allowed:
         return f"needs {workspace / 2**30:.1f} GiB of workspace, {allowed / 2**30:.1f} allowed"
@@ -338,14 +364,15 @@ def compile_all(
 ) -> list[Trial]:
     """Compile every candidate of a spec for `arch`, without a GPU. The rows have no times.
 
-    Status is ok, pruned (ptxas warnings, limits, does not fit an SM) or compile_error. The cubins
-    stay in the cache, where a machine with a GPU finds them.
+    Status is ok, pruned (ptxas warnings, limits, requirements, does not fit an SM) or
+    compile_error. The cubins stay in the cache, where a machine with a GPU finds them. Raises
+    ToolchainError without NVRTC, or without nvdisasm if the spec requires what only it tells.
     """
     observer = observer or Observer()
     planned = plan(spec, kernels, arch)
     cap = limit or spec.search.candidates
     observer.planned(candidate_count(planned, cap))
-    compiler = Compiler(arch, cache_dir)
+    compiler = compiler_for(spec, arch, cache_dir)
     trials = []
     try:
         for item in planned:

@@ -28,6 +28,7 @@ from attnsweep.candidates import (
     builds_of,
     candidate_count,
     compiled_row,
+    compiler_for,
     plan,
     plan_facts,
     workspace_limit,
@@ -107,7 +108,7 @@ def run(
         _check_memory(spec, environment)
         planned = plan(spec, kernels, arch)
         observer.planned(candidate_count(planned, spec.search.candidates))
-        compiler = Compiler(arch, cache_dir)
+        compiler = compiler_for(spec, arch, cache_dir)
         directory = results / environment.slug / spec.name
         elsewhere = not fresh and _measured_elsewhere(directory, environment)
         if elsewhere:
@@ -387,7 +388,9 @@ class _Sweep:
         return not timed or any(time.rounds for time in timed if time)
 
     def _fingerprint(self, build: Build) -> str:
-        issued = () if build.schedule.whole else (repr(build.schedule),)
+        issued = [] if build.schedule.whole else [repr(build.schedule)]
+        if self._spec.require:
+            issued.append(repr(sorted(self._spec.require.items())))
         return self._digest(build.problem, build.keys, sorted(build.launches.items()), *issued)
 
     def _baseline_row(self, name: str, problem: Problem) -> Trial:
