@@ -21,7 +21,7 @@ LAYERS = [
     {"baselines", "sass"},
     {"candidates", "measure"},
     {"store", "workers"},
-    {"ranking", "doctor", "inspection"},
+    {"ranking", "rounds", "doctor", "inspection"},
     {"section", "counters"},
     {"report"},
     {"sweep", "page", "regress"},
