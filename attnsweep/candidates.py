@@ -238,7 +238,10 @@ class Build:
         """Equal for two candidates that run the same code in the same way."""
         cubins = self.cubins()
         code = tuple(
-            (cubins[name].digest, launch.grid, launch.threads, launch.smem_bytes, launch.args)
+            (
+                *(cubins[name].digest, launch.grid, launch.threads, launch.smem_bytes, launch.args),
+                *(launch.programmatic, launch.carveout),
+            )
             for name, launch in self.launches.items()
         )
         return code if self.schedule.whole else (*code, repr(self.schedule))

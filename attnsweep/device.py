@@ -259,6 +259,8 @@ class Session:
         # Never lowered: another launch of the same code may be bound to more.
         if launch.smem_bytes > max(48 * 1024, function.max_dynamic_shared_size_bytes):
             function.max_dynamic_shared_size_bytes = launch.smem_bytes
+        if launch.carveout >= 0:
+            function.preferred_shared_memory_carveout = launch.carveout
         return function
 
     def streams(self, count: int) -> list[Any]:

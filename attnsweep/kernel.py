@@ -105,6 +105,8 @@ class Launch:
     integers that follow from the problem. `min_blocks_per_sm` is the occupancy the family plans
     for. `programmatic`: launched with programmatic stream serialization, so that it may begin
     before the launch ahead of it ends (sm_90; the template must wait with griddepcontrol.wait).
+    `carveout`: per cent of the memory that L1 shares, asked for as shared memory; -1 leaves it to
+    the driver, which goes by what each launch needs.
     """
 
     function: str
@@ -115,6 +117,7 @@ class Launch:
     defines: Mapping[str, int] = field(default_factory=dict)
     min_blocks_per_sm: int = 1
     programmatic: bool = False
+    carveout: int = -1
 
 
 Rule = Callable[[Config, Problem, Arch], bool]

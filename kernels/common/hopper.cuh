@@ -212,3 +212,63 @@ __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;
 __device__ __forceinline__ void grid_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
+
+// ==== L2 policies of stores, vectors of shared memory, clusters ====
+__device__ __forceinline__ void tma_store(const TensorMap& map, unsigned source, int c0, int c1, int c2,
+                                          unsigned long long policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2,%3,%4}], [%1], "
+        "%5;" ::"l"(&map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+        : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_16(unsigned address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+
+// A cluster is of blocks along x, declared by __cluster_dims__; what is remote is only its shared memory.
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// Every thread of the cluster that has not ended: what it did before arriving is seen after the wait. The
+// relaxed form promises no more than mbarrier_init_fence does, and spares a fence of the whole GPU.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+// What has this address in block `rank`: for mbarrier_arrive_remote. That block must not have ended.
+__device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned rank) {
+    unsigned remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+// If lane < lanes. Orders reads by wgmma that have been waited for, no writes: a release to the cluster would
+// be a fence of the whole GPU before every arrival.
+__device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigned lane, unsigned lanes) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.lt.u32 p, %1, %2;\n"
+        "@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n}\n" ::"r"(barrier),
+        "r"(lane), "r"(lanes)
+        : "memory");
+}
+// One copy to the same address of every block whose bit `blocks` has; each one's own barrier counts it.
+__device__ __forceinline__ void tma_load_multicast(unsigned target, const TensorMap& map, unsigned barrier,
+                                                   int c0, int c1, int c2, unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3,%4,%5}], [%2], %6;" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(blocks)
+        : "memory");
+}

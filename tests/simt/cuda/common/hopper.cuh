@@ -116,6 +116,7 @@ inline uint4 load_shared_16(unsigned address, SIMT_HERE) {
 }
 inline unsigned cluster_rank() { return simt::cluster_rank(); }
 inline void cluster_arrive(SIMT_HERE) { simt::cluster_barrier(true, false, SIMT_AT); }
+inline void cluster_arrive_relaxed(SIMT_HERE) { simt::cluster_barrier(true, false, SIMT_AT); }
 inline void cluster_wait(SIMT_HERE) { simt::cluster_barrier(false, true, SIMT_AT); }
 inline unsigned cluster_address(unsigned address, unsigned rank) { return simt::map_address(address, rank); }
 inline void mbarrier_arrive_remote(unsigned barrier, unsigned lane, unsigned lanes, SIMT_HERE) {
