@@ -1,0 +1,397 @@
+// flash_fwd_wgmma: fused attention forward on Hopper: TMA into an mbarrier ring, wgmma for both products,
+// scores and P never leave registers. sm_90a only.
+// q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
+// A block has WARPGROUPS consumer warpgroups and a producer. WARPGROUPS / KEY_GROUPS of them share a tile of
+// keys, 64 queries each; KEY_GROUPS of them share their queries and take tiles of keys in turn, and what
+// they have is merged last. Tiles of keys are taken right to left, so that those with a mask come first.
+#include "common/element.cuh"
+#include "common/mma.cuh"
+#include "common/hopper.cuh"
+#include "common/rows.cuh"
+#include "common/online_softmax.cuh"
+
+constexpr int ROW_GROUPS = WARPGROUPS / KEY_GROUPS, BLOCK_M = 64 * ROW_GROUPS;
+constexpr int STAGES = NUM_STAGES;
+constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + PRODUCER_WARPS * 32;
+static_assert(ROW_GROUPS * KEY_GROUPS == WARPGROUPS, "KEY_GROUPS must divide WARPGROUPS");
+static_assert(HEAD_DIM % 16 == 0 && BLOCK_N % 16 == 0, "wgmma takes 16 columns or keys at once");
+static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1), "turns are of equal length");
+// Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second panel is
+// half empty: its columns are outside the tensor, so nothing is moved for them.
+constexpr int PANELS = (HEAD_DIM + 63) / 64;
+constexpr unsigned Q_PANEL = 64 * 128, Q_BYTES = PANELS * Q_PANEL;  // of one warpgroup's queries
+constexpr unsigned KV_PANEL = BLOCK_N * 128, KV_BYTES = PANELS * KV_PANEL;
+constexpr unsigned RING_BYTES = 2 * STAGES * KV_BYTES;
+// What a key group hands over: accumulators, maxima and sums of each thread.
+constexpr unsigned MERGE_FLOATS = HEAD_DIM / 2 + 4, MERGE_BYTES = 128 * 4 * MERGE_FLOATS;
+constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES;
+// Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer already
+// fills for the next tile; others over Q, and merge over the ring.
+constexpr unsigned STAGED_BYTES = BLOCKS ? ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES : 0;
+constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4;
+
+// Barriers: full and empty of each stage of K and of V, of Q: full of each 64 rows, empty of all.
+struct Barriers {
+    unsigned base;
+    __device__ __forceinline__ unsigned k_full(unsigned stage) const { return base + 32 * stage; }
+    __device__ __forceinline__ unsigned k_empty(unsigned stage) const { return base + 32 * stage + 8; }
+    __device__ __forceinline__ unsigned v_full(unsigned stage) const { return base + 32 * stage + 16; }
+    __device__ __forceinline__ unsigned v_empty(unsigned stage) const { return base + 32 * stage + 24; }
+    __device__ __forceinline__ unsigned q_empty() const { return base + 32 * STAGES; }
+    __device__ __forceinline__ unsigned q_full(int group) const { return base + 32 * STAGES + 8 + 8 * group; }
+};
+
+// A tile of queries of one head, and how many tiles of keys it sees.
+struct Work {
+    int row, head, tiles;
+};
+struct Schedule {
+    int tiles_m, heads, seqlen_q, seqlen_k, heads_together;
+    __device__ __forceinline__ Work at(int tile_m, int head) const {
+        int last = min((tile_m + 1) * BLOCK_M, seqlen_q) - 1;
+        int tiles = (keys_of(last, seqlen_q, seqlen_k) + BLOCK_N - 1) / BLOCK_N;
+        return {tile_m * BLOCK_M, head, tiles};
+    }
+    // Of one tile a block: the grid is (queries, heads), or, longest first, (heads_together, queries, rest).
+    __device__ __forceinline__ Work of_block() const {
+        if (ORDER) return at(gridDim.y - 1 - blockIdx.y, blockIdx.z * gridDim.x + blockIdx.x);
+        return at(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x, blockIdx.y);
+    }
+    // Of blocks that take turns: causal, every second round runs backwards, so that long meets short.
+    __device__ __forceinline__ Work of_turn(int turn) const {
+        int block = CAUSAL && turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+        int item = turn * gridDim.x + block, tile_m, head;
+        if (item >= tiles_m * heads) return {-1, 0, 0};
+        if (ORDER) {
+            int section = item / (heads_together * tiles_m), within = item % (heads_together * tiles_m);
+            tile_m = tiles_m - 1 - within / heads_together;
+            head = section * heads_together + within % heads_together;
+        } else {
+            tile_m = CAUSAL ? tiles_m - 1 - item % tiles_m : item % tiles_m;
+            head = item / tiles_m;
+        }
+        return at(tile_m, head);
+    }
+    __device__ __forceinline__ Work of(int turn) const { return BLOCKS ? of_turn(turn) : of_block(); }
+    // First key of the j-th tile from the right. Every key group takes a tile, if only one past the end.
+    __device__ __forceinline__ int key(int j, int tiles) const {
+        return KEY_GROUPS == 1 || j < tiles ? (tiles - 1 - j) * BLOCK_N : seqlen_k;
+    }
+};
+
+__device__ __forceinline__ void load_tile(unsigned target, const TensorMap& map, unsigned barrier, unsigned panel,
+                                          int row, int head) {
+#pragma unroll
+    for (int i = 0; i < PANELS; ++i) tma_load(target + i * panel, map, barrier, i * 64, row, head);
+}
+
+// s = Q K^T of 64 queries and BLOCK_N keys.
+__device__ __forceinline__ void
+multiply_qk(float (&s)[BLOCK_N / 2], unsigned long long q, unsigned long long k) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+        constexpr int IN_PANEL = 4;  // 16 columns are 32 bytes
+        unsigned at = i % IN_PANEL * 32;
+        Wgmma<BLOCK_N>::template ss<0>(s, q + (i / IN_PANEL * Q_PANEL + at) / 16,
+                                       k + (i / IN_PANEL * KV_PANEL + at) / 16, i > 0);
+    }
+    wgmma_commit();
+}
+// o += P V.
+__device__ __forceinline__ void
+multiply_pv(float (&o)[HEAD_DIM / 2], const unsigned (&p)[BLOCK_N / 4], unsigned long long v) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 16; ++i)
+        Wgmma<HEAD_DIM>::template rs<1>(o, p + i * 4, v + i * 2048 / 16, 1);
+    wgmma_commit();
+}
+// Keys at and beyond `limit` of the tile get no weight; rows of a thread are 8 apart.
+__device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int limit, int limit_8) {
+    int first = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; ++i)
+        if (i / 4 * 8 + i % 2 + first >= (i & 2 ? limit_8 : limit)) s[i] = minus_infinity();
+}
+__device__ __forceinline__ void scale_rows(float (&o)[HEAD_DIM / 2], const float (&by)[2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= by[i / 2 % 2];
+}
+
+// The key groups' accumulators of the same rows become one, in group 0.
+__device__ __forceinline__ void
+merge(float (&o)[HEAD_DIM / 2], OnlineSoftmax& rows, unsigned char* region, float factor) {
+    int group = threadIdx.x / (ROW_GROUPS * 128), row_group = threadIdx.x / 128 % ROW_GROUPS;
+    float* own = reinterpret_cast<float*>(region + row_group * MERGE_BYTES) + threadIdx.x % 128;
+    constexpr int TO_NEXT = ROW_GROUPS * MERGE_BYTES / 4;
+    named_barrier_sync(MERGE_BARRIER, CONSUMERS);  // nobody multiplies from the ring any more
+    if (group > 0) {
+        own += (group - 1) * TO_NEXT;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; ++i) own[i * 128] = o[i];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            own[(HEAD_DIM / 2 + r) * 128] = rows.m[r];
+            own[(HEAD_DIM / 2 + 2 + r) * 128] = rows.l[r];
+        }
+        named_barrier_arrive(MERGED_BARRIER, CONSUMERS);
+        return;
+    }
+    named_barrier_sync(MERGED_BARRIER, CONSUMERS);
+#pragma unroll 1
+    for (int other = 1; other < KEY_GROUPS; ++other, own += TO_NEXT) {
+        float mine[2], theirs[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float m = own[(HEAD_DIM / 2 + r) * 128], l = own[(HEAD_DIM / 2 + 2 + r) * 128];
+            float largest = fmaxf(rows.m[r], m);
+            float offset = largest == minus_infinity() ? 0.f : -largest * factor;
+            mine[r] = exp2_approx(fmaf(rows.m[r], factor, offset));
+            theirs[r] = exp2_approx(fmaf(m, factor, offset));
+            rows.l[r] = rows.l[r] * mine[r] + l * theirs[r];
+            rows.m[r] = largest;
+        }
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; ++i)
+            o[i] = fmaf(o[i], mine[i / 2 % 2], own[i * 128] * theirs[i / 2 % 2]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    flash_fwd_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                    const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
+                    float* __restrict__ lse, int heads, int queries_per_key_head, int heads_together,
+                    int seqlen_q, int seqlen_k, float factor) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    unsigned smem_q = smem_address(smem), smem_k = smem_q + ROW_GROUPS * Q_BYTES,
+             smem_v = smem_k + STAGES * KV_BYTES, staging = smem_v + STAGES * KV_BYTES;
+    Barriers barriers{staging + STAGED_BYTES};
+    Schedule schedule{(seqlen_q + BLOCK_M - 1) / BLOCK_M, heads, seqlen_q, seqlen_k, heads_together};
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
+
+    if (warp >= CONSUMERS / 32) {
+        if (PRODUCER_WARPS == 4) registers_decrease<PRODUCER_REGISTERS>();
+        if (warp > CONSUMERS / 32) return;
+        if (threadIdx.x % 32 == 0) {
+#pragma unroll
+            for (int i = 0; i < STAGES; ++i) {
+                mbarrier_init(barriers.k_full(i), 1);
+                mbarrier_init(barriers.v_full(i), 1);
+                mbarrier_init(barriers.k_empty(i), 4 * ROW_GROUPS);
+                mbarrier_init(barriers.v_empty(i), 4 * ROW_GROUPS);
+            }
+            mbarrier_init(barriers.q_empty(), CONSUMERS / 32);
+#pragma unroll
+            for (int i = 0; i < ROW_GROUPS; ++i) mbarrier_init(barriers.q_full(i), 1);
+            mbarrier_init_fence();
+        }
+        __syncwarp();
+        named_barrier_arrive(START_BARRIER, CONSUMERS + 32);
+        if (threadIdx.x % 32 > 0) return;
+#if PDL
+        if (PDL == 2) grid_launch_dependents();
+        grid_wait();
+#endif
+        Ring<STAGES> k_at, v_at;
+        unsigned q_phase = 0;
+#pragma unroll 1
+        for (int turn = 0;; ++turn) {
+            Work work = schedule.of(turn);
+            if (BLOCKS && work.row < 0) break;
+            int head_kv = queries_per_key_head == 1 ? work.head : work.head / queries_per_key_head;
+            int tiles = KEY_GROUPS == 1 ? work.tiles : max(work.tiles, KEY_GROUPS);
+#pragma unroll 1
+            for (int j = 0; j <= tiles; ++j) {
+                if (j < tiles) {
+                    mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
+                    mbarrier_expect(barriers.k_full(k_at.stage), KV_BYTES);
+                    load_tile(smem_k + k_at.stage * KV_BYTES, k, barriers.k_full(k_at.stage), KV_PANEL,
+                              schedule.key(j, work.tiles), head_kv);
+                    k_at.next();
+                }
+                if (j == 0) {
+                    if (BLOCKS) mbarrier_wait(barriers.q_empty(), q_phase ^ 1);
+                    q_phase ^= 1;
+#pragma unroll
+                    for (int i = 0; i < ROW_GROUPS; ++i) {
+                        mbarrier_expect(barriers.q_full(i), Q_BYTES);
+                        load_tile(smem_q + i * Q_BYTES, q, barriers.q_full(i), Q_PANEL, work.row + i * 64,
+                                  work.head);
+                    }
+                    continue;
+                }
+                mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
+                mbarrier_expect(barriers.v_full(v_at.stage), KV_BYTES);
+                load_tile(smem_v + v_at.stage * KV_BYTES, v, barriers.v_full(v_at.stage), KV_PANEL,
+                          schedule.key(j - 1, work.tiles), head_kv);
+                v_at.next();
+            }
+            if (!BLOCKS) break;
+        }
+#if PDL == 1
+        grid_launch_dependents();
+#endif
+        return;
+    }
+
+    if (PRODUCER_WARPS == 4) registers_increase<CONSUMER_REGISTERS>();
+    int lane = threadIdx.x % 32, key_group = warp / (4 * ROW_GROUPS), row_group = warp / 4 % ROW_GROUPS;
+    if (threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
+    unsigned own_q = smem_q + row_group * Q_BYTES;
+    unsigned long long q_descriptor = wgmma_descriptor<128>(own_q, 1024),
+                       k_descriptor = wgmma_descriptor<128>(smem_k, 1024),
+                       v_descriptor = wgmma_descriptor<128>(smem_v, 1024, KV_PANEL);
+    named_barrier_sync(START_BARRIER, CONSUMERS + 32);
+#if PINGPONG
+    if (warp / 4 == 0) named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
+#endif
+
+    Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
+    unsigned q_phase = 0, taken = 0;
+    auto release = [&](unsigned barrier) {
+        if (lane == 0) mbarrier_arrive(barrier);
+    };
+#pragma unroll 1
+    for (int turn = 0;; ++turn) {
+        Work work = schedule.of(turn);
+        if (BLOCKS && work.row < 0) break;
+        int first_row = work.row + row_group * 64 + warp % 4 * 16, row = first_row + lane / 4;
+        int tiles = KEY_GROUPS == 1 ? work.tiles : max(work.tiles, KEY_GROUPS);
+        // All of a warp's rows see the keys below this.
+        int unmasked = keys_of(first_row, seqlen_q, seqlen_k);
+        int limit = keys_of(row, seqlen_q, seqlen_k), limit_8 = keys_of(row + 8, seqlen_q, seqlen_k);
+        float out[HEAD_DIM / 2], by[2];
+        unsigned p[BLOCK_N / 4];
+        OnlineSoftmax rows;
+        rows.reset();
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
+
+        if (KEY_GROUPS > 1) k_at.to(taken + key_group), v_at = k_at, taken += tiles;
+        mbarrier_wait(barriers.q_full(row_group), q_phase);
+        q_phase ^= 1;
+        auto mask_tile = [&](float(&s)[BLOCK_N / 2], int j) {
+            int key = schedule.key(j, work.tiles);
+            if (key + BLOCK_N > unmasked) mask(s, limit - key, limit_8 - key);
+        };
+        auto wait_k = [&] { mbarrier_wait(barriers.k_full(k_at.stage), k_at.phase); };
+        auto wait_v = [&] { mbarrier_wait(barriers.v_full(v_at.stage), v_at.phase); };
+        auto release_k = [&] { release(barriers.k_empty(k_at.stage)), k_at.template skip<KEY_GROUPS>(); };
+        auto release_v = [&] { release(barriers.v_empty(v_at.stage)), v_at.template skip<KEY_GROUPS>(); };
+        auto begin_qk = [&](float(&s)[BLOCK_N / 2]) {
+            wgmma_fence();
+            multiply_qk(s, q_descriptor, k_descriptor + k_at.stage * (KV_BYTES / 16));
+        };
+        // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
+        auto begin_pv = [&] {
+            pin(p);
+            pin(out);
+            wgmma_fence();
+            multiply_pv(out, p, v_descriptor + v_at.stage * (KV_BYTES / 16));
+        };
+        auto end_pv = [&] {
+            wgmma_wait<0>();
+            pin(out);
+            pin(p);
+            release_v();
+        };
+#if OVERLAP == 0
+#pragma unroll 1
+        for (int j = key_group; j < tiles; j += KEY_GROUPS) {
+            float s[BLOCK_N / 2];
+            wait_k();
+            begin_qk(s);
+            wgmma_wait<0>();
+            pin(s);
+            release_k();
+            mask_tile(s, j);
+            if (rows.tile(s, p, factor, j == key_group, by)) scale_rows(out, by);
+            wait_v();
+            begin_pv();
+            end_pv();
+        }
+        if (BLOCKS) release(barriers.q_empty());
+#else
+        {
+            float s[BLOCK_N / 2];
+            wait_k();
+            begin_qk(s);
+            wgmma_wait<0>();
+            pin(s);
+            release_k();
+            mask_tile(s, key_group);
+            rows.tile(s, p, factor, true, by);
+        }
+        // The products of a tile's scores and of the P before it are under way together, and the softmax of
+        // the tile runs beside the latter.
+#pragma unroll 1
+        for (int j = key_group + KEY_GROUPS; j < tiles; j += KEY_GROUPS) {
+            float s[BLOCK_N / 2];
+            unsigned next[BLOCK_N / 4];  // p is being read
+            wait_k();
+            if (PINGPONG) named_barrier_sync(TURN_BARRIER + warp / 4, 256);
+            begin_qk(s);
+            wait_v();
+            begin_pv();
+            if (PINGPONG) named_barrier_arrive(TURN_BARRIER + (warp / 4 + 1) % WARPGROUPS, 256);
+            wgmma_wait<1>();
+            pin(s);
+            release_k();
+            mask_tile(s, j);
+            bool grew = rows.tile(s, next, factor, false, by);
+            pin(next);
+            end_pv();
+            if (grew) scale_rows(out, by);
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = next[i];
+        }
+        if (BLOCKS) release(barriers.q_empty());
+        wait_v();
+        begin_pv();
+        end_pv();
+#endif
+
+        rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
+        if (KEY_GROUPS > 1) {
+            merge(out, rows, smem + (BLOCKS ? staging + ROW_GROUPS * Q_BYTES : smem_k) - smem_q, factor);
+            if (BLOCKS && key_group > 0) continue;
+            if (key_group > 0) return;
+        }
+        // Each warp stores its own 16 rows, so that none waits for another: over its own part of Q, which
+        // no other warp reads, in the layout of a swizzled box.
+        float low = 1.f / rows.l[0], high = 1.f / rows.l[1];
+        unsigned staged = (BLOCKS ? staging + row_group * Q_BYTES : own_q) + warp % 4 * 2048;
+        if (BLOCKS) {
+            if (lane == 0) tma_store_wait_read<0>();
+            __syncwarp();
+        }
+        int in = lane % 16, chunk = lane / 16;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 16; ++i)
+            stmatrix_x4(staged + i / 4 * Q_PANEL + in * 128 + ((i % 4 * 2 + chunk ^ in % 8) << 4),
+                        pack(out[i * 8] * low, out[i * 8 + 1] * low),
+                        pack(out[i * 8 + 2] * high, out[i * 8 + 3] * high),
+                        pack(out[i * 8 + 4] * low, out[i * 8 + 5] * low),
+                        pack(out[i * 8 + 6] * high, out[i * 8 + 7] * high));
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0 && first_row < seqlen_q) {
+#pragma unroll
+            for (int i = 0; i < PANELS; ++i)
+                tma_store(o, staged + i * Q_PANEL, i * 64, first_row, work.head);
+            tma_store_commit();
+        }
+#if LSE
+        if (lane % 4 == 0) {
+            constexpr float LN2 = 0.6931471805599453f;
+            float* to = lse + static_cast<long long>(work.head) * seqlen_q + row;
+            if (row < seqlen_q) to[0] = fmaf(rows.m[0], factor, log2f(rows.l[0])) * LN2;
+            if (row + 8 < seqlen_q) to[8] = fmaf(rows.m[1], factor, log2f(rows.l[1])) * LN2;
+        }
+#endif
+        if (!BLOCKS) break;
+    }
+#if PINGPONG
+    if (warp / 4 == 0) named_barrier_sync(TURN_BARRIER, 256);  // takes the last turn: none is left half full
+#endif
+    if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
+}

@@ -1,0 +1,189 @@
+"""flash_fwd_wgmma: fused forward on Hopper: TMA ring, warp-specialised wgmma, online softmax."""
+
+from attnsweep.arch import Arch
+from attnsweep.kernel import Config, Kernel, Launch, Param, TensorMap
+from attnsweep.problem import Problem
+
+kernel = Kernel(
+    "flash_fwd_wgmma",
+    summary="fused FlashAttention forward on Hopper: TMA ring, warp-specialised wgmma",
+    params=(
+        Param("BLOCK_N", (64, 128), "keys of a tile, a multiple of 16"),
+        Param("WARPGROUPS", (1, 2, 3), "consumer warpgroups of a block"),
+        Param("KEY_GROUPS", (1, 2), "groups of warpgroups that split the keys; merged last"),
+        Param("NUM_STAGES", (2, 3), "tiles of K, and of V, in flight"),
+        Param("PRODUCER_WARPS", (4,), "1, or 4: then the consumers get its registers"),
+        Param("BLOCKS_PER_SM", (1, 2), "blocks that an SM has room for"),
+        Param("OVERLAP", (1,), "1: a tile's softmax runs beside the PV of the tile before"),
+        Param("PINGPONG", (0, 1), "warpgroups take turns to begin their products"),
+        Param("MAXIMA", (2,), "row maxima: 0 of every tile, 1 kept within 2^8, 2 if a sum is large"),
+        Param("EXP2_POLY", (0,), "of 8 exponentials, those by a polynomial on the FMA units"),
+        Param("ORDER", (0, 1), "of blocks: 0 by head; 1 longest first, by heads that fit L2"),
+        Param("BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one a tile"),
+        Param("PDL", (0,), "programmatic launch: the next may begin 1 after the loads, 2 at once"),
+        Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
+    ),
+    min_arch="sm_90a",
+    head_dims=(64, 96, 128, 192, 256),
+)
+LOG2E = 1.4426950408889634
+L2_BYTES = 32 * 2**20  # of K and V, that blocks which run at the same time should share
+
+
+def block_m(c: Config) -> int:
+    """Query rows of a block."""
+    return 64 * c.WARPGROUPS // c.KEY_GROUPS
+
+
+def threads(c: Config) -> int:
+    return 128 * c.WARPGROUPS + 32 * c.PRODUCER_WARPS
+
+
+def panels(head_dim: int) -> int:
+    """Panels of 64 columns."""
+    return -(-head_dim // 64)
+
+
+def smem_bytes(c: Config, head_dim: int) -> int:
+    """Q, the rings of K and V, what blocks that take turns stage beside them, barriers."""
+    q_bytes = block_m(c) * panels(head_dim) * 128
+    ring = 2 * c.NUM_STAGES * c.BLOCK_N * panels(head_dim) * 128
+    staged = q_bytes + merge_bytes(c, head_dim) if c.BLOCKS else 0
+    return q_bytes + ring + staged + 32 * c.NUM_STAGES + 8 + 8 * (c.WARPGROUPS // c.KEY_GROUPS)
+
+
+def merge_bytes(c: Config, head_dim: int) -> int:
+    """Accumulators, maxima and sums that key groups hand over."""
+    return (c.KEY_GROUPS - 1) * block_m(c) * (2 * 4) * (head_dim // 2 + 4)
+
+
+def registers_at_entry(c: Config, arch: Arch) -> int:
+    """Registers of every thread when BLOCKS_PER_SM blocks are launched on an SM."""
+    warps = -(-threads(c) * c.BLOCKS_PER_SM // 128)  # of the fullest quarter of the SM
+    return min(255, arch.registers_per_sm // 4 // (32 * warps) // 8 * 8)
+
+
+def producer_registers(c: Config) -> int:
+    return 24 if c.WARPGROUPS > 1 else 40
+
+
+def consumer_registers(c: Config, arch: Arch) -> int:
+    """Registers of a consumer thread, after the producer's warps have given theirs away."""
+    entry = registers_at_entry(c, arch)
+    if c.PRODUCER_WARPS == 1:
+        return entry
+    spare = entry // 8 * 8 - producer_registers(c)
+    return min(240, (entry + spare // c.WARPGROUPS) // 8 * 8)
+
+
+def registers_needed(c: Config, head_dim: int) -> int:
+    """Registers of a consumer thread that do not spill: scores, P, accumulators, and the rest."""
+    scores = c.BLOCK_N // 2
+    p = c.BLOCK_N // 4 * (2 if c.OVERLAP and c.MAXIMA == 2 else 1)
+    return scores + p + head_dim // 2 + 30
+
+
+def heads_together(c: Config, p: Problem) -> int:
+    """The most heads, a divisor of all, whose K and V blocks that run at once share in L2."""
+    heads, group = p.batch * p.heads, p.heads // p.heads_kv
+    fit = max(1, L2_BYTES * group // (4 * p.seqlen_k * p.head_dim))
+    return max(n for n in range(1, min(heads, fit) + 1) if heads % n == 0)
+
+
+@kernel.rule("key groups divide the warpgroups, and each has tiles of the ring")
+def groups(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    return (
+        c.WARPGROUPS in (1, 2, 3, 4)
+        and c.WARPGROUPS % c.KEY_GROUPS == 0
+        and c.NUM_STAGES >= c.KEY_GROUPS
+        and c.BLOCK_N in range(64, 257, 16)
+        and c.PRODUCER_WARPS in (1, 4)
+    )
+
+
+@kernel.rule("turns are taken by warpgroups that overlap tiles and have as many each")
+def turns(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    return c.PINGPONG == 0 or (c.OVERLAP > 0 and c.KEY_GROUPS == 1 and c.WARPGROUPS > 1)
+
+
+@kernel.rule("scores, P and accumulators fit the registers of a thread, so that nothing spills")
+def registers(config: Config, problem: Problem, arch: Arch) -> bool:
+    return registers_needed(config, problem.head_dim) <= consumer_registers(config, arch)
+
+
+@kernel.rule("the planned blocks fit the shared memory of an SM, and not twice as many would")
+def blocks_fit(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    smem = smem_bytes(c, problem.head_dim)
+    fit = arch.smem_per_sm // (smem + arch.smem_reserved_per_block)
+    return smem <= arch.smem_per_block and fit >= c.BLOCKS_PER_SM
+
+
+@kernel.rule("key groups merge over the ring")
+def merge_fits(config: Config, problem: Problem, arch: Arch) -> bool:
+    c, head_dim = config, problem.head_dim
+    ring = 2 * c.NUM_STAGES * c.BLOCK_N * panels(head_dim) * 128
+    return c.BLOCKS > 0 or merge_bytes(c, head_dim) <= ring
+
+
+@kernel.rule("a tile is not twice as long as its sequence; blocks are no more than tiles")
+def no_idle_tile(config: Config, problem: Problem, arch: Arch) -> bool:
+    c, p = config, problem
+    return block_m(c) < 2 * max(64, p.seqlen_q) and c.BLOCK_N < 2 * max(64, p.seqlen_k)
+
+
+@kernel.rule("an order of blocks by length needs blocks that differ in length")
+def block_order(config: Config, problem: Problem, arch: Arch) -> bool:
+    return config.ORDER == 0 or problem.causal
+
+
+@kernel.workspace
+def workspace(config: Config, problem: Problem) -> dict[str, int]:
+    p = problem
+    return {"lse": 4 * p.batch * p.heads * p.seqlen_q if config.LSE else 4}
+
+
+@kernel.stage("fwd")
+def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
+    c, p = config, problem
+    heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
+    tiles_m = -(-p.seqlen_q // block_m(c))
+    together = heads_together(c, p)
+
+    def tensor_map(buffer: str, count: int, rows: int, box: int) -> TensorMap:
+        return TensorMap(
+            buffer,
+            dims=(p.head_dim, rows, count),
+            strides=(p.head_dim * 2, rows * p.head_dim * 2),
+            box=(64, box, 1),
+        )
+
+    if c.BLOCKS:
+        grid = (min(c.BLOCKS, tiles_m * heads), 1, 1)
+    elif c.ORDER:
+        grid = (together, tiles_m, heads // together)
+    else:
+        grid = (tiles_m, heads, 1)
+    defines = {}
+    if c.PRODUCER_WARPS == 4:
+        defines |= {"PRODUCER_REGISTERS": producer_registers(c)}
+        defines |= {"CONSUMER_REGISTERS": consumer_registers(c, arch)}
+    return Launch(
+        function="flash_fwd_wgmma",
+        grid=grid,
+        threads=threads(c),
+        args=(
+            tensor_map("q", heads, p.seqlen_q, 64),
+            tensor_map("k", heads_kv, p.seqlen_k, c.BLOCK_N),
+            tensor_map("v", heads_kv, p.seqlen_k, c.BLOCK_N),
+            tensor_map("o", heads, p.seqlen_q, 16),
+            *("lse", heads, p.heads // p.heads_kv, together),
+            *(p.seqlen_q, p.seqlen_k, p.scale * LOG2E),
+        ),
+        smem_bytes=smem_bytes(c, p.head_dim),
+        defines=defines,
+        min_blocks_per_sm=c.BLOCKS_PER_SM,
+        programmatic=c.PDL > 0,
+    )
