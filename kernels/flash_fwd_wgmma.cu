@@ -14,6 +14,8 @@ constexpr int ROW_GROUPS = WARPGROUPS / KEY_GROUPS, BLOCK_M = 64 * ROW_GROUPS;
 constexpr int STAGES = NUM_STAGES;
 constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + PRODUCER_WARPS * 32;
 static_assert(ROW_GROUPS * KEY_GROUPS == WARPGROUPS, "KEY_GROUPS must divide WARPGROUPS");
+// Else a warpgroup meets stages whose last phase it has not waited for, and takes that for its own.
+static_assert(NUM_STAGES % KEY_GROUPS == 0, "a stage of the ring is always the same key group's");
 static_assert(HEAD_DIM % 16 == 0 && BLOCK_N % 16 == 0, "wgmma takes 16 columns or keys at once");
 static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1), "turns are of equal length");
 // Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second panel is
@@ -169,7 +171,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
 
     if (warp >= CONSUMERS / 32) {
-        if (PRODUCER_WARPS == 4) registers_decrease<PRODUCER_REGISTERS>();
+#if PRODUCER_WARPS == 4
+        registers_decrease<PRODUCER_REGISTERS>();
+#endif
         if (warp > CONSUMERS / 32) return;
         if (threadIdx.x % 32 == 0) {
 #pragma unroll
@@ -233,7 +237,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         return;
     }
 
-    if (PRODUCER_WARPS == 4) registers_increase<CONSUMER_REGISTERS>();
+#if PRODUCER_WARPS == 4
+    registers_increase<CONSUMER_REGISTERS>();
+#endif
     int lane = threadIdx.x % 32, key_group = warp / (4 * ROW_GROUPS), row_group = warp / 4 % ROW_GROUPS;
     if (threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
     unsigned own_q = smem_q + row_group * Q_BYTES;
@@ -246,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #endif
 
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
-    unsigned q_phase = 0, taken = 0;
+    unsigned q_phase = 0, taken = 0;  // tiles of the ring before this turn
     auto release = [&](unsigned barrier) {
         if (lane == 0) mbarrier_arrive(barrier);
     };

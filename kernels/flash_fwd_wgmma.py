@@ -96,7 +96,7 @@ def groups(config: Config, problem: Problem, arch: Arch) -> bool:
     return (
         c.WARPGROUPS in (1, 2, 3, 4)
         and c.WARPGROUPS % c.KEY_GROUPS == 0
-        and c.NUM_STAGES >= c.KEY_GROUPS
+        and c.NUM_STAGES % c.KEY_GROUPS == 0
         and c.BLOCK_N in range(64, 257, 16)
         and c.PRODUCER_WARPS in (1, 4)
     )

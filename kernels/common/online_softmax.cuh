@@ -26,7 +26,7 @@ struct Exp2Polynomial {
         float rounded = fmaf(y, RANGE, ROUND + LEAST);  // the exponent as an integer, in the low bits
         float f = fmaf(y, RANGE, (ROUND + LEAST) - rounded);
         float p = fmaf(fmaf(fmaf(0.05517167f, f, 0.24261113f), f, 0.69326099f), f, 0.99992807f);
-        return __int_as_float(__float_as_int(p) + (__float_as_int(rounded) << 23));
+        return __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
     }
 };
 

@@ -18,6 +18,13 @@ struct Ring {
     void next() {
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
+    template <int COUNT>
+    void skip() {
+        static_assert(COUNT <= STAGES, "a ring is passed at most once");
+        stage += COUNT;
+        if (stage >= STAGES) stage -= STAGES, phase ^= 1;
+    }
+    void to(unsigned index) { stage = index % STAGES, phase = index / STAGES & 1; }
 };
 
 inline void tma_prefetch(const TensorMap&) {}
