@@ -23,7 +23,9 @@ static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1), "turn
 constexpr int PANELS = (HEAD_DIM + 63) / 64;
 constexpr unsigned Q_PANEL = 64 * 128, Q_BYTES = PANELS * Q_PANEL;  // of one warpgroup's queries
 constexpr unsigned KV_PANEL = BLOCK_N * 128, KV_BYTES = PANELS * KV_PANEL;
-constexpr unsigned RING_BYTES = 2 * STAGES * KV_BYTES;
+// P of a warpgroup in shared memory: one buffer, or one being read and one being written.
+constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL, P_BUFFERS = OVERLAP ? 2 : 1;
+constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
 // What a key group hands over: accumulators, maxima and sums of each thread.
 constexpr unsigned MERGE_FLOATS = HEAD_DIM / 2 + 4, MERGE_BYTES = 128 * 4 * MERGE_FLOATS;
 constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES;
@@ -99,12 +101,15 @@ multiply_qk(float (&s)[BLOCK_N / 2], unsigned long long q, unsigned long long k)
     }
     wgmma_commit();
 }
-// o += P V.
+// o += P V, with P in registers or in shared memory.
 __device__ __forceinline__ void
-multiply_pv(float (&o)[HEAD_DIM / 2], const unsigned (&p)[BLOCK_N / 4], unsigned long long v) {
+multiply_pv(float (&o)[HEAD_DIM / 2], const unsigned* p, unsigned long long shared_p, unsigned long long v) {
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 16; ++i)
-        Wgmma<HEAD_DIM>::template rs<1>(o, p + i * 4, v + i * 2048 / 16, 1);
+        if (P_SHARED)
+            Wgmma<HEAD_DIM>::template ss<1>(o, shared_p + (i / 4 * P_PANEL + i % 4 * 32) / 16,
+                                            v + i * 2048 / 16, 1);
+        else Wgmma<HEAD_DIM>::template rs<1>(o, p + i * 4, v + i * 2048 / 16, 1);
     wgmma_commit();
 }
 // Keys at and beyond `limit` of the tile get no weight; rows of a thread are 8 apart.
@@ -165,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                     int seqlen_q, int seqlen_k, float factor) {
     extern __shared__ __align__(1024) unsigned char smem[];
     unsigned smem_q = smem_address(smem), smem_k = smem_q + ROW_GROUPS * Q_BYTES,
-             smem_v = smem_k + STAGES * KV_BYTES, staging = smem_v + STAGES * KV_BYTES;
+             smem_v = smem_k + STAGES * KV_BYTES, smem_p = smem_v + STAGES * KV_BYTES,
+             staging = smem_p + ALL_P_BYTES;
     Barriers barriers{staging + STAGED_BYTES};
     Schedule schedule{(seqlen_q + BLOCK_M - 1) / BLOCK_M, heads, seqlen_q, seqlen_k, heads_together};
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
@@ -246,6 +252,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     unsigned long long q_descriptor = wgmma_descriptor<128>(own_q, 1024),
                        k_descriptor = wgmma_descriptor<128>(smem_k, 1024),
                        v_descriptor = wgmma_descriptor<128>(smem_v, 1024, KV_PANEL);
+    // stmatrix: this lane's row and 16-byte chunk of the warp's 16 rows of a panel; `^ 32 n` is n chunk
+    // pairs on, since the swizzle is an XOR too.
+    unsigned lane_at = warp % 4 * 2048 + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
+    unsigned own_p = smem_p + warp / 4 * P_BUFFERS * P_BYTES, p_buffer = 0;
+    unsigned long long p_descriptor = wgmma_descriptor<128>(own_p, 1024);
     named_barrier_sync(START_BARRIER, CONSUMERS + 32);
 #if PINGPONG
     if (warp / 4 == 0) named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
@@ -266,9 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         int unmasked = keys_of(first_row, seqlen_q, seqlen_k);
         int limit = keys_of(row, seqlen_q, seqlen_k), limit_8 = keys_of(row + 8, seqlen_q, seqlen_k);
         float out[HEAD_DIM / 2], by[2];
-        unsigned p[BLOCK_N / 4];
         OnlineSoftmax rows;
-        rows.reset();
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
 
@@ -287,18 +296,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             wgmma_fence();
             multiply_qk(s, q_descriptor, k_descriptor + k_at.stage * (KV_BYTES / 16));
         };
+        // Where the exponentials go: eight of them are a fragment of P's 16 keys.
+        auto to_registers = [](unsigned(&p)[BLOCK_N / 4]) {
+            return [&p](int i, const float(&e)[8]) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) p[i / 2 + j] = pack(e[2 * j], e[2 * j + 1]);
+            };
+        };
+        auto to_shared = [&](int i, const float(&e)[8]) {
+            stmatrix_x4((own_p + p_buffer * P_BYTES + lane_at + i / 32 * P_PANEL) ^ (i / 8 % 4 * 32), pack(e[0], e[1]),
+                        pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7]));
+        };
         // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
-        auto begin_pv = [&] {
-            pin(p);
+        auto begin_pv = [&](unsigned(&p)[BLOCK_N / 4], unsigned buffer) {
+            if (!P_SHARED) pin(p);
             pin(out);
             wgmma_fence();
-            multiply_pv(out, p, v_descriptor + v_at.stage * (KV_BYTES / 16));
+            multiply_pv(out, p, p_descriptor + buffer * (P_BYTES / 16),
+                        v_descriptor + v_at.stage * (KV_BYTES / 16));
         };
-        auto end_pv = [&] {
+        auto end_pv = [&](unsigned(&p)[BLOCK_N / 4]) {
             wgmma_wait<0>();
             pin(out);
-            pin(p);
+            if (!P_SHARED) pin(p);
             release_v();
+        };
+        auto shared_p_written = [&] {  // by this warp, which reads no other's rows
+            fence_async_proxy();
+            __syncwarp();
+        };
+        unsigned p[BLOCK_N / 4];
+        // The softmax of a tile that nothing runs beside.
+        auto softmax = [&](const float(&s)[BLOCK_N / 2], bool first) {
+            bool grew;
+            if (P_SHARED) {
+                grew = rows.tile(s, factor, first, by, to_shared);
+                shared_p_written();
+            } else {
+                grew = rows.tile(s, factor, first, by, to_registers(p));
+            }
+            if (grew) scale_rows(out, by);
         };
 #if OVERLAP == 0
 #pragma unroll 1
@@ -310,10 +347,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             pin(s);
             release_k();
             mask_tile(s, j);
-            if (rows.tile(s, p, factor, j == key_group, by)) scale_rows(out, by);
+            softmax(s, j == key_group);
             wait_v();
-            begin_pv();
-            end_pv();
+            begin_pv(p, 0);
+            end_pv(p);
         }
         if (BLOCKS) release(barriers.q_empty());
 #else
@@ -325,35 +362,67 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             pin(s);
             release_k();
             mask_tile(s, key_group);
-            rows.tile(s, p, factor, true, by);
+            softmax(s, true);
         }
         // The products of a tile's scores and of the P before it are under way together, and the softmax of
-        // the tile runs beside the latter.
-#pragma unroll 1
-        for (int j = key_group + KEY_GROUPS; j < tiles; j += KEY_GROUPS) {
+        // the tile runs beside the latter. The P before is being read, so the new one goes elsewhere: to
+        // `next`; if the tile is not done again, over the scores; or to the other buffer.
+        auto step = [&](int j, unsigned(&p)[BLOCK_N / 4], unsigned(&next)[BLOCK_N / 4]) {
             float s[BLOCK_N / 2];
-            unsigned next[BLOCK_N / 4];  // p is being read
             wait_k();
             if (PINGPONG) named_barrier_sync(TURN_BARRIER + warp / 4, 256);
             begin_qk(s);
             wait_v();
-            begin_pv();
+            begin_pv(p, p_buffer);
             if (PINGPONG) named_barrier_arrive(TURN_BARRIER + (warp / 4 + 1) % WARPGROUPS, 256);
             wgmma_wait<1>();
             pin(s);
             release_k();
             mask_tile(s, j);
-            bool grew = rows.tile(s, next, factor, false, by);
-            pin(next);
-            end_pv();
-            if (grew) scale_rows(out, by);
+            bool grew;
+            if (P_SHARED) {
+                p_buffer ^= 1;
+                grew = rows.tile(s, factor, false, by, to_shared);
+                shared_p_written();
+                end_pv(p);
+            } else if (MAXIMA == 2) {
+                grew = rows.tile(s, factor, false, by, to_registers(next));
+                pin(next);
+                end_pv(p);
+            } else {
+                grew = rows.tile(s, factor, false, by, [&s](int i, const float(&e)[8]) {
 #pragma unroll
-            for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = next[i];
+                    for (int j = 0; j < 8; ++j) s[i + j] = e[j];
+                });
+                pin(s);
+                end_pv(p);
+#pragma unroll
+                for (int i = 0; i < BLOCK_N / 4; ++i) next[i] = pack(s[2 * i], s[2 * i + 1]);
+            }
+            if (grew) scale_rows(out, by);
+        };
+#if P_SHARED || MAXIMA < 2
+#pragma unroll 1
+        for (int j = key_group + KEY_GROUPS; j < tiles; j += KEY_GROUPS) step(j, p, p);
+#else
+        unsigned next[BLOCK_N / 4];
+#pragma unroll 1
+        for (int j = key_group + KEY_GROUPS; j < tiles; j += KEY_GROUPS) {
+            step(j, p, next);
+            // Two tiles a round: p and next change places, else they are moved.
+            if (UNROLL == 1 || (j += KEY_GROUPS) >= tiles) {
+#pragma unroll
+                for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = next[i];
+                if (UNROLL == 1) continue;
+                break;
+            }
+            step(j, next, p);
         }
+#endif
         if (BLOCKS) release(barriers.q_empty());
         wait_v();
-        begin_pv();
-        end_pv();
+        begin_pv(p, p_buffer);
+        end_pv(p);
 #endif
 
         rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
@@ -365,15 +434,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         // Each warp stores its own 16 rows, so that none waits for another: over its own part of Q, which
         // no other warp reads, in the layout of a swizzled box.
         float low = 1.f / rows.l[0], high = 1.f / rows.l[1];
-        unsigned staged = (BLOCKS ? staging + row_group * Q_BYTES : own_q) + warp % 4 * 2048;
+        unsigned staged = BLOCKS ? staging + row_group * Q_BYTES : own_q;
         if (BLOCKS) {
             if (lane == 0) tma_store_wait_read<0>();
             __syncwarp();
         }
-        int in = lane % 16, chunk = lane / 16;
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; ++i)
-            stmatrix_x4(staged + i / 4 * Q_PANEL + in * 128 + ((i % 4 * 2 + chunk ^ in % 8) << 4),
+            stmatrix_x4((staged + lane_at + i / 4 * Q_PANEL) ^ (i % 4 * 32),
                         pack(out[i * 8] * low, out[i * 8 + 1] * low),
                         pack(out[i * 8 + 2] * high, out[i * 8 + 3] * high),
                         pack(out[i * 8 + 4] * low, out[i * 8 + 5] * low),
@@ -383,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         if (lane == 0 && first_row < seqlen_q) {
 #pragma unroll
             for (int i = 0; i < PANELS; ++i)
-                tma_store(o, staged + i * Q_PANEL, i * 64, first_row, work.head);
+                tma_store(o, staged + warp % 4 * 2048 + i * Q_PANEL, i * 64, first_row, work.head);
             tma_store_commit();
         }
 #if LSE

@@ -17,6 +17,8 @@ kernel = Kernel(
         Param("OVERLAP", (1,), "1: a tile's softmax runs beside the PV of the tile before"),
         Param("PINGPONG", (0, 1), "warpgroups take turns to begin their products"),
         Param("MAXIMA", (2,), "row maxima: 0 of every tile, 1 kept within 2^8, 2 if a sum is large"),
+        Param("UNROLL", (2, 1), "tiles of a round of the loop, if MAXIMA is 2 and OVERLAP 1"),
+        Param("P_SHARED", (0, 1), "P of the second product: 0 in registers, 1 in shared memory"),
         Param("EXP2_POLY", (0,), "of 8 exponentials, those by a polynomial on the FMA units"),
         Param("ORDER", (0, 1), "of blocks: 0 by head; 1 longest first, by heads that fit L2"),
         Param("BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one a tile"),
@@ -39,9 +41,9 @@ def threads(c: Config) -> int:
     return 128 * c.WARPGROUPS + 32 * c.PRODUCER_WARPS
 
 
-def panels(head_dim: int) -> int:
+def panels(columns: int) -> int:
     """Panels of 64 columns."""
-    return -(-head_dim // 64)
+    return -(-columns // 64)
 
 
 def smem_bytes(c: Config, head_dim: int) -> int:
@@ -49,6 +51,8 @@ def smem_bytes(c: Config, head_dim: int) -> int:
     q_bytes = block_m(c) * panels(head_dim) * 128
     ring = 2 * c.NUM_STAGES * c.BLOCK_N * panels(head_dim) * 128
     staged = q_bytes + merge_bytes(c, head_dim) if c.BLOCKS else 0
+    buffers = c.WARPGROUPS * (2 if c.OVERLAP else 1) if c.P_SHARED else 0
+    staged += buffers * panels(c.BLOCK_N) * 64 * 128
     return q_bytes + ring + staged + 32 * c.NUM_STAGES + 8 + 8 * (c.WARPGROUPS // c.KEY_GROUPS)
 
 
@@ -80,6 +84,7 @@ def registers_needed(c: Config, head_dim: int) -> int:
     """Registers of a consumer thread that do not spill: scores, P, accumulators, and the rest."""
     scores = c.BLOCK_N // 2
     p = c.BLOCK_N // 4 * (2 if c.OVERLAP and c.MAXIMA == 2 else 1)
+    p = 8 if c.P_SHARED else p
     return scores + p + head_dim // 2 + 30
 
 
@@ -132,6 +137,13 @@ def merge_fits(config: Config, problem: Problem, arch: Arch) -> bool:
 def no_idle_tile(config: Config, problem: Problem, arch: Arch) -> bool:
     c, p = config, problem
     return block_m(c) < 2 * max(64, p.seqlen_q) and c.BLOCK_N < 2 * max(64, p.seqlen_k)
+
+
+@kernel.rule("a round of two tiles needs two P in registers")
+def rounds(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    two_p = c.OVERLAP == 1 and c.MAXIMA == 2 and c.P_SHARED == 0
+    return c.UNROLL in (1, 2) and (c.UNROLL == 1 or two_p)
 
 
 @kernel.rule("an order of blocks by length needs blocks that differ in length")

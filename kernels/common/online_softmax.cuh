@@ -32,74 +32,80 @@ struct Exp2Polynomial {
 
 // The running state of this thread's two rows. Exponents are s * factor with factor = scale * log2(e).
 struct OnlineSoftmax {
-    // Largest sum of this thread's exponentials of one tile that is kept: they stay below fp16's 65504.
-    static constexpr float MOST = 16384.f;
+    // What this thread's exponentials of one row and tile may sum up to without another reference: none is
+    // above fp16's 65504, and of a first tile the largest stays far above fp16's smallest, 2^-14.
+    static constexpr float MOST = 16384.f, LEAST = 1.f / 64;
     float m[2], l[2];  // reference of the exponents, and this thread's part of the row sum
 
-    __device__ __forceinline__ void reset() {
-        m[0] = m[1] = minus_infinity();
-        l[0] = l[1] = 0.f;
-    }
-
-    // p = 2^(s * factor + offset) of both rows, in pairs; their sums.
-    template <int N>
-    __device__ static __forceinline__ void exponentials(const float (&s)[N], unsigned (&p)[N / 2], float factor,
-                                                        const float (&offset)[2], float (&sum)[2]) {
+    // 2^(s * factor + offset) of both rows, by eights to put(i, ...), and their sums.
+    template <int N, class Put>
+    __device__ static __forceinline__ void exponentials(const float (&s)[N], float factor, const float (&offset)[2],
+                                                        float (&sum)[2], Put put) {
         Exp2Polynomial low(factor, offset[0]), high(factor, offset[1]);
         float part[4] = {};
 #pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            float e[4];
+        for (int i = 0; i < N; i += 8) {
+            float e[8];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
+            for (int j = 0; j < 8; ++j) {
                 // EXP2_POLY of every 8, spread out.
-                if ((i + j) * EXP2_POLY % 8 < EXP2_POLY) e[j] = (j < 2 ? low : high)(s[i + j]);
-                else e[j] = exp2_approx(fmaf(s[i + j], factor, offset[j / 2]));
-                part[j] += e[j];
+                if (j * EXP2_POLY % 8 < EXP2_POLY) e[j] = (j & 2 ? high : low)(s[i + j]);
+                else e[j] = exp2_approx(fmaf(s[i + j], factor, offset[j / 2 % 2]));
+                part[j % 4] += e[j];
             }
-            p[i / 2] = pack(e[0], e[1]);
-            p[i / 2 + 1] = pack(e[2], e[3]);
+            put(i, e);
         }
         sum[0] = part[0] + part[1], sum[1] = part[2] + part[3];
     }
 
-    // One tile: its scores become p. Returns whether what was summed before must be multiplied by `by`.
-    // MAXIMA 0: the reference is the largest score so far. 1: it stays until a row of the warp has outgrown
-    // it by 2^8. 2: the exponentials are taken at once, against the reference so far; only if their sum is
-    // too large, or the row had no key yet (the reference -inf makes it infinite), is the tile done again
-    // from its maxima. That takes the maxima, their exchange between lanes and the rescaling off the path
-    // of most tiles. `first`: nothing was summed before.
-    template <int N>
+    // One tile: `put` gets its exponentials, and may get them twice. Returns whether what was summed before
+    // must be multiplied by `by`. `first`: nothing was.
+    // MAXIMA 0: the reference is the largest score so far. 1: it stays until a score has outgrown it by 2^8.
+    // 2: the exponentials are taken at once, against the reference so far, at first 0; only if their sums
+    // are too large or small is the tile done again from its maxima. That takes the maxima, their exchange
+    // between lanes and the rescaling off the path of most tiles.
+    template <int N, class Put>
     __device__ __forceinline__ bool
-    tile(const float (&s)[N], unsigned (&p)[N / 2], float factor, bool first, float (&by)[2]) {
+    tile(const float (&s)[N], float factor, bool first, float (&by)[2], Put put) {
         float offset[2], sum[2];
-        if (MAXIMA == 2 && !first) {
+        if (first) {
+            m[0] = m[1] = MAXIMA == 2 ? 0.f : minus_infinity();
+            l[0] = l[1] = 0.f;
+        }
+        if (MAXIMA == 2) {
             offset[0] = -m[0] * factor, offset[1] = -m[1] * factor;
-            exponentials(s, p, factor, offset, sum);
-            if (__all_sync(0xffffffffu, sum[0] <= MOST && sum[1] <= MOST)) {  // false of a NaN
+            exponentials(s, factor, offset, sum, put);
+            bool fits = sum[0] <= MOST && sum[1] <= MOST;  // false of a NaN
+            if (first) fits = fits && sum[0] >= LEAST && sum[1] >= LEAST;
+            if (__all_sync(0xffffffffu, fits)) {
                 l[0] += sum[0], l[1] += sum[1];
                 return false;
             }
+            if (first) m[0] = m[1] = minus_infinity();
         }
         float x[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
         for (int i = 4; i < N; ++i) x[i % 4] = fmaxf(x[i % 4], s[i]);
-        float largest[2] = {quad_max(fmaxf(fmaxf(x[0], x[1]), m[0])), quad_max(fmaxf(fmaxf(x[2], x[3]), m[1]))};
+        float largest[2] = {fmaxf(x[0], x[1]), fmaxf(x[2], x[3])};
         bool grew = true;
-        if (MAXIMA == 1 && !first) {
+        if (MAXIMA == 1) {
             bool keep = (largest[0] - m[0]) * factor <= 8.f && (largest[1] - m[1]) * factor <= 8.f;
             grew = !__all_sync(0xffffffffu, keep);
-            if (!grew) largest[0] = m[0], largest[1] = m[1];
         }
+        if (grew) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            offset[r] = largest[r] == minus_infinity() ? 0.f : -largest[r] * factor;  // a row without a key
-            by[r] = first ? 0.f : exp2_approx(fmaf(m[r], factor, offset[r]));
-            m[r] = largest[r];
+            for (int r = 0; r < 2; ++r) {
+                float from = m[r];
+                m[r] = fmaxf(from, quad_max(largest[r]));
+                offset[r] = m[r] == minus_infinity() ? 0.f : -m[r] * factor;  // a row without a key
+                by[r] = exp2_approx(fmaf(from, factor, offset[r]));
+                l[r] *= by[r];
+            }
+        } else {
+            offset[0] = -m[0] * factor, offset[1] = -m[1] * factor;
         }
-        exponentials(s, p, factor, offset, sum);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) l[r] = first ? sum[r] : fmaf(l[r], by[r], sum[r]);
+        exponentials(s, factor, offset, sum, put);
+        l[0] += sum[0], l[1] += sum[1];
         return grew && !first;
     }
 };
