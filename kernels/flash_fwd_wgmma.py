@@ -67,8 +67,7 @@ def registers_at_entry(c: Config, arch: Arch) -> int:
     return min(255, arch.registers_per_sm // 4 // (32 * warps) // 8 * 8)
 
 
-def producer_registers(c: Config) -> int:
-    return 24 if c.WARPGROUPS > 1 else 40
+PRODUCER_REGISTERS = 24
 
 
 def consumer_registers(c: Config, arch: Arch) -> int:
@@ -76,7 +75,7 @@ def consumer_registers(c: Config, arch: Arch) -> int:
     entry = registers_at_entry(c, arch)
     if c.PRODUCER_WARPS == 1:
         return entry
-    spare = entry // 8 * 8 - producer_registers(c)
+    spare = entry // 8 * 8 - PRODUCER_REGISTERS
     return min(240, (entry + spare // c.WARPGROUPS) // 8 * 8)
 
 
@@ -84,7 +83,7 @@ def registers_needed(c: Config, head_dim: int) -> int:
     """Registers of a consumer thread that do not spill: scores, P, accumulators, and the rest."""
     scores = c.BLOCK_N // 2
     p = c.BLOCK_N // 4 * (2 if c.OVERLAP and c.MAXIMA == 2 else 1)
-    p = 8 if c.P_SHARED else p
+    p = 12 if c.P_SHARED else p
     return scores + p + head_dim // 2 + 30
 
 
@@ -115,7 +114,13 @@ def turns(config: Config, problem: Problem, arch: Arch) -> bool:
 
 @kernel.rule("scores, P and accumulators fit the registers of a thread, so that nothing spills")
 def registers(config: Config, problem: Problem, arch: Arch) -> bool:
-    return registers_needed(config, problem.head_dim) <= consumer_registers(config, arch)
+    c, head_dim = config, problem.head_dim
+    # ptxas refuses a wgmma whose accumulators do not fit the registers at entry (C7602).
+    entry = registers_at_entry(c, arch)
+    return (
+        registers_needed(c, head_dim) <= consumer_registers(c, arch)
+        and max(c.BLOCK_N, head_dim) // 2 + 26 <= entry
+    )
 
 
 @kernel.rule("the planned blocks fit the shared memory of an SM, and not twice as many would")
@@ -180,7 +185,7 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
         grid = (tiles_m, heads, 1)
     defines = {}
     if c.PRODUCER_WARPS == 4:
-        defines |= {"PRODUCER_REGISTERS": producer_registers(c)}
+        defines |= {"PRODUCER_REGISTERS": PRODUCER_REGISTERS}
         defines |= {"CONSUMER_REGISTERS": consumer_registers(c, arch)}
     return Launch(
         function="flash_fwd_wgmma",

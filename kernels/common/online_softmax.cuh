@@ -61,16 +61,20 @@ struct OnlineSoftmax {
     // One tile: `put` gets its exponentials, and may get them twice. Returns whether what was summed before
     // must be multiplied by `by`. `first`: nothing was.
     // MAXIMA 0: the reference is the largest score so far. 1: it stays until a score has outgrown it by 2^8.
-    // 2: the exponentials are taken at once, against the reference so far, at first 0; only if their sums
-    // are too large or small is the tile done again from its maxima. That takes the maxima, their exchange
-    // between lanes and the rescaling off the path of most tiles.
+    // 2: the exponentials are taken at once, against the reference so far, at first the score of a key; only
+    // if their sums are too large or small is the tile done again from its maxima. That takes the maxima,
+    // their exchange between lanes and the rescaling off the path of most tiles. (At first not 0: of equal
+    // scores every p would be rounded alike, by up to 5e-4, where now all are 1.)
     template <int N, class Put>
     __device__ __forceinline__ bool
     tile(const float (&s)[N], float factor, bool first, float (&by)[2], Put put) {
         float offset[2], sum[2];
         if (first) {
-            m[0] = m[1] = MAXIMA == 2 ? 0.f : minus_infinity();
-            l[0] = l[1] = 0.f;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                m[r] = MAXIMA == 2 ? __shfl_sync(0xffffffffu, s[2 * r], threadIdx.x & 28) : minus_infinity();
+                l[r] = 0.f;
+            }
         }
         if (MAXIMA == 2) {
             offset[0] = -m[0] * factor, offset[1] = -m[1] * factor;
