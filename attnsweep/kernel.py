@@ -147,6 +147,7 @@ class Stage:
     params: tuple[str, ...]
     constants: tuple[str, ...]
     launch: LaunchBuilder
+    when: Rule | None = None
 
     def defines(self, config: Config, problem: Problem, launch: Launch) -> dict[str, str]:
         """The -D of this stage: STAGE_<NAME>=1, its parameters, problem constants, extras."""
@@ -217,15 +218,17 @@ class Kernel:
         name: str,
         params: tuple[str, ...] | None = None,
         constants: tuple[str, ...] = ("HEAD_DIM", "IS_BF16", "CAUSAL"),
+        when: Rule | None = None,
     ) -> Callable[[LaunchBuilder], LaunchBuilder]:
         """Decorate `def name(config, problem, arch) -> Launch`. Stages run in declared order.
 
         params: the parameters this stage's code depends on; all of them unless named.
+        when: `(config, problem, arch) -> bool`, whether it is launched at all; always unless given.
         """
 
         def add(launch: LaunchBuilder) -> LaunchBuilder:
             own = tuple(param.name for param in self.params) if params is None else params
-            self.stages[name] = Stage(name, own, constants, launch)
+            self.stages[name] = Stage(name, own, constants, launch, when)
             return launch
 
         return add
@@ -271,6 +274,8 @@ class Kernel:
         buffers = {"q", "k", "v", "o", *self.workspaces(config, problem)}
         launches = {}
         for name, stage in self.stages.items():
+            if stage.when and not self._ask(f"when of {name}", stage.when, config, problem, arch):
+                continue
             launch = self._ask(f"stage {name}", stage.launch, config, problem, arch)
             fault = _fault(launch, buffers)
             if fault is not None:

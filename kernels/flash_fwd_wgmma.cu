@@ -4,10 +4,29 @@
 // A block has WARPGROUPS consumer warpgroups and a producer. WARPGROUPS / KEY_GROUPS of them share a tile of
 // keys, 64 queries each; KEY_GROUPS of them share their queries and take tiles of keys in turn, and what
 // they have is merged last. Tiles of keys are taken right to left, so that those with a mask come first.
+// With SPLITS, as many blocks share queries too, and the combine stage joins what they store.
 #include "common/element.cuh"
 #include "common/mma.cuh"
 #include "common/hopper.cuh"
 #include "common/rows.cuh"
+constexpr float LN2 = 0.6931471805599453f;
+
+#if STAGE_COMBINE
+#include "common/combine.cuh"
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
+    flash_fwd_wgmma_combine(const float* __restrict__ partial, const float* __restrict__ partial_lse,
+                            element_t* __restrict__ o, float* __restrict__ lse, int rows) {
+#if PDL
+    grid_launch_dependents();
+    grid_wait();
+#endif
+    constexpr int CHUNKS = HEAD_DIM / 4;
+    int at = blockIdx.x * COMBINE_THREADS + threadIdx.x, row = at / CHUNKS, chunk = at % CHUNKS;
+    if (row >= rows) return;
+    float whole = combine_splits(partial, partial_lse, o, SPLITS, rows, row, chunk);
+    if (LSE && chunk == 0) lse[row] = whole * LN2;
+}
+#else
 #include "common/online_softmax.cuh"
 
 constexpr int ROW_GROUPS = WARPGROUPS / KEY_GROUPS, BLOCK_M = 64 * ROW_GROUPS;
@@ -17,6 +36,7 @@ static_assert(ROW_GROUPS * KEY_GROUPS == WARPGROUPS, "KEY_GROUPS must divide WAR
 // Else a warpgroup meets stages whose last phase it has not waited for, and takes that for its own.
 static_assert(NUM_STAGES % KEY_GROUPS == 0, "a stage of the ring is always the same key group's");
 static_assert(HEAD_DIM % 16 == 0 && BLOCK_N % 16 == 0, "wgmma takes 16 columns or keys at once");
+static_assert(SPLITS == 1 || (!BLOCKS && !ORDER), "the splits of a tile are the grid's third dimension");
 static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1), "turns are of equal length");
 // Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second panel is
 // half empty: its columns are outside the tensor, so nothing is moved for them.
@@ -45,18 +65,20 @@ struct Barriers {
     __device__ __forceinline__ unsigned q_full(int group) const { return base + 32 * STAGES + 8 + 8 * group; }
 };
 
-// A tile of queries of one head, and how many tiles of keys it sees.
+// A tile of queries of one head, how many tiles of keys it sees, and how many of them the block takes: one
+// for each key group at least, though it be past the end.
 struct Work {
-    int row, head, tiles;
+    int row, head, all, tiles;
 };
 struct Schedule {
     int tiles_m, heads, seqlen_q, seqlen_k, heads_together;
     __device__ __forceinline__ Work at(int tile_m, int head) const {
         int last = min((tile_m + 1) * BLOCK_M, seqlen_q) - 1;
-        int tiles = (keys_of(last, seqlen_q, seqlen_k) + BLOCK_N - 1) / BLOCK_N;
-        return {tile_m * BLOCK_M, head, tiles};
+        int all = (keys_of(last, seqlen_q, seqlen_k) + BLOCK_N - 1) / BLOCK_N;
+        int tiles = SPLITS == 1 ? all : (all - static_cast<int>(blockIdx.z) + SPLITS - 1) / SPLITS;
+        return {tile_m * BLOCK_M, head, all, max(tiles, KEY_GROUPS)};
     }
-    // Of one tile a block: the grid is (queries, heads), or, longest first, (heads_together, queries, rest).
+    // Of one tile a block: the grid is (queries, heads, SPLITS), or, longest first, (heads_together, queries, rest).
     __device__ __forceinline__ Work of_block() const {
         if (ORDER) return at(gridDim.y - 1 - blockIdx.y, blockIdx.z * gridDim.x + blockIdx.x);
         return at(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x, blockIdx.y);
@@ -65,7 +87,7 @@ struct Schedule {
     __device__ __forceinline__ Work of_turn(int turn) const {
         int block = CAUSAL && turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
         int item = turn * gridDim.x + block, tile_m, head;
-        if (item >= tiles_m * heads) return {-1, 0, 0};
+        if (item >= tiles_m * heads) return {-1, 0, 0, 0};
         if (ORDER) {
             int section = item / (heads_together * tiles_m), within = item % (heads_together * tiles_m);
             tile_m = tiles_m - 1 - within / heads_together;
@@ -77,9 +99,10 @@ struct Schedule {
         return at(tile_m, head);
     }
     __device__ __forceinline__ Work of(int turn) const { return BLOCKS ? of_turn(turn) : of_block(); }
-    // First key of the j-th tile from the right. Every key group takes a tile, if only one past the end.
-    __device__ __forceinline__ int key(int j, int tiles) const {
-        return KEY_GROUPS == 1 || j < tiles ? (tiles - 1 - j) * BLOCK_N : seqlen_k;
+    // First key of the block's j-th tile, from the right.
+    __device__ __forceinline__ int key(int j, int all) const {
+        if (SPLITS > 1) j = j * SPLITS + blockIdx.z;
+        return (KEY_GROUPS == 1 && SPLITS == 1) || j < all ? (all - 1 - j) * BLOCK_N : seqlen_k;
     }
 };
 
@@ -166,7 +189,7 @@ merge(float (&o)[HEAD_DIM / 2], OnlineSoftmax& rows, unsigned char* region, floa
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_fwd_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
-                    float* __restrict__ lse, int heads, int queries_per_key_head, int heads_together,
+                    float* __restrict__ lse, float* __restrict__ partial, int heads, int queries_per_key_head, int heads_together,
                     int seqlen_q, int seqlen_k, float factor) {
     extern __shared__ __align__(1024) unsigned char smem[];
     unsigned smem_q = smem_address(smem), smem_k = smem_q + ROW_GROUPS * Q_BYTES,
@@ -208,14 +231,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             Work work = schedule.of(turn);
             if (BLOCKS && work.row < 0) break;
             int head_kv = queries_per_key_head == 1 ? work.head : work.head / queries_per_key_head;
-            int tiles = KEY_GROUPS == 1 ? work.tiles : max(work.tiles, KEY_GROUPS);
 #pragma unroll 1
-            for (int j = 0; j <= tiles; ++j) {
-                if (j < tiles) {
+            for (int j = 0; j <= work.tiles; ++j) {
+                if (j < work.tiles) {
                     mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
                     mbarrier_expect(barriers.k_full(k_at.stage), KV_BYTES);
                     load_tile(smem_k + k_at.stage * KV_BYTES, k, barriers.k_full(k_at.stage), KV_PANEL,
-                              schedule.key(j, work.tiles), head_kv);
+                              schedule.key(j, work.all), head_kv);
                     k_at.next();
                 }
                 if (j == 0) {
@@ -232,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                 mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
                 mbarrier_expect(barriers.v_full(v_at.stage), KV_BYTES);
                 load_tile(smem_v + v_at.stage * KV_BYTES, v, barriers.v_full(v_at.stage), KV_PANEL,
-                          schedule.key(j - 1, work.tiles), head_kv);
+                          schedule.key(j - 1, work.all), head_kv);
                 v_at.next();
             }
             if (!BLOCKS) break;
@@ -272,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         Work work = schedule.of(turn);
         if (BLOCKS && work.row < 0) break;
         int first_row = work.row + row_group * 64 + warp % 4 * 16, row = first_row + lane / 4;
-        int tiles = KEY_GROUPS == 1 ? work.tiles : max(work.tiles, KEY_GROUPS);
+        int tiles = work.tiles;
         // All of a warp's rows see the keys below this.
         int unmasked = keys_of(first_row, seqlen_q, seqlen_k);
         int limit = keys_of(row, seqlen_q, seqlen_k), limit_8 = keys_of(row + 8, seqlen_q, seqlen_k);
@@ -285,8 +307,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         mbarrier_wait(barriers.q_full(row_group), q_phase);
         q_phase ^= 1;
         auto mask_tile = [&](float(&s)[BLOCK_N / 2], int j) {
-            int key = schedule.key(j, work.tiles);
-            if (key + BLOCK_N > unmasked) mask(s, limit - key, limit_8 - key);
+            int key = schedule.key(j, work.all);
+            if (__builtin_expect(key + BLOCK_N > unmasked, 0)) mask(s, limit - key, limit_8 - key);
         };
         auto wait_k = [&] { mbarrier_wait(barriers.k_full(k_at.stage), k_at.phase); };
         auto wait_v = [&] { mbarrier_wait(barriers.v_full(v_at.stage), v_at.phase); };
@@ -431,6 +453,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             if (BLOCKS && key_group > 0) continue;
             if (key_group > 0) return;
         }
+#if SPLITS > 1
+        // Each split stores what it would be without the others, and its weight.
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (row + r * 8 >= seqlen_q) continue;
+            long long at = (static_cast<long long>(blockIdx.z) * heads + work.head) * seqlen_q + row + r * 8;
+            float by = rows.l[r] > 0.f ? 1.f / rows.l[r] : 0.f;
+            float2* to = reinterpret_cast<float2*>(partial + at * HEAD_DIM) + lane % 4;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 8; ++i)
+                to[i * 4] = float2{out[i * 4 + r * 2] * by, out[i * 4 + r * 2 + 1] * by};
+            if (lane % 4 == 0) lse[at] = fmaf(rows.m[r], factor, log2f(rows.l[r]));
+        }
+#else
         // Each warp stores its own 16 rows, so that none waits for another: over its own part of Q, which
         // no other warp reads, in the layout of a swizzled box.
         float low = 1.f / rows.l[0], high = 1.f / rows.l[1];
@@ -456,11 +492,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
 #if LSE
         if (lane % 4 == 0) {
-            constexpr float LN2 = 0.6931471805599453f;
             float* to = lse + static_cast<long long>(work.head) * seqlen_q + row;
             if (row < seqlen_q) to[0] = fmaf(rows.m[0], factor, log2f(rows.l[0])) * LN2;
             if (row + 8 < seqlen_q) to[8] = fmaf(rows.m[1], factor, log2f(rows.l[1])) * LN2;
         }
+#endif
 #endif
         if (!BLOCKS) break;
     }
@@ -469,3 +505,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #endif
     if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
 }
+#endif

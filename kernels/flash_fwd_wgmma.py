@@ -8,20 +8,21 @@ kernel = Kernel(
     "flash_fwd_wgmma",
     summary="fused FlashAttention forward on Hopper: TMA ring, warp-specialised wgmma",
     params=(
-        Param("BLOCK_N", (64, 128), "keys of a tile, a multiple of 16"),
-        Param("WARPGROUPS", (1, 2, 3), "consumer warpgroups of a block"),
+        Param("BLOCK_N", (64, 96, 128, 144), "keys of a tile, a multiple of 16"),
+        Param("WARPGROUPS", (1, 2, 3, 4), "consumer warpgroups of a block"),
         Param("KEY_GROUPS", (1, 2), "groups of warpgroups that split the keys; merged last"),
-        Param("NUM_STAGES", (2, 3), "tiles of K, and of V, in flight"),
+        Param("NUM_STAGES", (2, 4), "tiles of K, and of V, in flight"),
         Param("PRODUCER_WARPS", (4,), "1, or 4: then the consumers get its registers"),
-        Param("BLOCKS_PER_SM", (1, 2), "blocks that an SM has room for"),
-        Param("OVERLAP", (1,), "1: a tile's softmax runs beside the PV of the tile before"),
+        Param("BLOCKS_PER_SM", (1, 2, 3, 4), "blocks that an SM has room for"),
+        Param("OVERLAP", (1, 0), "1: a tile's softmax runs beside the PV of the tile before"),
         Param("PINGPONG", (0, 1), "warpgroups take turns to begin their products"),
         Param("MAXIMA", (2,), "row maxima: 0 of every tile, 1 kept within 2^8, 2 if a sum is large"),
-        Param("UNROLL", (2, 1), "tiles of a round of the loop, if MAXIMA is 2 and OVERLAP 1"),
+        Param("UNROLL", (2,), "tiles of a round of the loop, where two P in registers change places"),
         Param("P_SHARED", (0, 1), "P of the second product: 0 in registers, 1 in shared memory"),
         Param("EXP2_POLY", (0,), "of 8 exponentials, those by a polynomial on the FMA units"),
         Param("ORDER", (0, 1), "of blocks: 0 by head; 1 longest first, by heads that fit L2"),
-        Param("BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one a tile"),
+        Param("BLOCKS", (0, 132), "blocks of the grid, which then take turns; 0: one a tile"),
+        Param("SPLITS", (1, 2), "blocks that share the keys of a tile of queries; joined by combine"),
         Param("PDL", (0,), "programmatic launch: the next may begin 1 after the loads, 2 at once"),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
     ),
@@ -29,6 +30,7 @@ kernel = Kernel(
     head_dims=(64, 96, 128, 192, 256),
 )
 LOG2E = 1.4426950408889634
+COMBINE_THREADS = 128
 L2_BYTES = 32 * 2**20  # of K and V, that blocks which run at the same time should share
 
 
@@ -82,8 +84,7 @@ def consumer_registers(c: Config, arch: Arch) -> int:
 def registers_needed(c: Config, head_dim: int) -> int:
     """Registers of a consumer thread that do not spill: scores, P, accumulators, and the rest."""
     scores = c.BLOCK_N // 2
-    p = c.BLOCK_N // 4 * (2 if c.OVERLAP and c.MAXIMA == 2 else 1)
-    p = 12 if c.P_SHARED else p
+    p = 12 if c.P_SHARED else c.BLOCK_N // 4 * (2 if two_p(c) else 1)
     return scores + p + head_dim // 2 + 30
 
 
@@ -94,7 +95,17 @@ def heads_together(c: Config, p: Problem) -> int:
     return max(n for n in range(1, min(heads, fit) + 1) if heads % n == 0)
 
 
-@kernel.rule("key groups divide the warpgroups, and each has tiles of the ring")
+def row_tiles(c: Config, p: Problem) -> int:
+    """Tiles of queries, of all heads."""
+    return p.batch * p.heads * -(-p.seqlen_q // block_m(c))
+
+
+def two_p(c: Config) -> bool:
+    """Whether one P is written to registers while the last is read from others."""
+    return c.OVERLAP == 1 and c.MAXIMA == 2 and c.P_SHARED == 0
+
+
+@kernel.rule("warpgroups are 1 to 4, key groups divide them, and a ring stage is one key group's")
 def groups(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     return (
@@ -104,6 +115,17 @@ def groups(config: Config, problem: Problem, arch: Arch) -> bool:
         and c.BLOCK_N in range(64, 257, 16)
         and c.PRODUCER_WARPS in (1, 4)
     )
+
+
+@kernel.rule("an SM has two to four consumer warpgroups, of which one multiplies beside another")
+def warpgroups_of_sm(config: Config, problem: Problem, arch: Arch) -> bool:
+    return 2 <= config.WARPGROUPS * config.BLOCKS_PER_SM <= 4
+
+
+@kernel.rule("without overlap of tiles, three or more warpgroups have to overlap each other")
+def some_overlap(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    return c.OVERLAP == 1 or (c.OVERLAP == 0 and c.WARPGROUPS * c.BLOCKS_PER_SM >= 3)
 
 
 @kernel.rule("turns are taken by warpgroups that overlap tiles and have as many each")
@@ -138,28 +160,66 @@ def merge_fits(config: Config, problem: Problem, arch: Arch) -> bool:
     return c.BLOCKS > 0 or merge_bytes(c, head_dim) <= ring
 
 
-@kernel.rule("a tile is not twice as long as its sequence; blocks are no more than tiles")
+@kernel.rule("a tile is not twice as long as its sequence; the ring holds at most it, and 384 keys")
 def no_idle_tile(config: Config, problem: Problem, arch: Arch) -> bool:
     c, p = config, problem
-    return block_m(c) < 2 * max(64, p.seqlen_q) and c.BLOCK_N < 2 * max(64, p.seqlen_k)
+    return (
+        block_m(c) < 2 * max(64, p.seqlen_q)
+        and c.BLOCK_N < 2 * max(64, p.seqlen_k)
+        and c.NUM_STAGES <= max(2, min(-(-p.seqlen_k // c.BLOCK_N), 384 // c.BLOCK_N))
+    )
 
 
-@kernel.rule("a round of two tiles needs two P in registers")
+@kernel.rule("two tiles a round need two P in registers, and change nothing else")
 def rounds(config: Config, problem: Problem, arch: Arch) -> bool:
-    c = config
-    two_p = c.OVERLAP == 1 and c.MAXIMA == 2 and c.P_SHARED == 0
-    return c.UNROLL in (1, 2) and (c.UNROLL == 1 or two_p)
+    return config.UNROLL == 2 or (config.UNROLL == 1 and two_p(config))
 
 
-@kernel.rule("an order of blocks by length needs blocks that differ in length")
+@kernel.rule("P in shared memory is for head_dim 64 and 96; wider, reading it there gains little")
+def p_in_shared_memory(config: Config, problem: Problem, arch: Arch) -> bool:
+    return config.P_SHARED == 0 or problem.head_dim < 128
+
+
+@kernel.rule("longest first needs blocks that differ in length; if they take turns, they then do it")
 def block_order(config: Config, problem: Problem, arch: Arch) -> bool:
-    return config.ORDER == 0 or problem.causal
+    differ = problem.causal and problem.seqlen_q > block_m(config)
+    return differ if config.ORDER else not (differ and config.BLOCKS)
+
+
+@kernel.rule("blocks that take turns have two tiles of queries or more")
+def turns_of_blocks(config: Config, problem: Problem, arch: Arch) -> bool:
+    return row_tiles(config, problem) >= 2 * config.BLOCKS
+
+
+@kernel.rule("keys are split where the tiles of queries are few, at most four for an SM of 160")
+def split_keys(config: Config, problem: Problem, arch: Arch) -> bool:
+    return config.KEY_GROUPS == 1 or row_tiles(config, problem) <= 640
+
+
+@kernel.rule("a programmatic launch pays for short calls, under 2e10 FLOPs")
+def short_calls(config: Config, problem: Problem, arch: Arch) -> bool:
+    return config.PDL == 0 or problem.flops < 2e10
+
+
+@kernel.rule("keys are split over the grid where tiles of queries leave SMs idle")
+def split_grid(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    return c.SPLITS == 1 or (
+        c.SPLITS > 1
+        and c.ORDER == c.BLOCKS == 0
+        and row_tiles(c, problem) < 132
+        and c.SPLITS * c.KEY_GROUPS * c.BLOCK_N <= max(64, problem.seqlen_k)
+    )
 
 
 @kernel.workspace
 def workspace(config: Config, problem: Problem) -> dict[str, int]:
-    p = problem
-    return {"lse": 4 * p.batch * p.heads * p.seqlen_q if config.LSE else 4}
+    c, p = config, problem
+    rows = p.batch * p.heads * p.seqlen_q
+    out = {"lse": 4 * rows if c.LSE else 16}
+    if c.SPLITS > 1:
+        out |= {"partial": 4 * c.SPLITS * rows * p.head_dim, "partial_lse": 4 * c.SPLITS * rows}
+    return out
 
 
 @kernel.stage("fwd")
@@ -182,7 +242,7 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     elif c.ORDER:
         grid = (together, tiles_m, heads // together)
     else:
-        grid = (tiles_m, heads, 1)
+        grid = (tiles_m, heads, c.SPLITS)
     defines = {}
     if c.PRODUCER_WARPS == 4:
         defines |= {"PRODUCER_REGISTERS": PRODUCER_REGISTERS}
@@ -196,11 +256,31 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
             tensor_map("k", heads_kv, p.seqlen_k, c.BLOCK_N),
             tensor_map("v", heads_kv, p.seqlen_k, c.BLOCK_N),
             tensor_map("o", heads, p.seqlen_q, 16),
-            *("lse", heads, p.heads // p.heads_kv, together),
+            *(("partial_lse", "partial") if c.SPLITS > 1 else ("lse", "lse")),
+            *(heads, p.heads // p.heads_kv, together),
             *(p.seqlen_q, p.seqlen_k, p.scale * LOG2E),
         ),
         smem_bytes=smem_bytes(c, p.head_dim),
         defines=defines,
         min_blocks_per_sm=c.BLOCKS_PER_SM,
+        programmatic=c.PDL > 0,
+    )
+
+
+def is_split(config: Config, problem: Problem, arch: Arch) -> bool:
+    """Whether there is anything to combine."""
+    return config.SPLITS > 1
+
+
+@kernel.stage("combine", params=("SPLITS", "PDL", "LSE"), when=is_split)
+def combine(config: Config, problem: Problem, arch: Arch) -> Launch:
+    c, p = config, problem
+    rows = p.batch * p.heads * p.seqlen_q
+    return Launch(
+        function="flash_fwd_wgmma_combine",
+        grid=(-(-rows * p.head_dim // (4 * COMBINE_THREADS)), 1, 1),
+        threads=COMBINE_THREADS,
+        args=("partial", "partial_lse", "o", "lse", rows),
+        defines={"COMBINE_THREADS": COMBINE_THREADS},
         programmatic=c.PDL > 0,
     )

@@ -1,6 +1,6 @@
 // Softmax over tiles of scores in accumulator registers: thread t of a warpgroup holds two rows, register i
 // in row i / 2 % 2 and column 8 (i / 4) + 2 (t % 4) + i % 2 (see hopper.cuh). Four lanes share a row.
-// Needs MAXIMA and EXP2_POLY; include after common/element.cuh.
+// Needs MAXIMA, EXP2_POLY and CAUSAL; include after common/element.cuh.
 #pragma once
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -33,8 +33,8 @@ struct Exp2Polynomial {
 // The running state of this thread's two rows. Exponents are s * factor with factor = scale * log2(e).
 struct OnlineSoftmax {
     // What this thread's exponentials of one row and tile may sum up to without another reference: none is
-    // above fp16's 65504, and of a first tile the largest stays far above fp16's smallest, 2^-14.
-    static constexpr float MOST = 16384.f, LEAST = 1.f / 64;
+    // above fp16's 65504, and of a first tile the largest is a normal number of fp16, above 2^-14.
+    static constexpr float MOST = 16384.f, LEAST = 1.f / 16;
     float m[2], l[2];  // reference of the exponents, and this thread's part of the row sum
 
     // 2^(s * factor + offset) of both rows, by eights to put(i, ...), and their sums.
@@ -80,8 +80,12 @@ struct OnlineSoftmax {
             offset[0] = -m[0] * factor, offset[1] = -m[1] * factor;
             exponentials(s, factor, offset, sum, put);
             bool fits = sum[0] <= MOST && sum[1] <= MOST;  // false of a NaN
-            if (first) fits = fits && sum[0] >= LEAST && sum[1] >= LEAST;
-            if (__all_sync(0xffffffffu, fits)) {
+            if (first) {
+                // By row if a mask may leave a lane nothing.
+                float low = CAUSAL ? quad_sum(sum[0]) : sum[0], high = CAUSAL ? quad_sum(sum[1]) : sum[1];
+                fits = fits && low >= LEAST && high >= LEAST;
+            }
+            if (__builtin_expect(__all_sync(0xffffffffu, fits), 1)) {
                 l[0] += sum[0], l[1] += sum[1];
                 return false;
             }
