@@ -36,6 +36,14 @@ static_assert(ROW_GROUPS * KEY_GROUPS == WARPGROUPS, "KEY_GROUPS must divide WAR
 // Else a warpgroup meets stages whose last phase it has not waited for, and takes that for its own.
 static_assert(NUM_STAGES % KEY_GROUPS == 0, "a stage of the ring is always the same key group's");
 static_assert(HEAD_DIM % 16 == 0 && BLOCK_N % 16 == 0, "wgmma takes 16 columns or keys at once");
+// A cluster of blocks has neighbouring tiles of queries of one head, and each loads its part of every tile
+// of K and V for all.
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+static_assert(!CAUSAL && !ORDER, "the blocks of a cluster need the same tiles of keys");
+#else
+#define CLUSTER_DIMS
+#endif
 static_assert(SPLITS == 1 || (!BLOCKS && !ORDER), "the splits of a tile are the grid's third dimension");
 static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1), "turns are of equal length");
 // Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second panel is
@@ -46,6 +54,8 @@ constexpr unsigned KV_PANEL = BLOCK_N * 128, KV_BYTES = PANELS * KV_PANEL;
 // P of a warpgroup in shared memory: one buffer, or one being read and one being written.
 constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL, P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
+// Wider, two tiles a round take more uniform registers than there are, and ptxas spills them (44 to 68 bytes).
+constexpr int ROUND = HEAD_DIM < 128 ? UNROLL : 1;
 // What a key group hands over: accumulators, maxima and sums of each thread.
 constexpr unsigned MERGE_FLOATS = HEAD_DIM / 2 + 4, MERGE_BYTES = 128 * 4 * MERGE_FLOATS;
 constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES;
@@ -106,10 +116,24 @@ struct Schedule {
     }
 };
 
-__device__ __forceinline__ void load_tile(unsigned target, const TensorMap& map, unsigned barrier, unsigned panel,
-                                          int row, int head) {
+__device__ __forceinline__ void
+load_queries(unsigned target, const TensorMap& map, unsigned barrier, int row, int head) {
+    mbarrier_expect(barrier, Q_BYTES);
 #pragma unroll
-    for (int i = 0; i < PANELS; ++i) tma_load(target + i * panel, map, barrier, i * 64, row, head);
+    for (int i = 0; i < PANELS; ++i) tma_load(target + i * Q_PANEL, map, barrier, i * 64, row, head);
+}
+__device__ __forceinline__ void
+load_keys(unsigned target, const TensorMap& map, unsigned barrier, int key, int head, int rank) {
+    mbarrier_expect(barrier, KV_BYTES);
+    constexpr int PART = BLOCK_N / CLUSTER;
+#pragma unroll
+    for (int i = 0; i < PANELS; ++i)
+#if CLUSTER > 1
+        tma_load_multicast(target + i * KV_PANEL + rank * PART * 128, map, barrier, i * 64, key + rank * PART,
+                           head, (1 << CLUSTER) - 1);
+#else
+        tma_load(target + i * KV_PANEL, map, barrier, i * 64, key, head);
+#endif
 }
 
 // s = Q K^T of 64 queries and BLOCK_N keys.
@@ -186,7 +210,7 @@ merge(float (&o)[HEAD_DIM / 2], OnlineSoftmax& rows, unsigned char* region, floa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_fwd_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
                     float* __restrict__ lse, float* __restrict__ partial, int heads, int queries_per_key_head, int heads_together,
@@ -196,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
              smem_v = smem_k + STAGES * KV_BYTES, smem_p = smem_v + STAGES * KV_BYTES,
              staging = smem_p + ALL_P_BYTES;
     Barriers barriers{staging + STAGED_BYTES};
-    Schedule schedule{(seqlen_q + BLOCK_M - 1) / BLOCK_M, heads, seqlen_q, seqlen_k, heads_together};
+    Schedule schedule{(seqlen_q + CLUSTER * BLOCK_M - 1) / (CLUSTER * BLOCK_M) * CLUSTER, heads, seqlen_q, seqlen_k, heads_together};
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
 
     if (warp >= CONSUMERS / 32) {
@@ -209,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             for (int i = 0; i < STAGES; ++i) {
                 mbarrier_init(barriers.k_full(i), 1);
                 mbarrier_init(barriers.v_full(i), 1);
-                mbarrier_init(barriers.k_empty(i), 4 * ROW_GROUPS);
-                mbarrier_init(barriers.v_empty(i), 4 * ROW_GROUPS);
+                mbarrier_init(barriers.k_empty(i), 4 * ROW_GROUPS * CLUSTER);
+                mbarrier_init(barriers.v_empty(i), 4 * ROW_GROUPS * CLUSTER);
             }
             mbarrier_init(barriers.q_empty(), CONSUMERS / 32);
 #pragma unroll
@@ -218,7 +242,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             mbarrier_init_fence();
         }
         __syncwarp();
+        int rank = 0;
+#if CLUSTER > 1
+        rank = cluster_rank();
+        cluster_arrive();
+        cluster_wait();  // the others' copies come to barriers of this block
+#else
         named_barrier_arrive(START_BARRIER, CONSUMERS + 32);
+#endif
         if (threadIdx.x % 32 > 0) return;
 #if PDL
         if (PDL == 2) grid_launch_dependents();
@@ -235,26 +266,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             for (int j = 0; j <= work.tiles; ++j) {
                 if (j < work.tiles) {
                     mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
-                    mbarrier_expect(barriers.k_full(k_at.stage), KV_BYTES);
-                    load_tile(smem_k + k_at.stage * KV_BYTES, k, barriers.k_full(k_at.stage), KV_PANEL,
-                              schedule.key(j, work.all), head_kv);
+                    load_keys(smem_k + k_at.stage * KV_BYTES, k, barriers.k_full(k_at.stage),
+                              schedule.key(j, work.all), head_kv, rank);
                     k_at.next();
                 }
                 if (j == 0) {
                     if (BLOCKS) mbarrier_wait(barriers.q_empty(), q_phase ^ 1);
                     q_phase ^= 1;
 #pragma unroll
-                    for (int i = 0; i < ROW_GROUPS; ++i) {
-                        mbarrier_expect(barriers.q_full(i), Q_BYTES);
-                        load_tile(smem_q + i * Q_BYTES, q, barriers.q_full(i), Q_PANEL, work.row + i * 64,
-                                  work.head);
-                    }
+                    for (int i = 0; i < ROW_GROUPS; ++i)
+                        load_queries(smem_q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64, work.head);
                     continue;
                 }
                 mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
-                mbarrier_expect(barriers.v_full(v_at.stage), KV_BYTES);
-                load_tile(smem_v + v_at.stage * KV_BYTES, v, barriers.v_full(v_at.stage), KV_PANEL,
-                          schedule.key(j - 1, work.all), head_kv);
+                load_keys(smem_v + v_at.stage * KV_BYTES, v, barriers.v_full(v_at.stage),
+                          schedule.key(j - 1, work.all), head_kv, rank);
                 v_at.next();
             }
             if (!BLOCKS) break;
@@ -279,15 +305,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     unsigned lane_at = warp % 4 * 2048 + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
     unsigned own_p = smem_p + warp / 4 * P_BUFFERS * P_BYTES, p_buffer = 0;
     unsigned long long p_descriptor = wgmma_descriptor<128>(own_p, 1024);
+#if CLUSTER > 1
+    cluster_arrive();
+    cluster_wait();
+#else
     named_barrier_sync(START_BARRIER, CONSUMERS + 32);
+#endif
 #if PINGPONG
     if (warp / 4 == 0) named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
 #endif
 
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
     unsigned q_phase = 0, taken = 0;  // tiles of the ring before this turn
-    auto release = [&](unsigned barrier) {
+    auto release = [&](unsigned barrier) {  // to the producers of all blocks that load into its stage
+#if CLUSTER > 1
+        if (lane < CLUSTER) mbarrier_arrive_at(barrier, lane);
+#else
         if (lane == 0) mbarrier_arrive(barrier);
+#endif
     };
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
@@ -374,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             begin_pv(p, 0);
             end_pv(p);
         }
-        if (BLOCKS) release(barriers.q_empty());
+        if (BLOCKS && lane == 0) mbarrier_arrive(barriers.q_empty());
 #else
         {
             float s[BLOCK_N / 2];
@@ -432,16 +467,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int j = key_group + KEY_GROUPS; j < tiles; j += KEY_GROUPS) {
             step(j, p, next);
             // Two tiles a round: p and next change places, else they are moved.
-            if (UNROLL == 1 || (j += KEY_GROUPS) >= tiles) {
+            if (ROUND == 1 || (j += KEY_GROUPS) >= tiles) {
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = next[i];
-                if (UNROLL == 1) continue;
+                if (ROUND == 1) continue;
                 break;
             }
             step(j, next, p);
         }
 #endif
-        if (BLOCKS) release(barriers.q_empty());
+        if (BLOCKS && lane == 0) mbarrier_arrive(barriers.q_empty());
         wait_v();
         begin_pv(p, p_buffer);
         end_pv(p);
@@ -451,7 +486,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         if (KEY_GROUPS > 1) {
             merge(out, rows, smem + (BLOCKS ? staging + ROW_GROUPS * Q_BYTES : smem_k) - smem_q, factor);
             if (BLOCKS && key_group > 0) continue;
-            if (key_group > 0) return;
+            if (key_group > 0) break;
         }
 #if SPLITS > 1
         // Each split stores what it would be without the others, and its weight.
@@ -504,5 +539,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (warp / 4 == 0) named_barrier_sync(TURN_BARRIER, 256);  // takes the last turn: none is left half full
 #endif
     if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
+#if CLUSTER > 1
+    cluster_arrive();
+    cluster_wait();  // and the others' copies and arrivals
+#endif
 }
 #endif

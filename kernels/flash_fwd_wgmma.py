@@ -23,6 +23,7 @@ kernel = Kernel(
         Param("ORDER", (0, 1), "of blocks: 0 by head; 1 longest first, by heads that fit L2"),
         Param("BLOCKS", (0, 132), "blocks of the grid, which then take turns; 0: one a tile"),
         Param("SPLITS", (1, 2), "blocks that share the keys of a tile of queries; joined by combine"),
+        Param("CLUSTER", (1,), "blocks that load each tile of K and V for each other, by multicast"),
         Param("PDL", (0,), "programmatic launch: the next may begin 1 after the loads, 2 at once"),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
     ),
@@ -170,9 +171,10 @@ def no_idle_tile(config: Config, problem: Problem, arch: Arch) -> bool:
     )
 
 
-@kernel.rule("two tiles a round need two P in registers, and change nothing else")
+@kernel.rule("rounds of one tile instead of two differ where two P in registers change places")
 def rounds(config: Config, problem: Problem, arch: Arch) -> bool:
-    return config.UNROLL == 2 or (config.UNROLL == 1 and two_p(config))
+    one = config.UNROLL == 1
+    return config.UNROLL == 2 or (one and two_p(config) and problem.head_dim < 128)
 
 
 @kernel.rule("P in shared memory is for head_dim 64 and 96; wider, reading it there gains little")
@@ -212,6 +214,20 @@ def split_grid(config: Config, problem: Problem, arch: Arch) -> bool:
     )
 
 
+@kernel.rule("a cluster has 1, 2 or 4 blocks of one length, which are not split and not alone")
+def clusters(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    return c.CLUSTER == 1 or (
+        c.CLUSTER in (2, 4)
+        and not problem.causal
+        and c.ORDER == 0
+        and c.SPLITS == 1
+        and c.BLOCKS % c.CLUSTER == 0
+        and c.BLOCK_N % (8 * c.CLUSTER) == 0
+        and problem.seqlen_q > (c.CLUSTER - 1) * block_m(c)
+    )
+
+
 @kernel.workspace
 def workspace(config: Config, problem: Problem) -> dict[str, int]:
     c, p = config, problem
@@ -226,7 +242,7 @@ def workspace(config: Config, problem: Problem) -> dict[str, int]:
 def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     c, p = config, problem
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
-    tiles_m = -(-p.seqlen_q // block_m(c))
+    tiles_m = -(-p.seqlen_q // (c.CLUSTER * block_m(c))) * c.CLUSTER
     together = heads_together(c, p)
 
     def tensor_map(buffer: str, count: int, rows: int, box: int) -> TensorMap:
@@ -253,8 +269,8 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
         threads=threads(c),
         args=(
             tensor_map("q", heads, p.seqlen_q, 64),
-            tensor_map("k", heads_kv, p.seqlen_k, c.BLOCK_N),
-            tensor_map("v", heads_kv, p.seqlen_k, c.BLOCK_N),
+            tensor_map("k", heads_kv, p.seqlen_k, c.BLOCK_N // c.CLUSTER),
+            tensor_map("v", heads_kv, p.seqlen_k, c.BLOCK_N // c.CLUSTER),
             tensor_map("o", heads, p.seqlen_q, 16),
             *(("partial_lse", "partial") if c.SPLITS > 1 else ("lse", "lse")),
             *(heads, p.heads // p.heads_kv, together),

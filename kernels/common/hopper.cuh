@@ -228,6 +228,35 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// ---- clusters: blocks of __cluster_dims__, on neighbouring SMs ----
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// Each thread of every block of the cluster arrives once; those that have ended count as arrived.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// An arrival at the same barrier of the cluster's block `rank`.
+__device__ __forceinline__ void mbarrier_arrive_at(unsigned barrier, unsigned rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+// A copy to the same address in every block of `blocks` (a bit each), whose own barriers count its bytes.
+__device__ __forceinline__ void tma_load_multicast(unsigned target, const TensorMap& map, unsigned barrier,
+                                                   int c0, int c1, int c2, unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3,%4,%5}], [%2], %6;" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(blocks)
+        : "memory");
+}
+
 // ---- registers of a warpgroup, and programmatic launch ----
 template <int REGISTERS>
 __device__ __forceinline__ void registers_increase() {

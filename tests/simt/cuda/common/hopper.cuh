@@ -85,6 +85,14 @@ inline void named_barrier_sync(int barrier, int threads, SIMT_HERE) {
 inline void named_barrier_arrive(int barrier, int threads, SIMT_HERE) {
     simt::barrier(barrier, threads, false, "named_barrier_arrive", SIMT_AT);
 }
+// Blocks run one after the other here, so a cluster of more than one is refused where it begins.
+inline unsigned cluster_rank(SIMT_HERE) { simt::fail(SIMT_AT, "clusters are not simulated"); }
+inline void cluster_arrive(SIMT_HERE) { simt::fail(SIMT_AT, "clusters are not simulated"); }
+inline void cluster_wait(SIMT_HERE) { simt::fail(SIMT_AT, "clusters are not simulated"); }
+inline void mbarrier_arrive_at(unsigned, unsigned, SIMT_HERE) { simt::fail(SIMT_AT, "clusters are not simulated"); }
+inline void tma_load_multicast(unsigned, const TensorMap&, unsigned, int, int, int, unsigned short, SIMT_HERE) {
+    simt::fail(SIMT_AT, "clusters are not simulated");
+}
 template <int REGISTERS>
 void registers_increase(SIMT_HERE) { simt::warpgroup_uniform("setmaxnreg.inc", REGISTERS, SIMT_AT); }
 template <int REGISTERS>
