@@ -177,9 +177,9 @@ def rounds(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.UNROLL == 2 or (one and two_p(config) and problem.head_dim < 128)
 
 
-@kernel.rule("P in shared memory is for head_dim 64 and 96; wider, reading it there gains little")
+@kernel.rule("P in shared memory is for head_dim up to 128; wider, K and V need the room")
 def p_in_shared_memory(config: Config, problem: Problem, arch: Arch) -> bool:
-    return config.P_SHARED == 0 or problem.head_dim < 128
+    return config.P_SHARED == 0 or problem.head_dim <= 128
 
 
 @kernel.rule("longest first needs blocks that differ in length; if they take turns, they then do it")
