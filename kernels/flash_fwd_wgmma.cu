@@ -54,7 +54,7 @@ constexpr unsigned KV_PANEL = BLOCK_N * 128, KV_BYTES = PANELS * KV_PANEL;
 // P of a warpgroup in shared memory: one buffer, or one being read and one being written.
 constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL, P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
-// Wider, two tiles a round take more uniform registers than there are, and ptxas spills them (44 to 68 bytes).
+// Wider, two tiles a round take more uniform registers than there are, and ptxas spills 44 to 68 bytes.
 constexpr int ROUND = HEAD_DIM < 128 ? UNROLL : 1;
 // What a key group hands over: accumulators, maxima and sums of each thread.
 constexpr unsigned MERGE_FLOATS = HEAD_DIM / 2 + 4, MERGE_BYTES = 128 * 4 * MERGE_FLOATS;
@@ -63,6 +63,8 @@ constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES
 // fills for the next tile; others over Q, and merge over the ring.
 constexpr unsigned STAGED_BYTES = BLOCKS ? ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES : 0;
 constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4;
+
+#include "common/flash_schedule.cuh"
 
 // Barriers: full and empty of each stage of K and of V, of Q: full of each 64 rows, empty of all.
 struct Barriers {
@@ -73,47 +75,6 @@ struct Barriers {
     __device__ __forceinline__ unsigned v_empty(unsigned stage) const { return base + 32 * stage + 24; }
     __device__ __forceinline__ unsigned q_empty() const { return base + 32 * STAGES; }
     __device__ __forceinline__ unsigned q_full(int group) const { return base + 32 * STAGES + 8 + 8 * group; }
-};
-
-// A tile of queries of one head, how many tiles of keys it sees, and how many of them the block takes: one
-// for each key group at least, though it be past the end.
-struct Work {
-    int row, head, all, tiles;
-};
-struct Schedule {
-    int tiles_m, heads, seqlen_q, seqlen_k, heads_together;
-    __device__ __forceinline__ Work at(int tile_m, int head) const {
-        int last = min((tile_m + 1) * BLOCK_M, seqlen_q) - 1;
-        int all = (keys_of(last, seqlen_q, seqlen_k) + BLOCK_N - 1) / BLOCK_N;
-        int tiles = SPLITS == 1 ? all : (all - static_cast<int>(blockIdx.z) + SPLITS - 1) / SPLITS;
-        return {tile_m * BLOCK_M, head, all, max(tiles, KEY_GROUPS)};
-    }
-    // Of one tile a block: the grid is (queries, heads, SPLITS), or, longest first, (heads_together, queries, rest).
-    __device__ __forceinline__ Work of_block() const {
-        if (ORDER) return at(gridDim.y - 1 - blockIdx.y, blockIdx.z * gridDim.x + blockIdx.x);
-        return at(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x, blockIdx.y);
-    }
-    // Of blocks that take turns: causal, every second round runs backwards, so that long meets short.
-    __device__ __forceinline__ Work of_turn(int turn) const {
-        int block = CAUSAL && turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-        int item = turn * gridDim.x + block, tile_m, head;
-        if (item >= tiles_m * heads) return {-1, 0, 0, 0};
-        if (ORDER) {
-            int section = item / (heads_together * tiles_m), within = item % (heads_together * tiles_m);
-            tile_m = tiles_m - 1 - within / heads_together;
-            head = section * heads_together + within % heads_together;
-        } else {
-            tile_m = CAUSAL ? tiles_m - 1 - item % tiles_m : item % tiles_m;
-            head = item / tiles_m;
-        }
-        return at(tile_m, head);
-    }
-    __device__ __forceinline__ Work of(int turn) const { return BLOCKS ? of_turn(turn) : of_block(); }
-    // First key of the block's j-th tile, from the right.
-    __device__ __forceinline__ int key(int j, int all) const {
-        if (SPLITS > 1) j = j * SPLITS + blockIdx.z;
-        return (KEY_GROUPS == 1 && SPLITS == 1) || j < all ? (all - 1 - j) * BLOCK_N : seqlen_k;
-    }
 };
 
 __device__ __forceinline__ void
@@ -195,15 +156,9 @@ merge(float (&o)[HEAD_DIM / 2], OnlineSoftmax& rows, unsigned char* region, floa
     for (int other = 1; other < KEY_GROUPS; ++other, own += TO_NEXT) {
         float mine[2], theirs[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float m = own[(HEAD_DIM / 2 + r) * 128], l = own[(HEAD_DIM / 2 + 2 + r) * 128];
-            float largest = fmaxf(rows.m[r], m);
-            float offset = largest == minus_infinity() ? 0.f : -largest * factor;
-            mine[r] = exp2_approx(fmaf(rows.m[r], factor, offset));
-            theirs[r] = exp2_approx(fmaf(m, factor, offset));
-            rows.l[r] = rows.l[r] * mine[r] + l * theirs[r];
-            rows.m[r] = largest;
-        }
+        for (int r = 0; r < 2; ++r)
+            rows.join(r, own[(HEAD_DIM / 2 + r) * 128], own[(HEAD_DIM / 2 + 2 + r) * 128], factor, mine[r],
+                      theirs[r]);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; ++i)
             o[i] = fmaf(o[i], mine[i / 2 % 2], own[i * 128] * theirs[i / 2 % 2]);
@@ -213,14 +168,16 @@ merge(float (&o)[HEAD_DIM / 2], OnlineSoftmax& rows, unsigned char* region, floa
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_fwd_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
-                    float* __restrict__ lse, float* __restrict__ partial, int heads, int queries_per_key_head, int heads_together,
-                    int seqlen_q, int seqlen_k, float factor) {
+                    float* __restrict__ lse, float* __restrict__ partial, int heads, int queries_per_key_head,
+                    int heads_together, int seqlen_q, int seqlen_k, float factor) {
     extern __shared__ __align__(1024) unsigned char smem[];
     unsigned smem_q = smem_address(smem), smem_k = smem_q + ROW_GROUPS * Q_BYTES,
              smem_v = smem_k + STAGES * KV_BYTES, smem_p = smem_v + STAGES * KV_BYTES,
              staging = smem_p + ALL_P_BYTES;
     Barriers barriers{staging + STAGED_BYTES};
-    Schedule schedule{(seqlen_q + CLUSTER * BLOCK_M - 1) / (CLUSTER * BLOCK_M) * CLUSTER, heads, seqlen_q, seqlen_k, heads_together};
+    constexpr int CLUSTER_M = CLUSTER * BLOCK_M;
+    Schedule schedule{(seqlen_q + CLUSTER_M - 1) / CLUSTER_M * CLUSTER, heads, seqlen_q, seqlen_k,
+                      heads_together};
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
 
     if (warp >= CONSUMERS / 32) {
@@ -275,7 +232,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                     q_phase ^= 1;
 #pragma unroll
                     for (int i = 0; i < ROW_GROUPS; ++i)
-                        load_queries(smem_q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64, work.head);
+                        load_queries(smem_q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64,
+                                     work.head);
                     continue;
                 }
                 mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
@@ -361,8 +319,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
             };
         };
         auto to_shared = [&](int i, const float(&e)[8]) {
-            stmatrix_x4((own_p + p_buffer * P_BYTES + lane_at + i / 32 * P_PANEL) ^ (i / 8 % 4 * 32), pack(e[0], e[1]),
-                        pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7]));
+            stmatrix_x4((own_p + p_buffer * P_BYTES + lane_at + i / 32 * P_PANEL) ^ (i / 8 % 4 * 32),
+                        pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7]));
         };
         // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
         auto begin_pv = [&](unsigned(&p)[BLOCK_N / 4], unsigned buffer) {
@@ -452,6 +410,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                     for (int j = 0; j < 8; ++j) s[i + j] = e[j];
                 });
                 pin(s);
+                // Nothing orders arithmetic before a wait for wgmma, and ptxas moves 54 of 66 exponentials
+                // behind it; a loop, which is the end of a basic block, holds them.
+                if (OVERLAP == 2 && j + KEY_GROUPS < tiles) wait_k();
                 end_pv(p);
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 4; ++i) next[i] = pack(s[2 * i], s[2 * i + 1]);

@@ -14,16 +14,24 @@ kernel = Kernel(
         Param("NUM_STAGES", (2, 4), "tiles of K, and of V, in flight"),
         Param("PRODUCER_WARPS", (4,), "1, or 4: then the consumers get its registers"),
         Param("BLOCKS_PER_SM", (1, 2, 3, 4), "blocks that an SM has room for"),
-        Param("OVERLAP", (1, 0), "1: a tile's softmax runs beside the PV of the tile before"),
+        Param("OVERLAP", (1, 0), "1: softmax runs beside the PV of the tile before; 2: all of it"),
         Param("PINGPONG", (0, 1), "warpgroups take turns to begin their products"),
-        Param("MAXIMA", (2,), "row maxima: 0 of every tile, 1 kept within 2^8, 2 if a sum is large"),
-        Param("UNROLL", (2,), "tiles of a round of the loop, where two P in registers change places"),
+        Param(
+            "MAXIMA", (2,), "row maxima: 0 of every tile, 1 kept within 2^8, 2 if a sum is large"
+        ),
+        Param(
+            "UNROLL", (2,), "tiles of a round of the loop, where two P in registers change places"
+        ),
         Param("P_SHARED", (0, 1), "P of the second product: 0 in registers, 1 in shared memory"),
         Param("EXP2_POLY", (0,), "of 8 exponentials, those by a polynomial on the FMA units"),
         Param("ORDER", (0, 1), "of blocks: 0 by head; 1 longest first, by heads that fit L2"),
         Param("BLOCKS", (0, 132), "blocks of the grid, which then take turns; 0: one a tile"),
-        Param("SPLITS", (1, 2), "blocks that share the keys of a tile of queries; joined by combine"),
-        Param("CLUSTER", (1,), "blocks that load each tile of K and V for each other, by multicast"),
+        Param(
+            "SPLITS", (1, 2), "blocks that share the keys of a tile of queries; joined by combine"
+        ),
+        Param(
+            "CLUSTER", (1,), "blocks that load each tile of K and V for each other, by multicast"
+        ),
         Param("PDL", (0,), "programmatic launch: the next may begin 1 after the loads, 2 at once"),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
     ),
@@ -126,7 +134,7 @@ def warpgroups_of_sm(config: Config, problem: Problem, arch: Arch) -> bool:
 @kernel.rule("without overlap of tiles, three or more warpgroups have to overlap each other")
 def some_overlap(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
-    return c.OVERLAP == 1 or (c.OVERLAP == 0 and c.WARPGROUPS * c.BLOCKS_PER_SM >= 3)
+    return c.OVERLAP > 0 or c.WARPGROUPS * c.BLOCKS_PER_SM >= 3
 
 
 @kernel.rule("turns are taken by warpgroups that overlap tiles and have as many each")
@@ -171,6 +179,12 @@ def no_idle_tile(config: Config, problem: Problem, arch: Arch) -> bool:
     )
 
 
+@kernel.rule("exponentials are held before the wait for PV where nothing else holds them there")
+def held_exponentials(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    return c.OVERLAP in (0, 1) or (c.OVERLAP == 2 and c.MAXIMA < 2 and c.P_SHARED == 0)
+
+
 @kernel.rule("rounds of one tile instead of two differ where two P in registers change places")
 def rounds(config: Config, problem: Problem, arch: Arch) -> bool:
     one = config.UNROLL == 1
@@ -182,7 +196,9 @@ def p_in_shared_memory(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.P_SHARED == 0 or problem.head_dim <= 128
 
 
-@kernel.rule("longest first needs blocks that differ in length; if they take turns, they then do it")
+@kernel.rule(
+    "longest first needs blocks that differ in length; if they take turns, they then do it"
+)
 def block_order(config: Config, problem: Problem, arch: Arch) -> bool:
     differ = problem.causal and problem.seqlen_q > block_m(config)
     return differ if config.ORDER else not (differ and config.BLOCKS)

@@ -39,8 +39,8 @@ struct OnlineSoftmax {
 
     // 2^(s * factor + offset) of both rows, by eights to put(i, ...), and their sums.
     template <int N, class Put>
-    __device__ static __forceinline__ void exponentials(const float (&s)[N], float factor, const float (&offset)[2],
-                                                        float (&sum)[2], Put put) {
+    __device__ static __forceinline__ void
+    exponentials(const float (&s)[N], float factor, const float (&offset)[2], float (&sum)[2], Put put) {
         Exp2Polynomial low(factor, offset[0]), high(factor, offset[1]);
         float part[4] = {};
 #pragma unroll
@@ -72,7 +72,8 @@ struct OnlineSoftmax {
         if (first) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                m[r] = MAXIMA == 2 ? __shfl_sync(0xffffffffu, s[2 * r], threadIdx.x & 28) : minus_infinity();
+                m[r] = MAXIMA == 2 ? __shfl_sync(0xffffffffu, s[2 * r], threadIdx.x & 28)
+                                   : minus_infinity();
                 l[r] = 0.f;
             }
         }
@@ -115,5 +116,17 @@ struct OnlineSoftmax {
         exponentials(s, factor, offset, sum, put);
         l[0] += sum[0], l[1] += sum[1];
         return grew && !first;
+    }
+
+    // Takes in another's state of row r, from other keys. What was summed must be multiplied by `mine`, the
+    // other's by `theirs`.
+    __device__ __forceinline__ void
+    join(int r, float other_m, float other_l, float factor, float& mine, float& theirs) {
+        float largest = fmaxf(m[r], other_m);
+        float offset = largest == minus_infinity() ? 0.f : -largest * factor;
+        mine = exp2_approx(fmaf(m[r], factor, offset));
+        theirs = exp2_approx(fmaf(other_m, factor, offset));
+        l[r] = l[r] * mine + other_l * theirs;
+        m[r] = largest;
     }
 };
