@@ -175,9 +175,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
              smem_v = smem_k + STAGES * KV_BYTES, smem_p = smem_v + STAGES * KV_BYTES,
              staging = smem_p + ALL_P_BYTES;
     Barriers barriers{staging + STAGED_BYTES};
-    constexpr int CLUSTER_M = CLUSTER * BLOCK_M;
-    Schedule schedule{(seqlen_q + CLUSTER_M - 1) / CLUSTER_M * CLUSTER, heads, seqlen_q, seqlen_k,
-                      heads_together};
+    // Each role makes its own: what both keep from before they part is spilled by the producer, which has 24
+    // registers.
+    auto schedule_of = [&](int seqlen_q) -> Schedule {
+        constexpr int CLUSTER_M = CLUSTER * BLOCK_M;
+        return {(seqlen_q + CLUSTER_M - 1) / CLUSTER_M * CLUSTER, heads, seqlen_q, seqlen_k, heads_together};
+    };
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
 
     if (warp >= CONSUMERS / 32) {
@@ -212,6 +215,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
         if (PDL == 2) grid_launch_dependents();
         grid_wait();
 #endif
+        Schedule schedule = schedule_of(opaque(seqlen_q));
         Ring<STAGES> k_at, v_at;
         unsigned q_phase = 0;
 #pragma unroll 1
@@ -273,6 +277,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
     if (warp / 4 == 0) named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
 #endif
 
+    Schedule schedule = schedule_of(seqlen_q);
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
     unsigned q_phase = 0, taken = 0;  // tiles of the ring before this turn
     auto release = [&](unsigned barrier) {  // to the producers of all blocks that load into its stage

@@ -133,6 +133,13 @@ __device__ __forceinline__ void pin(unsigned (&r)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(r[i])::"memory");
 }
 
+// The same number, about which the compiler then knows nothing: what follows from it is computed here, and
+// not kept in registers from before a loop.
+__device__ __forceinline__ int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // A tile of rows of SWIZZLE = 64 or 128 bytes that TMA wrote with that swizzle, 8 * SWIZZLE aligned.
 // row_step: bytes between groups of 8 rows. column_step: of a transposed operand, between 64-column panels.
 template <int SWIZZLE>

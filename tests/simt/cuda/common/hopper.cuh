@@ -60,6 +60,8 @@ void wgmma_wait(SIMT_HERE) { simt::wgmma_wait(PENDING, SIMT_AT); }
 template <class T, int N>
 void pin(T (&)[N]) {}
 
+inline int opaque(int x) { return x; }
+
 template <int SWIZZLE>
 unsigned long long wgmma_descriptor(unsigned address, unsigned row_step, unsigned column_step = 16) {
     return static_cast<unsigned long long>((address & 0x3ffff) >> 4) |
