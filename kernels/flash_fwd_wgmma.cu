@@ -44,7 +44,7 @@ static_assert(!CAUSAL && !ORDER, "the blocks of a cluster need the same tiles of
 #else
 #define CLUSTER_DIMS
 #endif
-static_assert(SPLITS == 1 || (!BLOCKS && !ORDER), "the splits of a tile are the grid's third dimension");
+static_assert(SPLITS == 1 || (!PERSISTENT && !ORDER), "the splits of a tile are the grid's third dimension");
 static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1), "turns are of equal length");
 // Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second panel is
 // half empty: its columns are outside the tensor, so nothing is moved for them.
@@ -61,7 +61,7 @@ constexpr unsigned MERGE_FLOATS = HEAD_DIM / 2 + 4, MERGE_BYTES = 128 * 4 * MERG
 constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES;
 // Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer already
 // fills for the next tile; others over Q, and merge over the ring.
-constexpr unsigned STAGED_BYTES = BLOCKS ? ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES : 0;
+constexpr unsigned STAGED_BYTES = PERSISTENT ? ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES : 0;
 constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4;
 
 #include "common/flash_schedule.cuh"
@@ -221,7 +221,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
 #pragma unroll 1
         for (int turn = 0;; ++turn) {
             Work work = schedule.of(turn);
-            if (BLOCKS && work.row < 0) break;
+            if (PERSISTENT && work.row < 0) break;
             int head_kv = queries_per_key_head == 1 ? work.head : work.head / queries_per_key_head;
 #pragma unroll 1
             for (int j = 0; j <= work.tiles; ++j) {
@@ -232,7 +232,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                     k_at.next();
                 }
                 if (j == 0) {
-                    if (BLOCKS) mbarrier_wait(barriers.q_empty(), q_phase ^ 1);
+                    if (PERSISTENT) mbarrier_wait(barriers.q_empty(), q_phase ^ 1);
                     q_phase ^= 1;
 #pragma unroll
                     for (int i = 0; i < ROW_GROUPS; ++i)
@@ -245,7 +245,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                           schedule.key(j - 1, work.all), head_kv, rank);
                 v_at.next();
             }
-            if (!BLOCKS) break;
+            if (!PERSISTENT) break;
         }
 #if PDL == 1
         grid_launch_dependents();
@@ -290,7 +290,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
         Work work = schedule.of(turn);
-        if (BLOCKS && work.row < 0) break;
+        if (PERSISTENT && work.row < 0) break;
         int first_row = work.row + row_group * 64 + warp % 4 * 16, row = first_row + lane / 4;
         int tiles = work.tiles;
         // All of a warp's rows see the keys below this.
@@ -372,7 +372,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
             begin_pv(p, 0);
             end_pv(p);
         }
-        if (BLOCKS && lane == 0) mbarrier_arrive(barriers.q_empty());
+        if (PERSISTENT && lane == 0) mbarrier_arrive(barriers.q_empty());
 #else
         {
             float s[BLOCK_N / 2];
@@ -442,7 +442,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
             step(j, next, p);
         }
 #endif
-        if (BLOCKS && lane == 0) mbarrier_arrive(barriers.q_empty());
+        if (PERSISTENT && lane == 0) mbarrier_arrive(barriers.q_empty());
         wait_v();
         begin_pv(p, p_buffer);
         end_pv(p);
@@ -450,8 +450,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
 
         rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
         if (KEY_GROUPS > 1) {
-            merge(out, rows, smem + (BLOCKS ? staging + ROW_GROUPS * Q_BYTES : smem_k) - smem_q, factor);
-            if (BLOCKS && key_group > 0) continue;
+            merge(out, rows, smem + (PERSISTENT ? staging + ROW_GROUPS * Q_BYTES : smem_k) - smem_q, factor);
+            if (PERSISTENT && key_group > 0) continue;
             if (key_group > 0) break;
         }
 #if SPLITS > 1
@@ -471,8 +471,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
         // Each warp stores its own 16 rows, so that none waits for another: over its own part of Q, which
         // no other warp reads, in the layout of a swizzled box.
         float low = 1.f / rows.l[0], high = 1.f / rows.l[1];
-        unsigned staged = BLOCKS ? staging + row_group * Q_BYTES : own_q;
-        if (BLOCKS) {
+        unsigned staged = PERSISTENT ? staging + row_group * Q_BYTES : own_q;
+        if (PERSISTENT) {
             if (lane == 0) tma_store_wait_read<0>();
             __syncwarp();
         }
@@ -499,7 +499,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
         }
 #endif
 #endif
-        if (!BLOCKS) break;
+        if (!PERSISTENT) break;
     }
 #if PINGPONG
     if (warp / 4 == 0) named_barrier_sync(TURN_BARRIER, 256);  // takes the last turn: none is left half full

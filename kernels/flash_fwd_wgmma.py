@@ -25,13 +25,9 @@ kernel = Kernel(
         Param("P_SHARED", (0, 1), "P of the second product: 0 in registers, 1 in shared memory"),
         Param("EXP2_POLY", (0,), "of 8 exponentials, those by a polynomial on the FMA units"),
         Param("ORDER", (0, 1), "of blocks: 0 by head; 1 longest first, by heads that fit L2"),
-        Param("BLOCKS", (0, 132), "blocks of the grid, which then take turns; 0: one a tile"),
-        Param(
-            "SPLITS", (1, 2), "blocks that share the keys of a tile of queries; joined by combine"
-        ),
-        Param(
-            "CLUSTER", (1,), "blocks that load each tile of K and V for each other, by multicast"
-        ),
+        Param("PERSISTENT", (0, 132), "SMs whose blocks take turns at tiles; 0: a block a tile"),
+        Param("SPLITS", (1, 2), "blocks that share a row's keys; the combine stage joins them"),
+        Param("CLUSTER", (1,), "blocks that load K and V for each other, by multicast"),
         Param("PDL", (0,), "programmatic launch: the next may begin 1 after the loads, 2 at once"),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
     ),
@@ -61,7 +57,7 @@ def smem_bytes(c: Config, head_dim: int) -> int:
     """Q, the rings of K and V, what blocks that take turns stage beside them, barriers."""
     q_bytes = block_m(c) * panels(head_dim) * 128
     ring = 2 * c.NUM_STAGES * c.BLOCK_N * panels(head_dim) * 128
-    staged = q_bytes + merge_bytes(c, head_dim) if c.BLOCKS else 0
+    staged = q_bytes + merge_bytes(c, head_dim) if c.PERSISTENT else 0
     buffers = c.WARPGROUPS * (2 if c.OVERLAP else 1) if c.P_SHARED else 0
     staged += buffers * panels(c.BLOCK_N) * 64 * 128
     return q_bytes + ring + staged + 32 * c.NUM_STAGES + 8 + 8 * (c.WARPGROUPS // c.KEY_GROUPS)
@@ -154,7 +150,7 @@ def registers(config: Config, problem: Problem, arch: Arch) -> bool:
     )
 
 
-@kernel.rule("the planned blocks fit the shared memory of an SM, and not twice as many would")
+@kernel.rule("the planned blocks fit the shared memory of an SM")
 def blocks_fit(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     smem = smem_bytes(c, problem.head_dim)
@@ -166,7 +162,7 @@ def blocks_fit(config: Config, problem: Problem, arch: Arch) -> bool:
 def merge_fits(config: Config, problem: Problem, arch: Arch) -> bool:
     c, head_dim = config, problem.head_dim
     ring = 2 * c.NUM_STAGES * c.BLOCK_N * panels(head_dim) * 128
-    return c.BLOCKS > 0 or merge_bytes(c, head_dim) <= ring
+    return c.PERSISTENT > 0 or merge_bytes(c, head_dim) <= ring
 
 
 @kernel.rule("a tile is not twice as long as its sequence; the ring holds at most it, and 384 keys")
@@ -201,12 +197,13 @@ def p_in_shared_memory(config: Config, problem: Problem, arch: Arch) -> bool:
 )
 def block_order(config: Config, problem: Problem, arch: Arch) -> bool:
     differ = problem.causal and problem.seqlen_q > block_m(config)
-    return differ if config.ORDER else not (differ and config.BLOCKS)
+    return differ if config.ORDER else not (differ and config.PERSISTENT)
 
 
 @kernel.rule("blocks that take turns have two tiles of queries or more")
 def turns_of_blocks(config: Config, problem: Problem, arch: Arch) -> bool:
-    return row_tiles(config, problem) >= 2 * config.BLOCKS
+    c = config
+    return row_tiles(c, problem) >= 2 * c.PERSISTENT * c.BLOCKS_PER_SM
 
 
 @kernel.rule("keys are split where the tiles of queries are few, at most four for an SM of 160")
@@ -224,7 +221,7 @@ def split_grid(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     return c.SPLITS == 1 or (
         c.SPLITS > 1
-        and c.ORDER == c.BLOCKS == 0
+        and c.ORDER == c.PERSISTENT == 0
         and row_tiles(c, problem) < 132
         and c.SPLITS * c.KEY_GROUPS * c.BLOCK_N <= max(64, problem.seqlen_k)
     )
@@ -238,7 +235,7 @@ def clusters(config: Config, problem: Problem, arch: Arch) -> bool:
         and not problem.causal
         and c.ORDER == 0
         and c.SPLITS == 1
-        and c.BLOCKS % c.CLUSTER == 0
+        and c.PERSISTENT % c.CLUSTER == 0
         and c.BLOCK_N % (8 * c.CLUSTER) == 0
         and problem.seqlen_q > (c.CLUSTER - 1) * block_m(c)
     )
@@ -269,8 +266,8 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
             box=(64, box, 1),
         )
 
-    if c.BLOCKS:
-        grid = (min(c.BLOCKS, tiles_m * heads), 1, 1)
+    if c.PERSISTENT:
+        grid = (min(c.PERSISTENT * c.BLOCKS_PER_SM, tiles_m * heads), 1, 1)
     elif c.ORDER:
         grid = (together, tiles_m, heads // together)
     else:

@@ -1,5 +1,5 @@
 // Which tile of queries a block of a flash kernel takes, and which tiles of keys. Include after
-// common/rows.cuh; needs BLOCK_M, BLOCK_N, KEY_GROUPS, SPLITS, ORDER, BLOCKS and CAUSAL.
+// common/rows.cuh; needs BLOCK_M, BLOCK_N, KEY_GROUPS, SPLITS, ORDER, PERSISTENT and CAUSAL.
 #pragma once
 
 // A tile of queries of one head, how many tiles of keys it sees, and how many of them the block takes: one
@@ -36,7 +36,7 @@ struct Schedule {
         }
         return at(tile_m, head);
     }
-    __device__ __forceinline__ Work of(int turn) const { return BLOCKS ? of_turn(turn) : of_block(); }
+    __device__ __forceinline__ Work of(int turn) const { return PERSISTENT ? of_turn(turn) : of_block(); }
     // First key of the block's j-th tile, from the right.
     __device__ __forceinline__ int key(int j, int all) const {
         if (SPLITS > 1) j = j * SPLITS + blockIdx.z;
