@@ -280,9 +280,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
     Schedule schedule = schedule_of(seqlen_q);
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
     unsigned q_phase = 0, taken = 0;  // tiles of the ring before this turn
+#if CLUSTER > 1
+    unsigned remote = cluster_address(barriers.base, lane % CLUSTER) - barriers.base;
+#endif
     auto release = [&](unsigned barrier) {  // to the producers of all blocks that load into its stage
 #if CLUSTER > 1
-        if (lane < CLUSTER) mbarrier_arrive_at(barrier, lane);
+        mbarrier_arrive_remote(remote + barrier, lane, CLUSTER);
 #else
         if (lane == 0) mbarrier_arrive(barrier);
 #endif
@@ -506,6 +509,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
 #endif
     if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
 #if CLUSTER > 1
+    __syncwarp();
     cluster_arrive();
     cluster_wait();  // and the others' copies and arrivals
 #endif

@@ -235,35 +235,6 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// ---- clusters: blocks of __cluster_dims__, on neighbouring SMs ----
-__device__ __forceinline__ unsigned cluster_rank() {
-    unsigned rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-// Each thread of every block of the cluster arrives once; those that have ended count as arrived.
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// An arrival at the same barrier of the cluster's block `rank`.
-__device__ __forceinline__ void mbarrier_arrive_at(unsigned barrier, unsigned rank) {
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
-}
-// A copy to the same address in every block of `blocks` (a bit each), whose own barriers count its bytes.
-__device__ __forceinline__ void tma_load_multicast(unsigned target, const TensorMap& map, unsigned barrier,
-                                                   int c0, int c1, int c2, unsigned short blocks) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3,%4,%5}], [%2], %6;" ::"r"(target),
-        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(blocks)
-        : "memory");
-}
-
 // ---- registers of a warpgroup, and programmatic launch ----
 template <int REGISTERS>
 __device__ __forceinline__ void registers_increase() {
@@ -278,4 +249,60 @@ __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;
 // Lets the launch behind begin when every block has said so or ended.
 __device__ __forceinline__ void grid_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// ==== L2 policies of stores, vectors of shared memory, clusters ====
+__device__ __forceinline__ void tma_store(const TensorMap& map, unsigned source, int c0, int c1, int c2,
+                                          unsigned long long policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2,%3,%4}], [%1], "
+        "%5;" ::"l"(&map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+        : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_16(unsigned address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+
+// A cluster is of blocks along x, declared by __cluster_dims__; what is remote is only its shared memory.
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// Every thread of the cluster that has not ended: what it did before arriving is seen after the wait.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// What has this address in block `rank`: for mbarrier_arrive_remote. That block must not have ended.
+__device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned rank) {
+    unsigned remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+// If lane < lanes. Orders reads by wgmma that have been waited for, no writes: a release to the cluster would
+// be a fence of the whole GPU before every arrival.
+__device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigned lane, unsigned lanes) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.lt.u32 p, %1, %2;\n"
+        "@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n}\n" ::"r"(barrier),
+        "r"(lane), "r"(lanes)
+        : "memory");
+}
+// One copy to the same address of every block whose bit `blocks` has; each one's own barrier counts it.
+__device__ __forceinline__ void tma_load_multicast(unsigned target, const TensorMap& map, unsigned barrier,
+                                                   int c0, int c1, int c2, unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3,%4,%5}], [%2], %6;" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(blocks)
+        : "memory");
 }

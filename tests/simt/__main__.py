@@ -10,28 +10,17 @@ from pathlib import Path
 
 from attnsweep.arch import arch_named
 from attnsweep.errors import AttnsweepError
-from attnsweep.kernel import Config, Kernel, Space, Value, discover, load_kernel
+from attnsweep.kernel import Kernel, discover, load_kernel
 from attnsweep.numerics import Case, small_cases
 from attnsweep.problem import Problem
 
-from .harness import SCHEDULES, SimtError, Simulator
-
-
-def config_of(kernel: Kernel, words: str) -> Config:
-    """Every Param of the family: as `words` say, else its first value."""
-    values: dict[str, Value] = {param.name: param.values[0] for param in kernel.params}
-    for word in words.split():
-        name, _, text = word.partition("=")
-        if name not in values:
-            raise SystemExit(f"{kernel.name} has no parameter {name}: it has {', '.join(values)}")
-        values[name] = int(text) if text.lstrip("-").isdigit() else text
-    return Config(values)
+from .harness import SCHEDULES, BuildError, SimtError, Simulator, config_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simt", description=__doc__)
     parser.add_argument("kernel", help="a shipped family, or the path of a declaration")
-    parser.add_argument("config", nargs="?", default="", help="'BLOCK_M=64 …'; others: first value")
+    parser.add_argument("config", nargs="*", help="'BLOCK_M=64 …'; others: first value")
     parser.add_argument(
         "--problem",
         action="append",
@@ -45,15 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--asan", action="store_true", help="build with the address sanitizer")
     parser.add_argument("--seeds", type=int, default=0, help="random schedules, besides 0 and 1")
-    chosen = parser.parse_args(arguments)
-    path = Path(chosen.kernel)
-    kernel = load_kernel(path) if path.suffix == ".py" else discover()[chosen.kernel]
-    config = config_of(kernel, chosen.config)
-    facts = {"dtype": chosen.dtype, "causal": chosen.causal}
-    if chosen.problem:
-        cases = tuple(Case(_problem(text, facts), chosen.inputs) for text in chosen.problem)
-    else:
-        cases = small_cases(Problem(1, 8, 8, 1024, 1024, chosen.head_dim, **facts))
+    chosen = parser.parse_intermixed_args(arguments)
+    try:
+        path = Path(chosen.kernel)
+        kernel = load_kernel(path) if path.suffix == ".py" else _shipped(chosen.kernel)
+        config = config_of(kernel, " ".join(chosen.config))
+        cases = _cases(chosen)
+    except (SimtError, AttnsweepError) as error:
+        print(error)
+        return 2
     schedules = (*SCHEDULES, *range(2, 2 + chosen.seeds))
     arch = arch_named(chosen.arch)
     print(f"{kernel.name} {config.label}")
@@ -61,22 +50,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Simulator() as simulator:
         for case in cases:
             refused = kernel.refused_by(config, case.problem, arch)
+            note = f" (which the rule {refused} refuses)" if refused else ""
             begin = time.perf_counter()
             try:
                 found = simulator.check(
                     kernel, config, case, arch=arch, asan=chosen.asan, schedules=schedules
                 )
-            except (SimtError, AttnsweepError) as error:
+            except (BuildError, AttnsweepError) as error:
+                print(error)
+                return 2
+            except SimtError as error:
                 failed += 1
-                print(f"FAILED {case.label}:\n{error}")
+                print(f"FAILED {case.label}{note}:\n{error}")
                 continue
             failed += not found.ok
-            note = f"; the rule {refused} refuses this config here" if refused else ""
             print(
-                f"{'ok' if found.ok else 'WRONG':6} {case.label}: error {found.error:.2e}, "
-                f"limit {found.limit:.2e}, {time.perf_counter() - begin:.1f} s{note}"
+                f"{'ok' if found.ok else 'WRONG':6} {case.label}{note}: error {found.error:.2e}, "
+                f"limit {found.limit:.2e}, {time.perf_counter() - begin:.1f} s"
             )
     return 1 if failed else 0
+
+
+def _shipped(name: str) -> Kernel:
+    families = discover()
+    if name not in families:
+        raise SimtError(f"no family {name!r}: there are {', '.join(families)}, or a path to a .py")
+    return families[name]
+
+
+def _cases(chosen: argparse.Namespace) -> tuple[Case, ...]:
+    facts = {"dtype": chosen.dtype, "causal": chosen.causal}
+    if chosen.problem:
+        return tuple(Case(_problem(text, facts), chosen.inputs) for text in chosen.problem)
+    return small_cases(Problem(1, 8, 8, 1024, 1024, chosen.head_dim, **facts))
 
 
 def _problem(text: str, facts: dict[str, object]) -> Problem:

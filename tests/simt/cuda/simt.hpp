@@ -2,13 +2,16 @@
 // A thread is a fiber; it runs until it must wait for others, so a warp gets as far as it can before
 // another one moves. What is not here does not compile: a test fails, it never passes by accident.
 #pragma once
-#include <math.h>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <string>
+#include <stdint.h>
+#include <string.h>
 #include <type_traits>
 #include <utility>
+
+extern "C" {  // <math.h> in C++ takes half the time of a small template
+float exp2f(float) noexcept, expf(float) noexcept, logf(float) noexcept, log2f(float) noexcept;
+float fmaf(float, float, float) noexcept, fmaxf(float, float) noexcept, fminf(float, float) noexcept;
+float fabsf(float) noexcept, sqrtf(float) noexcept, floorf(float) noexcept, ceilf(float) noexcept;
+}
 
 #define __global__
 #define __device__
@@ -22,15 +25,30 @@
 #define SIMT 1
 // Defaults of a twin's last parameters: where the template called it, for reports.
 #define SIMT_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
-#define SIMT_AT simt::Where{file, line}
+#define SIMT_AT \
+    simt::Where { file, line }
 
-struct uint3 { unsigned x, y, z; };
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(8) int2 { int x, y; };
-struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
+struct uint3 {
+    unsigned x, y, z;
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct alignas(8) int2 {
+    int x, y;
+};
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -39,15 +57,21 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 // A tensor map as the runtime reads it: the fields of a declaration's TensorMap and its pointer.
 struct alignas(64) TensorMap {
     unsigned char* base;
-    std::uint64_t strides[4];
+    uint64_t strides[4];
     unsigned dims[5], box[5];
     int rank, swizzle;
 };
 static_assert(sizeof(TensorMap) == 128, "as on the device");
 
 namespace simt {
-struct Where { const char* file; int line; };
-struct Thread { uint3 index, block; unsigned lane, warp; };
+struct Where {
+    const char* file;
+    int line;
+};
+struct Thread {
+    uint3 index, block;
+    unsigned lane, warp;
+};
 extern Thread* self;
 extern uint3 block_dim, grid_dim;
 extern float half_values[65536];  // fp16 bits to float
@@ -66,6 +90,7 @@ void collective(const char* name, unsigned mask, void* data, Act act, Where wher
 void barrier(int id, int threads, bool wait, const char* name, Where where);
 void cluster_barrier(bool arrive, bool wait, Where where);
 void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where);
+void load_shared(void* to, unsigned address, unsigned bytes, Where where);
 void stmatrix(unsigned address, const unsigned (&r)[4], Where where);
 void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool bf16, Where where);
 
@@ -82,11 +107,11 @@ void tma_store_commit();
 void tma_store_wait(int pending, bool read_only);
 void fence_async_proxy();
 struct Wgmma {
-    int columns;                        // N
+    int columns;  // N
     bool bf16, transpose_a, transpose_b;
     bool accumulate;
-    const unsigned* a;                  // registers, or null: descriptor_a
-    std::uint64_t descriptor_a, descriptor_b;
+    const unsigned* a;  // registers, or null: descriptor_a
+    uint64_t descriptor_a, descriptor_b;
 };
 void wgmma(float* d, const Wgmma& product, Where where);
 void wgmma_fence(Where where);
@@ -98,29 +123,41 @@ void grid_wait();
 template <class T>
 T shuffle(unsigned mask, T value, unsigned source, Where where) {
     static_assert(sizeof(T) <= 8, "4 or 8 bytes");
-    struct Lane { T in, out; unsigned source; } own{value, value, source};
-    collective("shfl", mask, &own, [](void* const data[32], unsigned mask) {
-        for (unsigned lane = 0; lane < 32; ++lane) {
-            if (!(mask >> lane & 1)) continue;
-            Lane& mine = *static_cast<Lane*>(data[lane]);
-            if (mask >> mine.source & 1) mine.out = static_cast<Lane*>(data[mine.source])->in;
-            else std::memset(&mine.out, 0xff, sizeof(T));  // undefined on a GPU
-        }
-    }, where);
+    struct Lane {
+        T in, out;
+        unsigned source;
+    } own{value, value, source};
+    collective(
+        "shfl", mask, &own,
+        [](void* const data[32], unsigned mask) {
+            for (unsigned lane = 0; lane < 32; ++lane) {
+                if (!(mask >> lane & 1)) continue;
+                Lane& mine = *static_cast<Lane*>(data[lane]);
+                if (mask >> mine.source & 1) mine.out = static_cast<Lane*>(data[mine.source])->in;
+                else memset(&mine.out, 0xff, sizeof(T));  // undefined on a GPU
+            }
+        },
+        where);
     return own.out;
 }
 inline unsigned ballot(unsigned mask, bool predicate, Where where) {
-    struct Lane { bool in; unsigned out; } own{predicate, 0};
-    collective("vote", mask, &own, [](void* const data[32], unsigned mask) {
-        unsigned all = 0;
-        for (unsigned lane = 0; lane < 32; ++lane)
-            if (mask >> lane & 1) all |= unsigned{static_cast<Lane*>(data[lane])->in} << lane;
-        for (unsigned lane = 0; lane < 32; ++lane)
-            if (mask >> lane & 1) static_cast<Lane*>(data[lane])->out = all;
-    }, where);
+    struct Lane {
+        bool in;
+        unsigned out;
+    } own{predicate, 0};
+    collective(
+        "vote", mask, &own,
+        [](void* const data[32], unsigned mask) {
+            unsigned all = 0;
+            for (unsigned lane = 0; lane < 32; ++lane)
+                if (mask >> lane & 1) all |= unsigned{static_cast<Lane*>(data[lane])->in} << lane;
+            for (unsigned lane = 0; lane < 32; ++lane)
+                if (mask >> lane & 1) static_cast<Lane*>(data[lane])->out = all;
+        },
+        where);
     return own.out;
 }
-inline float flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.f, x) : x; }
+inline float flush(float x) { return fabsf(x) < 0x1p-126f ? 0.f * x : x; }
 
 // The launch: `args` point to values of the kernel's parameters, whose kinds the signature names.
 template <class T>
@@ -130,7 +167,10 @@ constexpr char kind_of() {
     return std::is_same_v<T, float> ? 'f' : std::is_integral_v<T> && sizeof(T) == 4 ? 'i' : '?';
 }
 template <class... P>
-std::string signature(void (*)(P...)) { return {kind_of<std::remove_cv_t<P>>()...}; }
+const char* signature(void (*)(P...)) {
+    static const char kinds[] = {kind_of<std::remove_cv_t<P>>()..., 0};
+    return kinds;
+}
 template <class... P, std::size_t... I>
 void call(void (*kernel)(P...), void* const* args, std::index_sequence<I...>) {
     kernel(*static_cast<std::remove_cv_t<P>*>(args[I])...);
@@ -180,7 +220,7 @@ template <class To, class From>
 To simt_cast(From x) {
     static_assert(sizeof(To) == sizeof(From), "bits stay");
     To y;
-    std::memcpy(&y, &x, sizeof y);
+    memcpy(&y, &x, sizeof y);
     return y;
 }
 inline float __int_as_float(int x) { return simt_cast<float>(x); }
@@ -188,13 +228,15 @@ inline float __uint_as_float(unsigned x) { return simt_cast<float>(x); }
 inline int __float_as_int(float x) { return simt_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return simt_cast<unsigned>(x); }
 inline float __fdividef(float x, float y) { return x / y; }
-inline float __saturatef(float x) { return x > 0.f ? std::fmin(x, 1.f) : 0.f; }  // a NaN becomes 0
+inline float __saturatef(float x) { return x > 0.f ? fminf(x, 1.f) : 0.f; }  // a NaN becomes 0
 inline float __frcp_rn(float x) { return 1.f / x; }
-inline float __expf(float x) { return std::exp(x); }
-inline float __logf(float x) { return std::log(x); }
-inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 template <class T>
-T __ldg(const T* p) { return *p; }
+T __ldg(const T* p) {
+    return *p;
+}
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
@@ -205,8 +247,8 @@ inline unsigned max(int a, unsigned b) { return max(unsigned(a), b); }
 inline unsigned max(unsigned a, int b) { return max(a, unsigned(b)); }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
-inline float min(float a, float b) { return std::fmin(a, b); }
-inline float max(float a, float b) { return std::fmax(a, b); }
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
 // Blocks run one after the other and fibers switch only where they wait, so this is atomic.
 template <class T>
 T atomicAdd(T* p, T x) {

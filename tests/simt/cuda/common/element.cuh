@@ -24,7 +24,7 @@ inline unsigned pack(float low, float high) {
 }
 inline float low_of(unsigned x) { return to_float(static_cast<element_t>(x & 0xffffu)); }
 inline float high_of(unsigned x) { return to_float(static_cast<element_t>(x >> 16)); }
-inline float exp2_approx(float x) { return simt::flush(std::exp2(simt::flush(x))); }
+inline float exp2_approx(float x) { return simt::flush(exp2f(simt::flush(x))); }
 
 constexpr float LOG2E = 1.4426950408889634f;
 inline float minus_infinity() { return __int_as_float(static_cast<int>(0xff800000)); }

@@ -28,7 +28,8 @@ struct Ring {
 };
 
 inline void tma_prefetch(const TensorMap&) {}
-inline void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int c0, int c1, int c2, SIMT_HERE) {
+inline void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int c0, int c1, int c2,
+                     SIMT_HERE) {
     const int at[] = {c0, c1, c2};
     simt::tma_load(target, map, barrier, 3, at, 0, SIMT_AT);
 }
@@ -45,7 +46,9 @@ inline void tma_store(const TensorMap& map, unsigned source, int c0, int c1, int
 }
 inline void tma_store_commit() { simt::tma_store_commit(); }
 template <int PENDING>
-void tma_store_wait_read() { simt::tma_store_wait(PENDING, true); }
+void tma_store_wait_read() {
+    simt::tma_store_wait(PENDING, true);
+}
 inline void fence_async_proxy() { simt::fence_async_proxy(); }
 
 inline void stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d, SIMT_HERE) {
@@ -56,7 +59,9 @@ inline void stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c, un
 inline void wgmma_fence(SIMT_HERE) { simt::wgmma_fence(SIMT_AT); }
 inline void wgmma_commit(SIMT_HERE) { simt::wgmma_commit(SIMT_AT); }
 template <int PENDING>
-void wgmma_wait(SIMT_HERE) { simt::wgmma_wait(PENDING, SIMT_AT); }
+void wgmma_wait(SIMT_HERE) {
+    simt::wgmma_wait(PENDING, SIMT_AT);
+}
 template <class T, int N>
 void pin(T (&)[N]) {}
 
@@ -72,7 +77,8 @@ template <int N>
 struct Wgmma {
     static_assert(N % 8 == 0 && 8 <= N && N <= 256, "wgmma has no such shape");
     template <int TRANSPOSE_B>
-    static void ss(float (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate, SIMT_HERE) {
+    static void ss(float (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate,
+                   SIMT_HERE) {
         simt::wgmma(d, {N, IS_BF16, false, TRANSPOSE_B != 0, accumulate != 0, nullptr, a, b}, SIMT_AT);
     }
     template <int TRANSPOSE_B>
@@ -87,17 +93,36 @@ inline void named_barrier_sync(int barrier, int threads, SIMT_HERE) {
 inline void named_barrier_arrive(int barrier, int threads, SIMT_HERE) {
     simt::barrier(barrier, threads, false, "named_barrier_arrive", SIMT_AT);
 }
-// Blocks run one after the other here, so a cluster of more than one is refused where it begins.
-inline unsigned cluster_rank(SIMT_HERE) { simt::fail(SIMT_AT, "clusters are not simulated"); }
-inline void cluster_arrive(SIMT_HERE) { simt::fail(SIMT_AT, "clusters are not simulated"); }
-inline void cluster_wait(SIMT_HERE) { simt::fail(SIMT_AT, "clusters are not simulated"); }
-inline void mbarrier_arrive_at(unsigned, unsigned, SIMT_HERE) { simt::fail(SIMT_AT, "clusters are not simulated"); }
-inline void tma_load_multicast(unsigned, const TensorMap&, unsigned, int, int, int, unsigned short, SIMT_HERE) {
-    simt::fail(SIMT_AT, "clusters are not simulated");
+template <int REGISTERS>
+void registers_increase(SIMT_HERE) {
+    simt::warpgroup_uniform("setmaxnreg.inc", REGISTERS, SIMT_AT);
 }
 template <int REGISTERS>
-void registers_increase(SIMT_HERE) { simt::warpgroup_uniform("setmaxnreg.inc", REGISTERS, SIMT_AT); }
-template <int REGISTERS>
-void registers_decrease(SIMT_HERE) { simt::warpgroup_uniform("setmaxnreg.dec", REGISTERS, SIMT_AT); }
+void registers_decrease(SIMT_HERE) {
+    simt::warpgroup_uniform("setmaxnreg.dec", REGISTERS, SIMT_AT);
+}
 inline void grid_wait() { simt::grid_wait(); }
 inline void grid_launch_dependents() {}
+
+inline void tma_store(const TensorMap& map, unsigned source, int c0, int c1, int c2, unsigned long long,
+                      SIMT_HERE) {
+    const int at[] = {c0, c1, c2};
+    simt::tma_store(map, source, 3, at, SIMT_AT);
+}
+inline uint4 load_shared_16(unsigned address, SIMT_HERE) {
+    uint4 x;
+    simt::load_shared(&x, address, 16, SIMT_AT);
+    return x;
+}
+inline unsigned cluster_rank() { return simt::cluster_rank(); }
+inline void cluster_arrive(SIMT_HERE) { simt::cluster_barrier(true, false, SIMT_AT); }
+inline void cluster_wait(SIMT_HERE) { simt::cluster_barrier(false, true, SIMT_AT); }
+inline unsigned cluster_address(unsigned address, unsigned rank) { return simt::map_address(address, rank); }
+inline void mbarrier_arrive_remote(unsigned barrier, unsigned lane, unsigned lanes, SIMT_HERE) {
+    if (lane < lanes) simt::mbarrier_arrive(barrier, 0, 1, SIMT_AT);
+}
+inline void tma_load_multicast(unsigned target, const TensorMap& map, unsigned barrier, int c0, int c1,
+                               int c2, unsigned short blocks, SIMT_HERE) {
+    const int at[] = {c0, c1, c2};
+    simt::tma_load(target, map, barrier, 3, at, blocks, SIMT_AT);
+}

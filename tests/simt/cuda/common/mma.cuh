@@ -11,7 +11,9 @@ inline void cp_async_16(unsigned target, const void* source, SIMT_HERE) {
 }
 inline void cp_async_commit() { simt::cp_async_commit(); }
 template <int PENDING>
-void cp_async_wait() { simt::cp_async_wait(PENDING); }
+void cp_async_wait() {
+    simt::cp_async_wait(PENDING);
+}
 
 inline void ldmatrix_x4(unsigned (&r)[4], unsigned address, SIMT_HERE) {
     simt::ldmatrix(r, address, false, SIMT_AT);
