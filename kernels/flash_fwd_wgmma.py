@@ -74,7 +74,9 @@ def registers_at_entry(c: Config, arch: Arch) -> int:
     return min(255, arch.registers_per_sm // 4 // (32 * warps) // 8 * 8)
 
 
-PRODUCER_REGISTERS = 24
+def producer_registers(c: Config) -> int:
+    """Registers of a producer thread: the decoding of turns and the parts of a cluster take more."""
+    return 32 if c.PERSISTENT and c.CLUSTER > 1 else 24
 
 
 def consumer_registers(c: Config, arch: Arch) -> int:
@@ -82,15 +84,16 @@ def consumer_registers(c: Config, arch: Arch) -> int:
     entry = registers_at_entry(c, arch)
     if c.PRODUCER_WARPS == 1:
         return entry
-    spare = entry // 8 * 8 - PRODUCER_REGISTERS
+    spare = entry // 8 * 8 - producer_registers(c)
     return min(240, (entry + spare // c.WARPGROUPS) // 8 * 8)
 
 
 def registers_needed(c: Config, head_dim: int) -> int:
     """Registers of a consumer thread that do not spill: scores, P, accumulators, and the rest."""
     scores = c.BLOCK_N // 2
+    # What ptxas 13 takes on top, as compiled over the whole space: 28 to 30, and 46 to store a split.
     p = 12 if c.P_SHARED else c.BLOCK_N // 4 * (2 if two_p(c) else 1)
-    return scores + p + head_dim // 2 + 30
+    return scores + p + head_dim // 2 + (46 if c.SPLITS > 1 else 30)
 
 
 def heads_together(c: Config, p: Problem) -> int:
@@ -272,9 +275,9 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
         grid = (together, tiles_m, heads // together)
     else:
         grid = (tiles_m, heads, c.SPLITS)
-    defines = {}
+    defines = {"CLUSTER": c.CLUSTER}
     if c.PRODUCER_WARPS == 4:
-        defines |= {"PRODUCER_REGISTERS": PRODUCER_REGISTERS}
+        defines |= {"PRODUCER_REGISTERS": producer_registers(c)}
         defines |= {"CONSUMER_REGISTERS": consumer_registers(c, arch)}
     return Launch(
         function="flash_fwd_wgmma",
