@@ -75,7 +75,7 @@ def registers_at_entry(c: Config, arch: Arch) -> int:
 
 
 def producer_registers(c: Config) -> int:
-    """Registers of a producer thread: the decoding of turns and the parts of a cluster take more."""
+    """Registers of a producer thread; with turns to decode and parts to load it needs more."""
     return 32 if c.PERSISTENT and c.CLUSTER > 1 else 24
 
 
@@ -91,7 +91,7 @@ def consumer_registers(c: Config, arch: Arch) -> int:
 def registers_needed(c: Config, head_dim: int) -> int:
     """Registers of a consumer thread that do not spill: scores, P, accumulators, and the rest."""
     scores = c.BLOCK_N // 2
-    # What ptxas 13 takes on top, as compiled over the whole space: 28 to 30, and 46 to store a split.
+    # ptxas 13 takes 28 to 30 on top, compiled over the whole space, and 46 to store a split.
     p = 12 if c.P_SHARED else c.BLOCK_N // 4 * (2 if two_p(c) else 1)
     return scores + p + head_dim // 2 + (46 if c.SPLITS > 1 else 30)
 
