@@ -209,7 +209,7 @@ def turns_of_blocks(config: Config, problem: Problem, arch: Arch) -> bool:
     return row_tiles(c, problem) >= 2 * c.PERSISTENT * c.BLOCKS_PER_SM
 
 
-@kernel.rule("keys are split where the tiles of queries are few, at most four for an SM of 160")
+@kernel.rule("key groups split keys where tiles of queries are few, at most 640")
 def split_keys(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.KEY_GROUPS == 1 or row_tiles(config, problem) <= 640
 
