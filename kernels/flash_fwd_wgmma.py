@@ -24,6 +24,9 @@ kernel = Kernel(
         ),
         Param("P_SHARED", (0, 1), "P of the second product: 0 in registers, 1 in shared memory"),
         Param("EXP2_POLY", (0,), "of 8 exponentials, those by a polynomial on the FMA units"),
+        Param(
+            "EXP2_CHUNK", (0,), "exponentials of a basic block that adds up those before; 0: any"
+        ),
         Param("ORDER", (0, 1), "of blocks: 0 by head; 1 longest first, by heads that fit L2"),
         Param("PERSISTENT", (0, 132), "SMs whose blocks take turns at tiles; 0: a block a tile"),
         Param("SPLITS", (1, 2), "blocks that share a row's keys; the combine stage joins them"),
@@ -188,6 +191,11 @@ def held_exponentials(config: Config, problem: Problem, arch: Arch) -> bool:
 def rounds(config: Config, problem: Problem, arch: Arch) -> bool:
     one = config.UNROLL == 1
     return config.UNROLL == 2 or (one and two_p(config) and problem.head_dim < 128)
+
+
+@kernel.rule("exponentials are begun by eights")
+def chunks(config: Config, problem: Problem, arch: Arch) -> bool:
+    return config.EXP2_CHUNK in (0, 8, 16, 24, 32)
 
 
 @kernel.rule("P in shared memory is for head_dim up to 128; wider, K and V need the room")

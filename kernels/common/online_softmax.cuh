@@ -1,6 +1,6 @@
 // Softmax over tiles of scores in accumulator registers: thread t of a warpgroup holds two rows, register i
 // in row i / 2 % 2 and column 8 (i / 4) + 2 (t % 4) + i % 2 (see hopper.cuh). Four lanes share a row.
-// Needs MAXIMA, EXP2_POLY and CAUSAL; include after common/element.cuh.
+// Needs MAXIMA, EXP2_POLY, EXP2_CHUNK and CAUSAL; include after common/hopper.cuh.
 #pragma once
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -38,22 +38,37 @@ struct OnlineSoftmax {
     float m[2], l[2];  // reference of the exponents, and this thread's part of the row sum
 
     // 2^(s * factor + offset) of both rows, by eights to put(i, ...), and their sums.
+    // ptxas adds an exponential up two of them later, however the source has it: 16 clocks, and if the unit
+    // takes longer, a warp that is alone waits for each. With EXP2_CHUNK so many are begun in a basic block
+    // that adds up those of the block before.
     template <int N, class Put>
     __device__ static __forceinline__ void
     exponentials(const float (&s)[N], float factor, const float (&offset)[2], float (&sum)[2], Put put) {
         Exp2Polynomial low(factor, offset[0]), high(factor, offset[1]);
-        float part[4] = {};
+        constexpr int CHUNK = EXP2_CHUNK ? EXP2_CHUNK : 8, LAG = EXP2_CHUNK ? 1 : 0;
+        float part[4] = {}, e[LAG + 1][CHUNK];
 #pragma unroll
-        for (int i = 0; i < N; i += 8) {
-            float e[8];
+        for (int c = 0; c < N + LAG * CHUNK; c += CHUNK) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
+            for (int j = 0; j < CHUNK && c + j < N; ++j) {
+                float x = s[c + j];
                 // EXP2_POLY of every 8, spread out.
-                if (j * EXP2_POLY % 8 < EXP2_POLY) e[j] = (j & 2 ? high : low)(s[i + j]);
-                else e[j] = exp2_approx(fmaf(s[i + j], factor, offset[j / 2 % 2]));
-                part[j % 4] += e[j];
+                if (j * EXP2_POLY % 8 < EXP2_POLY) x = (j & 2 ? high : low)(x);
+                else x = exp2_approx(fmaf(x, factor, offset[j / 2 % 2]));
+                e[c / CHUNK % (LAG + 1)][j] = x;
             }
-            put(i, e);
+            int done = c - LAG * CHUNK;
+            if (done >= 0) {
+                const float(&ready)[CHUNK] = e[done / CHUNK % (LAG + 1)];
+#pragma unroll
+                for (int j = 0; j < CHUNK && done + j < N; j += 8) {
+                    float eight[8];
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) part[i % 4] += eight[i] = ready[j + i];
+                    put(done + j, eight);
+                }
+            }
+            if (LAG && c < N) end_basic_block(factor);
         }
         sum[0] = part[0] + part[1], sum[1] = part[2] + part[3];
     }
