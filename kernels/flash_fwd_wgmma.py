@@ -94,9 +94,11 @@ def consumer_registers(c: Config, arch: Arch) -> int:
 def registers_needed(c: Config, head_dim: int) -> int:
     """Registers of a consumer thread that do not spill: scores, P, accumulators, and the rest."""
     scores = c.BLOCK_N // 2
-    # ptxas 13 takes 28 to 30 on top, compiled over the whole space, and 46 to store a split.
-    p = 12 if c.P_SHARED else c.BLOCK_N // 4 * (2 if two_p(c) else 1)
-    return scores + p + head_dim // 2 + (46 if c.SPLITS > 1 else 30)
+    in_flight = 10 if head_dim < 128 else 12  # of P on its way to shared memory
+    p = in_flight if c.P_SHARED else c.BLOCK_N // 4 * (2 if two_p(c) else 1)
+    # What ptxas 13 takes on top, compiled over the whole space.
+    rest = 46 if c.SPLITS > 1 else 38 if c.PERSISTENT and c.KEY_GROUPS > 1 else 30
+    return scores + p + head_dim // 2 + rest
 
 
 def heads_together(c: Config, p: Problem) -> int:
