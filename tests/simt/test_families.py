@@ -27,6 +27,12 @@ BASE = Problem(1, 8, 8, 1024, 1024, 64)
 MORE = (Problem(1, 1, 1, 65, 700, 64), Problem(1, 2, 1, 129, 67, 64))
 # Values that no config of a default space has.
 UNUSUAL = {
+    "flash_fwd_wgmma": (
+        "BLOCK_N=80 WARPGROUPS=2 KEY_GROUPS=2 OVERLAP=1 PERSISTENT=2 ORDER=1 EXP2_POLY=3 LSE=1",
+        "WARPGROUPS=2 PINGPONG=1 CLUSTER=2 PERSISTENT=4 MAXIMA=1 OVERLAP=2 UNROLL=1 EXP2_CHUNK=24",
+        "WARPGROUPS=4 KEY_GROUPS=4 NUM_STAGES=4 SPLITS=3 MAXIMA=0 P_SHARED=1 PDL=2 LSE=1",
+        "BLOCK_N=176 PRODUCER_WARPS=1 CLUSTER=4 OVERLAP=0 P_SHARED=1 NUM_STAGES=1",
+    ),
     "three_kernel_wgmma": (
         "STATS=0 QK_BLOCK_N=64 QK_BLOCK_K=32 PV_BLOCK_K=32 PV_STAGES=2 SOFTMAX_THREADS=64 "
         "SOFTMAX_PASSES=3 SOFTMAX_ROWS=2",
@@ -65,7 +71,12 @@ def runs():
             yield kernel, replace(BASE, causal=causal, dtype=dtype), words
 
 
-RUNS = {f"{k}-{p.label}-{c}".partition(" QK")[0].replace(" ", "-"): (k, p, c) for k, p, c in runs()}
+def name_of(kernel: Kernel, problem: Problem, which: int | str) -> str:
+    words = "-".join(which.split()[:2]) if isinstance(which, str) else which
+    return f"{kernel}-{problem.label}-{words}".replace(" ", "-")
+
+
+RUNS = {name_of(*run): run for run in runs()}
 
 
 def config_for(kernel: Kernel, problem: Problem, which: int | str) -> Config:
@@ -119,6 +130,7 @@ def sanitized(simulator):
 
 
 SANITIZED = {
+    "flash_fwd_wgmma": "WARPGROUPS=2 KEY_GROUPS=2 P_SHARED=1",
     "flash_fwd_mma": "KEY_GROUPS=2 BLOCK_N=64 NUM_STAGES=2",
     "three_kernel_wgmma": "STATS=2 SOFTMAX_THREADS=32",
 }

@@ -66,6 +66,7 @@ template <class T, int N>
 void pin(T (&)[N]) {}
 
 inline int opaque(int x) { return x; }
+inline void end_basic_block(float) {}
 
 template <int SWIZZLE>
 unsigned long long wgmma_descriptor(unsigned address, unsigned row_step, unsigned column_step = 16) {
