@@ -172,7 +172,7 @@ class Kernel:
     params: tuple[Param, ...]
     min_arch: str = "sm_80"
     dtypes: tuple[str, ...] = ("fp16", "bf16")
-    head_dims: tuple[int, ...] = (64, 128, 256)
+    head_dims: tuple[int, ...] | range = (64, 128, 256)
     rounds_scores: int = 0
     source: Path = field(init=False)
     rules: dict[str, tuple[str, Rule]] = field(init=False, default_factory=dict)
