@@ -16,7 +16,9 @@ kernel = Kernel(
         Param("CHUNK", (16, 32), "columns that a warp multiplies at once"),
         Param("NUM_STAGES", (2, 3, 4), "chunks in a warp's ring, those in flight included"),
         Param("NUM_WARPS", (4, 8), "warps per block"),
-        Param("SHARE_ROWS", (1, 0), "blocks of a cluster divide a softmax's rows, or each does all"),
+        Param(
+            "SHARE_ROWS", (1, 0), "blocks of a cluster divide a softmax's rows, or each does all"
+        ),
         Param("PREFETCH_V", (0, 1), "V into L2 at the start"),
         Param("PDL", (0, 1), "workspace: the second launch begins early and waits for the first"),
     ),
