@@ -19,7 +19,7 @@ kernel = Kernel(
         Param(
             "SHARE_ROWS", (1, 0), "blocks of a cluster divide a softmax's rows, or each does all"
         ),
-        Param("PREFETCH_V", (0, 1), "V into L2 at the start"),
+        Param("V_EARLY", (0, 1, 2), "first values asked for after Q K (0), before; 2: all to L2"),
         Param("PDL", (0, 1), "workspace: the second launch begins early and waits for the first"),
     ),
     dtypes=("fp32",),
@@ -86,7 +86,7 @@ def exchange(config: Config, problem: Problem, arch: Arch) -> bool:
     if config["SCORES"] == "cluster":
         return config.PDL == 0 and (config.SLICES > 1 or config.SHARE_ROWS == 1)
     early = config.PDL == 0 or arch.compute_capability >= (9, 0)
-    return early and config.SLICES > 1 and config.SHARE_ROWS == 1 and config.PREFETCH_V == 0
+    return early and config.SLICES > 1 and config.SHARE_ROWS == 1 and config.V_EARLY == 0
 
 
 @kernel.rule("a block is not larger than the sequences, rounded up to 16")

@@ -12,7 +12,7 @@ __device__ __forceinline__ void tf32_split(float x, unsigned& high, unsigned& lo
 // d (16x8, fp32) += a (16x8) * b (8x8). Lane l holds of a: rows l / 4 and l / 4 + 8 in column l % 4, then
 // the same in column l % 4 + 4; of b: column l / 4 in rows l % 4 and l % 4 + 4; of d as mma_16816.
 __device__ __forceinline__ void mma_1688(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
