@@ -11,17 +11,19 @@
 #include "common/cluster.cuh"
 
 // ---- softmax ----
-// One row by one warp: score(key) is the sum of all slices, put(key, p) takes the row's probabilities, zeros
-// behind the last key it sees. `row_of_p` is room for the row, keys P_PITCH apart.
+// One row by one warp: score(key) is the sum over all slices for a key and the next, put(key, p) takes the row's
+// probabilities, zeros behind the last key it sees. `row_of_p` is room for the row, keys P_PITCH apart.
 template <class Score, class Put>
 __device__ __forceinline__ void softmax_row(float* row_of_p, int keys, int keys_used, float to_log2, Score score,
                                             Put put) {
     const int lane = threadIdx.x % 32;
     float largest = minus_infinity(), sum = 0.f;
-    for (int key = lane; key < keys; key += 32) {
-        const float s = score(key);
-        row_of_p[key * P_PITCH] = s, largest = fmaxf(largest, s);
+    for (int key = lane * 2; key < keys; key += 64) {
+        const float2 s = score(key);
+        row_of_p[key * P_PITCH] = s.x, largest = fmaxf(largest, s.x);
+        if (key + 1 < keys) row_of_p[(key + 1) * P_PITCH] = s.y, largest = fmaxf(largest, s.y);
     }
+    __syncwarp();
     largest = row_reduce<32, true>(largest, nullptr);
     for (int key = lane; key < keys; key += 32) {
         // The difference is exact where p is near 1: it is scaled after, not before.
@@ -30,6 +32,7 @@ __device__ __forceinline__ void softmax_row(float* row_of_p, int keys, int keys_
     }
     const float inverse = __frcp_rn(row_reduce<32, false>(sum, nullptr));
     for (int key = lane; key < keys_used; key += 32) put(key, key < keys ? row_of_p[key * P_PITCH] * inverse : 0.f);
+    __syncwarp();
 }
 
 // Shared memory: P by key; the scores of this slice; then the ring, later the scratch of both merges.
@@ -75,13 +78,13 @@ flash_fwd_fp32_wide(const float* __restrict__ q, const float* __restrict__ k, co
         float* row_of_p = p + row;
         auto score = [&](int key) {
             const float* own = scores + row * work.keys_padded + key;
-            if (SLICES == 1) return *own;
-            float parts[SLICES], sum = 0.f;
+            if (SLICES == 1) return *reinterpret_cast<const float2*>(own);
+            float2 parts[SLICES], sum = make_float2(0.f, 0.f);
 #pragma unroll
             for (int slice = 0; slice < SLICES; ++slice)
-                parts[slice] = cluster_load(address_in(smem_address(own), slice));
+                parts[slice] = cluster_load2(address_in(smem_address(own), slice));
 #pragma unroll
-            for (int slice = 0; slice < SLICES; ++slice) sum += parts[slice];
+            for (int slice = 0; slice < SLICES; ++slice) sum.x += parts[slice].x, sum.y += parts[slice].y;
             return sum;
         };
         auto put = [&](int key, float x) {
@@ -141,9 +144,12 @@ flash_fwd_fp32_wide_output(const float* partial, const float* __restrict__ v, fl
             row_of_p, keys, keys_used, scale * LOG2E,
             [&](int key) {
                 const float* own = partial + row * work.keys_padded + key;
-                float sum = 0.f;
+                float2 sum = make_float2(0.f, 0.f);
 #pragma unroll 8
-                for (int slice = 0; slice < SLICES; ++slice) sum += own[slice * slice_step];
+                for (int slice = 0; slice < SLICES; ++slice) {
+                    const float2 x = *reinterpret_cast<const float2*>(own + slice * slice_step);
+                    sum.x += x.x, sum.y += x.y;
+                }
                 return sum;
             },
             [&](int key, float x) { row_of_p[key * P_PITCH] = x; });

@@ -8,7 +8,7 @@ kernel = Kernel(
     "flash_fwd_fp32_wide",
     summary="fp32 forward of very wide heads: blocks share a head by columns and exchange scores",
     params=(
-        Param("SLICES", (1, 2, 4, 8, 16), "blocks that share a head's columns"),
+        Param("SLICES", (1, 2, 4, 8, 16, 32, 64), "blocks that share a head's columns"),
         Param("SCORES", ("cluster", "workspace"), "exchanged in a cluster, or by a second launch"),
         Param("MATH", ("ffma", "tf32x3"), "products in fp32, or three on tensor cores for one"),
         Param("BLOCK_M", (16, 32, 64), "query rows per block"),

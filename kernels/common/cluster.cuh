@@ -21,9 +21,9 @@ __device__ __forceinline__ unsigned address_in(unsigned address, unsigned rank) 
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-__device__ __forceinline__ float cluster_load(unsigned address) {
-    float x;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+__device__ __forceinline__ float2 cluster_load2(unsigned address) {
+    float2 x;
+    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
     return x;
 }
 __device__ __forceinline__ void cluster_store(unsigned address, float x) {

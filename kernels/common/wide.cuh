@@ -48,7 +48,7 @@ struct Work {
         head = blockIdx.y, slice = blockIdx.x % SLICES, first_row = blockIdx.x / SLICES * BLOCK_M;
         rows = seqlen_q - first_row;
         const long long row = static_cast<long long>(head) * seqlen_q + first_row;
-        const long long key = static_cast<long long>(head / (heads / heads_kv)) * seqlen_k;
+        const long long key = static_cast<long long>(heads == heads_kv ? head : head / (heads / heads_kv)) * seqlen_k;
         this->q = q + row * HEAD_DIM, this->o = o + row * HEAD_DIM;
         this->k = k + key * HEAD_DIM, this->v = v + key * HEAD_DIM;
         first_column = slice * SLICE, width = WHOLE ? SLICE : min(SLICE, HEAD_DIM - first_column);

@@ -5,9 +5,9 @@ inline unsigned block_rank() { return simt::cluster_rank(); }
 inline void cluster_barrier_arrive(SIMT_HERE) { simt::cluster_barrier(true, false, SIMT_AT); }
 inline void cluster_barrier_wait(SIMT_HERE) { simt::cluster_barrier(false, true, SIMT_AT); }
 inline unsigned address_in(unsigned address, unsigned rank) { return simt::map_address(address, rank); }
-inline float cluster_load(unsigned address, SIMT_HERE) {
-    float x;
-    simt::load_shared(&x, address, 4, SIMT_AT);
+inline float2 cluster_load2(unsigned address, SIMT_HERE) {
+    float2 x;
+    simt::load_shared(&x, address, 8, SIMT_AT);
     return x;
 }
 inline void cluster_store(unsigned address, float x, SIMT_HERE) {
