@@ -18,6 +18,7 @@ __device__ __forceinline__ void softmax_row(float* row_of_p, int keys, int keys_
                                             Put put) {
     const int lane = threadIdx.x % 32;
     float largest = minus_infinity(), sum = 0.f;
+#pragma unroll 1
     for (int key = lane * 2; key < keys; key += 64) {
         const float2 s = score(key);
         row_of_p[key * P_PITCH] = s.x, largest = fmaxf(largest, s.x);
@@ -25,12 +26,14 @@ __device__ __forceinline__ void softmax_row(float* row_of_p, int keys, int keys_
     }
     __syncwarp();
     largest = row_reduce<32, true>(largest, nullptr);
+#pragma unroll 1
     for (int key = lane; key < keys; key += 32) {
         // The difference is exact where p is near 1: it is scaled after, not before.
         const float p = exp2_approx((row_of_p[key * P_PITCH] - largest) * to_log2);
         row_of_p[key * P_PITCH] = p, sum += p;
     }
     const float inverse = __frcp_rn(row_reduce<32, false>(sum, nullptr));
+#pragma unroll 1
     for (int key = lane; key < keys_used; key += 32) put(key, key < keys ? row_of_p[key * P_PITCH] * inverse : 0.f);
     __syncwarp();
 }

@@ -89,9 +89,11 @@ def exchange(config: Config, problem: Problem, arch: Arch) -> bool:
     return early and config.SLICES > 1 and config.SHARE_ROWS == 1 and config.V_EARLY == 0
 
 
-@kernel.rule("a block is not larger than the sequences, rounded up to 16")
+@kernel.rule("queries fill half a block, and keys one tile if 64 are enough")
 def no_idle_rows(config: Config, problem: Problem, arch: Arch) -> bool:
-    return config.BLOCK_M < problem.seqlen_q + 16 and config.BLOCK_N < problem.seqlen_k + 16
+    tile = next((n for n in (16, 32) if problem.seqlen_k <= n), 64)
+    queries = config.BLOCK_M == 16 or config.BLOCK_M < 2 * problem.seqlen_q
+    return queries and (config.BLOCK_N == tile or problem.seqlen_k > 64 > config.BLOCK_N == 32)
 
 
 @kernel.rule("each warp has a chunk of the slice")
@@ -105,11 +107,11 @@ def no_idle_stage(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.NUM_STAGES == 2 or (config.NUM_STAGES - 1) * config.NUM_WARPS <= chunks
 
 
-@kernel.rule("at most one wave of 132 blocks, twice over, and at least 16 blocks")
+@kernel.rule("a head has slices for 16 blocks in all, and half as many would not make 256")
 def grid_size(config: Config, problem: Problem, arch: Arch) -> bool:
-    heads = problem.batch * problem.heads
-    blocks = heads * config.SLICES * -(-problem.seqlen_q // config.BLOCK_M)
-    return blocks >= min(16, heads * 8)
+    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // config.BLOCK_M)
+    blocks = tiles * config.SLICES
+    return blocks >= min(16, tiles * 8) and (config.SLICES == 1 or blocks < 512)
 
 
 @kernel.rule("accumulators and operands fit the registers of a thread, so that nothing spills")

@@ -77,7 +77,7 @@ __device__ __forceinline__ void load_rows(float* target, const float* source, in
         for (int i = 0; i < ROWS; i += STEP)
             cp_async_16(to + i * PITCH * 4, source + static_cast<long long>(i) * HEAD_DIM);
     } else {
-#pragma unroll 4
+#pragma unroll 1
         for (int i = 0; i < ROWS; i += STEP) {
             const float* from = source + static_cast<long long>(min(row + i, rows_left - 1)) * HEAD_DIM;
             cp_async_16(to + i * PITCH * 4, from + (inside ? column : 0), inside);
@@ -187,7 +187,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[SCORES_OF_LANE], const Wo
     };
 #pragma unroll
     for (int i = 0; i < SCORES_OF_LANE; ++i) s[i] = 0.f;
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < NUM_STAGES - 1; ++i) {
         if (i < count) load(i, i);
         cp_async_commit();

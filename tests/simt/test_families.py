@@ -36,6 +36,15 @@ UNUSUAL = {
         "SOFTMAX_THREADS=32",
     ),
 }
+# Families whose head dims are a range: these configs alone, each with its head dim and mask.
+WIDE = {
+    "flash_fwd_fp32_wide": (
+        ("SLICES=4 MATH=ffma CHUNK=32 NUM_STAGES=3 NUM_WARPS=4 BLOCK_N=32", 1540, True),
+        ("SLICES=8 MATH=tf32x3 CHUNK=16 NUM_STAGES=2 NUM_WARPS=8 SHARE_ROWS=0 V_EARLY=2", 516, False),
+        ("SLICES=2 MATH=tf32x3 CHUNK=32 NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 V_EARLY=1", 512, True),
+        ("SCORES=workspace SLICES=3 MATH=ffma NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 PDL=1", 772, False),
+    ),
+}
 
 
 @lru_cache
@@ -54,6 +63,11 @@ def covering(name: str, causal: bool, head_dim: int) -> list[Config]:
 def runs():
     """Kernel, problem, config: the values of an unusual one, or the number of a covering one."""
     for kernel in KERNELS.values():
+        for words, head_dim, causal in WIDE.get(kernel.name, ()):
+            facts = {"head_dim": head_dim, "dtype": kernel.dtypes[0], "causal": causal}
+            yield kernel, replace(BASE, **facts), words
+        if kernel.name in WIDE:
+            continue
         compiled = product((True, False), kernel.dtypes, kernel.head_dims[:2])
         for number, (causal, dtype, head_dim) in enumerate(compiled):
             problem = replace(BASE, causal=causal, dtype=dtype, head_dim=head_dim)
@@ -65,7 +79,10 @@ def runs():
             yield kernel, replace(BASE, causal=causal, dtype=dtype), words
 
 
-RUNS = {f"{k}-{p.label}-{c}".partition(" QK")[0].replace(" ", "-"): (k, p, c) for k, p, c in runs()}
+RUNS = {
+    re.split(" QK| MATH", f"{k}-{p.label}-{c}")[0].replace(" ", "-"): (k, p, c)
+    for k, p, c in runs()
+}
 
 
 def config_for(kernel: Kernel, problem: Problem, which: int | str) -> Config:
