@@ -43,7 +43,7 @@ extern "C" __global__ void
 #if STAGE_FWD && SLICES > 1
 __cluster_dims__(SLICES, 1, 1)
 #endif
-__launch_bounds__(THREADS)
+__launch_bounds__(THREADS, 1)
 #if STAGE_FWD
 flash_fwd_fp32_wide(const float* __restrict__ q, const float* __restrict__ k, const float* __restrict__ v,
                     float* __restrict__ o, int heads, int heads_kv, int seqlen_q, int seqlen_k, float scale) {

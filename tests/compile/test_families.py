@@ -85,7 +85,10 @@ def test_corners_compile_as_planned(kernel, arch, compilers):
             pytest.skip(reason)
         space = Space.build(kernel, problem, compiler.arch)
         assert space.configs, f"no config of {kernel} is left for {problem.label}"
-        for config in corners(space):
+        configs = corners(space)
+        if isinstance(kernel.head_dims, range):  # any of these: four of each size
+            configs = configs[:: -(-len(configs) // 4)]
+        for config in configs:
             build = Build.of(kernel, config, problem, compiler)
             built[(build.keys, problem)] = build
     for build in built.values():
