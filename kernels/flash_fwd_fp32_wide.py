@@ -8,13 +8,13 @@ kernel = Kernel(
     "flash_fwd_fp32_wide",
     summary="fp32 forward of very wide heads: blocks share a head by columns and exchange scores",
     params=(
-        Param("SLICES", (1, 2, 4, 8, 16, 32, 64), "blocks that share a head's columns"),
+        Param("SLICES", (1, 2, 4, 8, 16, 32), "blocks that share a head's columns"),
         Param("SCORES", ("cluster", "workspace"), "exchanged in a cluster, or by a second launch"),
         Param("MATH", ("ffma", "tf32x3"), "products in fp32, or three on tensor cores for one"),
         Param("BLOCK_M", (16, 32, 64), "query rows per block"),
         Param("BLOCK_N", (16, 32, 64), "keys per tile of scores"),
         Param("CHUNK", (16, 32), "columns that a warp multiplies at once"),
-        Param("NUM_STAGES", (2, 3, 4), "chunks in a warp's ring, those in flight included"),
+        Param("NUM_STAGES", (2, 4), "chunks in a warp's ring, those in flight included"),
         Param("NUM_WARPS", (4, 8), "warps per block"),
         Param(
             "SHARE_ROWS", (1, 0), "blocks of a cluster divide a softmax's rows, or each does all"

@@ -86,8 +86,8 @@ def test_corners_compile_as_planned(kernel, arch, compilers):
         space = Space.build(kernel, problem, compiler.arch)
         assert space.configs, f"no config of {kernel} is left for {problem.label}"
         configs = corners(space)
-        if isinstance(kernel.head_dims, range):  # any of these: four of each size
-            configs = configs[:: -(-len(configs) // 4)]
+        if isinstance(kernel.head_dims, range):  # three of each size
+            configs = configs[:: -(-len(configs) // 3)]
         for config in configs:
             build = Build.of(kernel, config, problem, compiler)
             built[(build.keys, problem)] = build
