@@ -2,11 +2,6 @@
 // Addresses are 32-bit, as smem_address of common/mma.cuh gives. Source: PTX ISA, "barrier.cluster", "mapa".
 #pragma once
 
-__device__ __forceinline__ unsigned block_rank() {
-    unsigned rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
 // All threads of all blocks of the cluster arrive, and then wait; what any of them wrote to shared memory
 // before it arrived, all of them see after.
 __device__ __forceinline__ void cluster_barrier_arrive() {

@@ -1,7 +1,6 @@
 // The twin of kernels/common/cluster.cuh: the same names, run by threads.cpp and copies.cpp.
 #pragma once
 
-inline unsigned block_rank() { return simt::cluster_rank(); }
 inline void cluster_barrier_arrive(SIMT_HERE) { simt::cluster_barrier(true, false, SIMT_AT); }
 inline void cluster_barrier_wait(SIMT_HERE) { simt::cluster_barrier(false, true, SIMT_AT); }
 inline unsigned address_in(unsigned address, unsigned rank) { return simt::map_address(address, rank); }
