@@ -270,8 +270,12 @@ void mma_1688(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, W
             }
             for (int i = 0; i < 32; ++i)
                 for (int e = 0; e < 4; ++e) {
-                    float& sum = static_cast<Lane*>(data[i])->d[e];
-                    for (int k = 0; k < 8; ++k) sum += a[i / 4 + e / 2 * 8][k] * b[i % 4 * 2 + e % 2][k];
+                    float& d = static_cast<Lane*>(data[i])->d[e];
+                    double sum = d;
+                    for (int k = 0; k < 8; ++k)
+                        sum += static_cast<double>(a[i / 4 + e / 2 * 8][k]) * b[i % 4 * 2 + e % 2][k];
+                    d = static_cast<float>(sum);  // tensor cores round towards zero
+                    if (fabsf(d) > (sum < 0 ? -sum : sum)) d = __uint_as_float(__float_as_uint(d) - 1);
                 }
         },
         where);
