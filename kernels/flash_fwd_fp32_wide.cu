@@ -1,8 +1,8 @@
 // flash_fwd_fp32_wide: fp32 attention with heads of 512 to 8192 columns and few queries and keys, sm_80 on.
 // A head has too few rows to fill a GPU and too many columns for one block. So SLICES blocks share BLOCK_M
 // queries of a head, and each owns a slice of the columns: it multiplies its slice of Q and K, the blocks add
-// their partial scores in the order of the slices, and each multiplies P by its own slice of V. Every byte of K
-// and V is read once for BLOCK_M queries, and no sum depends on which block is faster.
+// their partial scores in the order of the slices, and each multiplies P by its own slice of V. Every byte of
+// K and V is read once for BLOCK_M queries, and no sum depends on which block is faster.
 // SCORES cluster: one launch; the blocks are a cluster and exchange scores in distributed shared memory.
 // SCORES workspace: two; the first writes partial scores, which every block of the second adds.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM), all fp32.
@@ -11,11 +11,11 @@
 #include "common/cluster.cuh"
 
 // ---- softmax ----
-// One row by one warp: score(key) is the sum over all slices for a key and the next, put(key, p) takes the row's
-// probabilities, zeros behind the last key it sees. `row_of_p` is room for the row, keys P_PITCH apart.
+// One row by one warp: score(key) is the sum over all slices for a key and the next, put(key, p) takes the
+// row's probabilities, zeros behind the last key it sees. `row_of_p` is room for the row, keys P_PITCH apart.
 template <class Score, class Put>
-__device__ __forceinline__ void softmax_row(float* row_of_p, int keys, int keys_used, float to_log2, Score score,
-                                            Put put) {
+__device__ __forceinline__ void softmax_row(float* row_of_p, int keys, int keys_used, float to_log2,
+                                            Score score, Put put) {
     const int lane = threadIdx.x % 32;
     float largest = minus_infinity(), sum = 0.f;
 #pragma unroll 1
@@ -34,7 +34,8 @@ __device__ __forceinline__ void softmax_row(float* row_of_p, int keys, int keys_
     }
     const float inverse = __frcp_rn(row_reduce<32, false>(sum, nullptr));
 #pragma unroll 1
-    for (int key = lane; key < keys_used; key += 32) put(key, key < keys ? row_of_p[key * P_PITCH] * inverse : 0.f);
+    for (int key = lane; key < keys_used; key += 32)
+        put(key, key < keys ? row_of_p[key * P_PITCH] * inverse : 0.f);
     __syncwarp();
 }
 
@@ -50,77 +51,89 @@ flash_fwd_fp32_wide(const float* __restrict__ q, const float* __restrict__ k, co
     extern __shared__ __align__(128) float smem[];
     const Work work(q, k, v, o, heads, heads_kv, seqlen_q, seqlen_k);
     float *p = smem, *scores = p + work.keys_padded * P_PITCH, *ring = scores + BLOCK_M * work.keys_padded;
-    if (V_EARLY == 2)
-        for (int i = threadIdx.x; i < work.keys * ((SLICE + 31) / 32); i += THREADS) {
-            const int column = i % ((SLICE + 31) / 32) * 32;
-            if (column < work.width)
-                prefetch_l2(work.v + static_cast<long long>(i / ((SLICE + 31) / 32)) * HEAD_DIM + work.first_column +
-                            column);
-        }
     Values ahead;
     auto load_first = [&] {
         ahead = load_values(work, seqlen_k, min(first_block(), BLOCKS - 1), threadIdx.x / 32 / COLUMN_WARPS);
     };
-    if (V_EARLY) load_first();
+    auto early = [&] {
+        if (!V_EARLY) return;
+        load_first();
+        constexpr int LINES = (SLICE + 31) / 32;  // 128 bytes each, of one key
+        const float* v = work.v + work.first_column;
+        for (int i = threadIdx.x; V_EARLY == 2 && i < work.keys * LINES; i += THREADS) {
+            const int column = i % LINES * 32;
+            if (column < work.width)
+                prefetch_l2(v + static_cast<long long>(i / LINES) * HEAD_DIM + column);
+        }
+    };
     for (int tile = 0; tile * BLOCK_N < work.keys; ++tile) {
         float s[SCORES_OF_LANE];
-        multiply_qk(s, work, ring, seqlen_k, tile);
+        multiply_qk(s, work, ring, seqlen_k, tile, [&] {
+            if (tile == 0) early();
+        });
         if (!V_EARLY && (tile + 1) * BLOCK_N >= work.keys) load_first();  // while scores are exchanged
         merge_scores(s, ring, tile, [&](int row, int key, float4 sum) {
             store4(scores + row * work.keys_padded + key, sum);
         });
     }
-#if SLICES > 1
-    cluster_barrier_arrive();
-    cluster_barrier_wait();
-#endif
+    if constexpr (SLICES > 1) {
+        cluster_barrier_arrive();
+        cluster_barrier_wait();
+    }
     const int keys_used = (work.keys + KEYS - 1) / KEYS * KEYS;
     // SHARE_ROWS: each block of the cluster does some rows and gives them to all; else each does all rows.
-    constexpr int SHARES = SHARE_ROWS && SLICES > 1 ? SLICES : 1;
-    for (int row = work.slice % SHARES + threadIdx.x / 32 * SHARES; row < BLOCK_M; row += NUM_WARPS * SHARES) {
+    constexpr int SHARES = SHARE_ROWS && SLICES > 1 ? SLICES : 1, ROWS_AT_ONCE = NUM_WARPS * SHARES;
+    for (int row = work.slice % SHARES + threadIdx.x / 32 * SHARES; row < BLOCK_M; row += ROWS_AT_ONCE) {
         float* row_of_p = p + row;
         auto score = [&](int key) {
             const float* own = scores + row * work.keys_padded + key;
-            if (SLICES == 1) return *reinterpret_cast<const float2*>(own);
-            float2 parts[SLICES], sum = make_float2(0.f, 0.f);
+            if constexpr (SLICES == 1) {
+                return *reinterpret_cast<const float2*>(own);
+            } else {
+                float2 parts[SLICES], sum = make_float2(0.f, 0.f);
 #pragma unroll
-            for (int slice = 0; slice < SLICES; ++slice)
-                parts[slice] = cluster_load2(address_in(smem_address(own), slice));
+                for (int slice = 0; slice < SLICES; ++slice)
+                    parts[slice] = cluster_load2(address_in(smem_address(own), slice));
 #pragma unroll
-            for (int slice = 0; slice < SLICES; ++slice) sum.x += parts[slice].x, sum.y += parts[slice].y;
-            return sum;
+                for (int slice = 0; slice < SLICES; ++slice) sum.x += parts[slice].x, sum.y += parts[slice].y;
+                return sum;
+            }
         };
         auto put = [&](int key, float x) {
-            if (SHARES == 1) row_of_p[key * P_PITCH] = x;
-            else
+            if constexpr (SHARES == 1) {
+                row_of_p[key * P_PITCH] = x;
+            } else {
 #pragma unroll
                 for (int slice = 0; slice < SLICES; ++slice)
                     cluster_store(address_in(smem_address(row_of_p + key * P_PITCH), slice), x);
+            }
         };
         const int keys = keys_of(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
         softmax_row(row_of_p, keys, keys_used, scale * LOG2E, score, put);
     }
     // The last word between the blocks. Where rows are shared all wait for it; else a block only may not end
     // while others still read its scores.
-    if (SLICES > 1) cluster_barrier_arrive();
-    if (SHARES > 1) cluster_barrier_wait();
+    if constexpr (SLICES > 1) cluster_barrier_arrive();
+    if constexpr (SHARES > 1) cluster_barrier_wait();
     else __syncthreads();
     multiply_all_pv(work, seqlen_k, p, ring, ahead);
-    if (SLICES > 1 && SHARES == 1) cluster_barrier_wait();
+    if constexpr (SLICES > 1 && SHARES == 1) cluster_barrier_wait();
 }
 #elif STAGE_SCORES
-flash_fwd_fp32_wide_scores(const float* __restrict__ q, const float* __restrict__ k, float* __restrict__ partial,
-                           int heads, int heads_kv, int seqlen_q, int seqlen_k) {
+flash_fwd_fp32_wide_scores(const float* __restrict__ q, const float* __restrict__ k,
+                           float* __restrict__ partial, int heads, int heads_kv, int seqlen_q,
+                           int seqlen_k) {
     extern __shared__ __align__(128) float smem[];
     const Work work(q, k, nullptr, nullptr, heads, heads_kv, seqlen_q, seqlen_k);
 #if PDL
     let_launch_behind_begin();
 #endif
-    const int rows_padded = gridDim.x / SLICES * BLOCK_M;
-    partial += (static_cast<long long>(work.head * SLICES + work.slice) * rows_padded + work.first_row) * work.keys_padded;
+    const long long rows_ahead = static_cast<long long>(work.head * SLICES + work.slice) *
+                                 (gridDim.x / SLICES * BLOCK_M) + work.first_row;
+    partial += rows_ahead * work.keys_padded;
     for (int tile = 0; tile * BLOCK_N < work.keys; ++tile) {
         float s[SCORES_OF_LANE];
-        multiply_qk(s, work, smem, seqlen_k, tile);
+        multiply_qk(s, work, smem, seqlen_k, tile, [] {});
         merge_scores(s, smem, tile, [&](int row, int key, float4 sum) {
             store4(partial + row * work.keys_padded + key, sum);
         });

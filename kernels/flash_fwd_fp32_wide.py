@@ -14,7 +14,7 @@ kernel = Kernel(
         Param("BLOCK_M", (16, 32, 64), "query rows per block"),
         Param("BLOCK_N", (16, 32, 64), "keys per tile of scores"),
         Param("CHUNK", (16, 32), "columns that a warp multiplies at once"),
-        Param("NUM_STAGES", (2, 4), "chunks in a warp's ring, those in flight included"),
+        Param("NUM_STAGES", (2, 3), "chunks in a warp's ring, those in flight included"),
         Param("NUM_WARPS", (4, 8), "warps per block"),
         Param(
             "SHARE_ROWS", (1, 0), "blocks of a cluster divide a softmax's rows, or each does all"

@@ -14,12 +14,12 @@ constexpr int THREADS = NUM_WARPS * 32;
 static_assert(HEAD_DIM % 4 == 0 && BLOCK_M % 16 == 0 && BLOCK_N % 16 == 0 && CHUNK % 16 == 0, "whole float4");
 
 // Q K^T: a warp multiplies its own CHUNK columns of all rows of the tile, every NUM_WARPS-th chunk of the
-// slice, through a ring of its own that only it fills and reads: no barrier until the warps' scores are added.
+// slice, through a ring that only it fills and reads: no barrier until the warps' scores are added.
 constexpr int SLICE = (HEAD_DIM + SLICES * CHUNK - 1) / (SLICES * CHUNK) * CHUNK;
 constexpr bool WHOLE = SLICE * SLICES == HEAD_DIM;
 constexpr int CHUNKS = SLICE / CHUNK, QK_WARPS = CHUNKS < NUM_WARPS ? CHUNKS : NUM_WARPS;
-// Rows in the ring. FFMA reads 16 bytes of 8 rows at once, which must lie in 8 bank groups: padding. A fragment
-// is 64 bytes of 8 rows, and neighbours must lie in different halves of the banks: odd rows swap halves.
+// Rows in the ring. FFMA reads 16 bytes of 8 rows at once, which must lie in 8 bank groups: padding. A
+// fragment is 64 bytes of 8 rows, and neighbours must lie in different halves of the banks: odd rows swap.
 constexpr int PITCH = CHUNK + (TENSOR ? 0 : 4);
 constexpr int SWAP = TENSOR && CHUNK % 32 == 0 ? 16 : 0;
 constexpr int STAGE = (BLOCK_M + BLOCK_N) * PITCH;
@@ -27,8 +27,8 @@ constexpr int SCORES_OF_LANE = BLOCK_M * BLOCK_N / 32;
 constexpr int MERGE_PITCH = BLOCK_N + 8;
 constexpr int P_PITCH = BLOCK_M + 8;  // P is stored by key
 
-// P V: a lane holds VECTOR columns (FFMA) of all BLOCK_M queries, a warp 32 times as many. V goes from memory to
-// registers, since nobody else wants it, 8 keys ahead. In a narrow slice warps split the keys too.
+// P V: a lane holds VECTOR columns (FFMA) of all BLOCK_M queries, a warp 32 times as many. V goes from memory
+// to registers, since nobody else wants it, 8 keys ahead. In a narrow slice warps split the keys too.
 constexpr int VECTOR = BLOCK_M == 16 && SLICE > 64 ? 4 : 2;
 constexpr int COLUMNS = 32 * VECTOR, BLOCKS = (SLICE + COLUMNS - 1) / COLUMNS;
 constexpr int COLUMN_WARPS = BLOCKS < NUM_WARPS ? BLOCKS : NUM_WARPS, KEY_WARPS = NUM_WARPS / COLUMN_WARPS;
@@ -48,7 +48,8 @@ struct Work {
         head = blockIdx.y, slice = blockIdx.x % SLICES, first_row = blockIdx.x / SLICES * BLOCK_M;
         rows = seqlen_q - first_row;
         const long long row = static_cast<long long>(head) * seqlen_q + first_row;
-        const long long key = static_cast<long long>(heads == heads_kv ? head : head / (heads / heads_kv)) * seqlen_k;
+        const int head_kv = heads == heads_kv ? head : head / (heads / heads_kv);  // spares two divisions
+        const long long key = static_cast<long long>(head_kv) * seqlen_k;
         this->q = q + row * HEAD_DIM, this->o = o + row * HEAD_DIM;
         this->k = k + key * HEAD_DIM, this->v = v + key * HEAD_DIM;
         first_column = slice * SLICE, width = WHOLE ? SLICE : min(SLICE, HEAD_DIM - first_column);
@@ -59,7 +60,9 @@ struct Work {
 
 __device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 __device__ __forceinline__ void store4(float* p, float4 x) { *reinterpret_cast<float4*>(p) = x; }
-__device__ __forceinline__ float part(const float4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+__device__ __forceinline__ float part(const float4& x, int i) {
+    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
 
 // ---- Q K^T ----
 // CHUNK columns of ROWS rows to the ring. Rows from rows_left on repeat the last: what they give is not used.
@@ -156,7 +159,8 @@ __device__ __forceinline__ void multiply_tensor(float (&s)[SCORES_OF_LANE], cons
 #pragma unroll
                 for (int n = 0; n < GROUP; ++n)
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) tf32_split(part(b[n], half * 2 + e), b_high[n][e], b_low[n][e]);
+                    for (int e = 0; e < 2; ++e)
+                        tf32_split(part(b[n], half * 2 + e), b_high[n][e], b_low[n][e]);
 #pragma unroll
                 for (int m = 0; m < M; ++m)
                     mma_split(sum[m], high[m][2 * d + half], low[m][2 * d + half], b_high, b_low);
@@ -169,9 +173,11 @@ __device__ __forceinline__ void multiply_tensor(float (&s)[SCORES_OF_LANE], cons
     }
 }
 
-// This warp's part of the scores of one tile of keys.
-__device__ __forceinline__ void multiply_qk(float (&s)[SCORES_OF_LANE], const Work& work, float* ring, int seqlen_k,
-                                            int tile) {
+// This warp's part of the scores of one tile of keys. after_first() is called when the first copies are on
+// their way.
+template <class After>
+__device__ __forceinline__ void multiply_qk(float (&s)[SCORES_OF_LANE], const Work& work, float* ring,
+                                            int seqlen_k, int tile, After after_first) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int count = (CHUNKS - warp + NUM_WARPS - 1) / NUM_WARPS;
     const int keys_left = seqlen_k - tile * BLOCK_N;
@@ -192,6 +198,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[SCORES_OF_LANE], const Wo
         if (i < count) load(i, i);
         cp_async_commit();
     }
+    after_first();
     int stage = 0;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -276,23 +283,26 @@ __device__ __forceinline__ Values load_values(const Work& work, int seqlen_k, in
 }
 
 // out: FFMA, row by column; tensor cores, 16 rows by instruction (column / 32, column % 4) by its four.
-__device__ __forceinline__ void multiply_pv(float (&out)[BLOCK_M * VECTOR], const float* p, const Values& values) {
+__device__ __forceinline__ void multiply_pv(float (&out)[BLOCK_M * VECTOR], const float* p,
+                                            const Values& values) {
     const int lane = threadIdx.x % 32;
     if (TENSOR) {
         constexpr int M = BLOCK_M / 16;
+        const float* own = p + lane % 4 * P_PITCH + lane / 4;
         unsigned high[M][4], low[M][4];
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                tf32_split(p[(lane % 4 + e / 2 * 4) * P_PITCH + m * 16 + lane / 4 + e % 2 * 8], high[m][e], low[m][e]);
+                tf32_split(own[e / 2 * 4 * P_PITCH + m * 16 + e % 2 * 8], high[m][e], low[m][e]);
 #pragma unroll
         for (int c = 0; c < VECTOR; ++c) {  // 32 columns: four instructions
             unsigned b_high[4][2], b_low[4][2];
 #pragma unroll
             for (int n = 0; n < 4; ++n)
 #pragma unroll
-                for (int e = 0; e < 2; ++e) tf32_split(values.x[c * 8 + e * 4 + n], b_high[n][e], b_low[n][e]);
+                for (int e = 0; e < 2; ++e)
+                    tf32_split(values.x[c * 8 + e * 4 + n], b_high[n][e], b_low[n][e]);
 #pragma unroll
             for (int m = 0; m < M; ++m) {
                 float sum[4][4] = {};
@@ -324,7 +334,7 @@ __device__ __forceinline__ void take_out(const float (&out)[BLOCK_M * VECTOR], i
     const int lane = threadIdx.x % 32;
     if (TENSOR) {
 #pragma unroll
-        for (int i = 0; i < BLOCK_M * VECTOR / 4; ++i) {  // 4 floats: (16 rows, 32 columns, which of the four)
+        for (int i = 0; i < BLOCK_M * VECTOR / 4; ++i) {  // (16 rows, 32 columns, which four)
             const int m = i / (VECTOR * 4), c = i / 4 % VECTOR, e = i % 4;
             const float* own = out + (m * VECTOR + c) * 16 + e;
             put(m * 16 + lane / 4 + e / 2 * 8, block * COLUMNS + c * 32 + lane % 4 * 8 + e % 2 * 4,
@@ -346,13 +356,13 @@ __device__ __forceinline__ int first_block() {
     return warp / COLUMN_WARPS < KEY_WARPS ? warp % COLUMN_WARPS : BLOCKS;
 }
 // All of P V. `ahead` are the first values that this warp needs.
-__device__ __forceinline__ void multiply_all_pv(const Work& work, int seqlen_k, const float* p, float* scratch,
-                                                Values ahead) {
+__device__ __forceinline__ void multiply_all_pv(const Work& work, int seqlen_k, const float* p,
+                                                float* scratch, Values ahead) {
     const int key_warp = threadIdx.x / 32 / COLUMN_WARPS, steps = (work.keys + KEYS - 1) / KEYS;
+    float* o = work.o + work.first_column;
     auto to_output = [&](int row, int column, auto x) {
         if (row < work.rows && column < work.width)
-            *reinterpret_cast<decltype(x)*>(work.o + static_cast<long long>(row) * HEAD_DIM + work.first_column +
-                                            column) = x;
+            *reinterpret_cast<decltype(x)*>(o + static_cast<long long>(row) * HEAD_DIM + column) = x;
     };
     for (int block = first_block(); block < BLOCKS; block += COLUMN_WARPS) {
         float out[BLOCK_M * VECTOR];
@@ -370,8 +380,8 @@ __device__ __forceinline__ void multiply_all_pv(const Work& work, int seqlen_k, 
         if constexpr (KEY_WARPS == 1) take_out(out, block, to_output);
         else
             take_out(out, block, [&](int row, int column, auto x) {
-                if (column < SLICE)
-                    *reinterpret_cast<decltype(x)*>(scratch + (key_warp * BLOCK_M + row) * OUT_PITCH + column) = x;
+                float* to = scratch + (key_warp * BLOCK_M + row) * OUT_PITCH + column;
+                if (column < SLICE) *reinterpret_cast<decltype(x)*>(to) = x;
             });
     }
     if constexpr (KEY_WARPS > 1) {
