@@ -117,7 +117,10 @@ flash_fwd_fp32_wide(const float* __restrict__ q, const float* __restrict__ k, co
     if constexpr (SHARES > 1) cluster_barrier_wait();
     else __syncthreads();
     multiply_all_pv(work, seqlen_k, p, ring, ahead);
-    if constexpr (SLICES > 1 && SHARES == 1) cluster_barrier_wait();
+    if constexpr (SLICES > 1 && SHARES == 1) {
+        __syncwarp();  // the barrier is for whole warps
+        cluster_barrier_wait();
+    }
 }
 #elif STAGE_SCORES
 flash_fwd_fp32_wide_scores(const float* __restrict__ q, const float* __restrict__ k,
