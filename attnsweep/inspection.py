@@ -200,7 +200,8 @@ def card_of(arch: Arch, results: Path) -> Environment | None:
 def _usual_problem(kernel: Kernel) -> Problem:
     head_dim = 64 if 64 in kernel.head_dims else kernel.head_dims[0]
     dtype: Any = kernel.dtypes[0]
-    return Problem(1, 16, 16, 1024, 1024, head_dim, dtype)
+    seqlen = 1024 if head_dim <= 256 else 64  # wide heads are of few rows
+    return Problem(1, 16, 16, seqlen, seqlen, head_dim, dtype)
 
 
 def _config(kernel: Kernel, given: str, problem: Problem, arch: Arch) -> Config:

@@ -275,11 +275,10 @@ def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int
     """Every family with its parameters and rules, then the baselines."""
     out: list[Text] = []
     for kernel in kernels.values():
-        sizes = ", ".join(map(str, kernel.head_dims))
         out += _titled(kernel.name, kernel.summary, width)
         out += said(
-            f"  {kernel.min_arch}+ · {', '.join(kernel.dtypes)} · head_dim {sizes} · "
-            f"stages {', '.join(kernel.stages)}",
+            f"  {kernel.min_arch}+ · {', '.join(kernel.dtypes)} · "
+            f"head_dim {kernel.head_dims_text} · stages {', '.join(kernel.stages)}",
             width,
         )
         rows = [
@@ -330,7 +329,7 @@ def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> di
                 "source": str(kernel.source),
                 "min_arch": kernel.min_arch,
                 "dtypes": kernel.dtypes,
-                "head_dims": kernel.head_dims,
+                "head_dims": list(kernel.head_dims),
                 "stages": list(kernel.stages),
                 "params": [
                     {"name": p.name, "values": p.values, "help": p.help} for p in kernel.params

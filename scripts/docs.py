@@ -58,11 +58,10 @@ def kernels() -> str:
         "what the architecture can launch.\n"
     )
     for kernel in discover().values():
-        sizes = ", ".join(map(str, kernel.head_dims))
         out.append(f"## {kernel.name}\n\n{kernel.summary}\n")
         out.append(
-            f"{kernel.min_arch} and later · {', '.join(kernel.dtypes)} · head_dim {sizes} · "
-            f"stages: {', '.join(kernel.stages)} · "
+            f"{kernel.min_arch} and later · {', '.join(kernel.dtypes)} · "
+            f"head_dim {kernel.head_dims_text} · stages: {', '.join(kernel.stages)} · "
             f"[template](../kernels/{kernel.name}.cu), [declaration](../kernels/{kernel.name}.py)\n"
         )
         out.append("| parameter | values | |\n|---|---|---|")

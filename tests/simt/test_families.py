@@ -25,6 +25,12 @@ KERNELS = discover()
 BASE = Problem(1, 8, 8, 1024, 1024, 64)
 # K and V longer than any ring; more queries than keys.
 MORE = (Problem(1, 1, 1, 65, 700, 64), Problem(1, 2, 1, 129, 67, 64))
+# What wide heads are tested on: 700 columns of 97 rows would take minutes.
+FEW_ROWS = (
+    (Problem(1, 1, 1, 1, 1, 64), "normal"),
+    (Problem(2, 2, 1, 17, 70, 64), "normal"),
+    (Problem(1, 1, 1, 33, 33, 64), "large_scores"),
+)
 # Values that no config of a default space has.
 UNUSUAL = {
     "flash_fwd_wgmma": (
@@ -40,6 +46,19 @@ UNUSUAL = {
         "PV_BLOCKS=3 PDL=2 SOFTMAX_THREADS=32",
         "STATS=2 QK_BLOCK_N=256 QK_BLOCKS=2 QK_BUFFERS=2 PV_BLOCK_K=128 PV_BLOCKS=2 PDL=1 "
         "SOFTMAX_THREADS=32",
+    ),
+}
+# Families whose head dims are a range: these configs alone, each with its head dim and mask.
+WIDE = {
+    "flash_fwd_fp32_wide": (
+        ("SLICES=4 MATH=ffma CHUNK=32 NUM_STAGES=3 NUM_WARPS=4 BLOCK_N=32", 1540, True),
+        (
+            "SLICES=8 MATH=tf32x3 CHUNK=16 NUM_STAGES=2 NUM_WARPS=8 SHARE_ROWS=0 V_EARLY=2",
+            516,
+            False,
+        ),
+        ("SLICES=2 MATH=tf32x3 CHUNK=32 NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 V_EARLY=1", 512, True),
+        ("SCORES=workspace SLICES=3 MATH=ffma NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 PDL=1", 772, False),
     ),
 }
 
@@ -60,6 +79,11 @@ def covering(name: str, causal: bool, head_dim: int) -> list[Config]:
 def runs():
     """Kernel, problem, config: the values of an unusual one, or the number of a covering one."""
     for kernel in KERNELS.values():
+        for words, head_dim, causal in WIDE.get(kernel.name, ()):
+            facts = {"head_dim": head_dim, "dtype": kernel.dtypes[0], "causal": causal}
+            yield kernel, replace(BASE, **facts), words
+        if kernel.name in WIDE:
+            continue
         compiled = product((True, False), kernel.dtypes, kernel.head_dims[:2])
         for number, (causal, dtype, head_dim) in enumerate(compiled):
             problem = replace(BASE, causal=causal, dtype=dtype, head_dim=head_dim)
@@ -90,6 +114,8 @@ def config_for(kernel: Kernel, problem: Problem, which: int | str) -> Config:
 def cases(problem: Problem) -> list[Case]:
     """Short ones, compiled as the problem."""
     compiled = {n: getattr(problem, n) for n in ("head_dim", "dtype", "causal")}
+    if problem.head_dim > 256:
+        return [Case(replace(shape, **compiled), inputs) for shape, inputs in FEW_ROWS]
     more = [s for s in MORE if not problem.causal or s.seqlen_q <= s.seqlen_k]
     return [*small_cases(problem), *(Case(replace(shape, **compiled)) for shape in more)]
 

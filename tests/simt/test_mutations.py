@@ -25,6 +25,7 @@ CASES = {
     "wide": Case(Problem(1, 2, 1, 97, 161, 128)),
     "five tiles": Case(Problem(1, 1, 1, 65, 600, 64)),
     "one short of a tile": Case(Problem(1, 1, 1, 64, 126, 64, causal=True)),
+    "fp32": Case(Problem(1, 2, 1, 17, 70, 516, "fp32", causal=True)),
     "large scores": Case(Problem(1, 1, 1, 129, 129, 64), "large_scores"),
 }
 

@@ -50,6 +50,9 @@ const unsigned char* async_read(Cta& own, unsigned address, const char* what, Wh
 void load_shared(void* to, unsigned address, unsigned bytes, Where where) {
     memcpy(to, at(*me().cta, address, bytes, bytes, "load_shared", where), bytes);
 }
+void store_shared(unsigned address, const void* from, unsigned bytes, Where where) {
+    memcpy(at(*me().cta, address, bytes, bytes, "store_shared", where), from, bytes);
+}
 void fence_async_proxy() {
     Fiber& fiber = me();
     for (unsigned granule : fiber.unfenced)

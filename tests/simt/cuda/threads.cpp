@@ -252,6 +252,34 @@ void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, 
         },
         where);
 }
+void mma_1688(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Where where) {
+    struct Lane {
+        float* d;
+        const unsigned* a;
+        unsigned b[2];
+    } own{d, a, {b0, b1}};
+    collective(
+        "mma.m16n8k8", ~0u, &own,
+        [](void* const data[32], unsigned) {
+            auto tf32 = [](unsigned bits) { return __uint_as_float(bits & 0xffffe000u); };
+            float a[16][8], b[8][8];
+            for (int i = 0; i < 32; ++i) {
+                Lane& lane = *static_cast<Lane*>(data[i]);
+                for (int e = 0; e < 4; ++e) a[i / 4 + e % 2 * 8][i % 4 + e / 2 * 4] = tf32(lane.a[e]);
+                for (int e = 0; e < 2; ++e) b[i / 4][i % 4 + e * 4] = tf32(lane.b[e]);
+            }
+            for (int i = 0; i < 32; ++i)
+                for (int e = 0; e < 4; ++e) {
+                    float& d = static_cast<Lane*>(data[i])->d[e];
+                    double sum = d;
+                    for (int k = 0; k < 8; ++k)
+                        sum += static_cast<double>(a[i / 4 + e / 2 * 8][k]) * b[i % 4 * 2 + e % 2][k];
+                    d = static_cast<float>(sum);  // tensor cores round towards zero
+                    if (fabsf(d) > (sum < 0 ? -sum : sum)) d = __uint_as_float(__float_as_uint(d) - 1);
+                }
+        },
+        where);
+}
 
 // ---- scheduling ----
 static void thread_ends() {
