@@ -16,6 +16,8 @@
 constexpr int WARPS_M = BLOCK_M / 16, THREADS = WARPS_M * KEY_WARPS * 32, WARP_N = BLOCK_N / KEY_WARPS;
 constexpr int D_STEPS = HEAD_DIM / 16, N_STEPS = WARP_N / 16;
 constexpr int PITCH = HEAD_DIM * 2, TILE = BLOCK_N * PITCH, STAGE = 2 * TILE;  // bytes
+// Q in registers for all tiles; a wide head without branches reads it again, or it spills.
+constexpr bool Q_KEPT = BRANCHES || HEAD_DIM <= 64;
 static_assert(N_STEPS * 16 * KEY_WARPS == BLOCK_N && STAGES > 1, "whole fragments; one stage is never refilled");
 // Outputs on their way out, over the ring: rows of floats, 8 more than HEAD_DIM, so that the 4 rows that
 // half a warp stores lie in different banks; then reference and sum of each row.
@@ -60,7 +62,10 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
 
     // Rows of a fragment that a lane reads: those of Q and V, and those of K, by halves (common/mma.cuh).
     const unsigned row_a = lane % 16, row_k = lane % 8 + lane / 16 * 8, chunk_a = lane / 16, chunk_k = lane / 8 % 2;
-    unsigned q_kept[D_STEPS][4];
+    unsigned q_kept[Q_KEPT ? D_STEPS : 1][4];
+    auto load_q = [&](unsigned (&a)[4], int d) {
+        ldmatrix_x4(a, smem_q + offset_of(warp_row + row_a, 2 * d + chunk_a));
+    };
     float out[2 * D_STEPS][4] = {}, reference[2] = {NOTHING_YET, NOTHING_YET}, sum[2] = {};
 
 #pragma unroll(BRANCHES ? 1 : TILES)
@@ -68,10 +73,9 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
         cp_async_wait<STAGES - 2>();
         __syncthreads();  // this tile is there for all, and the one before is used by all
         load_tile(tile + STAGES - 1);
-        if (tile == 0) {
+        if (Q_KEPT && tile == 0) {
 #pragma unroll
-            for (int d = 0; d < D_STEPS; ++d)
-                ldmatrix_x4(q_kept[d], smem_q + offset_of(warp_row + row_a, 2 * d + chunk_a));
+            for (int d = 0; d < D_STEPS; ++d) load_q(q_kept[Q_KEPT ? d : 0], d);
         }
         const int first_key = tile * BLOCK_N + key_warp * WARP_N;
         if (BRANCHES && first_key >= some_keys) continue;
@@ -79,14 +83,17 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
 
         float s[2 * N_STEPS][4] = {};
 #pragma unroll
-        for (int d = 0; d < D_STEPS; ++d)
+        for (int d = 0; d < D_STEPS; ++d) {
+            unsigned q_now[4], b[4];
+            unsigned(&a)[4] = Q_KEPT ? q_kept[Q_KEPT ? d : 0] : q_now;
+            if (!Q_KEPT) load_q(q_now, d);
 #pragma unroll
             for (int n = 0; n < N_STEPS; ++n) {
-                unsigned b[4];
                 ldmatrix_x4(b, k_rows + n * 16 * PITCH + offset_of(row_k, 2 * d + chunk_k));
-                mma_16816(s[2 * n], q_kept[d], b[0], b[1]);
-                mma_16816(s[2 * n + 1], q_kept[d], b[2], b[3]);
+                mma_16816(s[2 * n], a, b[0], b[1]);
+                mma_16816(s[2 * n + 1], a, b[2], b[3]);
             }
+        }
         // A lane has rows lane / 4 and lane / 4 + 8: h. Of each, columns 8 * n + lane % 4 * 2 and the next.
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -146,24 +153,24 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
             *reinterpret_cast<float2*>(to + d * 8) = make_float2(out[d][2 * h], out[d][2 * h + 1]);
     }
     __syncthreads();
-    constexpr int FOURS = HEAD_DIM / 4;  // columns of a thread: four
+    constexpr int FOURS = HEAD_DIM / 4;  // a thread takes four columns of a row
 #pragma unroll
     for (int i = 0; i < BLOCK_M * FOURS / THREADS; ++i) {
-        const int at = (i * THREADS + threadIdx.x) / FOURS, column = (i * THREADS + threadIdx.x) % FOURS * 4;
+        // Past the last row, that row again: the same values go to the same place, and no branch is needed.
+        const int at = min(i * (THREADS / FOURS) + static_cast<int>(threadIdx.x / FOURS), seqlen_q - first_row - 1);
         float most = NOTHING_YET, total = 0.f, x[4] = {};
 #pragma unroll
         for (int w = 0; w < KEY_WARPS; ++w) most = fmaxf(most, statistics[w * BLOCK_M + at].x);
 #pragma unroll
         for (int w = 0; w < KEY_WARPS; ++w) {
             const float2 its = statistics[w * BLOCK_M + at];
-            const float4 four = *reinterpret_cast<const float4*>(merge + w * OUT + at * OUT_PITCH + column);
+            const float4 four = *reinterpret_cast<const float4*>(merge + w * OUT + at * OUT_PITCH + threadIdx.x % FOURS * 4);
             const float weight = exp2_approx(its.x - most);
             total += its.y * weight;
             x[0] += four.x * weight, x[1] += four.y * weight, x[2] += four.z * weight, x[3] += four.w * weight;
         }
         const float inverse = __fdividef(1.f, total);
-        if (first_row + at < seqlen_q)
-            *reinterpret_cast<uint2*>(o + at * HEAD_DIM + column) =
-                make_uint2(pack(x[0] * inverse, x[1] * inverse), pack(x[2] * inverse, x[3] * inverse));
+        reinterpret_cast<uint2*>(o)[at * FOURS + threadIdx.x % FOURS] =
+            make_uint2(pack(x[0] * inverse, x[1] * inverse), pack(x[2] * inverse, x[3] * inverse));
     }
 }

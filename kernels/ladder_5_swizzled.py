@@ -12,8 +12,8 @@ kernel = Kernel(
     summary="ladder 5: swizzled shared memory, mma.sync, scores in registers, one-instruction exp2",
     params=(
         Param("BLOCK_M", (32, 16), "query rows per block: 16 a warp"),
-        Param("KEY_WARPS", (4, 2), "warps that share a query's keys; merged at the end"),
-        Param("BLOCK_N", (128,), "keys per tile"),
+        Param("KEY_WARPS", (4,), "warps that share a query's keys; merged at the end"),
+        Param("BLOCK_N", (64, 128), "keys per tile"),
         Param("STAGES", (2,), "tiles of K and V in the ring: 2 or more"),
         Param("BRANCHES", (1, 0), "0: no branch, the same instructions for all inputs of a shape"),
     ),

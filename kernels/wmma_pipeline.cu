@@ -62,7 +62,7 @@ static_assert(SCORES >= 16 * OUTPUT_PITCH, "the output leaves through the scores
 // Barriers 1 + stage: it is full; 1 + STAGES + stage: it is empty.
 constexpr int FULL = 1, EMPTY = 1 + STAGES;
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 wmma_pipeline(const element_t* __restrict__ q, const element_t* __restrict__ k,
               const element_t* __restrict__ v, element_t* __restrict__ o, int items, int heads, int heads_kv,
               int seqlen_q, int seqlen_k, float scale) {

@@ -32,6 +32,12 @@ def smem_bytes(config: Config, head_dim: int) -> int:
     return int((c.BLOCK_M + 2 * c.STAGES * c.BLOCK_N) * pitch + c.BLOCK_M * of_a_row)
 
 
+def registers_needed(config: Config, head_dim: int) -> int:
+    """Output, then queries or scores, and what other fragments and addresses take on top."""
+    output = head_dim // 2 if config.O_IN_REGISTERS else 0
+    return output + max(head_dim // 4, config.BLOCK_N // 2) + 72
+
+
 @kernel.rule("whole fragments; at most 32 warps; stages and layouts that there are")
 def known_values(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
@@ -63,11 +69,15 @@ def no_idle_tile(config: Config, problem: Problem, arch: Arch) -> bool:
 def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     p = problem
     items = -(-p.seqlen_q // config.BLOCK_M) * p.batch * p.heads
+    threads, smem = config.BLOCK_M * 2 + 32 * config.PRODUCER_WARPS, smem_bytes(config, p.head_dim)
+    blocks = arch.planned_blocks(threads, registers_needed(config, p.head_dim), smem)
     sizes = (items, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale)
     return Launch(
         function="wmma_pipeline",
         grid=(min(items, config.CTAS) if config.CTAS else items, 1, 1),
-        threads=config.BLOCK_M * 2 + 32 * config.PRODUCER_WARPS,
+        threads=threads,
         args=("q", "k", "v", "o", *sizes),
-        smem_bytes=smem_bytes(config, p.head_dim),
+        smem_bytes=smem,
+        defines={"MIN_BLOCKS": blocks},
+        min_blocks_per_sm=blocks,
     )

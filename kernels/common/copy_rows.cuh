@@ -10,14 +10,15 @@ struct Count {
 // ROWS contiguous rows by COUNT threads, of which this is `thread`. offset(row, chunk): where 16 bytes
 // go. Rows from rows_left on become zeros, so that 0 * V is never NaN; `source` must be readable.
 template <int ROWS, int COUNT, class Offset>
-__device__ __forceinline__ void copy_rows(unsigned target, const element_t* source, int rows_left, int thread,
-                                          Offset offset) {
-    constexpr int CHUNKS = HEAD_DIM / 8;
-    static_assert(ROWS * CHUNKS % COUNT == 0, "rows must be whole chunks for every thread");
+__device__ __forceinline__ void copy_rows(unsigned target, const element_t* source, int rows_left,
+                                          unsigned thread, Offset offset) {
+    constexpr int CHUNKS = HEAD_DIM / 8, STEP = COUNT / CHUNKS;  // rows from one chunk of a thread to its next
+    static_assert(COUNT % CHUNKS == 0 && ROWS % STEP == 0, "rows must be whole chunks for every thread");
+    const unsigned first = thread / CHUNKS, chunk = thread % CHUNKS;
 #pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS / COUNT; ++i) {
-        const int at = i * COUNT + thread, row = at / CHUNKS;
-        const bool valid = row < rows_left;
-        cp_async_16(target + offset(row, at % CHUNKS), source + (valid ? at * 8 : 0), valid);
+    for (int i = 0; i < ROWS / STEP; ++i) {
+        const unsigned row = first + i * STEP;
+        const bool valid = static_cast<int>(row) < rows_left;
+        cp_async_16(target + offset(row, chunk), source + (valid ? thread * 8 + i * (COUNT * 8) : 0), valid);
     }
 }
