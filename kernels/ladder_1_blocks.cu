@@ -33,7 +33,7 @@ ladder_1_blocks(const element_t* __restrict__ q, const element_t* __restrict__ k
         const int key = min(first + lane, keys - 1);
         const uint4* k_row = reinterpret_cast<const uint4*>(k + kv + static_cast<long long>(key) * HEAD_DIM);
         float s = 0.f;
-#pragma unroll
+#pragma unroll 4
         for (int i = 0; i < HEAD_DIM / 8; ++i) s += dot(q_row[i], k_row[i]);
         s = first + lane < keys ? s * scale : minus_infinity();
 
@@ -43,7 +43,7 @@ ladder_1_blocks(const element_t* __restrict__ q, const element_t* __restrict__ k
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) out[i][0] *= shrink, out[i][1] *= shrink;
         const element_t* v_row = v + kv + static_cast<long long>(first) * HEAD_DIM + 2 * lane;
-#pragma unroll 8
+#pragma unroll 4
         for (int j = 0; j < min(32, keys - first); ++j, v_row += HEAD_DIM) {
             const float weight = __shfl_sync(0xffffffffu, p, j);
 #pragma unroll

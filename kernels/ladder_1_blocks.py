@@ -12,6 +12,11 @@ kernel = Kernel(
 )
 
 
+@kernel.rule("a block has 1 to 24 warps")
+def warps(config: Config, problem: Problem, arch: Arch) -> bool:
+    return 1 <= config.WARPS <= 24
+
+
 @kernel.rule("a block is not twice as large as one head has rows")
 def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.WARPS < 2 * problem.seqlen_q

@@ -29,7 +29,7 @@ __device__ __forceinline__ void load_rows(unsigned* target, const element_t* sou
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 ladder_2_tiles(const element_t* __restrict__ q, const element_t* __restrict__ k,
                const element_t* __restrict__ v, element_t* __restrict__ o, int heads, int heads_kv,
                int seqlen_q, int seqlen_k, float scale) {

@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_rows(element_t* target, const element_t* so
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 ladder_3_tensor_cores(const element_t* __restrict__ q, const element_t* __restrict__ k,
                       const element_t* __restrict__ v, element_t* __restrict__ o, int heads, int heads_kv,
                       int seqlen_q, int seqlen_k, float scale) {

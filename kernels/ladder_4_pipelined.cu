@@ -22,7 +22,7 @@ __device__ __forceinline__ unsigned offset_of(unsigned row, unsigned chunk) {
     return row * (HEAD_DIM * 2) + chunk * 16;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 ladder_4_pipelined(const element_t* __restrict__ q, const element_t* __restrict__ k,
                    const element_t* __restrict__ v, element_t* __restrict__ o, int heads, int heads_kv,
                    int seqlen_q, int seqlen_k, float scale) {
@@ -59,7 +59,7 @@ ladder_4_pipelined(const element_t* __restrict__ q, const element_t* __restrict_
     const int keys = keys_of(row + lane % 16, seqlen_q, seqlen_k);  // of this lane's row
     const long long query = (static_cast<long long>(head) * seqlen_q + row) * HEAD_DIM;
     const element_t* const q_rows = q_tile + warp * 16 * HEAD_DIM;
-    copy_rows<16, 32>(smem_address(q_rows), q + (row < seqlen_q ? query : 0), seqlen_q - row, lane, offset_of);
+    copy_rows<16, 32>(smem_address(q_rows), q + query, seqlen_q - row, lane, offset_of);
     cp_async_commit();
     cp_async_wait<0>();
     __syncwarp();

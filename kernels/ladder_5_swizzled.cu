@@ -24,11 +24,15 @@ static_assert(N_STEPS * 16 * KEY_WARPS == BLOCK_N && STAGES > 1, "whole fragment
 constexpr int OUT_PITCH = HEAD_DIM + 8, OUT = BLOCK_M * OUT_PITCH, STATISTICS = KEY_WARPS * OUT;
 constexpr float NOTHING_YET = -1e30f;  // finite: a row without keys so far gives exp2(-inf), never NaN
 
+// Sums of P are one more column of the output, as of a V of ones: whole rows, without a shuffle, and without
+// the additions that ptxas puts off, and keeps P in fp32 for, when tiles are unrolled.
+constexpr unsigned ONES = IS_BF16 ? 0x3f803f80u : 0x3c003c00u;
+
 __device__ __forceinline__ unsigned offset_of(unsigned row, unsigned chunk) {
     return row * PITCH + (chunk ^ row % 8) * 16;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__ k,
                   const element_t* __restrict__ v, element_t* __restrict__ o, int heads, int heads_kv,
                   int seqlen_q, int seqlen_k, float scale) {
@@ -48,7 +52,7 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
     v += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
     auto load_tile = [&](int tile) {
         const int left = tile < tiles ? seqlen_k - tile * BLOCK_N : 0;
-        const long long from = left > 0 ? static_cast<long long>(tile) * (BLOCK_N * HEAD_DIM) : 0;
+        const long long from = static_cast<long long>(tile) * (BLOCK_N * HEAD_DIM);
         const unsigned to = ring + tile % STAGES * STAGE;
         if (!BRANCHES || tile < tiles) {
             copy_rows<BLOCK_N, THREADS>(to, k + from, left, threadIdx.x, offset_of);
@@ -66,7 +70,7 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
     auto load_q = [&](unsigned (&a)[4], int d) {
         ldmatrix_x4(a, smem_q + offset_of(warp_row + row_a, 2 * d + chunk_a));
     };
-    float out[2 * D_STEPS][4] = {}, reference[2] = {NOTHING_YET, NOTHING_YET}, sum[2] = {};
+    float out[2 * D_STEPS][4] = {}, sum[4] = {}, reference[2] = {NOTHING_YET, NOTHING_YET};
 
 #pragma unroll(BRANCHES ? 1 : TILES)
     for (int tile = 0; tile < tiles; ++tile) {
@@ -112,7 +116,7 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
             const float grown = fmaxf(reference[h], largest * to_log2);
             const float shrink = exp2_approx(reference[h] - grown);
-            reference[h] = grown, sum[h] *= shrink;
+            reference[h] = grown, sum[2 * h] *= shrink, sum[2 * h + 1] *= shrink;
 #pragma unroll
             for (int d = 0; d < 2 * D_STEPS; ++d) out[d][2 * h] *= shrink, out[d][2 * h + 1] *= shrink;
         }
@@ -122,11 +126,10 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* two = &s[2 * n + i / 2][i % 2 * 2];
-                const float p0 = exp2_approx(two[0] * to_log2 - reference[i % 2]);
-                const float p1 = exp2_approx(two[1] * to_log2 - reference[i % 2]);
-                sum[i % 2] += p0 + p1;
-                p[i] = pack(p0, p1);
+                p[i] = pack(exp2_approx(two[0] * to_log2 - reference[i % 2]),
+                            exp2_approx(two[1] * to_log2 - reference[i % 2]));
             }
+            mma_16816(sum, p, ONES, ONES);
 #pragma unroll
             for (int d = 0; d < D_STEPS; ++d) {
                 ldmatrix_x4_trans(b, v_rows + n * 16 * PITCH + offset_of(row_a, 2 * d + chunk_a));
@@ -144,9 +147,7 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int at = warp_row + h * 8 + lane / 4;
-        float total = sum[h] + __shfl_xor_sync(0xffffffffu, sum[h], 1);
-        total += __shfl_xor_sync(0xffffffffu, total, 2);
-        if (lane % 4 == 0) statistics[key_warp * BLOCK_M + at] = make_float2(reference[h], total);
+        if (lane % 4 == 0) statistics[key_warp * BLOCK_M + at] = make_float2(reference[h], sum[2 * h]);
         float* to = merge + key_warp * OUT + at * OUT_PITCH + lane % 4 * 2;
 #pragma unroll
         for (int d = 0; d < 2 * D_STEPS; ++d)

@@ -4,9 +4,6 @@ from attnsweep.arch import Arch
 from attnsweep.kernel import Config, Kernel, Launch, Param
 from attnsweep.problem import Problem
 
-# Tiles that a form without branches may have: each is code of its own.
-MOST_TILES = 16
-
 kernel = Kernel(
     "ladder_5_swizzled",
     summary="ladder 5: swizzled shared memory, mma.sync, scores in registers, one-instruction exp2",
@@ -40,17 +37,23 @@ def whole_fragments(config: Config, problem: Problem, arch: Arch) -> bool:
     )
 
 
+def registers_needed(config: Config, head_dim: int) -> int:
+    """Output, scores and queries of a lane, and what fragments and addresses take on top."""
+    return head_dim // 2 + config.BLOCK_N // config.KEY_WARPS // 2 + head_dim // 4 + 64
+
+
 @kernel.rule("scores and output fit the registers of a thread")
 def registers(config: Config, problem: Problem, arch: Arch) -> bool:
-    c, d = config, problem.head_dim
-    warps = c.BLOCK_M // 16 * c.KEY_WARPS
-    needed = d // 2 + c.BLOCK_N // c.KEY_WARPS // 2 + d // 4 + 56
-    return int(needed) <= min(250, arch.registers_per_sm // (32 * warps))
+    warps = config.BLOCK_M // 16 * config.KEY_WARPS
+    most = min(250, arch.registers_per_sm // (32 * warps))
+    return registers_needed(config, problem.head_dim) <= most
 
 
-@kernel.rule("without branches, at most 16 tiles: every tile is code of its own")
+@kernel.rule("without branches, few and short tiles: each is code of its own, and more of it spills")
 def unrolled(config: Config, problem: Problem, arch: Arch) -> bool:
-    return bool(config.BRANCHES) or tiles(config, problem) <= MOST_TILES
+    tile = config.BLOCK_N // config.KEY_WARPS * problem.head_dim  # of a warp's K
+    most = 8 if tile <= 1024 else 4
+    return bool(config.BRANCHES) or (tile <= 2048 and tiles(config, problem) <= most)
 
 
 @kernel.rule("a tile is not twice as long as its sequence, unless it is short itself")
@@ -64,11 +67,16 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     p, c = problem, config
     ring = 4 * c.STAGES * c.BLOCK_N * p.head_dim
     merge = c.KEY_WARPS * c.BLOCK_M * 4 * (p.head_dim + 8 + 2)
+    threads, smem = c.BLOCK_M * 2 * c.KEY_WARPS, c.BLOCK_M * p.head_dim * 2 + max(ring, merge)
+    # Unrolled, ptxas takes whatever registers there are.
+    needed = registers_needed(c, p.head_dim) if c.BRANCHES else 255
+    blocks = arch.planned_blocks(threads, needed, smem)
     return Launch(
         function="ladder_5_swizzled",
         grid=(-(-p.seqlen_q // c.BLOCK_M), p.batch * p.heads, 1),
-        threads=c.BLOCK_M * 2 * c.KEY_WARPS,
+        threads=threads,
         args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
-        smem_bytes=c.BLOCK_M * p.head_dim * 2 + max(ring, merge),
-        defines={"TILES": 0 if c.BRANCHES else tiles(config, p)},
+        smem_bytes=smem,
+        defines={"TILES": 0 if c.BRANCHES else tiles(config, p), "MIN_BLOCKS": blocks},
+        min_blocks_per_sm=blocks,
     )

@@ -111,8 +111,7 @@ wmma_pipeline(const element_t* __restrict__ q, const element_t* __restrict__ k,
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int row = first_row_of(item) + warp * 16, rows = seqlen_q - row, tiles = tiles_of(item);
         const long long query = (static_cast<long long>(item / blocks_m) * seqlen_q + row) * HEAD_DIM;
-        // Past the last row, any row that can be read: nothing is read of it.
-        copy_rows<16, 32>(smem_address(q_rows), q + (rows > 0 ? query : 0), rows, lane, offset_of);
+        copy_rows<16, 32>(smem_address(q_rows), q + query, rows, lane, offset_of);
         cp_async_commit();
 #if PRODUCER_WARPS > 0
         cp_async_wait<0>();

@@ -16,7 +16,7 @@ kernel = Kernel(
         Param("PRODUCER_WARPS", (1, 0), "warps that only copy: 0 (all copy), 1, 2 or 4"),
         Param("EARLY", (0,), "tiles awaited before they are used: cp.async.wait_group STAGES-1-EARLY"),
         Param("LAYOUT", (1, 3), "rows of Q, K, V: 0 plain, 1 padded, 2 subtiles of 16x16, 3 XOR swizzle"),
-        Param("O_IN_REGISTERS", (1, 0), "the output: fragments in registers (1) or in shared memory (0)"),
+        Param("O_IN_REGISTERS", (1,), "the output: fragments in registers (1) or in shared memory (0)"),
         Param("CTAS", (0,), "0: a block per tile of queries; else so many blocks take them in turn"),
     ),
     head_dims=(64, 128),
@@ -35,7 +35,7 @@ def smem_bytes(config: Config, head_dim: int) -> int:
 def registers_needed(config: Config, head_dim: int) -> int:
     """Output, then queries or scores, and what other fragments and addresses take on top."""
     output = head_dim // 2 if config.O_IN_REGISTERS else 0
-    return output + max(head_dim // 4, config.BLOCK_N // 2) + 72
+    return output + max(head_dim // 4, config.BLOCK_N // 2) + 84
 
 
 @kernel.rule("whole fragments; at most 32 warps; stages and layouts that there are")
