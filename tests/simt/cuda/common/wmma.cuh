@@ -40,6 +40,7 @@ void wmma_read(T (&to)[8], const T* from, int stride, bool swap, const char* nam
     wmma_meet(name, where);
 }
 }  // namespace simt
+inline unsigned wmma_address(const void* p) { return simt::address_of(p); }
 
 inline void wmma_load(FragmentA& to, const element_t* from, int stride, SIMT_HERE) {
     simt::wmma_read(to.x, from, stride, true, "wmma.load.a", SIMT_AT);
