@@ -1,4 +1,4 @@
-"""ladder_5_swizzled: XOR-swizzled rows, everything else in registers; and a form without branches."""
+"""ladder_5_swizzled: XOR-swizzled rows, the rest in registers; and a form without branches."""
 
 from attnsweep.arch import Arch
 from attnsweep.kernel import Config, Kernel, Launch, Param
@@ -49,7 +49,9 @@ def registers(config: Config, problem: Problem, arch: Arch) -> bool:
     return registers_needed(config, problem.head_dim) <= most
 
 
-@kernel.rule("without branches, few and short tiles: each is code of its own, and more of it spills")
+@kernel.rule(
+    "without branches, few and short tiles: each is code of its own, and more of it spills"
+)
 def unrolled(config: Config, problem: Problem, arch: Arch) -> bool:
     tile = config.BLOCK_N // config.KEY_WARPS * problem.head_dim  # of a warp's K
     most = 8 if tile <= 1024 else 4

@@ -14,10 +14,22 @@ kernel = Kernel(
         Param("BLOCK_N", (64,), "keys per tile"),
         Param("STAGES", (2,), "tiles of K and V in the ring: 1 to 4"),
         Param("PRODUCER_WARPS", (1, 0), "warps that only copy: 0 (all copy), 1, 2 or 4"),
-        Param("EARLY", (0,), "tiles awaited before they are used: cp.async.wait_group STAGES-1-EARLY"),
-        Param("LAYOUT", (3, 0), "rows of Q, K, V: 0 plain, 1 padded, 2 subtiles of 16x16, 3 XOR swizzle"),
-        Param("O_IN_REGISTERS", (1, 0), "the output: fragments in registers (1) or in shared memory (0)"),
-        Param("CTAS", (0,), "0: a block per tile of queries; else so many blocks take them in turn"),
+        Param(
+            "EARLY", (0,), "tiles awaited before they are used: cp.async.wait_group STAGES-1-EARLY"
+        ),
+        Param(
+            "LAYOUT",
+            (3, 0),
+            "rows of Q, K, V: 0 plain, 1 padded, 2 subtiles of 16x16, 3 XOR swizzle",
+        ),
+        Param(
+            "O_IN_REGISTERS",
+            (1, 0),
+            "the output: fragments in registers (1) or in shared memory (0)",
+        ),
+        Param(
+            "CTAS", (0,), "0: a block per tile of queries; else so many blocks take them in turn"
+        ),
     ),
     head_dims=(64, 128),
 )
@@ -43,7 +55,10 @@ def known_values(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     fragments = c.BLOCK_M % 16 == 0 and c.BLOCK_N % 32 == 0
     return (
-        fragments and 1 <= c.STAGES <= 4 and 0 <= c.LAYOUT <= XOR and c.PRODUCER_WARPS in (0, 1, 2, 4)
+        fragments
+        and 1 <= c.STAGES <= 4
+        and 0 <= c.LAYOUT <= XOR
+        and c.PRODUCER_WARPS in (0, 1, 2, 4)
     )
 
 

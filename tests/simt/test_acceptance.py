@@ -1,7 +1,7 @@
 """The WMMA pipeline's acceptance: five shapes, causal and not, before anything is timed.
 
-In the settings of the system it stands for: 64x64 tiles, four warps and one that copies, two stages,
-scores and output in shared memory. tests/gpu/test_acceptance.py asks the same of a GPU.
+In the settings of the system it stands for: 64x64 tiles, four warps and one that copies, two
+stages, scores and output in shared memory. tests/gpu/test_acceptance.py asks the same of a GPU.
 """
 
 from __future__ import annotations
