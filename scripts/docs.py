@@ -34,9 +34,11 @@ sequence (H100) | `flash_fwd_mma`: {flash} µs at (1,16,1024,64), {flash_to_flas
 {flash_to_cudnn}× SDPA cuDNN in speed. The batched table, and a Hopper kernel: not yet |
 | **C** fp32 attention with head_dim 512 to 8192 (A100) | not yet |
 | **D** a ladder of kernels with machine-code checks; the first, naive, 40,541 µs (H100) | first \
-rung: `naive`, {naive} µs at (1,16,1024,64). The other rungs and the checks: not yet |
-| **E** WMMA with a cp.async pipeline: 1162 µs at (1,8,512,64) (L4) | not yet; \
-`configs/l4.yaml` has its shape |
+rung: `naive`, {naive} µs at (1,16,1024,64). `ladder_1_blocks` to `ladder_5_swizzled`, and \
+`configs/ladder.yaml`, which runs them in order, are there but not recorded yet |
+| **E** WMMA with a cp.async pipeline: 1162 µs at (1,8,512,64) (L4) | `wmma_pipeline`, \
+whose parameters hold its own settings, and `configs/wmma_pipeline.yaml`, which varies one suspect \
+at a time: not recorded yet |
 """
 NOTE = "<!-- Written by scripts/docs.py from the code; change that instead. -->\n\n"
 

@@ -14,7 +14,7 @@ from attnsweep import candidates, inspection, sass
 from attnsweep.arch import ARCHS
 from attnsweep.compiler import Compiler
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
-from attnsweep.kernel import discover
+from attnsweep.kernel import Config, discover
 from attnsweep.policy import INSTRUCTIONS
 from attnsweep.problem import Problem
 from attnsweep.spec import load_spec
@@ -108,6 +108,20 @@ def test_a_file_that_is_no_cubin_is_named(tmp_path):
     (tmp_path / "x.cubin").write_bytes(b"no ELF")
     with pytest.raises(ToolchainError, match=r"x\.cubin: nvdisasm cannot read this cubin: \S+"):
         sass.disassemble(tmp_path / "x.cubin")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_ladders_form_without_branches_has_none(compiler, causal):
+    kernel = discover()["ladder_5_swizzled"]
+    first = {param.name: param.values[0] for param in kernel.params}
+    config = Config({**first, "BLOCK_N": 128, "BRANCHES": 0})
+    problem = Problem(1, 8, 8, 512, 512, 64, causal=causal)
+    assert kernel.refused_by(config, problem, compiler.arch) is None
+    launch = kernel.launches(config, problem, compiler.arch)["fwd"]
+    defines = kernel.stages["fwd"].defines(config, problem, launch)
+    (found,) = sass.counts(compiler.compile(kernel.source, defines)).values()
+    assert found["branches"] == found["predicated_branches"] == 0
+    assert found["ldl"] == found["stl"] == 0
 
 
 # -- require ----------------------------------------------------------------------------------

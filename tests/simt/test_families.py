@@ -47,6 +47,15 @@ UNUSUAL = {
         "STATS=2 QK_BLOCK_N=256 QK_BLOCKS=2 QK_BUFFERS=2 PV_BLOCK_K=128 PV_BLOCKS=2 PDL=1 "
         "SOFTMAX_THREADS=32",
     ),
+    "wmma_pipeline": (
+        "BLOCK_M=32 BLOCK_N=32 STAGES=4 PRODUCER_WARPS=4 EARLY=1 LAYOUT=2 CTAS=3",
+        "BLOCK_M=32 BLOCK_N=128 STAGES=3 PRODUCER_WARPS=0 EARLY=1 LAYOUT=1 CTAS=2",
+    ),
+    # Without branches, tiles past the last key are there all the same.
+    "ladder_5_swizzled": (
+        "BLOCK_N=128 BRANCHES=0",
+        "BLOCK_M=64 KEY_WARPS=2 BLOCK_N=64 STAGES=4",
+    ),
 }
 # Families whose head dims are a range: these configs alone, each with its head dim and mask.
 WIDE = {
@@ -61,6 +70,9 @@ WIDE = {
         ("SCORES=workspace SLICES=3 MATH=ffma NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 PDL=1", 772, False),
     ),
 }
+# Families that share their parts: of mask, dtype and head_dim every third of the eight that there
+# are, which takes each value.
+SHARED_PARTS = ("ladder_", "wmma_")
 
 
 @lru_cache
@@ -84,8 +96,9 @@ def runs():
             yield kernel, replace(BASE, **facts), words
         if kernel.name in WIDE:
             continue
-        compiled = product((True, False), kernel.dtypes, kernel.head_dims[:2])
-        for number, (causal, dtype, head_dim) in enumerate(compiled):
+        compiled = list(product((True, False), kernel.dtypes, kernel.head_dims[:2]))
+        step = 3 if kernel.name.startswith(SHARED_PARTS) else 1
+        for number, (causal, dtype, head_dim) in enumerate(compiled[::step]):
             problem = replace(BASE, causal=causal, dtype=dtype, head_dim=head_dim)
             if not kernel.refusal(problem, ARCH):
                 yield kernel, problem, number
