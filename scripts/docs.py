@@ -27,12 +27,14 @@ SYSTEMS = """\
 | **A** three kernels, QKᵀ → softmax → PV, on Hopper: 1.65 µs/head at (1,16,1024,64), \
 SDPA 1.62, unfused about 50 (H100) | `three_kernel_mma`, on mma.sync: {three_head} µs/head \
 ({three} µs a call: {stages}); SDPA flash {sdpa_head}, unfused {unfused_head} µs/head in the same \
-run. Its WGMMA form, `three_kernel_wgmma`, is in `kernels/` but not recorded yet; the test of its \
-claims: not yet |
+run. Its WGMMA form, `three_kernel_wgmma`, and the sweep that tests its claims, \
+`configs/three_kernel_h100.yaml`, are there but not recorded yet |
 | **B** one fused, autotuned kernel, 23.7 µs against SDPA's 24.8, then batched under 5 µs a \
 sequence (H100) | `flash_fwd_mma`: {flash} µs at (1,16,1024,64), {flash_to_flash}× SDPA flash and \
-{flash_to_cudnn}× SDPA cuDNN in speed. The batched table, and a Hopper kernel: not yet |
-| **C** fp32 attention with head_dim 512 to 8192 (A100) | not yet |
+{flash_to_cudnn}× SDPA cuDNN in speed. The Hopper kernel, `flash_fwd_wgmma`, and the batched table, \
+`configs/batched_h100.yaml`, are there but not recorded yet |
+| **C** fp32 attention with head_dim 512 to 8192 (A100) | `flash_fwd_fp32_wide` and \
+`configs/wide_head.yaml`: not recorded yet |
 | **D** a ladder of kernels with machine-code checks; the first, naive, 40,541 µs (H100) | first \
 rung: `naive`, {naive} µs at (1,16,1024,64). `ladder_1_blocks` to `ladder_5_swizzled`, and \
 `configs/ladder.yaml`, which runs them in order, are there but not recorded yet |
