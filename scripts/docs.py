@@ -31,7 +31,7 @@ run. Its WGMMA form, `three_kernel_wgmma`, and the sweep that tests its claims, 
 `configs/three_kernel_h100.yaml`, are there but not recorded yet |
 | **B** one fused, autotuned kernel, 23.7 µs against SDPA's 24.8, then batched under 5 µs a \
 sequence (H100) | `flash_fwd_mma`: {flash} µs at (1,16,1024,64), {flash_to_flash}× SDPA flash and \
-{flash_to_cudnn}× SDPA cuDNN in speed. The Hopper kernel, `flash_fwd_wgmma`, and the batched table, \
+{flash_to_cudnn}× SDPA cuDNN in speed. The Hopper kernel `flash_fwd_wgmma` and the batched table, \
 `configs/batched_h100.yaml`, are there but not recorded yet |
 | **C** fp32 attention with head_dim 512 to 8192 (A100) | `flash_fwd_fp32_wide` and \
 `configs/wide_head.yaml`: not recorded yet |
