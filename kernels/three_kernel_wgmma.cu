@@ -9,7 +9,7 @@
 //   2  pv: qk stores s and m, softmax joins the m of a row, pv reads 2^(s - m) through registers as its
 //      A operand, sums it and divides at the end. Written, read.
 //   3  qk as with 1, and pv joins the m and sums of its rows itself: two launches. Written, read.
-// On an H200, L2 takes 4.65 TB/s of writes and gives 11 TB/s of reads (plain loops over 33.5 MB), so storing
+// From development runs that no recorded run shows yet: on an H200, L2 takes 4.65 TB/s of writes and gives 11 TB/s of reads (plain loops over 33.5 MB), so storing
 // these scores is 7.2 us however it is done: with its launch, qk cannot take less than 8.5 us (measured 10.3
 // with STATS 0, 12.0 with 1), softmax 9.3 (11.4), pv 5.8 (6.5 to 7.0; 11 with STATS 2). In sequence they take
 // 2 us more than alone; meanwhile 17 to 20 MB of the scores leave L2 for memory during qk (ncu).
