@@ -206,7 +206,11 @@ class Build:
                 forked = schedule.streams > 1 and piece.stream not in begun
                 begun.add(piece.stream)
                 launch = replace(
-                    launch, defines={}, programmatic=launch.programmatic and not forked
+                    launch,
+                    defines={},
+                    programmatic=launch.programmatic and not forked,
+                    # The code's layout is that of the problem it was compiled for.
+                    smem_bytes=max(launch.smem_bytes, self.launches[name].smem_bytes),
                 )
                 stages.append(CompiledStage(name, paths[name], launch, piece.stream, piece.offsets))
         return Plan(problem, tuple(stages), schedule.workspaces, schedule.streams, schedule.eager)

@@ -88,3 +88,13 @@ def test_published_softmax(compiler, threads, vector, passes):
 def test_what_the_default_space_leaves_out(compiler, text, problem):
     values = dict(item.split("=") for item in text.split())
     check(compiler, {name: int(value) for name, value in values.items()}, problem)
+
+
+def test_a_smaller_problem_gets_the_shared_memory_that_the_code_lays_out(compiler):
+    values = {"SOFTMAX_DEPTH": 3, "SOFTMAX_GROUP": 2, "SOFTMAX_ROWS": 16, "STATS": 0}
+    build = Build.of(KERNEL, Config(FIRST | values), FULL, compiler)
+    build.submit()
+    short = replace(FULL, heads=2, heads_kv=1, seqlen_q=65, seqlen_k=200)
+    planned = KERNEL.launches(build.config, short, compiler.arch)["softmax"].smem_bytes
+    own = {stage.name: stage.launch.smem_bytes for stage in build.plan(short).stages}
+    assert own["softmax"] == build.launches["softmax"].smem_bytes > planned
