@@ -1,8 +1,8 @@
 """Measure what the card's memories give: L2 reads and writes, device memory reads and copies.
 
 Usage: python benchmarks/limits.py [FILE.json]. Bounds in reports that name a rate take it from the
-file. A figure is the time that further passes over the same bytes add to a launch, so that launching and
-ramping up are not in it, from the best of 20 graph replays of each.
+file. A figure is the time that further passes over the same bytes add to a launch, so that
+launching and ramping up are not in it, from the best of 20 graph replays of each.
 """
 
 from __future__ import annotations
