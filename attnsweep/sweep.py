@@ -183,15 +183,19 @@ class _Sweep:
                 slug = re.sub(r"[^a-z0-9]+", "-", trial.problem.label.lower()).strip("-")
                 self._store.keep_cubin(cubin.path, f"{slug}.{trial.kernel}.{name}.cubin")
 
-    def _builds(self, item: PlannedProblem, searches: Sequence[Search]) -> list[Build]:
-        """Ask for the problem's candidates, up to the lookahead, and start what is not done."""
+    def _builds(
+        self, item: PlannedProblem, searches: Sequence[Search], *, begun: bool = False
+    ) -> list[Build]:
+        """Ask for the problem's candidates, up to the lookahead, and start to compile them.
+
+        Not if all is measured already, unless the problem is begun: the finalists are then of all.
+        """
         builds = []
         for space, search in zip(item.spaces, searches, strict=True):
             asked = itertools.islice(iter(search.ask, None), _LOOKAHEAD)
             limit = workspace_limit(self._spec, self._environment.memory_bytes)
             builds += builds_of(space, asked, self._compiler, limit)
-        kept = self._kept(builds)
-        if len(kept) < len(builds) or not self._measured(item, builds):
+        if begun or len(self._kept(builds)) < len(builds) or not self._measured(item, builds):
             for build in builds:
                 build.submit()
         return builds
@@ -203,8 +207,17 @@ class _Sweep:
     ) -> None:
         kept = self._kept(builds)
         self._observer.opening(item.problem, len(builds), len(kept))
-        if len(kept) == len(builds) and self._measured(item, builds):
+        done: list[Build] = []  # all measured, in this run's terms too
+        while builds and len(kept) == len(builds) and self._measured(item, builds):
+            done += builds
+            for build in builds:
+                self._tell(item, searches, build, kept[build.row(status=Status.OK).key])
+            builds = self._builds(item, searches)
+            kept = self._kept(builds)
+        if not builds:
             return
+        for build in done:
+            build.submit()
         settings = self._spec
         try:
             self._worker.open(
@@ -215,6 +228,8 @@ class _Sweep:
             return
         rows: dict[tuple[object, ...], tuple[Build, Trial]] = {}
         seen: dict[tuple[object, ...], Build] = {}
+        told = {id(build) for build in done}
+        builds = done + builds
         while builds:
             kept = self._kept(builds)
             for build in as_ready(builds):
@@ -227,11 +242,18 @@ class _Sweep:
                     seen.setdefault(build.machine_code(), build)
                 rows[trial.key] = (build, trial)
                 self._observer.tried(trial)
-                for space, search in zip(item.spaces, searches, strict=True):
-                    if space.kernel is build.kernel:
-                        search.tell(trial)
-            builds = self._builds(item, searches)  # what the strategies ask for after that
+                if id(build) not in told:
+                    self._tell(item, searches, build, trial)
+            # What the strategies ask for after that.
+            builds = self._builds(item, searches, begun=True)
         self._final(item, [(b, t) for b, t in rows.values() if t.status is Status.OK])
+
+    def _tell(
+        self, item: PlannedProblem, searches: Sequence[Search], build: Build, trial: Trial
+    ) -> None:
+        for space, search in zip(item.spaces, searches, strict=True):
+            if space.kernel is build.kernel:
+                search.tell(trial)
 
     def _unopened(self, builds: Sequence[Build], error: WorkerError) -> None:
         """The inputs of a problem do not fit, or the GPU failed: each candidate's row says so."""

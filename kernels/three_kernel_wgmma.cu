@@ -9,10 +9,10 @@
 //   2  pv: qk stores s and m, softmax joins the m of a row, pv reads 2^(s - m) through registers as its
 //      A operand, sums it and divides at the end. Written, read.
 //   3  qk as with 1, and pv joins the m and sums of its rows itself: two launches. Written, read.
-// From development runs that no recorded run shows yet: on an H200, L2 takes 4.65 TB/s of writes and gives 11 TB/s of reads (plain loops over 33.5 MB), so storing
-// these scores is 7.2 us however it is done: with its launch, qk cannot take less than 8.5 us (measured 10.3
-// with STATS 0, 12.0 with 1), softmax 9.3 (11.4), pv 5.8 (6.5 to 7.0; 11 with STATS 2). In sequence they take
-// 2 us more than alone; meanwhile 17 to 20 MB of the scores leave L2 for memory during qk (ncu).
+// On an H200, L2 takes 4.5 TB/s of writes and gives 8.3 of reads (results/h200/limits.json), so writing these
+// scores is 7.4 us, softmax 8.8 (both ways at 7.6 TB/s), and pv, whose tiles read V again, 6.0. Recorded
+// alone, with their launches: qk 10.0 with STATS 0 and 11.2 with 3, softmax 11.3, pv 7.3 and 8.2
+// (results/h200/three_kernel_h200).
 // What the stages owe each other: a row i has keys_of(i) keys. A warpgroup of pv multiplies tiles of at most
 // UNIT x UNIT, so softmax (STATS 0) or qk (1, 3) write zeros up to extent_of(i). With STATS 2 pv masks.
 #include "common/element.cuh"
@@ -158,8 +158,7 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
     unsigned own = staging + warp / (QK_STORE == 1 ? 4 : 1) * QK_BUFFERS * OUT_PANELS * Store::BYTES;
     float by = STATS % 2 ? 1.f : factor;
     Release<CLUSTER> release(barriers);
-    // Else all warpgroups multiply, find maxima and exponentiate at the same time (STATS 1: 12.6 to 12.1
-    // us).
+    // Else all warpgroups multiply, find maxima and exponentiate at the same time.
     constexpr int TURN = 2, CONSUMERS = WARPS * 32;  // named barriers 2 and 3: the turn of each half
     if (QK_TURNS && warp / 4 % 2) named_barrier_arrive(TURN, CONSUMERS);
     // What becomes of a tile whose first key is `key`.

@@ -2,9 +2,8 @@
 #pragma once
 
 // Block (tile of queries, tile of HEAD_DIM columns, head). P arrives K-major, V row-major as it is stored.
-// PV_EVICT_FIRST says to L2 that P is not read again. At (1, 16, 1024, 64), in development runs not
-// recorded yet, that takes 0.5 to 0.9 of 23 us off
-// the whole, though pv alone, on scores that lie in L2 for good, is slower with it (6.5 to 8.8 us).
+// PV_EVICT_FIRST says to L2 that P is not read again: at (1, 16, 1024, 64) the best call takes 29.3 us with it
+// and 30.7 without, 19.1 and 20.6 with STATS 3 (results/h200/three_kernel_h200).
 extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOCKS)
     three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_constant__ TensorMap v,
                           const __grid_constant__ TensorMap o, const float* __restrict__ maxima,

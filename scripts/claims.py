@@ -491,6 +491,28 @@ def counter_lines(table: Recording) -> Iterator[str]:
             yield f"  - {stage['stage']}: {', '.join(parts)}; warps waited for {worst}"
 
 
+def figures(results: Path) -> dict[str, str]:
+    """What the README tells of system A: µs/head of recorded runs, and µs of the fused call."""
+    table = Recording(open_run(results / "three_kernel"), SHAPE)
+    tuned = Recording(open_run(results / "three_kernel_h200"), SHAPE)
+    theirs = table.variant(tile="64x128x64", softmax="32 threads, 3 passes", mode="graph")
+    assert theirs is not None
+
+    def best(name: str) -> float:
+        return min(us(t) for t in tuned.ours if t.variant.get("statistics") == name)
+
+    return {
+        "table_head": head(us(theirs)),
+        "sweep_head": head(min(map(us, table.ours))),
+        "tuned_head": head(best("softmax")),
+        "fused_head": head(best("fused")),
+        "fused": f"{best('fused'):.1f}",
+        "sdpa_head": head(us(tuned.peers["torch_flash"])),
+        "cudnn_head": head(us(tuned.peers["torch_cudnn"])),
+        "unfused_head": head(us(table.peers["unfused"])),
+    }
+
+
 def page(results: Path) -> str | None:
     """The page, or None if the sweep is not recorded in `results`."""
     directory = results / "three_kernel"
