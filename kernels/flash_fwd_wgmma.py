@@ -224,9 +224,9 @@ def split_keys(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.KEY_GROUPS == 1 or row_tiles(config, problem) <= 640
 
 
-@kernel.rule("a programmatic launch pays for short calls, under 2e10 FLOPs")
+@kernel.rule("a programmatic launch pays for short calls, under 2e11 FLOPs")
 def short_calls(config: Config, problem: Problem, arch: Arch) -> bool:
-    return config.PDL == 0 or problem.flops < 2e10
+    return config.PDL == 0 or problem.flops < 2e11
 
 
 @kernel.rule("keys are split over the grid where tiles of queries leave SMs idle")
