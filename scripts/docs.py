@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import claims
+import performance
 
 from attnsweep import report
 from attnsweep.kernel import BLOCK_LIMITS, discover
@@ -20,6 +22,7 @@ from attnsweep.spec import schema_text
 from attnsweep.store import find_runs, open_run
 from attnsweep.trial import Trial
 
+WIDE_PEERS = ("torch_efficient", "torch_math", "unfused")
 ROOT = Path(__file__).parent.parent
 SYSTEMS = """\
 | system, and what its authors claim | here ({where}) |
@@ -31,14 +34,14 @@ the two products {fused_head} ({fused} µs a call); SDPA flash {sdpa_head}, cuDN
 unfused {unfused_head} in the same runs. Its claims, one by one: [docs/claims.md](docs/claims.md). \
 On mma.sync, `three_kernel_mma`: {three_head} |
 | **B** one fused, autotuned kernel, 23.7 µs against SDPA's 24.8, then batched under 5 µs a \
-sequence (H100) | `flash_fwd_mma`: {flash} µs at (1,16,1024,64), {flash_to_flash}× SDPA flash and \
-{flash_to_cudnn}× SDPA cuDNN in speed. The Hopper kernel `flash_fwd_wgmma` and the batched table, \
-`configs/batched_h100.yaml`, are there but not recorded yet |
-| **C** fp32 attention with head_dim 512 to 8192 (A100) | `flash_fwd_fp32_wide` and \
-`configs/wide_head.yaml`: not recorded yet |
-| **D** a ladder of kernels with machine-code checks; the first, naive, 40,541 µs (H100) | first \
-rung: `naive`, {naive} µs at (1,16,1024,64). `ladder_1_blocks` to `ladder_5_swizzled`, and \
-`configs/ladder.yaml`, which runs them in order, are there but not recorded yet |
+sequence (H100) | `flash_fwd_wgmma`: {wgmma} µs at (1,16,1024,64), {wgmma_to_flash}× SDPA flash \
+and {wgmma_to_cudnn}× SDPA cuDNN in speed; its nine batched cells take {cells} µs a sequence, \
+{cells_ratio}× the fastest peer: [docs/performance.md](docs/performance.md). On mma.sync, \
+`flash_fwd_mma`: {flash} µs |
+| **C** fp32 attention with head_dim 512 to 8192: 62 to 214 µs for 16 to 64 rows, 4 heads (A100) | \
+`flash_fwd_fp32_wide`, 4 heads: {wide}; the best peer takes {wide_ratio}× as long |
+| **D** a ladder of kernels with machine-code checks; the first, naive, 40,541 µs; target under 5 \
+(H100) | `configs/ladder.yaml` at (1,8,512,64): {rungs} |
 | **E** WMMA with a cp.async pipeline: 1162 µs at (1,8,512,64) (L4) | `wmma_pipeline`, \
 whose parameters hold its own settings, and `configs/wmma_pipeline.yaml`, which varies one suspect \
 at a time: not recorded yet |
@@ -120,13 +123,44 @@ def systems() -> str:
         "three_head": f"{us('three_kernel_mma') / 16:.2f}",
         **claims.figures(ROOT / "results" / "h200"),
         "flash": f"{us('flash_fwd_mma'):.1f}",
-        "flash_to_flash": f"{us('torch_flash') / us('flash_fwd_mma'):.2f}",
-        "flash_to_cudnn": f"{us('torch_cudnn') / us('flash_fwd_mma'):.2f}",
-        "naive": f"{us('naive'):.0f}",
+        **performance.figures(ROOT / "results" / "h200"),
+        **others(ROOT / "results" / "h200"),
         "where": f"{run.environment.gpu}, driver {run.environment.driver}, "
         f"{run.environment.date[:10]}",
     }
     return SYSTEMS.format(**figures)
+
+
+def others(results: Path) -> dict[str, str]:
+    """Systems C and D: problems of the first in full, the rungs of the second in order."""
+
+    def ranked(name: str) -> list[dict[Any, Any]]:
+        run = open_run(results / name)
+        rows = rank(run.trials, run.environment).to_dict("records")
+        return [row for row in rows if row["rank"] == row["rank"] and row["time_us"] > 0]
+
+    wide, ratios = [], []
+    rows = ranked("wide_head")
+    for problem in dict.fromkeys(row["trial"].problem for row in rows):
+        times = {
+            row["kernel"]: row["time_us"]
+            for row in reversed(rows)
+            if row["trial"].problem == problem
+        }
+        peers = [times[name] for name in WIDE_PEERS if name in times]
+        if len(peers) == len(WIDE_PEERS):
+            ours = times["flash_fwd_fp32_wide"]
+            wide.append(f"{ours:.1f} µs for {problem.seqlen_q} rows of {problem.head_dim}")
+            ratios.append(min(peers) / ours)
+    rungs: dict[str, float] = {}
+    for row in ranked("ladder"):
+        if row["trial"].provider == "attnsweep" and not row["trial"].problem.causal:
+            rungs.setdefault(str(row["kernel"]), row["time_us"])
+    return {
+        "wide": ", ".join(wide),
+        "wide_ratio": f"{min(ratios):.1f} to {max(ratios):.1f}",
+        "rungs": ", ".join(f"`{n}` {t:.4g}" for n, t in reversed(rungs.items())) + " µs",
+    }
 
 
 def main() -> int:
@@ -143,6 +177,9 @@ def main() -> int:
     tested = claims.page(ROOT / "results" / "h200")
     if tested is not None:
         pages["docs/claims.md"] = tested
+    told = performance.page(ROOT / "results" / "h200")
+    if told is not None:
+        pages["docs/performance.md"] = told
     for directory in find_runs(ROOT / "results"):
         if directory.parent.name != "replay":
             tables = report.files(open_run(directory))
