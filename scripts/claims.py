@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import claims_cd
+
 from attnsweep import counters
 from attnsweep.arch import arch_named
 from attnsweep.candidates import plan
@@ -605,4 +607,5 @@ def page(results: Path) -> str | None:
             *counted,
             "",
         ]
+    out += claims_cd.sections(results)
     return "\n".join(out).rstrip() + "\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import sys
@@ -13,16 +12,15 @@ from samples import H200
 
 from attnsweep.arch import ARCHS
 from attnsweep.kernel import Kernel, Launch, Param
+from attnsweep.problem import Problem
 from attnsweep.space import Space
 from attnsweep.spec import load_spec
 from attnsweep.store import Store
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 
-PATH = Path(__file__).parent.parent.parent / "scripts" / "claims.py"
-_spec = importlib.util.spec_from_file_location("claims", PATH)
-claims = importlib.util.module_from_spec(_spec)
-sys.modules["claims"] = claims
-_spec.loader.exec_module(claims)
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
+import claims
+import claims_cd
 
 TILED = {"STATS": 0, "QK_BLOCK_M": 64, "QK_BLOCK_N": 128, "QK_TILES": 4, "QK_CLUSTER": 1}
 TILED |= {"PV_BLOCK_M": 64, "PV_CLUSTER": 1}
@@ -160,3 +158,44 @@ def test_staged_search_is_replayed_on_the_recorded_rows():
 
 def test_without_a_recording_there_is_no_page(tmp_path):
     assert claims.page(tmp_path) is None
+
+
+def test_wide_claims_turn_with_the_figures(tmp_path):
+    problem = Problem(1, 4, 4, 64, 64, 2048, "fp32")
+    limits = {"l2_read": 8e12}
+
+    def said(tf32x3):
+        name = f"wide_{tf32x3}"
+        with Store.open(tmp_path / name) as store:
+            for math, time_us in (("ffma", 12.0), ("tf32x3", tf32x3)):
+                config = {"MATH": math}
+                kernel = "flash_fwd_fp32_wide"
+                store.append(trial("attnsweep", time_us, problem, kernel=kernel, config=config))
+            for peer in claims_cd.WIDE_PEERS:
+                store.append(trial(peer, 48.0, problem))
+            store.describe(load_spec(Path("wide_head")).resolved(), H200)
+        return "\n".join(claims_cd.wide(claims.open_run(tmp_path / name), limits))
+
+    assert "1.20 to 1.20× as fast | **does not hold** |" in said(10.0)
+    assert "0.30 to 0.30× as fast | **holds** |" in said(40.0)
+    # 8.4 MB in 10 us; FFMA: 0.13 GFLOP at 66.9 TFLOP/s.
+    assert "| 64 × 2048 | **10.00** | tf32x3 | 48.0 (torch_efficient) | 4.8 | 839 |" in said(10.0)
+
+
+def test_the_ladder_has_each_rung_over_the_one_before(tmp_path):
+    problem = Problem(1, 8, 8, 512, 512, 64)
+    with Store.open(tmp_path / "ladder") as store:
+        for kernel, config, time_us in (
+            ("naive", {"THREADS": 32}, 100.0),
+            ("ladder_1_blocks", {"WARPS": 4}, 20.0),
+            ("ladder_5_swizzled", {"BRANCHES": 1}, 4.0),
+            ("ladder_5_swizzled", {"BRANCHES": 0}, 6.0),
+        ):
+            store.append(trial("attnsweep", time_us, problem, kernel=kernel, config=config))
+        store.append(trial("torch_flash", 10.0, problem))
+        store.describe(load_spec(Path("ladder")).resolved(), H200)
+    lines = list(claims_cd.ladder(claims.open_run(tmp_path / "ladder")))
+    assert "| 20 | 5.00 | 0.50 | +15.00 |" in lines[3]
+    assert "| 4 | 5.00 | 2.50 | -1.00 |" in lines[4]
+    assert "without branches" in lines[5]
+    assert "| 6 | – | 1.67 | +1.00 |" in lines[5]

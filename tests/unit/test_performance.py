@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -14,11 +13,8 @@ from attnsweep.spec import load_spec
 from attnsweep.store import Store
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 
-PATH = Path(__file__).parent.parent.parent / "scripts" / "performance.py"
-_spec = importlib.util.spec_from_file_location("performance", PATH)
-performance = importlib.util.module_from_spec(_spec)
-sys.modules["performance"] = performance
-_spec.loader.exec_module(performance)
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
+import performance
 
 SHAPE = Problem(1, 16, 16, 1024, 1024, 64)
 CELL = Problem(8, 8, 8, 128, 128, 64)
