@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnsweep.arch import ARCHS
-from attnsweep.kernel import Config, Kernel, Launch, Param
+from attnsweep.kernel import Config, Kernel, Launch, Param, discover
 from attnsweep.numerics import Case, from_bits, make_inputs, reference
 from attnsweep.problem import DTYPE_BYTES, Problem
-from attnsweep.schedule import CHUNKS, ROW_UNIT, is_used, schedule_of
+from attnsweep.schedule import CHUNKS, MODES, ROW_UNIT, is_used, schedule_of
 from attnsweep.space import Selection, Space
 
 
@@ -201,3 +201,16 @@ class TestVariants:
     def test_a_mode_that_one_variant_names_is_in_every_config(self):
         space = Space.build(FAMILY, PROBLEM, ARCHS["sm_90a"], self.SELECTION)
         assert all(list(config) == ["A", "STREAMS"] for config in space.configs)
+
+
+@pytest.mark.parametrize("kernel", discover().values(), ids=str)
+@pytest.mark.parametrize("name", [mode.name for mode in MODES])
+def test_no_rule_of_a_family_trips_over_a_mode(kernel, name):
+    arch = ARCHS["sm_90a"]
+    dtype, head_dim = kernel.dtypes[0], kernel.some_head_dims[0]
+    problem = Problem(2, 4, 4, 1024, 1024, head_dim, dtype)
+    assert kernel.refusal(problem, arch) is None
+    value = {"LAUNCH": "eager", "STREAMS": 2, "CHUNK_HEADS": 2, "CHUNK_ROWS": 256}[name]
+    configs = Space.build(kernel, problem, arch, Selection({name: (value,)})).configs
+    assert configs
+    assert {config[name] for config in configs} == {value}
