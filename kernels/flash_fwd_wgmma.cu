@@ -54,8 +54,7 @@ constexpr unsigned KV_PANEL = BLOCK_N * 128, KV_BYTES = PANELS * KV_PANEL;
 // P of a warpgroup in shared memory: one buffer, or one being read and one being written.
 constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL, P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
-// Wider, two tiles a round take more uniform registers than there are, and ptxas spills 44 to 68 bytes.
-constexpr int ROUND = HEAD_DIM < 128 ? UNROLL : 1;
+static_assert(!OVERLAP || P_SHARED || MAXIMA == 1, "P beside the one being read goes over its scores");
 // What a key group hands over: accumulators, maxima and sums of each thread.
 constexpr unsigned MERGE_FLOATS = HEAD_DIM / 2 + 4, MERGE_BYTES = 128 * 4 * MERGE_FLOATS;
 constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES;
@@ -388,9 +387,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
             softmax(s, true);
         }
         // The products of a tile's scores and of the P before it are under way together, and the softmax of
-        // the tile runs beside the latter. The P before is being read, so the new one goes elsewhere: to
-        // `next`; if the tile is not done again, over the scores; or to the other buffer.
-        auto step = [&](int j, unsigned(&p)[BLOCK_N / 4], unsigned(&next)[BLOCK_N / 4]) {
+        // the tile runs beside the latter. The P before is being read, so the new one goes elsewhere: to the
+        // other buffer, or, since with MAXIMA 1 the tile is not done again, over the scores.
+#pragma unroll 1
+        for (int j = key_group + KEY_GROUPS; j < tiles; j += KEY_GROUPS) {
             float s[BLOCK_N / 2];
             wait_k();
             if (PINGPONG) named_barrier_sync(TURN_BARRIER + warp / 4, 256);
@@ -408,43 +408,18 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                 grew = rows.tile(s, factor, false, by, to_shared);
                 shared_p_written();
                 end_pv(p);
-            } else if (MAXIMA == 2) {
-                grew = rows.tile(s, factor, false, by, to_registers(next));
-                pin(next);
-                end_pv(p);
             } else {
                 grew = rows.tile(s, factor, false, by, [&s](int i, const float(&e)[8]) {
 #pragma unroll
                     for (int j = 0; j < 8; ++j) s[i + j] = e[j];
                 });
                 pin(s);
-                // Nothing orders arithmetic before a wait for wgmma, and ptxas moves 54 of 66 exponentials
-                // behind it; a loop, which is the end of a basic block, holds them.
-                if (OVERLAP == 2 && j + KEY_GROUPS < tiles) wait_k();
                 end_pv(p);
 #pragma unroll
-                for (int i = 0; i < BLOCK_N / 4; ++i) next[i] = pack(s[2 * i], s[2 * i + 1]);
+                for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
             }
             if (grew) scale_rows(out, by);
-        };
-#if P_SHARED || MAXIMA < 2
-#pragma unroll 1
-        for (int j = key_group + KEY_GROUPS; j < tiles; j += KEY_GROUPS) step(j, p, p);
-#else
-        unsigned next[BLOCK_N / 4];
-#pragma unroll 1
-        for (int j = key_group + KEY_GROUPS; j < tiles; j += KEY_GROUPS) {
-            step(j, p, next);
-            // Two tiles a round: p and next change places, else they are moved.
-            if (ROUND == 1 || (j += KEY_GROUPS) >= tiles) {
-#pragma unroll
-                for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = next[i];
-                if (ROUND == 1) continue;
-                break;
-            }
-            step(j, next, p);
         }
-#endif
         if (PERSISTENT && lane == 0) mbarrier_arrive(barriers.q_empty());
         wait_v();
         begin_pv(p, p_buffer);

@@ -71,8 +71,6 @@ TRICKS = {
         "a quarter of the exponentials on the FMA units",
         "up to a quarter of the MUFU time where that binds",
     ),
-    "EXP2_CHUNK": ("exponentials by eights", "order held against the compiler: noise of 10 %"),
-    "UNROLL": ("rounds of one tile, not two", "less code, more moves"),
     "NUM_STAGES": ("tiles in flight", "latency hidden where rounds are short"),
     "PDL": (
         "programmatic launch",

@@ -28,8 +28,9 @@ struct Schedule {
         if (item >= tiles_m * heads) return {-1, 0, 0, 0};
         if (ORDER) {
             int section = item / (heads_together * tiles_m), within = item % (heads_together * tiles_m);
-            tile_m = tiles_m - 1 - within / heads_together;
-            head = section * heads_together + within % heads_together;
+            int first = section * heads_together, count = min(heads_together, heads - first);
+            tile_m = tiles_m - 1 - within / count;
+            head = first + within % count;
         } else {
             tile_m = CAUSAL ? tiles_m - 1 - item % tiles_m : item % tiles_m;
             head = item / tiles_m;

@@ -140,15 +140,6 @@ __device__ __forceinline__ int opaque(int x) {
     return x;
 }
 
-// ptxas moves no arithmetic from one side to the other. What it branches round never runs (x is not 1e30),
-// and sleeps, since an empty loop would be removed.
-__device__ __forceinline__ void end_basic_block(float x) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.eq.f32 p, %0, 0f7149f2ca;\nHERE:\n@!p bra DONE;\nnanosleep.u32 100;\nbra "
-        "HERE;\nDONE:\n}\n" ::"f"(x)
-        : "memory");
-}
-
 // A tile of rows of SWIZZLE = 64 or 128 bytes that TMA wrote with that swizzle, 8 * SWIZZLE aligned.
 // row_step: bytes between groups of 8 rows. column_step: of a transposed operand, between 64-column panels.
 template <int SWIZZLE>

@@ -1,6 +1,6 @@
 // Softmax over tiles of scores in accumulator registers: thread t of a warpgroup holds two rows, register i
 // in row i / 2 % 2 and column 8 (i / 4) + 2 (t % 4) + i % 2 (see hopper.cuh). Four lanes share a row.
-// Needs MAXIMA, EXP2_POLY, EXP2_CHUNK and CAUSAL; include after common/hopper.cuh.
+// Needs MAXIMA, EXP2_POLY and CAUSAL; include after common/hopper.cuh.
 #pragma once
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -38,44 +38,32 @@ struct OnlineSoftmax {
     float m[2], l[2];  // reference of the exponents, and this thread's part of the row sum
 
     // 2^(s * factor + offset) of both rows, by eights to put(i, ...), and their sums.
-    // ptxas adds an exponential up two of them later, however the source has it: 16 clocks, and if the unit
-    // takes longer, a warp that is alone waits for each. With EXP2_CHUNK so many are begun in a basic block
-    // that adds up those of the block before.
     template <int N, class Put>
     __device__ static __forceinline__ void
     exponentials(const float (&s)[N], float factor, const float (&offset)[2], float (&sum)[2], Put put) {
         Exp2Polynomial low(factor, offset[0]), high(factor, offset[1]);
-        constexpr int CHUNK = EXP2_CHUNK ? EXP2_CHUNK : 8, LAG = EXP2_CHUNK ? 1 : 0;
-        float part[4] = {}, e[LAG + 1][CHUNK];
+        float part[4] = {};
 #pragma unroll
-        for (int c = 0; c < N + LAG * CHUNK; c += CHUNK) {
+        for (int i = 0; i < N; i += 8) {
+            float eight[8];
 #pragma unroll
-            for (int j = 0; j < CHUNK && c + j < N; ++j) {
-                float x = s[c + j];
+            for (int j = 0; j < 8; ++j) {
+                float x = s[i + j];
                 // EXP2_POLY of every 8, spread out.
                 if (j * EXP2_POLY % 8 < EXP2_POLY) x = (j & 2 ? high : low)(x);
                 else x = exp2_approx(fmaf(x, factor, offset[j / 2 % 2]));
-                e[c / CHUNK % (LAG + 1)][j] = x;
+                eight[j] = x;
             }
-            int done = c - LAG * CHUNK;
-            if (done >= 0) {
-                const float(&ready)[CHUNK] = e[done / CHUNK % (LAG + 1)];
 #pragma unroll
-                for (int j = 0; j < CHUNK && done + j < N; j += 8) {
-                    float eight[8];
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) part[i % 4] += eight[i] = ready[j + i];
-                    put(done + j, eight);
-                }
-            }
-            if (LAG && c < N) end_basic_block(factor);
+            for (int j = 0; j < 8; ++j) part[j % 4] += eight[j];
+            put(i, eight);
         }
         sum[0] = part[0] + part[1], sum[1] = part[2] + part[3];
     }
 
     // One tile: `put` gets its exponentials, and may get them twice. Returns whether what was summed before
     // must be multiplied by `by`. `first`: nothing was.
-    // MAXIMA 0: the reference is the largest score so far. 1: it stays until a score has outgrown it by 2^8.
+    // MAXIMA 1: the reference is the largest score of the first tile, until one has outgrown it by 2^8.
     // 2: the exponentials are taken at once, against the reference so far, at first the score of a key; only
     // if their sums are too large or small is the tile done again from its maxima. That takes the maxima,
     // their exchange between lanes and the rescaling off the path of most tiles. (At first not 0: of equal
@@ -111,11 +99,8 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int i = 4; i < N; ++i) x[i % 4] = fmaxf(x[i % 4], s[i]);
         float largest[2] = {fmaxf(x[0], x[1]), fmaxf(x[2], x[3])};
-        bool grew = true;
-        if (MAXIMA == 1) {
-            bool keep = (largest[0] - m[0]) * factor <= 8.f && (largest[1] - m[1]) * factor <= 8.f;
-            grew = !__all_sync(0xffffffffu, keep);
-        }
+        bool keep = (largest[0] - m[0]) * factor <= 8.f && (largest[1] - m[1]) * factor <= 8.f;
+        bool grew = MAXIMA == 2 || !__all_sync(0xffffffffu, keep);
         if (grew) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {

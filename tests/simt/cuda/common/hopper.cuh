@@ -66,7 +66,6 @@ template <class T, int N>
 void pin(T (&)[N]) {}
 
 inline int opaque(int x) { return x; }
-inline void end_basic_block(float) {}
 
 template <int SWIZZLE>
 unsigned long long wgmma_descriptor(unsigned address, unsigned row_step, unsigned column_step = 16) {
