@@ -41,23 +41,30 @@ def compiler_warnings(log: str) -> list[str]:
 
 
 def blocks_per_sm(arch: Arch, registers: int, threads: int, smem_bytes: int) -> int:
-    """Resident blocks of one SM, as the driver's occupancy calculator counts them.
+    """Resident blocks of one SM, as the driver's occupancy calculator counts them."""
+    return residency(arch, registers, threads, smem_bytes)[0]
+
+
+def residency(arch: Arch, registers: int, threads: int, smem_bytes: int) -> tuple[int, str]:
+    """Resident blocks of one SM, and what of it runs out first: registers, shared memory, …
 
     Registers are given out by the warp in units of 256, to four sub-partitions each; shared memory
     in units of 128 bytes, plus what the driver reserves per block.
     """
     if threads > arch.max_threads_per_block or smem_bytes > arch.smem_per_block:
-        return 0
+        return 0, "threads" if threads > arch.max_threads_per_block else "shared memory"
     warps = -(-threads // 32)
     registers_per_warp = -(-max(registers, 1) * 32 // 256) * 256
     warps_by_registers = arch.registers_per_sm // 4 // registers_per_warp * 4
     per_block = -(-(smem_bytes + arch.smem_reserved_per_block) // 128) * 128
-    return min(
-        warps_by_registers // warps,
-        arch.max_threads_per_sm // 32 // warps,
-        arch.smem_per_sm // per_block,
-        arch.max_blocks_per_sm,
-    )
+    allowed = {
+        "registers": warps_by_registers // warps,
+        "shared memory": arch.smem_per_sm // per_block,
+        "threads": arch.max_threads_per_sm // 32 // warps,
+        "blocks": arch.max_blocks_per_sm,
+    }
+    limiter = min(allowed, key=lambda name: allowed[name])
+    return allowed[limiter], limiter
 
 
 def resources(stages: Sequence[tuple[str, Cubin, Launch]], arch: Arch) -> Resources:
@@ -66,6 +73,7 @@ def resources(stages: Sequence[tuple[str, Cubin, Launch]], arch: Arch) -> Resour
     Raises CompileError if a cubin does not hold the function that its launch names.
     """
     rows: dict[str, dict[str, float]] = {}
+    limiters: dict[str, str] = {}
     for name, cubin, launch in stages:
         facts = functions(cubin.log).get(launch.function)
         if facts is None:
@@ -75,7 +83,7 @@ def resources(stages: Sequence[tuple[str, Cubin, Launch]], arch: Arch) -> Resour
                 log=cubin.log,
             )
         smem_bytes = facts["smem_bytes"] + launch.smem_bytes
-        blocks = blocks_per_sm(arch, facts["registers"], launch.threads, smem_bytes)
+        blocks, limiters[name] = residency(arch, facts["registers"], launch.threads, smem_bytes)
         rows[name] = {
             "registers": facts["registers"],
             "spill_bytes": facts["spill_bytes"],
@@ -92,4 +100,5 @@ def resources(stages: Sequence[tuple[str, Cubin, Launch]], arch: Arch) -> Resour
         smem_bytes=int(max(row["smem_bytes"] for row in rows.values())),
         occupancy=min(row["occupancy"] for row in rows.values()),
         stages=rows,
+        limiters=limiters,
     )

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.problem import Problem
+from attnsweep.problem import DTYPE_BYTES, Problem
 
 if TYPE_CHECKING:
     from attnsweep.device import Session
@@ -62,11 +62,13 @@ class Baseline:
         return replay
 
     def output(self) -> Any:
-        """The output on copy 0: its storage as a NumPy array of uint16."""
+        """The output on copy 0: its storage as a NumPy array of uint16, or uint32 for fp32."""
         with self._torch.cuda.stream(self._stream):
             out = self._forward(*self._copies[0]).contiguous()
             self._stream.synchronize()
-        return out.view(self._torch.int16).cpu().numpy().view("uint16")
+        bits = self._torch.int32 if out.element_size() == 4 else self._torch.int16
+        numbers = out.view(bits).cpu().numpy()
+        return numbers.view(numbers.dtype.str.replace("i", "u"))
 
 
 def _import_torch() -> Any:
@@ -82,24 +84,25 @@ def _import_torch() -> Any:
 def prepare(
     name: str, problem: Problem, copies: Sequence[Mapping[str, Any]], session: Session
 ) -> Baseline:
-    """The baseline called `name`, run once. copies: CuPy uint16 arrays q, k, v of each copy.
+    """The baseline called `name`, run once. copies: CuPy arrays q, k, v of each copy, as storage.
 
     Raises Unavailable with the reason, for anything that goes wrong inside the peer.
     """
     torch = _import_torch()
-    if problem.dtype not in ("fp16", "bf16"):
+    if problem.dtype == "fp32" and name not in _FP32:
         raise Unavailable(f"no {name} baseline for {problem.dtype}")
-    dtype = torch.float16 if problem.dtype == "fp16" else torch.bfloat16
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[problem.dtype]
+    bits = "int32" if problem.dtype == "fp32" else "int16"  # what DLPack knows on both sides
     tensors = [
-        tuple(torch.from_dlpack(copy[t].view("int16")).view(dtype) for t in "qkv")
-        for copy in copies
+        tuple(torch.from_dlpack(copy[t].view(bits)).view(dtype) for t in "qkv") for copy in copies
     ]
+    torch.set_float32_matmul_precision("highest")  # no TF32 in what calls itself fp32
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             forward = FORWARDS[name](torch, problem, session)
             baseline = Baseline(
-                forward, tensors, session, rounds_scores=2 if name == "unfused" else 0
+                forward, tensors, session, rounds_scores=2 if name in _STORES_SCORES else 0
             )
             baseline.enqueue()
             session.synchronize()
@@ -109,6 +112,10 @@ def prepare(
             raise Unavailable(why_not(name, error, [str(w.message) for w in caught])) from error
     return baseline
 
+
+# Peers that take fp32, and peers that store scores before and after scaling them.
+_FP32 = ("torch_efficient", "torch_math", "unfused")
+_STORES_SCORES = ("torch_math", "unfused")
 
 # What PyTorch's `… kernel not used because:` begins with, by baseline.
 _TORCH_NAMES = {
@@ -166,8 +173,9 @@ def _sdpa(backend: str) -> Callable[[Any, Problem, Session], Forward]:
 
 def _unfused(torch: Any, problem: Problem, session: Session) -> Forward:
     scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
-    if scores * 2 * 4 > session.free_bytes:
-        raise Unavailable(f"its scores need {scores * 2 / 2**30:.0f} GiB, four times over")
+    item = DTYPE_BYTES[problem.dtype]
+    if scores * item * 4 > session.free_bytes:
+        raise Unavailable(f"its scores need {scores * item / 2**30:.0f} GiB, four times over")
     mask = None
     if problem.causal:
         rows = torch.arange(problem.seqlen_q, device="cuda")[:, None]
@@ -223,6 +231,7 @@ FORWARDS: dict[str, Callable[[Any, Problem, Session], Forward]] = {
     "torch_flash": _sdpa("FLASH_ATTENTION"),
     "torch_cudnn": _sdpa("CUDNN_ATTENTION"),
     "torch_efficient": _sdpa("EFFICIENT_ATTENTION"),
+    "torch_math": _sdpa("MATH"),
     "unfused": _unfused,
     "triton_flash": _triton,
     "flash_attn_2": _flash_attention("flash_attn", "flash-attn (FlashAttention-2)"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attnsweep import numerics
+from attnsweep import numerics, policy, sass
 from attnsweep.analysis import compiler_warnings, resources
 from attnsweep.arch import Arch
 from attnsweep.compiler import Compiler, Cubin
@@ -206,7 +206,11 @@ class Build:
                 forked = schedule.streams > 1 and piece.stream not in begun
                 begun.add(piece.stream)
                 launch = replace(
-                    launch, defines={}, programmatic=launch.programmatic and not forked
+                    launch,
+                    defines={},
+                    programmatic=launch.programmatic and not forked,
+                    # The code's layout is that of the problem it was compiled for.
+                    smem_bytes=max(launch.smem_bytes, self.launches[name].smem_bytes),
                 )
                 stages.append(CompiledStage(name, paths[name], launch, piece.stream, piece.offsets))
         return Plan(problem, tuple(stages), schedule.workspaces, schedule.streams, schedule.eager)
@@ -238,7 +242,10 @@ class Build:
         """Equal for two candidates that run the same code in the same way."""
         cubins = self.cubins()
         code = tuple(
-            (cubins[name].digest, launch.grid, launch.threads, launch.smem_bytes, launch.args)
+            (
+                *(cubins[name].digest, launch.grid, launch.threads, launch.smem_bytes, launch.args),
+                *(launch.programmatic, launch.carveout),
+            )
             for name, launch in self.launches.items()
         )
         return code if self.schedule.whole else (*code, repr(self.schedule))
@@ -267,6 +274,8 @@ def compiled_row(build: Build, spec: SweepSpec) -> Trial:
     except CompileError as error:
         detail = f"{error.what}\n{error.log[:4000]}"
         return build.row(status=Status.COMPILE_ERROR, detail=detail)
+    if policy.needs_sass(spec.require):
+        used = with_instructions(used, build)
     reason = _prune(build, cubins, used, spec)
     if reason is not None:
         return build.row(status=Status.PRUNED, detail=reason, resources=used)
@@ -275,6 +284,27 @@ def compiled_row(build: Build, spec: SweepSpec) -> Trial:
     except KernelError as error:
         return build.row(status=Status.LAUNCH_ERROR, detail=error.render(), resources=used)
     return build.row(status=Status.OK, resources=used, schedule=build.schedule.facts)
+
+
+def with_instructions(used: Resources, build: Build) -> Resources:
+    """The same, each stage also with its instructions by kind. Raises ToolchainError."""
+    cubins = build.cubins()
+    stages = {
+        name: stage | sass.counts(cubins[name])[build.launches[name].function]
+        for name, stage in used.stages.items()
+    }
+    return used.model_copy(update={"stages": stages})
+
+
+def compiler_for(spec: SweepSpec, arch: Arch, cache_dir: Path | None = None) -> Compiler:
+    """A Compiler that also disassembles, in its threads, if the spec's `require` needs that.
+
+    Raises ToolchainError before anything is compiled if a tool is missing.
+    """
+    if not policy.needs_sass(spec.require):
+        return Compiler(arch, cache_dir)
+    sass.nvdisasm()
+    return Compiler(arch, cache_dir, after=sass.counts)
 
 
 def _prune(
@@ -293,6 +323,9 @@ def _prune(
     for name, stage in used.stages.items():
         if stage["blocks_per_sm"] < 1:
             return f"stage {name} does not fit an SM"
+    broken = policy.broken(spec.require, used.stages)
+    if broken is not None:
+        return broken
     workspace, allowed = sum(build.schedule.workspaces.values()), build.workspace_limit
     if allowed is not None and workspace > allowed:
         return f"needs {workspace / 2**30:.1f} GiB of workspace, {allowed / 2**30:.1f} allowed"
@@ -338,14 +371,15 @@ def compile_all(
 ) -> list[Trial]:
     """Compile every candidate of a spec for `arch`, without a GPU. The rows have no times.
 
-    Status is ok, pruned (ptxas warnings, limits, does not fit an SM) or compile_error. The cubins
-    stay in the cache, where a machine with a GPU finds them.
+    Status is ok, pruned (ptxas warnings, limits, requirements, does not fit an SM) or
+    compile_error. The cubins stay in the cache, where a machine with a GPU finds them. Raises
+    ToolchainError without NVRTC, or without nvdisasm if the spec requires what only it tells.
     """
     observer = observer or Observer()
     planned = plan(spec, kernels, arch)
     cap = limit or spec.search.candidates
     observer.planned(candidate_count(planned, cap))
-    compiler = Compiler(arch, cache_dir)
+    compiler = compiler_for(spec, arch, cache_dir)
     trials = []
     try:
         for item in planned:

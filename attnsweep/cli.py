@@ -16,14 +16,26 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from attnsweep import __version__, candidates, counters, report, sweep, view
+from attnsweep import (
+    __version__,
+    candidates,
+    counters,
+    inspection,
+    page,
+    regress,
+    report,
+    sweep,
+    view,
+)
 from attnsweep.arch import ARCHS, Arch, arch_named
 from attnsweep.console import console, errors
 from attnsweep.device import install_command
 from attnsweep.doctor import can_compile, examine, verdict
-from attnsweep.errors import AttnsweepError, NoGpuError, SpecError
+from attnsweep.document import nearest
+from attnsweep.errors import AttnsweepError, KernelError, NoGpuError, SpecError
 from attnsweep.fields import BASELINES
 from attnsweep.kernel import Kernel, discover
+from attnsweep.problem import Problem
 from attnsweep.spec import SweepSpec, load_spec
 from attnsweep.store import latest_run, open_run
 
@@ -206,9 +218,70 @@ def report_(
     json_: JsonOption = False,
     results: ResultsOption = Path("results"),
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 10,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write one self-contained page instead."),
+    ] = None,
+    target_us: Annotated[
+        float | None,
+        typer.Option(
+            "--target-us",
+            min=0.001,
+            help="With --html: what the ladder's distances are to; else the best baseline.",
+        ),
+    ] = None,
 ) -> None:
-    """Print the ranked tables of a stored run; needs no GPU and no CUDA."""
-    _print_run(latest_run(results) if run_ is None else open_run(run_), json_, top)
+    """Print the ranked tables of a stored run, or write them as a page; needs no GPU and no CUDA.
+
+    The page holds tables, plots and provenance in one file that needs no network.
+    """
+    read = latest_run(results) if run_ is None else open_run(run_)
+    if html is None:
+        _print_run(read, json_, top)
+        return
+    size = page.write(read, html, top=top, target_us=target_us)
+    text = f"{html}: {size / 1e6:.1f} MB, {len(read.trials)} trials of {read.directory}"
+    data = {"page": str(html), "bytes": size, "run": str(read.directory)}
+    _print([Text(text)], data, json_)
+
+
+@app.command()
+def check(
+    old: Annotated[Path, typer.Argument(help="The run to compare with.", show_default=False)],
+    new: Annotated[Path, typer.Argument(help="The run to judge.", show_default=False)],
+    recorded: Annotated[
+        bool,
+        typer.Option("--recorded", help="Compare the two as recorded; nothing is measured."),
+    ] = False,
+    slower: Annotated[
+        float,
+        typer.Option("--slower", min=0.0, max=10.0, help="From which share on slower is worse."),
+    ] = 0.03,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML for a CI job.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table as Markdown.")
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Say of each problem whether its best candidate got slower from OLD to NEW; needs no GPU.
+
+    Exit code 1 if one regressed, 4 if none did but one cannot be told, else 0.
+    """
+    if not recorded:
+        raise SpecError(
+            "check does not measure: it compares two recorded runs",
+            hint="add --recorded; to measure anew, attnsweep run SPEC --results DIR first",
+        )
+    compared = regress.compare(open_run(old), open_run(new), slower=slower)
+    if junit is not None:
+        regress.write(junit, compared.to_junit())
+    if markdown is not None:
+        regress.write(markdown, compared.to_markdown())
+    lines = [Text(line, style) for line, style in compared.lines(console.width)]
+    _print(lines, compared.to_json(), json_)
+    raise typer.Exit(compared.exit_code)
 
 
 @app.command(name="compile")
@@ -287,6 +360,44 @@ def _arch(spec: SweepSpec, arch: str | None) -> Arch:
             "for which architecture? The spec names none, and there is no GPU to ask",
             hint=f"add --arch, one of {', '.join(ARCHS)}",
         ) from error
+
+
+@app.command()
+def inspect(
+    kernel: Annotated[str, typer.Argument(help="A kernel family.", show_default=False)],
+    config: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="As 'BLOCK_M=64 BLOCK_N=128'; the rest as in the first config the rules keep.",
+        ),
+    ] = None,
+    problem: Annotated[
+        str | None,
+        typer.Option("--problem", help="As '1,16,1024,64' or '(2,32/8,2048,128) bf16 causal'."),
+    ] = None,
+    arch: Annotated[str, typer.Option("--arch", help=f"One of {', '.join(ARCHS)}.")] = "sm_90a",
+    json_: JsonOption = False,
+    kernels: KernelsOption = None,
+    results: ResultsOption = Path("results"),
+) -> None:
+    """Take one compiled config apart, without a GPU: resources, occupancy, instructions, bound.
+
+    Per stage: registers, spills, shared memory, what limits the occupancy, cubin size, and how many
+    instructions of each kind there are (that needs nvdisasm: the `inspect` extra).
+    """
+    families = discover(kernels)
+    if kernel not in families:
+        raise KernelError(f"unknown kernel {kernel!r}", hint=nearest(kernel, families))
+    target = arch_named(arch)
+    found = inspection.inspect(
+        families[kernel],
+        " ".join(config or ()),
+        Problem.parse(problem) if problem is not None else None,
+        target,
+        card=inspection.card_of(target, results),
+    )
+    _print([Text(line) for line in found.lines(console.width)], found.to_json(), json_)
 
 
 @app.command(name="list")

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -123,10 +123,15 @@ class Compiler:
     """Compiles stages for one architecture. Safe to share a cache between processes.
 
     threads: concurrent NVRTC programs; NVRTC releases the GIL, so they scale with cores.
+    after: called in the same thread with each Cubin, before it is handed out.
     """
 
     def __init__(
-        self, arch: Arch, cache_dir: Path | None = None, threads: int | None = None
+        self,
+        arch: Arch,
+        cache_dir: Path | None = None,
+        threads: int | None = None,
+        after: Callable[[Cubin], object] | None = None,
     ) -> None:
         check_toolchain(arch)
         self.arch = arch
@@ -135,6 +140,7 @@ class Compiler:
         self._futures: dict[str, Future[Cubin]] = {}
         self._closures: dict[Path, dict[str, bytes]] = {}
         self._lock = threading.Lock()
+        self._after = after
 
     def flags(self, defines: Mapping[str, str]) -> list[str]:
         """NVRTC options, complete but for the include directory (whose contents are hashed)."""
@@ -187,7 +193,25 @@ class Compiler:
         else:
             digest, log = cached
         seconds = time.perf_counter() - begin
-        return Cubin(entry / "stage.cubin", digest, log, seconds, cached is not None)
+        made = Cubin(entry / "stage.cubin", digest, log, seconds, cached is not None)
+        if self._after is not None:
+            self._after(made)
+        return made
+
+
+def write_aside(path: Path, data: bytes) -> None:
+    """Give `path` this content in one step: written beside it, then renamed. Raises OSError."""
+    handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(aside, 0o666 & ~umask)  # mkstemp's are for their owner alone
+        os.replace(aside, path)
+    except BaseException:
+        os.unlink(aside)
+        raise
 
 
 def _read_entry(entry: Path) -> tuple[str, str] | None:

@@ -95,6 +95,9 @@ def count(candidates: Sequence[Candidate], ncu: Path | None = None) -> list[list
             *(str(ncu), "--csv", "--page", "raw", "--print-units", "base"),
             # Clocks are left alone. Caches too: a stage finds in L2 what the one before it left.
             *("--clock-control", "none", "--cache-control", "none"),
+            # The program is run anew for each set of counters: were memory saved and restored
+            # between them, as ncu else does, L2 would hold that.
+            *("--replay-mode", "application"),
             *("--profile-from-start", "off", "--target-processes", "all"),
             *("--metrics", ",".join(metrics.values())),
             *(sys.executable, "-m", "attnsweep.counters", str(work)),

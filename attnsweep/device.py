@@ -25,6 +25,9 @@ _GUARD = 0xA5
 # 0xFFFF is a NaN in fp16 and bf16, 0xFFFFFFFF in fp32: one byte poisons every dtype.
 POISON = 0xFF
 
+# Blocks of a cluster that every GPU with clusters has room for.
+_PORTABLE_CLUSTER = 8
+
 # Clock event reasons that mean slower than asked for (nvml.h).
 _THROTTLE = {
     0x4: "power_cap",
@@ -256,10 +259,23 @@ class Session:
     def function(self, cubin: str, launch: Launch) -> Any:
         """The loaded function of a stage; CuPy keeps modules by path, and paths are by content."""
         function = self._cupy.RawModule(path=cubin).get_function(launch.function)
+        if launch.defines.get("CLUSTER", 1) > _PORTABLE_CLUSTER:
+            self._allow_cluster(function)
         # Never lowered: another launch of the same code may be bound to more.
         if launch.smem_bytes > max(48 * 1024, function.max_dynamic_shared_size_bytes):
             function.max_dynamic_shared_size_bytes = launch.smem_bytes
+        if launch.carveout >= 0:
+            function.preferred_shared_memory_carveout = launch.carveout
         return function
+
+    def _allow_cluster(self, function: Any) -> None:
+        """Let the function have clusters of more blocks than every GPU with clusters promises."""
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        (status,) = driver.cuFuncSetAttribute(function.kernel.ptr, attribute, 1)
+        if int(status):
+            raise self._cupy.cuda.driver.CUDADriverError(int(status))
 
     def streams(self, count: int) -> list[Any]:
         """The session's stream, and so many more that a call may fork to."""

@@ -58,7 +58,12 @@ def examine() -> list[Finding]:
     ]
     if cuda is None:  # then no package is worth installing for the GPU
         on_gpu = [replace(finding, fix=None, needed=False) for finding in on_gpu]
-    return [*base, *on_gpu, _cache()]
+    extras = [
+        _package(("nvidia-cuda-nvdisasm",), "nvdisasm", install_command("inspect"), needed=False),
+        _package(("vl-convert-python",), "HTML page", install_command("html"), needed=False),
+        _package(("junitparser",), "JUnit XML", install_command("ci"), needed=False),
+    ]
+    return [*base, *on_gpu, *extras, _cache()]
 
 
 def can_compile() -> bool:

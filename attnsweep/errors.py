@@ -1,7 +1,8 @@
 """Every error attnsweep raises on purpose, as one tree.
 
 Each says where, what, why and what next, and carries the exit code of the command it ends:
-0 ok · 1 every candidate failed · 2 usage or spec · 3 no usable GPU · 4 inconclusive.
+0 ok · 1 every candidate failed, or one regressed · 2 usage or spec · 3 no usable GPU ·
+4 inconclusive.
 """
 
 from __future__ import annotations

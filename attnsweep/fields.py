@@ -23,6 +23,7 @@ BaselineName = Literal[
     "torch_flash",
     "torch_cudnn",
     "torch_efficient",
+    "torch_math",
     "unfused",
     "triton_flash",
     "flash_attn_2",

@@ -105,6 +105,8 @@ class Launch:
     integers that follow from the problem. `min_blocks_per_sm` is the occupancy the family plans
     for. `programmatic`: launched with programmatic stream serialization, so that it may begin
     before the launch ahead of it ends (sm_90; the template must wait with griddepcontrol.wait).
+    `carveout`: per cent of the memory that L1 shares, asked for as shared memory; -1 leaves it to
+    the driver, which goes by what each launch needs.
     """
 
     function: str
@@ -115,6 +117,7 @@ class Launch:
     defines: Mapping[str, int] = field(default_factory=dict)
     min_blocks_per_sm: int = 1
     programmatic: bool = False
+    carveout: int = -1
 
 
 Rule = Callable[[Config, Problem, Arch], bool]
@@ -165,6 +168,7 @@ class Kernel:
 
     rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
     between stages); its error limit is derived from the same maths with scores so rounded.
+    head_dims: those it takes, or a range of them.
     """
 
     name: str
@@ -172,7 +176,7 @@ class Kernel:
     params: tuple[Param, ...]
     min_arch: str = "sm_80"
     dtypes: tuple[str, ...] = ("fp16", "bf16")
-    head_dims: tuple[int, ...] = (64, 128, 256)
+    head_dims: tuple[int, ...] | range = (64, 128, 256)
     rounds_scores: int = 0
     source: Path = field(init=False)
     rules: dict[str, tuple[str, Rule]] = field(init=False, default_factory=dict)
@@ -200,6 +204,20 @@ class Kernel:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def head_dims_text(self) -> str:
+        """`64, 128, 256`, or `512 to 8192 in steps of 4`."""
+        if isinstance(self.head_dims, range):
+            return f"{self.head_dims[0]} to {self.head_dims[-1]} in steps of {self.head_dims.step}"
+        return ", ".join(map(str, self.head_dims))
+
+    @property
+    def some_head_dims(self) -> tuple[int, ...]:
+        """Those to compile and check: all, or of a range the first, the second and the last."""
+        if isinstance(self.head_dims, range):
+            return (*self.head_dims[:2], self.head_dims[-1])
+        return self.head_dims
 
     def rule(self, description: str) -> Callable[[Rule], Rule]:
         """Decorate `def name(config, problem, arch) -> bool`: False prunes, and is counted."""
@@ -245,9 +263,7 @@ class Kernel:
         if problem.dtype not in self.dtypes:
             return f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}"
         if problem.head_dim not in self.head_dims:
-            return (
-                f"head_dim {problem.head_dim} is not one of {', '.join(map(str, self.head_dims))}"
-            )
+            return f"head_dim {problem.head_dim} is not one of {self.head_dims_text}"
         return None
 
     def refused_by(self, config: Config, problem: Problem, arch: Arch) -> str | None:

@@ -241,7 +241,7 @@ class Bench:
         """Prepare, check and admit a baseline. Raises baselines.Unavailable with the reason."""
         copies = [
             {
-                tensor: copy[tensor].view(self.problem.shape_of(tensor), np.uint16)
+                tensor: copy[tensor].view(self.problem.shape_of(tensor), self._timed.dtype)
                 for tensor in "qkv"
             }
             for copy in (self._timed.buffers, *self._cold())

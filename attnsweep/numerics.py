@@ -23,8 +23,9 @@ Float = npt.NDArray[np.float64]
 Bits = npt.NDArray[Any]
 Inputs = Literal["normal", "large_scores", "equal_keys", "negative_scores"]
 
-# Half an ulp of 1: no limit is below what rounding the output alone costs.
-HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-20}
+# No limit is below what rounding the output alone costs: half an ulp of 1. Of fp32, what sums of
+# 8192 products cost: PyTorch errs by 1e-7 to 3e-6 at that head_dim, one TF32 product by 3e-4.
+HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 5e-6}
 # Storage of +infinity; a larger magnitude is a NaN.
 INFINITY_BITS = {"fp16": 0x7C00, "bf16": 0x7F80, "fp32": 0x7F800000}
 # Work given to the reference of one case: all rows of (1,16,1024,64), 150 of (4,16,4096,128).
@@ -165,15 +166,17 @@ def reference(
 
     rounding: the same maths as a kernel does it: probabilities and output rounded to the
     problem's dtype, and the scores rounds_scores times: once when stored, twice when stored
-    before and after scaling, as plain PyTorch does. Its error sets the limit.
+    before and after scaling, as plain PyTorch does. Its error sets the limit. Of fp32, whose sums
+    are as exact as what they add, all of it is done in fp32.
     """
+    kind: Any = np.float32 if rounding and problem.dtype == "fp32" else np.float64
     group = problem.heads // problem.heads_kv
     last_key = rows + problem.seqlen_k - problem.seqlen_q if problem.causal else None
     out = np.empty((problem.batch, problem.heads, len(rows), problem.head_dim))
 
     def one(batch: int, head: int) -> None:
         queries, keys, values = (
-            from_bits(bits, problem.dtype).astype(np.float64)
+            from_bits(bits, problem.dtype).astype(kind)
             for bits in (
                 inputs["q"][batch, head, rows],
                 inputs["k"][batch, head // group],
@@ -182,10 +185,10 @@ def reference(
         )
         scores = queries @ keys.T
         if rounding and rounds_scores > 1:
-            scores = round_to(scores, problem.dtype).astype(np.float64)
+            scores = round_to(scores, problem.dtype).astype(kind)
         scores *= problem.scale
         if rounding and rounds_scores:
-            scores = round_to(scores, problem.dtype).astype(np.float64)
+            scores = round_to(scores, problem.dtype).astype(kind)
         if last_key is not None:
             scores[np.arange(problem.seqlen_k) > last_key[:, None]] = -np.inf
         p = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -241,9 +244,11 @@ def _same_maths_error(case: Case) -> tuple[float, float, float]:
             rows = rows[:: -(-len(rows) * heads // wanted)]
         inputs = make_inputs(case, 1000 + seed)
         exact = reference(inputs, problem, rows)
-        for times in range(3):
+        for times in range(1 if case.problem.dtype == "fp32" else 3):
             rounded = reference(inputs, problem, rows, rounding=True, rounds_scores=times)
             worst[times] = max(worst[times], row_error(rounded, exact))
         rows_seen += heads * len(rows)
         seed += 1
+    if case.problem.dtype == "fp32":  # stored scores are not rounded again
+        worst = worst[:1] * 3
     return worst[0], worst[1], worst[2]

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from attnsweep.errors import ProblemError
 
 Dtype = Literal["fp16", "bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+
+_LABEL = re.compile(
+    r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)\)?(?: +(\w+))?(?: +(full|causal))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,21 @@ class Problem:
         )
         mask = "causal" if self.causal else "full"
         return f"({self.batch},{heads},{seqlen},{self.head_dim}) {self.dtype} {mask}"
+
+    @classmethod
+    def parse(cls, text: str) -> Problem:
+        """What `label` writes; without dtype and mask it is fp16 and full: `1,16,1024,64`."""
+        match = _LABEL.fullmatch(text.strip())
+        if match is None:
+            raise ProblemError(
+                f"not a problem: {text!r}",
+                hint="write batch, heads, seqlen, head_dim, and dtype and mask if not fp16 and "
+                "full: '1,16,1024,64' or '(2,32/8,512x2048,128) bf16 causal'",
+            )
+        b, heads, kv, q, k, d, dtype, mask = match.groups()
+        sizes = (int(b), int(heads), int(kv or heads), int(q), int(k or q), int(d))
+        known: Any = dtype or "fp16"  # another one is refused
+        return cls(*sizes, dtype=known, causal=mask == "causal")
 
     @property
     def scale(self) -> float:

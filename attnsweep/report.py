@@ -330,18 +330,31 @@ def to_markdown(
     return "\n".join(out).replace(GLUE, " ").rstrip() + "\n"
 
 
-def _markdown_table(section: Section, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+def table(
+    section: Section, rows: Sequence[Row], *, names: bool = True
+) -> tuple[list[list[str]], str, list[str]]:
+    """Header and cells of every column that a row has, `l` or `r` for each, the configs' legend.
+
+    names: whether a config's cell names the parameters; else the legend does.
+    """
     columns = sorted(
         (c for c in _BY_NEED if any(row[c.name] is not None for row in rows)),
         key=lambda column: _ORDER.index(column.name),
     )
     numbers = [column.cells(rows) for column in columns]
-    configs, legend = _configs(section, rows, names=True)
+    configs, legend = _configs(section, rows, names=names)
     lines = [["#", "kernel", "config", *(column.header for column in columns)]]
     for index, row in enumerate(rows):
-        name = f"**{who(row)}**" if row["winner"] else who(row)
-        lines.append([place_of(row), name, configs[index], *(cells[index] for cells in numbers)])
-    return _pipes(lines, "rll" + "r" * len(columns)), legend
+        cells = [place_of(row), who(row), configs[index]]
+        lines.append([*cells, *(column[index] for column in numbers)])
+    return lines, "rll" + "r" * len(columns), legend
+
+
+def _markdown_table(section: Section, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    lines, align, legend = table(section, rows)
+    for row, line in zip(rows, lines[1:], strict=True):
+        line[1] = f"**{line[1]}**" if row["winner"] else line[1]
+    return _pipes(lines, align), legend
 
 
 def _pipes(lines: Sequence[Sequence[str]], align: str) -> list[str]:

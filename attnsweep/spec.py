@@ -39,6 +39,7 @@ from attnsweep.fields import (
     Size,
 )
 from attnsweep.kernel import Kernel, Param, Value
+from attnsweep.policy import Requirements, RequireSpec, requirements
 from attnsweep.problem import Dtype, Problem
 from attnsweep.schedule import MODES
 from attnsweep.space import Selection, Values
@@ -203,6 +204,9 @@ class SpecFile(_Model):
     search: SearchSpec = Field(default=SearchSpec(), description="Which candidates are tried.")
     measure: MeasureSpec = Field(default=MeasureSpec(), description="How they are timed.")
     limits: LimitsSpec = Field(default=LimitsSpec(), description="What is pruned unmeasured.")
+    require: RequireSpec = Field(  # type: ignore[valid-type]
+        default=RequireSpec(), description="What compiled code must be like, or it is pruned."
+    )
 
 
 def json_schema() -> dict[str, Any]:
@@ -232,6 +236,7 @@ _MODELS: dict[str, type[BaseModel]] = {
     "search": SearchSpec,
     "measure": MeasureSpec,
     "limits": LimitsSpec,
+    "require": RequireSpec,
 }
 
 
@@ -262,6 +267,7 @@ class SweepSpec:
     search: SearchSpec
     measure: MeasureSpec
     limits: LimitsSpec
+    require: Requirements
     document: Document = field(compare=False, repr=False)
 
     def resolved(self, relative_to: Path | None = None) -> str:
@@ -290,8 +296,13 @@ class SweepSpec:
                 section: Flow(getattr(self, section).model_dump())
                 for section in ("search", "measure", "limits")
             },
+            **({"require": _required(self.require)} if self.require else {}),
         }
         return dump(data)
+
+
+def _required(required: Requirements) -> Flow:
+    return Flow({name: [*comparisons] for name, comparisons in required.items()})
 
 
 def _tuples(parameters: ParameterValues) -> dict[str, tuple[Value, ...]]:
@@ -334,6 +345,9 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
     if file.device != "replay" and file.recording is not None:
         hint = "add device: replay, or drop recording"
         document.report("recording is for device replay", hint, document.keys[("recording",)])
+    if file.device == "replay" and requirements(file.require):
+        hint = "drop require: a replay compiles nothing that could be looked at"
+        document.report("require is for device cuda", hint, document.keys[("require",)])
     if file.name is None and not re.fullmatch("[a-z0-9_-]+", path.stem):
         what = f"the file's stem {path.stem!r} cannot name a run"
         document.report(what, "add name: of a-z, 0-9, _ and - only", document.at())
@@ -359,6 +373,7 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
         search=file.search,
         measure=file.measure,
         limits=file.limits,
+        require=requirements(file.require),
         document=document,
     )
     if kernels is not None:

@@ -11,9 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import os
-import random
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from attnsweep.candidates import (
     builds_of,
     candidate_count,
     compiled_row,
+    compiler_for,
     plan,
     plan_facts,
     workspace_limit,
@@ -37,6 +36,7 @@ from attnsweep.errors import NoGpuError, SpaceError, StoreError
 from attnsweep.kernel import Kernel
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank, winners
+from attnsweep.rounds import Rounds
 from attnsweep.search import Search
 from attnsweep.space import Space
 from attnsweep.spec import SweepSpec
@@ -46,12 +46,6 @@ from attnsweep.workers import Worker, WorkerError
 
 # Raise it when a change of checking or timing makes older rows incomparable: they are then redone.
 PROTOCOL = 2
-# Rounds before the first that counts: clocks rise and caches fill.
-_WARMUP_ROUNDS = 2
-# The best of each family always enters the rounds, so that every family's best is well measured.
-_FINALISTS_PER_FAMILY = 2
-# Interquartile range over median above which a time is not to be trusted.
-_NOISY_SPREAD = 0.15
 # Candidates asked for ahead of their turn: enough to keep 64 compiler threads busy.
 _LOOKAHEAD = 512
 
@@ -107,7 +101,7 @@ def run(
         _check_memory(spec, environment)
         planned = plan(spec, kernels, arch)
         observer.planned(candidate_count(planned, spec.search.candidates))
-        compiler = Compiler(arch, cache_dir)
+        compiler = compiler_for(spec, arch, cache_dir)
         directory = results / environment.slug / spec.name
         elsewhere = not fresh and _measured_elsewhere(directory, environment)
         if elsewhere:
@@ -189,15 +183,19 @@ class _Sweep:
                 slug = re.sub(r"[^a-z0-9]+", "-", trial.problem.label.lower()).strip("-")
                 self._store.keep_cubin(cubin.path, f"{slug}.{trial.kernel}.{name}.cubin")
 
-    def _builds(self, item: PlannedProblem, searches: Sequence[Search]) -> list[Build]:
-        """Ask for the problem's candidates, up to the lookahead, and start what is not done."""
+    def _builds(
+        self, item: PlannedProblem, searches: Sequence[Search], *, begun: bool = False
+    ) -> list[Build]:
+        """Ask for the problem's candidates, up to the lookahead, and start to compile them.
+
+        Not if all is measured already, unless the problem is begun: the finalists are then of all.
+        """
         builds = []
         for space, search in zip(item.spaces, searches, strict=True):
             asked = itertools.islice(iter(search.ask, None), _LOOKAHEAD)
             limit = workspace_limit(self._spec, self._environment.memory_bytes)
             builds += builds_of(space, asked, self._compiler, limit)
-        kept = self._kept(builds)
-        if len(kept) < len(builds) or not self._measured(item, builds):
+        if begun or len(self._kept(builds)) < len(builds) or not self._measured(item, builds):
             for build in builds:
                 build.submit()
         return builds
@@ -209,8 +207,17 @@ class _Sweep:
     ) -> None:
         kept = self._kept(builds)
         self._observer.opening(item.problem, len(builds), len(kept))
-        if len(kept) == len(builds) and self._measured(item, builds):
+        done: list[Build] = []  # all measured, in this run's terms too
+        while builds and len(kept) == len(builds) and self._measured(item, builds):
+            done += builds
+            for build in builds:
+                self._tell(item, searches, build, kept[build.row(status=Status.OK).key])
+            builds = self._builds(item, searches)
+            kept = self._kept(builds)
+        if not builds:
             return
+        for build in done:
+            build.submit()
         settings = self._spec
         try:
             self._worker.open(
@@ -221,6 +228,8 @@ class _Sweep:
             return
         rows: dict[tuple[object, ...], tuple[Build, Trial]] = {}
         seen: dict[tuple[object, ...], Build] = {}
+        told = {id(build) for build in done}
+        builds = done + builds
         while builds:
             kept = self._kept(builds)
             for build in as_ready(builds):
@@ -233,11 +242,18 @@ class _Sweep:
                     seen.setdefault(build.machine_code(), build)
                 rows[trial.key] = (build, trial)
                 self._observer.tried(trial)
-                for space, search in zip(item.spaces, searches, strict=True):
-                    if space.kernel is build.kernel:
-                        search.tell(trial)
-            builds = self._builds(item, searches)  # what the strategies ask for after that
+                if id(build) not in told:
+                    self._tell(item, searches, build, trial)
+            # What the strategies ask for after that.
+            builds = self._builds(item, searches, begun=True)
         self._final(item, [(b, t) for b, t in rows.values() if t.status is Status.OK])
+
+    def _tell(
+        self, item: PlannedProblem, searches: Sequence[Search], build: Build, trial: Trial
+    ) -> None:
+        for space, search in zip(item.spaces, searches, strict=True):
+            if space.kernel is build.kernel:
+                search.tell(trial)
 
     def _unopened(self, builds: Sequence[Build], error: WorkerError) -> None:
         """The inputs of a problem do not fit, or the GPU failed: each candidate's row says so."""
@@ -269,99 +285,12 @@ class _Sweep:
             launch_us=first.launch_us,
         )
 
-    # -- the rounds -------------------------------------------------------------------------
-
     def _final(self, item: PlannedProblem, checked: Sequence[tuple[Build, Trial]]) -> None:
         """Time the best candidates and all baselines in interleaved rounds; rewrite their rows."""
-        entries: dict[str, Trial] = {}
-        for build, trial in self._finalists(checked):
-            name = f"{build.kernel.name} {build.config.label}"
-            try:
-                self._worker.call("admit", name, build.candidate(), keep=True, slow=True)
-                entries[name] = trial
-                self._finalist_builds[trial.key] = build
-            except WorkerError as error:
-                self._lose(trial, error)
-        for name in self._spec.baselines:
-            row = self._baseline_row(name, item.problem)
-            try:
-                accuracy = self._worker.call("admit_baseline", name, keep=True, slow=True)
-                entries[name] = row.with_(status=Status.OK, accuracy=accuracy)
-            except WorkerError as error:
-                row = row.with_(status=error.status, detail=error.detail, accuracy=error.payload)
-                self._store.append(row)
-                self._observer.tried(row)
-        for _, trial in checked:  # rounds of an earlier session do not pair with today's
-            if trial.time_us and trial.time_us.rounds and trial not in entries.values():
-                alone = trial.time_us.model_copy(update={"rounds": []})
-                self._store.append(trial.with_(time_us=alone))
-        samples = self._rounds(entries)
-        conditions: dict[str, object] = {}
-        with contextlib.suppress(WorkerError):
-            conditions = self._worker.call("conditions") if entries else {}
-        for name, trial in entries.items():
-            final = _measured_row(trial, samples[name]).with_(conditions=conditions)
-            self._store.append(final)
-            self._observer.tried(final)
-
-    def _finalists(self, checked: Sequence[tuple[Build, Trial]]) -> list[tuple[Build, Trial]]:
-        def first_time(pair: tuple[Build, Trial]) -> float:
-            return pair[1].time_us.median if pair[1].time_us else float("inf")
-
-        ordered = sorted(checked, key=first_time)
-        chosen = ordered[: self._spec.measure.finalists]
-        for _, family in itertools.groupby(
-            sorted(ordered, key=lambda pair: pair[0].kernel.name),
-            key=lambda pair: pair[0].kernel.name,
-        ):
-            best = sorted(family, key=first_time)[:_FINALISTS_PER_FAMILY]
-            chosen += [pair for pair in best if pair not in chosen]
-        return chosen
-
-    def _rounds(self, entries: dict[str, Trial]) -> dict[str, dict[str, list[float]]]:
-        """Name to kind to samples. An entry that fails leaves `entries` and becomes its row."""
-        settings = self._spec.measure
-        rng = random.Random(self._spec.search.seed)
-        samples: dict[str, dict[str, list[float]]] = {name: {} for name in entries}
-        kinds = [("warm", settings.rounds)]
-        if settings.cold:
-            kinds.append(("cold", max(3, settings.rounds // 3)))
-        kinds.append(("stages", 3))
-        total = sum(rounds + _WARMUP_ROUNDS for _, rounds in kinds)
-        done = 0
-        for kind, rounds in kinds:
-            for number in range(-_WARMUP_ROUNDS, rounds):
-                for name in rng.sample(sorted(entries), len(entries)):
-                    resources = entries[name].resources
-                    stages = resources.stages if resources else {}
-                    wanted = [kind]
-                    if kind == "stages":
-                        wanted = list(stages) if len(stages) > 1 else []
-                    for what in wanted:
-                        try:
-                            time_us = self._worker.call("replay", name, what)
-                        except WorkerError as error:
-                            self._lose(entries.pop(name), error, name)
-                            break
-                        if number >= 0:
-                            samples[name].setdefault(what, []).append(time_us)
-                done += 1
-                self._observer.timing(done, total)
-        if settings.eager:
-            for name in list(entries):
-                try:
-                    samples[name]["eager"] = [self._worker.call("eager_us", name)]
-                except WorkerError as error:
-                    self._lose(entries.pop(name), error, name)
-        return samples
-
-    def _lose(self, trial: Trial, error: WorkerError, name: str | None = None) -> None:
-        """A finalist that failed after it passed: its row says so, the others go on."""
-        if name is not None:
-            self._worker.forget(name)
-        row = trial.with_(status=error.status, detail=f"while timing: {error.detail}")
-        self._store.append(row)
-        self._observer.tried(row)
+        rounds = Rounds(self._spec, self._worker, self._store, self._observer)
+        peers = [self._baseline_row(name, item.problem) for name in self._spec.baselines]
+        for build, trial in rounds.run(checked, peers):
+            self._finalist_builds[trial.key] = build
 
     # -- resume -----------------------------------------------------------------------------
 
@@ -387,7 +316,9 @@ class _Sweep:
         return not timed or any(time.rounds for time in timed if time)
 
     def _fingerprint(self, build: Build) -> str:
-        issued = () if build.schedule.whole else (repr(build.schedule),)
+        issued = [] if build.schedule.whole else [repr(build.schedule)]
+        if self._spec.require:
+            issued.append(repr(sorted(self._spec.require.items())))
         return self._digest(build.problem, build.keys, sorted(build.launches.items()), *issued)
 
     def _baseline_row(self, name: str, problem: Problem) -> Trial:
@@ -413,35 +344,6 @@ class _Sweep:
 def _search(spec: SweepSpec, space: Space) -> Search:
     settings = spec.search
     return Search(settings.strategy, space, candidates=settings.candidates, seed=settings.seed)
-
-
-def _measured_row(trial: Trial, samples: Mapping[str, list[float]]) -> Trial:
-    """The finalist's row with its rounds."""
-    warm = samples["warm"]
-    low, middle, high = statistics.quantiles(warm, n=4) if len(warm) > 1 else warm * 3
-    middle = statistics.median(warm)
-    changes: dict[str, object] = {
-        "time_us": Measurement(
-            median=middle,
-            low=low,
-            high=high,
-            samples=len(warm),
-            rounds=[round(x, 4) for x in warm],
-        ),
-        "stages_us": {
-            name: statistics.median(times)
-            for name, times in samples.items()
-            if name not in ("warm", "cold", "eager")
-        },
-    }
-    if "cold" in samples:
-        changes["cold_us"] = statistics.median(samples["cold"])
-    if "eager" in samples:
-        changes["eager_us"] = samples["eager"][0]
-    if (high - low) / middle > _NOISY_SPREAD:
-        changes["status"] = Status.NOISY
-        changes["detail"] = f"quartiles of {len(warm)} rounds {low:.2f} to {high:.2f} us"
-    return trial.with_(**changes)
 
 
 def _shown(path: Path) -> str:

@@ -67,6 +67,8 @@ class Resources(_Row):
     occupancy: float
     """Resident warps over the SM's maximum, of the stage with the fewest."""
     stages: dict[str, dict[str, float]] = Field(default_factory=dict)
+    limiters: dict[str, str] = Field(default_factory=dict)
+    """Stage name to what of an SM runs out first: registers, shared memory, threads or blocks."""
 
 
 class Trial(_Row):

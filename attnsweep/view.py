@@ -275,11 +275,10 @@ def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int
     """Every family with its parameters and rules, then the baselines."""
     out: list[Text] = []
     for kernel in kernels.values():
-        sizes = ", ".join(map(str, kernel.head_dims))
         out += _titled(kernel.name, kernel.summary, width)
         out += said(
-            f"  {kernel.min_arch}+ · {', '.join(kernel.dtypes)} · head_dim {sizes} · "
-            f"stages {', '.join(kernel.stages)}",
+            f"  {kernel.min_arch}+ · {', '.join(kernel.dtypes)} · "
+            f"head_dim {kernel.head_dims_text} · stages {', '.join(kernel.stages)}",
             width,
         )
         rows = [
@@ -330,7 +329,7 @@ def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> di
                 "source": str(kernel.source),
                 "min_arch": kernel.min_arch,
                 "dtypes": kernel.dtypes,
-                "head_dims": kernel.head_dims,
+                "head_dims": list(kernel.head_dims),
                 "stages": list(kernel.stages),
                 "params": [
                     {"name": p.name, "values": p.values, "help": p.help} for p in kernel.params
@@ -429,35 +428,46 @@ def _grouped(problems: Sequence[str], blocks: Sequence[Sequence[str]], width: in
 def _by_stage(trials: Sequence[Trial], width: int) -> list[Text]:
     """A heading and a table per problem: the range of each resource over a stage's candidates."""
     groups: dict[str, dict[tuple[str, str], list[dict[str, float]]]] = {}
+    limits: dict[int, str] = {}
     for trial in trials:
         for stage, facts in (trial.resources.stages if trial.resources else {}).items():
             stages = groups.setdefault(trial.problem.label, {})
             stages.setdefault((trial.kernel, stage), []).append(facts)
+            used = trial.resources
+            limits[id(facts)] = used.limiters.get(stage, "-") if used is not None else "-"
     problems = [problem for problem, stages in groups.items() for _ in stages]
     names = ("registers", "spill_bytes", "smem_bytes", "blocks_per_sm")
-    header = "kernel,stage,candidates,registers,spill B,smem B,blocks/SM,occupancy"
+    header = "kernel,stage,candidates,registers,spill B,smem B,blocks/SM,occupancy,limited by,cubin"
     rows = [header.split(",")]
     for stages in groups.values():
         for (kernel, stage), facts_ in stages.items():
             ranges = [_range([facts[name] for facts in facts_]) for name in names]
             share = _range([100 * facts["occupancy"] for facts in facts_]) + " %"
-            rows.append([kernel, stage, str(len(facts_)), *ranges, share])
-    lines = _columns(rows, "llrrrrrr", width, drop=(6, 2, 5, 7))
+            limited = "/".join(dict.fromkeys(limits[id(facts)] for facts in facts_))
+            sizes = [facts["cubin_bytes"] / 1024 for facts in facts_ if "cubin_bytes" in facts]
+            cubin = f"{_range(sizes)}K" if sizes else "-"
+            rows.append([kernel, stage, str(len(facts_)), *ranges, share, limited, cubin])
+    lines = _columns(rows, "llrrrrrrlr", width, drop=(6, 9, 2, 8, 5, 7))
     return _grouped(problems, [[line] for line in lines], width)
 
 
 def _each(trials: Sequence[Trial], width: int) -> list[Text]:
     """A heading and a line per candidate, by problem."""
     trials = sorted(trials, key=lambda trial: trial.problem.label)  # stable: else as compiled
-    rows = [["kernel", "status", "registers", "spill B", "smem B", "occupancy"]]
+    header = "kernel,status,registers,spill B,smem B,occupancy,limited by,cubin"
+    rows = [header.split(",")]
     for trial in trials:
         used = trial.resources
-        facts = ["-"] * 4
+        facts = ["-"] * 6
         if used is not None:
             facts = [str(used.registers), str(used.spill_bytes), str(used.smem_bytes)]
             facts.append(f"{100 * used.occupancy:.0f} %")
+            least = [n for n, s in used.stages.items() if s.get("occupancy") == used.occupancy]
+            facts.append(used.limiters.get(least[0], "-") if least else "-")
+            sizes = [stage.get("cubin_bytes", 0) for stage in used.stages.values()]
+            facts.append(f"{sum(sizes) / 1024:.0f}K")
         rows.append([trial.kernel, trial.status.value, *facts])
     configs = [" ".join(f"{name}={value}" for name, value in t.config.items()) for t in trials]
-    lines = _columns(rows, "llrrrr", width, drop=(4, 5))
+    lines = _columns(rows, "llrrrrlr", width, drop=(7, 6, 4, 5))
     blocks = _with_tails(lines, ["config", *configs], width)
     return _grouped([trial.problem.label for trial in trials], blocks, width)

@@ -54,7 +54,8 @@ def stride(problem: Problem) -> int:
 @kernel.rule("sizes are powers of two; stages and tiles per block need not be")
 def powers_of_two(config: Config, problem: Problem, arch: Arch) -> bool:
     free = ("QK_STAGES", "QK_TILES", "PV_STAGES", "SOFTMAX_READS")
-    return all(int(config[name]).bit_count() == 1 for name in config if name not in free)
+    sizes = (param.name for param in kernel.params if param.name not in free)
+    return all(int(config[name]).bit_count() == 1 for name in sizes)
 
 
 @kernel.rule("every warp has at least one 16x16 piece of its tile")

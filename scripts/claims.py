@@ -7,7 +7,7 @@ what a claim needs, the claim is `not tested`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,14 @@ TABLE = {
     ("128x256x64", "32 threads, 3 passes"): 12.8,
 }
 PEERS = {"torch_flash": ("PyTorch SDPA", 1.62), "unfused": ("unfused PyTorch", 50.0)}
+# Where the softmax is, by the spec's names; and what is told of a config.
+STATISTICS = {
+    "softmax": "a launch of its own",
+    "joined": "in qk, joined by a small launch",
+    "fused": "in qk, joined by pv: two launches",
+}
+SHOWN = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "STAGES", "TILES", "THREADS", "VECTOR", "PASSES", "BLOCK")
+TUNED = ("QK_BLOCK_M", "QK_BUFFERS", "QK_TURNS", "PV_BLOCK_M", "PV_BLOCK_K", "PV_CLUSTER")
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not tested"
 
 
@@ -60,6 +68,7 @@ class Recording:
         self.run, self.problem = run, problem
         ranked = rank(run.trials, run.environment).to_dict("records")
         rows = [row["trial"] for row in ranked if row["rank"] == row["rank"]]
+        rows = [t for t in rows if t.time_us is not None]
         self.ours = [t for t in rows if t.problem == problem and t.provider == "attnsweep"]
         self.peers = {
             t.provider: t for t in rows if t.problem == problem and t.provider != "attnsweep"
@@ -270,13 +279,17 @@ def _stages(trial: Trial) -> str:
 def stage_bounds(
     problem: Problem, limits: dict[str, float], flops_per_us: float
 ) -> dict[str, dict[str, float]]:
-    """Stage to unit to the least microseconds it can take. limits: measured bytes a second."""
+    """Stage to unit to the least microseconds it can take. limits: measured bytes a second.
+
+    L2 reads and writes go side by side, so the larger counts, or both at the rate of a copy.
+    """
     matrix = problem.flops / 2 / flops_per_us
     scores = 2.0 * problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
     rows = 2.0 * problem.batch * problem.heads * problem.seqlen_q * problem.head_dim
 
     def l2(read: float, written: float) -> float:
-        return (read / limits["l2_read"] + written / limits["l2_write"]) * 1e6
+        both = 2 * min(read, written) / limits["l2_copy"]
+        return 1e6 * max(read / limits["l2_read"], written / limits["l2_write"], both)
 
     return {
         "qk": {"matrix": matrix, "L2": l2(2 * rows, scores)},
@@ -285,25 +298,106 @@ def stage_bounds(
     }
 
 
-def bounds_table(table: Recording, limits: dict[str, float]) -> Iterator[str]:
-    """Each stage at its best in the run beside the larger of its bounds."""
-    environment = table.run.environment
+def read_again(stage: str, config: Mapping[str, Any], problem: Problem) -> float:
+    """Bytes of Q, K and V that the tiles of a stage read, all blocks together."""
+    p, c = problem, config
+    heads, row = p.batch * p.heads, 2.0 * p.head_dim
+    if stage == "qk":
+        tiles = -(-p.seqlen_q // c["QK_BLOCK_M"])
+        runs = -(-p.seqlen_k // (c["QK_TILES"] * c["QK_BLOCK_N"]))
+        return float(heads * row * (runs * p.seqlen_q + tiles * p.seqlen_k / c["QK_CLUSTER"]))
+    if stage == "pv":
+        tiles = -(-p.seqlen_q // c["PV_BLOCK_M"])
+        return float(heads * row * tiles * p.seqlen_k / c["PV_CLUSTER"])
+    return 0.0
+
+
+def bounds_table(tables: Sequence[Recording], limits: dict[str, float]) -> Iterator[str]:
+    """Each stage of the pipeline with a softmax of its own, at its best, beside its bounds."""
+    environment = tables[0].run.environment
     assert environment is not None
+    problem = tables[0].problem
     rate = arch_named(environment.arch).tensor_flops_per_clock * environment.sm_count
     flops_per_us = rate * environment.clock_hz / 1e6
-    yield "| stage | best alone, µs | with | matrix | L2 | times the larger |"
-    yield "|---|---:|---|---:|---:|---:|"
-    for stage, bounds in stage_bounds(table.problem, limits, flops_per_us).items():
-        timed = [t for t in table.graphs if stage in t.stages_us]
+    yield (
+        "| stage | best alone, µs | in the run | with | matrix | L2 | times the larger | "
+        "L2 as tiled | times that |"
+    )
+    yield "|---|---:|---|---|---:|---:|---:|---:|---:|"
+    for stage, bounds in stage_bounds(problem, limits, flops_per_us).items():
+        timed = [
+            (t.stages_us[stage], number, t)
+            for number, table in enumerate(tables)
+            for t in table.graphs
+            if stage in t.stages_us and t.config.get("STATS") == 0
+        ]
         if not timed:
             continue
-        best = min(timed, key=lambda t: t.stages_us[stage])
+        time_us, number, best = min(timed, key=lambda item: item[:2])
         unit, least = max(bounds.items(), key=lambda item: item[1])
         cells = [f"{bounds[name]:.1f}" if name in bounds else "–" for name in ("matrix", "L2")]
+        again = read_again(stage, best.config, problem)
+        if stage == "pv":  # beside the scores
+            again += 2.0 * problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
+        tiled = max(bounds["L2"], again / limits["l2_read"] * 1e6)
+        own = [
+            f"{name.partition('_')[2]} {best.config[name]}"
+            for name in best.config
+            if name.startswith(stage.upper()) and name.partition("_")[2] in SHOWN
+        ]
         yield (
-            f"| {stage} | {best.stages_us[stage]:.1f} | {named(best)} | {' | '.join(cells)} | "
-            f"{best.stages_us[stage] / least:.2f} ({unit}) |"
+            f"| {stage} | {time_us:.1f} | {tables[number].run.directory.name} | {', '.join(own)} | "
+            f"{' | '.join(cells)} | {time_us / least:.2f} ({unit}) | {tiled:.1f} | "
+            f"{time_us / tiled:.2f} |"
         )
+
+
+# -- beyond their design --------------------------------------------------------------------
+
+
+def by_statistics(table: Recording) -> Iterator[str]:
+    """The best of each place of the softmax."""
+    yield "| softmax | µs | µs/head | stages alone, µs | with |"
+    yield "|---|---:|---:|---|---|"
+    for name, words in STATISTICS.items():
+        fit = [t for t in table.ours if t.variant.get("statistics") == name]
+        if not fit:
+            continue
+        best = min(fit, key=us)
+        stages = ", ".join(f"{stage} {time:.1f}" for stage, time in best.stages_us.items())
+        config = ", ".join(f"{n} {best.config[n]}" for n in TUNED)
+        yield f"| {words} | {us(best):.1f} | {head(us(best))} | {stages} | {config} |"
+    for peer in ("torch_flash", "torch_cudnn", "triton_flash"):
+        if peer in table.peers:
+            yield f"| {peer} | {us(table.peers[peer]):.1f} | {head(us(table.peers[peer]))} | | |"
+
+
+def long_context(run: Run) -> Iterator[str]:
+    """The best of each pipeline and way to cut it, on every problem of the run."""
+    environment = run.environment
+    assert environment is not None
+    yield "| problem | pipeline | chunks | µs | heads × queries | workspace | × SDPA cuDNN |"
+    yield "|---|---|---|---:|---|---:|---:|"
+    ranked = rank(run.trials, environment).to_dict("records")
+    rows = [row["trial"] for row in ranked if row["rank"] == row["rank"]]
+    rows = [t for t in rows if t.time_us is not None]
+    for problem in dict.fromkeys(t.problem for t in rows):
+        own = [t for t in rows if t.problem == problem]
+        peer = next((us(t) for t in own if t.provider == "torch_cudnn"), None)
+        seen = set()
+        for t in own:
+            if t.provider != "attnsweep" or tuple(t.variant.values()) in seen:
+                continue
+            seen.add(tuple(t.variant.values()))
+            cut = t.schedule or {}
+            cells = [
+                problem.label,
+                *(t.variant["pipeline"], t.variant["chunks"], f"{us(t):.0f}"),
+                f"{cut['heads']} × {cut['rows']}",
+                f"{cut['workspace_bytes'] / 2**20:.0f} MiB",
+                f"{peer / us(t):.2f}" if peer else "–",
+            ]
+            yield f"| {' | '.join(cells)} |"
 
 
 # -- what strategy staged would have done ---------------------------------------------------
@@ -397,6 +491,28 @@ def counter_lines(table: Recording) -> Iterator[str]:
             yield f"  - {stage['stage']}: {', '.join(parts)}; warps waited for {worst}"
 
 
+def figures(results: Path) -> dict[str, str]:
+    """What the README tells of system A: µs/head of recorded runs, and µs of the fused call."""
+    table = Recording(open_run(results / "three_kernel"), SHAPE)
+    tuned = Recording(open_run(results / "three_kernel_h200"), SHAPE)
+    theirs = table.variant(tile="64x128x64", softmax="32 threads, 3 passes", mode="graph")
+    assert theirs is not None
+
+    def best(name: str) -> float:
+        return min(us(t) for t in tuned.ours if t.variant.get("statistics") == name)
+
+    return {
+        "table_head": head(us(theirs)),
+        "sweep_head": head(min(map(us, table.ours))),
+        "tuned_head": head(best("softmax")),
+        "fused_head": head(best("fused")),
+        "fused": f"{best('fused'):.1f}",
+        "sdpa_head": head(us(tuned.peers["torch_flash"])),
+        "cudnn_head": head(us(tuned.peers["torch_cudnn"])),
+        "unfused_head": head(us(table.peers["unfused"])),
+    }
+
+
 def page(results: Path) -> str | None:
     """The page, or None if the sweep is not recorded in `results`."""
     directory = results / "three_kernel"
@@ -432,6 +548,9 @@ def page(results: Path) -> str | None:
     limits_path = results / "limits.json"
     if limits_path.is_file():
         limits = json.loads(limits_path.read_text(encoding="utf-8"))
+        tables = [table]
+        if (results / "three_kernel_h200").is_dir():
+            tables.append(Recording(open_run(results / "three_kernel_h200"), SHAPE))
         said = ", ".join(
             f"{n.replace('_', ' ')} {v / 1e12:.2f} TB/s" for n, v in limits["rates"].items()
         )
@@ -439,29 +558,51 @@ def page(results: Path) -> str | None:
             "## What each stage could take at best",
             "",
             f"Rates measured by `benchmarks/limits.py` ({limits['where']}): {said}. Matrix "
-            "products at the dense peak.",
+            "products at the dense peak. As tiled: with what the tiles read of Q, K and V again.",
             "",
-            *bounds_table(table, limits["rates"]),
-            "",
-        ]
-    lines = list(staged_lines(run))
-    if len(lines) > 2:
-        out += [
-            "## Stages timed alone, then combined",
-            "",
-            "What `search: {strategy: staged}` asks for, replayed on this exhaustive run:",
-            "",
-            *lines,
+            *bounds_table(tables, limits["rates"]),
             "",
         ]
-    lines = list(counter_lines(table))
-    if lines:
+    for title, said, name, lines_of in (
+        (
+            "Their design tuned, and with the softmax moved into the products",
+            "The named future work. Ranked by `configs/three_kernel_h200.yaml`",
+            "three_kernel_h200",
+            lambda run: by_statistics(Recording(run, SHAPE)),
+        ),
+        (
+            "Long context, in chunks",
+            "8K and 32K keys, by `configs/three_kernel_long.yaml`",
+            "three_kernel_long",
+            long_context,
+        ),
+        (
+            "Stages timed alone, then combined",
+            "What `search: {strategy: staged}` asks for, replayed on an exhaustive run of "
+            "`configs/three_kernel_stages.yaml`",
+            "three_kernel_stages",
+            staged_lines,
+        ),
+    ):
+        if not (results / name).is_dir():
+            continue
+        other = open_run(results / name)
+        link = f"[results/h200/{name}](../results/h200/{name}/ranking.md)"
+        when = other.environment.date[:10] if other.environment else ""
+        out += [f"## {title}", "", f"{said}: {link}, {when}.", "", *lines_of(other), ""]
+    counted = [
+        line
+        for name in ("three_kernel_h200", "three_kernel")
+        if (results / name).is_dir()
+        for line in counter_lines(Recording(open_run(results / name), SHAPE))
+    ]
+    if counted:
         out += [
             "## Hardware counters",
             "",
             "By `attnsweep profile`, each launch alone, caches as the launch before left them.",
             "",
-            *lines,
+            *counted,
             "",
         ]
     return "\n".join(out).rstrip() + "\n"

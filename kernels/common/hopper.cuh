@@ -49,6 +49,15 @@ struct Ring {
     __device__ __forceinline__ void next() {
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
+    // COUNT positions on, at most STAGES; and to the position of the index-th use.
+    template <int COUNT>
+    __device__ __forceinline__ void skip() {
+        stage += COUNT;
+        if (stage >= STAGES) stage -= STAGES, phase ^= 1;
+    }
+    __device__ __forceinline__ void to(unsigned index) {
+        stage = index % STAGES, phase = index / STAGES & 1;
+    }
 };
 
 // ---- TMA ----
@@ -124,6 +133,22 @@ __device__ __forceinline__ void pin(unsigned (&r)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(r[i])::"memory");
 }
 
+// The same number, about which the compiler then knows nothing: what follows from it is computed here, and
+// not kept in registers from before a loop.
+__device__ __forceinline__ int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// ptxas moves no arithmetic from one side to the other. What it branches round never runs (x is not 1e30),
+// and sleeps, since an empty loop would be removed.
+__device__ __forceinline__ void end_basic_block(float x) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.eq.f32 p, %0, 0f7149f2ca;\nHERE:\n@!p bra DONE;\nnanosleep.u32 100;\nbra "
+        "HERE;\nDONE:\n}\n" ::"f"(x)
+        : "memory");
+}
+
 // A tile of rows of SWIZZLE = 64 or 128 bytes that TMA wrote with that swizzle, 8 * SWIZZLE aligned.
 // row_step: bytes between groups of 8 rows. column_step: of a transposed operand, between 64-column panels.
 template <int SWIZZLE>
@@ -142,19 +167,34 @@ wgmma_descriptor(unsigned address, unsigned row_step, unsigned column_step = 16)
 #define WGMMA_8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
-#define WGMMA_32(i) WGMMA_8(i), WGMMA_8(i + 8), WGMMA_8(i + 16), WGMMA_8(i + 24)
 #define WGMMA_D32 \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%" \
-    "27,%28,%29,%30,%31"
-#define WGMMA_D64 \
-    WGMMA_D32 \
-        ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%" \
-        "55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define WGMMA_D128 \
-    WGMMA_D64 \
-        ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%" \
-        "87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108," \
-        "%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGMMA_LIST32 WGMMA_8(0), WGMMA_8(8), WGMMA_8(16), WGMMA_8(24)
+#define WGMMA_D40 WGMMA_D32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define WGMMA_LIST40 WGMMA_LIST32, WGMMA_8(32)
+#define WGMMA_D48 WGMMA_D40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define WGMMA_LIST48 WGMMA_LIST40, WGMMA_8(40)
+#define WGMMA_D56 WGMMA_D48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define WGMMA_LIST56 WGMMA_LIST48, WGMMA_8(48)
+#define WGMMA_D64 WGMMA_D56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGMMA_LIST64 WGMMA_LIST56, WGMMA_8(56)
+#define WGMMA_D72 WGMMA_D64 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define WGMMA_LIST72 WGMMA_LIST64, WGMMA_8(64)
+#define WGMMA_D80 WGMMA_D72 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define WGMMA_LIST80 WGMMA_LIST72, WGMMA_8(72)
+#define WGMMA_D88 WGMMA_D80 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define WGMMA_LIST88 WGMMA_LIST80, WGMMA_8(80)
+#define WGMMA_D96 WGMMA_D88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define WGMMA_LIST96 WGMMA_LIST88, WGMMA_8(88)
+#define WGMMA_D104 WGMMA_D96 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define WGMMA_LIST104 WGMMA_LIST96, WGMMA_8(96)
+#define WGMMA_D112 WGMMA_D104 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define WGMMA_LIST112 WGMMA_LIST104, WGMMA_8(104)
+#define WGMMA_D120 WGMMA_D112 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define WGMMA_LIST120 WGMMA_LIST112, WGMMA_8(112)
+#define WGMMA_D128 WGMMA_D120 ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define WGMMA_LIST128 WGMMA_LIST120, WGMMA_8(120)
 
 // Wgmma<N>::ss<TRANSPOSE_B>(d, descriptor of A, of B, accumulate): B row-major (K x N) if transposed, else
 // N rows of K. ::rs takes A from registers. accumulate 0 ignores what d held.
@@ -182,12 +222,19 @@ struct Wgmma;
                            "n"(TRANSPOSE_B)); \
         } \
     };
-#define WGMMA_LIST64 WGMMA_32(0)
-#define WGMMA_LIST128 WGMMA_32(0), WGMMA_32(32)
-#define WGMMA_LIST256 WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96)
-WGMMA_DEFINE(64, WGMMA_D32, WGMMA_LIST64, 32, 33, 34, 35, 36, 37, 38)
-WGMMA_DEFINE(128, WGMMA_D64, WGMMA_LIST128, 64, 65, 66, 67, 68, 69, 70)
-WGMMA_DEFINE(256, WGMMA_D128, WGMMA_LIST256, 128, 129, 130, 131, 132, 133, 134)
+WGMMA_DEFINE(64, WGMMA_D32, WGMMA_LIST32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA_DEFINE(80, WGMMA_D40, WGMMA_LIST40, 40, 41, 42, 43, 44, 45, 46)
+WGMMA_DEFINE(96, WGMMA_D48, WGMMA_LIST48, 48, 49, 50, 51, 52, 53, 54)
+WGMMA_DEFINE(112, WGMMA_D56, WGMMA_LIST56, 56, 57, 58, 59, 60, 61, 62)
+WGMMA_DEFINE(128, WGMMA_D64, WGMMA_LIST64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA_DEFINE(144, WGMMA_D72, WGMMA_LIST72, 72, 73, 74, 75, 76, 77, 78)
+WGMMA_DEFINE(160, WGMMA_D80, WGMMA_LIST80, 80, 81, 82, 83, 84, 85, 86)
+WGMMA_DEFINE(176, WGMMA_D88, WGMMA_LIST88, 88, 89, 90, 91, 92, 93, 94)
+WGMMA_DEFINE(192, WGMMA_D96, WGMMA_LIST96, 96, 97, 98, 99, 100, 101, 102)
+WGMMA_DEFINE(208, WGMMA_D104, WGMMA_LIST104, 104, 105, 106, 107, 108, 109, 110)
+WGMMA_DEFINE(224, WGMMA_D112, WGMMA_LIST112, 112, 113, 114, 115, 116, 117, 118)
+WGMMA_DEFINE(240, WGMMA_D120, WGMMA_LIST120, 120, 121, 122, 123, 124, 125, 126)
+WGMMA_DEFINE(256, WGMMA_D128, WGMMA_LIST128, 128, 129, 130, 131, 132, 133, 134)
 
 // ---- named barriers 1 .. 15 of `threads` threads; 0 is __syncthreads ----
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
@@ -211,4 +258,64 @@ __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;
 // Lets the launch behind begin when every block has said so or ended.
 __device__ __forceinline__ void grid_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// ==== L2 policies of stores, vectors of shared memory, clusters ====
+__device__ __forceinline__ void tma_store(const TensorMap& map, unsigned source, int c0, int c1, int c2,
+                                          unsigned long long policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2,%3,%4}], [%1], "
+        "%5;" ::"l"(&map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+        : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_16(unsigned address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+
+// A cluster is of blocks along x, declared by __cluster_dims__; what is remote is only its shared memory.
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// Every thread of the cluster that has not ended: what it did before arriving is seen after the wait. The
+// relaxed form promises no more than mbarrier_init_fence does, and spares a fence of the whole GPU.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+// What has this address in block `rank`: for mbarrier_arrive_remote. That block must not have ended.
+__device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned rank) {
+    unsigned remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+// If lane < lanes. Orders reads by wgmma that have been waited for, no writes: a release to the cluster would
+// be a fence of the whole GPU before every arrival.
+__device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigned lane, unsigned lanes) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.lt.u32 p, %1, %2;\n"
+        "@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n}\n" ::"r"(barrier),
+        "r"(lane), "r"(lanes)
+        : "memory");
+}
+// One copy to the same address of every block whose bit `blocks` has; each one's own barrier counts it.
+__device__ __forceinline__ void tma_load_multicast(unsigned target, const TensorMap& map, unsigned barrier,
+                                                   int c0, int c1, int c2, unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3,%4,%5}], [%2], %6;" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(blocks)
+        : "memory");
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep.analysis import blocks_per_sm
+from attnsweep.analysis import blocks_per_sm, residency
 from attnsweep.arch import ARCHS
 
 
@@ -28,3 +29,19 @@ def test_a_known_case():
     # 128 threads of 168 registers on Hopper: 12 warps fit, so 3 blocks.
     assert ARCHS["sm_90a"].planned_blocks(128, 168, 0) == 3
     assert ARCHS["sm_90a"].planned_blocks(1024, 255, 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "smem_bytes", "expected"),
+    [
+        (168, 128, 0, (3, "registers")),
+        (32, 128, 100 << 10, (2, "shared memory")),
+        (32, 1024, 0, (2, "registers")),
+        (16, 1024, 0, (2, "threads")),
+        (16, 32, 0, (32, "blocks")),
+        (16, 2048, 0, (0, "threads")),
+        (16, 32, 300 << 10, (0, "shared memory")),
+    ],
+)
+def test_what_an_sm_runs_out_of_first(registers, threads, smem_bytes, expected):
+    assert residency(ARCHS["sm_90a"], registers, threads, smem_bytes) == expected

@@ -24,6 +24,8 @@ claims = importlib.util.module_from_spec(_spec)
 sys.modules["claims"] = claims
 _spec.loader.exec_module(claims)
 
+TILED = {"STATS": 0, "QK_BLOCK_M": 64, "QK_BLOCK_N": 128, "QK_TILES": 4, "QK_CLUSTER": 1}
+TILED |= {"PV_BLOCK_M": 64, "PV_CLUSTER": 1}
 TILES = ["64x64x32", "64x128x32", "64x128x64", "128x256x64"]
 SOFTMAX = {
     "32 threads, 3 passes": 0.0,
@@ -59,7 +61,7 @@ def recorded(results, *, large=50.0, eager=1.0, streams=1.0, launch=(1.0, 12.0),
                     "attnsweep",
                     (base + more) * factor,
                     kernel="three_kernel_wgmma",
-                    config={"T": number, "S": list(SOFTMAX).index(softmax), "M": mode},
+                    config={"T": number, "S": list(SOFTMAX).index(softmax), "M": mode} | TILED,
                     variant={"tile": tile, "softmax": softmax, "mode": mode},
                     stages_us={"qk": base / 3, "softmax": base / 3 + more, "pv": base / 3},
                     launch_us=launch[tile.startswith("128")],
@@ -120,13 +122,15 @@ def test_a_claim_that_the_run_does_not_reach_is_not_tested(tmp_path):
 
 def test_bounds_come_from_measured_rates(tmp_path):
     results = recorded(tmp_path)
-    rates = {"l2_read": 11e12, "l2_write": 4.65e12}
+    rates = {"l2_read": 11e12, "l2_write": 4.65e12, "l2_copy": 8e12}
     (results / "limits.json").write_text(json.dumps({"where": "here", "rates": rates}))
     page = claims.page(results)
-    # 33.5 MB of scores: 7.2 us to write; 16 x 2 x 1024 x 1024 x 64 FLOP.
+    # 33.5 MB of scores: 7.2 us to write, 3.1 to read; 16 x 2 x 1024 x 1024 x 64 FLOP. PV reads V
+    # for each of its 16 tiles of a head beside: 67 MB.
     assert "l2 write 4.65 TB/s" in page
-    assert "| qk | 8.0 | 64x128x64 / 32 threads, 3 passes / graph | 2.0 | 7.6 | 1.05 (L2) |" in page
-    assert "(L2) |" in page
+    with_ = "three_kernel | BLOCK_M 64, BLOCK_N 128, TILES 4"
+    assert f"| qk | 8.0 | {with_} | 2.0 | 7.2 | 1.11 (L2) | 7.2 | 1.11 |" in page
+    assert "| pv | 8.0 | three_kernel | BLOCK_M 64 | 2.0 | 3.2 | 2.47 (L2) | 6.1 | 1.31 |" in page
 
 
 def test_staged_search_is_replayed_on_the_recorded_rows():

@@ -162,6 +162,20 @@ def test_a_family_is_refused_for_dtypes_and_head_dims_it_does_not_have():
     assert kernel.refusal(PROBLEM, H200) is None
     assert kernel.refusal(bf16, H200) == "dtype bf16 is not one of fp16"
     assert kernel.refusal(wide, H200) == "head_dim 80 is not one of 64, 128"
+    ranged = Kernel("toy", summary="", params=(), head_dims=range(64, 81, 8))
+    assert ranged.refusal(wide, H200) is None
+    assert ranged.some_head_dims == (64, 72, 80)
+    odd = Problem(1, 1, 1, 1, 1, 76)
+    assert ranged.refusal(odd, H200) == "head_dim 76 is not one of 64 to 80 in steps of 8"
+
+
+def test_a_stage_is_launched_when_its_config_needs_it():
+    kernel = Kernel("toy", summary="", params=(Param("A", (1, 2), "one or two"),))
+    kernel.stage("fwd")(lambda *_: Launch("f", (1, 1, 1), 32, ("q",)))
+    kernel.stage("join")(lambda c, p, a: Launch("j", (1, 1, 1), 32, ("o",)) if c.A > 1 else None)
+    problem, arch = Problem(1, 2, 2, 64, 64, 64), ARCHS["sm_90a"]
+    assert [*kernel.launches(Config({"A": 1}), problem, arch)] == ["fwd"]
+    assert [*kernel.launches(Config({"A": 2}), problem, arch)] == ["fwd", "join"]
 
 
 def test_a_stage_sees_its_own_parameters_and_constants_only():

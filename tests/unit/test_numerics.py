@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -95,6 +96,19 @@ def test_one_wrong_row_among_many_shows():
     out = expected.copy()
     out[0, 2, 77] *= 1.01
     assert numerics.row_error(out, expected) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("inputs", get_args(numerics.Inputs))
+def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
+    case = Case(Problem(1, 1, 1, 32, 32, 2048, "fp32"), inputs)
+    limit, rows = numerics.error_limit(case, 0), np.arange(32)
+    made = numerics.make_inputs(case, 5)
+    exact = numerics.reference(made, case.problem, rows)
+    backwards = made | {name: made[name][..., ::-1].copy() for name in "qk"}
+    reordered = numerics.reference(backwards, case.problem, rows, rounding=True)
+    assert numerics.row_error(reordered, exact) <= limit
+    tf32 = {name: bits & np.uint32(0xFFFFE000) for name, bits in made.items()}
+    assert not numerics.row_error(numerics.reference(tf32, case.problem, rows), exact) <= limit
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

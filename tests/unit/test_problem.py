@@ -117,3 +117,21 @@ def test_causal_is_refused_exactly_if_a_query_would_see_no_key(seqlen_q, seqlen_
 def test_unknown_dtype():
     with pytest.raises(ProblemError, match="unknown dtype 'fp8': use one of fp16, bf16, fp32"):
         Problem(1, 1, 1, 1, 1, 64, "fp8")
+
+
+@given(problems())
+def test_a_label_is_read_back_equal(problem):
+    assert Problem.parse(problem.label) == problem
+
+
+def test_dtype_and_mask_may_be_left_out():
+    assert Problem.parse("1,16,1024,64") == Problem(1, 16, 16, 1024, 1024, 64)
+    assert Problem.parse(" (2, 8/2, 7x9, 64) bf16 ") == Problem(2, 8, 2, 7, 9, 64, "bf16")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1,2,3", "(1,2,3,4) fp16 masked", "1,a,3,4", "(1,2,3,4) fp17"]
+)
+def test_what_is_no_label_is_said(text):
+    with pytest.raises(ProblemError):
+        Problem.parse(text)

@@ -487,12 +487,12 @@ class TestErrors:
             (
                 "baseline: all",
                 "1: unknown key 'baseline'\n  did you mean 'baselines'? there are: name, device, "
-                "recording, arch, problems, kernels, baselines, search, measure, limits",
+                "recording, arch, problems, kernels, baselines, search, measure, limits, require",
             ),
             (
                 "<<: {a: 1}",
                 "1: unknown key '<<'\n  there are: name, device, recording, arch, "
-                "problems, kernels, baselines, search, measure, limits",
+                "problems, kernels, baselines, search, measure, limits, require",
             ),
             (
                 "baselines: [unfused, torch_flsh]",

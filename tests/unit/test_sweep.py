@@ -167,6 +167,26 @@ def test_a_changed_parameter_list_keeps_what_holds(go, fake):
     assert [name for method, name in fake.calls if method == "trial"] == ["THREADS=128"]
 
 
+def test_candidates_asked_for_later_may_be_measured_already(go, fake, monkeypatch):
+    monkeypatch.setattr(sweep, "_LOOKAHEAD", 1)
+    one = SPEC.replace("THREADS: [32, 64, 128]", "THREADS: [64]")
+    assert by_config(go(one))[64,].status is Status.OK
+    fake.calls.clear()
+    rows = by_config(go(one.replace("[64]", "[32, 64]")))
+    assert {rows[32,].status, rows[64,].status} == {Status.OK}
+    assert [name for method, name in fake.calls if method == "trial"] == ["THREADS=32"]
+
+
+def test_candidates_behind_measured_ones_are_tried(go, fake, monkeypatch):
+    monkeypatch.setattr(sweep, "_LOOKAHEAD", 1)
+    one = SPEC.replace("THREADS: [32, 64, 128]", "THREADS: [64]")
+    go(one)
+    fake.calls.clear()
+    rows = by_config(go(one.replace("[64]", "[64, 32]")))
+    assert {rows[32,].status, rows[64,].status} == {Status.OK}
+    assert [name for method, name in fake.calls if method == "trial"] == ["THREADS=32"]
+
+
 @pytest.mark.parametrize(
     "status", [Status.WRONG, Status.TIMEOUT, Status.LAUNCH_ERROR], ids=lambda s: s.value
 )

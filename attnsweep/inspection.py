@@ -1,0 +1,249 @@
+"""One config of a family taken apart: what its compiled stages use and what is in their code.
+
+Needs NVRTC and no GPU; nvdisasm too, if the instructions are to be counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from attnsweep.analysis import resources
+from attnsweep.arch import Arch
+from attnsweep.bounds import bounds
+from attnsweep.candidates import Build, with_instructions
+from attnsweep.compiler import Compiler, nvrtc_version
+from attnsweep.console import GLUE, aligned, wrap
+from attnsweep.document import nearest
+from attnsweep.errors import KernelError, SpaceError, ToolchainError
+from attnsweep.kernel import Config, Kernel, Launch, Param, Value
+from attnsweep.policy import INSTRUCTIONS
+from attnsweep.problem import Problem
+from attnsweep.space import Selection, Space
+from attnsweep.store import ENVIRONMENT, find_runs
+from attnsweep.trial import Environment, Resources
+
+_HEADERS = {
+    "registers": "registers",
+    "spill_bytes": "spill B",
+    "smem_bytes": "smem B",
+    "threads": "threads",
+    "blocks_per_sm": "blocks/SM",
+    "occupancy": "occupancy",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _OneSm:
+    """A chip of one SM at 1 MHz, whose microseconds are the clocks of an SM."""
+
+    sm_count: int = 1
+    clock_hz: float = 1e6
+    memory_bytes_per_second: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What was found. counted: None, or why instructions were not counted."""
+
+    kernel: Kernel
+    config: Config
+    problem: Problem
+    arch: Arch
+    used: Resources
+    launches: Mapping[str, Launch]
+    uncounted: str | None
+    card: Environment | None
+    """A recorded one of this architecture, which gives the bound its clock and SMs."""
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The least time of each unit: µs on the card, or clocks of one SM without one."""
+        return bounds(self.problem, self.arch, self.card or _OneSm())
+
+    def waves(self, stage: str) -> float | None:
+        """How often the card's SMs are filled by the blocks of a stage's grid."""
+        blocks = self.used.stages[stage]["blocks_per_sm"]
+        if self.card is None or not blocks:
+            return None
+        return math.prod(self.launches[stage].grid) / (blocks * self.card.sm_count)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain data; what is not known is None."""
+        major, minor = nvrtc_version()
+        return {
+            "kernel": self.kernel.name,
+            "config": dict(self.config),
+            "problem": asdict(self.problem),
+            "label": self.problem.label,
+            "arch": self.arch.name,
+            "nvrtc": f"{major}.{minor}",
+            "stages": {
+                name: {
+                    **stage,
+                    "limited_by": self.used.limiters[name],
+                    "grid": list(self.launches[name].grid),
+                    "waves": self.waves(name),
+                }
+                for name, stage in self.used.stages.items()
+            },
+            "uncounted": self.uncounted,
+            "card": self.card.gpu if self.card else None,
+            "bounds_us": self.limits if self.card else None,
+            "bounds_sm_clocks": bounds(self.problem, self.arch, _OneSm()),
+        }
+
+    def lines(self, width: int) -> list[str]:
+        """The same for reading, no line wider than `width` but where names need it."""
+        major, minor = nvrtc_version()
+        out = wrap(f"{self.kernel.name} {self.config.label}".rstrip(), width)
+        out += wrap(f"{self.problem.label} · {self.arch.name} · NVRTC {major}.{minor}", width)
+        out += ["", *self._table(self._resource_rows(), width)]
+        if self.uncounted is None:
+            out += ["", *self._table(self._instruction_rows(), width)]
+            out += wrap("Instructions are counted once, however often a loop runs them.", width)
+        else:
+            out += ["", *wrap(f"no instructions: {self.uncounted}", width)]
+        unit, where = ("µs", f"on {self.card.gpu}, as recorded") if self.card else (
+            "SM clocks",
+            "over all SMs; with a recorded run of this architecture, in µs",
+        )  # fmt: skip
+        each = [f"{name} {_plain(us)}{GLUE}{unit}" for name, us in self.limits.items()]
+        return [*out, "", *wrap(f"bound of the problem: {', '.join(each)} {where}", width)]
+
+    def _resource_rows(self) -> list[list[str]]:
+        header = ["stage", *_HEADERS.values(), "limited by", "cubin B", "grid"]
+        rows = [[*header, *(["waves"] if self.card else [])]]
+        for name, stage in self.used.stages.items():
+            cells = [f"{stage[key]:.0f}" for key in _HEADERS if key != "occupancy"]
+            cells.append(f"{100 * stage['occupancy']:.0f} %")
+            cells += [self.used.limiters[name], f"{stage['cubin_bytes']:.0f}"]
+            cells.append("×".join(map(str, self.launches[name].grid)))
+            waves = self.waves(name)
+            rows.append([name, *cells, *([f"{waves:.2f}" if waves else "-"] if self.card else [])])
+        return rows
+
+    def _instruction_rows(self) -> list[list[str]]:
+        names = [name.replace("_", " ") if "_" in name else name for name in INSTRUCTIONS]
+        upper = [n.upper() if len(n) <= 5 else n for n in names]
+        rows = [["stage", *upper]]
+        for name, stage in self.used.stages.items():
+            rows.append([name, *(f"{stage[kind]:.0f}" for kind in INSTRUCTIONS)])
+        return rows
+
+    def _table(self, rows: list[list[str]], width: int) -> list[str]:
+        """A line a stage; where that is too wide, a line a fact."""
+        lines = aligned(rows, "l" + "r" * (len(rows[0]) - 1), 10**6)
+        if max(map(len, lines)) <= width:
+            return lines
+        turned = [list(column) for column in zip(*rows, strict=True)]
+        return aligned(turned, "l" + "r" * (len(turned[0]) - 1), 10**6)
+
+
+def _plain(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
+def inspect(
+    kernel: Kernel,
+    given: str,
+    problem: Problem | None,
+    arch: Arch,
+    *,
+    card: Environment | None = None,
+    cache_dir: Path | None = None,
+) -> Inspection:
+    """Compile one config for `arch` and take it apart.
+
+    given: parameters as `BLOCK_M=64 BLOCK_N=128`; those it does not name are of the first config
+    that the family's rules keep. Raises KernelError for what the family has not, SpaceError if it
+    cannot run the problem or no config is left, CompileError, ToolchainError without NVRTC.
+    """
+    problem = problem or _usual_problem(kernel)
+    refusal = kernel.refusal(problem, arch)
+    if refusal is not None:
+        raise SpaceError(
+            f"{kernel.name} cannot run {problem.label} on {arch.name}: {refusal}",
+            hint="choose another with --problem or --arch",
+        )
+    config = _config(kernel, given, problem, arch)
+    compiler = Compiler(arch, cache_dir)
+    try:
+        build = Build.of(kernel, config, problem, compiler)
+        build.submit()
+        cubins = build.cubins()
+        used = resources([(n, cubins[n], launch) for n, launch in build.launches.items()], arch)
+        uncounted = None
+        try:
+            used = with_instructions(used, build)
+        except ToolchainError as error:
+            uncounted = error.render()
+        return Inspection(kernel, config, problem, arch, used, build.launches, uncounted, card)
+    finally:
+        compiler.close()
+
+
+def card_of(arch: Arch, results: Path) -> Environment | None:
+    """The card of the first recorded run for `arch` below `results`, or None."""
+    for directory in find_runs(results):
+        with contextlib.suppress(OSError, ValueError):
+            found = Environment.model_validate_json((directory / ENVIRONMENT).read_bytes())
+            if found.arch == arch.name:
+                return found
+    return None
+
+
+def _usual_problem(kernel: Kernel) -> Problem:
+    head_dim = 64 if 64 in kernel.head_dims else kernel.head_dims[0]
+    dtype: Any = kernel.dtypes[0]
+    seqlen = 1024 if head_dim <= 256 else 64  # wide heads are of few rows
+    return Problem(1, 16, 16, seqlen, seqlen, head_dim, dtype)
+
+
+def _config(kernel: Kernel, given: str, problem: Problem, arch: Arch) -> Config:
+    declared = {param.name: param for param in kernel.params}
+    values: dict[str, tuple[Value, ...]] = {}
+    for part in given.split():
+        name, equals, text = part.partition("=")
+        if not equals or not text:
+            raise KernelError(
+                f"not a parameter's value: {part!r}", hint="write NAME=VALUE, as BLOCK_M=64"
+            )
+        if name not in declared:
+            raise KernelError(
+                f"{kernel.name} has no parameter {name!r}", hint=nearest(name, declared)
+            )
+        values[name] = (_value(declared[name], text),)
+    space = Space.build(kernel, problem, arch, Selection(values))
+    if not space.configs:
+        removed = ", ".join(
+            f"{name} ({kernel.rules[name][0]})" if name in kernel.rules else name
+            for name, count in space.removed.items()
+            if count
+        )
+        raise SpaceError(
+            f"{kernel.name} has no config {given or 'at all'} for {problem.label} on {arch.name}",
+            hint=f"what rules them out: {removed}",
+        )
+    return space.configs[0]
+
+
+def _value(param: Param, text: str) -> Value:
+    """The text as a value of the kind that the parameter has."""
+    sample = param.values[0]
+    if isinstance(sample, str):
+        if text not in param.values:
+            raise KernelError(
+                f"{param.name} cannot be {text!r}", hint=nearest(text, map(str, param.values))
+            )
+        return text
+    if isinstance(sample, bool) and text in ("true", "false", "1", "0"):
+        return text in ("true", "1")
+    if text.isascii() and text.isdigit() and not isinstance(sample, bool):
+        return int(text)
+    own = ", ".join(map(str, param.values))
+    raise KernelError(f"{param.name} cannot be {text!r}", hint=f"its own values: {own}")

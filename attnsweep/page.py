@@ -1,0 +1,487 @@
+"""One HTML page of a run: tables in its text, plots drawn by Vega-Lite in the reader's browser.
+
+Everything is inside the one file: it opens without a network, and its own security policy forbids
+one. Vega-Lite comes from the `vl-convert-python` package, of which nothing is kept here. Needs no
+GPU and no CUDA. Times are microseconds of one call.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attnsweep import __version__
+from attnsweep.compiler import default_cache_dir, write_aside
+from attnsweep.console import GLUE
+from attnsweep.device import install_command
+from attnsweep.errors import StoreError, ToolchainError
+from attnsweep.problem import Problem
+from attnsweep.ranking import named, rank, value_text
+from attnsweep.report import LEGEND, table
+from attnsweep.section import (
+    Row,
+    Section,
+    absent_baselines,
+    bound_line,
+    by_problem,
+    conditions_line,
+    figure,
+    first_line,
+    heading,
+    recorded_lines,
+    rest_line,
+    searched_lines,
+    tie_line,
+    who,
+    winner_lines,
+)
+from attnsweep.store import Run
+from attnsweep.trial import Status
+
+ASSETS = Path(__file__).parent / "assets"
+# Of all tables together, which are 0.5 MB of HTML; a table has fewer rows where there are many.
+_MAX_ROWS = 1500
+# Problems whose tables are in the page's own text; those of more are packed, or 1,000 are 5 MB.
+_INLINE = 60
+# Columns of numbers before a table's configs: time, its spread, against the best baseline.
+_BEFORE = 3
+# Bars of the stage breakdown; reasons listed a problem; characters kept of a reason.
+_MAX_STAGES = 10
+_MAX_REASONS = 40
+_REASON_LENGTH = 200
+
+
+def write(run: Run, path: Path, *, top: int = 10, target_us: float | None = None) -> int:
+    """Write the page of `run` to `path`, in one step, and return its size in bytes.
+
+    top: candidates per ranked table, if the problems are not too many for that.
+    target_us: what the ladder's distances are to; each problem's best baseline unless given.
+    Raises ToolchainError if the packages of the `html` extra are missing, StoreError if `path`
+    cannot be written.
+    """
+    data = render(run, top=top, target_us=target_us).encode("utf-8", "replace")
+    try:
+        write_aside(path, data)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write the page: {error.strerror}",
+            where=str(path),
+            hint="give --html a file in a directory that exists and can be written",
+        ) from error
+    return len(data)
+
+
+def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
+    """The page's text; the same run gives the same text."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ToolchainError("an HTML page needs Jinja2", hint=install_command("html")) from error
+    plots = plot_library()
+    sections = by_problem(rank(run.trials, run.environment), run.environment, run.planned)
+    rungs = _kernel_order(run)
+    per_problem = max(1, min(top, _MAX_ROWS // max(1, len(sections)) - 8))
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ASSETS),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    problems = [_problem(section, per_problem, rungs, target_us, run) for section in sections]
+    one = templates.get_template("problem.html")
+    later = [one.render(p=p, index=i) for i, p in enumerate(problems) if i >= _INLINE]
+    return templates.get_template("page.html").render(
+        run=run,
+        name=run.directory.resolve().name,
+        environment=run.environment,
+        facts=_provenance(run),
+        counts=Counter(row["status"] for s in sections for row in s.rows if not row["baseline"]),
+        candidates=sum(not row["baseline"] for s in sections for row in s.rows),
+        problems=problems,
+        legend=LEGEND.replace(GLUE, " "),
+        version=__version__,
+        styles=(ASSETS / "page.css").read_text(),
+        plots=plots,
+        script=(ASSETS / "page.js").read_text(),
+        inline=_INLINE,
+        packed=_packed({"run": _data(sections), "problems": later}),
+    )
+
+
+def _packed(data: object) -> str:
+    """JSON, gzipped, in base64: a tenth of what 10,000 candidates take, and no `<` to escape."""
+    text = json.dumps(data, separators=(",", ":")).encode()
+    return base64.b64encode(gzip.compress(text, mtime=0)).decode()
+
+
+def plot_library() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script that sets `window.vegaEmbed`.
+
+    vl-convert takes 1.3 s to put them together, so the result is kept in the cache, by its version.
+    """
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise ToolchainError(
+            "an HTML page needs Vega-Lite, from vl-convert-python", hint=install_command("html")
+        ) from error
+    kept = default_cache_dir() / "page" / f"vega-{metadata.version('vl-convert-python')}.js"
+    try:
+        return kept.read_text()
+    except (OSError, UnicodeDecodeError):
+        pass
+    made = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+    text = made.replace("</script", "<\\/script")
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_aside(kept, text.encode())
+    except OSError:
+        pass  # a cache only saves time
+    return text
+
+
+# -- what the template shows ------------------------------------------------------------------
+
+
+def _provenance(run: Run) -> list[tuple[str, str]]:
+    """Where, with what and when: name and value."""
+    where = run.environment
+    if where is None:
+        return []
+    facts = [
+        ("GPU", where.gpu),
+        ("architecture", where.arch),
+        ("driver", where.driver),
+        ("CUDA", where.cuda),
+        ("NVRTC", where.nvrtc),
+        ("measured", where.date.replace("T", " ").replace("Z", " UTC")),
+        ("SMs", f"{where.sm_count}"),
+        ("clock", f"{where.clock_hz / 1e6:.0f} MHz"),
+        ("memory", f"{where.memory_bytes / 2**30:.0f} GiB"),
+        ("memory rate", f"{where.memory_bytes_per_second / 1e12:.2f} TB/s"),
+        ("L2", f"{where.l2_bytes / 2**20:.0f} MiB"),
+        ("host cores", f"{where.host_cores}"),
+        ("attnsweep", where.attnsweep),
+        ("Python", where.python),
+    ]
+    return facts + sorted(where.packages.items())
+
+
+def _kernel_order(run: Run) -> list[str]:
+    """The families in the spec's order, which is that of the ladder; else as they appear."""
+    try:
+        kernels = yaml.safe_load(run.spec_text or "")["kernels"]
+        order = [str(name) for name in kernels]
+    except (yaml.YAMLError, TypeError, KeyError):
+        order = []
+    there = dict.fromkeys(t.kernel for t in run.trials if t.provider == "attnsweep")
+    return [name for name in dict.fromkeys([*order, *there]) if name in there]
+
+
+def _problem(
+    section: Section, top: int, rungs: Sequence[str], target_us: float | None, run: Run
+) -> dict[str, Any]:
+    label, *facts = heading(section)
+    shown = section.shown(top)
+    lines, _, legend = table(section, shown, names=False) if shown else ([], "", [])
+    won, best = section.winner, section.best_baseline
+    notes = [
+        *winner_lines(section)[1 if won else 0 :],
+        tie_line(section, shown),
+        rest_line(section, shown, "every one of them is below"),
+        *searched_lines(section),
+        *absent_baselines(section),
+        *recorded_lines(section),
+    ]
+    lines_of_bound = [bound_line(section), conditions_line(section)]
+    return {
+        "label": label,
+        "facts": " · ".join(facts),
+        "lines": [_plain(line) for line in lines_of_bound if line],
+        "winner": won and {**won, "who": who(won), "key": _key_figures(section, won)},
+        "best": best and {**best, "who": who(best)},
+        "ratio": won["ratio_to_best_baseline"] if won and best else None,
+        "header": _in_order(lines[0]) if lines else [],
+        "rows": [
+            (
+                _in_order(cells),
+                "winner" if row["winner"] else "baseline" * row["baseline"],
+                row["config"],
+            )
+            for row, cells in zip(shown, lines[1:], strict=True)
+        ],
+        "legend": legend,
+        "notes": [_plain(note.lstrip("*= ")) for note in notes if note],
+        "candidates": sum(not row["baseline"] for row in section.rows),
+        "reasons": _reasons(section),
+        "ladder": _ladder(section, rungs, target_us),
+        "ruled_out": _ruled_out(run, section.problem.label),
+    }
+
+
+def _in_order(cells: Sequence[str]) -> list[str]:
+    """Rank, kernel, the first numbers, config, the rest: what a narrow window shows is first."""
+    rank, kernel, config, *numbers = cells
+    return [rank, kernel, *numbers[:_BEFORE], config, *numbers[_BEFORE:]]
+
+
+def _plain(line: str) -> str:
+    return line.replace(GLUE, " ")
+
+
+def _key_figures(section: Section, row: Row) -> list[tuple[str, str]]:
+    """What is said first of a winner: figure and what it is."""
+    best = section.best_baseline
+    out = [(f"{figure(row['time_us'], 4)} µs", "a call")]
+    if best is not None:
+        out.append((f"{row['ratio_to_best_baseline']:.2f}×", f"the speed of {who(best)}"))
+    if row["bound_share"] is not None:
+        out.append((f"{100 * row['bound_share']:.0f} %", f"of the bound by {row['bound']}"))
+    out += [
+        (f"{figure(row['tflops'], 3)} TFLOP/s", "not counting what is masked"),
+        (f"{figure(row['us_per_head'], 3)} µs", "a head"),
+    ]
+    if section.problem.batch > 1:
+        out.append((f"{figure(row['us_per_sequence'], 3)} µs", "a sequence"))
+    return out
+
+
+def _reasons(section: Section) -> list[dict[str, Any]]:
+    """Why candidates were not timed or not believed: one entry a status, family and cause.
+
+    Reasons that differ in their numbers alone have one cause, and the first of them stands for it.
+    """
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in section.rows:
+        if row["status"] != Status.OK and not row["baseline"]:
+            cause = re.sub(r"\d[\d.e+-]*", "#", _reason(row))
+            groups.setdefault((row["status"], row["kernel"], cause), []).append(row)
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    out = [
+        {
+            "status": status.replace("_", " "),
+            "kernel": kernel,
+            "reason": _reason(rows[0]) or "no reason given",
+            "count": len(rows),
+            "config": named(_own(section, rows[0])) or rows[0]["config"],
+        }
+        for (status, kernel, _), rows in ordered[:_MAX_REASONS]
+    ]
+    rest = ordered[_MAX_REASONS:]
+    if rest:
+        count = sum(len(rows) for _, rows in rest)
+        reason = f"{len(rest)} more reasons; the list of every candidate has them"
+        out.append({"status": "…", "kernel": "", "reason": reason, "count": count, "config": ""})
+    return out
+
+
+def _ruled_out(run: Run, label: str) -> list[dict[str, Any]]:
+    """What was no candidate, from the plan kept with the run: a line a family, by its rules."""
+    out = []
+    for facts in run.planned:
+        if facts.get("problem") != label:
+            continue
+        removed = facts.get("removed") or {}
+        words = ", ".join(f"{rule} {count:,}" for rule, count in removed.items() if count)
+        refused = facts.get("refused")
+        if words or refused:
+            out.append(
+                {
+                    "kernel": facts.get("kernel"),
+                    "configs": facts.get("configs"),
+                    "candidates": facts.get("candidates"),
+                    "why": f"cannot run this: {refused}" if refused else words,
+                }
+            )
+    return out
+
+
+def _reason(row: Row) -> str:
+    return first_line(row["detail"])[:_REASON_LENGTH]
+
+
+def _ladder(section: Section, rungs: Sequence[str], target_us: float | None) -> dict[str, Any]:
+    """The best of each family in the given order, and how far it is from the target."""
+    best = section.best_baseline
+    target, of = target_us, "the given target"
+    if target is None and best is not None:
+        target, of = best["time_us"], f"{who(best)}, the best baseline"
+    rows = {row["kernel"]: row for row in section.best_of_families}
+    steps: list[dict[str, Any]] = []
+    before: float | None = None
+    for kernel in rungs:
+        mine = [row for row in section.rows if row["kernel"] == kernel and not row["baseline"]]
+        if not mine:
+            continue
+        step: dict[str, Any] = {"who": kernel, "us": None, "tried": len(mine)}
+        steps.append(step)
+        row = rows.get(kernel)
+        if row is None:
+            step["failed"] = ", ".join(
+                f"{n} {status.replace('_', ' ')}"
+                for status, n in Counter(row["status"] for row in mine).most_common()
+            )
+            continue
+        us = row["time_us"]
+        used = row["trial"].resources
+        stages = [*used.stages.values()] if used is not None else []
+        size = _sum_of(stages, "cubin_bytes")
+        step |= {
+            "who": who(row),
+            "us": figure(us, 4),
+            "config": row["config"],
+            "registers": row["registers"],
+            "spill_bytes": row["spill_bytes"],
+            "cubin": None if size is None else f"{size / 1024:.0f}K",
+            "branches": _sum_of(stages, "predicated_branches"),
+            "gain": None if before is None else _times(before / us),
+            "distance": None if target is None else _distance(us, target),
+            "met": target is not None and us <= target,
+            "share": None if target is None else min(1.0, target / us),
+        }
+        before = us if before is None else min(before, us)
+    return {
+        "steps": steps,
+        "has_branches": any(step.get("branches") is not None for step in steps),
+        "target": None if target is None else f"{figure(target, 4)} µs",
+        "of": of,
+    }
+
+
+def _sum_of(stages: Sequence[Mapping[str, float]], measure: str) -> int | None:
+    """None if a stage does not tell."""
+    if not stages or any(measure not in stage for stage in stages):
+        return None
+    return int(sum(stage[measure] for stage in stages))
+
+
+def _distance(us: float, target: float) -> str:
+    """`2.13×`, `3.1 % over`, or that it is met."""
+    if us <= target:
+        return f"met, {100 * (1 - us / target):.1f} % below"
+    return _times(us / target) if us > 1.1 * target else f"{100 * (us / target - 1):.1f} % over"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}×" if ratio < 10 else f"{figure(ratio, 3)}×"
+
+
+# -- what the plots are drawn from ------------------------------------------------------------
+
+
+def _data(sections: Sequence[Section]) -> dict[str, Any]:
+    """The run for the page's script: every candidate as one short array.
+
+    The axes of a spec's variants are parameters too, each with the name of its variant as value.
+
+    trials: [problem, kernel, status, µs or null, index of its reason or null, [value a parameter]];
+    the first three are indices too.
+    """
+    kernels: dict[str, dict[str, None]] = {}
+    statuses: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    for section in sections:
+        for row in section.rows:
+            if not row["baseline"]:
+                kernels.setdefault(row["kernel"], {}).update(dict.fromkeys(_settings(row)))
+    number = {kernel: index for index, kernel in enumerate(kernels)}
+    trials = []
+    for index, section in enumerate(sections):
+        for row in section.rows:
+            if row["baseline"]:
+                continue
+            config = _settings(row)
+            reason = _reason(row)
+            trials.append(
+                [
+                    index,
+                    number[row["kernel"]],
+                    statuses.setdefault(row["status"], len(statuses)),
+                    _short(row["time_us"]) if row["rank"] else None,
+                    reasons.setdefault(reason, len(reasons)) if reason else None,
+                    [
+                        value_text(config[name]) if type(config.get(name)) is bool
+                        else config.get(name)
+                        for name in kernels[row["kernel"]]
+                    ],
+                ]
+            )  # fmt: skip
+    return {
+        "problems": [_drawn(section) for section in sections],
+        "kernels": [{"name": name, "params": [*params]} for name, params in kernels.items()],
+        "statuses": [*statuses],
+        "reasons": [*reasons],
+        "trials": trials,
+    }
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    return {**row["trial"].variant, **row["trial"].config}
+
+
+def _drawn(section: Section) -> dict[str, Any]:
+    """One problem: its size, its bounds, its peers, and the stages of its best pipelines."""
+    problem: Problem = section.problem
+    bests = {id(row) for row in section.best_of_families}
+    ranked = [row for row in section.rows if row["rank"]]
+    in_stages = [row for row in ranked if row["trial"].stages_us]
+    first = [row for row in in_stages if id(row) in bests]
+    others = [row for row in in_stages if id(row) not in bests]
+    staged = sorted([*first, *others][:_MAX_STAGES], key=lambda row: float(row["time_us"]))
+    binds = next((row["bound"] for row in section.rows if row["bound"]), None)
+    return {
+        "label": problem.label,
+        "axes": asdict(problem),
+        "flops": problem.flops,
+        "bytes": problem.min_bytes,
+        "bounds": {unit: _short(us) for unit, us in section.bounds_us.items()},
+        "binds": binds,
+        "peers": [_peer(row) for row in ranked if row["baseline"] or id(row) in bests],
+        "staged": [
+            {
+                "who": who(row),
+                "config": named(_own(section, row)) or row["config"],
+                "us": _short(row["time_us"]),
+                "launches": _short(row["launch_us"]),
+                "stages": {n: _short(us) for n, us in row["trial"].stages_us.items()},
+            }
+            for row in staged
+        ],
+    }
+
+
+def _own(section: Section, row: Row) -> Mapping[str, object]:
+    """Of a config what differs within its family."""
+    config = row["trial"].config
+    names = section.differing.get(row["kernel"], [])
+    return {name: config[name] for name in names if name in config}
+
+
+def _peer(row: Row) -> dict[str, Any]:
+    time = row["trial"].time_us
+    return {
+        "who": who(row),
+        "kind": "winner" if row["winner"] else "baseline" if row["baseline"] else "kernel",
+        "us": _short(row["time_us"]),
+        "low": _short(time.low),
+        "high": _short(time.high),
+        "cold": _short(row["cold_us"]),
+        "eager": _short(row["eager_us"]),
+        "config": row["config"],
+    }
+
+
+def _short(value: float | None) -> float | None:
+    """Five significant digits: more than any plot shows."""
+    return None if value is None else float(f"{value:.5g}")

@@ -1,0 +1,318 @@
+"""Two recorded runs compared, problem by problem: did the best candidate get slower?
+
+Both were measured before, at different times. What that can prove is said with every verdict: the
+baselines timed in both show how far the sessions themselves drifted apart, and a difference counts
+only beyond that. Needs no GPU. Times are microseconds of one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from attnsweep.compiler import write_aside
+from attnsweep.console import GLUE, aligned, wrap
+from attnsweep.device import install_command
+from attnsweep.errors import StoreError, ToolchainError
+from attnsweep.ranking import rank, ratio_interval
+from attnsweep.section import Row, Section, by_problem, figure
+from attnsweep.store import Run
+from attnsweep.trial import Environment
+
+
+class Verdict(StrEnum):
+    """What two records say of one problem."""
+
+    PASS = "pass"
+    REGRESSION = "regression"
+    IMPROVEMENT = "improvement"
+    INCONCLUSIVE = "inconclusive"
+
+
+EXIT = {Verdict.REGRESSION: 1, Verdict.INCONCLUSIVE: 4}
+CAN = (
+    "This compares records. It can show that the best candidate of a problem is slower or faster "
+    "by more than the rounds scatter and the sessions drifted, as the baselines timed in both tell."
+)
+CANNOT = (
+    "It cannot show why, nor see what changed for our kernels and not for the baselines (other "
+    "clocks under load, another card of the same name); only both codes timed in turns on one GPU "
+    "can."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One problem. ratio: new time over old; low, high: between which it is, drift allowed for."""
+
+    label: str
+    verdict: Verdict
+    why: str
+    old: Row | None = None
+    new: Row | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    drift: tuple[float, float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "problem": self.label,
+            "verdict": self.verdict.value,
+            "why": self.why,
+            "old": _plain(self.old),
+            "new": _plain(self.new),
+            "ratio": self.ratio,
+            "interval": None if self.low is None else [self.low, self.high],
+            "drift": None if self.drift is None else list(self.drift),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All problems of two runs, and in what the runs themselves differ."""
+
+    old: Path
+    new: Path
+    slower: float
+    findings: tuple[Finding, ...]
+    differences: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a problem regressed, else 4 if one is inconclusive, else 0."""
+        codes = {EXIT.get(finding.verdict, 0) for finding in self.findings}
+        return 1 if 1 in codes else 4 if 4 in codes or not self.findings else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data: stable keys, None for what is not known."""
+        return {
+            "old": str(self.old),
+            "new": str(self.new),
+            "slower": self.slower,
+            "exit_code": self.exit_code,
+            "problems": [finding.to_json() for finding in self.findings],
+            "differences": list(self.differences),
+            "proves": CAN,
+            "does_not_prove": CANNOT,
+        }
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["problem", "old µs", "new µs", "new/old", "95 % interval", "drift", "verdict"]]
+        for f in self.findings:
+            times = [figure(row["time_us"], 4) if row else "–" for row in (f.old, f.new)]
+            ratio = "–" if f.ratio is None else f"{f.ratio:.3f}"
+            interval = "–" if f.low is None or f.high is None else f"{f.low:.3f}–{f.high:.3f}"
+            drift = "–" if f.drift is None else f"{f.drift[0]:.3f}–{f.drift[1]:.3f}"
+            rows.append([f.label, *times, ratio, interval, drift, f.verdict.value])
+        return rows
+
+    def _notes(self) -> list[str]:
+        notes = [f"{f.label}: {f.why}" for f in self.findings if f.why]
+        counts = Counter(finding.verdict for finding in self.findings)
+        said = [f"{counts[verdict]}{GLUE}{verdict}" for verdict in Verdict if counts[verdict]]
+        notes.append(f"{', '.join(said) or 'no problem to compare'}; slower is by more than "
+                     f"{100 * self.slower:g}{GLUE}%")  # fmt: skip
+        return [*notes, *(f"the runs differ: {line}" for line in self.differences)]
+
+    def lines(self, width: int) -> list[tuple[str, str]]:
+        """For a terminal: each line and its style."""
+        styles = {
+            Verdict.REGRESSION: "bold red",
+            Verdict.IMPROVEMENT: "bold green",
+            Verdict.INCONCLUSIVE: "yellow",
+            Verdict.PASS: "",
+        }
+        header, *body = aligned(self._rows(), "lrrrrrl", width, shrink=(0,))
+        out = [(line, "dim") for line in wrap(f"{self.old} → {self.new}", width)]
+        out.append((header, "bold"))
+        for finding, line in zip(self.findings, body, strict=True):
+            out.append((line, styles[finding.verdict]))
+        out += [(line, "") for note in self._notes() for line in wrap(note, width)]
+        return out + [(line, "dim") for text in (CAN, CANNOT) for line in wrap(text, width)]
+
+    def to_markdown(self) -> str:
+        """For a page or a job's summary."""
+        header, *body = self._rows()
+        rows = [header, ["---", *["---:"] * 5, "---"], *body]
+        table = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in r)} |" for r in rows]
+        notes = [f"- {note}" for note in self._notes()]
+        title = f"# {self.old} → {self.new}"
+        text = "\n".join([title, "", *table, "", *notes, "", f"{CAN} {CANNOT}"])
+        return text.replace(GLUE, " ") + "\n"
+
+    def to_junit(self) -> str:
+        """JUnit XML: a case a problem. A regression is a failure, inconclusive an error.
+
+        Raises ToolchainError without the `ci` extra.
+        """
+        try:
+            import junitparser
+        except ImportError as error:
+            raise ToolchainError(
+                "JUnit XML needs junitparser", hint=install_command("ci")
+            ) from error
+        suite = junitparser.TestSuite("attnsweep check")
+        suite.add_property("old", str(self.old))
+        suite.add_property("new", str(self.new))
+        suite.add_property("slower", f"{self.slower:g}")
+        header, *body = self._rows()
+        for finding, cells in zip(self.findings, body, strict=True):
+            case = junitparser.TestCase(finding.label, classname="attnsweep.check")
+            if finding.verdict is Verdict.REGRESSION:
+                case.result = [junitparser.Failure(finding.why, finding.verdict.value)]
+            elif finding.verdict is Verdict.INCONCLUSIVE:
+                case.result = [junitparser.Error(finding.why, finding.verdict.value)]
+            facts = [f"{name}: {cell}" for name, cell in zip(header, cells, strict=True)]
+            case.system_out = "\n".join([*facts, finding.why])
+            suite.add_testcase(case)
+        xml: Any = junitparser.JUnitXml("attnsweep")
+        xml.add_testsuite(suite)
+        xml.update_statistics()
+        text: bytes = xml.tostring()
+        return text.decode("utf-8")
+
+
+def compare(old: Run, new: Run, *, slower: float) -> Comparison:
+    """The verdict on every problem of `old`, in its order; those of `new` alone are only named.
+
+    slower: the share by which a best candidate may be slower before that is a regression.
+    """
+    before = {s.problem: s for s in by_problem(rank(old.trials, old.environment), old.environment)}
+    after = {s.problem: s for s in by_problem(rank(new.trials, new.environment), new.environment)}
+    control = _controls(old.environment, new.environment)
+    findings = [
+        _judge(section, after.get(problem), slower, control) for problem, section in before.items()
+    ]
+    differences = _differences(old.environment, new.environment)
+    added = [problem.label for problem in after if problem not in before]
+    if added:
+        differences.append(f"only the new one has {', '.join(added)}")
+    return Comparison(old.directory, new.directory, slower, tuple(findings), tuple(differences))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a report of the comparison. Raises StoreError."""
+    try:
+        write_aside(path, text.encode("utf-8", "replace"))
+    except OSError as error:
+        raise StoreError(
+            f"cannot write: {error.strerror}",
+            where=str(path),
+            hint="give a file in a directory that exists and can be written",
+        ) from error
+
+
+def _judge(old: Section, new: Section | None, slower: float, control: str | None) -> Finding:
+    label, won = old.problem.label, old.winner
+    if new is None:
+        return Finding(label, Verdict.INCONCLUSIVE, "the new run has not this problem", won)
+    now = new.winner
+    if won is None and now is None:
+        return Finding(label, Verdict.INCONCLUSIVE, "no candidate is ok in either run")
+    if won is None:
+        return Finding(label, Verdict.IMPROVEMENT, "no candidate was ok, now one is", None, now)
+    if now is None:
+        counts = Counter(row["status"] for row in new.rows if not row["baseline"])
+        ends = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in counts.most_common())
+        why = f"no candidate is ok any more: {ends or 'none was tried'}"
+        return Finding(label, Verdict.REGRESSION, why, won)
+    ratio = now["time_us"] / won["time_us"]
+    if control is not None:
+        return Finding(label, Verdict.INCONCLUSIVE, control, won, now, ratio)
+    for which, row in (("old", won), ("new", now)):
+        if not row["trial"].time_us.rounds:
+            why = f"the {which} run timed its best candidate without rounds"
+            return Finding(label, Verdict.INCONCLUSIVE, why, won, now, ratio)
+    drift = _drift(old, new)
+    if drift is None:
+        why = "no baseline has rounds in both runs, so how far the sessions drifted is not known"
+        return Finding(label, Verdict.INCONCLUSIVE, why, won, now, ratio)
+    low, high = _ratio(won, now)
+    low, high = low / max(1.0, drift[1]), high / min(1.0, drift[0])
+    facts = (won, now, ratio, low, high, drift)
+    change = _changed(won, now)
+    if low > 1 + slower:
+        why = f"slower by at least {100 * (low - 1):.1f} %{change}"
+        return Finding(label, Verdict.REGRESSION, why, *facts)
+    if high < 1 / (1 + slower):
+        why = f"faster by at least {100 * (1 / high - 1):.1f} %{change}"
+        return Finding(label, Verdict.IMPROVEMENT, why, *facts)
+    if high <= 1 + slower:
+        return Finding(label, Verdict.PASS, "", *facts)
+    why = f"between {100 * (1 - low):.1f} % faster and {100 * (high - 1):.1f} % slower"
+    if low > 1:
+        why = f"between {100 * (low - 1):.1f} and {100 * (high - 1):.1f} % slower"
+    return Finding(label, Verdict.INCONCLUSIVE, f"{why}{change}", *facts)
+
+
+def _median_interval(row: Row) -> tuple[float, float]:
+    """95 % sign interval of the median of its rounds."""
+    rounds = row["trial"].time_us.rounds
+    return ratio_interval(rounds, [1.0] * len(rounds))
+
+
+def _ratio(old: Row, new: Row) -> tuple[float, float]:
+    """Between which the ratio new to old is: 95 %, from the intervals of both medians.
+
+    Rounds of two sessions cannot be paired, so the distances from both medians to their limits are
+    added as squares, of their logarithms (MOVER: Zou and Donner, Statist. Med. 27, 2008).
+    """
+    (old_low, old_high), (new_low, new_high) = _median_interval(old), _median_interval(new)
+    before, after = float(old["time_us"]), float(new["time_us"])
+    down = math.hypot(math.log(after / new_low), math.log(old_high / before))
+    up = math.hypot(math.log(new_high / after), math.log(before / old_low))
+    return after / before * math.exp(-down), after / before * math.exp(up)
+
+
+def _drift(old: Section, new: Section) -> tuple[float, float] | None:
+    """Least and largest ratio new to old of the baselines with rounds in both, or None."""
+    before, after = (
+        {
+            row["provider"]: float(row["time_us"])
+            for row in section.rows
+            if row["baseline"] and row["rank"] and row["rounds"]
+        }
+        for section in (old, new)
+    )
+    ratios = [after[name] / before[name] for name in before if name in after]
+    return (min(ratios), max(ratios)) if ratios else None
+
+
+def _changed(old: Row, new: Row) -> str:
+    """That another candidate wins, if so."""
+    if (old["kernel"], old["config"]) == (new["kernel"], new["config"]):
+        return ""
+    names = [f"{row['kernel']} {row['config']}".strip() for row in (old, new)]
+    return f"; the best was {names[0]}, is {names[1]}"
+
+
+def _controls(old: Environment | None, new: Environment | None) -> str | None:
+    """Why the baselines of the two runs are not the same code on the same card, or None."""
+    if old is None or new is None:
+        return "a run has no environment.json, so its card is not known"
+    if old.gpu != new.gpu:
+        return f"measured on another GPU: {old.gpu}, then {new.gpu}"
+    return None
+
+
+def _differences(old: Environment | None, new: Environment | None) -> list[str]:
+    if old is None or new is None:
+        return []
+    names = ("gpu", "driver", "cuda", "nvrtc", "attnsweep", "clock_hz", "host_cores")
+    pairs = [(name, getattr(old, name), getattr(new, name)) for name in names]
+    for name in dict.fromkeys([*old.packages, *new.packages]):
+        pairs.append((name, old.packages.get(name, "absent"), new.packages.get(name, "absent")))
+    return [f"{name} {was} → {now}" for name, was, now in pairs if was != now]
+
+
+def _plain(row: Row | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    kept = ("kernel", "config", "time_us", "spread_us", "rounds", "registers", "smem_bytes")
+    return {name: row[name] for name in kept}

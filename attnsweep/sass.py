@@ -1,0 +1,115 @@
+"""What is in the machine code: instructions of a cubin, counted by kind, with nvdisasm.
+
+Counts are static: each instruction once, however often a loop runs it. Disassembling takes about
+0.35 s a cubin, so it is done where asked for, and kept beside the cubin in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from attnsweep.compiler import Cubin, write_aside
+from attnsweep.device import install_command
+from attnsweep.errors import ToolchainError
+
+WHEEL = "nvidia-cuda-nvdisasm"
+# Opcode without its modifiers to what it is counted as.
+_KINDS = {name.upper(): name for name in ("hgmma", "hmma", "ffma", "mufu", "ldl", "stl", "bar")}
+_BRANCHES = {"BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU"}
+_PREDICATE = re.compile(r"!?U?P\d")
+_TIMEOUT_S = 60.0
+_KEPT = "sass.json"
+_FORMAT = 1
+"""Of what is kept; another one is disassembled again."""
+
+
+@cache
+def nvdisasm() -> Path:
+    """The disassembler: that of its wheel, else the one on the PATH. Raises ToolchainError."""
+    try:
+        for file in metadata.files(WHEEL) or ():
+            if file.name in ("nvdisasm", "nvdisasm.exe"):
+                path = Path(str(file.locate()))
+                if path.is_file():
+                    return path
+    except metadata.PackageNotFoundError:
+        pass
+    found = shutil.which("nvdisasm")
+    if found is None:
+        raise ToolchainError(
+            "to count machine instructions nvdisasm is needed, which is not installed",
+            hint=install_command("inspect"),
+        )
+    return Path(found)
+
+
+def counts(cubin: Cubin) -> dict[str, dict[str, int]]:
+    """Function name to how many instructions of each kind it has: see policy.INSTRUCTIONS.
+
+    Raises ToolchainError if nvdisasm is missing or cannot read the cubin.
+    """
+    kept = cubin.path.with_name(_KEPT)
+    try:
+        found = json.loads(kept.read_text())
+        if (found["digest"], found["format"]) == (cubin.digest, _FORMAT):
+            return {str(name): dict(each) for name, each in found["functions"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    functions = disassemble(cubin.path)
+    data = {"digest": cubin.digest, "format": _FORMAT, "functions": functions}
+    write_aside(kept, json.dumps(data).encode())
+    return functions
+
+
+def disassemble(cubin: Path) -> dict[str, dict[str, int]]:
+    """The same from any cubin file, nothing kept."""
+    command = [str(nvdisasm()), "-json", str(cubin)]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
+        # With an older cubin a warning comes first.
+        text = done.stdout.decode(errors="replace")
+        _, functions = json.loads(text[text.index("[") :])
+        return {each["function-name"]: count(each["sass-instructions"]) for each in functions}
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as error:
+        said = "" if isinstance(error, OSError) else "it gave no JSON of its instructions"
+        if isinstance(error, subprocess.TimeoutExpired):
+            said = f"no answer in {_TIMEOUT_S:.0f} s"
+        elif not isinstance(error, OSError) and done.stderr:
+            said = done.stderr.decode(errors="replace").strip().splitlines()[0]
+        raise ToolchainError(
+            f"nvdisasm cannot read this cubin: {said or error}",
+            where=str(cubin),
+            hint=f"nvdisasm must know the architecture: pip install -U {WHEEL}",
+        ) from error
+
+
+def count(instructions: list[Mapping[str, Any]]) -> dict[str, int]:
+    """How many of each kind. What can never run (`@!PT`, and the loop after the end) is none."""
+    found: Counter[str] = Counter()
+    for index, instruction in enumerate(instructions):
+        predicate = str(instruction.get("predicate", ""))
+        opcode = str(instruction["opcode"]).split(".")[0]
+        operands = str(instruction.get("operands", ""))
+        if predicate in ("@!PT", "@!UPT") or opcode == "NOP":
+            continue
+        # Instructions are 16 bytes; a branch to itself fills up what follows the last EXIT.
+        if opcode == "BRA" and operands == hex(16 * index):
+            continue
+        found["instructions"] += 1
+        if opcode in _KINDS:
+            found[_KINDS[opcode]] += 1
+        if opcode in _BRANCHES:
+            found["branches"] += 1
+            if predicate or _PREDICATE.search(operands):
+                found["predicated_branches"] += 1
+    kinds = ("instructions", *_KINDS.values(), "branches", "predicated_branches")
+    return {kind: found[kind] for kind in kinds}

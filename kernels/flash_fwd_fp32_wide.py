@@ -1,0 +1,169 @@
+"""flash_fwd_fp32_wide: fp32, heads of 512 to 8192 columns, few queries and keys. Memory-bound."""
+
+from attnsweep.arch import Arch
+from attnsweep.kernel import Config, Kernel, Launch, Param
+from attnsweep.problem import Problem
+
+kernel = Kernel(
+    "flash_fwd_fp32_wide",
+    summary="fp32 forward of very wide heads: blocks share a head by columns and exchange scores",
+    params=(
+        Param("SLICES", (1, 2, 4, 8, 16, 32), "blocks that share a head's columns"),
+        Param("SCORES", ("cluster", "workspace"), "exchanged in a cluster, or by a second launch"),
+        Param("MATH", ("ffma", "tf32x3"), "products in fp32, or three on tensor cores for one"),
+        Param("BLOCK_M", (16, 32, 64), "query rows per block"),
+        Param("BLOCK_N", (16, 32, 64), "keys per tile of scores"),
+        Param("CHUNK", (16, 32), "columns that a warp multiplies at once"),
+        Param("NUM_STAGES", (2, 3), "chunks in a warp's ring, those in flight included"),
+        Param("NUM_WARPS", (4, 8), "warps per block"),
+        Param(
+            "SHARE_ROWS", (1, 0), "blocks of a cluster divide a softmax's rows, or each does all"
+        ),
+        Param("V_EARLY", (0, 1, 2), "first values asked for after Q K (0), before; 2: all to L2"),
+        Param("PDL", (0, 1), "workspace: the second launch begins early and waits for the first"),
+    ),
+    dtypes=("fp32",),
+    head_dims=range(512, 8193, 4),
+)
+
+
+def pitch(config: Config) -> int:
+    """Floats of a row in the ring, with what keeps its reads free of bank conflicts."""
+    return config.CHUNK + (4 if config["MATH"] == "ffma" else 0)
+
+
+def slice_columns(config: Config, head_dim: int) -> int:
+    """Columns of one block: whole chunks."""
+    return -(-head_dim // (config.SLICES * config.CHUNK)) * config.CHUNK
+
+
+def vector(config: Config, head_dim: int) -> int:
+    """Output columns of a lane."""
+    return 4 if config.BLOCK_M == 16 and slice_columns(config, head_dim) > 64 else 2
+
+
+def key_warps(config: Config, head_dim: int) -> int:
+    """Groups of warps that split the keys of P V because the slice is narrow."""
+    blocks = -(-slice_columns(config, head_dim) // (32 * vector(config, head_dim)))
+    return config.NUM_WARPS // min(blocks, config.NUM_WARPS)
+
+
+def smem_bytes(config: Config, problem: Problem) -> dict[str, int]:
+    """Of each stage: P, scores, and the ring or the scratch of a merge, whichever is larger."""
+    columns = slice_columns(config, problem.head_dim)
+    keys = -(-problem.seqlen_k // config.BLOCK_N) * config.BLOCK_N
+    ring = config.NUM_WARPS * config.NUM_STAGES * (config.BLOCK_M + config.BLOCK_N) * pitch(config)
+    qk_warps = min(config.NUM_WARPS, columns // config.CHUNK)
+    qk = max(ring, qk_warps * config.BLOCK_M * (config.BLOCK_N + 8))
+    groups = key_warps(config, problem.head_dim)
+    pv = groups * config.BLOCK_M * (columns + 4) if groups > 1 else 0
+    p = keys * (config.BLOCK_M + 8)
+    floats = {"fwd": p + config.BLOCK_M * keys + max(qk, pv), "scores": qk, "output": p + pv}
+    return {name: 4 * count for name, count in floats.items()}
+
+
+def registers_needed(config: Config, head_dim: int) -> int:
+    """Accumulators, operands and values in flight of a lane, and some for addresses."""
+    values = 8 * vector(config, head_dim)
+    scores = config.BLOCK_M * config.BLOCK_N // 32
+    if config["MATH"] == "ffma":
+        qk = scores + 4 * (config.BLOCK_N // 8) + 16
+    else:
+        qk = scores + config.BLOCK_M // 16 * (config.CHUNK + 4) + 16
+    pv = config.BLOCK_M * vector(config, head_dim) + values + 16
+    return max(qk, pv) + values + 30
+
+
+@kernel.rule("a cluster needs sm_90, and has 16 blocks at most, of which more than 8 on request")
+def clusters(config: Config, problem: Problem, arch: Arch) -> bool:
+    if config["SCORES"] == "workspace":
+        return True
+    return config.SLICES == 1 or (config.SLICES <= 16 and arch.compute_capability >= (9, 0))
+
+
+@kernel.rule("parameters of the exchange that is not chosen keep their first value")
+def exchange(config: Config, problem: Problem, arch: Arch) -> bool:
+    if config["SCORES"] == "cluster":
+        return config.PDL == 0 and (config.SLICES > 1 or config.SHARE_ROWS == 1)
+    early = config.PDL == 0 or arch.compute_capability >= (9, 0)
+    return early and config.SLICES > 1 and config.SHARE_ROWS == 1 and config.V_EARLY == 0
+
+
+@kernel.rule("queries fill half a block, and keys one tile if 64 are enough")
+def no_idle_rows(config: Config, problem: Problem, arch: Arch) -> bool:
+    tile = next((n for n in (16, 32) if problem.seqlen_k <= n), 64)
+    queries = config.BLOCK_M == 16 or config.BLOCK_M < 2 * problem.seqlen_q
+    return queries and (config.BLOCK_N == tile or problem.seqlen_k > 64 > config.BLOCK_N == 32)
+
+
+@kernel.rule("scores are sums of at most 2048 columns of a slice: longer ones pass the error limit")
+def short_sums(config: Config, problem: Problem, arch: Arch) -> bool:
+    return slice_columns(config, problem.head_dim) <= 2048
+
+
+@kernel.rule("each warp has a chunk of the slice")
+def no_idle_warp(config: Config, problem: Problem, arch: Arch) -> bool:
+    return slice_columns(config, problem.head_dim) >= config.CHUNK * config.NUM_WARPS
+
+
+@kernel.rule("a ring is no longer than what a warp multiplies of the slice")
+def no_idle_stage(config: Config, problem: Problem, arch: Arch) -> bool:
+    chunks = slice_columns(config, problem.head_dim) // config.CHUNK
+    return config.NUM_STAGES == 2 or (config.NUM_STAGES - 1) * config.NUM_WARPS <= chunks
+
+
+@kernel.rule("a head has slices for 16 blocks in all, and half as many would not make 256")
+def grid_size(config: Config, problem: Problem, arch: Arch) -> bool:
+    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // config.BLOCK_M)
+    blocks = tiles * config.SLICES
+    return blocks >= min(16, tiles * 8) and (config.SLICES == 1 or blocks < 512)
+
+
+@kernel.rule("accumulators and operands fit the registers of a thread, so that nothing spills")
+def registers(config: Config, problem: Problem, arch: Arch) -> bool:
+    return registers_needed(config, problem.head_dim) <= 250
+
+
+def launch(config: Config, problem: Problem, stage: str, args: tuple[str, ...]) -> Launch:
+    """What the three stages have in common."""
+    p = problem
+    scale = () if stage == "scores" else (p.scale,)
+    return Launch(
+        function="flash_fwd_fp32_wide" + ("" if stage == "fwd" else f"_{stage}"),
+        grid=(config.SLICES * -(-p.seqlen_q // config.BLOCK_M), p.batch * p.heads, 1),
+        threads=config.NUM_WARPS * 32,
+        args=(*args, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, *scale),
+        smem_bytes=smem_bytes(config, p)[stage],
+        defines={"CLUSTER": config.SLICES} if stage == "fwd" else {},
+        programmatic=stage == "output" and config.PDL == 1,
+    )
+
+
+@kernel.workspace
+def workspace(config: Config, problem: Problem) -> dict[str, int]:
+    if config["SCORES"] == "cluster":
+        return {}
+    rows = -(-problem.seqlen_q // config.BLOCK_M) * config.BLOCK_M
+    keys = -(-problem.seqlen_k // config.BLOCK_N) * config.BLOCK_N
+    return {"partial": 4 * problem.batch * problem.heads * config.SLICES * rows * keys}
+
+
+@kernel.stage("fwd")
+def fwd(config: Config, problem: Problem, arch: Arch) -> Launch | None:
+    if config["SCORES"] != "cluster":
+        return None
+    return launch(config, problem, "fwd", ("q", "k", "v", "o"))
+
+
+@kernel.stage("scores")
+def scores(config: Config, problem: Problem, arch: Arch) -> Launch | None:
+    if config["SCORES"] == "cluster":
+        return None
+    return launch(config, problem, "scores", ("q", "k", "partial"))
+
+
+@kernel.stage("output")
+def output(config: Config, problem: Problem, arch: Arch) -> Launch | None:
+    if config["SCORES"] == "cluster":
+        return None
+    return launch(config, problem, "output", ("partial", "v", "o"))

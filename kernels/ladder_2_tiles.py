@@ -1,0 +1,38 @@
+"""ladder_2_tiles: tiles of 64 keys in shared memory, 256 threads, scores in registers."""
+
+from attnsweep.arch import Arch
+from attnsweep.kernel import Config, Kernel, Launch, Param
+from attnsweep.problem import Problem
+
+BLOCK_N, THREADS = 64, 256
+
+kernel = Kernel(
+    "ladder_2_tiles",
+    summary="ladder 2: rows share tiles of 64 keys in shared memory; 256 threads, no tensor cores",
+    params=(Param("BLOCK_M", (32, 64), "query rows per block"),),
+    head_dims=(64, 128),
+)
+
+
+@kernel.rule("rows are whole 16-byte chunks for every thread, and P fits where K was")
+def rows_fit(config: Config, problem: Problem, arch: Arch) -> bool:
+    chunks = config.BLOCK_M * problem.head_dim // 8
+    return config.BLOCK_M % 16 == 0 and chunks % THREADS == 0 and problem.head_dim >= config.BLOCK_M
+
+
+@kernel.rule("a block is not twice as large as one head has rows, unless it is small itself")
+def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
+    return config.BLOCK_M < 2 * max(32, problem.seqlen_q)
+
+
+@kernel.stage("fwd")
+def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
+    p = problem
+    pitch = p.head_dim * 2 + 4  # bytes: one bank more, so that a column lies in different banks
+    return Launch(
+        function="ladder_2_tiles",
+        grid=(-(-p.seqlen_q // config.BLOCK_M), p.batch * p.heads, 1),
+        threads=THREADS,
+        args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
+        smem_bytes=(config.BLOCK_M + 2 * BLOCK_N) * pitch,
+    )

@@ -1,0 +1,37 @@
+"""ladder_3_tensor_cores: WMMA fragments for both products."""
+
+from attnsweep.arch import Arch
+from attnsweep.kernel import Config, Kernel, Launch, Param
+from attnsweep.problem import Problem
+
+BLOCK_N = 64
+
+kernel = Kernel(
+    "ladder_3_tensor_cores",
+    summary="ladder 3: both products on tensor cores, WMMA 16x16x16; scores through shared memory",
+    params=(Param("BLOCK_M", (32, 64), "query rows per block: 16 a warp"),),
+    head_dims=(64, 128),
+)
+
+
+@kernel.rule("16 rows a warp, and tiles of whole 16-byte chunks for every thread")
+def whole_chunks(config: Config, problem: Problem, arch: Arch) -> bool:
+    return config.BLOCK_M in (16, 32, 64, 128)
+
+
+@kernel.rule("a block is not twice as large as one head has rows, unless it is small itself")
+def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
+    return config.BLOCK_M < 2 * max(32, problem.seqlen_q)
+
+
+@kernel.stage("fwd")
+def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
+    p, block_m = problem, config.BLOCK_M
+    scores = block_m * (BLOCK_N + 4 + 1) * 4  # rows 16 bytes longer, and a factor
+    return Launch(
+        function="ladder_3_tensor_cores",
+        grid=(-(-p.seqlen_q // block_m), p.batch * p.heads, 1),
+        threads=block_m * 2,
+        args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
+        smem_bytes=(block_m + 2 * BLOCK_N) * p.head_dim * 2 + scores,
+    )

@@ -1,0 +1,40 @@
+"""ladder_4_pipelined: two tiles in shared memory, one filled by warps of its own by cp.async."""
+
+from attnsweep.arch import Arch
+from attnsweep.kernel import Config, Kernel, Launch, Param
+from attnsweep.problem import Problem
+
+BLOCK_N = 64
+
+kernel = Kernel(
+    "ladder_4_pipelined",
+    summary="ladder 4: cp.async double buffering, and warps that do nothing but copy",
+    params=(
+        Param("BLOCK_M", (32, 64), "query rows per block: 16 a warp that computes"),
+        Param("PRODUCER_WARPS", (1,), "warps that copy: 1, 2 or 4"),
+    ),
+    head_dims=(64, 128),
+)
+
+
+@kernel.rule("16 rows a warp, and tiles of whole 16-byte chunks for every thread that copies")
+def whole_chunks(config: Config, problem: Problem, arch: Arch) -> bool:
+    return config.BLOCK_M in (16, 32, 64, 128) and config.PRODUCER_WARPS in (1, 2, 4)
+
+
+@kernel.rule("a block is not twice as large as one head has rows, unless it is small itself")
+def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
+    return config.BLOCK_M < 2 * max(32, problem.seqlen_q)
+
+
+@kernel.stage("fwd")
+def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
+    p, block_m = problem, config.BLOCK_M
+    scores = block_m * (BLOCK_N + 4 + 1) * 4  # rows 16 bytes longer, and a factor
+    return Launch(
+        function="ladder_4_pipelined",
+        grid=(-(-p.seqlen_q // block_m), p.batch * p.heads, 1),
+        threads=block_m * 2 + config.PRODUCER_WARPS * 32,
+        args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
+        smem_bytes=(block_m + 4 * BLOCK_N) * p.head_dim * 2 + scores,
+    )

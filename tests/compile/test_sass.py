@@ -1,0 +1,269 @@
+"""Instructions of compiled code: how they are counted, required, and shown by `inspect`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnsweep import candidates, inspection, sass
+from attnsweep.arch import ARCHS
+from attnsweep.compiler import Compiler
+from attnsweep.errors import KernelError, SpaceError, ToolchainError
+from attnsweep.kernel import Config, discover
+from attnsweep.policy import INSTRUCTIONS
+from attnsweep.problem import Problem
+from attnsweep.spec import load_spec
+from attnsweep.trial import Status
+
+try:
+    sass.nvdisasm()
+except ToolchainError as error:
+    pytest.skip(f"needs nvdisasm: {error.what}", allow_module_level=True)
+
+ROOT = Path(__file__).parent.parent.parent
+WINNER = "1-16-1024-64-fp16-full.flash_fwd_mma.fwd.cubin"
+# No loop and no condition; then one branch that depends on data, kept by the barrier in it.
+STRAIGHT = 'extern "C" __global__ void f(float* o) { o[threadIdx.x] = 1.0f; }\n'
+BRANCHES = (
+    'extern "C" __global__ void f(float* o, int n) {\n'
+    "  if (n > 3) { o[0] = exp2f(o[1]); __syncthreads(); o[n] = o[7]; __syncthreads(); }\n"
+    "}\n"
+)
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    return Compiler(ARCHS["sm_90a"], tmp_path_factory.mktemp("cubins"))
+
+
+def counted(compiler, tmp_path, text):
+    (tmp_path / "f.cu").write_text(text)
+    return sass.counts(compiler.compile(tmp_path / "f.cu", {}))["f"]
+
+
+def test_straight_code_has_no_branch_although_it_ends_in_a_loop(compiler, tmp_path):
+    found = counted(compiler, tmp_path, STRAIGHT)
+    assert set(found) == set(INSTRUCTIONS)
+    assert (found["branches"], found["predicated_branches"], found["bar"]) == (0, 0, 0)
+    assert 3 < found["instructions"] < 20
+
+
+def test_barriers_and_special_functions_are_counted(compiler, tmp_path):
+    found = counted(compiler, tmp_path, BRANCHES)
+    assert found["bar"] == 2
+    assert found["mufu"] == 1
+    assert found["branches"] >= found["predicated_branches"]
+
+
+def test_an_array_indexed_at_run_time_is_in_local_memory(compiler, tmp_path):
+    indexed = "  float a[64]; a[n] = o[2]; a[n * 3 % 64] += o[3]; o[n] = a[n * 7 % 64];\n"
+    found = counted(compiler, tmp_path, BRANCHES.replace("  if", f"{indexed}  if"))
+    assert found["stl"] > 0
+    assert found["ldl"] > 0
+
+
+@pytest.mark.parametrize(
+    ("instruction", "counts"),
+    [
+        ({"opcode": "BRA", "operands": "0x740", "predicate": "@P0"}, (1, 1, 1)),
+        ({"opcode": "BRA", "operands": "!UP1, 0x740"}, (1, 1, 1)),
+        ({"opcode": "BRA.DIV", "operands": "0x740"}, (1, 1, 0)),
+        ({"opcode": "BRA", "operands": "0x0"}, (0, 0, 0)),  # to itself: after the end
+        ({"opcode": "LDS", "operands": "RZ,[RZ]", "predicate": "@!PT"}, (0, 0, 0)),
+        ({"opcode": "NOP"}, (0, 0, 0)),
+        ({"opcode": "EXIT", "predicate": "@P1"}, (1, 0, 0)),
+    ],
+)
+def test_what_can_never_run_is_not_counted(instruction, counts):
+    found = sass.count([instruction])
+    kinds = ("instructions", "branches", "predicated_branches")
+    assert tuple(found[kind] for kind in kinds) == counts
+
+
+def test_a_recorded_winner_can_be_read(tmp_path):
+    (found,) = sass.disassemble(ROOT / "results/h200/h200/cubins" / WINNER).values()
+    assert found["hmma"] > 0
+    assert found["hgmma"] == found["ldl"] == found["stl"] == 0
+
+
+def test_counts_are_kept_by_what_the_cubin_holds(compiler, tmp_path, monkeypatch):
+    (tmp_path / "f.cu").write_text(STRAIGHT)
+    cubin = compiler.compile(tmp_path / "f.cu", {})
+    first = sass.counts(cubin)
+    asked = []
+    monkeypatch.setattr(sass, "disassemble", lambda path: asked.append(path) or {"f": {}})
+    assert sass.counts(cubin) == first
+    assert asked == []
+    cubin.path.with_name("sass.json").write_text("{torn")
+    assert sass.counts(cubin) == {"f": {}}
+    assert asked == [cubin.path]
+
+
+def test_a_file_that_is_no_cubin_is_named(tmp_path):
+    (tmp_path / "x.cubin").write_bytes(b"no ELF")
+    with pytest.raises(ToolchainError, match=r"x\.cubin: nvdisasm cannot read this cubin: \S+"):
+        sass.disassemble(tmp_path / "x.cubin")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_ladders_form_without_branches_has_none(compiler, causal):
+    kernel = discover()["ladder_5_swizzled"]
+    first = {param.name: param.values[0] for param in kernel.params}
+    config = Config({**first, "BLOCK_N": 128, "BRANCHES": 0})
+    problem = Problem(1, 8, 8, 512, 512, 64, causal=causal)
+    assert kernel.refused_by(config, problem, compiler.arch) is None
+    launch = kernel.launches(config, problem, compiler.arch)["fwd"]
+    defines = kernel.stages["fwd"].defines(config, problem, launch)
+    (found,) = sass.counts(compiler.compile(kernel.source, defines)).values()
+    assert found["branches"] == found["predicated_branches"] == 0
+    assert found["ldl"] == found["stl"] == 0
+
+
+# -- require ----------------------------------------------------------------------------------
+
+SPEC = """
+arch: sm_90a
+problems: [{batch: 1, heads: 2, seqlen: 256, head_dim: 64}]
+kernels:
+  naive: {THREADS: [64, 128]}
+  flash_fwd_mma: {BLOCK_M: 64, BLOCK_N: 64, NUM_WARPS: 4, KEY_GROUPS: 1, NUM_STAGES: 1,
+    SWIZZLE: 1, Q_IN_REGISTERS: [0, 1], BLOCK_ORDER: 0}
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def compiled(tmp_path, cache, require):
+    path = tmp_path / "small.yaml"
+    path.write_text(SPEC + f"require: {require}\n")
+    families = discover()
+    arch = ARCHS["sm_90a"]
+    return candidates.compile_all(load_spec(path, families), families, arch, cache_dir=cache)
+
+
+def test_a_requirement_prunes_with_its_reason(tmp_path, cache):
+    rows = compiled(tmp_path, cache, "{hmma: '> 0', ldl: 0}")
+    assert len(rows) == 4
+    for row in rows:
+        (stage,) = row.resources.stages.values()
+        assert stage["instructions"] > 100
+        if row.kernel == "naive":
+            assert row.status is Status.PRUNED
+            assert row.detail == "hmma: 0, the spec requires > 0"
+        else:
+            assert (row.status, row.detail) == (Status.OK, None)
+
+
+def test_without_a_requirement_of_instructions_none_are_counted(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(sass, "disassemble", lambda _: pytest.fail("disassembled"))
+    rows = compiled(tmp_path, cache, "{cubin_bytes: '< 30000', spill_bytes: 0}")
+    for row in rows:
+        (stage,) = row.resources.stages.values()
+        assert "instructions" not in stage
+        assert row.resources.limiters == {"fwd": "registers"}
+        small = stage["cubin_bytes"] < 30000
+        assert row.status is (Status.OK if small else Status.PRUNED)
+
+
+def test_a_missing_disassembler_is_told_before_anything_is_compiled(tmp_path, monkeypatch):
+    sass.nvdisasm.cache_clear()
+    monkeypatch.setattr(sass, "WHEEL", "no-such-wheel")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    try:
+        with pytest.raises(ToolchainError, match=r"nvdisasm is needed.*\n.*\[inspect\]"):
+            compiled(tmp_path, tmp_path / "cubins", "{branches: 0}")
+    finally:
+        sass.nvdisasm.cache_clear()
+    assert not (tmp_path / "cubins").exists()
+
+
+# -- inspect ----------------------------------------------------------------------------------
+
+
+def looked_at(cache, kernel="flash_fwd_mma", given="", problem=None, arch="sm_90a"):
+    families = discover()
+    return inspection.inspect(families[kernel], given, problem, ARCHS[arch], cache_dir=cache)
+
+
+def test_a_config_is_completed_by_the_first_that_the_rules_keep(cache):
+    found = looked_at(cache, given="BLOCK_N=128 NUM_WARPS=8")
+    assert (found.config.BLOCK_N, found.config.NUM_WARPS) == (128, 8)
+    assert found.kernel.refused_by(found.config, found.problem, found.arch) is None
+    data = found.to_json()
+    json.dumps(data, allow_nan=False)
+    assert data["label"] == "(1,16,1024,64) fp16 full"
+    stage = data["stages"]["fwd"]
+    assert stage["hmma"] > 0
+    assert stage["limited_by"] in ("registers", "shared memory", "threads", "blocks")
+    assert data["bounds_us"] is None
+    assert data["bounds_sm_clocks"]["matrix"] == pytest.approx(found.problem.flops / 4096)
+
+
+def test_every_stage_of_a_pipeline_is_shown(cache):
+    found = looked_at(cache, "three_kernel_mma", problem=Problem(1, 2, 2, 256, 256, 64))
+    for width in (60, 80, 120, 160):
+        text = found.lines(width)
+        words = " ".join(text).split()
+        for stage in ("qk", "softmax", "pv"):
+            assert stage in words
+        assert "HMMA" in words
+        assert "predicated" in words
+        if width >= 80:
+            assert max(map(len, text)) <= width, "\n".join(text)
+
+
+def test_a_recorded_card_gives_the_bound_its_unit(cache):
+    card = inspection.card_of(ARCHS["sm_90a"], ROOT / "results")
+    assert card.gpu == "NVIDIA H200"
+    assert inspection.card_of(ARCHS["sm_80"], ROOT / "results") is None
+    families = discover()
+    found = inspection.inspect(
+        families["naive"], "THREADS=64", None, ARCHS["sm_90a"], card=card, cache_dir=cache
+    )
+    assert found.to_json()["bounds_us"]["matrix"] == pytest.approx(4.01, abs=0.01)
+    assert found.waves("fwd") == pytest.approx(256 / (132 * 10), rel=0.3)
+    assert any("4.01 µs" in line for line in found.lines(100))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "given", "arch", "error", "said"),
+    [
+        ("naive", "THREAD=64", "sm_90a", KernelError, "naive has no parameter 'THREAD'\n"),
+        ("naive", "THREADS", "sm_90a", KernelError, "not a parameter's value: 'THREADS'\n"),
+        ("naive", "THREADS=few", "sm_90a", KernelError, "THREADS cannot be 'few'\n"),
+        ("flash_fwd_mma", "BLOCK_M=65", "sm_90a", SpaceError, "what rules them out: "),
+        ("three_kernel_wgmma", "", "sm_80", SpaceError, "needs sm_90a, not sm_80"),
+    ],
+)
+def test_what_cannot_be_inspected_is_said(cache, kernel, given, arch, error, said):
+    with pytest.raises(error) as caught:
+        looked_at(cache, kernel, given, arch=arch)
+    assert said in str(caught.value)
+
+
+def test_without_a_disassembler_the_rest_is_still_shown(cache, monkeypatch):
+    def missing(_):
+        raise ToolchainError("nvdisasm is needed", hint="install it")
+
+    monkeypatch.setattr(sass, "counts", missing)
+    found = looked_at(cache, "naive", "THREADS=64")
+    assert "no instructions: nvdisasm is needed" in " ".join(found.lines(100))
+    assert found.to_json()["stages"]["fwd"]["registers"] > 0
+
+
+def test_the_command_prints_one_document(tmp_path):
+    command = [sys.executable, "-m", "attnsweep", "inspect", "naive", "THREADS=128", "--json"]
+    command += ["--problem", "(2,32/8,512x2048,128) bf16 causal", "--arch", "sm_80"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    data = json.loads(done.stdout)
+    assert data["config"] == {"THREADS": 128}
+    assert data["problem"]["seqlen_k"] == 2048
+    assert data["stages"]["fwd"]["threads"] == 128

@@ -1,0 +1,235 @@
+// Shared memory, and what moves data beside the threads: cp.async, mbarriers, TMA.
+#include "runtime.hpp"
+
+namespace simt {
+std::vector<Load> loads;
+
+// ---- shared memory ----
+void* dynamic_smem() { return me().cta->smem; }
+unsigned cluster_rank() { return me().cta->rank; }
+unsigned cluster_size() { return cluster.size(); }
+unsigned address_of(const void* p) {
+    auto offset = static_cast<const unsigned char*>(p) - me().cta->smem;
+    if (offset < 0 || offset > static_cast<long>(smem_bytes))
+        fail(NOWHERE, "smem_address of a pointer that is not in dynamic shared memory");
+    return SMEM_BASE + offset;
+}
+unsigned map_address(unsigned address, unsigned rank) {
+    if (rank >= cluster.size()) fail(NOWHERE, "rank %u of a cluster of %zu", rank, cluster.size());
+    return (address & 0xffffff) | (rank + 1) << 24;
+}
+static Cta& cta_of(unsigned address, Cta& own) {
+    return address >> 24 ? cluster.at((address >> 24) - 1) : own;
+}
+unsigned char* at(Cta& own, unsigned address, unsigned bytes, unsigned align, const char* what,
+                  Where where) {
+    Cta& cta = cta_of(address, own);
+    unsigned offset = (address & 0xffffff) - SMEM_BASE;
+    if (offset > smem_bytes || offset + bytes > smem_bytes)
+        fail(where, "%s: %u bytes at offset %d of %zu bytes of shared memory", what, bytes,
+             static_cast<int>(offset), smem_bytes);
+    if (&cta != &own && !alive(cta)) fail(where, "%s: the block of rank %u has ended", what, cta.rank);
+    if (address % align) fail(where, "%s: offset %u is not a multiple of %u", what, offset, align);
+    return cta.smem + offset;
+}
+void written(Cta& own, unsigned address) {  // by a thread: TMA and wgmma see it after a fence
+    auto granule = ((address & 0xffffff) - SMEM_BASE) / GRANULE;
+    cta_of(address, own).writer[granule] = self->index.x + 1;
+    me().unfenced.push_back(granule);
+}
+const unsigned char* async_read(Cta& own, unsigned address, const char* what, Where where) {
+    const unsigned char* p = at(own, address, 16, 16, what, where);
+    Cta& cta = cta_of(address, own);
+    unsigned by = cta.writer[(p - cta.smem) / GRANULE];
+    if (by)
+        fail(where,
+             "%s reads shared memory at offset %ld, which thread %u wrote with no fence_async_proxy since",
+             what, static_cast<long>(p - cta.smem), by - 1);
+    return p;
+}
+void load_shared(void* to, unsigned address, unsigned bytes, Where where) {
+    memcpy(to, at(*me().cta, address, bytes, bytes, "load_shared", where), bytes);
+}
+void store_shared(unsigned address, const void* from, unsigned bytes, Where where) {
+    memcpy(at(*me().cta, address, bytes, bytes, "store_shared", where), from, bytes);
+}
+void fence_async_proxy() {
+    Fiber& fiber = me();
+    for (unsigned granule : fiber.unfenced)
+        if (fiber.cta->writer[granule] == fiber.index.x + 1) fiber.cta->writer[granule] = 0;
+    fiber.unfenced.clear();
+}
+
+// ---- cp.async ----
+void cp_async(unsigned target, const void* source, bool valid, Where where) {
+    Copy copy{target, valid, {}};
+    if (reinterpret_cast<std::uintptr_t>(source) % 16)
+        fail(where, "cp.async: the source is not a multiple of 16 bytes");
+    if (valid) memcpy(copy.data, source, 16);
+    memset(at(*me().cta, target, 16, 16, "cp.async", where), 0xff, 16);
+    me().copies.push_back(copy);
+}
+void cp_async_commit() {
+    me().copy_groups.push_back(std::move(me().copies));
+    me().copies.clear();
+}
+void cp_async_wait(int pending) {
+    auto& groups = me().copy_groups;
+    for (; static_cast<int>(groups.size()) > pending; groups.pop_front())
+        for (Copy& copy : groups.front()) {
+            memcpy(at(*me().cta, copy.target, 16, 16, "cp.async", NOWHERE), copy.data, 16);
+            written(*me().cta, copy.target);
+        }
+}
+
+// ---- mbarrier ----
+static uint64_t mark_of(unsigned address) { return 0x5bad'ba44'0000'0000u | address; }
+Mbarrier& mbarrier_at(Cta& own, unsigned address, Where where) {
+    Cta& cta = cta_of(address, own);
+    unsigned local = address & 0xffffff;
+    auto found = cta.mbarriers.find(local);
+    if (found == cta.mbarriers.end())
+        fail(where, "no mbarrier was initialised at offset %d", static_cast<int>(local - SMEM_BASE));
+    uint64_t mark;
+    memcpy(&mark, at(own, address, 8, 8, "mbarrier", where), 8);
+    if (mark != mark_of(local)) fail(where, "the mbarrier at offset %u was overwritten", local - SMEM_BASE);
+    return found->second;
+}
+const char MBARRIER_WAIT[] = "mbarrier_wait";
+bool waits_for(const Fiber* fiber, unsigned barrier) {
+    return fiber->state == BLOCKED && fiber->what == MBARRIER_WAIT && fiber->first == barrier;
+}
+static void settle(Cta& own, unsigned address, Mbarrier& barrier) {
+    if (barrier.pending || barrier.bytes) return;
+    barrier.phase ^= 1, barrier.pending = barrier.count;
+    Cta& cta = cta_of(address, own);
+    for (Fiber* fiber : cta.fibers)
+        if (waits_for(fiber, address & 0xffffff)) wake(fiber);
+}
+void mbarrier_init(unsigned address, unsigned arrivals, Where where) {
+    if (me().cta->mbarriers.count(address))
+        fail(where, "the mbarrier at offset %u is initialised twice", address - SMEM_BASE);
+    if (!arrivals) fail(where, "an mbarrier of no arrivals");
+    uint64_t mark = mark_of(address);
+    memcpy(at(*me().cta, address, 8, 8, "mbarrier_init", where), &mark, 8);
+    me().cta->mbarriers[address] = {arrivals, arrivals, 0, 0};
+}
+void mbarrier_arrive(unsigned address, long bytes, unsigned arrivals, Where where) {
+    Mbarrier& barrier = mbarrier_at(*me().cta, address, where);
+    if (barrier.pending < arrivals)
+        fail(where, "the mbarrier at offset %u has more arrivals than its %u in one phase",
+             (address & 0xffffff) - SMEM_BASE, barrier.count);
+    barrier.bytes += bytes, barrier.pending -= arrivals;
+    settle(*me().cta, address, barrier);
+}
+void mbarrier_wait(unsigned address, unsigned parity, Where where) {
+    if (parity > 1) fail(where, "mbarrier_wait: parity %u", parity);
+    while (mbarrier_at(*me().cta, address, where).phase == parity)
+        block(MBARRIER_WAIT, where, address & 0xffffff, parity);
+}
+
+// ---- TMA ----
+// Calls use(address in shared memory, element pointers or nulls) for every 16 bytes of the box.
+template <class Use>
+static void for_box(const TensorMap& map, unsigned start, const std::array<int, 5>& from, Use use) {
+    unsigned count[5] = {1, 1, 1, 1, 1}, i[5];
+    for (int d = 0; d < map.rank; ++d) count[d] = map.box[d];
+    unsigned linear = start, swizzle = map.swizzle / 16;
+    for (i[4] = 0; i[4] < count[4]; ++i[4])
+        for (i[3] = 0; i[3] < count[3]; ++i[3])
+            for (i[2] = 0; i[2] < count[2]; ++i[2])
+                for (i[1] = 0; i[1] < count[1]; ++i[1])
+                    for (i[0] = 0; i[0] < count[0]; i[0] += 8, linear += 16) {
+                        bool inside = true;
+                        int64_t offset = 0;
+                        for (int d = 1; d < map.rank; ++d) {
+                            int64_t c = int64_t{from[d]} + i[d];
+                            inside = inside && c >= 0 && c < map.dims[d];
+                            offset += c * static_cast<int64_t>(map.strides[d - 1]);
+                        }
+                        unsigned short* elements[8];
+                        for (int e = 0; e < 8; ++e) {
+                            int64_t c = int64_t{from[0]} + i[0] + e;
+                            bool here = inside && c >= 0 && c < map.dims[0];
+                            elements[e] = here
+                                              ? reinterpret_cast<unsigned short*>(map.base + offset + c * 2)
+                                              : nullptr;
+                        }
+                        unsigned row =
+                            linear >> 7 & (swizzle ? swizzle - 1 : 0);  // bits 4-6 by bits 7-9 at 128 bytes
+                        use(linear ^ row << 4, elements);
+                    }
+}
+static unsigned box_bytes(const TensorMap& map) {
+    unsigned bytes = 2;
+    for (int d = 0; d < map.rank; ++d) bytes *= map.box[d];
+    return bytes;
+}
+static void check_copy(const char* what, const TensorMap& map, unsigned address, int rank, Where where) {
+    if (map.rank != rank)
+        fail(where, "%s: %d coordinates for a tensor map of %d dims", what, rank, map.rank);
+    if (address % 128)
+        fail(where, "%s: shared memory offset %u is not a multiple of 128", what,
+             (address & 0xffffff) - SMEM_BASE);
+    if (map.swizzle && static_cast<int>(map.box[0] * 2) > map.swizzle)
+        fail(where, "%s: a box of %u bytes with swizzle %d", what, map.box[0] * 2, map.swizzle);
+}
+void deliver(const Load& load) {
+    if (!alive(*load.cta)) fail(load.where, "this tma_load arrives at a block that has ended");
+    for_box(load.map, load.target, load.at, [&](unsigned to, unsigned short** elements) {
+        unsigned short data[8];
+        for (int e = 0; e < 8; ++e) data[e] = elements[e] ? *elements[e] : 0;
+        unsigned char* p = at(*load.cta, to, 16, 16, "tma_load", load.where);
+        memcpy(p, data, 16);
+        load.cta->writer[(p - load.cta->smem) / GRANULE] = 0;
+    });
+    Mbarrier& barrier = mbarrier_at(*load.cta, load.barrier, load.where);
+    barrier.bytes -= box_bytes(load.map);
+    settle(*load.cta, load.barrier, barrier);
+}
+void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank, const int* from,
+              unsigned multicast, Where where) {
+    check_copy("tma_load", map, target, rank, where);
+    if (!multicast) multicast = 1u << me().cta->rank;
+    for (Cta& cta : cluster) {
+        if (!(multicast >> cta.rank & 1)) continue;
+        Load load{&cta, target & 0xffffff, barrier & 0xffffff, map, {}, where};
+        std::copy(from, from + rank, load.at.begin());
+        mbarrier_at(cta, load.barrier, where);
+        for_box(map, load.target, load.at, [&](unsigned to, unsigned short**) {
+            memset(at(cta, to, 16, 16, "tma_load", where), 0xff, 16);
+        });
+        if (schedule == 1 || (schedule > 1 && random_bits() % 2)) deliver(load);
+        else loads.push_back(load);
+    }
+}
+static void carry_out(const Store& store) {
+    for_box(store.map, store.source, store.at, [&](unsigned from, unsigned short** elements) {
+        unsigned short data[8];
+        memcpy(data, async_read(*me().cta, from, "tma_store", store.where), 16);
+        for (int e = 0; e < 8; ++e)
+            if (elements[e]) *elements[e] = data[e];
+    });
+}
+void tma_store(const TensorMap& map, unsigned source, int rank, const int* to, Where where) {
+    check_copy("tma_store", map, source, rank, where);
+    Store store{map, source, {}, where, false};
+    std::copy(to, to + rank, store.at.begin());
+    if (!late_reads()) {
+        carry_out(store);
+        store.done = true;
+    }
+    me().stores.push_back(store);
+}
+void tma_store_commit() {
+    me().store_groups.push_back(std::move(me().stores));
+    me().stores.clear();
+}
+void tma_store_wait(int pending, bool) {
+    auto& groups = me().store_groups;
+    if (static_cast<int>(groups.size()) > pending && late_reads()) leave(DEFERRED);
+    for (; static_cast<int>(groups.size()) > pending; groups.pop_front())
+        for (const Store& store : groups.front())
+            if (!store.done) carry_out(store);
+}
+}  // namespace simt

@@ -1,0 +1,153 @@
+// What runs the templates, the other side of simt.hpp: fibers and their scheduler, shared memory, barriers,
+// and the units that work beside the threads (cp.async, TMA, wgmma). These finish as early or as late as
+// the hardware may, by `schedule`, and what they will write is NaN from their start on: a missing wait, or
+// a buffer given back too early, reads NaN instead of being right by luck.
+//   schedule 0: low warps first; TMA loads arrive as late as they can, wgmma and stores read at once.
+//   schedule 1: high warps first, blocks and lanes backwards; loads arrive at once, reads come late.
+//   schedule n: all of it by a generator seeded with n.
+#pragma once
+#include <stdio.h>
+#include <stdlib.h>
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <map>
+#include <string>
+#include <vector>
+#include "simt.hpp"
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool ASAN = true;
+#else
+constexpr bool ASAN = false;
+#endif
+
+void simt_kernel(void* const* args);  // made by the harness: the launch, and its kernel's signature
+const char* simt_signature();
+
+namespace simt {
+constexpr std::size_t STACK = ASAN ? 512 << 10 : 256 << 10, PAGE = 4096;
+constexpr unsigned SMEM_BASE = 1024, GRANULE = 16;  // where the driver puts dynamic shared memory
+constexpr Where NOWHERE{nullptr, 0};
+enum State { RUNNABLE, BLOCKED, DEFERRED, DONE };  // DEFERRED: until nobody else can go on
+
+struct Copy {
+    unsigned target;
+    bool valid;
+    unsigned char data[16];
+};
+struct Store {
+    TensorMap map;
+    unsigned source;
+    std::array<int, 5> at;
+    Where where;
+    bool done;
+};
+struct Fiber : Thread {
+    State state;
+    unsigned char* stack;
+    void* context;  // the stack pointer, or a ucontext_t
+    void* asan_stack;
+    const char* what;  // waited for, with two numbers, where
+    unsigned long first, second;
+    Where where;
+    struct Cta* cta;
+    std::vector<Copy> copies;
+    std::deque<std::vector<Copy>> copy_groups;
+    std::vector<Store> stores;
+    std::deque<std::vector<Store>> store_groups;
+    std::vector<unsigned> unfenced;  // granules written since its last fence_async_proxy
+};
+struct Gather {
+    const char* name;
+    unsigned mask, arrived;
+    void* data[32];
+};
+struct Product {
+    Wgmma of;
+    Where where;
+    float* d[32];
+    const unsigned* a[32];
+};
+struct Accumulator {
+    std::array<float*, 32> at;
+    int count, uses;
+    std::vector<float> values;
+};
+struct Warp {
+    std::vector<Gather> gathers;
+    std::vector<Product> open;
+    std::deque<std::vector<Product>> groups;
+    std::map<float*, Accumulator> accumulators;  // of products under way, by lane 0's registers
+    bool fenced = false;
+    std::size_t logged = 0;
+};
+struct Event {
+    const char* what;
+    uint64_t a, b;
+};
+struct Barrier {
+    int expected = 0, arrived = 0;
+    std::vector<Fiber*> waiting;
+};
+struct Mbarrier {
+    unsigned count, pending;
+    long bytes;
+    unsigned phase;
+};
+struct Load {
+    struct Cta* cta;
+    unsigned target, barrier;
+    TensorMap map;
+    std::array<int, 5> at;
+    Where where;
+};
+struct Cta {
+    uint3 index;
+    unsigned rank;
+    unsigned char* smem;
+    std::vector<Fiber*> fibers;
+    std::vector<Warp> warps;
+    std::vector<std::vector<Event>> warpgroups;  // what all warps of one must do alike
+    Barrier barriers[16];
+    std::map<unsigned, Mbarrier> mbarriers;
+    std::vector<unsigned short> writer;  // of a granule not fenced yet: thread + 1
+};
+
+// ---- main.cpp ----
+extern std::vector<void*> arguments;
+extern std::size_t smem_bytes;
+extern unsigned schedule;
+unsigned random_bits();
+extern const char* kernel_name;
+void describe(FILE* to);  // the thread that runs
+
+// ---- threads.cpp ----
+extern Fiber main_fiber;
+extern std::vector<Cta> cluster;  // the blocks that run now
+void start(Fiber& fiber);
+void run_cluster();
+void leave(State state);
+void block(const char* what, Where where, unsigned long first = 0, unsigned long second = 0);
+inline void wake(Fiber* fiber) { fiber->state = RUNNABLE; }
+inline Fiber& me() { return static_cast<Fiber&>(*self); }
+// Threads of the block that have not ended.
+inline int alive(Cta& cta) {
+    return std::count_if(cta.fibers.begin(), cta.fibers.end(), [](Fiber* f) { return f->state != DONE; });
+}
+inline bool late_reads() { return schedule == 1 || (schedule > 1 && random_bits() % 2); }
+inline float value_of(unsigned bits, bool bf16) {
+    return bf16 ? __uint_as_float(bits << 16) : half_values[bits & 0xffff];
+}
+
+// ---- copies.cpp ----
+extern std::vector<Load> loads;  // under way
+extern const char MBARRIER_WAIT[];
+unsigned char* at(Cta& own, unsigned address, unsigned bytes, unsigned align, const char* what,
+                  Where where);
+void written(Cta& own, unsigned address);
+const unsigned char* async_read(Cta& own, unsigned address, const char* what, Where where);
+Mbarrier& mbarrier_at(Cta& own, unsigned address, Where where);
+bool waits_for(const Fiber* fiber, unsigned barrier);
+void deliver(const Load& load);
+}  // namespace simt

@@ -1,0 +1,193 @@
+"""Every family is right on the CPU: small, odd and hard cases under both schedules.
+
+No GPU took part: README.md says what this shows and what it cannot.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+from itertools import cycle, product
+
+import pytest
+
+from attnsweep.kernel import Config, Kernel, discover
+from attnsweep.numerics import Case, small_cases
+from attnsweep.problem import Problem
+from attnsweep.space import Space
+
+from .harness import ARCH, COMPILER, HERE, config_of
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+KERNELS = discover()
+BASE = Problem(1, 8, 8, 1024, 1024, 64)
+# K and V longer than any ring; more queries than keys.
+MORE = (Problem(1, 1, 1, 65, 700, 64), Problem(1, 2, 1, 129, 67, 64))
+# What wide heads are tested on: 700 columns of 97 rows would take minutes.
+FEW_ROWS = (
+    (Problem(1, 1, 1, 1, 1, 64), "normal"),
+    (Problem(2, 2, 1, 17, 70, 64), "normal"),
+    (Problem(1, 1, 1, 33, 33, 64), "large_scores"),
+)
+# Values that no config of a default space has.
+UNUSUAL = {
+    "flash_fwd_wgmma": (
+        "BLOCK_N=80 WARPGROUPS=2 KEY_GROUPS=2 OVERLAP=1 PERSISTENT=2 ORDER=1 EXP2_POLY=3 LSE=1",
+        "WARPGROUPS=2 PINGPONG=1 CLUSTER=2 PERSISTENT=4 MAXIMA=1 OVERLAP=2 UNROLL=1 EXP2_CHUNK=24",
+        "WARPGROUPS=4 KEY_GROUPS=4 NUM_STAGES=4 SPLITS=3 MAXIMA=0 P_SHARED=1 PDL=2 LSE=1",
+        "BLOCK_N=176 PRODUCER_WARPS=1 CLUSTER=4 OVERLAP=0 P_SHARED=1 NUM_STAGES=1",
+    ),
+    "three_kernel_wgmma": (
+        "STATS=0 QK_BLOCK_N=64 QK_BLOCK_K=32 PV_BLOCK_K=32 PV_STAGES=2 SOFTMAX_THREADS=64 "
+        "SOFTMAX_PASSES=3 SOFTMAX_ROWS=2",
+        "STATS=1 QK_BLOCK_M=128 QK_WARPGROUPS=2 QK_TURNS=1 QK_ORDER=1 QK_BLOCKS=3 PV_ORDER=1 "
+        "PV_BLOCKS=3 PDL=2 SOFTMAX_THREADS=32",
+        "STATS=2 QK_BLOCK_N=256 QK_BLOCKS=2 QK_BUFFERS=2 PV_BLOCK_K=128 PV_BLOCKS=2 PDL=1 "
+        "SOFTMAX_THREADS=32",
+    ),
+    "wmma_pipeline": (
+        "BLOCK_M=32 BLOCK_N=32 STAGES=4 PRODUCER_WARPS=4 EARLY=1 LAYOUT=2 CTAS=3",
+        "BLOCK_M=32 BLOCK_N=128 STAGES=3 PRODUCER_WARPS=0 EARLY=1 LAYOUT=1 CTAS=2",
+    ),
+    # Without branches, tiles past the last key are there all the same.
+    "ladder_5_swizzled": (
+        "BLOCK_N=128 BRANCHES=0",
+        "BLOCK_M=64 KEY_WARPS=2 BLOCK_N=64 STAGES=4",
+    ),
+}
+# Families whose head dims are a range: these configs alone, each with its head dim and mask.
+WIDE = {
+    "flash_fwd_fp32_wide": (
+        ("SLICES=4 MATH=ffma CHUNK=32 NUM_STAGES=3 NUM_WARPS=4 BLOCK_N=32", 1540, True),
+        (
+            "SLICES=8 MATH=tf32x3 CHUNK=16 NUM_STAGES=2 NUM_WARPS=8 SHARE_ROWS=0 V_EARLY=2",
+            516,
+            False,
+        ),
+        ("SLICES=2 MATH=tf32x3 CHUNK=32 NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 V_EARLY=1", 512, True),
+        ("SCORES=workspace SLICES=3 MATH=ffma NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 PDL=1", 772, False),
+    ),
+}
+# Families that share their parts: of mask, dtype and head_dim every third of the eight that there
+# are, which takes each value.
+SHARED_PARTS = ("ladder_", "wmma_")
+
+
+@lru_cache
+def covering(name: str, causal: bool, head_dim: int) -> list[Config]:
+    """Few configs that together take every value which some config of the space has."""
+    problem = replace(BASE, causal=causal, head_dim=head_dim)
+    configs = Space.build(KERNELS[name], problem, ARCH).configs
+    left = {item for config in configs for item in config.items()}
+    chosen: list[Config] = []
+    while left:
+        chosen.append(max(configs, key=lambda config: len(left & set(config.items()))))
+        left -= set(chosen[-1].items())
+    return chosen
+
+
+def runs():
+    """Kernel, problem, config: the values of an unusual one, or the number of a covering one."""
+    for kernel in KERNELS.values():
+        for words, head_dim, causal in WIDE.get(kernel.name, ()):
+            facts = {"head_dim": head_dim, "dtype": kernel.dtypes[0], "causal": causal}
+            yield kernel, replace(BASE, **facts), words
+        if kernel.name in WIDE:
+            continue
+        compiled = list(product((True, False), kernel.dtypes, kernel.head_dims[:2]))
+        step = 3 if kernel.name.startswith(SHARED_PARTS) else 1
+        for number, (causal, dtype, head_dim) in enumerate(compiled[::step]):
+            problem = replace(BASE, causal=causal, dtype=dtype, head_dim=head_dim)
+            if not kernel.refusal(problem, ARCH):
+                yield kernel, problem, number
+        for words, causal, dtype in zip(
+            UNUSUAL.get(kernel.name, ()), cycle((True, False)), cycle(kernel.dtypes), strict=False
+        ):
+            yield kernel, replace(BASE, causal=causal, dtype=dtype), words
+
+
+def name_of(kernel: Kernel, problem: Problem, which: int | str) -> str:
+    words = "-".join(which.split()[:2]) if isinstance(which, str) else which
+    return f"{kernel}-{problem.label}-{words}".replace(" ", "-")
+
+
+RUNS = {name_of(*run): run for run in runs()}
+
+
+def config_for(kernel: Kernel, problem: Problem, which: int | str) -> Config:
+    if isinstance(which, str):
+        return config_of(kernel, which)
+    configs = covering(kernel.name, problem.causal, problem.head_dim)
+    # In step with what is compiled in, but shifted: else the first config meets only one dtype.
+    return configs[(which + which // len(configs)) % len(configs)]
+
+
+def cases(problem: Problem) -> list[Case]:
+    """Short ones, compiled as the problem."""
+    compiled = {n: getattr(problem, n) for n in ("head_dim", "dtype", "causal")}
+    if problem.head_dim > 256:
+        return [Case(replace(shape, **compiled), inputs) for shape, inputs in FEW_ROWS]
+    more = [s for s in MORE if not problem.causal or s.seqlen_q <= s.seqlen_k]
+    return [*small_cases(problem), *(Case(replace(shape, **compiled)) for shape in more)]
+
+
+@pytest.fixture(scope="module")
+def results(simulator, request):
+    """The runs of all selected tests, two at a time; a test only takes its own."""
+
+    def one(name):
+        kernel, problem, which = RUNS[name]
+        config = config_for(kernel, problem, which)
+        return [(config, simulator.check(kernel, config, case)) for case in cases(problem)]
+
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.originalname == test_right_on_hard_cases.__name__
+    ]
+    return dict(zip(names, simulator.map(one, names), strict=True))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_right_on_hard_cases(results, name):
+    for config, result in results[name].result():
+        assert result.error <= result.limit, (config.label, result.case.label)
+
+
+@pytest.fixture(scope="module")
+def sanitized(simulator):
+    case = Case(Problem(1, 2, 1, 97, 161, 64, causal=True))
+
+    def one(kernel):
+        config = config_of(kernel, SANITIZED[kernel.name])
+        return simulator.check(kernel, config, case, asan=True)
+
+    kernels = [KERNELS[name] for name in SANITIZED]
+    return dict(zip(SANITIZED, simulator.map(one, kernels), strict=True))
+
+
+SANITIZED = {
+    "flash_fwd_wgmma": "WARPGROUPS=2 KEY_GROUPS=2 P_SHARED=1",
+    "flash_fwd_mma": "KEY_GROUPS=2 BLOCK_N=64 NUM_STAGES=2",
+    "three_kernel_wgmma": "STATS=2 SOFTMAX_THREADS=32",
+}
+
+
+@pytest.mark.parametrize("family", SANITIZED)
+def test_clean_under_the_sanitizers(sanitized, family):
+    result = sanitized[family].result()
+    assert result.error <= result.limit
+
+
+def test_every_primitive_has_its_twin():
+    """A twin file stands in for the whole real file, so what it lacks would not compile."""
+    for twin in (HERE / "common").iterdir():
+        real = (KERNELS["naive"].source.parent / "common" / twin.name).read_text()
+        there = set(
+            re.findall(r"^(?:__device__ __forceinline__ \w[\w ]* |struct )?(\w+)\(", real, re.M)
+        )
+        there = {name for name in there if name.islower() and name != "alignas"}
+        missing = {name for name in there if f" {name}(" not in twin.read_text()}
+        assert not missing, twin.name
