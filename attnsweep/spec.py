@@ -145,8 +145,15 @@ class SearchSpec(_Model):
 class MeasureSpec(_Model):
     """How candidates are timed. See docs/measuring.md."""
 
+    rank_by: Literal["warm", "cold", "eager"] = Field(
+        default="warm",
+        description="What time_us is, and the ranking by it: a call with a warm or a cold L2, or "
+        "the host's cost of issuing one. The other two are shown beside it.",
+    )
     rounds: Size = Field(
-        default=15, description="Rounds in which finalists and baselines take turns."
+        default=15,
+        description="Rounds in which finalists and baselines take turns; up to three times as many "
+        "while it is open who is as good as the best.",
     )
     finalists: Size = Field(default=12, description="Candidates per problem that enter the rounds.")
     replay_us: Size = Field(
@@ -161,6 +168,15 @@ class MeasureSpec(_Model):
     timeout_s: Annotated[float, Field(strict=True, gt=0)] = Field(
         default=30.0, description="Seconds one candidate may take before its worker is killed."
     )
+
+    @model_validator(mode="after")
+    def _ranked_by_what_is_timed(self) -> MeasureSpec:
+        if self.rank_by != "warm" and not getattr(self, self.rank_by):
+            raise wrong(
+                f"measure: rank_by {self.rank_by} needs {self.rank_by}: true",
+                f"drop {self.rank_by}: false, or rank by something else",
+            )
+        return self
 
 
 class LimitsSpec(_Model):

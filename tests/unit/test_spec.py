@@ -281,8 +281,8 @@ class TestRoundTrip:
             "kernels:\n  naive: {}\nbaselines:\n"
             + "".join(f"- {name}\n" for name in BASELINES)
             + "search: {strategy: exhaustive, candidates: null, seed: 0}\n"
-            "measure: {rounds: 15, finalists: 12, replay_us: 1000, cold: true, eager: true, "
-            "timeout_s: 30.0}\n"
+            "measure: {rank_by: warm, rounds: 15, finalists: 12, replay_us: 1000, cold: true, "
+            "eager: true, timeout_s: 30.0}\n"
             "limits: {workspace_bytes: null, spill_bytes: null}\n"
         )
 
@@ -524,8 +524,8 @@ class TestErrors:
             ),
             (
                 "measure: {round: 3}",
-                "11: unknown key 'round'\n  did you mean 'rounds'? there are: rounds, finalists, "
-                "replay_us, cold, eager, timeout_s",
+                "11: unknown key 'round'\n  did you mean 'rounds'? there are: rank_by, rounds, "
+                "finalists, replay_us, cold, eager, timeout_s",
             ),
             ("measure: {timeout_s: 0}", "22: timeout_s must be more than 0, not 0"),
             ("measure: {timeout_s: true}", "22: timeout_s must be a number, not true"),
