@@ -25,8 +25,8 @@ CONFIDENCE = 0.95
 # By how much a time without rounds must be below the best one with rounds to lead it: one sample
 # may be low by luck, but not by so much. Also what a rank may at most be slower than a later one.
 MARGIN = 1.1
-# Candidates closer than this are equally good: the same one timed in two processes differs by up to
-# 0.3 % (where its buffers lie), and nobody notices less. Regret of a winner is at most this.
+# Candidates closer than this are equally good. It is above the noise floor that is aimed at, 0.3 %
+# (benchmarks/noise.py), and below the regret that is, 0.5 % (benchmarks/stability.py).
 EQUIVALENT = 1.004
 # After the ranked rows: what ran first, what never ran last.
 _AFTER = [
