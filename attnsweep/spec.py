@@ -120,24 +120,31 @@ class ProblemSpec(_Model):
 class SearchSpec(_Model):
     """Which candidates are tried, and in which order."""
 
-    strategy: Literal["exhaustive", "random", "staged"] = Field(
+    strategy: Literal["exhaustive", "random", "staged", "tpe"] = Field(
         default="exhaustive",
         description="exhaustive: all, in order. random: drawn without repeats. staged: stages "
-        "alone, then combinations of the best of each.",
+        "alone, then combinations of the best of each. tpe: model-based (attnsweep[search]).",
     )
     candidates: Size | None = Field(
-        default=None, description="At most this many per kernel and problem; random needs it."
+        default=None,
+        description="At most this many per kernel and problem; random and tpe need it or budget_s.",
+    )
+    budget_s: Size | None = Field(
+        default=None,
+        description="Ask for no more candidates of a problem after so many seconds of it; those "
+        "asked for are still tried.",
     )
     seed: Annotated[int, Field(strict=True, ge=0)] = Field(
-        default=0, description="Of strategy random."
+        default=0, description="Of strategies random and tpe."
     )
 
     @model_validator(mode="after")
     def _random_is_bounded(self) -> SearchSpec:
-        if self.strategy == "random" and self.candidates is None:
+        if self.strategy in ("random", "tpe") and self.candidates is None and not self.budget_s:
             raise wrong(
-                "search: strategy random needs candidates",
-                "say how many per kernel and problem: {strategy: random, candidates: 100}",
+                f"search: strategy {self.strategy} needs candidates",
+                "say how many per kernel and problem, or for how long: "
+                f"{{strategy: {self.strategy}, candidates: 100}}",
             )
         return self
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +50,8 @@ from attnsweep.workers import Worker, WorkerError
 PROTOCOL = 3
 # Candidates asked for ahead of their turn: enough to keep 64 compiler threads busy.
 _LOOKAHEAD = 512
+# The same where time is short: what was asked for is tried.
+_LOOKAHEAD_IN_TIME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,7 @@ class _Sweep:
     ) -> None:
         self._spec, self._worker, self._compiler = spec, worker, compiler
         self._environment, self._store, self._observer = environment, store, observer
+        self._deadline = math.inf
         self._finalist_builds: dict[tuple[object, ...], Build] = {}
 
     def run(self, planned: Sequence[PlannedProblem]) -> bool:
@@ -190,9 +195,12 @@ class _Sweep:
 
         Not if all is measured already, unless the problem is begun: the finalists are then of all.
         """
-        builds = []
+        builds: list[Build] = []
+        if time.monotonic() > self._deadline:
+            return builds
+        ahead = _LOOKAHEAD if self._spec.search.budget_s is None else _LOOKAHEAD_IN_TIME
         for space, search in zip(item.spaces, searches, strict=True):
-            asked = itertools.islice(iter(search.ask, None), _LOOKAHEAD)
+            asked = itertools.islice(iter(search.ask, None), ahead)
             limit = workspace_limit(self._spec, self._environment.memory_bytes)
             builds += builds_of(space, asked, self._compiler, limit)
         if begun or len(self._kept(builds)) < len(builds) or not self._measured(item, builds):
@@ -205,6 +213,7 @@ class _Sweep:
     def _problem(
         self, item: PlannedProblem, searches: Sequence[Search], builds: list[Build]
     ) -> None:
+        self._deadline = time.monotonic() + (self._spec.search.budget_s or math.inf)
         kept = self._kept(builds)
         self._observer.opening(item.problem, len(builds), len(kept))
         done: list[Build] = []  # all measured, in this run's terms too

@@ -136,3 +136,15 @@ def test_a_stopped_tool_has_a_row(module, monkeypatch, tmp_path):
     assert row["stopped_by_cap"]
     assert (row["configs"], row["of"]) == (3, 10)
     assert row["all_s"] > row["wall_s"] >= 1.5
+
+
+def test_search_curves_become_ratios_and_trials(module):
+    search = module("search")
+    falling = [float("inf")] + [20.0] * 20 + [10.05] * 79
+    never = [12.0] * 100
+    found = search.figures([falling, falling, never], 10.0)
+    assert found["median_ratio"][10] == 2.0
+    assert found["worst_ratio"][100] == 1.2
+    assert found["median_trials_to_1_percent"] == 22
+    assert found["seeds_within_1_percent"] == 2
+    assert max(found["median_ratio"]) == 100

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from samples import H200
@@ -156,6 +158,16 @@ def test_of_the_same_code_the_first_asked_for_is_measured(go, fake, monkeypatch,
     fake.calls.clear()
     go()
     assert fake.calls == []
+
+
+def test_a_budget_in_time_ends_the_asking_and_the_finals_still_come(go, monkeypatch):
+    clock = itertools.count(0.0, 0.7)
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(sweep, "_LOOKAHEAD_IN_TIME", 1)
+    rows = by_config(go(SPEC + "search: {strategy: random, budget_s: 1}\n"))
+    tried = [row for key, row in rows.items() if isinstance(key, tuple)]
+    assert len(tried) == 2
+    assert all(row.time_us.rounds for row in tried)
 
 
 def test_a_second_run_measures_nothing(go, fake):
