@@ -44,6 +44,9 @@ class Observer:
     def tried(self, trial: Trial) -> None:
         """A candidate became a row."""
 
+    def racing(self, alive: int, entrants: int) -> None:
+        """A round of the race is over."""
+
     def timing(self, done: int, total: int) -> None:
         """Rounds of the finalists."""
 
@@ -175,6 +178,11 @@ class Build:
     def ready(self) -> bool:
         """Whether every stage is compiled, or failed to."""
         return all(future.done() for future in self.futures.values())
+
+    @property
+    def compiled(self) -> bool:
+        """Whether every stage is compiled, none failed."""
+        return self.ready and not any(f.exception() for f in self.futures.values())
 
     def cubins(self) -> dict[str, Cubin]:
         """Stage name to Cubin. Raises CompileError of the first stage that failed."""

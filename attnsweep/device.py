@@ -380,7 +380,11 @@ class Session:
         return float(self._cupy.cuda.get_elapsed_time(begin, end)) * 1e3
 
     def conditions(self) -> dict[str, Any]:
-        """Clocks, power, temperature and throttle reasons now; empty without nvidia-ml-py."""
+        """Clocks, power, temperature, throttle reasons and other processes on the GPU, now.
+
+        Empty without nvidia-ml-py, or if the driver refuses. NVML lists this process too, in a
+        container perhaps under another id, so one of the processes is not another.
+        """
         try:
             import pynvml
         except ImportError:
@@ -396,6 +400,9 @@ class Session:
                 "power_w": pynvml.nvmlDeviceGetPowerUsage(card) / 1e3,
                 "temperature_c": pynvml.nvmlDeviceGetTemperature(card, pynvml.NVML_TEMPERATURE_GPU),
                 "throttle": [name for bit, name in _THROTTLE.items() if reasons & bit],
+                "other_processes": max(
+                    0, len(pynvml.nvmlDeviceGetComputeRunningProcesses(card)) - 1
+                ),
             }
         except pynvml.NVMLError:
             return {}

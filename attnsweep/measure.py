@@ -49,6 +49,7 @@ class _Entry:
     call: Call
     graphs: dict[str, tuple[Callable[[], None], int]] = field(default_factory=dict)
     warm_us: float = 0.0
+    workspaces: frozenset[tuple[str, int]] = frozenset()
 
 
 class WrongResult(Exception):
@@ -129,6 +130,7 @@ class Bench:
         self._entries: dict[str, _Entry] = {}
         self._l2_filler: Buffer | None = None
         self._launch_times: dict[str, float] = {}
+        self._launched = 0
         # The limits are worked out now, so that the time limit of a trial is the candidate's alone.
         for fixture in (*self._small, self._timed):
             numerics.error_limit(fixture.case, 0)
@@ -218,6 +220,7 @@ class Bench:
         with self.session.stream:
             call.enqueue(0, stage)
             once = min(self.session.time_us(lambda: call.enqueue(0, stage)) for _ in range(2))
+        self._launched += 3
         calls = max(1, min(2000, round(target_us / max(once, 1.0))))
         if rotate:
             calls = max(calls, self._cold_count())
@@ -227,6 +230,7 @@ class Bench:
             with self.session.stream:
                 replay()
                 per_call = self.session.time_us(replay) / calls
+            self._launched += 2 * calls
             if calls * per_call < 0.7 * target_us:
                 calls = max(1, min(2000, round(target_us / per_call)))
                 replay = call.capture(calls, rotate=rotate, stage=stage)
@@ -234,8 +238,40 @@ class Bench:
 
     def admit(self, name: str, candidate: Candidate) -> None:
         """Make a candidate that passed `trial` a finalist called `name`."""
-        buffers = [self._timed.buffers, *self._cold()]
-        self._entries[name] = _Entry(self._pipeline(candidate.timed, buffers))
+        self._enter(name, candidate, [self._timed.buffers, *self._cold()])
+
+    def enter(self, name: str, candidate: Candidate, kind: str) -> None:
+        """Let a candidate that passed `trial` take part in a race of warm or cold times."""
+        copies = self._cold() if kind == "cold" else []
+        self._enter(name, candidate, [self._timed.buffers, *copies])
+
+    def _enter(
+        self, name: str, candidate: Candidate, copies: Sequence[Mapping[str, Buffer]]
+    ) -> None:
+        needed = frozenset(candidate.timed.workspaces.items())
+        pipeline = self._pipeline(candidate.timed, copies)
+        self._entries[name] = _Entry(pipeline, workspaces=needed)
+
+    def dismiss(self, name: str) -> None:
+        """Forget an entry, its graphs, and the workspaces that no other entry uses."""
+        self._entries.pop(name, None)
+        needed = {item for entry in self._entries.values() for item in entry.workspaces}
+        self._workspaces = {k: b for k, b in self._workspaces.items() if k in needed}
+
+    def race(self, name: str, replay_us: float, kind: str) -> tuple[float, int]:
+        """One sample of a replay of about replay_us: microseconds a call, and calls launched.
+
+        kind: `warm` or `cold`, as the candidate entered.
+        """
+        entry, before = self._entries[name], self._launched
+        if "race" not in entry.graphs:
+            entry.graphs["race"] = self._graph(entry.call, replay_us, rotate=kind == "cold")
+        graph, calls = entry.graphs["race"]
+        with self.session.stream:
+            graph()
+            time_us = self.session.time_us(graph) / calls
+        self._launched += 2 * calls
+        return time_us, self._launched - before
 
     def admit_baseline(self, name: str) -> Accuracy:
         """Prepare, check and admit a baseline. Raises baselines.Unavailable with the reason."""
@@ -317,11 +353,11 @@ class Bench:
         return {s.name: self.session.blocks_per_sm(s) for s in candidate.timed.stages}
 
     def conditions(self) -> dict[str, Any]:
-        """Clocks, power, temperature and throttle reasons right after a replay."""
+        """Clocks, power, temperature, throttle reasons and other processes, during a replay."""
         for entry in list(self._entries.values())[:1]:
-            if "warm" in entry.graphs:
+            for graph, _ in list(entry.graphs.values())[:1]:
                 with self.session.stream:
-                    entry.graphs["warm"][0]()
+                    graph()
         return self.session.conditions()
 
     def poisoned(self, error: BaseException) -> bool:

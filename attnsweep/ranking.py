@@ -25,6 +25,9 @@ CONFIDENCE = 0.95
 # By how much a time without rounds must be below the best one with rounds to lead it: one sample
 # may be low by luck, but not by so much. Also what a rank may at most be slower than a later one.
 MARGIN = 1.1
+# Candidates closer than this are equally good. It is above the noise floor that is aimed at, 0.3 %
+# (benchmarks/noise.py), and below the regret that is, 0.5 % (benchmarks/stability.py).
+EQUIVALENT = 1.004
 # After the ranked rows: what ran first, what never ran last.
 _AFTER = [
     Status.NOISY,
@@ -51,6 +54,9 @@ COLUMNS = (
     "time_us",
     "spread_us",
     "rounds",
+    "cycles",
+    "timed_as",
+    "warm_us",
     "cold_us",
     "eager_us",
     "launch_us",
@@ -79,19 +85,24 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     """One row a trial, problems in order of first appearance, ranked within each; see COLUMNS.
 
     Candidates and baselines are ranked together; only `ok` rows are, and a row with a NaN anywhere
-    is not ok, whatever it says. rank is shared (`tied`) by rows whose difference is within noise:
-    their paired rounds' ratio to the best has a 95 % sign interval that contains 1. A row without
-    the rounds of the others ties with none, and leads only if it is faster than the best of those
-    with them by more than 10 %. Where baselines lead, the same holds for the first candidates
-    after them; below that, rank is the order of medians and claims no difference. No rank goes
-    before one whose time is less than 1/1.1 of its own.
+    is not ok, whatever it says. rank is shared (`tied`) by rows not shown to be more than 0.4 %
+    slower: the 95 % sign interval of their paired rounds' ratio to the fastest reaches below 1.004.
+    A row without the rounds of the others ties with none, and leads only if it is faster than the
+    best of those with them by more than 10 % and was timed as they were (warm, cold or eager).
+    Where baselines lead, the same holds for the first candidates after them; below that, rank is
+    the order of medians and claims no difference. No rank goes before one whose time is less than
+    1/1.1 of its own.
 
-    winner: of the candidates sharing the best rank that a candidate has, the one with the least
-    shared memory, then registers, then the first config: the same one from the same ties.
+    winner: of the candidates sharing the best rank that a candidate has, those whose median paired
+    ratio to the fastest of them is at most 1.004, or cannot be told from 1, are equally good. Of
+    these it is the one with the least shared memory, then registers, then the first config: times
+    do not choose among the equally good, so that a rerun picks the same one.
 
     time_us is the median, spread_us half the interquartile range of the rounds (NaN if it was
-    timed once), us_per_head is time / (batch * heads), bound_share is bound_us / time_us, and
-    ratio_to_best_baseline is the best ok baseline's time / this time: above 1 is faster than it.
+    timed once), cycles those of the SM clock in the rounds, timed_as what time_us is: warm, cold or
+    eager. us_per_head is time / (batch * heads), bound_share is bound_us / time_us (TFLOP/s, GB/s
+    and it are of warm_us where eager is ranked), and ratio_to_best_baseline is the best ok
+    baseline's time / this time: above 1 is faster than it.
     The column `trial` holds the Trial itself. Bounds need an environment of the GPU measured on.
     """
     by_problem: dict[Problem, list[Trial]] = {}
@@ -167,22 +178,51 @@ def _rounds(trial: Trial) -> list[float]:
     return trial.time_us.rounds if trial.time_us is not None else []
 
 
+def _kind(trial: Trial) -> str:
+    return trial.time_us.l2 if trial.time_us is not None else "warm"
+
+
 def _session(trial: Trial) -> tuple[object, ...]:
-    return (trial.recorded, trial.recorded_on)
+    return (trial.recorded, trial.recorded_on, _kind(trial))
+
+
+def _paired(trial: Trial, leader: Trial) -> bool:
+    """Whether both were timed in the same rounds."""
+    same = _session(trial) == _session(leader)
+    return same and 0 < len(_rounds(trial)) == len(_rounds(leader))
 
 
 def _tied(trial: Trial, leader: Trial) -> bool:
-    """Whether the paired rounds leave open which of the two is faster."""
-    rounds, best = _rounds(trial), _rounds(leader)
-    if _session(trial) != _session(leader) or not rounds or len(rounds) != len(best):
-        return False
-    low, high = ratio_interval(rounds, best)
-    return low <= 1 <= high
+    """Whether the paired rounds leave open that it is as good."""
+    return (
+        _paired(trial, leader) and ratio_interval(_rounds(trial), _rounds(leader))[0] <= EQUIVALENT
+    )
+
+
+def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
+    """Of candidates that share a rank, those that are as good as the fastest of them."""
+    best = min(trials, key=lambda trial: (_median(trial), _identity(trial)))
+    good = [best]
+    for trial in trials:
+        if trial is not best and _paired(trial, best):
+            low, _ = ratio_interval(_rounds(trial), _rounds(best))
+            middle = float(np.median(np.asarray(_rounds(trial)) / np.asarray(_rounds(best))))
+            good += [trial] if middle <= EQUIVALENT or low <= 1 else []
+    return good
 
 
 def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
     """Ok trials in ranking order; those in one list share a rank."""
-    left = sorted(trials, key=lambda trial: (_median(trial), _identity(trial)))
+    # Another kind of time is no match for that of the rounds: a warm one is below any cold one.
+    kinds = {_kind(trial) for trial in trials if _rounds(trial)}
+    left = sorted(
+        trials,
+        key=lambda trial: (
+            bool(kinds) and _kind(trial) not in kinds,
+            _median(trial),
+            _identity(trial),
+        ),
+    )
     most: dict[tuple[object, ...], int] = {}
     for trial in left:
         most[_session(trial)] = max(len(_rounds(trial)), most.get(_session(trial), 0))
@@ -205,7 +245,8 @@ def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
     return groups
 
 
-def _thrift(trial: Trial) -> tuple[Any, ...]:
+def thrift(trial: Trial) -> tuple[Any, ...]:
+    """What chooses among the equally good: shared memory, registers, then config order."""
     used = trial.resources
     cost = (used.smem_bytes, used.registers) if used is not None else (math.inf, math.inf)
     return (*cost, _identity(trial))
@@ -222,7 +263,7 @@ def _rank_problem(
         place = len(places) + 1
         ours = [t for t in group if t.provider == OURS]
         if winner is None and ours:
-            winner = min(ours, key=_thrift)
+            winner = min(_equally_good(ours), key=thrift)
         group.sort(key=lambda t: (t is not winner, _median(t), _identity(t)))
         places += [(t, place, len(group) > 1, t is winner) for t in group]
     rest = [t for t in trials if verdicts[id(t)][0] is not Status.OK]
@@ -247,7 +288,10 @@ def _facts(trial: Trial, environment: Environment | None, best_baseline: float) 
     """What one trial says of itself, and what follows from its time."""
     problem, time, used = trial.problem, trial.time_us, trial.resources
     median = time.median if time is not None and time.median > 0 else math.nan
-    l2 = time.l2 if time is not None else "warm"
+    kind = _kind(trial)
+    warm = median if kind == "warm" else _number(trial.warm_us)
+    # What the host spends says nothing of the device's rates.
+    device_us, l2 = (warm, "warm") if kind == "eager" else (median, kind)
     limits = bounds_of(trial, environment)
     bound = None
     if environment is not None:
@@ -264,16 +308,19 @@ def _facts(trial: Trial, environment: Environment | None, best_baseline: float) 
         "time_us": median,
         "spread_us": (time.high - time.low) / 2 if time and time.samples > 1 else math.nan,
         "rounds": len(time.rounds) if time is not None else None,
+        "cycles": _number(time.cycles if time is not None else None),
+        "timed_as": kind,
+        "warm_us": warm,
         "cold_us": _number(trial.cold_us),
         "eager_us": _number(trial.eager_us),
         "launch_us": _number(trial.launch_us),
         "us_per_head": median / (problem.batch * problem.heads),
         "us_per_sequence": median / problem.batch,
-        "tflops": problem.flops / median / 1e6,
-        "gbytes_per_s": problem.min_bytes / median / 1e3,
+        "tflops": problem.flops / device_us / 1e6,
+        "gbytes_per_s": problem.min_bytes / device_us / 1e3,
         "bound_us": bound[1] if bound else math.nan,
         "bound": bound[0] if bound else None,
-        "bound_share": bound[1] / median if bound else math.nan,
+        "bound_share": bound[1] / device_us if bound else math.nan,
         "ratio_to_best_baseline": best_baseline / median,
         "rel_err": _number(error),
         "limit": accuracy.limit if accuracy is not None else math.nan,

@@ -166,14 +166,16 @@ _BY_NEED = [
     _Column("bound_share", "% bound", form=lambda share: f"{100 * share:.0f}"),
     _Column("rel_err", "error", form="{:.1e}".format),
     _Column("spill_bytes", "spill B"),
+    _Column("warm_us", "warm µs", 4),
     _Column("cold_us", "cold µs", 4),
     _Column("eager_us", "eager µs", 3),
     _Column("occupancy", "occ %", form=lambda share: f"{100 * share:.0f}"),
 ]
-_LESS_THAN_NAMES = ("spill_bytes", "cold_us", "eager_us", "occupancy")
+_LESS_THAN_NAMES = ("spill_bytes", "warm_us", "cold_us", "eager_us", "occupancy")
 _ORDER = [
     "time_us", "spread_us", "ratio_to_best_baseline", "us_per_head", "tflops", "bound_share",
-    "rel_err", "registers", "smem_bytes", "spill_bytes", "cold_us", "eager_us", "occupancy",
+    "rel_err", "registers", "smem_bytes", "spill_bytes", "warm_us", "cold_us", "eager_us",
+    "occupancy",
 ]  # fmt: skip
 
 
@@ -216,6 +218,9 @@ def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str]
     present = [c for c in _BY_NEED if any(row[c.name] is not None for row in rows)]
     if not any(row["spill_bytes"] for row in rows):
         present = [column for column in present if column.name != "spill_bytes"]
+    kinds = {row["timed_as"] for row in section.rows if row["rounds"]} or {"warm"}
+    if len(kinds) == 1:  # it is time_us already
+        present = [column for column in present if column.name != f"{min(kinds)}_us"]
     number_cells = {column.name: [column.header, *column.cells(rows)] for column in present}
     ranks = ["#", *(("*" if row["winner"] else "") + place_of(row) for row in rows)]
     kernels = ["kernel", *map(who, rows)]

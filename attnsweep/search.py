@@ -10,10 +10,12 @@ from __future__ import annotations
 import heapq
 import math
 import random as _random
-from collections.abc import Callable, Generator, Mapping
+import zlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
-from attnsweep.errors import SpecError
-from attnsweep.kernel import Config
+from attnsweep.errors import SpecError, ToolchainError
+from attnsweep.kernel import Config, Value
 from attnsweep.space import Space
 from attnsweep.trial import Status, Trial
 
@@ -91,7 +93,96 @@ def staged(space: Space, candidates: int | None, seed: int) -> Proposals:
 # or less than alone (one leaves in L2 what the next reads), so the least sum is not yet the winner.
 COMBINED = 64
 
-STRATEGIES: dict[str, Strategy] = {"exhaustive": exhaustive, "random": random, "staged": staged}
+
+def tpe(space: Space, candidates: int | None, seed: int) -> Proposals:
+    """Model-based: Optuna's tree-structured Parzen estimator, seeded, without repeats.
+
+    A config is drawn parameter by parameter, from the values of the configs that begin alike, so
+    that nothing drawn breaks a rule; where a parameter has other values, it is another one to the
+    model. STARTUP configs come at random, then batches of BATCH, each after the last was told.
+    Candidates that failed tell the model nothing. While it draws only what is known, the next ones
+    come at random. Raises ToolchainError without Optuna. Bergstra et al., Algorithms for
+    hyper-parameter optimization, NeurIPS 2011.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        hint = "pip install 'attnsweep[search]'"
+        raise ToolchainError("strategy tpe needs Optuna", hint=hint) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    label = f"{seed} {space.kernel.name} {space.problem.label}"
+    sampler = optuna.samplers.TPESampler(
+        seed=zlib.crc32(label.encode()), n_startup_trials=STARTUP, constant_liar=True
+    )
+    study = optuna.create_study(sampler=sampler)
+    left = _random.Random(label).sample(space.configs, len(space.configs))
+    count = len(left) if candidates is None else min(candidates, len(left))
+    times: dict[Config, float | None] = {}
+    failed = optuna.trial.TrialState.FAIL
+
+    def learn(drawn: Any, time_us: float | None) -> None:
+        study.tell(drawn, time_us, state=failed if time_us is None else None)
+
+    while len(times) < count:
+        size = min(BATCH if times else STARTUP, count - len(times))
+        batch: dict[Config, Any] = {}
+        attempts = 0
+        while len(batch) < size:
+            attempts += 1
+            if not times or attempts > 4 * size:
+                config = next(c for c in left if c not in batch and c not in times)
+                study.enqueue_trial(_path(space.configs, config))
+            drawn = study.ask()
+            config = _descend(space.configs, drawn.suggest_categorical)
+            if config in batch or config in times:
+                learn(drawn, times.get(config))
+            else:
+                batch[config] = drawn
+        told: list[Trial] = []
+        for config in batch:
+            told += yield config
+        while len(told) < len(batch):  # the sweep asks ahead: wait for what was asked
+            told += yield None
+        for row in told:
+            ok = row.status is Status.OK and row.time_us is not None
+            times[Config(row.config)] = row.time_us.median if ok and row.time_us else None
+        for config, drawn in batch.items():
+            learn(drawn, times.get(config))
+
+
+# Of strategy tpe: configs at random before the model is asked, and configs from one look at it.
+STARTUP = 24
+BATCH = 8
+
+
+def _descend(configs: Sequence[Config], choose: Callable[[str, Sequence[Value]], Value]) -> Config:
+    """One config, a parameter at a time: `choose` picks among the values that are left of it."""
+    for name in configs[0]:
+        values = tuple(dict.fromkeys(config[name] for config in configs))
+        if len(values) > 1:
+            value = choose(f"{name} of {values}", values)
+            configs = [config for config in configs if config[name] == value]
+    return configs[0]
+
+
+def _path(configs: Sequence[Config], config: Config) -> dict[str, Value]:
+    """What is chosen on the way to a config."""
+    chosen: dict[str, Value] = {}
+
+    def choose(name: str, values: Sequence[Value]) -> Value:
+        del values
+        return chosen.setdefault(name, config[name.split(" of ")[0]])
+
+    _descend(configs, choose)
+    return chosen
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "exhaustive": exhaustive,
+    "random": random,
+    "staged": staged,
+    "tpe": tpe,
+}
 
 
 def strategy(name: str) -> Strategy:

@@ -184,7 +184,9 @@ def _timed_alone(row: Row) -> list[str]:
     """What is to be said of a time that has no rounds beside the others'."""
     if row["trial"].time_us.samples <= 1:
         return ["timed once"]
-    return [] if row["rounds"] else ["timed in an earlier session"]
+    if row["rounds"]:
+        return []
+    return ["timed in the race only" if row["trial"].race else "timed in an earlier session"]
 
 
 def winner_lines(section: Section) -> list[str]:
@@ -202,7 +204,14 @@ def winner_lines(section: Section) -> list[str]:
         )
         if name != "us_per_sequence" or section.problem.batch > 1
     ]
-    said = [figures[0], *_timed_alone(row), *figures[1:]]
+    kind = row["timed_as"]
+    others = [
+        f"{name}{GLUE}{figure(row[f'{name}_us'], 3)}{GLUE}µs"
+        for name in ("warm", "cold", "eager")
+        if name != kind and row[f"{name}_us"] is not None
+    ]
+    first = figures[0] if kind == "warm" else f"{kind}{GLUE}{figures[0]}"
+    said = [first, *_timed_alone(row), *figures[1:]]
     if row["bound_share"] is not None:
         said.append(f"{100 * row['bound_share']:.0f}{GLUE}% of the bound")
     best, ratio = section.best_baseline, row["ratio_to_best_baseline"]
@@ -210,6 +219,7 @@ def winner_lines(section: Section) -> list[str]:
         said.append("no baseline was timed beside it")
     else:
         said.append(f"{ratio:.2f}× {who(best)}, the best baseline")
+    said += others
     config = f" {row['config']}" if row["config"] else ""
     lines = [f"* winner {who(row)}{config}: {', '.join(said)}"]
     for row in section.best_of_families:
@@ -247,9 +257,9 @@ def tie_line(section: Section, shown: Sequence[Row]) -> str | None:
         return None
     visible = {id(row) for row in shown}
     beyond = [f"{who(row)} {row['config']}".strip() for row in tied if id(row) not in visible]
-    line = "= a shared rank: noise leaves open which is faster"
+    line = "= a shared rank: not shown to be more than 0.4 % apart"
     if sum(not row["baseline"] for row in tied) > 1:
-        line += "; of such candidates the one with least shared memory, then registers, wins"
+        line += "; of the equally good the one with least shared memory, then registers, wins"
     return line + (f". Not in the table: {'; '.join(beyond)}" if beyond else "")
 
 

@@ -120,24 +120,31 @@ class ProblemSpec(_Model):
 class SearchSpec(_Model):
     """Which candidates are tried, and in which order."""
 
-    strategy: Literal["exhaustive", "random", "staged"] = Field(
+    strategy: Literal["exhaustive", "random", "staged", "tpe"] = Field(
         default="exhaustive",
         description="exhaustive: all, in order. random: drawn without repeats. staged: stages "
-        "alone, then combinations of the best of each.",
+        "alone, then combinations of the best of each. tpe: model-based (attnsweep[search]).",
     )
     candidates: Size | None = Field(
-        default=None, description="At most this many per kernel and problem; random needs it."
+        default=None,
+        description="At most this many per kernel and problem; random and tpe need it or budget_s.",
+    )
+    budget_s: Size | None = Field(
+        default=None,
+        description="Ask for no more candidates of a problem after so many seconds of it; those "
+        "asked for are still tried.",
     )
     seed: Annotated[int, Field(strict=True, ge=0)] = Field(
-        default=0, description="Of strategy random."
+        default=0, description="Of strategies random and tpe."
     )
 
     @model_validator(mode="after")
     def _random_is_bounded(self) -> SearchSpec:
-        if self.strategy == "random" and self.candidates is None:
+        if self.strategy in ("random", "tpe") and self.candidates is None and not self.budget_s:
             raise wrong(
-                "search: strategy random needs candidates",
-                "say how many per kernel and problem: {strategy: random, candidates: 100}",
+                f"search: strategy {self.strategy} needs candidates",
+                "say how many per kernel and problem, or for how long: "
+                f"{{strategy: {self.strategy}, candidates: 100}}",
             )
         return self
 
@@ -145,8 +152,15 @@ class SearchSpec(_Model):
 class MeasureSpec(_Model):
     """How candidates are timed. See docs/measuring.md."""
 
+    rank_by: Literal["warm", "cold", "eager"] = Field(
+        default="warm",
+        description="What time_us is, and the ranking by it: a call with a warm or a cold L2, or "
+        "the host's cost of issuing one. The other two are shown beside it.",
+    )
     rounds: Size = Field(
-        default=15, description="Rounds in which finalists and baselines take turns."
+        default=15,
+        description="Rounds in which finalists and baselines take turns; up to three times as many "
+        "while it is open who is as good as the best.",
     )
     finalists: Size = Field(default=12, description="Candidates per problem that enter the rounds.")
     replay_us: Size = Field(
@@ -161,6 +175,15 @@ class MeasureSpec(_Model):
     timeout_s: Annotated[float, Field(strict=True, gt=0)] = Field(
         default=30.0, description="Seconds one candidate may take before its worker is killed."
     )
+
+    @model_validator(mode="after")
+    def _ranked_by_what_is_timed(self) -> MeasureSpec:
+        if self.rank_by != "warm" and not getattr(self, self.rank_by):
+            raise wrong(
+                f"measure: rank_by {self.rank_by} needs {self.rank_by}: true",
+                f"drop {self.rank_by}: false, or rank by something else",
+            )
+        return self
 
 
 class LimitsSpec(_Model):

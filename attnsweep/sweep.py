@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import math
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,9 +47,11 @@ from attnsweep.trial import Environment, Measurement, Status, Trial
 from attnsweep.workers import Worker, WorkerError
 
 # Raise it when a change of checking or timing makes older rows incomparable: they are then redone.
-PROTOCOL = 2
+PROTOCOL = 3
 # Candidates asked for ahead of their turn: enough to keep 64 compiler threads busy.
 _LOOKAHEAD = 512
+# The same where time is short: what was asked for is tried.
+_LOOKAHEAD_IN_TIME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,7 @@ class _Sweep:
     ) -> None:
         self._spec, self._worker, self._compiler = spec, worker, compiler
         self._environment, self._store, self._observer = environment, store, observer
+        self._deadline = math.inf
         self._finalist_builds: dict[tuple[object, ...], Build] = {}
 
     def run(self, planned: Sequence[PlannedProblem]) -> bool:
@@ -190,9 +195,12 @@ class _Sweep:
 
         Not if all is measured already, unless the problem is begun: the finalists are then of all.
         """
-        builds = []
+        builds: list[Build] = []
+        if time.monotonic() > self._deadline:
+            return builds
+        ahead = _LOOKAHEAD if self._spec.search.budget_s is None else _LOOKAHEAD_IN_TIME
         for space, search in zip(item.spaces, searches, strict=True):
-            asked = itertools.islice(iter(search.ask, None), _LOOKAHEAD)
+            asked = itertools.islice(iter(search.ask, None), ahead)
             limit = workspace_limit(self._spec, self._environment.memory_bytes)
             builds += builds_of(space, asked, self._compiler, limit)
         if begun or len(self._kept(builds)) < len(builds) or not self._measured(item, builds):
@@ -205,6 +213,7 @@ class _Sweep:
     def _problem(
         self, item: PlannedProblem, searches: Sequence[Search], builds: list[Build]
     ) -> None:
+        self._deadline = time.monotonic() + (self._spec.search.budget_s or math.inf)
         kept = self._kept(builds)
         self._observer.opening(item.problem, len(builds), len(kept))
         done: list[Build] = []  # all measured, in this run's terms too
@@ -230,13 +239,26 @@ class _Sweep:
         seen: dict[tuple[object, ...], Build] = {}
         told = {id(build) for build in done}
         builds = done + builds
+        asked_before: dict[int, int] = {}
         while builds:
+            for build in builds:
+                asked_before[id(build)] = len(asked_before)
             kept = self._kept(builds)
             for build in as_ready(builds):
                 self._observer.compiled(sum(b.ready for b in builds), len(builds))
                 trial = kept.get(build.row(status=Status.OK).key)
                 if trial is None:
-                    trial = self._try(build, seen)
+                    twin = seen.get(build.machine_code()) if build.compiled else None
+                    if twin is not None and asked_before[id(build)] < asked_before[id(twin)]:
+                        # Which of two equals is compiled first is chance, and must not name one.
+                        _, measured = rows[twin.row(status=Status.OK).key]
+                        trial = self._inherit(build, measured)
+                        seen[build.machine_code()] = build
+                        left = self._same_code(twin, build)
+                        self._store.append(left)
+                        rows[left.key] = (twin, left)
+                    else:
+                        trial = self._try(build, twin)
                     self._store.append(trial)
                 if trial.status in (Status.OK, Status.NOISY):
                     seen.setdefault(build.machine_code(), build)
@@ -263,16 +285,26 @@ class _Sweep:
             self._store.append(row)
             self._observer.tried(row)
 
-    def _try(self, build: Build, seen: Mapping[tuple[object, ...], Build]) -> Trial:
+    def _compiled(self, build: Build) -> Trial:
+        return compiled_row(build, self._spec).with_(fingerprint=self._fingerprint(build))
+
+    def _same_code(self, build: Build, as_: Build) -> Trial:
+        """The row of a candidate whose machine code another one stands for."""
+        same = f"same machine code as {as_.kernel.name} {as_.config.label}"
+        return self._compiled(build).with_(status=Status.PRUNED, detail=same)
+
+    def _inherit(self, build: Build, measured: Trial) -> Trial:
+        """The row of a candidate whose machine code was measured under another name."""
+        facts = ("status", "detail", "accuracy", "time_us", "stages_us", "launch_us")
+        return self._compiled(build).with_(**{name: getattr(measured, name) for name in facts})
+
+    def _try(self, build: Build, twin: Build | None) -> Trial:
         """Compile, prune, check and first time of one candidate: always a row."""
-        row = compiled_row(build, self._spec)
-        row = row.with_(fingerprint=self._fingerprint(build))
+        row = self._compiled(build)
         if row.status is not Status.OK:
             return row
-        twin = seen.get(build.machine_code())
         if twin is not None:
-            same = f"same machine code as {twin.kernel.name} {twin.config.label}"
-            return row.with_(status=Status.PRUNED, detail=same)
+            return self._same_code(build, twin)
         try:
             accuracy, first = self._worker.call("trial", build.candidate())
         except WorkerError as error:
@@ -336,9 +368,9 @@ class _Sweep:
         """What a row depends on beside `parts`: protocol, settings, GPU and driver."""
         environment = self._environment
         settings = self._spec.measure
-        common = (PROTOCOL, environment.gpu, environment.driver, environment.cuda)
-        timing = (settings.rounds, settings.replay_us, settings.cold, settings.eager)
-        return hashlib.sha256(repr((common, timing, parts)).encode()).hexdigest()[:32]
+        card = (environment.gpu, environment.driver, environment.cuda)
+        how = (settings.rank_by, settings.rounds, settings.replay_us, settings.cold, settings.eager)
+        return hashlib.sha256(repr((PROTOCOL, card, how, parts)).encode()).hexdigest()[:32]
 
 
 def _search(spec: SweepSpec, space: Space) -> Search:

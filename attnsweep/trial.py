@@ -45,8 +45,11 @@ class Measurement(_Row):
     high: float
     samples: int
     l2: str = "warm"
+    """What was timed: a call with a warm or a cold L2, or `eager`, the host's cost of one."""
     rounds: list[float] = Field(default_factory=list)
     """One value a round; the rounds of all finalists of one problem are paired by position."""
+    cycles: float | None = None
+    """Median over the rounds of time times the SM clock that NVML told in the round."""
 
 
 class Accuracy(_Row):
@@ -81,6 +84,8 @@ class Trial(_Row):
     status: Status
     detail: str | None = None
     time_us: Measurement | None = None
+    warm_us: float | None = None
+    """As cold_us and eager_us, where time_us is one of these; a finalist has it always."""
     cold_us: float | None = None
     eager_us: float | None = None
     """Host time to issue one call eagerly, without waiting for the device."""
@@ -95,7 +100,13 @@ class Trial(_Row):
     accuracy: Accuracy | None = None
     resources: Resources | None = None
     conditions: dict[str, Any] = Field(default_factory=dict)
-    """Clocks, power, temperature and throttle reasons at the end of the rounds (NVML)."""
+    """Clocks, power, temperature, throttle reasons and other processes (NVML): of the rounds, and
+    under `rounds` of each. `strays`: rounds in another state of the card than most, and in what.
+    """
+    race: dict[str, Any] = Field(default_factory=dict)
+    """Of a candidate that raced: entrants, its rounds and launches, whether it survived, and the
+    interval of its time's ratio to the one that it was eliminated by, or to the leader.
+    """
     fingerprint: str | None = None
     """What the row depends on: machine code, launches, problem, protocol, GPU, driver."""
     recorded: bool = False

@@ -124,6 +124,11 @@ class _Bars(_Best):
             self._progress.advance(self._whole)
         self._progress.update(self._whole, best=escape(self.summary))
 
+    def racing(self, alive: int, entrants: int) -> None:
+        if "race" not in self._tasks:
+            self._tasks["race"] = self._progress.add_task("  race", total=entrants, best="")
+        self._progress.update(self._tasks["race"], completed=entrants - alive)
+
     def timing(self, done: int, total: int) -> None:
         if "time" not in self._tasks:
             self._tasks["time"] = self._progress.add_task("  time", total=total, best="")
@@ -148,6 +153,9 @@ class _Plain(_Best):
 
     def compiled(self, done: int, total: int) -> None:
         self._say(f"compile, check {done}/{total}")
+
+    def racing(self, alive: int, entrants: int) -> None:
+        self._say(f"race {alive} of {entrants} left")
 
     def timing(self, done: int, total: int) -> None:
         self._say(f"time in rounds {done}/{total}")

@@ -11,7 +11,7 @@ import attnsweep
 
 PACKAGE = Path(attnsweep.__file__).parent
 LAYERS = [
-    {"errors", "console"},
+    {"errors", "console", "race"},
     {"problem", "arch", "document"},
     {"kernel", "bounds", "fields", "policy"},
     {"trial", "schedule"},
@@ -21,8 +21,8 @@ LAYERS = [
     {"baselines", "sass"},
     {"candidates", "measure"},
     {"store", "workers"},
-    {"ranking", "rounds", "doctor", "inspection"},
-    {"section", "counters"},
+    {"ranking", "turns", "doctor", "inspection"},
+    {"section", "counters", "rounds"},
     {"report"},
     {"sweep", "page", "regress"},
     {"view"},

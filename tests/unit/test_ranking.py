@@ -222,6 +222,34 @@ def test_of_tied_candidates_the_cheapest_wins(
         assert list(frame["rank"]) == [1, 1]
 
 
+def test_times_do_not_choose_among_the_equally_good() -> None:
+    """Within 0.4 % the thriftiest wins, though its rounds show it slower; beyond it never does."""
+    best = noisy_rounds(7.1, 1, noise=0.002)
+    for slower, winner in ((1.003, 2), (1.006, 1)):
+        rows = [
+            trial("k1", timed(best), resources=smem(90_000)),
+            trial("k2", timed([slower * us for us in best]), resources=smem(50_000)),
+        ]
+        frame = rank(rows, None)
+        assert [row.config["ID"] for row in winners(frame)] == [winner]
+        assert list(frame["rank"]) == ([1, 1] if winner == 2 else [1, 2])
+
+
+def test_a_warm_time_is_no_match_for_cold_rounds() -> None:
+    cold = timed([9.0] * 8).model_copy(update={"l2": "cold"})
+    rows = [trial("k1", cold, warm_us=7.0, cold_us=9.0), trial("k2", once(6.0))]
+    assert places(*rows) == {"k1": 1, "k2": 2}
+    assert list(rank(rows, None)["warm_us"]) == [7.0, 6.0]
+    assert list(rank(rows, None)["timed_as"]) == ["cold", "warm"]
+
+
+def test_rates_are_of_the_device_where_eager_is_ranked() -> None:
+    eager = timed([3.0] * 8).model_copy(update={"l2": "eager"})
+    row = rank([trial("k1", eager, warm_us=10.0, eager_us=3.0)], None).iloc[0]
+    assert row["tflops"] == pytest.approx(PROBLEM.flops / 10.0 / 1e6)
+    assert row["time_us"] == 3.0
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> list[Trial]:
     """Candidates and baselines, close enough to tie, some timed once, some not ok."""

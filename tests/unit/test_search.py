@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import get_args
 
 import pytest
@@ -10,13 +11,13 @@ from hypothesis import strategies as st
 
 from attnsweep import search
 from attnsweep.arch import ARCHS
-from attnsweep.errors import SpecError
+from attnsweep.errors import SpecError, ToolchainError
 from attnsweep.kernel import Kernel, Launch, Param
 from attnsweep.problem import Problem
 from attnsweep.search import STRATEGIES, Search, strategy
 from attnsweep.space import Selection, Space
 from attnsweep.spec import SearchSpec
-from attnsweep.trial import Status, Trial
+from attnsweep.trial import Measurement, Status, Trial
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
 caps = st.none() | st.integers(1, 40)
@@ -42,6 +43,12 @@ def asked(name, space, **settings):
         at_work.tell(trial_of(config))
     assert at_work.ask() is None  # and stays so
     return out
+
+
+@pytest.fixture
+def optuna_for_tpe(request):
+    if request.node.callspec.params["name"] == "tpe":
+        pytest.importorskip("optuna", reason="needs Optuna: pip install 'attnsweep[search]'")
 
 
 @given(st.integers(1, 30), caps)
@@ -74,6 +81,7 @@ def test_random_reaches_every_candidate():
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.usefixtures("optuna_for_tpe")
 def test_an_empty_space_has_nothing_to_ask(name):
     space = space_of(1)
     empty = Space(space.kernel, space.problem, (), 1, {"rule": 1})
@@ -81,6 +89,7 @@ def test_an_empty_space_has_nothing_to_ask(name):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.usefixtures("optuna_for_tpe")
 def test_asks_may_run_ahead_of_tells(name):
     at_work = Search(name, space_of(6), candidates=6)
     ahead = [at_work.ask() for _ in range(4)]
@@ -108,6 +117,55 @@ def test_a_strategy_hears_of_every_trial_once_at_the_next_ask(monkeypatch):
     assert [[trial.config for trial in told] for told in heard] == [[], [second, first], []]
 
 
+def square_space(side=15, forbidden=lambda a, b: (a + b) % 3 == 0):
+    params = (Param("A", tuple(range(side)), ""), Param("B", tuple(range(side)), ""))
+    kernel = Kernel("square", summary="", params=params)
+    kernel.rule("not all")(lambda c, p, a: not forbidden(c.A, c.B))
+    kernel.stage("fwd")(lambda *_: Launch("square", (1, 1, 1), 32, ()))
+    return Space.build(kernel, PROBLEM, ARCHS["sm_90a"])
+
+
+def searched(name, space, seed, candidates):
+    """Configs asked for, where time grows with the distance from a corner; some fail."""
+    at_work, out = Search(name, space, candidates=candidates, seed=seed), []
+    while (config := at_work.ask()) is not None:
+        out.append(config)
+        us = 10.0 + (config["A"] - 11) ** 2 + (config["B"] - 3) ** 2
+        time = Measurement(median=us, low=us, high=us, samples=1)
+        failed = {"status": Status.WRONG} if config["B"] == 7 else {"time_us": time}
+        at_work.tell(trial_of(config).with_(**failed))
+    return out
+
+
+def test_tpe_finds_the_valley_sooner_than_chance_and_the_same_for_a_seed():
+    pytest.importorskip("optuna", reason="needs Optuna: pip install 'attnsweep[search]'")
+    space = square_space()
+
+    def regret(name, seed):
+        asked = searched(name, space, seed, 60)
+        assert len(asked) == len(set(asked)) == 60
+        assert set(asked) <= set(space.configs)
+        return min((c["A"] - 11) ** 2 + (c["B"] - 3) ** 2 for c in asked)
+
+    seeds = range(6)
+    assert sum(regret("tpe", seed) for seed in seeds) < sum(regret("random", s) for s in seeds)
+    assert searched("tpe", space, 1, 50) == searched("tpe", space, 1, 50)
+    assert searched("tpe", space, 1, 50) != searched("tpe", space, 2, 50)
+
+
+def test_tpe_reaches_every_candidate():
+    pytest.importorskip("optuna", reason="needs Optuna: pip install 'attnsweep[search]'")
+    space = square_space(7)
+    assert set(searched("tpe", space, 0, None)) == set(space.configs)
+
+
+def test_without_optuna_tpe_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ToolchainError, match="needs Optuna") as caught:
+        Search("tpe", space_of(3)).ask()
+    assert "attnsweep[search]" in caught.value.hint
+
+
 def test_the_spec_offers_the_strategies_there_are():
     assert set(get_args(SearchSpec.model_fields["strategy"].annotation)) == set(STRATEGIES)
 
@@ -115,7 +173,7 @@ def test_the_spec_offers_the_strategies_there_are():
 def test_an_unknown_strategy_names_the_known():
     with pytest.raises(SpecError, match="unknown strategy 'bayes'") as caught:
         strategy("bayes")
-    assert caught.value.hint == "there are: exhaustive, random, staged"
+    assert caught.value.hint == "there are: exhaustive, random, staged, tpe"
 
 
 def pipeline_space(sizes, forbidden=frozenset()):

@@ -280,9 +280,9 @@ class TestRoundTrip:
             "dtype: fp16, causal: false}\n"
             "kernels:\n  naive: {}\nbaselines:\n"
             + "".join(f"- {name}\n" for name in BASELINES)
-            + "search: {strategy: exhaustive, candidates: null, seed: 0}\n"
-            "measure: {rounds: 15, finalists: 12, replay_us: 1000, cold: true, eager: true, "
-            "timeout_s: 30.0}\n"
+            + "search: {strategy: exhaustive, candidates: null, budget_s: null, seed: 0}\n"
+            "measure: {rank_by: warm, rounds: 15, finalists: 12, replay_us: 1000, cold: true, "
+            "eager: true, timeout_s: 30.0}\n"
             "limits: {workspace_bytes: null, spill_bytes: null}\n"
         )
 
@@ -510,7 +510,8 @@ class TestErrors:
             (
                 "search: {strategy: random}",
                 "9: search: strategy random needs candidates\n"
-                "  say how many per kernel and problem: {strategy: random, candidates: 100}",
+                "  say how many per kernel and problem, or for how long: "
+                "{strategy: random, candidates: 100}",
             ),
             (
                 "search: random",
@@ -519,13 +520,13 @@ class TestErrors:
             (
                 "search: {strategy: randm, seed: -1}",
                 "20: strategy cannot be randm\n"
-                "  did you mean 'random'? there are: exhaustive, random, staged\n"
+                "  did you mean 'random'? there are: exhaustive, random, staged, tpe\n"
                 "sweep.yaml:3:33: seed must be at least 0, not -1",
             ),
             (
                 "measure: {round: 3}",
-                "11: unknown key 'round'\n  did you mean 'rounds'? there are: rounds, finalists, "
-                "replay_us, cold, eager, timeout_s",
+                "11: unknown key 'round'\n  did you mean 'rounds'? there are: rank_by, rounds, "
+                "finalists, replay_us, cold, eager, timeout_s",
             ),
             ("measure: {timeout_s: 0}", "22: timeout_s must be more than 0, not 0"),
             ("measure: {timeout_s: true}", "22: timeout_s must be a number, not true"),

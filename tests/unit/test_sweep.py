@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from samples import H200
@@ -63,6 +65,8 @@ class FakeWorker:
             return Accuracy(rel_err=1e-4, limit=1e-3)
         if method == "replay":
             return next(t for label, t in TIMES.items() if label in name)
+        if method == "race":
+            return next(t for label, t in TIMES.items() if label in name), 2
         return {"conditions": {"sm_mhz": 1980}, "eager_us": 9.0}.get(method)
 
     def forget(self, name):
@@ -123,7 +127,10 @@ def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
     assert best.time_us.median == 20.0
     assert best.time_us.samples == len(best.time_us.rounds) == 4
     assert (best.cold_us, best.eager_us) == (20.0, 9.0)
-    assert best.conditions == {"sm_mhz": 1980}
+    assert best.conditions["sm_mhz"] == 1980
+    assert best.conditions["rounds"] == {"sm_mhz": [1980] * 4}
+    assert best.conditions["strays"] == {}
+    assert best.time_us.cycles == 20.0 * 1980
     assert best.resources.registers > 0
     assert best.launch_us == 1.5
     assert best.schedule["chunks"] == 1
@@ -134,6 +141,33 @@ def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
         assert (directory / name).is_file()
     (cubin,) = (directory / "cubins").iterdir()
     assert cubin.read_bytes()[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("ready", [list, lambda builds: list(builds)[::-1]])
+def test_of_the_same_code_the_first_asked_for_is_measured(go, fake, monkeypatch, ready):
+    """Whichever of them is compiled first."""
+    monkeypatch.setattr(sweep, "as_ready", ready)
+    monkeypatch.setattr(sweep.Build, "ready", True)
+    monkeypatch.setattr(sweep.Build, "machine_code", lambda self: self.config["THREADS"] < 128)
+    rows = by_config(go())
+    assert rows[(32,)].status is Status.OK
+    assert rows[(64,)].status is Status.PRUNED
+    assert rows[(64,)].detail == "same machine code as naive THREADS=32"
+    assert rows[(64,)].time_us is None
+    assert len([call for call in fake.calls if call[0] == "trial"]) == 2
+    fake.calls.clear()
+    go()
+    assert fake.calls == []
+
+
+def test_a_budget_in_time_ends_the_asking_and_the_finals_still_come(go, monkeypatch):
+    clock = itertools.count(0.0, 0.7)
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(sweep, "_LOOKAHEAD_IN_TIME", 1)
+    rows = by_config(go(SPEC + "search: {strategy: random, budget_s: 1}\n"))
+    tried = [row for key, row in rows.items() if isinstance(key, tuple)]
+    assert len(tried) == 2
+    assert all(row.time_us.rounds for row in tried)
 
 
 def test_a_second_run_measures_nothing(go, fake):
@@ -363,4 +397,5 @@ def test_a_failure_to_read_the_clocks_loses_nothing(go, fake):
     fake.faults["conditions "] = WorkerError(Status.TIMEOUT, "no answer")
     row = by_config(go())[(64,)]
     assert row.time_us.samples == 4
-    assert row.conditions == {}
+    assert not {"sm_mhz", "rounds", "strays"} & set(row.conditions)
+    assert row.time_us.cycles is None

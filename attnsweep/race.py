@@ -1,0 +1,156 @@
+"""Sequential elimination by paired rounds, with errors that hold however often one looks.
+
+In a round every entrant still in the race is timed once, in random order, so that what drifts meets
+all alike. Entrants are compared with common references among them, by the sign of the paired
+log-ratio: only who of the two was faster in each round counts. If neither is slower, the one
+was slower in k of n rounds by chance alone with an e-value above x no more often than 1 in x, at
+any time n at which one cares to look (Ville's inequality; the e-value is the likelihood ratio of
+k slower rounds of n under a uniform mixture of p in [1/2, 1] against p = 1/2: Howard and Ramdas,
+Sequential estimation of quantiles, Bernoulli 28(3), 2022, and Grünwald, de Heide and Koolen, Safe
+testing, JRSS-B 2024). No assumption is made of how times are distributed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@functools.cache
+def log2_evidence(slower: int, rounds: int) -> float:
+    """log2 of the e-value against `not slower`, for `slower` of `rounds` rounds."""
+    # 2^(n+1) * integral of p^k (1-p)^(n-k) over [1/2, 1], the incomplete beta as a binomial tail.
+    tail = sum(math.comb(rounds + 1, i) for i in range(slower + 1))
+    # Exact integers: the numbers are long, but rounds are at most hundreds.
+    return math.log2(tail) - math.log2(rounds + 1) - math.log2(math.comb(rounds, slower))
+
+
+@functools.cache
+def rounds_beyond(rounds: int, threshold: float) -> int | None:
+    """The least number of slower rounds whose evidence reaches the threshold (log2), if any."""
+    for slower in range(rounds // 2, rounds + 1):
+        if log2_evidence(slower, rounds) >= threshold:
+            return slower
+    return None
+
+
+@functools.cache
+def rounds_to_eliminate(threshold: float) -> int:
+    """The rounds in which one that is slower in every one of them is out."""
+    return next(n for n in itertools.count(1) if log2_evidence(n, n) >= threshold)
+
+
+def interval(times: list[float], other: list[float], threshold: float) -> tuple[float, float]:
+    """Anytime-valid interval of the median ratio of paired rounds; infinite with too few."""
+    ratios = sorted(a / b for a, b in zip(times, other, strict=True))
+    needed = rounds_beyond(len(ratios), threshold)
+    if needed is None:
+        return 0.0, math.inf
+    return ratios[len(ratios) - needed], ratios[needed - 1]
+
+
+@dataclass
+class Race:
+    """Entrants, their rounds, and who is out.
+
+    alpha: with what probability the entrant that is truly not slower than any other is ever
+    eliminated, at most. Counted for all opponents together (a union bound).
+    references: who may eliminate, all entrants unless given. They must be chosen before the first
+    round and not by its times; fewer of them need fewer rounds. A poor choice costs power alone.
+    """
+
+    entrants: tuple[str, ...]
+    alpha: float = 0.05
+    references: tuple[str, ...] = ()
+    rounds: dict[str, list[float]] = field(init=False)
+    out: dict[str, str] = field(init=False, default_factory=dict)
+    """Who is out, and who showed it."""
+
+    def __post_init__(self) -> None:
+        self.rounds = {name: [] for name in self.entrants}
+        self.references = self.references or self.entrants
+        strangers = set(self.references) - set(self.entrants)
+        if strangers:
+            raise ValueError(f"references that are no entrants: {sorted(strangers)}")
+
+    @property
+    def threshold(self) -> float:
+        """log2 of the e-value that eliminates."""
+        whole = len(self.references) == len(self.entrants)
+        opponents = len(self.references) - whole
+        return math.log2(max(1, opponents) / self.alpha)
+
+    @property
+    def alive(self) -> list[str]:
+        """Who is still in the race, in the order of entry."""
+        return [name for name in self.entrants if name not in self.out]
+
+    def add_round(self, times: Mapping[str, float]) -> dict[str, str]:
+        """One time of everyone alive. Returns who is out now, and who showed it.
+
+        Raises KeyError if the time of one of them is missing: withdraw who failed first.
+        """
+        for name in self.alive:
+            self.rounds[name].append(times[name])
+        gone: dict[str, str] = {}
+        leaders = self._leaders()
+        for name in self.alive:
+            for leader in leaders:
+                if leader != name and self._slower(name, leader):
+                    gone[name] = leader
+                    break
+        self.out |= gone
+        return gone
+
+    def withdraw(self, name: str, why: str) -> None:
+        """Take an entrant out for another reason than its times."""
+        self.out[name] = why
+
+    def tied(self) -> list[str]:
+        """Those alive whose ratio to the leader may be 1, the leader first."""
+        if not self.alive:
+            return []
+        leader = self.leader
+        rest = [
+            name for name in self.alive if name != leader and self.ratio(name, leader)[0] <= 1.0
+        ]
+        return [leader, *rest]
+
+    def ratio(self, name: str, leader: str) -> tuple[float, float]:
+        """Interval of name's time over leader's, from the rounds both ran."""
+        both = min(len(self.rounds[name]), len(self.rounds[leader]))
+        return interval(self.rounds[name][:both], self.rounds[leader][:both], self.threshold)
+
+    def decided(self, within: float) -> bool:
+        """Whether everyone alive is known to be within `within` (0.005 is half a percent)."""
+        if len(self.alive) < 2:
+            return True
+        leader = self.leader
+        return all(
+            self.ratio(name, leader)[1] <= 1 + within for name in self.alive if name != leader
+        )
+
+    @property
+    def leader(self) -> str:
+        """Who alive has the least median. Raises ValueError if nobody is alive."""
+        return min(self.alive, key=lambda name: median(self.rounds[name]))
+
+    def _leaders(self, count: int = 3) -> list[str]:
+        """The references alive with the least medians: comparing with a few is enough."""
+        alive = [name for name in self.references if name not in self.out]
+        return sorted(alive, key=lambda name: median(self.rounds[name]))[:count]
+
+    def _slower(self, name: str, leader: str) -> bool:
+        pairs = list(zip(self.rounds[name], self.rounds[leader], strict=True))
+        # Equal times say nothing for `slower`; counting them as faster errs towards keeping.
+        slower = sum(a > b for a, b in pairs)
+        return log2_evidence(slower, len(pairs)) >= self.threshold
+
+
+def median(values: Iterable[float]) -> float:
+    """The upper median, infinite of nothing."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else math.inf

@@ -1,0 +1,104 @@
+"""How far two measurements of the very same thing are apart: the noise floor of a paired ratio.
+
+Usage: python benchmarks/noise.py [FILE.json] [--rounds 120]. Of several kernels, shapes and lengths
+one config takes part twice, under two names, in rounds of random order as in a sweep's finals
+(a replay of 1 ms). Told is which share of the pairs lies within 1 % (calls over 5 us) and 0.3 %
+(over 50 us) of 1, of single rounds and of the median of 15 rounds, which is what a sweep ranks by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import setting
+
+from attnsweep.arch import arch_named
+from attnsweep.compiler import Compiler
+from attnsweep.console import console
+from attnsweep.workers import Worker
+
+# (kernel, problem): from about 8 us to about a millisecond on an H200.
+CASES = (
+    ("flash_fwd_mma", "{batch: 1, heads: 8, seqlen: 512, head_dim: 64}"),
+    ("flash_fwd_mma", "{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}"),
+    ("three_kernel_mma", "{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}"),
+    ("ladder_5_swizzled", "{batch: 2, heads: 16, seqlen: 1024, head_dim: 64}"),
+    ("flash_fwd_mma", "{batch: 4, heads: 16, seqlen: 2048, head_dim: 64}"),
+    ("flash_fwd_mma", "{batch: 2, heads: 16, seqlen: 4096, head_dim: 128, causal: true}"),
+)
+REPLAY_US = 1000.0
+WARM_UP = 5
+ROUNDS_OF_A_SWEEP = 15
+# Microseconds of a call above which a limit on the pair's distance from 1 holds.
+LIMITS = ((50.0, 0.003), (5.0, 0.01))
+
+
+def facts(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Of the rounds of one config with itself: share within the limit, and quantiles."""
+    time_us = statistics.median(time for pair in pairs for time in pair)
+    limit = next((limit for above, limit in LIMITS if time_us > above), None)
+    ratios = [a / b for a, b in pairs]
+    blocks = [ratios[n : n + ROUNDS_OF_A_SWEEP] for n in range(0, len(ratios), ROUNDS_OF_A_SWEEP)]
+    medians = [statistics.median(b) for b in blocks if len(b) == ROUNDS_OF_A_SWEEP]
+
+    def within(values: Sequence[float]) -> float | None:
+        if limit is None or not values:
+            return None
+        return round(sum(abs(value - 1) <= limit for value in values) / len(values), 4)
+
+    distances = sorted(100 * abs(ratio - 1) for ratio in ratios)
+    return {
+        "time_us": round(time_us, 3),
+        "limit_percent": None if limit is None else 100 * limit,
+        "pairs": len(ratios),
+        "share_within": within(ratios),
+        "share_of_medians_within": within(medians),
+        "percent_off_of_95_in_100": round(distances[int(0.95 * (len(distances) - 1))], 4),
+        "median_ratio": round(statistics.median(ratios), 5),
+    }
+
+
+def main() -> None:
+    """Time every case against itself."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", nargs="?", type=Path, default=Path("noise.json"))
+    parser.add_argument("--rounds", type=int, default=120)
+    parser.add_argument("--budget-s", type=float, default=35.0, help="cases begun before that")
+    arguments = parser.parse_args()
+    cases, order, begun = [], random.Random(0), time.monotonic()
+    with tempfile.TemporaryDirectory() as place, Worker(timeout_s=60) as worker:
+        environment = worker.describe()
+        compiler = Compiler(arch_named(environment.arch))
+        for kernel, problem in CASES:
+            if time.monotonic() - begun > arguments.budget_s:
+                break
+            text = f"problems: [{problem}]\nkernels: {{{kernel}: {{}}}}\nbaselines: []\n"
+            spec = setting.spec_of(text, Path(place))
+            build = setting.builds(spec, compiler, limit=2)[0]
+            worker.open(spec.problems[0].problem, replay_us=REPLAY_US, seed=0)
+            for name in "ab":
+                worker.call("enter", name, build.candidate(), "warm")
+            pairs = []
+            for number in range(WARM_UP + arguments.rounds):
+                times = {
+                    name: worker.call("race", name, REPLAY_US, "warm")[0]
+                    for name in order.sample("ab", 2)
+                }
+                if number >= WARM_UP:
+                    pairs.append((times["a"], times["b"]))
+            told = {"kernel": kernel, "problem": spec.problems[0].problem.label, **facts(pairs)}
+            console.print("  ".join(f"{name} {value}" for name, value in told.items()))
+            cases.append({**told, "config": dict(build.config)})
+        compiler.close()
+    setting.write(arguments.file, environment, {"asked": len(CASES), "cases": cases})
+
+
+if __name__ == "__main__":
+    main()

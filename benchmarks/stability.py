@@ -1,0 +1,178 @@
+"""Does a rerun pick the same winner, and is it the best?
+
+Usage: python benchmarks/stability.py [FILE.json] [--processes 20] [--budget-s 110]. Fresh processes
+sweep one space of more than 100 candidates, one after another. Then an oracle: every candidate that
+was ever among the first is timed in many interleaved rounds, in three processes. Told are how often
+the same winner came out, whether each tie set holds the oracle's best, and the regret: the winner's
+time over that of the oracle's best, less 1. Clocks are left as they are. A budget that ends before
+all processes ran is said so: `processes` is then less than `asked`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import setting
+
+from attnsweep.arch import arch_named
+from attnsweep.compiler import Compiler
+from attnsweep.console import console
+from attnsweep.ranking import OURS, rank
+from attnsweep.rounds import RACE_US, label_of
+from attnsweep.store import Run, open_run
+from attnsweep.trial import Environment
+from attnsweep.workers import Worker
+
+SPEC = """
+name: stability
+problems: [{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}]
+kernels:
+  flash_fwd_mma:
+    BLOCK_M: [64, 128]
+    BLOCK_N: [32, 64, 128]
+    NUM_STAGES: [1, 2, 3]
+    SWIZZLE: 1
+    BLOCK_ORDER: [0]
+baselines: []
+measure: {cold: false, eager: false}
+"""
+ORACLE_PROCESSES = 3
+ORACLE_ROUNDS = 100
+# Candidates within this of the best median of any process are the oracle's business.
+NEAR = 1.05
+
+
+def told(run: Run) -> dict[str, Any]:
+    """Of one process's run: the winner, the tie set, and the times of those near the best."""
+    ranking = rank(run.trials, run.environment)
+    ours = ranking[(ranking["provider"] == OURS) & (ranking["status"] == "ok")]
+    names = ours["kernel"] + " " + ours["config"]
+    first = ours["rank"].min()
+    return {
+        "winner": names[ours["winner"]].item(),
+        "ties": sorted(names[ours["rank"] == first]),
+        "times_us": dict(zip(names, ours["time_us"], strict=True)),
+        "candidates": int((ranking["provider"] == OURS).sum()),
+        "launches": sum(t.race.get("launches", 0) for t in run.trials),
+        "launches_of_100_ms": sum(t.race.get("launches_of_100_ms", 0) for t in run.trials),
+    }
+
+
+def near(runs: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The candidates that the oracle must time: whoever won, tied or came near in any process."""
+    found: set[str] = set()
+    for run in runs:
+        best = min(run["times_us"].values())
+        found |= {run["winner"], *run["ties"]}
+        found |= {name for name, us in run["times_us"].items() if us <= NEAR * best}
+    return found
+
+
+def verdict(
+    runs: Sequence[Mapping[str, Any]], oracle: Sequence[Mapping[str, Sequence[float]]]
+) -> dict[str, Any]:
+    """What the figures say. oracle: of each of its processes, the rounds of every candidate.
+
+    A candidate's level is the median over the processes of the median over rounds of its time over
+    the round's median.
+    """
+    levels: dict[str, list[float]] = {}
+    for rounds in oracle:
+        middles = [statistics.median(times) for times in zip(*rounds.values(), strict=True)]
+        for name, times in rounds.items():
+            ratios = [us / middle for us, middle in zip(times, middles, strict=True)]
+            levels.setdefault(name, []).append(statistics.median(ratios))
+    level = {name: statistics.median(values) for name, values in levels.items()}
+    best = min(level, key=lambda name: level[name])
+    winners = Counter(run["winner"] for run in runs)
+    regrets = [level[run["winner"]] / level[best] - 1 for run in runs]
+    return {
+        "processes": len(runs),
+        "candidates": min(run["candidates"] for run in runs),
+        "winners": dict(winners.most_common()),
+        "same_winner": winners.most_common(1)[0][1],
+        "oracle_best": best,
+        "ties_hold_oracle_best": sum(best in run["ties"] for run in runs),
+        "tie_set_sizes": [len(run["ties"]) for run in runs],
+        "regret_percent": [round(100 * regret, 3) for regret in regrets],
+        "largest_regret_percent": round(100 * max(regrets), 3),
+        "race_launch_share": round(
+            sum(run["launches"] for run in runs)
+            / max(1, sum(run["launches_of_100_ms"] for run in runs)),
+            4,
+        ),
+        "oracle_levels": dict(
+            sorted(((n, round(x / level[best], 5)) for n, x in level.items()), key=lambda i: i[1])
+        ),
+    }
+
+
+def oracle_rounds(spec: Any, compiler: Compiler, names: set[str], seed: int) -> dict[str, Any]:
+    """Interleaved rounds of the named candidates in one fresh process."""
+    (entry,) = spec.problems
+    chosen = {label_of(b): b for b in setting.builds(spec, compiler) if label_of(b) in names}
+    order, rounds = random.Random(seed), {name: [] for name in chosen}
+    with Worker(timeout_s=60) as worker:
+        worker.open(entry.problem, replay_us=RACE_US, seed=0)
+        entered = sorted(chosen)
+        order.shuffle(entered)  # and so its buffers lie elsewhere
+        for name in entered:
+            worker.call("enter", name, chosen[name].candidate(), "warm")
+        for number in range(ORACLE_ROUNDS + 3):
+            for name in order.sample(entered, len(entered)):
+                time_us, _ = worker.call("race", name, RACE_US, "warm")
+                if number >= 3:  # before that clocks rise
+                    rounds[name].append(time_us)
+    return rounds
+
+
+def main() -> None:
+    """Sweep in fresh processes, then ask the oracle."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", nargs="?", type=Path, default=Path("stability.json"))
+    parser.add_argument("--processes", type=int, default=20)
+    parser.add_argument("--budget-s", type=float, default=110.0, help="of the fresh processes")
+    arguments = parser.parse_args()
+    begun, runs, seconds = time.monotonic(), [], []
+    environment: Environment | None = None
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place)
+        spec = setting.spec_of(SPEC, directory, "stability")
+        with Worker(timeout_s=60) as worker:
+            environment = worker.describe()
+        compiler = Compiler(arch_named(environment.arch))
+        setting.builds(spec, compiler)  # compiling is no part of this benchmark
+        for number in range(arguments.processes):
+            if time.monotonic() - begun > arguments.budget_s:
+                break
+            results = directory / str(number)
+            command = [sys.executable, "-m", "attnsweep", "run", str(directory / "stability.yaml")]
+            began = time.monotonic()
+            subprocess.run(
+                [*command, "--results", str(results)], check=True, stdout=subprocess.DEVNULL
+            )
+            seconds.append(round(time.monotonic() - began, 2))
+            runs.append(told(open_run(results / environment.slug / "stability")))
+            console.print(f"{number + 1}: {runs[-1]['winner']} of {len(runs[-1]['ties'])} ties")
+        names = near(runs)
+        oracle = [oracle_rounds(spec, compiler, names, seed) for seed in range(ORACLE_PROCESSES)]
+        compiler.close()
+    result = verdict(runs, oracle)
+    result = {"asked": arguments.processes, **result, "seconds": seconds}
+    said = ("same_winner", "processes", "ties_hold_oracle_best", "largest_regret_percent")
+    console.print("  ".join(f"{name} {result[name]}" for name in said))
+    setting.write(arguments.file, environment, result)
+
+
+if __name__ == "__main__":
+    main()

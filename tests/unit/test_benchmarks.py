@@ -1,0 +1,150 @@
+"""The arithmetic of benchmarks/, on made-up figures: no GPU is needed to be wrong about it."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnsweep.arch import arch_named
+from attnsweep.candidates import plan
+from attnsweep.kernel import discover
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_path():
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def module():
+    return importlib.import_module
+
+
+def process(winner, ties, **times_us):
+    return {
+        "winner": winner,
+        "ties": ties,
+        "times_us": times_us,
+        "candidates": 120,
+        "launches": 10,
+        "launches_of_100_ms": 100,
+    }
+
+
+def test_stability_counts_winners_ties_and_regret(module):
+    stability = module("stability")
+    runs = [process("a", ["a", "b"], a=10.0, b=10.01, c=20.0)] * 19
+    runs += [process("c", ["c"], a=10.0, b=10.01, c=10.02)]
+    rounds = {"a": [10.01, 20.02] * 9, "b": [10.0, 20.0] * 9, "c": [10.1, 20.2] * 9}
+    found = stability.verdict(runs, [rounds] * 3)
+    assert (found["same_winner"], found["processes"]) == (19, 20)
+    assert found["oracle_best"] == "b"
+    assert found["ties_hold_oracle_best"] == 19
+    assert found["regret_percent"] == [0.1] * 19 + [1.0]
+    assert found["largest_regret_percent"] == 1.0
+    assert found["race_launch_share"] == 0.1
+    assert stability.near(runs[:1]) == {"a", "b"}
+    assert stability.near(runs) == {"a", "b", "c"}
+
+
+def test_stability_reads_a_recorded_run(module):
+    stability = module("stability")
+    run = stability.open_run(BENCHMARKS.parent / "results" / "h200" / "h200")
+    (first, *_) = {trial.problem for trial in run.trials}
+    run = run.__class__(
+        **{name: getattr(run, name) for name in run.__dataclass_fields__}
+        | {"trials": [trial for trial in run.trials if trial.problem == first]}
+    )
+    told = stability.told(run)
+    assert told["winner"] in told["ties"]
+    assert told["winner"] in told["times_us"]
+
+
+@pytest.mark.parametrize("name", ["stability", "kernel_tuner_compare"])
+def test_the_space_is_as_large_as_it_must_be(module, name, tmp_path):
+    spec = module("setting").spec_of(module(name).SPEC, tmp_path)
+    (item,) = plan(spec, discover(), arch_named("sm_90a"))
+    least = {"stability": 100, "kernel_tuner_compare": 500}[name]
+    assert sum(len(space.configs) for space in item.spaces) >= least
+
+
+def test_noise_holds_each_length_to_its_limit(module):
+    facts = module("noise").facts
+    spread = random.Random(0)
+
+    def pairs(time_us, noise, count=150):
+        return [(time_us * (1 + spread.gauss(0, noise)), time_us) for _ in range(count)]
+
+    quiet, loud = facts(pairs(100.0, 0.001)), facts(pairs(100.0, 0.006))
+    assert quiet["limit_percent"] == 0.3
+    assert quiet["share_within"] > 0.95
+    assert quiet["share_of_medians_within"] == 1.0
+    assert loud["share_within"] < 0.6
+    assert facts(pairs(10.0, 0.004))["limit_percent"] == 1.0
+    assert facts(pairs(3.0, 0.004))["share_within"] is None
+    assert loud["percent_off_of_95_in_100"] > quiet["percent_off_of_95_in_100"]
+
+
+def test_a_tool_that_did_not_do_all_is_extrapolated_and_says_so(module):
+    compare = module("kernel_tuner_compare")
+    part = compare.row("kernel_tuner", 25.0, 5.0, 10, 100, stopped=True)
+    assert part["all_s"] == 5.0 + 20.0 * 10
+    assert part["extrapolated"]
+    assert part["stopped_by_cap"]
+    whole = compare.row("attnsweep", 20.5, 5.0, 100, 100, stopped=False)
+    assert whole["all_s"] == 20.5
+    assert not whole["extrapolated"]
+    assert compare.ratios({"attnsweep": whole, "kernel_tuner": part}) == {"kernel_tuner": 10.0}
+    configs = tuple(range(10))
+    assert compare.every_nth(configs, 4) == (0, 2, 5, 7)
+    assert compare.every_nth(configs, None) == compare.every_nth(configs, 99) == configs
+
+
+def test_kernel_tuner_gets_the_very_same_configs(module, tmp_path):
+    compare = module("kernel_tuner_compare")
+    spec = module("setting").spec_of(compare.SPEC, tmp_path)
+    space = compare._space(spec, "sm_90a")
+    given = compare.tunable(space, space.configs, "sm_90a")
+    assert len(given["facts"]) == len(space.configs)
+    names = list(given["params"])
+    for key, facts in given["facts"].items():
+        values = dict(zip(names, key, strict=True))
+        assert all(value in given["params"][name] for name, value in values.items())
+        assert facts["defines"]["BLOCK_M"] == str(values["BLOCK_M"])
+        assert set(facts["defines"]) == set(given["macros"])
+        assert facts["grid"] == (-(-1024 // values["BLOCK_M"]), 16, 1)
+    assert given["args"][:4] == ("q", "k", "v", "o")
+    assert given["function"] == "flash_fwd_mma"
+
+
+def test_a_stopped_tool_has_a_row(module, monkeypatch, tmp_path):
+    compare = module("kernel_tuner_compare")
+    script = tmp_path / "tool.py"
+    script.write_text(
+        "import json, time\nprint(json.dumps({'configs': 3}), flush=True)\ntime.sleep(60)\n"
+    )
+    monkeypatch.setattr(compare, "__file__", str(script))
+    row = compare.timed("kernel_tuner", "sm_90a", None, 1.5, 10)
+    assert row["stopped_by_cap"]
+    assert (row["configs"], row["of"]) == (3, 10)
+    assert row["all_s"] > row["wall_s"] >= 1.5
+
+
+def test_search_curves_become_ratios_and_trials(module):
+    search = module("search")
+    falling = [float("inf")] + [20.0] * 20 + [10.05] * 79
+    never = [12.0] * 100
+    found = search.figures([falling, falling, never], 10.0)
+    assert found["median_ratio"][10] == 2.0
+    assert found["worst_ratio"][100] == 1.2
+    assert found["median_trials_to_1_percent"] == 22
+    assert found["seeds_within_1_percent"] == 2
+    assert max(found["median_ratio"]) == 100

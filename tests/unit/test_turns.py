@@ -1,0 +1,169 @@
+"""What a round is, when it is repeated, and what its row says of the card."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnsweep.trial import Status
+from attnsweep.turns import Round, Turns, difference, summary
+from attnsweep.workers import WorkerError
+
+
+class Card:
+    """A worker whose conditions follow a list, the last of it for ever."""
+
+    def __init__(self, *clocks):
+        self.clocks = list(clocks)
+
+    def call(self, method, *args):
+        assert method == "conditions"
+        clock = self.clocks.pop(0) if len(self.clocks) > 1 else self.clocks[0]
+        if clock is None:
+            raise WorkerError(Status.TIMEOUT, "no answer")
+        return {"sm_mhz": clock, "throttle": [], "other_processes": 0}
+
+
+def turns(*clocks, lose=None):
+    return Turns(Card(*clocks), seed=0, lose=lose or (lambda name, error: None))
+
+
+def test_the_order_is_random_and_the_same_for_a_seed():
+    orders = []
+    for _ in range(2):
+        seen = []
+        taken = turns(1980)
+        for _ in range(20):
+            taken.round(["c", "a", "b"], lambda name, seen=seen: float(seen.append(name) or 1))
+        orders.append(seen)
+    assert orders[0] == orders[1]
+    rounds = {tuple(orders[0][n : n + 3]) for n in range(0, 60, 3)}
+    assert len(rounds) == 6  # every order of three
+
+
+def test_a_round_in_another_clock_state_is_taken_again():
+    taken = turns(1980, 1980, 1980, 1980, 1500, 1980)
+    taken.warm_up(["a"], lambda name: 1.0)
+    times = iter([9.0, 5.0])
+    turn = taken.round(["a"], lambda name: next(times))
+    assert turn.times == {"a": 5.0}
+    assert taken.repeated == 1
+
+
+def test_a_clock_that_stays_changed_is_kept_after_a_few_and_then_usual():
+    taken = turns(1980, 1980, 1980, 1980, 1500)
+    taken.warm_up(["a"], lambda name: 1.0)
+    calls = []
+    assert taken.round(["a"], lambda name: float(calls.append(name) or 1)).times == {"a": 1.0}
+    assert len(calls) == 4
+    taken.round(["a"], lambda name: float(calls.append(name) or 1))
+    assert len(calls) == 5
+
+
+def test_repeats_have_a_limit_of_the_caller():
+    taken = turns(1980, 1980, 1980, 1980, 1500)
+    taken.warm_up(["a"], lambda name: 1.0)
+    taken.round(["a"], lambda name: 1.0, repeats=0)
+    assert taken.repeated == 0
+
+
+def test_warm_up_goes_on_until_times_are_steady():
+    times = iter([0.0, 9.0, 8.0, 7.0, 7.01, 7.02, 7.03, 7.03])
+    taken = turns(1980)
+    taken.warm_up(["a"], lambda name: next(times))
+    assert taken.steady
+    assert taken.warm_up_rounds == 6  # 7.00, 7.01 and 7.02 were the last
+
+
+def test_warm_up_waits_for_the_clock():
+    taken = turns(1200, 1500, 1800, 1980)
+    taken.warm_up(["a"], lambda name: 1.0)
+    assert taken.warm_up_rounds == 1 + 6
+
+
+def test_a_card_that_is_never_steady_says_so():
+    times = iter(float(n) for n in range(1, 100))
+    taken = turns(1980)
+    taken.warm_up(["a"], lambda name: next(times))
+    assert not taken.steady
+    assert taken.summary([])["steady"] is False
+    assert taken.warm_up_rounds == 21
+
+
+def test_who_fails_in_warm_up_leaves_it_to_the_next():
+    lost = []
+
+    def replay(name):
+        if name == "a" and replay.count > 2:
+            raise WorkerError(Status.TIMEOUT, "hung")
+        replay.count += 1
+        return 1.0
+
+    replay.count = 0
+    taken = turns(1980, lose=lambda name, error: lost.append(name))
+    taken.warm_up(["a", "b"], replay)
+    assert lost == ["a"]
+    assert taken.steady
+
+
+def test_who_fails_is_missing_from_the_round():
+    lost = []
+
+    def replay(name):
+        if name == "b":
+            raise WorkerError(Status.TIMEOUT, "hung")
+        return 1.0
+
+    taken = turns(None, lose=lambda name, error: lost.append(name))
+    assert taken.round(["a", "b"], replay) == Round({"a": 1.0}, {})
+    assert lost == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("now", "usual", "told"),
+    [
+        ({"sm_mhz": 1980}, {"sm_mhz": 1965}, None),
+        ({"sm_mhz": 1500}, {"sm_mhz": 1980}, "SM clock 1500 MHz, not 1980"),
+        ({"sm_mhz": 1500}, {}, None),
+        ({}, {"sm_mhz": 1500}, None),
+        ({"throttle": ["power_cap"]}, {"throttle": []}, None),
+        ({"throttle": ["thermal_hardware"]}, {"throttle": []}, "thermal_hardware"),
+        ({"throttle": ["thermal_hardware"]}, {"throttle": ["thermal_hardware"]}, None),
+        ({"other_processes": 2}, {"other_processes": 1}, "2 other processes on the GPU"),
+        ({"other_processes": 0}, {"other_processes": 1}, None),
+    ],
+)
+def test_what_makes_a_state(now, usual, told):
+    assert difference(now, usual) == told
+
+
+conditions = st.fixed_dictionaries(
+    {},
+    optional={
+        "sm_mhz": st.integers(300, 2000),
+        "power_w": st.floats(10, 700),
+        "temperature_c": st.integers(20, 90),
+        "throttle": st.lists(st.sampled_from(["power_cap", "thermal_hardware"]), unique=True),
+        "other_processes": st.integers(0, 3),
+    },
+)
+
+
+@given(st.lists(conditions, max_size=12))
+def test_a_summary_holds_every_round_and_marks_less_than_all(rounds):
+    told = summary(rounds)
+    if not told:
+        assert not any(rounds)
+        return
+    for values in told["rounds"].values():
+        assert len(values) == len(rounds)
+    assert set(told["strays"]) <= {str(n) for n in range(len(rounds))}
+
+
+def test_the_round_that_differs_is_marked():
+    clocks = [1980, 1980, 1500, 1980, 1965]
+    told = summary([{"sm_mhz": clock, "throttle": [], "power_w": 500.0} for clock in clocks])
+    assert told["sm_mhz"] == 1980
+    assert told["strays"] == {"2": "SM clock 1500 MHz, not 1980"}
+    assert told["rounds"]["sm_mhz"] == clocks
