@@ -34,9 +34,11 @@ from attnsweep.fields import (
     ArchName,
     Baselines,
     Bytes,
+    CheckSpec,
     KernelChoice,
     ParameterValues,
     Size,
+    Slower,
 )
 from attnsweep.kernel import Kernel, Param, Value
 from attnsweep.policy import Requirements, RequireSpec, requirements
@@ -81,6 +83,9 @@ class ProblemSpec(_Model):
     )
     kernels: Many[StrictStr] | None = Field(
         default=None, description="Sweep only these of the spec's kernels on this entry."
+    )
+    slower: Slower | None = Field(
+        default=None, description="Replaces check.slower for the problems of this entry."
     )
 
     @model_validator(mode="after")
@@ -207,6 +212,9 @@ class SpecFile(_Model):
     require: RequireSpec = Field(  # type: ignore[valid-type]
         default=RequireSpec(), description="What compiled code must be like, or it is pruned."
     )
+    check: CheckSpec = Field(
+        default=CheckSpec(), description="When check calls a kernel slower than its baseline."
+    )
 
 
 def json_schema() -> dict[str, Any]:
@@ -237,6 +245,7 @@ _MODELS: dict[str, type[BaseModel]] = {
     "measure": MeasureSpec,
     "limits": LimitsSpec,
     "require": RequireSpec,
+    "check": CheckSpec,
 }
 
 
@@ -245,10 +254,14 @@ _MODELS: dict[str, type[BaseModel]] = {
 
 @dataclass(frozen=True, slots=True)
 class ProblemEntry:
-    """One problem and the families swept on it, in the spec's order."""
+    """One problem and the families swept on it, in the spec's order.
+
+    slower: the share by which a check lets it become slower; None for the spec's.
+    """
 
     problem: Problem
     kernels: tuple[str, ...]
+    slower: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +281,7 @@ class SweepSpec:
     measure: MeasureSpec
     limits: LimitsSpec
     require: Requirements
+    check: CheckSpec
     document: Document = field(compare=False, repr=False)
 
     def resolved(self, relative_to: Path | None = None) -> str:
@@ -287,6 +301,7 @@ class SweepSpec:
                 Flow(
                     {name: getattr(entry.problem, name) for name in Problem.__dataclass_fields__}
                     | ({} if [*entry.kernels] == [*self.kernels] else {"kernels": [*entry.kernels]})
+                    | ({} if entry.slower is None else {"slower": entry.slower})
                 )
                 for entry in self.problems
             ],
@@ -297,6 +312,7 @@ class SweepSpec:
                 for section in ("search", "measure", "limits")
             },
             **({"require": _required(self.require)} if self.require else {}),
+            "check": Flow(self.check.model_dump()),
         }
         return dump(data)
 
@@ -374,6 +390,7 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
         measure=file.measure,
         limits=file.limits,
         require=requirements(file.require),
+        check=file.check,
         document=document,
     )
     if kernels is not None:
@@ -382,8 +399,9 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
 
 
 def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
-    """Every problem once; of one that several entries name, the kernels of all of them."""
+    """Every problem once; of one that several entries name, all kernels and the least `slower`."""
     chosen: dict[Problem, set[str]] = {}
+    slower: dict[Problem, float] = {}
     for index, entry in enumerate(file.problems):
         for name in entry.kernels or ():
             if name not in file.kernels:
@@ -393,11 +411,17 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
                 document.report(what, hint, document.find(name, *loc))
         for problem in entry.expand():
             chosen.setdefault(problem, set()).update(entry.kernels or file.kernels)
+            if entry.slower is not None:
+                slower[problem] = min(entry.slower, slower.get(problem, entry.slower))
     if len(chosen) > MAX_PROBLEMS:
         what = f"{len(chosen)} problems; a spec may have {MAX_PROBLEMS}"
         document.report(what, None, document.at("problems"))
     return tuple(
-        ProblemEntry(problem, tuple(family for family in file.kernels if family in families))
+        ProblemEntry(
+            problem,
+            tuple(family for family in file.kernels if family in families),
+            slower.get(problem),
+        )
         for problem, families in chosen.items()
     )
 

@@ -11,7 +11,7 @@ import attnsweep
 
 PACKAGE = Path(attnsweep.__file__).parent
 LAYERS = [
-    {"errors", "console"},
+    {"errors", "console", "paired"},
     {"problem", "arch", "document"},
     {"kernel", "bounds", "fields", "policy"},
     {"trial", "schedule"},
@@ -22,10 +22,10 @@ LAYERS = [
     {"candidates", "measure"},
     {"store", "workers"},
     {"ranking", "rounds", "doctor", "inspection"},
-    {"section", "counters"},
+    {"section", "counters", "baseline"},
     {"report"},
     {"sweep", "page", "regress"},
-    {"view"},
+    {"view", "gate"},
     {"cli"},
     {"__main__"},
 ]
