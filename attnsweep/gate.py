@@ -373,7 +373,7 @@ def _turns(
     sides = {"old": old, "new": new}
     for side in rng.sample(["old", "new"], 2):
         worker.forget(side)
-        _ask(worker, side, "admit", side, sides[side], keep=True, slow=True)
+        _ask(worker, side, "enter", side, sides[side], keep=True, slow=True)
     test = PairedTest(slower)
     times: dict[str, list[float]] = {"old": [], "new": []}
     decision, number, begin = Decision.OPEN, -_WARMUP_ROUNDS, time.monotonic()

@@ -237,6 +237,10 @@ class Bench:
         buffers = [self._timed.buffers, *self._cold()]
         self._entries[name] = _Entry(self._pipeline(candidate.timed, buffers))
 
+    def enter(self, name: str, candidate: Candidate) -> None:
+        """As `admit`, of a candidate that is timed warm alone, which needs no further buffers."""
+        self._entries[name] = _Entry(self._pipeline(candidate.timed, [self._timed.buffers]))
+
     def admit_baseline(self, name: str) -> Accuracy:
         """Prepare, check and admit a baseline. Raises baselines.Unavailable with the reason."""
         copies = [

@@ -371,7 +371,7 @@ def test_a_rule_that_now_refuses_the_winner(check, families):
 
 
 def test_old_code_that_does_not_run_here_is_no_verdict_on_the_new(check, changed, card):
-    card.faults["admit old"] = WorkerError(Status.LAUNCH_ERROR, "no kernel image")
+    card.faults["enter old"] = WorkerError(Status.LAUNCH_ERROR, "no kernel image")
     code, data, _ = check()
     assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
     assert "the baseline's code does not run here" in data["problems"][0]["why"]
