@@ -21,7 +21,7 @@ LAYERS = [
     {"baselines", "sass"},
     {"candidates", "measure"},
     {"store", "workers"},
-    {"ranking", "rounds", "doctor", "inspection"},
+    {"ranking", "rounds", "doctor", "inspection", "plots"},
     {"section", "counters", "baseline"},
     {"report"},
     {"sweep", "page", "regress"},
