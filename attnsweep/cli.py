@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import io
 import json
 import os
-import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from attnsweep import (
     __version__,
     candidates,
     counters,
+    gate,
     inspection,
     page,
     regress,
@@ -27,17 +29,18 @@ from attnsweep import (
     sweep,
     view,
 )
-from attnsweep.arch import ARCHS, Arch, arch_named
+from attnsweep.arch import ARCHS, arch_named
+from attnsweep.baseline import accept as accept_run
 from attnsweep.console import console, errors
-from attnsweep.device import install_command
-from attnsweep.doctor import can_compile, examine, verdict
+from attnsweep.doctor import examine, verdict
 from attnsweep.document import nearest
 from attnsweep.errors import AttnsweepError, KernelError, NoGpuError, SpecError
 from attnsweep.fields import BASELINES
 from attnsweep.kernel import Kernel, discover
+from attnsweep.plots import PlotLibrary
 from attnsweep.problem import Problem
 from attnsweep.spec import SweepSpec, load_spec
-from attnsweep.store import latest_run, open_run
+from attnsweep.store import Run, latest_run, open_run
 
 
 class _Stopped(Exception):
@@ -168,7 +171,7 @@ def run(
     """
     loaded, families = _load(spec, kernels)
     if dry_run:
-        planned = candidates.plan(loaded, families, _arch(loaded, arch))
+        planned = candidates.plan(loaded, families, sweep.target_arch(loaded, arch))
         shown = view.planned(planned, limit, console.width)
         _print(shown, candidates.plan_facts(planned, limit), json_)
         return
@@ -183,30 +186,12 @@ def run(
     except NoGpuError as error:
         raise NoGpuError(
             f"{error.what}. Nothing was measured.",
-            hint=_without_gpu(error, spec, loaded.arch, kernels),
+            hint=view.without_gpu(error, spec, loaded.arch, kernels, errors.width),
         ) from error
     if outcome.interrupted:
         errors.print("interrupted: what was measured is kept; the same command goes on from here")
     _print_run(outcome.run, json_, top)
     raise typer.Exit(outcome.exit_code)
-
-
-def _without_gpu(error: NoGpuError, spec: Path, arch: str | None, kernels: Path | None) -> str:
-    common = f"{shlex.quote(str(spec))} --arch {arch or 'sm_90a'}"
-    if kernels is not None:
-        common += f" --kernels {shlex.quote(str(kernels))}"
-    rows = [
-        ("attnsweep run configs/quickstart.yaml", "replay a recorded run"),
-        (f"attnsweep run --dry-run {common}", "count the candidates"),
-        (f"attnsweep compile {common}", "compile, prune, resources"),
-        ("attnsweep doctor", "what is missing, and the command that mends it"),
-    ]
-    lines = [error.hint] if error.hint else []
-    if not can_compile():
-        del rows[2]
-        lines.append(f"To compile here, without a GPU: {install_command('compile')}")
-    shown = view.suggestions(rows, errors.width - 4)
-    return "\n  ".join([*lines, "What works here:", *(f"  {line}" for line in shown)])
 
 
 @app.command(name="report")
@@ -235,11 +220,13 @@ def report_(
 
     The page holds tables, plots and provenance in one file that needs no network.
     """
-    read = latest_run(results) if run_ is None else open_run(run_)
-    if html is None:
-        _print_run(read, json_, top)
-        return
-    size = page.write(read, html, top=top, target_us=target_us)
+    plots = None if html is None else PlotLibrary()
+    with _no_collection():
+        read = latest_run(results) if run_ is None else open_run(run_)
+        if html is None:
+            _print_run(read, json_, top)
+            return
+        size = page.write(read, html, top=top, target_us=target_us, plots=plots)
     text = f"{html}: {size / 1e6:.1f} MB, {len(read.trials)} trials of {read.directory}"
     data = {"page": str(html), "bytes": size, "run": str(read.directory)}
     _print([Text(text)], data, json_)
@@ -247,41 +234,136 @@ def report_(
 
 @app.command()
 def check(
-    old: Annotated[Path, typer.Argument(help="The run to compare with.", show_default=False)],
-    new: Annotated[Path, typer.Argument(help="The run to judge.", show_default=False)],
+    subject: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SPEC|OLD",
+            help="With --against a spec; with --recorded the run to compare with.",
+            show_default=False,
+        ),
+    ],
+    new: Annotated[
+        Path | None, typer.Argument(metavar="[NEW]", help="With --recorded: the run to judge.")
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="RUN",
+            help="Time this run's winners against today's kernels, in turns; needs a GPU.",
+        ),
+    ] = None,
     recorded: Annotated[
         bool,
-        typer.Option("--recorded", help="Compare the two as recorded; nothing is measured."),
+        typer.Option("--recorded", help="Compare two runs as recorded; nothing is measured."),
     ] = False,
     slower: Annotated[
-        float,
-        typer.Option("--slower", min=0.0, max=10.0, help="From which share on slower is worse."),
-    ] = 0.03,
+        float | None,
+        typer.Option(
+            "--slower",
+            min=0.0,
+            max=10.0,
+            help="From which share on slower is worse, of every problem; else as SPEC says, and "
+            "with --recorded 0.03.",
+        ),
+    ] = None,
+    budget_s: Annotated[
+        float | None,
+        typer.Option(
+            "--budget-s",
+            min=0.0,
+            help="With --against: seconds of rounds per problem, after which it is inconclusive; "
+            "else as SPEC says.",
+        ),
+    ] = None,
+    other_driver: Annotated[
+        bool,
+        typer.Option(
+            "--other-driver", help="With --against: also a run measured with another driver."
+        ),
+    ] = False,
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML for a CI job.")
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table as Markdown.")
+        Path | None,
+        typer.Option(
+            "--markdown",
+            metavar="FILE",
+            help="Write the table as Markdown; else it is added to $GITHUB_STEP_SUMMARY, if set.",
+        ),
     ] = None,
     json_: JsonOption = False,
+    kernels: KernelsOption = None,
 ) -> None:
-    """Say of each problem whether its best candidate got slower from OLD to NEW; needs no GPU.
+    """Say of each problem whether its best candidate got slower.
 
-    Exit code 1 if one regressed, 4 if none did but one cannot be told, else 0.
+    SPEC --against RUN times the machine code that RUN kept of its winners and the same configs
+    compiled from today's kernels in turns, in one process on one GPU. New code must first be right
+    on every case; code that did not change passes untimed.
+
+    --recorded OLD NEW compares two recorded runs and needs no GPU.
+
+    Exit code 1 if one regressed or is wrong, 4 if none did but one cannot be told, else 0.
     """
-    if not recorded:
+    if recorded == (against is not None) or recorded == (new is None):
         raise SpecError(
-            "check does not measure: it compares two recorded runs",
-            hint="add --recorded; to measure anew, attnsweep run SPEC --results DIR first",
+            "check needs either a spec and --against RUN, or --recorded and two runs",
+            hint="attnsweep check SPEC --against RUN   measures, on a GPU\n  "
+            "attnsweep check --recorded OLD NEW   compares what was measured",
         )
-    compared = regress.compare(open_run(old), open_run(new), slower=slower)
+    if against is None or new is not None:
+        old_run, new_run = open_run(subject), open_run(new or subject)
+        compared = regress.compare(old_run, new_run, slower=0.03 if slower is None else slower)
+    else:
+        baseline = open_run(against)
+        loaded, families = _load(subject, kernels)
+        with view.watch(errors) as observer:
+            compared = gate.check(
+                loaded,
+                families,
+                baseline,
+                slower=slower,
+                budget_s=budget_s,
+                other_driver=other_driver,
+                observer=observer,
+            )
     if junit is not None:
         regress.write(junit, compared.to_junit())
     if markdown is not None:
         regress.write(markdown, compared.to_markdown())
+    else:
+        regress.summarise(compared.to_markdown())
     lines = [Text(line, style) for line, style in compared.lines(console.width)]
     _print(lines, compared.to_json(), json_)
     raise typer.Exit(compared.exit_code)
+
+
+@app.command()
+def accept(
+    run_: Annotated[Path, typer.Argument(metavar="RUN", help="The run to accept.")],
+    baseline: Annotated[
+        Path,
+        typer.Argument(metavar="BASELINE", help="The directory it takes the place of, or makes."),
+    ],
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Also a run that is unfinished, or of another spec or GPU."),
+    ] = False,
+    json_: JsonOption = False,
+) -> None:
+    """Move a baseline forward: put a copy of RUN in the place of BASELINE.
+
+    Refused, with exit code 2, for a run that lacks a winner or its machine code, or that is of
+    another spec or GPU than the baseline.
+    """
+    read = open_run(run_)
+    _warn(read)
+    overridden = accept_run(read, baseline, force=force)
+    for objection in overridden:
+        errors.print(f"[yellow]warning:[/] forced although {view.escaped(objection)}")
+    data = {"run": str(run_), "baseline": str(baseline), "overridden": overridden}
+    _print([Text(f"{baseline} is now {run_}: {len(read.trials)} trials")], data, json_)
 
 
 @app.command(name="compile")
@@ -299,7 +381,7 @@ def compile_(
     if any stage does not compile.
     """
     loaded, families = _load(spec, kernels)
-    target = _arch(loaded, arch)
+    target = sweep.target_arch(loaded, arch)
     with view.watch(errors) as observer:
         trials = candidates.compile_all(loaded, families, target, limit=limit, observer=observer)
     rows = [trial.model_dump(mode="json", exclude_none=True) for trial in trials]
@@ -340,26 +422,6 @@ def profile(
         stored.directory, counted, f"{here.gpu}, driver {here.driver}, {here.date[:10]}"
     )
     _print(view.counters(kept, console.width), kept, json_)
-
-
-def _arch(spec: SweepSpec, arch: str | None) -> Arch:
-    """--arch, the spec's, or that of the recording or the GPU."""
-    if arch is not None or spec.arch is not None:
-        return arch_named(arch or spec.arch or "")
-    if spec.recording is not None:
-        environment = open_run(spec.recording).environment
-        if environment is not None:
-            return arch_named(environment.arch)
-    from attnsweep.workers import Worker
-
-    try:
-        with Worker(timeout_s=60) as worker:
-            return arch_named(worker.describe().arch)
-    except NoGpuError as error:
-        raise SpecError(
-            "for which architecture? The spec names none, and there is no GPU to ask",
-            hint=f"add --arch, one of {', '.join(ARCHS)}",
-        ) from error
 
 
 @app.command()
@@ -425,13 +487,27 @@ def doctor(json_: JsonOption = False) -> None:
     raise typer.Exit(0 if ready else 3)
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Rows hold no cycles, and looking for some took 1.0 of the 3.1 s of 10,000 trials' report."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _print_run(run_: Any, json_: bool, top: int) -> None:
-    for warning in run_.warnings:
-        errors.print(f"[yellow]warning:[/] {view.escaped(warning)}")
+    _warn(run_)
     if json_:
         _print([], report.to_json(run_), True)
     else:
         report.print_run(run_, console, top=top)
+
+
+def _warn(*runs: Run) -> None:
+    for warning in (warning for each in runs for warning in each.warnings):
+        errors.print(f"[yellow]warning:[/] {view.escaped(warning)}")
 
 
 def _print(lines: list[Text], data: Any, json_: bool) -> None:

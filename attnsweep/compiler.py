@@ -32,7 +32,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
 
 
 def default_cache_dir() -> Path:
-    """$ATTNSWEEP_CACHE_DIR, or the user's cache directory. The only variable attnsweep reads."""
+    """$ATTNSWEEP_CACHE_DIR, or the user's cache directory."""
     return Path(
         os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_path("attnsweep") / "cubins"
     )

@@ -79,6 +79,8 @@ def _bytes(value: object) -> object:
 
 
 Size = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+# A share by which a check lets code become slower. Rounds cannot tell apart much less than 0.5 %.
+Slower = Annotated[float, Field(strict=True, ge=0.001, le=10.0)]
 ParameterValue = Annotated[
     Any,
     BeforeValidator(_parameter_value),
@@ -123,3 +125,17 @@ Bytes = Annotated[
         | Annotated[str, Field(pattern=f"^{_SIZE.pattern}$")],
     ),
 ]
+
+
+class CheckSpec(BaseModel):
+    """When `attnsweep check SPEC --against RUN` calls code slower. See docs/ci.md."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    slower: Slower = Field(
+        default=0.02, description="Share by which a winner may become slower: 0.02 is 2 %."
+    )
+    budget_s: Annotated[float, Field(strict=True, gt=0)] = Field(
+        default=60.0,
+        description="Seconds of rounds per problem and process; then it is inconclusive.",
+    )

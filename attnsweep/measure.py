@@ -240,8 +240,8 @@ class Bench:
         """Make a candidate that passed `trial` a finalist called `name`."""
         self._enter(name, candidate, [self._timed.buffers, *self._cold()])
 
-    def enter(self, name: str, candidate: Candidate, kind: str) -> None:
-        """Let a candidate that passed `trial` take part in a race of warm or cold times."""
+    def enter(self, name: str, candidate: Candidate, kind: str = "warm") -> None:
+        """Let a candidate that passed `trial` take turns in warm or cold times alone."""
         copies = self._cold() if kind == "cold" else []
         self._enter(name, candidate, [self._timed.buffers, *copies])
 

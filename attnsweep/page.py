@@ -14,17 +14,17 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from attnsweep import __version__
-from attnsweep.compiler import default_cache_dir, write_aside
+from attnsweep.compiler import write_aside
 from attnsweep.console import GLUE
 from attnsweep.device import install_command
 from attnsweep.errors import StoreError, ToolchainError
+from attnsweep.plots import PlotLibrary
 from attnsweep.problem import Problem
 from attnsweep.ranking import named, rank, value_text
 from attnsweep.report import LEGEND, table
@@ -61,15 +61,23 @@ _MAX_REASONS = 40
 _REASON_LENGTH = 200
 
 
-def write(run: Run, path: Path, *, top: int = 10, target_us: float | None = None) -> int:
+def write(
+    run: Run,
+    path: Path,
+    *,
+    top: int = 10,
+    target_us: float | None = None,
+    plots: PlotLibrary | None = None,
+) -> int:
     """Write the page of `run` to `path`, in one step, and return its size in bytes.
 
     top: candidates per ranked table, if the problems are not too many for that.
     target_us: what the ladder's distances are to; each problem's best baseline unless given.
+    plots: begun earlier, so that it need not be waited for.
     Raises ToolchainError if the packages of the `html` extra are missing, StoreError if `path`
     cannot be written.
     """
-    data = render(run, top=top, target_us=target_us).encode("utf-8", "replace")
+    data = render(run, top=top, target_us=target_us, plots=plots).encode("utf-8", "replace")
     try:
         write_aside(path, data)
     except OSError as error:
@@ -81,13 +89,19 @@ def write(run: Run, path: Path, *, top: int = 10, target_us: float | None = None
     return len(data)
 
 
-def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
+def render(
+    run: Run,
+    *,
+    top: int = 10,
+    target_us: float | None = None,
+    plots: PlotLibrary | None = None,
+) -> str:
     """The page's text; the same run gives the same text."""
     try:
         import jinja2
     except ImportError as error:
         raise ToolchainError("an HTML page needs Jinja2", hint=install_command("html")) from error
-    plots = plot_library()
+    plots = plots or PlotLibrary()
     sections = by_problem(rank(run.trials, run.environment), run.environment, run.planned)
     rungs = _kernel_order(run)
     per_problem = max(1, min(top, _MAX_ROWS // max(1, len(sections)) - 8))
@@ -112,7 +126,7 @@ def render(run: Run, *, top: int = 10, target_us: float | None = None) -> str:
         legend=LEGEND.replace(GLUE, " "),
         version=__version__,
         styles=(ASSETS / "page.css").read_text(),
-        plots=plots,
+        plots=plots.text(),
         script=(ASSETS / "page.js").read_text(),
         inline=_INLINE,
         packed=_packed({"run": _data(sections), "problems": later}),
@@ -123,32 +137,6 @@ def _packed(data: object) -> str:
     """JSON, gzipped, in base64: a tenth of what 10,000 candidates take, and no `<` to escape."""
     text = json.dumps(data, separators=(",", ":")).encode()
     return base64.b64encode(gzip.compress(text, mtime=0)).decode()
-
-
-def plot_library() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script that sets `window.vegaEmbed`.
-
-    vl-convert takes 1.3 s to put them together, so the result is kept in the cache, by its version.
-    """
-    try:
-        import vl_convert
-    except ImportError as error:
-        raise ToolchainError(
-            "an HTML page needs Vega-Lite, from vl-convert-python", hint=install_command("html")
-        ) from error
-    kept = default_cache_dir() / "page" / f"vega-{metadata.version('vl-convert-python')}.js"
-    try:
-        return kept.read_text()
-    except (OSError, UnicodeDecodeError):
-        pass
-    made = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
-    text = made.replace("</script", "<\\/script")
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_aside(kept, text.encode())
-    except OSError:
-        pass  # a cache only saves time
-    return text
 
 
 # -- what the template shows ------------------------------------------------------------------

@@ -5,7 +5,6 @@ Everything that shows or compares runs is a view of that DataFrame. Needs no GPU
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import pandas
 from attnsweep.arch import arch_named
 from attnsweep.bounds import binding, bounds
 from attnsweep.errors import SpecError
+from attnsweep.paired import skipped
 from attnsweep.problem import Problem
 from attnsweep.trial import Environment, Status, Trial
 
@@ -149,19 +149,8 @@ def ratio_interval(rounds: Sequence[float], best: Sequence[float]) -> tuple[floa
     of less than 5 % of the time. Fewer than six rounds cannot say so much; then it is their range.
     """
     ratios = np.sort(np.asarray(rounds, dtype=float) / np.asarray(best, dtype=float))
-    skipped = _skipped(len(ratios))
-    return float(ratios[skipped]), float(ratios[-1 - skipped])
-
-
-@functools.cache
-def _skipped(rounds: int) -> int:
-    """Order statistics to leave out at each end: P(Binomial(rounds, 1/2) <= skipped) <= 2.5 %."""
-    tail, skipped = 1, 0
-    while True:
-        tail += math.comb(rounds, skipped + 1)
-        if skipped + 1 >= (rounds + 1) // 2 or tail / 2**rounds > (1 - CONFIDENCE) / 2:
-            return skipped
-        skipped += 1
+    left_out = max(0, skipped(len(ratios), (1 - CONFIDENCE) / 2))
+    return float(ratios[left_out]), float(ratios[-1 - left_out])
 
 
 def _identity(trial: Trial) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
-"""Two recorded runs compared, problem by problem: did the best candidate get slower?
+"""Verdicts on a change, problem by problem, as terminal lines, Markdown, JSON and JUnit XML.
 
-Both were measured before, at different times. What that can prove is said with every verdict: the
+And `compare`, which comes to them from two recorded runs: did the best candidate get slower? Both
+were measured before, at different times. What that can prove is said with every verdict: the
 baselines timed in both show how far the sessions themselves drifted apart, and a difference counts
 only beyond that. Needs no GPU. Times are microseconds of one call.
 """
@@ -8,6 +9,7 @@ only beyond that. Needs no GPU. Times are microseconds of one call.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,15 +27,17 @@ from attnsweep.trial import Environment
 
 
 class Verdict(StrEnum):
-    """What two records say of one problem."""
+    """What is said of one problem."""
 
     PASS = "pass"
     REGRESSION = "regression"
+    WRONG = "wrong"  # today's code does not compile, keep the spec's rules, run, or is not right
     IMPROVEMENT = "improvement"
     INCONCLUSIVE = "inconclusive"
 
 
-EXIT = {Verdict.REGRESSION: 1, Verdict.INCONCLUSIVE: 4}
+EXIT = {Verdict.REGRESSION: 1, Verdict.WRONG: 1, Verdict.INCONCLUSIVE: 4}
+SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 CAN = (
     "This compares records. It can show that the best candidate of a problem is slower or faster "
     "by more than the rounds scatter and the sessions drifted, as the baselines timed in both tell."
@@ -47,7 +51,11 @@ CANNOT = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One problem. ratio: new time over old; low, high: between which it is, drift allowed for."""
+    """One problem. ratio: new time over old; low, high: between which it is, drift allowed for.
+
+    rounds: in which both were timed in turns; drift: of two recorded sessions. slower: this
+    problem's own threshold.
+    """
 
     label: str
     verdict: Verdict
@@ -58,6 +66,8 @@ class Finding:
     low: float | None = None
     high: float | None = None
     drift: tuple[float, float] | None = None
+    rounds: int | None = None
+    slower: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -70,24 +80,38 @@ class Finding:
             "ratio": self.ratio,
             "interval": None if self.low is None else [self.low, self.high],
             "drift": None if self.drift is None else list(self.drift),
+            "rounds": self.rounds,
+            "slower": self.slower,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All problems of two runs, and in what the runs themselves differ."""
+    """All problems, and in what the two sides themselves differ.
+
+    old, new: run directories, or new is the spec whose kernels were measured. slower: the
+    threshold, a share. damage: what of the runs could not be read, which may be what matters.
+    """
 
     old: Path
     new: Path
     slower: float
     findings: tuple[Finding, ...]
     differences: tuple[str, ...]
+    interval: str = "95 % interval"
+    proves: str = CAN
+    does_not_prove: str = CANNOT
+    damage: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
-        """1 if a problem regressed, else 4 if one is inconclusive, else 0."""
+        """1 if a problem regressed or is wrong, else 4 if one is inconclusive, else 0.
+
+        Also 4 if there is nothing to compare, or a run is damaged.
+        """
         codes = {EXIT.get(finding.verdict, 0) for finding in self.findings}
-        return 1 if 1 in codes else 4 if 4 in codes or not self.findings else 0
+        unsure = 4 in codes or not self.findings or bool(self.damage)
+        return 1 if 1 in codes else 4 if unsure else 0
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data: stable keys, None for what is not known."""
@@ -98,18 +122,26 @@ class Comparison:
             "exit_code": self.exit_code,
             "problems": [finding.to_json() for finding in self.findings],
             "differences": list(self.differences),
-            "proves": CAN,
-            "does_not_prove": CANNOT,
+            "damage": list(self.damage),
+            "proves": self.proves,
+            "does_not_prove": self.does_not_prove,
         }
 
     def _rows(self) -> list[list[str]]:
-        rows = [["problem", "old µs", "new µs", "new/old", "95 % interval", "drift", "verdict"]]
+        paired = any(f.rounds is not None for f in self.findings)
+        last = "rounds" if paired else "drift"
+        rows = [["problem", "old µs", "new µs", "new/old", self.interval, last, "verdict"]]
         for f in self.findings:
-            times = [figure(row["time_us"], 4) if row else "–" for row in (f.old, f.new)]
+            times = [
+                "–" if row is None or row["time_us"] is None else figure(row["time_us"], 4)
+                for row in (f.old, f.new)
+            ]
             ratio = "–" if f.ratio is None else f"{f.ratio:.3f}"
             interval = "–" if f.low is None or f.high is None else f"{f.low:.3f}–{f.high:.3f}"
-            drift = "–" if f.drift is None else f"{f.drift[0]:.3f}–{f.drift[1]:.3f}"
-            rows.append([f.label, *times, ratio, interval, drift, f.verdict.value])
+            of = "–" if f.drift is None else f"{f.drift[0]:.3f}–{f.drift[1]:.3f}"
+            if paired:
+                of = "–" if f.rounds is None else str(f.rounds)
+            rows.append([f.label, *times, ratio, interval, of, f.verdict.value])
         return rows
 
     def _notes(self) -> list[str]:
@@ -118,12 +150,21 @@ class Comparison:
         said = [f"{counts[verdict]}{GLUE}{verdict}" for verdict in Verdict if counts[verdict]]
         notes.append(f"{', '.join(said) or 'no problem to compare'}; slower is by more than "
                      f"{100 * self.slower:g}{GLUE}%")  # fmt: skip
-        return [*notes, *(f"the runs differ: {line}" for line in self.differences)]
+        notes += [
+            f"{f.label}: slower is by more than {100 * f.slower:g}{GLUE}%"
+            for f in self.findings
+            if f.slower is not None
+        ]
+        if self.damage:
+            notes.append("inconclusive, as a run is damaged: restore it, or record it anew")
+            notes += self.damage
+        return [*notes, *(f"the two differ: {line}" for line in self.differences)]
 
     def lines(self, width: int) -> list[tuple[str, str]]:
         """For a terminal: each line and its style."""
         styles = {
             Verdict.REGRESSION: "bold red",
+            Verdict.WRONG: "bold red",
             Verdict.IMPROVEMENT: "bold green",
             Verdict.INCONCLUSIVE: "yellow",
             Verdict.PASS: "",
@@ -134,7 +175,8 @@ class Comparison:
         for finding, line in zip(self.findings, body, strict=True):
             out.append((line, styles[finding.verdict]))
         out += [(line, "") for note in self._notes() for line in wrap(note, width)]
-        return out + [(line, "dim") for text in (CAN, CANNOT) for line in wrap(text, width)]
+        said = (self.proves, self.does_not_prove)
+        return out + [(line, "dim") for text in said for line in wrap(text, width)]
 
     def to_markdown(self) -> str:
         """For a page or a job's summary."""
@@ -143,11 +185,14 @@ class Comparison:
         table = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in r)} |" for r in rows]
         notes = [f"- {note}" for note in self._notes()]
         title = f"# {self.old} → {self.new}"
-        text = "\n".join([title, "", *table, "", *notes, "", f"{CAN} {CANNOT}"])
+        text = "\n".join(
+            [title, "", *table, "", *notes, "", f"{self.proves} {self.does_not_prove}"]
+        )
         return text.replace(GLUE, " ") + "\n"
 
     def to_junit(self) -> str:
-        """JUnit XML: a case a problem. A regression is a failure, inconclusive an error.
+        """JUnit XML: a case a problem. A regression or a wrong result is a failure, inconclusive an
+        error.
 
         Raises ToolchainError without the `ci` extra.
         """
@@ -164,18 +209,28 @@ class Comparison:
         header, *body = self._rows()
         for finding, cells in zip(self.findings, body, strict=True):
             case = junitparser.TestCase(finding.label, classname="attnsweep.check")
-            if finding.verdict is Verdict.REGRESSION:
-                case.result = [junitparser.Failure(finding.why, finding.verdict.value)]
+            if finding.verdict in (Verdict.REGRESSION, Verdict.WRONG):
+                case.result = [junitparser.Failure(_xml(finding.why), finding.verdict.value)]
             elif finding.verdict is Verdict.INCONCLUSIVE:
-                case.result = [junitparser.Error(finding.why, finding.verdict.value)]
+                case.result = [junitparser.Error(_xml(finding.why), finding.verdict.value)]
             facts = [f"{name}: {cell}" for name, cell in zip(header, cells, strict=True)]
-            case.system_out = "\n".join([*facts, finding.why])
+            case.system_out = _xml("\n".join([*facts, finding.why]))
+            suite.add_testcase(case)
+        if self.damage:
+            case = junitparser.TestCase("the runs can be read", classname="attnsweep.check")
+            case.result = [junitparser.Error(_xml(self.damage[0]), Verdict.INCONCLUSIVE.value)]
+            case.system_out = _xml("\n".join(self.damage))
             suite.add_testcase(case)
         xml: Any = junitparser.JUnitXml("attnsweep")
         xml.add_testsuite(suite)
         xml.update_statistics()
         text: bytes = xml.tostring()
         return text.decode("utf-8")
+
+
+def _xml(text: str) -> str:
+    """Without what XML cannot hold: compilers and damaged files may say anything."""
+    return "".join(c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def compare(old: Run, new: Run, *, slower: float) -> Comparison:
@@ -185,15 +240,22 @@ def compare(old: Run, new: Run, *, slower: float) -> Comparison:
     """
     before = {s.problem: s for s in by_problem(rank(old.trials, old.environment), old.environment)}
     after = {s.problem: s for s in by_problem(rank(new.trials, new.environment), new.environment)}
-    control = _controls(old.environment, new.environment)
+    control = other_card(old.environment, new.environment)
     findings = [
         _judge(section, after.get(problem), slower, control) for problem, section in before.items()
     ]
-    differences = _differences(old.environment, new.environment)
+    differing = differences(old.environment, new.environment)
     added = [problem.label for problem in after if problem not in before]
     if added:
-        differences.append(f"only the new one has {', '.join(added)}")
-    return Comparison(old.directory, new.directory, slower, tuple(findings), tuple(differences))
+        differing.append(f"only the new one has {', '.join(added)}")
+    return Comparison(
+        old.directory,
+        new.directory,
+        slower,
+        tuple(findings),
+        tuple(differing),
+        damage=tuple(dict.fromkeys((*old.warnings, *new.warnings))),
+    )
 
 
 def write(path: Path, text: str) -> None:
@@ -205,6 +267,22 @@ def write(path: Path, text: str) -> None:
             f"cannot write: {error.strerror}",
             where=str(path),
             hint="give a file in a directory that exists and can be written",
+        ) from error
+
+
+def summarise(text: str) -> None:
+    """Add Markdown to the job's summary, where GitHub Actions gives one. Raises StoreError."""
+    path = os.environ.get(SUMMARY_VARIABLE)
+    if not path:
+        return
+    try:
+        with open(path, "a", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write the job's summary: {error.strerror}",
+            where=path,
+            hint=f"unset {SUMMARY_VARIABLE}, or give --markdown FILE",
         ) from error
 
 
@@ -292,8 +370,8 @@ def _changed(old: Row, new: Row) -> str:
     return f"; the best was {names[0]}, is {names[1]}"
 
 
-def _controls(old: Environment | None, new: Environment | None) -> str | None:
-    """Why the baselines of the two runs are not the same code on the same card, or None."""
+def other_card(old: Environment | None, new: Environment | None) -> str | None:
+    """Why the two were not measured on the same kind of card, as far as is known; or None."""
     if old is None or new is None:
         return "a run has no environment.json, so its card is not known"
     if old.gpu != new.gpu:
@@ -301,7 +379,8 @@ def _controls(old: Environment | None, new: Environment | None) -> str | None:
     return None
 
 
-def _differences(old: Environment | None, new: Environment | None) -> list[str]:
+def differences(old: Environment | None, new: Environment | None) -> list[str]:
+    """`driver 580 → 590`: what of two environments is not the same and could matter."""
     if old is None or new is None:
         return []
     names = ("gpu", "driver", "cuda", "nvrtc", "attnsweep", "clock_hz", "host_cores")

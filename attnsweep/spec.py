@@ -6,7 +6,6 @@ text. See `attnsweep.document` for how YAML is read and errors are placed.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import math
@@ -28,20 +27,23 @@ from pydantic import (
 )
 
 from attnsweep.document import Document, Flow, Loc, Many, dump, nearest, wrong
-from attnsweep.errors import ProblemError, SpecError
+from attnsweep.errors import ProblemError
 from attnsweep.fields import (
     BASELINES,
     ArchName,
     Baselines,
     Bytes,
+    CheckSpec,
     KernelChoice,
     ParameterValues,
     Size,
+    Slower,
 )
 from attnsweep.kernel import Kernel, Param, Value
 from attnsweep.policy import Requirements, RequireSpec, requirements
 from attnsweep.problem import Dtype, Problem
 from attnsweep.schedule import MODES
+from attnsweep.shipped import find, shipped_hint
 from attnsweep.space import Selection, Values
 
 Device = Literal["cuda", "replay"]
@@ -81,6 +83,9 @@ class ProblemSpec(_Model):
     )
     kernels: Many[StrictStr] | None = Field(
         default=None, description="Sweep only these of the spec's kernels on this entry."
+    )
+    slower: Slower | None = Field(
+        default=None, description="Replaces check.slower for the problems of this entry."
     )
 
     @model_validator(mode="after")
@@ -230,6 +235,9 @@ class SpecFile(_Model):
     require: RequireSpec = Field(  # type: ignore[valid-type]
         default=RequireSpec(), description="What compiled code must be like, or it is pruned."
     )
+    check: CheckSpec = Field(
+        default=CheckSpec(), description="When check calls a kernel slower than its baseline."
+    )
 
 
 def json_schema() -> dict[str, Any]:
@@ -260,6 +268,7 @@ _MODELS: dict[str, type[BaseModel]] = {
     "measure": MeasureSpec,
     "limits": LimitsSpec,
     "require": RequireSpec,
+    "check": CheckSpec,
 }
 
 
@@ -268,10 +277,14 @@ _MODELS: dict[str, type[BaseModel]] = {
 
 @dataclass(frozen=True, slots=True)
 class ProblemEntry:
-    """One problem and the families swept on it, in the spec's order."""
+    """One problem and the families swept on it, in the spec's order.
+
+    slower: the share by which a check lets it become slower; None for the spec's.
+    """
 
     problem: Problem
     kernels: tuple[str, ...]
+    slower: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +304,7 @@ class SweepSpec:
     measure: MeasureSpec
     limits: LimitsSpec
     require: Requirements
+    check: CheckSpec
     document: Document = field(compare=False, repr=False)
 
     def resolved(self, relative_to: Path | None = None) -> str:
@@ -310,6 +324,7 @@ class SweepSpec:
                 Flow(
                     {name: getattr(entry.problem, name) for name in Problem.__dataclass_fields__}
                     | ({} if [*entry.kernels] == [*self.kernels] else {"kernels": [*entry.kernels]})
+                    | ({} if entry.slower is None else {"slower": entry.slower})
                 )
                 for entry in self.problems
             ],
@@ -320,6 +335,7 @@ class SweepSpec:
                 for section in ("search", "measure", "limits")
             },
             **({"require": _required(self.require)} if self.require else {}),
+            "check": Flow(self.check.model_dump()),
         }
         return dump(data)
 
@@ -353,8 +369,8 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
     kernels: the families there are, to `check_against`. Raises SpecError saying
     `file:line:column: what` and what to write instead, up to five at once.
     """
-    path = _find(path)
-    document = Document.read(path, hint=_shipped_hint())
+    path = find(path)
+    document = Document.read(path, hint=shipped_hint())
     try:
         file = SpecFile.model_validate(document.data)
     except ValidationError as error:
@@ -397,6 +413,7 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
         measure=file.measure,
         limits=file.limits,
         require=requirements(file.require),
+        check=file.check,
         document=document,
     )
     if kernels is not None:
@@ -405,8 +422,9 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
 
 
 def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
-    """Every problem once; of one that several entries name, the kernels of all of them."""
+    """Every problem once; of one that several entries name, all kernels and the least `slower`."""
     chosen: dict[Problem, set[str]] = {}
+    slower: dict[Problem, float] = {}
     for index, entry in enumerate(file.problems):
         for name in entry.kernels or ():
             if name not in file.kernels:
@@ -416,11 +434,17 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
                 document.report(what, hint, document.find(name, *loc))
         for problem in entry.expand():
             chosen.setdefault(problem, set()).update(entry.kernels or file.kernels)
+            if entry.slower is not None:
+                slower[problem] = min(entry.slower, slower.get(problem, entry.slower))
     if len(chosen) > MAX_PROBLEMS:
         what = f"{len(chosen)} problems; a spec may have {MAX_PROBLEMS}"
         document.report(what, None, document.at("problems"))
     return tuple(
-        ProblemEntry(problem, tuple(family for family in file.kernels if family in families))
+        ProblemEntry(
+            problem,
+            tuple(family for family in file.kernels if family in families),
+            slower.get(problem),
+        )
         for problem, families in chosen.items()
     )
 
@@ -486,31 +510,3 @@ def _refusal(param: Param, value: Value) -> tuple[str, str] | None:
 
 def _yaml_text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def shipped_configs_dir() -> Path:
-    """configs/ inside the wheel, or beside the package in a source tree."""
-    inside = Path(__file__).parent / "configs"
-    return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
-
-
-def shipped_specs() -> dict[str, Path]:
-    """Every shipped spec by name, sorted."""
-    return {path.stem: path for path in sorted(shipped_configs_dir().glob("*.yaml"))}
-
-
-def _shipped_hint(word: str = "") -> str:
-    names = shipped_specs()
-    close = difflib.get_close_matches(word, names, n=1)
-    asked = f"did you mean {close[0]!r}? " if close else ""
-    return f"{asked}shipped specs: {', '.join(names)}"
-
-
-def _find(path: Path) -> Path:
-    if path.exists():
-        return path
-    if path.parent in (Path(), Path("configs")):
-        shipped = shipped_specs().get(path.name.removesuffix(".yaml"))
-        if shipped is not None:
-            return shipped
-    raise SpecError("no such file", where=str(path), hint=_shipped_hint(path.stem))

@@ -305,12 +305,15 @@ class Store:
 
     def keep_cubin(self, path: Path, name: str) -> Path:
         """Copy a winner's cubin to cubins/`name` and return where it is."""
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise StoreError(f"a cubin cannot be kept as {name!r}", where=str(self.directory))
         try:
-            data = path.read_bytes()
+            return self.keep(name, path.read_bytes())
         except OSError as error:
             raise _store_error(error, path, "cannot read the cubin to keep") from error
+
+    def keep(self, name: str, data: bytes) -> Path:
+        """Write cubins/`name`, part of a winner's code, and return where it is."""
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise StoreError(f"a cubin cannot be kept as {name!r}", where=str(self.directory))
         kept = self.directory / CUBINS / name
         try:
             kept.parent.mkdir(exist_ok=True)
@@ -422,6 +425,19 @@ def _read_environment(path: Path) -> tuple[Environment | None, str | None]:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         return None, f"{path}: not an environment: {place}: {first['msg']}"
+
+
+def being_written(directory: Path) -> bool:
+    """Whether a process holds the lock of this run."""
+    if not (directory / LOCK).exists():
+        return False
+    try:
+        with FileLock(directory / LOCK).acquire(blocking=False):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # not to be locked by us, so not by us to be known
+        return False
 
 
 def find_runs(results_dir: Path) -> list[Path]:

@@ -12,14 +12,14 @@ import hashlib
 import itertools
 import math
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnsweep import report
-from attnsweep.arch import arch_named
+from attnsweep.arch import ARCHS, Arch, arch_named
+from attnsweep.baseline import keep_code
 from attnsweep.candidates import (
     Build,
     Observer,
@@ -34,7 +34,7 @@ from attnsweep.candidates import (
     workspace_limit,
 )
 from attnsweep.compiler import Compiler
-from attnsweep.errors import NoGpuError, SpaceError, StoreError
+from attnsweep.errors import NoGpuError, SpaceError, SpecError, StoreError
 from attnsweep.kernel import Kernel
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank, winners
@@ -95,13 +95,7 @@ def run(
         return _replay(spec, kernels, results, observer)
     with Worker(spec.measure.timeout_s) as worker:
         environment = worker.describe(preload="torch" if spec.baselines else None)
-        if spec.arch is not None and spec.arch != environment.arch:
-            raise NoGpuError(
-                f"the spec is for {spec.arch}, this machine's {environment.gpu} is "
-                f"{environment.arch}",
-                hint=f"use a spec for {environment.arch}, or drop `arch:` to take the GPU's",
-            )
-        arch = arch_named(environment.arch)
+        arch = arch_of(spec, environment)
         _check_memory(spec, environment)
         planned = plan(spec, kernels, arch)
         observer.planned(candidate_count(planned, spec.search.candidates))
@@ -120,6 +114,34 @@ def run(
         finally:
             compiler.close()
             store.close()
+
+
+def arch_of(spec: SweepSpec, environment: Environment) -> Arch:
+    """That of this GPU. Raises NoGpuError if the spec is for another one."""
+    if spec.arch is not None and spec.arch != environment.arch:
+        raise NoGpuError(
+            f"the spec is for {spec.arch}, this machine's {environment.gpu} is {environment.arch}",
+            hint=f"use a spec for {environment.arch}, or drop `arch:` to take the GPU's",
+        )
+    return arch_named(environment.arch)
+
+
+def target_arch(spec: SweepSpec, asked: str | None) -> Arch:
+    """The one asked for, the spec's, or that of the recording or the GPU. Raises SpecError."""
+    if asked is not None or spec.arch is not None:
+        return arch_named(asked or spec.arch or "")
+    if spec.recording is not None:
+        environment = open_run(spec.recording).environment
+        if environment is not None:
+            return arch_named(environment.arch)
+    try:
+        with Worker(timeout_s=60) as worker:
+            return arch_named(worker.describe().arch)
+    except NoGpuError as error:
+        raise SpecError(
+            "for which architecture? The spec names none, and there is no GPU to ask",
+            hint=f"add --arch, one of {', '.join(ARCHS)}",
+        ) from error
 
 
 def _measured_elsewhere(directory: Path, now: Environment) -> str | None:
@@ -181,12 +203,11 @@ class _Sweep:
         return False
 
     def keep_winners(self) -> None:
-        """Copy the machine code of each problem's winner into the run."""
+        """Copy the machine code and the launches of each problem's winner into the run."""
         for trial in winners(rank(self._store.trials, self._environment)):
             build = self._finalist_builds.get(trial.key)
-            for name, cubin in build.cubins().items() if build else ():
-                slug = re.sub(r"[^a-z0-9]+", "-", trial.problem.label.lower()).strip("-")
-                self._store.keep_cubin(cubin.path, f"{slug}.{trial.kernel}.{name}.cubin")
+            if build is not None:
+                keep_code(self._store, build)
 
     def _builds(
         self, item: PlannedProblem, searches: Sequence[Search], *, begun: bool = False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
@@ -26,7 +28,9 @@ from rich.text import Text
 from attnsweep.arch import Arch
 from attnsweep.candidates import Observer, PlannedProblem
 from attnsweep.console import GLUE, aligned, wrap
-from attnsweep.doctor import Finding
+from attnsweep.device import install_command
+from attnsweep.doctor import Finding, can_compile
+from attnsweep.errors import NoGpuError
 from attnsweep.kernel import BLOCK_LIMITS, Kernel
 from attnsweep.problem import Problem
 from attnsweep.schedule import CHUNKS, CHUNKS_RULE, MODES
@@ -239,6 +243,27 @@ def suggestions(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 
 # -- run --dry-run --------------------------------------------------------------------------
+
+
+def without_gpu(
+    error: NoGpuError, spec: Path, arch: str | None, kernels: Path | None, width: int
+) -> str:
+    """What to do about it, and which commands work for this spec all the same."""
+    common = f"{shlex.quote(str(spec))} --arch {arch or 'sm_90a'}"
+    if kernels is not None:
+        common += f" --kernels {shlex.quote(str(kernels))}"
+    rows = [
+        ("attnsweep run configs/quickstart.yaml", "replay a recorded run"),
+        (f"attnsweep run --dry-run {common}", "count the candidates"),
+        (f"attnsweep compile {common}", "compile, prune, resources"),
+        ("attnsweep doctor", "what is missing, and the command that mends it"),
+    ]
+    lines = [error.hint] if error.hint else []
+    if not can_compile():
+        del rows[2]
+        lines.append(f"To compile here, without a GPU: {install_command('compile')}")
+    shown = suggestions(rows, width - 4)
+    return "\n  ".join([*lines, "What works here:", *(f"  {line}" for line in shown)])
 
 
 def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> list[Text]:

@@ -11,8 +11,8 @@ import attnsweep
 
 PACKAGE = Path(attnsweep.__file__).parent
 LAYERS = [
-    {"errors", "console", "race"},
-    {"problem", "arch", "document"},
+    {"errors", "console", "race", "paired"},
+    {"problem", "arch", "document", "shipped"},
     {"kernel", "bounds", "fields", "policy"},
     {"trial", "schedule"},
     {"space"},
@@ -21,11 +21,11 @@ LAYERS = [
     {"baselines", "sass"},
     {"candidates", "measure"},
     {"store", "workers"},
-    {"ranking", "turns", "doctor", "inspection"},
-    {"section", "counters", "rounds"},
+    {"ranking", "turns", "doctor", "inspection", "plots"},
+    {"section", "counters", "rounds", "baseline"},
     {"report"},
     {"sweep", "page", "regress"},
-    {"view"},
+    {"view", "gate"},
     {"cli"},
     {"__main__"},
 ]

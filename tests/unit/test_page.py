@@ -15,6 +15,7 @@ import pytest
 from test_report import baseline, candidate, failed, full_run
 
 from attnsweep import cli, page
+from attnsweep import plots as library
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.problem import Problem
 from attnsweep.store import Run, open_run
@@ -243,8 +244,18 @@ def test_a_page_that_cannot_be_written_says_where(tmp_path):
 
 
 def test_without_the_extra_the_command_that_mends_it_is_told(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
+    def absent(name):
+        raise library.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(library.metadata, "version", absent)
     with pytest.raises(ToolchainError, match=r"pip install .*\[html\]'"):
+        page.render(full_run())
+
+
+def test_a_plot_library_that_cannot_be_made_says_why(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNSWEEP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(library, "_BUNDLE", "raise SystemExit('no engine')")
+    with pytest.raises(ToolchainError, match="vl-convert failed: no engine"):
         page.render(full_run())
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from attnsweep import report
 from attnsweep.kernel import discover
-from attnsweep.spec import load_spec, shipped_specs
+from attnsweep.shipped import shipped_specs
+from attnsweep.spec import load_spec
 from attnsweep.store import find_runs, open_run
 from attnsweep.trial import Status
 

@@ -16,6 +16,7 @@ from attnsweep.arch import ARCHS, arch_named
 from attnsweep.errors import SpecError
 from attnsweep.kernel import Kernel, Launch, Param, discover
 from attnsweep.problem import DTYPE_BYTES, Problem
+from attnsweep.shipped import shipped_configs_dir, shipped_specs
 from attnsweep.space import Selection, Space
 from attnsweep.spec import (
     BASELINES,
@@ -23,8 +24,6 @@ from attnsweep.spec import (
     json_schema,
     load_spec,
     schema_text,
-    shipped_configs_dir,
-    shipped_specs,
 )
 
 ROOT = shipped_configs_dir().parent
@@ -284,7 +283,17 @@ class TestRoundTrip:
             "measure: {rank_by: warm, rounds: 15, finalists: 12, replay_us: 1000, cold: true, "
             "eager: true, timeout_s: 30.0}\n"
             "limits: {workspace_bytes: null, spill_bytes: null}\n"
+            "check: {slower: 0.02, budget_s: 60.0}\n"
         )
+
+    def test_a_problem_keeps_the_least_threshold_that_any_entry_gives_it(self, load, tmp_path):
+        entry = "{batch: 1, heads: 1, seqlen: [8, 16], head_dim: 64"
+        again = "{batch: 1, heads: 1, seqlen: 16, head_dim: 64"
+        text = f"problems:\n- {entry}, slower: 0.1}}\n- {again}, slower: 0.05}}\n- {again}}}\n"
+        spec = load(f"{text}kernels: {{naive: {{}}}}\ncheck: {{slower: 0.03}}\n")
+        assert [entry.slower for entry in spec.problems] == [0.1, 0.05]
+        assert spec.check.slower == 0.03
+        assert load(spec.resolved(tmp_path)) == spec
 
 
 class TestErrors:
@@ -433,7 +442,8 @@ class TestErrors:
             (
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, head_kv: 1",
                 "51: unknown key 'head_kv'\n  did you mean 'heads_kv'? there are: batch, heads, "
-                "heads_kv, seqlen, seqlen_q, seqlen_k, head_dim, dtype, causal, kernels",
+                "heads_kv, seqlen, seqlen_q, seqlen_k, head_dim, dtype, causal, kernels, "
+                "slower",
             ),
             (
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, kernels: [naive, naiv]",
@@ -487,12 +497,13 @@ class TestErrors:
             (
                 "baseline: all",
                 "1: unknown key 'baseline'\n  did you mean 'baselines'? there are: name, device, "
-                "recording, arch, problems, kernels, baselines, search, measure, limits, require",
+                "recording, arch, problems, kernels, baselines, search, measure, limits, require, "
+                "check",
             ),
             (
                 "<<: {a: 1}",
                 "1: unknown key '<<'\n  there are: name, device, recording, arch, "
-                "problems, kernels, baselines, search, measure, limits, require",
+                "problems, kernels, baselines, search, measure, limits, require, check",
             ),
             (
                 "baselines: [unfused, torch_flsh]",
@@ -542,6 +553,9 @@ class TestErrors:
                 "27: workspace_bytes must be a whole number, not true",
             ),
             ("limits: {spill_bytes: -1}", "23: spill_bytes must be at least 0, not -1"),
+            ("check: {slower: 2 %}", "17: slower must be a number, not 2 %"),
+            ("check: {slower: 0}", "17: slower must be at least 0.001, not 0"),
+            ("check: {budget_s: 0}", "19: budget_s must be more than 0, not 0"),
         ],
     )
     def test_key(self, error_of, line, message):

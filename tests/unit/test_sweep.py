@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,8 +140,11 @@ def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
     directory = tmp_path / "results" / "test-1" / "test"
     for name in ("spec.yaml", "environment.json", "trials.jsonl", "ranking.csv", "ranking.md"):
         assert (directory / name).is_file()
-    (cubin,) = (directory / "cubins").iterdir()
+    launches, cubin = sorted(
+        (directory / "cubins").iterdir(), key=lambda path: path.suffix == ".cubin"
+    )
     assert cubin.read_bytes()[:4] == b"\x7fELF"
+    assert json.loads(launches.read_text())["config"] == {"THREADS": 64}
 
 
 @pytest.mark.parametrize("ready", [list, lambda builds: list(builds)[::-1]])

@@ -1,0 +1,451 @@
+"""Old code against new, timed in turns on one GPU: may this change go in?
+
+Of each problem, what won in a recorded baseline (its cubins and launches, as they were kept)
+is timed against the same config compiled from today's kernels, in one process on one card. The new
+code must first be right on every case. Code that did not change passes without being timed.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from attnsweep.arch import Arch
+from attnsweep.baseline import read_code, same_code
+from attnsweep.candidates import Build, Observer, compiled_row, compiler_for, workspace_limit
+from attnsweep.compiler import Compiler
+from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
+from attnsweep.kernel import Config, Kernel
+from attnsweep.paired import Decision, Interval, PairedTest
+from attnsweep.problem import Problem
+from attnsweep.ranking import rank
+from attnsweep.regress import Comparison, Finding, Verdict, differences, other_card
+from attnsweep.schedule import MODES
+from attnsweep.section import Row, by_problem
+from attnsweep.spec import SweepSpec
+from attnsweep.store import Run
+from attnsweep.sweep import arch_of
+from attnsweep.trial import Candidate, Environment, Plan, Status, Trial
+from attnsweep.workers import Worker, WorkerError
+
+# Rounds before the first that counts: clocks rise and caches fill.
+_WARMUP_ROUNDS = 2
+_RECORD = "record a baseline: attnsweep run SPEC --fresh, then attnsweep accept"
+PROVES = (
+    "Old and new code ran in turns in one process on one GPU, so that drift met both. The interval "
+    "holds with a probability of 99.9 % for independent rounds, all looks at it counted in. New "
+    "code that is at most half the threshold slower is called a regression less than once in 2000 "
+    "problems, for which two processes must agree; code that is slower by the threshold passes "
+    "less than once in 2000."
+)
+DOES_NOT_PROVE = (
+    "It is about the baseline's winners with a warm L2: not whether another config would now be "
+    "faster, nor cold L2, nor the host's cost of a launch; attnsweep run measures those."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One problem that can be compared: the winner's row and kept launches, and today's build."""
+
+    problem: Problem
+    slower: float
+    row: Row
+    old: Plan
+    build: Build
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What the rounds of one process gave: medians in microseconds."""
+
+    decision: Decision
+    interval: Interval | None
+    old_us: float
+    new_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What turns in one process say, or in two, if the first said slower; shown: the milder."""
+
+    verdict: Verdict
+    why: str
+    shown: Turns
+    processes: int
+
+
+class _Ended(Exception):
+    """A comparison that ends without one: its verdict and why."""
+
+    def __init__(self, verdict: Verdict, why: str) -> None:
+        super().__init__(why)
+        self.verdict, self.why = verdict, why
+
+
+def check(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel],
+    baseline: Run,
+    *,
+    slower: float | None = None,
+    budget_s: float | None = None,
+    other_driver: bool = False,
+    cache_dir: Path | None = None,
+    observer: Observer | None = None,
+) -> Comparison:
+    """The verdict on every problem of the spec, then on those that only the baseline has.
+
+    slower: share by which new code may be slower, for all problems; else as the spec says of each.
+    budget_s: seconds of rounds per problem and process, after which an open comparison is
+    inconclusive; else the spec's. other_driver: also against a baseline measured with another
+    driver. Raises NoGpuError, SpecError or ToolchainError; everything else that can go wrong is
+    the verdict of its problem.
+    """
+    if spec.device == "replay":
+        raise SpecError(
+            "check --against measures, and this spec replays a recording",
+            where=str(spec.document.path),
+            hint="give a spec with device: cuda; to compare records: check --recorded OLD NEW",
+        )
+    with Worker(spec.measure.timeout_s) as worker:
+        try:
+            here = worker.describe()
+        except NoGpuError as error:
+            lines = [error.hint] if error.hint else []
+            lines.append("without a GPU, attnsweep check --recorded OLD NEW compares two runs")
+            what = f"{error.what}. Nothing was compared."
+            raise NoGpuError(what, where=error.where, hint="\n  ".join(lines)) from error
+        arch = arch_of(spec, here)
+        compiler = compiler_for(spec, arch, cache_dir)
+        elsewhere = other_card(baseline.environment, here)
+        if elsewhere is None and not other_driver:
+            elsewhere = _other_driver(baseline.environment, here)
+        budget_s = spec.check.budget_s if budget_s is None else budget_s
+        gate = _Gate(spec, worker, budget_s, observer or Observer())
+        try:
+            pairs = _pairs(spec, kernels, baseline, here, elsewhere, slower, arch, compiler)
+            findings = gate.run(pairs)
+        finally:
+            compiler.close()
+    return Comparison(
+        baseline.directory,
+        spec.document.path,
+        spec.check.slower if slower is None else slower,
+        tuple(findings),
+        tuple(differences(baseline.environment, here)),
+        interval="99.9 % interval",
+        proves=PROVES,
+        does_not_prove=DOES_NOT_PROVE,
+        damage=tuple(baseline.warnings),
+    )
+
+
+# -- what is compared -----------------------------------------------------------------------
+
+
+def _pairs(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel],
+    baseline: Run,
+    here: Environment,
+    elsewhere: str | None,
+    slower: float | None,
+    arch: Arch,
+    compiler: Compiler,
+) -> list[_Pair | Finding]:
+    """Of each problem the pair, being compiled already, or why there is none."""
+    ranking = rank(baseline.trials, baseline.environment)
+    before = {s.problem: s.winner for s in by_problem(ranking, baseline.environment)}
+    own = {entry.problem: entry.slower for entry in spec.problems}
+    asked = list(own)
+    limit = workspace_limit(spec, here.memory_bytes)
+    found: list[_Pair | Finding] = []
+    for problem in [*asked, *(problem for problem in before if problem not in asked)]:
+        row = before.get(problem)
+        try:
+            if problem not in asked:
+                raise _Ended(Verdict.INCONCLUSIVE, "only the baseline has it: the spec lost it, or "
+                             f"{_RECORD}")  # fmt: skip
+            if elsewhere is not None:
+                raise _Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {_RECORD}")
+            if problem not in before:
+                raise _Ended(Verdict.INCONCLUSIVE, f"the baseline has not this problem; {_RECORD}")
+            if row is None:
+                raise _Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
+            old = _kept(baseline, row["trial"])
+            build = _today(row["trial"], kernels, arch, compiler, limit)
+            build.submit()
+            share = slower if slower is not None else own[problem] or spec.check.slower
+            found.append(_Pair(problem, share, row, old, build))
+        except _Ended as ended:
+            found.append(Finding(problem.label, ended.verdict, ended.why, _row(row)))
+    return found
+
+
+def _other_driver(old: Environment | None, here: Environment) -> str | None:
+    """Why a baseline's winners may not be today's, if the driver is another one."""
+    if old is None or old.driver == here.driver:
+        return None
+    return (
+        f"the baseline was measured with driver {old.driver}, here is {here.driver}; add "
+        "--other-driver to time its code with this one"
+    )
+
+
+def _kept(baseline: Run, winner: Trial) -> Plan:
+    try:
+        return read_code(baseline, winner)
+    except StoreError as error:
+        hint = f"; {error.hint}" if error.hint else ""
+        raise _Ended(Verdict.INCONCLUSIVE, f"{error.where}: {error.what}{hint}") from error
+
+
+def _today(
+    winner: Trial,
+    kernels: Mapping[str, Kernel],
+    arch: Arch,
+    compiler: Compiler,
+    limit: int | None,
+) -> Build:
+    """The winner's config of today's kernel. Raises _Ended if there is no such thing any more."""
+    kernel = kernels.get(winner.kernel)
+    if kernel is None:
+        what = f"the kernel {winner.kernel!r} of the baseline's winner is not there any more"
+        raise _Ended(
+            Verdict.INCONCLUSIVE, f"{what}; give its directory with --kernels, or {_RECORD}"
+        )
+    own, modes = {param.name for param in kernel.params}, {param.name for param in MODES}
+    gone = [name for name in winner.config if name not in own | modes]
+    new = sorted(own - set(winner.config))
+    if gone or new:
+        facts = [f"has no parameter {name!r} any more" for name in gone]
+        facts += [f"has the new parameter {name!r}" for name in new]
+        raise _Ended(Verdict.INCONCLUSIVE, f"{kernel.name} {', '.join(facts)}; {_RECORD}")
+    config = Config(winner.config)
+    try:
+        refusal = kernel.refusal(winner.problem, arch)
+        rule = None if refusal else kernel.refused_by(config, winner.problem, arch)
+        if refusal is not None or rule is not None:
+            why = refusal or f"the rule {rule} refuses {config.label}"
+            raise _Ended(Verdict.INCONCLUSIVE, f"{kernel.name} cannot run it now: {why}; {_RECORD}")
+        return Build.of(kernel, config, winner.problem, compiler, workspace_limit=limit)
+    except KernelError as error:
+        where = f"{error.where}: " if error.where else ""
+        raise _Ended(Verdict.WRONG, f"{where}{error.what}") from error
+
+
+# -- the comparison -------------------------------------------------------------------------
+
+
+class _Gate:
+    """The problems, one after the other, on one GPU."""
+
+    def __init__(
+        self, spec: SweepSpec, worker: Worker, budget_s: float, observer: Observer
+    ) -> None:
+        self._spec, self._worker = spec, worker
+        self._budget_s, self._observer = budget_s, observer
+
+    def run(self, pairs: list[_Pair | Finding]) -> list[Finding]:
+        """The finding of each, in order."""
+        return [pair if isinstance(pair, Finding) else self._judge(pair) for pair in pairs]
+
+    def _judge(self, pair: _Pair) -> Finding:
+        label = pair.problem.label
+        own = None if pair.slower == self._spec.check.slower else pair.slower
+        self._observer.opening(pair.problem, 1, 0)
+        trial = compiled_row(pair.build, self._spec)
+        self._observer.compiled(1, 1)
+        try:
+            if trial.status is not Status.OK:
+                raise _Ended(Verdict.WRONG, _said(trial.status, trial.detail))
+            candidate = pair.build.candidate()
+            self._open(pair.problem)
+            self._prove(candidate)
+            if same_code(pair.old, candidate.timed):
+                why = "same machine code and launches: right, and not timed"
+                return Finding(label, Verdict.PASS, why, _row(pair.row), _row(pair.row), slower=own)
+            found = self._compare(pair, candidate)
+            return _finding(pair, trial, found, own)
+        except _Ended as ended:
+            return Finding(label, ended.verdict, ended.why, _row(pair.row), slower=own)
+
+    def _open(self, problem: Problem) -> None:
+        settings = self._spec
+        try:
+            self._worker.open(
+                problem, replay_us=settings.measure.replay_us, seed=settings.search.seed
+            )
+        except WorkerError as error:
+            what = f"the problem could not be opened: {error.detail}"
+            raise _Ended(Verdict.INCONCLUSIVE, what) from error
+
+    def _prove(self, candidate: Candidate) -> None:
+        """Run the new code on every case."""
+        try:
+            self._worker.call("trial", candidate)
+        except WorkerError as error:
+            raise _Ended(Verdict.WRONG, _said(error.status, error.detail)) from error
+
+    def _compare(self, pair: _Pair, new: Candidate) -> Outcome:
+        def another() -> Worker:
+            self._worker.stop()
+            self._open(pair.problem)
+            return self._worker
+
+        old = replace(new, timed=pair.old, checks=(), empty=None)
+        seed = f"{self._spec.search.seed} {pair.problem.label}"
+        budget_s = self._budget_s
+
+        def watch(spent_s: float) -> None:
+            self._observer.timing(min(int(spent_s), int(budget_s)), int(budget_s))
+
+        return compare(
+            self._worker,
+            another,
+            old,
+            new,
+            slower=pair.slower,
+            budget_s=budget_s,
+            seed=seed,
+            watch=watch,
+        )
+
+
+def compare(
+    worker: Worker,
+    another: Callable[[], Worker],
+    old: Candidate,
+    new: Candidate,
+    *,
+    slower: float,
+    budget_s: float,
+    seed: str,
+    watch: Callable[[float], None] | None = None,
+) -> Outcome:
+    """Time two candidates in turns; one that seems slower, again in a second process.
+
+    worker: has their problem open. another: gives one in another process that has, too. Where code
+    and buffers come to lie can make one process slower than the next.
+    """
+    first = _turns(worker, old, new, slower, budget_s, f"{seed} 1", watch)
+    shown, processes = first, 1
+    if first.decision is Decision.SLOWER:
+        again = _turns(another(), old, new, slower, budget_s, f"{seed} 2", watch)
+        processes = 2
+        if again.interval and first.interval and again.interval.low < first.interval.low:
+            shown = again
+        if again.decision is not Decision.SLOWER:
+            why = "slower in one process, not in a second one: "
+            why += f"{_spoken(first)}, then {_spoken(again)}"
+            return Outcome(Verdict.INCONCLUSIVE, why, shown, processes)
+    interval = shown.interval
+    if shown.decision is Decision.OPEN or interval is None:
+        verdict = Verdict.INCONCLUSIVE
+        why = f"{_spoken(shown)} when the {budget_s:g} s were over: give more with "
+        why += "--budget-s, or a quieter machine"
+    elif shown.decision is Decision.SLOWER:
+        verdict = Verdict.REGRESSION
+        why = f"slower by at least {_percent(interval.low)} %, in each of two processes"
+    elif shown.decision is Decision.FASTER:
+        verdict, why = Verdict.IMPROVEMENT, f"faster by at least {_percent(1 / interval.high)} %"
+    else:
+        verdict, why = Verdict.PASS, ""
+    return Outcome(verdict, why, shown, processes)
+
+
+def _turns(
+    worker: Worker,
+    old: Candidate,
+    new: Candidate,
+    slower: float,
+    budget_s: float,
+    seed: str,
+    watch: Callable[[float], None] | None,
+) -> Turns:
+    """Rounds in which both take turns, in random order, until the test decides or time ends."""
+    rng = random.Random(seed)
+    sides = {"old": old, "new": new}
+    for side in rng.sample(["old", "new"], 2):
+        worker.forget(side)
+        _ask(worker, side, "enter", side, sides[side], keep=True, slow=True)
+    test = PairedTest(slower)
+    times: dict[str, list[float]] = {"old": [], "new": []}
+    decision, number, begin = Decision.OPEN, -_WARMUP_ROUNDS, time.monotonic()
+    while decision is Decision.OPEN:
+        turn = {
+            side: _ask(worker, side, "replay", side, "warm")
+            for side in rng.sample(["old", "new"], 2)
+        }
+        number += 1
+        if number <= 0:
+            continue
+        for side, time_us in turn.items():
+            times[side].append(time_us)
+        decision = test.add(turn["old"], turn["new"])
+        spent_s = time.monotonic() - begin
+        if watch is not None:
+            watch(spent_s)
+        if decision is Decision.OPEN and spent_s >= budget_s:
+            decision = test.look()
+            break
+    medians = {side: statistics.median(values) for side, values in times.items()}
+    return Turns(decision, test.interval, medians["old"], medians["new"])
+
+
+def _ask(worker: Worker, side: str, method: str, *args: object, **options: bool) -> float:
+    try:
+        return worker.call(method, *args, **options)  # type: ignore[no-any-return]
+    except WorkerError as error:
+        said = _said(error.status, f"while timing: {error.detail}")
+        if side == "new":
+            raise _Ended(Verdict.WRONG, said) from error
+        what = f"the baseline's code does not run here: {said}; {_RECORD}"
+        raise _Ended(Verdict.INCONCLUSIVE, what) from error
+
+
+def _finding(pair: _Pair, trial: Trial, found: Outcome, own: float | None) -> Finding:
+    turns = found.shown
+    interval = turns.interval
+    rounds = interval.rounds if interval else None
+    used = trial.resources
+    old = (_row(pair.row) or {}) | {"time_us": turns.old_us, "rounds": rounds}
+    new = old | {"time_us": turns.new_us}
+    if used is not None:
+        new |= {"registers": used.registers, "smem_bytes": used.smem_bytes}
+    finding = Finding(pair.problem.label, found.verdict, found.why, old, new, slower=own)
+    if interval is None:
+        return finding
+    median, low, high = interval.median, interval.low, interval.high
+    return replace(finding, ratio=median, low=low, high=high, rounds=rounds)
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):.1f}"
+
+
+def _said(status: Status, detail: str | None) -> str:
+    """`compile error: naive.cu(3): error: …`, one line of it."""
+    lines = [line for line in (detail or "").splitlines() if line.strip()]
+    return f"{status.value.replace('_', ' ')}: {lines[0] if lines else 'no detail'}"
+
+
+def _spoken(turns: Turns) -> str:
+    interval = turns.interval
+    if interval is None:
+        return "too few rounds for an interval"
+    low, high = 100 * (interval.low - 1), 100 * (interval.high - 1)
+    return f"{low:+.1f} to {high:+.1f} % in {interval.rounds} rounds"
+
+
+def _row(row: Row | None) -> Row | None:
+    """Of the baseline's row what is said here; its recorded time is not today's."""
+    if row is None:
+        return None
+    kept = {name: row[name] for name in ("kernel", "config", "registers", "smem_bytes")}
+    return kept | {"time_us": None, "spread_us": None, "rounds": None}

@@ -1,0 +1,38 @@
+"""The specs that come with attnsweep."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from attnsweep.errors import SpecError
+
+
+def shipped_configs_dir() -> Path:
+    """configs/ inside the wheel, or beside the package in a source tree."""
+    inside = Path(__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def shipped_specs() -> dict[str, Path]:
+    """Every shipped spec by name, sorted."""
+    return {path.stem: path for path in sorted(shipped_configs_dir().glob("*.yaml"))}
+
+
+def shipped_hint(word: str = "") -> str:
+    """The shipped specs by name, the one most like `word` first."""
+    names = shipped_specs()
+    close = difflib.get_close_matches(word, names, n=1)
+    asked = f"did you mean {close[0]!r}? " if close else ""
+    return f"{asked}shipped specs: {', '.join(names)}"
+
+
+def find(path: Path) -> Path:
+    """`path`, or the shipped spec of its name. Raises SpecError if there is neither."""
+    if path.exists():
+        return path
+    if path.parent in (Path(), Path("configs")):
+        shipped = shipped_specs().get(path.name.removesuffix(".yaml"))
+        if shipped is not None:
+            return shipped
+    raise SpecError("no such file", where=str(path), hint=shipped_hint(path.stem))

@@ -1,0 +1,83 @@
+"""What docs/ci.md shows is real: its YAML parses, its commands exist, its extras are declared."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from attnsweep import cli
+from attnsweep.fields import CheckSpec
+
+ROOT = Path(__file__).parent.parent.parent
+TEXT = (ROOT / "docs" / "ci.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", TEXT, re.DOTALL)
+WORKFLOWS = [yaml.safe_load(block) for language, block in BLOCKS if language == "yaml"]
+SHOWN = [block for language, block in BLOCKS if not language]
+
+
+def run_steps(workflow):
+    return [
+        line
+        for job in workflow["jobs"].values()
+        for step in job["steps"]
+        for line in str(step.get("run", "")).splitlines()
+    ]
+
+
+STEPS = [line for workflow in WORKFLOWS for line in run_steps(workflow)]
+COMMANDS = [
+    line for line in [*STEPS, *"".join(SHOWN).splitlines()] if line.startswith("attnsweep ")
+]
+
+
+def test_there_is_one_workflow_of_each_kind():
+    gpu = [any("self-hosted" in job["runs-on"] for job in w["jobs"].values()) for w in WORKFLOWS]
+    assert gpu == [False, True]
+    for workflow in WORKFLOWS:
+        assert set(workflow) <= {"name", True, "concurrency", "jobs"}  # YAML 1.1 reads `on` as true
+        for job in workflow["jobs"].values():
+            assert set(job) <= {"runs-on", "strategy", "steps", "timeout-minutes"}
+            assert all(("run" in step) != ("uses" in step) for step in job["steps"])
+    assert len(COMMANDS) == 4
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_shown_command_is_one_with_valid_options(command):
+    archs = WORKFLOWS[0]["jobs"]["compile"]["strategy"]["matrix"]["arch"]
+    for arch in archs:
+        _, name, *arguments = shlex.split(command.replace("${{ matrix.arch }}", arch))
+        group = typer.main.get_command(cli.app)
+        found = group.get_command(group.make_context("attnsweep", [name]), name)
+        found.make_context(name, arguments)  # raises UsageError
+        for argument in arguments:
+            if argument.endswith(".yaml"):
+                assert (ROOT / argument).is_file()
+
+
+def test_its_extras_are_declared():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {
+        extra
+        for line in STEPS
+        if "pip install" in line
+        for extra in re.search(r"\.\[(.*?)\]", line)[1].split(",")
+    }
+    assert named == {"compile", "cuda13", "ci"}
+    assert named <= set(declared["optional-dependencies"])
+
+
+def test_the_defaults_it_names_are_the_spec_s():
+    assert f"check: {{slower: {CheckSpec().slower:g}}}" in TEXT
+    assert f"check: {{budget_s: {CheckSpec().budget_s:g}}}" in TEXT
+
+
+@pytest.mark.parametrize("page", ["ci.md", "measuring.md", "writing-a-kernel.md"])
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]*)(?:#[^)]*)?\)", (ROOT / "docs" / page).read_text()):
+        assert (ROOT / "docs" / (target or page)).exists(), target

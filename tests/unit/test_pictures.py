@@ -1,0 +1,63 @@
+"""The README's pictures show the recorded runs, and the pages it links to are there."""
+
+from __future__ import annotations
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from attnsweep.ranking import rank, winners
+from attnsweep.store import open_run
+
+pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+MB = 1_000_000
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    import pictures
+
+    return pictures
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_speeds_are_those_of_the_run(pictures, theme):
+    values = pictures.speed(theme)["data"]["values"]
+    run = open_run(ROOT / "results" / "h200" / "flash_h200")
+    won = winners(rank(run.trials, run.environment))
+    ours = {v["problem"]: v["tflops"] for v in values if "ours" in v["of"]}
+    assert list(ours) == [trial.problem.label for trial in won]
+    for trial in won:
+        speed = trial.problem.flops / trial.time_us.median / 1e6
+        assert ours[trial.problem.label] == pytest.approx(speed, rel=0.01)
+    assert len(values) == 4 * len(won)
+
+
+def test_the_rungs_go_down_and_are_drawn_as_bars(pictures):
+    spec = pictures.ladder("light")
+    times = [value["us"] for value in spec["layer"][0]["data"]["values"]]
+    assert times == sorted(times, reverse=True)
+    assert len(times) == 6
+    drawing = ElementTree.fromstring(pictures.svg(spec, "light"))
+    bars = [e for e in drawing.iter() if e.get("aria-roledescription") == "bar"]
+    widths = [float(re.search(r"h(-?[\d.]+)", bar.get("d"))[1]) for bar in bars]
+    assert [abs(width) for width in widths] == sorted(map(abs, widths), reverse=True)
+    assert min(map(abs, widths)) > 20
+
+
+def test_what_the_readme_shows_and_links_is_there(pictures):
+    shown = re.findall(r'(?:srcset|src)="(.*?)"', README)
+    assert len(shown) == 4
+    for name in shown:
+        ElementTree.parse(ROOT / name)
+    pages = re.findall(r"\]\((results/\S*?report\.html)\)", README)
+    assert pages
+    for name in [*pages, *(f"results/h200/{page}/report.html" for page in pictures.PAGES)]:
+        assert 100_000 < (ROOT / name).stat().st_size < 3 * MB
