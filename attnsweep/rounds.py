@@ -25,7 +25,8 @@ from attnsweep.workers import Worker, WorkerError
 Pair = tuple[Build, Trial]
 # The best of each family always enters the rounds, so that every family's best is well measured.
 _FINALISTS_PER_FAMILY = 2
-# Interquartile range over median above which a time is not to be trusted.
+# Interquartile range over median above which a time is not to be trusted, once what all shared is
+# taken off: at its power cap an H200 ran whole rounds 20 % slower than others.
 _NOISY_SPREAD = 0.15
 # First times are taken minutes apart, in other states of the clock (recorded finals of an H200 ran
 # at 1485 to 1980 MHz under its power cap): who is within this of the best may be the best. They are
@@ -42,6 +43,12 @@ _ALIKE = 0.005
 _MOST = 3
 _BORDER = 0.0015
 _KINDS = ("warm", "cold", "eager")
+# After the first rounds of the kind that ranks, who is slower than the fastest by this is known
+# well enough; most are slow baselines, of which a call may take as long as all finalists'.
+_FAR = 1.5
+_ROUNDS_OF_THE_FAR = 5
+# Who takes part in further rounds: those that may yet win, and who is just behind them.
+_NEAR = 1.02
 # What a race may cost: this share of the launches of 100 ms of each entrant.
 _BUDGET_SHARE = 0.2
 _FULL_US = 100_000.0
@@ -233,22 +240,29 @@ class Rounds:
                 turns.round(names, replay)  # captures the graphs, and does not count
             taken = 0
             while taken < rounds:
-                turn = turns.round([name for name in names if name in entries], replay)
+                names = [name for name in names if name in entries]
+                if kind == settings.rank_by and taken >= _ROUNDS_OF_THE_FAR:
+                    within = _FAR if taken < settings.rounds else _NEAR
+                    names = _within({name: samples[name][kind] for name in names}, within)
+                turn = turns.round(names, replay)
                 ranked += [turn] if kind == settings.rank_by else []
                 for (name, what), time_us in scratch.items():
                     if name in turn.times:
                         samples[name].setdefault(what, []).append(time_us)
                 taken, done = taken + 1, done + 1
                 if taken == rounds < _MOST * settings.rounds and kind == settings.rank_by:
-                    ours = [samples[n][kind] for n, t in entries.items() if t.provider == OURS]
+                    ours = [samples[n][kind] for n in names if entries[n].provider == OURS]
                     if border_is_open(ours):
                         rounds, total = rounds + 1, total + 1
                 self._observer.timing(done, total)
         conditions = turns.summary(ranked)
-        for number, differs in conditions.get("strays", {}).items():
-            self._observer.note(f"round {number} of {len(ranked)}: {differs}")
+        strays = conditions.get("strays", {})
+        for number, differs in list(strays.items())[:1]:
+            others = f", and {len(strays) - 1} more" if len(strays) > 1 else ""
+            self._observer.note(f"round {number} of {len(ranked)}: {differs}{others}")
+        pace = _pace([samples[name][settings.rank_by] for name in entries])
         return [
-            _measured_row(trial, settings.rank_by, samples[name], ranked, conditions)
+            _measured_row(trial, settings.rank_by, samples[name], ranked, pace, conditions)
             for name, trial in entries.items()
         ]
 
@@ -316,6 +330,28 @@ def _race_facts(race: Race, name: str) -> dict[str, Any]:
     }
 
 
+def _within(rounds: Mapping[str, Sequence[float]], ratio: float) -> list[str]:
+    """Whose median is within `ratio` of the least, in the rounds that they ran."""
+    least = min(map(statistics.median, rounds.values()), default=0.0)
+    return [name for name, times in rounds.items() if statistics.median(times) <= ratio * least]
+
+
+def _pace(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """How slow each round was for everyone: the median of times over their own medians.
+
+    Told by those who were in all rounds, and 1 if they are fewer than three.
+    """
+    count = max(map(len, rounds), default=0)
+    whole = [times for times in rounds if len(times) == count]
+    if len(whole) < 3:
+        return [1.0] * count
+    own = [statistics.median(times) for times in whole]
+    return [
+        statistics.median(times[n] / us for times, us in zip(whole, own, strict=True))
+        for n in range(count)
+    ]
+
+
 def border_is_open(rounds: Sequence[Sequence[float]]) -> bool:
     """Whether more rounds may tell whether one of the candidates is as good as the best."""
     best = min(rounds, key=statistics.median, default=())
@@ -335,6 +371,7 @@ def _measured_row(
     kind: str,
     samples: Mapping[str, list[float]],
     rounds: Sequence[Round],
+    pace: Sequence[float],
     conditions: Mapping[str, Any],
 ) -> Trial:
     """The finalist's row with its rounds, ranked by `kind`."""
@@ -342,7 +379,8 @@ def _measured_row(
     time = _measured(times)
     clocks = [turn.conditions.get("sm_mhz") for turn in rounds]
     # MHz are cycles a microsecond.
-    cycles = [us * mhz for us, mhz in zip(times, clocks, strict=True) if mhz]
+    # Who left early was in the first rounds.
+    cycles = [us * mhz for us, mhz in zip(times, clocks, strict=False) if mhz]
     changes: dict[str, object] = {
         "time_us": time.model_copy(
             update={
@@ -359,7 +397,8 @@ def _measured_row(
         "conditions": dict(conditions),
         **{f"{name}_us": statistics.median(samples[name]) for name in _KINDS if name in samples},
     }
-    if (time.high - time.low) / time.median > _NOISY_SPREAD:
+    own = _measured([us / slow for us, slow in zip(times, pace, strict=False)])
+    if (own.high - own.low) / own.median > _NOISY_SPREAD:
         changes["status"] = Status.NOISY
-        changes["detail"] = f"quartiles of {len(times)} rounds {time.low:.2f} to {time.high:.2f} us"
+        changes["detail"] = f"quartiles of {len(times)} rounds {own.low:.2f} to {own.high:.2f} us"
     return trial.with_(**changes)

@@ -12,7 +12,7 @@ from attnsweep import rounds
 from attnsweep.candidates import Observer
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
-from attnsweep.rounds import RACE_US, Rounds
+from attnsweep.rounds import RACE_US, Rounds, _pace
 from attnsweep.spec import MeasureSpec, SearchSpec
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 from attnsweep.workers import WorkerError
@@ -117,6 +117,24 @@ def sweep(medians, seed=0, finalists=4, rank_by="warm", **card):
 
 def spread(count, step=0.01):
     return [30.0 * (1 + step * n) for n in range(count)]
+
+
+def test_the_far_and_slow_take_part_in_the_first_rounds_alone():
+    """All four are finalists; only who may win is timed on."""
+    done = sweep([30.0, 30.4, 40.0, 90.0], finalists=4)
+    taken = [len(done.rows[number].time_us.rounds) for number in range(4)]
+    assert taken[3] == 5
+    assert 15 <= taken[2] <= taken[1] == taken[0]
+    assert done.rows[3].warm_us == pytest.approx(90, rel=0.05)
+
+
+def test_what_slows_all_rounds_alike_makes_nobody_noisy():
+    steps = [1.0] * 8 + [1.3] * 7
+    one, other, far = ([us * step for step in steps] for us in (10.0, 11.0, 12.0))
+    assert _pace([one, other, far, [90.0] * 5]) == pytest.approx(steps)
+    assert _pace([one, other]) == [1.0] * 15  # two cannot tell who of them is noisy
+    noisy = [12.0 * (1.5 if n % 2 else 1.0) for n in range(15)]
+    assert _pace([one, other, far, noisy]) == pytest.approx(steps, rel=0.2)
 
 
 def test_the_race_leaves_few_and_the_best_among_them():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnsweep.trial import Status
-from attnsweep.turns import Round, Turns, difference, summary
+from attnsweep.turns import Round, Turns, _worth_repeating, difference, summary
 from attnsweep.workers import WorkerError
 
 
@@ -59,6 +59,15 @@ def test_a_clock_that_stays_changed_is_kept_after_a_few_and_then_usual():
     assert len(calls) == 4
     taken.round(["a"], lambda name: float(calls.append(name) or 1))
     assert len(calls) == 5
+
+
+def test_the_clock_of_a_card_at_its_power_cap_repeats_nothing_but_an_event_does():
+    capped = {"sm_mhz": 1500, "throttle": ["power_cap"]}
+    assert not _worth_repeating(capped, {"sm_mhz": 1980})
+    assert _worth_repeating({"sm_mhz": 1500, "throttle": []}, {"sm_mhz": 1980})
+    assert _worth_repeating(capped | {"other_processes": 1}, {"sm_mhz": 1980})
+    assert _worth_repeating(capped | {"throttle": ["power_cap", "power_brake"]}, {"sm_mhz": 1980})
+    assert difference(capped, {"sm_mhz": 1980}) is not None  # the row says so all the same
 
 
 def test_repeats_have_a_limit_of_the_caller():

@@ -1,0 +1,123 @@
+"""Hopper kernels on small problems under NVIDIA's compute-sanitizer.
+
+Usage: python benchmarks/sanitize.py [FILE.json] [--budget-s 60]. Every case is compiled first; then
+each of memcheck, racecheck and synccheck runs one process that checks every case as a sweep does,
+on its small problems with tails too. Told are each tool's own summary, how many cases it saw and
+the errors that it counted. A tool that ran out of time says so and has not passed. What calls of
+the driver return is not counted (--report-api-errors no): attnsweep looks at each itself, and
+libraries ask for functions that a driver may not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import setting
+
+from attnsweep.arch import arch_named
+from attnsweep.compiler import Compiler
+from attnsweep.console import console
+from attnsweep.measure import Bench
+from attnsweep.workers import Worker
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+# Blocks that take turns need two tiles each, so PERSISTENT is as small as the problem.
+# A cluster's blocks are of one length, which causal ones are not.
+FULL, BOTH = ("false",), ("false", "true")
+TILES = "QK_BLOCK_M: 64, QK_BLOCK_K: 32, PV_BLOCK_M: 64, PV_BLOCK_K: 32"
+CASES = (
+    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 1, PINGPONG: 1", BOTH),
+    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 1, MAXIMA: 2, PERSISTENT: 2", BOTH),
+    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, KEY_GROUPS: 2, P_SHARED: 1, PDL: 2", BOTH),
+    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, CLUSTER: 2, MAXIMA: 1, P_SHARED: 0", FULL),
+    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, SPLITS: 2, MAXIMA: 1, P_SHARED: 0", BOTH),
+    ("three_kernel_wgmma", f"{TILES}, QK_BLOCK_N: 64, STATS: 0", BOTH),
+    ("three_kernel_wgmma", f"{TILES}, QK_BLOCK_N: 128, STATS: 3, SOFTMAX_THREADS: 32", BOTH),
+)
+PROBLEM = "{{batch: 1, heads: 4, seqlen: 300, head_dim: 64, causal: {}}}"
+
+
+def check(cases: Sequence[tuple[str, str, tuple[str, ...]]], arch: str) -> int:
+    """Check the first candidate of every case, of each mask. Returns how many there were."""
+    seen = 0
+    with tempfile.TemporaryDirectory() as place:
+        compiler = Compiler(arch_named(arch))
+        for kernel, values, masks in cases:
+            for causal in masks:
+                problem = PROBLEM.format(causal)
+                text = f"problems: [{problem}]\nkernels: {{{kernel}: {{{values}}}}}\n"
+                spec = setting.spec_of(text, Path(place))
+                for build in setting.builds(spec, compiler, limit=1):
+                    Bench(spec.problems[0].problem, replay_us=50, seed=0).trial(build.candidate())
+                    seen += 1
+                    sys.stdout.write(f"checked {seen}\n")
+                    sys.stdout.flush()
+        compiler.close()
+    return seen
+
+
+def told(tool: str, output: str, code: int | None, seconds: float) -> dict[str, Any]:
+    """What a tool said. code: its exit status; None if it ran out of time."""
+    summary = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", output, re.MULTILINE)
+    counted = re.search(r"SUMMARY: (\d+) (?:error|hazard)", "\n".join(summary))
+    cases = re.findall(r"^checked (\d+)$", output, re.MULTILINE)
+    errors = int(counted[1]) if counted else None
+    return {
+        "tool": tool,
+        "cases": int(cases[-1]) if cases else 0,
+        "summary": summary,
+        "errors": errors,
+        "finished": code is not None,
+        "clean": code == 0 and errors == 0 and bool(cases),
+        "seconds": round(seconds, 1),
+        "output": None if code == 0 and errors == 0 else output[-2000:],
+    }
+
+
+def main() -> None:
+    """Run every tool, and write what it said."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", nargs="?", type=Path, default=Path("sanitizer.json"))
+    parser.add_argument("--budget-s", type=float, default=60.0, help="of each tool")
+    parser.add_argument("--child", metavar="ARCH", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        check(CASES, arguments.child)
+        return
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    with Worker(timeout_s=60) as worker:
+        environment = worker.describe()
+    found = []
+    for tool in TOOLS:
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
+        command += ["--report-api-errors", "no"] if tool == "memcheck" else []
+        command += [sys.executable]
+        command += [__file__, "--child", environment.arch]
+        begun, code = time.monotonic(), None
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=arguments.budget_s, check=False
+            )
+            output, code = done.stdout + done.stderr, done.returncode
+        except subprocess.TimeoutExpired as late:
+            output = (late.stdout or b"").decode() + (late.stderr or b"").decode()
+        found.append(told(tool, output, code, time.monotonic() - begun))
+        console.print(f"{tool}: {found[-1]['cases']} cases, {found[-1]['summary']}")
+    setting.write(
+        arguments.file,
+        environment,
+        {"cases": [f"{kernel} {values}" for kernel, values, _ in CASES], "tools": found},
+    )
+
+
+if __name__ == "__main__":
+    main()
