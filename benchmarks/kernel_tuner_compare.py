@@ -53,9 +53,9 @@ problems: [{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}]
 kernels:
   flash_fwd_mma:
     BLOCK_M: [32, 64, 96, 128]
-    BLOCK_N: [32, 48, 64, 96, 128, 192, 256]
+    BLOCK_N: [32, 48, 64, 96, 128, 192]
     NUM_WARPS: [2, 4, 8]
-    NUM_STAGES: [1, 2, 3, 4]
+    NUM_STAGES: [1, 2, 3]
 baselines: []
 """
 TOOLS = ("attnsweep", "kernel_tuner", "hundred_ms")
