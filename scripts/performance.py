@@ -79,32 +79,6 @@ TRICKS = {
 }
 
 
-# Of development runs on the same GPU, which are not kept: the code is gone with them.
-TRIED = """\
-## What else was tried
-
-Measured while the kernel was written; those runs are not recorded, and what gave nothing was taken out.
-
-| trick | expected | it gave |
-|---|---|---|
-| blocks that take turns share causal tiles evenly: heads in groups whose turns balance | the busiest of \
-132 blocks had 19 % too much at (16,16,1024,128) causal, and 59 % at worst | 159.6 to 138 µs there; \
-kept, and the recorded sweep chooses it |
-| the first product of the next tile of queries beside the last of this one, two buffers of Q | a few per \
-cent: the tensor cores do not drain between tiles | nothing at 1024 keys (210.6 against 210.6 µs at \
-(16,16,1024,128)), 4 % slower at 4096 |
-| exponentials begun a few at a time, each group in a basic block of its own | up to 10 %, if ptxas keeps \
-the order | 1.7 % slower at best |
-| softmax held before the wait for PV by a loop | the wait no longer covers arithmetic | no gain anywhere |
-| the row maximum of every tile, without a tolerance | less code | slower everywhere: a rescale a tile |
-| P in two sets of registers in turn | no move of P | ptxas 13 serialises the products (C7511, C7513) |
-| three or more blocks on an SM | more softmax beside products | 1 % slower at best, but for \
-(16,32,1024,64) causal, where it is within 1 % |
-
-Not there: FP8 inputs, and a merge of split keys over a cluster's shared memory.
-""".splitlines()
-
-
 def us(trial: Trial) -> float:
     """Warm time of a call."""
     assert trial.time_us is not None
@@ -308,6 +282,7 @@ def page(results: Path) -> str | None:
         "",
         *tricks(list(recordings.values())),
         "",
-        *TRIED,
+        "What was tried and gave nothing: [tried.md](tried.md). Not there: FP8 inputs, and a merge of "
+        "split keys over a cluster's shared memory.",
     ]
     return "\n".join(out).rstrip() + "\n"
