@@ -142,6 +142,11 @@ class SearchSpec(_Model):
     seed: Annotated[int, Field(strict=True, ge=0)] = Field(
         default=0, description="Of strategies random and tpe."
     )
+    skip_by_bound: StrictBool = Field(
+        default=True,
+        description="Prune a pipeline, unrun, whose stages, as timed in other configs, already "
+        "take too long for it to become a finalist.",
+    )
 
     @model_validator(mode="after")
     def _random_is_bounded(self) -> SearchSpec:

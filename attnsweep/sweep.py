@@ -38,8 +38,9 @@ from attnsweep.errors import NoGpuError, SpaceError, SpecError, StoreError
 from attnsweep.kernel import Kernel
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank, winners
-from attnsweep.rounds import Rounds
+from attnsweep.rounds import Rounds, race_entry
 from attnsweep.search import Search
+from attnsweep.skipping import Skips
 from attnsweep.space import Space
 from attnsweep.spec import SweepSpec
 from attnsweep.store import TRIALS, Run, Store, open_run
@@ -186,6 +187,7 @@ class _Sweep:
         self._spec, self._worker, self._compiler = spec, worker, compiler
         self._environment, self._store, self._observer = environment, store, observer
         self._deadline = math.inf
+        self._skips = Skips(finalists=spec.measure.finalists, entry=race_entry(spec))
         self._finalist_builds: dict[tuple[object, ...], Build] = {}
 
     def run(self, planned: Sequence[PlannedProblem]) -> bool:
@@ -284,6 +286,7 @@ class _Sweep:
                 if trial.status in (Status.OK, Status.NOISY):
                     seen.setdefault(build.machine_code(), build)
                 rows[trial.key] = (build, trial)
+                self._skips.learn(build, trial)
                 self._observer.tried(trial)
                 if id(build) not in told:
                     self._tell(item, searches, build, trial)
@@ -326,6 +329,9 @@ class _Sweep:
             return row
         if twin is not None:
             return self._same_code(build, twin)
+        skip = self._skips.verdict(build) if self._spec.search.skip_by_bound else None
+        if skip is not None:
+            return row.with_(status=Status.PRUNED, detail=skip.detail, at_least_us=skip.at_least_us)
         try:
             accuracy, first = self._worker.call("trial", build.candidate())
         except WorkerError as error:
@@ -348,13 +354,22 @@ class _Sweep:
     # -- resume -----------------------------------------------------------------------------
 
     def _kept(self, builds: Sequence[Build]) -> dict[tuple[object, ...], Trial]:
-        """Stored rows of these candidates that still hold: same code, problem, GPU and driver."""
+        """Stored rows of these candidates that still hold: same code, problem, GPU and driver.
+
+        One skipped by bound holds while it is still excluded by what rows that hold tell.
+        """
         stored = {trial.key: trial for trial in self._store.trials}
-        kept = {}
+        kept, skipped = {}, []
         for build in builds:
             trial = stored.get(build.row(status=Status.OK).key)
             if trial is not None and trial.fingerprint == self._fingerprint(build):
                 kept[trial.key] = trial
+                self._skips.learn(build, trial)
+                skipped += [build] if trial.at_least_us is not None else []
+        for build in skipped:
+            asked = self._spec.search.skip_by_bound
+            if not asked or self._skips.verdict(build, skipped_before=True) is None:
+                del kept[build.row(status=Status.OK).key]
         return kept
 
     def _measured(self, item: PlannedProblem, builds: Sequence[Build]) -> bool:

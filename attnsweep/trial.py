@@ -93,6 +93,8 @@ class Trial(_Row):
     """Each stage of a pipeline replayed on its own."""
     launch_us: float | None = None
     """What the same launches take if their kernel is empty, issued in the same way."""
+    at_least_us: float | None = None
+    """Of a candidate pruned for it: what it takes at least, by its stages in other configs."""
     schedule: dict[str, int] = Field(default_factory=dict)
     """How a call is issued: chunks, the heads and rows of one, streams, workspace_bytes."""
     variant: dict[str, str] = Field(default_factory=dict)

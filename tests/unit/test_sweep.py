@@ -174,6 +174,46 @@ def test_a_budget_in_time_ends_the_asking_and_the_finals_still_come(go, monkeypa
     assert all(row.time_us.rounds for row in tried)
 
 
+PIPELINES = """
+problems:
+  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
+kernels: {twice: {}}
+baselines: []
+measure: {rounds: 4, finalists: 2}
+"""
+
+
+def test_a_pipeline_of_stages_known_to_be_slow_is_pruned_unrun(go, fake, monkeypatch):
+    families = discover(Path(__file__).parent.parent / "families")
+    monkeypatch.setitem(globals(), "discover", lambda: families)
+    monkeypatch.setattr(sweep, "as_ready", list)
+    monkeypatch.setattr(sweep.Build, "ready", True)
+    call = FakeWorker.call
+
+    def staged(self, method, *args, **options):
+        if method == "trial":
+            FakeWorker.calls.append(("trial", args[0].config))
+            score, mix = args[0].config["SCORE_THREADS"], args[0].config["MIX_THREADS"]
+            stages = {"scores": score / 64 * 10.0, "mix": 10.0 if mix == 32 else 60.0}
+            return Accuracy(rel_err=0, limit=1), FirstTimes(sum(stages.values()), stages, 1.0)
+        return 20.0 if method == "replay" else call(self, method, *args, **options)
+
+    monkeypatch.setattr(FakeWorker, "call", staged)
+    rows = by_config(go(PIPELINES))
+    assert rows[128, 64].status is Status.PRUNED
+    assert "takes at least 64.0 us by its stages in other configs" in rows[128, 64].detail
+    assert rows[128, 64].at_least_us == pytest.approx(64.0)
+    assert [rows[key].status for key in ((64, 32), (64, 64), (128, 32))] == [Status.OK] * 3
+    fake.calls.clear()
+    go(PIPELINES)
+    assert fake.calls == []
+    rows = by_config(go(PIPELINES + "search: {skip_by_bound: false}\n"))
+    assert rows[128, 64].status is Status.OK
+    assert [config for method, config in fake.calls if method == "trial"] == [
+        {"SCORE_THREADS": 128, "MIX_THREADS": 64}
+    ]
+
+
 def test_a_second_run_measures_nothing(go, fake):
     go()
     fake.calls.clear()
