@@ -162,6 +162,8 @@ class Candidate:
     rounds_scores: int
     empty: Plan | None = None
     """The timed plan with an empty kernel in every launch."""
+    deterministic: bool = True
+    """Whether a call that differs from another in a bit is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
