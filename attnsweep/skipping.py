@@ -22,7 +22,7 @@ from attnsweep.trial import Status, Trial
 # took less than 0.8 / 1.25 = 0.64 of its stages.
 SHARE = 0.8
 # A row that was skipped is taken up again only if its bound falls below this share of the limit:
-# finals replace the first times that it was skipped for, in another state of the clock.
+# stages timed since may have brought the bound down a little, and rounds their times.
 _STILL = 0.8
 
 
@@ -49,10 +49,11 @@ class Skips:
 
     def learn(self, build: Build, trial: Trial) -> None:
         """Take note of a row that was timed; the same candidate again changes nothing."""
-        if trial.status is not Status.OK or trial.time_us is None or trial.key in self._learned:
+        time_us = trial.screened_us
+        if trial.status is not Status.OK or time_us is None or trial.key in self._learned:
             return
         self._learned.add(trial.key)
-        bisect.insort(self._times[trial.problem, trial.kernel], trial.time_us.median)
+        bisect.insort(self._times[trial.problem, trial.kernel], time_us)
         for name, code in stage_codes(build).items():
             if name in trial.stages_us:
                 known = self._stages.get(code, math.inf)

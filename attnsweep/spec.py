@@ -136,8 +136,8 @@ class SearchSpec(_Model):
     )
     budget_s: Size | None = Field(
         default=None,
-        description="Ask for no more candidates of a problem after so many seconds of it; those "
-        "asked for are still tried.",
+        description="Try no more candidates of a problem after so many seconds of it; the rounds "
+        "of its finalists come after that.",
     )
     seed: Annotated[int, Field(strict=True, ge=0)] = Field(
         default=0, description="Of strategies random and tpe."

@@ -84,6 +84,8 @@ class Trial(_Row):
     status: Status
     detail: str | None = None
     time_us: Measurement | None = None
+    first_us: float | None = None
+    """The first, cheap time. Races and finals replace time_us, not this, which strategies learn."""
     warm_us: float | None = None
     """As cold_us and eager_us, where time_us is one of these; a finalist has it always."""
     cold_us: float | None = None
@@ -114,6 +116,16 @@ class Trial(_Row):
     recorded: bool = False
     recorded_on: str | None = None
     """GPU and date of a recorded row."""
+
+    @property
+    def screened_us(self) -> float | None:
+        """The time that a search learns of: the first, or else, of older rows that are ok, time_us.
+
+        A rerun then tells a strategy what the first run told it, whatever finals made of the row.
+        """
+        if self.first_us is not None or self.status is not Status.OK or self.time_us is None:
+            return self.first_us
+        return self.time_us.median
 
     @property
     def key(self) -> tuple[object, ...]:
