@@ -234,6 +234,7 @@ class Build:
             tuple(self.plan(case.problem) for case in cases),
             self.kernel.rounds_scores,
             self._emptied(timed),
+            self.kernel.deterministic,
         )
 
     def _emptied(self, plan: Plan) -> Plan:

@@ -169,6 +169,7 @@ class Kernel:
     rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
     between stages); its error limit is derived from the same maths with scores so rounded.
     head_dims: those it takes, or a range of them.
+    deterministic: equal calls give equal bits, which is checked; False for a family of atomic sums.
     """
 
     name: str
@@ -178,6 +179,7 @@ class Kernel:
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     head_dims: tuple[int, ...] | range = (64, 128, 256)
     rounds_scores: int = 0
+    deterministic: bool = True
     source: Path = field(init=False)
     rules: dict[str, tuple[str, Rule]] = field(init=False, default_factory=dict)
     stages: dict[str, Stage] = field(init=False, default_factory=dict)

@@ -76,8 +76,10 @@ class _Fixture:
         self.buffers["o"] = Buffer(int(np.prod(shape)) * DTYPE_BYTES[problem.dtype])
         # Everything that is judged is judged on the host: compiling CuPy's own kernels for it on
         # the device cost 5 s on a fresh machine, and would need CUDA's headers.
+        self._session = session
         self._host = session.pinned(shape, self.dtype)
         self._magnitudes = np.empty(shape, self.dtype)
+        self._again: Any = None
         self.rows = numerics.sampled_rows(problem, seed)
         # Rounding float64 to float32 adds 6e-8 to errors held to 5e-4 or more, and comparing
         # (1,16,1024,64) takes 3 ms instead of 10.
@@ -114,6 +116,18 @@ class _Fixture:
             )
         return accuracy
 
+    def same_again(self) -> None:
+        """Raise WrongResult unless the output is, bit for bit, the one that `output` last gave."""
+        if self._again is None:
+            self._again = self._session.pinned(self._host.shape, self.dtype)
+        self.buffers["o"].download(self._again)
+        differing = np.count_nonzero(np.bitwise_xor(self._again, self._host, out=self._magnitudes))
+        if differing:
+            raise WrongResult(
+                f"a race: repeated calls differ in {differing} of {self._host.size} outputs "
+                f"({self.case.label})"
+            )
+
 
 class Bench:
     """One problem on this process's GPU. Inputs depend on `seed` alone."""
@@ -140,8 +154,10 @@ class Bench:
     def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
         """Check a candidate on every case, then time it briefly, and what it consists of.
 
-        Returns its worst Accuracy and its first times. Raises WrongResult, or a CUDA error if it
-        cannot launch or faults.
+        Returns its worst Accuracy and its first times. After the timed replays the output must be
+        the one that was checked, bit for bit: back-to-back calls show races that one call does not,
+        and some that stay within the limit. It costs one download and no launch. Raises
+        WrongResult, or a CUDA error if it cannot launch or faults.
         """
         if not self._entries:  # finalists keep the workspaces that they were bound to
             plans = (*candidate.checks, candidate.timed)
@@ -150,8 +166,14 @@ class Bench:
         accuracy = self._check_all(candidate)
         call = self._pipeline(candidate.timed, [self._timed.buffers])
         names = call.stage_names if len(call.stage_names) > 1 else ()
+        with self.session.stream:
+            self._timed.buffers["o"].poison()
+        time_us = self._screen(call)
+        if candidate.deterministic:
+            with self.session.stream:
+                self._timed.same_again()
         first = FirstTimes(
-            self._screen(call),
+            time_us,
             {name: self._screen(call, name) for name in names},
             self._launch_us(candidate.empty),
         )

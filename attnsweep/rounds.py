@@ -59,6 +59,16 @@ RACE_US = 300.0
 _UNDECIDED = 1.01
 
 
+def _raced_by(spec: SweepSpec) -> str:
+    """The kind of time that a race is about: launches cost the host alike, so never eager."""
+    return "cold" if spec.measure.rank_by == "cold" else "warm"
+
+
+def race_entry(spec: SweepSpec) -> float:
+    """Who races: those whose first time is at most this multiple of the best."""
+    return _ENTRY[_raced_by(spec)]
+
+
 def label_of(build: Build) -> str:
     """What a candidate is called in a race and in the rounds."""
     return f"{build.kernel.name} {build.config.label}"
@@ -107,7 +117,7 @@ class Rounds:
     def _race(self, checked: Sequence[Pair]) -> list[Pair]:
         """Everyone of `checked` that is left, with what the race told in the row."""
         best = min((_time(trial) for _, trial in checked), default=0.0)
-        near = [pair for pair in checked if _time(pair[1]) <= _ENTRY[self._raced_by] * best]
+        near = [pair for pair in checked if _time(pair[1]) <= race_entry(self._spec) * best]
         if len(near) <= self._spec.measure.finalists:
             return [(build, trial.with_(race={})) for build, trial in checked]
         if not _worth_a_race([_time(trial) for _, trial in near]):
@@ -115,7 +125,7 @@ class Rounds:
             return [(build, trial.with_(race={})) for build, trial in checked]
         entrants: dict[str, Pair] = {}
         lost: set[str] = set()
-        kind = self._raced_by
+        kind = _raced_by(self._spec)
         for build, trial in sorted(near, key=_order):
             try:
                 self._worker.call("enter", label_of(build), build.candidate(), kind, keep=True)
@@ -152,11 +162,6 @@ class Rounds:
             if label_of(build) not in lost
         ]
 
-    @property
-    def _raced_by(self) -> str:
-        """The kind of time that a race is about: launches cost the host alike, so never eager."""
-        return "cold" if self._spec.measure.rank_by == "cold" else "warm"
-
     def _run_race(self, race: Race, turns: Turns, first_us: Mapping[str, float]) -> dict[str, int]:
         """Rounds until few are left, all left are alike, or the budget is spent.
 
@@ -167,7 +172,7 @@ class Rounds:
         budget = _BUDGET_SHARE * sum(_FULL_US / us for us in first_us.values())
 
         def replay(name: str) -> float:
-            time_us, launched = self._worker.call("race", name, RACE_US, self._raced_by)
+            time_us, launched = self._worker.call("race", name, RACE_US, _raced_by(self._spec))
             launches[name] += launched
             last[name] = launched
             return float(time_us)

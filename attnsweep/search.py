@@ -144,8 +144,7 @@ def tpe(space: Space, candidates: int | None, seed: int) -> Proposals:
         while len(told) < len(batch):  # the sweep asks ahead: wait for what was asked
             told += yield None
         for row in told:
-            ok = row.status is Status.OK and row.time_us is not None
-            times[Config(row.config)] = row.time_us.median if ok and row.time_us else None
+            times[Config(row.config)] = row.screened_us
         for config, drawn in batch.items():
             learn(drawn, times.get(config))
 

@@ -136,11 +136,16 @@ class SearchSpec(_Model):
     )
     budget_s: Size | None = Field(
         default=None,
-        description="Ask for no more candidates of a problem after so many seconds of it; those "
-        "asked for are still tried.",
+        description="Try no more candidates of a problem after so many seconds of it; the rounds "
+        "of its finalists come after that.",
     )
     seed: Annotated[int, Field(strict=True, ge=0)] = Field(
         default=0, description="Of strategies random and tpe."
+    )
+    skip_by_bound: StrictBool = Field(
+        default=True,
+        description="Prune a pipeline, unrun, whose stages, as timed in other configs, already "
+        "take too long for it to become a finalist.",
     )
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,8 +38,9 @@ from attnsweep.errors import NoGpuError, SpaceError, SpecError, StoreError
 from attnsweep.kernel import Kernel
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank, winners
-from attnsweep.rounds import Rounds
+from attnsweep.rounds import Rounds, race_entry
 from attnsweep.search import Search
+from attnsweep.skipping import Skips
 from attnsweep.space import Space
 from attnsweep.spec import SweepSpec
 from attnsweep.store import TRIALS, Run, Store, open_run
@@ -50,7 +51,7 @@ from attnsweep.workers import Worker, WorkerError
 PROTOCOL = 3
 # Candidates asked for ahead of their turn: enough to keep 64 compiler threads busy.
 _LOOKAHEAD = 512
-# The same where time is short: what was asked for is tried.
+# The same where time is short: what was asked for is compiled, even if it is not tried any more.
 _LOOKAHEAD_IN_TIME = 64
 
 
@@ -186,6 +187,7 @@ class _Sweep:
         self._spec, self._worker, self._compiler = spec, worker, compiler
         self._environment, self._store, self._observer = environment, store, observer
         self._deadline = math.inf
+        self._skips = Skips(finalists=spec.measure.finalists, entry=race_entry(spec))
         self._finalist_builds: dict[tuple[object, ...], Build] = {}
 
     def run(self, planned: Sequence[PlannedProblem]) -> bool:
@@ -265,7 +267,7 @@ class _Sweep:
             for build in builds:
                 asked_before[id(build)] = len(asked_before)
             kept = self._kept(builds)
-            for build in as_ready(builds):
+            for build in self._in_time(builds, kept, rows):
                 self._observer.compiled(sum(b.ready for b in builds), len(builds))
                 trial = kept.get(build.row(status=Status.OK).key)
                 if trial is None:
@@ -275,7 +277,8 @@ class _Sweep:
                         _, measured = rows[twin.row(status=Status.OK).key]
                         trial = self._inherit(build, measured)
                         seen[build.machine_code()] = build
-                        left = self._same_code(twin, build)
+                        # What the search was told of the twin it is told again after a resume.
+                        left = self._same_code(twin, build).with_(first_us=measured.first_us)
                         self._store.append(left)
                         rows[left.key] = (twin, left)
                     else:
@@ -284,12 +287,32 @@ class _Sweep:
                 if trial.status in (Status.OK, Status.NOISY):
                     seen.setdefault(build.machine_code(), build)
                 rows[trial.key] = (build, trial)
+                self._skips.learn(build, trial)
                 self._observer.tried(trial)
                 if id(build) not in told:
                     self._tell(item, searches, build, trial)
             # What the strategies ask for after that.
             builds = self._builds(item, searches, begun=True)
         self._final(item, [(b, t) for b, t in rows.values() if t.status is Status.OK])
+
+    def _in_time(
+        self,
+        builds: Sequence[Build],
+        kept: Mapping[tuple[object, ...], Trial],
+        rows: Mapping[tuple[object, ...], object],
+    ) -> Iterator[Build]:
+        """Builds as they are compiled; once time is up, if there is a row, only those measured.
+
+        The others get no row, as if they had not been asked for: a later run tries them.
+        """
+        met: set[int] = set()
+        for build in as_ready(builds):
+            if rows and time.monotonic() > self._deadline:
+                break
+            met.add(id(build))
+            yield build
+        left = [build for build in builds if id(build) not in met]
+        yield from as_ready([b for b in left if b.row(status=Status.OK).key in kept])
 
     def _tell(
         self, item: PlannedProblem, searches: Sequence[Search], build: Build, trial: Trial
@@ -316,7 +339,7 @@ class _Sweep:
 
     def _inherit(self, build: Build, measured: Trial) -> Trial:
         """The row of a candidate whose machine code was measured under another name."""
-        facts = ("status", "detail", "accuracy", "time_us", "stages_us", "launch_us")
+        facts = ("status", "detail", "accuracy", "time_us", "first_us", "stages_us", "launch_us")
         return self._compiled(build).with_(**{name: getattr(measured, name) for name in facts})
 
     def _try(self, build: Build, twin: Build | None) -> Trial:
@@ -326,6 +349,9 @@ class _Sweep:
             return row
         if twin is not None:
             return self._same_code(build, twin)
+        skip = self._skips.verdict(build) if self._spec.search.skip_by_bound else None
+        if skip is not None:
+            return row.with_(status=Status.PRUNED, detail=skip.detail, at_least_us=skip.at_least_us)
         try:
             accuracy, first = self._worker.call("trial", build.candidate())
         except WorkerError as error:
@@ -334,6 +360,7 @@ class _Sweep:
         return row.with_(
             accuracy=accuracy,
             time_us=once,
+            first_us=first.time_us,
             stages_us=first.stages_us,
             launch_us=first.launch_us,
         )
@@ -348,13 +375,22 @@ class _Sweep:
     # -- resume -----------------------------------------------------------------------------
 
     def _kept(self, builds: Sequence[Build]) -> dict[tuple[object, ...], Trial]:
-        """Stored rows of these candidates that still hold: same code, problem, GPU and driver."""
+        """Stored rows of these candidates that still hold: same code, problem, GPU and driver.
+
+        One skipped by bound holds while it is still excluded by what rows that hold tell.
+        """
         stored = {trial.key: trial for trial in self._store.trials}
-        kept = {}
+        kept, skipped = {}, []
         for build in builds:
             trial = stored.get(build.row(status=Status.OK).key)
             if trial is not None and trial.fingerprint == self._fingerprint(build):
                 kept[trial.key] = trial
+                self._skips.learn(build, trial)
+                skipped += [build] if trial.at_least_us is not None else []
+        for build in skipped:
+            asked = self._spec.search.skip_by_bound
+            if not asked or self._skips.verdict(build, skipped_before=True) is None:
+                del kept[build.row(status=Status.OK).key]
         return kept
 
     def _measured(self, item: PlannedProblem, builds: Sequence[Build]) -> bool:

@@ -84,6 +84,8 @@ class Trial(_Row):
     status: Status
     detail: str | None = None
     time_us: Measurement | None = None
+    first_us: float | None = None
+    """The first, cheap time. Races and finals replace time_us, not this, which strategies learn."""
     warm_us: float | None = None
     """As cold_us and eager_us, where time_us is one of these; a finalist has it always."""
     cold_us: float | None = None
@@ -93,6 +95,8 @@ class Trial(_Row):
     """Each stage of a pipeline replayed on its own."""
     launch_us: float | None = None
     """What the same launches take if their kernel is empty, issued in the same way."""
+    at_least_us: float | None = None
+    """Of a candidate pruned for it: what it takes at least, by its stages in other configs."""
     schedule: dict[str, int] = Field(default_factory=dict)
     """How a call is issued: chunks, the heads and rows of one, streams, workspace_bytes."""
     variant: dict[str, str] = Field(default_factory=dict)
@@ -112,6 +116,16 @@ class Trial(_Row):
     recorded: bool = False
     recorded_on: str | None = None
     """GPU and date of a recorded row."""
+
+    @property
+    def screened_us(self) -> float | None:
+        """The time that a search learns of: the first, or else, of older rows that are ok, time_us.
+
+        A rerun then tells a strategy what the first run told it, whatever finals made of the row.
+        """
+        if self.first_us is not None or self.status is not Status.OK or self.time_us is None:
+            return self.first_us
+        return self.time_us.median
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -160,6 +174,8 @@ class Candidate:
     rounds_scores: int
     empty: Plan | None = None
     """The timed plan with an empty kernel in every launch."""
+    deterministic: bool = True
+    """Whether a call that differs from another in a bit is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

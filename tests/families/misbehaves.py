@@ -10,8 +10,8 @@ kernel = Kernel(
     params=(
         Param(
             "FAULT",
-            (0, 1, 2, 3, 4, 5, 6),
-            "right, hang, illegal address, write past the end, NaN, unwritten row, 1 % off",
+            (0, 1, 2, 3, 4, 5, 6, 7),
+            "right, hang, illegal address, write past the end, NaN, unwritten row, 1 % off, race",
         ),
     ),
     dtypes=("fp16",),
@@ -27,4 +27,5 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
         grid=(p.seqlen_q, p.batch * p.heads, 1),
         threads=p.head_dim,
         args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
+        smem_bytes=4,
     )

@@ -252,6 +252,7 @@ class Simulator:
         expected = reference(inputs, problem, np.arange(problem.seqlen_q))
         sizes = kernel.workspaces(config, problem)
         worst, limit = 0.0, HALF_ULP[problem.dtype]
+        first = None
         for schedule in schedules:
             with self._lock:
                 self._runs += 1
@@ -276,6 +277,9 @@ class Simulator:
             if not error <= limit:
                 return Result(case, error, limit)
             worst = max(worst, error)
+            first = got if first is None else first
+            if kernel.deterministic and (differing := np.count_nonzero(got != first)):
+                raise SimtError(f"a race: {differing} outputs differ between schedules")
         return Result(case, worst, limit)
 
 

@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle, product
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from attnsweep.numerics import Case, small_cases
 from attnsweep.problem import Problem
 from attnsweep.space import Space
 
-from .harness import ARCH, COMPILER, HERE, config_of
+from .harness import ARCH, COMPILER, HERE, SimtError, config_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -179,6 +180,18 @@ SANITIZED = {
 def test_clean_under_the_sanitizers(sanitized, family):
     result = sanitized[family].result()
     assert result.error <= result.limit
+
+
+def test_a_race_within_the_limit_shows_between_schedules(simulator):
+    """The one that tests/gpu/test_run.py runs on a GPU."""
+    families = Path(__file__).parent.parent / "families"
+    kernel = discover(families)["misbehaves"]
+    case = Case(Problem(1, 1, 1, 3, 65, 64))
+    assert simulator.check(kernel, config_of(kernel, "FAULT=0"), case).ok
+    racing = config_of(kernel, "FAULT=7")
+    with pytest.raises(SimtError, match=r"a race: \d outputs differ between schedules"):
+        simulator.check(kernel, racing, case)
+    assert simulator.check(kernel, racing, case, schedules=[1]).ok
 
 
 def test_every_primitive_has_its_twin():

@@ -23,7 +23,7 @@ LAYERS = [
     {"store", "workers"},
     {"ranking", "turns", "doctor", "inspection", "plots"},
     {"section", "counters", "rounds", "baseline"},
-    {"report"},
+    {"report", "skipping"},
     {"sweep", "page", "regress"},
     {"view", "gate"},
     {"cli"},

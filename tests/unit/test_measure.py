@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from attnsweep import measure
-from attnsweep.measure import Bench
+from attnsweep.measure import Bench, WrongResult
+from attnsweep.numerics import Case
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy, Candidate, Plan
 
@@ -13,8 +18,26 @@ PROBLEM = Problem(1, 1, 1, 64, 64, 64)
 
 
 class FakeBuffer:
-    def __init__(self, nbytes):
-        self.nbytes = nbytes
+    """Downloads what is put into `bits`."""
+
+    def __init__(self, nbytes, guard=0):
+        self.nbytes, self.bits = nbytes, None
+
+    def upload(self, bits):
+        pass
+
+    def poison(self):
+        pass
+
+    def download(self, out):
+        out[:] = self.bits
+
+
+class FakeSession:
+    stream = nullcontext()
+
+    def pinned(self, shape, dtype):
+        return np.zeros(shape, dtype)
 
 
 class FakePipeline:
@@ -29,11 +52,13 @@ def bench(monkeypatch):
     monkeypatch.setattr(measure, "Buffer", FakeBuffer)
     monkeypatch.setattr(measure, "Pipeline", FakePipeline)
     made = Bench.__new__(Bench)
-    made.session, made.problem = None, PROBLEM
+    made.session, made.problem = FakeSession(), PROBLEM
     made._workspaces, made._entries, made._cold_copies = {}, {}, []
-    made._timed = type("Fixture", (), {"buffers": {"q": FakeBuffer(1)}})()
+    made._timed = measure._Fixture(Case(PROBLEM), 0, made.session)
+    made._timed.buffers["o"].bits = 0
     monkeypatch.setattr(made, "_check_all", lambda candidate: Accuracy(rel_err=0.0, limit=1.0))
     monkeypatch.setattr(made, "_screen", lambda call, stage=None: 1.0)
+    made._timed.output()
     return made
 
 
@@ -65,3 +90,19 @@ def test_equal_sizes_share_a_workspace(bench):
     assert (
         bench._entries["a"].call.copies[0]["scores"] is bench._entries["b"].call.copies[0]["scores"]
     )
+
+
+def test_a_race_shows_in_calls_that_differ_in_a_bit(bench, monkeypatch):
+    def replays(call, stage=None):
+        bits = np.zeros((1, 1, 64, 64), np.uint16)
+        bits[0, 0, 3, 5] = 1
+        bench._timed.buffers["o"].bits = bits
+        return 1.0
+
+    monkeypatch.setattr(bench, "_screen", replays)
+    with pytest.raises(WrongResult) as raised:
+        bench.trial(candidate(100))
+    assert raised.value.detail == (
+        "a race: repeated calls differ in 1 of 4096 outputs ((1,1,64,64) fp16 full, normal)"
+    )
+    bench.trial(replace(candidate(100), deterministic=False))

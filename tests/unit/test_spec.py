@@ -279,7 +279,8 @@ class TestRoundTrip:
             "dtype: fp16, causal: false}\n"
             "kernels:\n  naive: {}\nbaselines:\n"
             + "".join(f"- {name}\n" for name in BASELINES)
-            + "search: {strategy: exhaustive, candidates: null, budget_s: null, seed: 0}\n"
+            + "search: {strategy: exhaustive, candidates: null, budget_s: null, seed: 0, "
+            "skip_by_bound: true}\n"
             "measure: {rank_by: warm, rounds: 15, finalists: 12, replay_us: 1000, cold: true, "
             "eager: true, timeout_s: 30.0}\n"
             "limits: {workspace_bytes: null, spill_bytes: null}\n"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from samples import H200
 
-from attnsweep import sweep
+from attnsweep import search, sweep
 from attnsweep.candidates import Observer
 from attnsweep.errors import NoGpuError, SpaceError
 from attnsweep.kernel import discover
@@ -164,14 +164,148 @@ def test_of_the_same_code_the_first_asked_for_is_measured(go, fake, monkeypatch,
     assert fake.calls == []
 
 
-def test_a_budget_in_time_ends_the_asking_and_the_finals_still_come(go, monkeypatch):
-    clock = itertools.count(0.0, 0.7)
-    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(sweep, "_LOOKAHEAD_IN_TIME", 1)
-    rows = by_config(go(SPEC + "search: {strategy: random, budget_s: 1}\n"))
+class Clock:
+    """Stands still but while a candidate is tried, which takes 0.7 s."""
+
+    def __init__(self, monkeypatch):
+        self.now, call = 0.0, FakeWorker.call
+
+        def slow(worker, method, *args, **options):
+            self.now += 0.7 if method == "trial" else 0.0
+            return call(worker, method, *args, **options)
+
+        monkeypatch.setattr(FakeWorker, "call", slow)
+        monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+@pytest.mark.parametrize("lookahead", [1, 64])
+def test_a_budget_in_time_is_kept_to_one_candidate_and_the_finals_still_come(
+    go, fake, monkeypatch, lookahead
+):
+    Clock(monkeypatch)
+    monkeypatch.setattr(sweep, "_LOOKAHEAD_IN_TIME", lookahead)
+    spec = SPEC + "search: {strategy: random, budget_s: 1}\n"
+    rows = by_config(go(spec))
     tried = [row for key, row in rows.items() if isinstance(key, tuple)]
     assert len(tried) == 2
     assert all(row.time_us.rounds for row in tried)
+    # Run again: what was left out is tried, and what is known is not, and takes no time.
+    fake.calls.clear()
+    rows = by_config(go(spec))
+    assert len([1 for method, _ in fake.calls if method == "trial"]) == 1
+    assert [row.status for key, row in rows.items() if isinstance(key, tuple)] == [Status.OK] * 3
+
+
+def test_a_budget_that_compiling_used_up_is_enough_for_one_candidate(go, monkeypatch):
+    clock = itertools.count(0.0, 1.5)
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    rows = by_config(go(SPEC + "search: {budget_s: 1}\n"))
+    assert len([1 for key in rows if isinstance(key, tuple)]) == 1
+
+
+MANY = """
+problems:
+  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
+kernels: {naive: {THREADS: [32, 64, 96, 128, 160, 192, 224, 256]}}
+baselines: []
+measure: {rounds: 4, finalists: 3}
+search: {strategy: tpe, candidates: 6, seed: 4}
+"""
+
+
+@pytest.fixture
+def model(fake, monkeypatch):
+    """A small model-based search on a card whose clock is another one in races and finals.
+
+    tried: THREADS of each trial. stop: Ctrl-C comes after so many.
+    """
+    pytest.importorskip("optuna", reason="needs Optuna: pip install 'attnsweep[search]'")
+    monkeypatch.setattr(search, "STARTUP", 2)
+    monkeypatch.setattr(search, "BATCH", 2)
+    call, drift = FakeWorker.call, itertools.cycle([1.0, 1.02, 0.97])
+    found = SimpleNamespace(tried=[], stop=None)
+
+    def drifting(self, method, *args, **options):
+        if method == "trial":
+            if len(found.tried) == found.stop:
+                raise KeyboardInterrupt
+            threads = args[0].config["THREADS"]
+            found.tried.append(threads)
+            us = 20.0 + abs(threads - 160) / 10
+            return Accuracy(rel_err=0, limit=1), FirstTimes(us, {}, 1.0)
+        if method in ("replay", "race"):
+            us = 50.0 * next(drift) - int(args[0].split("=")[1]) / 10
+            return us if method == "replay" else (us, 2)
+        return call(self, method, *args, **options)
+
+    monkeypatch.setattr(FakeWorker, "call", drifting)
+    return found
+
+
+def test_a_model_based_search_that_is_done_asks_for_nothing_when_run_again(go, model):
+    go(MANY)
+    assert len(model.tried) == len(set(model.tried)) == 6
+    model.tried.clear()
+    go(MANY)
+    assert model.tried == []
+
+
+@pytest.mark.parametrize("before", ["stop at 1", "stop at 3", "stop at 5", "candidates: 4"])
+def test_a_model_based_search_goes_on_as_if_it_had_not_stopped(go, model, tmp_path, before):
+    """Its rows say what the model was told, though finals of another clock changed their times."""
+    go(MANY)
+    whole = set(model.tried)
+    model.tried.clear()
+    (path,) = tmp_path.rglob("trials.jsonl")
+    path.unlink()
+    if before == "candidates: 4":
+        go(MANY.replace("candidates: 6", before))
+    else:
+        model.stop = int(before.split()[-1])
+        assert go(MANY).interrupted
+    model.stop = None
+    go(MANY)
+    assert sorted(model.tried) == sorted(whole)
+
+
+PIPELINES = """
+problems:
+  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
+kernels: {twice: {}}
+baselines: []
+measure: {rounds: 4, finalists: 2}
+"""
+
+
+def test_a_pipeline_of_stages_known_to_be_slow_is_pruned_unrun(go, fake, monkeypatch):
+    families = discover(Path(__file__).parent.parent / "families")
+    monkeypatch.setitem(globals(), "discover", lambda: families)
+    monkeypatch.setattr(sweep, "as_ready", list)
+    monkeypatch.setattr(sweep.Build, "ready", True)
+    call = FakeWorker.call
+
+    def staged(self, method, *args, **options):
+        if method == "trial":
+            FakeWorker.calls.append(("trial", args[0].config))
+            score, mix = args[0].config["SCORE_THREADS"], args[0].config["MIX_THREADS"]
+            stages = {"scores": score / 64 * 10.0, "mix": 10.0 if mix == 32 else 60.0}
+            return Accuracy(rel_err=0, limit=1), FirstTimes(sum(stages.values()), stages, 1.0)
+        return 20.0 if method == "replay" else call(self, method, *args, **options)
+
+    monkeypatch.setattr(FakeWorker, "call", staged)
+    rows = by_config(go(PIPELINES))
+    assert rows[128, 64].status is Status.PRUNED
+    assert "takes at least 64.0 us by its stages in other configs" in rows[128, 64].detail
+    assert rows[128, 64].at_least_us == pytest.approx(64.0)
+    assert [rows[key].status for key in ((64, 32), (64, 64), (128, 32))] == [Status.OK] * 3
+    fake.calls.clear()
+    go(PIPELINES)
+    assert fake.calls == []
+    rows = by_config(go(PIPELINES + "search: {skip_by_bound: false}\n"))
+    assert rows[128, 64].status is Status.OK
+    assert [config for method, config in fake.calls if method == "trial"] == [
+        {"SCORE_THREADS": 128, "MIX_THREADS": 64}
+    ]
 
 
 def test_a_second_run_measures_nothing(go, fake):

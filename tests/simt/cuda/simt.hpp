@@ -193,6 +193,10 @@ inline void __syncthreads(SIMT_HERE) { simt::barrier(0, 0, true, "__syncthreads"
 inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_HERE) {
     simt::collective("__syncwarp", mask, nullptr, [](void* const*, unsigned) {}, SIMT_AT);
 }
+inline long long clock64() {
+    static long long cycles = 0;
+    return cycles += 16;
+}
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 template <class T>
