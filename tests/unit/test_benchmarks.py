@@ -103,6 +103,8 @@ def test_a_tool_that_did_not_do_all_is_extrapolated_and_says_so(module):
     assert whole["all_s"] == 20.5
     assert not whole["extrapolated"]
     assert compare.ratios({"attnsweep": whole, "kernel_tuner": part}) == {"kernel_tuner": 10.0}
+    failed = {"attnsweep": whole, "kernel_tuner": part | {"exit_code": 1}}
+    assert compare.ratios(failed) == {}
     configs = tuple(range(10))
     assert compare.every_nth(configs, 4) == (0, 2, 5, 7)
     assert compare.every_nth(configs, None) == compare.every_nth(configs, 99) == configs
