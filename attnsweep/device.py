@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,7 @@ class Session:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._streams = [self.stream]
         self._events = (cupy.cuda.Event(), cupy.cuda.Event())
+        self._marks: list[Any] = []
         self.gpu = self._describe()
 
     def _describe(self) -> Gpu:
@@ -378,6 +380,21 @@ class Session:
         end.record(self.stream)
         end.synchronize()
         return float(self._cupy.cuda.get_elapsed_time(begin, end)) * 1e3
+
+    def spans_us(self, work: Sequence[Callable[[], None]]) -> list[float]:
+        """Device time of each in turn, enqueued at once, so that nothing lies between them."""
+        while len(self._marks) <= len(work):
+            self._marks.append(self._cupy.cuda.Event())
+        self._marks[0].record(self.stream)
+        for each, mark in zip(work, self._marks[1:], strict=False):
+            each()
+            mark.record(self.stream)
+        self._marks[len(work)].synchronize()
+        elapsed = self._cupy.cuda.get_elapsed_time
+        return [
+            float(elapsed(begin, end)) * 1e3
+            for begin, end in itertools.pairwise(self._marks[: len(work) + 1])
+        ]
 
     def conditions(self) -> dict[str, Any]:
         """Clocks, power, temperature, throttle reasons and other processes on the GPU, now.

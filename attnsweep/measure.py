@@ -333,6 +333,20 @@ class Bench:
             entry.warm_us = time_us
         return time_us
 
+    def pair(self, first: str, second: str) -> tuple[float, float]:
+        """One warm sample of each, in microseconds a call, of two that `replay` has timed.
+
+        Replayed first, second, second, first, with nothing between: what drifts evenly, as a clock
+        does at a power cap, is then the same for both.
+        """
+        (one, calls), (other, others) = (
+            self._entries[name].graphs["warm"] for name in (first, second)
+        )
+        with self.session.stream:
+            one()
+            spans = self.session.spans_us([one, other, other, one])
+        return (spans[0] + spans[3]) / (2 * calls), (spans[1] + spans[2]) / (2 * others)
+
     def _flush_l2(self) -> None:
         if self._l2_filler is None:
             self._l2_filler = Buffer(_COLD_L2_SIZES * self.session.gpu.l2_bytes)

@@ -184,9 +184,12 @@ def ratios(worker: Worker, old: Candidate, new: Candidate, rounds: int) -> list[
     out = []
     for number in range(rounds + 2):
         order = ("old", "new") if number % 2 else ("new", "old")
-        turn = {name: worker.call("replay", name, "warm") for name in order}
-        if number >= 2:
-            out.append(turn["new"] / turn["old"])
+        if number < 2:
+            for name in order:
+                worker.call("replay", name, "warm")
+            continue
+        turn = dict(zip(order, worker.call("pair", *order), strict=True))
+        out.append(turn["new"] / turn["old"])
     return out
 
 

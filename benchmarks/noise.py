@@ -1,9 +1,10 @@
 """How far two measurements of the very same thing are apart: the noise floor of a paired ratio.
 
 Usage: python benchmarks/noise.py [FILE.json] [--rounds 120]. Of several kernels, shapes and lengths
-one config takes part twice, under two names, in rounds of random order as in a sweep's finals
-(a replay of 1 ms). Told is which share of the pairs lies within 1 % (calls over 5 us) and 0.3 %
-(over 50 us) of 1, of single rounds and of the median of 15 rounds, which is what a sweep ranks by.
+one config takes part twice, under two names: in pairs as `check` takes them (replays of 2 ms,
+first, second, second, first, with nothing between), and in rounds of random order as in a sweep's
+finals. Told is which share of the ratios lies within 1 % (calls over 5 us) and 0.3 % (over 50 us)
+of 1: of pairs, of rounds, and of medians of 15.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CASES = (
     ("flash_fwd_mma", "{batch: 4, heads: 16, seqlen: 2048, head_dim: 64}"),
     ("flash_fwd_mma", "{batch: 2, heads: 16, seqlen: 4096, head_dim: 128, causal: true}"),
 )
-REPLAY_US = 1000.0
+REPLAY_US = 2000.0
 WARM_UP = 5
 ROUNDS_OF_A_SWEEP = 15
 # Microseconds of a call above which a limit on the pair's distance from 1 holds.
@@ -57,7 +58,7 @@ def facts(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     return {
         "time_us": round(time_us, 3),
         "limit_percent": None if limit is None else 100 * limit,
-        "pairs": len(ratios),
+        "count": len(ratios),
         "share_within": within(ratios),
         "share_of_medians_within": within(medians),
         "percent_off_of_95_in_100": round(distances[int(0.95 * (len(distances) - 1))], 4),
@@ -85,17 +86,22 @@ def main() -> None:
             worker.open(spec.problems[0].problem, replay_us=REPLAY_US, seed=0)
             for name in "ab":
                 worker.call("enter", name, build.candidate(), "warm")
-            pairs = []
+            rounds, pairs = [], []
             for number in range(WARM_UP + arguments.rounds):
-                times = {
-                    name: worker.call("race", name, REPLAY_US, "warm")[0]
-                    for name in order.sample("ab", 2)
+                alone = {
+                    name: worker.call("replay", name, "warm") for name in order.sample("ab", 2)
                 }
+                names = order.sample("ab", 2)
+                paired = dict(zip(names, worker.call("pair", *names), strict=True))
                 if number >= WARM_UP:
-                    pairs.append((times["a"], times["b"]))
-            told = {"kernel": kernel, "problem": spec.problems[0].problem.label, **facts(pairs)}
-            console.print("  ".join(f"{name} {value}" for name, value in told.items()))
-            cases.append({**told, "config": dict(build.config)})
+                    rounds.append((alone["a"], alone["b"]))
+                    pairs.append((paired["a"], paired["b"]))
+            told = {"pairs": facts(pairs), "rounds": facts(rounds)}
+            label = spec.problems[0].problem.label
+            for how, found in told.items():
+                said = "  ".join(f"{name} {value}" for name, value in found.items())
+                console.print(f"{kernel} {label} {how}: {said}")
+            cases.append({"kernel": kernel, "problem": label, "config": dict(build.config), **told})
         compiler.close()
     setting.write(arguments.file, environment, {"asked": len(CASES), "cases": cases})
 

@@ -77,10 +77,12 @@ class Card:
         self._fault(f"{method} {name}".strip())
         if method == "trial":
             return Accuracy(rel_err=1e-4, limit=1e-3), FirstTimes(20.0, {}, 1.5)
-        if method == "replay":
+        if method in ("replay", "pair"):
             time.sleep(self.replay_s)
-            ratio = self.ratios[self._process] if name == "new" else 1.0
-            return 20.0 * ratio * self._rng.gauss(1, self.noise)
+            ratios = {"old": 1.0, "new": self.ratios[self._process]}
+            sides = [side for side in args if side in ratios]
+            times = [20.0 * ratios[side] * self._rng.gauss(1, self.noise) for side in sides]
+            return times if method == "pair" else times[0]
         return None
 
 

@@ -50,6 +50,8 @@ class Card:
         self._sides.pop(name, None)
 
     def call(self, method, name, *args, keep=False, slow=False):
+        if method == "pair":
+            return [self.call("replay", side) for side in (name, *args)]
         if method == "enter":
             self._sides[name] = args[0].timed
             return None
