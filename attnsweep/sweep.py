@@ -37,8 +37,9 @@ from attnsweep.compiler import Compiler
 from attnsweep.errors import NoGpuError, SpaceError, SpecError, StoreError
 from attnsweep.kernel import Kernel
 from attnsweep.problem import Problem
-from attnsweep.ranking import rank, winners
+from attnsweep.ranking import OURS, rank, winners
 from attnsweep.rounds import Rounds, race_entry
+from attnsweep.schedule import MODES
 from attnsweep.search import Search
 from attnsweep.skipping import Skips
 from attnsweep.space import Space
@@ -108,6 +109,7 @@ def run(
         store = Store.open(directory, fresh=fresh or bool(elsewhere))
         try:
             store.describe(spec.resolved(store.directory), environment, plan_facts(planned))
+            _retire(store, kernels, observer)
             sweep = _Sweep(spec, worker, compiler, environment, store, observer)
             interrupted = sweep.run(planned)
             sweep.keep_winners()
@@ -115,6 +117,23 @@ def run(
         finally:
             compiler.close()
             store.close()
+
+
+def _retire(store: Store, kernels: Mapping[str, Kernel], observer: Observer) -> None:
+    """Prune rows of configs that their family cannot have any more, which else would be ranked."""
+    modes, retired = {param.name for param in MODES}, 0
+    for trial in store.trials:
+        if trial.provider != OURS or trial.status is Status.PRUNED or trial.kernel not in kernels:
+            continue
+        params = {param.name for param in kernels[trial.kernel].params}
+        changed = (set(trial.config) - modes) ^ params
+        if changed:
+            what = f"{trial.kernel} has changed in {', '.join(sorted(changed))} since"
+            row = trial.with_(status=Status.PRUNED, detail=what, time_us=None, race={})
+            store.append(row)
+            retired += 1
+    if retired:
+        observer.note(f"{retired} earlier rows are of configs that their kernel has no longer")
 
 
 def arch_of(spec: SweepSpec, environment: Environment) -> Arch:

@@ -316,6 +316,19 @@ def test_a_second_run_measures_nothing(go, fake):
     assert outcome.exit_code == 0
 
 
+def test_rows_of_configs_that_the_kernel_has_no_longer_are_not_ranked(go, tmp_path):
+    path = go().run.directory / "trials.jsonl"
+    (row, *_) = [json.loads(line) for line in path.read_text().splitlines() if "THREADS" in line]
+    gone = row | {"config": {"THREADS": 32, "UNROLL": 2}}
+    gone["time_us"] = row["time_us"] | {"median": 1.0, "low": 1.0, "high": 1.0, "rounds": []}
+    path.write_text(path.read_text() + json.dumps(gone) + "\n")
+    for _ in range(2):
+        rows = by_config(go())
+        assert rows[(32, 2)].status is Status.PRUNED
+        assert rows[(32, 2)].detail == "naive has changed in UNROLL since"
+        assert rows[(32,)].status is Status.OK
+
+
 def test_fresh_measures_again_and_keeps_the_old_rows(go, fake, tmp_path):
     go()
     fake.calls.clear()
