@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import claims_cd
+import claims_e
+from verdict import FAILS, HOLDS, MARGIN, OPEN, Verdict
 
 from attnsweep import counters
 from attnsweep.arch import arch_named
@@ -29,8 +30,6 @@ from attnsweep.trial import Status, Trial
 SHAPE = Problem(1, 16, 16, 1024, 1024, 64)
 CAUSAL = Problem(1, 16, 16, 1024, 1024, 64, "fp16", True)
 HEADS = SHAPE.batch * SHAPE.heads
-# By how much one time must be below another to be called faster: the claims differ by more.
-MARGIN = 1.02
 
 # (tile, softmax) of the authors' table to their µs per head; names are the spec's variants.
 TABLE = {
@@ -50,17 +49,6 @@ STATISTICS = {
 }
 SHOWN = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "STAGES", "TILES", "THREADS", "VECTOR", "PASSES", "BLOCK")
 TUNED = ("QK_BLOCK_M", "QK_BUFFERS", "QK_TURNS", "PV_BLOCK_M", "PV_BLOCK_K", "PV_CLUSTER")
-HOLDS, FAILS, OPEN = "holds", "does not hold", "not tested"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One claim: in their words, measured here, whether it holds, and the reason found."""
-
-    claim: str
-    measured: str
-    verdict: str
-    reason: str
 
 
 class Recording:
@@ -607,5 +595,8 @@ def page(results: Path) -> str | None:
             *counted,
             "",
         ]
-    out += claims_cd.sections(results)
+    out += claims_cd.sections(results) + claims_e.sections(results)
+    if (results / claims_e.NAME).is_dir():
+        counted = list(counter_lines(Recording(open_run(results / claims_e.NAME), claims_e.SHAPE)))
+        out += ["## Hardware counters of system E", "", *counted] if counted else []
     return "\n".join(out).rstrip() + "\n"

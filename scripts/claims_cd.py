@@ -6,17 +6,21 @@ Every figure is of a recorded run; every verdict follows from figures.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from verdict import FAILS, HOLDS
 
 from attnsweep.arch import arch_named
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
 from attnsweep.store import Run, open_run
-from attnsweep.trial import Trial
+from attnsweep.trial import Status, Trial
 
 WIDE, LADDER = "wide_head", "ladder"
 WIDE_PEERS = ("torch_efficient", "torch_math", "unfused")
+WIDEST, AIM_PERCENT = 8192, 40
 RUNGS = {
     "naive": "a thread a row",
     "ladder_1_blocks": "a warp a row",
@@ -68,62 +72,177 @@ def wide_bounds(run: Run, problem: Problem, limits: dict[str, float]) -> dict[st
     }
 
 
+def tiled_us(config: Mapping[str, Any], problem: Problem, limits: dict[str, float]) -> float:
+    """Microseconds that L2 needs at least for what the blocks of a config read and write.
+
+    Each tile of rows reads K and V again. With the scores exchanged in a workspace, each block adds
+    the partial scores of all slices.
+    """
+    p = problem
+    row = 4 * p.head_dim * p.batch * p.heads
+    tiles = -(-p.seqlen_q // config["BLOCK_M"])
+    read, written = row * (p.seqlen_q + 2 * tiles * p.seqlen_k), row * p.seqlen_q
+    if config["SCORES"] == "workspace":
+        partial = 4 * p.batch * p.heads * config["SLICES"] * p.seqlen_q * p.seqlen_k
+        read, written = read + partial * config["SLICES"], written + partial
+    return 1e6 * max(read / limits["l2_read"], written / limits["l2_write"])
+
+
+class Wide:
+    """The rows of a run of wide heads on one problem, beside the bounds."""
+
+    def __init__(self, run: Run, problem: Problem, limits: dict[str, float]) -> None:
+        trials = [t for t in ranked(run) if t.problem == problem]
+        self.run, self.problem = run, problem
+        self.own = [t for t in trials if t.provider == "attnsweep"]
+        self.peers = [t for t in trials if t.provider in WIDE_PEERS]
+        self.best = self.own[0]
+        self.bounds = wide_bounds(run, problem, limits)
+        self.unit = "3×TF32" if self.best.config["MATH"] == "tf32x3" else "FFMA"
+        self.larger = max(self.bounds["L2"], self.bounds[self.unit])
+        self.share = 100 * self.larger / us(self.best)
+        self.rate = problem.min_bytes / us(self.best) / 1e3
+        self.tiled = max(tiled_us(self.best.config, problem, limits), self.larger)
+        p, config = problem, dict[str, Any](self.best.config)
+        tiles = -(-p.seqlen_q // config["BLOCK_M"])
+        self.blocks = config["SLICES"] * tiles * p.batch * p.heads
+
+    def least(self, name: str, value: str) -> float | None:
+        """The best time with a parameter at a value."""
+        return min((us(t) for t in self.own if t.config[name] == value), default=None)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Its time: launches, the bound as tiled, and what is left."""
+        launch = self.best.launch_us or 0.0
+        rest = us(self.best) - launch - self.tiled
+        return {"launches": launch, "the bound as tiled": self.tiled, "the rest": rest}
+
+    @property
+    def sms(self) -> str:
+        """How many SMs have a block."""
+        assert self.run.environment is not None
+        count = self.run.environment.sm_count
+        return f"{min(self.blocks, count)} of {count}"
+
+    @property
+    def label(self) -> str:
+        """Rows and columns of a head."""
+        return f"{self.problem.seqlen_q} × {self.problem.head_dim}"
+
+
+def wide_rows(run: Run, limits: dict[str, float]) -> list[Wide]:
+    """One a problem, in the run's order."""
+    timed = [t for t in ranked(run) if t.provider == "attnsweep"]
+    return [Wide(run, problem, limits) for problem in dict.fromkeys(t.problem for t in timed)]
+
+
 def wide(run: Run, limits: dict[str, float]) -> Iterator[str]:
     """System C's shapes and claims."""
-    trials = ranked(run)
-    problems = list(dict.fromkeys(t.problem for t in trials))
+    rows = wide_rows(run, limits)
     yield (
         "| rows × head_dim | µs | products | best peer, µs | × | GB/s | L2 | FFMA | 3×TF32 | "
         "of the larger |"
     )
     yield "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|"
-    ratios, rates, shares = [], [], []
-    for problem in problems:
-        own = [t for t in trials if t.problem == problem and t.provider == "attnsweep"]
-        peers = [t for t in trials if t.problem == problem and t.provider in WIDE_PEERS]
-        if not own:
-            continue
-        best = own[0]
-        bounds = wide_bounds(run, problem, limits)
-        unit = "3×TF32" if best.config["MATH"] == "tf32x3" else "FFMA"
-        share = 100 * max(bounds["L2"], bounds[unit]) / us(best)
-        shares.append(share)
-        rates.append(problem.min_bytes / us(best) / 1e3)
-        by_math = {
-            math: min((us(t) for t in own if t.config["MATH"] == math), default=None)
-            for math in ("ffma", "tf32x3")
-        }
-        if by_math["ffma"] and by_math["tf32x3"]:
-            ratios.append(by_math["ffma"] / by_math["tf32x3"])
-        whole = len(peers) == len(WIDE_PEERS)
-        peer = min(peers, key=us) if whole else None
-        against = (
-            f"{us(peer):.1f} ({peer.provider}) | {us(peer) / us(best):.1f}" if peer else "– | –"
+    for row in rows:
+        wrong = sorted(
+            t.provider
+            for t in run.trials
+            if t.problem == row.problem and t.provider in WIDE_PEERS and t.status is Status.WRONG
         )
-        cells = " | ".join(f"{value:.2f}" for value in bounds.values())
+        peer = min(row.peers, key=us, default=None)
+        out = f"; {', '.join(wrong)} over the error limit" if wrong else ""
+        against = (
+            f"{us(peer):.1f} ({peer.provider}{out}) | {us(peer) / us(row.best):.1f}"
+            if peer
+            else "– | –"
+        )
+        cells = " | ".join(f"{value:.2f}" for value in row.bounds.values())
         yield (
-            f"| {problem.seqlen_q} × {problem.head_dim} | **{us(best):.2f}** | "
-            f"{best.config['MATH']} | {against} | {rates[-1]:.0f} | {cells} | {share:.0f} % |"
+            f"| {row.label} | **{us(row.best):.2f}** | {row.best.config['MATH']} | {against} | "
+            f"{row.rate:.0f} | {cells} | {row.share:.0f} % |"
         )
     yield ""
     yield "| claim | measured here | |"
     yield "|---|---|---|"
-    slower = "holds" if ratios and max(ratios) < 1 else "does not hold"
+    yield from wide_claims(run, rows)
+    yield ""
+    yield from wide_limits(rows)
+
+
+def wide_claims(run: Run, rows: list[Wide]) -> Iterator[str]:
+    """A row a claim, and one for the aim at the widest head."""
+    pairs = [(row.least("MATH", "ffma"), row.least("MATH", "tf32x3")) for row in rows]
+    ratios = [ffma / tf32 for ffma, tf32 in pairs if ffma and tf32]
+    if ratios:
+        yield (
+            "| tensor cores cannot help: 3 to 4× slower | the best of three TF32 products, which "
+            f"keep fp32-level error, over the best of FFMA: {min(ratios):.2f} to "
+            f"{max(ratios):.2f}× as fast | **{HOLDS if max(ratios) < 1 else FAILS}** |"
+        )
+    own = [t for t in run.trials if t.provider == "attnsweep"]
+    wrong = sum(t.status is Status.WRONG for t in own)
+    timed = [t for row in rows for t in row.own]
+    shared = sorted({int(dict[str, Any](t.config)["BLOCK_M"]) for t in timed})
+    most = max((t.resources.smem_bytes for t in timed if t.resources), default=0)
     yield (
-        "| tensor cores cannot help: 3 to 4× slower | the best of three TF32 products, which keep "
-        f"fp32-level error, over the best of FFMA: {min(ratios):.2f} to {max(ratios):.2f}× as fast "
-        f"| **{slower}** |"
+        "| several queries cannot share K and V in shared memory (48 KB) | "
+        f"{len(timed)} candidates share a tile of K and V among {' or '.join(map(str, shared))} "
+        f"queries, in up to {most / 1024:.0f} KB; {wrong} of them wrong | "
+        f"**{HOLDS if wrong or not timed else FAILS}** |"
     )
+    where = run.environment
+    assert where is not None
+    rates, shares = [row.rate for row in rows], [row.share for row in rows]
+    peak = where.memory_bytes_per_second / 1e9
     yield (
-        "| several queries cannot share K and V in shared memory | every candidate shares a tile "
-        "of K and V among 16 or 32 queries; right on every case | **does not hold** |"
+        f"| 93 GB/s, 4.7 % of the card's peak, is near the limit | {min(rates):.0f} to "
+        f"{max(rates):.0f} GB/s, {100 * min(rates) / peak:.1f} to {100 * max(rates) / peak:.1f} % "
+        f"of device memory's peak; {min(shares):.0f} to {max(shares):.0f} % of the larger bound of "
+        f"L2 and the products | **{HOLDS if max(rates) < 2 * 93 else FAILS}** |"
     )
-    limit = "holds" if max(rates) < 2 * 93 else "does not hold"
+    widest = [row for row in rows if row.problem.head_dim == WIDEST]
+    if widest:
+        told = "; ".join(
+            f"{row.share:.0f} % for {row.problem.seqlen_q} rows, of whose time "
+            + ", ".join(f"{name} {100 * t / us(row.best):.0f} %" for name, t in row.parts.items())
+            + f", on {row.sms} SMs"
+            for row in widest
+        )
+        held = min(row.share for row in widest) >= AIM_PERCENT
+        yield (
+            f"| aim: {AIM_PERCENT} % of the larger bound at head_dim {WIDEST} | {told} "
+            f"| **{HOLDS if held else FAILS}** |"
+        )
+
+
+def wide_limits(rows: list[Wide]) -> Iterator[str]:
+    """Where a row is below its bound: launches, SMs without a block, what tiles read again."""
     yield (
-        "| 93 GB/s, 4.7 % of the card's peak, is near the limit | "
-        f"{min(rates):.0f} to {max(rates):.0f} GB/s; {min(shares):.0f} to {max(shares):.0f} % of "
-        f"the larger bound of L2 and the products | **{limit}** |"
+        "What stands between a row and its bound. Launches: an empty kernel with the same grids. "
+        "As tiled: the larger bound with K and V read for each tile of rows, and partial scores by "
+        "each block. The rest is neither: waiting within a block, for loads, for the other blocks' "
+        "scores and between launches; these are told apart by hardware counters alone."
     )
+    yield ""
+    yield (
+        "| rows × head_dim | µs | exchange | blocks | SMs used | occupancy | launches | "
+        "as tiled | the rest | each launch alone | best in a cluster | best in two launches |"
+    )
+    yield "|---|---:|---|---:|---:|---:|---:|---:|---:|---|---:|---:|"
+    for row in rows:
+        best, total = row.best, us(row.best)
+        alone = ", ".join(f"{name} {time:.1f}" for name, time in best.stages_us.items()) or "–"
+        parts = [f"{part:.2f} ({100 * part / total:.0f} %)" for part in row.parts.values()]
+        occupied = f"{100 * best.resources.occupancy:.0f} %" if best.resources else "–"
+        exchange = [row.least("SCORES", name) for name in ("cluster", "workspace")]
+        yield (
+            f"| {row.label} | {total:.2f} | {best.config['SCORES']} | {row.blocks} | "
+            f"{row.sms} | {occupied} | "
+            f"{' | '.join(parts)} | {alone} | "
+            f"{' | '.join(f'{time:.2f}' if time else '–' for time in exchange)} |"
+        )
 
 
 # -- system D ---------------------------------------------------------------------------------

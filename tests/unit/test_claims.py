@@ -156,30 +156,87 @@ def test_staged_search_is_replayed_on_the_recorded_rows():
     assert claims.staged_on(space, rows)[1].time_us.median == 11.0
 
 
+def test_counters_of_system_e_are_shown_once_recorded(tmp_path):
+    results = recorded(tmp_path)
+    config = claims.claims_e.OWN | {"STAGES": 2}
+    with Store.open(results / claims.claims_e.NAME) as store:
+        row = trial("attnsweep", 32.0, claims.claims_e.SHAPE, config=config)
+        store.append(row.with_(resources=None))
+        store.describe(load_spec(Path("wmma_pipeline")).resolved(), H200)
+    assert "Hardware counters of system E" not in claims.page(results)
+    stage = {"stage": "fwd", "figures": {"tensor_percent": 7.0}, "stalls": {"mio": 3.0}}
+    facts = [{"config": config, "problem": claims.claims_e.SHAPE.label, "stages": [stage]}]
+    (results / claims.claims_e.NAME / claims.counters.FILE).write_text(json.dumps(facts))
+    assert "  - fwd: tensor cores 7 %; warps waited for mio 3.0" in claims.page(results)
+
+
 def test_without_a_recording_there_is_no_page(tmp_path):
     assert claims.page(tmp_path) is None
 
 
+def wide_said(results, ffma, tf32x3, *, head_dim=2048, wrong=(), **config):
+    """What the page says of a run of two candidates with 64 rows, and of the peers."""
+    problem = Problem(1, 4, 4, 64, 64, head_dim, "fp32")
+    config = {"BLOCK_M": 32, "SLICES": 16, "SCORES": "workspace"} | config
+    with Store.open(results / "wide") as store:
+        for math, time_us in (("ffma", ffma), ("tf32x3", tf32x3)):
+            row = trial(
+                "attnsweep",
+                time_us,
+                problem,
+                kernel="flash_fwd_fp32_wide",
+                config=config | {"MATH": math},
+                launch_us=2.0,
+            )
+            status = Status.WRONG if math in wrong else Status.OK
+            store.append(row.with_(status=status))
+        for peer in claims_cd.WIDE_PEERS:
+            row = trial(peer, 48.0, problem)
+            store.append(row.with_(status=Status.WRONG) if peer in wrong else row)
+        store.describe(load_spec(Path("wide_head")).resolved(), H200)
+    limits = {"l2_read": 8e12, "l2_write": 4e12}
+    return "\n".join(claims_cd.wide(claims.open_run(results / "wide"), limits))
+
+
 def test_wide_claims_turn_with_the_figures(tmp_path):
-    problem = Problem(1, 4, 4, 64, 64, 2048, "fp32")
-    limits = {"l2_read": 8e12}
-
-    def said(tf32x3):
-        name = f"wide_{tf32x3}"
-        with Store.open(tmp_path / name) as store:
-            for math, time_us in (("ffma", 12.0), ("tf32x3", tf32x3)):
-                config = {"MATH": math}
-                kernel = "flash_fwd_fp32_wide"
-                store.append(trial("attnsweep", time_us, problem, kernel=kernel, config=config))
-            for peer in claims_cd.WIDE_PEERS:
-                store.append(trial(peer, 48.0, problem))
-            store.describe(load_spec(Path("wide_head")).resolved(), H200)
-        return "\n".join(claims_cd.wide(claims.open_run(tmp_path / name), limits))
-
-    assert "1.20 to 1.20× as fast | **does not hold** |" in said(10.0)
-    assert "0.30 to 0.30× as fast | **holds** |" in said(40.0)
+    faster = wide_said(tmp_path / "a", 12.0, 10.0)
+    assert "1.20 to 1.20× as fast | **does not hold** |" in faster
+    assert "0.30 to 0.30× as fast | **holds** |" in wide_said(tmp_path / "b", 12.0, 40.0)
     # 8.4 MB in 10 us; FFMA: 0.13 GFLOP at 66.9 TFLOP/s.
-    assert "| 64 × 2048 | **10.00** | tf32x3 | 48.0 (torch_efficient) | 4.8 | 839 |" in said(10.0)
+    assert "| 64 × 2048 | **10.00** | tf32x3 | 48.0 (torch_efficient) | 4.8 | 839 |" in faster
+    assert "in up to 0 KB; 0 of them wrong | **does not hold** |" in faster
+    assert "1 of them wrong | **holds** |" in wide_said(tmp_path / "c", 12.0, 10.0, wrong=["ffma"])
+    assert "839 to 839 GB/s" in faster
+    slow = wide_said(tmp_path / "d", 99.0, 80.0)
+    assert "1 % of the larger bound of L2 and the products | **holds** |" in slow
+
+
+@pytest.mark.parametrize(("time_us", "said"), [(10.0, "holds"), (20.0, "does not hold")])
+def test_the_aim_at_the_widest_head_is_a_share_of_the_larger_bound(tmp_path, time_us, said):
+    page = wide_said(tmp_path, 30.0, time_us, head_dim=8192)
+    share = 100 * 4.194304 / time_us  # 33.6 MB at 8 TB/s
+    launches = f"launches {200 / time_us:.0f} %"
+    assert f"8192 | {share:.0f} % for 64 rows, of whose time {launches}, the bound" in page
+    assert f"on 128 of 132 SMs | **{said}** |" in page
+
+
+def test_what_a_wide_row_reads_again_and_what_is_left(tmp_path):
+    page = wide_said(tmp_path, 30.0, 20.0, head_dim=8192)
+    # Q once, K and V for two tiles of rows; 1 MB of partial scores, which 16 slices each read.
+    read = 4 * 8192 * 4 * 64 * (1 + 2 * 2) + 16 * 4 * 4 * 16 * 64 * 64
+    tiled = read / 8e6
+    left = 20 - 2 - tiled
+    told = f"2.00 (10 %) | {tiled:.2f} ({5 * tiled:.0f} %) | {left:.2f} ({5 * left:.0f} %) | – |"
+    assert f"| 64 × 8192 | 20.00 | workspace | 128 | 128 of 132 | – | {told} – | 20.00 |" in page
+    cluster = {"SCORES": "cluster", "SLICES": 4, "BLOCK_M": 16}
+    page = wide_said(tmp_path / "cluster", 30.0, 20.0, head_dim=8192, **cluster)
+    assert "| 20.00 | cluster | 64 | 64 of 132 |" in page
+    assert "| 20.00 | – |" in page
+
+
+def test_a_peer_over_the_error_limit_is_named_and_not_compared(tmp_path):
+    page = wide_said(tmp_path, 12.0, 10.0, wrong=["torch_math", "unfused"])
+    assert "| 48.0 (torch_efficient; torch_math, unfused over the error limit) | 4.8 |" in page
 
 
 def test_the_ladder_has_each_rung_over_the_one_before(tmp_path):
