@@ -4,7 +4,8 @@
 // A block has WARPGROUPS consumer warpgroups and a producer. WARPGROUPS / KEY_GROUPS of them share a tile of
 // keys, 64 queries each; KEY_GROUPS of them share their queries and take tiles of keys in turn, and what
 // they have is merged last. Tiles of keys are taken right to left, so that those with a mask come first.
-// With SPLITS, as many blocks share queries too, and the combine stage joins what they store.
+// With SPLITS, as many blocks share queries too. The combine stage joins what they store; or, with
+// SPLIT_CLUSTER, they are a cluster, and join through its shared memory.
 #include "common/element.cuh"
 #include "common/mma.cuh"
 #include "common/hopper.cuh"
@@ -36,15 +37,17 @@ static_assert(ROW_GROUPS * KEY_GROUPS == WARPGROUPS, "KEY_GROUPS must divide WAR
 // Else a warpgroup meets stages whose last phase it has not waited for, and takes that for its own.
 static_assert(NUM_STAGES % KEY_GROUPS == 0, "a stage of the ring is always the same key group's");
 static_assert(HEAD_DIM % 16 == 0 && BLOCK_N % 16 == 0, "wgmma takes 16 columns or keys at once");
-// A cluster of blocks has neighbouring tiles of queries of one head, and each loads its part of every tile
-// of K and V for all.
+// MULTICAST: the blocks of a cluster have neighbouring tiles of queries of one head, and each loads its part
+// of every tile of K and V for all. SPLIT_CLUSTER: they are the splits of one tile.
 #if CLUSTER > 1
 #define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
-static_assert(!CAUSAL && !ORDER, "the blocks of a cluster need the same tiles of keys");
 #else
 #define CLUSTER_DIMS
 #endif
-static_assert(SPLITS == 1 || (!PERSISTENT && !ORDER), "the splits of a tile are the grid's third dimension");
+static_assert(CLUSTER == (SPLIT_CLUSTER ? SPLITS : MULTICAST), "a cluster has one use");
+static_assert(MULTICAST == 1 || (!CAUSAL && !ORDER), "blocks that share loads need the same tiles of keys");
+static_assert(MULTICAST == 1 || SPLITS == 1, "splits have keys of their own");
+static_assert(SPLITS == 1 || (!PERSISTENT && !ORDER), "the splits of a tile are a dimension of the grid");
 static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1), "turns are of equal length");
 // Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second panel is
 // half empty: its columns are outside the tensor, so nothing is moved for them.
@@ -55,17 +58,22 @@ constexpr unsigned KV_PANEL = BLOCK_N * 128, KV_BYTES = PANELS * KV_PANEL;
 constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL, P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
 static_assert(!OVERLAP || P_SHARED || MAXIMA == 1, "P beside the one being read goes over its scores");
-// What a key group hands over: accumulators, maxima and sums of each thread.
-constexpr unsigned MERGE_FLOATS = HEAD_DIM / 2 + 4, MERGE_BYTES = 128 * 4 * MERGE_FLOATS;
-constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES;
-// Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer already
-// fills for the next tile; others over Q, and merge over the ring.
-constexpr unsigned STAGED_BYTES = PERSISTENT ? ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES : 0;
 constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4;
+#include "common/key_groups.cuh"
+// Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer already
+// fills for the next tile; others over Q, and merge over the ring. What splits send each other has room of
+// its own too, since a block may send while the other still multiplies.
+#if SPLIT_CLUSTER
+#include "common/cluster_join.cuh"
+constexpr unsigned STAGED_BYTES = ROW_GROUPS * JOIN_BYTES;
+#else
+constexpr unsigned STAGED_BYTES = PERSISTENT ? ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES : 0;
+#endif
 
 #include "common/flash_schedule.cuh"
 
-// Barriers: full and empty of each stage of K and of V, of Q: full of each 64 rows, empty of all.
+// Barriers: full and empty of each stage of K and of V, of Q: full of each 64 rows, empty of all. With
+// SPLIT_CLUSTER, of each 64 rows: what the other splits have is there.
 struct Barriers {
     unsigned base;
     __device__ __forceinline__ unsigned k_full(unsigned stage) const { return base + 32 * stage; }
@@ -74,6 +82,7 @@ struct Barriers {
     __device__ __forceinline__ unsigned v_empty(unsigned stage) const { return base + 32 * stage + 24; }
     __device__ __forceinline__ unsigned q_empty() const { return base + 32 * STAGES; }
     __device__ __forceinline__ unsigned q_full(int group) const { return base + 32 * STAGES + 8 + 8 * group; }
+    __device__ __forceinline__ unsigned joined(int group) const { return q_full(ROW_GROUPS + group); }
 };
 
 __device__ __forceinline__ void
@@ -85,12 +94,12 @@ load_queries(unsigned target, const TensorMap& map, unsigned barrier, int row, i
 __device__ __forceinline__ void
 load_keys(unsigned target, const TensorMap& map, unsigned barrier, int key, int head, int rank) {
     mbarrier_expect(barrier, KV_BYTES);
-    constexpr int PART = BLOCK_N / CLUSTER;
+    constexpr int PART = BLOCK_N / MULTICAST;
 #pragma unroll
     for (int i = 0; i < PANELS; ++i)
-#if CLUSTER > 1
+#if MULTICAST > 1
         tma_load_multicast(target + i * KV_PANEL + rank * PART * 128, map, barrier, i * 64, key + rank * PART,
-                           head, (1 << CLUSTER) - 1);
+                           head, (1 << MULTICAST) - 1);
 #else
         tma_load(target + i * KV_PANEL, map, barrier, i * 64, key, head);
 #endif
@@ -131,44 +140,17 @@ __device__ __forceinline__ void scale_rows(float (&o)[HEAD_DIM / 2], const float
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= by[i / 2 % 2];
 }
 
-// The key groups' accumulators of the same rows become one, in group 0.
-__device__ __forceinline__ void
-merge(float (&o)[HEAD_DIM / 2], OnlineSoftmax& rows, unsigned char* region, float factor) {
-    int group = threadIdx.x / (ROW_GROUPS * 128), row_group = threadIdx.x / 128 % ROW_GROUPS;
-    float* own = reinterpret_cast<float*>(region + row_group * MERGE_BYTES) + threadIdx.x % 128;
-    constexpr int TO_NEXT = ROW_GROUPS * MERGE_BYTES / 4;
-    named_barrier_sync(MERGE_BARRIER, CONSUMERS);  // nobody multiplies from the ring any more
-    if (group > 0) {
-        own += (group - 1) * TO_NEXT;
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) own[i * 128] = o[i];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            own[(HEAD_DIM / 2 + r) * 128] = rows.m[r];
-            own[(HEAD_DIM / 2 + 2 + r) * 128] = rows.l[r];
-        }
-        named_barrier_arrive(MERGED_BARRIER, CONSUMERS);
-        return;
-    }
-    named_barrier_sync(MERGED_BARRIER, CONSUMERS);
-#pragma unroll 1
-    for (int other = 1; other < KEY_GROUPS; ++other, own += TO_NEXT) {
-        float mine[2], theirs[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            rows.join(r, own[(HEAD_DIM / 2 + r) * 128], own[(HEAD_DIM / 2 + 2 + r) * 128], factor, mine[r],
-                      theirs[r]);
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i)
-            o[i] = fmaf(o[i], mine[i / 2 % 2], own[i * 128] * theirs[i / 2 % 2]);
-    }
-}
-
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_fwd_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
-                    float* __restrict__ lse, float* __restrict__ partial, int heads, int queries_per_key_head,
-                    int heads_together, int seqlen_q, int seqlen_k, float factor) {
+                    float* __restrict__ lse,
+#if SPLIT_CLUSTER
+                    element_t* __restrict__ joined,  // o: what a split stores of a row is no box of TMA's
+#else
+                    float* __restrict__ partial,
+#endif
+                    int heads, int queries_per_key_head, int heads_together, int seqlen_q, int seqlen_k,
+                    float factor) {
     extern __shared__ __align__(1024) unsigned char smem[];
     unsigned smem_q = smem_address(smem), smem_k = smem_q + ROW_GROUPS * Q_BYTES,
              smem_v = smem_k + STAGES * KV_BYTES, smem_p = smem_v + STAGES * KV_BYTES,
@@ -177,8 +159,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
     // Each role makes its own: what both keep from before they part is spilled by the producer, which has 24
     // registers.
     auto schedule_of = [&](int seqlen_q) -> Schedule {
-        constexpr int CLUSTER_M = CLUSTER * BLOCK_M;
-        return {(seqlen_q + CLUSTER_M - 1) / CLUSTER_M * CLUSTER, heads, seqlen_q, seqlen_k, heads_together};
+        constexpr int CLUSTER_M = MULTICAST * BLOCK_M;
+        int tiles_m = (seqlen_q + CLUSTER_M - 1) / CLUSTER_M * MULTICAST;
+        return {tiles_m, heads, seqlen_q, seqlen_k, heads_together};
     };
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
 
@@ -192,62 +175,82 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
             for (int i = 0; i < STAGES; ++i) {
                 mbarrier_init(barriers.k_full(i), 1);
                 mbarrier_init(barriers.v_full(i), 1);
-                mbarrier_init(barriers.k_empty(i), 4 * ROW_GROUPS * CLUSTER);
-                mbarrier_init(barriers.v_empty(i), 4 * ROW_GROUPS * CLUSTER);
+                mbarrier_init(barriers.k_empty(i), 4 * ROW_GROUPS * MULTICAST);
+                mbarrier_init(barriers.v_empty(i), 4 * ROW_GROUPS * MULTICAST);
             }
             mbarrier_init(barriers.q_empty(), CONSUMERS / 32);
 #pragma unroll
             for (int i = 0; i < ROW_GROUPS; ++i) mbarrier_init(barriers.q_full(i), 1);
+#if SPLIT_CLUSTER
+#pragma unroll
+            for (int i = 0; i < ROW_GROUPS; ++i) {
+                mbarrier_init(barriers.joined(i), 1);
+                mbarrier_expect(barriers.joined(i), JOIN_BYTES);
+            }
+#endif
             mbarrier_init_fence();
         }
         __syncwarp();
         int rank = 0;
-#if CLUSTER > 1
+#if MULTICAST > 1
         rank = cluster_rank();
         cluster_arrive();
         cluster_wait();  // the others' copies come to barriers of this block
 #else
+#if SPLIT_CLUSTER
+        cluster_arrive_relaxed();  // nobody has to wait yet: the others' barriers are needed last
+#endif
         named_barrier_arrive(START_BARRIER, CONSUMERS + 32);
 #endif
+#if SPLIT_CLUSTER
+        if (threadIdx.x % 32 == 0)  // and the warp waits as a whole
+#else
         if (threadIdx.x % 32 > 0) return;
-#if PDL
-        if (PDL == 2) grid_launch_dependents();
-        grid_wait();
 #endif
-        Schedule schedule = schedule_of(opaque(seqlen_q));
-        Ring<STAGES> k_at, v_at;
-        unsigned q_phase = 0;
+        {
+#if PDL
+            if (PDL == 2) grid_launch_dependents();
+            grid_wait();
+#endif
+            Schedule schedule = schedule_of(opaque(seqlen_q));
+            Ring<STAGES> k_at, v_at;
+            unsigned q_phase = 0;
 #pragma unroll 1
-        for (int turn = 0;; ++turn) {
-            Work work = schedule.of(turn);
-            if (PERSISTENT && work.row < 0) break;
-            int head_kv = queries_per_key_head == 1 ? work.head : work.head / queries_per_key_head;
+            for (int turn = 0;; ++turn) {
+                Work work = schedule.of(turn);
+                if (PERSISTENT && work.row < 0) break;
+                int head_kv = queries_per_key_head == 1 ? work.head : work.head / queries_per_key_head;
 #pragma unroll 1
-            for (int j = 0; j <= work.tiles; ++j) {
-                if (j < work.tiles) {
-                    mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
-                    load_keys(smem_k + k_at.stage * KV_BYTES, k, barriers.k_full(k_at.stage),
-                              schedule.key(j, work.all), head_kv, rank);
-                    k_at.next();
-                }
-                if (j == 0) {
-                    if (PERSISTENT) mbarrier_wait(barriers.q_empty(), q_phase ^ 1);
-                    q_phase ^= 1;
+                for (int j = 0; j <= work.tiles; ++j) {
+                    if (j < work.tiles) {
+                        mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
+                        load_keys(smem_k + k_at.stage * KV_BYTES, k, barriers.k_full(k_at.stage),
+                                  schedule.key(j, work.all), head_kv, rank);
+                        k_at.next();
+                    }
+                    if (j == 0) {
+                        if (PERSISTENT) mbarrier_wait(barriers.q_empty(), q_phase ^ 1);
+                        q_phase ^= 1;
 #pragma unroll
-                    for (int i = 0; i < ROW_GROUPS; ++i)
-                        load_queries(smem_q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64,
-                                     work.head);
-                    continue;
+                        for (int i = 0; i < ROW_GROUPS; ++i)
+                            load_queries(smem_q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64,
+                                         work.head);
+                        continue;
+                    }
+                    mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
+                    load_keys(smem_v + v_at.stage * KV_BYTES, v, barriers.v_full(v_at.stage),
+                              schedule.key(j - 1, work.all), head_kv, rank);
+                    v_at.next();
                 }
-                mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
-                load_keys(smem_v + v_at.stage * KV_BYTES, v, barriers.v_full(v_at.stage),
-                          schedule.key(j - 1, work.all), head_kv, rank);
-                v_at.next();
+                if (!PERSISTENT) break;
             }
-            if (!PERSISTENT) break;
-        }
 #if PDL == 1
-        grid_launch_dependents();
+            grid_launch_dependents();
+#endif
+        }
+#if SPLIT_CLUSTER
+        __syncwarp();
+        cluster_wait();
 #endif
         return;
     }
@@ -256,7 +259,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
     registers_increase<CONSUMER_REGISTERS>();
 #endif
     int lane = threadIdx.x % 32, key_group = warp / (4 * ROW_GROUPS), row_group = warp / 4 % ROW_GROUPS;
-    if (threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
+    if (!SPLIT_CLUSTER && threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
     unsigned own_q = smem_q + row_group * Q_BYTES;
     unsigned long long q_descriptor = wgmma_descriptor<128>(own_q, 1024),
                        k_descriptor = wgmma_descriptor<128>(smem_k, 1024),
@@ -266,10 +269,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
     unsigned lane_at = warp % 4 * 2048 + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
     unsigned own_p = smem_p + warp / 4 * P_BUFFERS * P_BYTES, p_buffer = 0;
     unsigned long long p_descriptor = wgmma_descriptor<128>(own_p, 1024);
-#if CLUSTER > 1
+#if MULTICAST > 1
     cluster_arrive();
     cluster_wait();
 #else
+#if SPLIT_CLUSTER
+    cluster_arrive_relaxed();
+#endif
     named_barrier_sync(START_BARRIER, CONSUMERS + 32);
 #endif
 #if PINGPONG
@@ -279,12 +285,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
     Schedule schedule = schedule_of(seqlen_q);
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
     unsigned q_phase = 0, taken = 0;  // tiles of the ring before this turn
-#if CLUSTER > 1
-    unsigned remote = cluster_address(barriers.base, lane % CLUSTER) - barriers.base;
+#if MULTICAST > 1
+    unsigned remote = cluster_address(barriers.base, lane % MULTICAST) - barriers.base;
 #endif
     auto release = [&](unsigned barrier) {  // to the producers of all blocks that load into its stage
-#if CLUSTER > 1
-        mbarrier_arrive_remote(remote + barrier, lane, CLUSTER);
+#if MULTICAST > 1
+        mbarrier_arrive_remote(remote + barrier, lane, MULTICAST);
 #else
         if (lane == 0) mbarrier_arrive(barrier);
 #endif
@@ -427,12 +433,32 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
 #endif
 
         rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
+#if SPLIT_CLUSTER
+        cluster_wait();  // all blocks have begun, and their barriers are there: long since
+#endif
         if (KEY_GROUPS > 1) {
             merge(out, rows, smem + (PERSISTENT ? staging + ROW_GROUPS * Q_BYTES : smem_k) - smem_q, factor);
             if (PERSISTENT && key_group > 0) continue;
             if (key_group > 0) break;
         }
-#if SPLITS > 1
+#if SPLIT_CLUSTER
+        float mine[JOIN_SLICE];
+        int rank = cluster_rank();
+        join_splits(out, rows, mine, staging + row_group * JOIN_BYTES, barriers.joined(row_group), rank,
+                    factor);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (row + r * 8 >= seqlen_q) continue;
+            long long at = static_cast<long long>(work.head) * seqlen_q + row + r * 8;
+            float by = 1.f / rows.l[r];
+            element_t* to = joined + at * HEAD_DIM + rank * (HEAD_DIM / SPLITS) + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < JOIN_SLICE; i += 4)
+                *reinterpret_cast<unsigned*>(to + i * 2) =
+                    pack(mine[i + r * 2] * by, mine[i + r * 2 + 1] * by);
+            if (LSE && rank == 0 && lane % 4 == 0) lse[at] = fmaf(rows.m[r], factor, log2f(rows.l[r])) * LN2;
+        }
+#elif SPLITS > 1
         // Each split stores what it would be without the others, and its weight.
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -483,7 +509,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
     if (warp / 4 == 0) named_barrier_sync(TURN_BARRIER, 256);  // takes the last turn: none is left half full
 #endif
     if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
-#if CLUSTER > 1
+#if MULTICAST > 1
     __syncwarp();
     cluster_arrive();
     cluster_wait();  // and the others' copies and arrivals

@@ -24,6 +24,7 @@ kernel = Kernel(
         Param("ORDER", (0, 1), "of blocks: 0 by head; 1 longest first, by heads that fit L2"),
         Param("PERSISTENT", (0, 132), "SMs whose blocks take turns at tiles; 0: a block a tile"),
         Param("SPLITS", (1, 2), "blocks that share a row's keys; the combine stage joins them"),
+        Param("SPLIT_CLUSTER", (0,), "1: splits are a cluster and join in its shared memory instead"),
         Param("CLUSTER", (1,), "blocks that load K and V for each other, by multicast"),
         Param("PDL", (0,), "programmatic launch: the next may begin 1 after the loads, 2 at once"),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
@@ -56,13 +57,21 @@ def smem_bytes(c: Config, head_dim: int) -> int:
     ring = 2 * c.NUM_STAGES * c.BLOCK_N * panels(head_dim) * 128
     staged = q_bytes + merge_bytes(c, head_dim) if c.PERSISTENT else 0
     buffers = c.WARPGROUPS * (2 if c.OVERLAP else 1) if c.P_SHARED else 0
-    staged += buffers * panels(c.BLOCK_N) * 64 * 128
-    return q_bytes + ring + staged + 32 * c.NUM_STAGES + 8 + 8 * (c.WARPGROUPS // c.KEY_GROUPS)
+    staged += buffers * panels(c.BLOCK_N) * 64 * 128 + join_bytes(c, head_dim)
+    barriers = 32 * c.NUM_STAGES + 8 + 8 * (1 + c.SPLIT_CLUSTER) * (c.WARPGROUPS // c.KEY_GROUPS)
+    return q_bytes + ring + staged + barriers
 
 
 def merge_bytes(c: Config, head_dim: int) -> int:
     """Accumulators, maxima and sums that key groups hand over."""
     return (c.KEY_GROUPS - 1) * block_m(c) * (2 * 4) * (head_dim // 2 + 4)
+
+
+def join_bytes(c: Config, head_dim: int) -> int:
+    """What a block of a cluster of splits gets of the others: its columns, maxima and sums."""
+    if not c.SPLIT_CLUSTER:
+        return 0
+    return (c.SPLITS - 1) * block_m(c) * (2 * 4) * (head_dim // (2 * c.SPLITS) + 4)
 
 
 def registers_at_entry(c: Config, arch: Arch) -> int:
@@ -253,6 +262,14 @@ def split_grid(config: Config, problem: Problem, arch: Arch) -> bool:
     )
 
 
+@kernel.rule("splits that are a cluster are 2, 4 or 8, and share the columns by eights")
+def split_clusters(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    return c.SPLIT_CLUSTER == 0 or (
+        c.SPLITS in (2, 4, 8) and problem.head_dim % (8 * c.SPLITS) == 0
+    )
+
+
 @kernel.rule("a cluster has 1, 2 or 4 blocks of one length, which are not split and not alone")
 def clusters(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
@@ -272,7 +289,7 @@ def workspace(config: Config, problem: Problem) -> dict[str, int]:
     c, p = config, problem
     rows = p.batch * p.heads * p.seqlen_q
     out = {"lse": 4 * rows if c.LSE else 16}
-    if c.SPLITS > 1:
+    if c.SPLITS > 1 and not c.SPLIT_CLUSTER:
         out |= {"partial": 4 * c.SPLITS * rows * p.head_dim, "partial_lse": 4 * c.SPLITS * rows}
     return out
 
@@ -296,9 +313,15 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
         grid = (min(c.PERSISTENT * c.BLOCKS_PER_SM, tiles_m * heads), 1, 1)
     elif c.ORDER:
         grid = (together, tiles_m, heads // together)
+    elif c.SPLIT_CLUSTER:
+        grid = (tiles_m * c.SPLITS, heads, 1)
     else:
         grid = (tiles_m, heads, c.SPLITS)
-    defines = {"CLUSTER": c.CLUSTER}
+    outputs = ("partial_lse", "partial") if c.SPLITS > 1 else ("lse", "lse")
+    if c.SPLIT_CLUSTER:
+        outputs = ("lse", "o")
+    # The stage's CLUSTER is how many blocks a cluster has, whatever it is for.
+    defines = {"CLUSTER": c.SPLITS if c.SPLIT_CLUSTER else c.CLUSTER, "MULTICAST": c.CLUSTER}
     if c.PRODUCER_WARPS == 4:
         defines |= {"PRODUCER_REGISTERS": producer_registers(c)}
         defines |= {"CONSUMER_REGISTERS": consumer_registers(c, arch)}
@@ -311,7 +334,7 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
             tensor_map("k", heads_kv, p.seqlen_k, c.BLOCK_N // c.CLUSTER),
             tensor_map("v", heads_kv, p.seqlen_k, c.BLOCK_N // c.CLUSTER),
             tensor_map("o", heads, p.seqlen_q, 16),
-            *(("partial_lse", "partial") if c.SPLITS > 1 else ("lse", "lse")),
+            *outputs,
             *(heads, p.heads // p.heads_kv, together),
             *(p.seqlen_q, p.seqlen_k, p.scale * LOG2E),
         ),
@@ -325,8 +348,8 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
 @kernel.stage("combine", params=("SPLITS", "PDL", "LSE"))
 def combine(config: Config, problem: Problem, arch: Arch) -> Launch | None:
     c, p = config, problem
-    if c.SPLITS == 1:
-        return None  # every block had all keys
+    if c.SPLITS == 1 or c.SPLIT_CLUSTER:
+        return None  # every block had all keys, or they have joined
     rows = p.batch * p.heads * p.seqlen_q
     return Launch(
         function="flash_fwd_wgmma_combine",

@@ -310,3 +310,31 @@ __device__ __forceinline__ void tma_load_multicast(unsigned target, const Tensor
         "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(blocks)
         : "memory");
 }
+// 16 bytes to an address of the cluster, whose block's mbarrier counts them as it does a copy's: only who reads
+// them waits, by mbarrier_wait_cluster, and neither side needs a fence.
+__device__ __forceinline__ void
+store_async_16(unsigned address, unsigned barrier, float a, float b, float c, float d) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
+            address),
+        "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
+        : "memory");
+}
+// mbarrier_wait for what other blocks stored.
+__device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, unsigned parity) {
+    unsigned done = 0;
+#if SPIN_BOUND
+    long long begin = clock64();
+#endif
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+#if SPIN_BOUND
+        if (!done && clock64() - begin > 1000000000LL) asm volatile("trap;");
+#endif
+    } while (!done);
+}

@@ -175,16 +175,20 @@ static void check_copy(const char* what, const TensorMap& map, unsigned address,
         fail(where, "%s: a box of %u bytes with swizzle %d", what, map.box[0] * 2, map.swizzle);
 }
 void deliver(const Load& load) {
-    if (!alive(*load.cta)) fail(load.where, "this tma_load arrives at a block that has ended");
-    for_box(load.map, load.target, load.at, [&](unsigned to, unsigned short** elements) {
-        unsigned short data[8];
-        for (int e = 0; e < 8; ++e) data[e] = elements[e] ? *elements[e] : 0;
-        unsigned char* p = at(*load.cta, to, 16, 16, "tma_load", load.where);
-        memcpy(p, data, 16);
-        load.cta->writer[(p - load.cta->smem) / GRANULE] = 0;
-    });
+    const char* what = load.data.empty() ? "tma_load" : "store_async";
+    if (!alive(*load.cta)) fail(load.where, "this %s arrives at a block that has ended", what);
+    if (!load.data.empty())
+        memcpy(at(*load.cta, load.target, 16, 16, what, load.where), load.data.data(), 16);
+    else
+        for_box(load.map, load.target, load.at, [&](unsigned to, unsigned short** elements) {
+            unsigned short data[8];
+            for (int e = 0; e < 8; ++e) data[e] = elements[e] ? *elements[e] : 0;
+            unsigned char* p = at(*load.cta, to, 16, 16, what, load.where);
+            memcpy(p, data, 16);
+            load.cta->writer[(p - load.cta->smem) / GRANULE] = 0;
+        });
     Mbarrier& barrier = mbarrier_at(*load.cta, load.barrier, load.where);
-    barrier.bytes -= box_bytes(load.map);
+    barrier.bytes -= load.data.empty() ? box_bytes(load.map) : load.data.size();
     settle(*load.cta, load.barrier, barrier);
 }
 void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank, const int* from,
@@ -193,7 +197,7 @@ void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank,
     if (!multicast) multicast = 1u << me().cta->rank;
     for (Cta& cta : cluster) {
         if (!(multicast >> cta.rank & 1)) continue;
-        Load load{&cta, target & 0xffffff, barrier & 0xffffff, map, {}, where};
+        Load load{&cta, target & 0xffffff, barrier & 0xffffff, map, {}, where, {}};
         std::copy(from, from + rank, load.at.begin());
         mbarrier_at(cta, load.barrier, where);
         for_box(map, load.target, load.at, [&](unsigned to, unsigned short**) {
@@ -202,6 +206,16 @@ void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank,
         if (schedule == 1 || (schedule > 1 && random_bits() % 2)) deliver(load);
         else loads.push_back(load);
     }
+}
+void store_async(unsigned target, const float (&values)[4], unsigned barrier, Where where) {
+    Cta& cta = cta_of(target, *me().cta);
+    if (&cta != &cta_of(barrier, *me().cta)) fail(where, "store_async: the mbarrier is another block's");
+    mbarrier_at(*me().cta, barrier, where);
+    memset(at(*me().cta, target, 16, 16, "store_async", where), 0xff, 16);
+    Load load{&cta, target & 0xffffff, barrier & 0xffffff, {}, {}, where, std::vector<unsigned char>(16)};
+    memcpy(load.data.data(), values, 16);
+    if (schedule == 1 || (schedule > 1 && random_bits() % 2)) deliver(load);
+    else loads.push_back(load);
 }
 static void carry_out(const Store& store) {
     for_box(store.map, store.source, store.at, [&](unsigned from, unsigned short** elements) {

@@ -101,6 +101,7 @@ struct Load {
     TensorMap map;
     std::array<int, 5> at;
     Where where;
+    std::vector<unsigned char> data;  // of a store_async, which has no map
 };
 struct Cta {
     uint3 index;

@@ -104,6 +104,7 @@ void mbarrier_arrive(unsigned barrier, long bytes, unsigned arrivals, Where wher
 void mbarrier_wait(unsigned barrier, unsigned parity, Where where);
 void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank, const int* at,
               unsigned multicast, Where where);
+void store_async(unsigned target, const float (&values)[4], unsigned barrier, Where where);
 void tma_store(const TensorMap& map, unsigned source, int rank, const int* at, Where where);
 void tma_store_commit();
 void tma_store_wait(int pending, bool read_only);

@@ -127,3 +127,11 @@ inline void tma_load_multicast(unsigned target, const TensorMap& map, unsigned b
     const int at[] = {c0, c1, c2};
     simt::tma_load(target, map, barrier, 3, at, blocks, SIMT_AT);
 }
+inline void
+store_async_16(unsigned address, unsigned barrier, float a, float b, float c, float d, SIMT_HERE) {
+    const float values[] = {a, b, c, d};
+    simt::store_async(address, values, barrier, SIMT_AT);
+}
+inline void mbarrier_wait_cluster(unsigned barrier, unsigned parity, SIMT_HERE) {
+    simt::mbarrier_wait(barrier, parity, SIMT_AT);
+}
