@@ -40,6 +40,7 @@ CASES = (
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, KEY_GROUPS: 2, P_SHARED: 1, PDL: 2", BOTH),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, CLUSTER: 2, MAXIMA: 1, P_SHARED: 0", FULL),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, SPLITS: 2, MAXIMA: 1, P_SHARED: 0", BOTH),
+    ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, SPLITS: 4, SPLIT_CLUSTER: 1, MAXIMA: 1", BOTH),
     ("three_kernel_wgmma", f"{TILES}, QK_BLOCK_N: 64, STATS: 0", BOTH),
     ("three_kernel_wgmma", f"{TILES}, QK_BLOCK_N: 128, STATS: 3, SOFTMAX_THREADS: 32", BOTH),
 )

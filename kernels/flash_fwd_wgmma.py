@@ -24,7 +24,7 @@ kernel = Kernel(
         Param("ORDER", (0, 1), "of blocks: 0 by head; 1 longest first, by heads that fit L2"),
         Param("PERSISTENT", (0, 132), "SMs whose blocks take turns at tiles; 0: a block a tile"),
         Param("SPLITS", (1, 2), "blocks that share a row's keys; the combine stage joins them"),
-        Param("SPLIT_CLUSTER", (0,), "1: splits are a cluster and join in its shared memory instead"),
+        Param("SPLIT_CLUSTER", (0,), "1: the splits are a cluster and join in its shared memory"),
         Param("CLUSTER", (1,), "blocks that load K and V for each other, by multicast"),
         Param("PDL", (0,), "programmatic launch: the next may begin 1 after the loads, 2 at once"),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),

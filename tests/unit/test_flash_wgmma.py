@@ -67,3 +67,47 @@ def test_full_tiles_take_as_many_heads_as_fit():
         "PERSISTENT": 132,
     }
     assert heads_together(problem, Config(values)) == 64
+
+
+def split(**values: int) -> Config:
+    """These values, and 64 queries a block."""
+    first = {param.name: param.values[0] for param in FAMILY.params}
+    return Config(first | {"WARPGROUPS": 2, "KEY_GROUPS": 2, "PDL": 2} | values)
+
+
+def test_splits_of_a_cluster_need_no_workspace_and_no_second_launch():
+    problem = Problem(1, 8, 8, 512, 512, 64)
+    arch = ARCHS["sm_90a"]
+    joined = split(SPLITS=4, SPLIT_CLUSTER=1)
+    assert FAMILY.refused_by(joined, problem, arch) is None
+    launches = FAMILY.launches(joined, problem, arch)
+    assert list(launches) == ["fwd"]
+    assert launches["fwd"].grid == (4 * 8, 8, 1)
+    assert launches["fwd"].defines["CLUSTER"] == 4
+    assert list(FAMILY.workspaces(joined, problem)) == ["lse"]
+    combined = split(SPLITS=4)
+    assert list(FAMILY.launches(combined, problem, arch)) == ["fwd", "combine"]
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        ({"SPLITS": 1}, "split_clusters"),
+        ({"SPLITS": 16}, "split_clusters"),
+        ({"SPLITS": 2, "CLUSTER": 2}, "clusters"),
+    ],
+)
+def test_a_cluster_of_splits_is_refused_where_it_cannot_be(values, rule):
+    problem = Problem(1, 2, 2, 64, 4096, 64)
+    config = split(SPLIT_CLUSTER=1, **values)
+    assert FAMILY.refused_by(config, problem, ARCHS["sm_90a"]) == rule
+
+
+def test_splits_of_a_cluster_share_columns_by_eights():
+    """96 columns are twelve eights: for two blocks or four, not for eight."""
+    problem = Problem(1, 2, 2, 64, 4096, 96)
+    refused = {
+        splits: FAMILY.refused_by(split(SPLITS=splits, SPLIT_CLUSTER=1), problem, ARCHS["sm_90a"])
+        for splits in (2, 4, 8)
+    }
+    assert refused == {2: None, 4: None, 8: "split_clusters"}

@@ -127,8 +127,8 @@ inline void tma_load_multicast(unsigned target, const TensorMap& map, unsigned b
     const int at[] = {c0, c1, c2};
     simt::tma_load(target, map, barrier, 3, at, blocks, SIMT_AT);
 }
-inline void
-store_async_16(unsigned address, unsigned barrier, float a, float b, float c, float d, SIMT_HERE) {
+inline void store_async_16(unsigned address, unsigned barrier, float a, float b, float c, float d,
+                           SIMT_HERE) {
     const float values[] = {a, b, c, d};
     simt::store_async(address, values, barrier, SIMT_AT);
 }
