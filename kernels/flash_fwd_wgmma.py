@@ -100,7 +100,8 @@ def registers_needed(c: Config, head_dim: int) -> int:
     in_flight = 10 if head_dim < 128 else 12  # of P on its way to shared memory
     p = in_flight if c.P_SHARED else c.BLOCK_N // 4
     # What ptxas 13 takes on top, compiled over the whole space.
-    rest = 46 if c.SPLITS > 1 and not c.SPLIT_CLUSTER else 38 if c.PERSISTENT and c.KEY_GROUPS > 1 else 30
+    combined = c.SPLITS > 1 and not c.SPLIT_CLUSTER
+    rest = 46 if combined else 38 if c.PERSISTENT and c.KEY_GROUPS > 1 else 30
     return scores + p + head_dim // 2 + rest
 
 
