@@ -45,8 +45,7 @@ static_assert(HEAD_DIM % 16 == 0 && BLOCK_N % 16 == 0, "wgmma takes 16 columns o
 #define CLUSTER_DIMS
 #endif
 static_assert(CLUSTER == (SPLIT_CLUSTER ? SPLITS : MULTICAST), "a cluster has one use");
-static_assert(MULTICAST == 1 || (!CAUSAL && !ORDER), "blocks that share loads need the same tiles of keys");
-static_assert(MULTICAST == 1 || SPLITS == 1, "splits have keys of their own");
+static_assert(MULTICAST == 1 || (!CAUSAL && !ORDER && SPLITS == 1), "who shares loads needs the same keys");
 static_assert(SPLITS == 1 || (!PERSISTENT && !ORDER), "the splits of a tile are a dimension of the grid");
 static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1), "turns are of equal length");
 // Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second panel is
@@ -58,8 +57,9 @@ constexpr unsigned KV_PANEL = BLOCK_N * 128, KV_BYTES = PANELS * KV_PANEL;
 constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL, P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
 static_assert(!OVERLAP || P_SHARED || MAXIMA == 1, "P beside the one being read goes over its scores");
-constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4;
-#include "common/key_groups.cuh"
+// What a key group hands over: accumulators, maxima and sums of each thread.
+constexpr unsigned MERGE_FLOATS = HEAD_DIM / 2 + 4, MERGE_BYTES = 128 * 4 * MERGE_FLOATS;
+constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES;
 // Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer already
 // fills for the next tile; others over Q, and merge over the ring. What splits send each other has room of
 // its own too, since a block may send while the other still multiplies.
@@ -69,8 +69,10 @@ constexpr unsigned STAGED_BYTES = ROW_GROUPS * JOIN_BYTES;
 #else
 constexpr unsigned STAGED_BYTES = PERSISTENT ? ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES : 0;
 #endif
+constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4;
 
 #include "common/flash_schedule.cuh"
+#include "common/key_groups.cuh"
 
 // Barriers: full and empty of each stage of K and of V, of Q: full of each 64 rows, empty of all. With
 // SPLIT_CLUSTER, of each 64 rows: what the other splits have is there.

@@ -7,8 +7,6 @@
 struct Work {
     int row, head, all, tiles;
 };
-// Blocks along x that have one tile of queries: a cluster is along x.
-constexpr int NEIGHBOURS = SPLIT_CLUSTER ? SPLITS : 1;
 struct Schedule {
     int tiles_m, heads, seqlen_q, seqlen_k, heads_together;
     __device__ __forceinline__ static int split() { return SPLIT_CLUSTER ? blockIdx.x % SPLITS : blockIdx.z; }
@@ -22,7 +20,8 @@ struct Schedule {
     // first, (heads_together, queries, rest).
     __device__ __forceinline__ Work of_block() const {
         if (ORDER) return at(gridDim.y - 1 - blockIdx.y, blockIdx.z * gridDim.x + blockIdx.x);
-        return at((CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) / NEIGHBOURS, blockIdx.y);
+        int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+        return at(SPLIT_CLUSTER ? block / SPLITS : block, blockIdx.y);
     }
     // Of blocks that take turns: causal, every second round runs backwards, so that long meets short.
     __device__ __forceinline__ Work of_turn(int turn) const {

@@ -1,11 +1,7 @@
 // Groups of warpgroups that have the same queries and take tiles of keys in turn: what they have is merged
-// last. Include after common/online_softmax.cuh; needs HEAD_DIM, KEY_GROUPS, ROW_GROUPS, CONSUMERS, and two
-// named barriers, MERGE_BARRIER and MERGED_BARRIER.
+// last. Include after common/online_softmax.cuh; needs HEAD_DIM, KEY_GROUPS, ROW_GROUPS, CONSUMERS,
+// MERGE_BYTES, and two named barriers, MERGE_BARRIER and MERGED_BARRIER.
 #pragma once
-
-// What a key group hands over: accumulators, maxima and sums of each thread.
-constexpr unsigned MERGE_FLOATS = HEAD_DIM / 2 + 4, MERGE_BYTES = 128 * 4 * MERGE_FLOATS;
-constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES;
 
 // The key groups' accumulators of the same rows become one, in group 0.
 __device__ __forceinline__ void
