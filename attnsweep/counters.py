@@ -26,6 +26,7 @@ from attnsweep.compiler import Compiler
 from attnsweep.errors import KernelError, NoGpuError, SpecError, ToolchainError
 from attnsweep.kernel import Config, Kernel
 from attnsweep.ranking import rank, value_text
+from attnsweep.schedule import changed_since
 from attnsweep.store import Run
 from attnsweep.trial import Candidate, Trial
 
@@ -204,6 +205,9 @@ def compiled(
                 raise KernelError(f"family {trial.kernel!r} of the run is not here")
             config = Config(trial.config)
             kernel = kernels[trial.kernel]
+            changed = changed_since(kernel, config)
+            if changed is not None:
+                raise KernelError(f"{changed}, so the run's config is none of today's; run it anew")
             builds.append(Build.of(kernel, config, trial.problem, compiler, workspace_limit=limit))
             builds[-1].submit()
         return [build.candidate() for build in builds]

@@ -25,7 +25,7 @@ from attnsweep.paired import Decision, Interval, PairedTest
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
 from attnsweep.regress import Comparison, Finding, Verdict, differences, other_card
-from attnsweep.schedule import MODES
+from attnsweep.schedule import changed_since
 from attnsweep.section import Row, by_problem
 from attnsweep.spec import SweepSpec
 from attnsweep.store import Run
@@ -220,14 +220,10 @@ def _today(
         raise _Ended(
             Verdict.INCONCLUSIVE, f"{what}; give its directory with --kernels, or {_RECORD}"
         )
-    own, modes = {param.name for param in kernel.params}, {param.name for param in MODES}
-    gone = [name for name in winner.config if name not in own | modes]
-    new = sorted(own - set(winner.config))
-    if gone or new:
-        facts = [f"has no parameter {name!r} any more" for name in gone]
-        facts += [f"has the new parameter {name!r}" for name in new]
-        raise _Ended(Verdict.INCONCLUSIVE, f"{kernel.name} {', '.join(facts)}; {_RECORD}")
     config = Config(winner.config)
+    changed = changed_since(kernel, config)
+    if changed is not None:
+        raise _Ended(Verdict.INCONCLUSIVE, f"{changed}; {_RECORD}")
     try:
         refusal = kernel.refusal(winner.problem, arch)
         rule = None if refusal else kernel.refused_by(config, winner.problem, arch)

@@ -25,6 +25,7 @@ MODES = (
 )
 """A config names one of them only where its spec does; the first value is what holds elsewhere."""
 
+
 CHUNKS = "chunks_are_used"
 CHUNKS_RULE = (
     "its chunks are smaller than the whole, keep grouped heads together, and use every stream"
@@ -34,6 +35,14 @@ CHUNKS_RULE = (
 # cut. Workspaces of different streams begin at multiples of _ALIGNMENT bytes.
 ROW_UNIT = 256
 _ALIGNMENT = 1024
+
+
+def changed_since(kernel: Kernel, recorded: Config) -> str | None:
+    """Which parameters the family has lost or got since a config was recorded; None if none."""
+    own, modes = {param.name for param in kernel.params}, {param.name for param in MODES}
+    facts = [f"has no parameter {name!r} any more" for name in recorded if name not in own | modes]
+    facts += [f"has the new parameter {name!r}" for name in sorted(own - set(recorded))]
+    return f"{kernel.name} {', '.join(facts)}" if facts else None
 
 
 @dataclass(frozen=True, slots=True)

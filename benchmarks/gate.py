@@ -36,6 +36,7 @@ from attnsweep.gate import Outcome, compare
 from attnsweep.kernel import Config, Launch, discover
 from attnsweep.ranking import rank, ratio_interval, winners
 from attnsweep.regress import Verdict
+from attnsweep.schedule import changed_since
 from attnsweep.store import open_run
 from attnsweep.trial import Candidate, CompiledStage, Environment, Plan
 from attnsweep.workers import Worker
@@ -104,6 +105,8 @@ def cases(runs: Sequence[Path], compiler: Compiler, place: Path) -> Iterator[Cas
         won = [t for t in won if kernels[t.kernel].refusal(t.problem, compiler.arch) is None]
         for trial in won[:: max(1, len(won) - 1)][:PER_RUN]:
             kernel, config = kernels[trial.kernel], Config(trial.config)
+            if changed_since(kernel, config) is not None:
+                continue
             if kernel.refused_by(config, trial.problem, compiler.arch) is None:
                 builds.append(Build.of(kernel, config, trial.problem, compiler))
                 builds[-1].submit()

@@ -51,9 +51,11 @@ def timed_rows(run: Run) -> list[list[Timed]]:
     for trial in run.trials:
         if trial.provider == OURS and trial.status is Status.OK:
             kernel: Kernel = kernels[trial.kernel]
+            # What is newer than the run has its first value, with which nothing changed.
+            config = Config({p.name: p.values[0] for p in kernel.params} | trial.config)
             build = Build.of(
                 kernel,
-                Config(trial.config),
+                config,
                 trial.problem,
                 compiler,
                 workspace_limit=run.environment.memory_bytes // 4,

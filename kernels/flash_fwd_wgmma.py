@@ -24,7 +24,7 @@ kernel = Kernel(
         Param("ORDER", (0, 1), "of blocks: 0 by head; 1 longest first, by heads that fit L2"),
         Param("PERSISTENT", (0, 132), "SMs whose blocks take turns at tiles; 0: a block a tile"),
         Param("SPLITS", (1, 2), "blocks that share a row's keys; the combine stage joins them"),
-        Param("SPLIT_CLUSTER", (0,), "1: the splits are a cluster and join in its shared memory"),
+        Param("SPLIT_CLUSTER", (0, 1), "1: the splits are a cluster and join in its shared memory"),
         Param("CLUSTER", (1,), "blocks that load K and V for each other, by multicast"),
         Param("PDL", (0,), "programmatic launch: the next may begin 1 after the loads, 2 at once"),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
@@ -252,13 +252,14 @@ def short_calls(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.PDL == 0 or problem.flops < 2e11
 
 
-@kernel.rule("keys are split over the grid where tiles of queries leave SMs idle")
+@kernel.rule("keys are split over the grid where tiles of queries leave SMs idle, into one wave")
 def split_grid(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     return c.SPLITS == 1 or (
         c.SPLITS > 1
         and c.ORDER == c.PERSISTENT == 0
         and row_tiles(c, problem) < 132
+        and row_tiles(c, problem) * c.SPLITS <= 132 * c.BLOCKS_PER_SM
         and c.SPLITS * c.KEY_GROUPS * c.BLOCK_N <= max(64, problem.seqlen_k)
     )
 

@@ -67,6 +67,10 @@ TRICKS = {
         "blocks split the keys, a second launch joins",
         "pays only where tiles of queries are far fewer than SMs",
     ),
+    "SPLIT_CLUSTER": (
+        "blocks that split the keys join in a cluster",
+        "no second launch and no workspace: a microsecond where splits pay",
+    ),
     "EXP2_POLY": (
         "a quarter of the exponentials on the FMA units",
         "up to a quarter of the MUFU time where that binds",

@@ -11,8 +11,9 @@ from samples import H200
 from test_report import full_run
 
 from attnsweep import counters, view
-from attnsweep.errors import NoGpuError, SpecError, ToolchainError
-from attnsweep.kernel import Launch
+from attnsweep.arch import arch_named
+from attnsweep.errors import KernelError, NoGpuError, SpecError, ToolchainError
+from attnsweep.kernel import Launch, discover
 from attnsweep.problem import Problem
 from attnsweep.trial import Candidate, CompiledStage, Plan
 
@@ -118,3 +119,10 @@ def test_candidates_are_chosen_by_parameter_and_by_rank() -> None:
     assert len(counters.chosen(run, ["BLOCK_M=64", "BLOCK_M=128"], top=2)) == 4
     with pytest.raises(SpecError, match="no ranked candidate of the run is 'BLOCK_M=7'"):
         counters.chosen(run, ["BLOCK_M=7"])
+
+
+def test_a_config_of_a_family_that_changed_since_is_refused() -> None:
+    trial = next(t for t in full_run().trials if t.kernel == "three_kernel_wgmma")
+    old = trial.model_copy(update={"config": {"BLOCK_M": 64}})
+    with pytest.raises(KernelError, match=r"has no parameter 'BLOCK_M' any more.*run it anew"):
+        counters.compiled([old], discover(), arch_named("sm_90a"), None)

@@ -78,15 +78,22 @@ def split(**values: int) -> Config:
 def test_splits_of_a_cluster_need_no_workspace_and_no_second_launch():
     problem = Problem(1, 8, 8, 512, 512, 64)
     arch = ARCHS["sm_90a"]
-    joined = split(SPLITS=4, SPLIT_CLUSTER=1)
+    joined = split(SPLITS=2, SPLIT_CLUSTER=1)
     assert FAMILY.refused_by(joined, problem, arch) is None
     launches = FAMILY.launches(joined, problem, arch)
     assert list(launches) == ["fwd"]
-    assert launches["fwd"].grid == (4 * 8, 8, 1)
-    assert launches["fwd"].defines["CLUSTER"] == 4
+    assert launches["fwd"].grid == (2 * 8, 8, 1)
+    assert launches["fwd"].defines["CLUSTER"] == 2
     assert list(FAMILY.workspaces(joined, problem)) == ["lse"]
-    combined = split(SPLITS=4)
+    combined = split(SPLITS=2)
     assert list(FAMILY.launches(combined, problem, arch)) == ["fwd", "combine"]
+
+
+def test_splits_are_one_wave():
+    """64 tiles of queries: two splits of each are 128 blocks for 132 SMs, four would be 256."""
+    problem, arch = Problem(1, 8, 8, 512, 512, 64), ARCHS["sm_90a"]
+    assert FAMILY.refused_by(split(SPLITS=2), problem, arch) is None
+    assert FAMILY.refused_by(split(SPLITS=4), problem, arch) == "split_grid"
 
 
 @pytest.mark.parametrize(
