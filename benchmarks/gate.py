@@ -120,8 +120,8 @@ def copied(plan: Plan, place: Path) -> Plan:
     """The same code in other files, which are then loaded to other addresses."""
     place.mkdir()
     stages = []
-    for stage in plan.stages:
-        path = place / Path(stage.cubin).name
+    for number, stage in enumerate(plan.stages):  # whose files have one name, in places of their own
+        path = place / f"{number}.cubin"
         shutil.copyfile(stage.cubin, path)
         stages.append(replace(stage, cubin=str(path)))
     return replace(plan, stages=tuple(stages))

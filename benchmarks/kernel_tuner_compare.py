@@ -178,6 +178,9 @@ def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None) -> Non
     def of(params: Mapping[str, Any]) -> dict[str, Any]:
         return facts[tuple(params[name] for name in names)]
 
+    def exists(params: Mapping[str, Any]) -> bool:  # Kernel Tuner reads the source of a lambda
+        return tuple(params[name] for name in names) in facts
+
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties
@@ -227,7 +230,7 @@ def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None) -> Non
         grid_div_x=[],
         grid_div_y=[],
         grid_div_z=[],
-        restrictions=lambda params: tuple(params[name] for name in names) in facts,
+        restrictions=exists,
         smem_args={"size": lambda params: of(params)["smem_bytes"]},
         defines={
             name: (lambda params, name=name: of(params)["defines"][name])

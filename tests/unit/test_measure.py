@@ -106,3 +106,36 @@ def test_a_race_shows_in_calls_that_differ_in_a_bit(bench, monkeypatch):
         "a race: repeated calls differ in 1 of 4096 outputs ((1,1,64,64) fp16 full, normal)"
     )
     bench.trial(replace(candidate(100), deterministic=False))
+
+
+class Replay:
+    """Says who was replayed; its call takes what the clock says."""
+
+    def __init__(self, name, played):
+        self.name, self.played = name, played
+
+    def __call__(self):
+        self.played.append(self.name)
+
+
+@pytest.mark.parametrize(
+    ("call_us", "calls", "turns"),
+    [(5.0, 400, 1), (60.0, 33, 1), (500.0, 4, 6), (28_000.0, 1, 1), (6_000.0, 1, 3)],
+)
+def test_a_pair_of_long_calls_takes_more_turns(bench, call_us, calls, turns):
+    """With a clock that slows evenly, both sides still come out alike."""
+    played = []
+
+    def spans(work):
+        for each in work:
+            each()
+        return [calls * call_us * (1 + 0.01 * number) for number in range(len(work))]
+
+    bench.session.spans_us = spans
+    for name in "ab":
+        graphs = {"warm": (Replay(name, played), calls)}
+        bench._entries[name] = measure._Entry(None, graphs, warm_us=call_us)
+    one, other = bench.pair("a", "b")
+    assert "".join(played) == "a" + "abba" * turns
+    assert one == pytest.approx(other)
+    assert one == pytest.approx(call_us * (1 + 0.01 * (4 * turns - 1) / 2))
