@@ -120,7 +120,7 @@ def copied(plan: Plan, place: Path) -> Plan:
     """The same code in other files, which are then loaded to other addresses."""
     place.mkdir()
     stages = []
-    for number, stage in enumerate(plan.stages):  # whose files have one name, in places of their own
+    for number, stage in enumerate(plan.stages):  # whose files may all have one name
         path = place / f"{number}.cubin"
         shutil.copyfile(stage.cubin, path)
         stages.append(replace(stage, cubin=str(path)))
