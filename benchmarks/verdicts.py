@@ -75,7 +75,8 @@ def call(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """One command, in the place whose files it names."""
     command = [sys.executable, "-m", "attnsweep", *arguments]
     # This attnsweep, also where it is not installed and the path to it is relative.
-    environment = os.environ | {"PYTHONPATH": str(ROOT.resolve())}
+    path = os.pathsep.join(filter(None, [str(ROOT.resolve()), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path}
     return subprocess.run(
         command, cwd=place, env=environment, capture_output=True, text=True, check=False
     )
