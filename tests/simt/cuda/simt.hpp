@@ -92,6 +92,7 @@ void cluster_barrier(bool arrive, bool wait, Where where);
 void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where);
 void load_shared(void* to, unsigned address, unsigned bytes, Where where);
 void store_shared(unsigned address, const void* from, unsigned bytes, Where where);
+void store_counted(unsigned address, const void* from, unsigned bytes, unsigned barrier, Where where);
 void stmatrix(unsigned address, const unsigned (&r)[4], Where where);
 void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool bf16, Where where);
 void mma_1688(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Where where);
@@ -115,6 +116,7 @@ struct Wgmma {
     bool accumulate;
     const unsigned* a;  // registers, or null: descriptor_a
     uint64_t descriptor_a, descriptor_b;
+    bool tf32 = false;  // 8 columns of 4 bytes, not 16 of 2
 };
 void wgmma(float* d, const Wgmma& product, Where where);
 void wgmma_fence(Where where);

@@ -2,17 +2,17 @@
 #include "runtime.hpp"
 
 namespace simt {
-// Address of element (i, k) of an operand of rows i and 16 columns k, per the descriptor; k or i runs along
-// the rows of shared memory. PTX ISA, "Strides"; CUTLASS writes the same as canonical layouts.
-static unsigned operand_address(uint64_t descriptor, bool transposed, int i, int k) {
+// Address of element (i, k) of an operand of rows i and 16 columns k (of TF32 8), per the descriptor; k or i
+// runs along the rows of shared memory. PTX ISA, "Strides"; CUTLASS writes the same as canonical layouts.
+static unsigned operand_address(uint64_t descriptor, bool transposed, int i, int k, unsigned bytes = 2) {
     unsigned start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
              stride = (descriptor >> 32 & 0x3fff) << 4;
     unsigned code = descriptor >> 62, width = code == 0 ? 16 : code == 1 ? 128 : code == 2 ? 64 : 32;
-    int across = transposed ? i : k, down = transposed ? k : i, per_row = width / 2;
+    int across = transposed ? i : k, down = transposed ? k : i, per_row = width / bytes;
     if (code == 0 && transposed) std::swap(leading, stride);
     // Eight rows are one piece; `stride` leads to the next eight, `leading` to the next columns.
     unsigned address =
-        start + down / 8 * stride + down % 8 * width + across / per_row * leading + across % per_row * 2;
+        start + down / 8 * stride + down % 8 * width + across / per_row * leading + across % per_row * bytes;
     return address ^ (address >> 7 & (width / 16 - 1)) << 4;
 }
 static float operand(Cta& cta, uint64_t descriptor, bool transposed, bool bf16, int i, int k, Where where) {
@@ -22,8 +22,31 @@ static float operand(Cta& cta, uint64_t descriptor, bool transposed, bool bf16, 
     memcpy(&bits, p, 2);
     return value_of(bits, bf16);
 }
+static float tf32(unsigned bits) { return __uint_as_float(bits & 0xffffe000u); }
+static void multiply_tf32(Cta& cta, unsigned warp, const Product& product) {
+    const Wgmma& of = product.of;
+    static float b[8][256];
+    for (int k = 0; k < 8; ++k)
+        for (int n = 0; n < of.columns; ++n) {
+            unsigned address = operand_address(of.descriptor_b, false, n, k, 4), bits;
+            memcpy(&bits, async_read(cta, address & ~15u, "wgmma", product.where) + address % 16, 4);
+            b[k][n] = tf32(bits);
+        }
+    Accumulator& to = cta.warps[warp].accumulators.at(product.d[0]);
+    for (int lane = 0; lane < 32; ++lane)
+        for (int i = 0; i < to.count; ++i) {
+            float& d = to.values[lane * to.count + i];
+            double sum = of.accumulate ? d : 0;
+            for (int k = 0; k < 8; ++k)  // the lane that has row lane / 4, or 8 on, in column k
+                sum += static_cast<double>(tf32(product.a[lane / 4 * 4 + k % 4][k / 4 * 2 + i / 2 % 2])) *
+                       b[k][i / 4 * 8 + lane % 4 * 2 + i % 2];
+            d = static_cast<float>(sum);  // tensor cores round towards zero
+            if (fabsf(d) > (sum < 0 ? -sum : sum)) d = __uint_as_float(__float_as_uint(d) - 1);
+        }
+}
 static void multiply(Cta& cta, unsigned warp, const Product& product) {
     const Wgmma& of = product.of;
+    if (of.tf32) return multiply_tf32(cta, warp, product);
     static float a[16][16], b[16][256];
     for (int k = 0; k < 16; ++k) {
         for (int n = 0; n < of.columns; ++n)

@@ -1,0 +1,397 @@
+// flash_fwd_fp32_wgmma: fp32 attention with heads of 512 to 8192 columns and few queries and keys, on Hopper.
+// As in flash_fwd_fp32_wide, SLICES blocks share BLOCK_M queries of a head, and each owns a slice of the
+// columns. Here TMA loads and wgmma multiplies: fp32 numbers as two TF32 each, in three products of four.
+// Both products are transposed, since wgmma takes TF32 from shared memory only where the columns that it sums
+// over are neighbours: S^T = K Q^T, of 64 keys by BLOCK_M queries, and O^T = V^T P^T, of 64 columns of V. So
+// K and V come through registers, where they are split, and Q and P lie in shared memory, high and low.
+// CLUSTER blocks add their scores: each gets some rows from all, in the order of the blocks, as counted
+// stores. If CLUSTER is SLICES, it then gives all the P of its rows, and there is one launch (fwd). Else the
+// first launch (scores) writes them, and the second (output) adds the clusters'.
+// q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM), all fp32.
+#include "common/element.cuh"
+#include "common/mma.cuh"
+#include "common/hopper.cuh"
+#include "common/rows.cuh"
+#include "common/hopper_tf32.cuh"
+
+constexpr int THREADS = WARPGROUPS * 128, WARPS = WARPGROUPS * 4;
+constexpr int STAGES = NUM_STAGES;
+constexpr int KEYS = 64, MAX_TILES = 4;  // keys of a tile, tiles of a row
+// A warpgroup has PANELS panels of 32 columns of the slice, in both products. They pass through its own ring
+// of STAGES: those of Q and K for each tile of keys, then those of V. Only it fills and reads that ring.
+constexpr int PANELS = (HEAD_DIM + SLICES * WARPGROUPS * 64 - 1) / (SLICES * WARPGROUPS * 64) * 2;
+constexpr int SLICE = PANELS * 32 * WARPGROUPS;
+constexpr unsigned Q_PANEL = BLOCK_M * 128, KV_PANEL = KEYS * 128;
+#if STAGE_OUTPUT
+constexpr bool FIRST = false, LAST = true;  // does it multiply Q K^T, and P V
+constexpr int ADDED = SLICES / CLUSTER, ROWS = BLOCK_M, COPIES = 1;
+constexpr unsigned SLOT = KV_PANEL, LOW_BYTES = 0;
+#else
+#if STAGE_SCORES
+constexpr bool FIRST = true, LAST = false;
+#else
+constexpr bool FIRST = true, LAST = true;
+#endif
+// Scores to add, rows that this block adds, blocks that need their P.
+constexpr int ADDED = CLUSTER, ROWS = BLOCK_M / CLUSTER, COPIES = CLUSTER;
+constexpr unsigned SLOT = KV_PANEL + Q_PANEL, LOW_BYTES = WARPGROUPS * 2 * Q_PANEL;
+#endif
+static_assert(ROWS >= 1 && SLICES % CLUSTER == 0, "each block of a cluster adds some rows");
+// Warps that do the same row, so that each has fewer blocks to give it to; rows of a warp.
+constexpr int SHARES = !LAST || ROWS >= WARPS ? 1 : WARPS / ROWS < COPIES ? WARPS / ROWS : COPIES;
+constexpr int ROWS_AT_ONCE = WARPS / SHARES, WARP_ROWS = (ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+
+// Two instructions' worth of a split operand: 16 columns of K, or 16 keys of V.
+struct Fragments {
+    unsigned high[8], low[8];
+    __device__ __forceinline__ void set(int i, float x) {
+        high[i] = tf32_high(x), low[i] = __float_as_uint(tf32_low(x));
+    }
+};
+// Tensor cores round sums towards zero. What is summed over long is small, and the sums of the large products
+// are short: `big` has a third of the additions.
+struct Sums {
+    float big[BLOCK_M / 2], small[BLOCK_M / 2];
+    // The operand in shared memory begins at `high` and `low`: descriptors.
+    __device__ __forceinline__ void add(const Fragments& a, unsigned long long b_high,
+                                        unsigned long long b_low, bool accumulate) {
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // 8 columns are 32 bytes
+            WgmmaTf32<BLOCK_M>::rs(small, a.low + 4 * i, b_high + 2 * i, accumulate || i);
+            WgmmaTf32<BLOCK_M>::rs(big, a.high + 4 * i, b_high + 2 * i, accumulate || i);
+            WgmmaTf32<BLOCK_M>::rs(small, a.high + 4 * i, b_low + 2 * i, 1);
+        }
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void finish() {
+        wgmma_wait<0>();
+        pin(big), pin(small);
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; ++i) big[i] += small[i];
+    }
+};
+
+// ---- softmax ----
+// A lane has two keys of every tile: those whose P lie beside each other. The 8 keys of one wgmma are stored
+// as 0 2 4 6 1 3 5 7: so no two lanes that read V meet in a bank.
+__device__ __forceinline__ int key_of_lane(int tile) {  // the first; the second is 2 on
+    const int lane = threadIdx.x % 32;
+    return tile * KEYS + lane / 4 * 8 + lane % 2 * 4 + lane % 4 / 2;
+}
+// The rows of this warp: load(row, tile) gives the scores of a lane's two keys, put(row, tile, p) takes P.
+template <class Load, class Put>
+__device__ __forceinline__ void softmax_rows(int tiles, int first_row, int seqlen_q, int seqlen_k,
+                                             float to_log2, Load load, Put put) {
+    float2 s[WARP_ROWS][MAX_TILES];
+    const int warp_row = threadIdx.x / 32 / SHARES;
+#pragma unroll
+    for (int i = 0; i < WARP_ROWS; ++i)  // all loads first
+#pragma unroll
+        for (int tile = 0; tile < MAX_TILES; ++tile)
+            if (tile < tiles) s[i][tile] = load(min(warp_row + i * ROWS_AT_ONCE, ROWS - 1), tile);
+#pragma unroll
+    for (int i = 0; i < WARP_ROWS; ++i) {
+        const int row = warp_row + i * ROWS_AT_ONCE;
+        const int keys = keys_of(min(first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
+        float largest = minus_infinity(), sum = 0.f;
+#pragma unroll
+        for (int tile = 0; tile < MAX_TILES; ++tile) {
+            if (tile >= tiles) continue;
+            const int key = key_of_lane(tile);
+            if (key < keys) largest = fmaxf(largest, s[i][tile].x);
+            if (key + 2 < keys) largest = fmaxf(largest, s[i][tile].y);
+        }
+        largest = row_reduce<32, true>(largest, nullptr);
+#pragma unroll
+        for (int tile = 0; tile < MAX_TILES; ++tile) {
+            if (tile >= tiles) continue;
+            const int key = key_of_lane(tile);
+            float2& p = s[i][tile];
+            // The difference is exact where p is near 1: it is scaled after, not before.
+            p.x = key < keys ? exp2_approx((p.x - largest) * to_log2) : 0.f;
+            p.y = key + 2 < keys ? exp2_approx((p.y - largest) * to_log2) : 0.f;
+            sum += p.x + p.y;
+        }
+        sum = row_reduce<32, false>(sum, nullptr);
+        const float inverse = sum > 0.f ? __frcp_rn(sum) : 0.f;
+#pragma unroll
+        for (int tile = 0; tile < MAX_TILES; ++tile)
+            if (tile < tiles && row < ROWS)
+                put(row, tile, make_float2(s[i][tile].x * inverse, s[i][tile].y * inverse));
+    }
+}
+
+#if STAGE_OUTPUT
+#define NAME flash_fwd_fp32_wgmma_output
+#elif STAGE_SCORES
+#define NAME flash_fwd_fp32_wgmma_scores
+#else
+#define NAME flash_fwd_fp32_wgmma
+#endif
+extern "C" __global__ void
+#if !STAGE_OUTPUT && CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+__launch_bounds__(THREADS, 1)
+NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o, float* partial,
+     int queries_per_key_head, int seqlen_q, int seqlen_k, float to_log2) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const int tiles = (seqlen_k + KEYS - 1) / KEYS, keys_padded = tiles * KEYS;
+    // Rings; low parts of Q, later the warpgroups' scores; scores of all blocks for this one's rows; P, high
+    // and low; barriers.
+    const unsigned low_at = WARPGROUPS * STAGES * SLOT, added_at = low_at + LOW_BYTES;
+    const unsigned added_bytes = FIRST ? BLOCK_M * keys_padded * 4 : 0, p_at = added_at + added_bytes;
+    const unsigned p_half = BLOCK_M * keys_padded * 4, p_bytes = LAST ? 2 * p_half : 0;
+    const unsigned base = smem_address(smem), barriers = base + p_at + p_bytes;
+    const unsigned scores_full = barriers, p_full = barriers + 8;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), group = warp / 4;
+    const int lane = threadIdx.x % 32, rank = blockIdx.x % CLUSTER;
+    const bool leader = threadIdx.x % 128 == 0;
+    const int slice = blockIdx.x % SLICES, first_row = blockIdx.x / SLICES * BLOCK_M, head = blockIdx.y;
+    const int head_kv = queries_per_key_head == 1 ? head : head / queries_per_key_head;
+    const int first_column = slice * SLICE + group * (PANELS * 32);
+
+    // ---- the ring of this warpgroup ----
+    const unsigned own_full = barriers + 16 + group * STAGES * 8, own_ring = group * STAGES * SLOT;
+    const int qk_items = FIRST ? tiles * PANELS : 0, items = qk_items + (LAST ? tiles * PANELS : 0);
+    // The item-th panel: of V two by two, all tiles of their 64 columns first. A tensor map counts in halves
+    // of a float.
+    auto load = [&](int item) {
+        if (item >= items) return;
+        const unsigned full = own_full + item % STAGES * 8, to = base + own_ring + item % STAGES * SLOT;
+        if (item < qk_items) {
+            const int column = first_column + item % PANELS * 32, tile = item / PANELS;
+            mbarrier_expect(full, KV_PANEL + Q_PANEL);
+            tma_load(to, k, full, 2 * column, tile * KEYS, head_kv);
+            tma_load(to + KV_PANEL, q, full, 2 * column, first_row, head);
+        } else {
+            const int pair = (item - qk_items) / 2, column = first_column + (pair / tiles * 2 + item % 2) * 32;
+            mbarrier_expect(full, KV_PANEL);
+            tma_load(to, v, full, 2 * column, pair % tiles * KEYS, head_kv);
+        }
+    };
+    auto wait_for = [&](int item) { mbarrier_wait(own_full + item % STAGES * 8, item / STAGES & 1); };
+    auto panel_of = [&](int item) { return smem + own_ring + item % STAGES * SLOT; };
+    auto sync_group = [&] { named_barrier_sync(1 + group, 128); };
+
+    if (leader) {
+        for (int i = 0; i < STAGES; ++i) mbarrier_init(own_full + i * 8, 1);
+        if (threadIdx.x == 0) {
+            mbarrier_init(scores_full, 1);
+            mbarrier_init(p_full, 1);
+        }
+        mbarrier_init_fence();
+#if PDL && !STAGE_OUTPUT
+        grid_wait();
+#endif
+        for (int i = 0; i < STAGES; ++i) load(i);
+        if (threadIdx.x == 0) {
+            if (FIRST) mbarrier_expect(scores_full, added_bytes);
+            if (FIRST && LAST) mbarrier_expect(p_full, p_bytes);
+        }
+    }
+    __syncthreads();
+#if PDL || STAGE_SCORES
+    grid_launch_dependents();
+#endif
+    if (FIRST && CLUSTER > 1) cluster_arrive_relaxed();
+
+#if !STAGE_OUTPUT
+    // ---- Q K^T of this slice, and the scores to the blocks that add them ----
+    float* own_low = reinterpret_cast<float*>(smem + low_at + group * 2 * Q_PANEL);
+    // Where this lane's part of K begins: rows lane / 4 and 8 more, column lane % 4 of a chunk of 4, which
+    // the swizzle moves by an XOR with the row.
+    const int k_at = (warp % 4 * 16 + lane / 4) * 32 + lane / 4 * 4 + lane % 4;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) {
+        Sums sums;
+        Fragments a[2];
+#pragma unroll 1
+        for (int panel = 0; panel < PANELS; ++panel) {
+            const int item = tile * PANELS + panel;
+            wait_for(item);
+            const float* keys = reinterpret_cast<const float*>(panel_of(item));
+            const float4* queries = reinterpret_cast<const float4*>(panel_of(item) + KV_PANEL);
+            float4* low = reinterpret_cast<float4*>(own_low) + panel % 2 * (Q_PANEL / 16);
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 16; ++i) {
+                const float4 x = queries[i * 128 + threadIdx.x % 128];
+                low[i * 128 + threadIdx.x % 128] =
+                    make_float4(tf32_low(x.x), tf32_low(x.y), tf32_low(x.z), tf32_low(x.w));
+            }
+            wgmma_wait<0>();
+            pin(a[0].high), pin(a[0].low), pin(a[1].high), pin(a[1].low);
+            fence_async_proxy();
+            // The low part is there, and all warps are done with the panel before and its low part.
+            sync_group();
+            if (leader && panel > 0) load(item - 1 + STAGES);
+            const unsigned long long b_high = wgmma_descriptor<128>(smem_address(queries), 1024),
+                                     b_low = wgmma_descriptor<128>(smem_address(low), 1024);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {  // instruction, column 4 on, row 8 on
+                    const int chunk = half * 4 + i / 4 * 2 + i / 2 % 2;
+                    a[half].set(i, keys[(k_at ^ chunk * 4) + i % 2 * 256]);
+                }
+                sums.add(a[half], b_high + half * 4, b_low + half * 4, panel > 0 || half > 0);
+            }
+        }
+        sums.finish();
+        pin(a[0].high), pin(a[0].low), pin(a[1].high), pin(a[1].low);
+        sync_group();  // all warps are done with the low parts
+        if (leader) load(tile * PANELS + PANELS - 1 + STAGES);
+        // Query by key, and keys swizzled, so that no two lanes that write meet in a bank.
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; ++i) {
+            const int query = i / 4 * 8 + lane % 4 * 2 + i % 2, key = warp % 4 * 16 + lane / 4 + i / 2 % 2 * 8;
+            own_low[query * KEYS + (key ^ lane % 4 * 8)] = sums.big[i];
+        }
+        __syncthreads();
+        if (CLUSTER > 1 && tile == 0) cluster_wait();  // all have their barriers
+        const float* scores = reinterpret_cast<const float*>(smem + low_at);
+        for (int i = threadIdx.x; i < BLOCK_M * KEYS / 4; i += THREADS) {
+            const int row = i / (KEYS / 4), key = i % (KEYS / 4) * 4;
+            const float* part = scores + row * KEYS + (key ^ row / 2 % 4 * 8);
+            float4 sum = *reinterpret_cast<const float4*>(part);
+#pragma unroll
+            for (int g = 1; g < WARPGROUPS; ++g) {
+                const float4 x = *reinterpret_cast<const float4*>(part + g * (2 * Q_PANEL / 4));
+                sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+            }
+            const unsigned at = ((rank * ROWS + row % ROWS) * keys_padded + tile * KEYS + key) * 4;
+            cluster_store_counted(cluster_address(base + added_at + at, row / ROWS), sum,
+                                  cluster_address(scores_full, row / ROWS));
+        }
+        if (tile + 1 < tiles) __syncthreads();  // the next tile's low parts go there
+    }
+    mbarrier_wait(scores_full, 0);
+    const float* added = reinterpret_cast<const float*>(smem + added_at);
+    auto load_scores = [&](int row, int tile) {
+        const float* from = added + row * keys_padded + key_of_lane(tile);
+        float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+        for (int i = 0; i < ADDED; ++i)
+            sum.x += from[i * ROWS * keys_padded], sum.y += from[i * ROWS * keys_padded + 2];
+        return sum;
+    };
+#endif
+    // Partial scores: head and tile of queries; cluster; row; key, in the order of P.
+    const long long partial_rows =
+        (static_cast<long long>(head) * (gridDim.x / SLICES) + blockIdx.x / SLICES) * (SLICES / CLUSTER);
+#if STAGE_SCORES
+    partial += ((partial_rows + slice / CLUSTER) * BLOCK_M + rank * ROWS) * keys_padded;
+    for (int row = warp; row < ROWS; row += WARPS)
+        for (int tile = 0; tile < tiles; ++tile)
+            *reinterpret_cast<float2*>(partial + row * keys_padded + tile * KEYS + lane * 2) =
+                load_scores(row, tile);
+#else
+#if STAGE_OUTPUT
+    grid_wait();
+    partial += partial_rows * BLOCK_M * keys_padded;
+    auto load_scores = [&](int row, int tile) {
+        const float* from = partial + row * keys_padded + tile * KEYS + lane * 2;
+        float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+        for (int i = 0; i < ADDED; ++i) {
+            const float2 x = *reinterpret_cast<const float2*>(from + i * BLOCK_M * keys_padded);
+            sum.x += x.x, sum.y += x.y;
+        }
+        return sum;
+    };
+#endif
+    const int p_row = FIRST ? rank * ROWS : 0;
+    softmax_rows(tiles, first_row + p_row, seqlen_q, seqlen_k, to_log2, load_scores,
+                 [&](int row, int tile, float2 p) {
+        row += p_row;
+        const unsigned at = base + p_at + (tile * 2 + lane / 16) * Q_PANEL + row * 128 +
+                            ((lane % 16 / 2 ^ row % 8) * 16 + lane % 2 * 8);
+        const float2 low = make_float2(tf32_low(p.x), tf32_low(p.y));
+        if (!FIRST) {
+            *reinterpret_cast<float2*>(smem + (at - base)) = p;
+            *reinterpret_cast<float2*>(smem + (at - base + p_half)) = low;
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < (COPIES + SHARES - 1) / SHARES; ++i) {
+            const int to = warp % SHARES + i * SHARES;
+            const unsigned there = cluster_address(at, to), barrier = cluster_address(p_full, to);
+            cluster_store_counted(there, p, barrier);
+            cluster_store_counted(there + p_half, low, barrier);
+        }
+    });
+    if (!FIRST) {
+        fence_async_proxy();
+        __syncthreads();
+    }
+
+    // ---- P V of this slice ----
+    // Where this lane's part of V begins: key 2 (lane % 4) and the next of 8, column lane / 4 and 8 more of
+    // the warp's 16. Its part of O, query by column, lies alike.
+    int v_at[2][2];
+#pragma unroll
+    for (int next = 0; next < 2; ++next)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int key = lane % 4 * 2 + next, chunk = warp % 2 * 4 + i * 2 + lane / 16;
+            v_at[next][i] = key * 32 + (chunk ^ key) * 4 + lane / 4 % 4;
+        }
+    const unsigned long long p_high = wgmma_descriptor<128>(base + p_at, 1024);
+#pragma unroll 1
+    for (int pair = 0; pair < PANELS / 2; ++pair) {
+        Sums sums;
+        Fragments a[2];
+        unsigned char* own = nullptr;
+        int item = qk_items + pair * tiles * 2;
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; ++tile, item += 2) {
+            wait_for(item);
+            wait_for(item + 1);
+            own = panel_of(item + warp % 4 / 2);
+            const float* values = reinterpret_cast<const float*>(own);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // 16 keys
+                wgmma_wait<1>();
+                pin(a[i % 2].high), pin(a[i % 2].low);
+#pragma unroll
+                for (int j = 0; j < 8; ++j)
+                    a[i % 2].set(j, values[(i * 2 + j / 4) * 256 + v_at[j / 2 % 2][j % 2]]);
+                if (FIRST && i == 0 && pair + tile == 0) {  // the values did not have to wait for it
+                    mbarrier_wait(p_full, 0);
+                    fence_async_proxy();
+                }
+                const unsigned at = (tile * 2 + i / 2) * Q_PANEL + i % 2 * 64;
+                sums.add(a[i % 2], p_high + at / 16, p_high + (at + p_half) / 16, tile > 0 || i > 0);
+            }
+            if (tile + 1 < tiles && item + STAGES < items) {
+                sync_group();  // all warps have read the values
+                if (leader) load(item + STAGES), load(item + 1 + STAGES);
+            }
+        }
+        sums.finish();
+        pin(a[0].high), pin(a[0].low), pin(a[1].high), pin(a[1].low);
+        sync_group();
+        // O goes to where the values were, in the layout of two swizzled boxes.
+        float* staged = reinterpret_cast<float*>(own);
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; ++i) staged[i / 4 * 256 + v_at[i % 2][i / 2 % 2]] = sums.big[i];
+        fence_async_proxy();
+        sync_group();
+        if (leader) {
+            item -= 2;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                tma_store(o, smem_address(panel_of(item + i)), 2 * (first_column + (pair * 2 + i) * 32),
+                          first_row, head);
+            tma_store_commit();
+            if (item + STAGES < items) {
+                tma_store_wait_read<0>();
+                load(item + STAGES), load(item + 1 + STAGES);
+            }
+        }
+    }
+    if (leader) tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
+#endif
+}
