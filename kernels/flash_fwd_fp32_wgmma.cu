@@ -16,7 +16,7 @@
 
 constexpr int THREADS = WARPGROUPS * 128, WARPS = WARPGROUPS * 4;
 constexpr int STAGES = NUM_STAGES;
-constexpr int KEYS = 64, MAX_TILES = 4;  // keys of a tile, tiles of a row
+constexpr int KEYS = 64;  // of a tile; a row has MAX_TILES at most
 // A warpgroup has PANELS panels of 32 columns of the slice, in both products. They pass through its own ring
 // of STAGES: those of Q and K for each tile of keys, then those of V. Only it fills and reads that ring.
 constexpr int PANELS = (HEAD_DIM + SLICES * WARPGROUPS * 64 - 1) / (SLICES * WARPGROUPS * 64) * 2;
@@ -138,7 +138,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
      const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o, float* partial,
      int queries_per_key_head, int seqlen_q, int seqlen_k, float to_log2) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    const int tiles = (seqlen_k + KEYS - 1) / KEYS, keys_padded = tiles * KEYS;
+    const int tiles = MAX_TILES == 1 ? 1 : (seqlen_k + KEYS - 1) / KEYS, keys_padded = tiles * KEYS;
     // Rings; low parts of Q, later the warpgroups' scores; scores of all blocks for this one's rows; P, high
     // and low; barriers.
     const unsigned low_at = WARPGROUPS * STAGES * SLOT, added_at = low_at + LOW_BYTES;
@@ -197,6 +197,8 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     grid_launch_dependents();
 #endif
     if (FIRST && CLUSTER > 1) cluster_arrive_relaxed();
+    Sums sums;  // of both products, so that they have the same registers
+    Fragments a[2];
 
 #if !STAGE_OUTPUT
     // ---- Q K^T of this slice, and the scores to the blocks that add them ----
@@ -206,8 +208,6 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     const int k_at = (warp % 4 * 16 + lane / 4) * 32 + lane / 4 * 4 + lane % 4;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
-        Sums sums;
-        Fragments a[2];
 #pragma unroll 1
         for (int panel = 0; panel < PANELS; ++panel) {
             const int item = tile * PANELS + panel;
@@ -341,8 +341,6 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     const unsigned long long p_high = wgmma_descriptor<128>(base + p_at, 1024);
 #pragma unroll 1
     for (int pair = 0; pair < PANELS / 2; ++pair) {
-        Sums sums;
-        Fragments a[2];
         unsigned char* own = nullptr;
         int item = qk_items + pair * tiles * 2;
 #pragma unroll 1

@@ -109,7 +109,7 @@ def launch(config: Config, problem: Problem, stage: str) -> Launch:
         )
 
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
-    defines = {"NUM_STAGES": stages(c, p, stage)}
+    defines = {"NUM_STAGES": stages(c, p, stage), "MAX_TILES": key_tiles(p)}
     if stage != "output":
         defines["CLUSTER"] = c.CLUSTER
     return Launch(
