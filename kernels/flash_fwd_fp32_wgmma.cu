@@ -37,9 +37,10 @@ constexpr int ADDED = CLUSTER, ROWS = BLOCK_M / CLUSTER, COPIES = CLUSTER;
 constexpr unsigned SLOT = KV_PANEL + Q_PANEL, LOW_BYTES = WARPGROUPS * 2 * Q_PANEL;
 #endif
 static_assert(ROWS >= 1 && SLICES % CLUSTER == 0, "each block of a cluster adds some rows");
-// Warps that do the same row, so that each has fewer blocks to give it to; rows of a warp.
-constexpr int SHARES = !LAST || ROWS >= WARPS ? 1 : WARPS / ROWS < COPIES ? WARPS / ROWS : COPIES;
-constexpr int ROWS_AT_ONCE = WARPS / SHARES, WARP_ROWS = (ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+// Half a warp does a row. Warps that do the same rows, so that each has fewer blocks to give them to.
+constexpr int WANTED = LAST ? 2 * WARPS / ROWS : 1, MOST = COPIES < WARPS ? COPIES : WARPS;
+constexpr int SHARES = WANTED < 1 ? 1 : WANTED < MOST ? WANTED : MOST;
+constexpr int ROWS_AT_ONCE = 2 * WARPS / SHARES, TURNS = (ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 
 // Two instructions' worth of a split operand: 16 columns of K, or 16 keys of V.
 struct Fragments {
@@ -48,6 +49,9 @@ struct Fragments {
         high[i] = tf32_high(x), low[i] = __float_as_uint(tf32_low(x));
     }
 };
+__device__ __forceinline__ float4 low4(float4 x) {
+    return make_float4(tf32_low(x.x), tf32_low(x.y), tf32_low(x.z), tf32_low(x.w));
+}
 // Tensor cores round sums towards zero. What is summed over long is small, and the sums of the large products
 // are short: `big` has a third of the additions.
 struct Sums {
@@ -73,52 +77,68 @@ struct Sums {
 };
 
 // ---- softmax ----
-// A lane has two keys of every tile: those whose P lie beside each other. The 8 keys of one wgmma are stored
-// as 0 2 4 6 1 3 5 7: so no two lanes that read V meet in a bank.
-__device__ __forceinline__ int key_of_lane(int tile) {  // the first; the second is 2 on
-    const int lane = threadIdx.x % 32;
-    return tile * KEYS + lane / 4 * 8 + lane % 2 * 4 + lane % 4 / 2;
+// The 8 keys of one wgmma are stored as 0 2 4 6 1 3 5 7, in scores and P: so no two lanes that read V meet in
+// a bank. A lane has 4 neighbours of every tile: `key` and the next three that are as even.
+__device__ __forceinline__ int key_of_lane(int tile) {
+    return tile * KEYS + threadIdx.x % 16 / 2 * 8 + threadIdx.x % 2;
 }
-// The rows of this warp: load(row, tile) gives the scores of a lane's two keys, put(row, tile, p) takes P.
+__device__ __forceinline__ int row_of_lane(int turn) {
+    return threadIdx.x / 32 / SHARES * 2 + threadIdx.x % 32 / 16 + turn * ROWS_AT_ONCE;
+}
+__device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+__device__ __forceinline__ float4 sum4(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+// The rows of this warp, all at the same time: load(row, tile) gives a lane's scores, put(row, tile, p) takes P.
 template <class Load, class Put>
 __device__ __forceinline__ void softmax_rows(int tiles, int first_row, int seqlen_q, int seqlen_k,
                                              float to_log2, Load load, Put put) {
-    float2 s[WARP_ROWS][MAX_TILES];
-    const int warp_row = threadIdx.x / 32 / SHARES;
+    float s[TURNS][MAX_TILES * 4], largest[TURNS], sum[TURNS];
 #pragma unroll
-    for (int i = 0; i < WARP_ROWS; ++i)  // all loads first
-#pragma unroll
-        for (int tile = 0; tile < MAX_TILES; ++tile)
-            if (tile < tiles) s[i][tile] = load(min(warp_row + i * ROWS_AT_ONCE, ROWS - 1), tile);
-#pragma unroll
-    for (int i = 0; i < WARP_ROWS; ++i) {
-        const int row = warp_row + i * ROWS_AT_ONCE;
-        const int keys = keys_of(min(first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
-        float largest = minus_infinity(), sum = 0.f;
+    for (int i = 0; i < TURNS; ++i)
 #pragma unroll
         for (int tile = 0; tile < MAX_TILES; ++tile) {
             if (tile >= tiles) continue;
-            const int key = key_of_lane(tile);
-            if (key < keys) largest = fmaxf(largest, s[i][tile].x);
-            if (key + 2 < keys) largest = fmaxf(largest, s[i][tile].y);
+            const float4 x = load(min(row_of_lane(i), ROWS - 1), tile);
+            s[i][tile * 4] = x.x, s[i][tile * 4 + 1] = x.y, s[i][tile * 4 + 2] = x.z, s[i][tile * 4 + 3] = x.w;
         }
-        largest = row_reduce<32, true>(largest, nullptr);
+#pragma unroll
+    for (int i = 0; i < TURNS; ++i) {
+        const int keys = keys_of(min(first_row + row_of_lane(i), seqlen_q - 1), seqlen_q, seqlen_k);
+        largest[i] = minus_infinity();
+#pragma unroll
+        for (int j = 0; j < MAX_TILES * 4; ++j) {
+            if (j / 4 >= tiles || key_of_lane(j / 4) + j % 4 * 2 >= keys) s[i][j] = minus_infinity();
+            largest[i] = fmaxf(largest[i], s[i][j]);
+        }
+    }
+#pragma unroll
+    for (int d = 8; d > 0; d /= 2)
+#pragma unroll
+        for (int i = 0; i < TURNS; ++i)
+            largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], d));
+#pragma unroll
+    for (int i = 0; i < TURNS; ++i) {
+        sum[i] = 0.f;
+        const float by = largest[i] == minus_infinity() ? 0.f : largest[i];  // a row that sees no key
+        // The difference is exact where p is near 1: it is scaled after, not before.
+#pragma unroll
+        for (int j = 0; j < MAX_TILES * 4; ++j)
+            s[i][j] = exp2_approx((s[i][j] - by) * to_log2), sum[i] += s[i][j];
+    }
+#pragma unroll
+    for (int d = 8; d > 0; d /= 2)
+#pragma unroll
+        for (int i = 0; i < TURNS; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], d);
+#pragma unroll
+    for (int i = 0; i < TURNS; ++i) {
+        const float by = sum[i] > 0.f ? __frcp_rn(sum[i]) : 0.f;
 #pragma unroll
         for (int tile = 0; tile < MAX_TILES; ++tile) {
-            if (tile >= tiles) continue;
-            const int key = key_of_lane(tile);
-            float2& p = s[i][tile];
-            // The difference is exact where p is near 1: it is scaled after, not before.
-            p.x = key < keys ? exp2_approx((p.x - largest) * to_log2) : 0.f;
-            p.y = key + 2 < keys ? exp2_approx((p.y - largest) * to_log2) : 0.f;
-            sum += p.x + p.y;
+            const float* p = s[i] + tile * 4;
+            if (tile < tiles && row_of_lane(i) < ROWS)
+                put(row_of_lane(i), tile, make_float4(p[0] * by, p[1] * by, p[2] * by, p[3] * by));
         }
-        sum = row_reduce<32, false>(sum, nullptr);
-        const float inverse = sum > 0.f ? __frcp_rn(sum) : 0.f;
-#pragma unroll
-        for (int tile = 0; tile < MAX_TILES; ++tile)
-            if (tile < tiles && row < ROWS)
-                put(row, tile, make_float2(s[i][tile].x * inverse, s[i][tile].y * inverse));
     }
 }
 
@@ -177,6 +197,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     auto sync_group = [&] { named_barrier_sync(1 + group, 128); };
 
     if (leader) {
+        tma_prefetch(FIRST ? k : v), tma_prefetch(FIRST ? q : o);
         for (int i = 0; i < STAGES; ++i) mbarrier_init(own_full + i * 8, 1);
         if (threadIdx.x == 0) {
             mbarrier_init(scores_full, 1);
@@ -215,12 +236,11 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
             const float* keys = reinterpret_cast<const float*>(panel_of(item));
             const float4* queries = reinterpret_cast<const float4*>(panel_of(item) + KV_PANEL);
             float4* low = reinterpret_cast<float4*>(own_low) + panel % 2 * (Q_PANEL / 16);
+            float4 x[BLOCK_M / 16];
 #pragma unroll
-            for (int i = 0; i < BLOCK_M / 16; ++i) {
-                const float4 x = queries[i * 128 + threadIdx.x % 128];
-                low[i * 128 + threadIdx.x % 128] =
-                    make_float4(tf32_low(x.x), tf32_low(x.y), tf32_low(x.z), tf32_low(x.w));
-            }
+            for (int i = 0; i < BLOCK_M / 16; ++i) x[i] = queries[i * 128 + threadIdx.x % 128];
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 16; ++i) low[i * 128 + threadIdx.x % 128] = low4(x[i]);
             wgmma_wait<0>();
             pin(a[0].high), pin(a[0].low), pin(a[1].high), pin(a[1].low);
             fence_async_proxy();
@@ -246,7 +266,8 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
         // Query by key, and keys swizzled, so that no two lanes that write meet in a bank.
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; ++i) {
-            const int query = i / 4 * 8 + lane % 4 * 2 + i % 2, key = warp % 4 * 16 + lane / 4 + i / 2 % 2 * 8;
+            const int query = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            const int key = warp % 4 * 16 + i / 2 % 2 * 8 + lane / 4 % 2 * 4 + lane / 8;
             own_low[query * KEYS + (key ^ lane % 4 * 8)] = sums.big[i];
         }
         __syncthreads();
@@ -255,12 +276,9 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
         for (int i = threadIdx.x; i < BLOCK_M * KEYS / 4; i += THREADS) {
             const int row = i / (KEYS / 4), key = i % (KEYS / 4) * 4;
             const float* part = scores + row * KEYS + (key ^ row / 2 % 4 * 8);
-            float4 sum = *reinterpret_cast<const float4*>(part);
+            float4 sum = load4(part);
 #pragma unroll
-            for (int g = 1; g < WARPGROUPS; ++g) {
-                const float4 x = *reinterpret_cast<const float4*>(part + g * (2 * Q_PANEL / 4));
-                sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-            }
+            for (int g = 1; g < WARPGROUPS; ++g) sum = sum4(sum, load4(part + g * (2 * Q_PANEL / 4)));
             const unsigned at = ((rank * ROWS + row % ROWS) * keys_padded + tile * KEYS + key) * 4;
             cluster_store_counted(cluster_address(base + added_at + at, row / ROWS), sum,
                                   cluster_address(scores_full, row / ROWS));
@@ -268,13 +286,12 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
         if (tile + 1 < tiles) __syncthreads();  // the next tile's low parts go there
     }
     mbarrier_wait(scores_full, 0);
-    const float* added = reinterpret_cast<const float*>(smem + added_at);
+    const float* added = reinterpret_cast<const float*>(smem + added_at) + lane % 16 * 4;
     auto load_scores = [&](int row, int tile) {
-        const float* from = added + row * keys_padded + key_of_lane(tile);
-        float2 sum = make_float2(0.f, 0.f);
+        const float* from = added + row * keys_padded + tile * KEYS;
+        float4 sum = load4(from);
 #pragma unroll
-        for (int i = 0; i < ADDED; ++i)
-            sum.x += from[i * ROWS * keys_padded], sum.y += from[i * ROWS * keys_padded + 2];
+        for (int i = 1; i < ADDED; ++i) sum = sum4(sum, load4(from + i * ROWS * keys_padded));
         return sum;
     };
 #endif
@@ -282,44 +299,38 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     const long long partial_rows =
         (static_cast<long long>(head) * (gridDim.x / SLICES) + blockIdx.x / SLICES) * (SLICES / CLUSTER);
 #if STAGE_SCORES
-    partial += ((partial_rows + slice / CLUSTER) * BLOCK_M + rank * ROWS) * keys_padded;
-    for (int row = warp; row < ROWS; row += WARPS)
+    partial += ((partial_rows + slice / CLUSTER) * BLOCK_M + rank * ROWS) * keys_padded + lane % 16 * 4;
+    for (int row = row_of_lane(0); row < ROWS; row += ROWS_AT_ONCE)
         for (int tile = 0; tile < tiles; ++tile)
-            *reinterpret_cast<float2*>(partial + row * keys_padded + tile * KEYS + lane * 2) =
-                load_scores(row, tile);
+            *reinterpret_cast<float4*>(partial + row * keys_padded + tile * KEYS) = load_scores(row, tile);
 #else
 #if STAGE_OUTPUT
     grid_wait();
-    partial += partial_rows * BLOCK_M * keys_padded;
+    partial += partial_rows * BLOCK_M * keys_padded + lane % 16 * 4;
     auto load_scores = [&](int row, int tile) {
-        const float* from = partial + row * keys_padded + tile * KEYS + lane * 2;
-        float2 sum = make_float2(0.f, 0.f);
+        const float* from = partial + row * keys_padded + tile * KEYS;
+        float4 sum = load4(from);
 #pragma unroll
-        for (int i = 0; i < ADDED; ++i) {
-            const float2 x = *reinterpret_cast<const float2*>(from + i * BLOCK_M * keys_padded);
-            sum.x += x.x, sum.y += x.y;
-        }
+        for (int i = 1; i < ADDED; ++i) sum = sum4(sum, load4(from + i * BLOCK_M * keys_padded));
         return sum;
     };
 #endif
     const int p_row = FIRST ? rank * ROWS : 0;
     softmax_rows(tiles, first_row + p_row, seqlen_q, seqlen_k, to_log2, load_scores,
-                 [&](int row, int tile, float2 p) {
+                 [&](int row, int tile, float4 p) {
         row += p_row;
-        const unsigned at = base + p_at + (tile * 2 + lane / 16) * Q_PANEL + row * 128 +
-                            ((lane % 16 / 2 ^ row % 8) * 16 + lane % 2 * 8);
-        const float2 low = make_float2(tf32_low(p.x), tf32_low(p.y));
+        const unsigned at = p_at + (tile * 2 + lane % 16 / 8) * Q_PANEL + row * 128 + (lane % 8 ^ row % 8) * 16;
         if (!FIRST) {
-            *reinterpret_cast<float2*>(smem + (at - base)) = p;
-            *reinterpret_cast<float2*>(smem + (at - base + p_half)) = low;
+            *reinterpret_cast<float4*>(smem + at) = p;
+            *reinterpret_cast<float4*>(smem + at + p_half) = low4(p);
             return;
         }
 #pragma unroll
         for (int i = 0; i < (COPIES + SHARES - 1) / SHARES; ++i) {
             const int to = warp % SHARES + i * SHARES;
-            const unsigned there = cluster_address(at, to), barrier = cluster_address(p_full, to);
+            const unsigned there = cluster_address(base + at, to), barrier = cluster_address(p_full, to);
             cluster_store_counted(there, p, barrier);
-            cluster_store_counted(there + p_half, low, barrier);
+            cluster_store_counted(there + p_half, low4(p), barrier);
         }
     });
     if (!FIRST) {

@@ -33,12 +33,6 @@ WGMMA_TF32_DEFINE(32, WGMMA_D16, WGMMA_LIST16, 16, 17, 18, 19, 20, 21)
 WGMMA_TF32_DEFINE(64, WGMMA_D32, WGMMA_LIST32, 32, 33, 34, 35, 36, 37)
 
 // To shared memory of any block of the cluster; `barrier`, of the same block, counts the bytes.
-__device__ __forceinline__ void cluster_store_counted(unsigned address, float2 x, unsigned barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(
-                     address),
-                 "f"(x.x), "f"(x.y), "r"(barrier)
-                 : "memory");
-}
 __device__ __forceinline__ void cluster_store_counted(unsigned address, float4 x, unsigned barrier) {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address),

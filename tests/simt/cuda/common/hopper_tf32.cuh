@@ -10,9 +10,6 @@ struct WgmmaTf32 {
         simt::wgmma(d, {N, false, false, false, accumulate != 0, a, 0, b, true}, SIMT_AT);
     }
 };
-inline void cluster_store_counted(unsigned address, float2 x, unsigned barrier, SIMT_HERE) {
-    simt::store_counted(address, &x, 8, barrier, SIMT_AT);
-}
 inline void cluster_store_counted(unsigned address, float4 x, unsigned barrier, SIMT_HERE) {
     simt::store_counted(address, &x, 16, barrier, SIMT_AT);
 }
