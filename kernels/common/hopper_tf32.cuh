@@ -1,36 +1,53 @@
-// fp32 products on Hopper's tensor cores: wgmma on TF32, three products for one, and stores to other blocks
-// of a cluster that an mbarrier counts. Include after common/hopper.cuh.
+// fp32 products on Hopper's tensor cores, by wgmma on TF32 and bf16, and stores to other blocks of a cluster
+// that an mbarrier counts. Include after common/hopper.cuh.
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "st.async".
 #pragma once
 
 // x = high + low: the tensor core reads the upper 19 bits of a float, so high is x with the others cut off,
-// and x itself does where nothing is saved by cutting. low is exact, and the tensor core reads 11 bits of it.
+// and where B is, x itself will do. A product is high * high in TF32, and high * low + low * high in bf16, which
+// keeps 8 bits of either: what is missed is about 2^-20 of the product. One instruction of k16 sums both for 8
+// columns, if each has its two numbers beside each other, in A the other way round than in B. So what goes
+// with a float takes as much room as it, and lies alike in registers and in shared memory.
 __device__ __forceinline__ unsigned tf32_high(float x) { return __float_as_uint(x) & 0xffffe000u; }
-__device__ __forceinline__ float tf32_low(float x) { return x - __uint_as_float(tf32_high(x)); }
+__device__ __forceinline__ unsigned bf16_pair(float low, float high) {
+    unsigned y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+__device__ __forceinline__ unsigned cross_of_a(float x) {
+    return bf16_pair(x - __uint_as_float(tf32_high(x)), x);
+}
+__device__ __forceinline__ float cross_of_b(float x) {
+    return __uint_as_float(bf16_pair(x, x - __uint_as_float(tf32_high(x))));
+}
 
-// WgmmaTf32<N>::rs(d, a, b, accumulate): d (64 x N) += a (64 x 8, registers) * b (8 x N, shared memory: N rows
-// of 8 columns). The accumulator is that of Wgmma<N>. Of a, lane l of warp w holds rows 16 w + l / 4 and 8
-// more in column l % 4, then the same in column l % 4 + 4. accumulate 0 ignores what d held.
+// d (64 x N) += a (64 rows, registers) * b (N rows, shared memory) of 8 columns. The accumulator is that of
+// Wgmma<N>. Of a, lane l of warp w holds rows 16 w + l / 4 and 8 more in column l % 4, then the same in column
+// l % 4 + 4. accumulate 0 ignores what d held. high: of TF32. cross: of pairs of bf16.
 #define WGMMA_D8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define WGMMA_D16 WGMMA_D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 template <int N>
-struct WgmmaTf32;
-#define WGMMA_TF32_DEFINE(N, D, LIST, O0, O1, O2, O3, O4, O5) \
-    template <> \
-    struct WgmmaTf32<N> { \
-        __device__ static __forceinline__ void \
-        rs(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate) { \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O5 \
-                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" D "}, {%" #O0 \
-                         ",%" #O1 ",%" #O2 ",%" #O3 "}, %" #O4 ", p, 1, 1;\n}\n" \
-                         : LIST \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)); \
-        } \
-    };
-WGMMA_TF32_DEFINE(16, WGMMA_D8, WGMMA_8(0), 8, 9, 10, 11, 12, 13)
+struct WgmmaSplit;
+#define WGMMA_LIST8 WGMMA_8(0)
 #define WGMMA_LIST16 WGMMA_8(0), WGMMA_8(8)
-WGMMA_TF32_DEFINE(32, WGMMA_D16, WGMMA_LIST16, 16, 17, 18, 19, 20, 21)
-WGMMA_TF32_DEFINE(64, WGMMA_D32, WGMMA_LIST32, 32, 33, 34, 35, 36, 37)
+#define WGMMA_SPLIT_ONE(NAME, KIND, END, N, D, O0, O1, O2, O3, O4, O5) \
+    __device__ static __forceinline__ void \
+    NAME(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate) { \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O5 \
+                     ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N KIND " {" WGMMA_D##D "}, {%" #O0 ",%" #O1 \
+                     ",%" #O2 ",%" #O3 "}, %" #O4 ", p, 1, 1" END ";\n}\n" \
+                     : WGMMA_LIST##D \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)); \
+    }
+#define WGMMA_SPLIT(N, ...) \
+    template <> \
+    struct WgmmaSplit<N> { \
+        WGMMA_SPLIT_ONE(high, "k8.f32.tf32.tf32", "", N, __VA_ARGS__) \
+        WGMMA_SPLIT_ONE(cross, "k16.f32.bf16.bf16", ", 0", N, __VA_ARGS__) \
+    };
+WGMMA_SPLIT(16, 8, 8, 9, 10, 11, 12, 13)
+WGMMA_SPLIT(32, 16, 16, 17, 18, 19, 20, 21)
+WGMMA_SPLIT(64, 32, 32, 33, 34, 35, 36, 37)
 
 // To shared memory of any block of the cluster; `barrier`, of the same block, counts the bytes.
 __device__ __forceinline__ void cluster_store_counted(unsigned address, float4 x, unsigned barrier) {

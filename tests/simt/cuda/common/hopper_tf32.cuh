@@ -2,12 +2,25 @@
 #pragma once
 
 inline unsigned tf32_high(float x) { return __float_as_uint(x) & 0xffffe000u; }
-inline float tf32_low(float x) { return x - __uint_as_float(tf32_high(x)); }
+inline unsigned bf16_pair(float low, float high) {
+    auto rounded = [](float x) {
+        unsigned bits = __float_as_uint(x);
+        return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fffu;
+    };
+    return rounded(low) | rounded(high) << 16;
+}
+inline unsigned cross_of_a(float x) { return bf16_pair(x - __uint_as_float(tf32_high(x)), x); }
+inline float cross_of_b(float x) {
+    return __uint_as_float(bf16_pair(x, x - __uint_as_float(tf32_high(x))));
+}
 template <int N>
-struct WgmmaTf32 {
+struct WgmmaSplit {
     static_assert(N % 8 == 0 && 8 <= N && N <= 256, "wgmma has no such shape");
-    static void rs(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate, SIMT_HERE) {
+    static void high(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate, SIMT_HERE) {
         simt::wgmma(d, {N, false, false, false, accumulate != 0, a, 0, b, true}, SIMT_AT);
+    }
+    static void cross(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate, SIMT_HERE) {
+        simt::wgmma(d, {N, true, false, false, accumulate != 0, a, 0, b, false}, SIMT_AT);
     }
 };
 inline void cluster_store_counted(unsigned address, float4 x, unsigned barrier, SIMT_HERE) {
