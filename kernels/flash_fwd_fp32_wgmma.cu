@@ -25,7 +25,7 @@ constexpr unsigned Q_PANEL = BLOCK_M * 128, KV_PANEL = KEYS * 128;
 #if STAGE_OUTPUT
 constexpr bool FIRST = false, LAST = true;  // does it multiply Q K^T, and P V
 constexpr int ADDED = SLICES / CLUSTER, ROWS = BLOCK_M, COPIES = 1;
-constexpr unsigned SLOT = KV_PANEL, CROSS_BYTES = 0;
+constexpr unsigned SLOT = KV_PANEL, LOW_BYTES = 0;
 #else
 #if STAGE_SCORES
 constexpr bool FIRST = true, LAST = false;
@@ -34,7 +34,7 @@ constexpr bool FIRST = true, LAST = true;
 #endif
 // Scores to add, rows that this block adds, blocks that need their P.
 constexpr int ADDED = CLUSTER, ROWS = BLOCK_M / CLUSTER, COPIES = CLUSTER;
-constexpr unsigned SLOT = KV_PANEL + Q_PANEL, CROSS_BYTES = WARPGROUPS * 2 * Q_PANEL;
+constexpr unsigned SLOT = KV_PANEL + Q_PANEL, LOW_BYTES = WARPGROUPS * 2 * Q_PANEL;
 #endif
 static_assert(ROWS >= 1 && SLICES % CLUSTER == 0, "each block of a cluster adds some rows");
 // Half a warp does a row. Warps that do the same rows, so that each has fewer blocks to give them to.
@@ -42,26 +42,46 @@ constexpr int WANTED = LAST ? 2 * WARPS / ROWS : 1, MOST = COPIES < WARPS ? COPI
 constexpr int SHARES = WANTED < 1 ? 1 : WANTED < MOST ? WANTED : MOST;
 constexpr int ROWS_AT_ONCE = 2 * WARPS / SHARES, TURNS = (ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 
-// Two instructions' worth of a split operand: 16 columns of K, or 16 keys of V.
+// x = high + low, and a product is high * high in TF32 and the cross products high * low and low * high. Those
+// of Q K^T are two more instructions. Those of P V may miss some 2^-21 of the product, which large scores do
+// not multiply, and are one: of both parts in bf16, of V the other way round than of P. So what goes with a
+// float, `cross`, takes as much room as it, and lies alike.
+__device__ __forceinline__ float4 high4(float4 x) {
+    return make_float4(tf32_high(x.x), tf32_high(x.y), tf32_high(x.z), tf32_high(x.w));
+}
+__device__ __forceinline__ float4 sub4(float4 a, float4 b) {
+    return make_float4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
+}
+__device__ __forceinline__ float4 pair4(float4 a, float4 b) {
+    return make_float4(__uint_as_float(bf16_pair(a.x, b.x)), __uint_as_float(bf16_pair(a.y, b.y)),
+                       __uint_as_float(bf16_pair(a.z, b.z)), __uint_as_float(bf16_pair(a.w, b.w)));
+}
+// The operand in registers of two instructions: 16 columns of K, or 16 keys of V.
 struct Fragments {
     unsigned high[8], cross[8];
-    __device__ __forceinline__ void set(int i, float x) { high[i] = tf32_high(x), cross[i] = cross_of_a(x); }
+    template <bool PAIRS>
+    __device__ __forceinline__ void set(int i, float x) {
+        const float part = tf32_high(x), low = x - part;
+        high[i] = __float_as_uint(part), cross[i] = PAIRS ? bf16_pair(low, part) : __float_as_uint(low);
+    }
+    __device__ __forceinline__ void pinned() { pin(high), pin(cross); }
 };
-__device__ __forceinline__ float4 cross4(float4 x) {
-    return make_float4(cross_of_b(x.x), cross_of_b(x.y), cross_of_b(x.z), cross_of_b(x.w));
-}
 // Tensor cores round sums towards zero. The cross products, which are small, have sums of their own, so that
 // the large ones are of few terms.
 struct Sums {
     float big[BLOCK_M / 2], small[BLOCK_M / 2];
     // Where the operand in shared memory begins: descriptors.
+    template <bool PAIRS>
     __device__ __forceinline__ void add(const Fragments& a, unsigned long long b_high,
                                         unsigned long long b_cross, bool accumulate) {
+        using Product = WgmmaSplit<BLOCK_M>;
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {  // 8 columns are 32 bytes
-            WgmmaSplit<BLOCK_M>::cross(small, a.cross + 4 * i, b_cross + 2 * i, accumulate || i);
-            WgmmaSplit<BLOCK_M>::high(big, a.high + 4 * i, b_high + 2 * i, accumulate || i);
+            if (PAIRS) Product::bf16(small, a.cross + 4 * i, b_cross + 2 * i, accumulate || i);
+            else Product::tf32(small, a.cross + 4 * i, b_high + 2 * i, accumulate || i);
+            Product::tf32(big, a.high + 4 * i, b_high + 2 * i, accumulate || i);
+            if (!PAIRS) Product::tf32(small, a.high + 4 * i, b_cross + 2 * i, 1);
         }
         wgmma_commit();
     }
@@ -150,7 +170,8 @@ extern "C" __global__ void
 #if !STAGE_OUTPUT && CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
-__launch_bounds__(THREADS, 1)
+// Blocks of the second launch begin beside those of the first: 128 registers for each of 512 threads.
+__launch_bounds__(THREADS, FIRST && LAST ? 1 : 512 / THREADS)
 NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
      const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o, float* partial,
      int queries_per_key_head, int seqlen_q, int seqlen_k, float to_log2) {
@@ -158,7 +179,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     const int tiles = MAX_TILES == 1 ? 1 : (seqlen_k + KEYS - 1) / KEYS, keys_padded = tiles * KEYS;
     // Rings; low parts of Q, later the warpgroups' scores; scores of all blocks for this one's rows; P, high
     // and low; barriers.
-    const unsigned cross_at = WARPGROUPS * STAGES * SLOT, added_at = cross_at + CROSS_BYTES;
+    const unsigned low_at = WARPGROUPS * STAGES * SLOT, added_at = low_at + LOW_BYTES;
     const unsigned added_bytes = FIRST ? BLOCK_M * keys_padded * 4 : 0, p_at = added_at + added_bytes;
     const unsigned p_half = BLOCK_M * keys_padded * 4, p_bytes = LAST ? 2 * p_half : 0;
     const unsigned base = smem_address(smem), barriers = base + p_at + p_bytes;
@@ -220,7 +241,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
 
 #if !STAGE_OUTPUT
     // ---- Q K^T of this slice, and the scores to the blocks that add them ----
-    float* own_cross = reinterpret_cast<float*>(smem + cross_at + group * 2 * Q_PANEL);
+    float* own_low = reinterpret_cast<float*>(smem + low_at + group * 2 * Q_PANEL);
     // Where this lane's part of K begins: rows lane / 4 and 8 more, column lane % 4 of a chunk of 4, which
     // the swizzle moves by an XOR with the row.
     const int k_at = (warp % 4 * 16 + lane / 4) * 32 + lane / 4 * 4 + lane % 4;
@@ -231,33 +252,37 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
             const int item = tile * PANELS + panel;
             wait_for(item);
             const float* keys = reinterpret_cast<const float*>(panel_of(item));
-            const float4* queries = reinterpret_cast<const float4*>(panel_of(item) + KV_PANEL);
-            float4* cross = reinterpret_cast<float4*>(own_cross) + panel % 2 * (Q_PANEL / 16);
+            float4* queries = reinterpret_cast<float4*>(panel_of(item) + KV_PANEL);
+            float4* low = reinterpret_cast<float4*>(own_low) + panel % 2 * (Q_PANEL / 16);
             float4 x[BLOCK_M / 16];
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 16; ++i) x[i] = queries[i * 128 + threadIdx.x % 128];
 #pragma unroll
-            for (int i = 0; i < BLOCK_M / 16; ++i) cross[i * 128 + threadIdx.x % 128] = cross4(x[i]);
+            for (int i = 0; i < BLOCK_M / 16; ++i) {
+                const float4 high = high4(x[i]);
+                queries[i * 128 + threadIdx.x % 128] = high;
+                low[i * 128 + threadIdx.x % 128] = sub4(x[i], high);
+            }
             wgmma_wait<0>();
-            pin(a[0].high), pin(a[0].cross), pin(a[1].high), pin(a[1].cross);
+            a[0].pinned(), a[1].pinned();
             fence_async_proxy();
             // The low part is there, and all warps are done with the panel before and its low part.
             sync_group();
             if (leader && panel > 0) load(item - 1 + STAGES);
             const unsigned long long b_high = wgmma_descriptor<128>(smem_address(queries), 1024),
-                                     b_cross = wgmma_descriptor<128>(smem_address(cross), 1024);
+                                     b_low = wgmma_descriptor<128>(smem_address(low), 1024);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {  // instruction, column 4 on, row 8 on
                     const int chunk = half * 4 + i / 4 * 2 + i / 2 % 2;
-                    a[half].set(i, keys[(k_at ^ chunk * 4) + i % 2 * 256]);
+                    a[half].set<false>(i, keys[(k_at ^ chunk * 4) + i % 2 * 256]);
                 }
-                sums.add(a[half], b_high + half * 4, b_cross + half * 4, panel > 0 || half > 0);
+                sums.add<false>(a[half], b_high + half * 4, b_low + half * 4, panel > 0 || half > 0);
             }
         }
         sums.finish();
-        pin(a[0].high), pin(a[0].cross), pin(a[1].high), pin(a[1].cross);
+        a[0].pinned(), a[1].pinned();
         sync_group();  // all warps are done with the low parts
         if (leader) load(tile * PANELS + PANELS - 1 + STAGES);
         // Query by key, and keys swizzled, so that no two lanes that write meet in a bank.
@@ -265,11 +290,11 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
         for (int i = 0; i < BLOCK_M / 2; ++i) {
             const int query = i / 4 * 8 + lane % 4 * 2 + i % 2;
             const int key = warp % 4 * 16 + i / 2 % 2 * 8 + lane / 4 % 2 * 4 + lane / 8;
-            own_cross[query * KEYS + (key ^ lane % 4 * 8)] = sums.big[i];
+            own_low[query * KEYS + (key ^ lane % 4 * 8)] = sums.big[i];
         }
         __syncthreads();
         if (CLUSTER > 1 && tile == 0) cluster_wait();  // all have their barriers
-        const float* scores = reinterpret_cast<const float*>(smem + cross_at);
+        const float* scores = reinterpret_cast<const float*>(smem + low_at);
         for (int i = threadIdx.x; i < BLOCK_M * KEYS / 4; i += THREADS) {
             const int row = i / (KEYS / 4), key = i % (KEYS / 4) * 4;
             const float* part = scores + row * KEYS + (key ^ row / 2 % 4 * 8);
@@ -317,17 +342,18 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                  [&](int row, int tile, float4 p) {
         row += p_row;
         const unsigned at = p_at + (tile * 2 + lane % 16 / 8) * Q_PANEL + row * 128 + (lane % 8 ^ row % 8) * 16;
+        const float4 high = high4(p), cross = pair4(high, sub4(p, high));
         if (!FIRST) {
-            *reinterpret_cast<float4*>(smem + at) = p;
-            *reinterpret_cast<float4*>(smem + at + p_half) = cross4(p);
+            *reinterpret_cast<float4*>(smem + at) = high;
+            *reinterpret_cast<float4*>(smem + at + p_half) = cross;
             return;
         }
 #pragma unroll
         for (int i = 0; i < (COPIES + SHARES - 1) / SHARES; ++i) {
             const int to = warp % SHARES + i * SHARES;
             const unsigned there = cluster_address(base + at, to), barrier = cluster_address(p_full, to);
-            cluster_store_counted(there, p, barrier);
-            cluster_store_counted(there + p_half, cross4(p), barrier);
+            cluster_store_counted(there, high, barrier);
+            cluster_store_counted(there + p_half, cross, barrier);
         }
     });
     if (!FIRST) {
@@ -360,16 +386,16 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // 16 keys
                 wgmma_wait<1>();
-                pin(a[i % 2].high), pin(a[i % 2].cross);
+                a[i % 2].pinned();
 #pragma unroll
                 for (int j = 0; j < 8; ++j)
-                    a[i % 2].set(j, values[(i * 2 + j / 4) * 256 + v_at[j / 2 % 2][j % 2]]);
+                    a[i % 2].set<true>(j, values[(i * 2 + j / 4) * 256 + v_at[j / 2 % 2][j % 2]]);
                 if (FIRST && i == 0 && pair + tile == 0) {  // the values did not have to wait for it
                     mbarrier_wait(p_full, 0);
                     fence_async_proxy();
                 }
                 const unsigned at = (tile * 2 + i / 2) * Q_PANEL + i % 2 * 64;
-                sums.add(a[i % 2], p_high + at / 16, p_high + (at + p_half) / 16, tile > 0 || i > 0);
+                sums.add<true>(a[i % 2], p_high + at / 16, p_high + (at + p_half) / 16, tile > 0 || i > 0);
             }
             if (tile + 1 < tiles && item + STAGES < items) {
                 sync_group();  // all warps have read the values
@@ -377,7 +403,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
             }
         }
         sums.finish();
-        pin(a[0].high), pin(a[0].cross), pin(a[1].high), pin(a[1].cross);
+        a[0].pinned(), a[1].pinned();
         sync_group();
         // O goes to where the values were, in the layout of two swizzled boxes.
         float* staged = reinterpret_cast<float*>(own);

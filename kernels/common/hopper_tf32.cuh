@@ -3,27 +3,20 @@
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "st.async".
 #pragma once
 
-// x = high + low: the tensor core reads the upper 19 bits of a float, so high is x with the others cut off,
-// and where B is, x itself will do. A product is high * high in TF32, and high * low + low * high in bf16, which
-// keeps 8 bits of either: what is missed is about 2^-20 of the product. One instruction of k16 sums both for 8
-// columns, if each has its two numbers beside each other, in A the other way round than in B. So what goes
-// with a float takes as much room as it, and lies alike in registers and in shared memory.
-__device__ __forceinline__ unsigned tf32_high(float x) { return __float_as_uint(x) & 0xffffe000u; }
+// x = high + low: high is x rounded to TF32, 11 bits, and exact on the tensor core; low is exact too.
+__device__ __forceinline__ float tf32_high(float x) {
+    return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
+}
+// Two numbers rounded to bf16, 8 bits, in one register.
 __device__ __forceinline__ unsigned bf16_pair(float low, float high) {
     unsigned y;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
-__device__ __forceinline__ unsigned cross_of_a(float x) {
-    return bf16_pair(x - __uint_as_float(tf32_high(x)), x);
-}
-__device__ __forceinline__ float cross_of_b(float x) {
-    return __uint_as_float(bf16_pair(x, x - __uint_as_float(tf32_high(x))));
-}
 
 // d (64 x N) += a (64 rows, registers) * b (N rows, shared memory) of 8 columns. The accumulator is that of
 // Wgmma<N>. Of a, lane l of warp w holds rows 16 w + l / 4 and 8 more in column l % 4, then the same in column
-// l % 4 + 4. accumulate 0 ignores what d held. high: of TF32. cross: of pairs of bf16.
+// l % 4 + 4. accumulate 0 ignores what d held. bf16: the same with two numbers for each.
 #define WGMMA_D8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define WGMMA_D16 WGMMA_D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 template <int N>
@@ -42,8 +35,8 @@ struct WgmmaSplit;
 #define WGMMA_SPLIT(N, ...) \
     template <> \
     struct WgmmaSplit<N> { \
-        WGMMA_SPLIT_ONE(high, "k8.f32.tf32.tf32", "", N, __VA_ARGS__) \
-        WGMMA_SPLIT_ONE(cross, "k16.f32.bf16.bf16", ", 0", N, __VA_ARGS__) \
+        WGMMA_SPLIT_ONE(tf32, "k8.f32.tf32.tf32", "", N, __VA_ARGS__) \
+        WGMMA_SPLIT_ONE(bf16, "k16.f32.bf16.bf16", ", 0", N, __VA_ARGS__) \
     };
 WGMMA_SPLIT(16, 8, 8, 9, 10, 11, 12, 13)
 WGMMA_SPLIT(32, 16, 16, 17, 18, 19, 20, 21)

@@ -1,7 +1,7 @@
 // The twin of kernels/common/hopper_tf32.cuh: the same names, run by wgmma.cpp and copies.cpp.
 #pragma once
 
-inline unsigned tf32_high(float x) { return __float_as_uint(x) & 0xffffe000u; }
+inline float tf32_high(float x) { return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u); }
 inline unsigned bf16_pair(float low, float high) {
     auto rounded = [](float x) {
         unsigned bits = __float_as_uint(x);
@@ -9,17 +9,13 @@ inline unsigned bf16_pair(float low, float high) {
     };
     return rounded(low) | rounded(high) << 16;
 }
-inline unsigned cross_of_a(float x) { return bf16_pair(x - __uint_as_float(tf32_high(x)), x); }
-inline float cross_of_b(float x) {
-    return __uint_as_float(bf16_pair(x, x - __uint_as_float(tf32_high(x))));
-}
 template <int N>
 struct WgmmaSplit {
     static_assert(N % 8 == 0 && 8 <= N && N <= 256, "wgmma has no such shape");
-    static void high(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate, SIMT_HERE) {
+    static void tf32(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate, SIMT_HERE) {
         simt::wgmma(d, {N, false, false, false, accumulate != 0, a, 0, b, true}, SIMT_AT);
     }
-    static void cross(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate, SIMT_HERE) {
+    static void bf16(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate, SIMT_HERE) {
         simt::wgmma(d, {N, true, false, false, accumulate != 0, a, 0, b, false}, SIMT_AT);
     }
 };
