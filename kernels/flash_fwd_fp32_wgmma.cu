@@ -232,9 +232,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
         }
     }
     __syncthreads();
-#if PDL || STAGE_SCORES
-    grid_launch_dependents();
-#endif
+    if (PDL == 1 || !FIRST) grid_launch_dependents();
     if (FIRST && CLUSTER > 1) cluster_arrive_relaxed();
     Sums sums;  // of both products, so that they have the same registers
     Fragments a[2];
@@ -307,6 +305,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
         }
         if (tile + 1 < tiles) __syncthreads();  // the next tile's low parts go there
     }
+    if (PDL == 2) grid_launch_dependents();  // its loads of V would have slowed down those of Q and K
     mbarrier_wait(scores_full, 0);
     const float* added = reinterpret_cast<const float*>(smem + added_at) + lane % 16 * 4;
     auto load_scores = [&](int row, int tile) {

@@ -13,7 +13,7 @@ kernel = Kernel(
         Param("BLOCK_M", (16, 32, 64), "query rows per block"),
         Param("WARPGROUPS", (2, 4), "warpgroups of a block, which split its columns"),
         Param("NUM_STAGES", (2, 3, 4, 6, 7), "panels of 32 columns in a warpgroup's ring"),
-        Param("PDL", (1, 0), "programmatic launch: blocks begin before the launch ahead has ended"),
+        Param("PDL", (1, 2), "the launch behind may begin 1 at once, 2 after Q K; 0: at the end"),
     ),
     min_arch="sm_90a",
     dtypes=("fp32",),
@@ -66,9 +66,10 @@ def few_keys(config: Config, problem: Problem, arch: Arch) -> bool:
     return problem.seqlen_k <= 256
 
 
-@kernel.rule("queries fill half a block")
+@kernel.rule("queries fill half a block, and 16 are for up to 32: more tiles read K and V more often")
 def no_idle_rows(config: Config, problem: Problem, arch: Arch) -> bool:
-    return config.BLOCK_M == 16 or config.BLOCK_M < 2 * problem.seqlen_q
+    c, queries = config, problem.seqlen_q
+    return queries <= 32 if c.BLOCK_M == 16 else c.BLOCK_M < 2 * queries
 
 
 @kernel.rule("three quarters of the slices' columns are there")
@@ -83,9 +84,18 @@ def short_sums(config: Config, problem: Problem, arch: Arch) -> bool:
     return panels(config, problem.head_dim) <= 8
 
 
-@kernel.rule("a ring is no longer than what passes through it")
+@kernel.rule("a ring is no longer than what passes through it: Q and K, and in one launch V")
 def no_idle_stage(config: Config, problem: Problem, arch: Arch) -> bool:
-    return config.NUM_STAGES <= max(2, panels(config, problem.head_dim))
+    one_launch = config.SLICES == config.CLUSTER
+    return config.NUM_STAGES <= panels(config, problem.head_dim) * (2 if one_launch else 1)
+
+
+@kernel.rule("the second of two launches may begin late: it needs room beside the first")
+def second_begins_late(config: Config, problem: Problem, arch: Arch) -> bool:
+    c, reserved = config, arch.smem_reserved_per_block
+    room = arch.smem_per_sm - 2 * reserved - smem_bytes(c, problem, "scores")
+    both = c.SLICES != c.CLUSTER and c.WARPGROUPS == 2 and smem_bytes(c, problem, "output") <= room
+    return c.PDL != 2 or both
 
 
 @kernel.rule("a head has slices for 16 blocks in all, and half as many would not make 256")
