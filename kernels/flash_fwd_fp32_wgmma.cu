@@ -1,6 +1,6 @@
 // flash_fwd_fp32_wgmma: fp32 attention with heads of 512 to 8192 columns and few queries and keys, on Hopper.
 // As in flash_fwd_fp32_wide, SLICES blocks share BLOCK_M queries of a head, and each owns a slice of the
-// columns. Here TMA loads and wgmma multiplies: fp32 numbers as two TF32 each, in three products of four.
+// columns. Here TMA loads and wgmma multiplies, fp32 numbers as two parts each: common/wide_wgmma.cuh.
 // Both products are transposed, since wgmma takes TF32 from shared memory only where the columns that it sums
 // over are neighbours: S^T = K Q^T, of 64 keys by BLOCK_M queries, and O^T = V^T P^T, of 64 columns of V. So
 // K and V come through registers, where they are split, and Q and P lie in shared memory, high and low.
@@ -11,8 +11,6 @@
 #include "common/element.cuh"
 #include "common/mma.cuh"
 #include "common/hopper.cuh"
-#include "common/rows.cuh"
-#include "common/hopper_tf32.cuh"
 
 constexpr int THREADS = WARPGROUPS * 128, WARPS = WARPGROUPS * 4;
 constexpr int STAGES = NUM_STAGES;
@@ -42,122 +40,7 @@ constexpr int WANTED = LAST ? 2 * WARPS / ROWS : 1, MOST = COPIES < WARPS ? COPI
 constexpr int SHARES = WANTED < 1 ? 1 : WANTED < MOST ? WANTED : MOST;
 constexpr int ROWS_AT_ONCE = 2 * WARPS / SHARES, TURNS = (ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 
-// x = high + low, and a product is high * high in TF32 and the cross products high * low and low * high. Those
-// of Q K^T are two more instructions. Those of P V may miss some 2^-21 of the product, which large scores do
-// not multiply, and are one: of both parts in bf16, of V the other way round than of P. So what goes with a
-// float, `cross`, takes as much room as it, and lies alike.
-__device__ __forceinline__ float4 high4(float4 x) {
-    return make_float4(tf32_high(x.x), tf32_high(x.y), tf32_high(x.z), tf32_high(x.w));
-}
-__device__ __forceinline__ float4 sub4(float4 a, float4 b) {
-    return make_float4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
-}
-__device__ __forceinline__ float4 pair4(float4 a, float4 b) {
-    return make_float4(__uint_as_float(bf16_pair(a.x, b.x)), __uint_as_float(bf16_pair(a.y, b.y)),
-                       __uint_as_float(bf16_pair(a.z, b.z)), __uint_as_float(bf16_pair(a.w, b.w)));
-}
-// The operand in registers of two instructions: 16 columns of K, or 16 keys of V.
-struct Fragments {
-    unsigned high[8], cross[8];
-    template <bool PAIRS>
-    __device__ __forceinline__ void set(int i, float x) {
-        const float part = tf32_high(x), low = x - part;
-        high[i] = __float_as_uint(part), cross[i] = PAIRS ? bf16_pair(low, part) : __float_as_uint(low);
-    }
-    __device__ __forceinline__ void pinned() { pin(high), pin(cross); }
-};
-// Tensor cores round sums towards zero. The cross products, which are small, have sums of their own, so that
-// the large ones are of few terms.
-struct Sums {
-    float big[BLOCK_M / 2], small[BLOCK_M / 2];
-    // Where the operand in shared memory begins: descriptors.
-    template <bool PAIRS>
-    __device__ __forceinline__ void add(const Fragments& a, unsigned long long b_high,
-                                        unsigned long long b_cross, bool accumulate) {
-        using Product = WgmmaSplit<BLOCK_M>;
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {  // 8 columns are 32 bytes
-            if (PAIRS) Product::bf16(small, a.cross + 4 * i, b_cross + 2 * i, accumulate || i);
-            else Product::tf32(small, a.cross + 4 * i, b_high + 2 * i, accumulate || i);
-            Product::tf32(big, a.high + 4 * i, b_high + 2 * i, accumulate || i);
-            if (!PAIRS) Product::tf32(small, a.high + 4 * i, b_cross + 2 * i, 1);
-        }
-        wgmma_commit();
-    }
-    __device__ __forceinline__ void finish() {
-        wgmma_wait<0>();
-        pin(big), pin(small);
-#pragma unroll
-        for (int i = 0; i < BLOCK_M / 2; ++i) big[i] += small[i];
-    }
-};
-
-// ---- softmax ----
-// The 8 keys of one wgmma are stored as 0 2 4 6 1 3 5 7, in scores and P: so no two lanes that read V meet in
-// a bank. A lane has 4 neighbours of every tile: `key` and the next three that are as even.
-__device__ __forceinline__ int key_of_lane(int tile) {
-    return tile * KEYS + threadIdx.x % 16 / 2 * 8 + threadIdx.x % 2;
-}
-__device__ __forceinline__ int row_of_lane(int turn) {
-    return threadIdx.x / 32 / SHARES * 2 + threadIdx.x % 32 / 16 + turn * ROWS_AT_ONCE;
-}
-__device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
-__device__ __forceinline__ float4 sum4(float4 a, float4 b) {
-    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-// The rows of this warp, all at the same time: load(row, tile) gives a lane's scores, put(row, tile, p) takes P.
-template <class Load, class Put>
-__device__ __forceinline__ void softmax_rows(int tiles, int first_row, int seqlen_q, int seqlen_k,
-                                             float to_log2, Load load, Put put) {
-    float s[TURNS][MAX_TILES * 4], largest[TURNS], sum[TURNS];
-#pragma unroll
-    for (int i = 0; i < TURNS; ++i)
-#pragma unroll
-        for (int tile = 0; tile < MAX_TILES; ++tile) {
-            if (tile >= tiles) continue;
-            const float4 x = load(min(row_of_lane(i), ROWS - 1), tile);
-            s[i][tile * 4] = x.x, s[i][tile * 4 + 1] = x.y, s[i][tile * 4 + 2] = x.z, s[i][tile * 4 + 3] = x.w;
-        }
-#pragma unroll
-    for (int i = 0; i < TURNS; ++i) {
-        const int keys = keys_of(min(first_row + row_of_lane(i), seqlen_q - 1), seqlen_q, seqlen_k);
-        largest[i] = minus_infinity();
-#pragma unroll
-        for (int j = 0; j < MAX_TILES * 4; ++j) {
-            if (j / 4 >= tiles || key_of_lane(j / 4) + j % 4 * 2 >= keys) s[i][j] = minus_infinity();
-            largest[i] = fmaxf(largest[i], s[i][j]);
-        }
-    }
-#pragma unroll
-    for (int d = 8; d > 0; d /= 2)
-#pragma unroll
-        for (int i = 0; i < TURNS; ++i)
-            largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], d));
-#pragma unroll
-    for (int i = 0; i < TURNS; ++i) {
-        sum[i] = 0.f;
-        const float by = largest[i] == minus_infinity() ? 0.f : largest[i];  // a row that sees no key
-        // The difference is exact where p is near 1: it is scaled after, not before.
-#pragma unroll
-        for (int j = 0; j < MAX_TILES * 4; ++j)
-            s[i][j] = exp2_approx((s[i][j] - by) * to_log2), sum[i] += s[i][j];
-    }
-#pragma unroll
-    for (int d = 8; d > 0; d /= 2)
-#pragma unroll
-        for (int i = 0; i < TURNS; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], d);
-#pragma unroll
-    for (int i = 0; i < TURNS; ++i) {
-        const float by = sum[i] > 0.f ? __frcp_rn(sum[i]) : 0.f;
-#pragma unroll
-        for (int tile = 0; tile < MAX_TILES; ++tile) {
-            const float* p = s[i] + tile * 4;
-            if (tile < tiles && row_of_lane(i) < ROWS)
-                put(row_of_lane(i), tile, make_float4(p[0] * by, p[1] * by, p[2] * by, p[3] * by));
-        }
-    }
-}
+#include "common/wide_wgmma.cuh"
 
 #if STAGE_OUTPUT
 #define NAME flash_fwd_fp32_wgmma_output
@@ -205,7 +88,8 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
             tma_load(to, k, full, 2 * column, tile * KEYS, head_kv);
             tma_load(to + KV_PANEL, q, full, 2 * column, first_row, head);
         } else {
-            const int pair = (item - qk_items) / 2, column = first_column + (pair / tiles * 2 + item % 2) * 32;
+            const int pair = (item - qk_items) / 2;
+            const int column = first_column + (pair / tiles * 2 + item % 2) * 32;
             mbarrier_expect(full, KV_PANEL);
             tma_load(to, v, full, 2 * column, pair % tiles * KEYS, head_kv);
         }
@@ -340,7 +224,8 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     softmax_rows(tiles, first_row + p_row, seqlen_q, seqlen_k, to_log2, load_scores,
                  [&](int row, int tile, float4 p) {
         row += p_row;
-        const unsigned at = p_at + (tile * 2 + lane % 16 / 8) * Q_PANEL + row * 128 + (lane % 8 ^ row % 8) * 16;
+        const unsigned panel = p_at + (tile * 2 + lane % 16 / 8) * Q_PANEL;
+        const unsigned at = panel + row * 128 + (lane % 8 ^ row % 8) * 16;
         const float4 high = high4(p), cross = pair4(high, sub4(p, high));
         if (!FIRST) {
             *reinterpret_cast<float4*>(smem + at) = high;

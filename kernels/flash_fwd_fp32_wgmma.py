@@ -6,7 +6,7 @@ from attnsweep.problem import Problem
 
 kernel = Kernel(
     "flash_fwd_fp32_wgmma",
-    summary="fp32 forward of very wide heads on Hopper: TMA and TF32 wgmma, scores added in clusters",
+    summary="fp32 forward of very wide heads on Hopper: TMA, TF32 wgmma, scores added in clusters",
     params=(
         Param("SLICES", (4, 8, 16, 32), "blocks that share a head's columns"),
         Param("CLUSTER", (1, 4, 8, 16), "of them, those that add scores; if all, one launch"),
@@ -66,7 +66,7 @@ def few_keys(config: Config, problem: Problem, arch: Arch) -> bool:
     return problem.seqlen_k <= 256
 
 
-@kernel.rule("queries fill half a block, and 16 are for up to 32: more tiles read K and V more often")
+@kernel.rule("queries fill half a block, and blocks of 16 are for up to 32: all read K and V")
 def no_idle_rows(config: Config, problem: Problem, arch: Arch) -> bool:
     c, queries = config, problem.seqlen_q
     return queries <= 32 if c.BLOCK_M == 16 else c.BLOCK_M < 2 * queries

@@ -15,8 +15,8 @@ __device__ __forceinline__ unsigned bf16_pair(float low, float high) {
 }
 
 // d (64 x N) += a (64 rows, registers) * b (N rows, shared memory) of 8 columns. The accumulator is that of
-// Wgmma<N>. Of a, lane l of warp w holds rows 16 w + l / 4 and 8 more in column l % 4, then the same in column
-// l % 4 + 4. accumulate 0 ignores what d held. bf16: the same with two numbers for each.
+// Wgmma<N>. Of a, lane l of warp w holds rows 16 w + l / 4 and 8 more in column l % 4, then the same 4
+// columns on. accumulate 0 ignores what d held. bf16: the same with two numbers for each.
 #define WGMMA_D8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define WGMMA_D16 WGMMA_D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 template <int N>
@@ -45,7 +45,8 @@ WGMMA_SPLIT(64, 32, 32, 33, 34, 35, 36, 37)
 // To shared memory of any block of the cluster; `barrier`, of the same block, counts the bytes.
 __device__ __forceinline__ void cluster_store_counted(unsigned address, float4 x, unsigned barrier) {
     asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address),
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
+            address),
         "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
         : "memory");
 }
