@@ -19,6 +19,8 @@ constexpr int KEYS = 64;  // of a tile; a row has MAX_TILES at most
 // of STAGES: those of Q and K for each tile of keys, then those of V. Only it fills and reads that ring.
 constexpr int PANELS = (HEAD_DIM + SLICES * WARPGROUPS * 64 - 1) / (SLICES * WARPGROUPS * 64) * 2;
 constexpr int SLICE = PANELS * 32 * WARPGROUPS;
+constexpr int SHORT = 4;  // panels that a tensor core sums over
+constexpr bool LONG_SUMS = PANELS > SHORT;
 constexpr unsigned Q_PANEL = BLOCK_M * 128, KV_PANEL = KEYS * 128;
 #if STAGE_OUTPUT
 constexpr bool FIRST = false, LAST = true;  // does it multiply Q K^T, and P V
@@ -147,6 +149,8 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
             }
             wgmma_wait<0>();
             a[0].pinned(), a[1].pinned();
+            if constexpr (LONG_SUMS)
+                if (panel > 0 && panel % SHORT == 0) sums.put_outside(panel == SHORT);
             fence_async_proxy();
             // The low part is there, and all warps are done with the panel before and its low part.
             sync_group();
@@ -163,7 +167,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                 sums.add<false>(a[half], b_high + half * 4, b_low + half * 4, panel > 0 || half > 0);
             }
         }
-        sums.finish();
+        sums.finish(LONG_SUMS);
         a[0].pinned(), a[1].pinned();
         sync_group();  // all warps are done with the low parts
         if (leader) load(tile * PANELS + PANELS - 1 + STAGES);
@@ -286,7 +290,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                 if (leader) load(item + STAGES), load(item + 1 + STAGES);
             }
         }
-        sums.finish();
+        sums.finish(false);
         a[0].pinned(), a[1].pinned();
         sync_group();
         // O goes to where the values were, in the layout of two swizzled boxes.

@@ -79,9 +79,16 @@ def no_idle_columns(config: Config, problem: Problem, arch: Arch) -> bool:
     return 3 * columns <= 4 * head_dim or c.SLICES * c.WARPGROUPS <= 8
 
 
-@kernel.rule("sums on tensor cores are of at most 256 columns: longer ones pass the error limit")
+@kernel.rule("a warpgroup has at most 256 columns, or 128 with the registers of 64 queries")
 def short_sums(config: Config, problem: Problem, arch: Arch) -> bool:
-    return panels(config, problem.head_dim) <= 8
+    return panels(config, problem.head_dim) <= (4 if config.BLOCK_M == 64 else 8)
+
+
+@kernel.rule("a lane of the second launch has at most 32 scores, so that nothing spills")
+def registers(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    turns = -(-c.BLOCK_M // (8 * c.WARPGROUPS))
+    return c.SLICES == c.CLUSTER or turns * 4 * key_tiles(problem) <= 32
 
 
 @kernel.rule("a ring is no longer than what passes through it: Q and K, and in one launch V")

@@ -1,5 +1,6 @@
 // What flash_fwd_fp32_wgmma computes with: split products, and the softmax of a block's rows. Needs BLOCK_M,
-// KEYS and MAX_TILES; ROWS that the block does, SHARES warps that do the same, and so ROWS_AT_ONCE, in TURNS.
+// KEYS and MAX_TILES; LONG_SUMS of Q K^T; ROWS that the block does, SHARES warps that do the same, and so
+// ROWS_AT_ONCE, in TURNS.
 #pragma once
 #include "common/rows.cuh"
 #include "common/hopper_tf32.cuh"
@@ -28,10 +29,10 @@ struct Fragments {
     }
     __device__ __forceinline__ void pinned() { pin(high), pin(cross); }
 };
-// Tensor cores round sums towards zero. The cross products, which are small, have sums of their own, so that
-// the large ones are of few terms.
+// Tensor cores round sums towards zero, so the large ones are of few terms: the cross products, which are
+// small, have sums of their own, and long sums of the others are added up outside.
 struct Sums {
-    float big[BLOCK_M / 2], small[BLOCK_M / 2];
+    float big[BLOCK_M / 2], small[BLOCK_M / 2], outside[LONG_SUMS ? BLOCK_M / 2 : 1];
     // Where the operand in shared memory begins: descriptors.
     template <bool PAIRS>
     __device__ __forceinline__ void add(const Fragments& a, unsigned long long b_high,
@@ -47,11 +48,18 @@ struct Sums {
         }
         wgmma_commit();
     }
-    __device__ __forceinline__ void finish() {
+    // All products have been waited for. `first`: there was nothing outside.
+    __device__ __forceinline__ void put_outside(bool first) {
+        pin(big);
+#pragma unroll
+        for (int i = 0; i < BLOCK_M / 2; ++i) outside[i] = first ? big[i] : outside[i] + big[i], big[i] = 0.f;
+    }
+    __device__ __forceinline__ void finish(bool with_outside) {
         wgmma_wait<0>();
         pin(big), pin(small);
 #pragma unroll
-        for (int i = 0; i < BLOCK_M / 2; ++i) big[i] += small[i];
+        for (int i = 0; i < BLOCK_M / 2; ++i)
+            big[i] = with_outside ? outside[i] + (big[i] + small[i]) : big[i] + small[i];
     }
 };
 
