@@ -98,6 +98,10 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     };
     auto wait_for = [&](int item) { mbarrier_wait(own_full + item % STAGES * 8, item / STAGES & 1); };
     auto panel_of = [&](int item) { return smem + own_ring + item % STAGES * SLOT; };
+    // To the same address of block `to`, whose barrier counts it.
+    auto give = [&](unsigned address, unsigned barrier, unsigned to, float4 x) {
+        store_async_16(cluster_address(address, to), cluster_address(barrier, to), x.x, x.y, x.z, x.w);
+    };
     auto sync_group = [&] { named_barrier_sync(1 + group, 128); };
 
     if (leader) {
@@ -188,13 +192,12 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
 #pragma unroll
             for (int g = 1; g < WARPGROUPS; ++g) sum = sum4(sum, load4(part + g * (2 * Q_PANEL / 4)));
             const unsigned at = ((rank * ROWS + row % ROWS) * keys_padded + tile * KEYS + key) * 4;
-            cluster_store_counted(cluster_address(base + added_at + at, row / ROWS), sum,
-                                  cluster_address(scores_full, row / ROWS));
+            give(base + added_at + at, scores_full, row / ROWS, sum);
         }
         if (tile + 1 < tiles) __syncthreads();  // the next tile's low parts go there
     }
     if (PDL == 2) grid_launch_dependents();  // its loads of V would have slowed down those of Q and K
-    mbarrier_wait(scores_full, 0);
+    mbarrier_wait_cluster(scores_full, 0);
     const float* added = reinterpret_cast<const float*>(smem + added_at) + lane % 16 * 4;
     auto load_scores = [&](int row, int tile) {
         const float* from = added + row * keys_padded + tile * KEYS;
@@ -239,9 +242,8 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
 #pragma unroll
         for (int i = 0; i < (COPIES + SHARES - 1) / SHARES; ++i) {
             const int to = warp % SHARES + i * SHARES;
-            const unsigned there = cluster_address(base + at, to), barrier = cluster_address(p_full, to);
-            cluster_store_counted(there, high, barrier);
-            cluster_store_counted(there + p_half, cross, barrier);
+            give(base + at, p_full, to, high);
+            give(base + at + p_half, p_full, to, cross);
         }
     });
     if (!FIRST) {
@@ -279,7 +281,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                 for (int j = 0; j < 8; ++j)
                     a[i % 2].set<true>(j, values[(i * 2 + j / 4) * 256 + v_at[j / 2 % 2][j % 2]]);
                 if (FIRST && i == 0 && pair + tile == 0) {  // the values did not have to wait for it
-                    mbarrier_wait(p_full, 0);
+                    mbarrier_wait_cluster(p_full, 0);
                     fence_async_proxy();
                 }
                 const unsigned at = (tile * 2 + i / 2) * Q_PANEL + i % 2 * 64;

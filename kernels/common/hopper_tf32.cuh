@@ -1,6 +1,5 @@
-// fp32 products on Hopper's tensor cores, by wgmma on TF32 and bf16, and stores to other blocks of a cluster
-// that an mbarrier counts. Include after common/hopper.cuh.
-// Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "st.async".
+// fp32 products on Hopper's tensor cores, by wgmma on TF32 and bf16. Include after common/hopper.cuh.
+// Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
 // x = high + low: high is x rounded to TF32, 11 bits, and exact on the tensor core; low is exact too.
@@ -41,12 +40,3 @@ struct WgmmaSplit;
 WGMMA_SPLIT(16, 8, 8, 9, 10, 11, 12, 13)
 WGMMA_SPLIT(32, 16, 16, 17, 18, 19, 20, 21)
 WGMMA_SPLIT(64, 32, 32, 33, 34, 35, 36, 37)
-
-// To shared memory of any block of the cluster; `barrier`, of the same block, counts the bytes.
-__device__ __forceinline__ void cluster_store_counted(unsigned address, float4 x, unsigned barrier) {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
-            address),
-        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
-        : "memory");
-}

@@ -122,14 +122,6 @@ void mbarrier_arrive(unsigned address, long bytes, unsigned arrivals, Where wher
     barrier.bytes += bytes, barrier.pending -= arrivals;
     settle(*me().cta, address, barrier);
 }
-// To any block of the cluster, whose own mbarrier counts the bytes.
-void store_counted(unsigned address, const void* from, unsigned bytes, unsigned barrier, Where where) {
-    if (address >> 24 != barrier >> 24) fail(where, "store_counted: the mbarrier is of another block");
-    store_shared(address, from, bytes, where);
-    Mbarrier& counts = mbarrier_at(*me().cta, barrier, where);
-    counts.bytes -= bytes;
-    settle(*me().cta, barrier, counts);
-}
 void mbarrier_wait(unsigned address, unsigned parity, Where where) {
     if (parity > 1) fail(where, "mbarrier_wait: parity %u", parity);
     while (mbarrier_at(*me().cta, address, where).phase == parity)

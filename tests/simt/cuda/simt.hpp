@@ -92,7 +92,6 @@ void cluster_barrier(bool arrive, bool wait, Where where);
 void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where);
 void load_shared(void* to, unsigned address, unsigned bytes, Where where);
 void store_shared(unsigned address, const void* from, unsigned bytes, Where where);
-void store_counted(unsigned address, const void* from, unsigned bytes, unsigned barrier, Where where);
 void stmatrix(unsigned address, const unsigned (&r)[4], Where where);
 void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool bf16, Where where);
 void mma_1688(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Where where);

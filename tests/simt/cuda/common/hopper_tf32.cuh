@@ -1,4 +1,4 @@
-// The twin of kernels/common/hopper_tf32.cuh: the same names, run by wgmma.cpp and copies.cpp.
+// The twin of kernels/common/hopper_tf32.cuh: the same names, run by wgmma.cpp.
 #pragma once
 
 inline float tf32_high(float x) { return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u); }
@@ -19,6 +19,3 @@ struct WgmmaSplit {
         simt::wgmma(d, {N, true, false, false, accumulate != 0, a, 0, b, false}, SIMT_AT);
     }
 };
-inline void cluster_store_counted(unsigned address, float4 x, unsigned barrier, SIMT_HERE) {
-    simt::store_counted(address, &x, 16, barrier, SIMT_AT);
-}
