@@ -261,8 +261,7 @@ class Session:
     def function(self, cubin: str, launch: Launch) -> Any:
         """The loaded function of a stage; CuPy keeps modules by path, and paths are by content."""
         function = self._cupy.RawModule(path=cubin).get_function(launch.function)
-        if launch.defines.get("CLUSTER", 1) > _PORTABLE_CLUSTER:
-            self._allow_cluster(function)
+        self._allow_cluster(function)
         # Never lowered: another launch of the same code may be bound to more.
         if launch.smem_bytes > max(48 * 1024, function.max_dynamic_shared_size_bytes):
             function.max_dynamic_shared_size_bytes = launch.smem_bytes
@@ -271,11 +270,19 @@ class Session:
         return function
 
     def _allow_cluster(self, function: Any) -> None:
-        """Let the function have clusters of more blocks than every GPU with clusters promises."""
+        """Let the function have clusters of more blocks than every GPU with clusters promises.
+
+        How many blocks `__cluster_dims__` gave it, the driver knows: a stored cubin says no more.
+        """
         from cuda.bindings import driver
 
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-        (status,) = driver.cuFuncSetAttribute(function.kernel.ptr, attribute, 1)
+        names, handle = driver.CUfunction_attribute, driver.CUfunction(function.kernel.ptr)
+        width = names.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH
+        status, blocks = driver.cuFuncGetAttribute(width, handle)
+        if int(status) or blocks <= _PORTABLE_CLUSTER:  # a driver without clusters knows no width
+            return
+        allowed = names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        (status,) = driver.cuFuncSetAttribute(handle, allowed, 1)
         if int(status):
             raise self._cupy.cuda.driver.CUDADriverError(int(status))
 
