@@ -41,10 +41,16 @@ CASES = (
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, CLUSTER: 2, MAXIMA: 1, P_SHARED: 0", FULL),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, SPLITS: 2, MAXIMA: 1, P_SHARED: 0", BOTH),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, SPLITS: 4, SPLIT_CLUSTER: 1, MAXIMA: 1", BOTH),
+    ("flash_fwd_fp32_wgmma", "SLICES: 8, CLUSTER: 8, BLOCK_M: 32, WARPGROUPS: 2", BOTH),
+    ("flash_fwd_fp32_wgmma", "SLICES: 16, CLUSTER: 8, BLOCK_M: 32, WARPGROUPS: 2", BOTH),
     ("three_kernel_wgmma", f"{TILES}, QK_BLOCK_N: 64, STATS: 0", BOTH),
     ("three_kernel_wgmma", f"{TILES}, QK_BLOCK_N: 128, STATS: 3, SOFTMAX_THREADS: 32", BOTH),
 )
 PROBLEM = "{{batch: 1, heads: 4, seqlen: 300, head_dim: 64, causal: {}}}"
+PROBLEMS = {
+    "flash_fwd_fp32_wgmma": "{{batch: 1, heads: 2, seqlen: 40, head_dim: 2048, dtype: fp32, "
+    "causal: {}}}"
+}
 
 
 def check(cases: Sequence[tuple[str, str, tuple[str, ...]]], arch: str) -> int:
@@ -54,7 +60,7 @@ def check(cases: Sequence[tuple[str, str, tuple[str, ...]]], arch: str) -> int:
         compiler = Compiler(arch_named(arch))
         for kernel, values, masks in cases:
             for causal in masks:
-                problem = PROBLEM.format(causal)
+                problem = PROBLEMS.get(kernel, PROBLEM).format(causal)
                 text = f"problems: [{problem}]\nkernels: {{{kernel}: {{{values}}}}}\n"
                 spec = setting.spec_of(text, Path(place))
                 for build in setting.builds(spec, compiler, limit=1):
