@@ -9,7 +9,7 @@ kernel = Kernel(
     summary="fp32 forward of very wide heads on Hopper: TMA, TF32 wgmma, scores added in clusters",
     params=(
         Param("SLICES", (4, 8, 16, 32), "blocks that share a head's columns"),
-        Param("CLUSTER", (1, 4, 8, 16), "of them, those that add scores; if all, one launch"),
+        Param("CLUSTER", (4, 8, 16), "of them, those that add scores; if all, one launch"),
         Param("BLOCK_M", (16, 32, 64), "query rows per block"),
         Param("WARPGROUPS", (2, 4), "warpgroups of a block, which split its columns"),
         Param("NUM_STAGES", (2, 3, 4, 6, 7), "panels of 32 columns in a warpgroup's ring"),
@@ -50,10 +50,11 @@ def smem_bytes(config: Config, problem: Problem, stage: str) -> int:
     return out + first * (c.WARPGROUPS * 2 * q_panel + scores) + last * 2 * scores
 
 
-@kernel.rule("clusters divide the slices, have at most 16 blocks, and as many rows or more")
+@kernel.rule("clusters divide the slices, have 2 to 16 blocks, and as many rows or more")
 def clusters(config: Config, problem: Problem, arch: Arch) -> bool:
+    # In a launch without clusters a counted store is an illegal instruction (seen on an H200).
     c = config
-    return c.SLICES % c.CLUSTER == 0 and c.CLUSTER <= min(16, c.BLOCK_M)
+    return c.SLICES % c.CLUSTER == 0 and 2 <= c.CLUSTER <= min(16, c.BLOCK_M)
 
 
 @kernel.rule("the second launch has at most 4 clusters' scores to add")

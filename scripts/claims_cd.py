@@ -6,12 +6,13 @@ Every figure is of a recorded run; every verdict follows from figures.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from verdict import FAILS, HOLDS
 
+from attnsweep import counters
 from attnsweep.arch import arch_named
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
@@ -20,6 +21,7 @@ from attnsweep.trial import Status, Trial
 
 WIDE, LADDER = "wide_head", "ladder"
 WIDE_PEERS = ("torch_efficient", "torch_math", "unfused")
+WGMMA = "flash_fwd_fp32_wgmma"
 WIDEST, AIM_PERCENT = 8192, 40
 RUNGS = {
     "naive": "a thread a row",
@@ -72,19 +74,43 @@ def wide_bounds(run: Run, problem: Problem, limits: dict[str, float]) -> dict[st
     }
 
 
-def tiled_us(config: Mapping[str, Any], problem: Problem, limits: dict[str, float]) -> float:
+def products(trial: Trial) -> str:
+    """What multiplies: ffma, or tensor cores by mma.sync or wgmma."""
+    return "wgmma" if trial.kernel == WGMMA else str(trial.config["MATH"])
+
+
+def parts_added(trial: Trial) -> int:
+    """Partial scores of a head in a workspace, each of one block or one cluster; 0: no workspace.
+
+    Then it is one launch, whose blocks are a cluster.
+    """
+    config = dict[str, Any](trial.config)
+    if trial.kernel == WGMMA:
+        parts = int(config["SLICES"] // config["CLUSTER"])
+        return parts if parts > 1 else 0
+    return int(config["SLICES"]) if config["SCORES"] == "workspace" else 0
+
+
+def exchange(trial: Trial) -> str:
+    """How the blocks of a head add their scores."""
+    parts = parts_added(trial)
+    if trial.kernel != WGMMA or not parts:
+        return "workspace" if parts else "cluster"
+    return f"clusters of {trial.config['CLUSTER']}, then workspace"
+
+
+def tiled_us(trial: Trial, limits: dict[str, float]) -> float:
     """Microseconds that L2 needs at least for what the blocks of a config read and write.
 
     Each tile of rows reads K and V again. With the scores exchanged in a workspace, each block adds
-    the partial scores of all slices.
+    all partial scores.
     """
-    p = problem
+    p, config = trial.problem, dict[str, Any](trial.config)
     row = 4 * p.head_dim * p.batch * p.heads
     tiles = -(-p.seqlen_q // config["BLOCK_M"])
     read, written = row * (p.seqlen_q + 2 * tiles * p.seqlen_k), row * p.seqlen_q
-    if config["SCORES"] == "workspace":
-        partial = 4 * p.batch * p.heads * config["SLICES"] * p.seqlen_q * p.seqlen_k
-        read, written = read + partial * config["SLICES"], written + partial
+    partial = 4 * p.batch * p.heads * parts_added(trial) * p.seqlen_q * p.seqlen_k
+    read, written = read + partial * config["SLICES"], written + partial
     return 1e6 * max(read / limits["l2_read"], written / limits["l2_write"])
 
 
@@ -98,18 +124,20 @@ class Wide:
         self.peers = [t for t in trials if t.provider in WIDE_PEERS]
         self.best = self.own[0]
         self.bounds = wide_bounds(run, problem, limits)
-        self.unit = "3×TF32" if self.best.config["MATH"] == "tf32x3" else "FFMA"
-        self.larger = max(self.bounds["L2"], self.bounds[self.unit])
+        unit = self.bounds["FFMA" if products(self.best) == "ffma" else "3×TF32"]
+        # wgmma: three products for Q K^T, but for P V one and one of bf16 pairs that costs as much.
+        unit *= 5 / 6 if products(self.best) == "wgmma" else 1
+        self.larger = max(self.bounds["L2"], unit)
         self.share = 100 * self.larger / us(self.best)
         self.rate = problem.min_bytes / us(self.best) / 1e3
-        self.tiled = max(tiled_us(self.best.config, problem, limits), self.larger)
+        self.tiled = max(tiled_us(self.best, limits), self.larger)
         p, config = problem, dict[str, Any](self.best.config)
         tiles = -(-p.seqlen_q // config["BLOCK_M"])
         self.blocks = config["SLICES"] * tiles * p.batch * p.heads
 
-    def least(self, name: str, value: str) -> float | None:
-        """The best time with a parameter at a value."""
-        return min((us(t) for t in self.own if t.config[name] == value), default=None)
+    def least(self, test: Callable[[Trial], bool]) -> float | None:
+        """The best time of candidates that pass."""
+        return min((us(t) for t in self.own if test(t)), default=None)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -160,7 +188,7 @@ def wide(run: Run, limits: dict[str, float]) -> Iterator[str]:
         )
         cells = " | ".join(f"{value:.2f}" for value in row.bounds.values())
         yield (
-            f"| {row.label} | **{us(row.best):.2f}** | {row.best.config['MATH']} | {against} | "
+            f"| {row.label} | **{us(row.best):.2f}** | {products(row.best)} | {against} | "
             f"{row.rate:.0f} | {cells} | {row.share:.0f} % |"
         )
     yield ""
@@ -173,12 +201,18 @@ def wide(run: Run, limits: dict[str, float]) -> Iterator[str]:
 
 def wide_claims(run: Run, rows: list[Wide]) -> Iterator[str]:
     """A row a claim, and one for the aim at the widest head."""
-    pairs = [(row.least("MATH", "ffma"), row.least("MATH", "tf32x3")) for row in rows]
-    ratios = [ffma / tf32 for ffma, tf32 in pairs if ffma and tf32]
+    pairs = [
+        (
+            row.least(lambda trial: products(trial) == "ffma"),
+            row.least(lambda trial: products(trial) != "ffma"),
+        )
+        for row in rows
+    ]
+    ratios = [ffma / tensor for ffma, tensor in pairs if ffma and tensor]
     if ratios:
         yield (
-            "| tensor cores cannot help: 3 to 4× slower | the best of three TF32 products, which "
-            f"keep fp32-level error, over the best of FFMA: {min(ratios):.2f} to "
+            "| tensor cores cannot help: 3 to 4× slower | the best of products in TF32 parts, "
+            f"which keep fp32-level error, over the best of FFMA: {min(ratios):.2f} to "
             f"{max(ratios):.2f}× as fast | **{HOLDS if max(ratios) < 1 else FAILS}** |"
         )
     own = [t for t in run.trials if t.provider == "attnsweep"]
@@ -188,7 +222,7 @@ def wide_claims(run: Run, rows: list[Wide]) -> Iterator[str]:
     most = max((t.resources.smem_bytes for t in timed if t.resources), default=0)
     yield (
         "| several queries cannot share K and V in shared memory (48 KB) | "
-        f"{len(timed)} candidates share a tile of K and V among {' or '.join(map(str, shared))} "
+        f"{len(timed)} candidates share a tile of K and V among {', '.join(map(str, shared))} "
         f"queries, in up to {most / 1024:.0f} KB; {wrong} of them wrong | "
         f"**{HOLDS if wrong or not timed else FAILS}** |"
     )
@@ -223,7 +257,7 @@ def wide_limits(rows: list[Wide]) -> Iterator[str]:
         "What stands between a row and its bound. Launches: an empty kernel with the same grids. "
         "As tiled: the larger bound with K and V read for each tile of rows, and partial scores by "
         "each block. The rest is neither: waiting within a block, for loads, for the other blocks' "
-        "scores and between launches; these are told apart by hardware counters alone."
+        "scores and between launches."
     )
     yield ""
     yield (
@@ -236,13 +270,51 @@ def wide_limits(rows: list[Wide]) -> Iterator[str]:
         alone = ", ".join(f"{name} {time:.1f}" for name, time in best.stages_us.items()) or "–"
         parts = [f"{part:.2f} ({100 * part / total:.0f} %)" for part in row.parts.values()]
         occupied = f"{100 * best.resources.occupancy:.0f} %" if best.resources else "–"
-        exchange = [row.least("SCORES", name) for name in ("cluster", "workspace")]
+        launches = [
+            row.least(lambda t: not parts_added(t)),
+            row.least(lambda t: parts_added(t) > 0),
+        ]
         yield (
-            f"| {row.label} | {total:.2f} | {best.config['SCORES']} | {row.blocks} | "
+            f"| {row.label} | {total:.2f} | {exchange(best)} | {row.blocks} | "
             f"{row.sms} | {occupied} | "
             f"{' | '.join(parts)} | {alone} | "
-            f"{' | '.join(f'{time:.2f}' if time else '–' for time in exchange)} |"
+            f"{' | '.join(f'{time:.2f}' if time else '–' for time in launches)} |"
         )
+    yield from wide_counters(rows)
+
+
+def wide_counters(rows: list[Wide]) -> Iterator[str]:
+    """What `attnsweep profile` read of each problem's winner."""
+    counted = counters.read(rows[0].run.directory) if rows else []
+    labels = {row.problem.label: row.label for row in rows}
+    counted = [facts for facts in counted if facts["problem"] in labels]
+    if not counted:
+        return
+    yield ""
+    yield (
+        "Hardware counters of the winners, by `attnsweep profile`, each launch alone. Shares are "
+        "of the time in which an SM has a block; warps waited for: warps in that state for each "
+        "instruction issued."
+    )
+    yield ""
+    yield "| rows × head_dim | stage | L2, MB | DRAM, MB | tensor | issue | warps waited for |"
+    yield "|---|---|---:|---:|---:|---:|---|"
+    for facts in counted:
+        for stage in facts["stages"]:
+            found = stage["figures"]
+            traffic = [
+                sum(found.get(f"{where}_{way}_bytes", 0.0) for way in ("read", "write")) / 1e6
+                for where in ("l2", "dram")
+            ]
+            shares = [
+                f"{found[name]:.0f} %" if name in found else "–"
+                for name in ("tensor_percent", "issue_percent")
+            ]
+            waits = ", ".join(f"{why} {n:.1f}" for why, n in list(stage["stalls"].items())[:3])
+            yield (
+                f"| {labels[facts['problem']]} | {facts['kernel']}.{stage['stage']} | "
+                f"{traffic[0]:.1f} | {traffic[1]:.1f} | {' | '.join(shares)} | {waits} |"
+            )
 
 
 # -- system D ---------------------------------------------------------------------------------

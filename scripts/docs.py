@@ -41,7 +41,8 @@ and {wgmma_to_cudnn}× SDPA cuDNN in speed; its nine batched cells take {cells} 
 {cells_ratio}× the fastest peer: [docs/performance.md](docs/performance.md). On mma.sync, \
 `flash_fwd_mma`: {flash} µs |
 | **C** fp32 attention with head_dim 512 to 8192: 62 to 214 µs for 16 to 64 rows, 4 heads (A100) | \
-`flash_fwd_fp32_wide`, 4 heads, rows × head_dim (of the larger bound): {wide}; the best peer \
+`flash_fwd_fp32_wide` and `flash_fwd_fp32_wgmma`, 4 heads, rows × head_dim (of the larger bound): \
+{wide}; the best peer \
 within the error limit takes {wide_ratio}× as long |
 | **D** a ladder of kernels with machine-code checks; the first, naive, 40,541 µs; target under 5 \
 (H100) | `configs/ladder.yaml` at (1,8,512,64): {rungs} |

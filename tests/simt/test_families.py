@@ -77,7 +77,7 @@ WIDE = {
         ("SLICES=4 CLUSTER=4 BLOCK_M=16 WARPGROUPS=2 NUM_STAGES=2", 516, True),
         ("SLICES=2 CLUSTER=2 BLOCK_M=32 WARPGROUPS=4 NUM_STAGES=3 PDL=0", 772, False),
         ("SLICES=4 CLUSTER=2 BLOCK_M=64 WARPGROUPS=2 NUM_STAGES=3", 772, True),
-        ("SLICES=3 CLUSTER=1 BLOCK_M=16 WARPGROUPS=1 NUM_STAGES=4 PDL=0", 516, False),
+        ("SLICES=6 CLUSTER=2 BLOCK_M=16 WARPGROUPS=1 NUM_STAGES=4 PDL=0", 516, False),
     ),
 }
 # Families that share their parts: of mask, dtype and head_dim every third of the eight that there
