@@ -15,6 +15,7 @@ from typing import Any
 import claims
 import claims_cd
 import claims_e
+import measured
 import performance
 
 from attnsweep import report
@@ -176,6 +177,7 @@ def main() -> int:
     tested = claims.page(ROOT / "results" / "h200")
     if tested is not None:
         pages["docs/claims.md"] = tested
+    pages["docs/benchmarks.md"] = measured.page(ROOT / "results" / "h200")
     told = performance.page(ROOT / "results" / "h200")
     if told is not None:
         pages["docs/performance.md"] = told
