@@ -120,14 +120,47 @@ def sanitizer(found: dict[str, Any]) -> Iterator[Line]:
         )
 
 
+def search(found: dict[str, Any]) -> Iterator[Line]:
+    """Strategies that are told recorded times."""
+    spaces: dict[tuple[str, str, str, int], list[str]] = {}
+    for space in found["spaces"]:
+        key = (space["run"], space["kernel"], space["problem"], space["candidates"])
+        trials = space["median_trials_to_1_percent"]
+        spaces.setdefault(key, []).append(
+            f"{space['strategy']} {'never' if trials is None else trials} "
+            f"({space['seeds_within_1_percent']} of {found['seeds']} seeds)"
+        )
+    for (run, kernel, problem, candidates), told in spaces.items():
+        yield Line(
+            f"{run}, `{kernel}` {problem}, {candidates} candidates: trials until one is "
+            "within 1 % of the best",
+            ", ".join(told),
+            "–",
+        )
+
+
 PAGES = {
     "stability": ("Does a rerun pick the same winner?", stability),
     "noise": ("How far apart are two times of one thing?", noise),
     "kernel_tuner": ("How long does a sweep take?", kernel_tuner),
     "gate": ("Can CI trust `check`?", gate),
+    "search_replay": ("How many trials does a search need?", search),
     "sanitizer": ("Do the kernels touch what is not theirs?", sanitizer),
 }
-SCRIPTS = {"kernel_tuner": "kernel_tuner_compare", "sanitizer": "sanitize"}
+SCRIPTS = {
+    "kernel_tuner": "kernel_tuner_compare",
+    "sanitizer": "sanitize",
+    "search_replay": "search",
+}
+
+
+def made_on(found: dict[str, Any]) -> str:
+    """The card, versions and day of a file."""
+    if "environment" not in found:
+        return f"replayed from {found['recorded_on']}"
+    here = found["environment"]
+    versions = f"driver {here['driver']}, NVRTC {here['nvrtc']}"
+    return f"{here['gpu']}, {versions}, {here['date'][:10]}"
 
 
 def page(results: Path) -> str:
@@ -146,14 +179,12 @@ def page(results: Path) -> str:
         if not path.is_file():
             continue
         found = json.loads(path.read_text(encoding="utf-8"))
-        where = found["environment"]
-        script = SCRIPTS.get(name, name)
+        script, where = SCRIPTS.get(name, name), made_on(found)
         out += [
             f"## {title}",
             "",
             f"`python benchmarks/{script}.py`: "
-            f"[results/h200/{name}.json](../results/h200/{name}.json), {where['gpu']}, driver "
-            f"{where['driver']}, NVRTC {where['nvrtc']}, {where['date'][:10]}.",
+            f"[results/h200/{name}.json](../results/h200/{name}.json), {where}.",
             "",
             "| asked | measured | |",
             "|---|---|---|",
