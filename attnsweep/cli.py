@@ -411,6 +411,7 @@ def profile(
 
     stored, families = open_run(run_), discover(kernels)
     picked = counters.chosen(stored, where or (), top)
+    counters.check(picked, families)
     if counters.find_ncu() is None:  # before a GPU is asked for
         counters.count([])
     with Worker(timeout_s=60) as worker:

@@ -23,7 +23,7 @@ from typing import Any
 from attnsweep.arch import Arch
 from attnsweep.candidates import Build
 from attnsweep.compiler import Compiler
-from attnsweep.errors import KernelError, NoGpuError, SpecError, ToolchainError
+from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
 from attnsweep.kernel import Config, Kernel
 from attnsweep.ranking import rank, value_text
 from attnsweep.schedule import changed_since
@@ -190,6 +190,19 @@ def _says(trial: Trial, name: str, value: str) -> bool:
     return name in facts and value_text(facts[name]) == value
 
 
+def check(trials: Sequence[Trial], kernels: Mapping[str, Kernel]) -> None:
+    """Raise KernelError if a config of these rows is none that its family has today."""
+    for trial in trials:
+        if trial.kernel not in kernels:
+            raise KernelError(f"family {trial.kernel!r} of the run is not here")
+        changed = changed_since(kernels[trial.kernel], Config(trial.config))
+        if changed is not None:
+            raise KernelError(
+                f"{changed} since the run was made, so its configs are none of today's",
+                hint="make the run anew: attnsweep run SPEC --fresh",
+            )
+
+
 def compiled(
     trials: Sequence[Trial], kernels: Mapping[str, Kernel], arch: Arch, limit: int | None
 ) -> list[Candidate]:
@@ -197,17 +210,12 @@ def compiled(
 
     limit: bytes of workspace. Raises KernelError or CompileError if one is no longer what it was.
     """
+    check(trials, kernels)
     compiler = Compiler(arch)
     try:
         builds = []
         for trial in trials:
-            if trial.kernel not in kernels:
-                raise KernelError(f"family {trial.kernel!r} of the run is not here")
-            config = Config(trial.config)
-            kernel = kernels[trial.kernel]
-            changed = changed_since(kernel, config)
-            if changed is not None:
-                raise KernelError(f"{changed}, so the run's config is none of today's; run it anew")
+            kernel, config = kernels[trial.kernel], Config(trial.config)
             builds.append(Build.of(kernel, config, trial.problem, compiler, workspace_limit=limit))
             builds[-1].submit()
         return [build.candidate() for build in builds]
@@ -219,11 +227,18 @@ def compiled(
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """What `write` kept in a run's directory; nothing if there is none."""
+    """What `write` kept in a run's directory; nothing if there is none. Raises StoreError."""
     path = directory / FILE
     if not path.is_file():
         return []
-    kept: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        kept: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise StoreError(
+            f"cannot be read: {error}",
+            where=str(path),
+            hint="restore the file, or remove it and run attnsweep profile again",
+        ) from error
     return kept
 
 

@@ -243,7 +243,10 @@ def _value(param: Param, text: str) -> Value:
         return text
     if isinstance(sample, bool) and text in ("true", "false", "1", "0"):
         return text in ("true", "1")
-    if text.isascii() and text.isdigit() and not isinstance(sample, bool):
-        return int(text)
     own = ", ".join(map(str, param.values))
+    if text.isascii() and text.isdigit() and not isinstance(sample, bool):
+        wrong = param.why_not(int(text))
+        if wrong:
+            raise KernelError(wrong, hint=f"its own values: {own}")
+        return int(text)
     raise KernelError(f"{param.name} cannot be {text!r}", hint=f"its own values: {own}")

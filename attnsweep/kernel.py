@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnsweep.arch import Arch
+from attnsweep.arch import ARCHS, Arch
 from attnsweep.errors import KernelError
-from attnsweep.problem import Problem
+from attnsweep.problem import DTYPE_BYTES, Problem
 
 Value = int | bool | str
 
@@ -29,6 +29,14 @@ class Param:
     name: str
     values: tuple[Value, ...]
     help: str
+
+    def why_not(self, value: int) -> str | None:
+        """Why a whole number cannot be one of its values, though a spec may name others; or None.
+
+        It is no less than the declared ones, or than 1: rules divide by sizes and counts.
+        """
+        least = min([1, *(int(own) for own in self.values if not isinstance(own, str))])
+        return f"{self.name} must be at least {least}, not {value}" if value < least else None
 
 
 class Config(Mapping[str, Value]):
@@ -191,6 +199,9 @@ class Kernel:
         names = [param.name for param in self.params]
         if len(set(names)) != len(names):
             raise KernelError(f"{self.name}: a parameter is declared twice", where=str(declared_in))
+        wrong = self._misdeclared()
+        if wrong is not None:
+            raise KernelError(f"{self.name}: {wrong}", where=str(declared_in))
         for param in self.params:
             if not isinstance(param.values, tuple) or not param.values:
                 raise KernelError(
@@ -203,6 +214,20 @@ class Kernel:
                     f"{param.name}: values are whole numbers, bools or text, not {param.values!r}",
                     where=str(declared_in),
                 )
+
+    def _misdeclared(self) -> str | None:
+        """What is wrong with the fields that refusal() reads, where a slip refuses or crashes."""
+        if self.min_arch not in {*ARCHS, *(name.rstrip("a") for name in ARCHS)}:
+            return f"min_arch is one of {', '.join(ARCHS)}, not {self.min_arch!r}"
+        known = f"dtypes are a tuple of {', '.join(DTYPE_BYTES)}, not {self.dtypes!r}"
+        if not isinstance(self.dtypes, tuple) or not self.dtypes:
+            return known
+        if not set(self.dtypes) <= set(DTYPE_BYTES):
+            return known
+        dims = self.head_dims
+        if not isinstance(dims, tuple | range) or not all(isinstance(dim, int) for dim in dims):
+            return f"head_dims are a tuple of whole numbers, or a range, not {dims!r}"
+        return None if dims else "head_dims are empty"
 
     def __str__(self) -> str:
         return self.name
@@ -350,8 +375,9 @@ def _fault(launch: object, buffers: set[str]) -> str | None:
             return f"names the buffer {named!r}; there are {', '.join(sorted(buffers))}"
         if not isinstance(arg, str | int | float | TensorMap):
             return f"passes {arg!r}: an argument is a buffer's name, an int, a float or a TensorMap"
-    if not all(isinstance(value, int) for value in launch.defines.values()):
-        return f"has defines {dict(launch.defines)!r}: their values must be ints"
+    defines = launch.defines
+    if not isinstance(defines, Mapping) or not all(isinstance(n, int) for n in defines.values()):
+        return f"has defines {defines!r}: they are a mapping of names to ints"
     return None
 
 

@@ -110,8 +110,9 @@ class Comparison:
         Also 4 if there is nothing to compare, or a run is damaged.
         """
         codes = {EXIT.get(finding.verdict, 0) for finding in self.findings}
-        unsure = 4 in codes or not self.findings or bool(self.damage)
-        return 1 if 1 in codes else 4 if unsure else 0
+        if self.damage or not self.findings:
+            return 4
+        return 1 if 1 in codes else 4 if 4 in codes else 0
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data: stable keys, None for what is not known."""

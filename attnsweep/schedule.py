@@ -40,8 +40,10 @@ _ALIGNMENT = 1024
 def changed_since(kernel: Kernel, recorded: Config) -> str | None:
     """Which parameters the family has lost or got since a config was recorded; None if none."""
     own, modes = {param.name for param in kernel.params}, {param.name for param in MODES}
-    facts = [f"has no parameter {name!r} any more" for name in recorded if name not in own | modes]
-    facts += [f"has the new parameter {name!r}" for name in sorted(own - set(recorded))]
+    gone = [repr(name) for name in recorded if name not in own | modes]
+    new = [repr(name) for name in sorted(own - set(recorded))]
+    facts = [f"has no parameter{'s' * (len(gone) > 1)} {', '.join(gone)} any more"] if gone else []
+    facts += [f"has the new parameter{'s' * (len(new) > 1)} {', '.join(new)}"] if new else []
     return f"{kernel.name} {', '.join(facts)}" if facts else None
 
 

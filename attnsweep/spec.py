@@ -507,10 +507,8 @@ def _refusal(param: Param, value: Value) -> tuple[str, str] | None:
     if isinstance(value, str) and value not in alike:
         # A text names a branch of the template, so an unknown one can only be a slip.
         return f"{param.name} cannot be {value!r}", nearest(value, map(str, alike))
-    if type(value) is int and value < (least := min(1, *map(int, alike))):
-        # Sizes and counts: rules may divide by them.
-        return f"{param.name} must be at least {least}, not {value}", hint
-    return None
+    wrong = param.why_not(value) if type(value) is int else None
+    return (wrong, hint) if wrong else None
 
 
 def _yaml_text(value: Value) -> str:

@@ -50,6 +50,11 @@ def smem_bytes(config: Config, problem: Problem, stage: str) -> int:
     return out + first * (c.WARPGROUPS * 2 * q_panel + scores) + last * 2 * scores
 
 
+@kernel.rule("a block has 16, 32 or 64 queries, at most 4 warpgroups, and PDL is 0 to 2")
+def known_values(config: Config, problem: Problem, arch: Arch) -> bool:
+    return config.BLOCK_M in (16, 32, 64) and config.WARPGROUPS <= 4 and config.PDL <= 2
+
+
 @kernel.rule("clusters divide the slices, have 2 to 16 blocks, and as many rows or more")
 def clusters(config: Config, problem: Problem, arch: Arch) -> bool:
     # In a launch without clusters a counted store is an illegal instruction (seen on an H200).

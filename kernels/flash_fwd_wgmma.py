@@ -152,6 +152,14 @@ def row_tiles(c: Config, p: Problem) -> int:
     return p.batch * p.heads * -(-p.seqlen_q // block_m(c))
 
 
+@kernel.rule("switches are 0 or 1, MAXIMA and PRODUCER_WARPS what they say, PDL 0 to 2")
+def known_values(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    switches = (c.OVERLAP, c.PINGPONG, c.P_SHARED, c.ORDER, c.SPLIT_CLUSTER, c.LSE)
+    known = c.MAXIMA in (1, 2) and c.PRODUCER_WARPS in (1, 4) and c.PDL <= 2 and c.EXP2_POLY <= 8
+    return known and max(switches) <= 1
+
+
 @kernel.rule("warpgroups are 1 to 4, key groups divide them, and a ring stage is one key group's")
 def groups(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config

@@ -115,7 +115,8 @@ def sanitizer(found: dict[str, Any]) -> Iterator[Line]:
     for tool in found["tools"]:
         yield Line(
             f"compute-sanitizer, {tool['tool']}: clean",
-            f"{tool['errors']} errors in {tool['cases']} cases",
+            f"{tool['errors']} errors in {tool['cases']} cases: {len(found['cases'])} configs, "
+            "most of them full and causal",
             verdict(tool["clean"]),
         )
 

@@ -286,7 +286,6 @@ def page(results: Path) -> str | None:
         "",
         *tricks(list(recordings.values())),
         "",
-        "What was tried and gave nothing: [tried.md](tried.md). Not there: FP8 inputs, and a merge "
-        "of split keys over a cluster's shared memory.",
+        "What was tried and gave nothing: [tried.md](tried.md). Not there: FP8 inputs.",
     ]
     return "\n".join(out).rstrip() + "\n"

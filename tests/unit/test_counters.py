@@ -12,7 +12,7 @@ from test_report import full_run
 
 from attnsweep import counters, view
 from attnsweep.arch import arch_named
-from attnsweep.errors import KernelError, NoGpuError, SpecError, ToolchainError
+from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
 from attnsweep.kernel import Launch, discover
 from attnsweep.problem import Problem
 from attnsweep.trial import Candidate, CompiledStage, Plan
@@ -124,5 +124,12 @@ def test_candidates_are_chosen_by_parameter_and_by_rank() -> None:
 def test_a_config_of_a_family_that_changed_since_is_refused() -> None:
     trial = next(t for t in full_run().trials if t.kernel == "three_kernel_wgmma")
     old = trial.model_copy(update={"config": {"BLOCK_M": 64}})
-    with pytest.raises(KernelError, match=r"has no parameter 'BLOCK_M' any more.*run it anew"):
+    with pytest.raises(KernelError, match=r"has no parameter 'BLOCK_M' any more.* new parameters"):
         counters.compiled([old], discover(), arch_named("sm_90a"), None)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe"])
+def test_damaged_counters_are_no_traceback(tmp_path: Path, content) -> None:
+    (tmp_path / counters.FILE).write_bytes(content)
+    with pytest.raises(StoreError, match=r"counters\.json: cannot be read"):
+        counters.read(tmp_path)

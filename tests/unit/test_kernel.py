@@ -319,12 +319,32 @@ class TestBrokenDeclarations:
             (Launch("f", (0, 1, 1), 32, ()), "too small"),
             (Launch("f", (1, 1, 1), 32, ("qq",)), "names the buffer 'qq'; there are k, o, q, v"),
             (Launch("f", (1, 1, 1), 32, (None,)), "passes None"),
-            (Launch("f", (1, 1, 1), 32, (), defines={"N": "3"}), "values must be ints"),
+            (Launch("f", (1, 1, 1), 32, (), defines={"N": "3"}), "names to ints"),
         ],
         ids=["none", "text", "threads", "grid", "grid2", "zero", "buffer", "arg", "defines"],
     )
     def test_an_impossible_launch(self, launch, words):
         self.refuse(self.family(launch=lambda *_: launch), words)
+
+    @pytest.mark.parametrize(
+        ("field", "words"),
+        [
+            ({"min_arch": 80}, "min_arch is one of sm_80, .* not 80"),
+            ({"min_arch": "hopper"}, "not 'hopper'"),
+            ({"min_arch": "sm_70"}, "not 'sm_70'"),
+            ({"dtypes": None}, "dtypes are a tuple of fp16, bf16, fp32, not None"),
+            ({"dtypes": "fp16"}, "not 'fp16'"),
+            ({"dtypes": ("float16",)}, "float16"),
+            ({"head_dims": 64}, "head_dims are a tuple of whole numbers, or a range, not 64"),
+            ({"head_dims": ("64",)}, "or a range"),
+            ({"head_dims": ()}, "head_dims are empty"),
+        ],
+        ids=str,
+    )
+    def test_impossible_fields(self, field, words):
+        with pytest.raises(KernelError, match=words) as caught:
+            Kernel("toy", summary="", params=self.PARAMS, **field)
+        assert caught.value.where == __file__
 
     @pytest.mark.parametrize("values", [64, (), (32.5, 64), [1, 2]], ids=str)
     def test_impossible_values(self, values):

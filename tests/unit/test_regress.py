@@ -157,6 +157,8 @@ def test_in_what_the_runs_differ_is_listed():
 def test_the_exit_code_is_of_the_worst(verdicts, code):
     findings = tuple(regress.Finding("p", verdict, "") for verdict in verdicts)
     assert regress.Comparison(Path("a"), Path("b"), 0.03, findings, ()).exit_code == code
+    damaged = regress.Comparison(Path("a"), Path("b"), 0.03, findings, (), damage=("torn",))
+    assert damaged.exit_code == 4  # whatever is left of it seems to say
 
 
 # -- the command ------------------------------------------------------------------------------
