@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -110,9 +110,8 @@ class Comparison:
         Also 4 if there is nothing to compare, or a run is damaged.
         """
         codes = {EXIT.get(finding.verdict, 0) for finding in self.findings}
-        if self.damage or not self.findings:
-            return 4
-        return 1 if 1 in codes else 4 if 4 in codes else 0
+        unsure = 4 in codes or not self.findings or bool(self.damage)
+        return 1 if 1 in codes else 4 if unsure else 0
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data: stable keys, None for what is not known."""
@@ -245,6 +244,17 @@ def compare(old: Run, new: Run, *, slower: float) -> Comparison:
     findings = [
         _judge(section, after.get(problem), slower, control) for problem, section in before.items()
     ]
+    damage = tuple(dict.fromkeys((*old.warnings, *new.warnings)))
+    if damage:  # what is left of a run proves nothing: its best row may be the one that is lost
+        findings = [
+            replace(
+                finding,
+                verdict=Verdict.INCONCLUSIVE,
+                why=f"a run is damaged; what is left of it says {finding.verdict}"
+                + (f": {finding.why}" if finding.why else ""),
+            )
+            for finding in findings
+        ]
     differing = differences(old.environment, new.environment)
     added = [problem.label for problem in after if problem not in before]
     if added:
@@ -255,7 +265,7 @@ def compare(old: Run, new: Run, *, slower: float) -> Comparison:
         slower,
         tuple(findings),
         tuple(differing),
-        damage=tuple(dict.fromkeys((*old.warnings, *new.warnings))),
+        damage=damage,
     )
 
 

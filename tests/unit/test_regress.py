@@ -158,7 +158,18 @@ def test_the_exit_code_is_of_the_worst(verdicts, code):
     findings = tuple(regress.Finding("p", verdict, "") for verdict in verdicts)
     assert regress.Comparison(Path("a"), Path("b"), 0.03, findings, ()).exit_code == code
     damaged = regress.Comparison(Path("a"), Path("b"), 0.03, findings, (), damage=("torn",))
-    assert damaged.exit_code == 4  # whatever is left of it seems to say
+    assert damaged.exit_code == (code or 4)  # a measured regression is none the less one
+
+
+def test_what_is_left_of_a_damaged_recording_proves_nothing():
+    rows = [candidate("flash", 25.0, M=64), baseline("torch_cudnn", 30.0)]
+    slower = run(*rows)
+    damaged = run(*rows, warnings=["trials.jsonl:3: skipped, not a trial"])
+    assert regress.compare(BEFORE, slower, slower=0.03).exit_code == 1
+    found = regress.compare(BEFORE, damaged, slower=0.03)
+    assert found.exit_code == 4
+    assert {finding.verdict for finding in found.findings} == {Verdict.INCONCLUSIVE}
+    assert all("a run is damaged; what is left of it says " in f.why for f in found.findings)
 
 
 # -- the command ------------------------------------------------------------------------------
