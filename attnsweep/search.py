@@ -12,12 +12,15 @@ import math
 import random as _random
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnsweep.errors import SpecError, ToolchainError
 from attnsweep.kernel import Config, Value
 from attnsweep.space import Space
 from attnsweep.trial import Status, Trial
+
+if TYPE_CHECKING:
+    from attnsweep.spec import SweepSpec
 
 Proposals = Generator[Config | None, list[Trial], None]
 Strategy = Callable[[Space, int | None, int], Proposals]
@@ -215,3 +218,9 @@ class Search:
     def tell(self, trial: Trial) -> None:
         """What became of a config asked for earlier; the strategy sees it at the next ask."""
         self._told.append(trial)
+
+
+def search_of(spec: SweepSpec, space: Space) -> Search:
+    """The search of a space that a spec asks for."""
+    settings = spec.search
+    return Search(settings.strategy, space, candidates=settings.candidates, seed=settings.seed)

@@ -7,11 +7,9 @@ but the user.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,15 +32,15 @@ from attnsweep.candidates import (
     workspace_limit,
 )
 from attnsweep.compiler import Compiler
-from attnsweep.errors import NoGpuError, SpaceError, SpecError, StoreError
+from attnsweep.errors import NoGpuError, SpecError, StoreError
 from attnsweep.kernel import Kernel
 from attnsweep.problem import Problem
 from attnsweep.ranking import OURS, rank, winners
+from attnsweep.replay import replay
 from attnsweep.rounds import Rounds, race_entry
 from attnsweep.schedule import MODES
-from attnsweep.search import Search
+from attnsweep.search import Search, search_of
 from attnsweep.skipping import Skips
-from attnsweep.space import Space
 from attnsweep.spec import SweepSpec
 from attnsweep.store import TRIALS, Run, Store, open_run
 from attnsweep.trial import Environment, Measurement, Status, Trial
@@ -94,7 +92,7 @@ def run(
         cap = min(limit, spec.search.candidates or limit)
         spec = replace(spec, search=spec.search.model_copy(update={"candidates": cap}))
     if spec.device == "replay":
-        return _replay(spec, kernels, results, observer)
+        return Outcome(replay(spec, kernels, results, observer), False)
     with Worker(spec.measure.timeout_s) as worker:
         environment = worker.describe(preload="torch" if spec.baselines else None)
         arch = arch_of(spec, environment)
@@ -213,7 +211,7 @@ class _Sweep:
         """All problems in turn. Returns whether the user interrupted."""
         try:
             searches = [
-                (item, [_search(self._spec, space) for space in item.spaces]) for item in planned
+                (item, [search_of(self._spec, space) for space in item.spaces]) for item in planned
             ]
             queues = [self._builds(item, asked) for item, asked in searches]
             for (item, asked), builds in zip(searches, queues, strict=True):
@@ -447,64 +445,3 @@ class _Sweep:
         card = (environment.gpu, environment.driver, environment.cuda)
         how = (settings.rank_by, settings.rounds, settings.replay_us, settings.cold, settings.eager)
         return hashlib.sha256(repr((PROTOCOL, card, how, parts)).encode()).hexdigest()[:32]
-
-
-def _search(spec: SweepSpec, space: Space) -> Search:
-    settings = spec.search
-    return Search(settings.strategy, space, candidates=settings.candidates, seed=settings.seed)
-
-
-def _shown(path: Path) -> str:
-    """As a user in this directory would write it."""
-    near = os.path.relpath(path)
-    return str(path) if near.startswith("..") else near
-
-
-# -- without a GPU --------------------------------------------------------------------------
-
-
-def _replay(
-    spec: SweepSpec, kernels: Mapping[str, Kernel], results: Path, observer: Observer
-) -> Outcome:
-    """The same path on a recorded run: every row marked recorded, none invented."""
-    assert spec.recording is not None  # load_spec saw to it
-    recording = open_run(spec.recording)
-    environment = recording.environment
-    if environment is None:
-        raise SpaceError("the recording has no environment.json", where=str(spec.recording))
-    planned = plan(spec, kernels, arch_named(environment.arch))
-    observer.planned(candidate_count(planned, spec.search.candidates))
-    by_key = {trial.key: trial for trial in recording.trials}
-    where = f"{environment.gpu}, {environment.date[:10]}"
-    directory = results / "replay" / spec.name
-    with contextlib.suppress(OSError):  # a replay is derived: there is nothing to set aside
-        (directory / TRIALS).unlink()
-    store = Store.open(directory)
-    try:
-        store.describe(spec.resolved(store.directory), environment, plan_facts(planned))
-
-        def stored(trial: Trial) -> Trial:
-            found = by_key.get(trial.key)
-            if found is None:
-                row = trial.with_(detail=f"not in {_shown(recording.directory)}")
-            else:
-                row = found.with_(recorded=True, recorded_on=where)
-            store.append(row)
-            observer.tried(row)
-            return row
-
-        for item in planned:
-            observer.opening(item.problem, candidate_count([item], spec.search.candidates), 0)
-            missing = {"problem": item.problem, "status": Status.NO_RECORD}
-            for space in item.spaces:
-                search = _search(spec, space)
-                while (config := search.ask()) is not None:
-                    name = space.kernel.name
-                    asked = {"kernel": name, "provider": "attnsweep", "config": dict(config)}
-                    search.tell(stored(Trial.model_validate(asked | missing)))
-            for name in spec.baselines:
-                asked = {"kernel": name, "provider": name, "config": {}}
-                stored(Trial.model_validate(asked | missing))
-        return Outcome(store.finish(report.files), False)
-    finally:
-        store.close()

@@ -1,0 +1,71 @@
+"""A sweep without a GPU: what a spec asks for is looked up in a recorded run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from attnsweep import report
+from attnsweep.arch import arch_named
+from attnsweep.candidates import Observer, candidate_count, plan, plan_facts
+from attnsweep.errors import SpaceError
+from attnsweep.kernel import Kernel
+from attnsweep.search import search_of
+from attnsweep.spec import SweepSpec
+from attnsweep.store import TRIALS, Run, Store, open_run
+from attnsweep.trial import Status, Trial
+
+
+def _shown(path: Path) -> str:
+    """As a user in this directory would write it."""
+    near = os.path.relpath(path)
+    return str(path) if near.startswith("..") else near
+
+
+def replay(
+    spec: SweepSpec, kernels: Mapping[str, Kernel], results: Path, observer: Observer
+) -> Run:
+    """The same path on a recorded run: every row marked recorded, none invented."""
+    assert spec.recording is not None  # load_spec saw to it
+    recording = open_run(spec.recording)
+    environment = recording.environment
+    if environment is None:
+        raise SpaceError("the recording has no environment.json", where=str(spec.recording))
+    planned = plan(spec, kernels, arch_named(environment.arch))
+    observer.planned(candidate_count(planned, spec.search.candidates))
+    by_key = {trial.key: trial for trial in recording.trials}
+    where = f"{environment.gpu}, {environment.date[:10]}"
+    directory = results / "replay" / spec.name
+    with contextlib.suppress(OSError):  # a replay is derived: there is nothing to set aside
+        (directory / TRIALS).unlink()
+    store = Store.open(directory)
+    try:
+        store.describe(spec.resolved(store.directory), environment, plan_facts(planned))
+
+        def stored(trial: Trial) -> Trial:
+            found = by_key.get(trial.key)
+            if found is None:
+                row = trial.with_(detail=f"not in {_shown(recording.directory)}")
+            else:
+                row = found.with_(recorded=True, recorded_on=where)
+            store.append(row)
+            observer.tried(row)
+            return row
+
+        for item in planned:
+            observer.opening(item.problem, candidate_count([item], spec.search.candidates), 0)
+            missing = {"problem": item.problem, "status": Status.NO_RECORD}
+            for space in item.spaces:
+                search = search_of(spec, space)
+                while (config := search.ask()) is not None:
+                    name = space.kernel.name
+                    asked = {"kernel": name, "provider": "attnsweep", "config": dict(config)}
+                    search.tell(stored(Trial.model_validate(asked | missing)))
+            for name in spec.baselines:
+                asked = {"kernel": name, "provider": name, "config": {}}
+                stored(Trial.model_validate(asked | missing))
+        return store.finish(report.files)
+    finally:
+        store.close()
