@@ -7,7 +7,6 @@ text. See `attnsweep.document` for how YAML is read and errors are placed.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import re
@@ -243,27 +242,6 @@ class SpecFile(_Model):
     check: CheckSpec = Field(
         default=CheckSpec(), description="When check calls a kernel slower than its baseline."
     )
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a spec, for editors."""
-    schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **SpecFile.model_json_schema(),
-    }
-    return {**_untitled(schema), "title": "attnsweep sweep spec"}
-
-
-def schema_text() -> str:
-    """docs/spec.schema.json."""
-    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-
-
-def _untitled(schema: Any) -> Any:
-    """Without the titles that pydantic derives from field names."""
-    if isinstance(schema, dict):
-        return {key: _untitled(value) for key, value in schema.items() if key != "title"}
-    return [_untitled(item) for item in schema] if isinstance(schema, list) else schema
 
 
 _MODELS: dict[str, type[BaseModel]] = {

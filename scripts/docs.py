@@ -22,7 +22,7 @@ from attnsweep import report
 from attnsweep.kernel import BLOCK_LIMITS, discover
 from attnsweep.ranking import rank
 from attnsweep.schedule import CHUNKS, CHUNKS_RULE, MODES
-from attnsweep.spec import schema_text
+from attnsweep.schema import schema_text
 from attnsweep.store import find_runs, open_run
 from attnsweep.trial import Trial
 

@@ -17,7 +17,7 @@ LAYERS = [
     {"trial", "schedule"},
     {"space"},
     {"spec", "search", "compiler", "numerics"},
-    {"analysis", "device", "triton_flash"},
+    {"analysis", "device", "triton_flash", "schema"},
     {"baselines", "sass"},
     {"candidates", "measure"},
     {"store", "workers"},

@@ -16,14 +16,13 @@ from attnsweep.arch import ARCHS, arch_named
 from attnsweep.errors import SpecError
 from attnsweep.kernel import Kernel, Launch, Param, discover
 from attnsweep.problem import DTYPE_BYTES, Problem
+from attnsweep.schema import json_schema, schema_text
 from attnsweep.shipped import shipped_configs_dir, shipped_specs
 from attnsweep.space import Selection, Space
 from attnsweep.spec import (
     BASELINES,
     check_against,
-    json_schema,
     load_spec,
-    schema_text,
 )
 
 ROOT = shipped_configs_dir().parent
