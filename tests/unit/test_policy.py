@@ -8,7 +8,8 @@ import yaml
 
 from attnsweep import policy
 from attnsweep.errors import SpecError
-from attnsweep.spec import json_schema, load_spec
+from attnsweep.schema import json_schema
+from attnsweep.spec import load_spec
 
 MINIMAL = "problems: [{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}]\nkernels: {naive: {}}\n"
 STAGES = {
