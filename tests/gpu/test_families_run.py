@@ -140,10 +140,12 @@ def test_a_workspace_limit_is_kept_and_the_result_right(kernel, worker, compiler
     if reason is not None:
         pytest.skip(reason)
     config = Space.build(kernel, problem, compiler.arch).configs[0]
+    whole = Build.of(kernel, config, problem, compiler).schedule.facts["workspace_bytes"]
     for limit, rows in ((10 << 20, 1500), (3 << 20, 768)):
         build = Build.of(kernel, config, problem, compiler, workspace_limit=limit)
         assert build.schedule.facts["workspace_bytes"] <= limit
-        assert build.schedule.facts["rows"] <= rows
+        # A pipeline that needs less than the limit is not cut: flash_fwd_wgmma has no scores.
+        assert build.schedule.facts["rows"] <= (rows if whole > limit else problem.seqlen_q)
         build.submit()
         worker.open(problem, replay_us=100, seed=1)
         accuracy, _ = worker.call("trial", build.candidate())
