@@ -1,9 +1,15 @@
-"""What the compiled code uses: registers, spills and occupancy, from the compile log alone."""
+"""What the compiled code uses and takes: registers, spills, occupancy, parameters.
+
+From the compile log, but for the parameters, which only the cubin tells.
+"""
 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 from attnsweep.arch import Arch
 from attnsweep.compiler import Cubin
@@ -15,6 +21,11 @@ _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SMEM = re.compile(r"(\d+) bytes smem")
+# Of a cubin's .nv.info.<function>: where a parameter lies and its size, in two encodings, and where
+# the last one ends. NVIDIA documents none of it. nvdisasm calls them EIATTR_KPARAM_INFO,
+# EIATTR_KPARAM_INFO_V2 and EIATTR_CBANK_PARAM_SIZE.
+_PARAMETER, _PARAMETER_V2, _ALL_PARAMETERS = 0x17, 0x45, 0x19
+_WITH_PAYLOAD = 4
 # What ptxas says when the code runs, but not as written: wgmma serialised, setmaxnreg ignored.
 _WARNING = re.compile(r"(?:warning|info)\s*:\s*\((C75\d\d)\) (.+)")
 
@@ -33,6 +44,64 @@ def functions(log: str) -> dict[str, dict[str, int]]:
             smem = _SMEM.search(line)
             current["smem_bytes"] = int(smem[1]) if smem else 0
     return found
+
+
+def check_arguments(stage: str, cubin: Cubin, launch: Launch) -> None:
+    """Raise CompileError if a launch does not pass what its function takes, by number and size.
+
+    On the GPU a missing argument would be an illegal address. An int for a float has the same size.
+    """
+    takes = _parameters(cubin.path, cubin.digest, launch.function)
+    passes = launch.arg_bytes
+    if takes is not None and takes != passes:
+        raise CompileError(
+            f"stage {stage!r}: the template's {launch.function} takes {_listed(takes, 'parameter')}"
+            f", the declaration's Launch.args are {_listed(passes, 'argument')}; they must be the "
+            "same in number, order and size",
+            log=cubin.log,
+        )
+
+
+def _listed(sizes: Sequence[int], what: str) -> str:
+    plural = "" if len(sizes) == 1 else "s"
+    of = f" of {', '.join(map(str, sizes))} bytes" if sizes else ""
+    return f"{len(sizes)} {what}{plural}{of}"
+
+
+@cache
+def _parameters(cubin: Path, digest: str, function: str) -> tuple[int, ...] | None:
+    """Bytes of each parameter of a function; None if they are not told in a way known here.
+
+    digest: the file's content, which it is read anew for.
+    """
+    info = _section(cubin.read_bytes(), f".nv.info.{function}")
+    if info is None:
+        return None
+    places: dict[int, tuple[int, int]] = {}
+    at = end = 0
+    while at < len(info):
+        form, kind, value = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if kind == _ALL_PARAMETERS:
+            end = value
+        elif kind in (_PARAMETER, _PARAMETER_V2):
+            number, offset, size = struct.unpack_from("<4xHHI", info, at)
+            places[number] = offset, size >> 18 if kind == _PARAMETER else size & 0xFFFF
+        at += value if form == _WITH_PAYLOAD else 0
+    if end != max((sum(place) for place in places.values()), default=0):
+        return None  # a third encoding
+    return tuple(size for _, (_, size) in sorted(places.items()))
+
+
+def _section(elf: bytes, name: str) -> bytes | None:
+    """A section of a 64-bit ELF file, or None."""
+    (table,) = struct.unpack_from("<Q", elf, 40)
+    count, names = struct.unpack_from("<HH", elf, 60)
+    headers = [struct.unpack_from("<I20xQQ", elf, table + 64 * i) for i in range(count)]
+    for name_at, offset, size in headers:
+        if elf.startswith(name.encode() + b"\0", headers[names][1] + name_at):
+            return elf[offset : offset + size]
+    return None
 
 
 def compiler_warnings(log: str) -> list[str]:

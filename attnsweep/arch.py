@@ -2,7 +2,9 @@
 
 Limits: CUDA C++ Programming Guide, table of technical specifications per compute capability.
 Tensor rates: dense fp16/bf16 with fp32 accumulation, FLOP per clock per SM, from the vendor's
-peak divided by SMs and boost clock (A100 312 TFLOP/s, L4 121, H100 989, B200 2250).
+peak divided by SMs and boost clock (A100 312 TFLOP/s, L4 121, H100 989, B200 2250). Of TF32 it is
+half as much on all of them (A100 156, L4 60, H100 495, B200 1125). fp32 multiply-adds: the same
+guide, table of the throughput of arithmetic instructions.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ class Arch:
     max_blocks_per_sm: int
     tensor_flops_per_clock: int
     exp2_per_clock: int = 16
+    fma_per_clock: int = 128
     registers_per_sm: int = 65536
     smem_reserved_per_block: int = 1024
     max_threads_per_block: int = 1024
@@ -51,7 +54,7 @@ _KB = 1024
 ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (
-        Arch("sm_80", (8, 0), 163 * _KB, 164 * _KB, 2048, 32, 2048),
+        Arch("sm_80", (8, 0), 163 * _KB, 164 * _KB, 2048, 32, 2048, fma_per_clock=64),
         Arch("sm_86", (8, 6), 99 * _KB, 100 * _KB, 1536, 16, 1024),
         Arch("sm_89", (8, 9), 99 * _KB, 100 * _KB, 1536, 24, 1024),
         Arch("sm_90a", (9, 0), 227 * _KB, 228 * _KB, 2048, 32, 4096),

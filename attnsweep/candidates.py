@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from attnsweep import numerics, policy, sass
-from attnsweep.analysis import compiler_warnings, resources
+from attnsweep.analysis import check_arguments, compiler_warnings, resources
 from attnsweep.arch import Arch
 from attnsweep.compiler import Compiler, Cubin
 from attnsweep.errors import CompileError, KernelError, SpaceError
@@ -202,14 +204,18 @@ class Build:
         )
 
     def plan(self, problem: Problem) -> Plan:
-        """The compiled stages launched on `problem`: the timed one, or a smaller one to check."""
+        """The compiled stages launched on `problem`: the timed one, or a smaller one to check.
+
+        Raises CompileError if a launch does not pass the arguments that its template takes.
+        """
         schedule = schedule_of(self.kernel, self.config, problem, self.workspace_limit)
-        paths = {name: str(cubin.path) for name, cubin in self.cubins().items()}
+        cubins = self.cubins()
         stages = []
         begun = set()
         for piece in schedule.pieces:
             launches = self.kernel.launches(self.config, piece.problem, self.arch)
             for name, launch in launches.items():
+                check_arguments(name, cubins[name], launch)
                 # The first launch of a stream waits for an event, not for a launch.
                 forked = schedule.streams > 1 and piece.stream not in begun
                 begun.add(piece.stream)
@@ -220,7 +226,8 @@ class Build:
                     # The code's layout is that of the problem it was compiled for.
                     smem_bytes=max(launch.smem_bytes, self.launches[name].smem_bytes),
                 )
-                stages.append(CompiledStage(name, paths[name], launch, piece.stream, piece.offsets))
+                path = str(cubins[name].path)
+                stages.append(CompiledStage(name, path, launch, piece.stream, piece.offsets))
         return Plan(problem, tuple(stages), schedule.workspaces, schedule.streams, schedule.eager)
 
     def candidate(self) -> Candidate:
@@ -262,15 +269,23 @@ class Build:
 
 def as_ready(builds: Sequence[Build]) -> Iterator[Build]:
     """The builds in order of completion."""
-    pending = list(builds)
-    while pending:
-        ready = [build for build in pending if build.ready]
-        if not ready:
-            futures = [f for build in pending for f in build.futures.values() if not f.done()]
-            wait(futures, timeout=0.2, return_when=FIRST_COMPLETED)
-            continue
-        yield ready[0]
-        pending.remove(ready[0])
+    # Not by looking at all of them again for each one: at 582 builds that took 1.4 ms.
+    news: SimpleQueue[Build] = SimpleQueue()
+    for build in builds:
+        for future in build.futures.values():
+            future.add_done_callback(partial(_tell, news, build))
+        if not build.futures:
+            news.put(build)
+    left = {id(build) for build in builds}
+    while left:
+        build = news.get()
+        if id(build) in left and build.ready:
+            left.remove(id(build))
+            yield build
+
+
+def _tell(news: SimpleQueue[Build], build: Build, _: Future[Cubin]) -> None:
+    news.put(build)
 
 
 def compiled_row(build: Build, spec: SweepSpec) -> Trial:
@@ -281,8 +296,7 @@ def compiled_row(build: Build, spec: SweepSpec) -> Trial:
             [(name, cubins[name], launch) for name, launch in build.launches.items()], build.arch
         )
     except CompileError as error:
-        detail = f"{error.what}\n{error.log[:4000]}"
-        return build.row(status=Status.COMPILE_ERROR, detail=detail)
+        return _uncompiled(build, error)
     if policy.needs_sass(spec.require):
         used = with_instructions(used, build)
     reason = _prune(build, cubins, used, spec)
@@ -290,9 +304,16 @@ def compiled_row(build: Build, spec: SweepSpec) -> Trial:
         return build.row(status=Status.PRUNED, detail=reason, resources=used)
     try:
         build.candidate()  # the declaration is asked about every shape to be checked
+    except CompileError as error:
+        return _uncompiled(build, error)
     except KernelError as error:
         return build.row(status=Status.LAUNCH_ERROR, detail=error.render(), resources=used)
     return build.row(status=Status.OK, resources=used, schedule=build.schedule.facts)
+
+
+def _uncompiled(build: Build, error: CompileError) -> Trial:
+    detail = f"{error.what}\n{error.log[:4000]}"
+    return build.row(status=Status.COMPILE_ERROR, detail=detail)
 
 
 def with_instructions(used: Resources, build: Build) -> Resources:

@@ -23,8 +23,9 @@ from typing import Any
 from attnsweep.arch import Arch
 from attnsweep.candidates import Build
 from attnsweep.compiler import Compiler
+from attnsweep.document import nearest
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
-from attnsweep.kernel import Config, Kernel
+from attnsweep.kernel import Config, Kernel, values_in
 from attnsweep.ranking import rank, value_text
 from attnsweep.schedule import changed_since
 from attnsweep.store import Run
@@ -159,8 +160,9 @@ def _parse(
 def chosen(run: Run, where: Sequence[str] = (), top: int = 1) -> list[Trial]:
     """The fastest `top` candidates of each problem, of each text of `where` if there are some.
 
-    A text is `NAME=value …`: of a candidate's parameters, or its spec's variants. Raises SpecError
-    if a text fits none.
+    A text is `NAME=value …`: `kernel`, or a candidate's parameters, or its spec's variants. Raises
+    KernelError if it is not so written, SpecError if no candidate has a name or a value of it, or
+    none has them all.
     """
     ranked = [
         row["trial"]
@@ -168,10 +170,11 @@ def chosen(run: Run, where: Sequence[str] = (), top: int = 1) -> list[Trial]:
         if row["rank"] == row["rank"] and not row["baseline"]
     ]
     problems = list(dict.fromkeys(trial.problem for trial in ranked))
+    said = [_said(trial) for trial in ranked]
     found: dict[tuple[object, ...], Trial] = {}
     for text in where or ("",):
-        wanted = [pair.partition("=")[::2] for pair in text.split()]
-        fit = [t for t in ranked if all(_says(t, name, value) for name, value in wanted)]
+        wanted = _wanted(text, said, str(run.directory)).items()
+        fit = [t for t, facts in zip(ranked, said, strict=True) if wanted <= facts.items()]
         if not fit:
             raise SpecError(f"no ranked candidate of the run is {text!r}", where=str(run.directory))
         for problem in problems:
@@ -180,14 +183,26 @@ def chosen(run: Run, where: Sequence[str] = (), top: int = 1) -> list[Trial]:
     return list(found.values())
 
 
-def _says(trial: Trial, name: str, value: str) -> bool:
-    if name == "kernel":
-        return trial.kernel == value
-    facts = {
-        **{axis: text.replace(" ", "_") for axis, text in trial.variant.items()},
-        **trial.config,
-    }
-    return name in facts and value_text(facts[name]) == value
+def _said(trial: Trial) -> dict[str, str]:
+    """What a candidate can be chosen by."""
+    variant = {axis: text.replace(" ", "_") for axis, text in trial.variant.items()}
+    config = {name: value_text(value) for name, value in trial.config.items()}
+    return {"kernel": trial.kernel, **variant, **config}
+
+
+def _wanted(text: str, said: Sequence[Mapping[str, str]], where: str) -> dict[str, str]:
+    """`NAME=value …` as a mapping, each of a name and a value that some candidate has."""
+    wanted = values_in(text)
+    names = dict.fromkeys(name for facts in said for name in facts)
+    for name, value in wanted.items():
+        if name not in names:
+            what = f"no ranked candidate of the run has a parameter {name!r}"
+            raise SpecError(what, where=where, hint=nearest(name, names))
+        values = dict.fromkeys(facts[name] for facts in said if name in facts)
+        if value not in values:
+            what = f"no ranked candidate of the run has {name}={value}"
+            raise SpecError(what, where=where, hint=nearest(value, values))
+    return wanted
 
 
 def check(trials: Sequence[Trial], kernels: Mapping[str, Kernel]) -> None:

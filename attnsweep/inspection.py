@@ -20,7 +20,7 @@ from attnsweep.compiler import Compiler, nvrtc_version
 from attnsweep.console import GLUE, aligned, wrap
 from attnsweep.document import nearest
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
-from attnsweep.kernel import Config, Kernel, Launch, Param, Value
+from attnsweep.kernel import Config, Kernel, Launch, Param, Value, values_in
 from attnsweep.policy import INSTRUCTIONS
 from attnsweep.problem import Problem
 from attnsweep.space import Selection, Space
@@ -207,12 +207,7 @@ def _usual_problem(kernel: Kernel) -> Problem:
 def _config(kernel: Kernel, given: str, problem: Problem, arch: Arch) -> Config:
     declared = {param.name: param for param in kernel.params}
     values: dict[str, tuple[Value, ...]] = {}
-    for part in given.split():
-        name, equals, text = part.partition("=")
-        if not equals or not text:
-            raise KernelError(
-                f"not a parameter's value: {part!r}", hint="write NAME=VALUE, as BLOCK_M=64"
-            )
+    for name, text in values_in(given).items():
         if name not in declared:
             raise KernelError(
                 f"{kernel.name} has no parameter {name!r}", hint=nearest(name, declared)

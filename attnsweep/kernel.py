@@ -81,6 +81,19 @@ class Config(Mapping[str, Value]):
         return " ".join(f"{name}={_text(value)}" for name, value in self.items())
 
 
+def values_in(text: str) -> dict[str, str]:
+    """`BLOCK_M=64 BLOCK_N=128 …` as a mapping of texts. Raises KernelError for another text."""
+    values = {}
+    for part in text.split():
+        name, equals, value = part.partition("=")
+        if not equals or not value:
+            raise KernelError(
+                f"not a parameter's value: {part!r}", hint="write NAME=VALUE, as BLOCK_M=64"
+            )
+        values[name] = value
+    return values
+
+
 def _text(value: Value) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
@@ -126,6 +139,14 @@ class Launch:
     min_blocks_per_sm: int = 1
     programmatic: bool = False
     carveout: int = -1
+
+    @property
+    def arg_bytes(self) -> tuple[int, ...]:
+        """Bytes of each argument as the kernel gets it."""
+        return tuple(
+            8 if isinstance(arg, str) else 128 if isinstance(arg, TensorMap) else 4
+            for arg in self.args
+        )
 
 
 Rule = Callable[[Config, Problem, Arch], bool]

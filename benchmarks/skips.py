@@ -81,7 +81,7 @@ def skipped_of(rows: Sequence[Timed]) -> list[Trial]:
 
 
 def roofline_us(build: Build, chip: Chip) -> float:
-    """What the matrix units of the busiest SM need at peak, if all blocks are equal; 0 of fp32."""
+    """What the matrix units of the busiest SM need at peak, if all blocks are equal."""
     matrix_us = bounds(build.problem, build.arch, chip).get("matrix", 0.0)
     if not build.schedule.whole:
         return matrix_us

@@ -75,7 +75,7 @@ class Sweep:
 
     @property
     def best(self) -> Trial:
-        """The winner, as ranked."""
+        """The winner, as ranked: of the equally good the thriftiest, not always the fastest."""
         return self.rows[0]
 
     def alone(self, name: str) -> Trial | None:
@@ -322,7 +322,7 @@ def _hypotheses(sweep: Sweep, longest: Sweep, own: Trial, gap: float) -> Iterato
         yield Verdict(
             claim,
             f"{said(alone, ('STAGES', name))} alone: {us(alone):.1f} µs, {ratio:.2f}×, "
-            f"{percent(ratio, gap)} of the gap; of all rows that have both, the best takes "
+            f"{percent(ratio, gap)} of the gap; of all rows that have both, the fastest takes "
             f"{us(pair[0]):.2f} µs with the change, {us(pair[1]):.2f} without",
             part(share(ratio, gap)),
             without,
@@ -462,9 +462,9 @@ def alone_table(sweeps: list[Sweep]) -> Iterator[str]:
         yield f"| {text} | {' | '.join(cells)} |"
 
 
-def best_table(sweeps: list[Sweep]) -> Iterator[str]:
-    """A row a suspect: the best with it changed and with it not, of rows that have both."""
-    yield f"| best with / without, µs | {' | '.join(s.problem.label for s in sweeps)} |"
+def fastest_table(sweeps: list[Sweep]) -> Iterator[str]:
+    """A row a suspect: the fastest with it changed and with it not, of rows that have both."""
+    yield f"| fastest with / without, µs | {' | '.join(s.problem.label for s in sweeps)} |"
     yield f"|---|{'---:|' * len(sweeps)}"
     for name, text in SUSPECTS.items():
         cells = []
@@ -607,8 +607,10 @@ def sections(results: Path) -> list[str]:
         "",
         "WMMA for both products, a ring filled by cp.async, at (1,8,512,64). Its authors' figures "
         f"are of an L4; ours of {source(run, NAME)}. Their settings are {theirs}, 2 or 3 stages; a "
-        f"suspect is a setting changed. {len(once)} of {every} rows, slower than the best, were "
-        "timed once.",
+        "suspect is a setting changed. Best is the ranked winner: of the rows that the rounds of "
+        "the finals show to be [equally good](measuring.md), the one with the least shared memory, "
+        f"so that another may take a little less time. {len(once)} of {every} rows, slower than "
+        "the best, were timed once.",
         "",
         *([] if counters.read(run.directory) else [missing, ""]),
         *overview(sweeps),
@@ -625,12 +627,12 @@ def sections(results: Path) -> list[str]:
         "",
         "## Each suspect alone, and among all rows",
         "",
-        "How many times as fast as their settings, if this alone is changed; then the best of all "
-        "rows that have a row beside them which differs in this alone.",
+        "How many times as fast as their settings, if this alone is changed; then the fastest of "
+        "all rows that have a row beside them which differs in this alone.",
         "",
         *alone_table(sweeps),
         "",
-        *best_table(sweeps),
+        *fastest_table(sweeps),
         "",
         "## From their settings to the best",
         "",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from attnsweep.analysis import compiler_warnings, functions
+from attnsweep.analysis import check_arguments, compiler_warnings, functions
 from attnsweep.arch import ARCHS
 from attnsweep.candidates import Build, as_ready, compiled_row
 from attnsweep.compiler import Compiler
-from attnsweep.kernel import discover, load_kernel
+from attnsweep.errors import CompileError
+from attnsweep.kernel import Launch, TensorMap, discover, load_kernel
 from attnsweep.problem import Problem
 from attnsweep.space import Space
 from attnsweep.spec import load_spec
@@ -145,6 +147,85 @@ def test_a_function_that_is_not_there_is_said(compilers, tmp_path):
     row = row_of_changed_family(compilers("sm_90a"), tmp_path, '"twice_mix"', '"twice_mixed"')
     assert row.status is Status.COMPILE_ERROR
     assert "'twice_mixed'" in row.detail
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            "p.seqlen_k, p.scale),",
+            "p.seqlen_k),",
+            "the template's twice_scores takes 8 parameters of 8, 8, 8, 4, 4, 4, 4, 4 bytes, "
+            "the declaration's Launch.args are 7 arguments of 8, 8, 8, 4, 4, 4, 4 bytes",
+        ),
+        ("float scale)", "double scale)", "8, 8, 8, 4, 4, 4, 4, 8 bytes"),
+        ('("q", "k", "scores",', '(p.heads, "k", "scores",', "arguments of 4, 8, 8, 4"),
+        # Right on the timed problem, but not on a smaller one that it is checked on.
+        ("p.scale),", "*(p.scale,) * (p.seqlen_q > 512)),", "7 arguments"),
+    ],
+    ids=["missing", "double", "int for pointer", "of a checked case"],
+)
+def test_arguments_that_the_template_does_not_take_are_said(compilers, tmp_path, old, new, words):
+    row = row_of_changed_family(compilers("sm_90a"), tmp_path, old, new)
+    assert row.status is Status.COMPILE_ERROR
+    first = row.detail.splitlines()[0]
+    assert first.startswith("stage 'scores': ")
+    assert words in first
+
+
+def test_the_example_of_the_page_on_writing_a_kernel_fits_its_declaration(compilers, tmp_path):
+    page = (Path(__file__).parent.parent.parent / "docs" / "writing-a-kernel.md").read_text()
+    for language, suffix in (("cuda", "cu"), ("python", "py")):
+        (block,) = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+        (tmp_path / f"mine.{suffix}").write_text(block)
+    kernel, compiler = load_kernel(tmp_path / "mine.py"), compilers("sm_90a")
+    build = Build.of(kernel, Space.build(kernel, BASE, compiler.arch).configs[0], BASE, compiler)
+    build.submit()
+    row = compiled_row(build, _no_limits())
+    assert row.status is Status.OK, row.detail
+
+
+def taking(compiler, directory, parameters):
+    """The cubin of a function `f` with these parameters."""
+    (directory / "f.cu").write_text(
+        "struct Map { alignas(64) char bytes[128]; };\nstruct Large { char bytes[20000]; };\n"
+        f'extern "C" __global__ void f({parameters}) {{}}\n'
+    )
+    return compiler.compile(directory / "f.cu", {})
+
+
+def passing(*args):
+    return Launch("f", (1, 1, 1), 32, args)
+
+
+TAKEN = [
+    ("", ()),
+    ("const float* q, int n, float scale", ("q", 1, 0.5)),
+    ("int n, const __grid_constant__ Map map, float* o", (1, TensorMap("q", (), (), ()), "o")),
+]
+
+
+@pytest.mark.parametrize("arch", ARCH_NAMES)
+@pytest.mark.parametrize(("parameters", "args"), TAKEN, ids=["none", "plain", "map"])
+def test_what_a_function_takes_is_read_from_its_cubin(compilers, tmp_path, arch, parameters, args):
+    cubin = taking(compilers(arch), tmp_path, parameters)
+    check_arguments("fwd", cubin, passing(*args))
+    with pytest.raises(CompileError, match=f"are {len(args) + 1} arguments? of"):
+        check_arguments("fwd", cubin, passing(*args, "k"))
+
+
+def test_more_than_4_kb_of_parameters_are_read_too(compilers, tmp_path):
+    cubin = taking(compilers("sm_90a"), tmp_path, "const float* q, Large large, int n")
+    with pytest.raises(CompileError, match=r"3 parameters of 8, 20000, 4 bytes, .* 1 argument of"):
+        check_arguments("fwd", cubin, passing("q"))
+
+
+def test_what_an_unknown_nvrtc_says_of_parameters_is_no_reason_to_refuse(compilers, tmp_path):
+    cubin = taking(compilers("sm_90a"), tmp_path, "const float* q, int n")
+    known, unknown = bytes([4, 0x17, 12, 0]), bytes([4, 0xEE, 12, 0])
+    path = tmp_path / "later.cubin"
+    path.write_bytes(cubin.path.read_bytes().replace(known, unknown))
+    check_arguments("fwd", replace(cubin, path=path), passing())
 
 
 def test_a_stage_sees_only_its_own_parameters(compilers):

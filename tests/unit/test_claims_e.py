@@ -194,6 +194,26 @@ def test_a_setting_is_compared_among_rows_that_have_both(tmp_path):
     assert far.with_and_without("EARLY") is None
 
 
+def test_the_best_is_the_ranked_winner_which_need_not_be_the_fastest(tmp_path):
+    recorded(tmp_path)
+    thrifty, fast = "LAYOUT=3 O_IN_REGISTERS=1 BLOCK_N=32", "LAYOUT=3 O_IN_REGISTERS=1 BLOCK_N=128"
+    with Store.open(tmp_path / claims_e.NAME) as store:
+        for text, time_us, smem_bytes in ((thrifty, 8.01, 1024), (fast, 8.0, 2048)):
+            rounds = Measurement(
+                median=time_us, low=time_us, high=time_us, samples=8, rounds=[time_us] * 8
+            )
+            used = RESOURCES.model_copy(update={"smem_bytes": smem_bytes})
+            row = trial("attnsweep", 1.0, claims_e.SHAPE, config=settings(text), resources=used)
+            store.append(row.with_(time_us=rounds))
+    (near, _) = sweeps(tmp_path)
+    assert claims_e.us(near.best) == 8.01
+    assert claims_e.us(near.with_and_without("BLOCK_N")[0]) == 8.0
+    page = "\n".join(claims_e.sections(tmp_path))
+    assert "Best is the ranked winner" in page
+    assert "| (1,8,512,64) fp16 full | 32.00 | 8.01 |" in page
+    assert "| keys a tile, not 64 | 8.00 / 12.00 |" in page
+
+
 def test_the_page_says_that_counters_are_missing_until_they_are_there(tmp_path):
     results = recorded(tmp_path)
     page = "\n".join(claims_e.sections(results))

@@ -117,8 +117,23 @@ def test_candidates_are_chosen_by_parameter_and_by_rank() -> None:
     (slow,) = counters.chosen(run, ["kernel=three_kernel_wgmma QK_BLOCK_M=64"])
     assert slow.config["QK_BLOCK_M"] == 64
     assert len(counters.chosen(run, ["BLOCK_M=64", "BLOCK_M=128"], top=2)) == 4
-    with pytest.raises(SpecError, match="no ranked candidate of the run is 'BLOCK_M=7'"):
-        counters.chosen(run, ["BLOCK_M=7"])
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("FOO=1", SpecError, r"a parameter 'FOO'\n  there are: kernel, .*QK_BLOCK_M, .*, BLOCK_N"),
+        ("BLOCKM=64", SpecError, r"did you mean 'BLOCK_M'\? there are: kernel, "),
+        ("BLOCK_M=7", SpecError, r"run has BLOCK_M=7\n  there are: \d+, "),
+        ("kernel=flash_wgmma", SpecError, r"=flash_wgmma\n  did you mean 'flash_fwd_wgmma'\?"),
+        # Of no candidate both, though each is of some.
+        ("kernel=three_kernel_wgmma BLOCK_M=64", SpecError, "no ranked candidate of the run is 'k"),
+        ("BLOCK_M", KernelError, "not a parameter's value: 'BLOCK_M'\n  write NAME=VALUE"),
+    ],
+)
+def test_what_no_candidate_has_is_said_with_what_there_is(text, error, words) -> None:
+    with pytest.raises(error, match=words):
+        counters.chosen(full_run(environment=H200), [text])
 
 
 def test_a_config_of_a_family_that_changed_since_is_refused() -> None:

@@ -1,4 +1,7 @@
-"""What docs/ci.md shows is real: its YAML parses, its commands exist, its extras are declared."""
+"""What docs/ci.md shows is real: its YAML parses, its commands exist, its extras are declared.
+
+And what other pages say of names and links.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +78,17 @@ def test_its_extras_are_declared():
 def test_the_defaults_it_names_are_the_spec_s():
     assert f"check: {{slower: {CheckSpec().slower:g}}}" in TEXT
     assert f"check: {{budget_s: {CheckSpec().budget_s:g}}}" in TEXT
+
+
+def test_the_names_of_elements_are_those_of_their_header():
+    header = (ROOT / "kernels" / "common" / "element.cuh").read_text()
+    defined = r"^(?:typedef [\w ]+ (\w+);|constexpr \w+ (\w+) =|__device__ [\w ]+ (\w+)\()"
+    names = {name for found in re.findall(defined, header, re.MULTILINE) for name in found if name}
+    page = (ROOT / "docs" / "writing-a-kernel.md").read_text()
+    (table,) = re.findall(r"What `common/element.cuh` has:\n\n(.*?)\n\n", page, re.DOTALL)
+    cells = "".join(line.split("|")[1] for line in table.splitlines())
+    assert set(re.findall(r"`(\w+)", cells)) == names
+    assert len(names) == 9
 
 
 @pytest.mark.parametrize("page", ["ci.md", "measuring.md", "writing-a-kernel.md"])

@@ -1,7 +1,11 @@
 import itertools
 import math
 import random
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +17,9 @@ from attnsweep.bounds import binding, bounds
 from attnsweep.problem import Problem
 from attnsweep.ranking import COLUMNS, bounds_of, judged, rank, ratio_interval, winners
 from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
+import claims_cd
 
 PROBLEM = Problem(2, 16, 16, 1024, 1024, 64)
 NAN, INFINITY = float("nan"), float("inf")
@@ -417,9 +424,23 @@ def test_bounds_of_the_anchor_shape() -> None:
     assert limits["memory"] == pytest.approx(8388608 / 4.8e12 * 1e6)
 
 
-def test_fp32_has_no_matrix_bound_and_an_unknown_clock_none_but_memory() -> None:
-    single = Problem(1, 4, 4, 64, 64, 512, "fp32")
-    assert set(bounds(single, ARCHS["sm_90a"], H200)) == {"exp2", "memory"}
+def test_fp32_is_three_16_bit_products_for_one_or_multiply_adds_where_they_are_faster() -> None:
+    single = Problem(1, 4, 4, 64, 64, 8192, "fp32")
+    columns = claims_cd.wide_bounds(SimpleNamespace(environment=H200), single, {"l2_read": 1.0})
+    assert columns["FFMA"] == pytest.approx(8.02, abs=0.01)
+    assert columns["3×TF32"] == pytest.approx(3.01, abs=0.01)
+    limits = bounds(single, ARCHS["sm_90a"], H200)
+    assert limits["matrix"] == pytest.approx(
+        columns["3×TF32"] / 2
+    )  # 16-bit parts at twice the rate
+    assert binding(limits, single, l2_bytes=50 << 20) == ("matrix", limits["matrix"])
+    slow = replace(ARCHS["sm_90a"], tensor_flops_per_clock=512)
+    assert bounds(single, slow, H200)["matrix"] == pytest.approx(columns["FFMA"])
+    # The kernel that multiplies least per product, as docs/claims.md counts it.
+    assert limits["matrix"] < 5 / 6 * columns["3×TF32"]
+
+
+def test_of_an_unknown_clock_only_memory_is_left() -> None:
     no_clock = H200.model_copy(update={"clock_hz": 0.0})
     assert set(bounds(PROBLEM, ARCHS["sm_90a"], no_clock)) == {"memory"}
 
@@ -433,9 +454,9 @@ def test_memory_binds_only_what_must_come_from_it() -> None:
     assert warm[0] == "matrix"
     assert binding(limits, decode, l2_bytes=50 << 20, l2="cold") == ("memory", limits["memory"])
     assert binding(limits, decode, l2_bytes=1 << 20) == ("memory", limits["memory"])
-    single = {"exp2": 0.1, "memory": 2.0}
-    assert binding(single, decode, l2_bytes=50 << 20) is None
-    assert binding(single, decode, l2_bytes=1 << 20) == ("memory", 2.0)
+    no_clock = {"memory": 2.0}
+    assert binding(no_clock, decode, l2_bytes=50 << 20) is None
+    assert binding(no_clock, decode, l2_bytes=1 << 20) == ("memory", 2.0)
 
 
 def test_no_bound_is_claimed_for_another_gpu() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from attnsweep import report
 from attnsweep.kernel import discover
+from attnsweep.ranking import rank
 from attnsweep.shipped import shipped_specs
 from attnsweep.spec import load_spec
 from attnsweep.store import find_runs, open_run
@@ -50,6 +51,12 @@ def test_every_ok_row_is_right_and_timed(run):
             assert trial.time_us.samples == len(trial.time_us.rounds)
             middle = statistics.median(trial.time_us.rounds)
             assert trial.time_us.median == pytest.approx(middle, rel=1e-4)
+
+
+def test_no_row_is_faster_than_its_bound(run):
+    shares = rank(run.trials, run.environment)["bound_share"].dropna()
+    assert len(shares) > 0
+    assert shares.max() < 1
 
 
 def test_it_is_the_shipped_spec(run, directory):
