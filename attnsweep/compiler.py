@@ -6,11 +6,13 @@ depends on: the template, the headers it includes, flags, architecture and NVRTC
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -136,7 +138,7 @@ class Compiler:
         check_toolchain(arch)
         self.arch = arch
         self.cache_dir = cache_dir or default_cache_dir()
-        self._pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, "nvrtc")
+        self._pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, "nvrtc", _step_back)
         self._futures: dict[str, Future[Cubin]] = {}
         self._closures: dict[Path, dict[str, bytes]] = {}
         self._lock = threading.Lock()
@@ -197,6 +199,14 @@ class Compiler:
         if self._after is not None:
             self._after(made)
         return made
+
+
+def _step_back() -> None:
+    """Let the sweep and its GPU process go first where all cores compile: one candidate at a time
+    passes through them, and all that is compiled waits behind it."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def write_aside(path: Path, data: bytes) -> None:

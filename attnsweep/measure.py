@@ -28,8 +28,8 @@ _SCREEN_US = 300.0
 _EAGER_CALLS = 20
 _EAGER_DEVICE_US = 2_000.0
 # Of each side of a pair, at least so many calls, but no longer. At the power cap (a call of 560 µs)
-# 5 of 100 pairs of 2 ms are more than 1.1 % off, of 54 ms 0.30 %: calls differ from one to the next,
-# so that it falls with the root. Medians and trimmed means over a pair's turns are further off.
+# 5 of 100 pairs of 2 ms are more than 1.1 % off, of 54 ms 0.30 %: calls differ from one to the
+# next, so it falls with the root. Medians and trimmed means over a pair's turns are further off.
 _PAIR_CALLS = 160
 _PAIR_US = 90_000.0
 

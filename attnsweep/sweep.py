@@ -12,6 +12,8 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +34,7 @@ from attnsweep.candidates import (
     workspace_limit,
 )
 from attnsweep.compiler import Compiler
-from attnsweep.errors import NoGpuError, SpecError, StoreError
+from attnsweep.errors import AttnsweepError, NoGpuError, SpecError, StoreError
 from attnsweep.kernel import Kernel
 from attnsweep.problem import Problem
 from attnsweep.ranking import OURS, rank, winners
@@ -44,14 +46,17 @@ from attnsweep.skipping import Skips
 from attnsweep.spec import SweepSpec
 from attnsweep.store import TRIALS, Run, Store, open_run
 from attnsweep.trial import Environment, Measurement, Status, Trial
-from attnsweep.workers import Worker, WorkerError
+from attnsweep.workers import Worker, WorkerError, installed_arch
 
 # Raise it when a change of checking or timing makes older rows incomparable: they are then redone.
 PROTOCOL = 3
-# Candidates asked for ahead of their turn: enough to keep 64 compiler threads busy.
-_LOOKAHEAD = 512
+# Candidates asked for ahead of their turn. Between two lots all cores wait for the slowest one.
+_LOOKAHEAD = 2048
 # The same where time is short: what was asked for is compiled, even if it is not tried any more.
 _LOOKAHEAD_IN_TIME = 64
+# Candidates that are compiled while the GPU process starts, which takes 1.5 s.
+_EARLY = 64
+_PROGRESS_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,28 +98,57 @@ def run(
         spec = replace(spec, search=spec.search.model_copy(update={"candidates": cap}))
     if spec.device == "replay":
         return Outcome(replay(spec, kernels, results, observer), False)
-    with Worker(spec.measure.timeout_s) as worker:
-        environment = worker.describe(preload="torch" if spec.baselines else None)
+    with Worker(spec.measure.timeout_s) as worker, ExitStack() as at_end:
+        with ThreadPoolExecutor(1) as aside:
+            early = aside.submit(_compile_early, spec, kernels, cache_dir, at_end)
+            environment = worker.describe(preload="torch" if spec.baselines else None)
         arch = arch_of(spec, environment)
         _check_memory(spec, environment)
-        planned = plan(spec, kernels, arch)
+        planned: Sequence[PlannedProblem]
+        begun = early.result()
+        if begun is not None and begun[1].arch == arch:
+            planned, compiler = begun
+        else:
+            planned = plan(spec, kernels, arch)
+            compiler = compiler_for(spec, arch, cache_dir)
+            at_end.callback(compiler.close)
         observer.planned(candidate_count(planned, spec.search.candidates))
-        compiler = compiler_for(spec, arch, cache_dir)
         directory = results / environment.slug / spec.name
         elsewhere = not fresh and _measured_elsewhere(directory, environment)
         if elsewhere:
             observer.note(f"earlier rows were measured with {elsewhere} and are set aside")
-        store = Store.open(directory, fresh=fresh or bool(elsewhere))
-        try:
-            store.describe(spec.resolved(store.directory), environment, plan_facts(planned))
-            _retire(store, kernels, observer)
-            sweep = _Sweep(spec, worker, compiler, environment, store, observer)
-            interrupted = sweep.run(planned)
-            sweep.keep_winners()
-            return Outcome(store.finish(report.files), interrupted)
-        finally:
-            compiler.close()
-            store.close()
+        store = at_end.enter_context(Store.open(directory, fresh=fresh or bool(elsewhere)))
+        store.describe(spec.resolved(store.directory), environment, plan_facts(planned))
+        _retire(store, kernels, observer)
+        sweep = _Sweep(spec, worker, compiler, environment, store, observer)
+        interrupted = sweep.run(planned)
+        sweep.keep_winners()
+        return Outcome(store.finish(report.files), interrupted)
+
+
+def _compile_early(
+    spec: SweepSpec, kernels: Mapping[str, Kernel], cache_dir: Path | None, at_end: ExitStack
+) -> tuple[Sequence[PlannedProblem], Compiler] | None:
+    """The plan, and the first candidates being compiled, for the card that NVML names.
+
+    None if NVML does not tell, the spec is for another card, or the plan fails, as it will again
+    in its turn.
+    """
+    name = installed_arch()
+    if name is None or spec.arch not in (None, name):
+        return None
+    arch = arch_named(name)
+    try:
+        planned = plan(spec, kernels, arch)
+        compiler = compiler_for(spec, arch, cache_dir)
+        at_end.callback(compiler.close)
+        for space in planned[0].spaces:
+            asked = itertools.islice(iter(search_of(spec, space).ask, None), _EARLY)
+            for build in builds_of(space, asked, compiler, workspace_limit(spec)):
+                build.submit()
+    except AttnsweepError:
+        return None
+    return planned, compiler
 
 
 def _retire(store: Store, kernels: Mapping[str, Kernel], observer: Observer) -> None:
@@ -280,12 +314,15 @@ class _Sweep:
         told = {id(build) for build in done}
         builds = done + builds
         asked_before: dict[int, int] = {}
+        look_at = 0.0
         while builds:
             for build in builds:
                 asked_before[id(build)] = len(asked_before)
             kept = self._kept(builds)
             for build in self._in_time(builds, kept, rows):
-                self._observer.compiled(sum(b.ready for b in builds), len(builds))
+                if time.monotonic() >= look_at:  # of 582 builds it takes 0.5 ms
+                    self._observer.compiled(sum(b.ready for b in builds), len(builds))
+                    look_at = time.monotonic() + _PROGRESS_S
                 trial = kept.get(build.row(status=Status.OK).key)
                 if trial is None:
                     twin = seen.get(build.machine_code()) if build.compiled else None
@@ -308,6 +345,7 @@ class _Sweep:
                 self._observer.tried(trial)
                 if id(build) not in told:
                     self._tell(item, searches, build, trial)
+            self._observer.compiled(len(builds), len(builds))
             # What the strategies ask for after that.
             builds = self._builds(item, searches, begun=True)
         self._final(item, [(b, t) for b, t in rows.values() if t.status is Status.OK])

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from attnsweep import __version__
+from attnsweep.arch import arch_of
 from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.trial import Environment, Status
 
@@ -298,6 +299,23 @@ def driver_version() -> str | None:
         return version if isinstance(version, str) else version.decode()
     except Exception:  # ImportError, or any of NVML's own errors
         return None
+
+
+def installed_arch() -> str | None:
+    """The architecture of this machine's GPUs, if all have the same, without starting CUDA.
+
+    From NVML; None without nvidia-ml-py, a driver, or a card that is known.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        cards = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        (capability,) = {tuple(pynvml.nvmlDeviceGetCudaComputeCapability(card)) for card in cards}
+        arch = arch_of(capability)
+    except Exception:  # as above, or cards of several kinds
+        return None
+    return None if arch is None else arch.name
 
 
 def _installed(*names: str) -> Iterator[tuple[str, str]]:

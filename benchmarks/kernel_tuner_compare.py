@@ -4,11 +4,11 @@ Usage: python benchmarks/kernel_tuner_compare.py [FILE.json] [--limit N] [--cap-
 The same configs of one kernel on one problem and one GPU, each tool in a fresh process with caches
 of its own, empty:
 
-- attnsweep: `attnsweep run`, with its checks, race and finals.
+- attnsweep: `attnsweep run`, with its checks, race and finals, from its process's start to its end.
 - kernel_tuner: brute force with the CuPy backend and its own settings (7 runs a config, no check of
   the output). What it takes is given to it: which configs exist, grid, threads, shared memory,
   macros. Of itself it launches no more than 48 KiB of dynamic shared memory, so the limit is raised
-  for it; `beyond_48_kib` says of how many configs.
+  for it; `beyond_48_kib` says of how many configs. Its time begins with its import.
 - hundred_ms: everything compiled by all cores, then every config timed for 100 ms.
 
 --limit: so many configs, drawn evenly, for the two others; attnsweep always does all. What they
@@ -142,15 +142,17 @@ def _space(spec: SweepSpec, arch_name: str) -> Space:
     return space
 
 
-def _run_attnsweep(directory: Path, arch_name: str, limit: int | None) -> None:
+def _run_attnsweep(directory: Path, arch_name: str, limit: int | None, begun: float) -> None:
     # attnsweep takes all, whatever the limit.
     del limit
     spec = setting.spec_of(SPEC, directory, "compare")
-    _say(configs=0)
+    harness_s = time.monotonic() - begun
+    _say(configs=0, harness_s=harness_s)
     command = [sys.executable, "-m", "attnsweep", "run", str(directory / "compare.yaml")]
     subprocess.run(
         [*command, "--results", str(directory / "results")], check=True, stdout=subprocess.DEVNULL
     )
+    ended = time.monotonic()
     (found,) = (directory / "results").glob("*/compare")
     run = open_run(found)
     (won,) = winners(rank(run.trials, run.environment))
@@ -162,17 +164,20 @@ def _run_attnsweep(directory: Path, arch_name: str, limit: int | None) -> None:
         best=Config(won.config).label,
         best_us=won.time_us.median if won.time_us else None,
         statuses=counts,
+        harness_s=harness_s + time.monotonic() - ended,
     )
 
 
-def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None) -> None:
+def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None, begun: float) -> None:
+    spec = setting.spec_of(SPEC, directory, "compare")
+    space = _space(spec, arch_name)
+    given = tunable(space, every_nth(space.configs, limit), arch_name)
+    harness_s = time.monotonic() - begun
+
     import kernel_tuner
     from kernel_tuner.backends.cupy import CupyFunctions
     from kernel_tuner.observers.observer import BenchmarkObserver
 
-    spec = setting.spec_of(SPEC, directory, "compare")
-    space = _space(spec, arch_name)
-    given = tunable(space, every_nth(space.configs, limit), arch_name)
     facts, names = given["facts"], tuple(given["params"])
 
     def of(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +225,7 @@ def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None) -> Non
     arguments = [
         tensors[arg] if isinstance(arg, str) else kinds[type(arg)](arg) for arg in given["args"]
     ]
-    _say(configs=0)
+    _say(configs=0, harness_s=harness_s)
     results, _ = kernel_tuner.tune_kernel(
         given["function"],
         str(space.kernel.source),
@@ -253,7 +258,8 @@ def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None) -> Non
     )
 
 
-def _run_hundred_ms(directory: Path, arch_name: str, limit: int | None) -> None:
+def _run_hundred_ms(directory: Path, arch_name: str, limit: int | None, begun: float) -> None:
+    del begun
     spec = setting.spec_of(SPEC, directory, "compare")
     compiler = Compiler(arch_named(arch_name))
     # Everything is compiled whatever the limit, so that it is timed and not guessed.
@@ -300,6 +306,7 @@ def timed(tool: str, arch_name: str, limit: int | None, cap_s: float, total: int
         command = [sys.executable, __file__, "--one", tool, "--arch", arch_name, "--place", place]
         command += [] if limit is None else ["--limit", str(limit)]
         begun = time.monotonic()
+        command += ["--begun", repr(begun)]
         child = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -326,9 +333,10 @@ def timed(tool: str, arch_name: str, limit: int | None, cap_s: float, total: int
         child.wait()
         wall_s = time.monotonic() - begun
         timer.cancel()
-    done = facts.pop("configs")
+    done, harness_s = facts.pop("configs"), facts.pop("harness_s", 0.0)
+    wall_s, first_s = wall_s - harness_s, max((first_s or 0.0) - harness_s, 0.0)
     failed = {} if stopped.is_set() or child.returncode == 0 else {"exit_code": child.returncode}
-    return {**row(tool, wall_s, first_s or 0.0, done, total, stopped.is_set()), **facts, **failed}
+    return {**row(tool, wall_s, first_s, done, total, stopped.is_set()), **facts, **failed}
 
 
 def main() -> None:
@@ -341,9 +349,10 @@ def main() -> None:
     parser.add_argument("--one", choices=TOOLS, help=argparse.SUPPRESS)
     parser.add_argument("--arch", help=argparse.SUPPRESS)
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        RUN[arguments.one](arguments.place, arguments.arch, arguments.limit)
+        RUN[arguments.one](arguments.place, arguments.arch, arguments.limit, arguments.begun)
         return
     with Worker(timeout_s=60) as worker:
         environment = worker.describe()

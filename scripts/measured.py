@@ -84,7 +84,8 @@ def kernel_tuner(found: dict[str, Any]) -> Iterator[Line]:
         part = f" (extrapolated from {tool['configs']})" if tool["extrapolated"] else ""
         measured = f"{ours:.1f} s against {tool['all_s']:.0f}{part}: {times:.1f}×" if times else "–"
         yield Line(
-            f"{found['configs']} configs at least {wanted:g} times as fast as {label}",
+            f"{found['configs']} configs on {found['environment']['host_cores']} cores, at least "
+            f"{wanted:g} times as fast as {label}",
             measured,
             verdict(bool(times) and times >= wanted),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from samples import H200
 
 from attnsweep import search, sweep
 from attnsweep.candidates import Observer
+from attnsweep.compiler import Compiler
 from attnsweep.errors import NoGpuError, SpaceError
 from attnsweep.kernel import discover
 from attnsweep.spec import load_spec
@@ -145,6 +147,38 @@ def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
     )
     assert cubin.read_bytes()[:4] == b"\x7fELF"
     assert json.loads(launches.read_text())["config"] == {"THREADS": 64}
+
+
+def test_the_first_candidates_compile_while_the_gpu_process_starts(go, fake, monkeypatch):
+    submit, early = Compiler.submit, threading.Event()
+
+    def told(self, source, defines):
+        early.set()
+        return submit(self, source, defines)
+
+    def describe(self, *, preload=None):
+        assert early.wait(10), "nothing is compiled before the GPU process has answered"
+        return ENVIRONMENT
+
+    monkeypatch.setattr(sweep, "installed_arch", lambda: ENVIRONMENT.arch)
+    monkeypatch.setattr(Compiler, "submit", told)
+    monkeypatch.setattr(FakeWorker, "describe", describe)
+    assert by_config(go())[(64,)].status is Status.OK
+
+
+@pytest.mark.parametrize("there", ["sm_80", None], ids=str)
+def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, fake, monkeypatch, there):
+    """The spec names another one, or NVML does not tell."""
+    made, archs = sweep.compiler_for, []
+
+    def told(spec, arch, cache_dir):
+        archs.append(arch.name)
+        return made(spec, arch, cache_dir)
+
+    monkeypatch.setattr(sweep, "installed_arch", lambda: there)
+    monkeypatch.setattr(sweep, "compiler_for", told)
+    assert go(f"arch: {ENVIRONMENT.arch}\n{SPEC}").exit_code == 0
+    assert archs == [ENVIRONMENT.arch]
 
 
 @pytest.mark.parametrize("ready", [list, lambda builds: list(builds)[::-1]])
