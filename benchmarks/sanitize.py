@@ -42,7 +42,12 @@ CASES = (
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, SPLITS: 2, MAXIMA: 1, P_SHARED: 0", BOTH),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, SPLITS: 4, SPLIT_CLUSTER: 1, MAXIMA: 1", BOTH),
     ("flash_fwd_fp32_wgmma", "SLICES: 8, CLUSTER: 8, BLOCK_M: 32, WARPGROUPS: 2", BOTH),
-    ("flash_fwd_fp32_wgmma", "SLICES: 16, CLUSTER: 8, BLOCK_M: 32, WARPGROUPS: 2", BOTH),
+    (
+        "flash_fwd_fp32_wgmma",
+        "SLICES: 16, CLUSTER: 8, BLOCK_M: 32, WARPGROUPS: 2, OUTPUT_SLICES: 8, "
+        "OUTPUT_WARPGROUPS: 4",
+        BOTH,
+    ),
     ("three_kernel_wgmma", f"{TILES}, QK_BLOCK_N: 64, STATS: 0", BOTH),
     ("three_kernel_wgmma", f"{TILES}, QK_BLOCK_N: 128, STATS: 3, SOFTMAX_THREADS: 32", BOTH),
 )

@@ -3,10 +3,11 @@
 // columns. Here TMA loads and wgmma multiplies, fp32 numbers as two parts each: common/wide_wgmma.cuh.
 // Both products are transposed, since wgmma takes TF32 from shared memory only where the columns that it sums
 // over are neighbours: S^T = K Q^T, of 64 keys by BLOCK_M queries, and O^T = V^T P^T, of 64 columns of V. So
-// K and V come through registers, where they are split, and Q and P lie in shared memory, high and low.
+// K and V come through registers, where they are split, and Q and P lie in shared memory, in two parts each.
 // CLUSTER blocks add their scores: each gets some rows from all, in the order of the blocks, as counted
 // stores. If CLUSTER is SLICES, it then gives all the P of its rows, and there is one launch (fwd). Else the
-// first launch (scores) writes them, and the second (output) adds the clusters'.
+// first launch (scores) writes them, and the second (output), which may have other slices, adds those of all
+// CLUSTERS.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM), all fp32.
 #include "common/element.cuh"
 #include "common/mma.cuh"
@@ -24,7 +25,7 @@ constexpr bool LONG_SUMS = PANELS > SHORT;
 constexpr unsigned Q_PANEL = BLOCK_M * 128, KV_PANEL = KEYS * 128;
 #if STAGE_OUTPUT
 constexpr bool FIRST = false, LAST = true;  // does it multiply Q K^T, and P V
-constexpr int ADDED = SLICES / CLUSTER, ROWS = BLOCK_M, COPIES = 1;
+constexpr int ADDED = CLUSTERS, ROWS = BLOCK_M, COPIES = 1;
 constexpr unsigned SLOT = KV_PANEL, LOW_BYTES = 0;
 #else
 #if STAGE_SCORES
@@ -35,8 +36,8 @@ constexpr bool FIRST = true, LAST = true;
 // Scores to add, rows that this block adds, blocks that need their P.
 constexpr int ADDED = CLUSTER, ROWS = BLOCK_M / CLUSTER, COPIES = CLUSTER;
 constexpr unsigned SLOT = KV_PANEL + Q_PANEL, LOW_BYTES = WARPGROUPS * 2 * Q_PANEL;
-#endif
 static_assert(ROWS >= 1 && SLICES % CLUSTER == 0, "each block of a cluster adds some rows");
+#endif
 // Half a warp does a row. Warps that do the same rows, so that each has fewer blocks to give them to.
 constexpr int WANTED = LAST ? 2 * WARPS / ROWS : 1, MOST = COPIES < WARPS ? COPIES : WARPS;
 constexpr int SHARES = WANTED < 1 ? 1 : WANTED < MOST ? WANTED : MOST;
@@ -140,17 +141,13 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
             const int item = tile * PANELS + panel;
             wait_for(item);
             const float* keys = reinterpret_cast<const float*>(panel_of(item));
-            float4* queries = reinterpret_cast<float4*>(panel_of(item) + KV_PANEL);
+            const float4* queries = reinterpret_cast<const float4*>(panel_of(item) + KV_PANEL);
             float4* low = reinterpret_cast<float4*>(own_low) + panel % 2 * (Q_PANEL / 16);
             float4 x[BLOCK_M / 16];
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 16; ++i) x[i] = queries[i * 128 + threadIdx.x % 128];
 #pragma unroll
-            for (int i = 0; i < BLOCK_M / 16; ++i) {
-                const float4 high = high4(x[i]);
-                queries[i * 128 + threadIdx.x % 128] = high;
-                low[i * 128 + threadIdx.x % 128] = sub4(x[i], high);
-            }
+            for (int i = 0; i < BLOCK_M / 16; ++i) low[i * 128 + threadIdx.x % 128] = unread4(x[i]);
             wgmma_wait<0>();
             a[0].pinned(), a[1].pinned();
             if constexpr (LONG_SUMS)
@@ -197,36 +194,30 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
         if (tile + 1 < tiles) __syncthreads();  // the next tile's low parts go there
     }
     if (PDL == 2) grid_launch_dependents();  // its loads of V would have slowed down those of Q and K
-    mbarrier_wait_cluster(scores_full, 0);
-    const float* added = reinterpret_cast<const float*>(smem + added_at) + lane % 16 * 4;
+    mbarrier_wait<true>(scores_full, 0);
+#endif
+    // Partial scores: head and tile of queries; cluster; row; key, in the order of P.
+    const long long partial_rows =
+        (static_cast<long long>(head) * (gridDim.x / SLICES) + blockIdx.x / SLICES) * CLUSTERS;
+#if STAGE_OUTPUT
+    grid_wait();
+    const float* parts = partial + partial_rows * BLOCK_M * keys_padded;
+#else
+    const float* parts = reinterpret_cast<const float*>(smem + added_at);
+#endif
     auto load_scores = [&](int row, int tile) {
-        const float* from = added + row * keys_padded + tile * KEYS;
+        const float* from = parts + row * keys_padded + tile * KEYS + lane % 16 * 4;
         float4 sum = load4(from);
 #pragma unroll
         for (int i = 1; i < ADDED; ++i) sum = sum4(sum, load4(from + i * ROWS * keys_padded));
         return sum;
     };
-#endif
-    // Partial scores: head and tile of queries; cluster; row; key, in the order of P.
-    const long long partial_rows =
-        (static_cast<long long>(head) * (gridDim.x / SLICES) + blockIdx.x / SLICES) * (SLICES / CLUSTER);
 #if STAGE_SCORES
     partial += ((partial_rows + slice / CLUSTER) * BLOCK_M + rank * ROWS) * keys_padded + lane % 16 * 4;
     for (int row = row_of_lane(0); row < ROWS; row += ROWS_AT_ONCE)
         for (int tile = 0; tile < tiles; ++tile)
             *reinterpret_cast<float4*>(partial + row * keys_padded + tile * KEYS) = load_scores(row, tile);
 #else
-#if STAGE_OUTPUT
-    grid_wait();
-    partial += partial_rows * BLOCK_M * keys_padded + lane % 16 * 4;
-    auto load_scores = [&](int row, int tile) {
-        const float* from = partial + row * keys_padded + tile * KEYS;
-        float4 sum = load4(from);
-#pragma unroll
-        for (int i = 1; i < ADDED; ++i) sum = sum4(sum, load4(from + i * BLOCK_M * keys_padded));
-        return sum;
-    };
-#endif
     const int p_row = FIRST ? rank * ROWS : 0;
     softmax_rows(tiles, first_row + p_row, seqlen_q, seqlen_k, to_log2, load_scores,
                  [&](int row, int tile, float4 p) {
@@ -281,7 +272,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                 for (int j = 0; j < 8; ++j)
                     a[i % 2].set<true>(j, values[(i * 2 + j / 4) * 256 + v_at[j / 2 % 2][j % 2]]);
                 if (FIRST && i == 0 && pair + tile == 0) {  // the values did not have to wait for it
-                    mbarrier_wait_cluster(p_full, 0);
+                    mbarrier_wait<true>(p_full, 0);
                     fence_async_proxy();
                 }
                 const unsigned at = (tile * 2 + i / 2) * Q_PANEL + i % 2 * 64;

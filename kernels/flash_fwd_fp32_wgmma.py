@@ -8,11 +8,14 @@ kernel = Kernel(
     "flash_fwd_fp32_wgmma",
     summary="fp32 forward of very wide heads on Hopper: TMA, TF32 wgmma, scores added in clusters",
     params=(
-        Param("SLICES", (4, 8, 16, 32), "blocks that share a head's columns"),
+        Param("SLICES", (4, 8, 16, 24, 32), "blocks that share a head's columns"),
         Param("CLUSTER", (4, 8, 16), "of them, those that add scores; if all, one launch"),
         Param("BLOCK_M", (16, 32, 64), "query rows per block"),
-        Param("WARPGROUPS", (2, 4), "warpgroups of a block, which split its columns"),
+        Param("WARPGROUPS", (2, 3, 4), "warpgroups of a block, which split its columns"),
         Param("NUM_STAGES", (2, 3, 4, 6, 7), "panels of 32 columns in a warpgroup's ring"),
+        Param("OUTPUT_SLICES", (0, 32), "SLICES of the second launch, which has no clusters; 0: the same"),
+        Param("OUTPUT_WARPGROUPS", (0, 2, 4), "WARPGROUPS of the second launch; 0: the same"),
+        Param("OUTPUT_ALONE", (0, 1), "1: no two blocks of the second launch are given one SM"),
         Param("PDL", (1, 2), "the launch behind may begin 1 at once, 2 after Q K; 0: at the end"),
     ),
     min_arch="sm_90a",
@@ -23,9 +26,21 @@ LOG2E = 1.4426950408889634
 KEYS = 64
 
 
-def panels(config: Config, head_dim: int) -> int:
+# More than half of the shared memory of an SM, and yet room beside a block of the first launch.
+MORE_THAN_HALF = 113 * 1024 + 512
+
+
+def sharing(config: Config, stage: str) -> tuple[int, int]:
+    """Slices of a head and warpgroups of a block in a launch."""
+    if stage == "output" and config.OUTPUT_SLICES:
+        return config.OUTPUT_SLICES, config.OUTPUT_WARPGROUPS
+    return config.SLICES, config.WARPGROUPS
+
+
+def panels(config: Config, head_dim: int, stage: str = "scores") -> int:
     """Panels of 32 columns of a warpgroup: whole pairs."""
-    return -(-head_dim // (config.SLICES * config.WARPGROUPS * 64)) * 2
+    slices, warpgroups = sharing(config, stage)
+    return -(-head_dim // (slices * warpgroups * 64)) * 2
 
 
 def key_tiles(problem: Problem) -> int:
@@ -35,19 +50,21 @@ def key_tiles(problem: Problem) -> int:
 def stages(config: Config, problem: Problem, stage: str) -> int:
     """Panels of a warpgroup's ring. The second launch has room for all values at once."""
     if stage == "output":
-        return max(config.NUM_STAGES, panels(config, problem.head_dim))
+        return max(config.NUM_STAGES, panels(config, problem.head_dim, stage))
     return config.NUM_STAGES
 
 
 def smem_bytes(config: Config, problem: Problem, stage: str) -> int:
     """Rings; low parts of Q; scores to add; P, high and low; barriers."""
     c = config
+    _, warpgroups = sharing(c, stage)
     q_panel, kv_panel = c.BLOCK_M * 128, KEYS * 128
     scores = c.BLOCK_M * KEYS * 4 * key_tiles(problem)
     first, last = stage != "output", stage != "scores"
-    ring = c.WARPGROUPS * stages(c, problem, stage)
+    ring = warpgroups * stages(c, problem, stage)
     out = ring * (kv_panel + q_panel * first + 8) + 16
-    return out + first * (c.WARPGROUPS * 2 * q_panel + scores) + last * 2 * scores
+    out += first * (warpgroups * 2 * q_panel + scores) + last * 2 * scores
+    return max(out, MORE_THAN_HALF) if stage == "output" and c.OUTPUT_ALONE else out
 
 
 @kernel.rule("a block has 16, 32 or 64 queries, at most 4 warpgroups, and PDL is 0 to 2")
@@ -78,11 +95,39 @@ def no_idle_rows(config: Config, problem: Problem, arch: Arch) -> bool:
     return queries <= 32 if c.BLOCK_M == 16 else c.BLOCK_M < 2 * queries
 
 
+@kernel.rule("in one launch a block has 2 or 4 warpgroups, whose warps share its rows and copies")
+def shared_evenly(config: Config, problem: Problem, arch: Arch) -> bool:
+    # Of three, some warps gave P to blocks beyond the cluster: a launch failure on an H200.
+    return config.SLICES != config.CLUSTER or config.WARPGROUPS != 3
+
+
+@kernel.rule("what the second launch has of its own is there in two launches, and not the first's")
+def second_of_its_own(config: Config, problem: Problem, arch: Arch) -> bool:
+    c = config
+    own = (c.OUTPUT_SLICES, c.OUTPUT_WARPGROUPS)
+    if c.SLICES == c.CLUSTER:
+        return own == (0, 0) and not c.OUTPUT_ALONE
+    return own == (0, 0) or (0 not in own and own != (c.SLICES, c.WARPGROUPS))
+
+
+@kernel.rule("two blocks of the second launch would fit an SM, or they are alone there anyway")
+def alone_by_choice(config: Config, problem: Problem, arch: Arch) -> bool:
+    # 122 registers a thread leave no room for a second block of 4 warpgroups.
+    c = config
+    if not c.OUTPUT_ALONE:
+        return True
+    two = smem_bytes(Config({**c, "OUTPUT_ALONE": 0}), problem, "output") < MORE_THAN_HALF
+    return sharing(c, "output")[1] <= 2 and two
+
+
 @kernel.rule("three quarters of the slices' columns are there")
 def no_idle_columns(config: Config, problem: Problem, arch: Arch) -> bool:
-    c, head_dim = config, problem.head_dim
-    columns = 32 * panels(c, head_dim) * c.WARPGROUPS * c.SLICES
-    return 3 * columns <= 4 * head_dim or c.SLICES * c.WARPGROUPS <= 8
+    for stage in ("scores", "output"):
+        slices, warpgroups = sharing(config, stage)
+        columns = 32 * panels(config, problem.head_dim, stage) * warpgroups * slices
+        if 3 * columns > 4 * problem.head_dim and slices * warpgroups > 8:
+            return False
+    return True
 
 
 @kernel.rule("a warpgroup has at most 256 columns, or 128 with the registers of 64 queries")
@@ -93,7 +138,7 @@ def short_sums(config: Config, problem: Problem, arch: Arch) -> bool:
 @kernel.rule("a lane of the second launch has at most 32 scores, so that nothing spills")
 def registers(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
-    turns = -(-c.BLOCK_M // (8 * c.WARPGROUPS))
+    turns = -(-c.BLOCK_M // (8 * sharing(c, "output")[1]))
     return c.SLICES == c.CLUSTER or turns * 4 * key_tiles(problem) <= 32
 
 
@@ -107,14 +152,15 @@ def no_idle_stage(config: Config, problem: Problem, arch: Arch) -> bool:
 def second_begins_late(config: Config, problem: Problem, arch: Arch) -> bool:
     c, reserved = config, arch.smem_reserved_per_block
     room = arch.smem_per_sm - 2 * reserved - smem_bytes(c, problem, "scores")
-    both = c.SLICES != c.CLUSTER and c.WARPGROUPS == 2 and smem_bytes(c, problem, "output") <= room
+    two = c.SLICES != c.CLUSTER and c.WARPGROUPS == 2 == sharing(c, "output")[1]
+    both = two and smem_bytes(c, problem, "output") <= room
     return c.PDL != 2 or both
 
 
 @kernel.rule("a head has slices for 16 blocks in all, and half as many would not make 256")
 def grid_size(config: Config, problem: Problem, arch: Arch) -> bool:
     tiles = problem.batch * problem.heads * -(-problem.seqlen_q // config.BLOCK_M)
-    blocks = tiles * config.SLICES
+    blocks = tiles * max(config.SLICES, config.OUTPUT_SLICES)
     return blocks >= min(16, tiles * 8) and (config.SLICES == 4 or blocks < 512)
 
 
@@ -132,13 +178,20 @@ def launch(config: Config, problem: Problem, stage: str) -> Launch:
         )
 
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
-    defines = {"NUM_STAGES": stages(c, p, stage), "MAX_TILES": key_tiles(p)}
+    slices, warpgroups = sharing(c, stage)
+    defines = {
+        "SLICES": slices,
+        "WARPGROUPS": warpgroups,
+        "CLUSTERS": c.SLICES // c.CLUSTER,
+        "NUM_STAGES": stages(c, p, stage),
+        "MAX_TILES": key_tiles(p),
+    }
     if stage != "output":
         defines["CLUSTER"] = c.CLUSTER
     return Launch(
         function="flash_fwd_fp32_wgmma" + ("" if stage == "fwd" else f"_{stage}"),
-        grid=(c.SLICES * -(-p.seqlen_q // c.BLOCK_M), heads, 1),
-        threads=c.WARPGROUPS * 128,
+        grid=(slices * -(-p.seqlen_q // c.BLOCK_M), heads, 1),
+        threads=warpgroups * 128,
         args=(
             tensor_map("q", heads, p.seqlen_q, c.BLOCK_M),
             tensor_map("k", heads_kv, p.seqlen_k, KEYS),
@@ -161,16 +214,20 @@ def workspace(config: Config, problem: Problem) -> dict[str, int]:
     return {"partial": 4 * rows * (c.SLICES // c.CLUSTER) * KEYS * key_tiles(p)}
 
 
-@kernel.stage("fwd")
+FIRST = ("SLICES", "CLUSTER", "BLOCK_M", "WARPGROUPS", "NUM_STAGES", "PDL")
+OUTPUT = (*FIRST, "OUTPUT_SLICES", "OUTPUT_WARPGROUPS", "OUTPUT_ALONE")
+
+
+@kernel.stage("fwd", params=FIRST)
 def fwd(config: Config, problem: Problem, arch: Arch) -> Launch | None:
     return launch(config, problem, "fwd") if config.SLICES == config.CLUSTER else None
 
 
-@kernel.stage("scores")
+@kernel.stage("scores", params=FIRST)
 def scores(config: Config, problem: Problem, arch: Arch) -> Launch | None:
     return launch(config, problem, "scores") if config.SLICES != config.CLUSTER else None
 
 
-@kernel.stage("output")
+@kernel.stage("output", params=OUTPUT)
 def output(config: Config, problem: Problem, arch: Arch) -> Launch | None:
     return launch(config, problem, "output") if config.SLICES != config.CLUSTER else None

@@ -62,12 +62,13 @@ def source(run: Run, name: str) -> str:
 
 
 def wide_bounds(run: Run, problem: Problem, limits: dict[str, float]) -> dict[str, float]:
-    """Microseconds that each unit needs at least, the tensors lying in L2."""
+    """Microseconds that each unit needs at least; of device memory, if the tensors lay there."""
     where = run.environment
     assert where is not None
     clocks = where.sm_count * where.clock_hz / 1e6
     tensor = arch_named(where.arch).tensor_flops_per_clock / 2 / 3  # tf32 half of fp16; 3 products
     return {
+        "DRAM": problem.min_bytes / where.memory_bytes_per_second * 1e6,
         "L2": problem.min_bytes / limits["l2_read"] * 1e6,
         "FFMA": problem.flops / (FP32_FLOPS_PER_CLOCK * clocks),
         "3×TF32": problem.flops / (tensor * clocks),
@@ -91,6 +92,13 @@ def parts_added(trial: Trial) -> int:
     return int(config["SLICES"]) if config["SCORES"] == "workspace" else 0
 
 
+def slices(trial: Trial) -> list[int]:
+    """Into how many blocks each launch divides a head's columns."""
+    config = dict[str, Any](trial.config)
+    second = [config.get("OUTPUT_SLICES") or config["SLICES"]] if parts_added(trial) else []
+    return [int(config["SLICES"]), *map(int, second)]
+
+
 def exchange(trial: Trial) -> str:
     """How the blocks of a head add their scores."""
     parts = parts_added(trial)
@@ -110,7 +118,7 @@ def tiled_us(trial: Trial, limits: dict[str, float]) -> float:
     tiles = -(-p.seqlen_q // config["BLOCK_M"])
     read, written = row * (p.seqlen_q + 2 * tiles * p.seqlen_k), row * p.seqlen_q
     partial = 4 * p.batch * p.heads * parts_added(trial) * p.seqlen_q * p.seqlen_k
-    read, written = read + partial * config["SLICES"], written + partial
+    read, written = read + partial * slices(trial)[-1], written + partial
     return 1e6 * max(read / limits["l2_read"], written / limits["l2_write"])
 
 
@@ -129,11 +137,13 @@ class Wide:
         unit *= 5 / 6 if products(self.best) == "wgmma" else 1
         self.larger = max(self.bounds["L2"], unit)
         self.share = 100 * self.larger / us(self.best)
+        self.textbook = 100 * max(self.bounds["DRAM"], self.bounds["FFMA"]) / us(self.best)
         self.rate = problem.min_bytes / us(self.best) / 1e3
         self.tiled = max(tiled_us(self.best, limits), self.larger)
         p, config = problem, dict[str, Any](self.best.config)
         tiles = -(-p.seqlen_q // config["BLOCK_M"])
-        self.blocks = config["SLICES"] * tiles * p.batch * p.heads
+        of_a_slice = tiles * p.batch * p.heads
+        self.blocks = list(dict.fromkeys(n * of_a_slice for n in slices(self.best)))
 
     def least(self, test: Callable[[Trial], bool]) -> float | None:
         """The best time of candidates that pass."""
@@ -151,7 +161,7 @@ class Wide:
         """How many SMs have a block."""
         assert self.run.environment is not None
         count = self.run.environment.sm_count
-        return f"{min(self.blocks, count)} of {count}"
+        return f"{', then '.join(str(min(n, count)) for n in self.blocks)} of {count}"
 
     @property
     def label(self) -> str:
@@ -169,10 +179,10 @@ def wide(run: Run, limits: dict[str, float]) -> Iterator[str]:
     """System C's shapes and claims."""
     rows = wide_rows(run, limits)
     yield (
-        "| rows × head_dim | µs | products | best peer, µs | × | GB/s | L2 | FFMA | 3×TF32 | "
-        "of the larger |"
+        "| rows × head_dim | µs | products | best peer, µs | × | GB/s | DRAM | L2 | FFMA | "
+        "3×TF32 | of the larger | of DRAM and FFMA |"
     )
-    yield "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|"
+    yield "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     for row in rows:
         wrong = sorted(
             t.provider
@@ -189,8 +199,14 @@ def wide(run: Run, limits: dict[str, float]) -> Iterator[str]:
         cells = " | ".join(f"{value:.2f}" for value in row.bounds.values())
         yield (
             f"| {row.label} | **{us(row.best):.2f}** | {products(row.best)} | {against} | "
-            f"{row.rate:.0f} | {cells} | {row.share:.0f} % |"
+            f"{row.rate:.0f} | {cells} | {row.share:.0f} % | {row.textbook:.0f} % |"
         )
+    yield ""
+    yield (
+        "The larger bound: of L2, where the tensors lie in a warm call, and of the products as the "
+        "winner does them. Of DRAM and FFMA: the larger of the two that a textbook's roofline of "
+        "fp32 has, which a warm call on tensor cores can fall below."
+    )
     yield ""
     yield "| claim | measured here | |"
     yield "|---|---|---|"
@@ -239,7 +255,8 @@ def wide_claims(run: Run, rows: list[Wide]) -> Iterator[str]:
     widest = [row for row in rows if row.problem.head_dim == WIDEST]
     if widest:
         told = "; ".join(
-            f"{row.share:.0f} % for {row.problem.seqlen_q} rows, of whose time "
+            f"{row.share:.0f} % for {row.problem.seqlen_q} rows ({row.textbook:.0f} % of that of "
+            "device memory and FFMA), of whose time "
             + ", ".join(f"{name} {100 * t / us(row.best):.0f} %" for name, t in row.parts.items())
             + f", on {row.sms} SMs"
             for row in widest
@@ -275,7 +292,8 @@ def wide_limits(rows: list[Wide]) -> Iterator[str]:
             row.least(lambda t: parts_added(t) > 0),
         ]
         yield (
-            f"| {row.label} | {total:.2f} | {exchange(best)} | {row.blocks} | "
+            f"| {row.label} | {total:.2f} | {exchange(best)} | "
+            f"{', then '.join(map(str, row.blocks))} | "
             f"{row.sms} | {occupied} | "
             f"{' | '.join(parts)} | {alone} | "
             f"{' | '.join(f'{time:.2f}' if time else '–' for time in launches)} |"

@@ -41,7 +41,7 @@ join_splits(const float (&o)[HEAD_DIM / 2], OnlineSoftmax& rows, float (&mine)[J
         x[0] = __uint_as_float(bits.x), x[1] = __uint_as_float(bits.y);
         x[2] = __uint_as_float(bits.z), x[3] = __uint_as_float(bits.w);
     };
-    mbarrier_wait_cluster(barrier, 0);
+    mbarrier_wait<true>(barrier, 0);
     // All references first, so that no exponential waits for another: one after the other takes SPLITS times
     // as long.
     float theirs[SPLITS - 1][4], largest[2] = {rows.m[0], rows.m[1]}, offset[2], by[2];

@@ -23,19 +23,24 @@ __device__ __forceinline__ void mbarrier_expect(unsigned barrier, unsigned bytes
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
-// Returns when the phase of this parity is complete. A fresh barrier lets parity 1 through.
+// Returns when the phase of this parity is complete. A fresh barrier lets parity 1 through. OF_CLUSTER: what
+// other blocks of the cluster stored is seen too.
+template <bool OF_CLUSTER = false>
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
     unsigned done = 0;
 #if SPIN_BOUND  // debug builds: a hang becomes an error after about half a second
     long long begin = clock64();
 #endif
     do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, "
-            "p;\n}\n"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
+#define MBARRIER_TRY_WAIT(HOW) \
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity" HOW \
+                 ".shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n" \
+                 : "=r"(done) \
+                 : "r"(barrier), "r"(parity) \
+                 : "memory")
+        if (OF_CLUSTER) MBARRIER_TRY_WAIT(".acquire.cluster");
+        else MBARRIER_TRY_WAIT("");
+#undef MBARRIER_TRY_WAIT
 #if SPIN_BOUND
         if (!done && clock64() - begin > 1000000000LL) asm volatile("trap;");
 #endif
@@ -311,7 +316,7 @@ __device__ __forceinline__ void tma_load_multicast(unsigned target, const Tensor
         : "memory");
 }
 // 16 bytes to an address of the cluster, whose block's mbarrier counts them as it does a copy's: only who reads
-// them waits, by mbarrier_wait_cluster, and neither side needs a fence.
+// them waits, by mbarrier_wait<true>, and neither side needs a fence.
 __device__ __forceinline__ void
 store_async_16(unsigned address, unsigned barrier, float a, float b, float c, float d) {
     asm volatile(
@@ -319,22 +324,4 @@ store_async_16(unsigned address, unsigned barrier, float a, float b, float c, fl
             address),
         "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
         : "memory");
-}
-// mbarrier_wait for what other blocks stored.
-__device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, unsigned parity) {
-    unsigned done = 0;
-#if SPIN_BOUND
-    long long begin = clock64();
-#endif
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}\n"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-#if SPIN_BOUND
-        if (!done && clock64() - begin > 1000000000LL) asm volatile("trap;");
-#endif
-    } while (!done);
 }

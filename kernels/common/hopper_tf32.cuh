@@ -6,6 +6,11 @@
 __device__ __forceinline__ float tf32_high(float x) {
     return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
 }
+// What a tensor core does not read of x, its last 13 bits, rounded to the 11 that it reads of them in turn.
+__device__ __forceinline__ float tf32_unread(float x) {
+    const float low = x - __uint_as_float(__float_as_uint(x) & 0xffffe000u);
+    return __uint_as_float(__float_as_uint(low) + 0x1000u);
+}
 // Two numbers rounded to bf16, 8 bits, in one register.
 __device__ __forceinline__ unsigned bf16_pair(float low, float high) {
     unsigned y;

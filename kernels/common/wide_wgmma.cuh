@@ -5,7 +5,8 @@
 #include "common/rows.cuh"
 #include "common/hopper_tf32.cuh"
 
-// x = high + low, and a product is high * high in TF32 and the cross products high * low and low * high.
+// x = high + low, and a product is high * high in TF32 and the cross products high * low and low * high. Of Q,
+// high is what a tensor core reads of it: not rounded, so that Q need not be written again.
 // Those of Q K^T are two more instructions. Those of P V may miss some 2^-21 of the product, since no
 // exponential follows, and are one: of both parts in bf16, those of V the other way round than those of P. So
 // what goes with a float, `cross`, takes as much room as it, and lies alike.
@@ -14,6 +15,9 @@ __device__ __forceinline__ float4 high4(float4 x) {
 }
 __device__ __forceinline__ float4 sub4(float4 a, float4 b) {
     return make_float4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
+}
+__device__ __forceinline__ float4 unread4(float4 x) {
+    return make_float4(tf32_unread(x.x), tf32_unread(x.y), tf32_unread(x.z), tf32_unread(x.w));
 }
 __device__ __forceinline__ float4 pair4(float4 a, float4 b) {
     return make_float4(__uint_as_float(bf16_pair(a.x, b.x)), __uint_as_float(bf16_pair(a.y, b.y)),

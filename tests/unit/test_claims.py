@@ -216,7 +216,10 @@ def test_the_aim_at_the_widest_head_is_a_share_of_the_larger_bound(tmp_path, tim
     page = wide_said(tmp_path, 30.0, time_us, head_dim=8192)
     share = 100 * 4.194304 / time_us  # 33.6 MB at 8 TB/s
     launches = f"launches {200 / time_us:.0f} %"
-    assert f"8192 | {share:.0f} % for 64 rows, of whose time {launches}, the bound" in page
+    textbook = 100 * 4 * 4 * 64 * 64 * 8192 / (256 * 132 * 1980) / time_us  # FFMA at peak
+    told = f"({textbook:.0f} % of that of device memory and FFMA)"
+    assert f"8192 | {share:.0f} % for 64 rows {told}, of whose time {launches}, the bound" in page
+    assert f"| {share:.0f} % | {textbook:.0f} % |" in page
     assert f"on 128 of 132 SMs | **{said}** |" in page
 
 

@@ -120,7 +120,7 @@ class Replay:
 
 @pytest.mark.parametrize(
     ("call_us", "calls", "turns"),
-    [(5.0, 400, 1), (60.0, 33, 1), (500.0, 4, 6), (28_000.0, 1, 1), (6_000.0, 1, 3)],
+    [(5.0, 400, 1), (60.0, 33, 3), (500.0, 4, 20), (28_000.0, 1, 2), (6_000.0, 1, 8)],
 )
 def test_a_pair_of_long_calls_takes_more_turns(bench, call_us, calls, turns):
     """With a clock that slows evenly, both sides still come out alike."""

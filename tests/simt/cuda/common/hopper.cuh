@@ -9,6 +9,7 @@ inline void mbarrier_arrive(unsigned barrier, SIMT_HERE) { simt::mbarrier_arrive
 inline void mbarrier_expect(unsigned barrier, unsigned bytes, SIMT_HERE) {
     simt::mbarrier_arrive(barrier, bytes, 1, SIMT_AT);
 }
+template <bool OF_CLUSTER = false>
 inline void mbarrier_wait(unsigned barrier, unsigned parity, SIMT_HERE) {
     simt::mbarrier_wait(barrier, parity, SIMT_AT);
 }
@@ -131,7 +132,4 @@ inline void store_async_16(unsigned address, unsigned barrier, float a, float b,
                            SIMT_HERE) {
     const float values[] = {a, b, c, d};
     simt::store_async(address, values, barrier, SIMT_AT);
-}
-inline void mbarrier_wait_cluster(unsigned barrier, unsigned parity, SIMT_HERE) {
-    simt::mbarrier_wait(barrier, parity, SIMT_AT);
 }

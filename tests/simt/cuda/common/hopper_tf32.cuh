@@ -2,6 +2,10 @@
 #pragma once
 
 inline float tf32_high(float x) { return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u); }
+inline float tf32_unread(float x) {
+    const float low = x - __uint_as_float(__float_as_uint(x) & 0xffffe000u);
+    return __uint_as_float(__float_as_uint(low) + 0x1000u);
+}
 inline unsigned bf16_pair(float low, float high) {
     auto rounded = [](float x) {
         unsigned bits = __float_as_uint(x);
