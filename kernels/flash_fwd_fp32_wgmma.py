@@ -13,7 +13,9 @@ kernel = Kernel(
         Param("BLOCK_M", (16, 32, 64), "query rows per block"),
         Param("WARPGROUPS", (2, 3, 4), "warpgroups of a block, which split its columns"),
         Param("NUM_STAGES", (2, 3, 4, 6, 7), "panels of 32 columns in a warpgroup's ring"),
-        Param("OUTPUT_SLICES", (0, 32), "SLICES of the second launch, which has no clusters; 0: the same"),
+        Param(
+            "OUTPUT_SLICES", (0, 32), "SLICES of the second launch, without clusters; 0: the same"
+        ),
         Param("OUTPUT_WARPGROUPS", (0, 2, 4), "WARPGROUPS of the second launch; 0: the same"),
         Param("OUTPUT_ALONE", (0, 1), "1: no two blocks of the second launch are given one SM"),
         Param("PDL", (1, 2), "the launch behind may begin 1 at once, 2 after Q K; 0: at the end"),
