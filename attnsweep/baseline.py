@@ -62,10 +62,13 @@ def keep_code(store: Store, build: Build) -> None:
     store.keep(f"{name}.json", code.model_dump_json(indent=1).encode() + b"\n")
 
 
-def read_code(run: Run, winner: Trial) -> Plan:
-    """How a winner was launched, ready to load. Raises StoreError if its code is not all there."""
+def read_code(of_run: Path, winner: Trial) -> Plan:
+    """How a winner was launched, ready to load. Raises StoreError if its code is not all there.
+
+    of_run: the run's directory.
+    """
     name = _name(winner.problem, winner.kernel)
-    directory = run.directory / CUBINS
+    directory = of_run / CUBINS
     path = directory / f"{name}.json"
     try:
         code = _Code.model_validate_json(path.read_bytes())
@@ -163,7 +166,7 @@ def _unfinished(run: Run) -> list[str]:
             against.append(f"{problem.label} was replayed, not measured")
         else:
             try:
-                read_code(run, won[problem])
+                read_code(run.directory, won[problem])
             except StoreError as error:
                 against.append(f"{problem.label}: {error.what}")
     return against

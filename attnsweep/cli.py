@@ -105,7 +105,7 @@ def main() -> None:
             raise
         _discard_output()
         if error.errno == errno.EPIPE:  # `attnsweep report | head`
-            sys.exit(0)
+            sys.exit(getattr(error.__context__, "code", 0))
         with contextlib.suppress(OSError):
             _error(f"cannot write the output: {error.strerror}")
         sys.exit(2)
@@ -335,7 +335,8 @@ def check(
     else:
         regress.summarise(compared.to_markdown())
     lines = [Text(line, style) for line, style in compared.lines(console.width)]
-    _print(lines, compared.to_json(), json_)
+    with contextlib.suppress(BrokenPipeError):  # `check … | head`: the exit code is the verdict
+        _print(lines, compared.to_json(), json_)
     raise typer.Exit(compared.exit_code)
 
 
@@ -395,7 +396,7 @@ def profile(
     where: Annotated[
         list[str] | None,
         typer.Option(
-            "--where", help="Only candidates with 'NAME=value …' of parameters, variants or kernel."
+            "--where", help="Only 'NAME=value …' of parameters, kernel or variants (_ for a space)."
         ),
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Candidates per problem.")] = 1,

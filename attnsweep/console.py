@@ -20,10 +20,17 @@ GLUE = "\u00a0"
 """Holds a number and its unit together in text for `wrap`."""
 
 
+class _Console(Console):
+    """One that leaves a closed pipe to who wrote: rich would end the program with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError that rich is handling
+
+
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     piped = not (stream.isatty() or os.environ.get("COLUMNS"))
-    return Console(
+    return _Console(
         stderr=stderr, highlight=False, emoji=False, width=_PIPE_WIDTH if piped else None
     )
 

@@ -200,7 +200,7 @@ def _other_driver(old: Environment | None, here: Environment) -> str | None:
 
 def _kept(baseline: Run, winner: Trial) -> Plan:
     try:
-        return read_code(baseline, winner)
+        return read_code(baseline.directory, winner)
     except StoreError as error:
         hint = f"; {error.hint}" if error.hint else ""
         raise _Ended(Verdict.INCONCLUSIVE, f"{error.where}: {error.what}{hint}") from error

@@ -267,6 +267,11 @@ class Kernel:
             return (*self.head_dims[:2], self.head_dims[-1])
         return self.head_dims
 
+    @property
+    def archs_text(self) -> str:
+        """What it runs on, in words. An architecture whose name ends in `a` is alone."""
+        return self.min_arch if self.min_arch.endswith("a") else f"{self.min_arch} and later"
+
     def rule(self, description: str) -> Callable[[Rule], Rule]:
         """Decorate `def name(config, problem, arch) -> bool`: False prunes, and is counted."""
 

@@ -29,7 +29,7 @@ _FINALISTS_PER_FAMILY = 2
 # taken off: at its power cap an H200 ran whole rounds 20 % slower than others.
 _NOISY_SPREAD = 0.15
 # First times are taken minutes apart, in other states of the clock (recorded finals of an H200 ran
-# at 1485 to 1980 MHz under its power cap): who is within this of the best may be the best. They are
+# at 1395 to 1980 MHz under its power cap): who is within this of the best may be the best. They are
 # warm, so that who is best with a cold L2 may be further off.
 _ENTRY = {"warm": 1.25, "cold": 1.5}
 # With what probability the fastest entrant may be lost in the race.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from attnsweep import report
 from attnsweep.arch import ARCHS, Arch, arch_named
-from attnsweep.baseline import keep_code
+from attnsweep.baseline import keep_code, read_code
 from attnsweep.candidates import (
     Build,
     Observer,
@@ -122,7 +122,7 @@ def run(
         _retire(store, kernels, observer)
         sweep = _Sweep(spec, worker, compiler, environment, store, observer)
         interrupted = sweep.run(planned)
-        sweep.keep_winners()
+        sweep.keep_winners(missing=not interrupted)
         return Outcome(store.finish(report.files), interrupted)
 
 
@@ -240,6 +240,7 @@ class _Sweep:
         self._deadline = math.inf
         self._skips = Skips(finalists=spec.measure.finalists, entry=race_entry(spec))
         self._finalist_builds: dict[tuple[object, ...], Build] = {}
+        self._measured_builds: dict[tuple[object, ...], Build] = {}
 
     def run(self, planned: Sequence[PlannedProblem]) -> bool:
         """All problems in turn. Returns whether the user interrupted."""
@@ -255,10 +256,19 @@ class _Sweep:
             return True
         return False
 
-    def keep_winners(self) -> None:
-        """Copy the machine code and the launches of each problem's winner into the run."""
+    def keep_winners(self, *, missing: bool = False) -> None:
+        """Copy the machine code and the launches of each winner timed just now into the run.
+
+        missing: of the others too, where a process that was killed has left none.
+        """
         for trial in winners(rank(self._store.trials, self._environment)):
-            build = self._finalist_builds.get(trial.key)
+            build = self._finalist_builds.pop(trial.key, None)
+            if missing and build is None and trial.key in self._measured_builds:
+                try:
+                    read_code(self._store.directory, trial)
+                except StoreError:
+                    build = self._measured_builds[trial.key]
+                    build.submit()
             if build is not None:
                 keep_code(self._store, build)
 
@@ -294,7 +304,9 @@ class _Sweep:
         while builds and len(kept) == len(builds) and self._measured(item, builds):
             done += builds
             for build in builds:
-                self._tell(item, searches, build, kept[build.row(status=Status.OK).key])
+                measured = kept[build.row(status=Status.OK).key]
+                self._measured_builds[measured.key] = build
+                self._tell(item, searches, build, measured)
             builds = self._builds(item, searches)
             kept = self._kept(builds)
         if not builds:
@@ -426,6 +438,7 @@ class _Sweep:
         peers = [self._baseline_row(name, item.problem) for name in self._spec.baselines]
         for build, trial in rounds.run(checked, peers):
             self._finalist_builds[trial.key] = build
+        self.keep_winners()  # a run that is killed later has them
 
     # -- resume -----------------------------------------------------------------------------
 

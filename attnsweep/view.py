@@ -310,7 +310,7 @@ def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int
     for kernel in kernels.values():
         out += _titled(kernel.name, kernel.summary, width)
         out += said(
-            f"  {kernel.min_arch}+ · {', '.join(kernel.dtypes)} · "
+            f"  {kernel.archs_text} · {', '.join(kernel.dtypes)} · "
             f"head_dim {kernel.head_dims_text} · stages {', '.join(kernel.stages)}",
             width,
         )

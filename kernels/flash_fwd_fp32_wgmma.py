@@ -69,16 +69,20 @@ def smem_bytes(config: Config, problem: Problem, stage: str) -> int:
     return max(out, MORE_THAN_HALF) if stage == "output" and c.OUTPUT_ALONE else out
 
 
-@kernel.rule("a block has 16, 32 or 64 queries, at most 4 warpgroups, and PDL is 0 to 2")
+@kernel.rule(
+    "a block has 16, 32 or 64 queries, at most 4 warpgroups, PDL 0 to 2, OUTPUT_ALONE 0 or 1"
+)
 def known_values(config: Config, problem: Problem, arch: Arch) -> bool:
-    return config.BLOCK_M in (16, 32, 64) and config.WARPGROUPS <= 4 and config.PDL <= 2
+    c = config
+    known = c.BLOCK_M in (16, 32, 64) and c.WARPGROUPS <= 4 and c.PDL <= 2
+    return known and c.OUTPUT_WARPGROUPS <= 4 and c.OUTPUT_ALONE <= 1
 
 
-@kernel.rule("clusters divide the slices, have 2 to 16 blocks, and as many rows or more")
+@kernel.rule("clusters of 2 to 16 blocks divide the slices and a block's rows")
 def clusters(config: Config, problem: Problem, arch: Arch) -> bool:
     # In a launch without clusters a counted store is an illegal instruction (seen on an H200).
     c = config
-    return c.SLICES % c.CLUSTER == 0 and 2 <= c.CLUSTER <= min(16, c.BLOCK_M)
+    return c.SLICES % c.CLUSTER == 0 == c.BLOCK_M % c.CLUSTER and 2 <= c.CLUSTER <= 16
 
 
 @kernel.rule("the second launch has at most 4 clusters' scores to add")
@@ -97,7 +101,7 @@ def no_idle_rows(config: Config, problem: Problem, arch: Arch) -> bool:
     return queries <= 32 if c.BLOCK_M == 16 else c.BLOCK_M < 2 * queries
 
 
-@kernel.rule("in one launch a block has 2 or 4 warpgroups, whose warps share its rows and copies")
+@kernel.rule("in one launch a block has not 3 warpgroups, whose warps share its rows and copies")
 def shared_evenly(config: Config, problem: Problem, arch: Arch) -> bool:
     # Of three, some warps gave P to blocks beyond the cluster: a launch failure on an H200.
     return config.SLICES != config.CLUSTER or config.WARPGROUPS != 3
@@ -112,7 +116,7 @@ def second_of_its_own(config: Config, problem: Problem, arch: Arch) -> bool:
     return own == (0, 0) or (0 not in own and own != (c.SLICES, c.WARPGROUPS))
 
 
-@kernel.rule("two blocks of the second launch would fit an SM, or they are alone there anyway")
+@kernel.rule("OUTPUT_ALONE is for blocks of which two would else be on an SM")
 def alone_by_choice(config: Config, problem: Problem, arch: Arch) -> bool:
     # 122 registers a thread leave no room for a second block of 4 warpgroups.
     c = config

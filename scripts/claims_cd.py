@@ -233,13 +233,15 @@ def wide_claims(run: Run, rows: list[Wide]) -> Iterator[str]:
         )
     own = [t for t in run.trials if t.provider == "attnsweep"]
     wrong = sum(t.status is Status.WRONG for t in own)
+    failed = sum(t.status in (Status.LAUNCH_ERROR, Status.TIMEOUT) for t in own)
+    broken = f", and {failed} more did not run" if failed else ""
     timed = [t for row in rows for t in row.own]
     shared = sorted({int(dict[str, Any](t.config)["BLOCK_M"]) for t in timed})
     most = max((t.resources.smem_bytes for t in timed if t.resources), default=0)
     yield (
         "| several queries cannot share K and V in shared memory (48 KB) | "
         f"{len(timed)} candidates share a tile of K and V among {', '.join(map(str, shared))} "
-        f"queries, in up to {most / 1024:.0f} KB; {wrong} of them wrong | "
+        f"queries, in up to {most / 1024:.0f} KB; {wrong} of them wrong{broken} | "
         f"**{HOLDS if wrong or not timed else FAILS}** |"
     )
     where = run.environment
@@ -274,7 +276,7 @@ def wide_limits(rows: list[Wide]) -> Iterator[str]:
         "What stands between a row and its bound. Launches: an empty kernel with the same grids. "
         "As tiled: the larger bound with K and V read for each tile of rows, and partial scores by "
         "each block. The rest is neither: waiting within a block, for loads, for the other blocks' "
-        "scores and between launches."
+        "scores and between launches. SMs used: at most, since clusters of 8 blocks find 15 places."
     )
     yield ""
     yield (

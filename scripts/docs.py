@@ -74,7 +74,7 @@ def kernels() -> str:
     for kernel in discover().values():
         out.append(f"## {kernel.name}\n\n{kernel.summary}\n")
         out.append(
-            f"{kernel.min_arch} and later · {', '.join(kernel.dtypes)} · "
+            f"{kernel.archs_text} · {', '.join(kernel.dtypes)} · "
             f"head_dim {kernel.head_dims_text} · stages: {', '.join(kernel.stages)} · "
             f"[template](../kernels/{kernel.name}.cu), [declaration](../kernels/{kernel.name}.py)\n"
         )

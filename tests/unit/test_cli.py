@@ -201,17 +201,26 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path, arguments):
     assert "Traceback" not in done.stderr
 
 
-def test_a_closed_pipe_is_quiet(tmp_path):
-    command = f"{sys.executable} -m attnsweep list | head -1"
+@pytest.mark.parametrize(
+    ("asked", "begins", "code"),
+    [
+        ("list", "flash_fwd_", 0),
+        # The verdict on a recording made anew, not that its reader had enough.
+        (f"check --recorded {ROOT}/results/h200/h200 {ROOT}/results/h200/ladder", "", 4),
+    ],
+)
+def test_a_closed_pipe_is_quiet(tmp_path, asked, begins, code):
+    command = f"{sys.executable} -m attnsweep {asked} | head -c 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
-        ["bash", "-c", command],
+        ["bash", "-c", command.replace("head -c 1", "head -1") if begins else command],
         capture_output=True,
         text=True,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
         timeout=120,
     )
     assert done.stderr == ""
-    assert done.stdout.startswith("flash_fwd_")
+    assert done.stdout.startswith(begins)
+    assert done.returncode == code
 
 
 def test_an_ascii_terminal_gets_question_marks_not_a_traceback(attnsweep):

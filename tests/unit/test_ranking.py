@@ -242,6 +242,20 @@ def test_times_do_not_choose_among_the_equally_good() -> None:
         assert list(frame["rank"]) == ([1, 1] if winner == 2 else [1, 2])
 
 
+def test_few_rounds_do_not_make_a_much_slower_one_win() -> None:
+    """One round that favours it leaves open whether it is as good; 14 % of time is no tie."""
+    best = [10.0] * 7
+    for slower, winner in ((1.008, 2), (1.09, 1)):
+        rounds = [slower * us for us in best[:-1]] + [9.95]
+        rows = [
+            trial("k1", timed(best), resources=smem(90_000)),
+            trial("k2", timed(rounds), resources=smem(50_000)),
+        ]
+        frame = rank(rows, None)
+        assert list(frame["rank"]) == [1, 1]
+        assert [row.config["ID"] for row in winners(frame)] == [winner]
+
+
 def test_a_warm_time_is_no_match_for_cold_rounds() -> None:
     cold = timed([9.0] * 8).model_copy(update={"l2": "cold"})
     rows = [trial("k1", cold, warm_us=7.0, cold_us=9.0), trial("k2", once(6.0))]

@@ -441,6 +441,27 @@ def test_ctrl_c_keeps_what_is_measured(go, fake, tmp_path):
     assert len([1 for method, _ in fake.calls if method == "trial"]) == 3 - len(kept)
 
 
+class Killed(BaseException):
+    """What ends a process at once, as far as this loop can see it."""
+
+
+def test_a_run_killed_in_its_second_problem_has_the_first_ones_code(go, fake, tmp_path):
+    text = SPEC.replace("seqlen: 256", "seqlen: [256, 512]")
+    fake.faults["open (1,2,512,64) fp16 full"] = Killed()
+    with pytest.raises(Killed):
+        go(text)
+    (cubins,) = tmp_path.rglob("cubins")
+    kept = [path for path in cubins.parent.rglob("*256*.json") if path.parent.name == "cubins"]
+    assert [json.loads(path.read_text())["config"] for path in kept] == [{"THREADS": 64}]
+    # As an older version left it: the next process makes up for it.
+    for path in kept:
+        path.unlink()
+    fake.faults.clear()
+    assert go(text).exit_code == 0
+    for path in kept:
+        assert json.loads(path.read_text())["config"] == {"THREADS": 64}
+
+
 def test_ctrl_c_in_the_rounds_goes_on_with_the_rounds(go, fake):
     fake.faults["replay torch_flash"] = KeyboardInterrupt()
     assert go().interrupted
