@@ -276,6 +276,10 @@ class Kernel:
         """Decorate `def name(config, problem, arch) -> bool`: False prunes, and is counted."""
 
         def add(rule: Rule) -> Rule:
+            if rule.__name__ in self.rules:
+                raise KernelError(
+                    f"{self.name} has two rules called {rule.__name__}", where=_place(rule)
+                )
             self.rules[rule.__name__] = (description, rule)
             return rule
 
@@ -322,7 +326,14 @@ class Kernel:
     def refused_by(self, config: Config, problem: Problem, arch: Arch) -> str | None:
         """Name of the first rule that refuses the config, or None. BLOCK_LIMITS comes last."""
         for name, (_, rule) in self.rules.items():
-            if not self._ask(f"rule {name}", rule, config, problem, arch):
+            passed = self._ask(f"rule {name}", rule, config, problem, arch)
+            if passed is None:
+                raise KernelError(
+                    f"rule {name} of {self.name} returned nothing",
+                    where=_place(rule),
+                    hint="return True to keep a config, False to prune it",
+                )
+            if not passed:
                 return name
         for launch in self.launches(config, problem, arch).values():
             if (

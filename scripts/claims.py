@@ -356,7 +356,8 @@ def by_statistics(table: Recording) -> Iterator[str]:
         best = min(fit, key=us)
         stages = ", ".join(f"{stage} {time:.1f}" for stage, time in best.stages_us.items())
         config = ", ".join(f"{n} {best.config[n]}" for n in TUNED)
-        yield f"| {words} | {us(best):.1f} | {head(us(best))} | {stages} | {config} |"
+        once = "" if best.time_us is None or best.time_us.rounds else ", timed once"
+        yield f"| {words} | {us(best):.1f}{once} | {head(us(best))} | {stages} | {config} |"
     for peer in ("torch_flash", "torch_cudnn", "triton_flash"):
         if peer in table.peers:
             yield f"| {peer} | {us(table.peers[peer]):.1f} | {head(us(table.peers[peer]))} | | |"

@@ -297,6 +297,20 @@ class TestBrokenDeclarations:
 
         self.refuse(self.family(rule=divides), "rule divides of toy raised ZeroDivisionError")
 
+    def test_a_rule_that_forgets_to_return(self):
+        def forgets(config, problem, arch):
+            config.A > 1  # noqa: B015
+
+        with pytest.raises(KernelError, match="rule forgets of toy returned nothing") as caught:
+            Space.build(self.family(rule=forgets), PROBLEM, H200)
+        assert caught.value.where.startswith(__file__)
+
+    def test_two_rules_of_one_name(self):
+        kernel = family()
+        kernel.rule("one")(lambda *_: True)
+        with pytest.raises(KernelError, match="toy has two rules called <lambda>"):
+            kernel.rule("the other")(lambda *_: False)
+
     def test_a_misspelt_parameter(self):
         self.refuse(
             self.family(rule=lambda config, problem, arch: config.B > 0),
