@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
-import io
 import json
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.text import Text
-from typer.core import TyperGroup
 
 from attnsweep import (
     __version__,
     candidates,
     counters,
+    ending,
     gate,
     inspection,
     page,
+    progress,
     regress,
     report,
     sweep,
@@ -34,7 +32,7 @@ from attnsweep.baseline import accept as accept_run
 from attnsweep.console import console, errors
 from attnsweep.doctor import examine, verdict
 from attnsweep.document import nearest
-from attnsweep.errors import AttnsweepError, KernelError, NoGpuError, SpecError
+from attnsweep.errors import KernelError, NoGpuError, SpecError
 from attnsweep.fields import BASELINES
 from attnsweep.kernel import Kernel, discover
 from attnsweep.plots import PlotLibrary
@@ -42,21 +40,8 @@ from attnsweep.problem import Problem
 from attnsweep.spec import SweepSpec, load_spec
 from attnsweep.store import Run, latest_run, open_run
 
-
-class _Stopped(Exception):
-    """Brings what Click would end in its own way past it: Ctrl-C, and output that fails."""
-
-
-class _Commands(TyperGroup):
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (KeyboardInterrupt, OSError) as error:
-            raise _Stopped from error
-
-
 app = typer.Typer(
-    cls=_Commands,
+    cls=ending.Commands,
     help="Find the fastest correct attention kernel for a GPU and a shape, by measuring.",
     no_args_is_help=True,
     add_completion=False,
@@ -83,45 +68,7 @@ ArchOption = Annotated[
 
 def main() -> None:
     """Run the command line; every deliberate error becomes its message and exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # of µ and × where they cannot be encoded
-    try:
-        try:
-            app()
-        except SystemExit:
-            sys.stdout.flush()
-            raise
-        except AttnsweepError as error:
-            _error(error.render())
-            sys.exit(error.exit_code)
-        except _Stopped as stopped:
-            raise stopped.__cause__ or stopped from None
-    except KeyboardInterrupt:
-        errors.print("interrupted")
-        sys.exit(130)
-    except OSError as error:
-        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
-            raise
-        _discard_output()
-        if error.errno == errno.EPIPE:  # `attnsweep report | head`
-            sys.exit(getattr(error.__context__, "code", 0))
-        with contextlib.suppress(OSError):
-            _error(f"cannot write the output: {error.strerror}")
-        sys.exit(2)
-
-
-_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
-
-
-def _discard_output() -> None:
-    """Send what is still buffered nowhere, or Python would fail once more while it exits."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _error(text: str) -> None:
-    errors.print(f"[bold red]error:[/] {view.escaped(text)}", soft_wrap=not errors.is_terminal)
+    ending.to_the_end(app)
 
 
 def _version(asked: bool) -> None:
@@ -179,7 +126,7 @@ def run(
         source = "its recording" if loaded.device == "replay" else "the GPU"
         raise SpecError(f"--arch goes with --dry-run; this run takes the architecture of {source}")
     try:
-        with view.watch(errors) as observer:
+        with progress.watch(errors) as observer:
             outcome = sweep.run(
                 loaded, families, results=results, fresh=fresh, limit=limit, observer=observer
             )
@@ -318,7 +265,7 @@ def check(
     else:
         baseline = open_run(against)
         loaded, families = _load(subject, kernels)
-        with view.watch(errors) as observer:
+        with progress.watch(errors) as observer:
             compared = gate.check(
                 loaded,
                 families,
@@ -362,7 +309,7 @@ def accept(
     _warn(read)
     overridden = accept_run(read, baseline, force=force)
     for objection in overridden:
-        errors.print(f"[yellow]warning:[/] forced although {view.escaped(objection)}")
+        errors.print(f"[yellow]warning:[/] forced although {escape(objection)}")
     data = {"run": str(run_), "baseline": str(baseline), "overridden": overridden}
     _print([Text(f"{baseline} is now {run_}: {len(read.trials)} trials")], data, json_)
 
@@ -383,7 +330,7 @@ def compile_(
     """
     loaded, families = _load(spec, kernels)
     target = sweep.target_arch(loaded, arch)
-    with view.watch(errors) as observer:
+    with progress.watch(errors) as observer:
         trials = candidates.compile_all(loaded, families, target, limit=limit, observer=observer)
     rows = [trial.model_dump(mode="json", exclude_none=True) for trial in trials]
     _print(view.compiled(trials, target, every, console.width), rows, json_)
@@ -509,7 +456,7 @@ def _print_run(run_: Any, json_: bool, top: int) -> None:
 
 def _warn(*runs: Run) -> None:
     for warning in (warning for each in runs for warning in each.warnings):
-        errors.print(f"[yellow]warning:[/] {view.escaped(warning)}")
+        errors.print(f"[yellow]warning:[/] {escape(warning)}")
 
 
 def _print(lines: list[Text], data: Any, json_: bool) -> None:

@@ -256,12 +256,14 @@ class _Sweep:
             return True
         return False
 
-    def keep_winners(self, *, missing: bool = False) -> None:
+    def keep_winners(self, problem: Problem | None = None, *, missing: bool = False) -> None:
         """Copy the machine code and the launches of each winner timed just now into the run.
 
-        missing: of the others too, where a process that was killed has left none.
+        problem: of this one only. missing: of winners timed before too, where a process that was
+        killed has left none.
         """
-        for trial in winners(rank(self._store.trials, self._environment)):
+        trials = [t for t in self._store.trials if problem in (None, t.problem)]
+        for trial in winners(rank(trials, self._environment)):
             build = self._finalist_builds.pop(trial.key, None)
             if missing and build is None and trial.key in self._measured_builds:
                 try:
@@ -438,7 +440,7 @@ class _Sweep:
         peers = [self._baseline_row(name, item.problem) for name in self._spec.baselines]
         for build, trial in rounds.run(checked, peers):
             self._finalist_builds[trial.key] = build
-        self.keep_winners()  # a run that is killed later has them
+        self.keep_winners(item.problem)  # a run that is killed later has them
 
     # -- resume -----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import attnsweep
 PACKAGE = Path(attnsweep.__file__).parent
 LAYERS = [
     {"errors", "console", "race", "paired"},
-    {"problem", "arch", "document", "shipped"},
+    {"problem", "arch", "document", "shipped", "ending"},
     {"kernel", "bounds", "fields", "policy"},
     {"trial", "schedule"},
     {"space"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"report", "skipping"},
     {"replay", "page", "regress"},
     {"sweep"},
-    {"view", "gate"},
+    {"view", "progress", "gate"},
     {"cli"},
     {"__main__"},
 ]
@@ -88,4 +88,4 @@ def test_gpu_libraries_stay_where_they_belong(package, allowed):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_no_file_is_long(module):
-    assert len((PACKAGE / f"{module}.py").read_text().splitlines()) <= 520
+    assert len((PACKAGE / f"{module}.py").read_text().splitlines()) <= 500
