@@ -276,7 +276,8 @@ def wide_limits(rows: list[Wide]) -> Iterator[str]:
         "What stands between a row and its bound. Launches: an empty kernel with the same grids. "
         "As tiled: the larger bound with K and V read for each tile of rows, and partial scores by "
         "each block. The rest is neither: waiting within a block, for loads, for the other blocks' "
-        "scores and between launches. SMs used: at most, since clusters of 8 blocks find 15 places."
+        "scores and between launches. SMs used: at most. By the driver's count, "
+        "which no run records, clusters of 8 such blocks find 15 places on this card."
     )
     yield ""
     yield (
