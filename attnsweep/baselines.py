@@ -5,6 +5,8 @@ Each is called as its users call it, on the same inputs. What cannot run here sa
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -207,16 +209,19 @@ def _triton(torch: Any, problem: Problem, session: Session) -> Forward:
     return forward
 
 
-def _flash_attention(module: str, package: str) -> Callable[[Any, Problem, Session], Forward]:
-    """FlashAttention's own packages: (batch, seqlen, heads, head_dim), causal bottom-right."""
+def _flash_attention(package: str, *modules: str) -> Callable[[Any, Problem, Session], Forward]:
+    """FlashAttention's own packages: (batch, seqlen, heads, head_dim), causal bottom-right.
+
+    modules: where different builds of the package keep it; the first that is installed is taken.
+    """
 
     def build(torch: Any, problem: Problem, session: Session) -> Forward:
-        import importlib
-
-        try:
-            attention = importlib.import_module(module).flash_attn_func
-        except ImportError as error:
-            raise Unavailable(f"{package} is not installed") from error
+        for module in modules:
+            with contextlib.suppress(ImportError):
+                attention = importlib.import_module(module).flash_attn_func
+                break
+        else:
+            raise Unavailable(f"{package} is not installed")
 
         def forward(q: Any, k: Any, v: Any) -> Any:
             out = attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=problem.causal)
@@ -234,7 +239,9 @@ FORWARDS: dict[str, Callable[[Any, Problem, Session], Forward]] = {
     "torch_math": _sdpa("MATH"),
     "unfused": _unfused,
     "triton_flash": _triton,
-    "flash_attn_2": _flash_attention("flash_attn", "flash-attn (FlashAttention-2)"),
-    "flash_attn_3": _flash_attention("flash_attn_interface", "FlashAttention-3"),
-    "flash_attn_4": _flash_attention("flash_attn.cute", "flash-attn-4"),
+    "flash_attn_2": _flash_attention("flash-attn (FlashAttention-2)", "flash_attn"),
+    "flash_attn_3": _flash_attention(
+        "FlashAttention-3", "flash_attn_interface", "fa3_fwd_interface"
+    ),
+    "flash_attn_4": _flash_attention("flash-attn-4", "flash_attn.cute"),
 }

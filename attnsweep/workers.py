@@ -187,6 +187,13 @@ class Worker:
         return f"exit code {code}"
 
 
+# Packages whose versions a run keeps: they time, or are peers.
+_PACKAGES = (
+    *("cupy-cuda12x", "cupy-cuda13x", "numpy", "torch", "triton", "nvidia-cudnn-cu13"),
+    *("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4"),
+)
+
+
 # -- the child ------------------------------------------------------------------------------
 
 
@@ -280,7 +287,7 @@ def _describe(preload: str | None) -> Environment:
         python=platform.python_version(),
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         host_cores=os.cpu_count() or 1,
-        packages=dict(_installed("cupy-cuda12x", "cupy-cuda13x", "torch", "flash-attn", "numpy")),
+        packages=dict(_installed(*_PACKAGES)),
         sm_count=gpu.sm_count,
         clock_hz=gpu.clock_hz,
         memory_bytes=gpu.memory_bytes,

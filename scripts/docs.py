@@ -98,11 +98,11 @@ def kernels() -> str:
 def readme() -> str:
     """README.md with what the quickstart really prints between its marks."""
     text = (ROOT / "README.md").read_text()
-    command = [sys.executable, "-m", "attnsweep", "run", "configs/quickstart.yaml", "--top", "6"]
+    command = [sys.executable, "-m", "attnsweep", "run", "configs/quickstart.yaml", "--top", "3"]
     width = {**os.environ, "COLUMNS": "118"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=width)
     shown = "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
-    block = f"```\n$ attnsweep run configs/quickstart.yaml --top 6\n{shown}\n```\n"
+    block = f"```\n$ attnsweep run configs/quickstart.yaml --top 3\n{shown}\n```\n"
     begin, end = "<!-- quickstart: written by scripts/docs.py -->\n", "<!-- /quickstart -->"
     before, rest = text.split(begin)
     text = before + begin + block + end + rest.split(end, 1)[1]
@@ -113,7 +113,7 @@ def readme() -> str:
 
 def systems() -> str:
     """The table of the systems, its figures taken from the recorded run."""
-    run = open_run(ROOT / "results" / "h200" / "h200")
+    run = open_run(ROOT / "results" / "h200" / "mma_h200")
     best: dict[str, Trial] = {}
     for row in rank(run.trials, run.environment).to_dict("records"):
         if row["problem"] == "(1,16,1024,64) fp16 full" and row["rank"] == row["rank"]:

@@ -86,7 +86,7 @@ def test_what_can_never_run_is_not_counted(instruction, counts):
 
 
 def test_a_recorded_winner_can_be_read(tmp_path):
-    (found,) = sass.disassemble(ROOT / "results/h200/h200/cubins" / WINNER).values()
+    (found,) = sass.disassemble(ROOT / "results/h200/mma_h200/cubins" / WINNER).values()
     assert found["hmma"] > 0
     assert found["hgmma"] == found["ldl"] == found["stl"] == 0
 

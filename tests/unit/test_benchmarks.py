@@ -57,7 +57,7 @@ def test_stability_counts_winners_ties_and_regret(module):
 
 def test_stability_reads_a_recorded_run(module):
     stability = module("stability")
-    run = stability.open_run(BENCHMARKS.parent / "results" / "h200" / "h200")
+    run = stability.open_run(BENCHMARKS.parent / "results" / "h200" / "mma_h200")
     (first, *_) = {trial.problem for trial in run.trials}
     run = run.__class__(
         **{name: getattr(run, name) for name in run.__dataclass_fields__}

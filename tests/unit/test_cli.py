@@ -206,7 +206,7 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path, arguments):
     [
         ("list", "flash_fwd_", 0),
         # The verdict on a recording made anew, not that its reader had enough.
-        (f"check --recorded {ROOT}/results/h200/h200 {ROOT}/results/h200/ladder", "", 4),
+        (f"check --recorded {ROOT}/results/h200/mma_h200 {ROOT}/results/h200/ladder", "", 4),
     ],
 )
 def test_a_closed_pipe_is_quiet(tmp_path, asked, begins, code):
@@ -353,7 +353,7 @@ def test_a_broken_declaration_is_named(attnsweep, tmp_path):
 def test_quickstart_replays_and_says_so(attnsweep):
     done = attnsweep("run", ROOT / "configs" / "quickstart.yaml")
     assert done.returncode == 0, done.stderr
-    assert "H200" in done.stdout
+    assert "H100" in done.stdout
     assert "recorded" in done.stdout
     assert "\x1b[" not in done.stdout + done.stderr
     data = json.loads(attnsweep("report", "--json").stdout)

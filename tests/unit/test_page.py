@@ -25,7 +25,7 @@ pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-pytho
 pytest.importorskip("jinja2", reason="needs the html extra: Jinja2")
 
 ROOT = Path(__file__).parent.parent.parent
-RECORDED = ROOT / "results" / "h200" / "h200"
+RECORDED = ROOT / "results" / "h200" / "mma_h200"
 MB = 1_000_000
 
 

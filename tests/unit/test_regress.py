@@ -17,7 +17,7 @@ from attnsweep.regress import Verdict
 from attnsweep.trial import Measurement, Status
 
 ROOT = Path(__file__).parent.parent.parent
-RECORDED = ROOT / "results" / "h200" / "h200"
+RECORDED = ROOT / "results" / "h200" / "mma_h200"
 
 
 def run(*trials, directory="old", **changes):

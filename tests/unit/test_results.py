@@ -30,7 +30,7 @@ def run(directory):
 
 
 def test_there_is_a_recorded_run():
-    assert ROOT / "results" / "h200" / "h200" in RUNS
+    assert ROOT / "results" / "h200" / "mma_h200" in RUNS
 
 
 def test_it_is_whole(run, directory):

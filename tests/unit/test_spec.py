@@ -729,7 +729,7 @@ class TestWhichFile:
         monkeypatch.chdir(tmp_path)
         spec = load_spec(Path(name))
         assert spec.name == "quickstart"
-        assert spec.recording == ROOT / "results" / "h200" / "h200"
+        assert spec.recording == ROOT / "results" / "h100-80gb-hbm3" / "h100"
 
     @pytest.mark.parametrize("name", ["other/quickstart.yaml", "/quickstart", "../quickstart"])
     def test_but_not_where_another_directory_is_named(self, tmp_path, monkeypatch, name):
@@ -802,10 +802,10 @@ class TestShipped:
                     kernels[family], entry.problem, arch, spec.kernels[family]
                 ).configs, f"{family} on {entry.problem.label}"
 
-    def test_the_quickstart_asks_for_what_the_h200_spec_measures(self):
-        recorded = load_spec(Path("h200"))
+    def test_the_quickstart_asks_for_what_the_h100_spec_measures(self):
+        recorded = load_spec(Path("h100"))
         quickstart = load_spec(Path("quickstart"))
-        assert quickstart.recording == ROOT / "results" / "h200" / recorded.name
+        assert quickstart.recording == ROOT / "results" / "h100-80gb-hbm3" / recorded.name
         assert quickstart.kernels == recorded.kernels
         assert quickstart.baselines == recorded.baselines
         assert set(quickstart.problems) <= set(recorded.problems)
