@@ -15,7 +15,8 @@ from attnsweep.analysis import check_arguments, compiler_warnings, resources
 from attnsweep.arch import Arch
 from attnsweep.compiler import Compiler, Cubin
 from attnsweep.errors import CompileError, KernelError, SpaceError
-from attnsweep.kernel import Config, Kernel, Launch, shipped_kernels_dir
+from attnsweep.files import shipped
+from attnsweep.kernel import Config, Kernel, Launch
 from attnsweep.problem import Problem
 from attnsweep.schedule import Schedule, schedule_of
 from attnsweep.space import Space
@@ -28,7 +29,7 @@ _EMPTY = ""
 
 def empty_kernel() -> Path:
     """The template without a body, whose launches show what launching costs."""
-    return shipped_kernels_dir() / "common" / "empty.cu"
+    return shipped("kernels") / "common" / "empty.cu"
 
 
 class Observer:

@@ -27,7 +27,7 @@ import platformdirs
 
 from attnsweep.arch import Arch
 from attnsweep.errors import CompileError, ToolchainError
-from attnsweep.kernel import shipped_kernels_dir
+from attnsweep.files import shipped
 
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
@@ -96,7 +96,7 @@ def check_toolchain(arch: Arch) -> None:
 
 def include_dirs(source: Path) -> tuple[Path, ...]:
     """Where NVRTC looks for headers: beside the template, then in the shipped kernels/."""
-    return source.parent, shipped_kernels_dir()
+    return source.parent, shipped("kernels")
 
 
 def source_closure(source: Path) -> dict[str, bytes]:
@@ -207,21 +207,6 @@ def _step_back() -> None:
     if sys.platform == "linux":  # where a thread has a priority of its own
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-def write_aside(path: Path, data: bytes) -> None:
-    """Give `path` this content in one step: written beside it, then renamed. Raises OSError."""
-    handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(aside, 0o666 & ~umask)  # mkstemp's are for their owner alone
-        os.replace(aside, path)
-    except BaseException:
-        os.unlink(aside)
-        raise
 
 
 def _read_entry(entry: Path) -> tuple[str, str] | None:

@@ -10,13 +10,13 @@ import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from attnsweep.arch import Gpu, arch_of
 from attnsweep.errors import NoGpuError
+from attnsweep.files import install_command
 from attnsweep.kernel import Launch, TensorMap
 from attnsweep.trial import CompiledStage, Plan
 
@@ -48,15 +48,6 @@ def _cupy() -> Any:
             hint=f"{install_command('cuda13')} (driver 580 or newer), or [cuda12] (525)",
         ) from error
     return cupy
-
-
-def install_command(extra: str) -> str:
-    """What installs an extra: from the source tree if this is one, else from the index."""
-    tree = Path(__file__).resolve().parent.parent
-    if not (tree / "pyproject.toml").is_file():
-        return f"pip install 'attnsweep[{extra}]'"
-    where = "." if tree == Path.cwd() else tree
-    return f"pip install -e '{where}[{extra}]'"
 
 
 def driver_cuda() -> tuple[int, int] | None:

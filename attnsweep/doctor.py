@@ -13,8 +13,9 @@ from pathlib import Path
 
 from attnsweep import __version__
 from attnsweep.compiler import default_cache_dir, nvrtc_version
-from attnsweep.device import driver_cuda, install_command
+from attnsweep.device import driver_cuda
 from attnsweep.errors import AttnsweepError
+from attnsweep.files import install_command
 from attnsweep.trial import Status
 from attnsweep.workers import Worker, WorkerError, driver_version
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from attnsweep.arch import ARCHS, Arch
 from attnsweep.errors import KernelError
+from attnsweep.files import shipped
 from attnsweep.problem import DTYPE_BYTES, Problem
 
 Value = int | bool | str
@@ -418,12 +419,6 @@ def _fault(launch: object, buffers: set[str]) -> str | None:
     return None
 
 
-def shipped_kernels_dir() -> Path:
-    """kernels/ inside the wheel, or beside the package in a source tree."""
-    inside = Path(__file__).parent / "kernels"
-    return inside if inside.is_dir() else Path(__file__).parent.parent / "kernels"
-
-
 def load_kernel(path: Path) -> Kernel:
     """The `kernel` that one declaration file builds. Raises KernelError saying what is wrong."""
     path = path.resolve()
@@ -466,7 +461,7 @@ def discover(extra: Path | None = None) -> dict[str, Kernel]:
     declaration, or if `extra` is not a directory.
     """
     found: dict[str, Kernel] = {}
-    for directory in [shipped_kernels_dir()] + ([extra] if extra else []):
+    for directory in [shipped("kernels")] + ([extra] if extra else []):
         if not directory.is_dir():
             raise KernelError("no such directory of kernels", where=str(directory))
         for path in sorted(directory.glob("[!_]*.py")):

@@ -20,10 +20,9 @@ from typing import Any
 import yaml
 
 from attnsweep import __version__
-from attnsweep.compiler import write_aside
 from attnsweep.console import GLUE
-from attnsweep.device import install_command
 from attnsweep.errors import StoreError, ToolchainError
+from attnsweep.files import install_command, write_file
 from attnsweep.plots import PlotLibrary
 from attnsweep.problem import Problem
 from attnsweep.ranking import named, rank, value_text
@@ -79,7 +78,7 @@ def write(
     """
     data = render(run, top=top, target_us=target_us, plots=plots).encode("utf-8", "replace")
     try:
-        write_aside(path, data)
+        write_file(path, data)
     except OSError as error:
         raise StoreError(
             f"cannot write the page: {error.strerror}",

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from importlib import metadata
 
-from attnsweep.compiler import default_cache_dir, write_aside
-from attnsweep.device import install_command
+from attnsweep.compiler import default_cache_dir
 from attnsweep.errors import ToolchainError
+from attnsweep.files import install_command, write_file
 
 # vl-convert holds a whole JavaScript engine: in a process of its own, its 1.3 s pass while the run
 # is ranked, and its 80 MB are not this process's.
@@ -61,7 +61,7 @@ class PlotLibrary:
         text = made.decode().replace("</script", "<\\/script")
         try:
             self._kept.parent.mkdir(parents=True, exist_ok=True)
-            write_aside(self._kept, text.encode())
+            write_file(self._kept, text.encode())
         except OSError:
             pass  # a cache only saves time
         return text

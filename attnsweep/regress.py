@@ -16,10 +16,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from attnsweep.compiler import write_aside
 from attnsweep.console import GLUE, aligned, wrap
-from attnsweep.device import install_command
 from attnsweep.errors import StoreError, ToolchainError
+from attnsweep.files import install_command, write_file
 from attnsweep.ranking import rank, ratio_interval
 from attnsweep.section import Row, Section, by_problem, figure
 from attnsweep.store import Run
@@ -272,7 +271,7 @@ def compare(old: Run, new: Run, *, slower: float) -> Comparison:
 def write(path: Path, text: str) -> None:
     """Write a report of the comparison. Raises StoreError."""
     try:
-        write_aside(path, text.encode("utf-8", "replace"))
+        write_file(path, text.encode("utf-8", "replace"))
     except OSError as error:
         raise StoreError(
             f"cannot write: {error.strerror}",

@@ -17,9 +17,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from attnsweep.compiler import Cubin, write_aside
-from attnsweep.device import install_command
+from attnsweep.compiler import Cubin
 from attnsweep.errors import ToolchainError
+from attnsweep.files import install_command, write_file
 
 WHEEL = "nvidia-cuda-nvdisasm"
 # Opcode without its modifiers to what it is counted as.
@@ -66,7 +66,7 @@ def counts(cubin: Cubin) -> dict[str, dict[str, int]]:
         pass
     functions = disassemble(cubin.path)
     data = {"digest": cubin.digest, "format": _FORMAT, "functions": functions}
-    write_aside(kept, json.dumps(data).encode())
+    write_file(kept, json.dumps(data).encode())
     return functions
 
 

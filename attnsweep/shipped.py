@@ -6,17 +6,12 @@ import difflib
 from pathlib import Path
 
 from attnsweep.errors import SpecError
-
-
-def shipped_configs_dir() -> Path:
-    """configs/ inside the wheel, or beside the package in a source tree."""
-    inside = Path(__file__).parent / "configs"
-    return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
+from attnsweep.files import shipped
 
 
 def shipped_specs() -> dict[str, Path]:
     """Every shipped spec by name, sorted."""
-    return {path.stem: path for path in sorted(shipped_configs_dir().glob("*.yaml"))}
+    return {path.stem: path for path in sorted(shipped("configs").glob("*.yaml"))}
 
 
 def shipped_hint(word: str = "") -> str:

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from attnsweep.errors import AttnsweepError, StoreError
+from attnsweep.files import sync_folder, write_file
 from attnsweep.trial import Environment, Trial
 
 TRIALS = "trials.jsonl"
@@ -122,33 +123,10 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Give `path` this content in one step, durably: temporary file, fsync, rename.
-
-    The temporary name is fixed: only the holder of the lock writes, so what a killed run left is
-    simply overwritten.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_file(path, data, durable=True)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise _store_error(error, path, "cannot write") from error
-    _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make renames and new names in it durable, where the system can do that to a directory."""
-    with suppress(OSError):
-        fd = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 @dataclass(frozen=True)
@@ -189,7 +167,7 @@ class Store:
             os.close(self._fd)
             raise _store_error(error, self.path, "cannot read the trials") from error
         self._trials, self.warnings, self.rows = _parse_trials(data, self.path)
-        _sync_directory(directory)
+        sync_folder(directory)
 
     @classmethod
     def open(cls, directory: Path, *, fresh: bool = False) -> Store:

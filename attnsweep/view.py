@@ -15,9 +15,9 @@ from rich.text import Text
 from attnsweep.arch import Arch
 from attnsweep.candidates import PlannedProblem
 from attnsweep.console import GLUE, aligned, wrap
-from attnsweep.device import install_command
 from attnsweep.doctor import Finding, can_compile
 from attnsweep.errors import NoGpuError
+from attnsweep.files import install_command
 from attnsweep.kernel import BLOCK_LIMITS, Kernel
 from attnsweep.schedule import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.trial import Status, Trial

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from attnsweep.arch import ARCHS
 from attnsweep.errors import KernelError, SpaceError
+from attnsweep.files import shipped
 from attnsweep.kernel import (
     BLOCK_LIMITS,
     Config,
@@ -21,7 +22,6 @@ from attnsweep.kernel import (
     Param,
     discover,
     load_kernel,
-    shipped_kernels_dir,
 )
 from attnsweep.problem import Problem
 from attnsweep.space import Selection, Space
@@ -216,8 +216,8 @@ class TestDiscovery:
         self.write(tmp_path, self.GOOD)
         (tmp_path / "_helper.py").write_text("raise RuntimeError('not a family')")
         found = discover(tmp_path)
-        shipped = {path.stem for path in shipped_kernels_dir().glob("*.cu")}
-        assert set(found) == shipped | {"mine"}
+        ours = {path.stem for path in shipped("kernels").glob("*.cu")}
+        assert set(found) == ours | {"mine"}
         assert list(found) == sorted(found)
         assert found["mine"].source == tmp_path / "mine.cu"
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from attnsweep.arch import ARCHS, arch_named
 from attnsweep.errors import SpecError
+from attnsweep.files import shipped
 from attnsweep.kernel import Kernel, Launch, Param, discover
 from attnsweep.problem import DTYPE_BYTES, Problem
 from attnsweep.schema import json_schema, schema_text
-from attnsweep.shipped import shipped_configs_dir, shipped_specs
+from attnsweep.shipped import shipped_specs
 from attnsweep.space import Selection, Space
 from attnsweep.spec import (
     BASELINES,
@@ -25,7 +26,7 @@ from attnsweep.spec import (
     load_spec,
 )
 
-ROOT = shipped_configs_dir().parent
+ROOT = shipped("configs").parent
 PROBLEM = "{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}"
 MINIMAL = f"problems: [{PROBLEM}]\nkernels: {{naive: {{}}}}\n"
 

@@ -1,0 +1,62 @@
+"""Files that come with attnsweep, and writing a file in one step."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def shipped(folder: str) -> Path:
+    """`kernels` or `configs`: inside the wheel, or next to the package in a source tree."""
+    inside = _PACKAGE / folder
+    return inside if inside.is_dir() else _PACKAGE.parent / folder
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra: from the source tree if this is one, else by name."""
+    tree = _PACKAGE.parent
+    if not (tree / "pyproject.toml").is_file():
+        return f"pip install 'attnsweep[{extra}]'"
+    where = "." if tree == Path.cwd() else tree
+    return f"pip install -e '{where}[{extra}]'"
+
+
+def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Give `path` this content in one step: write a file next to it, then rename that.
+
+    durable: the content and the rename reach the disk before this returns. A killed process may
+    leave a file `.NAME.*.tmp`, which nothing reads. Raises OSError.
+    """
+    handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(aside, 0o666 & ~umask)  # mkstemp lets only the owner read
+        os.replace(aside, path)
+    except BaseException:
+        os.unlink(aside)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring renames and new names in a folder to the disk, where the system can do that."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
