@@ -10,33 +10,24 @@ import pytest
 import attnsweep
 
 PACKAGE = Path(attnsweep.__file__).parent
-LAYERS = [
-    {"errors", "console", "race", "paired"},
-    {"problem", "arch", "document", "shipped", "ending"},
-    {"kernel", "bounds", "fields", "policy"},
-    {"trial", "schedule"},
-    {"space"},
-    {"spec", "search", "compiler", "numerics"},
-    {"analysis", "device", "triton_flash", "schema"},
-    {"baselines", "sass"},
-    {"candidates", "measure"},
-    {"store", "workers"},
-    {"ranking", "turns", "doctor", "inspection", "plots"},
-    {"section", "counters", "rounds", "baseline"},
-    {"report", "skipping"},
-    {"replay", "page", "regress"},
-    {"sweep"},
-    {"view", "progress", "gate"},
-    {"cli"},
-    {"__main__"},
-]
-LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+# Lowest first: a room imports rooms of the lines above its own, and its own files. A module in none of them
+# either imports nothing of the package (errors, files), or is imported by nothing (cli).
+LAYERS = (
+    *("problem", "hardware", "trial", "family", "spec", "build"),
+    *("gpu", "store", "choose", "show", "tools", "replay", "sweep", "check"),
+)
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+CODE = [path for path in FILES if path.name not in ("__init__.py", "__main__.py")]
+
+
+def room(path: Path) -> str:
+    """The first folder of a path in the package, or the file's own name."""
+    return path.parts[0].removesuffix(".py")
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(module, whether it is only for type checking) of every import statement."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse((PACKAGE / path).read_text())
     typing_only = {
         node
         for block in ast.walk(tree)
@@ -54,38 +45,48 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     return found
 
 
-def test_every_module_has_a_layer():
-    assert set(MODULES) == set(LAYER)
+def imported_rooms(path: Path) -> set[str]:
+    """Other rooms that a file imports at run time."""
+    rooms = {room(other) for other in FILES}
+    names = {
+        name.split(".")[1]
+        for name, only in imports(path)
+        if name.startswith("attnsweep.") and not only
+    }
+    return (names & rooms) - {room(path)}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_lower_layers(module):
-    for name, typing_only in imports(PACKAGE / f"{module}.py"):
-        if name.startswith("attnsweep.") and not typing_only:
-            other = name.split(".")[1]
-            if other in LAYER:  # else a name of attnsweep/__init__.py
-                assert LAYER[other] < LAYER[module], f"{module} imports {other}"
+@pytest.mark.parametrize("path", CODE, ids=str)
+def test_a_file_imports_only_lower_rooms(path):
+    if room(path) not in LAYERS:
+        return
+    for other in imported_rooms(path) & set(LAYERS):
+        assert LAYERS.index(other) < LAYERS.index(room(path)), f"{path} imports {other}"
+
+
+def test_what_is_in_no_layer_is_below_all_or_above_all():
+    imported = {name for path in CODE for name in imported_rooms(path)}
+    for path in CODE:
+        if room(path) not in LAYERS:
+            assert not imported_rooms(path) or room(path) not in imported, path
 
 
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [
-        ("cupy", {"device"}),
-        ("torch", {"baselines"}),
-        ("triton", {"triton_flash"}),
-        ("cuda", {"compiler", "device"}),
+        ("cupy", {"gpu"}),
+        ("torch", {"gpu"}),
+        ("triton", {"gpu"}),
+        ("cuda", {"build", "gpu"}),
     ],
 )
 def test_gpu_libraries_stay_where_they_belong(package, allowed):
     users = {
-        module
-        for module in MODULES
-        for name, _ in imports(PACKAGE / f"{module}.py")
-        if name.split(".")[0] == package
+        room(path) for path in CODE for name, _ in imports(path) if name.split(".")[0] == package
     }
     assert users == allowed
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_file_is_long(module):
-    assert len((PACKAGE / f"{module}.py").read_text().splitlines()) <= 500
+@pytest.mark.parametrize("path", CODE, ids=str)
+def test_no_file_is_long(path):
+    assert len((PACKAGE / path).read_text().splitlines()) <= 500
