@@ -14,7 +14,7 @@ from pathlib import Path
 from attnsweep.arch import Arch
 from attnsweep.compiler import Cubin
 from attnsweep.errors import CompileError
-from attnsweep.kernel import Launch
+from attnsweep.family.declare import Launch
 from attnsweep.trial import Resources
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")

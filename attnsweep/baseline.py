@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from attnsweep.candidates import Build
 from attnsweep.errors import SpecError, StoreError
-from attnsweep.kernel import Value
+from attnsweep.family.declare import Value
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank, winners
 from attnsweep.spec import load_spec

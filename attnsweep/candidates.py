@@ -15,11 +15,11 @@ from attnsweep.analysis import check_arguments, compiler_warnings, resources
 from attnsweep.arch import Arch
 from attnsweep.compiler import Compiler, Cubin
 from attnsweep.errors import CompileError, KernelError, SpaceError
+from attnsweep.family.chunks import Schedule, schedule_of
+from attnsweep.family.declare import Config, Kernel, Launch
+from attnsweep.family.space import Space
 from attnsweep.files import shipped
-from attnsweep.kernel import Config, Kernel, Launch
 from attnsweep.problem import Problem
-from attnsweep.schedule import Schedule, schedule_of
-from attnsweep.space import Space
 from attnsweep.spec import SweepSpec
 from attnsweep.trial import Candidate, CompiledStage, Plan, Resources, Status, Trial
 

@@ -33,8 +33,8 @@ from attnsweep.console import console, errors
 from attnsweep.doctor import examine, verdict
 from attnsweep.document import nearest
 from attnsweep.errors import KernelError, NoGpuError, SpecError
+from attnsweep.family.declare import Kernel, discover
 from attnsweep.fields import BASELINES
-from attnsweep.kernel import Kernel, discover
 from attnsweep.plots import PlotLibrary
 from attnsweep.problem import Problem
 from attnsweep.spec import SweepSpec, load_spec

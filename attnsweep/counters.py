@@ -25,9 +25,9 @@ from attnsweep.candidates import Build
 from attnsweep.compiler import Compiler
 from attnsweep.document import nearest
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
-from attnsweep.kernel import Config, Kernel, values_in
+from attnsweep.family.chunks import changed_since
+from attnsweep.family.declare import Config, Kernel, values_in
 from attnsweep.ranking import rank, value_text
-from attnsweep.schedule import changed_since
 from attnsweep.store import Run
 from attnsweep.trial import Candidate, Trial
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from attnsweep.arch import Gpu, arch_of
 from attnsweep.errors import NoGpuError
+from attnsweep.family.declare import Launch, TensorMap
 from attnsweep.files import install_command
-from attnsweep.kernel import Launch, TensorMap
 from attnsweep.trial import CompiledStage, Plan
 
 # A tile of 128 rows of head_dim 256 written past the end lands within this.

@@ -20,12 +20,12 @@ from attnsweep.baseline import read_code, same_code
 from attnsweep.candidates import Build, Observer, compiled_row, compiler_for, workspace_limit
 from attnsweep.compiler import Compiler
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
-from attnsweep.kernel import Config, Kernel
+from attnsweep.family.chunks import changed_since
+from attnsweep.family.declare import Config, Kernel
 from attnsweep.paired import Decision, Interval, PairedTest
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
 from attnsweep.regress import Comparison, Finding, Verdict, differences, other_card
-from attnsweep.schedule import changed_since
 from attnsweep.section import Row, by_problem
 from attnsweep.spec import SweepSpec
 from attnsweep.store import Run

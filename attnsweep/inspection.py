@@ -20,10 +20,10 @@ from attnsweep.compiler import Compiler, nvrtc_version
 from attnsweep.console import GLUE, aligned, wrap
 from attnsweep.document import nearest
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
-from attnsweep.kernel import Config, Kernel, Launch, Param, Value, values_in
+from attnsweep.family.declare import Config, Kernel, Launch, Param, Value, values_in
+from attnsweep.family.space import Selection, Space
 from attnsweep.policy import INSTRUCTIONS
 from attnsweep.problem import Problem
-from attnsweep.space import Selection, Space
 from attnsweep.store import ENVIRONMENT, find_runs
 from attnsweep.trial import Environment, Resources
 

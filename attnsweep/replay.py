@@ -11,7 +11,7 @@ from attnsweep import report
 from attnsweep.arch import arch_named
 from attnsweep.candidates import Observer, candidate_count, plan, plan_facts
 from attnsweep.errors import SpaceError
-from attnsweep.kernel import Kernel
+from attnsweep.family.declare import Kernel
 from attnsweep.search import search_of
 from attnsweep.spec import SweepSpec
 from attnsweep.store import TRIALS, Run, Store, open_run

@@ -15,8 +15,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.errors import SpecError, ToolchainError
-from attnsweep.kernel import Config, Value
-from attnsweep.space import Space
+from attnsweep.family.declare import Config, Value
+from attnsweep.family.space import Space
 from attnsweep.trial import Status, Trial
 
 if TYPE_CHECKING:

@@ -27,6 +27,9 @@ from pydantic import (
 
 from attnsweep.document import Document, Flow, Loc, Many, dump, nearest, wrong
 from attnsweep.errors import ProblemError
+from attnsweep.family.chunks import MODES
+from attnsweep.family.declare import Kernel, Param, Value
+from attnsweep.family.space import Selection, Values
 from attnsweep.fields import (
     BASELINES,
     ArchName,
@@ -38,12 +41,9 @@ from attnsweep.fields import (
     Size,
     Slower,
 )
-from attnsweep.kernel import Kernel, Param, Value
 from attnsweep.policy import Requirements, RequireSpec, requirements
 from attnsweep.problem import Dtype, Problem
-from attnsweep.schedule import MODES
 from attnsweep.shipped import find, shipped_hint
-from attnsweep.space import Selection, Values
 
 Device = Literal["cuda", "replay"]
 MAX_PROBLEMS = 1000

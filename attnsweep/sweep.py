@@ -35,12 +35,12 @@ from attnsweep.candidates import (
 )
 from attnsweep.compiler import Compiler
 from attnsweep.errors import AttnsweepError, NoGpuError, SpecError, StoreError
-from attnsweep.kernel import Kernel
+from attnsweep.family.chunks import MODES
+from attnsweep.family.declare import Kernel
 from attnsweep.problem import Problem
 from attnsweep.ranking import OURS, rank, winners
 from attnsweep.replay import replay
 from attnsweep.rounds import Rounds, race_entry
-from attnsweep.schedule import MODES
 from attnsweep.search import Search, search_of
 from attnsweep.skipping import Skips
 from attnsweep.spec import SweepSpec

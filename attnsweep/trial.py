@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from attnsweep.kernel import Launch, Value
+from attnsweep.family.declare import Launch, Value
 from attnsweep.problem import Problem
 
 

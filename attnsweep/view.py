@@ -17,9 +17,9 @@ from attnsweep.candidates import PlannedProblem
 from attnsweep.console import GLUE, aligned, wrap
 from attnsweep.doctor import Finding, can_compile
 from attnsweep.errors import NoGpuError
+from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES
+from attnsweep.family.declare import BLOCK_LIMITS, Kernel
 from attnsweep.files import install_command
-from attnsweep.kernel import BLOCK_LIMITS, Kernel
-from attnsweep.schedule import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.trial import Status, Trial
 
 # -- layout ---------------------------------------------------------------------------------

@@ -32,11 +32,11 @@ from attnsweep.arch import arch_named
 from attnsweep.candidates import Build
 from attnsweep.compiler import Compiler
 from attnsweep.console import console
+from attnsweep.family.chunks import changed_since
+from attnsweep.family.declare import Config, Launch, discover
 from attnsweep.gate import Outcome, compare
-from attnsweep.kernel import Config, Launch, discover
 from attnsweep.ranking import rank, ratio_interval, winners
 from attnsweep.regress import Verdict
-from attnsweep.schedule import changed_since
 from attnsweep.store import open_run
 from attnsweep.trial import Candidate, CompiledStage, Environment, Plan
 from attnsweep.workers import Worker

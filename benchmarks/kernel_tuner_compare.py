@@ -39,10 +39,10 @@ from attnsweep.arch import arch_named
 from attnsweep.candidates import plan
 from attnsweep.compiler import CACHE_VARIABLE, Compiler
 from attnsweep.console import console
-from attnsweep.kernel import Config, discover
+from attnsweep.family.declare import Config, discover
+from attnsweep.family.space import Space
 from attnsweep.ranking import rank, winners
 from attnsweep.rounds import label_of
-from attnsweep.space import Space
 from attnsweep.spec import SweepSpec
 from attnsweep.store import open_run
 from attnsweep.workers import Worker

@@ -15,7 +15,7 @@ from attnsweep.arch import arch_named
 from attnsweep.compiler import Compiler
 from attnsweep.console import console
 from attnsweep.device import Buffer, Pipeline, Session
-from attnsweep.kernel import Launch
+from attnsweep.family.declare import Launch
 from attnsweep.problem import Problem
 from attnsweep.trial import CompiledStage, Plan
 from attnsweep.workers import Worker

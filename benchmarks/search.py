@@ -18,9 +18,9 @@ from typing import Any
 from attnsweep.arch import arch_named
 from attnsweep.candidates import plan
 from attnsweep.console import console
-from attnsweep.kernel import Config, discover
+from attnsweep.family.declare import Config, discover
+from attnsweep.family.space import Space
 from attnsweep.search import Search
-from attnsweep.space import Space
 from attnsweep.spec import load_spec
 from attnsweep.store import open_run
 from attnsweep.trial import Status, Trial

@@ -11,7 +11,7 @@ from attnsweep.arch import arch_named
 from attnsweep.candidates import Build, builds_of, compiled_row, plan
 from attnsweep.compiler import Compiler
 from attnsweep.console import console
-from attnsweep.kernel import discover
+from attnsweep.family.declare import discover
 from attnsweep.spec import SweepSpec, load_spec
 from attnsweep.trial import Environment, Status
 

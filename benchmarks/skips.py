@@ -22,7 +22,7 @@ from attnsweep.arch import arch_named
 from attnsweep.bounds import Chip, bounds
 from attnsweep.candidates import Build
 from attnsweep.console import console
-from attnsweep.kernel import Config, Kernel, discover
+from attnsweep.family.declare import Config, Kernel, discover
 from attnsweep.ranking import OURS
 from attnsweep.skipping import SHARE, Skips
 from attnsweep.store import Run, open_run

@@ -3,7 +3,7 @@
 import functools
 
 from attnsweep.arch import Arch
-from attnsweep.kernel import Config, Kernel, Launch, Param, TensorMap
+from attnsweep.family.declare import Config, Kernel, Launch, Param, TensorMap
 from attnsweep.problem import Problem
 
 kernel = Kernel(

@@ -19,9 +19,9 @@ import measured
 import performance
 
 from attnsweep import report
-from attnsweep.kernel import BLOCK_LIMITS, discover
+from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES
+from attnsweep.family.declare import BLOCK_LIMITS, discover
 from attnsweep.ranking import rank
-from attnsweep.schedule import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.schema import schema_text
 from attnsweep.store import find_runs, open_run
 from attnsweep.trial import Trial

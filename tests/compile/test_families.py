@@ -13,9 +13,9 @@ from attnsweep.arch import ARCHS
 from attnsweep.candidates import Build, as_ready, compiled_row
 from attnsweep.compiler import Compiler
 from attnsweep.errors import CompileError
-from attnsweep.kernel import Launch, TensorMap, discover, load_kernel
+from attnsweep.family.declare import Launch, TensorMap, discover, load_kernel
+from attnsweep.family.space import Space
 from attnsweep.problem import Problem
-from attnsweep.space import Space
 from attnsweep.spec import load_spec
 from attnsweep.trial import Status
 

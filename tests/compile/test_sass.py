@@ -14,7 +14,7 @@ from attnsweep import candidates, inspection, sass
 from attnsweep.arch import ARCHS
 from attnsweep.compiler import Compiler
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
-from attnsweep.kernel import Config, discover
+from attnsweep.family.declare import Config, discover
 from attnsweep.policy import INSTRUCTIONS
 from attnsweep.problem import Problem
 from attnsweep.spec import load_spec

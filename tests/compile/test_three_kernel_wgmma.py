@@ -10,7 +10,7 @@ import pytest
 from attnsweep.arch import ARCHS
 from attnsweep.candidates import Build, compiled_row
 from attnsweep.compiler import Compiler
-from attnsweep.kernel import Config, discover
+from attnsweep.family.declare import Config, discover
 from attnsweep.problem import Problem
 from attnsweep.spec import load_spec
 from attnsweep.trial import Status

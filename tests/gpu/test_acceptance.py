@@ -7,7 +7,7 @@ import pytest
 from attnsweep.arch import arch_named
 from attnsweep.candidates import Build
 from attnsweep.compiler import Compiler
-from attnsweep.kernel import Config, discover
+from attnsweep.family.declare import Config, discover
 from attnsweep.problem import Problem
 from attnsweep.workers import Worker
 

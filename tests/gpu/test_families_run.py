@@ -12,9 +12,9 @@ from attnsweep.analysis import resources
 from attnsweep.arch import arch_named
 from attnsweep.candidates import Build, as_ready
 from attnsweep.compiler import Compiler
-from attnsweep.kernel import discover, load_kernel
+from attnsweep.family.declare import discover, load_kernel
+from attnsweep.family.space import Selection, Space
 from attnsweep.problem import Problem
-from attnsweep.space import Selection, Space
 from attnsweep.workers import Worker
 
 pytestmark = pytest.mark.gpu

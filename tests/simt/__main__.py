@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attnsweep.arch import arch_named
 from attnsweep.errors import AttnsweepError
-from attnsweep.kernel import Kernel, discover, load_kernel
+from attnsweep.family.declare import Kernel, discover, load_kernel
 from attnsweep.numerics import Case, small_cases
 from attnsweep.problem import Problem
 

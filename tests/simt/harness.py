@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from attnsweep.arch import ARCHS, Arch
-from attnsweep.kernel import Config, Kernel, Launch, TensorMap, Value
+from attnsweep.family.declare import Config, Kernel, Launch, TensorMap, Value
 from attnsweep.numerics import (
     HALF_ULP,
     Case,

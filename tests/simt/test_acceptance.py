@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 
-from attnsweep.kernel import discover
+from attnsweep.family.declare import discover
 from attnsweep.numerics import Case
 from attnsweep.problem import Problem
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.kernel import Config, Kernel, discover
+from attnsweep.family.declare import Config, Kernel, discover
+from attnsweep.family.space import Space
 from attnsweep.numerics import Case, small_cases
 from attnsweep.problem import Problem
-from attnsweep.space import Space
 
 from .harness import ARCH, COMPILER, HERE, SimtError, config_of
 

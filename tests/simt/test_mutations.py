@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnsweep.kernel import discover
+from attnsweep.family.declare import discover
 from attnsweep.numerics import Case
 from attnsweep.problem import Problem
 

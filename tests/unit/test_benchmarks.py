@@ -11,7 +11,7 @@ import pytest
 
 from attnsweep.arch import arch_named
 from attnsweep.candidates import plan
-from attnsweep.kernel import discover
+from attnsweep.family.declare import discover
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 

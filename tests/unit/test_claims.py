@@ -11,9 +11,9 @@ import pytest
 from samples import H200
 
 from attnsweep.arch import ARCHS
-from attnsweep.kernel import Kernel, Launch, Param
+from attnsweep.family.declare import Kernel, Launch, Param
+from attnsweep.family.space import Space
 from attnsweep.problem import Problem
-from attnsweep.space import Space
 from attnsweep.spec import load_spec
 from attnsweep.store import Store
 from attnsweep.trial import Accuracy, Measurement, Status, Trial

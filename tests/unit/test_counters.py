@@ -13,7 +13,7 @@ from test_report import full_run
 from attnsweep import counters, view
 from attnsweep.arch import arch_named
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
-from attnsweep.kernel import Launch, discover
+from attnsweep.family.declare import Launch, discover
 from attnsweep.problem import Problem
 from attnsweep.trial import Candidate, CompiledStage, Plan
 

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from attnsweep.device import Pipeline
-from attnsweep.kernel import Launch
+from attnsweep.family.declare import Launch
 from attnsweep.problem import Problem
 from attnsweep.trial import CompiledStage, Plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attnsweep.arch import ARCHS
-from attnsweep.kernel import Config, discover
+from attnsweep.family.declare import Config, discover
 from attnsweep.problem import Problem
 
 FAMILY = discover()["flash_fwd_wgmma"]

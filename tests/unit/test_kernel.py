@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from attnsweep.arch import ARCHS
 from attnsweep.errors import KernelError, SpaceError
-from attnsweep.files import shipped
-from attnsweep.kernel import (
+from attnsweep.family.declare import (
     BLOCK_LIMITS,
     Config,
     Kernel,
@@ -23,8 +22,9 @@ from attnsweep.kernel import (
     discover,
     load_kernel,
 )
+from attnsweep.family.space import Selection, Space
+from attnsweep.files import shipped
 from attnsweep.problem import Problem
-from attnsweep.space import Selection, Space
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
 H200 = ARCHS["sm_90a"]
@@ -201,7 +201,7 @@ def test_a_stage_sees_its_own_parameters_and_constants_only():
 
 class TestDiscovery:
     GOOD = (
-        "from attnsweep.kernel import Kernel, Launch, Param\n"
+        "from attnsweep.family.declare import Kernel, Launch, Param\n"
         "kernel = Kernel('mine', summary='', params=(Param('A', (1,), ''),))\n"
         "kernel.stage('fwd')(lambda c, p, a: Launch('mine', (1, 1, 1), 32, ()))\n"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnsweep import report
-from attnsweep.kernel import discover
+from attnsweep.family.declare import discover
 from attnsweep.ranking import rank
 from attnsweep.shipped import shipped_specs
 from attnsweep.spec import load_spec

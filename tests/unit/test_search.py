@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from attnsweep import search
 from attnsweep.arch import ARCHS
 from attnsweep.errors import SpecError, ToolchainError
-from attnsweep.kernel import Kernel, Launch, Param
+from attnsweep.family.declare import Kernel, Launch, Param
+from attnsweep.family.space import Selection, Space
 from attnsweep.problem import Problem
 from attnsweep.search import STRATEGIES, Search, strategy
-from attnsweep.space import Selection, Space
 from attnsweep.spec import SearchSpec
 from attnsweep.trial import Measurement, Status, Trial
 

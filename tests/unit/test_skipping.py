@@ -13,7 +13,7 @@ import pytest
 
 from attnsweep.arch import ARCHS
 from attnsweep.candidates import Build
-from attnsweep.kernel import Config, Kernel, Launch, Param
+from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.problem import Problem
 from attnsweep.ranking import OURS, rank
 from attnsweep.skipping import SHARE, Skips, stage_codes

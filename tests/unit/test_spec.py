@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from attnsweep.arch import ARCHS, arch_named
 from attnsweep.errors import SpecError
+from attnsweep.family.declare import Kernel, Launch, Param, discover
+from attnsweep.family.space import Selection, Space
 from attnsweep.files import shipped
-from attnsweep.kernel import Kernel, Launch, Param, discover
 from attnsweep.problem import DTYPE_BYTES, Problem
 from attnsweep.schema import json_schema, schema_text
 from attnsweep.shipped import shipped_specs
-from attnsweep.space import Selection, Space
 from attnsweep.spec import (
     BASELINES,
     check_against,

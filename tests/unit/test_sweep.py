@@ -16,7 +16,7 @@ from attnsweep import search, sweep
 from attnsweep.candidates import Observer
 from attnsweep.compiler import Compiler
 from attnsweep.errors import NoGpuError, SpaceError
-from attnsweep.kernel import discover
+from attnsweep.family.declare import discover
 from attnsweep.spec import load_spec
 from attnsweep.store import read_trials
 from attnsweep.trial import Accuracy, FirstTimes, Status

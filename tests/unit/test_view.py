@@ -7,7 +7,7 @@ import pytest
 from attnsweep import candidates, view
 from attnsweep.arch import arch_named
 from attnsweep.baselines import why_not
-from attnsweep.kernel import discover
+from attnsweep.family.declare import discover
 from attnsweep.spec import load_spec
 from attnsweep.trial import Resources, Status, Trial
 

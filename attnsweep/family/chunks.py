@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from attnsweep.kernel import Config, Kernel, Param
+from attnsweep.family.declare import Config, Kernel, Param
 from attnsweep.problem import DTYPE_BYTES, Problem
 
 MODES = (

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from attnsweep.arch import Arch
 from attnsweep.errors import SpaceError
-from attnsweep.kernel import BLOCK_LIMITS, Config, Kernel, Value
+from attnsweep.family.chunks import CHUNKS, MODES, is_used
+from attnsweep.family.declare import BLOCK_LIMITS, Config, Kernel, Value
 from attnsweep.problem import Problem
-from attnsweep.schedule import CHUNKS, MODES, is_used
 
 # Enumerating takes about 10 us a combination: ten seconds, which a longer list would multiply.
 MAX_COMBINATIONS = 1_000_000
