@@ -24,7 +24,7 @@ from attnsweep.errors import SpecError, StoreError
 from attnsweep.family.declare import Value
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank, winners
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
 from attnsweep.store import CUBINS, LOCK, SPEC, TRIALS, Run, Store, being_written, open_run
 from attnsweep.trial import Plan, Trial
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from attnsweep import numerics, policy, sass
+from attnsweep import numerics, sass
 from attnsweep.analysis import check_arguments, compiler_warnings, resources
 from attnsweep.arch import Arch
 from attnsweep.compiler import Compiler, Cubin
@@ -20,7 +20,8 @@ from attnsweep.family.declare import Config, Kernel, Launch
 from attnsweep.family.space import Space
 from attnsweep.files import shipped
 from attnsweep.problem import Problem
-from attnsweep.spec import SweepSpec
+from attnsweep.spec.load import SweepSpec
+from attnsweep.spec.load import require as policy
 from attnsweep.trial import Candidate, CompiledStage, Plan, Resources, Status, Trial
 
 # The key of the empty kernel among a build's futures; no stage can be called so.

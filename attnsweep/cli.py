@@ -31,13 +31,13 @@ from attnsweep.arch import ARCHS, arch_named
 from attnsweep.baseline import accept as accept_run
 from attnsweep.console import console, errors
 from attnsweep.doctor import examine, verdict
-from attnsweep.document import nearest
 from attnsweep.errors import KernelError, NoGpuError, SpecError
 from attnsweep.family.declare import Kernel, discover
-from attnsweep.fields import BASELINES
 from attnsweep.plots import PlotLibrary
 from attnsweep.problem import Problem
-from attnsweep.spec import SweepSpec, load_spec
+from attnsweep.spec.load import SweepSpec, load_spec
+from attnsweep.spec.model import BASELINES
+from attnsweep.spec.yaml_file import nearest
 from attnsweep.store import Run, latest_run, open_run
 
 app = typer.Typer(

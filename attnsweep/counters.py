@@ -23,11 +23,11 @@ from typing import Any
 from attnsweep.arch import Arch
 from attnsweep.candidates import Build
 from attnsweep.compiler import Compiler
-from attnsweep.document import nearest
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel, values_in
 from attnsweep.ranking import rank, value_text
+from attnsweep.spec.yaml_file import nearest
 from attnsweep.store import Run
 from attnsweep.trial import Candidate, Trial
 

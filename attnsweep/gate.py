@@ -27,7 +27,7 @@ from attnsweep.problem import Problem
 from attnsweep.ranking import rank
 from attnsweep.regress import Comparison, Finding, Verdict, differences, other_card
 from attnsweep.section import Row, by_problem
-from attnsweep.spec import SweepSpec
+from attnsweep.spec.load import SweepSpec
 from attnsweep.store import Run
 from attnsweep.sweep import arch_of
 from attnsweep.trial import Candidate, Environment, Plan, Status, Trial

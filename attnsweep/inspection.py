@@ -18,12 +18,12 @@ from attnsweep.bounds import bounds
 from attnsweep.candidates import Build, with_instructions
 from attnsweep.compiler import Compiler, nvrtc_version
 from attnsweep.console import GLUE, aligned, wrap
-from attnsweep.document import nearest
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
 from attnsweep.family.declare import Config, Kernel, Launch, Param, Value, values_in
 from attnsweep.family.space import Selection, Space
-from attnsweep.policy import INSTRUCTIONS
 from attnsweep.problem import Problem
+from attnsweep.spec.require import INSTRUCTIONS
+from attnsweep.spec.yaml_file import nearest
 from attnsweep.store import ENVIRONMENT, find_runs
 from attnsweep.trial import Environment, Resources
 

@@ -13,7 +13,7 @@ from attnsweep.candidates import Observer, candidate_count, plan, plan_facts
 from attnsweep.errors import SpaceError
 from attnsweep.family.declare import Kernel
 from attnsweep.search import search_of
-from attnsweep.spec import SweepSpec
+from attnsweep.spec.load import SweepSpec
 from attnsweep.store import TRIALS, Run, Store, open_run
 from attnsweep.trial import Status, Trial
 

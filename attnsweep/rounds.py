@@ -16,7 +16,7 @@ from typing import Any
 from attnsweep.candidates import Build, Observer
 from attnsweep.race import Race, interval, rounds_to_eliminate
 from attnsweep.ranking import EQUIVALENT, OURS, thrift
-from attnsweep.spec import SweepSpec
+from attnsweep.spec.load import SweepSpec
 from attnsweep.store import Store
 from attnsweep.trial import Measurement, Status, Trial
 from attnsweep.turns import Round, Turns

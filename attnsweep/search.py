@@ -20,7 +20,7 @@ from attnsweep.family.space import Space
 from attnsweep.trial import Status, Trial
 
 if TYPE_CHECKING:
-    from attnsweep.spec import SweepSpec
+    from attnsweep.spec.load import SweepSpec
 
 Proposals = Generator[Config | None, list[Trial], None]
 Strategy = Callable[[Space, int | None, int], Proposals]

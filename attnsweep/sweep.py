@@ -43,7 +43,7 @@ from attnsweep.replay import replay
 from attnsweep.rounds import Rounds, race_entry
 from attnsweep.search import Search, search_of
 from attnsweep.skipping import Skips
-from attnsweep.spec import SweepSpec
+from attnsweep.spec.load import SweepSpec
 from attnsweep.store import TRIALS, Run, Store, open_run
 from attnsweep.trial import Environment, Measurement, Status, Trial
 from attnsweep.workers import Worker, WorkerError, installed_arch

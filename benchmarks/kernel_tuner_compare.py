@@ -43,7 +43,7 @@ from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
 from attnsweep.ranking import rank, winners
 from attnsweep.rounds import label_of
-from attnsweep.spec import SweepSpec
+from attnsweep.spec.load import SweepSpec
 from attnsweep.store import open_run
 from attnsweep.workers import Worker
 

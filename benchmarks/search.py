@@ -21,7 +21,7 @@ from attnsweep.console import console
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
 from attnsweep.search import Search
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
 from attnsweep.store import open_run
 from attnsweep.trial import Status, Trial
 

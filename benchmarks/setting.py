@@ -12,7 +12,7 @@ from attnsweep.candidates import Build, builds_of, compiled_row, plan
 from attnsweep.compiler import Compiler
 from attnsweep.console import console
 from attnsweep.family.declare import discover
-from attnsweep.spec import SweepSpec, load_spec
+from attnsweep.spec.load import SweepSpec, load_spec
 from attnsweep.trial import Environment, Status
 
 

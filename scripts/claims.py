@@ -23,7 +23,7 @@ from attnsweep.family.space import Space
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
 from attnsweep.search import Search
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
 from attnsweep.store import Run, open_run
 from attnsweep.trial import Status, Trial
 

@@ -22,7 +22,7 @@ from attnsweep import report
 from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.family.declare import BLOCK_LIMITS, discover
 from attnsweep.ranking import rank
-from attnsweep.schema import schema_text
+from attnsweep.spec.schema import schema_text
 from attnsweep.store import find_runs, open_run
 from attnsweep.trial import Trial
 

@@ -16,7 +16,7 @@ from attnsweep.errors import CompileError
 from attnsweep.family.declare import Launch, TensorMap, discover, load_kernel
 from attnsweep.family.space import Space
 from attnsweep.problem import Problem
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
 from attnsweep.trial import Status
 
 KERNELS = {**discover(), "twice": load_kernel(Path(__file__).parent.parent / "families/twice.py")}

@@ -15,9 +15,9 @@ from attnsweep.arch import ARCHS
 from attnsweep.compiler import Compiler
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
 from attnsweep.family.declare import Config, discover
-from attnsweep.policy import INSTRUCTIONS
 from attnsweep.problem import Problem
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
+from attnsweep.spec.require import INSTRUCTIONS
 from attnsweep.trial import Status
 
 try:

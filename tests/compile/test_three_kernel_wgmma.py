@@ -12,7 +12,7 @@ from attnsweep.candidates import Build, compiled_row
 from attnsweep.compiler import Compiler
 from attnsweep.family.declare import Config, discover
 from attnsweep.problem import Problem
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
 from attnsweep.trial import Status
 
 KERNEL = discover()["three_kernel_wgmma"]

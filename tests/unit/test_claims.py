@@ -14,7 +14,7 @@ from attnsweep.arch import ARCHS
 from attnsweep.family.declare import Kernel, Launch, Param
 from attnsweep.family.space import Space
 from attnsweep.problem import Problem
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
 from attnsweep.store import Store
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 

@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from attnsweep import cli
-from attnsweep.fields import CheckSpec
+from attnsweep.spec.model import CheckSpec
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "docs" / "ci.md").read_text()

@@ -16,7 +16,7 @@ from test_sweep import ENVIRONMENT
 from attnsweep import cli, compiler, gate, sweep
 from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import discover
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
 from attnsweep.trial import Accuracy, FirstTimes, Status
 from attnsweep.workers import WorkerError
 

@@ -9,7 +9,7 @@ import pytest
 from samples import H200
 
 from attnsweep.problem import Problem
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
 from attnsweep.store import Store
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 

@@ -6,10 +6,10 @@ import jsonschema
 import pytest
 import yaml
 
-from attnsweep import policy
 from attnsweep.errors import SpecError
-from attnsweep.schema import json_schema
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
+from attnsweep.spec.load import require as policy
+from attnsweep.spec.schema import json_schema
 
 MINIMAL = "problems: [{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}]\nkernels: {naive: {}}\n"
 STAGES = {

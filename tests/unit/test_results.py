@@ -10,8 +10,8 @@ import pytest
 from attnsweep import report
 from attnsweep.family.declare import discover
 from attnsweep.ranking import rank
-from attnsweep.shipped import shipped_specs
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
+from attnsweep.spec.shipped import shipped_specs
 from attnsweep.store import find_runs, open_run
 from attnsweep.trial import Status
 

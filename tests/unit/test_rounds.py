@@ -13,7 +13,7 @@ from attnsweep.candidates import Observer
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
 from attnsweep.rounds import RACE_US, Rounds, _pace
-from attnsweep.spec import MeasureSpec, SearchSpec
+from attnsweep.spec.load import MeasureSpec, SearchSpec
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 from attnsweep.workers import WorkerError
 

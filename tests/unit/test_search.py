@@ -16,7 +16,7 @@ from attnsweep.family.declare import Kernel, Launch, Param
 from attnsweep.family.space import Selection, Space
 from attnsweep.problem import Problem
 from attnsweep.search import STRATEGIES, Search, strategy
-from attnsweep.spec import SearchSpec
+from attnsweep.spec.load import SearchSpec
 from attnsweep.trial import Measurement, Status, Trial
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)

@@ -18,13 +18,13 @@ from attnsweep.family.declare import Kernel, Launch, Param, discover
 from attnsweep.family.space import Selection, Space
 from attnsweep.files import shipped
 from attnsweep.problem import DTYPE_BYTES, Problem
-from attnsweep.schema import json_schema, schema_text
-from attnsweep.shipped import shipped_specs
-from attnsweep.spec import (
+from attnsweep.spec.load import (
     BASELINES,
     check_against,
     load_spec,
 )
+from attnsweep.spec.schema import json_schema, schema_text
+from attnsweep.spec.shipped import shipped_specs
 
 ROOT = shipped("configs").parent
 PROBLEM = "{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}"

@@ -17,7 +17,7 @@ from attnsweep.candidates import Observer
 from attnsweep.compiler import Compiler
 from attnsweep.errors import NoGpuError, SpaceError
 from attnsweep.family.declare import discover
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
 from attnsweep.store import read_trials
 from attnsweep.trial import Accuracy, FirstTimes, Status
 from attnsweep.workers import WorkerError

@@ -8,7 +8,7 @@ from attnsweep import candidates, view
 from attnsweep.arch import arch_named
 from attnsweep.baselines import why_not
 from attnsweep.family.declare import discover
-from attnsweep.spec import load_spec
+from attnsweep.spec.load import load_spec
 from attnsweep.trial import Resources, Status, Trial
 
 SPEC = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from attnsweep.spec import SpecFile
+from attnsweep.spec.load import SpecFile
 
 
 def json_schema() -> dict[str, Any]:

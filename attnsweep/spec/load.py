@@ -1,7 +1,7 @@
 """The YAML sweep spec: what `load_spec` accepts, and what it says when it does not.
 
 Nothing is converted: a bool is no int, a quoted number is text, `1e3` is no whole number, `no` is
-text. See `attnsweep.document` for how YAML is read and errors are placed.
+text. See `attnsweep.spec.yaml_file` for how YAML is read and errors are placed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pydantic import (
     model_validator,
 )
 
-from attnsweep.document import Document, Flow, Loc, Many, dump, nearest, wrong
 from attnsweep.errors import ProblemError
 from attnsweep.family.chunks import MODES
 from attnsweep.family.declare import Kernel, Param, Value
 from attnsweep.family.space import Selection, Values
-from attnsweep.fields import (
+from attnsweep.problem import Dtype, Problem
+from attnsweep.spec.model import (
     BASELINES,
     ArchName,
     Baselines,
@@ -41,9 +41,9 @@ from attnsweep.fields import (
     Size,
     Slower,
 )
-from attnsweep.policy import Requirements, RequireSpec, requirements
-from attnsweep.problem import Dtype, Problem
-from attnsweep.shipped import find, shipped_hint
+from attnsweep.spec.require import Requirements, RequireSpec, requirements
+from attnsweep.spec.shipped import find, shipped_hint
+from attnsweep.spec.yaml_file import Document, Flow, Loc, Many, dump, nearest, wrong
 
 Device = Literal["cuda", "replay"]
 MAX_PROBLEMS = 1000

@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from attnsweep.arch import ARCHS, arch_named
-from attnsweep.document import Many, nearest, wrong
 from attnsweep.errors import SpecError
+from attnsweep.spec.yaml_file import Many, nearest, wrong
 
 BaselineName = Literal[
     "torch_flash",

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from attnsweep.document import Many, wrong
+from attnsweep.spec.yaml_file import Many, wrong
 
 Requirements = Mapping[str, Sequence[str]]
 """Measure to its comparisons, each as `<= 4`."""

@@ -1,0 +1,1 @@
+"""A YAML sweep spec: read it, check it, resolve it."""
