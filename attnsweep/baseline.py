@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from attnsweep.candidates import Build
+from attnsweep.build.candidate import Build
 from attnsweep.errors import SpecError, StoreError
 from attnsweep.family.declare import Value
 from attnsweep.problem import Problem

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from attnsweep import (
     __version__,
-    candidates,
     counters,
     ending,
     gate,
@@ -29,6 +28,7 @@ from attnsweep import (
 )
 from attnsweep.arch import ARCHS, arch_named
 from attnsweep.baseline import accept as accept_run
+from attnsweep.build import candidate as candidates
 from attnsweep.console import console, errors
 from attnsweep.doctor import examine, verdict
 from attnsweep.errors import KernelError, NoGpuError, SpecError

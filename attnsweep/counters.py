@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.arch import Arch
-from attnsweep.candidates import Build
-from attnsweep.compiler import Compiler
+from attnsweep.build.candidate import Build
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel, values_in
@@ -296,7 +296,7 @@ def _short(values: Mapping[str, float]) -> dict[str, float]:
 
 def _launch(path: Path) -> None:
     """Launch each candidate twice unseen and once seen by the profiler."""
-    from attnsweep import numerics
+    from attnsweep.build import numerics
     from attnsweep.device import Buffer, Pipeline, Session
 
     session = Session()

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from attnsweep import __version__
-from attnsweep.compiler import default_cache_dir, nvrtc_version
+from attnsweep.build.nvrtc import default_cache_dir, nvrtc_version
 from attnsweep.device import driver_cuda
 from attnsweep.errors import AttnsweepError
 from attnsweep.files import install_command

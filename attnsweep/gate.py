@@ -17,8 +17,8 @@ from typing import Any
 
 from attnsweep.arch import Arch
 from attnsweep.baseline import read_code, same_code
-from attnsweep.candidates import Build, Observer, compiled_row, compiler_for, workspace_limit
-from attnsweep.compiler import Compiler
+from attnsweep.build.candidate import Build, Observer, compiled_row, compiler_for, workspace_limit
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel

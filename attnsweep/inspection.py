@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from attnsweep.analysis import resources
 from attnsweep.arch import Arch
 from attnsweep.bounds import bounds
-from attnsweep.candidates import Build, with_instructions
-from attnsweep.compiler import Compiler, nvrtc_version
+from attnsweep.build.candidate import Build, with_instructions
+from attnsweep.build.cubin import resources
+from attnsweep.build.nvrtc import Compiler, nvrtc_version
 from attnsweep.console import GLUE, aligned, wrap
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
 from attnsweep.family.declare import Config, Kernel, Launch, Param, Value, values_in

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from attnsweep import baselines, numerics
+from attnsweep import baselines
+from attnsweep.build import numerics
+from attnsweep.build.numerics import Case
 from attnsweep.device import Buffer, Pipeline, Session, cuda_errors
-from attnsweep.numerics import Case
 from attnsweep.problem import DTYPE_BYTES, Problem
 from attnsweep.trial import Accuracy, Candidate, FirstTimes, Plan
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from importlib import metadata
 
-from attnsweep.compiler import default_cache_dir
+from attnsweep.build.nvrtc import default_cache_dir
 from attnsweep.errors import ToolchainError
 from attnsweep.files import install_command, write_file
 

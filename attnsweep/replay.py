@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attnsweep import report
 from attnsweep.arch import arch_named
-from attnsweep.candidates import Observer, candidate_count, plan, plan_facts
+from attnsweep.build.candidate import Observer, candidate_count, plan, plan_facts
 from attnsweep.errors import SpaceError
 from attnsweep.family.declare import Kernel
 from attnsweep.search import search_of

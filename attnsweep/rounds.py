@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attnsweep.candidates import Build, Observer
+from attnsweep.build.candidate import Build, Observer
 from attnsweep.race import Race, interval, rounds_to_eliminate
 from attnsweep.ranking import EQUIVALENT, OURS, thrift
 from attnsweep.spec.load import SweepSpec

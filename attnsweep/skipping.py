@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
-from attnsweep.candidates import Build
+from attnsweep.build.candidate import Build
 from attnsweep.problem import Problem
 from attnsweep.trial import Status, Trial
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from attnsweep import report
 from attnsweep.arch import ARCHS, Arch, arch_named
 from attnsweep.baseline import keep_code, read_code
-from attnsweep.candidates import (
+from attnsweep.build.candidate import (
     Build,
     Observer,
     PlannedProblem,
@@ -33,7 +33,7 @@ from attnsweep.candidates import (
     plan_facts,
     workspace_limit,
 )
-from attnsweep.compiler import Compiler
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import AttnsweepError, NoGpuError, SpecError, StoreError
 from attnsweep.family.chunks import MODES
 from attnsweep.family.declare import Kernel

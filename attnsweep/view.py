@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from attnsweep.arch import Arch
-from attnsweep.candidates import PlannedProblem
+from attnsweep.build.candidate import PlannedProblem
 from attnsweep.console import GLUE, aligned, wrap
 from attnsweep.doctor import Finding, can_compile
 from attnsweep.errors import NoGpuError

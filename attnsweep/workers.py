@@ -265,7 +265,7 @@ def _die_with(parent: int) -> None:
 
 
 def _describe(preload: str | None) -> Environment:
-    from attnsweep.compiler import nvrtc_version
+    from attnsweep.build.nvrtc import nvrtc_version
     from attnsweep.device import Session
 
     def load(name: str) -> None:

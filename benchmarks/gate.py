@@ -29,8 +29,8 @@ from statistics import median
 from typing import Any
 
 from attnsweep.arch import arch_named
-from attnsweep.candidates import Build
-from attnsweep.compiler import Compiler
+from attnsweep.build.candidate import Build
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.console import console
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Launch, discover

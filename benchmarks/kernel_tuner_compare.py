@@ -36,8 +36,8 @@ import numpy as np
 import setting
 
 from attnsweep.arch import arch_named
-from attnsweep.candidates import plan
-from attnsweep.compiler import CACHE_VARIABLE, Compiler
+from attnsweep.build.candidate import plan
+from attnsweep.build.nvrtc import CACHE_VARIABLE, Compiler
 from attnsweep.console import console
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from attnsweep.arch import arch_named
-from attnsweep.compiler import Compiler
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.console import console
 from attnsweep.device import Buffer, Pipeline, Session
 from attnsweep.family.declare import Launch

@@ -24,7 +24,7 @@ from typing import Any
 import setting
 
 from attnsweep.arch import arch_named
-from attnsweep.compiler import Compiler
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.console import console
 from attnsweep.measure import Bench
 from attnsweep.workers import Worker

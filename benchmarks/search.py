@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.arch import arch_named
-from attnsweep.candidates import plan
+from attnsweep.build.candidate import plan
 from attnsweep.console import console
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.arch import arch_named
-from attnsweep.candidates import Build, builds_of, compiled_row, plan
-from attnsweep.compiler import Compiler
+from attnsweep.build.candidate import Build, builds_of, compiled_row, plan
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.console import console
 from attnsweep.family.declare import discover
 from attnsweep.spec.load import SweepSpec, load_spec

@@ -20,7 +20,7 @@ from typing import Any
 
 from attnsweep.arch import arch_named
 from attnsweep.bounds import Chip, bounds
-from attnsweep.candidates import Build
+from attnsweep.build.candidate import Build
 from attnsweep.console import console
 from attnsweep.family.declare import Config, Kernel, discover
 from attnsweep.ranking import OURS

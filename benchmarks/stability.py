@@ -25,7 +25,7 @@ from typing import Any
 import setting
 
 from attnsweep.arch import arch_named
-from attnsweep.compiler import Compiler
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.console import console
 from attnsweep.ranking import OURS, rank
 from attnsweep.rounds import RACE_US, label_of

@@ -17,7 +17,7 @@ from verdict import FAILS, HOLDS, MARGIN, OPEN, Verdict
 
 from attnsweep import counters
 from attnsweep.arch import arch_named
-from attnsweep.candidates import plan
+from attnsweep.build.candidate import plan
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
 from attnsweep.problem import Problem

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 import pytest
 
 from attnsweep.arch import ARCHS, Arch
-from attnsweep.compiler import Compiler, source_closure
+from attnsweep.build.nvrtc import Compiler, source_closure
 from attnsweep.errors import CompileError, ToolchainError
 
 KERNEL = 'extern "C" __global__ void f(float* out) { out[threadIdx.x] = VALUE + PART; }\n'

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.analysis import check_arguments, compiler_warnings, functions
 from attnsweep.arch import ARCHS
-from attnsweep.candidates import Build, as_ready, compiled_row
-from attnsweep.compiler import Compiler
+from attnsweep.build.candidate import Build, as_ready, compiled_row
+from attnsweep.build.cubin import check_arguments, compiler_warnings, functions
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import CompileError
 from attnsweep.family.declare import Launch, TensorMap, discover, load_kernel
 from attnsweep.family.space import Space

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep import candidates, inspection, sass
+from attnsweep import inspection
 from attnsweep.arch import ARCHS
-from attnsweep.compiler import Compiler
+from attnsweep.build import candidate as candidates
+from attnsweep.build import sass
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
 from attnsweep.family.declare import Config, discover
 from attnsweep.problem import Problem

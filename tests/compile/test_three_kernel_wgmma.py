@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from attnsweep.arch import ARCHS
-from attnsweep.candidates import Build, compiled_row
-from attnsweep.compiler import Compiler
+from attnsweep.build.candidate import Build, compiled_row
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import Config, discover
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attnsweep.arch import arch_named
-from attnsweep.candidates import Build
-from attnsweep.compiler import Compiler
+from attnsweep.build.candidate import Build
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import Config, discover
 from attnsweep.problem import Problem
 from attnsweep.workers import Worker

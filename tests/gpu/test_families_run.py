@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.analysis import resources
 from attnsweep.arch import arch_named
-from attnsweep.candidates import Build, as_ready
-from attnsweep.compiler import Compiler
+from attnsweep.build.candidate import Build, as_ready
+from attnsweep.build.cubin import resources
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import discover, load_kernel
 from attnsweep.family.space import Selection, Space
 from attnsweep.problem import Problem

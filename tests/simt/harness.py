@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from attnsweep.arch import ARCHS, Arch
-from attnsweep.family.declare import Config, Kernel, Launch, TensorMap, Value
-from attnsweep.numerics import (
+from attnsweep.build.numerics import (
     HALF_ULP,
     Case,
     error_limit,
@@ -27,6 +26,7 @@ from attnsweep.numerics import (
     reference,
     row_error,
 )
+from attnsweep.family.declare import Config, Kernel, Launch, TensorMap, Value
 
 HERE = Path(__file__).parent / "cuda"
 COMPILER = shutil.which("g++")

@@ -11,8 +11,8 @@ import itertools
 
 import pytest
 
+from attnsweep.build.numerics import Case
 from attnsweep.family.declare import discover
-from attnsweep.numerics import Case
 from attnsweep.problem import Problem
 
 from .harness import COMPILER, config_of

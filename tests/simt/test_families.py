@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from attnsweep.build.numerics import Case, small_cases
 from attnsweep.family.declare import Config, Kernel, discover
 from attnsweep.family.space import Space
-from attnsweep.numerics import Case, small_cases
 from attnsweep.problem import Problem
 
 from .harness import ARCH, COMPILER, HERE, SimtError, config_of

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from attnsweep.build.numerics import Case
 from attnsweep.family.declare import discover
-from attnsweep.numerics import Case
 from attnsweep.problem import Problem
 
 from .harness import COMPILER, BuildError, SimtError, Simulator, config_of, template

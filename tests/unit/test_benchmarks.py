@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from attnsweep.arch import arch_named
-from attnsweep.candidates import plan
+from attnsweep.build.candidate import plan
 from attnsweep.family.declare import discover
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep import candidates, cli, compiler, doctor, sweep
+from attnsweep import cli, doctor, sweep
+from attnsweep.build import candidate as candidates
+from attnsweep.build import nvrtc as compiler
 from attnsweep.errors import NoGpuError, ToolchainError
 
 ROOT = Path(__file__).parent.parent.parent

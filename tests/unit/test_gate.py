@@ -13,7 +13,8 @@ import pytest
 import test_sweep
 from test_sweep import ENVIRONMENT
 
-from attnsweep import cli, compiler, gate, sweep
+from attnsweep import cli, gate, sweep
+from attnsweep.build import nvrtc as compiler
 from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import discover
 from attnsweep.spec.load import load_spec

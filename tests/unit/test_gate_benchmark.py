@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from samples import H200
 
-from attnsweep import compiler
+from attnsweep.build import nvrtc as compiler
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from attnsweep import measure
+from attnsweep.build.numerics import Case
 from attnsweep.measure import Bench, WrongResult
-from attnsweep.numerics import Case
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy, Candidate, Plan
 

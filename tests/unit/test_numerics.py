@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep import numerics
-from attnsweep.numerics import Case
+from attnsweep.build import numerics
+from attnsweep.build.numerics import Case
 from attnsweep.problem import Problem
 
 

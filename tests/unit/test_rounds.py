@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from attnsweep import rounds
-from attnsweep.candidates import Observer
+from attnsweep.build.candidate import Observer
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
 from attnsweep.rounds import RACE_US, Rounds, _pace

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from attnsweep.arch import ARCHS
-from attnsweep.candidates import Build
+from attnsweep.build.candidate import Build
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.problem import Problem
 from attnsweep.ranking import OURS, rank

@@ -13,8 +13,8 @@ import pytest
 from samples import H200
 
 from attnsweep import search, sweep
-from attnsweep.candidates import Observer
-from attnsweep.compiler import Compiler
+from attnsweep.build.candidate import Observer
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import NoGpuError, SpaceError
 from attnsweep.family.declare import discover
 from attnsweep.spec.load import load_spec

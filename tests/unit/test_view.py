@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from attnsweep import candidates, view
+from attnsweep import view
 from attnsweep.arch import arch_named
 from attnsweep.baselines import why_not
+from attnsweep.build import candidate as candidates
 from attnsweep.family.declare import discover
 from attnsweep.spec.load import load_spec
 from attnsweep.trial import Resources, Status, Trial

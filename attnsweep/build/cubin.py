@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from attnsweep.arch import Arch
-from attnsweep.compiler import Cubin
+from attnsweep.build.nvrtc import Cubin
 from attnsweep.errors import CompileError
 from attnsweep.family.declare import Launch
 from attnsweep.trial import Resources

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from attnsweep.compiler import Cubin
+from attnsweep.build.nvrtc import Cubin
 from attnsweep.errors import ToolchainError
 from attnsweep.files import install_command, write_file
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from attnsweep import numerics, sass
-from attnsweep.analysis import check_arguments, compiler_warnings, resources
 from attnsweep.arch import Arch
-from attnsweep.compiler import Compiler, Cubin
+from attnsweep.build import numerics, sass
+from attnsweep.build.cubin import check_arguments, compiler_warnings, resources
+from attnsweep.build.nvrtc import Compiler, Cubin
 from attnsweep.errors import CompileError, KernelError, SpaceError
 from attnsweep.family.chunks import Schedule, schedule_of
 from attnsweep.family.declare import Config, Kernel, Launch
