@@ -355,7 +355,7 @@ def profile(
     Memory and L2 traffic, use of the tensor cores and of issue slots, why warps waited: of each
     stage, and kept in the run's counters.json.
     """
-    from attnsweep.workers import Worker
+    from attnsweep.gpu.worker import Worker
 
     stored, families = open_run(run_), discover(kernels)
     picked = counters.chosen(stored, where or (), top)

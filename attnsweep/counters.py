@@ -297,7 +297,7 @@ def _short(values: Mapping[str, float]) -> dict[str, float]:
 def _launch(path: Path) -> None:
     """Launch each candidate twice unseen and once seen by the profiler."""
     from attnsweep.build import numerics
-    from attnsweep.device import Buffer, Pipeline, Session
+    from attnsweep.gpu.device import Buffer, Pipeline, Session
 
     session = Session()
     candidates: list[Candidate] = pickle.loads(path.read_bytes())

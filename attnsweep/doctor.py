@@ -13,11 +13,11 @@ from pathlib import Path
 
 from attnsweep import __version__
 from attnsweep.build.nvrtc import default_cache_dir, nvrtc_version
-from attnsweep.device import driver_cuda
 from attnsweep.errors import AttnsweepError
 from attnsweep.files import install_command
+from attnsweep.gpu.device import driver_cuda
+from attnsweep.gpu.worker import Worker, WorkerError, driver_version
 from attnsweep.trial import Status
-from attnsweep.workers import Worker, WorkerError, driver_version
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel
+from attnsweep.gpu.worker import Worker, WorkerError
 from attnsweep.paired import Decision, Interval, PairedTest
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
@@ -31,7 +32,6 @@ from attnsweep.spec.load import SweepSpec
 from attnsweep.store import Run
 from attnsweep.sweep import arch_of
 from attnsweep.trial import Candidate, Environment, Plan, Status, Trial
-from attnsweep.workers import Worker, WorkerError
 
 # Rounds before the first that counts: clocks rise and caches fill.
 _WARMUP_ROUNDS = 2

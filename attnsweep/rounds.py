@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attnsweep.build.candidate import Build, Observer
+from attnsweep.gpu.worker import Worker, WorkerError
 from attnsweep.race import Race, interval, rounds_to_eliminate
 from attnsweep.ranking import EQUIVALENT, OURS, thrift
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store import Store
 from attnsweep.trial import Measurement, Status, Trial
 from attnsweep.turns import Round, Turns
-from attnsweep.workers import Worker, WorkerError
 
 Pair = tuple[Build, Trial]
 # The best of each family always enters the rounds, so that every family's best is well measured.

@@ -37,6 +37,7 @@ from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import AttnsweepError, NoGpuError, SpecError, StoreError
 from attnsweep.family.chunks import MODES
 from attnsweep.family.declare import Kernel
+from attnsweep.gpu.worker import Worker, WorkerError, installed_arch
 from attnsweep.problem import Problem
 from attnsweep.ranking import OURS, rank, winners
 from attnsweep.replay import replay
@@ -46,7 +47,6 @@ from attnsweep.skipping import Skips
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store import TRIALS, Run, Store, open_run
 from attnsweep.trial import Environment, Measurement, Status, Trial
-from attnsweep.workers import Worker, WorkerError, installed_arch
 
 # Raise it when a change of checking or timing makes older rows incomparable: they are then redone.
 PROTOCOL = 3

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnsweep.workers import Worker, WorkerError
+from attnsweep.gpu.worker import Worker, WorkerError
 
 # SM clocks further apart than this are two states: an H200's steps are 15 MHz of 1980, 0.8 %.
 SAME_CLOCK = 0.02

@@ -35,11 +35,11 @@ from attnsweep.console import console
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Launch, discover
 from attnsweep.gate import Outcome, compare
+from attnsweep.gpu.worker import Worker
 from attnsweep.ranking import rank, ratio_interval, winners
 from attnsweep.regress import Verdict
 from attnsweep.store import open_run
 from attnsweep.trial import Candidate, CompiledStage, Environment, Plan
-from attnsweep.workers import Worker
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(__file__).with_name("burn.cu")

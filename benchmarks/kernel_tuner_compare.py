@@ -41,11 +41,11 @@ from attnsweep.build.nvrtc import CACHE_VARIABLE, Compiler
 from attnsweep.console import console
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
+from attnsweep.gpu.worker import Worker
 from attnsweep.ranking import rank, winners
 from attnsweep.rounds import label_of
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store import open_run
-from attnsweep.workers import Worker
 
 SPEC = """
 name: compare

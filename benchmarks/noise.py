@@ -23,7 +23,7 @@ import setting
 from attnsweep.arch import arch_named
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.console import console
-from attnsweep.workers import Worker
+from attnsweep.gpu.worker import Worker
 
 # (kernel, problem): from about 8 us to about a millisecond on an H200.
 CASES = (

@@ -26,8 +26,8 @@ import setting
 from attnsweep.arch import arch_named
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.console import console
-from attnsweep.measure import Bench
-from attnsweep.workers import Worker
+from attnsweep.gpu.bench import Bench
+from attnsweep.gpu.worker import Worker
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 # Blocks that take turns need two tiles each, so PERSISTENT is as small as the problem.

@@ -27,11 +27,11 @@ import setting
 from attnsweep.arch import arch_named
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.console import console
+from attnsweep.gpu.worker import Worker
 from attnsweep.ranking import OURS, rank
 from attnsweep.rounds import RACE_US, label_of
 from attnsweep.store import Run, open_run
 from attnsweep.trial import Environment
-from attnsweep.workers import Worker
 
 SPEC = """
 name: stability

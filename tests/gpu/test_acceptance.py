@@ -8,8 +8,8 @@ from attnsweep.arch import arch_named
 from attnsweep.build.candidate import Build
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import Config, discover
+from attnsweep.gpu.worker import Worker
 from attnsweep.problem import Problem
-from attnsweep.workers import Worker
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,8 @@ from attnsweep.build.cubin import resources
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import discover, load_kernel
 from attnsweep.family.space import Selection, Space
+from attnsweep.gpu.worker import Worker
 from attnsweep.problem import Problem
-from attnsweep.workers import Worker
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
-from attnsweep.device import Pipeline
 from attnsweep.family.declare import Launch
+from attnsweep.gpu.device import Pipeline
 from attnsweep.problem import Problem
 from attnsweep.trial import CompiledStage, Plan
 

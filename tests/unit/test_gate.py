@@ -17,9 +17,9 @@ from attnsweep import cli, gate, sweep
 from attnsweep.build import nvrtc as compiler
 from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import discover
+from attnsweep.gpu.worker import WorkerError
 from attnsweep.spec.load import load_spec
 from attnsweep.trial import Accuracy, FirstTimes, Status
-from attnsweep.workers import WorkerError
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attnsweep import measure
 from attnsweep.build.numerics import Case
-from attnsweep.measure import Bench, WrongResult
+from attnsweep.gpu import bench as measure
+from attnsweep.gpu.bench import Bench, WrongResult
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy, Candidate, Plan
 

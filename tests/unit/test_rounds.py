@@ -10,12 +10,12 @@ import pytest
 
 from attnsweep import rounds
 from attnsweep.build.candidate import Observer
+from attnsweep.gpu.worker import WorkerError
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
 from attnsweep.rounds import RACE_US, Rounds, _pace
 from attnsweep.spec.load import MeasureSpec, SearchSpec
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
-from attnsweep.workers import WorkerError
 
 PROBLEM = Problem(1, 16, 16, 1024, 1024, 64)
 

@@ -17,10 +17,10 @@ from attnsweep.build.candidate import Observer
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import NoGpuError, SpaceError
 from attnsweep.family.declare import discover
+from attnsweep.gpu.worker import WorkerError
 from attnsweep.spec.load import load_spec
 from attnsweep.store import read_trials
 from attnsweep.trial import Accuracy, FirstTimes, Status
-from attnsweep.workers import WorkerError
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")
 

@@ -6,9 +6,9 @@ import pytest
 
 from attnsweep import view
 from attnsweep.arch import arch_named
-from attnsweep.baselines import why_not
 from attnsweep.build import candidate as candidates
 from attnsweep.family.declare import discover
+from attnsweep.gpu.peers import why_not
 from attnsweep.spec.load import load_spec
 from attnsweep.trial import Resources, Status, Trial
 

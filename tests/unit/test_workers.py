@@ -11,8 +11,8 @@ import time
 import pytest
 
 from attnsweep.errors import NoGpuError
+from attnsweep.gpu.worker import Worker, WorkerError
 from attnsweep.trial import Status
-from attnsweep.workers import Worker, WorkerError
 
 
 class FakeBench:
@@ -118,7 +118,7 @@ def test_a_killed_parent_leaves_no_hung_child(tmp_path):
         "import sys\n"
         f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
         "from test_workers import FakeBench\n"
-        "from attnsweep.workers import Worker\n"
+        "from attnsweep.gpu.worker import Worker\n"
         "if __name__ == '__main__':\n"
         "    worker = Worker(1000.0, bench=FakeBench)\n"
         "    worker.open('problem')\n"

@@ -38,7 +38,7 @@ BenchFactory = Callable[..., Any]
 
 def open_bench(*args: Any, **options: Any) -> Any:
     """measure.Bench, imported only in the child: the parent never loads CuPy."""
-    from attnsweep.measure import Bench
+    from attnsweep.gpu.bench import Bench
 
     return Bench(*args, **options)
 
@@ -224,8 +224,8 @@ def _answer(
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> tuple[_Reply, Any]:
-    from attnsweep.baselines import Unavailable
-    from attnsweep.measure import WrongResult
+    from attnsweep.gpu.bench import WrongResult
+    from attnsweep.gpu.peers import Unavailable
 
     try:
         if method == "describe":
@@ -266,7 +266,7 @@ def _die_with(parent: int) -> None:
 
 def _describe(preload: str | None) -> Environment:
     from attnsweep.build.nvrtc import nvrtc_version
-    from attnsweep.device import Session
+    from attnsweep.gpu.device import Session
 
     def load(name: str) -> None:
         with contextlib.suppress(Exception):  # whoever needs it will say what is wrong

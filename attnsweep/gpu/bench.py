@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from attnsweep import baselines
 from attnsweep.build import numerics
 from attnsweep.build.numerics import Case
-from attnsweep.device import Buffer, Pipeline, Session, cuda_errors
+from attnsweep.gpu import peers as baselines
+from attnsweep.gpu.device import Buffer, Pipeline, Session, cuda_errors
 from attnsweep.problem import DTYPE_BYTES, Problem
 from attnsweep.trial import Accuracy, Candidate, FirstTimes, Plan
 

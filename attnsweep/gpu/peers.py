@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attnsweep.problem import DTYPE_BYTES, Problem
 
 if TYPE_CHECKING:
-    from attnsweep.device import Session
+    from attnsweep.gpu.device import Session
 
 Forward = Callable[[Any, Any, Any], Any]
 
@@ -198,7 +198,7 @@ def _unfused(torch: Any, problem: Problem, session: Session) -> Forward:
 
 def _triton(torch: Any, problem: Problem, session: Session) -> Forward:
     try:
-        from attnsweep import triton_flash
+        from attnsweep.gpu import triton_flash
     except ImportError as error:
         raise Unavailable("Triton is not installed; PyTorch's wheels for Linux bring it") from error
 
