@@ -25,7 +25,7 @@ from attnsweep.family.declare import Value
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank, winners
 from attnsweep.spec.load import load_spec
-from attnsweep.store import CUBINS, LOCK, SPEC, TRIALS, Run, Store, being_written, open_run
+from attnsweep.store.run import CUBINS, LOCK, SPEC, TRIALS, Run, Store, being_written, open_run
 from attnsweep.trial import Plan, Trial
 
 _AGAIN = "record it anew: attnsweep run SPEC --fresh, then attnsweep accept"

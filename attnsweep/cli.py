@@ -38,7 +38,7 @@ from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec, load_spec
 from attnsweep.spec.model import BASELINES
 from attnsweep.spec.yaml_file import nearest
-from attnsweep.store import Run, latest_run, open_run
+from attnsweep.store.run import Run, latest_run, open_run
 
 app = typer.Typer(
     cls=ending.Commands,

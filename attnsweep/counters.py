@@ -28,7 +28,7 @@ from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel, values_in
 from attnsweep.ranking import rank, value_text
 from attnsweep.spec.yaml_file import nearest
-from attnsweep.store import Run
+from attnsweep.store.run import Run
 from attnsweep.trial import Candidate, Trial
 
 FILE = "counters.json"

@@ -29,7 +29,7 @@ from attnsweep.ranking import rank
 from attnsweep.regress import Comparison, Finding, Verdict, differences, other_card
 from attnsweep.section import Row, by_problem
 from attnsweep.spec.load import SweepSpec
-from attnsweep.store import Run
+from attnsweep.store.run import Run
 from attnsweep.sweep import arch_of
 from attnsweep.trial import Candidate, Environment, Plan, Status, Trial
 

@@ -24,7 +24,7 @@ from attnsweep.family.space import Selection, Space
 from attnsweep.problem import Problem
 from attnsweep.spec.require import INSTRUCTIONS
 from attnsweep.spec.yaml_file import nearest
-from attnsweep.store import ENVIRONMENT, find_runs
+from attnsweep.store.run import ENVIRONMENT, find_runs
 from attnsweep.trial import Environment, Resources
 
 _HEADERS = {

@@ -44,7 +44,7 @@ from attnsweep.section import (
     who,
     winner_lines,
 )
-from attnsweep.store import Run
+from attnsweep.store.run import Run
 from attnsweep.trial import Status
 
 ASSETS = Path(__file__).parent / "assets"

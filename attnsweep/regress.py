@@ -21,7 +21,7 @@ from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.files import install_command, write_file
 from attnsweep.ranking import rank, ratio_interval
 from attnsweep.section import Row, Section, by_problem, figure
-from attnsweep.store import Run
+from attnsweep.store.run import Run
 from attnsweep.trial import Environment
 
 

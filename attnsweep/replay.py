@@ -14,7 +14,7 @@ from attnsweep.errors import SpaceError
 from attnsweep.family.declare import Kernel
 from attnsweep.search import search_of
 from attnsweep.spec.load import SweepSpec
-from attnsweep.store import TRIALS, Run, Store, open_run
+from attnsweep.store.run import TRIALS, Run, Store, open_run
 from attnsweep.trial import Status, Trial
 
 

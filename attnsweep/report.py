@@ -36,7 +36,7 @@ from attnsweep.section import (
     who,
     winner_lines,
 )
-from attnsweep.store import Run
+from attnsweep.store.run import Run
 from attnsweep.trial import Environment
 
 NONE = "–"

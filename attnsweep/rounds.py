@@ -18,7 +18,7 @@ from attnsweep.gpu.worker import Worker, WorkerError
 from attnsweep.race import Race, interval, rounds_to_eliminate
 from attnsweep.ranking import EQUIVALENT, OURS, thrift
 from attnsweep.spec.load import SweepSpec
-from attnsweep.store import Store
+from attnsweep.store.run import Store
 from attnsweep.trial import Measurement, Status, Trial
 from attnsweep.turns import Round, Turns
 

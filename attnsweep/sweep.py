@@ -45,7 +45,7 @@ from attnsweep.rounds import Rounds, race_entry
 from attnsweep.search import Search, search_of
 from attnsweep.skipping import Skips
 from attnsweep.spec.load import SweepSpec
-from attnsweep.store import TRIALS, Run, Store, open_run
+from attnsweep.store.run import TRIALS, Run, Store, open_run
 from attnsweep.trial import Environment, Measurement, Status, Trial
 
 # Raise it when a change of checking or timing makes older rows incomparable: they are then redone.

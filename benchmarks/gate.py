@@ -38,7 +38,7 @@ from attnsweep.gate import Outcome, compare
 from attnsweep.gpu.worker import Worker
 from attnsweep.ranking import rank, ratio_interval, winners
 from attnsweep.regress import Verdict
-from attnsweep.store import open_run
+from attnsweep.store.run import open_run
 from attnsweep.trial import Candidate, CompiledStage, Environment, Plan
 
 ROOT = Path(__file__).parent.parent

@@ -45,7 +45,7 @@ from attnsweep.gpu.worker import Worker
 from attnsweep.ranking import rank, winners
 from attnsweep.rounds import label_of
 from attnsweep.spec.load import SweepSpec
-from attnsweep.store import open_run
+from attnsweep.store.run import open_run
 
 SPEC = """
 name: compare

@@ -15,7 +15,7 @@ from typing import Any
 
 from attnsweep.console import console
 from attnsweep.ranking import rank
-from attnsweep.store import open_run
+from attnsweep.store.run import open_run
 from attnsweep.trial import Trial
 
 

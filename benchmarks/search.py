@@ -22,7 +22,7 @@ from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
 from attnsweep.search import Search
 from attnsweep.spec.load import load_spec
-from attnsweep.store import open_run
+from attnsweep.store.run import open_run
 from attnsweep.trial import Status, Trial
 
 ROOT = Path(__file__).parent.parent

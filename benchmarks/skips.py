@@ -25,7 +25,7 @@ from attnsweep.console import console
 from attnsweep.family.declare import Config, Kernel, discover
 from attnsweep.ranking import OURS
 from attnsweep.skipping import SHARE, Skips
-from attnsweep.store import Run, open_run
+from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Status, Trial
 
 ROOT = Path(__file__).parent.parent

@@ -30,7 +30,7 @@ from attnsweep.console import console
 from attnsweep.gpu.worker import Worker
 from attnsweep.ranking import OURS, rank
 from attnsweep.rounds import RACE_US, label_of
-from attnsweep.store import Run, open_run
+from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Environment
 
 SPEC = """

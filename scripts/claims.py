@@ -24,7 +24,7 @@ from attnsweep.problem import Problem
 from attnsweep.ranking import rank
 from attnsweep.search import Search
 from attnsweep.spec.load import load_spec
-from attnsweep.store import Run, open_run
+from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Status, Trial
 
 SHAPE = Problem(1, 16, 16, 1024, 1024, 64)

@@ -16,7 +16,7 @@ from attnsweep import counters
 from attnsweep.arch import arch_named
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
-from attnsweep.store import Run, open_run
+from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Status, Trial
 
 WIDE, LADDER = "wide_head", "ladder"

@@ -19,7 +19,7 @@ from verdict import FAILS, HOLDS, MARGIN, OPEN, PART, Verdict
 from attnsweep import counters
 from attnsweep.arch import ARCHS, Arch, arch_named
 from attnsweep.problem import Problem
-from attnsweep.store import Run, open_run
+from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Trial
 
 NAME = "wmma_pipeline"

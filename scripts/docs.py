@@ -23,7 +23,7 @@ from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.family.declare import BLOCK_LIMITS, discover
 from attnsweep.ranking import rank
 from attnsweep.spec.schema import schema_text
-from attnsweep.store import find_runs, open_run
+from attnsweep.store.run import find_runs, open_run
 from attnsweep.trial import Trial
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from attnsweep.arch import arch_named
 from attnsweep.bounds import binding, bounds
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
-from attnsweep.store import Run, open_run
+from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Trial
 
 KERNEL = "flash_fwd_wgmma"

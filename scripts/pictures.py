@@ -13,7 +13,7 @@ import vl_convert
 
 from attnsweep import page
 from attnsweep.ranking import rank
-from attnsweep.store import open_run
+from attnsweep.store.run import open_run
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "h200"

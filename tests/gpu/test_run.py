@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.store import read_trials
+from attnsweep.store.run import read_trials
 from attnsweep.trial import Status
 
 pytestmark = pytest.mark.gpu

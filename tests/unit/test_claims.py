@@ -15,7 +15,7 @@ from attnsweep.family.declare import Kernel, Launch, Param
 from attnsweep.family.space import Space
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
-from attnsweep.store import Store
+from attnsweep.store.run import Store
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))

@@ -10,7 +10,7 @@ from samples import H200
 
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
-from attnsweep.store import Store, open_run
+from attnsweep.store.run import Store, open_run
 from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))

@@ -18,7 +18,7 @@ from attnsweep import cli, page
 from attnsweep import plots as library
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.problem import Problem
-from attnsweep.store import Run, open_run
+from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Status
 
 pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")

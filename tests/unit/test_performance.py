@@ -10,7 +10,7 @@ from samples import H200
 
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
-from attnsweep.store import Store
+from attnsweep.store.run import Store
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))

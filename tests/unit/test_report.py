@@ -13,7 +13,7 @@ from attnsweep import report
 from attnsweep.console import aligned, cut, wrap
 from attnsweep.problem import Problem
 from attnsweep.ranking import rank
-from attnsweep.store import Run
+from attnsweep.store.run import Run
 from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial
 
 PROBLEM = Problem(4, 16, 16, 1024, 1024, 64)

@@ -12,7 +12,7 @@ from attnsweep.family.declare import discover
 from attnsweep.ranking import rank
 from attnsweep.spec.load import load_spec
 from attnsweep.spec.shipped import shipped_specs
-from attnsweep.store import find_runs, open_run
+from attnsweep.store.run import find_runs, open_run
 from attnsweep.trial import Status
 
 ROOT = Path(__file__).parent.parent.parent

@@ -17,7 +17,7 @@ from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.problem import Problem
 from attnsweep.ranking import OURS, rank
 from attnsweep.skipping import SHARE, Skips, stage_codes
-from attnsweep.store import open_run
+from attnsweep.store.run import open_run
 from attnsweep.trial import Measurement, Status, Trial
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))

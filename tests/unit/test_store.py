@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from samples import H200 as ENVIRONMENT
 
-from attnsweep import store as store_module
 from attnsweep.errors import StoreError
 from attnsweep.problem import Problem
-from attnsweep.store import MAX_WARNINGS, Store, find_runs, latest_run, open_run, read_trials
+from attnsweep.store.run import MAX_WARNINGS, Store, find_runs, latest_run, open_run, read_trials
+from attnsweep.store.run import run as store_module
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 
 # Where `python -c` finds the package even if it is not installed.
@@ -219,7 +219,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_store import trial
-from attnsweep.store import Store
+from attnsweep.store.run import Store
 with Store.open(Path({directory!r})) as store:
     number = len(store.trials)
     while True:
@@ -300,7 +300,7 @@ def test_a_failed_fsync_takes_the_row_back(tmp_path: Path, monkeypatch: pytest.M
 HOLDER = """
 import sys
 from pathlib import Path
-from attnsweep.store import Store
+from attnsweep.store.run import Store
 with Store.open(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -19,7 +19,7 @@ from attnsweep.errors import NoGpuError, SpaceError
 from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.spec.load import load_spec
-from attnsweep.store import read_trials
+from attnsweep.store.run import read_trials
 from attnsweep.trial import Accuracy, FirstTimes, Status
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")

@@ -1,0 +1,1 @@
+"""Runs on disk: rows, provenance, and the machine code of winners."""
