@@ -20,10 +20,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from attnsweep.build.candidate import Build
+from attnsweep.choose.ranking import rank, winners
 from attnsweep.errors import SpecError, StoreError
 from attnsweep.family.declare import Value
 from attnsweep.problem import Problem
-from attnsweep.ranking import rank, winners
 from attnsweep.spec.load import load_spec
 from attnsweep.store.run import CUBINS, LOCK, SPEC, TRIALS, Run, Store, being_written, open_run
 from attnsweep.trial import Plan, Trial

@@ -20,12 +20,12 @@ from typing import Any
 import yaml
 
 from attnsweep import __version__
+from attnsweep.choose.ranking import named, rank, value_text
 from attnsweep.console import GLUE
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.files import install_command, write_file
 from attnsweep.plots import PlotLibrary
 from attnsweep.problem import Problem
-from attnsweep.ranking import named, rank, value_text
 from attnsweep.report import LEGEND, table
 from attnsweep.section import (
     Row,

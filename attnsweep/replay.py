@@ -10,9 +10,9 @@ from pathlib import Path
 from attnsweep import report
 from attnsweep.arch import arch_named
 from attnsweep.build.candidate import Observer, candidate_count, plan, plan_facts
+from attnsweep.choose.search import search_of
 from attnsweep.errors import SpaceError
 from attnsweep.family.declare import Kernel
-from attnsweep.search import search_of
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.run import TRIALS, Run, Store, open_run
 from attnsweep.trial import Status, Trial

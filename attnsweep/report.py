@@ -15,8 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from attnsweep.choose.ranking import named, rank, value_text
 from attnsweep.console import GLUE, aligned, cut, wrap
-from attnsweep.ranking import named, rank, value_text
 from attnsweep.section import (
     Row,
     Section,

@@ -15,9 +15,9 @@ from typing import Any
 
 import pandas
 
+from attnsweep.choose.ranking import bounds_of
 from attnsweep.console import GLUE
 from attnsweep.problem import Problem
-from attnsweep.ranking import bounds_of
 from attnsweep.trial import Environment, Status
 
 Row = dict[str, Any]

@@ -34,16 +34,16 @@ from attnsweep.build.candidate import (
     workspace_limit,
 )
 from attnsweep.build.nvrtc import Compiler
+from attnsweep.choose.finals import Rounds, race_entry
+from attnsweep.choose.ranking import OURS, rank, winners
+from attnsweep.choose.search import Search, search_of
+from attnsweep.choose.skipping import Skips
 from attnsweep.errors import AttnsweepError, NoGpuError, SpecError, StoreError
 from attnsweep.family.chunks import MODES
 from attnsweep.family.declare import Kernel
 from attnsweep.gpu.worker import Worker, WorkerError, installed_arch
 from attnsweep.problem import Problem
-from attnsweep.ranking import OURS, rank, winners
 from attnsweep.replay import replay
-from attnsweep.rounds import Rounds, race_entry
-from attnsweep.search import Search, search_of
-from attnsweep.skipping import Skips
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.run import TRIALS, Run, Store, open_run
 from attnsweep.trial import Environment, Measurement, Status, Trial

@@ -38,12 +38,12 @@ import setting
 from attnsweep.arch import arch_named
 from attnsweep.build.candidate import plan
 from attnsweep.build.nvrtc import CACHE_VARIABLE, Compiler
+from attnsweep.choose.finals import label_of
+from attnsweep.choose.ranking import rank, winners
 from attnsweep.console import console
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
 from attnsweep.gpu.worker import Worker
-from attnsweep.ranking import rank, winners
-from attnsweep.rounds import label_of
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.run import open_run
 

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from attnsweep.choose.ranking import rank
 from attnsweep.console import console
-from attnsweep.ranking import rank
 from attnsweep.store.run import open_run
 from attnsweep.trial import Trial
 

@@ -18,11 +18,11 @@ from verdict import FAILS, HOLDS, MARGIN, OPEN, Verdict
 from attnsweep import counters
 from attnsweep.arch import arch_named
 from attnsweep.build.candidate import plan
+from attnsweep.choose.ranking import rank
+from attnsweep.choose.search import Search
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
 from attnsweep.problem import Problem
-from attnsweep.ranking import rank
-from attnsweep.search import Search
 from attnsweep.spec.load import load_spec
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Status, Trial

@@ -14,8 +14,8 @@ from verdict import FAILS, HOLDS
 
 from attnsweep import counters
 from attnsweep.arch import arch_named
+from attnsweep.choose.ranking import rank
 from attnsweep.problem import Problem
-from attnsweep.ranking import rank
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Status, Trial
 

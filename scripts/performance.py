@@ -12,8 +12,8 @@ from pathlib import Path
 
 from attnsweep.arch import arch_named
 from attnsweep.bounds import binding, bounds
+from attnsweep.choose.ranking import rank
 from attnsweep.problem import Problem
-from attnsweep.ranking import rank
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Trial
 

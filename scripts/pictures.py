@@ -12,7 +12,7 @@ from typing import Any
 import vl_convert
 
 from attnsweep import page
-from attnsweep.ranking import rank
+from attnsweep.choose.ranking import rank
 from attnsweep.store.run import open_run
 
 ROOT = Path(__file__).parent.parent

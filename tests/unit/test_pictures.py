@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.ranking import rank, winners
+from attnsweep.choose.ranking import rank, winners
 from attnsweep.store.run import open_run
 
 pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")

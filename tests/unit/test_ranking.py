@@ -14,8 +14,8 @@ from samples import H200
 
 from attnsweep.arch import ARCHS
 from attnsweep.bounds import binding, bounds
+from attnsweep.choose.ranking import COLUMNS, bounds_of, judged, rank, ratio_interval, winners
 from attnsweep.problem import Problem
-from attnsweep.ranking import COLUMNS, bounds_of, judged, rank, ratio_interval, winners
 from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))

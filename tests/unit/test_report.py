@@ -10,9 +10,9 @@ from rich.console import Console
 from samples import H200
 
 from attnsweep import report
+from attnsweep.choose.ranking import rank
 from attnsweep.console import aligned, cut, wrap
 from attnsweep.problem import Problem
-from attnsweep.ranking import rank
 from attnsweep.store.run import Run
 from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial
 

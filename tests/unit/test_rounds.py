@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from attnsweep import rounds
 from attnsweep.build.candidate import Observer
+from attnsweep.choose import finals as rounds
+from attnsweep.choose.finals import RACE_US, Rounds, _pace
+from attnsweep.choose.ranking import rank
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.problem import Problem
-from attnsweep.ranking import rank
-from attnsweep.rounds import RACE_US, Rounds, _pace
 from attnsweep.spec.load import MeasureSpec, SearchSpec
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 from samples import H200
 
-from attnsweep import search, sweep
+from attnsweep import sweep
 from attnsweep.build.candidate import Observer
 from attnsweep.build.nvrtc import Compiler
+from attnsweep.choose import search
 from attnsweep.errors import NoGpuError, SpaceError
 from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError

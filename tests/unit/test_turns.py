@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnsweep.choose.rounds import Round, Turns, _worth_repeating, difference, summary
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.trial import Status
-from attnsweep.turns import Round, Turns, _worth_repeating, difference, summary
 
 
 class Card:

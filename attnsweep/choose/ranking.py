@@ -14,8 +14,8 @@ import pandas
 
 from attnsweep.arch import arch_named
 from attnsweep.bounds import binding, bounds
+from attnsweep.choose.paired import skipped
 from attnsweep.errors import SpecError
-from attnsweep.paired import skipped
 from attnsweep.problem import Problem
 from attnsweep.trial import Environment, Status, Trial
 

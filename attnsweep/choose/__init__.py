@@ -1,0 +1,1 @@
+"""Which candidate is fastest: what to try, races, finals, ranking."""
