@@ -13,28 +13,20 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from attnsweep import (
-    __version__,
-    counters,
-    ending,
-    gate,
-    inspection,
-    page,
-    progress,
-    regress,
-    report,
-    sweep,
-    view,
-)
+from attnsweep import __version__, counters, gate, inspection, regress, sweep
 from attnsweep.arch import ARCHS, arch_named
 from attnsweep.baseline import accept as accept_run
 from attnsweep.build import candidate as candidates
-from attnsweep.console import console, errors
 from attnsweep.doctor import examine, verdict
 from attnsweep.errors import KernelError, NoGpuError, SpecError
 from attnsweep.family.declare import Kernel, discover
-from attnsweep.plots import PlotLibrary
 from attnsweep.problem import Problem
+from attnsweep.show import ending, progress
+from attnsweep.show import html as page
+from attnsweep.show import tables as report
+from attnsweep.show import views as view
+from attnsweep.show.plots import PlotLibrary
+from attnsweep.show.terminal import console, errors
 from attnsweep.spec.load import SweepSpec, load_spec
 from attnsweep.spec.model import BASELINES
 from attnsweep.spec.yaml_file import nearest

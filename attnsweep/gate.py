@@ -27,7 +27,7 @@ from attnsweep.family.declare import Config, Kernel
 from attnsweep.gpu.worker import Worker, WorkerError
 from attnsweep.problem import Problem
 from attnsweep.regress import Comparison, Finding, Verdict, differences, other_card
-from attnsweep.section import Row, by_problem
+from attnsweep.show.sentences import Row, by_problem
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.run import Run
 from attnsweep.sweep import arch_of

@@ -17,11 +17,11 @@ from attnsweep.bounds import bounds
 from attnsweep.build.candidate import Build, with_instructions
 from attnsweep.build.cubin import resources
 from attnsweep.build.nvrtc import Compiler, nvrtc_version
-from attnsweep.console import GLUE, aligned, wrap
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
 from attnsweep.family.declare import Config, Kernel, Launch, Param, Value, values_in
 from attnsweep.family.space import Selection, Space
 from attnsweep.problem import Problem
+from attnsweep.show.terminal import GLUE, aligned, wrap
 from attnsweep.spec.require import INSTRUCTIONS
 from attnsweep.spec.yaml_file import nearest
 from attnsweep.store.run import ENVIRONMENT, find_runs

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.choose.ranking import rank, ratio_interval
-from attnsweep.console import GLUE, aligned, wrap
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.files import install_command, write_file
-from attnsweep.section import Row, Section, by_problem, figure
+from attnsweep.show.sentences import Row, Section, by_problem, figure
+from attnsweep.show.terminal import GLUE, aligned, wrap
 from attnsweep.store.run import Run
 from attnsweep.trial import Environment
 

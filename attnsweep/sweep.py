@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attnsweep import report
 from attnsweep.arch import ARCHS, Arch, arch_named
 from attnsweep.baseline import keep_code, read_code
 from attnsweep.build.candidate import (
@@ -44,6 +43,7 @@ from attnsweep.family.declare import Kernel
 from attnsweep.gpu.worker import Worker, WorkerError, installed_arch
 from attnsweep.problem import Problem
 from attnsweep.replay import replay
+from attnsweep.show import tables as report
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.run import TRIALS, Run, Store, open_run
 from attnsweep.trial import Environment, Measurement, Status, Trial

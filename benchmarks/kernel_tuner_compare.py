@@ -40,10 +40,10 @@ from attnsweep.build.candidate import plan
 from attnsweep.build.nvrtc import CACHE_VARIABLE, Compiler
 from attnsweep.choose.finals import label_of
 from attnsweep.choose.ranking import rank, winners
-from attnsweep.console import console
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
 from attnsweep.gpu.worker import Worker
+from attnsweep.show.terminal import console
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.run import open_run
 

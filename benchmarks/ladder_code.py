@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.choose.ranking import rank
-from attnsweep.console import console
+from attnsweep.show.terminal import console
 from attnsweep.store.run import open_run
 from attnsweep.trial import Trial
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from attnsweep.arch import arch_named
 from attnsweep.build.nvrtc import Compiler
-from attnsweep.console import console
 from attnsweep.family.declare import Launch
 from attnsweep.gpu.device import Buffer, Pipeline, Session
 from attnsweep.gpu.worker import Worker
 from attnsweep.problem import Problem
+from attnsweep.show.terminal import console
 from attnsweep.trial import CompiledStage, Plan
 
 SOURCE = Path(__file__).with_name("limits.cu")

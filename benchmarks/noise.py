@@ -22,8 +22,8 @@ import setting
 
 from attnsweep.arch import arch_named
 from attnsweep.build.nvrtc import Compiler
-from attnsweep.console import console
 from attnsweep.gpu.worker import Worker
+from attnsweep.show.terminal import console
 
 # (kernel, problem): from about 8 us to about a millisecond on an H200.
 CASES = (

@@ -25,9 +25,9 @@ import setting
 
 from attnsweep.arch import arch_named
 from attnsweep.build.nvrtc import Compiler
-from attnsweep.console import console
 from attnsweep.gpu.bench import Bench
 from attnsweep.gpu.worker import Worker
+from attnsweep.show.terminal import console
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 # Blocks that take turns need two tiles each, so PERSISTENT is as small as the problem.

@@ -18,9 +18,9 @@ from typing import Any
 from attnsweep.arch import arch_named
 from attnsweep.build.candidate import plan
 from attnsweep.choose.search import Search
-from attnsweep.console import console
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
+from attnsweep.show.terminal import console
 from attnsweep.spec.load import load_spec
 from attnsweep.store.run import open_run
 from attnsweep.trial import Status, Trial

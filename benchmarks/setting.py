@@ -10,8 +10,8 @@ from typing import Any
 from attnsweep.arch import arch_named
 from attnsweep.build.candidate import Build, builds_of, compiled_row, plan
 from attnsweep.build.nvrtc import Compiler
-from attnsweep.console import console
 from attnsweep.family.declare import discover
+from attnsweep.show.terminal import console
 from attnsweep.spec.load import SweepSpec, load_spec
 from attnsweep.trial import Environment, Status
 

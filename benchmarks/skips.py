@@ -23,8 +23,8 @@ from attnsweep.bounds import Chip, bounds
 from attnsweep.build.candidate import Build
 from attnsweep.choose.ranking import OURS
 from attnsweep.choose.skipping import SHARE, Skips
-from attnsweep.console import console
 from attnsweep.family.declare import Config, Kernel, discover
+from attnsweep.show.terminal import console
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Status, Trial
 

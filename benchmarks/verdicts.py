@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from attnsweep.console import console, errors
+from attnsweep.show.terminal import console, errors
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ROOT / "tests" / "families"

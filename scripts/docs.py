@@ -18,10 +18,10 @@ import claims_e
 import measured
 import performance
 
-from attnsweep import report
 from attnsweep.choose.ranking import rank
 from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.family.declare import BLOCK_LIMITS, discover
+from attnsweep.show import tables as report
 from attnsweep.spec.schema import schema_text
 from attnsweep.store.run import find_runs, open_run
 from attnsweep.trial import Trial

@@ -11,8 +11,8 @@ from typing import Any
 
 import vl_convert
 
-from attnsweep import page
 from attnsweep.choose.ranking import rank
+from attnsweep.show import html as page
 from attnsweep.store.run import open_run
 
 ROOT = Path(__file__).parent.parent

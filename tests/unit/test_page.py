@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from test_report import baseline, candidate, failed, full_run
 
-from attnsweep import cli, page
-from attnsweep import plots as library
+from attnsweep import cli
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.problem import Problem
+from attnsweep.show import html as page
+from attnsweep.show import plots as library
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Status
 

@@ -9,10 +9,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from samples import H200
 
-from attnsweep import report
 from attnsweep.choose.ranking import rank
-from attnsweep.console import aligned, cut, wrap
 from attnsweep.problem import Problem
+from attnsweep.show import tables as report
+from attnsweep.show.terminal import aligned, cut, wrap
 from attnsweep.store.run import Run
 from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep import report
 from attnsweep.choose.ranking import rank
 from attnsweep.family.declare import discover
+from attnsweep.show import tables as report
 from attnsweep.spec.load import load_spec
 from attnsweep.spec.shipped import shipped_specs
 from attnsweep.store.run import find_runs, open_run

@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from attnsweep.choose.ranking import named, rank, value_text
-from attnsweep.console import GLUE, aligned, cut, wrap
-from attnsweep.section import (
+from attnsweep.show.sentences import (
     Row,
     Section,
     absent_baselines,
@@ -36,6 +35,7 @@ from attnsweep.section import (
     who,
     winner_lines,
 )
+from attnsweep.show.terminal import GLUE, aligned, cut, wrap
 from attnsweep.store.run import Run
 from attnsweep.trial import Environment
 

@@ -13,8 +13,8 @@ from typing import Any
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from attnsweep.console import errors
 from attnsweep.errors import AttnsweepError
+from attnsweep.show.terminal import errors
 
 
 class _Stopped(Exception):

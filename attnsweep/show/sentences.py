@@ -16,8 +16,8 @@ from typing import Any
 import pandas
 
 from attnsweep.choose.ranking import bounds_of
-from attnsweep.console import GLUE
 from attnsweep.problem import Problem
+from attnsweep.show.terminal import GLUE
 from attnsweep.trial import Environment, Status
 
 Row = dict[str, Any]

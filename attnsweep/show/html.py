@@ -21,13 +21,11 @@ import yaml
 
 from attnsweep import __version__
 from attnsweep.choose.ranking import named, rank, value_text
-from attnsweep.console import GLUE
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.files import install_command, write_file
-from attnsweep.plots import PlotLibrary
 from attnsweep.problem import Problem
-from attnsweep.report import LEGEND, table
-from attnsweep.section import (
+from attnsweep.show.plots import PlotLibrary
+from attnsweep.show.sentences import (
     Row,
     Section,
     absent_baselines,
@@ -44,6 +42,8 @@ from attnsweep.section import (
     who,
     winner_lines,
 )
+from attnsweep.show.tables import LEGEND, table
+from attnsweep.show.terminal import GLUE
 from attnsweep.store.run import Run
 from attnsweep.trial import Status
 
