@@ -13,11 +13,10 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from attnsweep import __version__, counters, gate, inspection, regress, sweep
+from attnsweep import __version__, gate, regress, sweep
 from attnsweep.arch import ARCHS, arch_named
 from attnsweep.baseline import accept as accept_run
 from attnsweep.build import candidate as candidates
-from attnsweep.doctor import examine, verdict
 from attnsweep.errors import KernelError, NoGpuError, SpecError
 from attnsweep.family.declare import Kernel, discover
 from attnsweep.problem import Problem
@@ -31,6 +30,9 @@ from attnsweep.spec.load import SweepSpec, load_spec
 from attnsweep.spec.model import BASELINES
 from attnsweep.spec.yaml_file import nearest
 from attnsweep.store.run import Run, latest_run, open_run
+from attnsweep.tools import inspect as inspection
+from attnsweep.tools import profile as counters
+from attnsweep.tools.doctor import examine, verdict
 
 app = typer.Typer(
     cls=ending.Commands,

@@ -15,7 +15,6 @@ import claims_cd
 import claims_e
 from verdict import FAILS, HOLDS, MARGIN, OPEN, Verdict
 
-from attnsweep import counters
 from attnsweep.arch import arch_named
 from attnsweep.build.candidate import plan
 from attnsweep.choose.ranking import rank
@@ -25,6 +24,7 @@ from attnsweep.family.space import Space
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
 from attnsweep.store.run import Run, open_run
+from attnsweep.tools import profile as counters
 from attnsweep.trial import Status, Trial
 
 SHAPE = Problem(1, 16, 16, 1024, 1024, 64)

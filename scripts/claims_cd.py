@@ -12,11 +12,11 @@ from typing import Any
 
 from verdict import FAILS, HOLDS
 
-from attnsweep import counters
 from attnsweep.arch import arch_named
 from attnsweep.choose.ranking import rank
 from attnsweep.problem import Problem
 from attnsweep.store.run import Run, open_run
+from attnsweep.tools import profile as counters
 from attnsweep.trial import Status, Trial
 
 WIDE, LADDER = "wide_head", "ladder"

@@ -16,10 +16,10 @@ from typing import Any
 from claims_cd import LADDER, ranked, source, us
 from verdict import FAILS, HOLDS, MARGIN, OPEN, PART, Verdict
 
-from attnsweep import counters
 from attnsweep.arch import ARCHS, Arch, arch_named
 from attnsweep.problem import Problem
 from attnsweep.store.run import Run, open_run
+from attnsweep.tools import profile as counters
 from attnsweep.trial import Trial
 
 NAME = "wmma_pipeline"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep import inspection
 from attnsweep.arch import ARCHS
 from attnsweep.build import candidate as candidates
 from attnsweep.build import sass
@@ -20,6 +19,7 @@ from attnsweep.family.declare import Config, discover
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
 from attnsweep.spec.require import INSTRUCTIONS
+from attnsweep.tools import inspect as inspection
 from attnsweep.trial import Status
 
 try:

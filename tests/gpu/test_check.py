@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.counters import find_ncu
+from attnsweep.tools.profile import find_ncu
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep import cli, doctor, sweep
+from attnsweep import cli, sweep
 from attnsweep.build import candidate as candidates
 from attnsweep.build import nvrtc as compiler
 from attnsweep.errors import NoGpuError, ToolchainError
+from attnsweep.tools import doctor
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = """

@@ -10,12 +10,12 @@ import pytest
 from samples import H200
 from test_report import full_run
 
-from attnsweep import counters
 from attnsweep.arch import arch_named
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
 from attnsweep.family.declare import Launch, discover
 from attnsweep.problem import Problem
 from attnsweep.show import views as view
+from attnsweep.tools import profile as counters
 from attnsweep.trial import Candidate, CompiledStage, Plan
 
 STAND_IN = """#!{python}

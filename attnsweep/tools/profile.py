@@ -102,7 +102,7 @@ def count(candidates: Sequence[Candidate], ncu: Path | None = None) -> list[list
             *("--replay-mode", "application"),
             *("--profile-from-start", "off", "--target-processes", "all"),
             *("--metrics", ",".join(metrics.values())),
-            *(sys.executable, "-m", "attnsweep.counters", str(work)),
+            *(sys.executable, "-m", "attnsweep.tools.profile", str(work)),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr

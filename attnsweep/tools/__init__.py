@@ -1,0 +1,1 @@
+"""Commands about one config, one run or this machine."""
