@@ -13,10 +13,12 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from attnsweep import __version__, gate, regress, sweep
+from attnsweep import __version__, sweep
 from attnsweep.arch import ARCHS, arch_named
-from attnsweep.baseline import accept as accept_run
 from attnsweep.build import candidate as candidates
+from attnsweep.check import live as gate
+from attnsweep.check import recorded as regress
+from attnsweep.check.accept import accept as accept_run
 from attnsweep.errors import KernelError, NoGpuError, SpecError
 from attnsweep.family.declare import Kernel, discover
 from attnsweep.problem import Problem

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnsweep.arch import ARCHS, Arch, arch_named
-from attnsweep.baseline import keep_code, read_code
 from attnsweep.build.candidate import (
     Build,
     Observer,
@@ -33,6 +32,7 @@ from attnsweep.build.candidate import (
     workspace_limit,
 )
 from attnsweep.build.nvrtc import Compiler
+from attnsweep.check.accept import keep_code, read_code
 from attnsweep.choose.finals import Rounds, race_entry
 from attnsweep.choose.ranking import OURS, rank, winners
 from attnsweep.choose.search import Search, search_of

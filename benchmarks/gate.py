@@ -31,12 +31,12 @@ from typing import Any
 from attnsweep.arch import arch_named
 from attnsweep.build.candidate import Build
 from attnsweep.build.nvrtc import Compiler
+from attnsweep.check.live import Outcome, compare
+from attnsweep.check.recorded import Verdict
 from attnsweep.choose.ranking import rank, ratio_interval, winners
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Launch, discover
-from attnsweep.gate import Outcome, compare
 from attnsweep.gpu.worker import Worker
-from attnsweep.regress import Verdict
 from attnsweep.show.terminal import console
 from attnsweep.store.run import open_run
 from attnsweep.trial import Candidate, CompiledStage, Environment, Plan

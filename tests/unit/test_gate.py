@@ -13,8 +13,9 @@ import pytest
 import test_sweep
 from test_sweep import ENVIRONMENT
 
-from attnsweep import cli, gate, sweep
+from attnsweep import cli, sweep
 from attnsweep.build import nvrtc as compiler
+from attnsweep.check import live as gate
 from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError

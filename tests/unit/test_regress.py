@@ -11,9 +11,10 @@ import pytest
 from samples import H200
 from test_report import baseline, candidate, failed, full_run
 
-from attnsweep import cli, regress
+from attnsweep import cli
+from attnsweep.check import recorded as regress
+from attnsweep.check.recorded import Verdict
 from attnsweep.problem import Problem
-from attnsweep.regress import Verdict
 from attnsweep.trial import Measurement, Status
 
 ROOT = Path(__file__).parent.parent.parent

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.arch import Arch
-from attnsweep.baseline import read_code, same_code
 from attnsweep.build.candidate import Build, Observer, compiled_row, compiler_for, workspace_limit
 from attnsweep.build.nvrtc import Compiler
+from attnsweep.check.accept import read_code, same_code
+from attnsweep.check.recorded import Comparison, Finding, Verdict, differences, other_card
 from attnsweep.choose.paired import Decision, Interval, PairedTest
 from attnsweep.choose.ranking import rank
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
@@ -26,7 +27,6 @@ from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel
 from attnsweep.gpu.worker import Worker, WorkerError
 from attnsweep.problem import Problem
-from attnsweep.regress import Comparison, Finding, Verdict, differences, other_card
 from attnsweep.show.sentences import Row, by_problem
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.run import Run

@@ -1,0 +1,1 @@
+"""Did a kernel get slower? Code against code, and run against run."""
