@@ -21,7 +21,7 @@ from attnsweep.family.space import Space
 from attnsweep.files import shipped
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec
-from attnsweep.spec.load import require as policy
+from attnsweep.spec import require as policy
 from attnsweep.trial import Candidate, CompiledStage, Plan, Resources, Status, Trial
 
 # The key of the empty kernel among a build's futures; no stage can be called so.

@@ -10,7 +10,7 @@ import pytest
 import attnsweep
 
 PACKAGE = Path(attnsweep.__file__).parent
-# Lowest first: a room imports lower rooms and its own files. A module that is in none of them either
+# Lowest first: a room imports lower rooms and its own files. A module in none of them either
 # imports nothing of the package (errors, files), or nothing imports it (cli).
 LAYERS = (
     *("problem", "hardware", "trial", "family", "spec", "build"),
