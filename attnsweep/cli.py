@@ -14,13 +14,13 @@ from rich.markup import escape
 from rich.text import Text
 
 from attnsweep import __version__, sweep
-from attnsweep.arch import ARCHS, arch_named
 from attnsweep.build import candidate as candidates
 from attnsweep.check import live as gate
 from attnsweep.check import recorded as regress
 from attnsweep.check.accept import accept as accept_run
 from attnsweep.errors import KernelError, NoGpuError, SpecError
 from attnsweep.family.declare import Kernel, discover
+from attnsweep.hardware import ARCHS, arch_named
 from attnsweep.problem import Problem
 from attnsweep.show import ending, progress
 from attnsweep.show import html as page

@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attnsweep.arch import ARCHS, Arch, arch_named
 from attnsweep.build.candidate import (
     Build,
     Observer,
@@ -41,6 +40,7 @@ from attnsweep.errors import AttnsweepError, NoGpuError, SpecError, StoreError
 from attnsweep.family.chunks import MODES
 from attnsweep.family.declare import Kernel
 from attnsweep.gpu.worker import Worker, WorkerError, installed_arch
+from attnsweep.hardware import ARCHS, Arch, arch_named
 from attnsweep.problem import Problem
 from attnsweep.replay import replay
 from attnsweep.show import tables as report

@@ -28,7 +28,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from attnsweep.arch import arch_named
 from attnsweep.build.candidate import Build
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.check.live import Outcome, compare
@@ -37,6 +36,7 @@ from attnsweep.choose.ranking import rank, ratio_interval, winners
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Launch, discover
 from attnsweep.gpu.worker import Worker
+from attnsweep.hardware import arch_named
 from attnsweep.show.terminal import console
 from attnsweep.store.run import open_run
 from attnsweep.trial import Candidate, CompiledStage, Environment, Plan

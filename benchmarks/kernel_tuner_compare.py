@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 import setting
 
-from attnsweep.arch import arch_named
 from attnsweep.build.candidate import plan
 from attnsweep.build.nvrtc import CACHE_VARIABLE, Compiler
 from attnsweep.choose.finals import label_of
@@ -43,6 +42,7 @@ from attnsweep.choose.ranking import rank, winners
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
 from attnsweep.gpu.worker import Worker
+from attnsweep.hardware import arch_named
 from attnsweep.show.terminal import console
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.run import open_run

@@ -11,11 +11,11 @@ import json
 import sys
 from pathlib import Path
 
-from attnsweep.arch import arch_named
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import Launch
 from attnsweep.gpu.device import Buffer, Pipeline, Session
 from attnsweep.gpu.worker import Worker
+from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
 from attnsweep.show.terminal import console
 from attnsweep.trial import CompiledStage, Plan

@@ -20,9 +20,9 @@ from typing import Any
 
 import setting
 
-from attnsweep.arch import arch_named
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.gpu.worker import Worker
+from attnsweep.hardware import arch_named
 from attnsweep.show.terminal import console
 
 # (kernel, problem): from about 8 us to about a millisecond on an H200.

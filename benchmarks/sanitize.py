@@ -23,10 +23,10 @@ from typing import Any
 
 import setting
 
-from attnsweep.arch import arch_named
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.gpu.bench import Bench
 from attnsweep.gpu.worker import Worker
+from attnsweep.hardware import arch_named
 from attnsweep.show.terminal import console
 
 TOOLS = ("memcheck", "racecheck", "synccheck")

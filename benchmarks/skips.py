@@ -18,12 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from attnsweep.arch import arch_named
-from attnsweep.bounds import Chip, bounds
 from attnsweep.build.candidate import Build
 from attnsweep.choose.ranking import OURS
 from attnsweep.choose.skipping import SHARE, Skips
 from attnsweep.family.declare import Config, Kernel, discover
+from attnsweep.hardware import Chip, arch_named, bounds
 from attnsweep.show.terminal import console
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Status, Trial

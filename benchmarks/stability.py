@@ -24,11 +24,11 @@ from typing import Any
 
 import setting
 
-from attnsweep.arch import arch_named
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.choose.finals import RACE_US, label_of
 from attnsweep.choose.ranking import OURS, rank
 from attnsweep.gpu.worker import Worker
+from attnsweep.hardware import arch_named
 from attnsweep.show.terminal import console
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Environment

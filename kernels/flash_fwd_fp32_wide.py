@@ -1,7 +1,7 @@
 """flash_fwd_fp32_wide: fp32, heads of 512 to 8192 columns, few queries and keys. Memory-bound."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 kernel = Kernel(

@@ -1,7 +1,7 @@
 """flash_fwd_mma: fused forward on mma.sync and cp.async; scores and P never leave registers."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 kernel = Kernel(

@@ -1,7 +1,7 @@
 """ladder_1_blocks: a warp per query row; the rung after naive."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 kernel = Kernel(

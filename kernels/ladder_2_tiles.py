@@ -1,7 +1,7 @@
 """ladder_2_tiles: tiles of 64 keys in shared memory, 256 threads, scores in registers."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 BLOCK_N, THREADS = 64, 256

@@ -1,7 +1,7 @@
 """ladder_3_tensor_cores: WMMA fragments for both products."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 BLOCK_N = 64

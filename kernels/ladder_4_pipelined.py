@@ -1,7 +1,7 @@
 """ladder_4_pipelined: two tiles in shared memory, one filled by warps of its own by cp.async."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 BLOCK_N = 64

@@ -1,7 +1,7 @@
 """ladder_5_swizzled: XOR-swizzled rows, the rest in registers; and a form without branches."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 kernel = Kernel(

@@ -1,7 +1,7 @@
 """naive: one thread per query row. The smallest family there is; start here to write your own."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 kernel = Kernel(

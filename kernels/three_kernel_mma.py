@@ -1,7 +1,7 @@
 """three_kernel_mma: QKᵀ, row softmax in place and PV as three launches; sm_80 and later."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import DTYPE_BYTES, Problem
 
 kernel = Kernel(

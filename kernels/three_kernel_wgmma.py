@@ -1,7 +1,7 @@
 """three_kernel_wgmma: QKᵀ, softmax and PV as three launches on Hopper: TMA, mbarriers and wgmma."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param, TensorMap
+from attnsweep.hardware import Arch
 from attnsweep.problem import DTYPE_BYTES, Problem
 
 kernel = Kernel(

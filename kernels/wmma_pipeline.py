@@ -1,7 +1,7 @@
 """wmma_pipeline: WMMA fragments for both products, a cp.async ring, warps that only copy."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 PADDED, XOR = 1, 3

@@ -15,12 +15,12 @@ import claims_cd
 import claims_e
 from verdict import FAILS, HOLDS, MARGIN, OPEN, Verdict
 
-from attnsweep.arch import arch_named
 from attnsweep.build.candidate import plan
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.search import Search
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
+from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
 from attnsweep.store.run import Run, open_run

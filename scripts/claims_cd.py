@@ -12,8 +12,8 @@ from typing import Any
 
 from verdict import FAILS, HOLDS
 
-from attnsweep.arch import arch_named
 from attnsweep.choose.ranking import rank
+from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
 from attnsweep.store.run import Run, open_run
 from attnsweep.tools import profile as counters

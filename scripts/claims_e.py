@@ -16,7 +16,7 @@ from typing import Any
 from claims_cd import LADDER, ranked, source, us
 from verdict import FAILS, HOLDS, MARGIN, OPEN, PART, Verdict
 
-from attnsweep.arch import ARCHS, Arch, arch_named
+from attnsweep.hardware import ARCHS, Arch, arch_named
 from attnsweep.problem import Problem
 from attnsweep.store.run import Run, open_run
 from attnsweep.tools import profile as counters

@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from attnsweep.arch import arch_named
-from attnsweep.bounds import binding, bounds
 from attnsweep.choose.ranking import rank
+from attnsweep.hardware import arch_named, binding, bounds
 from attnsweep.problem import Problem
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import Trial

@@ -10,7 +10,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from attnsweep.arch import Arch
 from attnsweep.build import numerics, sass
 from attnsweep.build.cubin import check_arguments, compiler_warnings, resources
 from attnsweep.build.nvrtc import Compiler, Cubin
@@ -19,9 +18,10 @@ from attnsweep.family.chunks import Schedule, schedule_of
 from attnsweep.family.declare import Config, Kernel, Launch
 from attnsweep.family.space import Space
 from attnsweep.files import shipped
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
-from attnsweep.spec.load import SweepSpec
 from attnsweep.spec import require as policy
+from attnsweep.spec.load import SweepSpec
 from attnsweep.trial import Candidate, CompiledStage, Plan, Resources, Status, Trial
 
 # The key of the empty kernel among a build's futures; no stage can be called so.

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from attnsweep.arch import Arch
 from attnsweep.build.nvrtc import Cubin
 from attnsweep.errors import CompileError
 from attnsweep.family.declare import Launch
+from attnsweep.hardware import Arch
 from attnsweep.trial import Resources
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")

@@ -25,9 +25,9 @@ from typing import Any
 
 import platformdirs
 
-from attnsweep.arch import Arch
 from attnsweep.errors import CompileError, ToolchainError
 from attnsweep.files import shipped
+from attnsweep.hardware import Arch
 
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attnsweep.arch import Arch
 from attnsweep.build.candidate import Build, Observer, compiled_row, compiler_for, workspace_limit
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.check.accept import read_code, same_code
@@ -26,6 +25,7 @@ from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel
 from attnsweep.gpu.worker import Worker, WorkerError
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.show.sentences import Row, by_problem
 from attnsweep.spec.load import SweepSpec

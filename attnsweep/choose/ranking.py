@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pandas
 
-from attnsweep.arch import arch_named
-from attnsweep.bounds import binding, bounds
 from attnsweep.choose.paired import skipped
 from attnsweep.errors import SpecError
+from attnsweep.hardware import arch_named, binding, bounds
 from attnsweep.problem import Problem
 from attnsweep.trial import Environment, Status, Trial
 

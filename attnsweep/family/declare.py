@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnsweep.arch import ARCHS, Arch
 from attnsweep.errors import KernelError
 from attnsweep.files import shipped
+from attnsweep.hardware import ARCHS, Arch
 from attnsweep.problem import DTYPE_BYTES, Problem
 
 Value = int | bool | str

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from attnsweep.arch import Arch
 from attnsweep.errors import SpaceError
 from attnsweep.family.chunks import CHUNKS, MODES, is_used
 from attnsweep.family.declare import BLOCK_LIMITS, Config, Kernel, Value
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 # Enumerating takes about 10 us a combination: ten seconds, which a longer list would multiply.

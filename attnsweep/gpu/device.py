@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from attnsweep.arch import Gpu, arch_of
 from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import Launch, TensorMap
 from attnsweep.files import install_command
+from attnsweep.hardware import Card, arch_of
 from attnsweep.trial import CompiledStage, Plan
 
 # A tile of 128 rows of head_dim 256 written past the end lands within this.
@@ -199,7 +199,7 @@ class Session:
         self._marks: list[Any] = []
         self.gpu = self._describe()
 
-    def _describe(self) -> Gpu:
+    def _describe(self) -> Card:
         runtime = self._cupy.cuda.runtime
         facts = runtime.getDeviceProperties(0)
         capability = (int(facts["major"]), int(facts["minor"]))
@@ -208,14 +208,14 @@ class Session:
             raise NoGpuError(
                 f"{facts['name'].decode()} has compute capability {capability[0]}.{capability[1]}, "
                 "which attnsweep does not know",
-                hint="attnsweep/arch.py has a row for each that it knows",
+                hint="attnsweep/hardware.py has a row for each that it knows",
             )
         # Attributes, not properties: CUDA 13 dropped the clock fields from the structure.
         attribute = runtime.deviceGetAttribute
         clock_khz = attribute(runtime.cudaDevAttrClockRate, 0)
         memory_khz = attribute(runtime.cudaDevAttrMemoryClockRate, 0)
         bus_bits = attribute(runtime.cudaDevAttrGlobalMemoryBusWidth, 0)
-        return Gpu(
+        return Card(
             name=facts["name"].decode(),
             arch=arch.name,
             sm_count=int(facts["multiProcessorCount"]),

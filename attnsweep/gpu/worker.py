@@ -25,8 +25,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from attnsweep import __version__
-from attnsweep.arch import arch_of
 from attnsweep.errors import AttnsweepError, NoGpuError
+from attnsweep.hardware import arch_of
 from attnsweep.trial import Environment, Status
 
 # Importing PyTorch and letting cuDNN choose a plan takes this long on a slow disk.

@@ -12,12 +12,12 @@ from typing import Any
 from rich.cells import cell_len
 from rich.text import Text
 
-from attnsweep.arch import Arch
 from attnsweep.build.candidate import PlannedProblem
 from attnsweep.errors import NoGpuError
 from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.family.declare import BLOCK_LIMITS, Kernel
 from attnsweep.files import install_command
+from attnsweep.hardware import Arch
 from attnsweep.show.terminal import GLUE, aligned, wrap
 from attnsweep.tools.doctor import Finding, can_compile
 from attnsweep.trial import Status, Trial

@@ -15,8 +15,8 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from attnsweep.arch import ARCHS, arch_named
 from attnsweep.errors import SpecError
+from attnsweep.hardware import ARCHS, arch_named
 from attnsweep.spec.yaml_file import Many, nearest, wrong
 
 BaselineName = Literal[

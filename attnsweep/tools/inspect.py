@@ -12,14 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from attnsweep.arch import Arch
-from attnsweep.bounds import bounds
 from attnsweep.build.candidate import Build, with_instructions
 from attnsweep.build.cubin import resources
 from attnsweep.build.nvrtc import Compiler, nvrtc_version
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
 from attnsweep.family.declare import Config, Kernel, Launch, Param, Value, values_in
 from attnsweep.family.space import Selection, Space
+from attnsweep.hardware import Arch, bounds
 from attnsweep.problem import Problem
 from attnsweep.show.terminal import GLUE, aligned, wrap
 from attnsweep.spec.require import INSTRUCTIONS

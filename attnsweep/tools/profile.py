@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnsweep.arch import Arch
 from attnsweep.build.candidate import Build
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.choose.ranking import rank, value_text
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel, values_in
+from attnsweep.hardware import Arch
 from attnsweep.spec.yaml_file import nearest
 from attnsweep.store.run import Run
 from attnsweep.trial import Candidate, Trial

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.arch import ARCHS
 from attnsweep.build.candidate import Build, as_ready, compiled_row
 from attnsweep.build.cubin import check_arguments, compiler_warnings, functions
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import CompileError
 from attnsweep.family.declare import Launch, TensorMap, discover, load_kernel
 from attnsweep.family.space import Space
+from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
 from attnsweep.trial import Status

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.arch import ARCHS
 from attnsweep.build import candidate as candidates
 from attnsweep.build import sass
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
 from attnsweep.family.declare import Config, discover
+from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
 from attnsweep.spec.require import INSTRUCTIONS

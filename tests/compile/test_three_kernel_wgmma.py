@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.arch import ARCHS
 from attnsweep.build.candidate import Build, compiled_row
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import Config, discover
+from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
 from attnsweep.trial import Status

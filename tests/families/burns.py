@@ -1,7 +1,7 @@
 """A family whose time is known in clock cycles, so that it can be made slower by a known share."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 kernel = Kernel(

@@ -1,7 +1,7 @@
 """A family with one parameter: the way in which it goes wrong."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 kernel = Kernel(

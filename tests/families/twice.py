@@ -1,7 +1,7 @@
 """A user's own family, as docs/writing-a-kernel.md describes: two stages and a workspace."""
 
-from attnsweep.arch import Arch
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 
 kernel = Kernel(

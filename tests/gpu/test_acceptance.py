@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from attnsweep.arch import arch_named
 from attnsweep.build.candidate import Build
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import Config, discover
 from attnsweep.gpu.worker import Worker
+from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
 
 pytestmark = pytest.mark.gpu

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.arch import arch_named
 from attnsweep.build.candidate import Build, as_ready
 from attnsweep.build.cubin import resources
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import discover, load_kernel
 from attnsweep.family.space import Selection, Space
 from attnsweep.gpu.worker import Worker
+from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
 
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnsweep.arch import arch_named
 from attnsweep.build.numerics import Case, small_cases
 from attnsweep.errors import AttnsweepError
 from attnsweep.family.declare import Kernel, discover, load_kernel
+from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
 
 from .harness import SCHEDULES, BuildError, SimtError, Simulator, config_of

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from attnsweep.arch import ARCHS, Arch
 from attnsweep.build.numerics import (
     HALF_ULP,
     Case,
@@ -27,6 +26,7 @@ from attnsweep.build.numerics import (
     row_error,
 )
 from attnsweep.family.declare import Config, Kernel, Launch, TensorMap, Value
+from attnsweep.hardware import ARCHS, Arch
 
 HERE = Path(__file__).parent / "cuda"
 COMPILER = shutil.which("g++")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep.arch import ARCHS
 from attnsweep.build.cubin import blocks_per_sm, residency
+from attnsweep.hardware import ARCHS
 
 
 @given(

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from samples import H200
 
-from attnsweep.arch import ARCHS
 from attnsweep.family.declare import Kernel, Launch, Param
 from attnsweep.family.space import Space
+from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
 from attnsweep.store.run import Store

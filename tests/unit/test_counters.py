@@ -10,9 +10,9 @@ import pytest
 from samples import H200
 from test_report import full_run
 
-from attnsweep.arch import arch_named
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
 from attnsweep.family.declare import Launch, discover
+from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
 from attnsweep.show import views as view
 from attnsweep.tools import profile as counters

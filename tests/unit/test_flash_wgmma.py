@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnsweep.arch import ARCHS
 from attnsweep.family.declare import Config, discover
+from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 
 FAMILY = discover()["flash_fwd_wgmma"]

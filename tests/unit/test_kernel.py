@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep.arch import ARCHS
 from attnsweep.errors import KernelError, SpaceError
 from attnsweep.family.declare import (
     BLOCK_LIMITS,
@@ -24,6 +23,7 @@ from attnsweep.family.declare import (
 )
 from attnsweep.family.space import Selection, Space
 from attnsweep.files import shipped
+from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from attnsweep.errors import SpecError
-from attnsweep.spec.load import load_spec
 from attnsweep.spec import require as policy
+from attnsweep.spec.load import load_spec
 from attnsweep.spec.schema import json_schema
 
 MINIMAL = "problems: [{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}]\nkernels: {naive: {}}\n"

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import H200
 
-from attnsweep.arch import ARCHS
-from attnsweep.bounds import binding, bounds
 from attnsweep.choose.ranking import COLUMNS, bounds_of, judged, rank, ratio_interval, winners
+from attnsweep.hardware import ARCHS, binding, bounds
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnsweep.arch import ARCHS
 from attnsweep.build.numerics import Case, from_bits, make_inputs, reference
 from attnsweep.family.chunks import CHUNKS, MODES, ROW_UNIT, is_used, schedule_of
 from attnsweep.family.declare import Config, Kernel, Launch, Param, discover
 from attnsweep.family.space import Selection, Space
+from attnsweep.hardware import ARCHS
 from attnsweep.problem import DTYPE_BYTES, Problem
 
 

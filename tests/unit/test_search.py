@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep.arch import ARCHS
 from attnsweep.choose import search
 from attnsweep.choose.search import STRATEGIES, Search, strategy
 from attnsweep.errors import SpecError, ToolchainError
 from attnsweep.family.declare import Kernel, Launch, Param
 from attnsweep.family.space import Selection, Space
+from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SearchSpec
 from attnsweep.trial import Measurement, Status, Trial

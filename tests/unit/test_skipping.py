@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from attnsweep.arch import ARCHS
 from attnsweep.build.candidate import Build
 from attnsweep.choose.ranking import OURS, rank
 from attnsweep.choose.skipping import SHARE, Skips, stage_codes
 from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 from attnsweep.store.run import open_run
 from attnsweep.trial import Measurement, Status, Trial

@@ -12,11 +12,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attnsweep.arch import ARCHS, arch_named
 from attnsweep.errors import SpecError
 from attnsweep.family.declare import Kernel, Launch, Param, discover
 from attnsweep.family.space import Selection, Space
 from attnsweep.files import shipped
+from attnsweep.hardware import ARCHS, arch_named
 from attnsweep.problem import DTYPE_BYTES, Problem
 from attnsweep.spec.load import (
     BASELINES,

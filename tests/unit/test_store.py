@@ -13,8 +13,8 @@ from samples import H200 as ENVIRONMENT
 
 from attnsweep.errors import StoreError
 from attnsweep.problem import Problem
-from attnsweep.store.run import MAX_WARNINGS, Store, find_runs, latest_run, open_run, read_trials
 from attnsweep.store import run as store_module
+from attnsweep.store.run import MAX_WARNINGS, Store, find_runs, latest_run, open_run, read_trials
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 
 # Where `python -c` finds the package even if it is not installed.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from attnsweep.arch import arch_named
 from attnsweep.build import candidate as candidates
 from attnsweep.family.declare import discover
 from attnsweep.gpu.peers import why_not
+from attnsweep.hardware import arch_named
 from attnsweep.show import views as view
 from attnsweep.spec.load import load_spec
 from attnsweep.trial import Resources, Status, Trial
