@@ -19,7 +19,7 @@ from attnsweep.build.candidate import Build, Observer, compiled_row, compiler_fo
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.check.accept import read_code, same_code
 from attnsweep.check.recorded import Comparison, Finding, Verdict, differences, other_card
-from attnsweep.choose.paired import Decision, Interval, PairedTest
+from attnsweep.choose.evidence import Decision, Interval, PairedTest
 from attnsweep.choose.ranking import rank
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
 from attnsweep.family.chunks import changed_since

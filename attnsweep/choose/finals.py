@@ -1,7 +1,7 @@
 """The rounds: candidates race, then the best of them and all baselines take turns.
 
 First a race of everyone whose first time is near the best: cheap rounds, in which a candidate is
-out as soon as its rounds show it slower (choose/evidence.py). Then the finalists and the baselines are
+out as soon as its rounds show it slower (evidence.py). Then the finalists and the baselines are
 timed anew in full rounds, so that who won the race by luck gains nothing from it.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attnsweep.build.candidate import Build, Observer
-from attnsweep.choose.race import Race, interval, rounds_to_eliminate
+from attnsweep.choose.evidence import Race, interval, rounds_to_eliminate
 from attnsweep.choose.ranking import EQUIVALENT, OURS, thrift
 from attnsweep.choose.rounds import Round, Turns
 from attnsweep.gpu.worker import Worker, WorkerError

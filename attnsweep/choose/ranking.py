@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from attnsweep.choose.paired import skipped
+from attnsweep.choose.evidence import skipped
 from attnsweep.errors import SpecError
 from attnsweep.hardware import arch_named, binding, bounds
 from attnsweep.problem import Problem

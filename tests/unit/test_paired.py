@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from attnsweep.choose.paired import ERROR, Decision, PairedTest, skipped
+from attnsweep.choose.evidence import ERROR, Decision, PairedTest, skipped
 
 
 def binomial_below(rounds, number):

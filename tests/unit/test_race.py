@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep.choose.race import Race, interval, log2_evidence, rounds_beyond
+from attnsweep.choose.evidence import Race, interval, log2_evidence, rounds_beyond
 
 
 @given(st.integers(1, 14))
