@@ -31,11 +31,10 @@ from attnsweep.build.candidate import (
     workspace_limit,
 )
 from attnsweep.build.nvrtc import Compiler
-from attnsweep.check.accept import keep_code, read_code
 from attnsweep.choose.finals import Rounds, race_entry
 from attnsweep.choose.ranking import OURS, rank, winners
 from attnsweep.choose.search import Search, search_of
-from attnsweep.choose.skipping import Skips
+from attnsweep.choose.skips import Skips
 from attnsweep.errors import AttnsweepError, NoGpuError, SpecError, StoreError
 from attnsweep.family.chunks import MODES
 from attnsweep.family.declare import Kernel
@@ -45,6 +44,7 @@ from attnsweep.problem import Problem
 from attnsweep.replay import replay
 from attnsweep.show import tables as report
 from attnsweep.spec.load import SweepSpec
+from attnsweep.store.code import keep_code, read_code
 from attnsweep.store.run import TRIALS, Run, Store, open_run
 from attnsweep.trial import Environment, Measurement, Status, Trial
 

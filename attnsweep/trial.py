@@ -1,20 +1,19 @@
 """The row that everything shares: one candidate or baseline, whatever became of it.
 
-`Trial` is one line of trials.jsonl (stable: fields are added, never renamed). `Candidate` is what
-the parent sends to the process that owns the GPU: cubins and launches, no declarations.
+`Trial` is one line of trials.jsonl (stable: fields are added, never renamed).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from attnsweep.family.declare import Launch, Value
 from attnsweep.problem import Problem
+
+Value = int | bool | str
+"""A parameter's value; integral, since it reaches the preprocessor."""
 
 
 class Status(StrEnum):
@@ -135,56 +134,6 @@ class Trial(_Row):
     def with_(self, **changes: Any) -> Trial:
         """A copy with some fields replaced."""
         return self.model_copy(update=changes)
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledStage:
-    """One launch of a call, ready to load: its stage, cubin path, stream, and where it works."""
-
-    name: str
-    cubin: str
-    launch: Launch
-    stream: int = 0
-    offsets: Mapping[str, int] = field(default_factory=dict)
-    """Bytes from the start of a buffer, by its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything needed to run one config on one problem."""
-
-    problem: Problem
-    stages: tuple[CompiledStage, ...]
-    """In the order of issue; of a call in chunks, each stage once a chunk."""
-    workspaces: Mapping[str, int]
-    """Buffer name to bytes."""
-    streams: int = 1
-    eager: bool = False
-    """Timed as launched by the host, not from a graph."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A config on its timed problem, and on the smaller shapes it must first be right on."""
-
-    kernel: str
-    config: Mapping[str, Value]
-    timed: Plan
-    checks: tuple[Plan, ...]
-    rounds_scores: int
-    empty: Plan | None = None
-    """The timed plan with an empty kernel in every launch."""
-    deterministic: bool = True
-    """Whether a call that differs from another in a bit is wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class FirstTimes:
-    """What one look at a candidate gave, in microseconds a call; stages only of a pipeline."""
-
-    time_us: float
-    stages_us: Mapping[str, float]
-    launch_us: float | None
 
 
 class Environment(_Row):

@@ -29,6 +29,7 @@ from statistics import median
 from typing import Any
 
 from attnsweep.build.candidate import Build
+from attnsweep.build.launches import Candidate, CompiledStage, Launches
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.check.live import Outcome, compare
 from attnsweep.check.recorded import Verdict
@@ -39,7 +40,7 @@ from attnsweep.gpu.worker import Worker
 from attnsweep.hardware import arch_named
 from attnsweep.show.terminal import console
 from attnsweep.store.run import open_run
-from attnsweep.trial import Candidate, CompiledStage, Environment, Plan
+from attnsweep.trial import Environment
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(__file__).with_name("burn.cu")
@@ -119,7 +120,7 @@ def cases(runs: Sequence[Path], compiler: Compiler, place: Path) -> Iterator[Cas
         yield Case(f"{build.kernel.name} {build.problem.label}", old, candidate)
 
 
-def copied(plan: Plan, place: Path) -> Plan:
+def copied(plan: Launches, place: Path) -> Launches:
     """The same code in other files, which are then loaded to other addresses."""
     place.mkdir()
     stages = []

@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from attnsweep.build.launches import CompiledStage, Launches
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import Launch
 from attnsweep.gpu.device import Buffer, Pipeline, Session
@@ -18,7 +19,6 @@ from attnsweep.gpu.worker import Worker
 from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
 from attnsweep.show.terminal import console
-from attnsweep.trial import CompiledStage, Plan
 
 SOURCE = Path(__file__).with_name("limits.cu")
 MB = 10**6
@@ -52,7 +52,9 @@ def main() -> None:
             for passes in (few, many):
                 grid = (here.sm_count * blocks_per_sm, 1, 1)
                 launch = Launch(function, grid, 512, ("q", "o", nbytes // 16, passes))
-                plan = Plan(Problem(1, 1, 1, 1, 1, 64), (CompiledStage("s", cubin, launch),), {})
+                plan = Launches(
+                    Problem(1, 1, 1, 1, 1, 64), (CompiledStage("s", cubin, launch),), {}
+                )
                 replay = Pipeline(session, plan, [buffers]).capture(4)
                 replay()
                 with session.stream:

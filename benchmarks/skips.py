@@ -20,7 +20,7 @@ from typing import Any
 
 from attnsweep.build.candidate import Build
 from attnsweep.choose.ranking import OURS
-from attnsweep.choose.skipping import SHARE, Skips
+from attnsweep.choose.skips import SHARE, Skips
 from attnsweep.family.declare import Config, Kernel, discover
 from attnsweep.hardware import Chip, arch_named, bounds
 from attnsweep.show.terminal import console

@@ -12,6 +12,7 @@ from typing import Any
 
 from attnsweep.build import numerics, sass
 from attnsweep.build.cubin import check_arguments, compiler_warnings, resources
+from attnsweep.build.launches import Candidate, CompiledStage, Launches
 from attnsweep.build.nvrtc import Compiler, Cubin
 from attnsweep.errors import CompileError, KernelError, SpaceError
 from attnsweep.family.chunks import Schedule, schedule_of
@@ -22,7 +23,7 @@ from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.spec import require as policy
 from attnsweep.spec.load import SweepSpec
-from attnsweep.trial import Candidate, CompiledStage, Plan, Resources, Status, Trial
+from attnsweep.trial import Resources, Status, Trial
 
 # The key of the empty kernel among a build's futures; no stage can be called so.
 _EMPTY = ""
@@ -205,7 +206,7 @@ class Build:
             }
         )
 
-    def plan(self, problem: Problem) -> Plan:
+    def launches_for(self, problem: Problem) -> Launches:
         """The compiled stages launched on `problem`: the timed one, or a smaller one to check.
 
         Raises CompileError if a launch does not pass the arguments that its template takes.
@@ -230,23 +231,25 @@ class Build:
                 )
                 path = str(cubins[name].path)
                 stages.append(CompiledStage(name, path, launch, piece.stream, piece.offsets))
-        return Plan(problem, tuple(stages), schedule.workspaces, schedule.streams, schedule.eager)
+        return Launches(
+            problem, tuple(stages), schedule.workspaces, schedule.streams, schedule.eager
+        )
 
     def candidate(self) -> Candidate:
         """What the worker needs. Every stage must be compiled."""
         cases = numerics.small_cases(self.problem)
-        timed = self.plan(self.problem)
+        timed = self.launches_for(self.problem)
         return Candidate(
             self.kernel.name,
             dict(self.config),
             timed,
-            tuple(self.plan(case.problem) for case in cases),
+            tuple(self.launches_for(case.problem) for case in cases),
             self.kernel.rounds_scores,
             self._emptied(timed),
             self.kernel.deterministic,
         )
 
-    def _emptied(self, plan: Plan) -> Plan:
+    def _emptied(self, launches: Launches) -> Launches:
         """The same launches of a kernel that does nothing: what they cost by themselves."""
         cubin = str(self.futures[_EMPTY].result().path)
 
@@ -254,7 +257,7 @@ class Build:
             launch = replace(stage.launch, function="empty", args=())
             return replace(stage, cubin=cubin, launch=launch, offsets={})
 
-        return replace(plan, stages=tuple(map(emptied, plan.stages)), workspaces={})
+        return replace(launches, stages=tuple(map(emptied, launches.stages)), workspaces={})
 
     def machine_code(self) -> tuple[object, ...]:
         """Equal for two candidates that run the same code in the same way."""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from elftools.elf.elffile import ELFFile
+
 from attnsweep.build.nvrtc import Cubin
 from attnsweep.errors import CompileError
 from attnsweep.family.declare import Launch
@@ -74,8 +76,10 @@ def _parameters(cubin: Path, digest: str, function: str) -> tuple[int, ...] | No
 
     digest: the file's content, which it is read anew for.
     """
-    info = _section(cubin.read_bytes(), f".nv.info.{function}")
-    if info is None:
+    with cubin.open("rb") as file:
+        section = ELFFile(file).get_section_by_name(f".nv.info.{function}")
+        info = b"" if section is None else section.data()
+    if not info:
         return None
     places: dict[int, tuple[int, int]] = {}
     at = end = 0
@@ -91,17 +95,6 @@ def _parameters(cubin: Path, digest: str, function: str) -> tuple[int, ...] | No
     if end != max((sum(place) for place in places.values()), default=0):
         return None  # a third encoding
     return tuple(size for _, (_, size) in sorted(places.items()))
-
-
-def _section(elf: bytes, name: str) -> bytes | None:
-    """A section of a 64-bit ELF file, or None."""
-    (table,) = struct.unpack_from("<Q", elf, 40)
-    count, names = struct.unpack_from("<HH", elf, 60)
-    headers = [struct.unpack_from("<I20xQQ", elf, table + 64 * i) for i in range(count)]
-    for name_at, offset, size in headers:
-        if elf.startswith(name.encode() + b"\0", headers[names][1] + name_at):
-            return elf[offset : offset + size]
-    return None
 
 
 def compiler_warnings(log: str) -> list[str]:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.build.candidate import Build, Observer, compiled_row, compiler_for, workspace_limit
+from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.nvrtc import Compiler
-from attnsweep.check.accept import read_code, same_code
 from attnsweep.check.recorded import Comparison, Finding, Verdict, differences, other_card
 from attnsweep.choose.evidence import Decision, Interval, PairedTest
 from attnsweep.choose.ranking import rank
@@ -29,9 +29,10 @@ from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.show.sentences import Row, by_problem
 from attnsweep.spec.load import SweepSpec
+from attnsweep.store.code import read_code, same_code
 from attnsweep.store.run import Run
 from attnsweep.sweep import arch_of
-from attnsweep.trial import Candidate, Environment, Plan, Status, Trial
+from attnsweep.trial import Environment, Status, Trial
 
 # Rounds before the first that counts: clocks rise and caches fill.
 _WARMUP_ROUNDS = 2
@@ -56,7 +57,7 @@ class _Pair:
     problem: Problem
     slower: float
     row: Row
-    old: Plan
+    old: Launches
     build: Build
 
 
@@ -198,7 +199,7 @@ def _other_driver(old: Environment | None, here: Environment) -> str | None:
     )
 
 
-def _kept(baseline: Run, winner: Trial) -> Plan:
+def _kept(baseline: Run, winner: Trial) -> Launches:
     try:
         return read_code(baseline.directory, winner)
     except StoreError as error:

@@ -1,13 +1,13 @@
 """What rounds prove: who is out of a race, and whether one code is slower than another.
 
-**The race.** In a round every entrant still in the race is timed once, in random order, so that what
-drifts meets all alike. Entrants are compared with common references among them, by the sign of the
+**The race.** In a round every entrant still in the race is timed once, in random order, so that
+drift meets all alike. Entrants are compared with common references among them, by the sign of the
 paired log-ratio: only which of the two was faster in each round counts. If an entrant is no slower,
 it was slower in k of n rounds by chance alone with an e-value above x no more often than 1 in x, at
-any n at which one cares to look (Ville's inequality; the e-value is the likelihood ratio of k slower
-rounds of n under a uniform mixture of p in [1/2, 1] against p = 1/2: Howard and Ramdas, Sequential
-estimation of quantiles, Bernoulli 28(3), 2022, and Grünwald, de Heide and Koolen, Safe testing,
-JRSS-B 2024). No assumption is made of how times are distributed.
+any n at which one cares to look (Ville's inequality; the e-value is the likelihood ratio of k
+slower rounds of n under a uniform mixture of p in [1/2, 1] against p = 1/2: Howard and Ramdas,
+Sequential estimation of quantiles, Bernoulli 28(3), 2022, and Grünwald, de Heide and Koolen, Safe
+testing, JRSS-B 2024). No assumption is made of how times are distributed.
 
 **Two codes in turns.** Each round gives one ratio, new time over old, in which drift common to both
 cancels. The median of the ratios has a sign interval (order statistics; Conover, Practical

@@ -15,9 +15,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.errors import SpecError, ToolchainError
-from attnsweep.family.declare import Config, Value
+from attnsweep.family.declare import Config
 from attnsweep.family.space import Space
-from attnsweep.trial import Status, Trial
+from attnsweep.trial import Status, Trial, Value
 
 if TYPE_CHECKING:
     from attnsweep.spec.load import SweepSpec

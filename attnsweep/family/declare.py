@@ -19,8 +19,7 @@ from attnsweep.errors import KernelError
 from attnsweep.files import shipped
 from attnsweep.hardware import ARCHS, Arch
 from attnsweep.problem import DTYPE_BYTES, Problem
-
-Value = int | bool | str
+from attnsweep.trial import Value
 
 
 @dataclass(frozen=True, slots=True)

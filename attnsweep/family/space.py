@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from attnsweep.errors import SpaceError
 from attnsweep.family.chunks import CHUNKS, MODES, is_used
-from attnsweep.family.declare import BLOCK_LIMITS, Config, Kernel, Value
+from attnsweep.family.declare import BLOCK_LIMITS, Config, Kernel
 from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
+from attnsweep.trial import Value
 
 # Enumerating takes about 10 us a combination: ten seconds, which a longer list would multiply.
 MAX_COMBINATIONS = 1_000_000

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from attnsweep.build import numerics
+from attnsweep.build.launches import Candidate, FirstTimes, Launches
 from attnsweep.build.numerics import Case
 from attnsweep.gpu import peers as baselines
 from attnsweep.gpu.device import Buffer, Pipeline, Session, cuda_errors
 from attnsweep.problem import DTYPE_BYTES, Problem
-from attnsweep.trial import Accuracy, Candidate, FirstTimes, Plan
+from attnsweep.trial import Accuracy
 
 # A cold call's inputs were last touched at least this many L2 sizes of traffic ago.
 _COLD_L2_SIZES = 3
@@ -167,8 +168,8 @@ class Bench:
         WrongResult, or a CUDA error if it cannot launch or faults.
         """
         if not self._entries:  # finalists keep the workspaces that they were bound to
-            plans = (*candidate.checks, candidate.timed)
-            needed = {item for plan in plans for item in plan.workspaces.items()}
+            every = (*candidate.checks, candidate.timed)
+            needed = {item for launches in every for item in launches.workspaces.items()}
             self._workspaces = {k: b for k, b in self._workspaces.items() if k in needed}
         accuracy = self._check_all(candidate)
         call = self._pipeline(candidate.timed, [self._timed.buffers])
@@ -186,20 +187,20 @@ class Bench:
         )
         return accuracy, first
 
-    def _launch_us(self, plan: Plan | None) -> float | None:
+    def _launch_us(self, launches: Launches | None) -> float | None:
         """Time of launches whose kernel is empty; the same for all that launch alike."""
-        if plan is None:
+        if launches is None:
             return None
-        alike = repr((plan.stages, plan.streams, plan.eager))
+        alike = repr((launches.stages, launches.streams, launches.eager))
         if alike not in self._launch_times:
-            self._launch_times[alike] = self._screen(self._pipeline(plan, [{}]))
+            self._launch_times[alike] = self._screen(self._pipeline(launches, [{}]))
         return self._launch_times[alike]
 
     def _check_all(self, candidate: Candidate) -> Accuracy:
         return max(
             (
-                self._check(plan, fixture, candidate.rounds_scores)
-                for fixture, plan in zip(
+                self._check(launches, fixture, candidate.rounds_scores)
+                for fixture, launches in zip(
                     (*self._small, self._timed),
                     (*candidate.checks, candidate.timed),
                     strict=True,
@@ -208,10 +209,10 @@ class Bench:
             key=_used,
         )
 
-    def _check(self, plan: Plan, fixture: _Fixture, rounds_scores: int) -> Accuracy:
-        call = self._pipeline(plan, [fixture.buffers])
+    def _check(self, launches: Launches, fixture: _Fixture, rounds_scores: int) -> Accuracy:
+        call = self._pipeline(launches, [fixture.buffers])
         written = {"o": fixture.buffers["o"]}
-        written |= {item[0]: self._workspaces[item] for item in plan.workspaces.items()}
+        written |= {item[0]: self._workspaces[item] for item in launches.workspaces.items()}
         with self.session.stream:
             for buffer in written.values():
                 buffer.poison()
@@ -222,15 +223,15 @@ class Bench:
                     raise WrongResult(f"wrote outside {name!r} ({fixture.case.label})")
             return fixture.verdict(fixture.output(), rounds_scores)
 
-    def _pipeline(self, plan: Plan, copies: Sequence[Mapping[str, Buffer]]) -> Pipeline:
+    def _pipeline(self, launches: Launches, copies: Sequence[Mapping[str, Buffer]]) -> Pipeline:
         own = {}
-        for name, nbytes in plan.workspaces.items():
+        for name, nbytes in launches.workspaces.items():
             # Each exact size has its own buffer, so that the guard begins where a workspace ends,
             # and so that a finalist's is not freed by a later one that needs another size.
             if (name, nbytes) not in self._workspaces:
                 self._workspaces[name, nbytes] = Buffer(nbytes)
             own[name] = self._workspaces[name, nbytes]
-        return Pipeline(self.session, plan, [{**copy, **own} for copy in copies])
+        return Pipeline(self.session, launches, [{**copy, **own} for copy in copies])
 
     # -- timing -----------------------------------------------------------------------------
 

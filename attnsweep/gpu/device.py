@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from attnsweep.build.launches import CompiledStage, Launches
 from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import Launch, TensorMap
 from attnsweep.files import install_command
 from attnsweep.hardware import Card, arch_of
-from attnsweep.trial import CompiledStage, Plan
 
 # A tile of 128 rows of head_dim 256 written past the end lands within this.
 GUARD_BYTES = 128 * 1024
@@ -112,19 +112,19 @@ class Buffer:
 
 
 class Pipeline:
-    """One plan bound to buffers: a call launches its stages in order on the session's stream."""
+    """The launches of one config bound to buffers: a call launches its stages in order on the session's stream."""
 
     def __init__(
-        self, session: Session, plan: Plan, buffers: Sequence[Mapping[str, Buffer]]
+        self, session: Session, launches: Launches, buffers: Sequence[Mapping[str, Buffer]]
     ) -> None:
         """buffers: one mapping per copy of the inputs; copy 0 is the warm one."""
         self._session = session
-        self._eager = plan.eager
-        self._streams = session.streams(plan.streams)
-        self._fork, *self._joins = session.marks(plan.streams)
-        self.stage_names = tuple(dict.fromkeys(stage.name for stage in plan.stages))
+        self._eager = launches.eager
+        self._streams = session.streams(launches.streams)
+        self._fork, *self._joins = session.marks(launches.streams)
+        self.stage_names = tuple(dict.fromkeys(stage.name for stage in launches.stages))
         self._copies = [
-            [(stage.name, stage.stream, session.bind(stage, copy)) for stage in plan.stages]
+            [(stage.name, stage.stream, session.bind(stage, copy)) for stage in launches.stages]
             for copy in buffers
         ]
 
@@ -156,7 +156,7 @@ class Pipeline:
     ) -> Callable[[], None]:
         """A replay function of back-to-back calls, over all copies if `rotate`.
 
-        The calls are in a graph, unless the plan is eager: then the host launches each.
+        The calls are in a graph, unless they are eager: then the host launches each.
         """
 
         def issue() -> None:

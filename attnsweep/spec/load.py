@@ -27,7 +27,7 @@ from pydantic import (
 
 from attnsweep.errors import ProblemError
 from attnsweep.family.chunks import MODES
-from attnsweep.family.declare import Kernel, Param, Value
+from attnsweep.family.declare import Kernel, Param
 from attnsweep.family.space import Selection, Values
 from attnsweep.problem import Dtype, Problem
 from attnsweep.spec.model import (
@@ -44,6 +44,7 @@ from attnsweep.spec.model import (
 from attnsweep.spec.require import Requirements, RequireSpec, requirements
 from attnsweep.spec.shipped import find, shipped_hint
 from attnsweep.spec.yaml_file import Document, Flow, Loc, Many, dump, nearest, wrong
+from attnsweep.trial import Value
 
 Device = Literal["cuda", "replay"]
 MAX_PROBLEMS = 1000

@@ -16,7 +16,7 @@ from attnsweep.build.candidate import Build, with_instructions
 from attnsweep.build.cubin import resources
 from attnsweep.build.nvrtc import Compiler, nvrtc_version
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
-from attnsweep.family.declare import Config, Kernel, Launch, Param, Value, values_in
+from attnsweep.family.declare import Config, Kernel, Launch, Param, values_in
 from attnsweep.family.space import Selection, Space
 from attnsweep.hardware import Arch, bounds
 from attnsweep.problem import Problem
@@ -24,7 +24,7 @@ from attnsweep.show.terminal import GLUE, aligned, wrap
 from attnsweep.spec.require import INSTRUCTIONS
 from attnsweep.spec.yaml_file import nearest
 from attnsweep.store.run import ENVIRONMENT, find_runs
-from attnsweep.trial import Environment, Resources
+from attnsweep.trial import Environment, Resources, Value
 
 _HEADERS = {
     "registers": "registers",

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.build.candidate import Build
+from attnsweep.build.launches import Candidate
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.choose.ranking import rank, value_text
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
@@ -29,7 +30,7 @@ from attnsweep.family.declare import Config, Kernel, values_in
 from attnsweep.hardware import Arch
 from attnsweep.spec.yaml_file import nearest
 from attnsweep.store.run import Run
-from attnsweep.trial import Candidate, Trial
+from attnsweep.trial import Trial
 
 FILE = "counters.json"
 _SECTOR_BYTES = 32

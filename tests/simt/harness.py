@@ -25,8 +25,9 @@ from attnsweep.build.numerics import (
     reference,
     row_error,
 )
-from attnsweep.family.declare import Config, Kernel, Launch, TensorMap, Value
+from attnsweep.family.declare import Config, Kernel, Launch, TensorMap
 from attnsweep.hardware import ARCHS, Arch
+from attnsweep.trial import Value
 
 HERE = Path(__file__).parent / "cuda"
 COMPILER = shutil.which("g++")

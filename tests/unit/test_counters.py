@@ -10,13 +10,13 @@ import pytest
 from samples import H200
 from test_report import full_run
 
+from attnsweep.build.launches import Candidate, CompiledStage, Launches
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
 from attnsweep.family.declare import Launch, discover
 from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
 from attnsweep.show import views as view
 from attnsweep.tools import profile as counters
-from attnsweep.trial import Candidate, CompiledStage, Plan
 
 STAND_IN = """#!{python}
 import csv, sys
@@ -58,7 +58,7 @@ def ncu(tmp_path: Path):
 def candidate(*stages: str) -> Candidate:
     launch = Launch("f", (1, 1, 1), 32, ())
     compiled = tuple(CompiledStage(name, "x.cubin", launch) for name in stages)
-    return Candidate("k", {}, Plan(Problem(1, 1, 1, 1, 1, 64), compiled, {}), (), 0)
+    return Candidate("k", {}, Launches(Problem(1, 1, 1, 1, 1, 64), compiled, {}), (), 0)
 
 
 def test_every_launch_has_its_counters_in_our_units(ncu) -> None:

@@ -6,10 +6,10 @@ import contextlib
 
 import pytest
 
+from attnsweep.build.launches import CompiledStage, Launches
 from attnsweep.family.declare import Launch
 from attnsweep.gpu.device import Pipeline
 from attnsweep.problem import Problem
-from attnsweep.trial import CompiledStage, Plan
 
 
 class Stream:
@@ -84,7 +84,7 @@ def plan(*stages, streams=1, eager=False):
         CompiledStage(name, "x", launch, stream, {"q": 8 * n})
         for n, (name, stream) in enumerate(stages)
     )
-    return Plan(Problem(1, 1, 1, 1, 1, 64), compiled, {}, streams, eager)
+    return Launches(Problem(1, 1, 1, 1, 1, 64), compiled, {}, streams, eager)
 
 
 @pytest.fixture

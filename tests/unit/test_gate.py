@@ -15,12 +15,13 @@ from test_sweep import ENVIRONMENT
 
 from attnsweep import cli, sweep
 from attnsweep.build import nvrtc as compiler
+from attnsweep.build.launches import FirstTimes
 from attnsweep.check import live as gate
 from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.spec.load import load_spec
-from attnsweep.trial import Accuracy, FirstTimes, Status
+from attnsweep.trial import Accuracy, Status
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.numerics import Case
 from attnsweep.gpu import bench as measure
 from attnsweep.gpu.bench import Bench, WrongResult
 from attnsweep.problem import Problem
-from attnsweep.trial import Accuracy, Candidate, Plan
+from attnsweep.trial import Accuracy
 
 PROBLEM = Problem(1, 1, 1, 64, 64, 64)
 
@@ -63,7 +64,7 @@ def bench(monkeypatch):
 
 
 def candidate(nbytes):
-    plan = Plan(PROBLEM, (), {"scores": nbytes})
+    plan = Launches(PROBLEM, (), {"scores": nbytes})
     return Candidate("k", {}, plan, (), 0)
 
 

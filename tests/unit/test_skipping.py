@@ -13,7 +13,7 @@ import pytest
 
 from attnsweep.build.candidate import Build
 from attnsweep.choose.ranking import OURS, rank
-from attnsweep.choose.skipping import SHARE, Skips, stage_codes
+from attnsweep.choose.skips import SHARE, Skips, stage_codes
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem

@@ -14,6 +14,7 @@ from samples import H200
 
 from attnsweep import sweep
 from attnsweep.build.candidate import Observer
+from attnsweep.build.launches import FirstTimes
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.choose import search
 from attnsweep.errors import NoGpuError, SpaceError
@@ -21,7 +22,7 @@ from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.spec.load import load_spec
 from attnsweep.store.run import read_trials
-from attnsweep.trial import Accuracy, FirstTimes, Status
+from attnsweep.trial import Accuracy, Status
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")
 

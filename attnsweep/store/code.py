@@ -1,0 +1,114 @@
+"""The machine code of a run's winners: kept next to the rows, read back to be timed again.
+
+Next to the cubins of a problem's winner lies `<problem>.<kernel>.json`: its config, how the cubins
+are launched, and their SHA-256. So old code runs as it did, also when kernels and declarations have
+changed since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from attnsweep.build.candidate import Build
+from attnsweep.build.launches import Launches
+from attnsweep.errors import StoreError
+from attnsweep.problem import Problem
+from attnsweep.store.run import CUBINS, Store
+from attnsweep.trial import Trial, Value
+
+_AGAIN = "record it anew: attnsweep run SPEC --fresh, then attnsweep accept"
+
+
+class _Code(BaseModel):
+    """What lies next to the cubins. Paths in the launches are names in the same directory."""
+
+    model_config = ConfigDict(frozen=True)
+
+    config: dict[str, Value]
+    digests: dict[str, str]
+    plan: Launches
+
+
+_LAUNCHES: TypeAdapter[Launches] = TypeAdapter(Launches)
+
+
+def _name(problem: Problem, kernel: str) -> str:
+    slug = re.sub(r"[^a-z0-9]+", "-", problem.label.lower()).strip("-")
+    return f"{slug}.{kernel}"
+
+
+def keep_code(store: Store, build: Build) -> None:
+    """Copy a winner's cubins into its run, and write how they are launched."""
+    name = _name(build.problem, build.kernel.name)
+    digests = {}
+    for stage, cubin in build.cubins().items():
+        digests[f"{name}.{stage}.cubin"] = cubin.digest
+        store.keep_cubin(cubin.path, f"{name}.{stage}.cubin")
+    launches = build.launches_for(build.problem)
+    stages = tuple(replace(s, cubin=f"{name}.{s.name}.cubin") for s in launches.stages)
+    code = _Code(config=dict(build.config), digests=digests, plan=replace(launches, stages=stages))
+    store.keep(f"{name}.json", code.model_dump_json(indent=1).encode() + b"\n")
+
+
+def read_code(of_run: Path, winner: Trial) -> Launches:
+    """How a winner was launched, ready to load. Raises StoreError if its code is not all there.
+
+    of_run: the run's directory.
+    """
+    name = _name(winner.problem, winner.kernel)
+    directory = of_run / CUBINS
+    path = directory / f"{name}.json"
+    try:
+        code = _Code.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        kept = any(directory.glob(f"{name}.*.cubin"))
+        what = "its launches are not" if kept else "the winner's machine code is not"
+        raise StoreError(f"{what} in the run", where=str(path), hint=_AGAIN) from error
+    except OSError as error:
+        raise StoreError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        what = f"not the launches of a winner: {place}: {first['msg']}"
+        raise StoreError(what, where=str(path), hint=_AGAIN) from error
+    if code.config != dict(winner.config) or code.plan.problem != winner.problem:
+        what = "the code kept is not that of the run's winner"
+        raise StoreError(what, where=str(path), hint=_AGAIN)
+    for stage in code.plan.stages:
+        _verify(directory, stage.cubin, code.digests)
+    stages = tuple(replace(s, cubin=str(directory / s.cubin)) for s in code.plan.stages)
+    return replace(code.plan, stages=stages)
+
+
+def _verify(directory: Path, name: str, digests: Mapping[str, str]) -> None:
+    path = directory / name
+    if Path(name).name != name or name not in digests:
+        raise StoreError(f"names an odd cubin, {name!r}", where=str(directory), hint=_AGAIN)
+    try:
+        digest = _digest(path)
+    except OSError as error:
+        what = f"the cubin cannot be read: {error.strerror}"
+        raise StoreError(what, where=str(path), hint=_AGAIN) from error
+    if digest != digests[name]:
+        raise StoreError("the cubin is damaged: another SHA-256", where=str(path), hint=_AGAIN)
+
+
+def _digest(path: str | Path) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def same_code(one: Launches, other: Launches) -> bool:
+    """Whether two launch the same machine code in the same way. Raises OSError."""
+
+    def known_by_content(launches: Launches) -> bytes:
+        digests = {stage.cubin: _digest(stage.cubin) for stage in launches.stages}
+        stages = tuple(replace(stage, cubin=digests[stage.cubin]) for stage in launches.stages)
+        return _LAUNCHES.dump_json(replace(launches, stages=stages))
+
+    return known_by_content(one) == known_by_content(other)
