@@ -22,8 +22,8 @@ from attnsweep.errors import KernelError, NoGpuError, SpecError
 from attnsweep.family.declare import Kernel, discover
 from attnsweep.hardware import ARCHS, arch_named
 from attnsweep.problem import Problem
-from attnsweep.show import ending, progress
 from attnsweep.show import html as page
+from attnsweep.show import progress, terminal
 from attnsweep.show import tables as report
 from attnsweep.show import views as view
 from attnsweep.show.plots import PlotLibrary
@@ -32,12 +32,13 @@ from attnsweep.spec.load import SweepSpec, load_spec
 from attnsweep.spec.model import BASELINES
 from attnsweep.spec.yaml_file import nearest
 from attnsweep.store.run import Run, latest_run, open_run
+from attnsweep.tools import doctor as doctor_
 from attnsweep.tools import inspect as inspection
 from attnsweep.tools import profile as counters
 from attnsweep.tools.doctor import examine, verdict
 
 app = typer.Typer(
-    cls=ending.Commands,
+    cls=terminal.Commands,
     help="Find the fastest correct attention kernel for a GPU and a shape, by measuring.",
     no_args_is_help=True,
     add_completion=False,
@@ -64,7 +65,7 @@ ArchOption = Annotated[
 
 def main() -> None:
     """Run the command line; every deliberate error becomes its message and exit code."""
-    ending.to_the_end(app)
+    terminal.to_the_end(app)
 
 
 def _version(asked: bool) -> None:
@@ -129,7 +130,7 @@ def run(
     except NoGpuError as error:
         raise NoGpuError(
             f"{error.what}. Nothing was measured.",
-            hint=view.without_gpu(error, spec, loaded.arch, kernels, errors.width),
+            hint=doctor_.without_gpu(error, spec, loaded.arch, kernels, errors.width),
         ) from error
     if outcome.interrupted:
         errors.print("interrupted: what was measured is kept; the same command goes on from here")
@@ -427,7 +428,7 @@ def doctor(json_: JsonOption = False) -> None:
         {name: getattr(f, name) for name in ("name", "ok", "detail", "fix", "needed")}
         for f in findings
     ]
-    shown = [*view.findings(findings, console.width), Text(verdict(findings))]
+    shown = [*doctor_.lines_of(findings, console.width), Text(verdict(findings))]
     _print(shown, {"ready": ready, "findings": data}, json_)
     raise typer.Exit(0 if ready else 3)
 

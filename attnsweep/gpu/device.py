@@ -112,7 +112,7 @@ class Buffer:
 
 
 class Pipeline:
-    """The launches of one config bound to buffers: a call launches its stages in order on the session's stream."""
+    """One config's launches bound to buffers: a call launches its stages in order."""
 
     def __init__(
         self, session: Session, launches: Launches, buffers: Sequence[Mapping[str, Buffer]]

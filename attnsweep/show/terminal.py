@@ -1,17 +1,26 @@
 """The one place that writes to a terminal, and plain text laid out for its width.
 
-Without a terminal there are no ANSI codes.
+Without a terminal there are no ANSI codes. How a program ends is here too: errors as messages and
+exit codes, Ctrl-C, output that cannot be written.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from attnsweep.errors import AttnsweepError
 
 # Piped output has no width of its own. 120 holds every column that a ranking usually has, and log
 # viewers of CI services show as much without wrapping.
@@ -73,3 +82,61 @@ def wrap(text: str, width: int) -> list[str]:
         text, width, subsequent_indent="    ", break_on_hyphens=False, replace_whitespace=False
     )
     return [line.replace(GLUE, " ") for line in lines]
+
+
+class _Stopped(Exception):
+    """Brings what Click would end in its own way past it: Ctrl-C, and output that fails."""
+
+
+class Commands(TyperGroup):
+    """Commands whose Ctrl-C and failing output are left to `to_the_end`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """The command, as Click runs it."""
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, OSError) as error:
+            raise _Stopped from error
+
+
+def to_the_end(app: Callable[[], object]) -> None:
+    """Run a program and exit: every deliberate error becomes its message and exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # of µ and × where they cannot be encoded
+    try:
+        try:
+            app()
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+        except AttnsweepError as error:
+            _error(error.render())
+            sys.exit(error.exit_code)
+        except _Stopped as stopped:
+            raise stopped.__cause__ or stopped from None
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        sys.exit(130)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+            raise
+        _discard_output()
+        if error.errno == errno.EPIPE:  # `attnsweep report | head`
+            sys.exit(getattr(error.__context__, "code", 0))
+        with contextlib.suppress(OSError):
+            _error(f"cannot write the output: {error.strerror}")
+        sys.exit(2)
+
+
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
+
+
+def _discard_output() -> None:
+    """Send what is still buffered nowhere, or Python would fail once more while it exits."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _error(text: str) -> None:
+    errors.print(f"[bold red]error:[/] {escape(text)}", soft_wrap=not errors.is_terminal)

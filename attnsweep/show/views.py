@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
 from rich.text import Text
 
 from attnsweep.build.candidate import PlannedProblem
-from attnsweep.errors import NoGpuError
 from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.family.declare import BLOCK_LIMITS, Kernel
-from attnsweep.files import install_command
 from attnsweep.hardware import Arch
 from attnsweep.show.terminal import GLUE, aligned, wrap
-from attnsweep.tools.doctor import Finding, can_compile
 from attnsweep.trial import Status, Trial
 
 # -- layout ---------------------------------------------------------------------------------
@@ -51,7 +46,7 @@ def _columns(
     return lines()
 
 
-def _with_tails(lines: Sequence[str], tails: Sequence[str], width: int) -> list[list[str]]:
+def with_tails(lines: Sequence[str], tails: Sequence[str], width: int) -> list[list[str]]:
     """A last column of words: beside each line, or below it where there is no room beside."""
     column = max(map(cell_len, lines)) + 2
     beside = width - column >= min(_TAIL, max(map(cell_len, tails)))
@@ -68,21 +63,6 @@ def _with_tails(lines: Sequence[str], tails: Sequence[str], width: int) -> list[
     return out
 
 
-def findings(rows: Sequence[Finding], width: int) -> list[Text]:
-    """The lines of `doctor`; a command that mends something stays on one line."""
-    marks = ["ok" if row.ok else "missing" if row.needed else "-" for row in rows]
-    lines = aligned([*zip(marks, (row.name for row in rows), strict=True)], "ll", width)
-    tails = _with_tails(lines, [row.detail for row in rows], width)
-    out = []
-    for row, mark, (first, *rest) in zip(rows, marks, tails, strict=True):
-        text = Text(first)
-        text.stylize({"ok": "green", "missing": "red"}.get(mark, ""), 0, len(mark))
-        out += [text, *map(Text, rest)]
-        if row.fix and not row.ok:
-            out.append(Text(" " * (max(map(len, lines)) + 2) + row.fix, "cyan"))
-    return out
-
-
 def suggestions(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
     """Commands and what each does, beside it or below it; commands are never broken."""
     longest = max(cell_len(command) for command, _ in rows)
@@ -92,27 +72,6 @@ def suggestions(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 
 # -- run --dry-run --------------------------------------------------------------------------
-
-
-def without_gpu(
-    error: NoGpuError, spec: Path, arch: str | None, kernels: Path | None, width: int
-) -> str:
-    """What to do about it, and which commands work for this spec all the same."""
-    common = f"{shlex.quote(str(spec))} --arch {arch or 'sm_90a'}"
-    if kernels is not None:
-        common += f" --kernels {shlex.quote(str(kernels))}"
-    rows = [
-        ("attnsweep run configs/quickstart.yaml", "replay a recorded run"),
-        (f"attnsweep run --dry-run {common}", "count the candidates"),
-        (f"attnsweep compile {common}", "compile, prune, resources"),
-        ("attnsweep doctor", "what is missing, and the command that mends it"),
-    ]
-    lines = [error.hint] if error.hint else []
-    if not can_compile():
-        del rows[2]
-        lines.append(f"To compile here, without a GPU: {install_command('compile')}")
-    shown = suggestions(rows, width - 4)
-    return "\n  ".join([*lines, "What works here:", *(f"  {line}" for line in shown)])
 
 
 def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> list[Text]:
@@ -133,7 +92,7 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
     header, *body = [
         [Text(line, style) for line in lines]
         for style, lines in zip(
-            styles, _with_tails(_columns(rows, "lrr", width), tails, width), strict=True
+            styles, with_tails(_columns(rows, "lrr", width), tails, width), strict=True
         )
     ]
     out, left = [], iter(body)
@@ -192,7 +151,7 @@ def _parameters(rows: Sequence[tuple[str, str, str]], width: int) -> list[Text]:
     if max(map(cell_len, lines)) + 2 + _TAIL > width:
         lines = aligned([row[:1] for row in rows], "l", 10**6)
         tails = [f"{values}: {text}" for _, values, text in rows]
-    return [Text(line) for block in _with_tails(lines, tails, width) for line in block]
+    return [Text(line) for block in with_tails(lines, tails, width) for line in block]
 
 
 def _titled(name: str, text: str, width: int) -> list[Text]:
@@ -279,7 +238,7 @@ def counters(kept: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
             worst = list(stage["stalls"].items())[:3]
             tails.append(", ".join(f"{why}{GLUE}{warps:.1f}" for why, warps in worst))
         lines = _columns(rows, "l" + "r" * (len(header) - 1), width, drop=(6, 4))
-        out += [Text(line) for block in _with_tails(lines, tails, width) for line in block]
+        out += [Text(line) for block in with_tails(lines, tails, width) for line in block]
     out += said(
         "traffic is read+written · a launch runs alone here, so its time is not that of a sweep · "
         "warps waited for: warps in that state for each instruction issued",
@@ -351,5 +310,5 @@ def _each(trials: Sequence[Trial], width: int) -> list[Text]:
         rows.append([trial.kernel, trial.status.value, *facts])
     configs = [" ".join(f"{name}={value}" for name, value in t.config.items()) for t in trials]
     lines = _columns(rows, "llrrrrlr", width, drop=(7, 6, 4, 5))
-    blocks = _with_tails(lines, ["config", *configs], width)
+    blocks = with_tails(lines, ["config", *configs], width)
     return _grouped([trial.problem.label for trial in trials], blocks, width)

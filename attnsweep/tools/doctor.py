@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shlex
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+from rich.text import Text
+
 from attnsweep import __version__
 from attnsweep.build.nvrtc import default_cache_dir, nvrtc_version
-from attnsweep.errors import AttnsweepError
+from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.files import install_command
 from attnsweep.gpu.device import driver_cuda
 from attnsweep.gpu.worker import Worker, WorkerError, driver_version
+from attnsweep.show.terminal import aligned
+from attnsweep.show.views import suggestions, with_tails
 from attnsweep.trial import Status
 
 
@@ -83,6 +88,42 @@ def verdict(findings: Sequence[Finding]) -> str:
     if can_compile():
         return "cannot measure here; compile, report and replay can"
     return f"cannot measure here; report and replay can; compile after {install_command('compile')}"
+
+
+def lines_of(rows: Sequence[Finding], width: int) -> list[Text]:
+    """The lines of `doctor`; a command that fixes something stays on one line."""
+    marks = ["ok" if row.ok else "missing" if row.needed else "-" for row in rows]
+    lines = aligned([*zip(marks, (row.name for row in rows), strict=True)], "ll", width)
+    tails = with_tails(lines, [row.detail for row in rows], width)
+    out = []
+    for row, mark, (first, *rest) in zip(rows, marks, tails, strict=True):
+        text = Text(first)
+        text.stylize({"ok": "green", "missing": "red"}.get(mark, ""), 0, len(mark))
+        out += [text, *map(Text, rest)]
+        if row.fix and not row.ok:
+            out.append(Text(" " * (max(map(len, lines)) + 2) + row.fix, "cyan"))
+    return out
+
+
+def without_gpu(
+    error: NoGpuError, spec: Path, arch: str | None, kernels: Path | None, width: int
+) -> str:
+    """What to do about it, and which commands work for this spec all the same."""
+    common = f"{shlex.quote(str(spec))} --arch {arch or 'sm_90a'}"
+    if kernels is not None:
+        common += f" --kernels {shlex.quote(str(kernels))}"
+    rows = [
+        ("attnsweep run configs/quickstart.yaml", "replay a recorded run"),
+        (f"attnsweep run --dry-run {common}", "count the candidates"),
+        (f"attnsweep compile {common}", "compile, prune, resources"),
+        ("attnsweep doctor", "what is missing, and how to fix it"),
+    ]
+    lines = [error.hint] if error.hint else []
+    if not can_compile():
+        del rows[2]
+        lines.append(f"To compile here, without a GPU: {install_command('compile')}")
+    shown = suggestions(rows, width - 4)
+    return "\n  ".join([*lines, "What works here:", *(f"  {line}" for line in shown)])
 
 
 def _driver(cuda: tuple[int, int] | None) -> Finding:
