@@ -14,7 +14,6 @@ from rich.markup import escape
 from rich.text import Text
 
 from attnsweep import __version__, sweep
-from attnsweep.build import candidate as candidates
 from attnsweep.check import live as gate
 from attnsweep.check import recorded as regress
 from attnsweep.check.accept import accept as accept_run
@@ -30,8 +29,10 @@ from attnsweep.show.plots import PlotLibrary
 from attnsweep.show.terminal import console, errors
 from attnsweep.spec.load import SweepSpec, load_spec
 from attnsweep.spec.model import BASELINES
+from attnsweep.spec.plan import plan, plan_facts
 from attnsweep.spec.yaml_file import nearest
 from attnsweep.store.run import Run, latest_run, open_run
+from attnsweep.tools import compile as compile_tool
 from attnsweep.tools import doctor as doctor_
 from attnsweep.tools import inspect as inspection
 from attnsweep.tools import profile as counters
@@ -115,9 +116,9 @@ def run(
     """
     loaded, families = _load(spec, kernels)
     if dry_run:
-        planned = candidates.plan(loaded, families, sweep.target_arch(loaded, arch))
+        planned = plan(loaded, families, compile_tool.target_arch(loaded, arch))
         shown = view.planned(planned, limit, console.width)
-        _print(shown, candidates.plan_facts(planned, limit), json_)
+        _print(shown, plan_facts(planned, limit), json_)
         return
     if arch is not None:
         source = "its recording" if loaded.device == "replay" else "the GPU"
@@ -326,9 +327,9 @@ def compile_(
     if any stage does not compile.
     """
     loaded, families = _load(spec, kernels)
-    target = sweep.target_arch(loaded, arch)
+    target = compile_tool.target_arch(loaded, arch)
     with progress.watch(errors) as observer:
-        trials = candidates.compile_all(loaded, families, target, limit=limit, observer=observer)
+        trials = compile_tool.compile_all(loaded, families, target, limit=limit, observer=observer)
     rows = [trial.model_dump(mode="json", exclude_none=True) for trial in trials]
     _print(view.compiled(trials, target, every, console.width), rows, json_)
     raise typer.Exit(1 if any(trial.status == "compile_error" for trial in trials) else 0)

@@ -7,13 +7,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from attnsweep.build.candidate import Observer, candidate_count, plan, plan_facts
+from attnsweep.build.observer import Observer
 from attnsweep.choose.search import search_of
 from attnsweep.errors import SpaceError
 from attnsweep.family.declare import Kernel
 from attnsweep.hardware import arch_named
 from attnsweep.show import tables as report
 from attnsweep.spec.load import SweepSpec
+from attnsweep.spec.plan import candidate_count, plan, plan_facts
 from attnsweep.store.run import TRIALS, Run, Store, open_run
 from attnsweep.trial import Status, Trial
 

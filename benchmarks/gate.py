@@ -33,7 +33,8 @@ from attnsweep.build.launches import Candidate, CompiledStage, Launches
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.check.live import Outcome, compare
 from attnsweep.check.recorded import Verdict
-from attnsweep.choose.ranking import rank, ratio_interval, winners
+from attnsweep.choose.evidence import ratio_interval
+from attnsweep.choose.ranking import rank, winners
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Launch, discover
 from attnsweep.gpu.worker import Worker
@@ -187,15 +188,15 @@ def ratios(worker: Worker, old: Candidate, new: Candidate, rounds: int) -> list[
     """New time over old of so many rounds, and nothing decided."""
     for name, candidate in (("old", old), ("new", new)):
         worker.forget(name)
-        worker.call("enter", name, candidate, keep=True, slow=True)
+        worker.add(name, candidate, cold=False)
     out = []
     for number in range(rounds + 2):
         order = ("old", "new") if number % 2 else ("new", "old")
         if number < 2:
             for name in order:
-                worker.call("replay", name, "warm")
+                worker.replay(name, "warm")
             continue
-        turn = dict(zip(order, worker.call("pair", *order), strict=True))
+        turn = dict(zip(order, worker.pair(*order), strict=True))
         out.append(turn["new"] / turn["old"])
     return out
 
@@ -206,8 +207,8 @@ def calibrated(
     """Both sides with what the slowed one really takes more."""
     old = slowed(case.old, cubin, 0)
     worker.forget("old")
-    worker.call("enter", "old", old, keep=True, slow=True)
-    time_us = median(worker.call("replay", "old", "warm") for _ in range(10))
+    worker.add("old", old, cold=False)
+    time_us = median(worker.replay("old", "warm") for _ in range(10))
     # A wait of few cycles is over before it is looked at first, so the first guess adds some.
     cycles = round(share * time_us * clock_hz / 1e6) + 50
     for _ in range(CORRECTIONS):

@@ -35,9 +35,8 @@ from typing import Any
 import numpy as np
 import setting
 
-from attnsweep.build.candidate import plan
 from attnsweep.build.nvrtc import CACHE_VARIABLE, Compiler
-from attnsweep.choose.finals import label_of
+from attnsweep.choose.race import label_of
 from attnsweep.choose.ranking import rank, winners
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
@@ -45,6 +44,7 @@ from attnsweep.gpu.worker import Worker
 from attnsweep.hardware import arch_named
 from attnsweep.show.terminal import console
 from attnsweep.spec.load import SweepSpec
+from attnsweep.spec.plan import plan
 from attnsweep.store.run import open_run
 
 SPEC = """
@@ -272,13 +272,13 @@ def _run_hundred_ms(directory: Path, arch_name: str, limit: int | None, begun: f
         worker.open(spec.problems[0].problem, replay_us=1000.0, seed=0)
         for done, build in enumerate(chosen, 1):
             name = label_of(build)
-            worker.call("enter", name, build.candidate(), "warm")
+            worker.add(name, build.candidate(), cold=False)
             spent, times = 0.0, []
             while spent < HUNDRED_MS_US:
-                time_us, launched = worker.call("race", name, HUNDRED_MS_US / 10, "warm")
+                time_us, launched = worker.race(name, HUNDRED_MS_US / 10, "warm")
                 spent += time_us * launched
                 times.append(time_us)
-            worker.call("dismiss", name)
+            worker.drop(name)
             middle = sorted(times)[len(times) // 2]
             best = min(best or (middle, name), (middle, name))
             # Configs of the same machine code are timed once, as in a sweep.

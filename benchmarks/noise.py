@@ -85,14 +85,12 @@ def main() -> None:
             build = setting.builds(spec, compiler, limit=2)[0]
             worker.open(spec.problems[0].problem, replay_us=REPLAY_US, seed=0)
             for name in "ab":
-                worker.call("enter", name, build.candidate(), "warm")
+                worker.add(name, build.candidate(), cold=False)
             rounds, pairs = [], []
             for number in range(WARM_UP + arguments.rounds):
-                alone = {
-                    name: worker.call("replay", name, "warm") for name in order.sample("ab", 2)
-                }
+                alone = {name: worker.replay(name, "warm") for name in order.sample("ab", 2)}
                 names = order.sample("ab", 2)
-                paired = dict(zip(names, worker.call("pair", *names), strict=True))
+                paired = dict(zip(names, worker.pair(*names), strict=True))
                 if number >= WARM_UP:
                     rounds.append((alone["a"], alone["b"]))
                     pairs.append((paired["a"], paired["b"]))

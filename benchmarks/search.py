@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnsweep.build.candidate import plan
 from attnsweep.choose.search import Search
 from attnsweep.family.declare import Config, discover
 from attnsweep.family.space import Space
 from attnsweep.hardware import arch_named
 from attnsweep.show.terminal import console
 from attnsweep.spec.load import load_spec
+from attnsweep.spec.plan import plan
 from attnsweep.store.run import open_run
 from attnsweep.trial import Status, Trial
 

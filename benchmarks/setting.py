@@ -7,12 +7,13 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from attnsweep.build.candidate import Build, builds_of, compiled_row, plan
+from attnsweep.build.candidate import Build, builds_of, compiled_row
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import discover
 from attnsweep.hardware import arch_named
 from attnsweep.show.terminal import console
 from attnsweep.spec.load import SweepSpec, load_spec
+from attnsweep.spec.plan import plan
 from attnsweep.trial import Environment, Status
 
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from attnsweep.build.candidate import Build
-from attnsweep.choose.ranking import OURS
+from attnsweep.choose.columns import OURS
 from attnsweep.choose.skips import SHARE, Skips
 from attnsweep.family.declare import Config, Kernel, discover
 from attnsweep.hardware import Chip, arch_named, bounds

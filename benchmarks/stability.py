@@ -25,8 +25,9 @@ from typing import Any
 import setting
 
 from attnsweep.build.nvrtc import Compiler
-from attnsweep.choose.finals import RACE_US, label_of
-from attnsweep.choose.ranking import OURS, rank
+from attnsweep.choose.columns import OURS
+from attnsweep.choose.race import RACE_US, label_of
+from attnsweep.choose.ranking import rank
 from attnsweep.gpu.worker import Worker
 from attnsweep.hardware import arch_named
 from attnsweep.show.terminal import console
@@ -127,10 +128,10 @@ def oracle_rounds(spec: Any, compiler: Compiler, names: set[str], seed: int) -> 
         entered = sorted(chosen)
         order.shuffle(entered)  # and so its buffers lie elsewhere
         for name in entered:
-            worker.call("enter", name, chosen[name].candidate(), "warm")
+            worker.add(name, chosen[name].candidate(), cold=False)
         for number in range(ORACLE_ROUNDS + 3):
             for name in order.sample(entered, len(entered)):
-                time_us, _ = worker.call("race", name, RACE_US, "warm")
+                time_us, _ = worker.race(name, RACE_US, "warm")
                 if number >= 3:  # before that clocks rise
                     rounds[name].append(time_us)
     return rounds

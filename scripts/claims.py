@@ -15,7 +15,6 @@ import claims_cd
 import claims_e
 from verdict import FAILS, HOLDS, MARGIN, OPEN, Verdict
 
-from attnsweep.build.candidate import plan
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.search import Search
 from attnsweep.family.declare import Config, discover
@@ -23,6 +22,7 @@ from attnsweep.family.space import Space
 from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
+from attnsweep.spec.plan import plan
 from attnsweep.store.run import Run, open_run
 from attnsweep.tools import profile as counters
 from attnsweep.trial import Status, Trial

@@ -10,28 +10,30 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from attnsweep.build.candidate import Build, Observer, compiled_row, compiler_for, workspace_limit
+from attnsweep.build.candidate import Build, compiled_row, workspace_limit
 from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.nvrtc import Compiler
+from attnsweep.build.observer import Observer
+from attnsweep.build.prune import compiler_for
 from attnsweep.check.recorded import Comparison, Finding, Verdict, differences, other_card
 from attnsweep.choose.evidence import Decision, Interval, PairedTest
 from attnsweep.choose.ranking import rank
+from attnsweep.choose.start import arch_of
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel
-from attnsweep.gpu.worker import Worker, WorkerError
+from attnsweep.gpu.worker import Gpu, Worker, WorkerError
 from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.show.sentences import Row, by_problem
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.code import read_code, same_code
 from attnsweep.store.run import Run
-from attnsweep.sweep import arch_of
 from attnsweep.trial import Environment, Status, Trial
 
 # Rounds before the first that counts: clocks rise and caches fill.
@@ -62,7 +64,7 @@ class _Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class PairResult:
     """What the rounds of one process gave: medians in microseconds."""
 
     decision: Decision
@@ -77,7 +79,7 @@ class Outcome:
 
     verdict: Verdict
     why: str
-    shown: Turns
+    shown: PairResult
     processes: int
 
 
@@ -114,9 +116,9 @@ def check(
             where=str(spec.document.path),
             hint="give a spec with device: cuda; to compare records: check --recorded OLD NEW",
         )
-    with Worker(spec.measure.timeout_s) as worker:
+    with Worker(spec.measure.timeout_s) as gpu:
         try:
-            here = worker.describe()
+            here = gpu.describe()
         except NoGpuError as error:
             lines = [error.hint] if error.hint else []
             lines.append("without a GPU, attnsweep check --recorded OLD NEW compares two runs")
@@ -128,7 +130,7 @@ def check(
         if elsewhere is None and not other_driver:
             elsewhere = _other_driver(baseline.environment, here)
         budget_s = spec.check.budget_s if budget_s is None else budget_s
-        gate = _Gate(spec, worker, budget_s, observer or Observer())
+        gate = _Gate(spec, gpu, budget_s, observer or Observer())
         try:
             pairs = _pairs(spec, kernels, baseline, here, elsewhere, slower, arch, compiler)
             findings = gate.run(pairs)
@@ -243,10 +245,8 @@ def _today(
 class _Gate:
     """The problems, one after the other, on one GPU."""
 
-    def __init__(
-        self, spec: SweepSpec, worker: Worker, budget_s: float, observer: Observer
-    ) -> None:
-        self._spec, self._worker = spec, worker
+    def __init__(self, spec: SweepSpec, gpu: Gpu, budget_s: float, observer: Observer) -> None:
+        self._spec, self._gpu = spec, gpu
         self._budget_s, self._observer = budget_s, observer
 
     def run(self, pairs: list[_Pair | Finding]) -> list[Finding]:
@@ -276,9 +276,7 @@ class _Gate:
     def _open(self, problem: Problem) -> None:
         settings = self._spec
         try:
-            self._worker.open(
-                problem, replay_us=settings.measure.replay_us, seed=settings.search.seed
-            )
+            self._gpu.open(problem, replay_us=settings.measure.replay_us, seed=settings.search.seed)
         except WorkerError as error:
             what = f"the problem could not be opened: {error.detail}"
             raise _Ended(Verdict.INCONCLUSIVE, what) from error
@@ -286,15 +284,15 @@ class _Gate:
     def _prove(self, candidate: Candidate) -> None:
         """Run the new code on every case."""
         try:
-            self._worker.call("trial", candidate)
+            self._gpu.trial(candidate)
         except WorkerError as error:
             raise _Ended(Verdict.WRONG, _said(error.status, error.detail)) from error
 
     def _compare(self, pair: _Pair, new: Candidate) -> Outcome:
-        def another() -> Worker:
-            self._worker.stop()
+        def another() -> Gpu:
+            self._gpu.stop()
             self._open(pair.problem)
-            return self._worker
+            return self._gpu
 
         old = replace(new, timed=pair.old, checks=(), empty=None)
         seed = f"{self._spec.search.seed} {pair.problem.label}"
@@ -304,7 +302,7 @@ class _Gate:
             self._observer.timing(min(int(spent_s), int(budget_s)), int(budget_s))
 
         return compare(
-            self._worker,
+            self._gpu,
             another,
             old,
             new,
@@ -316,8 +314,8 @@ class _Gate:
 
 
 def compare(
-    worker: Worker,
-    another: Callable[[], Worker],
+    gpu: Gpu,
+    another: Callable[[], Gpu],
     old: Candidate,
     new: Candidate,
     *,
@@ -328,10 +326,10 @@ def compare(
 ) -> Outcome:
     """Time two candidates in turns; one that seems slower, again in a second process.
 
-    worker: has their problem open. another: gives one in another process that has, too. Where code
-    and buffers come to lie can make one process slower than the next.
+    gpu: has their problem open. another: gives one in a new process that has it open, too. The
+    places of code and buffers can make one process slower than the next.
     """
-    first = _turns(worker, old, new, slower, budget_s, f"{seed} 1", watch)
+    first = _turns(gpu, old, new, slower, budget_s, f"{seed} 1", watch)
     shown, processes = first, 1
     if first.decision is Decision.SLOWER:
         again = _turns(another(), old, new, slower, budget_s, f"{seed} 2", watch)
@@ -358,30 +356,33 @@ def compare(
 
 
 def _turns(
-    worker: Worker,
+    gpu: Gpu,
     old: Candidate,
     new: Candidate,
     slower: float,
     budget_s: float,
     seed: str,
     watch: Callable[[float], None] | None,
-) -> Turns:
+) -> PairResult:
     """Rounds in which both take turns, in random order, until the test decides or time ends."""
     rng = random.Random(seed)
     sides = {"old": old, "new": new}
     for side in rng.sample(["old", "new"], 2):
-        worker.forget(side)
-        _ask(worker, side, "enter", side, sides[side], keep=True, slow=True)
+        gpu.forget(side)
+        with _blamed_on(side):
+            gpu.add(side, sides[side], cold=False)
     for _ in range(_WARMUP_ROUNDS):
         for side in rng.sample(["old", "new"], 2):
-            _ask(worker, side, "replay", side, "warm")
+            with _blamed_on(side):
+                gpu.replay(side, "warm")
     test = PairedTest(slower)
     times: dict[str, list[float]] = {"old": [], "new": []}
     decision, begin = Decision.OPEN, time.monotonic()
     while decision is Decision.OPEN:
         order = rng.sample(["old", "new"], 2)
         # Both ran alone before; what fails now is taken for the fault of the new one.
-        turn = dict(zip(order, _ask(worker, "new", "pair", *order), strict=True))
+        with _blamed_on("new"):
+            turn = dict(zip(order, gpu.pair(*order), strict=True))
         for side, time_us in turn.items():
             times[side].append(time_us)
         decision = test.add(turn["old"], turn["new"])
@@ -392,12 +393,14 @@ def _turns(
             decision = test.look()
             break
     medians = {side: statistics.median(values) for side, values in times.items()}
-    return Turns(decision, test.interval, medians["old"], medians["new"])
+    return PairResult(decision, test.interval, medians["old"], medians["new"])
 
 
-def _ask(worker: Worker, side: str, method: str, *args: object, **options: bool) -> Any:
+@contextmanager
+def _blamed_on(side: str) -> Iterator[None]:
+    """A call that fails in here ends the comparison: new code is wrong, old code does not run."""
     try:
-        return worker.call(method, *args, **options)
+        yield
     except WorkerError as error:
         said = _said(error.status, f"while timing: {error.detail}")
         if side == "new":
@@ -432,7 +435,7 @@ def _said(status: Status, detail: str | None) -> str:
     return f"{status.value.replace('_', ' ')}: {lines[0] if lines else 'no detail'}"
 
 
-def _spoken(turns: Turns) -> str:
+def _spoken(turns: PairResult) -> str:
     interval = turns.interval
     if interval is None:
         return "too few rounds for an interval"

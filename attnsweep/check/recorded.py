@@ -16,7 +16,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from attnsweep.choose.ranking import rank, ratio_interval
+from attnsweep.choose.evidence import ratio_interval
+from attnsweep.choose.ranking import rank
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.files import install_command, write_file
 from attnsweep.show.sentences import Row, Section, by_problem, figure

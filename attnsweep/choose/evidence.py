@@ -100,7 +100,7 @@ class Race:
     def add_round(self, times: Mapping[str, float]) -> dict[str, str]:
         """One time of everyone alive. Returns who is out now, and who showed it.
 
-        Raises KeyError if the time of one of them is missing: withdraw who failed first.
+        Raises KeyError if the time of one of them is missing: drop an entrant that failed first.
         """
         for name in self.alive:
             self.rounds[name].append(times[name])
@@ -114,7 +114,7 @@ class Race:
         self.out |= gone
         return gone
 
-    def withdraw(self, name: str, why: str) -> None:
+    def drop(self, name: str, why: str) -> None:
         """Take an entrant out for another reason than its times."""
         self.out[name] = why
 
@@ -254,3 +254,20 @@ class PairedTest:
         if high < 1 + self._threshold:
             return Decision.SAME
         return Decision.SLOWER if low > half else Decision.OPEN
+
+
+# -- many in the same rounds ------------------------------------------------------------------
+
+# Two-sided confidence of the intervals that decide a tie.
+CONFIDENCE = 0.95
+
+
+def ratio_interval(rounds: Sequence[float], best: Sequence[float]) -> tuple[float, float]:
+    """Sign interval (95 %) of the median ratio of rounds to the best's, paired by position.
+
+    Needs no distribution: between the order statistics of the ratios that the median lies outside
+    of less than 5 % of the time. Fewer than six rounds cannot say so much; then it is their range.
+    """
+    ratios = sorted(a / b for a, b in zip(rounds, best, strict=True))
+    left_out = max(0, skipped(len(ratios), (1 - CONFIDENCE) / 2))
+    return ratios[left_out], ratios[-1 - left_out]

@@ -6,21 +6,17 @@ Everything that shows or compares runs is a view of that DataFrame. Needs no GPU
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas
 
-from attnsweep.choose.evidence import skipped
-from attnsweep.errors import SpecError
-from attnsweep.hardware import arch_named, binding, bounds
+from attnsweep.choose.columns import COLUMNS, OURS, Row, facts, time_kind
+from attnsweep.choose.evidence import ratio_interval
 from attnsweep.problem import Problem
 from attnsweep.trial import Environment, Status, Trial
 
-OURS = "attnsweep"
-# Two-sided confidence of the intervals that decide a tie.
-CONFIDENCE = 0.95
 # By how much a time without rounds must be below the best one with rounds to lead it: one sample
 # may be low by luck, but not by so much. Also what a rank may at most be slower than a later one.
 MARGIN = 1.1
@@ -41,46 +37,6 @@ _AFTER = [
     Status.NO_RECORD,
     Status.SKIPPED,
 ]
-COLUMNS = (
-    "problem",
-    "rank",
-    "tied",
-    "winner",
-    "baseline",
-    "provider",
-    "kernel",
-    "config",
-    "variant",
-    "status",
-    "detail",
-    "time_us",
-    "spread_us",
-    "rounds",
-    "cycles",
-    "timed_as",
-    "warm_us",
-    "cold_us",
-    "eager_us",
-    "launch_us",
-    "us_per_head",
-    "us_per_sequence",
-    "tflops",
-    "gbytes_per_s",
-    "bound_us",
-    "bound",
-    "bound_share",
-    "ratio_to_best_baseline",
-    "rel_err",
-    "limit",
-    "registers",
-    "spill_bytes",
-    "smem_bytes",
-    "occupancy",
-    "recorded",
-    "recorded_on",
-    "trial",
-)
-Row = dict[str, Any]
 
 
 def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.DataFrame:
@@ -144,17 +100,6 @@ def judged(trial: Trial) -> tuple[Status, str | None]:
     return trial.status, trial.detail
 
 
-def ratio_interval(rounds: Sequence[float], best: Sequence[float]) -> tuple[float, float]:
-    """Sign interval (95 %) of the median ratio of rounds to the best's, paired by position.
-
-    Needs no distribution: between the order statistics of the ratios that the median lies outside
-    of less than 5 % of the time. Fewer than six rounds cannot say so much; then it is their range.
-    """
-    ratios = np.sort(np.asarray(rounds, dtype=float) / np.asarray(best, dtype=float))
-    left_out = max(0, skipped(len(ratios), (1 - CONFIDENCE) / 2))
-    return float(ratios[left_out]), float(ratios[-1 - left_out])
-
-
 def _identity(trial: Trial) -> tuple[Any, ...]:
     """Config order: baselines first, then kernel, then each value in declared order."""
     values = [(1, 0, v) if isinstance(v, str) else (0, int(v), "") for v in trial.config.values()]
@@ -169,12 +114,8 @@ def _rounds(trial: Trial) -> list[float]:
     return trial.time_us.rounds if trial.time_us is not None else []
 
 
-def _kind(trial: Trial) -> str:
-    return trial.time_us.l2 if trial.time_us is not None else "warm"
-
-
 def _session(trial: Trial) -> tuple[object, ...]:
-    return (trial.recorded, trial.recorded_on, _kind(trial))
+    return (trial.recorded, trial.recorded_on, time_kind(trial))
 
 
 def _paired(trial: Trial, leader: Trial) -> bool:
@@ -205,11 +146,11 @@ def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
 def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
     """Ok trials in ranking order; those in one list share a rank."""
     # Another kind of time is no match for that of the rounds: a warm one is below any cold one.
-    kinds = {_kind(trial) for trial in trials if _rounds(trial)}
+    kinds = {time_kind(trial) for trial in trials if _rounds(trial)}
     left = sorted(
         trials,
         key=lambda trial: (
-            bool(kinds) and _kind(trial) not in kinds,
+            bool(kinds) and time_kind(trial) not in kinds,
             _median(trial),
             _identity(trial),
         ),
@@ -269,89 +210,10 @@ def _rank_problem(
             "winner": won,
             "status": verdicts[id(t)][0].value,
             "detail": verdicts[id(t)][1],
-            **_facts(t, environment, best_baseline),
+            **facts(t, environment, best_baseline),
         }
         for t, place, tied, won in places
     ]
-
-
-def _facts(trial: Trial, environment: Environment | None, best_baseline: float) -> Row:
-    """What one trial says of itself, and what follows from its time."""
-    problem, time, used = trial.problem, trial.time_us, trial.resources
-    median = time.median if time is not None and time.median > 0 else math.nan
-    kind = _kind(trial)
-    warm = median if kind == "warm" else _number(trial.warm_us)
-    # What the host spends says nothing of the device's rates.
-    device_us, l2 = (warm, "warm") if kind == "eager" else (median, kind)
-    limits = bounds_of(trial, environment)
-    bound = None
-    if environment is not None:
-        bound = binding(limits, problem, l2_bytes=environment.l2_bytes, l2=l2)
-    accuracy = trial.accuracy
-    error = accuracy.rel_err if accuracy is not None else None
-    return {
-        "problem": problem.label,
-        "baseline": trial.provider != OURS,
-        "provider": trial.provider,
-        "kernel": trial.kernel,
-        "config": named(trial.config),
-        "variant": " ".join(trial.variant.values()),
-        "time_us": median,
-        "spread_us": (time.high - time.low) / 2 if time and time.samples > 1 else math.nan,
-        "rounds": len(time.rounds) if time is not None else None,
-        "cycles": _number(time.cycles if time is not None else None),
-        "timed_as": kind,
-        "warm_us": warm,
-        "cold_us": _number(trial.cold_us),
-        "eager_us": _number(trial.eager_us),
-        "launch_us": _number(trial.launch_us),
-        "us_per_head": median / (problem.batch * problem.heads),
-        "us_per_sequence": median / problem.batch,
-        "tflops": problem.flops / device_us / 1e6,
-        "gbytes_per_s": problem.min_bytes / device_us / 1e3,
-        "bound_us": bound[1] if bound else math.nan,
-        "bound": bound[0] if bound else None,
-        "bound_share": bound[1] / device_us if bound else math.nan,
-        "ratio_to_best_baseline": best_baseline / median,
-        "rel_err": _number(error),
-        "limit": accuracy.limit if accuracy is not None else math.nan,
-        "registers": used.registers if used is not None else None,
-        "spill_bytes": used.spill_bytes if used is not None else None,
-        "smem_bytes": used.smem_bytes if used is not None else None,
-        "occupancy": used.occupancy if used is not None else math.nan,
-        "recorded": trial.recorded,
-        "recorded_on": trial.recorded_on,
-        "trial": trial,
-    }
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def named(config: Mapping[str, object]) -> str:
-    """`BLOCK_M=64 BLOCK_N=128`, in the order of the mapping."""
-    return " ".join(f"{name}={value_text(value)}" for name, value in config.items())
-
-
-def value_text(value: object) -> str:
-    """A parameter's value as -D would say it."""
-    return str(int(value)) if isinstance(value, bool) else str(value)
-
-
-def bounds_of(trial: Trial, environment: Environment | None) -> dict[str, float]:
-    """The bounds of its problem in microseconds.
-
-    None where the GPU or its architecture is not known, or the row was recorded on another GPU.
-    """
-    if environment is None:
-        return {}
-    if trial.recorded and environment.gpu not in (trial.recorded_on or environment.gpu):
-        return {}
-    try:
-        return bounds(trial.problem, arch_named(environment.arch), environment)
-    except SpecError:
-        return {}
 
 
 def winners(ranking: pandas.DataFrame) -> list[Trial]:

@@ -1,4 +1,4 @@
-"""Turns: everyone is timed once a round, in random order, beside what the card did meanwhile.
+"""Rounds: everyone is timed once a round, in random order, next to what the card did meanwhile.
 
 What drifts (clocks, heat, a neighbour) then meets all alike, and the ratio of two entries is taken
 within a round. A round is of one state of the card, or it is repeated, or it is marked.
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnsweep.gpu.worker import Worker, WorkerError
+from attnsweep.gpu.worker import Gpu, WorkerError
+from attnsweep.trial import Measurement
 
 # SM clocks further apart than this are two states: an H200's steps are 15 MHz of 1980, 0.8 %.
 SAME_CLOCK = 0.02
@@ -71,19 +72,17 @@ def _steady(last: Sequence[Round], name: str) -> bool:
     """Whether three rounds of one entry are alike in time, and their conditions in state."""
     if len(last) < 3:
         return False
-    times = [turn.times[name] for turn in last]
-    alike = all(difference(turn.conditions, last[0].conditions) is None for turn in last)
+    times = [each.times[name] for each in last]
+    alike = all(difference(each.conditions, last[0].conditions) is None for each in last)
     return alike and max(times) <= (1 + _STEADY) * min(times)
 
 
-class Turns:
-    """Takes rounds of whoever is named, on the worker's GPU."""
+class Rounds:
+    """Takes rounds of the entries that are named, on the GPU."""
 
-    def __init__(
-        self, worker: Worker, *, seed: int, lose: Callable[[str, WorkerError], None]
-    ) -> None:
-        """lose: told of an entry that failed; it is then missing from the round's times."""
-        self._worker, self._lose = worker, lose
+    def __init__(self, gpu: Gpu, *, seed: int, fail: Callable[[str, WorkerError], None]) -> None:
+        """fail: told of an entry that failed; it is then missing from the round's times."""
+        self._gpu, self._fail = gpu, fail
         self._random = random.Random(seed)
         self._usual: Conditions = {}
         self.warm_up_rounds = 0
@@ -97,10 +96,10 @@ class Turns:
         self.warm_up_rounds, self.steady = 1, False
         seen: list[Round] = []
         while alive and not self.steady and len(seen) < _WARM_UP_ROUNDS:
-            turn = Round(self._times(alive[:1], replay), self._conditions())
+            this = Round(self._times(alive[:1], replay), self._conditions())
             self.warm_up_rounds += 1
-            if turn.times:
-                seen.append(turn)
+            if this.times:
+                seen.append(this)
                 self.steady = _steady(seen[-3:], alive[0])
             else:
                 alive, seen = alive[1:], []
@@ -114,13 +113,13 @@ class Turns:
         """
         left = min(repeats, _REPEATS)
         while True:
-            turn = Round(self._times(names, replay), self._conditions())
-            names = [name for name in names if name in turn.times]
-            if not _worth_repeating(turn.conditions, self._usual):
-                return turn
+            this = Round(self._times(names, replay), self._conditions())
+            names = [name for name in names if name in this.times]
+            if not _worth_repeating(this.conditions, self._usual):
+                return this
             if left <= 0:
-                self._usual = turn.conditions
-                return turn
+                self._usual = this.conditions
+                return this
             left -= 1
             self.repeated += 1
 
@@ -131,13 +130,12 @@ class Turns:
             try:
                 times[name] = replay(name)
             except WorkerError as error:
-                self._lose(name, error)
+                self._fail(name, error)
         return times
 
     def _conditions(self) -> Conditions:
         with contextlib.suppress(WorkerError):
-            found: Conditions = self._worker.call("conditions")
-            return found
+            return self._gpu.conditions()
         return {}
 
     def summary(self, rounds: Sequence[Round]) -> dict[str, Any]:
@@ -148,7 +146,7 @@ class Turns:
         from 0) in another state than the median, in what. steady: whether warm-up became so;
         repeated: how many rounds were taken again.
         """
-        return summary([turn.conditions for turn in rounds]) | {
+        return summary([each.conditions for each in rounds]) | {
             "warm_up_rounds": self.warm_up_rounds,
             "steady": self.steady,
             "repeated": self.repeated,
@@ -156,7 +154,7 @@ class Turns:
 
 
 def summary(conditions: Sequence[Conditions]) -> dict[str, Any]:
-    """The part of Turns.summary that the rounds' conditions alone decide."""
+    """The part of Rounds.summary that the rounds' conditions alone decide."""
     found: dict[str, Any] = {}
     each: dict[str, list[Any]] = {}
     for name in _NUMBERS:
@@ -189,3 +187,9 @@ def summary(conditions: Sequence[Conditions]) -> dict[str, Any]:
         if (differs := difference(now, common)) is not None
     }
     return found | {"rounds": each, "strays": strays}
+
+
+def measured(times: Sequence[float]) -> Measurement:
+    """The median and the quartiles of one entry's rounds."""
+    low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else [*times] * 3
+    return Measurement(median=statistics.median(times), low=low, high=high, samples=len(times))

@@ -266,23 +266,14 @@ class Bench:
                 replay = call.capture(calls, rotate=rotate, stage=stage)
         return replay, calls
 
-    def admit(self, name: str, candidate: Candidate) -> None:
-        """Make a candidate that passed `trial` a finalist called `name`."""
-        self._enter(name, candidate, [self._timed.buffers, *self._cold()])
-
-    def enter(self, name: str, candidate: Candidate, kind: str = "warm") -> None:
-        """Let a candidate that passed `trial` take turns in warm or cold times alone."""
-        copies = self._cold() if kind == "cold" else []
-        self._enter(name, candidate, [self._timed.buffers, *copies])
-
-    def _enter(
-        self, name: str, candidate: Candidate, copies: Sequence[Mapping[str, Buffer]]
-    ) -> None:
+    def add(self, name: str, candidate: Candidate, cold: bool) -> None:
+        """Make a candidate that passed `trial` an entry; cold: with copies that leave L2 cold."""
+        copies = self._cold() if cold else []
         needed = frozenset(candidate.timed.workspaces.items())
-        pipeline = self._pipeline(candidate.timed, copies)
+        pipeline = self._pipeline(candidate.timed, [self._timed.buffers, *copies])
         self._entries[name] = _Entry(pipeline, workspaces=needed)
 
-    def dismiss(self, name: str) -> None:
+    def drop(self, name: str) -> None:
         """Forget an entry, its graphs, and the workspaces that no other entry uses."""
         self._entries.pop(name, None)
         needed = {item for entry in self._entries.values() for item in entry.workspaces}
@@ -291,7 +282,7 @@ class Bench:
     def race(self, name: str, replay_us: float, kind: str) -> tuple[float, int]:
         """One sample of a replay of about replay_us: microseconds a call, and calls launched.
 
-        kind: `warm` or `cold`, as the candidate entered.
+        kind: `warm` or `cold`, as the candidate was added.
         """
         entry, before = self._entries[name], self._launched
         if "race" not in entry.graphs:
@@ -303,8 +294,8 @@ class Bench:
         self._launched += 2 * calls
         return time_us, self._launched - before
 
-    def admit_baseline(self, name: str) -> Accuracy:
-        """Prepare, check and admit a baseline. Raises baselines.Unavailable with the reason."""
+    def add_baseline(self, name: str) -> Accuracy:
+        """Prepare, check and add a baseline. Raises peers.Unavailable with the reason."""
         copies = [
             {
                 tensor: copy[tensor].view(self.problem.shape_of(tensor), self._timed.dtype)

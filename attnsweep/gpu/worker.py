@@ -2,7 +2,7 @@
 
 A call that outlives its time limit, kills the process or poisons the CUDA context costs that call
 alone: the child is killed, and the next call finds a new one with the same problem open and the
-same finalists admitted.
+same entries added.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from attnsweep import __version__
+from attnsweep.build.launches import Candidate, FirstTimes
 from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.hardware import arch_of
-from attnsweep.trial import Environment, Status
+from attnsweep.problem import Problem
+from attnsweep.trial import Accuracy, Environment, Status
 
 # Importing PyTorch and letting cuDNN choose a plan takes this long on a slow disk.
 START_TIMEOUT_S = 180.0
@@ -37,7 +39,7 @@ BenchFactory = Callable[..., Any]
 
 
 def open_bench(*args: Any, **options: Any) -> Any:
-    """measure.Bench, imported only in the child: the parent never loads CuPy."""
+    """bench.Bench, imported only in the child: the parent never loads CuPy."""
     from attnsweep.gpu.bench import Bench
 
     return Bench(*args, **options)
@@ -62,13 +64,60 @@ class _Reply:
     dying: bool = False
 
 
+class Gpu(Protocol):
+    """A GPU on which one problem at a time is open; `Worker` is the real one.
+
+    Times are microseconds of one call. Every method but `describe` raises WorkerError with the
+    status that the row of the candidate should have.
+    """
+
+    def describe(self, *, preload: str | None = None) -> Environment:
+        """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA."""
+
+    def open(self, problem: Problem, *, replay_us: float, seed: int) -> None:
+        """Open a problem: inputs from `seed`, replays of about `replay_us`. Closes the last one."""
+
+    def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
+        """Check a candidate on every case, then time it briefly."""
+
+    def add(self, name: str, candidate: Candidate, *, cold: bool) -> None:
+        """Make a candidate that passed `trial` an entry; cold: with copies that leave L2 cold."""
+
+    def add_baseline(self, name: str) -> Accuracy:
+        """Prepare and check a baseline, and make it an entry."""
+
+    def drop(self, name: str) -> None:
+        """Free an entry, and never add it again."""
+
+    def forget(self, name: str) -> None:
+        """Never add an entry to a new process; for one that failed."""
+
+    def race(self, name: str, replay_us: float, kind: str) -> tuple[float, int]:
+        """One sample of an entry, `warm` or `cold`, and how many calls it launched."""
+
+    def replay(self, name: str, kind: str) -> float:
+        """One sample of an entry: `warm`, `cold`, or a stage by its name."""
+
+    def pair(self, first: str, second: str) -> tuple[float, float]:
+        """One warm sample of each of two entries, in which even drift meets both alike."""
+
+    def eager_us(self, name: str) -> float:
+        """Host time to issue one call of an entry; the device is not waited for."""
+
+    def conditions(self) -> Mapping[str, Any]:
+        """Clocks, power, temperature, throttle reasons and other processes, as NVML tells."""
+
+    def stop(self) -> None:
+        """Let go of the GPU; the next call starts anew."""
+
+
 class Worker:
-    """The parent's end. Use as a context manager; `call` runs a method of measure.Bench there."""
+    """The parent's end. Use as a context manager; the methods of `Gpu` run in the child's Bench."""
 
     def __init__(self, timeout_s: float, bench: BenchFactory | None = None) -> None:
         """timeout_s: limit of one ordinary call; opening a problem or a baseline gets longer.
 
-        bench: what opens a problem in the child, measure.Bench unless given (importable by name).
+        bench: what opens a problem in the child, bench.Bench unless given (importable by name).
         """
         self._timeout_s = timeout_s
         self._bench = bench or open_bench
@@ -94,12 +143,59 @@ class Worker:
         return environment
 
     def open(self, *args: Any, **options: Any) -> None:
-        """Open a problem: the arguments of measure.Bench. Replaces the one that was open."""
+        """See `Gpu`; the arguments of bench.Bench."""
         self._setup = [("open", args, options)]
         self._request("open", args, options, START_TIMEOUT_S)
 
+    def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
+        """See `Gpu`."""
+        accuracy, first = self.call("trial", candidate)
+        return accuracy, first
+
+    def add(self, name: str, candidate: Candidate, *, cold: bool) -> None:
+        """See `Gpu`."""
+        self.call("add", name, candidate, cold, keep=True, slow=True)
+
+    def add_baseline(self, name: str) -> Accuracy:
+        """See `Gpu`."""
+        accuracy: Accuracy = self.call("add_baseline", name, keep=True, slow=True)
+        return accuracy
+
+    def drop(self, name: str) -> None:
+        """See `Gpu`."""
+        self.forget(name)
+        self.call("drop", name)
+
+    def race(self, name: str, replay_us: float, kind: str) -> tuple[float, int]:
+        """See `Gpu`."""
+        time_us, launched = self.call("race", name, replay_us, kind)
+        return time_us, launched
+
+    def replay(self, name: str, kind: str) -> float:
+        """See `Gpu`."""
+        return float(self.call("replay", name, kind))
+
+    def pair(self, first: str, second: str) -> tuple[float, float]:
+        """See `Gpu`."""
+        one, other = self.call("pair", first, second)
+        return one, other
+
+    def eager_us(self, name: str) -> float:
+        """See `Gpu`."""
+        return float(self.call("eager_us", name))
+
+    def conditions(self) -> Mapping[str, Any]:
+        """See `Gpu`."""
+        found: Mapping[str, Any] = self.call("conditions")
+        return found
+
+    def blocks_per_sm(self, candidate: Candidate) -> dict[str, int]:
+        """Resident blocks of each stage by the driver's own count."""
+        counted: dict[str, int] = self.call("blocks_per_sm", candidate)
+        return counted
+
     def call(self, method: str, *args: Any, keep: bool = False, slow: bool = False) -> Any:
-        """Call a method of the open Bench. Raises WorkerError with the row's status.
+        """Call a method of the open Bench by name. Raises WorkerError with the row's status.
 
         keep: repeat it when a new process replaces this one (finalists that must be there).
         """
@@ -110,7 +206,7 @@ class Worker:
         return value
 
     def forget(self, name: str) -> None:
-        """Do not admit this finalist again when the process is replaced."""
+        """See `Gpu`."""
         self._setup = [(m, args, o) for m, args, o in self._setup if args[:1] != (name,)]
 
     def stop(self) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 import yaml
 
 from attnsweep import __version__
-from attnsweep.choose.ranking import named, rank, value_text
+from attnsweep.choose.columns import named, value_text
+from attnsweep.choose.ranking import rank
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.files import install_command, write_file
 from attnsweep.problem import Problem

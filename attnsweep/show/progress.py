@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from attnsweep.build.candidate import Observer
+from attnsweep.build.observer import Observer
 from attnsweep.problem import Problem
 from attnsweep.trial import Status, Trial
 

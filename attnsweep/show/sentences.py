@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas
 
-from attnsweep.choose.ranking import bounds_of
+from attnsweep.choose.columns import bounds_of
 from attnsweep.problem import Problem
 from attnsweep.show.terminal import GLUE
 from attnsweep.trial import Environment, Status

@@ -15,7 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from attnsweep.choose.ranking import named, rank, value_text
+from attnsweep.choose.columns import named, value_text
+from attnsweep.choose.ranking import rank
 from attnsweep.show.sentences import (
     Row,
     Section,

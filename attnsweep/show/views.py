@@ -10,11 +10,11 @@ from typing import Any
 from rich.cells import cell_len
 from rich.text import Text
 
-from attnsweep.build.candidate import PlannedProblem
 from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.family.declare import BLOCK_LIMITS, Kernel
 from attnsweep.hardware import Arch
 from attnsweep.show.terminal import GLUE, aligned, wrap
+from attnsweep.spec.plan import PlannedProblem
 from attnsweep.trial import Status, Trial
 
 # -- layout ---------------------------------------------------------------------------------

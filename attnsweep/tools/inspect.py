@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from attnsweep.build.candidate import Build, with_instructions
+from attnsweep.build.candidate import Build
 from attnsweep.build.cubin import resources
 from attnsweep.build.nvrtc import Compiler, nvrtc_version
+from attnsweep.build.prune import with_instructions
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
 from attnsweep.family.declare import Config, Kernel, Launch, Param, values_in
 from attnsweep.family.space import Selection, Space
@@ -178,7 +179,7 @@ def inspect(
         used = resources([(n, cubins[n], launch) for n, launch in build.launches.items()], arch)
         uncounted = None
         try:
-            used = with_instructions(used, build)
+            used = with_instructions(used, build.cubins(), build.launches)
         except ToolchainError as error:
             uncounted = error.render()
         return Inspection(kernel, config, problem, arch, used, build.launches, uncounted, card)

@@ -23,7 +23,8 @@ from typing import Any
 from attnsweep.build.candidate import Build
 from attnsweep.build.launches import Candidate
 from attnsweep.build.nvrtc import Compiler
-from attnsweep.choose.ranking import rank, value_text
+from attnsweep.choose.columns import value_text
+from attnsweep.choose.ranking import rank
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel, values_in

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.build.candidate import Build, as_ready, compiled_row
+from attnsweep.build.candidate import Build, compiled_row
 from attnsweep.build.cubin import check_arguments, compiler_warnings, functions
 from attnsweep.build.nvrtc import Compiler
+from attnsweep.choose.queue import as_ready
 from attnsweep.errors import CompileError
 from attnsweep.family.declare import Launch, TensorMap, discover, load_kernel
 from attnsweep.family.space import Space

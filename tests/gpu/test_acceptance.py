@@ -54,5 +54,5 @@ def test_accepted(shape, causal, worker, compiler):
         config = Config({param.name: param.values[0] for param in kernel.params} | values)
         build = Build.of(kernel, config, problem, compiler)
         build.submit()
-        accuracy, _ = worker.call("trial", build.candidate())
+        accuracy, _ = worker.trial(build.candidate())
         assert accuracy.rel_err <= accuracy.limit, (name, config.label)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.build.candidate import Build, as_ready
+from attnsweep.build.candidate import Build
 from attnsweep.build.cubin import resources
 from attnsweep.build.nvrtc import Compiler
+from attnsweep.choose.queue import as_ready
 from attnsweep.family.declare import discover, load_kernel
 from attnsweep.family.space import Selection, Space
 from attnsweep.gpu.worker import Worker
@@ -77,7 +78,7 @@ def test_right_on_odd_shapes(kernel, problem, worker, compiler):
         build.submit()
     worker.open(problem, replay_us=100, seed=1)
     for build in as_ready(builds):
-        accuracy, first = worker.call("trial", build.candidate())
+        accuracy, first = worker.trial(build.candidate())
         assert accuracy.rel_err <= accuracy.limit, build.config.label
         assert first.time_us > 0
         assert first.launch_us > 0
@@ -98,7 +99,7 @@ def test_occupancy_is_what_the_driver_says(kernel, worker, compiler):
         ours = resources(
             [(n, cubins[n], launch) for n, launch in build.launches.items()], build.arch
         )
-        for name, blocks in worker.call("blocks_per_sm", build.candidate()).items():
+        for name, blocks in worker.blocks_per_sm(build.candidate()).items():
             assert ours.stages[name]["blocks_per_sm"] == blocks, f"{build.config.label} {name}"
 
 
@@ -128,7 +129,7 @@ def test_right_in_every_mode(kernel, modes, causal, worker, compiler):
         build.submit()
     worker.open(problem, replay_us=100, seed=1)
     for build in builds:
-        accuracy, first = worker.call("trial", build.candidate())
+        accuracy, first = worker.trial(build.candidate())
         assert accuracy.rel_err <= accuracy.limit, build.config.label
         assert min(first.time_us, first.launch_us) > 0
 
@@ -148,5 +149,5 @@ def test_a_workspace_limit_is_kept_and_the_result_right(kernel, worker, compiler
         assert build.schedule.facts["rows"] <= (rows if whole > limit else problem.seqlen_q)
         build.submit()
         worker.open(problem, replay_us=100, seed=1)
-        accuracy, _ = worker.call("trial", build.candidate())
+        accuracy, _ = worker.trial(build.candidate())
         assert accuracy.rel_err <= accuracy.limit

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.build.candidate import plan
 from attnsweep.family.declare import discover
 from attnsweep.hardware import arch_named
+from attnsweep.spec.plan import plan
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import test_sweep
+from fake_gpu import FakeGpu
 from test_sweep import ENVIRONMENT
 
 from attnsweep import cli, sweep
@@ -37,7 +38,7 @@ check: {slower: 0.02, budget_s: 0.5}
 LABELS = ["(1,2,64,64) fp16 full", "(1,2,128,64) fp16 full"]
 
 
-class Card:
+class Card(FakeGpu):
     """Stands in for workers.Worker. ratios: new over old, of each process in turn."""
 
     ratios = (1.0,)
@@ -49,12 +50,6 @@ class Card:
 
     def __init__(self, timeout_s):
         self._process, self._rng = 0, random.Random(7)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
 
     def describe(self, *, preload=None):
         if isinstance(self.environment, Exception):
@@ -75,7 +70,7 @@ class Card:
         if call in Card.faults:
             raise Card.faults[call]
 
-    def call(self, method, *args, keep=False, slow=False):
+    def call(self, method, *args):
         name = args[0] if args and isinstance(args[0], str) else ""
         self._fault(f"{method} {name}".strip())
         if method == "trial":
@@ -376,7 +371,7 @@ def test_a_rule_that_now_refuses_the_winner(check, families):
 
 
 def test_old_code_that_does_not_run_here_is_no_verdict_on_the_new(check, changed, card):
-    card.faults["enter old"] = WorkerError(Status.LAUNCH_ERROR, "no kernel image")
+    card.faults["add old"] = WorkerError(Status.LAUNCH_ERROR, "no kernel image")
     code, data, _ = check()
     assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
     assert "the baseline's code does not run here" in data["problems"][0]["why"]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_gpu import FakeGpu
 from samples import H200
 
 from attnsweep.build import nvrtc as compiler
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 TIME_US = 40.0
 
 
-class Card:
+class Card(FakeGpu):
     """A card on which every call takes TIME_US, and what it is told to wait for.
 
     fixed_us: what a launch that waits takes more, however short it waits. slow_process: the number
@@ -35,12 +36,6 @@ class Card:
         self._rng, self._sides = random.Random(Card.started), {}
         self._number, Card.started = Card.started, Card.started + 1
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
     def describe(self):
         return H200
 
@@ -50,10 +45,10 @@ class Card:
     def forget(self, name):
         self._sides.pop(name, None)
 
-    def call(self, method, name, *args, keep=False, slow=False):
+    def call(self, method, name, *args):
         if method == "pair":
             return [self.call("replay", side) for side in (name, *args)]
-        if method == "enter":
+        if method == "add":
             self._sides[name] = args[0].timed
             return None
         waits = [s.launch.args[0] for s in self._sides[name].stages if s.name == "burn"]

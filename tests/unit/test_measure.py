@@ -69,8 +69,8 @@ def candidate(nbytes):
 
 
 def test_a_finalists_workspace_outlives_another_size(bench):
-    bench.admit("a", candidate(100))
-    bench.admit("b", candidate(200))
+    bench.add("a", candidate(100), cold=True)
+    bench.add("b", candidate(200), cold=True)
     first, second = (bench._entries[name].call.copies[0]["scores"] for name in "ab")
     assert (first.nbytes, second.nbytes) == (100, 200)
     bench.trial(candidate(300))
@@ -86,8 +86,8 @@ def test_before_the_rounds_only_the_candidates_own_workspaces_are_held(bench):
 
 
 def test_equal_sizes_share_a_workspace(bench):
-    bench.admit("a", candidate(100))
-    bench.admit("b", candidate(100))
+    bench.add("a", candidate(100), cold=True)
+    bench.add("b", candidate(100), cold=True)
     assert (
         bench._entries["a"].call.copies[0]["scores"] is bench._entries["b"].call.copies[0]["scores"]
     )

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import H200
 
-from attnsweep.choose.ranking import COLUMNS, bounds_of, judged, rank, ratio_interval, winners
+from attnsweep.choose.columns import COLUMNS, bounds_of
+from attnsweep.choose.evidence import ratio_interval
+from attnsweep.choose.ranking import judged, rank, winners
 from attnsweep.hardware import ARCHS, binding, bounds
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial

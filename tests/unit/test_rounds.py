@@ -7,10 +7,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from fake_gpu import FakeGpu
 
-from attnsweep.build.candidate import Observer
-from attnsweep.choose import finals as rounds
-from attnsweep.choose.finals import RACE_US, Rounds, _pace
+from attnsweep.build.observer import Observer
+from attnsweep.choose import finals
+from attnsweep.choose.finals import Finals, _pace
+from attnsweep.choose.race import RACE_US, _worth_it, race
 from attnsweep.choose.ranking import rank
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.problem import Problem
@@ -20,7 +22,7 @@ from attnsweep.trial import Accuracy, Measurement, Status, Trial
 PROBLEM = Problem(1, 16, 16, 1024, 1024, 64)
 
 
-class Card:
+class Card(FakeGpu):
     """A GPU with a drifting clock, noise and outliers; replays as measure.Bench does."""
 
     def __init__(self, times, seed, noise=0.004, faults=(), kind="warm"):
@@ -35,13 +37,13 @@ class Card:
         outlier = 1.3 if self.random.random() < 0.01 else 1.0
         return self.times[name] * math.exp(self.drift + self.random.gauss(0, self.noise)) * outlier
 
-    def call(self, method, *args, keep=False, slow=False):
+    def call(self, method, *args):
         name = args[0] if args else ""
         if (method, name) in self.faults:
             raise WorkerError(Status.TIMEOUT, "hung")
-        if method in ("enter", "admit"):
+        if method == "add":
             self.held.add(name)
-        if method == "dismiss":
+        if method == "drop":
             self.held.discard(name)
         if method == "race":
             assert name in self.held
@@ -67,6 +69,13 @@ class Rows:
 
     def append(self, row):
         self.rows[row.key] = row
+
+
+def run_finals(spec, card, store, notes, checked):
+    """A race and the finals, as a sweep runs them."""
+    raced = race(checked, spec, card, put=store.append, observer=notes)
+    finals = Finals(spec, card, put=store.append, keep=store.append, observer=notes)
+    return finals.run(raced, [])
 
 
 class Notes(Observer):
@@ -106,10 +115,10 @@ def sweep(medians, seed=0, finalists=4, rank_by="warm", **card):
         search=SearchSpec(seed=seed),
     )
     store, notes = Rows(), Notes()
-    finals = Rounds(spec, card, store, notes).run(checked, [])
+    timed = run_finals(spec, card, store, notes, checked)
     return SimpleNamespace(
         card=card,
-        finals=[int(build.config.label) for build, _ in finals],
+        finals=[int(build.config.label) for build, _ in timed],
         rows={row.config["A"]: row for row in store.rows.values()},
         notes=notes.notes,
     )
@@ -197,7 +206,7 @@ def test_of_many_alike_the_fastest_and_as_many_thrifty_reach_the_finals():
 
 
 def test_who_fails_in_the_race_costs_its_own_row():
-    done = sweep(spread(20), faults=[("race", "k 0"), ("enter", "k 1"), ("dismiss", "k 5")])
+    done = sweep(spread(20), faults=[("race", "k 0"), ("add", "k 1"), ("drop", "k 5")])
     for number in (0, 1):
         assert done.rows[number].status is Status.TIMEOUT
         assert done.rows[number].detail == "while timing: hung"
@@ -218,7 +227,7 @@ def test_nothing_of_an_earlier_race_is_believed():
     stale = trial.with_(race={"survived": True})
     spec = SimpleNamespace(measure=MeasureSpec(finalists=4, cold=False), search=SearchSpec())
     store = Rows()
-    Rounds(spec, card, store, Notes()).run([(build, stale)], [])
+    run_finals(spec, card, store, Notes(), [(build, stale)])
     (row,) = store.rows.values()
     assert row.race == {}
 
@@ -250,10 +259,10 @@ def test_a_rerun_picks_the_same_winner_and_its_set_holds_the_best():
 
 def test_rounds_go_on_while_the_border_is_open():
     base = [30.0, 30.1, 29.9]
-    assert rounds.border_is_open([base, [1.0039 * us for us in base]])
-    assert not rounds.border_is_open([base, [1.001 * us for us in base]])
-    assert not rounds.border_is_open([base, [1.009 * us for us in base], base])
-    assert not rounds.border_is_open([])
+    assert finals.border_is_open([base, [1.0039 * us for us in base]])
+    assert not finals.border_is_open([base, [1.001 * us for us in base]])
+    assert not finals.border_is_open([base, [1.009 * us for us in base], base])
+    assert not finals.border_is_open([])
     done = sweep([30.0, 30.12, 40.0], noise=0.0)
     assert len(done.rows[0].time_us.rounds) == 45
 
@@ -276,5 +285,5 @@ def test_the_spec_says_what_is_ranked_and_the_others_are_there(kind):
 
 
 def test_a_race_is_worth_it_only_if_it_can_decide():
-    assert rounds._worth_a_race([30.0] * 20)
-    assert not rounds._worth_a_race([2000.0] * 20)
+    assert _worth_it([30.0] * 20)
+    assert not _worth_it([2000.0] * 20)

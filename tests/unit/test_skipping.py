@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from attnsweep.build.candidate import Build
-from attnsweep.choose.ranking import OURS, rank
+from attnsweep.choose.columns import OURS
+from attnsweep.choose.ranking import rank
 from attnsweep.choose.skips import SHARE, Skips, stage_codes
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import ARCHS

@@ -10,13 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_gpu import FakeGpu
 from samples import H200
 
 from attnsweep import sweep
-from attnsweep.build.candidate import Observer
 from attnsweep.build.launches import FirstTimes
 from attnsweep.build.nvrtc import Compiler
-from attnsweep.choose import search
+from attnsweep.build.observer import Observer
+from attnsweep.choose import queue, search, start
 from attnsweep.errors import NoGpuError, SpaceError
 from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
@@ -30,7 +31,7 @@ ENVIRONMENT = H200.model_copy(update={"gpu": "NVIDIA Test 1", "date": "2026-01-0
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "torch_flash": 25.0}
 
 
-class FakeWorker:
+class FakeWorker(FakeGpu):
     """Answers like workers.Worker on a machine whose times are TIMES."""
 
     calls: list[tuple[str, str]]
@@ -40,12 +41,6 @@ class FakeWorker:
     def __init__(self, timeout_s):
         self.timeout_s = timeout_s
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
     def describe(self, *, preload=None):
         return self.environment
 
@@ -54,7 +49,7 @@ class FakeWorker:
         if f"open {problem.label}" in FakeWorker.faults:
             raise FakeWorker.faults[f"open {problem.label}"]
 
-    def call(self, method, *args, keep=False, slow=False):
+    def call(self, method, *args):
         name = args[0] if args and isinstance(args[0], str) else ""
         if method == "trial":
             name = " ".join(f"{k}={v}" for k, v in args[0].config.items())
@@ -64,7 +59,7 @@ class FakeWorker:
             raise fault
         if method == "trial":
             return Accuracy(rel_err=1e-4, limit=1e-3), FirstTimes(TIMES[name], {}, 1.5)
-        if method == "admit_baseline":
+        if method == "add_baseline":
             if name != "torch_flash":
                 raise WorkerError(Status.SKIPPED, f"{name} is not installed")
             return Accuracy(rel_err=1e-4, limit=1e-3)
@@ -162,7 +157,7 @@ def test_the_first_candidates_compile_while_the_gpu_process_starts(go, fake, mon
         assert early.wait(10), "nothing is compiled before the GPU process has answered"
         return ENVIRONMENT
 
-    monkeypatch.setattr(sweep, "installed_arch", lambda: ENVIRONMENT.arch)
+    monkeypatch.setattr(start, "installed_arch", lambda: ENVIRONMENT.arch)
     monkeypatch.setattr(Compiler, "submit", told)
     monkeypatch.setattr(FakeWorker, "describe", describe)
     assert by_config(go())[(64,)].status is Status.OK
@@ -171,14 +166,14 @@ def test_the_first_candidates_compile_while_the_gpu_process_starts(go, fake, mon
 @pytest.mark.parametrize("there", ["sm_80", None], ids=str)
 def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, fake, monkeypatch, there):
     """The spec names another one, or NVML does not tell."""
-    made, archs = sweep.compiler_for, []
+    made, archs = start.compiler_for, []
 
     def told(spec, arch, cache_dir):
         archs.append(arch.name)
         return made(spec, arch, cache_dir)
 
-    monkeypatch.setattr(sweep, "installed_arch", lambda: there)
-    monkeypatch.setattr(sweep, "compiler_for", told)
+    monkeypatch.setattr(start, "installed_arch", lambda: there)
+    monkeypatch.setattr(start, "compiler_for", told)
     assert go(f"arch: {ENVIRONMENT.arch}\n{SPEC}").exit_code == 0
     assert archs == [ENVIRONMENT.arch]
 
@@ -186,7 +181,7 @@ def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, fake, mo
 @pytest.mark.parametrize("ready", [list, lambda builds: list(builds)[::-1]])
 def test_of_the_same_code_the_first_asked_for_is_measured(go, fake, monkeypatch, ready):
     """Whichever of them is compiled first."""
-    monkeypatch.setattr(sweep, "as_ready", ready)
+    monkeypatch.setattr(queue, "as_ready", ready)
     monkeypatch.setattr(sweep.Build, "ready", True)
     monkeypatch.setattr(sweep.Build, "machine_code", lambda self: self.config["THREADS"] < 128)
     rows = by_config(go())
@@ -211,7 +206,7 @@ class Clock:
             return call(worker, method, *args, **options)
 
         monkeypatch.setattr(FakeWorker, "call", slow)
-        monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(queue, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 @pytest.mark.parametrize("lookahead", [1, 64])
@@ -219,7 +214,7 @@ def test_a_budget_in_time_is_kept_to_one_candidate_and_the_finals_still_come(
     go, fake, monkeypatch, lookahead
 ):
     Clock(monkeypatch)
-    monkeypatch.setattr(sweep, "_LOOKAHEAD_IN_TIME", lookahead)
+    monkeypatch.setattr(queue, "_LOOKAHEAD_IN_TIME", lookahead)
     spec = SPEC + "search: {strategy: random, budget_s: 1}\n"
     rows = by_config(go(spec))
     tried = [row for key, row in rows.items() if isinstance(key, tuple)]
@@ -234,7 +229,7 @@ def test_a_budget_in_time_is_kept_to_one_candidate_and_the_finals_still_come(
 
 def test_a_budget_that_compiling_used_up_is_enough_for_one_candidate(go, monkeypatch):
     clock = itertools.count(0.0, 1.5)
-    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(queue, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     rows = by_config(go(SPEC + "search: {budget_s: 1}\n"))
     assert len([1 for key in rows if isinstance(key, tuple)]) == 1
 
@@ -316,7 +311,7 @@ measure: {rounds: 4, finalists: 2}
 def test_a_pipeline_of_stages_known_to_be_slow_is_pruned_unrun(go, fake, monkeypatch):
     families = discover(Path(__file__).parent.parent / "families")
     monkeypatch.setitem(globals(), "discover", lambda: families)
-    monkeypatch.setattr(sweep, "as_ready", list)
+    monkeypatch.setattr(queue, "as_ready", list)
     monkeypatch.setattr(sweep.Build, "ready", True)
     call = FakeWorker.call
 
@@ -389,7 +384,7 @@ def test_a_changed_parameter_list_keeps_what_holds(go, fake):
 
 
 def test_candidates_asked_for_later_may_be_measured_already(go, fake, monkeypatch):
-    monkeypatch.setattr(sweep, "_LOOKAHEAD", 1)
+    monkeypatch.setattr(queue, "_LOOKAHEAD", 1)
     one = SPEC.replace("THREADS: [32, 64, 128]", "THREADS: [64]")
     assert by_config(go(one))[64,].status is Status.OK
     fake.calls.clear()
@@ -399,7 +394,7 @@ def test_candidates_asked_for_later_may_be_measured_already(go, fake, monkeypatc
 
 
 def test_candidates_behind_measured_ones_are_tried(go, fake, monkeypatch):
-    monkeypatch.setattr(sweep, "_LOOKAHEAD", 1)
+    monkeypatch.setattr(queue, "_LOOKAHEAD", 1)
     one = SPEC.replace("THREADS: [32, 64, 128]", "THREADS: [64]")
     go(one)
     fake.calls.clear()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from fake_gpu import FakeGpu
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep.choose.rounds import Round, Turns, _worth_repeating, difference, summary
+from attnsweep.choose.rounds import Round, Rounds, _worth_repeating, difference, summary
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.trial import Status
 
 
-class Card:
+class Card(FakeGpu):
     """A worker whose conditions follow a list, the last of it for ever."""
 
     def __init__(self, *clocks):
@@ -26,7 +27,7 @@ class Card:
 
 
 def turns(*clocks, lose=None):
-    return Turns(Card(*clocks), seed=0, lose=lose or (lambda name, error: None))
+    return Rounds(Card(*clocks), seed=0, fail=lose or (lambda name, error: None))
 
 
 def test_the_order_is_random_and_the_same_for_a_seed():

@@ -1,0 +1,53 @@
+"""Candidates that compile to the same machine code: one of them is measured and stands for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attnsweep.build.candidate import Build
+from attnsweep.trial import Status, Trial
+
+_MEASURED = ("status", "detail", "accuracy", "time_us", "first_us", "stages_us", "launch_us")
+
+
+class Twins:
+    """The candidates of one problem, by their machine code."""
+
+    def __init__(self) -> None:
+        self._measured: dict[tuple[object, ...], tuple[Build, Trial]] = {}
+        self._order: dict[int, int] = {}
+
+    def asked(self, builds: Sequence[Build]) -> None:
+        """Take note of the order in which candidates were asked for."""
+        for build in builds:
+            self._order.setdefault(id(build), len(self._order))
+
+    def add(self, build: Build, trial: Trial) -> None:
+        """A candidate ran; the first of equals is remembered."""
+        if trial.status in (Status.OK, Status.NOISY):
+            self._measured.setdefault(build.machine_code(), (build, trial))
+
+    def of(self, build: Build) -> tuple[Build, Trial] | None:
+        """The candidate with the same machine code that ran, and its row."""
+        return self._measured.get(build.machine_code()) if build.compiled else None
+
+    def replace(self, build: Build, row: Trial) -> list[tuple[Build, Trial]]:
+        """The rows of a candidate whose twin ran. row: its own, compiled and not pruned.
+
+        The candidate that was asked for first has the measured row: which of two equals is compiled
+        first is chance, and must not name the winner. So its twin may hand over what it measured.
+        """
+        twin, measured = self._measured[build.machine_code()]
+        if self._order[id(build)] > self._order[id(twin)]:
+            return [(build, same_code(row, twin))]
+        heir = row.with_(**{name: getattr(measured, name) for name in _MEASURED})
+        self._measured[build.machine_code()] = (build, heir)
+        # The search was told of the twin's time, and is told it again after a resume.
+        left = measured.with_(time_us=None, accuracy=None, stages_us={}, launch_us=None)
+        return [(twin, same_code(left, build)), (build, heir)]
+
+
+def same_code(row: Trial, as_: Build) -> Trial:
+    """The row of a candidate that another one stands for."""
+    same = f"same machine code as {as_.kernel.name} {as_.config.label}"
+    return row.with_(status=Status.PRUNED, detail=same)

@@ -1,0 +1,137 @@
+"""One row's facts: what a trial says of itself, and what follows from its time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from attnsweep.errors import SpecError
+from attnsweep.hardware import arch_named, binding, bounds
+from attnsweep.trial import Environment, Trial
+
+OURS = "attnsweep"
+COLUMNS = (
+    "problem",
+    "rank",
+    "tied",
+    "winner",
+    "baseline",
+    "provider",
+    "kernel",
+    "config",
+    "variant",
+    "status",
+    "detail",
+    "time_us",
+    "spread_us",
+    "rounds",
+    "cycles",
+    "timed_as",
+    "warm_us",
+    "cold_us",
+    "eager_us",
+    "launch_us",
+    "us_per_head",
+    "us_per_sequence",
+    "tflops",
+    "gbytes_per_s",
+    "bound_us",
+    "bound",
+    "bound_share",
+    "ratio_to_best_baseline",
+    "rel_err",
+    "limit",
+    "registers",
+    "spill_bytes",
+    "smem_bytes",
+    "occupancy",
+    "recorded",
+    "recorded_on",
+    "trial",
+)
+Row = dict[str, Any]
+
+
+def time_kind(trial: Trial) -> str:
+    """What its time is of: warm, cold or eager."""
+    return trial.time_us.l2 if trial.time_us is not None else "warm"
+
+
+def facts(trial: Trial, environment: Environment | None, best_baseline: float) -> Row:
+    """What one trial says of itself, and what follows from its time."""
+    problem, time, used = trial.problem, trial.time_us, trial.resources
+    median = time.median if time is not None and time.median > 0 else math.nan
+    kind = time_kind(trial)
+    warm = median if kind == "warm" else _number(trial.warm_us)
+    # What the host spends says nothing of the device's rates.
+    device_us, l2 = (warm, "warm") if kind == "eager" else (median, kind)
+    limits = bounds_of(trial, environment)
+    bound = None
+    if environment is not None:
+        bound = binding(limits, problem, l2_bytes=environment.l2_bytes, l2=l2)
+    accuracy = trial.accuracy
+    error = accuracy.rel_err if accuracy is not None else None
+    return {
+        "problem": problem.label,
+        "baseline": trial.provider != OURS,
+        "provider": trial.provider,
+        "kernel": trial.kernel,
+        "config": named(trial.config),
+        "variant": " ".join(trial.variant.values()),
+        "time_us": median,
+        "spread_us": (time.high - time.low) / 2 if time and time.samples > 1 else math.nan,
+        "rounds": len(time.rounds) if time is not None else None,
+        "cycles": _number(time.cycles if time is not None else None),
+        "timed_as": kind,
+        "warm_us": warm,
+        "cold_us": _number(trial.cold_us),
+        "eager_us": _number(trial.eager_us),
+        "launch_us": _number(trial.launch_us),
+        "us_per_head": median / (problem.batch * problem.heads),
+        "us_per_sequence": median / problem.batch,
+        "tflops": problem.flops / device_us / 1e6,
+        "gbytes_per_s": problem.min_bytes / device_us / 1e3,
+        "bound_us": bound[1] if bound else math.nan,
+        "bound": bound[0] if bound else None,
+        "bound_share": bound[1] / device_us if bound else math.nan,
+        "ratio_to_best_baseline": best_baseline / median,
+        "rel_err": _number(error),
+        "limit": accuracy.limit if accuracy is not None else math.nan,
+        "registers": used.registers if used is not None else None,
+        "spill_bytes": used.spill_bytes if used is not None else None,
+        "smem_bytes": used.smem_bytes if used is not None else None,
+        "occupancy": used.occupancy if used is not None else math.nan,
+        "recorded": trial.recorded,
+        "recorded_on": trial.recorded_on,
+        "trial": trial,
+    }
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def named(config: Mapping[str, object]) -> str:
+    """`BLOCK_M=64 BLOCK_N=128`, in the order of the mapping."""
+    return " ".join(f"{name}={value_text(value)}" for name, value in config.items())
+
+
+def value_text(value: object) -> str:
+    """A parameter's value as -D would say it."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def bounds_of(trial: Trial, environment: Environment | None) -> dict[str, float]:
+    """The bounds of its problem in microseconds.
+
+    None where the GPU or its architecture is not known, or the row was recorded on another GPU.
+    """
+    if environment is None:
+        return {}
+    if trial.recorded and environment.gpu not in (trial.recorded_on or environment.gpu):
+        return {}
+    try:
+        return bounds(trial.problem, arch_named(environment.arch), environment)
+    except SpecError:
+        return {}

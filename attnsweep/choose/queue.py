@@ -1,0 +1,111 @@
+"""One problem's candidates in the order in which their code is ready.
+
+Candidates are asked for far ahead of their turn and compile in threads meanwhile. Where the spec
+gives a problem only so much time, what is not ready by then is left for a later run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+
+from attnsweep.build.candidate import Build, builds_of
+from attnsweep.build.nvrtc import Compiler, Cubin
+from attnsweep.choose.search import search_of
+from attnsweep.problem import Problem
+from attnsweep.spec.load import SweepSpec
+from attnsweep.spec.plan import PlannedProblem
+from attnsweep.trial import Trial
+
+# Candidates asked for ahead of their turn. Between two batches all cores wait for the slowest one.
+_LOOKAHEAD = 2048
+# The same where time is short: what was asked for is compiled, even if it is not tried any more.
+_LOOKAHEAD_IN_TIME = 64
+_PROGRESS_S = 0.1
+
+
+class Queue:
+    """The candidates that the searches of one problem ask for."""
+
+    def __init__(
+        self, item: PlannedProblem, spec: SweepSpec, compiler: Compiler, limit: int | None
+    ) -> None:
+        """limit: bytes of workspace above which a call is cut into chunks."""
+        self.problem: Problem = item.problem
+        self.builds: list[Build] = []
+        """The batch at hand: asked for, and not given out yet."""
+        self._searches = [(space, search_of(spec, space)) for space in item.spaces]
+        self._compiler, self._limit = compiler, limit
+        self._budget_s = spec.search.budget_s
+        self._deadline = math.inf
+
+    def start(self) -> None:
+        """The problem's time begins."""
+        self._deadline = time.monotonic() + (self._budget_s or math.inf)
+
+    def ask(self) -> list[Build]:
+        """Replace the batch by the next candidates; empty if there are none, or time is up."""
+        self.builds = []
+        if time.monotonic() <= self._deadline:
+            ahead = _LOOKAHEAD if self._budget_s is None else _LOOKAHEAD_IN_TIME
+            for space, search in self._searches:
+                configs = itertools.islice(iter(search.ask, None), ahead)
+                self.builds += builds_of(space, configs, self._compiler, self._limit)
+        return self.builds
+
+    def tell(self, build: Build, trial: Trial) -> None:
+        """Tell the search that asked for it what became of a candidate."""
+        for space, search in self._searches:
+            if space.kernel is build.kernel:
+                search.tell(trial)
+
+    def submit(self) -> None:
+        """Begin to compile the batch."""
+        for build in self.builds:
+            build.submit()
+
+    def compiled(
+        self, kept: Collection[int], progress: Callable[[int, int], None]
+    ) -> Iterator[Build]:
+        """The batch as its code is ready; once time is up, after the first, only those in `kept`.
+
+        kept: ids of builds that are measured already. The others get no row then, as if nobody had
+        asked for them: a later run tries them. progress: told how many of how many are ready.
+        """
+        builds, given, look_at = self.builds, set[int](), 0.0
+        for build in as_ready(builds):
+            if given and time.monotonic() > self._deadline:
+                break
+            if time.monotonic() >= look_at:  # counting 582 builds takes 0.5 ms
+                progress(sum(b.ready for b in builds), len(builds))
+                look_at = time.monotonic() + _PROGRESS_S
+            given.add(id(build))
+            yield build
+        yield from as_ready([b for b in builds if id(b) in kept and id(b) not in given])
+        progress(len(builds), len(builds))
+
+
+def as_ready(builds: Sequence[Build]) -> Iterator[Build]:
+    """The builds in order of completion."""
+    # Looking at all of them again for each one took 1.4 ms at 582 builds.
+    news: SimpleQueue[Build] = SimpleQueue()
+    for build in builds:
+        for future in build.futures.values():
+            future.add_done_callback(partial(_tell, news, build))
+        if not build.futures:
+            news.put(build)
+    left = {id(build) for build in builds}
+    while left:
+        build = news.get()
+        if id(build) in left and build.ready:
+            left.remove(id(build))
+            yield build
+
+
+def _tell(news: SimpleQueue[Build], build: Build, _: Future[Cubin]) -> None:
+    news.put(build)

@@ -1,0 +1,102 @@
+"""Before the first problem: the card, the plan, and the first candidates already compiling."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from attnsweep.build.candidate import builds_of, workspace_limit
+from attnsweep.build.nvrtc import Compiler
+from attnsweep.build.prune import compiler_for
+from attnsweep.choose.search import search_of
+from attnsweep.errors import AttnsweepError, NoGpuError
+from attnsweep.family.declare import Kernel
+from attnsweep.gpu.worker import Gpu, installed_arch
+from attnsweep.hardware import Arch, arch_named
+from attnsweep.spec.load import SweepSpec
+from attnsweep.spec.plan import PlannedProblem, plan
+from attnsweep.trial import Environment
+
+# Candidates that are compiled while the GPU process starts, which takes 1.5 s.
+_EARLY = 64
+Planned = tuple[Sequence[PlannedProblem], Compiler]
+
+
+def start(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel],
+    gpu: Gpu,
+    cache_dir: Path | None,
+    at_end: ExitStack,
+) -> tuple[Environment, Sequence[PlannedProblem], Compiler]:
+    """Describe the GPU and plan the sweep on it. at_end: closes the compiler.
+
+    Raises NoGpuError, SpaceError or ToolchainError.
+    """
+    with ThreadPoolExecutor(1) as aside:
+        early = aside.submit(_compile_early, spec, kernels, cache_dir, at_end)
+        environment = gpu.describe(preload="torch" if spec.baselines else None)
+    arch = arch_of(spec, environment)
+    _check_memory(spec, environment)
+    begun = early.result()
+    if begun is None or begun[1].arch != arch:
+        begun = _planned(spec, kernels, arch, cache_dir, at_end)
+    return environment, *begun
+
+
+def _planned(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel],
+    arch: Arch,
+    cache_dir: Path | None,
+    at_end: ExitStack,
+) -> Planned:
+    planned = plan(spec, kernels, arch)
+    compiler = compiler_for(spec, arch, cache_dir)
+    at_end.callback(compiler.close)
+    return planned, compiler
+
+
+def _compile_early(
+    spec: SweepSpec, kernels: Mapping[str, Kernel], cache_dir: Path | None, at_end: ExitStack
+) -> Planned | None:
+    """The plan, and the first candidates being compiled, for the card that NVML names.
+
+    None if NVML does not tell, the spec is for another card, or the plan fails, as it will again
+    in its turn.
+    """
+    name = installed_arch()
+    if name is None or spec.arch not in (None, name):
+        return None
+    try:
+        planned, compiler = _planned(spec, kernels, arch_named(name), cache_dir, at_end)
+        for space in planned[0].spaces:
+            asked = itertools.islice(iter(search_of(spec, space).ask, None), _EARLY)
+            for build in builds_of(space, asked, compiler, workspace_limit(spec)):
+                build.submit()
+    except AttnsweepError:
+        return None
+    return planned, compiler
+
+
+def arch_of(spec: SweepSpec, environment: Environment) -> Arch:
+    """The architecture of this GPU. Raises NoGpuError if the spec is for another one."""
+    if spec.arch is not None and spec.arch != environment.arch:
+        raise NoGpuError(
+            f"the spec is for {spec.arch}, this machine's {environment.gpu} is {environment.arch}",
+            hint=f"use a spec for {environment.arch}, or drop `arch:` to take the GPU's",
+        )
+    return arch_named(environment.arch)
+
+
+def _check_memory(spec: SweepSpec, environment: Environment) -> None:
+    for entry in spec.problems:
+        if entry.problem.min_bytes > 0.9 * environment.memory_bytes:
+            raise NoGpuError(
+                f"{entry.problem.label}: q, k, v and o need {entry.problem.min_bytes / 2**30:.1f} "
+                f"GiB, {environment.gpu} has {environment.memory_bytes / 2**30:.1f}",
+                hint="make the problem smaller in the spec",
+            )

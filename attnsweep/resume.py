@@ -1,0 +1,125 @@
+"""Resume: which rows of an earlier run still hold, so that nothing is measured twice."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from attnsweep.build.candidate import Build
+from attnsweep.build.observer import Observer
+from attnsweep.choose.columns import OURS
+from attnsweep.choose.skips import Skips
+from attnsweep.errors import StoreError
+from attnsweep.family.chunks import MODES
+from attnsweep.family.declare import Kernel
+from attnsweep.problem import Problem
+from attnsweep.spec.load import SweepSpec
+from attnsweep.store.run import TRIALS, Store, open_run
+from attnsweep.trial import Environment, Status, Trial
+
+# Raise it when a change of checking or timing makes older rows incomparable: they are then redone.
+PROTOCOL = 3
+
+
+class Kept:
+    """The rows in a store that hold today: same code, launches, problem, settings, GPU, driver."""
+
+    def __init__(
+        self, spec: SweepSpec, environment: Environment, store: Store, skips: Skips
+    ) -> None:
+        self._spec, self._environment = spec, environment
+        self._store, self._skips = store, skips
+
+    def rows(self, builds: Sequence[Build]) -> dict[int, Trial]:
+        """The rows of these candidates that hold, by id of the build.
+
+        A row that was skipped by its bound holds while the rows that hold still exclude it.
+        """
+        stored = {trial.key: trial for trial in self._store.trials}
+        kept: dict[int, Trial] = {}
+        for build in builds:
+            trial = stored.get(build.key)
+            if trial is not None and trial.fingerprint == self.fingerprint(build):
+                kept[id(build)] = trial
+                self._skips.learn(build, trial)
+        for build in builds:
+            if id(build) in kept and kept[id(build)].at_least_us is not None:
+                asked = self._spec.search.skip_by_bound
+                if not asked or self._skips.verdict(build, skipped_before=True) is None:
+                    del kept[id(build)]
+        return kept
+
+    def whole(self, problem: Problem, builds: Sequence[Build]) -> bool:
+        """Whether nothing of a problem is left to measure: these candidates, and the rounds."""
+        kept = self.rows(builds)
+        if len(kept) < len(builds):
+            return False
+        stored = {trial.key: trial for trial in self._store.trials}
+        for row in self.peers(problem):
+            old = stored.get(row.key)
+            if old is None or old.fingerprint != row.fingerprint:
+                return False
+        timed = [t.time_us for t in kept.values() if t.status is Status.OK]
+        return not timed or any(time.rounds for time in timed if time)
+
+    def peers(self, problem: Problem) -> list[Trial]:
+        """The row of each baseline, as it is if the baseline cannot run."""
+        packages = sorted(self._environment.packages.items())
+        return [
+            Trial(
+                kernel=name,
+                provider=name,
+                config={},
+                problem=problem,
+                status=Status.SKIPPED,
+                fingerprint=self._digest(problem, name, packages),
+            )
+            for name in self._spec.baselines
+        ]
+
+    def fingerprint(self, build: Build) -> str:
+        """Everything that the row of a candidate depends on."""
+        issued = [] if build.schedule.whole else [repr(build.schedule)]
+        if self._spec.require:
+            issued.append(repr(sorted(self._spec.require.items())))
+        return self._digest(build.problem, build.keys, sorted(build.launches.items()), *issued)
+
+    def _digest(self, *parts: object) -> str:
+        """What a row depends on next to `parts`: protocol, settings, GPU and driver."""
+        environment = self._environment
+        settings = self._spec.measure
+        card = (environment.gpu, environment.driver, environment.cuda)
+        how = (settings.rank_by, settings.rounds, settings.replay_us, settings.cold, settings.eager)
+        return hashlib.sha256(repr((PROTOCOL, card, how, parts)).encode()).hexdigest()[:32]
+
+
+def retire(store: Store, kernels: Mapping[str, Kernel], observer: Observer) -> None:
+    """Prune rows of configs that their family no longer has; otherwise they would be ranked."""
+    modes, retired = {param.name for param in MODES}, 0
+    for trial in store.trials:
+        if trial.provider != OURS or trial.status is Status.PRUNED or trial.kernel not in kernels:
+            continue
+        params = {param.name for param in kernels[trial.kernel].params}
+        changed = (set(trial.config) - modes) ^ params
+        if changed:
+            what = f"{trial.kernel} has changed in {', '.join(sorted(changed))} since"
+            row = trial.with_(status=Status.PRUNED, detail=what, time_us=None, race={})
+            store.append(row)
+            retired += 1
+    if retired:
+        observer.note(f"{retired} earlier rows are of configs that their kernel no longer has")
+
+
+def measured_elsewhere(directory: Path, now: Environment) -> str | None:
+    """The GPU, driver and CUDA of an earlier run in `directory`, if they are not today's."""
+    if not (directory / TRIALS).is_file() or not (directory / TRIALS).stat().st_size:
+        return None
+    try:
+        before = open_run(directory).environment
+    except StoreError:
+        return None  # nothing in it to set aside
+    today = (now.gpu, now.driver, now.cuda)
+    if before is None or (before.gpu, before.driver, before.cuda) == today:
+        return None
+    return f"{before.gpu}, driver {before.driver}, CUDA {before.cuda}"

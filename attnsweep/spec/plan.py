@@ -1,0 +1,74 @@
+"""What a spec amounts to on an architecture: each problem with the spaces of its families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnsweep.errors import SpaceError
+from attnsweep.family.declare import Kernel
+from attnsweep.family.space import Space
+from attnsweep.hardware import Arch
+from attnsweep.problem import Problem
+from attnsweep.spec.load import SweepSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProblem:
+    """A problem, the space of each family that can run it, and why the others cannot."""
+
+    problem: Problem
+    spaces: tuple[Space, ...]
+    refused: Mapping[str, str]
+
+
+def plan(spec: SweepSpec, kernels: Mapping[str, Kernel], arch: Arch) -> tuple[PlannedProblem, ...]:
+    """Every space of the spec on `arch`. Raises SpaceError if a problem is left with none."""
+    planned = []
+    for entry in spec.problems:
+        spaces, refused = [], {}
+        for name in entry.kernels:
+            reason = kernels[name].refusal(entry.problem, arch)
+            if reason is not None:
+                refused[name] = reason
+                continue
+            spaces.append(Space.build(kernels[name], entry.problem, arch, spec.kernels[name]))
+        if not any(space.configs for space in spaces):
+            raise SpaceError(
+                f"no candidate is left for {entry.problem.label} on {arch.name}",
+                hint="\n  ".join([*(f"{n}: {r}" for n, r in refused.items()), *_removals(spaces)]),
+            )
+        planned.append(PlannedProblem(entry.problem, tuple(spaces), refused))
+    return tuple(planned)
+
+
+def candidate_count(planned: Sequence[PlannedProblem], cap: int | None) -> int:
+    """Candidates of a plan, at most `cap` of each family and problem."""
+    spaces = (space for item in planned for space in item.spaces)
+    return sum(len(space.configs[:cap]) for space in spaces)
+
+
+def plan_facts(planned: Sequence[PlannedProblem], cap: int | None = None) -> list[dict[str, Any]]:
+    """Per family and problem: configs, candidates, what rules removed, or why it cannot run."""
+    return [
+        {
+            "problem": item.problem.label,
+            "kernel": space.kernel.name,
+            "configs": space.total,
+            "candidates": len(space.configs[:cap]),
+            "removed": space.removed,
+        }
+        for item in planned
+        for space in item.spaces
+    ] + [
+        {"problem": item.problem.label, "kernel": name, "candidates": 0, "refused": reason}
+        for item in planned
+        for name, reason in item.refused.items()
+    ]
+
+
+def _removals(spaces: Sequence[Space]) -> Iterator[str]:
+    for space in spaces:
+        removed = ", ".join(f"{name} removed {n}" for name, n in space.removed.items() if n)
+        yield f"{space.kernel.name}: all {space.total} configs are ruled out: {removed}"
