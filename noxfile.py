@@ -1,7 +1,7 @@
 """The project's chores, each in a virtual environment of its own: `nox -l` lists them.
 
-CI runs .ci/run, and these sessions for the rest. They use uv where it is installed. What follows
-`--` goes to the tool: `nox -s unit -- -k problem`.
+CI runs .ci/run, and these sessions for the rest. They use uv where it is installed. Arguments
+after `--` go to the tool: `nox -s unit -- -k problem`.
 """
 
 from __future__ import annotations
