@@ -1,4 +1,8 @@
-"""The commands. No logic: each parses, calls one function of a lower layer and prints."""
+"""The commands: each parses, calls one function of a lower layer and prints.
+
+What a command needs is imported in the command, so that `attnsweep --version` takes 0.2 s of CPU
+and not 0.9, most of it pandas and pydantic.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +11,22 @@ import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.text import Text
 
-from attnsweep import __version__, sweep
-from attnsweep.check import live as gate
-from attnsweep.check import recorded as regress
-from attnsweep.check.accept import accept as accept_run
+from attnsweep import __version__
 from attnsweep.errors import KernelError, NoGpuError, SpecError
-from attnsweep.family.declare import Kernel, discover
 from attnsweep.hardware import ARCHS, arch_named
-from attnsweep.problem import Problem
-from attnsweep.show import html as page
-from attnsweep.show import progress, terminal
-from attnsweep.show import tables as report
-from attnsweep.show import views as view
-from attnsweep.show.plots import PlotLibrary
+from attnsweep.show import terminal
 from attnsweep.show.terminal import console, errors
-from attnsweep.spec.load import SweepSpec, load_spec
-from attnsweep.spec.model import BASELINES
-from attnsweep.spec.plan import plan, plan_facts
-from attnsweep.spec.yaml_file import nearest
-from attnsweep.store.run import Run, latest_run, open_run
-from attnsweep.tools import compile as compile_tool
-from attnsweep.tools import doctor as doctor_
-from attnsweep.tools import inspect as inspection
-from attnsweep.tools import profile as counters
-from attnsweep.tools.doctor import examine, verdict
+
+if TYPE_CHECKING:
+    from attnsweep.family.declare import Kernel
+    from attnsweep.spec.load import SweepSpec
+    from attnsweep.store.run import Run
 
 app = typer.Typer(
     cls=terminal.Commands,
@@ -60,7 +50,7 @@ LimitOption = Annotated[
     typer.Option("--limit", min=1, help="At most this many candidates per family and problem."),
 ]
 ArchOption = Annotated[
-    str | None, typer.Option("--arch", help=f"One of {', '.join(ARCHS)}; else the spec's.")
+    str | None, typer.Option("--arch", help=f"One of {', '.join(ARCHS)} (default: the spec's).")
 ]
 
 
@@ -85,6 +75,9 @@ def _options(
 
 
 def _load(spec: Path, kernels: Path | None) -> tuple[SweepSpec, dict[str, Kernel]]:
+    from attnsweep.family.declare import discover
+    from attnsweep.spec.load import load_spec
+
     families = discover(kernels)
     return load_spec(spec, families), families
 
@@ -101,7 +94,8 @@ def run(
     fresh: Annotated[
         bool,
         typer.Option(
-            "--fresh/--resume", help="Begin anew (older rows are set aside), or keep what holds."
+            "--fresh/--resume",
+            help="Begin anew, or keep the rows that still hold.",
         ),
     ] = False,
     kernels: KernelsOption = None,
@@ -111,13 +105,19 @@ def run(
 ) -> None:
     """Sweep: compile, check, time and rank every candidate of SPEC.
 
-    Without --fresh an interrupted or repeated run goes on where it was. Ctrl-C prints the ranking
-    of what is measured so far.
+    An interrupted or repeated run continues where it stopped, unless --fresh is given. Ctrl-C
+    prints the ranking of what is measured so far.
     """
+    from attnsweep import sweep
+    from attnsweep.show import progress, views
+    from attnsweep.spec.plan import plan, plan_facts
+    from attnsweep.tools.compile import target_arch
+    from attnsweep.tools.doctor import without_gpu
+
     loaded, families = _load(spec, kernels)
     if dry_run:
-        planned = plan(loaded, families, compile_tool.target_arch(loaded, arch))
-        shown = view.planned(planned, limit, console.width)
+        planned = plan(loaded, families, target_arch(loaded, arch))
+        shown = views.planned(planned, limit, console.width)
         _print(shown, plan_facts(planned, limit), json_)
         return
     if arch is not None:
@@ -131,7 +131,7 @@ def run(
     except NoGpuError as error:
         raise NoGpuError(
             f"{error.what}. Nothing was measured.",
-            hint=doctor_.without_gpu(error, spec, loaded.arch, kernels, errors.width),
+            hint=without_gpu(error, spec, loaded.arch, kernels, errors.width),
         ) from error
     if outcome.interrupted:
         errors.print("interrupted: what was measured is kept; the same command goes on from here")
@@ -143,7 +143,7 @@ def run(
 def report_(
     run_: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN", help="A run's directory; the latest one unless given."),
+        typer.Argument(metavar="RUN", help="A run's directory (default: the latest)."),
     ] = None,
     json_: JsonOption = False,
     results: ResultsOption = Path("results"),
@@ -157,7 +157,7 @@ def report_(
         typer.Option(
             "--target-us",
             min=0.001,
-            help="With --html: what the ladder's distances are to; else the best baseline.",
+            help="With --html: reference time for the ladder (default: the best baseline).",
         ),
     ] = None,
 ) -> None:
@@ -165,6 +165,10 @@ def report_(
 
     The page holds tables, plots and provenance in one file that needs no network.
     """
+    from attnsweep.show import html as page
+    from attnsweep.show.plots import PlotLibrary
+    from attnsweep.store.run import latest_run, open_run
+
     plots = None if html is None else PlotLibrary()
     with _no_collection():
         read = latest_run(results) if run_ is None else open_run(run_)
@@ -183,7 +187,7 @@ def check(
         Path,
         typer.Argument(
             metavar="SPEC|OLD",
-            help="With --against a spec; with --recorded the run to compare with.",
+            help="With --against: a spec. With --recorded: the run to compare with.",
             show_default=False,
         ),
     ],
@@ -208,8 +212,8 @@ def check(
             "--slower",
             min=0.0,
             max=10.0,
-            help="From which share on slower is worse, of every problem; else as SPEC says, and "
-            "with --recorded 0.03.",
+            help="Slowdown that counts as a regression: 0.02 is 2 % (default: the spec's; "
+            "with --recorded 0.03).",
         ),
     ] = None,
     budget_s: Annotated[
@@ -217,14 +221,14 @@ def check(
         typer.Option(
             "--budget-s",
             min=0.0,
-            help="With --against: seconds of rounds per problem, after which it is inconclusive; "
-            "else as SPEC says.",
+            help="With --against: seconds of rounds per problem, after which the verdict is "
+            "inconclusive (default: the spec's).",
         ),
     ] = None,
     other_driver: Annotated[
         bool,
         typer.Option(
-            "--other-driver", help="With --against: also a run measured with another driver."
+            "--other-driver", help="With --against: accept a run measured with another driver."
         ),
     ] = False,
     junit: Annotated[
@@ -235,22 +239,27 @@ def check(
         typer.Option(
             "--markdown",
             metavar="FILE",
-            help="Write the table as Markdown; else it is added to $GITHUB_STEP_SUMMARY, if set.",
+            help="Write the table as Markdown (default: add it to $GITHUB_STEP_SUMMARY, if set).",
         ),
     ] = None,
     json_: JsonOption = False,
     kernels: KernelsOption = None,
 ) -> None:
-    """Say of each problem whether its best candidate got slower.
+    """Check whether the best candidate of a problem got slower.
 
-    SPEC --against RUN times the machine code that RUN kept of its winners and the same configs
-    compiled from today's kernels in turns, in one process on one GPU. New code must first be right
+    SPEC --against RUN takes the winners of RUN: their kept machine code and the same configs
+    compiled from today's kernels take turns in one process on one GPU. New code must first be right
     on every case; code that did not change passes untimed.
 
     --recorded OLD NEW compares two recorded runs and needs no GPU.
 
-    Exit code 1 if one regressed or is wrong, 4 if none did but one cannot be told, else 0.
+    Exit code 1 if one regressed or is wrong, 4 if one cannot be told, 0 otherwise.
     """
+    from attnsweep.check import live
+    from attnsweep.check import recorded as recordings
+    from attnsweep.show import progress
+    from attnsweep.store.run import open_run
+
     if recorded == (against is not None) or recorded == (new is None):
         raise SpecError(
             "check needs either a spec and --against RUN, or --recorded and two runs",
@@ -259,12 +268,12 @@ def check(
         )
     if against is None or new is not None:
         old_run, new_run = open_run(subject), open_run(new or subject)
-        compared = regress.compare(old_run, new_run, slower=0.03 if slower is None else slower)
+        compared = recordings.compare(old_run, new_run, slower=0.03 if slower is None else slower)
     else:
         baseline = open_run(against)
         loaded, families = _load(subject, kernels)
         with progress.watch(errors) as observer:
-            compared = gate.check(
+            compared = live.check(
                 loaded,
                 families,
                 baseline,
@@ -274,11 +283,11 @@ def check(
                 observer=observer,
             )
     if junit is not None:
-        regress.write(junit, compared.to_junit())
+        recordings.write(junit, compared.to_junit())
     if markdown is not None:
-        regress.write(markdown, compared.to_markdown())
+        recordings.write(markdown, compared.to_markdown())
     else:
-        regress.summarise(compared.to_markdown())
+        recordings.summarise(compared.to_markdown())
     lines = [Text(line, style) for line, style in compared.lines(console.width)]
     with contextlib.suppress(BrokenPipeError):  # `check … | head`: the exit code is the verdict
         _print(lines, compared.to_json(), json_)
@@ -290,19 +299,22 @@ def accept(
     run_: Annotated[Path, typer.Argument(metavar="RUN", help="The run to accept.")],
     baseline: Annotated[
         Path,
-        typer.Argument(metavar="BASELINE", help="The directory it takes the place of, or makes."),
+        typer.Argument(metavar="BASELINE", help="The directory to replace or to create."),
     ],
     force: Annotated[
         bool,
-        typer.Option("--force", help="Also a run that is unfinished, or of another spec or GPU."),
+        typer.Option("--force", help="Accept a run that is unfinished, or of another spec or GPU."),
     ] = False,
     json_: JsonOption = False,
 ) -> None:
     """Move a baseline forward: put a copy of RUN in the place of BASELINE.
 
-    Refused, with exit code 2, for a run that lacks a winner or its machine code, or that is of
-    another spec or GPU than the baseline.
+    A run that lacks a winner or its machine code, or that is of another spec or GPU than the
+    baseline, is refused with exit code 2.
     """
+    from attnsweep.check.accept import accept as accept_run
+    from attnsweep.store.run import open_run
+
     read = open_run(run_)
     _warn(read)
     overridden = accept_run(read, baseline, force=force)
@@ -321,17 +333,20 @@ def compile_(
     kernels: KernelsOption = None,
     every: Annotated[bool, typer.Option("--all", help="List every candidate.")] = False,
 ) -> None:
-    """Compile every candidate of SPEC without a GPU: what spills, what fits, occupancy.
+    """Compile every candidate of SPEC without a GPU: spills, what fits, occupancy.
 
     The cubins stay in the cache, where a GPU machine with the same NVRTC finds them. Exit code 1
     if any stage does not compile.
     """
+    from attnsweep.show import progress, views
+    from attnsweep.tools.compile import compile_all, target_arch
+
     loaded, families = _load(spec, kernels)
-    target = compile_tool.target_arch(loaded, arch)
+    target = target_arch(loaded, arch)
     with progress.watch(errors) as observer:
-        trials = compile_tool.compile_all(loaded, families, target, limit=limit, observer=observer)
+        trials = compile_all(loaded, families, target, limit=limit, observer=observer)
     rows = [trial.model_dump(mode="json", exclude_none=True) for trial in trials]
-    _print(view.compiled(trials, target, every, console.width), rows, json_)
+    _print(views.compiled(trials, target, every, console.width), rows, json_)
     raise typer.Exit(1 if any(trial.status == "compile_error" for trial in trials) else 0)
 
 
@@ -350,10 +365,14 @@ def profile(
 ) -> None:
     """Read hardware counters of a run's best candidates through Nsight Compute (ncu).
 
-    Memory and L2 traffic, use of the tensor cores and of issue slots, why warps waited: of each
-    stage, and kept in the run's counters.json.
+    Per stage: memory and L2 traffic, use of the tensor cores and of issue slots, why warps waited.
+    The run keeps them in counters.json.
     """
+    from attnsweep.family.declare import discover
     from attnsweep.gpu.worker import Worker
+    from attnsweep.show import views
+    from attnsweep.store.run import open_run
+    from attnsweep.tools import profile as counters
 
     stored, families = open_run(run_), discover(kernels)
     picked = counters.chosen(stored, where or (), top)
@@ -368,7 +387,7 @@ def profile(
     kept = counters.write(
         stored.directory, counted, f"{here.gpu}, driver {here.driver}, {here.date[:10]}"
     )
-    _print(view.counters(kept, console.width), kept, json_)
+    _print(views.counters(kept, console.width), kept, json_)
 
 
 @app.command()
@@ -378,12 +397,12 @@ def inspect(
         list[str] | None,
         typer.Argument(
             metavar="CONFIG",
-            help="As 'BLOCK_M=64 BLOCK_N=128'; the rest as in the first config the rules keep.",
+            help="'BLOCK_M=64 BLOCK_N=128'; other parameters are those of the first valid config.",
         ),
     ] = None,
     problem: Annotated[
         str | None,
-        typer.Option("--problem", help="As '1,16,1024,64' or '(2,32/8,2048,128) bf16 causal'."),
+        typer.Option("--problem", help="'1,16,1024,64' or '(2,32/8,2048,128) bf16 causal'."),
     ] = None,
     arch: Annotated[str, typer.Option("--arch", help=f"One of {', '.join(ARCHS)}.")] = "sm_90a",
     json_: JsonOption = False,
@@ -395,6 +414,11 @@ def inspect(
     Per stage: registers, spills, shared memory, what limits the occupancy, cubin size, and how many
     instructions of each kind there are (that needs nvdisasm: the `inspect` extra).
     """
+    from attnsweep.family.declare import discover
+    from attnsweep.problem import Problem
+    from attnsweep.spec.yaml_file import nearest
+    from attnsweep.tools import inspect as inspection
+
     families = discover(kernels)
     if kernel not in families:
         raise KernelError(f"unknown kernel {kernel!r}", hint=nearest(kernel, families))
@@ -412,24 +436,30 @@ def inspect(
 @app.command(name="list")
 def list_(kernels: KernelsOption = None, json_: JsonOption = False) -> None:
     """List kernel families with their parameters and rules, and the baselines."""
+    from attnsweep.family.declare import discover
+    from attnsweep.show import views
+    from attnsweep.spec.model import BASELINES
+
     families = discover(kernels)
-    shown = view.families(families, BASELINES, console.width)
-    _print(shown, view.families_json(families, BASELINES), json_)
+    shown = views.families(families, BASELINES, console.width)
+    _print(shown, views.families_json(families, BASELINES), json_)
 
 
 @app.command()
 def doctor(json_: JsonOption = False) -> None:
-    """Say what this machine can do, what is missing, and the command that mends it.
+    """Say what this machine can do, what is missing, and how to fix it.
 
     Exit code 3 if it cannot run a sweep on a GPU.
     """
+    from attnsweep.tools.doctor import examine, lines_of, verdict
+
     findings = examine()
     ready = all(finding.ok for finding in findings if finding.needed)
     data: list[dict[str, Any]] = [
         {name: getattr(f, name) for name in ("name", "ok", "detail", "fix", "needed")}
         for f in findings
     ]
-    shown = [*doctor_.lines_of(findings, console.width), Text(verdict(findings))]
+    shown = [*lines_of(findings, console.width), Text(verdict(findings))]
     _print(shown, {"ready": ready, "findings": data}, json_)
     raise typer.Exit(0 if ready else 3)
 
@@ -444,12 +474,14 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _print_run(run_: Any, json_: bool, top: int) -> None:
+def _print_run(run_: Run, json_: bool, top: int) -> None:
+    from attnsweep.show import tables
+
     _warn(run_)
     if json_:
-        _print([], report.to_json(run_), True)
+        _print([], tables.to_json(run_), True)
     else:
-        report.print_run(run_, console, top=top)
+        tables.print_run(run_, console, top=top)
 
 
 def _warn(*runs: Run) -> None:

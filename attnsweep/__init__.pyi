@@ -1,0 +1,102 @@
+from .api import (
+    check,
+    compile_spec,
+    counters,
+    families,
+    load_spec,
+    open_run,
+    plan,
+    rank,
+    report,
+    run,
+    schema,
+    winners,
+)
+from .build.candidate import Build
+from .build.launches import Candidate, CompiledStage, FirstTimes, Launches
+from .build.nvrtc import Compiler, Cubin
+from .build.observer import Observer
+from .choose.search import Search
+from .errors import (
+    AttnsweepError,
+    CompileError,
+    KernelError,
+    NoGpuError,
+    ProblemError,
+    SpaceError,
+    SpecError,
+    StoreError,
+    ToolchainError,
+)
+from .family.chunks import MODES
+from .family.declare import Config, Kernel, Launch, Param, TensorMap
+from .family.space import Space
+from .gpu.worker import Gpu, Worker, WorkerError
+from .hardware import ARCHS, Arch, Card, arch_named, binding, bounds
+from .problem import Problem
+from .spec.load import SweepSpec
+from .store.run import Run, find_runs, latest_run
+from .sweep import Outcome
+from .trial import Accuracy, Environment, Measurement, Resources, Status, Trial
+
+__version__: str
+__all__ = [
+    "ARCHS",
+    "MODES",
+    "Accuracy",
+    "Arch",
+    "AttnsweepError",
+    "Build",
+    "Candidate",
+    "Card",
+    "CompileError",
+    "CompiledStage",
+    "Compiler",
+    "Config",
+    "Cubin",
+    "Environment",
+    "FirstTimes",
+    "Gpu",
+    "Kernel",
+    "KernelError",
+    "Launch",
+    "Launches",
+    "Measurement",
+    "NoGpuError",
+    "Observer",
+    "Outcome",
+    "Param",
+    "Problem",
+    "ProblemError",
+    "Resources",
+    "Run",
+    "Search",
+    "Space",
+    "SpaceError",
+    "SpecError",
+    "Status",
+    "StoreError",
+    "SweepSpec",
+    "TensorMap",
+    "ToolchainError",
+    "Trial",
+    "Worker",
+    "WorkerError",
+    "arch_named",
+    "binding",
+    "bounds",
+    "check",
+    "compile_spec",
+    "counters",
+    "families",
+    "find_runs",
+    "latest_run",
+    "load_spec",
+    "open_run",
+    "plan",
+    "rank",
+    "report",
+    "run",
+    "schema",
+    "winners",
+]

@@ -1,0 +1,160 @@
+"""The functions of the public API, with the defaults that a script wants; `import attnsweep`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
+
+    from attnsweep.build.observer import Observer
+    from attnsweep.check.recorded import Comparison
+    from attnsweep.family.declare import Kernel
+    from attnsweep.hardware import Arch
+    from attnsweep.spec.load import SweepSpec
+    from attnsweep.spec.plan import PlannedProblem
+    from attnsweep.store.run import Run
+    from attnsweep.sweep import Outcome
+    from attnsweep.trial import Environment, Trial
+
+
+def families(directory: str | Path | None = None) -> dict[str, Kernel]:
+    """Every kernel family by name: the shipped ones, and those of `directory`.
+
+    Raises KernelError on a broken or repeated declaration.
+    """
+    from attnsweep.family.declare import discover
+
+    return discover(Path(directory) if directory is not None else None)
+
+
+def load_spec(path: str | Path, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
+    """Read a YAML sweep spec: a file, or the name of a shipped one.
+
+    kernels: the families there are (default: the shipped ones). Raises SpecError with
+    `file:line:column: what` and how to fix it.
+    """
+    from attnsweep.spec import load
+
+    return load.load_spec(Path(path), families() if kernels is None else kernels)
+
+
+def plan(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel] | None = None,
+    arch: Arch | str | None = None,
+) -> tuple[PlannedProblem, ...]:
+    """Each problem of a spec with its spaces: the candidates that the rules leave.
+
+    arch: default: the spec's, its recording's, or that of this machine's GPU. Raises SpaceError if
+    a problem is left without a candidate.
+    """
+    from attnsweep.hardware import Arch
+    from attnsweep.spec.plan import plan as plan_on
+    from attnsweep.tools.compile import target_arch
+
+    target = arch if isinstance(arch, Arch) else target_arch(spec, arch)
+    return plan_on(spec, families() if kernels is None else kernels, target)
+
+
+def run(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel] | None = None,
+    *,
+    results: str | Path = "results",
+    fresh: bool = False,
+    limit: int | None = None,
+    cache_dir: str | Path | None = None,
+    observer: Observer | None = None,
+) -> Outcome:
+    """Sweep: compile, check, time and rank every candidate; stored below `results`.
+
+    The same spec again resumes. fresh: set older rows aside. limit: at most so many candidates per
+    family and problem. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
+    """
+    from attnsweep import sweep
+
+    return sweep.run(
+        spec,
+        families() if kernels is None else kernels,
+        results=Path(results),
+        fresh=fresh,
+        limit=limit,
+        cache_dir=None if cache_dir is None else Path(cache_dir),
+        observer=observer,
+    )
+
+
+def compile_spec(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel] | None = None,
+    arch: Arch | str | None = None,
+    *,
+    limit: int | None = None,
+) -> list[Trial]:
+    """Compile every candidate of a spec without a GPU; rows with resources and no times."""
+    from attnsweep.hardware import Arch
+    from attnsweep.tools.compile import compile_all, target_arch
+
+    target = arch if isinstance(arch, Arch) else target_arch(spec, arch)
+    return compile_all(spec, families() if kernels is None else kernels, target, limit=limit)
+
+
+def open_run(directory: str | Path) -> Run:
+    """Read a run as `attnsweep run` stored it. Raises StoreError if there is none."""
+    from attnsweep.store import run as stored
+
+    return stored.open_run(Path(directory))
+
+
+def rank(run: Run | Sequence[Trial], environment: Environment | None = None) -> pandas.DataFrame:
+    """One row a trial, ranked within each problem; the columns are those of ranking.csv.
+
+    run: a run, or trials with the environment that they were measured in.
+    """
+    from attnsweep.choose.ranking import rank as ranked
+    from attnsweep.store.run import Run
+
+    if isinstance(run, Run):
+        return ranked(run.trials, run.environment)
+    return ranked(run, environment)
+
+
+def winners(run: Run) -> list[Trial]:
+    """The winning candidate of each problem that has one."""
+    from attnsweep.choose.ranking import winners as of_ranking
+
+    return of_ranking(rank(run))
+
+
+def report(run: Run) -> dict[str, str]:
+    """The tables of a run by file name: ranking.csv and ranking.md."""
+    from attnsweep.show import tables
+
+    return tables.files(run)
+
+
+def check(old: Run, new: Run, *, slower: float = 0.03) -> Comparison:
+    """Compare two recorded runs, problem by problem; nothing is measured.
+
+    slower: the share by which a winner may have become slower.
+    """
+    from attnsweep.check.recorded import compare
+
+    return compare(old, new, slower=slower)
+
+
+def counters(run: Run) -> list[dict[str, Any]]:
+    """The hardware counters that `attnsweep profile` kept in a run; empty if there are none."""
+    from attnsweep.tools.profile import read
+
+    return read(run.directory)
+
+
+def schema() -> str:
+    """The JSON Schema of a sweep spec, as text."""
+    from attnsweep.spec.schema import schema_text
+
+    return schema_text()
