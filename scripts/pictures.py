@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import vl_convert
-
-from attnsweep import page
-from attnsweep.ranking import rank
-from attnsweep.store import open_run
+from api import write_page
+from records import OURS, Book, Row
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "results" / "h200"
+BOOK = Book(ROOT / "results" / "h200")
 PICTURES = ROOT / "docs" / "pictures"
 # A page is 1 MB, nearly all of it Vega-Lite; the other runs' are one command away.
 PAGES = ("flash_h200", "ladder", "three_kernel_h200")
@@ -25,36 +23,37 @@ THEMES = {
     "light": ("#24292f", "#d8dee4", ("#0a58ca", "#bc4c00", "#7d8590", "#9a6fb8")),
     "dark": ("#e6edf3", "#30363d", ("#58a6ff", "#ffa657", "#8b949e", "#d2a8ff")),
 }
-OURS = "attnsweep"
 PEERS = {"torch_cudnn": "SDPA cuDNN", "torch_flash": "SDPA flash", "triton_flash": "Triton"}
 
 
-def best(name: str) -> tuple[list[dict[str, Any]], str]:
-    """Of each problem of a run, the best of ours and each peer: ranked rows, and where."""
-    run = open_run(RESULTS / name)
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in rank(run.trials, run.environment).to_dict("records"):
-        if row["rank"] == row["rank"]:  # a rank that is NaN is none
-            rows.setdefault((row["problem"], row["provider"]), {str(k): v for k, v in row.items()})
-    assert run.environment is not None
-    return list(rows.values()), f"{run.environment.gpu}, {run.environment.date[:10]}"
+def where(run: str) -> str:
+    """The GPU and the day of a run."""
+    return f"{BOOK.card(run).gpu}, {BOOK.card(run).date[:10]}"
+
+
+def best_of(run: str, provider: str) -> list[Row]:
+    """The best row of ours or of a peer on each problem of a run; a noisy one is left out."""
+    found = (
+        BOOK.find(run, problem=problem, provider=provider, take="winner")
+        for problem in BOOK.problems(run)
+    )
+    return [row for row in found if row is not None]
 
 
 def speed(theme: str) -> dict[str, Any]:
     """Vega-Lite: TFLOP/s of the fused kernel and its peers, one row a problem."""
-    rows, where = best("flash_h200")
     names = {OURS: "flash_fwd_wgmma (ours)", **PEERS}
     values = [
-        {"problem": row["problem"], "of": names[row["provider"]], "tflops": row["tflops"]}
-        for row in rows
-        if row["provider"] in names
+        {"problem": row.problem.label, "of": name, "tflops": row.tflops}
+        for provider, name in names.items()
+        for row in best_of("flash_h200", provider)
     ]
-    order = list(dict.fromkeys(row["problem"] for row in rows))
+    order = [problem.label for problem in BOOK.problems("flash_h200")]
     series = list(names.values())
     colors = {"domain": series, "range": list(THEMES[theme][2])}
     shapes = {"domain": series, "range": ["circle", "square", "triangle-up", "diamond"]}
     y = {"field": "problem", "type": "nominal", "sort": order, "title": None}
-    x = {"field": "tflops", "type": "quantitative", "title": f"TFLOP/s · {where}"}
+    x = {"field": "tflops", "type": "quantitative", "title": f"TFLOP/s · {where('flash_h200')}"}
     legend = {"title": None, "orient": "top", "symbolStrokeWidth": 0}
     return {
         "data": {"values": values},
@@ -72,26 +71,22 @@ def speed(theme: str) -> dict[str, Any]:
 
 def ladder(theme: str) -> dict[str, Any]:
     """Vega-Lite: microseconds of each rung's best on one problem, and the best peer's."""
-    run = open_run(RESULTS / "ladder")
-    ranked = rank(run.trials, run.environment).to_dict("records")
-    first = ranked[0]["problem"]
+    problem = BOOK.problems("ladder")[0]
+    ranked = [row for row in BOOK.rows("ladder") if row.problem == problem and row.status == "ok"]
     rows: dict[str, float] = {}
-    peers: dict[str, float] = {}
     for row in ranked:
-        if row["problem"] == first and row["rank"] == row["rank"]:
-            of = peers if row["baseline"] else rows
-            of.setdefault(str(row["kernel"]), float(row["time_us"]))
+        if row.provider == OURS:
+            rows.setdefault(row.kernel, row.us)
     rungs = sorted(rows, key=lambda kernel: -rows[kernel])
     values = [{"kernel": k, "us": rows[k], "said": f"{rows[k]:.4g} µs"} for k in rungs]
-    peer = min(peers, key=lambda name: peers[name])
-    assert run.environment is not None
+    peer = min((row for row in ranked if row.provider != OURS), key=lambda row: row.us)
     ink, _, colors = THEMES[theme]
     y = {"field": "kernel", "type": "nominal", "sort": rungs, "title": None}
-    title = f"µs, logarithmic · {first} · {run.environment.gpu}, {run.environment.date[:10]}"
+    title = f"µs, logarithmic · {problem.label} · {where('ladder')}"
     x = {"field": "us", "type": "quantitative", "title": title}
     scale = {"type": "log", "domain": [1, 4 * max(rows.values())], "nice": False}
-    said = f"best peer, {PEERS.get(peer, peer)}: {peers[peer]:.4g} µs"
-    rule = {"values": [{"us": peers[peer], "said": said}]}
+    said = f"best peer, {PEERS.get(peer.provider, peer.provider)}: {peer.us:.4g} µs"
+    rule = {"values": [{"us": peer.us, "said": said}]}
     return {
         "width": 560,
         "height": {"step": 26},
@@ -140,8 +135,8 @@ def svg(spec: dict[str, Any], theme: str) -> str:
 def main() -> None:
     """Write them all."""
     for name in PAGES:
-        run = open_run(RESULTS / name)
-        size = page.write(run, run.directory / "report.html")
+        run = BOOK.run(name)
+        size = write_page(run, run.directory / "report.html")
         print(f"{run.directory / 'report.html'}: {size / 1e6:.1f} MB")
     PICTURES.mkdir(exist_ok=True)
     for theme in THEMES:
