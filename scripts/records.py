@@ -52,8 +52,8 @@ class Row:
 
     @property
     def timed_once(self) -> bool:
-        """Whether it has a single sample and no rounds shared with others."""
-        return not self.trial.time_us.rounds
+        """Whether its time is a single sample: no race and no final repeated it."""
+        return bool(self.trial.time_us.samples == 1)
 
 
 def among(value: object, wanted: object) -> bool:
