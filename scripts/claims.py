@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ ENV.filters |= {
 }
 
 
+@cache
+def _names_in(template: str) -> set[str]:
+    return jinja2.meta.find_undeclared_variables(ENV.parse(template))
+
+
+@cache
+def _compiled(expression: str) -> Callable[..., Any]:
+    return ENV.compile_expression(expression, undefined_to_none=False)
+
+
 class Missing(LookupError):
     """No recorded row answers a query."""
 
@@ -77,16 +88,18 @@ class Names:
         rows: Mapping[str, Mapping[str, Any]],
         let: Mapping[str, str],
         known: Mapping[str, Any],
+        outer: Names | None = None,
     ) -> None:
-        self.where, self.book, self.queries, self.let = where, book, rows, let
-        self._known = dict(known)
+        self.where, self.book, self.let, self.outer = where, book, let, outer
+        self.queries: dict[str, Mapping[str, Any]] = {**(outer.queries if outer else {}), **rows}
+        self._rows, self._known = rows, dict(known)
         if hidden := ENV.globals.keys() & {*rows, *let, *known}:
             raise QueryError(f"{where}: {min(hidden)!r} is the name of a function")
 
     def within(self, where: str, claim: Mapping[str, Any], **known: Any) -> Names:
         """These names and those of one claim."""
-        rows, let = {**self.queries, **claim.get("rows", {})}, {**self.let, **claim.get("let", {})}
-        return Names(f"{self.where}: {where}", self.book, rows, let, self._known | known)
+        rows, let = claim.get("rows", {}), claim.get("let", {})
+        return Names(f"{self.where}: {where}", self.book, rows, let, known, self)
 
     def query(self, query: Mapping[str, Any]) -> dict[str, Any]:
         """A query in full: `like` names another one to start from. Raises QueryError."""
@@ -108,12 +121,18 @@ class Names:
         except QueryError as error:
             raise QueryError(f"{self.where}: {error}") from error
 
+    def __contains__(self, name: str) -> bool:
+        own = name in self._known or name in self._rows or name in self.let
+        return own or (self.outer is not None and name in self.outer)
+
     def __getitem__(self, name: str) -> Any:
         if name not in self._known:
-            if name in self.queries:
-                self._known[name] = self.find(**self.queries[name])
+            if name in self._rows:
+                self._known[name] = self.find(**self._rows[name])
             elif name in self.let:
                 self._known[name] = self.value(self.let[name])
+            elif self.outer is not None and name in self.outer:
+                return self.outer[name]
             else:
                 raise QueryError(f"{self.where}: unknown name {name!r}")
         found = self._known[name]
@@ -125,13 +144,13 @@ class Names:
         return found
 
     def _needed(self, template: str) -> dict[str, Any]:
-        return {n: self[n] for n in jinja2.meta.find_undeclared_variables(ENV.parse(template))}
+        return {name: self[name] for name in _names_in(template)}
 
     def value(self, expression: str) -> Any:
         """What an expression gives."""
         try:
             needed = self._needed(f"{{{{ {expression} }}}}")
-            return ENV.compile_expression(expression, undefined_to_none=False)(**needed)
+            return _compiled(expression)(**needed)
         except (jinja2.TemplateError, *WRONG) as error:
             raise QueryError(f"{self.where}: {expression!r}: {error}") from error
 

@@ -164,7 +164,6 @@ def test_a_shipped_claim_turns_with_its_figures(
 
 def test_claims_that_no_run_reaches_are_not_tested(tmp_path):
     found = {v.says: v for name in "abcde" for v in sheet(name).verdicts()}
-    assert len(found) == 35
     untested = [says for says, v in found.items() if v.result == OPEN]
     assert len(untested) == 2
     assert untested[0].startswith("1.51× as fast as FlashAttention-3")
