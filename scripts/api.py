@@ -15,8 +15,8 @@ from attnsweep.schema import schema_text
 from attnsweep.search import Search
 from attnsweep.spec import load_spec
 from attnsweep.store import Run, find_runs, open_run
-from attnsweep.trial import Environment, Status
+from attnsweep.trial import Environment
 
 __all__ = ["BLOCK_LIMITS", "CHUNKS", "CHUNKS_RULE", "MODES", "Config", "Environment", "Problem"]
-__all__ += ["Run", "Search", "Status", "app", "arch", "counters", "families", "find_runs"]
+__all__ += ["Run", "Search", "app", "arch", "counters", "families", "find_runs"]
 __all__ += ["load_spec", "open_run", "plan", "rank", "schema_text", "tables", "write_page"]

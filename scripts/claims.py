@@ -37,7 +37,10 @@ def stages(row: Row) -> str:
 
 
 ENV = jinja2.Environment(
-    undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
+    loader=jinja2.FileSystemLoader(Path(__file__).parent / "pages"),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
 )
 ENV.globals |= {name: getattr(counts, name) for name in counts.__all__}
 ENV.globals |= {"arch": arch, "max": max, "min": min}

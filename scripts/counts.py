@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api import Config, Environment, Problem, Search, Status, arch, families, load_spec, plan
+from api import Config, Environment, Problem, Search, arch, families, load_spec, plan
 from records import Book, Row, among
 
 __all__ = [
@@ -192,35 +192,31 @@ def stage_bounds(row: Row, stage: str, rates: Mapping[str, float]) -> dict[str, 
 
 def staged(book: Book, name: str) -> Iterator[dict[str, Any]]:
     """What strategy `staged` would have tried of an exhaustive run, and found."""
-    kernels, run = families(), book.run(name)
-    spec = load_spec(run.directory / "spec.yaml", kernels)
+    kernels = families()
+    spec = load_spec(book.run(name).directory / "spec.yaml", kernels)
     for item in plan(spec, kernels, arch(book.card(name).arch)):
         for space in item.spaces:
-            rows = {
-                Config(t.config): t
-                for t in run.trials
-                if t.problem == item.problem and t.kernel == space.kernel.name
+            query: dict[str, Any] = {
+                "problem": item.problem,
+                "kernel": space.kernel.name,
+                "status": None,
             }
+            rows = {Config(row.config): row for row in book.find(name, take="all", **query)}
             search, tried = Search("staged", space), []
             while (config := search.ask()) is not None:
                 if config in rows:
                     tried.append(rows[config])
-                    search.tell(rows[config])
+                    search.tell(rows[config].trial)
             best, found = (
-                min(
-                    (t.time_us.median, str(t.config))
-                    for t in some
-                    if t.status is Status.OK and t.time_us
-                )
+                min((row for row in some if row.status == "ok"), key=lambda row: row.us)
                 for some in (rows.values(), tried)
             )
             yield {
                 "problem": item.problem,
                 "candidates": len(rows),
                 "tried": len(tried),
-                "best_us": best[0],
-                "found_us": found[0],
-                "same": best == found,
+                "best": best,
+                "found": found,
             }
 
 

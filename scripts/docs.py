@@ -19,7 +19,6 @@ if __name__ == "__main__":
     os.environ["COLUMNS"] = "118"  # as wide as the README shows a table; the console reads it once
 
 import api
-import jinja2
 import typer.cli
 from claims import ENV, Sheet
 from records import Book
@@ -43,8 +42,6 @@ PAGES = {
 TEMPLATES = ("benchmarks", "claims", "kernels", "performance")
 NOTE = "<!-- Written by scripts/docs.py; change scripts/pages, scripts/claims or the code. -->\n\n"
 QUICKSTART = ("run", "configs/quickstart.yaml", "--top", "6")
-
-ENV.loader = jinja2.FileSystemLoader(Path(__file__).parent / "pages")
 
 
 def sheets(book: Book) -> dict[str, Sheet]:

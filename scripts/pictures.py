@@ -6,11 +6,13 @@ report.html; pictures in docs/pictures, each for a light and a dark page.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import vl_convert
 from api import write_page
+from claims import ENV
 from records import OURS, Book, Row
 
 ROOT = Path(__file__).parent.parent
@@ -40,8 +42,14 @@ def best_of(run: str, provider: str) -> list[Row]:
     return [row for row in found if row is not None]
 
 
+def filled(template: str, **figures: Any) -> dict[str, Any]:
+    """A Vega-Lite picture of scripts/pages with its figures."""
+    spec: dict[str, Any] = json.loads(ENV.get_template(template).render(figures))
+    return spec
+
+
 def speed(theme: str) -> dict[str, Any]:
-    """Vega-Lite: TFLOP/s of the fused kernel and its peers, one row a problem."""
+    """TFLOP/s of the fused kernel and its peers, one row a problem."""
     names = {OURS: "flash_fwd_wgmma (ours)", **PEERS}
     values = [
         {"problem": row.problem.label, "of": name, "tflops": row.tflops}
@@ -49,71 +57,29 @@ def speed(theme: str) -> dict[str, Any]:
         for row in best_of("flash_h200", provider)
     ]
     order = [problem.label for problem in BOOK.problems("flash_h200")]
-    series = list(names.values())
-    colors = {"domain": series, "range": list(THEMES[theme][2])}
-    shapes = {"domain": series, "range": ["circle", "square", "triangle-up", "diamond"]}
-    y = {"field": "problem", "type": "nominal", "sort": order, "title": None}
-    x = {"field": "tflops", "type": "quantitative", "title": f"TFLOP/s · {where('flash_h200')}"}
-    legend = {"title": None, "orient": "top", "symbolStrokeWidth": 0}
-    return {
-        "data": {"values": values},
-        "width": 560,
-        "height": {"step": 24},
-        "mark": {"type": "point", "filled": True, "size": 95, "opacity": 1},
-        "encoding": {
-            "y": y | {"axis": {"grid": True}},
-            "x": x | {"scale": {"zero": True}, "axis": {"tickCount": 8}},
-            "color": {"field": "of", "scale": colors, "legend": legend},
-            "shape": {"field": "of", "scale": shapes, "legend": legend},
-        },
-    }
+    facts = {"where": where("flash_h200"), "colors": THEMES[theme][2]}
+    return filled("speed.vl.json", values=values, order=order, series=list(names.values()), **facts)
 
 
 def ladder(theme: str) -> dict[str, Any]:
-    """Vega-Lite: microseconds of each rung's best on one problem, and the best peer's."""
+    """Microseconds of each rung's best on one problem, slowest first, and the best peer's."""
     problem = BOOK.problems("ladder")[0]
-    ranked = [row for row in BOOK.rows("ladder") if row.problem == problem and row.status == "ok"]
-    rows: dict[str, float] = {}
-    for row in ranked:
-        if row.provider == OURS:
-            rows.setdefault(row.kernel, row.us)
-    rungs = sorted(rows, key=lambda kernel: -rows[kernel])
-    values = [{"kernel": k, "us": rows[k], "said": f"{rows[k]:.4g} µs"} for k in rungs]
-    peer = min((row for row in ranked if row.provider != OURS), key=lambda row: row.us)
-    ink, _, colors = THEMES[theme]
-    y = {"field": "kernel", "type": "nominal", "sort": rungs, "title": None}
-    title = f"µs, logarithmic · {problem.label} · {where('ladder')}"
-    x = {"field": "us", "type": "quantitative", "title": title}
-    scale = {"type": "log", "domain": [1, 4 * max(rows.values())], "nice": False}
-    said = f"best peer, {PEERS.get(peer.provider, peer.provider)}: {peer.us:.4g} µs"
-    rule = {"values": [{"us": peer.us, "said": said}]}
-    return {
-        "width": 560,
-        "height": {"step": 26},
-        "encoding": {"y": y, "x": x | {"scale": scale, "axis": {"values": [1, 10, 100, 1000]}}},
-        "layer": [
-            {
-                "data": {"values": values},
-                "mark": {"type": "bar", "height": 15, "color": colors[0]},
-                "encoding": {"x2": {"datum": 1}},  # where the axis begins: a logarithm has no 0
-            },
-            {
-                "data": {"values": values},
-                "mark": {"type": "text", "align": "right", "color": ink},
-                "encoding": {"x": {"value": 560}, "text": {"field": "said"}},
-            },
-            {
-                "data": rule,
-                "mark": {"type": "rule", "color": colors[1], "strokeDash": [5, 3], "size": 1.5},
-                "encoding": {"y": None},
-            },
-            {
-                "data": rule,
-                "mark": {"type": "text", "align": "left", "dx": 5, "dy": -6, "color": colors[1]},
-                "encoding": {"y": {"value": 0}, "text": {"field": "said"}},
-            },
-        ],
-    }
+    best: dict[str, Row] = {}
+    for row in BOOK.find("ladder", problem=problem, take="all"):
+        best.setdefault(row.kernel, row)
+    rungs = sorted(best.values(), key=lambda row: -row.us)
+    peers = [row for row in BOOK.rows("ladder") if row.problem == problem and row.provider != OURS]
+    peer = min((row for row in peers if row.status == "ok"), key=lambda row: row.us)
+    name = PEERS.get(peer.provider, peer.provider)
+    return filled(
+        "ladder.vl.json",
+        values=[{"kernel": r.kernel, "us": r.us, "said": f"{r.us:.4g} µs"} for r in rungs],
+        peer={"us": peer.us, "said": f"best peer, {name}: {peer.us:.4g} µs"},
+        problem=problem.label,
+        where=where("ladder"),
+        ink=THEMES[theme][0],
+        colors=THEMES[theme][2],
+    )
 
 
 def svg(spec: dict[str, Any], theme: str) -> str:

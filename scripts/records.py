@@ -119,7 +119,7 @@ class Book:
         problem: str | Problem | None = None,
         kernel: str | list[str] | None = None,
         provider: str | list[str] = OURS,
-        status: str | list[str] = "ok",
+        status: str | list[str] | None = "ok",
         config: Mapping[str, Any] | None = None,
         variant: Mapping[str, Any] | None = None,
         changed: str | None = None,
@@ -127,9 +127,10 @@ class Book:
     ) -> Any:
         """Rows of a run that pass every test.
 
-        A value may be a list, of which one must fit. changed: the name in config whose value must
-        differ from the one given there. take: `fastest`, `winner` (the best ranked), or `all` in
-        ranked order. Returns None or no rows if nothing passes.
+        A value may be a list, of which one must fit. status: as the ranking judges it; None for
+        any. changed: the name in config whose value must differ from the one given there. take:
+        `fastest`, `winner` (the best ranked), or `all` in ranked order. Returns None or no rows if
+        nothing passes.
         """
         shape = Problem.parse(problem) if isinstance(problem, str) else problem
         found = [
@@ -138,7 +139,7 @@ class Book:
             if (shape is None or row.problem == shape)
             and (kernel is None or among(row.kernel, kernel))
             and among(row.provider, provider)
-            and among(row.status, status)
+            and (status is None or among(row.status, status))
             and all(among(row.variant.get(n), want) for n, want in (variant or {}).items())
             and all(
                 among(row.config.get(n), want) != (n == changed)
