@@ -1,5 +1,5 @@
 from .api import (
-    check,
+    compare_runs,
     compile_spec,
     counters,
     families,
@@ -11,12 +11,14 @@ from .api import (
     run,
     schema,
     winners,
+    write_page,
 )
 from .build.candidate import Build
 from .build.launches import Candidate, CompiledStage, FirstTimes, Launches
 from .build.nvrtc import Compiler, Cubin
 from .build.observer import Observer
 from .choose.search import Search
+from .cli import app
 from .errors import (
     AttnsweepError,
     CompileError,
@@ -28,8 +30,8 @@ from .errors import (
     StoreError,
     ToolchainError,
 )
-from .family.chunks import MODES
-from .family.declare import Config, Kernel, Launch, Param, TensorMap
+from .family.chunks import CHUNKS, CHUNKS_RULE, MODES
+from .family.declare import BLOCK_LIMITS, Config, Kernel, Launch, Param, TensorMap
 from .family.space import Space
 from .gpu.worker import Gpu, Worker, WorkerError
 from .hardware import ARCHS, Arch, Card, arch_named, binding, bounds
@@ -42,6 +44,9 @@ from .trial import Accuracy, Environment, Measurement, Resources, Status, Trial
 __version__: str
 __all__ = [
     "ARCHS",
+    "BLOCK_LIMITS",
+    "CHUNKS",
+    "CHUNKS_RULE",
     "MODES",
     "Accuracy",
     "Arch",
@@ -82,10 +87,11 @@ __all__ = [
     "Trial",
     "Worker",
     "WorkerError",
+    "app",
     "arch_named",
     "binding",
     "bounds",
-    "check",
+    "compare_runs",
     "compile_spec",
     "counters",
     "families",
@@ -99,4 +105,5 @@ __all__ = [
     "run",
     "schema",
     "winners",
+    "write_page",
 ]

@@ -136,7 +136,7 @@ def report(run: Run) -> dict[str, str]:
     return tables.files(run)
 
 
-def check(old: Run, new: Run, *, slower: float = 0.03) -> Comparison:
+def compare_runs(old: Run, new: Run, *, slower: float = 0.03) -> Comparison:
     """Compare two recorded runs, problem by problem; nothing is measured.
 
     slower: the share by which a winner may have become slower.
@@ -144,6 +144,13 @@ def check(old: Run, new: Run, *, slower: float = 0.03) -> Comparison:
     from attnsweep.check.recorded import compare
 
     return compare(old, new, slower=slower)
+
+
+def write_page(run: Run, path: str | Path, *, top: int = 10) -> int:
+    """Write a run as one HTML page with tables and plots; returns its size in bytes."""
+    from attnsweep.show import html
+
+    return html.write(run, Path(path), top=top)
 
 
 def counters(run: Run) -> list[dict[str, Any]]:

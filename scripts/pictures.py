@@ -6,17 +6,18 @@ report.html; pictures in docs/pictures, each for a light and a dark page.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import vl_convert
+from claims import ENV
+from records import OURS, Book, Row
 
-from attnsweep.choose.ranking import rank
-from attnsweep.show import html as page
-from attnsweep.store.run import open_run
+from attnsweep import write_page
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "results" / "h200"
+BOOK = Book(ROOT / "results" / "h200")
 PICTURES = ROOT / "docs" / "pictures"
 # A page is 1 MB, nearly all of it Vega-Lite; the other runs' are one command away.
 PAGES = ("flash_h200", "ladder", "three_kernel_h200")
@@ -25,100 +26,61 @@ THEMES = {
     "light": ("#24292f", "#d8dee4", ("#0a58ca", "#bc4c00", "#7d8590", "#9a6fb8")),
     "dark": ("#e6edf3", "#30363d", ("#58a6ff", "#ffa657", "#8b949e", "#d2a8ff")),
 }
-OURS = "attnsweep"
 PEERS = {"torch_cudnn": "SDPA cuDNN", "torch_flash": "SDPA flash", "triton_flash": "Triton"}
 
 
-def best(name: str) -> tuple[list[dict[str, Any]], str]:
-    """Of each problem of a run, the best of ours and each peer: ranked rows, and where."""
-    run = open_run(RESULTS / name)
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in rank(run.trials, run.environment).to_dict("records"):
-        if row["rank"] == row["rank"]:  # a rank that is NaN is none
-            rows.setdefault((row["problem"], row["provider"]), {str(k): v for k, v in row.items()})
-    assert run.environment is not None
-    return list(rows.values()), f"{run.environment.gpu}, {run.environment.date[:10]}"
+def where(run: str) -> str:
+    """The GPU and the day of a run."""
+    return f"{BOOK.card(run).gpu}, {BOOK.card(run).date[:10]}"
+
+
+def best_of(run: str, provider: str) -> list[Row]:
+    """The best row of ours or of a peer on each problem of a run; a noisy one is left out."""
+    found = (
+        BOOK.find(run, problem=problem, provider=provider, take="winner")
+        for problem in BOOK.problems(run)
+    )
+    return [row for row in found if row is not None]
+
+
+def filled(template: str, **figures: Any) -> dict[str, Any]:
+    """A Vega-Lite picture of scripts/pages with its figures."""
+    spec: dict[str, Any] = json.loads(ENV.get_template(template).render(figures))
+    return spec
 
 
 def speed(theme: str) -> dict[str, Any]:
-    """Vega-Lite: TFLOP/s of the fused kernel and its peers, one row a problem."""
-    rows, where = best("flash_h200")
+    """TFLOP/s of the fused kernel and its peers, one row a problem."""
     names = {OURS: "flash_fwd_wgmma (ours)", **PEERS}
     values = [
-        {"problem": row["problem"], "of": names[row["provider"]], "tflops": row["tflops"]}
-        for row in rows
-        if row["provider"] in names
+        {"problem": row.problem.label, "of": name, "tflops": row.tflops}
+        for provider, name in names.items()
+        for row in best_of("flash_h200", provider)
     ]
-    order = list(dict.fromkeys(row["problem"] for row in rows))
-    series = list(names.values())
-    colors = {"domain": series, "range": list(THEMES[theme][2])}
-    shapes = {"domain": series, "range": ["circle", "square", "triangle-up", "diamond"]}
-    y = {"field": "problem", "type": "nominal", "sort": order, "title": None}
-    x = {"field": "tflops", "type": "quantitative", "title": f"TFLOP/s · {where}"}
-    legend = {"title": None, "orient": "top", "symbolStrokeWidth": 0}
-    return {
-        "data": {"values": values},
-        "width": 560,
-        "height": {"step": 24},
-        "mark": {"type": "point", "filled": True, "size": 95, "opacity": 1},
-        "encoding": {
-            "y": y | {"axis": {"grid": True}},
-            "x": x | {"scale": {"zero": True}, "axis": {"tickCount": 8}},
-            "color": {"field": "of", "scale": colors, "legend": legend},
-            "shape": {"field": "of", "scale": shapes, "legend": legend},
-        },
-    }
+    order = [problem.label for problem in BOOK.problems("flash_h200")]
+    facts = {"where": where("flash_h200"), "colors": THEMES[theme][2]}
+    return filled("speed.vl.json", values=values, order=order, series=list(names.values()), **facts)
 
 
 def ladder(theme: str) -> dict[str, Any]:
-    """Vega-Lite: microseconds of each rung's best on one problem, and the best peer's."""
-    run = open_run(RESULTS / "ladder")
-    ranked = rank(run.trials, run.environment).to_dict("records")
-    first = ranked[0]["problem"]
-    rows: dict[str, float] = {}
-    peers: dict[str, float] = {}
-    for row in ranked:
-        if row["problem"] == first and row["rank"] == row["rank"]:
-            of = peers if row["baseline"] else rows
-            of.setdefault(str(row["kernel"]), float(row["time_us"]))
-    rungs = sorted(rows, key=lambda kernel: -rows[kernel])
-    values = [{"kernel": k, "us": rows[k], "said": f"{rows[k]:.4g} µs"} for k in rungs]
-    peer = min(peers, key=lambda name: peers[name])
-    assert run.environment is not None
-    ink, _, colors = THEMES[theme]
-    y = {"field": "kernel", "type": "nominal", "sort": rungs, "title": None}
-    title = f"µs, logarithmic · {first} · {run.environment.gpu}, {run.environment.date[:10]}"
-    x = {"field": "us", "type": "quantitative", "title": title}
-    scale = {"type": "log", "domain": [1, 4 * max(rows.values())], "nice": False}
-    said = f"best peer, {PEERS.get(peer, peer)}: {peers[peer]:.4g} µs"
-    rule = {"values": [{"us": peers[peer], "said": said}]}
-    return {
-        "width": 560,
-        "height": {"step": 26},
-        "encoding": {"y": y, "x": x | {"scale": scale, "axis": {"values": [1, 10, 100, 1000]}}},
-        "layer": [
-            {
-                "data": {"values": values},
-                "mark": {"type": "bar", "height": 15, "color": colors[0]},
-                "encoding": {"x2": {"datum": 1}},  # where the axis begins: a logarithm has no 0
-            },
-            {
-                "data": {"values": values},
-                "mark": {"type": "text", "align": "right", "color": ink},
-                "encoding": {"x": {"value": 560}, "text": {"field": "said"}},
-            },
-            {
-                "data": rule,
-                "mark": {"type": "rule", "color": colors[1], "strokeDash": [5, 3], "size": 1.5},
-                "encoding": {"y": None},
-            },
-            {
-                "data": rule,
-                "mark": {"type": "text", "align": "left", "dx": 5, "dy": -6, "color": colors[1]},
-                "encoding": {"y": {"value": 0}, "text": {"field": "said"}},
-            },
-        ],
-    }
+    """Microseconds of each rung's best on one problem, slowest first, and the best peer's."""
+    problem = BOOK.problems("ladder")[0]
+    best: dict[str, Row] = {}
+    for row in BOOK.find("ladder", problem=problem, take="all"):
+        best.setdefault(row.kernel, row)
+    rungs = sorted(best.values(), key=lambda row: -row.us)
+    peers = [row for row in BOOK.rows("ladder") if row.problem == problem and row.provider != OURS]
+    peer = min((row for row in peers if row.status == "ok"), key=lambda row: row.us)
+    name = PEERS.get(peer.provider, peer.provider)
+    return filled(
+        "ladder.vl.json",
+        values=[{"kernel": r.kernel, "us": r.us, "said": f"{r.us:.4g} µs"} for r in rungs],
+        peer={"us": peer.us, "said": f"best peer, {name}: {peer.us:.4g} µs"},
+        problem=problem.label,
+        where=where("ladder"),
+        ink=THEMES[theme][0],
+        colors=THEMES[theme][2],
+    )
 
 
 def svg(spec: dict[str, Any], theme: str) -> str:
@@ -140,8 +102,8 @@ def svg(spec: dict[str, Any], theme: str) -> str:
 def main() -> None:
     """Write them all."""
     for name in PAGES:
-        run = open_run(RESULTS / name)
-        size = page.write(run, run.directory / "report.html")
+        run = BOOK.run(name)
+        size = write_page(run, run.directory / "report.html")
         print(f"{run.directory / 'report.html'}: {size / 1e6:.1f} MB")
     PICTURES.mkdir(exist_ok=True)
     for theme in THEMES:

@@ -1,93 +1,114 @@
-"""docs/performance.md says what its figures say: ratios, wins and gains turn with them."""
+"""Figures on the generated pages, recomputed from the recorded rows without any of our code."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from samples import H200
-
-from attnsweep.problem import Problem
-from attnsweep.spec.load import load_spec
-from attnsweep.store.run import Store
-from attnsweep.trial import Accuracy, Measurement, Status, Trial
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
-import performance
+from records import Book
 
-SHAPE = Problem(1, 16, 16, 1024, 1024, 64)
-CELL = Problem(8, 8, 8, 128, 128, 64)
+import docs
 
-
-def trial(provider, time_us, problem=SHAPE, **config):
-    rounds = [time_us * (1 + 0.001 * (n % 3)) for n in range(9)]
-    return Trial(
-        kernel="flash_fwd_wgmma" if config else provider,
-        provider="attnsweep" if config else provider,
-        config=config,
-        problem=problem,
-        status=Status.OK,
-        time_us=Measurement(median=time_us, low=time_us, high=time_us, samples=9, rounds=rounds),
-        accuracy=Accuracy(rel_err=1e-4, limit=1e-3),
-        eager_us=5.0,
-    )
+RESULTS = docs.ROOT / docs.RESULTS
 
 
-def recorded(results, name, *trials):
-    with Store.open(results / name) as store:
-        for row in trials:
-            store.append(row)
-        store.describe(load_spec(Path("flash_short_h200")).resolved(), H200)
+def page(name):
+    return (docs.ROOT / docs.PAGES[name]).read_text()
 
 
-@pytest.fixture
-def results(tmp_path):
-    recorded(
-        tmp_path,
-        "flash_short_h200",
-        trial("", 10.0, PDL=2, BLOCK_N=128),
-        trial("", 11.0, PDL=0, BLOCK_N=128),
-        trial("", 12.5, PDL=2, BLOCK_N=64),
-        trial("torch_flash", 20.0),
-        trial("torch_cudnn", 14.0),
-    )
-    return tmp_path
+def table(text, header):
+    """The cells of the table whose header begins so."""
+    lines = text[text.index(f"| {header} |") :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip(" *") for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def test_a_shape_stands_beside_its_fastest_peer(results):
-    page = performance.page(results)
-    assert "| (1,16,1024,64) fp16 full | **10** | 20 | 14 | – | **1.40** | 429 |" in page
-    assert "BLOCK_N=128 PDL=2 |" in page or "PDL=2 BLOCK_N=128 |" in page
-    assert "geometric mean 1.40×; slower than it on 0." in page
+def recorded(run):
+    """Raw rows; the last of each candidate counts."""
+    rows = {}
+    for line in (RESULTS / run / "trials.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows[json.dumps([row["problem"], row["kernel"], row["provider"], row["config"]])] = row
+    return [row for row in rows.values() if row.get("time_us")]
 
 
-def test_a_slower_kernel_is_told_as_slower(results):
-    recorded(results, "flash_h200", trial("", 20.0, PDL=0), trial("torch_cudnn", 10.0))
-    page = performance.page(results)
-    assert "0.50× to 1.40×" in page
-    assert "slower than it on 1." in page
+def shown(row):
+    p = row["problem"]
+    keys = str(p["seqlen_q"]) + (f"x{p['seqlen_k']}" if p["seqlen_k"] != p["seqlen_q"] else "")
+    mask = "causal" if p["causal"] else "full"
+    return f"({p['batch']},{p['heads']},{keys},{p['head_dim']}) {p['dtype']} {mask}"
 
 
-def test_a_value_gains_over_the_best_without_it(results):
-    recording = performance.Recording(performance.open_run(results / "flash_short_h200"))
-    found = {value: ratio for value, ratio, _ in performance.gains([recording], "PDL")}
-    assert found["2"] == pytest.approx(1.1)
-    assert found["0"] == pytest.approx(10 / 11)
-    assert list(performance.gains([recording], "EXP2_POLY")) == []
+@pytest.mark.parametrize(
+    "run", ["flash_short_h200", "flash_h200", "flash_dims_h200", "flash_long_h200"]
+)
+def test_each_shape_is_next_to_its_peers(run):
+    text = page("performance")
+    lines = table(text[text.index(f"[results/h200/{run}]") :], "problem")
+    rows = recorded(run)
+    assert {line[0] for line in lines} == {shown(row) for row in rows}
+    for label, ours, flash, cudnn, triton, ratio, *_ in lines:
+        here = [row for row in rows if shown(row) == label]
+        times = {row["provider"]: row for row in here if row["provider"] != "attnsweep"}
+        cells = {"torch_flash": flash, "torch_cudnn": cudnn, "triton_flash": triton}
+        for peer, cell in cells.items():
+            noisy = ", noisy" if times[peer]["status"] == "noisy" else ""
+            assert cell == f"{times[peer]['time_us']['median']:.4g}{noisy}"
+        mine = [row["time_us"]["median"] for row in here if row["kernel"] == "flash_fwd_wgmma"]
+        best = min(us for us in mine if f"{us:.4g}" == ours)
+        assert best < 1.1 * min(mine)  # a time without rounds leads only if it is much faster
+        sound = [times[peer] for peer in cells if times[peer]["status"] == "ok"]
+        fastest = min(row["time_us"]["median"] for row in sound)
+        assert ratio == f"{fastest / best:.2f}"
 
 
-def test_cells_are_told_a_sequence(results):
-    recorded(
-        results,
-        "batched_h100",
-        trial("", 4.0, CELL, PDL=2),
-        trial("triton_flash", 6.0, CELL),
-    )
-    page = performance.page(results)
-    assert "| 128 | 8 | **0.500** | 4.00 | 5.0 | 0.750 (triton_flash) | 1.50 |" in page
+def test_the_ladder_and_their_table_hold_recorded_times():
+    rungs = {(r["kernel"], f"{r['time_us']['median']:.4g}") for r in recorded("ladder")}
+    lines = table(page("claims"), "rung")
+    assert len(lines) == 7
+    assert all((name.split("`")[1], us) in rungs for name, _, us, *_ in lines)
+    heads = {f"{row['time_us']['median'] / 16:.2f}" for row in recorded("three_kernel")}
+    lines = table(page("claims"), "configuration")
+    assert {here for _, _, here, *_ in lines} <= heads | {"not tested"}
+    assert [name for name, _, here, *_ in lines if here == "not tested"] == ["FlashAttention-3"]
 
 
-def test_a_problem_without_a_peer_is_left_out(tmp_path):
-    recorded(tmp_path, "flash_h200", trial("", 20.0, PDL=0))
-    assert performance.page(tmp_path) is None
+def test_the_readme_says_which_figure_was_timed_once():
+    (times,) = re.findall(r"([\d.]+) tuned \(timed once\)", page("readme"))
+    once = [r for r in recorded("three_kernel_h200") if r["time_us"]["samples"] == 1]
+    assert times in {f"{row['time_us']['median'] / 16:.2f}" for row in once}
+
+
+def test_stale_pages_are_named_and_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "pages", lambda book: iter([("a.md", "new\n"), ("b.md", "b\n")]))
+    (tmp_path / "a.md").write_text("old\n")
+    (tmp_path / "b.md").write_text("b\n")
+    monkeypatch.setattr(sys, "argv", ["docs.py", "--check"])
+    assert docs.main() == 1
+    assert capsys.readouterr().out == "stale: a.md\n"
+    monkeypatch.setattr(sys, "argv", ["docs.py"])
+    assert docs.main() == 0
+    assert (tmp_path / "a.md").read_text() == "new\n"
+    monkeypatch.setattr(sys, "argv", ["docs.py", "--check"])
+    assert docs.main() == 0
+
+
+def test_links_follow_the_table_of_paths(monkeypatch):
+    monkeypatch.setitem(docs.PAGES, "benchmarks", "docs/reference/benchmarks.md")
+    monkeypatch.setitem(docs.PAGES, "measuring", "docs/explanation/measuring.md")
+    book = Book(RESULTS)
+    text = docs.render("benchmarks", "benchmarks", {"book": book, **docs.sheets(book)})
+    assert "(../explanation/measuring.md)" in text
+    assert "(../../results/h200/noise.json)" in text
+
+
+@pytest.mark.parametrize("name", [*docs.TEMPLATES, "readme"])
+def test_links_of_generated_pages_lead_somewhere(name):
+    home = (docs.ROOT / docs.PAGES[name]).parent
+    for target in re.findall(r"\]\(([^)#:]+)\)", page(name)):
+        assert (home / target).exists(), target

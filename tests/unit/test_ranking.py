@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +19,7 @@ from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
-import claims_cd
+import counts
 
 PROBLEM = Problem(2, 16, 16, 1024, 1024, 64)
 NAN, INFINITY = float("nan"), float("inf")
@@ -441,7 +440,7 @@ def test_bounds_of_the_anchor_shape() -> None:
 
 def test_fp32_is_three_16_bit_products_for_one_or_multiply_adds_where_they_are_faster() -> None:
     single = Problem(1, 4, 4, 64, 64, 8192, "fp32")
-    columns = claims_cd.wide_bounds(SimpleNamespace(environment=H200), single, {"l2_read": 1.0})
+    columns = counts.wide_bounds(single, H200, 1.0)
     assert columns["FFMA"] == pytest.approx(8.02, abs=0.01)
     assert columns["3×TF32"] == pytest.approx(3.01, abs=0.01)
     limits = bounds(single, ARCHS["sm_90a"], H200)

@@ -1,0 +1,446 @@
+"""What a config must do, counted from its parameters, and figures over many rows.
+
+Claims and pages call these by name. All take recorded rows; times are microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from records import Book, Row, among
+
+from attnsweep import Config, Environment, Problem, Search, arch_named, families, load_spec, plan
+
+__all__ = [
+    "Peak",
+    "beside",
+    "gains",
+    "log_share",
+    "mean_ratio",
+    "most_apart",
+    "own_and_best",
+    "peers_beside",
+    "peers_in",
+    "stage_bounds",
+    "staged",
+    "steps",
+    "varied",
+    "wide",
+    "with_and_without",
+    "wmma",
+]
+WAVEFRONT_BYTES = 128  # what shared memory gives an SM in a clock
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A card known by its peak only; FLOP a microsecond of dense fp16."""
+
+    arch: str
+    sm_count: int
+    flops_per_us: float
+
+    @property
+    def clock_hz(self) -> float:
+        """The clock that the peak was reckoned with."""
+        return (
+            1e6 * self.flops_per_us / (arch_named(self.arch).tensor_flops_per_clock * self.sm_count)
+        )
+
+
+Card = Environment | Peak
+
+
+def up(value: int, step: int) -> int:
+    """How many steps cover a value."""
+    return -(-value // step)
+
+
+def clocks(card: Card) -> float:
+    """SM clocks in a microsecond, all SMs together."""
+    return card.sm_count * card.clock_hz / 1e6
+
+
+# -- all pages --------------------------------------------------------------------------------
+
+
+def log_share(gain: float, gap: float) -> float:
+    """What part of a gap a gain is, both ratios: the logarithm of one over that of the other."""
+    return math.log(gain) / math.log(gap) if gap > 1 else 0.0
+
+
+def mean_ratio(ratios: Sequence[float]) -> float:
+    """Geometric mean."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def beside(rows: Sequence[Row], others: Sequence[Row], axis: str) -> list[dict[str, Any]]:
+    """Rows next to those whose variant differs from theirs in one axis only."""
+
+    def rest(row: Row) -> tuple[str, ...]:
+        return tuple(name for of, name in row.variant.items() if of != axis)
+
+    there = {rest(row): row for row in others}
+    pairs = [(row, there[rest(row)]) for row in rows if rest(row) in there]
+    return [{"row": row, "other": other, "ratio": row.us / other.us} for row, other in pairs]
+
+
+def most_apart(first: Mapping[str, float], second: Mapping[str, float]) -> str:
+    """The name under which two records differ most."""
+    both = sorted(first.keys() & second.keys())
+    return max(both, key=lambda name: abs(first[name] - second[name]))
+
+
+def varied(rows: Sequence[Row]) -> list[str]:
+    """Parameters that have several values in the rows."""
+    names = dict.fromkeys(name for row in rows for name in row.config)
+    return [name for name in names if len({row.config.get(name) for row in rows}) > 1]
+
+
+def peers_beside(
+    book: Book, runs: Sequence[str], kernel: str, peers: Sequence[str]
+) -> list[dict[str, Any]]:
+    """A record for each problem of the runs on which the kernel and a peer are ranked.
+
+    peers: by provider, the noisy ones too; `peer` is the fastest that is not noisy.
+    """
+    found = []
+    for run, problem in [(name, problem) for name in runs for problem in book.problems(name)]:
+        ours = book.find(run, problem=problem, kernel=kernel, take="all")
+        timed = book.find(
+            run, problem=problem, provider=list(peers), status=["ok", "noisy"], take="all"
+        )
+        sound = [row for row in timed if row.status == "ok"]
+        if ours and sound:
+            peer = min(sound, key=lambda row: row.us)
+            found.append(
+                {
+                    "run": run,
+                    "problem": problem,
+                    "rows": ours,
+                    "best": ours[0],
+                    "peers": {row.provider: row for row in timed},
+                    "peer": peer,
+                    "ratio": peer.us / ours[0].us,
+                }
+            )
+    return found
+
+
+def peers_in(records: Sequence[Mapping[str, Any]], peers: Sequence[str]) -> list[str]:
+    """The peers that any record has."""
+    return [peer for peer in peers if any(peer in record["peers"] for record in records)]
+
+
+def gains(records: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    """For each value of a parameter: where it gains most over the best row without it."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for record in records:
+        rows = record["rows"]
+        values = {row.config.get(name) for row in rows}
+        for value in values if len(values) > 1 else ():
+            with_it = min(row.us for row in rows if row.config.get(name) == value)
+            without = min(row.us for row in rows if row.config.get(name) != value)
+            found.setdefault(str(value), []).append((without / with_it, record["problem"].label))
+    return [
+        {
+            "value": value,
+            "most": max(ratios)[0] - 1,
+            "at": max(ratios)[1],
+            "won": sum(ratio > 1 for ratio, _ in ratios),
+            "of": len(ratios),
+        }
+        for value, ratios in sorted(found.items())
+    ]
+
+
+# -- three kernels: system A ------------------------------------------------------------------
+
+
+def stage_bounds(row: Row, stage: str, rates: Mapping[str, float]) -> dict[str, float]:
+    """Least time of a stage: of its products, of L2 once through, and of L2 as its tiles read.
+
+    rates: measured bytes a second. L2 reads and writes side by side, so the larger counts, or both
+    at the rate of a copy. As tiled: each tile reads its part of Q, K and V again.
+    """
+    p, config = row.problem, row.config
+    heads, row_bytes = p.batch * p.heads, 2.0 * p.head_dim
+    scores, rows = 2.0 * heads * p.seqlen_q * p.seqlen_k, heads * row_bytes * p.seqlen_q
+
+    def l2(read: float, written: float) -> float:
+        both = 2 * min(read, written) / rates["l2_copy"]
+        return 1e6 * max(read / rates["l2_read"], written / rates["l2_write"], both)
+
+    products = p.flops / 2 / (arch_named(row.card.arch).tensor_flops_per_clock * clocks(row.card))
+    if stage == "softmax":
+        return {"L2": l2(scores, scores), "tiled": l2(scores, scores)}
+    if stage == "qk":
+        tiles, runs = (
+            up(p.seqlen_q, config["QK_BLOCK_M"]),
+            config["QK_TILES"] * config["QK_BLOCK_N"],
+        )
+        keys = tiles * p.seqlen_k / config["QK_CLUSTER"]
+        least, again = l2(2 * rows, scores), up(p.seqlen_k, runs) * p.seqlen_q + keys
+        read = heads * row_bytes * again
+    else:
+        tiles = up(p.seqlen_q, config["PV_BLOCK_M"])
+        least = l2(scores + rows, rows)
+        read = scores + heads * row_bytes * tiles * p.seqlen_k / config["PV_CLUSTER"]
+    return {"matrix": products, "L2": least, "tiled": max(least, 1e6 * read / rates["l2_read"])}
+
+
+def staged(book: Book, name: str) -> Iterator[dict[str, Any]]:
+    """What strategy `staged` would have tried of an exhaustive run, and found."""
+    kernels = families()
+    spec = load_spec(book.run(name).directory / "spec.yaml", kernels)
+    for item in plan(spec, kernels, arch_named(book.card(name).arch)):
+        for space in item.spaces:
+            query: dict[str, Any] = {
+                "problem": item.problem,
+                "kernel": space.kernel.name,
+                "status": None,
+            }
+            rows = {Config(row.config): row for row in book.find(name, take="all", **query)}
+            search, tried = Search("staged", space), []
+            while (config := search.ask()) is not None:
+                if config in rows:
+                    tried.append(rows[config])
+                    search.tell(rows[config].trial)
+            best, found = (
+                min((row for row in some if row.status == "ok"), key=lambda row: row.us)
+                for some in (rows.values(), tried)
+            )
+            yield {
+                "problem": item.problem,
+                "candidates": len(rows),
+                "tried": len(tried),
+                "best": best,
+                "found": found,
+            }
+
+
+# -- wide heads in fp32: system C -------------------------------------------------------------
+
+
+def wide(book: Book, run: str, rates: Mapping[str, float], peers: Sequence[str]) -> list[Any]:
+    """A record for each problem: winner, peers, bounds, and where the winner's time goes."""
+    return [_wide(book, run, problem, rates, peers) for problem in book.problems(run)]
+
+
+def wide_bounds(p: Problem, card: Environment, l2_read: float) -> dict[str, float]:
+    """Least time of each unit. l2_read: bytes a second. 3×TF32: three products of TF32 for one."""
+    three_tf32 = (
+        arch_named(card.arch).tensor_flops_per_clock / 2 / 3 * clocks(card)
+    )  # half of fp16's
+    return {
+        "DRAM": p.min_bytes / card.memory_bytes_per_second * 1e6,
+        "L2": p.min_bytes / l2_read * 1e6,
+        "FFMA": p.flops / (2 * arch_named(card.arch).fma_per_clock * clocks(card)),
+        "3×TF32": p.flops / three_tf32,
+    }
+
+
+def _wide(
+    book: Book, run: str, problem: Problem, rates: Mapping[str, float], peers: Sequence[str]
+) -> dict[str, Any]:
+    rows = book.find(run, problem=problem, take="all")
+    best, card, p = rows[0], book.card(run), problem
+    config, parts, blocks = best.config, _partial_scores(best), _slices(best)
+    bounds = wide_bounds(p, card, rates["l2_read"])
+    unit = bounds["FFMA" if _products(best) == "ffma" else "3×TF32"]
+    # wgmma: three products for QKᵀ; for PV one, and one of bf16 pairs that costs as much.
+    larger = max(bounds["L2"], unit * (5 / 6 if _products(best) == "wgmma" else 1))
+    # Each tile of rows reads K and V again; in a workspace, each block adds all partial scores.
+    tiles, row_bytes = up(p.seqlen_q, config["BLOCK_M"]), 4 * p.head_dim * p.batch * p.heads
+    partial = 4 * p.batch * p.heads * parts * p.seqlen_q * p.seqlen_k
+    read = row_bytes * (p.seqlen_q + 2 * tiles * p.seqlen_k) + partial * blocks[-1]
+    written = row_bytes * p.seqlen_q + partial
+    tiled = max(larger, 1e6 * max(read / rates["l2_read"], written / rates["l2_write"]))
+    launches = best.launch_us or 0.0
+    each = list(dict.fromkeys(n * tiles * p.batch * p.heads for n in blocks))
+    cluster = f"clusters of {config.get('CLUSTER')}, then workspace"
+    ffma = _least(rows, lambda row: _products(row) == "ffma")
+    tensor = _least(rows, lambda row: _products(row) != "ffma")
+    peer = book.find(run, problem=p, provider=list(peers))
+    wrong = book.find(run, problem=p, provider=list(peers), status="wrong", take="all")
+
+    return {
+        "problem": p,
+        "label": f"{p.seqlen_q} × {p.head_dim}",
+        "rows": rows,
+        "best": best,
+        "products": _products(best),
+        "peer": peer,
+        "peer_ratio": peer.us / best.us if peer else None,
+        "wrong": sorted(row.provider for row in wrong),
+        "bounds": bounds,
+        "share": larger / best.us,
+        "textbook": max(bounds["DRAM"], bounds["FFMA"]) / best.us,
+        "rate": p.min_bytes / best.us / 1e3,
+        "parts": {
+            "launches": launches,
+            "the bound as tiled": tiled,
+            "the rest": best.us - launches - tiled,
+        },
+        "blocks": ", then ".join(map(str, each)),
+        "sms": ", then ".join(str(min(n, card.sm_count)) for n in each) + f" of {card.sm_count}",
+        "exchange": "cluster" if not parts else cluster if _own_wgmma(best) else "workspace",
+        "one_launch": _least(rows, lambda row: not _partial_scores(row)),
+        "two_launches": _least(rows, lambda row: _partial_scores(row) > 0),
+        "tensor_gain": ffma / tensor if ffma and tensor else None,
+        "l2_share": bounds["L2"] / best.us,
+    }
+
+
+def _least(rows: Sequence[Row], test: Callable[[Row], bool]) -> float | None:
+    return min((row.us for row in rows if test(row)), default=None)
+
+
+def _own_wgmma(row: Row) -> bool:
+    return bool(row.kernel == "flash_fwd_fp32_wgmma")
+
+
+def _products(row: Row) -> str:
+    """What multiplies: ffma, or tensor cores by mma.sync or wgmma."""
+    return "wgmma" if _own_wgmma(row) else str(row.config["MATH"])
+
+
+def _partial_scores(row: Row) -> int:
+    """Partial scores of a head that a second launch adds; 0 if the blocks are one cluster."""
+    config = row.config
+    if _own_wgmma(row):
+        parts = int(config["SLICES"] // config["CLUSTER"])
+        return parts if parts > 1 else 0
+    return int(config["SLICES"]) if config["SCORES"] == "workspace" else 0
+
+
+def _slices(row: Row) -> list[int]:
+    """Into how many blocks each launch divides a head's columns."""
+    first = int(row.config["SLICES"])
+    return (
+        [first, int(row.config.get("OUTPUT_SLICES") or first)] if _partial_scores(row) else [first]
+    )
+
+
+# -- WMMA with a cp.async pipeline: system E --------------------------------------------------
+
+
+def wmma(row: Row, card: Card | None = None) -> dict[str, Any]:
+    """What a config must do on a card (default: the one it was recorded on).
+
+    ways: of the 8 rows of 16 bytes of a matrix of `ldmatrix`, how many lie in the same banks.
+    blocks, sms, tiles: blocks, SMs that have one, tiles of keys on the busiest SM. matrix, shared:
+    least time of the products on these SMs, and of the busiest SM's wavefronts in shared memory.
+    """
+    config, p, card = row.config, row.problem, card or row.card
+    blocks = up(p.seqlen_q, config["BLOCK_M"]) * p.batch * p.heads
+    sms = min(card.sm_count, blocks, config["CTAS"] or blocks)
+    pitch = {1: 2 * p.head_dim + 16, 2: 32}.get(config["LAYOUT"], 2 * p.head_dim)
+    starts = [(n * pitch) ^ (16 * n if config["LAYOUT"] == 3 else 0) for n in range(8)]
+    ways = max(Counter(start % WAVEFRONT_BYTES for start in starts).values())
+    tiles, per_us = _busiest_tiles(row, card), card.clock_hz / 1e6
+    return {
+        "ways": ways,
+        "conflicts": f"{ways}-way" if ways > 1 else "none",
+        "blocks": blocks,
+        "sms": sms,
+        "tiles": tiles,
+        "matrix": p.flops / (arch_named(card.arch).tensor_flops_per_clock * sms * per_us),
+        "shared": tiles * _tile_wavefronts(row, ways) / per_us,
+    }
+
+
+def _tile_wavefronts(row: Row, ways: int) -> int:
+    """Wavefronts of shared memory that a block needs at least for a tile of keys.
+
+    A warp loads fragments of Q, K and V (4 matrices of 8 rows each), writes its scores, reads them,
+    writes probabilities and loads these; an output in shared memory is read and written twice.
+    cp.async fills K and V. Only fragments of Q, K and V are taken to meet in banks.
+    """
+    config, n, d = row.config, row.config["BLOCK_N"], row.problem.head_dim
+    fragments = d // 16 + 2 * (n // 16) * (d // 16)
+    scores = (16 * n * (4 + 4 + 2)) // WAVEFRONT_BYTES + 4 * (n // 16)
+    output = 0 if config["O_IN_REGISTERS"] else 4 * 16 * d * 4 // WAVEFRONT_BYTES
+    a_warp = 4 * fragments * ways + scores + output
+    return int(config["BLOCK_M"] // 16 * a_warp + 2 * n * d * 2 // WAVEFRONT_BYTES)
+
+
+def _busiest_tiles(row: Row, card: Card) -> int:
+    """Tiles of keys that the busiest SM goes through at least."""
+    config, p, step = row.config, row.problem, row.config["BLOCK_M"]
+    ends = range(step, p.seqlen_q + step, step)
+    a_head = [
+        up(min(p.seqlen_k, end) if p.causal else p.seqlen_k, config["BLOCK_N"]) for end in ends
+    ]
+    heads, workers = p.batch * p.heads, min(card.sm_count, config["CTAS"] or card.sm_count)
+    rounds = up(heads * len(a_head), workers)
+    return max(max(a_head), rounds * min(a_head), up(heads * sum(a_head), workers))
+
+
+def own_and_best(book: Book, run: str, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A record for each problem: the fastest row with the authors' settings, and the winner."""
+    found = []
+    for problem in book.problems(run):
+        theirs, rows = (
+            book.find(run, problem=problem, config=own),
+            book.find(run, problem=problem, take="all"),
+        )
+        if theirs:
+            ratio = theirs.us / rows[0].us
+            found.append(
+                {
+                    "problem": problem,
+                    "rows": rows,
+                    "theirs": theirs,
+                    "best": rows[0],
+                    "ratio": ratio,
+                }
+            )
+    return found
+
+
+def with_and_without(rows: Sequence[Row], own: Mapping[str, Any], name: str) -> list[Row] | None:
+    """The fastest row with a setting changed and the fastest without, of rows that have both."""
+
+    def rest(row: Row) -> tuple[object, ...]:
+        return tuple(row.config[other] for other in own if other != name)
+
+    sides = [[row for row in rows if _is_own(row, own, name) == side] for side in (False, True)]
+    both = set.intersection(*({rest(row) for row in side} for side in sides))
+    fit = [[row for row in side if rest(row) in both] for side in sides]
+    return [min(side, key=lambda row: row.us) for side in fit] if both else None
+
+
+def _is_own(row: Row, own: Mapping[str, Any], name: str) -> bool:
+    return among(row.config[name], own[name])
+
+
+def steps(rows: Sequence[Row], own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """From the authors' settings to the winner, one setting at a time, the most helpful next.
+
+    Of several settings to begin with, the one from which more is recorded. Ends early where no row
+    of a next step is recorded. The first item is the start, and has no name.
+    """
+    best = rows[0].config
+    recorded = {tuple(row.config[name] for name in own): row for row in rows}
+
+    def next_step(at: Row) -> dict[str, Any] | None:
+        ahead = {n: {**at.config, n: best[n]} for n in own if at.config[n] != best[n]}
+        keys = {n: tuple(config[name] for name in own) for n, config in ahead.items()}
+        there = [(recorded[key], n) for n, key in keys.items() if key in recorded]
+        row, name = min(there, key=lambda step: step[0].us, default=(None, None))
+        return {"row": row, "name": name, "gain": at.us / row.us} if row else None
+
+    def walk(start: Row) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [{"row": start, "name": None}]
+        while step := next_step(found[-1]["row"]):
+            found.append(step)
+        return found
+
+    starts = [row for row in rows if all(_is_own(row, own, name) for name in own)]
+    walks = map(walk, starts)
+    return max(walks, key=lambda way: (way[-1]["row"] is rows[0], -way[0]["row"].us), default=[])
