@@ -11,6 +11,13 @@ from attnsweep.errors import ProblemError
 
 Dtype = Literal["fp16", "bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+LOG2E = math.log2(math.e)
+"""Scores times this are the exponents of 2: kernels take exp2, since the hardware does."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The least whole number that is at least a / b."""
+    return -(-a // b)
 
 
 _LABEL = re.compile(
@@ -53,6 +60,10 @@ class Problem:
                 f"{self.seqlen_q - self.seqlen_k} queries would see no key at all",
                 hint="make seqlen_k at least seqlen_q, or drop causal",
             )
+
+    def query_tiles(self, block_m: int) -> int:
+        """Tiles of block_m queries, of all heads."""
+        return self.batch * self.heads * ceil_div(self.seqlen_q, block_m)
 
     @property
     def label(self) -> str:

@@ -1,8 +1,9 @@
 """flash_fwd_fp32_wgmma: fp32, heads of 512 to 8192 columns, few queries and keys, on Hopper."""
 
+from attnsweep.family import hopper
 from attnsweep.family.declare import Config, Kernel, Launch, Param, TensorMap
 from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
+from attnsweep.problem import LOG2E, Problem, ceil_div
 
 kernel = Kernel(
     "flash_fwd_fp32_wgmma",
@@ -24,7 +25,6 @@ kernel = Kernel(
     dtypes=("fp32",),
     head_dims=range(512, 8193, 4),
 )
-LOG2E = 1.4426950408889634
 KEYS = 64
 
 
@@ -42,11 +42,11 @@ def sharing(config: Config, stage: str) -> tuple[int, int]:
 def panels(config: Config, head_dim: int, stage: str = "scores") -> int:
     """Panels of 32 columns of a warpgroup: whole pairs."""
     slices, warpgroups = sharing(config, stage)
-    return -(-head_dim // (slices * warpgroups * 64)) * 2
+    return ceil_div(head_dim, slices * warpgroups * 64) * 2
 
 
 def key_tiles(problem: Problem) -> int:
-    return -(-problem.seqlen_k // KEYS)
+    return ceil_div(problem.seqlen_k, KEYS)
 
 
 def stages(config: Config, problem: Problem, stage: str) -> int:
@@ -144,7 +144,7 @@ def short_sums(config: Config, problem: Problem, arch: Arch) -> bool:
 @kernel.rule("a lane of the second launch has at most 32 scores, so that nothing spills")
 def registers(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
-    turns = -(-c.BLOCK_M // (8 * sharing(c, "output")[1]))
+    turns = ceil_div(c.BLOCK_M, 8 * sharing(c, "output")[1])
     return c.SLICES == c.CLUSTER or turns * 4 * key_tiles(problem) <= 32
 
 
@@ -165,7 +165,7 @@ def second_begins_late(config: Config, problem: Problem, arch: Arch) -> bool:
 
 @kernel.rule("a head has slices for 16 blocks in all, and half as many would not make 256")
 def grid_size(config: Config, problem: Problem, arch: Arch) -> bool:
-    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // config.BLOCK_M)
+    tiles = problem.query_tiles(config.BLOCK_M)
     blocks = tiles * max(config.SLICES, config.OUTPUT_SLICES)
     return blocks >= min(16, tiles * 8) and (config.SLICES == 4 or blocks < 512)
 
@@ -176,12 +176,7 @@ def launch(config: Config, problem: Problem, stage: str) -> Launch:
 
     def tensor_map(buffer: str, heads: int, rows: int, box: int) -> TensorMap:
         """In halves of a float, which is what a descriptor counts."""
-        return TensorMap(
-            buffer,
-            dims=(2 * p.head_dim, rows, heads),
-            strides=(4 * p.head_dim, 4 * rows * p.head_dim),
-            box=(64, box, 1),
-        )
+        return hopper.tensor_map(buffer, heads, rows, 2 * p.head_dim, box=(64, box))
 
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
     slices, warpgroups = sharing(c, stage)
@@ -196,7 +191,7 @@ def launch(config: Config, problem: Problem, stage: str) -> Launch:
         defines["CLUSTER"] = c.CLUSTER
     return Launch(
         function="flash_fwd_fp32_wgmma" + ("" if stage == "fwd" else f"_{stage}"),
-        grid=(slices * -(-p.seqlen_q // c.BLOCK_M), heads, 1),
+        grid=(slices * ceil_div(p.seqlen_q, c.BLOCK_M), heads, 1),
         threads=warpgroups * 128,
         args=(
             tensor_map("q", heads, p.seqlen_q, c.BLOCK_M),
@@ -216,7 +211,7 @@ def workspace(config: Config, problem: Problem) -> dict[str, int]:
     c, p = config, problem
     if c.SLICES == c.CLUSTER:
         return {"partial": 16}
-    rows = p.batch * p.heads * -(-p.seqlen_q // c.BLOCK_M) * c.BLOCK_M
+    rows = p.batch * p.heads * ceil_div(p.seqlen_q, c.BLOCK_M) * c.BLOCK_M
     return {"partial": 4 * rows * (c.SLICES // c.CLUSTER) * KEYS * key_tiles(p)}
 
 

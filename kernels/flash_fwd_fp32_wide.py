@@ -2,7 +2,7 @@
 
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
+from attnsweep.problem import Problem, ceil_div
 
 kernel = Kernel(
     "flash_fwd_fp32_wide",
@@ -34,7 +34,7 @@ def pitch(config: Config) -> int:
 
 def slice_columns(config: Config, head_dim: int) -> int:
     """Columns of one block: whole chunks."""
-    return -(-head_dim // (config.SLICES * config.CHUNK)) * config.CHUNK
+    return ceil_div(head_dim, config.SLICES * config.CHUNK) * config.CHUNK
 
 
 def vector(config: Config, head_dim: int) -> int:
@@ -44,14 +44,14 @@ def vector(config: Config, head_dim: int) -> int:
 
 def key_warps(config: Config, head_dim: int) -> int:
     """Groups of warps that split the keys of P V because the slice is narrow."""
-    blocks = -(-slice_columns(config, head_dim) // (32 * vector(config, head_dim)))
+    blocks = ceil_div(slice_columns(config, head_dim), 32 * vector(config, head_dim))
     return config.NUM_WARPS // min(blocks, config.NUM_WARPS)
 
 
 def smem_bytes(config: Config, problem: Problem) -> dict[str, int]:
     """Of each stage: P, scores, and the ring or the scratch of a merge, whichever is larger."""
     columns = slice_columns(config, problem.head_dim)
-    keys = -(-problem.seqlen_k // config.BLOCK_N) * config.BLOCK_N
+    keys = ceil_div(problem.seqlen_k, config.BLOCK_N) * config.BLOCK_N
     ring = config.NUM_WARPS * config.NUM_STAGES * (config.BLOCK_M + config.BLOCK_N) * pitch(config)
     qk_warps = min(config.NUM_WARPS, columns // config.CHUNK)
     qk = max(ring, qk_warps * config.BLOCK_M * (config.BLOCK_N + 8))
@@ -114,7 +114,7 @@ def no_idle_stage(config: Config, problem: Problem, arch: Arch) -> bool:
 
 @kernel.rule("a head has slices for 16 blocks in all, and half as many would not make 256")
 def grid_size(config: Config, problem: Problem, arch: Arch) -> bool:
-    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // config.BLOCK_M)
+    tiles = problem.query_tiles(config.BLOCK_M)
     blocks = tiles * config.SLICES
     return blocks >= min(16, tiles * 8) and (config.SLICES == 1 or blocks < 512)
 
@@ -130,7 +130,7 @@ def launch(config: Config, problem: Problem, stage: str, args: tuple[str, ...]) 
     scale = () if stage == "scores" else (p.scale,)
     return Launch(
         function="flash_fwd_fp32_wide" + ("" if stage == "fwd" else f"_{stage}"),
-        grid=(config.SLICES * -(-p.seqlen_q // config.BLOCK_M), p.batch * p.heads, 1),
+        grid=(config.SLICES * ceil_div(p.seqlen_q, config.BLOCK_M), p.batch * p.heads, 1),
         threads=config.NUM_WARPS * 32,
         args=(*args, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, *scale),
         smem_bytes=smem_bytes(config, p)[stage],
@@ -143,8 +143,8 @@ def launch(config: Config, problem: Problem, stage: str, args: tuple[str, ...]) 
 def workspace(config: Config, problem: Problem) -> dict[str, int]:
     if config["SCORES"] == "cluster":
         return {}
-    rows = -(-problem.seqlen_q // config.BLOCK_M) * config.BLOCK_M
-    keys = -(-problem.seqlen_k // config.BLOCK_N) * config.BLOCK_N
+    rows = ceil_div(problem.seqlen_q, config.BLOCK_M) * config.BLOCK_M
+    keys = ceil_div(problem.seqlen_k, config.BLOCK_N) * config.BLOCK_N
     return {"partial": 4 * problem.batch * problem.heads * config.SLICES * rows * keys}
 
 

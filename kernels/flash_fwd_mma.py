@@ -2,7 +2,7 @@
 
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
+from attnsweep.problem import Problem, ceil_div
 
 kernel = Kernel(
     "flash_fwd_mma",
@@ -79,7 +79,7 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     needed = registers_needed(config, p.head_dim, arch)
     smem = smem_bytes(config, p.head_dim)
     blocks = arch.planned_blocks(config.NUM_WARPS * 32, needed, smem)
-    grid = (-(-p.seqlen_q // config.BLOCK_M), p.batch * p.heads)
+    grid = (ceil_div(p.seqlen_q, config.BLOCK_M), p.batch * p.heads)
     return Launch(
         function="flash_fwd_mma",
         grid=(*(grid if config.BLOCK_ORDER == 0 else grid[::-1]), 1),

@@ -2,7 +2,7 @@
 
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
+from attnsweep.problem import Problem, ceil_div
 
 kernel = Kernel(
     "ladder_1_blocks",
@@ -27,7 +27,7 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     p = problem
     return Launch(
         function="ladder_1_blocks",
-        grid=(-(-p.seqlen_q // config.WARPS), p.batch * p.heads, 1),
+        grid=(ceil_div(p.seqlen_q, config.WARPS), p.batch * p.heads, 1),
         threads=config.WARPS * 32,
         args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
     )

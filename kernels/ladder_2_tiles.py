@@ -2,7 +2,7 @@
 
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
+from attnsweep.problem import Problem, ceil_div
 
 BLOCK_N, THREADS = 64, 256
 
@@ -31,7 +31,7 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     pitch = p.head_dim * 2 + 4  # bytes: one bank more, so that a column lies in different banks
     return Launch(
         function="ladder_2_tiles",
-        grid=(-(-p.seqlen_q // config.BLOCK_M), p.batch * p.heads, 1),
+        grid=(ceil_div(p.seqlen_q, config.BLOCK_M), p.batch * p.heads, 1),
         threads=THREADS,
         args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
         smem_bytes=(config.BLOCK_M + 2 * BLOCK_N) * pitch,

@@ -2,7 +2,7 @@
 
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
+from attnsweep.problem import Problem, ceil_div
 
 BLOCK_N = 64
 
@@ -33,7 +33,7 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     scores = block_m * (BLOCK_N + 4 + 1) * 4  # rows 16 bytes longer, and a factor
     return Launch(
         function="ladder_4_pipelined",
-        grid=(-(-p.seqlen_q // block_m), p.batch * p.heads, 1),
+        grid=(ceil_div(p.seqlen_q, block_m), p.batch * p.heads, 1),
         threads=block_m * 2 + config.PRODUCER_WARPS * 32,
         args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
         smem_bytes=(block_m + 4 * BLOCK_N) * p.head_dim * 2 + scores,

@@ -2,7 +2,7 @@
 
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
+from attnsweep.problem import Problem, ceil_div
 
 kernel = Kernel(
     "ladder_5_swizzled",
@@ -20,7 +20,7 @@ kernel = Kernel(
 
 def tiles(config: Config, problem: Problem) -> int:
     """Tiles that a form without branches has: a multiple of four, to share cubins."""
-    return -(-problem.seqlen_k // (4 * config.BLOCK_N)) * 4
+    return ceil_div(problem.seqlen_k, 4 * config.BLOCK_N) * 4
 
 
 @kernel.rule("whole fragments a warp, whole 16-byte chunks a thread, a stage to refill")
@@ -75,7 +75,7 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     blocks = arch.planned_blocks(threads, needed, smem)
     return Launch(
         function="ladder_5_swizzled",
-        grid=(-(-p.seqlen_q // c.BLOCK_M), p.batch * p.heads, 1),
+        grid=(ceil_div(p.seqlen_q, c.BLOCK_M), p.batch * p.heads, 1),
         threads=threads,
         args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
         smem_bytes=smem,

@@ -2,7 +2,7 @@
 
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
-from attnsweep.problem import DTYPE_BYTES, Problem
+from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
 
 kernel = Kernel(
     "three_kernel_mma",
@@ -48,7 +48,7 @@ def max_keys(config: Config, problem: Problem) -> int:
 
 def stride(problem: Problem) -> int:
     """Elements from one row of scores to the next: whole 16-byte chunks."""
-    return -(-problem.seqlen_k // 8) * 8
+    return ceil_div(problem.seqlen_k, 8) * 8
 
 
 @kernel.rule("sizes are powers of two; stages and tiles per block need not be")
@@ -150,7 +150,7 @@ def qk(config: Config, problem: Problem, arch: Arch) -> Launch:
     return Launch(
         function="three_kernel_mma_qk",
         grid=(
-            -(-p.seqlen_q // c.QK_BLOCK_M) * -(-p.seqlen_k // (c.QK_TILES * c.QK_BLOCK_N)),
+            ceil_div(p.seqlen_q, c.QK_BLOCK_M) * ceil_div(p.seqlen_k, c.QK_TILES * c.QK_BLOCK_N),
             p.batch * p.heads,
             1,
         ),
@@ -179,7 +179,7 @@ def softmax(config: Config, problem: Problem, arch: Arch) -> Launch:
     blocks = arch.planned_blocks(c.SOFTMAX_BLOCK, registers, smem_bytes)
     return Launch(
         function="three_kernel_mma_softmax",
-        grid=(-(-rows * c.SOFTMAX_THREADS // c.SOFTMAX_BLOCK), 1, 1),
+        grid=(ceil_div(rows * c.SOFTMAX_THREADS, c.SOFTMAX_BLOCK), 1, 1),
         threads=c.SOFTMAX_BLOCK,
         args=("scores", rows, p.seqlen_q, p.seqlen_k, stride(p)),
         smem_bytes=smem_bytes,
@@ -198,7 +198,11 @@ def pv(config: Config, problem: Problem, arch: Arch) -> Launch:
     blocks = arch.planned_blocks(threads, registers, smem_bytes)
     return Launch(
         function="three_kernel_mma_pv",
-        grid=(-(-p.seqlen_q // c.PV_BLOCK_M) * (p.head_dim // c.PV_BLOCK_N), p.batch * p.heads, 1),
+        grid=(
+            ceil_div(p.seqlen_q, c.PV_BLOCK_M) * (p.head_dim // c.PV_BLOCK_N),
+            p.batch * p.heads,
+            1,
+        ),
         threads=threads,
         args=("scores", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, stride(p)),
         smem_bytes=smem_bytes,

@@ -1,8 +1,9 @@
 """three_kernel_wgmma: QKᵀ, softmax and PV as three launches on Hopper: TMA, mbarriers and wgmma."""
 
-from attnsweep.family.declare import Config, Kernel, Launch, Param, TensorMap
+from attnsweep.family import hopper
+from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
-from attnsweep.problem import DTYPE_BYTES, Problem
+from attnsweep.problem import DTYPE_BYTES, LOG2E, Problem, ceil_div
 
 kernel = Kernel(
     "three_kernel_wgmma",
@@ -58,7 +59,6 @@ kernel = Kernel(
     min_arch="sm_90a",
     rounds_scores=1,
 )
-LOG2E = 1.4426950408889634
 UNIT = 128  # keys that share one maximum, as in the template
 
 
@@ -71,7 +71,7 @@ def max_keys(config: Config, problem: Problem) -> int:
 
 def stride(problem: Problem) -> int:
     """Elements from one row of scores to the next: whole 16-byte chunks."""
-    return -(-problem.seqlen_k // 8) * 8
+    return ceil_div(problem.seqlen_k, 8) * 8
 
 
 def qk_registers(c: Config, p: Problem) -> int:
@@ -109,19 +109,6 @@ def softmax_registers(c: Config, p: Problem) -> int:
     return 40 + max_keys(c, p) // c.SOFTMAX_THREADS * halves // 2
 
 
-def tensor_map(
-    buffer: str, heads: int, rows: int, columns: int, pitch: int, box: tuple[int, int]
-) -> TensorMap:
-    """(heads, rows, columns) of a buffer, `pitch` elements from row to row; box: columns, rows."""
-    return TensorMap(
-        buffer,
-        dims=(columns, rows, heads),
-        strides=(pitch * 2, rows * pitch * 2),
-        box=(*box, 1),
-        swizzle_bytes=box[0] * 2,
-    )
-
-
 @kernel.rule("tiles are of 64, 128 or 256; a warpgroup computes 64 or 128 whole rows")
 def rows_fit_warpgroups(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
@@ -142,8 +129,7 @@ def rows_fit_warpgroups(config: Config, problem: Problem, arch: Arch) -> bool:
 
 def most_registers(arch: Arch, warpgroups: int) -> int:
     """Registers of a thread if a block of so many consumer warpgroups and one warp fits an SM."""
-    warps = -(-(4 * warpgroups + 1) // 4)  # of the fullest quarter of the SM
-    return min(240, arch.registers_per_sm // 4 // (32 * warps) // 8 * 8)
+    return min(240, hopper.registers_at_entry(arch, 128 * warpgroups + 32))
 
 
 @kernel.rule("accumulators leave registers for the rest of the code")
@@ -246,7 +232,7 @@ def tiles_fit_sequence(config: Config, problem: Problem, arch: Arch) -> bool:
 def workspace(config: Config, problem: Problem) -> dict[str, int]:
     p = problem
     rows = p.batch * p.heads * p.seqlen_q
-    statistics = 4 * rows * -(-p.seqlen_k // UNIT)  # of any STATS, to share buffers
+    statistics = 4 * rows * ceil_div(p.seqlen_k, UNIT)  # of any STATS, to share buffers
     return {
         "scores": rows * stride(p) * DTYPE_BYTES[p.dtype],
         "maxima": statistics,
@@ -282,24 +268,24 @@ def qk(config: Config, problem: Problem, arch: Arch) -> Launch:
     smem_bytes = inputs + outputs + 16 * (c.QK_STAGES + parts)
     blocks = arch.planned_blocks(threads, qk_registers(c, p), smem_bytes)
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
-    runs = -(-p.seqlen_k // (c.QK_TILES * c.QK_BLOCK_N))
-    items = -(-p.seqlen_q // (c.QK_BLOCK_M * c.QK_CLUSTER)) * c.QK_CLUSTER * runs * heads
+    runs = ceil_div(p.seqlen_k, c.QK_TILES * c.QK_BLOCK_N)
+    items = ceil_div(p.seqlen_q, c.QK_BLOCK_M * c.QK_CLUSTER) * c.QK_CLUSTER * runs * heads
     panel = min(c.QK_BLOCK_K, 64)
     return Launch(
         function="three_kernel_wgmma_qk",
         grid=(min(items, c.QK_BLOCKS or items), 1, 1),
         threads=threads,
         args=(
-            tensor_map(
-                "q", heads, p.seqlen_q, p.head_dim, p.head_dim, (panel, c.QK_BLOCK_M // parts)
+            hopper.tensor_map(
+                "q", heads, p.seqlen_q, p.head_dim, box=(panel, c.QK_BLOCK_M // parts)
             ),
-            tensor_map(
-                *("k", heads_kv, p.seqlen_k, p.head_dim, p.head_dim),
-                (panel, c.QK_BLOCK_N // c.QK_CLUSTER),
+            hopper.tensor_map(
+                *("k", heads_kv, p.seqlen_k, p.head_dim),
+                box=(panel, c.QK_BLOCK_N // c.QK_CLUSTER),
             ),
-            tensor_map(
-                *("scores", heads, p.seqlen_q, stride(p), stride(p)),
-                (64, 64 if c.QK_STORE == 1 else 16),
+            hopper.tensor_map(
+                *("scores", heads, p.seqlen_q, stride(p)),
+                box=(64, 64 if c.QK_STORE == 1 else 16),
             ),
             *("scores", "maxima", "sums", heads, p.heads, p.heads_kv),
             *(p.seqlen_q, p.seqlen_k, stride(p), p.scale * LOG2E),
@@ -344,7 +330,7 @@ def softmax(config: Config, problem: Problem, arch: Arch) -> Launch | None:
     if c.STATS:
         return Launch(
             function="three_kernel_wgmma_softmax",
-            grid=(-(-rows // c.SOFTMAX_BLOCK), 1, 1),
+            grid=(ceil_div(rows, c.SOFTMAX_BLOCK), 1, 1),
             threads=c.SOFTMAX_BLOCK,
             args=("maxima", "sums", rows, p.seqlen_q, p.seqlen_k),
             defines={"MIN_BLOCKS": 1},
@@ -354,20 +340,18 @@ def softmax(config: Config, problem: Problem, arch: Arch) -> Launch | None:
     keys = max_keys(c, p) if c.SOFTMAX_PASSES == 1 else 0
     if c.SOFTMAX_DEPTH:
         heads, warps = p.batch * p.heads, c.SOFTMAX_BLOCK // 32
-        groups = -(-p.seqlen_q // c.SOFTMAX_GROUP) * heads
+        groups = ceil_div(p.seqlen_q, c.SOFTMAX_GROUP) * heads
         smem_bytes = warps * c.SOFTMAX_DEPTH * (2 * keys * c.SOFTMAX_GROUP + 8)
         registers = 40 + keys // 32 * min(2, c.SOFTMAX_GROUP)
         blocks = arch.planned_blocks(c.SOFTMAX_BLOCK, registers, smem_bytes)
         return Launch(
             function="three_kernel_wgmma_softmax",
-            grid=(-(-groups // (warps * (c.SOFTMAX_ROWS // c.SOFTMAX_GROUP))), 1, 1),
+            grid=(ceil_div(groups, warps * (c.SOFTMAX_ROWS // c.SOFTMAX_GROUP)), 1, 1),
             threads=c.SOFTMAX_BLOCK,
             args=(
-                TensorMap(
-                    "scores",
-                    dims=(stride(p), p.seqlen_q, heads),
-                    strides=(stride(p) * 2, p.seqlen_q * stride(p) * 2),
-                    box=(256, c.SOFTMAX_GROUP, 1),
+                hopper.tensor_map(
+                    *("scores", heads, p.seqlen_q, stride(p)),
+                    box=(256, c.SOFTMAX_GROUP),
                     swizzle_bytes=0,
                 ),
                 *(heads, p.seqlen_q, p.seqlen_k, stride(p)),
@@ -383,7 +367,7 @@ def softmax(config: Config, problem: Problem, arch: Arch) -> Launch | None:
     blocks = arch.planned_blocks(c.SOFTMAX_BLOCK, registers, smem_bytes)
     return Launch(
         function="three_kernel_wgmma_softmax",
-        grid=(-(-rows * c.SOFTMAX_THREADS // (c.SOFTMAX_BLOCK * c.SOFTMAX_ROWS)), 1, 1),
+        grid=(ceil_div(rows * c.SOFTMAX_THREADS, c.SOFTMAX_BLOCK * c.SOFTMAX_ROWS), 1, 1),
         threads=c.SOFTMAX_BLOCK,
         args=("scores", rows, p.seqlen_q, p.seqlen_k, stride(p)),
         smem_bytes=smem_bytes,
@@ -418,19 +402,23 @@ def pv(config: Config, problem: Problem, arch: Arch) -> Launch:
     blocks = arch.planned_blocks(threads, pv_registers(c), smem_bytes)
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
     rows = c.PV_BLOCK_M * c.PV_CLUSTER
-    items = -(-p.seqlen_q // rows) * c.PV_CLUSTER * (p.head_dim // c.PV_BLOCK_N) * heads
+    items = ceil_div(p.seqlen_q, rows) * c.PV_CLUSTER * (p.head_dim // c.PV_BLOCK_N) * heads
     panel = min(c.PV_BLOCK_K, 64)
     return Launch(
         function="three_kernel_wgmma_pv",
         grid=(min(items, c.PV_BLOCKS or items), 1, 1),
         threads=threads,
         args=(
-            tensor_map("scores", heads, p.seqlen_q, p.seqlen_k, stride(p), (panel, c.PV_BLOCK_M)),
-            tensor_map(
-                *("v", heads_kv, p.seqlen_k, p.head_dim, p.head_dim),
-                (64, c.PV_BLOCK_K // c.PV_CLUSTER),
+            hopper.tensor_map(
+                *("scores", heads, p.seqlen_q, p.seqlen_k),
+                box=(panel, c.PV_BLOCK_M),
+                pitch=stride(p),
             ),
-            tensor_map("o", heads, p.seqlen_q, p.head_dim, p.head_dim, (64, 16)),
+            hopper.tensor_map(
+                *("v", heads_kv, p.seqlen_k, p.head_dim),
+                box=(64, c.PV_BLOCK_K // c.PV_CLUSTER),
+            ),
+            hopper.tensor_map("o", heads, p.seqlen_q, p.head_dim, box=(64, 16)),
             *("maxima", "sums", heads, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k),
         ),
         smem_bytes=smem_bytes,

@@ -2,7 +2,7 @@
 
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
+from attnsweep.problem import Problem, ceil_div
 
 PADDED, XOR = 1, 3
 
@@ -83,7 +83,7 @@ def no_idle_tile(config: Config, problem: Problem, arch: Arch) -> bool:
 @kernel.stage("fwd")
 def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     p = problem
-    items = -(-p.seqlen_q // config.BLOCK_M) * p.batch * p.heads
+    items = ceil_div(p.seqlen_q, config.BLOCK_M) * p.batch * p.heads
     threads, smem = config.BLOCK_M * 2 + 32 * config.PRODUCER_WARPS, smem_bytes(config, p.head_dim)
     blocks = arch.planned_blocks(threads, registers_needed(config, p.head_dim), smem)
     sizes = (items, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale)

@@ -17,6 +17,7 @@ from attnsweep.build.nvrtc import Cubin
 from attnsweep.errors import CompileError
 from attnsweep.family.declare import Launch
 from attnsweep.hardware import Arch
+from attnsweep.problem import ceil_div
 from attnsweep.trial import Resources
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
@@ -115,10 +116,10 @@ def residency(arch: Arch, registers: int, threads: int, smem_bytes: int) -> tupl
     """
     if threads > arch.max_threads_per_block or smem_bytes > arch.smem_per_block:
         return 0, "threads" if threads > arch.max_threads_per_block else "shared memory"
-    warps = -(-threads // 32)
-    registers_per_warp = -(-max(registers, 1) * 32 // 256) * 256
+    warps = ceil_div(threads, 32)
+    registers_per_warp = ceil_div(max(registers, 1) * 32, 256) * 256
     warps_by_registers = arch.registers_per_sm // 4 // registers_per_warp * 4
-    per_block = -(-(smem_bytes + arch.smem_reserved_per_block) // 128) * 128
+    per_block = ceil_div(smem_bytes + arch.smem_reserved_per_block, 128) * 128
     allowed = {
         "registers": warps_by_registers // warps,
         "shared memory": arch.smem_per_sm // per_block,
@@ -153,7 +154,7 @@ def resources(stages: Sequence[tuple[str, Cubin, Launch]], arch: Arch) -> Resour
             "static_smem_bytes": facts["smem_bytes"],
             "threads": launch.threads,
             "blocks_per_sm": blocks,
-            "occupancy": blocks * -(-launch.threads // 32) * 32 / arch.max_threads_per_sm,
+            "occupancy": blocks * ceil_div(launch.threads, 32) * 32 / arch.max_threads_per_sm,
             "cubin_bytes": cubin.path.stat().st_size,
         }
     return Resources(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.problem import Problem
+from attnsweep.problem import Problem, ceil_div
 
 Float = npt.NDArray[np.float64]
 Bits = npt.NDArray[Any]
@@ -241,7 +241,7 @@ def _same_maths_error(case: Case) -> tuple[float, float, float]:
     while rows_seen < wanted:
         rows = sampled_rows(problem, seed)
         if len(rows) * heads > wanted:
-            rows = rows[:: -(-len(rows) * heads // wanted)]
+            rows = rows[:: ceil_div(len(rows) * heads, wanted)]
         inputs = make_inputs(case, 1000 + seed)
         exact = reference(inputs, problem, rows)
         for times in range(1 if case.problem.dtype == "fp32" else 3):

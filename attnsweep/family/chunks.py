@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from attnsweep.family.declare import Config, Kernel, Param
-from attnsweep.problem import DTYPE_BYTES, Problem
+from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
 
 MODES = (
     Param("LAUNCH", ("graph", "eager"), "calls are replayed from a graph, or launched by the host"),
@@ -154,7 +154,7 @@ def _wanted(config: Config, problem: Problem) -> tuple[int, int]:
         return 1, rows
     heads = _number(config, "CHUNK_HEADS")
     if not heads:
-        heads = -(-total // _number(config, "STREAMS"))
+        heads = ceil_div(total, _number(config, "STREAMS"))
         while not _keeps_groups(heads, group):
             heads += 1
     return min(heads, total), problem.seqlen_q
@@ -180,7 +180,7 @@ def _schedule(kernel: Kernel, config: Config, problem: Problem, heads: int, rows
     for distinct in dict.fromkeys(chunk for chunk, _ in chunks):
         for name, nbytes in kernel.workspaces(config, distinct).items():
             largest[name] = max(nbytes, largest.get(name, 0))
-    apart = {name: -(-nbytes // _ALIGNMENT) * _ALIGNMENT for name, nbytes in largest.items()}
+    apart = {name: ceil_div(nbytes, _ALIGNMENT) * _ALIGNMENT for name, nbytes in largest.items()}
     pieces = []
     for number, (chunk, offsets) in enumerate(chunks):
         stream = number % streams

@@ -276,14 +276,17 @@ class Kernel:
         """Decorate `def name(config, problem, arch) -> bool`: False prunes, and is counted."""
 
         def add(rule: Rule) -> Rule:
-            if rule.__name__ in self.rules:
-                raise KernelError(
-                    f"{self.name} has two rules called {rule.__name__}", where=_place(rule)
-                )
-            self.rules[rule.__name__] = (description, rule)
+            self.keep_if((rule.__name__, description, rule))
             return rule
 
         return add
+
+    def keep_if(self, *rules: tuple[str, str, Rule]) -> None:
+        """Add rules as rows of a table: name, description, `lambda config, problem, arch: bool`."""
+        for name, description, rule in rules:
+            if name in self.rules:
+                raise KernelError(f"{self.name} has two rules called {name}", where=_place(rule))
+            self.rules[name] = (description, rule)
 
     def stage(
         self,

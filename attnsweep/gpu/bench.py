@@ -21,7 +21,7 @@ from attnsweep.build.launches import Candidate, FirstTimes, Launches
 from attnsweep.build.numerics import Case
 from attnsweep.gpu import peers as baselines
 from attnsweep.gpu.device import Buffer, Pipeline, Session, cuda_errors
-from attnsweep.problem import DTYPE_BYTES, Problem
+from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
 from attnsweep.trial import Accuracy
 
 # A cold call's inputs were last touched at least this many L2 sizes of traffic ago.
@@ -372,7 +372,7 @@ class Bench:
 
     def _cold_count(self) -> int:
         footprint = sum(buffer.nbytes for buffer in self._timed.buffers.values())
-        return max(2, -(-_COLD_L2_SIZES * self.session.gpu.l2_bytes // footprint) + 1)
+        return max(2, ceil_div(_COLD_L2_SIZES * self.session.gpu.l2_bytes, footprint) + 1)
 
     def _cold(self) -> list[dict[str, Buffer]]:
         """Further copies of the inputs and output, so that rotating over them leaves L2 cold."""

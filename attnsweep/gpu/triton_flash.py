@@ -11,6 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from attnsweep.problem import LOG2E
+
 # Ten, since each is compiled for every problem that the baseline is timed on.
 CONFIGS = [
     triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
@@ -138,7 +140,7 @@ def forward(
         return (triton.cdiv(seqlen_q, meta["BLOCK_M"]), batch * heads)
 
     kernel[grid](
-        *(q, k, v, out, scale * 1.4426950408889634, heads // k.shape[1], seqlen_q, k.shape[2]),
+        *(q, k, v, out, scale * LOG2E, heads // k.shape[1], seqlen_q, k.shape[2]),
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         CAUSAL=causal,
