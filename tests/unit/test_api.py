@@ -1,8 +1,9 @@
-"""The public API: what it names, what it costs to import, and what its page says."""
+"""The public API: what it names, what it costs to import, and that scripts use nothing else."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import re
@@ -18,6 +19,7 @@ import attnsweep
 PACKAGE = Path(attnsweep.__file__).parent
 ROOT = PACKAGE.parent
 PAGE = (ROOT / "docs" / "reference" / "api.md").read_text()
+PROGRAMS = sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")])
 
 
 @pytest.mark.parametrize("name", attnsweep.__all__)
@@ -63,6 +65,57 @@ def test_starting_imports_only_what_is_needed(arguments, unwanted):
     command = [sys.executable, "-c", COMMAND, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert not unwanted & set(json.loads(done.stdout))
+
+
+# -- what scripts and benchmarks use ----------------------------------------------------------
+
+
+def names_used(path: Path) -> set[str]:
+    """Every module of the package that a file imports, and every name that it uses of it."""
+    tree = ast.parse(path.read_text())
+    aliases = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name == "attnsweep"
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names if a.name.startswith("attnsweep.")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attnsweep."):
+            found.add(node.module)
+        elif isinstance(node, ast.ImportFrom) and node.module == "attnsweep":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found |= {node.attr} if node.value.id in aliases else set()
+    return found
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_program_uses_public_names_alone(path):
+    assert names_used(path) <= {*attnsweep.__all__, "__version__"}
+
+
+def test_what_a_program_uses_is_found(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(
+        "import attnsweep as a\nimport attnsweep.cli\nfrom attnsweep import run\n"
+        "from attnsweep.store.run import Store\na.rank\n"
+    )
+    assert names_used(file) == {"attnsweep.cli", "run", "attnsweep.store.run", "rank"}
+
+
+def test_constants_that_a_benchmark_repeats_are_those_of_the_package(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from attnsweep.build.nvrtc import CACHE_VARIABLE
+    from attnsweep.choose import race, skips
+
+    assert importlib.import_module("skips").SHARE == skips.SHARE
+    assert importlib.import_module("stability").REPLAY_US == race.RACE_US
+    text = (ROOT / "benchmarks" / "kernel_tuner_compare.py").read_text()
+    assert f'"{CACHE_VARIABLE}"' in text
 
 
 # -- what only the API does -------------------------------------------------------------------
