@@ -1,4 +1,4 @@
-"""Write the generated pages: docs/, the README's two blocks, and the tables of recorded runs.
+"""Write the generated pages: docs/, and the README's two blocks.
 
 Usage: python scripts/docs.py [--check]. With --check it writes nothing and returns 1 if a page is
 stale. Prose is in scripts/pages, claims in scripts/claims; every figure comes from results/.
@@ -104,13 +104,6 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     yield PAGES["cli"], cli()
     yield PAGES["schema"], attnsweep.schema()
     yield PAGES["readme"], readme(known)
-    for directory in attnsweep.find_runs(book.results):
-        committed = [name for name in ("ranking.csv", "ranking.md") if (directory / name).is_file()]
-        if committed:
-            tables = attnsweep.report(book.run(directory.name))
-            yield from (
-                (f"{directory.relative_to(ROOT)}/{name}", tables[name]) for name in committed
-            )
 
 
 def main() -> int:

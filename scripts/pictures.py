@@ -1,7 +1,6 @@
-"""Write what shows the recorded runs: their HTML pages, and the README's pictures.
+"""Write the README's pictures of recorded runs to docs/pictures, for light and dark pages.
 
-Usage: python scripts/pictures.py. Needs the `html` extra, no GPU. Pages lie in the runs as
-report.html; pictures in docs/pictures, each for a light and a dark page.
+Usage: python scripts/pictures.py. Needs the `html` extra, no GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +13,9 @@ import vl_convert
 from claims import ENV
 from records import OURS, Book, Row
 
-from attnsweep import write_page
-
 ROOT = Path(__file__).parent.parent
 BOOK = Book(ROOT / "results" / "h200")
 PICTURES = ROOT / "docs" / "pictures"
-# A page is 1 MB, nearly all of it Vega-Lite; the other runs' are one command away.
-PAGES = ("flash_h200", "ladder", "three_kernel_h200")
 # Text and lines, gridlines, and series in order: told apart by their lightness too.
 THEMES = {
     "light": ("#24292f", "#d8dee4", ("#0a58ca", "#bc4c00", "#7d8590", "#9a6fb8")),
@@ -101,10 +96,6 @@ def svg(spec: dict[str, Any], theme: str) -> str:
 
 def main() -> None:
     """Write them all."""
-    for name in PAGES:
-        run = BOOK.run(name)
-        size = write_page(run, run.directory / "report.html")
-        print(f"{run.directory / 'report.html'}: {size / 1e6:.1f} MB")
     PICTURES.mkdir(exist_ok=True)
     for theme in THEMES:
         for name, spec in (("speed", speed(theme)), ("ladder", ladder(theme))):

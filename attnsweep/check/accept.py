@@ -12,11 +12,12 @@ from attnsweep.choose.ranking import rank, winners
 from attnsweep.errors import SpecError, StoreError
 from attnsweep.spec.load import load_spec
 from attnsweep.store.code import read_code
-from attnsweep.store.run import LOCK, SPEC, TRIALS, Run, being_written, open_run
+from attnsweep.store.pack import pack
+from attnsweep.store.run import LOCK, SPEC, Run, being_written, open_run, trials_of
 
 
 def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
-    """Copy a run over `baseline`, or there if there is none yet. Returns what force overrode.
+    """Copy a run, packed, over `baseline` or to a new place. Returns what force overrode.
 
     The copy is made beside it and takes its place by renaming: a reader sees the old one or the
     new one, whole, or for the moment between two renames none. Raises StoreError, and nothing has
@@ -27,7 +28,7 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
     where = str(baseline)
     if source == target or source in target.parents or target in source.parents:
         raise StoreError("the run and the baseline are in the same place", where=where)
-    if target.exists() and not (target / TRIALS).is_file():
+    if target.exists() and not trials_of(target).is_file():
         empty = target.is_dir() and not any(target.iterdir())
         if not empty:
             hint = "give the directory of a baseline, or one that is not there yet"
@@ -35,7 +36,7 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
     if being_written(source):
         hint = "wait until it ends"
         raise StoreError("the run is still being written", where=str(run.directory), hint=hint)
-    against = [*_unfinished(run), *(_unlike(run, baseline) if (target / TRIALS).is_file() else ())]
+    against = [*_unfinished(run), *(_unlike(run, baseline) if trials_of(target).is_file() else ())]
     if against and not force:
         hint = "accept it all the same with --force, or finish it first: attnsweep run SPEC"
         raise StoreError(f"not accepted: {'; '.join(against)}", where=where, hint=hint)
@@ -94,6 +95,7 @@ def _replace_directory(source: Path, target: Path) -> None:
         # Earlier rows that were set aside, and what a killed run left half written, stay behind.
         ignore = shutil.ignore_patterns(LOCK, "trials.*.jsonl", ".*.tmp")
         shutil.copytree(source, new, ignore=ignore)
+        pack(new)
         if target.exists():
             os.replace(target, old)
         try:

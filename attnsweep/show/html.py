@@ -102,7 +102,7 @@ def render(
     except ImportError as error:
         raise ToolchainError("an HTML page needs Jinja2", hint=install_command("html")) from error
     plots = plots or PlotLibrary()
-    sections = by_problem(rank(run.trials, run.environment), run.environment, run.planned)
+    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
     rungs = _kernel_order(run)
     per_problem = max(1, min(top, _MAX_ROWS // max(1, len(sections)) - 8))
     templates = jinja2.Environment(
@@ -277,7 +277,7 @@ def _reasons(section: Section) -> list[dict[str, Any]]:
 def _ruled_out(run: Run, label: str) -> list[dict[str, Any]]:
     """What was no candidate, from the plan kept with the run: a line a family, by its rules."""
     out = []
-    for facts in run.planned:
+    for facts in run.spaces:
         if facts.get("problem") != label:
             continue
         removed = facts.get("removed") or {}

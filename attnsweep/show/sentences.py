@@ -86,15 +86,15 @@ class Section:
 def by_problem(
     ranking: pandas.DataFrame,
     environment: Environment | None,
-    planned: Sequence[Mapping[str, Any]] = (),
+    spaces: Sequence[Mapping[str, Any]] = (),
 ) -> list[Section]:
-    """The ranking cut into its problems, NaN turned into None. planned: of its Run."""
+    """The ranking cut into its problems, NaN turned into None. spaces: those of its Run."""
     plain = ranking.astype(object).where(ranking.notna(), None)
     groups: dict[str, list[Row]] = {}
     for row in plain.to_dict("records"):
         groups.setdefault(str(row["problem"]), []).append({str(k): v for k, v in row.items()})
     there: dict[str, dict[str, int]] = {}
-    for facts in planned:
+    for facts in spaces:
         if isinstance(facts.get("candidates"), int):
             of_problem = there.setdefault(str(facts.get("problem")), {})
             of_problem[str(facts.get("kernel"))] = facts["candidates"]

@@ -57,7 +57,7 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
     """
     csv = run.directory / "ranking.csv"
     more = f"all of them: {csv}" if csv.is_file() else "--top shows more of them, --json all"
-    sections = by_problem(rank(run.trials, run.environment), run.environment, run.planned)
+    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
     width = console.width
 
     def say(line: str, style: str = "") -> None:
@@ -83,7 +83,7 @@ def files(run: Run) -> dict[str, str]:
     ranking = rank(run.trials, run.environment)
     return {
         "ranking.csv": to_csv(ranking),
-        "ranking.md": to_markdown(ranking, run.environment, run.planned),
+        "ranking.md": to_markdown(ranking, run.environment, run.spaces),
     }
 
 
@@ -98,7 +98,7 @@ def to_json(run: Run) -> dict[str, Any]:
     {"run", "environment", "problems": [{"problem", "label", "bounds_us", "winner", "ranking",
     "counts"}], "warnings"}; ranking holds every row, with rank None where it has none.
     """
-    sections = by_problem(rank(run.trials, run.environment), run.environment, run.planned)
+    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
     return {
         "run": str(run.directory),
         "environment": run.environment.model_dump(mode="json") if run.environment else None,
@@ -301,12 +301,12 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
 def to_markdown(
     ranking: pandas.DataFrame,
     environment: Environment | None,
-    planned: Sequence[Mapping[str, Any]] = (),
+    spaces: Sequence[Mapping[str, Any]] = (),
     *,
     top: int = MARKDOWN_TOP,
 ) -> str:
     """The same tables for reading on a web page; recorded rows are marked there too."""
-    sections = by_problem(ranking, environment, planned)
+    sections = by_problem(ranking, environment, spaces)
     out = ["# Ranking", ""]
     if len(sections) > 1:
         out += [*_pipes(_summary(sections), "lrrrll"), ""]

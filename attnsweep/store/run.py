@@ -1,7 +1,9 @@
 """The run directory: trials that survive a crash, their provenance, and reading them back.
 
-    results/<gpu>/<spec>/  spec.yaml  environment.json  trials.jsonl  ranking.csv  ranking.md
-                           cubins/
+    results/<gpu>/<spec>/  spec.yaml  environment.json  spaces.json  trials.jsonl  ranking.csv
+                           ranking.md  cubins/
+
+A recorded run that is kept has trials.jsonl.gz instead, and no tables: see pack.py.
 
 Only the parent process writes, through one `Store` that holds the directory's lock. Readers take
 no lock: a row becomes visible as a whole line or is a torn last line, which they drop.
@@ -10,8 +12,10 @@ no lock: a row becomes visible as a whole line or is a torn last line, which the
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,9 +33,10 @@ from attnsweep.files import sync_folder, write_file
 from attnsweep.trial import Environment, Trial
 
 TRIALS = "trials.jsonl"
+PACKED = "trials.jsonl.gz"
 SPEC = "spec.yaml"
 ENVIRONMENT = "environment.json"
-PLANNED = "planned.json"
+SPACES = "spaces.json"
 CUBINS = "cubins"
 LOCK = ".lock"
 # A foreign file would otherwise warn once a line.
@@ -39,7 +44,7 @@ MAX_WARNINGS = 20
 
 
 def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
-    """The rows of a trials.jsonl in order of first appearance, and what was wrong with it.
+    """The rows of a trials.jsonl, or of a packed one, in order of first appearance; and its faults.
 
     A later row with the same key replaces the earlier one in its place. A torn last line is
     dropped; a line that is no Trial is skipped. Each gives one warning, `file:line: reason`.
@@ -47,6 +52,10 @@ def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
     """
     try:
         data = path.read_bytes()
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise StoreError(f"the packed trials are damaged: {error}", where=str(path)) from error
     except OSError as error:
         raise _store_error(error, path, "cannot read the trials") from error
     trials, warnings, _ = _parse_trials(data, path)
@@ -96,7 +105,7 @@ def _parse_row(line: bytes) -> Trial | str:
         return f"written by another version of attnsweep? {error}"
 
 
-def _row_bytes(trial: Trial) -> bytes:
+def row_bytes(trial: Trial) -> bytes:
     """One line of strict JSON, newline included; NaN and infinity as strings, which read back."""
     if trial.detail is not None:
         # Compiler logs may hold bytes that are not UTF-8 and arrive as lone surrogates.
@@ -138,8 +147,8 @@ class Run:
     environment: Environment | None
     spec_text: str | None
     warnings: list[str]
-    planned: list[dict[str, Any]] = field(default_factory=list)
-    """Of each family and problem, how many candidates there are: candidates.plan_facts."""
+    spaces: list[dict[str, Any]] = field(default_factory=list)
+    """Per family and problem, how many candidates there are: plan.plan_facts."""
 
 
 class Store:
@@ -222,7 +231,7 @@ class Store:
 
         Raises StoreError saying how many rows are safe and how to go on.
         """
-        data = _row_bytes(trial)
+        data = row_bytes(trial)
         length: int | None = None
         try:
             length = self._end_last_line()
@@ -263,13 +272,13 @@ class Store:
         return start
 
     def describe(
-        self, spec: str, environment: Environment, planned: Sequence[Mapping[str, Any]] = ()
+        self, spec: str, environment: Environment, spaces: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Replace spec.yaml by the resolved spec, environment.json, and planned.json."""
+        """Replace spec.yaml by the resolved spec, environment.json, and spaces.json."""
         self._write_text(SPEC, spec)
         self._write_text(ENVIRONMENT, environment.model_dump_json(indent=2) + "\n")
-        lines = ",\n".join(json.dumps(facts, ensure_ascii=False) for facts in planned)
-        self._write_text(PLANNED, f"[\n{lines}\n]\n")
+        lines = ",\n".join(json.dumps(facts, ensure_ascii=False) for facts in spaces)
+        self._write_text(SPACES, f"[\n{lines}\n]\n")
 
     def finish(self, render: Callable[[Run], Mapping[str, str]] | None = None) -> Run:
         """The run as it now is. render: makes file names and texts of it, which are written.
@@ -331,7 +340,7 @@ def open_run(path: Path) -> Run:
         raise StoreError(
             "no such run", where=str(path), hint="give a run directory, results/<gpu>/<spec>"
         )
-    trials_path = path / TRIALS if path.is_dir() else path
+    trials_path = trials_of(path) if path.is_dir() else path
     if path.is_dir() and not trials_path.is_file():
         within = [str(run) for run in find_runs(path)]
         some = ", ".join(within[:5]) + (" …" if len(within) > 5 else "")
@@ -340,8 +349,8 @@ def open_run(path: Path) -> Run:
             where=str(path),
             hint=f"runs below it: {some}" if within else "give one that `attnsweep run` wrote",
         )
-    if trials_path.suffix != ".jsonl":
-        beside = trials_path.with_name(TRIALS).is_file()
+    if not trials_path.name.endswith((".jsonl", ".jsonl.gz")):
+        beside = trials_of(trials_path.parent).is_file()
         raise StoreError(
             f"not a run: neither a directory nor a {TRIALS}",
             where=str(path),
@@ -361,13 +370,19 @@ def _described(directory: Path, trials: list[Trial], warnings: list[str]) -> Run
     """The run with what is written beside its trials; what of that cannot be read is a warning."""
     environment, odd_environment = _read_environment(directory / ENVIRONMENT)
     spec, odd_spec = _read_spec(directory / SPEC)
-    planned, odd_plan = _read_planned(directory / PLANNED)
-    warnings += [odd for odd in (odd_environment, odd_spec, odd_plan) if odd]
-    return Run(directory, trials, environment, spec, warnings, planned)
+    spaces, odd_spaces = _read_spaces(directory / SPACES)
+    warnings += [odd for odd in (odd_environment, odd_spec, odd_spaces) if odd]
+    return Run(directory, trials, environment, spec, warnings, spaces)
 
 
-def _read_planned(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The plan's facts, none if there are none, and a warning if they cannot be understood."""
+def trials_of(directory: Path) -> Path:
+    """The file with a run's rows: trials.jsonl, or the packed one where only that is there."""
+    plain, packed = directory / TRIALS, directory / PACKED
+    return packed if packed.is_file() and not plain.is_file() else plain
+
+
+def _read_spaces(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """How large the spaces are, nothing if that is not told, and a warning if it is damaged."""
     try:
         facts = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -420,7 +435,8 @@ def being_written(directory: Path) -> bool:
 
 def find_runs(results_dir: Path) -> list[Path]:
     """Every run directory at or below `results_dir`, sorted by path."""
-    return sorted(path.parent for path in results_dir.rglob(TRIALS) if path.is_file())
+    found = {path.parent for name in (TRIALS, PACKED) for path in results_dir.rglob(name)}
+    return sorted(directory for directory in found if trials_of(directory).is_file())
 
 
 def latest_run(results_dir: Path) -> Run:
@@ -431,7 +447,7 @@ def latest_run(results_dir: Path) -> Run:
     written = []
     for directory in find_runs(results_dir):
         with suppress(OSError):
-            stat = (directory / TRIALS).stat()
+            stat = trials_of(directory).stat()
             if stat.st_size:
                 written.append((stat.st_mtime_ns, directory))
     if not written:

@@ -22,6 +22,7 @@ from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.spec.load import load_spec
+from attnsweep.store.run import open_run
 from attnsweep.trial import Accuracy, Status
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")
@@ -509,11 +510,16 @@ def test_an_accepted_run_is_the_baseline_from_then_on(accept, recorded, tmp_path
     code, out, _ = accept(recorded, target)
     assert code == 0
     assert "2 trials" in out
-    kept = {name: data for name, data in files(recorded).items() if name.name != ".lock"}
-    assert files(target) == kept
+    packed = files(target)
+    kept = {name: data for name, data in files(recorded).items() if name in packed}
+    assert {path.name for path in set(packed) - set(kept)} == {"trials.jsonl.gz"}
+    assert {path.name for path in set(files(recorded)) - set(kept)} == {
+        *(".lock", "trials.jsonl", "ranking.csv", "ranking.md")
+    }
+    assert [t.with_(fingerprint=None) for t in open_run(recorded).trials] == open_run(target).trials
     (target / "cubins" / "stale.cubin").write_text("of the last one")
     assert accept(recorded, target)[0] == 0
-    assert files(target) == kept
+    assert files(target) == packed
     assert [path.name for path in target.parent.iterdir()] == ["line"]
 
 

@@ -140,7 +140,7 @@ def test_what_rules_removed_is_told_beside_what_was_pruned():
         {"problem": label, "kernel": "old", "candidates": 0, "refused": "needs sm_100a"},
         {"problem": "another", "kernel": "naive", "configs": 2, "removed": {"no_idle_block": 1}},
     ]
-    text = visible(page.render(full_run(planned=planned)))
+    text = visible(page.render(full_run(spaces=planned)))
     assert "flash_fwd_wgmma 1,480 36 warp_rows 1,400, block_limits 44" in text
     assert "old – 0 cannot run this: needs sm_100a" in text
     assert "no_idle_block" not in text

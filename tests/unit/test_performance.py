@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -30,7 +31,7 @@ def table(text, header):
 def recorded(run):
     """Raw rows; the last of each candidate counts."""
     rows = {}
-    for line in (RESULTS / run / "trials.jsonl").read_text().splitlines():
+    for line in gzip.decompress((RESULTS / run / "trials.jsonl.gz").read_bytes()).splitlines():
         row = json.loads(line)
         rows[json.dumps([row["problem"], row["kernel"], row["provider"], row["config"]])] = row
     return [row for row in rows.values() if row.get("time_us")]

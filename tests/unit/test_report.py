@@ -239,7 +239,7 @@ def test_a_family_that_was_not_searched_whole_says_how_much_was() -> None:
         {"problem": "another", "kernel": "naive", "candidates": 300},
     ]
     for text in (
-        printed(full_run(planned=planned)),
+        printed(full_run(spaces=planned)),
         report.to_markdown(rank(run.trials, H200), H200, planned),
     ):
         assert f"flash_fwd_wgmma: {tried} of {tried + 70} candidates tried, 70 left out" in text

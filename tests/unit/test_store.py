@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -14,11 +15,12 @@ from samples import H200 as ENVIRONMENT
 from attnsweep.errors import StoreError
 from attnsweep.problem import Problem
 from attnsweep.store import run as store_module
+from attnsweep.store.pack import pack
 from attnsweep.store.run import MAX_WARNINGS, Store, find_runs, latest_run, open_run, read_trials
 from attnsweep.trial import Accuracy, Measurement, Status, Trial
 
 # Where `python -c` finds the package even if it is not installed.
-SOURCE = Path(store_module.__file__).parents[1]
+SOURCE = Path(store_module.__file__).parents[2]
 PROBLEM = Problem(1, 16, 16, 1024, 1024, 64)
 
 
@@ -392,14 +394,14 @@ def test_describe_and_finish_make_a_run_that_reads_back(tmp_path: Path) -> None:
     read = open_run(tmp_path)
     assert read == run
     assert (read.environment, read.spec_text) == (ENVIRONMENT, "name: µ\n")
-    assert read.planned == [{"kernel": "naive", "candidates": 3}]
+    assert read.spaces == [{"kernel": "naive", "candidates": 3}]
     assert open_run(tmp_path / "trials.jsonl") == run
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lock",
         "environment.json",
-        "planned.json",
         "ranking.csv",
         "ranking.md",
+        "spaces.json",
         "spec.yaml",
         "trials.jsonl",
     ]
@@ -491,7 +493,47 @@ def test_latest_run_is_the_one_written_last(tmp_path: Path) -> None:
 def test_a_plan_that_cannot_be_read_is_a_warning(tmp_path: Path, text: str) -> None:
     with Store.open(tmp_path) as store:
         store.append(trial(1))
-    (tmp_path / "planned.json").write_text(text, encoding="latin-1")
+    (tmp_path / "spaces.json").write_text(text, encoding="latin-1")
     run = open_run(tmp_path)
-    assert run.planned == []
-    assert "planned.json: not" in run.warnings[0]
+    assert run.spaces == []
+    assert "spaces.json: not" in run.warnings[0]
+
+
+def test_a_packed_run_has_the_same_rows_and_the_same_bytes_each_time(tmp_path):
+    first, again = trial(32), trial(64)
+    for name in ("one", "two"):
+        with Store.open(tmp_path / name) as store:
+            for row in (first, again, first.with_(detail="replaced", fingerprint="abc")):
+                store.append(row)
+        (tmp_path / name / "ranking.csv").write_text("derived")
+    before = open_run(tmp_path / "one").trials
+    sizes = {pack(tmp_path / name) for name in ("one", "two")}
+    packed = [(tmp_path / name / "trials.jsonl.gz").read_bytes() for name in ("one", "two")]
+    assert packed[0] == packed[1]
+    assert sizes == {len(packed[0])}
+    assert open_run(tmp_path / "one").trials == [t.with_(fingerprint=None) for t in before]
+    assert not list((tmp_path / "one").glob("*.jsonl"))
+    assert not (tmp_path / "one" / "ranking.csv").exists()
+    assert pack(tmp_path / "one") == len(packed[0])
+    assert find_runs(tmp_path) == [tmp_path / "one", tmp_path / "two"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"not gzip", None], ids=["empty", "foreign", "cut"])
+def test_a_damaged_packed_run_is_an_error_that_names_it(tmp_path, damage):
+    with Store.open(tmp_path) as store:
+        store.append(trial(32))
+    pack(tmp_path)
+    path = tmp_path / "trials.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-20] if damage is None else damage)
+    with pytest.raises(StoreError, match=re.escape(str(tmp_path))):
+        open_run(tmp_path)
+
+
+def test_a_sweep_in_the_directory_of_a_packed_run_begins_anew(tmp_path):
+    with Store.open(tmp_path) as store:
+        store.append(trial(32))
+    pack(tmp_path)
+    with Store.open(tmp_path) as store:
+        assert store.trials == []
+        store.append(trial(64))
+    assert numbers(open_run(tmp_path).trials) == [64]

@@ -134,7 +134,7 @@ def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
     assert best.resources.registers > 0
     assert best.launch_us == 1.5
     assert best.schedule["chunks"] == 1
-    assert outcome.run.planned[0]["candidates"] == 3
+    assert outcome.run.spaces[0]["candidates"] == 3
     assert rows["flash_attn_3"].detail == "flash_attn_3 is not installed"
     directory = tmp_path / "results" / "test-1" / "test"
     for name in ("spec.yaml", "environment.json", "trials.jsonl", "ranking.csv", "ranking.md"):
