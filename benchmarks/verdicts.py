@@ -16,6 +16,8 @@ from pathlib import Path
 
 from setting import console
 
+from attnsweep import find_runs
+
 ROOT = Path(__file__).parent.parent
 FAMILIES = ROOT / "tests" / "families"
 SPEC = """\
@@ -53,7 +55,7 @@ def main() -> int:
         source = place / "families" / "burns.cu"
         text = source.read_text()
         call(place, "run", "burns.yaml", "--kernels", "families", "--results", "runs")
-        (run,) = (path.parent for path in (place / "runs").rglob("trials.jsonl"))
+        (run,) = find_runs(place / "runs")
         call(place, "accept", str(run.relative_to(place)), "baseline")
         for name, (edit, expected) in CASES.items():
             source.write_text(text.replace(*edit) if edit else text)
