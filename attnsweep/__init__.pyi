@@ -1,4 +1,6 @@
 from .api import (
+    builds,
+    compare_candidates,
     compare_runs,
     compile_spec,
     counters,
@@ -7,6 +9,7 @@ from .api import (
     open_run,
     plan,
     rank,
+    rebuild,
     report,
     run,
     schema,
@@ -17,7 +20,10 @@ from .build.candidate import Build
 from .build.launches import Candidate, CompiledStage, FirstTimes, Launches
 from .build.nvrtc import Compiler, Cubin
 from .build.observer import Observer
+from .check.recorded import Verdict
+from .choose.evidence import ratio_interval
 from .choose.search import Search
+from .choose.skips import Skips
 from .cli import app
 from .errors import (
     AttnsweepError,
@@ -33,6 +39,7 @@ from .errors import (
 from .family.chunks import CHUNKS, CHUNKS_RULE, MODES
 from .family.declare import BLOCK_LIMITS, Config, Kernel, Launch, Param, TensorMap
 from .family.space import Space
+from .gpu.bench import Bench
 from .gpu.worker import Gpu, Worker, WorkerError
 from .hardware import ARCHS, Arch, Card, arch_named, binding, bounds
 from .problem import Problem
@@ -51,6 +58,7 @@ __all__ = [
     "Accuracy",
     "Arch",
     "AttnsweepError",
+    "Bench",
     "Build",
     "Candidate",
     "Card",
@@ -76,6 +84,7 @@ __all__ = [
     "Resources",
     "Run",
     "Search",
+    "Skips",
     "Space",
     "SpaceError",
     "SpecError",
@@ -85,12 +94,15 @@ __all__ = [
     "TensorMap",
     "ToolchainError",
     "Trial",
+    "Verdict",
     "Worker",
     "WorkerError",
     "app",
     "arch_named",
     "binding",
     "bounds",
+    "builds",
+    "compare_candidates",
     "compare_runs",
     "compile_spec",
     "counters",
@@ -101,6 +113,8 @@ __all__ = [
     "open_run",
     "plan",
     "rank",
+    "ratio_interval",
+    "rebuild",
     "report",
     "run",
     "schema",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas
 
+    from attnsweep.build.candidate import Build
+    from attnsweep.build.launches import Candidate
     from attnsweep.build.observer import Observer
+    from attnsweep.check.live import Outcome as Compared
     from attnsweep.check.recorded import Comparison
     from attnsweep.family.declare import Kernel
+    from attnsweep.gpu.worker import Gpu
     from attnsweep.hardware import Arch
     from attnsweep.spec.load import SweepSpec
     from attnsweep.spec.plan import PlannedProblem
@@ -51,12 +55,9 @@ def plan(
     arch: default: the spec's, its recording's, or that of this machine's GPU. Raises SpaceError if
     a problem is left without a candidate.
     """
-    from attnsweep.hardware import Arch
     from attnsweep.spec.plan import plan as plan_on
-    from attnsweep.tools.compile import target_arch
 
-    target = arch if isinstance(arch, Arch) else target_arch(spec, arch)
-    return plan_on(spec, families() if kernels is None else kernels, target)
+    return plan_on(spec, families() if kernels is None else kernels, _target(spec, arch))
 
 
 def run(
@@ -94,12 +95,89 @@ def compile_spec(
     *,
     limit: int | None = None,
 ) -> list[Trial]:
-    """Compile every candidate of a spec without a GPU; rows with resources and no times."""
-    from attnsweep.hardware import Arch
-    from attnsweep.tools.compile import compile_all, target_arch
+    """Compile every candidate of a spec without a GPU; rows with resources and no times.
 
-    target = arch if isinstance(arch, Arch) else target_arch(spec, arch)
+    arch: see `plan`. limit: at most so many candidates per family and problem. Raises SpaceError or
+    ToolchainError.
+    """
+    from attnsweep.tools.compile import compile_all
+
+    target = _target(spec, arch)
     return compile_all(spec, families() if kernels is None else kernels, target, limit=limit)
+
+
+def builds(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel] | None = None,
+    arch: Arch | str | None = None,
+    *,
+    limit: int | None = None,
+) -> list[Build]:
+    """Compile a spec's candidates for a `Worker` to time: one build for each machine code.
+
+    Candidates that do not compile, or that the spec's limits rule out, are left out. arch, limit
+    and errors: see `compile_spec`.
+    """
+    from attnsweep.build.candidate import builds_of, compiled_row, workspace_limit
+    from attnsweep.build.prune import compiler_for
+    from attnsweep.trial import Status
+
+    target = _target(spec, arch)
+    compiler = compiler_for(spec, target)
+    cap = limit or spec.search.candidates
+    distinct: dict[tuple[object, ...], Build] = {}
+    try:
+        found = [
+            build
+            for item in plan(spec, kernels, target)
+            for space in item.spaces
+            for build in builds_of(space, space.configs[:cap], compiler, workspace_limit(spec))
+        ]
+        for build in found:
+            build.submit()
+        for build in found:
+            if compiled_row(build, spec).status is Status.OK:
+                distinct.setdefault((build.problem, *build.machine_code()), build)
+    finally:
+        compiler.close()
+    return list(distinct.values())
+
+
+def rebuild(
+    trials: Iterable[Trial], kernels: Mapping[str, Kernel] | None = None, *, arch: Arch | str
+) -> list[Build]:
+    """Compile the configs of recorded rows from the kernels as they are now, in the same order.
+
+    A row is left out if its family is gone, has other parameters now, or cannot run the config on
+    `arch`. Raises ToolchainError; a build whose code does not compile raises CompileError when it
+    is used.
+    """
+    from concurrent.futures import wait
+
+    from attnsweep.build.candidate import Build
+    from attnsweep.build.nvrtc import Compiler
+    from attnsweep.family.chunks import changed_since
+    from attnsweep.family.declare import Config
+    from attnsweep.hardware import arch_named
+
+    known = families() if kernels is None else kernels
+    compiler = Compiler(arch_named(arch) if isinstance(arch, str) else arch)
+    found = []
+    try:
+        for trial in trials:
+            kernel, config = known.get(trial.kernel), Config(trial.config)
+            if kernel is None or changed_since(kernel, config) is not None:
+                continue
+            if kernel.refusal(trial.problem, compiler.arch) is None and (
+                kernel.refused_by(config, trial.problem, compiler.arch) is None
+            ):
+                found.append(Build.of(kernel, config, trial.problem, compiler))
+                found[-1].submit()
+        for build in found:
+            wait(build.futures.values())
+    finally:
+        compiler.close()
+    return found
 
 
 def open_run(directory: str | Path) -> Run:
@@ -146,6 +224,36 @@ def compare_runs(old: Run, new: Run, *, slower: float = 0.03) -> Comparison:
     return compare(old, new, slower=slower)
 
 
+def compare_candidates(
+    old: Candidate,
+    new: Candidate,
+    gpu: Gpu,
+    another: Callable[[], Gpu],
+    *,
+    slower: float = 0.03,
+    budget_s: float = 60.0,
+    seed: str = "",
+) -> Compared:
+    """Time two candidates in turns, as `attnsweep check` does, until their ratio is known.
+
+    gpu: has their problem open. another: gives a new process that has it open too; a candidate that
+    seems slower is timed there again. slower: the share by which the new one may be slower.
+    budget_s: seconds of rounds in each process. seed: of the order of the turns. Returns the
+    `verdict`, `why`, and in `shown` the medians and the interval of their ratio. Raises WorkerError
+    if a candidate cannot run.
+    """
+    from attnsweep.check.live import compare
+    from attnsweep.gpu.worker import WorkerError
+
+    try:
+        return compare(gpu, another, old, new, slower=slower, budget_s=budget_s, seed=seed)
+    except Exception as error:
+        if not isinstance(error.__cause__, WorkerError):
+            raise
+        error.__cause__.add_note(str(error))  # which of the two failed
+        raise error.__cause__ from None
+
+
 def write_page(run: Run, path: str | Path, *, top: int = 10) -> int:
     """Write a run as one HTML page with tables and plots; returns its size in bytes."""
     from attnsweep.show import html
@@ -165,3 +273,10 @@ def schema() -> str:
     from attnsweep.spec.schema import schema_text
 
     return schema_text()
+
+
+def _target(spec: SweepSpec, arch: Arch | str | None) -> Arch:
+    from attnsweep.hardware import Arch
+    from attnsweep.tools.compile import target_arch
+
+    return arch if isinstance(arch, Arch) else target_arch(spec, arch)

@@ -1,16 +1,16 @@
-"""How often `attnsweep check` is wrong: kernels against themselves, and slowed by a known amount.
+"""Count how often `attnsweep check` is wrong: kernels against themselves, and slowed ones.
 
 Usage: python benchmarks/gate.py [FILE.json] [--comparisons 1000] [--seconds 240]
-       [--detect-seconds 60] [--runs DIR ...]. Needs a GPU.
+       [--detect-seconds 60] [--runs DIR ...]. It needs a GPU.
 
-The kernels are winners of recorded runs, compiled anew. A comparison is `gate.compare`, as `check`
-makes it of code that changed: rounds in which both sides take turns, and a second process if the
-first says slower. Each side has its own copy of the machine code, so that they lie apart in memory
-as two versions do; every kernel has two new processes.
+The kernels are winners of recorded runs, compiled anew. They are compared as `check` compares code
+that changed: in rounds in which both sides take turns, and in a second process if the first says
+slower. Each side has its own copy of the machine code, so that the two lie apart in memory as two
+versions do; every kernel has two new processes.
 
-A slowed kernel is the kernel with a launch behind it that waits for so many clock cycles; the other
-side has the same launch with no cycles to wait for. What it is really slower by is measured beside
-it, as the median ratio of many rounds, by which the cycles are corrected.
+A slowed kernel is the kernel and then a launch that waits for so many clock cycles; the other side
+has the same launch with no cycles to wait for. The real slowdown is the median ratio of many
+rounds, and corrects the cycles.
 """
 
 from __future__ import annotations
@@ -28,21 +28,28 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from attnsweep.build.candidate import Build
-from attnsweep.build.launches import Candidate, CompiledStage, Launches
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.check.live import Outcome, compare
-from attnsweep.check.recorded import Verdict
-from attnsweep.choose.evidence import ratio_interval
-from attnsweep.choose.ranking import rank, winners
-from attnsweep.family.chunks import changed_since
-from attnsweep.family.declare import Config, Launch, discover
-from attnsweep.gpu.worker import Worker
-from attnsweep.hardware import arch_named
-from attnsweep.show.terminal import console
-from attnsweep.store.run import open_run
-from attnsweep.trial import Environment
+from rich.console import Console
 
+from attnsweep import (
+    Arch,
+    Candidate,
+    CompiledStage,
+    Compiler,
+    Environment,
+    Launch,
+    Launches,
+    Verdict,
+    Worker,
+    arch_named,
+    compare_candidates,
+    families,
+    open_run,
+    ratio_interval,
+    rebuild,
+    winners,
+)
+
+console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(__file__).with_name("burn.cu")
 RUNS = (
@@ -51,21 +58,21 @@ RUNS = (
 )
 SLOWER = 0.02
 SHARES = (0.02, 0.05)
-# Of each run, and calls no longer than this: a comparison then takes 0.1 to 0.2 s.
+# Winners taken from each run, with calls no longer than this: a comparison takes 0.1 to 0.2 s.
 PER_RUN = 2
 LONGEST_US = 250.0
 # Kernels on which slowdowns are detected: spread over those that are compared.
 DETECTED_ON = 3
 # Rounds in which a slowdown is measured before its cycles are corrected, and after.
 CALIBRATION_ROUNDS, VERIFICATION_ROUNDS = 100, 300
-# Corrected until it is slower by the share and no more than so much above: what is slower by a
-# little less than 2 % is shown to be less, and passes as it should.
+# The cycles are corrected until the slowdown is the share, or at most so much above it: a kernel
+# slower by a little less than 2 % is shown to be so, and rightly passes.
 CORRECTIONS, MOST_ABOVE = 5, 0.0006
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel on one problem, compiled; two copies of its code."""
+    """One kernel on one problem, compiled, with two copies of its code."""
 
     label: str
     old: Candidate
@@ -73,7 +80,7 @@ class Case:
 
 
 class Processes:
-    """Two processes with the same problem open, the second only if it is asked for."""
+    """Two processes with the same problem open; the second starts when it is asked for."""
 
     def __init__(self, case: Case, stack: contextlib.ExitStack) -> None:
         self._case, self._stack = case, stack
@@ -94,46 +101,39 @@ class Processes:
             self.opened_s.append(time.monotonic() - begin)
         return self._second
 
-    def compare(self, old: Candidate, new: Candidate, seed: str) -> Outcome:
-        """The comparison of `check`."""
-        return compare(self.first, self.second, old, new, slower=SLOWER, budget_s=60.0, seed=seed)
+    def compare(self, old: Candidate, new: Candidate, seed: str) -> Any:
+        """Compare as `check` does."""
+        return compare_candidates(old, new, self.first, self.second, slower=SLOWER, seed=seed)
 
 
-def cases(runs: Sequence[Path], compiler: Compiler, place: Path) -> Iterator[Case]:
+def cases(runs: Sequence[Path], arch: Arch, place: Path) -> Iterator[Case]:
     """Winners of the runs that this GPU can launch."""
-    kernels = discover()
-    builds = []
+    kernels = families()
+    chosen = []
     for directory in runs:
-        run = open_run(directory)
-        won = [t for t in winners(rank(run.trials, run.environment)) if t.kernel in kernels]
+        won = [t for t in winners(open_run(directory)) if t.kernel in kernels]
         won = [t for t in won if t.time_us is not None and t.time_us.median <= LONGEST_US]
-        won = [t for t in won if kernels[t.kernel].refusal(t.problem, compiler.arch) is None]
-        for trial in won[:: max(1, len(won) - 1)][:PER_RUN]:
-            kernel, config = kernels[trial.kernel], Config(trial.config)
-            if changed_since(kernel, config) is not None:
-                continue
-            if kernel.refused_by(config, trial.problem, compiler.arch) is None:
-                builds.append(Build.of(kernel, config, trial.problem, compiler))
-                builds[-1].submit()
-    for number, build in enumerate(builds):
+        won = [t for t in won if kernels[t.kernel].refusal(t.problem, arch) is None]
+        chosen += won[:: max(1, len(won) - 1)][:PER_RUN]
+    for number, build in enumerate(rebuild(chosen, kernels, arch=arch)):
         candidate = build.candidate()
         old = replace(candidate, timed=copied(candidate.timed, place / str(number)))
         yield Case(f"{build.kernel.name} {build.problem.label}", old, candidate)
 
 
-def copied(plan: Launches, place: Path) -> Launches:
-    """The same code in other files, which are then loaded to other addresses."""
+def copied(launches: Launches, place: Path) -> Launches:
+    """The same code in other files, so that it is loaded to other addresses."""
     place.mkdir()
     stages = []
-    for number, stage in enumerate(plan.stages):  # whose files may all have one name
+    for number, stage in enumerate(launches.stages):  # their files may all have one name
         path = place / f"{number}.cubin"
         shutil.copyfile(stage.cubin, path)
         stages.append(replace(stage, cubin=str(path)))
-    return replace(plan, stages=tuple(stages))
+    return replace(launches, stages=tuple(stages))
 
 
 def compare_with_itself(found: Sequence[Case], count: int, seconds: float) -> dict[str, Any]:
-    """So many comparisons, shared out among the cases, or as many as the time allows."""
+    """Make so many comparisons, shared out among the cases, or as many as the time allows."""
     begin, rows = time.monotonic(), []
     total: Counter[str] = Counter()
     for number, case in enumerate(found):
@@ -146,7 +146,7 @@ def compare_with_itself(found: Sequence[Case], count: int, seconds: float) -> di
             verdicts, again = Counter[str](), 0
             while verdicts.total() < share and (not took or time.monotonic() < until):
                 start = time.monotonic()
-                # Sides change, so that what one of them has by being first shows as noise.
+                # Sides change, so that an advantage of being first shows as noise.
                 one, other = case.old, case.new
                 if verdicts.total() % 2:
                     one, other = other, one
@@ -177,7 +177,7 @@ def compare_with_itself(found: Sequence[Case], count: int, seconds: float) -> di
 
 
 def slowed(candidate: Candidate, cubin: str, cycles: int) -> Candidate:
-    """The candidate with a launch behind it that waits for so many clock cycles."""
+    """The candidate and then a launch that waits for so many clock cycles."""
     burn = CompiledStage("burn", cubin, Launch("burn", (1, 1, 1), 32, (cycles,)))
     return replace(
         candidate, timed=replace(candidate.timed, stages=(*candidate.timed.stages, burn))
@@ -185,7 +185,7 @@ def slowed(candidate: Candidate, cubin: str, cycles: int) -> Candidate:
 
 
 def ratios(worker: Worker, old: Candidate, new: Candidate, rounds: int) -> list[float]:
-    """New time over old of so many rounds, and nothing decided."""
+    """New time over old in so many rounds, whatever they show."""
     for name, candidate in (("old", old), ("new", new)):
         worker.forget(name)
         worker.add(name, candidate, cold=False)
@@ -204,12 +204,12 @@ def ratios(worker: Worker, old: Candidate, new: Candidate, rounds: int) -> list[
 def calibrated(
     worker: Worker, case: Case, cubin: str, share: float, clock_hz: float
 ) -> tuple[Candidate, Candidate, dict[str, Any]]:
-    """Both sides with what the slowed one really takes more."""
+    """Both sides, and what the slowed one really takes more."""
     old = slowed(case.old, cubin, 0)
     worker.forget("old")
     worker.add("old", old, cold=False)
     time_us = median(worker.replay("old", "warm") for _ in range(10))
-    # A wait of few cycles is over before it is looked at first, so the first guess adds some.
+    # A short wait is over before the kernel first reads the clock, so the first guess adds some.
     cycles = round(share * time_us * clock_hz / 1e6) + 50
     for _ in range(CORRECTIONS):
         new = slowed(case.new, cubin, cycles)
@@ -232,7 +232,7 @@ def calibrated(
 def detect(
     found: Sequence[Case], cubin: str, environment: Environment, seconds: float
 ) -> dict[str, Any]:
-    """Known slowdowns, each compared as often as the time allows."""
+    """Compare known slowdowns, each as often as the time allows."""
     plain = [case for case in found if case.new.timed.streams == 1 and not case.new.timed.eager]
     plain = plain[:: max(1, len(plain) // DETECTED_ON)][:DETECTED_ON]
     rows: list[dict[str, Any]] = []
@@ -279,13 +279,13 @@ def detect(
             "detected": sum(row["detected"] for row in of),
             "seconds_most": max((row["seconds_most"] for row in of), default=None),
         }
-    # `check` opens the second process only when it needs it, so a detection takes this on top.
+    # `check` opens the second process only when needed, so a detection takes this on top.
     process_s = round(max(opened_s), 2) if opened_s else None
     return {"totals": totals, "opening_a_second_process_s": process_s, "cases": rows}
 
 
 def write(file: Path | None, facts: dict[str, Any]) -> None:
-    """What there is so far, if a file is named."""
+    """Write the figures so far if a file is named."""
     if file is not None:
         text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
         file.write_text(text, encoding="utf-8")
@@ -303,12 +303,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = asked.runs or [ROOT / "results" / "h200" / name for name in RUNS]
     with Worker(timeout_s=60) as worker:
         here = worker.describe()
-    compiler = Compiler(arch_named(here.arch))
+    arch = arch_named(here.arch)
+    compiler = Compiler(arch)
     facts: dict[str, Any] = {"environment": here.model_dump(mode="json"), "slower": SLOWER}
     try:
         cubin = str(compiler.compile(SOURCE, {}).path)
         with tempfile.TemporaryDirectory() as place:
-            found = list(cases(runs, compiler, Path(place)))
+            found = list(cases(runs, arch, Path(place)))
             itself = compare_with_itself(found, asked.comparisons, asked.seconds)
             facts["itself"] = itself
             console.print(
@@ -316,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{itself['false_alarms']} false alarms, {itself['false_improvements']} false "
                 f"improvements, {itself['inconclusive']} inconclusive, {itself['seconds']} s"
             )
-            write(asked.file, facts)  # whatever becomes of the rest
+            write(asked.file, facts)  # the rest may fail
             facts["slowed"] = detect(found, cubin, here, asked.detect_seconds)
     finally:
         compiler.close()

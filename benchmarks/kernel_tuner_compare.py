@@ -1,20 +1,20 @@
-"""Wall-clock from an empty cache: attnsweep, Kernel Tuner, and 100 ms for every candidate.
+"""Compare wall-clock from an empty cache: attnsweep, Kernel Tuner, and 100 ms for every candidate.
 
 Usage: python benchmarks/kernel_tuner_compare.py [FILE.json] [--limit N] [--cap-s S] [--tools …]
-The same configs of one kernel on one problem and one GPU, each tool in a fresh process with caches
-of its own, empty:
+Each tool tunes the same configs of one kernel on one problem and one GPU, in a fresh process with
+empty caches of its own:
 
 - attnsweep: `attnsweep run`, with its checks, race and finals, from its process's start to its end.
 - kernel_tuner: brute force with the CuPy backend and its own settings (7 runs a config, no check of
-  the output). What it takes is given to it: which configs exist, grid, threads, shared memory,
-  macros. Of itself it launches no more than 48 KiB of dynamic shared memory, so the limit is raised
-  for it; `beyond_48_kib` says of how many configs. Its time begins with its import.
-- hundred_ms: everything compiled by all cores, then every config timed for 100 ms.
+  the output). It is given which configs exist, and their grid, threads, shared memory and macros.
+  By itself it launches at most 48 KiB of dynamic shared memory, so the limit is raised for it;
+  `beyond_48_kib` counts the configs that need this. Its time begins with its import.
+- hundred_ms: all cores compile every config, then each one is timed for 100 ms.
 
---limit: so many configs, drawn evenly, for the two others; attnsweep always does all. What they
-would need for all is then the time before the first config and the rest in proportion, and marked
-`extrapolated`. --cap-s: a tool is stopped after that and its row says so. Kernel Tuner is no
-dependency of attnsweep: pip install kernel-tuner.
+--limit: the two others get so many configs, drawn evenly; attnsweep always does all. Their time for
+all configs is then the time before the first config plus the rest in proportion, and marked
+`extrapolated`. --cap-s: a tool is stopped after so many seconds, and its row says so. Kernel Tuner
+is no dependency of attnsweep: pip install kernel-tuner.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from typing import Any
 
 import numpy as np
 import setting
+from setting import console
 
-from attnsweep.build.nvrtc import CACHE_VARIABLE, Compiler
-from attnsweep.choose.race import label_of
-from attnsweep.choose.ranking import rank, winners
-from attnsweep.family.declare import Config, discover
-from attnsweep.family.space import Space
-from attnsweep.gpu.worker import Worker
-from attnsweep.hardware import arch_named
-from attnsweep.show.terminal import console
-from attnsweep.spec.load import SweepSpec
-from attnsweep.spec.plan import plan
-from attnsweep.store.run import open_run
+from attnsweep import (
+    Config,
+    Space,
+    SweepSpec,
+    Worker,
+    arch_named,
+    builds,
+    open_run,
+    plan,
+    winners,
+)
 
 SPEC = """
 name: compare
@@ -71,7 +72,7 @@ def every_nth(configs: tuple[Config, ...], limit: int | None) -> tuple[Config, .
 
 
 def tunable(space: Space, configs: tuple[Config, ...], arch_name: str) -> dict[str, Any]:
-    """The configs as Kernel Tuner wants them: parameters, who exists, and what follows from each.
+    """The configs in Kernel Tuner's terms: parameters, valid combinations, and what each implies.
 
     `facts` holds grid, threads, smem_bytes and macros of each config by its values in the order of
     `params`. block_size_x is one of them, since that is where Kernel Tuner takes threads from.
@@ -101,7 +102,7 @@ def tunable(space: Space, configs: tuple[Config, ...], arch_name: str) -> dict[s
 def row(
     tool: str, wall_s: float, first_s: float, done: int, total: int, stopped: bool
 ) -> dict[str, Any]:
-    """What a tool needed. first_s: of it, before the first config."""
+    """Row of a tool that took `wall_s`, of which `first_s` before its first config."""
     whole = done >= total
     each = (wall_s - first_s) / max(1, done)
     return {
@@ -116,9 +117,9 @@ def row(
 
 
 def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """How many times attnsweep's time each other tool needs for all configs.
+    """Each other tool's time for all configs as a multiple of attnsweep's.
 
-    Without those that failed: what they needed until then says nothing.
+    A tool that failed is left out: the time until then says nothing.
     """
     own = rows["attnsweep"]
     if own.get("exit_code"):
@@ -131,20 +132,19 @@ def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _say(**facts: Any) -> None:
-    """A line for the parent: what is done so far, so that a stopped tool still has a row."""
+    """Tell the parent what is done so far, so that a stopped tool still has a row."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
 
 def _space(spec: SweepSpec, arch_name: str) -> Space:
-    (item,) = plan(spec, discover(), arch_named(arch_name))
+    (item,) = plan(spec, arch=arch_name)
     (space,) = item.spaces
     return space
 
 
 def _run_attnsweep(directory: Path, arch_name: str, limit: int | None, begun: float) -> None:
-    # attnsweep takes all, whatever the limit.
-    del limit
+    del limit  # attnsweep does all
     spec = setting.spec_of(SPEC, directory, "compare")
     harness_s = time.monotonic() - begun
     _say(configs=0, harness_s=harness_s)
@@ -155,7 +155,7 @@ def _run_attnsweep(directory: Path, arch_name: str, limit: int | None, begun: fl
     ended = time.monotonic()
     (found,) = (directory / "results").glob("*/compare")
     run = open_run(found)
-    (won,) = winners(rank(run.trials, run.environment))
+    (won,) = winners(run)
     counts: dict[str, int] = {}
     for trial in run.trials:
         counts[trial.status.value] = counts.get(trial.status.value, 0) + 1
@@ -191,7 +191,7 @@ def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None, begun:
     properties = cupy.cuda.runtime.getDeviceProperties
 
     def with_uuid(device: int) -> dict[str, Any]:
-        # Kernel Tuner 1.5 wants 16 bytes; CuPy 14 ends them at the first zero byte.
+        # Kernel Tuner 1.5 expects 16 bytes; CuPy 14 ends them at the first zero byte.
         found = properties(device)
         return found | {"uuid": bytes(found["uuid"])[:16].ljust(16, b"\0")}
 
@@ -209,7 +209,7 @@ def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None, begun:
     done = [0]
 
     class Counts(BenchmarkObserver):
-        """Tells the parent how far it is."""
+        """Tells the parent how far the tuner is."""
 
         def get_results(self) -> dict[str, Any]:
             done[0] += 1
@@ -261,9 +261,8 @@ def _run_kernel_tuner(directory: Path, arch_name: str, limit: int | None, begun:
 def _run_hundred_ms(directory: Path, arch_name: str, limit: int | None, begun: float) -> None:
     del begun
     spec = setting.spec_of(SPEC, directory, "compare")
-    compiler = Compiler(arch_named(arch_name))
-    # Everything is compiled whatever the limit, so that it is timed and not guessed.
-    found = setting.builds(spec, compiler)
+    # Everything is compiled whatever the limit, so that compiling is timed and not extrapolated.
+    found = builds(spec, arch=arch_name)
     total = len(_space(spec, arch_name).configs)
     _say(configs=0, distinct=len(found))
     chosen = every_nth(tuple(found), limit)  # type: ignore[arg-type,type-var]
@@ -271,7 +270,7 @@ def _run_hundred_ms(directory: Path, arch_name: str, limit: int | None, begun: f
     with Worker(timeout_s=60) as worker:
         worker.open(spec.problems[0].problem, replay_us=1000.0, seed=0)
         for done, build in enumerate(chosen, 1):
-            name = label_of(build)
+            name = setting.label_of(build)
             worker.add(name, build.candidate(), cold=False)
             spent, times = 0.0, []
             while spent < HUNDRED_MS_US:
@@ -283,7 +282,6 @@ def _run_hundred_ms(directory: Path, arch_name: str, limit: int | None, begun: f
             best = min(best or (middle, name), (middle, name))
             # Configs of the same machine code are timed once, as in a sweep.
             _say(configs=total if done == len(found) else done * total // len(found))
-    compiler.close()
     if best is not None:
         _say(
             configs=total if len(chosen) == len(found) else len(chosen) * total // len(found),
@@ -302,7 +300,7 @@ RUN = {
 def timed(tool: str, arch_name: str, limit: int | None, cap_s: float, total: int) -> dict[str, Any]:
     """Run a tool in a fresh process with empty caches; its row."""
     with tempfile.TemporaryDirectory() as place:
-        caches = {CACHE_VARIABLE: f"{place}/cubins", "CUPY_CACHE_DIR": f"{place}/cupy"}
+        caches = {"ATTNSWEEP_CACHE_DIR": f"{place}/cubins", "CUPY_CACHE_DIR": f"{place}/cupy"}
         command = [sys.executable, __file__, "--one", tool, "--arch", arch_name, "--place", place]
         command += [] if limit is None else ["--limit", str(limit)]
         begun = time.monotonic()
@@ -343,8 +341,8 @@ def main() -> None:
     """Time each tool and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", type=Path, default=Path("kernel_tuner.json"))
-    parser.add_argument("--limit", type=int, help="configs of kernel_tuner and hundred_ms")
-    parser.add_argument("--cap-s", type=float, default=180.0, help="of each tool")
+    parser.add_argument("--limit", type=int, help="configs for kernel_tuner and hundred_ms")
+    parser.add_argument("--cap-s", type=float, default=180.0, help="for each tool")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--one", choices=TOOLS, help=argparse.SUPPRESS)
     parser.add_argument("--arch", help=argparse.SUPPRESS)

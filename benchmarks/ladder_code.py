@@ -1,6 +1,6 @@
-"""Take the best config of each rung of a recorded ladder apart, and keep what is in its code.
+"""Count what is in the machine code of the best config of each rung of a recorded ladder.
 
-Usage: python benchmarks/ladder_code.py RUN. Needs NVRTC and nvdisasm, and no GPU. Writes
+Usage: python benchmarks/ladder_code.py RUN. It needs NVRTC and nvdisasm, and no GPU. It writes
 RUN/code.json: for each rung its config, registers, spills, cubin size, branches and predicated
 branches on full attention, and the same for the best config with no data-dependent branch.
 """
@@ -13,14 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from attnsweep.choose.ranking import rank
-from attnsweep.show.terminal import console
-from attnsweep.store.run import open_run
-from attnsweep.trial import Trial
+from setting import console
+
+from attnsweep import Trial, open_run, rank
 
 
 def inspected(trial: Trial) -> dict[str, Any]:
-    """What `attnsweep inspect` says of a row's config on its problem."""
+    """Ask `attnsweep inspect` about a row's config on its problem."""
     p = trial.problem
     config = " ".join(f"{name}={value}" for name, value in trial.config.items())
     shape = f"{p.batch},{p.heads},{p.seqlen_q},{p.head_dim}"
@@ -36,15 +35,10 @@ def inspected(trial: Trial) -> dict[str, Any]:
 def main() -> None:
     """Inspect, print, and write the file."""
     directory = Path(sys.argv[1])
-    run = open_run(directory)
+    ranking = rank(open_run(directory))
     best: dict[str, Trial] = {}
-    for row in rank(run.trials, run.environment).to_dict("records"):
-        trial = row["trial"]
-        if (
-            row["rank"] == row["rank"]
-            and trial.provider == "attnsweep"
-            and not trial.problem.causal
-        ):
+    for trial in ranking[ranking["rank"].notna() & ~ranking["baseline"]]["trial"]:
+        if not trial.problem.causal:
             best.setdefault(trial.kernel, trial)
             if trial.config.get("BRANCHES") == 0:
                 best.setdefault(f"{trial.kernel}, no branches", trial)

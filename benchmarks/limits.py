@@ -1,8 +1,8 @@
-"""Measure what the card's memories give: L2 reads and writes, device memory reads and copies.
+"""Measure how fast the card's memories are: L2 reads and writes, device memory reads and copies.
 
-Usage: python benchmarks/limits.py [FILE.json]. Bounds in reports that name a rate take it from the
-file. A figure is the time that further passes over the same bytes add to a launch, so that
-launching and ramping up are not in it, from the best of 20 graph replays of each.
+Usage: python benchmarks/limits.py [FILE.json]. The bounds in reports that name a rate take it from
+the file. A rate follows from the time that further passes over the same bytes add to a launch, so
+that launching and ramping up are not in it. A time is the shortest of 20 replays of a graph.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from attnsweep.build.launches import CompiledStage, Launches
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.family.declare import Launch
-from attnsweep.gpu.device import Buffer, Pipeline, Session
-from attnsweep.gpu.worker import Worker
-from attnsweep.hardware import arch_named
-from attnsweep.problem import Problem
-from attnsweep.show.terminal import console
+import cupy
+import numpy as np
+from setting import console
+
+from attnsweep import Compiler, Worker, arch_named
 
 SOURCE = Path(__file__).with_name("limits.cu")
 MB = 10**6
-# What is measured: function, bytes of one buffer, bytes moved for each of them.
+# Name to function, bytes of one buffer, and bytes moved for each of them.
 CASES = {
     "l2_read": ("read_all", 32 * MB, 1),  # the scores of (1, 16, 1024, 64) are 33.5 MB
     "l2_write": ("write_all", 32 * MB, 1),
@@ -30,6 +28,28 @@ CASES = {
     "dram_read": ("read_all", 2000 * MB, 1),
     "dram_copy": ("copy_all", 2000 * MB, 2),
 }
+THREADS = 512
+LAUNCHES, REPLAYS = 4, 20
+POISON = 0xFF
+
+
+def launch_us(stream: Any, function: Any, blocks: int, arguments: tuple[Any, ...]) -> float:
+    """Time one launch: the shortest replay of a graph of several, in microseconds of each."""
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    stream.begin_capture()
+    for _ in range(LAUNCHES):
+        function((blocks, 1, 1), (THREADS, 1, 1), arguments)
+    graph = stream.end_capture()
+    graph.upload(stream)
+    graph.launch(stream)
+    times_us = []
+    for _ in range(REPLAYS):
+        begin.record(stream)
+        graph.launch(stream)
+        end.record(stream)
+        end.synchronize()
+        times_us.append(1e3 * cupy.cuda.get_elapsed_time(begin, end))
+    return min(times_us) / LAUNCHES
 
 
 def main() -> None:
@@ -37,30 +57,28 @@ def main() -> None:
     with Worker(timeout_s=60) as worker:
         here = worker.describe()
     compiler = Compiler(arch_named(here.arch))
-    cubin = str(compiler.submit(SOURCE, {}).result().path)
+    module = cupy.RawModule(path=str(compiler.compile(SOURCE, {}).path))
     compiler.close()
-    session = Session()
     rates = {}
     for name, (function, nbytes, times) in CASES.items():
-        buffers = {"q": Buffer(nbytes), "o": Buffer(nbytes)}
-        for buffer in buffers.values():
-            buffer.poison()
         few, many = (1, 3) if name.startswith("dram") else (4, 36)
         best = 0.0
-        for blocks_per_sm in (2, 3, 4):
-            time_us = {}
-            for passes in (few, many):
-                grid = (here.sm_count * blocks_per_sm, 1, 1)
-                launch = Launch(function, grid, 512, ("q", "o", nbytes // 16, passes))
-                plan = Launches(
-                    Problem(1, 1, 1, 1, 1, 64), (CompiledStage("s", cubin, launch),), {}
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            buffers = [cupy.cuda.alloc(nbytes) for _ in range(2)]
+            for buffer in buffers:
+                buffer.memset_async(POISON, nbytes)
+            pointers = [np.uint64(buffer.ptr) for buffer in buffers]
+            for blocks_per_sm in (2, 3, 4):
+                few_us, many_us = (
+                    launch_us(
+                        stream,
+                        module.get_function(function),
+                        here.sm_count * blocks_per_sm,
+                        (*pointers, np.int32(nbytes // 16), np.int32(passes)),
+                    )
+                    for passes in (few, many)
                 )
-                replay = Pipeline(session, plan, [buffers]).capture(4)
-                replay()
-                with session.stream:
-                    time_us[passes] = min(session.time_us(replay) for _ in range(20)) / 4
-            added = time_us[many] - time_us[few]
-            best = max(best, nbytes * times * (many - few) / added * 1e6)
+                best = max(best, nbytes * times * (many - few) / (many_us - few_us) * 1e6)
         rates[name] = best
         console.print(f"{name:10} {best / 1e12:6.2f} TB/s")
     if len(sys.argv) > 1:

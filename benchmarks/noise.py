@@ -1,10 +1,10 @@
-"""How far two measurements of the very same thing are apart: the noise floor of a paired ratio.
+"""Measure the noise floor of a paired ratio: how far two measurements of the same thing differ.
 
-Usage: python benchmarks/noise.py [FILE.json] [--rounds 120]. Of several kernels, shapes and lengths
-one config takes part twice, under two names: in pairs as `check` takes them (replays of 2 ms,
-first, second, second, first, with nothing between), and in rounds of random order as in a sweep's
-finals. Told is which share of the ratios lies within 1 % (calls over 5 us) and 0.3 % (over 50 us)
-of 1: of pairs, of rounds, and of medians of 15.
+Usage: python benchmarks/noise.py [FILE.json] [--rounds 120]. One config of each of several kernels,
+shapes and lengths takes part twice, under two names: in pairs as `check` takes them (replays of
+2 ms: first, second, second, first, with nothing between), and in rounds of random order as in a
+sweep's finals. The file holds the share of ratios within 1 % (calls over 5 us) and 0.3 % (over
+50 us) of 1, for pairs, for rounds, and for medians of 15.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import setting
+from setting import console
 
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.gpu.worker import Worker
-from attnsweep.hardware import arch_named
-from attnsweep.show.terminal import console
+from attnsweep import Worker, builds
 
 # (kernel, problem): from about 8 us to about a millisecond on an H200.
 CASES = (
@@ -37,12 +35,12 @@ CASES = (
 REPLAY_US = 2000.0
 WARM_UP = 5
 ROUNDS_OF_A_SWEEP = 15
-# Microseconds of a call above which a limit on the pair's distance from 1 holds.
+# A call of more than so many microseconds should have its ratios within this distance from 1.
 LIMITS = ((50.0, 0.003), (5.0, 0.01))
 
 
 def facts(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Of the rounds of one config with itself: share within the limit, and quantiles."""
+    """Reduce the times of one config against itself to shares within the limit, and quantiles."""
     time_us = statistics.median(time for pair in pairs for time in pair)
     limit = next((limit for above, limit in LIMITS if time_us > above), None)
     ratios = [a / b for a, b in pairs]
@@ -71,18 +69,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", type=Path, default=Path("noise.json"))
     parser.add_argument("--rounds", type=int, default=120)
-    parser.add_argument("--budget-s", type=float, default=35.0, help="cases begun before that")
+    parser.add_argument("--budget-s", type=float, default=35.0, help="begin no case after that")
     arguments = parser.parse_args()
     cases, order, begun = [], random.Random(0), time.monotonic()
     with tempfile.TemporaryDirectory() as place, Worker(timeout_s=60) as worker:
         environment = worker.describe()
-        compiler = Compiler(arch_named(environment.arch))
         for kernel, problem in CASES:
             if time.monotonic() - begun > arguments.budget_s:
                 break
             text = f"problems: [{problem}]\nkernels: {{{kernel}: {{}}}}\nbaselines: []\n"
             spec = setting.spec_of(text, Path(place))
-            build = setting.builds(spec, compiler, limit=2)[0]
+            build = builds(spec, arch=environment.arch, limit=2)[0]
             worker.open(spec.problems[0].problem, replay_us=REPLAY_US, seed=0)
             for name in "ab":
                 worker.add(name, build.candidate(), cold=False)
@@ -94,13 +91,13 @@ def main() -> None:
                 if number >= WARM_UP:
                     rounds.append((alone["a"], alone["b"]))
                     pairs.append((paired["a"], paired["b"]))
-            told = {"pairs": facts(pairs), "rounds": facts(rounds)}
+            found = {"pairs": facts(pairs), "rounds": facts(rounds)}
             label = spec.problems[0].problem.label
-            for how, found in told.items():
-                said = "  ".join(f"{name} {value}" for name, value in found.items())
+            for how, shares in found.items():
+                said = "  ".join(f"{name} {value}" for name, value in shares.items())
                 console.print(f"{kernel} {label} {how}: {said}")
-            cases.append({"kernel": kernel, "problem": label, "config": dict(build.config), **told})
-        compiler.close()
+            config = dict(build.config)
+            cases.append({"kernel": kernel, "problem": label, "config": config, **found})
     setting.write(arguments.file, environment, {"asked": len(CASES), "cases": cases})
 
 

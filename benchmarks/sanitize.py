@@ -1,10 +1,10 @@
-"""Hopper kernels on small problems under NVIDIA's compute-sanitizer.
+"""Run Hopper kernels on small problems under NVIDIA's compute-sanitizer.
 
-Usage: python benchmarks/sanitize.py [FILE.json] [--budget-s 60]. Every case is compiled first; then
-each of memcheck, racecheck and synccheck runs one process that checks every case as a sweep does,
-on its small problems with tails too. Told are each tool's own summary, how many cases it saw and
-the errors that it counted. A tool that ran out of time says so and has not passed. What calls of
-the driver return is not counted (--report-api-errors no): attnsweep looks at each itself, and
+Usage: python benchmarks/sanitize.py [FILE.json] [--budget-s 60]. Each of memcheck, racecheck and
+synccheck runs one process that compiles every case and checks it as a sweep does, on its small
+problems with tails too. The file holds each tool's own summary, how many cases it saw and how many
+errors it counted. A tool that ran out of time has not passed, and its row says so. Errors that the
+driver's functions return do not count (--report-api-errors no): attnsweep looks at each itself, and
 libraries ask for functions that a driver may not have.
 """
 
@@ -22,16 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import setting
+from setting import console
 
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.gpu.bench import Bench
-from attnsweep.gpu.worker import Worker
-from attnsweep.hardware import arch_named
-from attnsweep.show.terminal import console
+from attnsweep import Bench, Worker, builds
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 # Blocks that take turns need two tiles each, so PERSISTENT is as small as the problem.
-# A cluster's blocks are of one length, which causal ones are not.
+# All blocks of a cluster have the same number of keys, so CLUSTER goes with full attention alone.
 FULL, BOTH = ("false",), ("false", "true")
 TILES = "QK_BLOCK_M: 64, QK_BLOCK_K: 32, PV_BLOCK_M: 64, PV_BLOCK_K: 32"
 CASES = (
@@ -59,26 +56,24 @@ PROBLEMS = {
 
 
 def check(cases: Sequence[tuple[str, str, tuple[str, ...]]], arch: str) -> int:
-    """Check the first candidate of every case, of each mask. Returns how many there were."""
+    """Check the first candidate of every case with each mask. Returns how many there were."""
     seen = 0
     with tempfile.TemporaryDirectory() as place:
-        compiler = Compiler(arch_named(arch))
         for kernel, values, masks in cases:
             for causal in masks:
                 problem = PROBLEMS.get(kernel, PROBLEM).format(causal)
                 text = f"problems: [{problem}]\nkernels: {{{kernel}: {{{values}}}}}\n"
                 spec = setting.spec_of(text, Path(place))
-                for build in setting.builds(spec, compiler, limit=1):
+                for build in builds(spec, arch=arch, limit=1):
                     Bench(spec.problems[0].problem, replay_us=50, seed=0).trial(build.candidate())
                     seen += 1
                     sys.stdout.write(f"checked {seen}\n")
                     sys.stdout.flush()
-        compiler.close()
     return seen
 
 
-def told(tool: str, output: str, code: int | None, seconds: float) -> dict[str, Any]:
-    """What a tool said. code: its exit status; None if it ran out of time."""
+def row(tool: str, output: str, code: int | None, seconds: float) -> dict[str, Any]:
+    """Read a tool's output. code: its exit status; None if it ran out of time."""
     summary = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", output, re.MULTILINE)
     counted = re.search(r"SUMMARY: (\d+) (?:error|hazard)", "\n".join(summary))
     cases = re.findall(r"^checked (\d+)$", output, re.MULTILINE)
@@ -96,10 +91,10 @@ def told(tool: str, output: str, code: int | None, seconds: float) -> dict[str, 
 
 
 def main() -> None:
-    """Run every tool, and write what it said."""
+    """Run every tool, and write what it found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", type=Path, default=Path("sanitizer.json"))
-    parser.add_argument("--budget-s", type=float, default=60.0, help="of each tool")
+    parser.add_argument("--budget-s", type=float, default=60.0, help="for each tool")
     parser.add_argument("--child", metavar="ARCH", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -112,8 +107,7 @@ def main() -> None:
     for tool in TOOLS:
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
         command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-        command += [sys.executable]
-        command += [__file__, "--child", environment.arch]
+        command += [sys.executable, __file__, "--child", environment.arch]
         begun, code = time.monotonic(), None
         try:
             done = subprocess.run(
@@ -122,7 +116,7 @@ def main() -> None:
             output, code = done.stdout + done.stderr, done.returncode
         except subprocess.TimeoutExpired as late:
             output = (late.stdout or b"").decode() + (late.stderr or b"").decode()
-        found.append(told(tool, output, code, time.monotonic() - begun))
+        found.append(row(tool, output, code, time.monotonic() - begun))
         console.print(f"{tool}: {found[-1]['cases']} cases, {found[-1]['summary']}")
     setting.write(
         arguments.file,

@@ -1,9 +1,9 @@
-"""Search strategies on recorded exhaustive runs: best so far against trials, and regret.
+"""Replay search strategies on recorded exhaustive runs: best so far against trials, and regret.
 
 Usage: python benchmarks/search.py [FILE.json] [--seeds 10] [--results DIR]. Nothing is measured: a
-strategy is told the recorded time of what it asks for. Told are, per run, kernel and problem, the
-best so far over the best recorded after so many trials (median and worst of the seeds), and how
-many trials it took on the median to come within 1 %.
+strategy learns the recorded time of each config that it asks for. For each run, kernel and problem
+the file holds the best time after so many trials over the best recorded one (median and worst of
+the seeds), and the median number of trials until a strategy was within 1 %.
 """
 
 from __future__ import annotations
@@ -15,15 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnsweep.choose.search import Search
-from attnsweep.family.declare import Config, discover
-from attnsweep.family.space import Space
-from attnsweep.hardware import arch_named
-from attnsweep.show.terminal import console
-from attnsweep.spec.load import load_spec
-from attnsweep.spec.plan import plan
-from attnsweep.store.run import open_run
-from attnsweep.trial import Status, Trial
+from setting import console
+
+from attnsweep import Config, Search, Space, Status, Trial, load_spec, open_run, plan
 
 ROOT = Path(__file__).parent.parent
 RUNS = ("flash_short_h200", "three_kernel", "three_kernel_stages")
@@ -34,7 +28,7 @@ GOOD = 1.01
 
 
 def curve(space: Space, rows: Mapping[Config, Trial], strategy: str, seed: int) -> list[float]:
-    """Best time so far in microseconds after each trial; infinite while none is ok."""
+    """The best time so far in microseconds after each trial; infinite while none is ok."""
     search = Search(strategy, space, candidates=max(CHECKPOINTS), seed=seed)
     best, out = float("inf"), []
     while (config := search.ask()) is not None:
@@ -47,7 +41,7 @@ def curve(space: Space, rows: Mapping[Config, Trial], strategy: str, seed: int) 
 
 
 def figures(curves: Sequence[Sequence[float]], best_us: float) -> dict[str, Any]:
-    """Best so far over the best at each checkpoint, and trials to be within 1 % of it."""
+    """The best so far over the best at each checkpoint, and the trials until it is within 1 %."""
     reached = [next((n for n, us in enumerate(c, 1) if us <= GOOD * best_us), None) for c in curves]
     known = sorted(float("inf") if n is None else n for n in reached)
     middle = known[len(known) // 2]
@@ -61,12 +55,11 @@ def figures(curves: Sequence[Sequence[float]], best_us: float) -> dict[str, Any]
 
 
 def replays(directory: Path, seeds: int) -> list[dict[str, Any]]:
-    """Every strategy on every space of one recorded run that was tried whole."""
+    """Replay every strategy on every space of one recorded run that was tried whole."""
     run = open_run(directory)
     assert run.environment is not None
-    kernels, found = discover(), []
-    spec = load_spec(directory / "spec.yaml", kernels)
-    for item in plan(spec, kernels, arch_named(run.environment.arch)):
+    found = []
+    for item in plan(load_spec(directory / "spec.yaml"), arch=run.environment.arch):
         for space in item.spaces:
             rows = {
                 Config(t.config): t

@@ -1,10 +1,11 @@
-"""Who is skipped by bound on recorded exhaustive runs, and whom a roofline would exclude.
+"""Count the candidates of recorded exhaustive runs that a bound skips or a roofline excludes.
 
 Usage: python benchmarks/skips.py [FILE.json] [--results DIR]. Nothing is measured. Rows are taken
-in the recorded order, with 12 finalists, as most specs have. Told are, per run, kernel and problem:
-the candidates; those that `search.skip_by_bound` leaves unrun, and the fastest of them over the
-best; the least share of its stages timed alone that a pipeline took; and how many a roofline would
-exclude that knows waves: matrix FLOPs at peak on the busiest SM, if blocks are equal.
+in the recorded order, with 12 finalists, as most specs have. For each run, kernel and problem the
+file holds the number of candidates; those that `search.skip_by_bound` leaves unrun, and the fastest
+of them over the best; the least share of its stages timed alone that a pipeline took; and the
+number that a roofline would exclude that counts waves: matrix FLOPs at peak on the busiest SM, if
+blocks are equal.
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from attnsweep.build.candidate import Build
-from attnsweep.choose.columns import OURS
-from attnsweep.choose.skips import SHARE, Skips
-from attnsweep.family.declare import Config, Kernel, discover
-from attnsweep.hardware import Chip, arch_named, bounds
-from attnsweep.show.terminal import console
-from attnsweep.store.run import Run, open_run
-from attnsweep.trial import Status, Trial
+from setting import console
+
+from attnsweep import (
+    Build,
+    Config,
+    Environment,
+    Run,
+    Skips,
+    Status,
+    Trial,
+    arch_named,
+    bounds,
+    families,
+    open_run,
+)
 
 ROOT = Path(__file__).parent.parent
 RUNS = (
@@ -33,24 +41,26 @@ RUNS = (
     *("flash_h200", "flash_short_h200", "batched_h100"),
 )
 FINALISTS, ENTRY = 12, 1.25
+# The share of its stages timed alone that `Skips` takes a pipeline to need at least.
+SHARE = 0.8
 TOTALS = ("candidates", "skipped", "pipelines", "below_share", "excluded_by_roofline")
 Timed = tuple[Build, Trial]
 
 
 def timed_rows(run: Run) -> list[list[Timed]]:
-    """The rows that were timed, of each problem and family, with their builds."""
+    """The rows that were timed, by problem and family, with their builds."""
     assert run.environment is not None
-    kernels = discover()
-    # Builds as if compiled: code is the same where source and defines are.
+    kernels = families()
+    # Nothing is compiled: code is the same where source and defines are the same.
     compiler: Any = SimpleNamespace(
         arch=arch_named(run.environment.arch),
         key=lambda source, defines: repr((source.name, sorted(defines.items()))),
     )
     spaces = defaultdict(list)
     for trial in run.trials:
-        if trial.provider == OURS and trial.status is Status.OK:
-            kernel: Kernel = kernels[trial.kernel]
-            # What is newer than the run has its first value, with which nothing changed.
+        if trial.provider == "attnsweep" and trial.status is Status.OK:
+            kernel = kernels[trial.kernel]
+            # A parameter newer than the run has its first value, which changes nothing.
             config = Config({p.name: p.values[0] for p in kernel.params} | trial.config)
             build = Build.of(
                 kernel,
@@ -64,12 +74,12 @@ def timed_rows(run: Run) -> list[list[Timed]]:
 
 
 def time_of(trial: Trial) -> float:
-    """Microseconds of a call."""
+    """Its time in microseconds of a call, infinite without one."""
     return trial.time_us.median if trial.time_us is not None else math.inf
 
 
 def skipped_of(rows: Sequence[Timed]) -> list[Trial]:
-    """Those that a sweep that meets the candidates in this order leaves unrun."""
+    """The rows that a sweep that meets the candidates in this order leaves unrun."""
     skips, skipped = Skips(finalists=FINALISTS, entry=ENTRY), []
     for build, trial in rows:
         if skips.verdict(build) is None:
@@ -79,17 +89,17 @@ def skipped_of(rows: Sequence[Timed]) -> list[Trial]:
     return skipped
 
 
-def roofline_us(build: Build, chip: Chip) -> float:
-    """What the matrix units of the busiest SM need at peak, if all blocks are equal."""
-    matrix_us = bounds(build.problem, build.arch, chip).get("matrix", 0.0)
+def roofline_us(build: Build, card: Environment) -> float:
+    """The time that the matrix units of the busiest SM need at peak, if all blocks are equal."""
+    matrix_us = bounds(build.problem, build.arch, card).get("matrix", 0.0)
     if not build.schedule.whole:
         return matrix_us
     blocks = max(math.prod(launch.grid) for launch in build.launches.values())
-    return matrix_us * chip.sm_count * math.ceil(blocks / chip.sm_count) / blocks
+    return matrix_us * card.sm_count * math.ceil(blocks / card.sm_count) / blocks
 
 
-def figures(rows: Sequence[Timed], chip: Chip) -> dict[str, Any]:
-    """What is told of one problem and family."""
+def figures(rows: Sequence[Timed], card: Environment) -> dict[str, Any]:
+    """Count on one problem and family."""
     best = min(time_of(trial) for _, trial in rows)
     skipped = [time_of(trial) / best for trial in skipped_of(rows)]
     shares = [
@@ -106,20 +116,20 @@ def figures(rows: Sequence[Timed], chip: Chip) -> dict[str, Any]:
         "pipelines": len(shares),
         "least_share": round(min(shares), 3) if shares else None,
         "below_share": sum(share < SHARE for share in shares),
-        "excluded_by_roofline": sum(roofline_us(build, chip) > ENTRY * best for build, _ in rows),
-        "largest_roofline_share": round(max(roofline_us(b, chip) / time_of(t) for b, t in rows), 3),
+        "excluded_by_roofline": sum(roofline_us(build, card) > ENTRY * best for build, _ in rows),
+        "largest_roofline_share": round(max(roofline_us(b, card) / time_of(t) for b, t in rows), 3),
     }
 
 
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Count, print, and write the file if one is named."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "h200")
-    chosen = parser.parse_args()
+    arguments = parser.parse_args()
     spaces, totals = [], dict.fromkeys(TOTALS, 0)
     for name in RUNS:
-        run = open_run(chosen.results / name)
+        run = open_run(arguments.results / name)
         assert run.environment is not None
         for rows in timed_rows(run):
             found = figures(rows, run.environment)
@@ -129,9 +139,9 @@ def main() -> None:
                 f"{name} {found['kernel']} {found['problem']}: {found['skipped']} of "
                 f"{found['candidates']} skipped, {found['excluded_by_roofline']} by roofline"
             )
-    if chosen.out is not None:
-        told = {"finalists": FINALISTS, "share": SHARE, **totals, "spaces": spaces}
-        chosen.out.write_text(json.dumps(told, indent=1) + "\n")
+    if arguments.out is not None:
+        facts = {"finalists": FINALISTS, "share": SHARE, **totals, "spaces": spaces}
+        arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

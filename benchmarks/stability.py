@@ -1,11 +1,11 @@
 """Does a rerun pick the same winner, and is it the best?
 
 Usage: python benchmarks/stability.py [FILE.json] [--processes 20] [--budget-s 110]. Fresh processes
-sweep one space of more than 100 candidates, one after another. Then an oracle: every candidate that
-was ever among the first is timed in many interleaved rounds, in three processes. Told are how often
-the same winner came out, whether each tie set holds the oracle's best, and the regret: the winner's
-time over that of the oracle's best, less 1. Clocks are left as they are. A budget that ends before
-all processes ran is said so: `processes` is then less than `asked`.
+sweep one space of more than 100 candidates, one after another. Then an oracle times every candidate
+that was ever among the first, in many interleaved rounds, in three processes. The file holds how
+often the same winner came out, whether each tie set holds the oracle's best, and the regret: the
+winner's time over that of the oracle's best, less 1. Clocks are left as they are. If the budget
+ends before all processes ran, `processes` is less than `asked`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import setting
+from setting import console
 
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.choose.columns import OURS
-from attnsweep.choose.race import RACE_US, label_of
-from attnsweep.choose.ranking import rank
-from attnsweep.gpu.worker import Worker
-from attnsweep.hardware import arch_named
-from attnsweep.show.terminal import console
-from attnsweep.store.run import Run, open_run
-from attnsweep.trial import Environment
+from attnsweep import Build, Problem, Run, Worker, builds, open_run, rank
 
 SPEC = """
 name: stability
@@ -49,28 +42,31 @@ measure: {cold: false, eager: false}
 """
 ORACLE_PROCESSES = 3
 ORACLE_ROUNDS = 100
-# Candidates within this of the best median of any process are the oracle's business.
+# A replay is as long as in a sweep's race.
+REPLAY_US = 300.0
+# The oracle times the candidates within this of the best median of any process.
 NEAR = 1.05
 
 
-def told(run: Run) -> dict[str, Any]:
-    """Of one process's run: the winner, the tie set, and the times of those near the best."""
-    ranking = rank(run.trials, run.environment)
-    ours = ranking[(ranking["provider"] == OURS) & (ranking["status"] == "ok")]
+def facts(run: Run) -> dict[str, Any]:
+    """The winner, the tie set and every time of one process's run."""
+    ranking = rank(run)
+    own = ranking[~ranking["baseline"]]
+    ours = own[own["status"] == "ok"]
     names = ours["kernel"] + " " + ours["config"]
     first = ours["rank"].min()
     return {
         "winner": names[ours["winner"]].item(),
         "ties": sorted(names[ours["rank"] == first]),
         "times_us": dict(zip(names, ours["time_us"], strict=True)),
-        "candidates": int((ranking["provider"] == OURS).sum()),
+        "candidates": len(own),
         "launches": sum(t.race.get("launches", 0) for t in run.trials),
         "launches_of_100_ms": sum(t.race.get("launches_of_100_ms", 0) for t in run.trials),
     }
 
 
 def near(runs: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The candidates that the oracle must time: whoever won, tied or came near in any process."""
+    """The candidates that the oracle must time: all that won, tied or came near in any process."""
     found: set[str] = set()
     for run in runs:
         best = min(run["times_us"].values())
@@ -82,7 +78,7 @@ def near(runs: Sequence[Mapping[str, Any]]) -> set[str]:
 def verdict(
     runs: Sequence[Mapping[str, Any]], oracle: Sequence[Mapping[str, Sequence[float]]]
 ) -> dict[str, Any]:
-    """What the figures say. oracle: of each of its processes, the rounds of every candidate.
+    """Judge the winners. oracle: for each of its processes, the rounds of every candidate.
 
     A candidate's level is the median over the processes of the median over rounds of its time over
     the round's median.
@@ -118,21 +114,22 @@ def verdict(
     }
 
 
-def oracle_rounds(spec: Any, compiler: Compiler, names: set[str], seed: int) -> dict[str, Any]:
-    """Interleaved rounds of the named candidates in one fresh process."""
-    (entry,) = spec.problems
-    chosen = {label_of(b): b for b in setting.builds(spec, compiler) if label_of(b) in names}
-    order, rounds = random.Random(seed), {name: [] for name in chosen}
+def oracle_rounds(
+    problem: Problem, chosen: Mapping[str, Build], seed: int
+) -> dict[str, list[float]]:
+    """Time the candidates in interleaved rounds in one fresh process."""
+    order = random.Random(seed)
+    rounds: dict[str, list[float]] = {name: [] for name in chosen}
     with Worker(timeout_s=60) as worker:
-        worker.open(entry.problem, replay_us=RACE_US, seed=0)
+        worker.open(problem, replay_us=REPLAY_US, seed=0)
         entered = sorted(chosen)
-        order.shuffle(entered)  # and so its buffers lie elsewhere
+        order.shuffle(entered)  # so that buffers lie elsewhere in each process
         for name in entered:
             worker.add(name, chosen[name].candidate(), cold=False)
         for number in range(ORACLE_ROUNDS + 3):
             for name in order.sample(entered, len(entered)):
-                time_us, _ = worker.race(name, RACE_US, "warm")
-                if number >= 3:  # before that clocks rise
+                time_us, _ = worker.race(name, REPLAY_US, "warm")
+                if number >= 3:  # clocks rise before that
                     rounds[name].append(time_us)
     return rounds
 
@@ -142,17 +139,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", type=Path, default=Path("stability.json"))
     parser.add_argument("--processes", type=int, default=20)
-    parser.add_argument("--budget-s", type=float, default=110.0, help="of the fresh processes")
+    parser.add_argument("--budget-s", type=float, default=110.0, help="for the fresh processes")
     arguments = parser.parse_args()
     begun, runs, seconds = time.monotonic(), [], []
-    environment: Environment | None = None
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         spec = setting.spec_of(SPEC, directory, "stability")
         with Worker(timeout_s=60) as worker:
             environment = worker.describe()
-        compiler = Compiler(arch_named(environment.arch))
-        setting.builds(spec, compiler)  # compiling is no part of this benchmark
+        # Compiling is no part of this benchmark: the sweeps find the code in the cache.
+        found = {setting.label_of(build): build for build in builds(spec, arch=environment.arch)}
         for number in range(arguments.processes):
             if time.monotonic() - begun > arguments.budget_s:
                 break
@@ -163,11 +159,12 @@ def main() -> None:
                 [*command, "--results", str(results)], check=True, stdout=subprocess.DEVNULL
             )
             seconds.append(round(time.monotonic() - began, 2))
-            runs.append(told(open_run(results / environment.slug / "stability")))
+            runs.append(facts(open_run(results / environment.slug / "stability")))
             console.print(f"{number + 1}: {runs[-1]['winner']} of {len(runs[-1]['ties'])} ties")
         names = near(runs)
-        oracle = [oracle_rounds(spec, compiler, names, seed) for seed in range(ORACLE_PROCESSES)]
-        compiler.close()
+        chosen = {name: build for name, build in found.items() if name in names}
+        problem = spec.problems[0].problem
+        oracle = [oracle_rounds(problem, chosen, seed) for seed in range(ORACLE_PROCESSES)]
     result = verdict(runs, oracle)
     result = {"asked": arguments.processes, **result, "seconds": seconds}
     said = ("same_winner", "processes", "ties_hold_oracle_best", "largest_regret_percent")

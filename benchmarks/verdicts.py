@@ -1,8 +1,8 @@
 """Record what `attnsweep check` says in each case: pass, timed and not, regression, and so on.
 
-Usage: python benchmarks/verdicts.py DIRECTORY. Needs a GPU and the `ci` extra. Writes JSON, JUnit
-XML and Markdown of each. The kernel is tests/families/burns.cu, whose blocks take a known number of
-clock cycles, with one line changed.
+Usage: python benchmarks/verdicts.py DIRECTORY. It needs a GPU and the `ci` extra, and writes JSON,
+JUnit XML and Markdown for each case. The kernel is tests/families/burns.cu, whose blocks take a
+known number of clock cycles, with one line changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from attnsweep.show.terminal import console, errors
+from setting import console
+
+from attnsweep import find_runs
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ROOT / "tests" / "families"
@@ -26,7 +28,7 @@ baselines: []
 check: {slower: 0.02, budget_s: 30}
 """
 CYCLES = "EXTRA_CYCLES 0"
-# Name: the line changed, the exit code that it must give.
+# Name to the line changed and the exit code that it must give.
 CASES = {
     "pass-same-code": (None, 0),
     "pass-timed": (("float largest = -1e30f", "float largest = -2e30f"), 0),
@@ -40,7 +42,7 @@ CASES = {
 def main() -> int:
     """Record them all; returns 1 if one ended otherwise than it should."""
     if len(sys.argv) != 2:
-        errors.print(__doc__)
+        sys.stderr.write(f"{__doc__}\n")
         return 2
     out = Path(sys.argv[1]).resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -53,7 +55,7 @@ def main() -> int:
         source = place / "families" / "burns.cu"
         text = source.read_text()
         call(place, "run", "burns.yaml", "--kernels", "families", "--results", "runs")
-        (run,) = (path.parent for path in (place / "runs").rglob("trials.jsonl"))
+        (run,) = find_runs(place / "runs")
         call(place, "accept", str(run.relative_to(place)), "baseline")
         for name, (edit, expected) in CASES.items():
             source.write_text(text.replace(*edit) if edit else text)
@@ -67,14 +69,14 @@ def main() -> int:
             console.print(f"{name}: exit code {done.returncode}")
             if done.returncode != expected:
                 failed = 1
-                errors.print(f"  should be {expected}: {done.stderr}", markup=False)
+                sys.stderr.write(f"  it should be {expected}: {done.stderr}\n")
     return failed
 
 
 def call(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """One command, in the place whose files it names."""
+    """Run one command in the directory whose files it names."""
     command = [sys.executable, "-m", "attnsweep", *arguments]
-    # This attnsweep, also where it is not installed and the path to it is relative.
+    # The child finds this attnsweep where it is not installed or PYTHONPATH is relative.
     path = os.pathsep.join(filter(None, [str(ROOT.resolve()), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path}
     return subprocess.run(

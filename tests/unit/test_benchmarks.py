@@ -63,9 +63,9 @@ def test_stability_reads_a_recorded_run(module):
         **{name: getattr(run, name) for name in run.__dataclass_fields__}
         | {"trials": [trial for trial in run.trials if trial.problem == first]}
     )
-    told = stability.told(run)
-    assert told["winner"] in told["ties"]
-    assert told["winner"] in told["times_us"]
+    found = stability.facts(run)
+    assert found["winner"] in found["ties"]
+    assert found["winner"] in found["times_us"]
 
 
 @pytest.mark.parametrize("name", ["stability", "kernel_tuner_compare"])

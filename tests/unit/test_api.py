@@ -1,0 +1,190 @@
+"""The public API: what it names, what it costs to import, and that scripts use nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import attnsweep
+
+PACKAGE = Path(attnsweep.__file__).parent
+ROOT = PACKAGE.parent
+PAGE = (ROOT / "docs" / "reference" / "api.md").read_text()
+PROGRAMS = sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")])
+
+
+@pytest.mark.parametrize("name", attnsweep.__all__)
+def test_a_public_name_imports_and_says_what_it_is(name):
+    value = getattr(attnsweep, name)
+    assert not inspect.ismodule(value)  # a room of that name would hide the function
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert value.__doc__
+
+
+def test_the_stub_lists_what_it_imports():
+    tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    imported = [a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
+    (listed,) = (ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign))
+    assert sorted(listed) == sorted(imported) == sorted(attnsweep.__all__)
+
+
+# -- what importing costs ---------------------------------------------------------------------
+
+COMMAND = """
+import contextlib, io, json, sys
+import attnsweep
+if sys.argv[1:]:
+    from attnsweep.cli import main
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main()
+sys.__stdout__.write(json.dumps(sorted(sys.modules)))
+"""
+SLOW = {"pandas", "numpy", "pydantic", "yaml", "cupy", "torch", "jinja2"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"),
+    [
+        ([], {*SLOW, "typer", "rich"}),
+        (["--version"], SLOW),
+        (["--help"], SLOW),
+        (["list"], {"pandas", "cupy", "torch", "jinja2"}),
+    ],
+    ids=["import", "--version", "--help", "list"],
+)
+def test_starting_imports_only_what_is_needed(arguments, unwanted):
+    command = [sys.executable, "-c", COMMAND, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not unwanted & set(json.loads(done.stdout))
+
+
+# -- what scripts and benchmarks use ----------------------------------------------------------
+
+
+def names_used(path: Path) -> set[str]:
+    """Every module of the package that a file imports, and every name that it uses of it."""
+    tree = ast.parse(path.read_text())
+    aliases = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name == "attnsweep"
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names if a.name.startswith("attnsweep.")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attnsweep."):
+            found.add(node.module)
+        elif isinstance(node, ast.ImportFrom) and node.module == "attnsweep":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found |= {node.attr} if node.value.id in aliases else set()
+    return found
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_program_uses_public_names_alone(path):
+    assert names_used(path) <= {*attnsweep.__all__, "__version__"}
+
+
+def test_what_a_program_uses_is_found(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(
+        "import attnsweep as a\nimport attnsweep.cli\nfrom attnsweep import run\n"
+        "from attnsweep.store.run import Store\na.rank\n"
+    )
+    assert names_used(file) == {"attnsweep.cli", "run", "attnsweep.store.run", "rank"}
+
+
+def test_constants_that_a_benchmark_repeats_are_those_of_the_package(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from attnsweep.build.nvrtc import CACHE_VARIABLE
+    from attnsweep.choose import race, skips
+
+    assert importlib.import_module("skips").SHARE == skips.SHARE
+    assert importlib.import_module("stability").REPLAY_US == race.RACE_US
+    text = (ROOT / "benchmarks" / "kernel_tuner_compare.py").read_text()
+    assert f'"{CACHE_VARIABLE}"' in text
+
+
+# -- what only the API does -------------------------------------------------------------------
+
+
+def test_builds_are_limited_by_family_and_problem(tmp_path, monkeypatch):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: attnsweep[compile]")
+    monkeypatch.setenv("ATTNSWEEP_CACHE_DIR", str(tmp_path / "cache"))
+    file = tmp_path / "spec.yaml"
+    shapes = "{batch: 1, heads: 1, seqlen: [32, 64], head_dim: 64}"
+    file.write_text(f"problems: [{shapes}]\nkernels: {{naive: {{}}}}\nbaselines: []\n")
+    spec = attnsweep.load_spec(file)
+    found = attnsweep.builds(spec, arch="sm_90a", limit=1)
+    assert [build.problem.seqlen_q for build in found] == [32, 64]
+    for build in found:
+        assert build.candidate().timed.problem == build.problem
+    rows = [build.row(status="ok") for build in found]
+    again = attnsweep.rebuild(rows, arch="sm_90a")
+    assert [b.machine_code() for b in again] == [b.machine_code() for b in found]
+    gone = rows[0].with_(kernel="nosuch")
+    other = rows[0].with_(config={**rows[0].config, "NOSUCH": 1})
+    assert attnsweep.rebuild([gone, other], arch="sm_90a") == []
+
+
+@pytest.mark.parametrize("side", ["old", "new"])
+def test_a_candidate_that_cannot_run_ends_the_comparison(side):
+    class Broken:
+        def forget(self, name):
+            pass
+
+        def add(self, name, candidate, *, cold):
+            if name == side:
+                raise attnsweep.WorkerError(attnsweep.Status.LAUNCH_ERROR, "no such cubin")
+
+    gpu = Broken()
+    with pytest.raises(attnsweep.WorkerError, match="no such cubin") as caught:
+        attnsweep.compare_candidates(None, None, gpu, lambda: gpu)
+    (note,) = caught.value.__notes__
+    assert ("baseline" in note) == (side == "old")
+
+
+# -- how it is shipped and described ----------------------------------------------------------
+
+
+def test_the_wheel_carries_the_types():
+    assert (PACKAGE / "py.typed").is_file()
+    assert (PACKAGE / "__init__.pyi").is_file()
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    wheel = build["targets"]["wheel"]
+    assert wheel["packages"] == ["attnsweep"]  # whole
+    assert not {"exclude", "only-include"} & {*build, *wheel}
+
+
+def test_the_page_names_every_public_name():
+    cells = "".join(line.split(" | ")[0] for line in PAGE.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`(\w+)", cells)) == set(attnsweep.__all__)
+
+
+@pytest.mark.parametrize("shown", re.findall(r"^\| `(\w+\(.*?\))` \|", PAGE, re.MULTILINE))
+def test_a_signature_on_the_page_is_that_of_the_code(shown):
+    name = shown.split("(")[0]
+    signature = inspect.signature(getattr(attnsweep, name))
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    signature = signature.replace(parameters=bare, return_annotation=signature.empty)
+    assert shown == f"{name}{signature}".replace("'", '"')
+
+
+def test_what_the_page_shows_of_a_recorded_run_works(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    code = re.search(r"```python\n(from attnsweep import open_run.*?)```", PAGE, re.DOTALL)[1]
+    exec(code, {})
+    assert "ratio_to_best_baseline" in capsys.readouterr().out
