@@ -1,1 +1,1 @@
-"""What a kernel family says of itself: parameters, rules, stages, and how a call is issued."""
+"""A kernel family's declaration: parameters, rules, stages, and how a call is issued."""

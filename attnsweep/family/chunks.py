@@ -1,7 +1,7 @@
 """How one call of a config is issued: whole or in chunks, over streams, from a graph or eagerly.
 
-These are parameters that every family has beside its own, and no template knows of them: a chunk
-is the family's own launches on a smaller problem, at an offset into the same tensors.
+Every family has these parameters next to its own, and no template knows of them: a chunk is the
+family's own launches on a smaller problem, at an offset into the same tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODES = (
     ),
     Param("CHUNK_ROWS", (0,), "queries of one launch, then of one head; 0: all, or as above"),
 )
-"""A config names one of them only where its spec does; the first value is what holds elsewhere."""
+"""A config contains a mode only if its spec names that mode; otherwise the first value holds."""
 
 
 CHUNKS = "chunks_are_used"
@@ -31,14 +31,14 @@ CHUNKS_RULE = (
     "its chunks are smaller than the whole, keep grouped heads together, and use every stream"
 )
 
-# Chunks of queries are multiples of this: the largest BLOCK_M of any family, so that no tile is
-# cut. Workspaces of different streams begin at multiples of _ALIGNMENT bytes.
+# A chunk of queries is a multiple of ROW_UNIT: the largest BLOCK_M of any family, so that no tile
+# is cut. The workspaces of different streams begin at multiples of _ALIGNMENT bytes.
 ROW_UNIT = 256
 _ALIGNMENT = 1024
 
 
 def changed_since(kernel: Kernel, recorded: Config) -> str | None:
-    """Which parameters the family has lost or got since a config was recorded; None if none."""
+    """The parameters that the family gained or lost since a config was recorded, or None."""
     own, modes = {param.name for param in kernel.params}, {param.name for param in MODES}
     gone = [repr(name) for name in recorded if name not in own | modes]
     new = [repr(name) for name in sorted(own - set(recorded))]
@@ -49,7 +49,7 @@ def changed_since(kernel: Kernel, recorded: Config) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The launches of one chunk: a problem of its own, at `offsets` (bytes) into the buffers."""
+    """One chunk of a call: a problem of its own, at `offsets` (bytes) into the buffers."""
 
     problem: Problem
     stream: int
@@ -66,7 +66,7 @@ class Schedule:
     workspaces: Mapping[str, int]
     """Bytes of each buffer, all streams together."""
     widest: Problem
-    """What the stages are compiled for: no piece is longer in any direction."""
+    """The problem that the stages are compiled for; no piece is longer in any dimension."""
 
     @property
     def whole(self) -> bool:
@@ -75,7 +75,7 @@ class Schedule:
 
     @property
     def facts(self) -> dict[str, int]:
-        """What a row says of it."""
+        """Facts of the schedule that a row records."""
         problem = self.pieces[0].problem
         return {
             "chunks": len(self.pieces),
@@ -87,7 +87,7 @@ class Schedule:
 
 
 def mode(config: Mapping[str, object], name: str) -> int | bool | str:
-    """The value of one of MODES in a config, named there or not."""
+    """The value of one of MODES in a config, whether the config names it or not."""
     default = next(param.values[0] for param in MODES if param.name == name)
     return config.get(name, default)  # type: ignore[return-value]
 
@@ -97,7 +97,7 @@ def _number(config: Mapping[str, object], name: str) -> int:
 
 
 def is_used(config: Config, problem: Problem) -> bool:
-    """Whether the modes of a config say something on this problem: the rule CHUNKS."""
+    """Rule CHUNKS: whether every mode that the config sets takes effect on this problem."""
     total, group = problem.batch * problem.heads, problem.heads // problem.heads_kv
     heads, rows = _number(config, "CHUNK_HEADS"), _number(config, "CHUNK_ROWS")
     if rows and (rows >= problem.seqlen_q or rows % ROW_UNIT or heads > 1):
@@ -113,10 +113,10 @@ def is_used(config: Config, problem: Problem) -> bool:
 def schedule_of(
     kernel: Kernel, config: Config, problem: Problem, workspace_limit: int | None = None
 ) -> Schedule:
-    """The chunks that a config asks for, or, where it leaves that open, the fewest that fit.
+    """The chunks that a config asks for; if it leaves them open, the fewest that fit.
 
-    workspace_limit: bytes of all workspaces together. Where not even ROW_UNIT queries of one head
-    fit, the schedule exceeds it, for its caller to refuse.
+    workspace_limit: bytes of all workspaces together. If not even ROW_UNIT queries of one head fit,
+    the schedule exceeds the limit, and the caller must refuse it.
     """
 
     def made(heads: int, rows: int) -> Schedule:
@@ -142,12 +142,12 @@ def schedule_of(
 
 
 def _keeps_groups(heads: int, group: int) -> bool:
-    """Whether chunks of so many query heads have key heads of their own."""
+    """Whether chunks of `heads` query heads each read key heads of their own."""
     return heads % group == 0 or group % heads == 0
 
 
 def _wanted(config: Config, problem: Problem) -> tuple[int, int]:
-    """Heads and queries of a chunk before any limit."""
+    """Heads and queries of a chunk, before a workspace limit shrinks it."""
     total, group = problem.batch * problem.heads, problem.heads // problem.heads_kv
     rows = _number(config, "CHUNK_ROWS")
     if rows and rows < problem.seqlen_q:
@@ -161,7 +161,7 @@ def _wanted(config: Config, problem: Problem) -> tuple[int, int]:
 
 
 def _spans(problem: Problem, heads: int, rows: int) -> Iterator[tuple[int, int, int, int]]:
-    """First head and how many, first query and how many, of each chunk."""
+    """First head, number of heads, first query and number of queries of each chunk."""
     total = problem.batch * problem.heads
     for head in range(0, total, heads):
         for row in range(0, problem.seqlen_q, rows):
@@ -194,10 +194,10 @@ def _schedule(kernel: Kernel, config: Config, problem: Problem, heads: int, rows
 def _chunk(
     problem: Problem, head: int, heads: int, row: int, rows: int
 ) -> tuple[Problem, dict[str, int]]:
-    """The problem of a chunk, batch and heads run together, and where its tensors begin."""
+    """The problem of a chunk, with batch and heads merged, and the byte offsets of its tensors."""
     group = problem.heads // problem.heads_kv
     seqlen_k = problem.seqlen_k
-    if problem.causal:  # keys after its last query's are masked, and the mask stays bottom-right
+    if problem.causal:  # dropping masked keys at the end keeps the mask aligned
         seqlen_k -= problem.seqlen_q - row - rows
     chunk = replace(
         problem,

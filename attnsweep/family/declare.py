@@ -1,4 +1,4 @@
-"""How a kernel family declares itself: Param, Config, rules, stages, Launch; and how it is found.
+"""Declaration of a kernel family: Param, Config, rules, stages, Launch; and how it is found.
 
 A family is `NAME.cu` (the CUDA template) and `NAME.py`, which builds one `kernel = Kernel(...)`.
 Nothing else in attnsweep knows a family by name. See docs/writing-a-kernel.md.
@@ -24,16 +24,17 @@ from attnsweep.trial import Value
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One tunable of a family: the values a sweep tries unless its spec names others."""
+    """One tunable parameter of a family, with the values that a sweep tries by default."""
 
     name: str
     values: tuple[Value, ...]
     help: str
 
     def why_not(self, value: int) -> str | None:
-        """Why a whole number cannot be one of its values, though a spec may name others; or None.
+        """Why a spec may not use this whole number as a value, or None.
 
-        It is no less than the declared ones, or than 1: rules divide by sizes and counts.
+        A value is at least 1, or the smallest declared value if that is less: rules divide by sizes
+        and counts.
         """
         least = min([1, *(int(own) for own in self.values if not isinstance(own, str))])
         return f"{self.name} must be at least {least}, not {value}" if value < least else None
@@ -51,7 +52,7 @@ class Config(Mapping[str, Value]):
         return self._values[name]
 
     def __getattr__(self, name: str) -> int:
-        # Declarations are arithmetic on ints; the rare str Param is read with config["NAME"].
+        # Declarations do arithmetic on ints; they read the rare str Param as config["NAME"].
         try:
             return self._values[name]  # type: ignore[return-value]
         except KeyError:
@@ -64,7 +65,7 @@ class Config(Mapping[str, Value]):
         return len(self._values)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._values.items()))  # equal in any order, as mappings are
+        return hash(frozenset(self._values.items()))  # as mappings, equal in any order
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mapping) and self._values == dict(other)
@@ -82,7 +83,7 @@ class Config(Mapping[str, Value]):
 
 
 def values_in(text: str) -> dict[str, str]:
-    """`BLOCK_M=64 BLOCK_N=128 …` as a mapping of texts. Raises KernelError for another text."""
+    """The mapping of texts in `BLOCK_M=64 BLOCK_N=128 …`. Raises KernelError for any other text."""
     values = {}
     for part in text.split():
         name, equals, value = part.partition("=")
@@ -103,8 +104,8 @@ class TensorMap:
     """A TMA descriptor of a 16-bit tensor, passed by value (`const __grid_constant__`, 128 bytes).
 
     buffer: its name. dims: elements, innermost first. strides: bytes between neighbours of every
-    dim but the first, multiples of 16. box: elements one copy moves. swizzle_bytes: 0, 32, 64 or
-    128. Reads outside `dims` give zeros, writes outside are dropped.
+    dimension but the first, multiples of 16. box: elements that one copy moves. swizzle_bytes: 0,
+    32, 64 or 128. Reads outside `dims` return zeros; writes outside are dropped.
     """
 
     buffer: str
@@ -123,11 +124,11 @@ class Launch:
 
     args: a str names a buffer (`q`, `k`, `v`, `o`, or a workspace) and passes its pointer; an int
     passes as int32, a float as float32, a TensorMap by value. `defines` are extra compile-time
-    integers that follow from the problem. `min_blocks_per_sm` is the occupancy the family plans
-    for. `programmatic`: launched with programmatic stream serialization, so that it may begin
-    before the launch ahead of it ends (sm_90; the template must wait with griddepcontrol.wait).
-    `carveout`: per cent of the memory that L1 shares, asked for as shared memory; -1 leaves it to
-    the driver, which goes by what each launch needs.
+    integers that follow from the problem. `min_blocks_per_sm` is the occupancy that the family
+    plans for. `programmatic`: the launch uses programmatic stream serialization, so that it may
+    begin before the launch ahead of it ends (sm_90; the template must wait with
+    griddepcontrol.wait). `carveout`: percentage of the memory shared with L1 that the launch asks
+    for as shared memory; -1 leaves it to the driver, which decides by what each launch needs.
     """
 
     function: str
@@ -142,7 +143,7 @@ class Launch:
 
     @property
     def arg_bytes(self) -> tuple[int, ...]:
-        """Bytes of each argument as the kernel gets it."""
+        """Bytes of each argument as the kernel receives it."""
         return tuple(
             8 if isinstance(arg, str) else 128 if isinstance(arg, TensorMap) else 4
             for arg in self.args
@@ -158,7 +159,7 @@ def _no_workspace(config: Config, problem: Problem) -> dict[str, int]:
     return {}
 
 
-# The rule that every family has: threads, shared memory and grid are what CUDA can launch.
+# The rule that every family has: CUDA can launch its threads, shared memory and grid.
 BLOCK_LIMITS = "block_limits"
 
 # Compile-time facts of a problem that a stage may ask for.
@@ -171,7 +172,7 @@ PROBLEM_CONSTANTS: dict[str, Callable[[Problem], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One launch of a pipeline. Only `params` and `constants` reach its compiler, as -D."""
+    """One launch of a pipeline. Its compiler gets only `params` and `constants`, as -D."""
 
     name: str
     params: tuple[str, ...]
@@ -179,7 +180,7 @@ class Stage:
     launch: LaunchBuilder
 
     def defines(self, config: Config, problem: Problem, launch: Launch) -> dict[str, str]:
-        """The -D of this stage: STAGE_<NAME>=1, its parameters, problem constants, extras."""
+        """The -D options of this stage: STAGE_<NAME>=1, parameters, problem constants, extras."""
         out = {f"STAGE_{self.name.upper()}": "1"}
         for name in self.params:
             value = config[name]
@@ -193,12 +194,12 @@ class Stage:
 
 @dataclass
 class Kernel:
-    """A kernel family. `source` is the .cu beside the declaration.
+    """A kernel family. `source` is the .cu file next to the declaration.
 
     rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
-    between stages); its error limit is derived from the same maths with scores so rounded.
-    head_dims: those it takes, or a range of them.
-    deterministic: equal calls give equal bits, which is checked; False for a family of atomic sums.
+    between stages); the error limit comes from the same maths with scores rounded as often.
+    head_dims: the supported ones, as a tuple or a range. deterministic: equal calls give equal
+    bits, which is checked; False for a family with atomic sums.
     """
 
     name: str
@@ -237,7 +238,7 @@ class Kernel:
                 )
 
     def _misdeclared(self) -> str | None:
-        """What is wrong with the fields that refusal() reads, where a slip refuses or crashes."""
+        """The fault of a field that refusal() reads, or None; there it would refuse or crash."""
         if self.min_arch not in {*ARCHS, *(name.rstrip("a") for name in ARCHS)}:
             return f"min_arch is one of {', '.join(ARCHS)}, not {self.min_arch!r}"
         known = f"dtypes are a tuple of {', '.join(DTYPE_BYTES)}, not {self.dtypes!r}"
@@ -262,14 +263,14 @@ class Kernel:
 
     @property
     def some_head_dims(self) -> tuple[int, ...]:
-        """Those to compile and check: all, or of a range the first, the second and the last."""
+        """The head_dims to compile and check: all, or a range's first, second and last."""
         if isinstance(self.head_dims, range):
             return (*self.head_dims[:2], self.head_dims[-1])
         return self.head_dims
 
     @property
     def archs_text(self) -> str:
-        """What it runs on, in words. An architecture whose name ends in `a` is alone."""
+        """The architectures it runs on, in words. One whose name ends in `a` stands alone."""
         return self.min_arch if self.min_arch.endswith("a") else f"{self.min_arch} and later"
 
     def rule(self, description: str) -> Callable[[Rule], Rule]:
@@ -296,8 +297,8 @@ class Kernel:
     ) -> Callable[[LaunchBuilder], LaunchBuilder]:
         """Decorate `def name(config, problem, arch) -> Launch`. Stages run in declared order.
 
-        params: the parameters this stage's code depends on; all of them unless named. A builder
-        that returns None leaves the stage out of that config.
+        params: the parameters that this stage's code depends on (default: all). A builder that
+        returns None leaves the stage out of that config.
         """
 
         def add(launch: LaunchBuilder) -> LaunchBuilder:
@@ -349,7 +350,7 @@ class Kernel:
         return None
 
     def launches(self, config: Config, problem: Problem, arch: Arch) -> dict[str, Launch]:
-        """Stage name to its Launch, in running order. Raises KernelError if one cannot be."""
+        """Stage name to its Launch, in running order. Raises KernelError for a faulty launch."""
         buffers = {"q", "k", "v", "o", *self.workspaces(config, problem)}
         launches = {}
         for name, stage in self.stages.items():
@@ -378,7 +379,7 @@ class Kernel:
         return made
 
     def _ask(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the declaration's function; what it raises becomes a KernelError with its line."""
+        """Call the declaration's function; its exception becomes a KernelError with its line."""
         try:
             return function(*args)
         except Exception as error:  # a user's declaration may raise anything
@@ -390,7 +391,7 @@ class Kernel:
 
 
 def _place(function: Callable[..., Any], error: BaseException | None = None) -> str:
-    """file:line of a declaration's function, or of its line that raised."""
+    """file:line of a declaration's function, or of the line in it that raised."""
     file, line = function.__code__.co_filename, function.__code__.co_firstlineno
     for frame in traceback.extract_tb(error.__traceback__) if error is not None else ():
         if frame.filename == file and frame.lineno is not None:
@@ -399,7 +400,7 @@ def _place(function: Callable[..., Any], error: BaseException | None = None) -> 
 
 
 def _fault(launch: object, buffers: set[str]) -> str | None:
-    """What makes a declaration's Launch impossible, or None."""
+    """The reason why a declaration's Launch is impossible, or None."""
     if not isinstance(launch, Launch):
         return f"must return a Launch or None, not {launch!r}"
     sizes = {"threads": launch.threads, "grid": launch.grid, "smem_bytes": launch.smem_bytes}
@@ -422,7 +423,7 @@ def _fault(launch: object, buffers: set[str]) -> str | None:
 
 
 def load_kernel(path: Path) -> Kernel:
-    """The `kernel` that one declaration file builds. Raises KernelError saying what is wrong."""
+    """The `kernel` that one declaration file builds. Raises KernelError with the fault."""
     path = path.resolve()
     name = f"attnsweep_family_{path.stem}_{abs(hash(path))}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -435,7 +436,8 @@ def load_kernel(path: Path) -> Kernel:
     except KernelError:
         raise
     except (Exception, SystemExit) as error:  # a user's file may raise anything
-        # The deepest line of the declaration itself, which may have called something that raised.
+        # Find the deepest line of the declaration itself, which may have called something that
+        # raised.
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
@@ -459,8 +461,8 @@ def load_kernel(path: Path) -> Kernel:
 def discover(extra: Path | None = None) -> dict[str, Kernel]:
     """Every family in the shipped kernels/ and in `extra`, by name, sorted.
 
-    A file whose name begins with `_` is not a family. Raises KernelError on a broken or repeated
-    declaration, or if `extra` is not a directory.
+    A file whose name begins with `_` is not a family. Raises KernelError if a declaration is broken
+    or repeated, or if `extra` is not a directory.
     """
     found: dict[str, Kernel] = {}
     for directory in [shipped("kernels")] + ([extra] if extra else []):

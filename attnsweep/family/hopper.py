@@ -1,4 +1,4 @@
-"""What declarations of Hopper kernels share: tensor maps, register budgets, turns of blocks."""
+"""Helpers for Hopper declarations: tensor maps, register budgets, turns of blocks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from attnsweep.family.declare import TensorMap
 from attnsweep.hardware import Arch
 from attnsweep.problem import Problem, ceil_div
 
-# A warp-specialised consumer may hold no more: setmaxnreg takes multiples of 8 up to 240 beside a
-# producer that keeps 24.
+# Most registers of a thread of a warp-specialised consumer: setmaxnreg takes multiples of 8, at
+# most 240 next to a producer that keeps 24.
 _MOST_REGISTERS = 240
 
 
 def panels(columns: int) -> int:
-    """Panels of 64 16-bit columns: the 128 bytes that TMA swizzles and wgmma reads."""
+    """Number of panels of 64 16-bit columns: 128 bytes, which TMA swizzles and wgmma reads."""
     return ceil_div(columns, 64)
 
 
@@ -29,10 +29,10 @@ def tensor_map(
     item_bytes: int = 2,
     swizzle_bytes: int | None = None,
 ) -> TensorMap:
-    """(heads, rows, columns) of a buffer. box: columns and rows that one copy moves.
+    """Tensor map of a buffer with shape (heads, rows, columns).
 
-    pitch: elements from row to row (default: the columns). swizzle_bytes: default: those of a row
-    of the box.
+    box: columns and rows that one copy moves. pitch: elements from row to row (default: the
+    columns). swizzle_bytes: default: the bytes of a row of the box.
     """
     row_bytes = (pitch or columns) * item_bytes
     return TensorMap(
@@ -45,16 +45,16 @@ def tensor_map(
 
 
 def registers_at_entry(arch: Arch, threads: int, blocks_per_sm: int = 1) -> int:
-    """Registers of every thread when so many blocks are launched on an SM."""
-    warps = ceil_div(threads * blocks_per_sm, 128)  # of the fullest quarter of the SM
+    """Registers of each thread when `blocks_per_sm` blocks are launched on an SM."""
+    warps = ceil_div(threads * blocks_per_sm, 128)  # in the fullest quarter of the SM
     return min(255, arch.registers_per_sm // 4 // (32 * warps) // 8 * 8)
 
 
 def registers_of_roles(entry: int, warpgroups: int, producer: int | None) -> int:
-    """Registers of a consumer thread once a producer warpgroup has given its own away.
+    """Registers of a consumer thread after a producer warpgroup has given some of its own away.
 
-    entry: what every thread had at the launch; producer: what the producer's threads keep, None if
-    they are too few to give any away.
+    entry: registers of every thread at the launch. producer: registers that the producer's threads
+    keep; None if they are too few to give any away.
     """
     if producer is None:
         return entry
@@ -62,16 +62,17 @@ def registers_of_roles(entry: int, warpgroups: int, producer: int | None) -> int
 
 
 def heads_sharing_l2(p: Problem, block_m: int, block_n: int, blocks: int, l2_bytes: int) -> int:
-    """Heads whose longest tiles come first, then their next, so that they share K and V in L2.
+    """Number of heads to process as a group, so that they share K and V in L2.
 
-    blocks: those that take turns at all tiles; 0 if each has one tile. l2_bytes: of K and V that
+    A group deals its heads' longest tiles first, then the next longest. blocks: number of blocks
+    that take turns at all tiles; 0 if each block has one tile. l2_bytes: bytes of K and V that
     blocks which run at the same time should share.
     """
     heads, group = p.batch * p.heads, p.heads // p.heads_kv
     fit = min(heads, max(1, l2_bytes * group // (4 * p.seqlen_k * p.head_dim)))
     if not blocks:
         return max(n for n in range(1, fit + 1) if heads % n == 0)
-    # A tile of queries costs its tiles of keys, and as much as one and a half of them on top.
+    # A tile of queries costs one per tile of keys, plus one and a half; here all of it doubled.
     rows = range(ceil_div(p.seqlen_q, block_m) * block_m, 0, -block_m)
     keys = [p.seqlen_k - max(0, p.seqlen_q - row) if p.causal else p.seqlen_k for row in rows]
     costs = tuple(2 * ceil_div(max(0, seen), block_n) + 3 for seen in keys)
@@ -80,13 +81,13 @@ def heads_sharing_l2(p: Problem, block_m: int, block_n: int, blocks: int, l2_byt
 
 @functools.lru_cache(maxsize=4096)
 def even_turns(heads: int, fit: int, costs: tuple[int, ...], blocks: int) -> int:
-    """The count of heads together, from fit / 2 to fit, that leaves the busiest block least to do.
+    """The size of a group of heads, from fit / 2 to fit, that gives the busiest block least work.
 
-    Blocks take turns from the first on, and back. costs: those of the tiles of queries of one head,
-    in the order in which they are dealt. Turns are even over two turns of one group of heads, but
-    not over two that have the end of one group and the beginning of the next: for
-    (16,16,1024,128) causal the busiest of 132 blocks has 19 % too much with 64 heads together, and
-    1 % with 33.
+    Blocks take turns in order, then in reverse order. costs: cost of each tile of queries of one
+    head, in the order in which tiles are dealt. Two turns within one group of heads balance each
+    other, but not two turns at the end of one group and the beginning of the next: for
+    (16,16,1024,128) causal the busiest of 132 blocks has 19 % too much work with groups of 64
+    heads, and 1 % with groups of 33.
     """
 
     def most(together: int) -> int:

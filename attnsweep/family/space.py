@@ -1,4 +1,4 @@
-"""The candidates of one family on one problem: what a spec selects, and what rules leave of it."""
+"""The candidates of one family on one problem: values that a spec selects and rules keep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.trial import Value
 
-# Enumerating takes about 10 us a combination: ten seconds, which a longer list would multiply.
+# Enumerating takes about 10 us a combination, so this limit takes ten seconds.
 MAX_COMBINATIONS = 1_000_000
 
 Values = Mapping[str, tuple[Value, ...]]
@@ -22,17 +22,18 @@ Values = Mapping[str, tuple[Value, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a spec says of one family's parameters; a parameter it does not name keeps its own.
+    """The values of one family's parameters that a spec selects; other parameters keep their own.
 
-    variants: axis to name to values. Every combination of one variant of each axis is taken, and
-    what a variant names replaces `values`. So parameters that belong together change together.
+    variants: axis to name to values. The space has every combination of one variant of each axis,
+    and a variant's values replace those of `values`. Parameters that belong together thus change
+    together.
     """
 
     values: Values = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Values]] = field(default_factory=dict)
 
     def groups(self) -> Iterator[tuple[dict[str, str], dict[str, tuple[Value, ...]]]]:
-        """Name of the variant on each axis, and the values they and the rest select."""
+        """The variant's name on each axis, with the values that these and `values` select."""
         for names in itertools.product(*self.variants.values()):
             chosen = dict(zip(self.variants, names, strict=True))
             merged = dict(self.values)
@@ -42,23 +43,23 @@ class Selection:
 
     @property
     def names(self) -> set[str]:
-        """Every parameter that it says something of."""
+        """Every parameter that the selection names."""
         of_variants = (values for axis in self.variants.values() for values in axis.values())
         return {name for values in (self.values, *of_variants) for name in values}
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The candidates of one family on one problem, and what each rule removed."""
+    """The candidates of one family on one problem, and how many configs each rule removed."""
 
     kernel: Kernel
     problem: Problem
     configs: tuple[Config, ...]
     total: int
     removed: dict[str, int]
-    """Rule name to how many configs it removed first, in rule order."""
+    """Rule name to the number of configs that it removed first, in rule order."""
     variants: Mapping[Config, Mapping[str, str]] = field(default_factory=dict)
-    """Axis to name of the variant, of each config that a spec's variants gave."""
+    """Each config to axis to variant name; no axes if the spec has no variants."""
 
     @classmethod
     def build(
@@ -71,7 +72,8 @@ class Space:
         """Every combination of selected values that all rules keep, each config once."""
         selection = selection or Selection()
         named = selection.names
-        # A mode that one variant names is in every config, so that all have the same parameters.
+        # If one variant names a mode, every config contains it, so that all have the same
+        # parameters.
         own = {param.name: param.values for param in kernel.params}
         modes = {param.name: param.values[:1] for param in MODES if param.name in named}
         groups = [
