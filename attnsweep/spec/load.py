@@ -1,7 +1,7 @@
-"""The YAML sweep spec: what `load_spec` accepts, and what it says when it does not.
+"""The YAML sweep spec: models of its file, and `load_spec`, which checks and expands it.
 
-Nothing is converted: a bool is no int, a quoted number is text, `1e3` is no whole number, `no` is
-text. See `attnsweep.spec.yaml_file` for how YAML is read and errors are placed.
+Values are never converted: a bool is not an int, a quoted number is text, `1e3` is not a whole
+number, `no` is text. `attnsweep.spec.yaml_file` reads the YAML and places errors in it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from attnsweep.trial import Value
 
 Device = Literal["cuda", "replay"]
 MAX_PROBLEMS = 1000
-"""A spec that expands to more is a slip of the pen: at 1 s a problem and family, hours."""
+"""A spec that expands to more is a mistake: at 1 s a problem and family, it takes hours."""
 
 
-# The models: what a spec file may hold. The JSON Schema for editors is generated from them.
+# Models of a spec file's content. They also give the JSON Schema for editors.
 
 
 class _Model(BaseModel):
@@ -263,7 +263,7 @@ _MODELS: dict[str, type[BaseModel]] = {
 class ProblemEntry:
     """One problem and the families swept on it, in the spec's order.
 
-    slower: the share by which a check lets it become slower; None for the spec's.
+    slower: share by which a check lets it become slower (default: the spec's).
     """
 
     problem: Problem
@@ -278,7 +278,7 @@ class SweepSpec:
     name: str
     device: Device
     recording: Path | None
-    """Absolute; there exactly if device is `replay`."""
+    """Absolute; set if and only if device is `replay`."""
     arch: str | None
     problems: tuple[ProblemEntry, ...]
     kernels: dict[str, Selection]
@@ -292,9 +292,10 @@ class SweepSpec:
     document: Document = field(compare=False, repr=False)
 
     def resolved(self, relative_to: Path | None = None) -> str:
-        """YAML of this spec with nothing left to default; `load_spec` reads it back equal.
+        """YAML of this spec with every default written out; `load_spec` reads it back equal.
 
-        relative_to: the directory it will be written to; `recording` is then relative to it.
+        relative_to: the directory that the text will be written to; `recording` is then relative to
+        it.
         """
         recording = self.recording
         if recording is not None and relative_to is not None:
@@ -333,7 +334,7 @@ def _tuples(parameters: ParameterValues) -> dict[str, tuple[Value, ...]]:
 
 
 def _dumped(selection: Selection) -> dict[str, Any]:
-    """The YAML of a selection: on one line, but for variants, which have one each."""
+    """The YAML data of a selection: on one line, but each variant on a line of its own."""
 
     def flow(values: Values) -> Flow:
         return Flow({name: [*of] for name, of in values.items()})
@@ -348,10 +349,10 @@ def _dumped(selection: Selection) -> dict[str, Any]:
 
 
 def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
-    """Read a spec, or the shipped one of that name if there is no such file.
+    """Read a spec, or the shipped spec of that name if there is no such file.
 
-    kernels: the families there are, to `check_against`. Raises SpecError saying
-    `file:line:column: what` and what to write instead, up to five at once.
+    kernels: the families, with which `check_against` checks the spec. Raises SpecError with
+    `file:line:column: what` and a correction, for up to five errors at once.
     """
     path = find(path)
     document = Document.read(path, hint=shipped_hint())
@@ -360,7 +361,7 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
     except ValidationError as error:
         document.report_all(error, _MODELS)
         document.raise_issues()
-        raise  # not reached: pydantic raises with one complaint at least
+        raise  # not reached: pydantic reports at least one error
     entries = _entries(file, document)
     if file.device == "replay" and file.recording is None:
         hint = "add recording: the run to replay, relative to this file"
@@ -406,7 +407,7 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
 
 
 def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
-    """Every problem once; of one that several entries name, all kernels and the least `slower`."""
+    """Each problem once. One that several entries name gets all kernels and the least `slower`."""
     chosen: dict[Problem, set[str]] = {}
     slower: dict[Problem, float] = {}
     for index, entry in enumerate(file.problems):
@@ -434,7 +435,7 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
 
 
 def check_against(spec: SweepSpec, kernels: Mapping[str, Kernel]) -> None:
-    """Raise SpecError unless the spec's families, their parameters and values are there."""
+    """Raise SpecError if the spec names a family, parameter or value that does not exist."""
     document = spec.document
     for family, selection in spec.kernels.items():
         loc: Loc = ("kernels", family)
@@ -478,13 +479,13 @@ def _check_values(
 
 
 def _refusal(param: Param, value: Value) -> tuple[str, str] | None:
-    """Why `value` cannot be one of `param`, and a hint; None if it can."""
+    """Why `value` cannot be a value of `param`, and a hint; None if it can."""
     alike = [declared for declared in param.values if type(declared) is type(value)]
     hint = f"its own values: {', '.join(map(_yaml_text, param.values))}"
     if not alike:
         return f"{param.name} cannot be {_yaml_text(value)}", hint
     if isinstance(value, str) and value not in alike:
-        # A text names a branch of the template, so an unknown one can only be a slip.
+        # A text selects a branch of the template, so an unknown one is always a mistake.
         return f"{param.name} cannot be {value!r}", nearest(value, map(str, alike))
     wrong = param.why_not(value) if type(value) is int else None
     return (wrong, hint) if wrong else None

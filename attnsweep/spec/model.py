@@ -1,4 +1,4 @@
-"""What the values of a sweep spec may look like, and what is said of those that do not."""
+"""Types of the values in a sweep spec, and the messages for wrong values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _baseline_names(value: object) -> object:
         return list(BASELINES)
     if value in (None, "none"):
         raise wrong("baselines cannot be {value}", "write [] for none, all for every one")
-    if value == []:  # none at all, where any other list must not be empty
+    if value == []:  # no baseline; other lists must not be empty
         return value
     return value if isinstance(value, list) else [value]
 
@@ -79,7 +79,7 @@ def _bytes(value: object) -> object:
 
 
 Size = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
-# A share by which a check lets code become slower. Rounds cannot tell apart much less than 0.5 %.
+# A share by which a check lets code become slower. Rounds hardly resolve less than 0.5 %.
 Slower = Annotated[float, Field(strict=True, ge=0.001, le=10.0)]
 ParameterValue = Annotated[
     Any,

@@ -1,4 +1,4 @@
-"""What a spec amounts to on an architecture: each problem with the spaces of its families."""
+"""The spaces of a spec on an architecture: for each problem those of its families."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PlannedProblem:
 
 
 def plan(spec: SweepSpec, kernels: Mapping[str, Kernel], arch: Arch) -> tuple[PlannedProblem, ...]:
-    """Every space of the spec on `arch`. Raises SpaceError if a problem is left with none."""
+    """Every space of the spec on `arch`. Raises SpaceError if a problem has no candidate."""
     planned = []
     for entry in spec.problems:
         spaces, refused = [], {}
@@ -44,13 +44,13 @@ def plan(spec: SweepSpec, kernels: Mapping[str, Kernel], arch: Arch) -> tuple[Pl
 
 
 def candidate_count(planned: Sequence[PlannedProblem], cap: int | None) -> int:
-    """Candidates of a plan, at most `cap` of each family and problem."""
+    """Number of candidates of a plan, at most `cap` of each family and problem."""
     spaces = (space for item in planned for space in item.spaces)
     return sum(len(space.configs[:cap]) for space in spaces)
 
 
 def plan_facts(planned: Sequence[PlannedProblem], cap: int | None = None) -> list[dict[str, Any]]:
-    """Per family and problem: configs, candidates, what rules removed, or why it cannot run."""
+    """Per family and problem: counts of configs, candidates and removals, or why it cannot run."""
     return [
         {
             "problem": item.problem.label,

@@ -1,4 +1,4 @@
-"""What a spec may require of compiled code: `require: {spill_bytes: 0, bar: "<= 4"}`.
+"""The requirements of a spec for compiled code: `require: {spill_bytes: 0, bar: "<= 4"}`.
 
 A candidate that breaks a requirement is pruned, and its row names the value and the requirement.
 """
@@ -15,9 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from attnsweep.spec.yaml_file import Many, wrong
 
 Requirements = Mapping[str, Sequence[str]]
-"""Measure to its comparisons, each as `<= 4`."""
+"""Measure to its comparisons, each such as `<= 4`."""
 
-# Of several stages: what the pipeline as a whole uses, as in `Resources`.
+# How the values of several stages become that of the pipeline, as in `Resources`.
 LARGEST, SMALLEST = max, min
 RESOURCES: dict[str, tuple[Callable[[Iterable[float]], float], str]] = {
     "registers": (LARGEST, "Registers a thread, of the stage with most."),
@@ -87,19 +87,19 @@ RequireSpec: type[BaseModel] = create_model(
 
 
 def requirements(spec: BaseModel) -> Requirements:
-    """What a RequireSpec asks for, nothing else."""
+    """The requirements that a RequireSpec sets, and no others."""
     return {name: tuple(asked) for name, asked in spec.model_dump(exclude_none=True).items()}
 
 
 def needs_sass(required: Requirements) -> bool:
-    """Whether the machine code must be disassembled to decide."""
+    """Whether only the disassembled machine code can decide these requirements."""
     return any(name in INSTRUCTIONS for name in required)
 
 
 def broken(required: Requirements, stages: Mapping[str, Mapping[str, float]]) -> str | None:
-    """The first requirement that the stages break, with their values; None if they keep all.
+    """The first requirement that the stages break, with their values, or None.
 
-    stages: stage name to its measures, of which there must be those required.
+    stages: stage name to its measures, which must include every required one.
     """
     for name, comparisons in required.items():
         each = {stage: measured[name] for stage, measured in stages.items()}

@@ -1,4 +1,4 @@
-"""The JSON Schema of a sweep spec, by which editors complete and check one."""
+"""The JSON Schema of a sweep spec, with which editors complete and check it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """docs/spec.schema.json."""
+    """The text of docs/spec.schema.json."""
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def _untitled(schema: Any) -> Any:
-    """Without the titles that pydantic derives from field names."""
+    """The schema without the titles that pydantic derives from field names."""
     if isinstance(schema, dict):
         return {key: _untitled(value) for key, value in schema.items() if key != "title"}
     return [_untitled(item) for item in schema] if isinstance(schema, list) else schema

@@ -15,7 +15,7 @@ def shipped_specs() -> dict[str, Path]:
 
 
 def shipped_hint(word: str = "") -> str:
-    """The shipped specs by name, the one most like `word` first."""
+    """The names of the shipped specs, after a guess which of them `word` meant."""
     names = shipped_specs()
     close = difflib.get_close_matches(word, names, n=1)
     asked = f"did you mean {close[0]!r}? " if close else ""
@@ -23,7 +23,7 @@ def shipped_hint(word: str = "") -> str:
 
 
 def find(path: Path) -> Path:
-    """`path`, or the shipped spec of its name. Raises SpecError if there is neither."""
+    """`path`, or the shipped spec of its name. Raises SpecError if neither exists."""
     if path.exists():
         return path
     if path.parent in (Path(), Path("configs")):

@@ -1,7 +1,7 @@
-"""A YAML file in which everything has a position, so that an error can say file:line:column.
+"""A YAML file with the position of each value, so that an error can say file:line:column.
 
 Scalars are read by YAML 1.2's core schema, not PyYAML's 1.1: `no` is text, and neither `010` nor
-`1:30` is a number. Repeated keys are refused. Pydantic's complaints are put in plain words.
+`1:30` is a number. Repeated keys are refused. Pydantic's errors are put in plain words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 from attnsweep.errors import SpecError
 
 MAX_ERRORS = 5
-_MAX_VALUES = 100_000  # aliases can make a short file expand without end
+_MAX_VALUES = 100_000  # aliases can expand a short file without end
 
 Loc = tuple[str | int, ...]
 """Keys and indices from the document's root, as in pydantic's errors."""
@@ -29,12 +29,12 @@ Mark = tuple[int, int]
 
 
 def wrong(what: str, hint: str | None = None) -> PydanticCustomError:
-    """To raise in a validator. `{name}` and `{value}` in `what` are filled in from the file."""
+    """An error for a validator to raise; the file gives `{name}` and `{value}` in `what`."""
     return PydanticCustomError("attnsweep", "{what}", {"what": what, "hint": hint})
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """`did you mean 'x'? there are: x, y, z`."""
+    """A hint such as `did you mean 'x'? there are: x, y, z`."""
     names = list(names)
     close = difflib.get_close_matches(word, names, n=1)
     there = f"there are: {', '.join(names)}" if names else "there are none"
@@ -72,13 +72,13 @@ Many = Annotated[list[T], _OneOrMany()]
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves plain scalars by YAML 1.2's core schema, decimal numbers only."""
+    """Resolves plain scalars by YAML 1.2's core schema, with decimal numbers only."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 -- PyYAML's own declaration
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever either YAML 1.1 or `_Loader` would read as more than text."""
+    """Quotes each text that YAML 1.1 or `_Loader` would read as another type."""
 
 
 class Flow(dict[str, Any]):
@@ -112,7 +112,7 @@ def dump(data: Mapping[str, Any]) -> str:
 
 
 def _scalar(tag: str, text: str) -> str | int | float | bool | None:
-    """Raises KeyError for a tag, and ValueError for a text, that no spec holds."""
+    """The value of a scalar. Raises KeyError or ValueError for a tag or text no spec may hold."""
     if tag == _NULL:
         return None
     if tag == _BOOL:
@@ -129,7 +129,7 @@ def _scalar(tag: str, text: str) -> str | int | float | bool | None:
 def _read_text(path: Path, hint: str) -> str:
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            # A FIFO without a writer would block for ever.
+            # Reading a FIFO without a writer would block for ever.
             raise SpecError("is not a regular file", where=str(path), hint=hint)
         return path.read_text(encoding="utf-8-sig")
     except IsADirectoryError:
@@ -162,7 +162,7 @@ class _Issue:
 class Document:
     """One YAML file: `data`, and the position of each value and key in it.
 
-    Issues are reported as they are found, and raised together.
+    `report` collects issues, and `raise_issues` raises them together.
     """
 
     def __init__(self, path: Path) -> None:
@@ -171,16 +171,16 @@ class Document:
         self.values: dict[Loc, Mark] = {}
         self.keys: dict[Loc, Mark] = {}
         self.texts: dict[Loc, str] = {}
-        """Scalars as they stand in the file; quoted ones in quotes."""
+        """Scalars as the file writes them; quoted ones in quotes."""
         self._issues: list[_Issue] = []
         self._nodes: set[int] = set()
         self._aliased = False
 
     @classmethod
     def read(cls, path: Path, hint: str) -> Document:
-        """Raises SpecError unless the file is one YAML document of mappings, lists and scalars.
+        """Read a file. Raises SpecError unless it is one document of mappings, lists and scalars.
 
-        hint: what to do if there is nothing in it.
+        hint: advice if the file is empty, a directory, or not a regular file.
         """
         document = cls(path)
         text = _read_text(path, hint)
@@ -249,13 +249,13 @@ class Document:
         return out
 
     def at(self, *loc: str | int) -> Mark | None:
-        """Position of a value, or of the nearest thing around it that is in the file."""
+        """Position of a value, or of the nearest value around it that is in the file."""
         while loc and loc not in self.values:
             loc = loc[:-1]
         return self.values.get(loc)
 
     def find(self, value: object, *loc: str | int) -> Mark | None:
-        """Position of `value` in the list at `loc`, or of the scalar that stands for one."""
+        """Position of `value` in the list at `loc`, or of the scalar in place of that list."""
         found: Any = self.data
         for part in loc:
             found = found[part]
@@ -265,15 +265,15 @@ class Document:
         return self.at(*loc)
 
     def report(self, what: str, hint: str | None, at: Mark | None) -> None:
-        """Note one thing that is wrong."""
+        """Note one error."""
         self._issues.append(_Issue(what, hint, at))
 
     def report_all(self, error: ValidationError, models: Mapping[str, type[BaseModel]]) -> None:
-        """Note every complaint of pydantic's. models: by key of the root, "" for the root's own."""
+        """Note each of pydantic's errors. models: by top-level key, "" for the root's own."""
         self._issues += [self._explain(detail, models) for detail in error.errors()]
 
     def raise_issues(self) -> None:
-        """Raise one SpecError with the first few issues, in the file's order, if there are any."""
+        """Raise one SpecError with the first MAX_ERRORS issues, in file order, if there are any."""
         issues = sorted(dict.fromkeys(self._issues), key=lambda issue: issue.mark or (0, 0))
         self._issues = []
         errors = []
@@ -299,7 +299,7 @@ class Document:
         if kind == "missing":
             about = fields[str(loc[-1])].description
             return _Issue(f"{loc[-1]!r} is missing", about, self.at(*loc[:-1]))
-        while loc and loc not in self.values:  # a scalar where a list may be
+        while loc and loc not in self.values:  # a scalar in place of a list
             loc = loc[:-1]
         name = "".join([part for part in loc if isinstance(part, str)][-1:]) or "a spec"
         if loc and isinstance(loc[-1], int):
@@ -327,7 +327,7 @@ class Document:
         return _Issue(what, hint, self.values[loc])
 
     def _shown(self, loc: Loc, value: object) -> str:
-        """A value as it stands in the file."""
+        """A value as the file writes it."""
         if isinstance(value, dict | list):
             return "a mapping" if isinstance(value, dict) else "a list"
         text = "null" if value is None else self.texts.get(loc, repr(value))
@@ -352,7 +352,7 @@ _WANTED = {
 
 
 def _spelling(kind: str, value: object) -> str | None:
-    """How to write what was probably meant."""
+    """A hint with the spelling that was probably meant, or None."""
     if kind == "bool_type":
         word = str(value).lower()
         meant = {"yes": "true", "on": "true", "1": "true", "true": "true"}
