@@ -1,1 +1,1 @@
-"""From a config to compiled, analysed stages and what their results must be; needs no GPU."""
+"""From a config to compiled and analysed stages, and their numerical limits; needs no GPU."""

@@ -1,4 +1,4 @@
-"""Candidates: from a spec's spaces to compiled stages, as far as no GPU is needed."""
+"""Candidates on their way from a spec's spaces to compiled stages; needs no GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnsweep.spec import require
 from attnsweep.spec.load import SweepSpec
 from attnsweep.trial import Status, Trial
 
-# The key of the empty kernel among a build's futures; no stage can be called so.
+# The key of the empty kernel among a build's futures; no stage can have this name.
 _EMPTY = ""
 
 
@@ -42,7 +42,7 @@ class Build:
     arch: Arch
     schedule: Schedule
     launches: Mapping[str, Launch]
-    """Of one chunk, and so, unless the config or its workspace asks for several, of a call."""
+    """Stage name to its launch of one chunk: of the whole call, if the call is not cut."""
     keys: tuple[str, ...]
     compiler: Compiler
     workspace_limit: int | None
@@ -91,7 +91,7 @@ class Build:
         return (self.problem, "attnsweep", self.kernel.name, *sorted(self.config.items()))
 
     def submit(self) -> None:
-        """Begin to compile every stage."""
+        """Start to compile every stage."""
         for name, launch in self.launches.items():
             defines = self.kernel.stages[name].defines(self.config, self.schedule.widest, launch)
             self.futures[name] = self.compiler.submit(self.kernel.source, defines)
@@ -99,16 +99,16 @@ class Build:
 
     @property
     def ready(self) -> bool:
-        """Whether every stage is compiled, or failed to."""
+        """Whether the compilation of every stage has ended, in success or failure."""
         return all(future.done() for future in self.futures.values())
 
     @property
     def compiled(self) -> bool:
-        """Whether every stage is compiled, none failed."""
+        """Whether every stage is compiled, and none failed."""
         return self.ready and not any(f.exception() for f in self.futures.values())
 
     def cubins(self) -> dict[str, Cubin]:
-        """Stage name to Cubin. Raises CompileError of the first stage that failed."""
+        """Stage name to Cubin. Raises the CompileError of the first stage that failed."""
         return {name: self.futures[name].result() for name in self.launches}
 
     def row(self, **facts: object) -> Trial:
@@ -127,7 +127,7 @@ class Build:
     def launches_for(self, problem: Problem) -> Launches:
         """The compiled stages launched on `problem`: the timed one, or a smaller one to check.
 
-        Raises CompileError if a launch does not pass the arguments that its template takes.
+        Raises CompileError if a launch's arguments do not match the parameters of its template.
         """
         schedule = schedule_of(self.kernel, self.config, problem, self.workspace_limit)
         cubins = self.cubins()
@@ -144,7 +144,7 @@ class Build:
                     launch,
                     defines={},
                     programmatic=launch.programmatic and not forked,
-                    # The code's layout is that of the problem it was compiled for.
+                    # The compiled problem determines the layout in shared memory.
                     smem_bytes=max(launch.smem_bytes, self.launches[name].smem_bytes),
                 )
                 path = str(cubins[name].path)
@@ -154,7 +154,7 @@ class Build:
         )
 
     def candidate(self) -> Candidate:
-        """What the worker needs. Every stage must be compiled."""
+        """All that the worker needs to run it. Every stage must be compiled."""
         cases = numerics.small_cases(self.problem)
         timed = self.launches_for(self.problem)
         return Candidate(
@@ -168,7 +168,7 @@ class Build:
         )
 
     def _emptied(self, launches: Launches) -> Launches:
-        """The same launches of a kernel that does nothing: what they cost by themselves."""
+        """The same launches with an empty kernel: they show what launching costs."""
         cubin = str(self.futures[_EMPTY].result().path)
 
         def emptied(stage: CompiledStage) -> CompiledStage:
@@ -191,7 +191,7 @@ class Build:
 
 
 def compiled_row(build: Build, spec: SweepSpec) -> Trial:
-    """The row of a candidate as far as its compiled code decides: ok means worth running."""
+    """The row of a candidate as far as its compiled code decides it: ok means worth running."""
     try:
         cubins = build.cubins()
         used = resources(
@@ -211,7 +211,7 @@ def compiled_row(build: Build, spec: SweepSpec) -> Trial:
     if reason is not None:
         return build.row(status=Status.PRUNED, detail=reason, resources=used)
     try:
-        build.candidate()  # the declaration is asked about every shape to be checked
+        build.candidate()  # asks the declaration for the launches of each checked shape
     except CompileError as error:
         return _uncompiled(build, error)
     except KernelError as error:
@@ -225,9 +225,9 @@ def _uncompiled(build: Build, error: CompileError) -> Trial:
 
 
 def workspace_limit(spec: SweepSpec, memory_bytes: int | None = None) -> int | None:
-    """Bytes of workspace that a candidate may use: the spec's limit, or a share of the memory."""
+    """Bytes of workspace that a candidate may use: the spec's limit, or a quarter of the memory."""
     if spec.limits.workspace_bytes is None and memory_bytes is not None:
-        # Finalists keep theirs side by side, and inputs have copies for cold times.
+        # All finalists hold theirs at the same time, and inputs have copies for cold times.
         return memory_bytes // 4
     return spec.limits.workspace_bytes
 

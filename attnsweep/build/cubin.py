@@ -1,6 +1,6 @@
-"""What the compiled code uses and takes: registers, spills, occupancy, parameters.
+"""Facts of compiled code: registers, spills, occupancy, parameters.
 
-From the compile log, but for the parameters, which only the cubin tells.
+The compile log tells all but the parameters, which only the cubin tells.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SMEM = re.compile(r"(\d+) bytes smem")
-# Of a cubin's .nv.info.<function>: where a parameter lies and its size, in two encodings, and where
-# the last one ends. NVIDIA documents none of it. nvdisasm calls them EIATTR_KPARAM_INFO,
-# EIATTR_KPARAM_INFO_V2 and EIATTR_CBANK_PARAM_SIZE.
+# Attributes in a cubin's .nv.info.<function>: place and size of a parameter, in two encodings, and
+# the end of the last parameter. NVIDIA documents none of them. nvdisasm calls them
+# EIATTR_KPARAM_INFO, EIATTR_KPARAM_INFO_V2 and EIATTR_CBANK_PARAM_SIZE.
 _PARAMETER, _PARAMETER_V2, _ALL_PARAMETERS = 0x17, 0x45, 0x19
 _WITH_PAYLOAD = 4
-# What ptxas says when the code runs, but not as written: wgmma serialised, setmaxnreg ignored.
+# ptxas messages about code that runs, but not as written: wgmma serialised, setmaxnreg ignored.
 _WARNING = re.compile(r"(?:warning|info)\s*:\s*\((C75\d\d)\) (.+)")
 
 
@@ -50,9 +50,10 @@ def functions(log: str) -> dict[str, dict[str, int]]:
 
 
 def check_arguments(stage: str, cubin: Cubin, launch: Launch) -> None:
-    """Raise CompileError if a launch does not pass what its function takes, by number and size.
+    """Raise CompileError if a launch's arguments differ from its function's in number or size.
 
-    On the GPU a missing argument would be an illegal address. An int for a float has the same size.
+    On the GPU a missing argument would be an illegal address. An int passed for a float is not
+    found: both have the same size.
     """
     takes = _parameters(cubin.path, cubin.digest, launch.function)
     passes = launch.arg_bytes
@@ -73,9 +74,9 @@ def _listed(sizes: Sequence[int], what: str) -> str:
 
 @cache
 def _parameters(cubin: Path, digest: str, function: str) -> tuple[int, ...] | None:
-    """Bytes of each parameter of a function; None if they are not told in a way known here.
+    """Bytes of each parameter of a function; None if the cubin encodes them in an unknown way.
 
-    digest: the file's content, which it is read anew for.
+    digest: hash of the file's content; part of the cache's key.
     """
     with cubin.open("rb") as file:
         section = ELFFile(file).get_section_by_name(f".nv.info.{function}")
@@ -94,12 +95,12 @@ def _parameters(cubin: Path, digest: str, function: str) -> tuple[int, ...] | No
             places[number] = offset, size >> 18 if kind == _PARAMETER else size & 0xFFFF
         at += value if form == _WITH_PAYLOAD else 0
     if end != max((sum(place) for place in places.values()), default=0):
-        return None  # a third encoding
+        return None  # an unknown encoding
     return tuple(size for _, (_, size) in sorted(places.items()))
 
 
 def compiler_warnings(log: str) -> list[str]:
-    """ptxas warnings that mean the machine code is not what the template asked for."""
+    """ptxas warnings that the machine code is not what the template asked for."""
     return [f"{code}: {text.strip()}" for code, text in _WARNING.findall(log)]
 
 
@@ -109,10 +110,10 @@ def blocks_per_sm(arch: Arch, registers: int, threads: int, smem_bytes: int) -> 
 
 
 def residency(arch: Arch, registers: int, threads: int, smem_bytes: int) -> tuple[int, str]:
-    """Resident blocks of one SM, and what of it runs out first: registers, shared memory, …
+    """Resident blocks of one SM, and the resource that limits them, such as `shared memory`.
 
-    Registers are given out by the warp in units of 256, to four sub-partitions each; shared memory
-    in units of 128 bytes, plus what the driver reserves per block.
+    A warp takes registers in units of 256, and each of an SM's four sub-partitions has its own. A
+    block takes shared memory in units of 128 bytes, plus what the driver reserves for it.
     """
     if threads > arch.max_threads_per_block or smem_bytes > arch.smem_per_block:
         return 0, "threads" if threads > arch.max_threads_per_block else "shared memory"
@@ -133,7 +134,7 @@ def residency(arch: Arch, registers: int, threads: int, smem_bytes: int) -> tupl
 def resources(stages: Sequence[tuple[str, Cubin, Launch]], arch: Arch) -> Resources:
     """Resources of a whole pipeline from (stage name, Cubin, Launch) of each stage.
 
-    Raises CompileError if a cubin does not hold the function that its launch names.
+    Raises CompileError if a cubin lacks the function that its launch names.
     """
     rows: dict[str, dict[str, float]] = {}
     limiters: dict[str, str] = {}

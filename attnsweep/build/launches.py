@@ -1,4 +1,4 @@
-"""What the parent sends to the process that owns the GPU: cubins and launches, no declarations."""
+"""Cubins and launches that the parent sends to the GPU process; it sends no declarations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from attnsweep.trial import Value
 
 @dataclass(frozen=True, slots=True)
 class CompiledStage:
-    """One launch of a call, ready to load: its stage, cubin path, stream, and where it works."""
+    """One launch of a call, ready to load: its stage, cubin path, stream and buffer offsets."""
 
     name: str
     cubin: str
     launch: Launch
     stream: int = 0
     offsets: Mapping[str, int] = field(default_factory=dict)
-    """Bytes from the start of a buffer, by its name."""
+    """Buffer name to the bytes from the buffer's start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,17 @@ class Launches:
 
     problem: Problem
     stages: tuple[CompiledStage, ...]
-    """In the order of issue; of a call in chunks, each stage once a chunk."""
+    """In the order of issue; a call in chunks has each stage once per chunk."""
     workspaces: Mapping[str, int]
     """Buffer name to bytes."""
     streams: int = 1
     eager: bool = False
-    """Timed as launched by the host, not from a graph."""
+    """Whether to time launches by the host instead of a graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A config on its timed problem, and on the smaller shapes it must first be right on."""
+    """A config on its timed problem, and on the smaller shapes that check it first."""
 
     kernel: str
     config: Mapping[str, Value]
@@ -46,14 +46,14 @@ class Candidate:
     checks: tuple[Launches, ...]
     rounds_scores: int
     empty: Launches | None = None
-    """The timed launches with an empty kernel in every launch."""
+    """The timed launches, each with an empty kernel."""
     deterministic: bool = True
     """Whether a call that differs from another in a bit is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTimes:
-    """What one look at a candidate gave, in microseconds a call; stages only of a pipeline."""
+    """First times of a candidate, in microseconds a call; stages only of a pipeline."""
 
     time_us: float
     stages_us: Mapping[str, float]

@@ -1,8 +1,8 @@
-"""Inputs, the only reference, and the verdict. NumPy, so that it can be read and tested anywhere.
+"""Inputs, the float64 reference, and the error limit. NumPy only: readable, testable anywhere.
 
-A candidate is right if, on every case, each output row is within `limit` of float64, where limit
-is twice the error that the same maths makes in the candidate's dtypes. Comparisons are written
-`err <= limit`: a NaN fails.
+A candidate is right if, on every case, each output row is within `limit` of float64, where limit is
+twice the error that the same maths makes in the candidate's dtypes. Comparisons are written `err <=
+limit`, so that a NaN fails.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ Float = npt.NDArray[np.float64]
 Bits = npt.NDArray[Any]
 Inputs = Literal["normal", "large_scores", "equal_keys", "negative_scores"]
 
-# No limit is below what rounding the output alone costs: half an ulp of 1. Of fp32, what sums of
-# 8192 products cost: PyTorch errs by 1e-7 to 3e-6 at that head_dim, one TF32 product by 3e-4.
+# No limit is below the error of rounding the output alone: half an ulp of 1. For fp32 it is the
+# error of sums of 8192 products: PyTorch errs by 1e-7 to 3e-6 at that head_dim, one TF32 product by
+# 3e-4.
 HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 5e-6}
 # Storage of +infinity; a larger magnitude is a NaN.
 INFINITY_BITS = {"fp16": 0x7C00, "bf16": 0x7F80, "fp32": 0x7F800000}
-# Work given to the reference of one case: all rows of (1,16,1024,64), 150 of (4,16,4096,128).
+# FLOPs of the reference of one case: all rows of (1,16,1024,64), 150 of (4,16,4096,128).
 _REFERENCE_FLOPS = 2e10
-# Rows over which the error of the same maths is taken: the largest of a few would be a lottery,
-# and the largest of many grows with their number, so a big case gets many.
+# Fewest and most rows over which the error of the same maths is taken. The largest error of a few
+# rows depends on luck, and that of many rows grows with their number, so a big case gets many.
 _LIMIT_ROWS = (256, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One shape with one kind of input that a candidate must be right on."""
+    """One shape with one kind of input that a candidate must get right."""
 
     problem: Problem
     inputs: Inputs = "normal"
@@ -49,7 +50,7 @@ class Case:
 
 
 def small_cases(problem: Problem) -> tuple[Case, ...]:
-    """Small, odd and hard cases with the compile-time facts of `problem`, none longer than it.
+    """Small, odd and hard cases with the compile-time facts of `problem`, none with more keys.
 
     Tails in both directions, one query, one key, grouped heads, seqlen_q != seqlen_k; large scores
     (softmax nearly one-hot), all keys equal (softmax uniform), every score far below zero.
@@ -99,7 +100,7 @@ def to_bits(values: npt.NDArray[Any], dtype: str) -> Bits:
     if dtype == "fp32":
         return bits
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # Rounding would carry a NaN's payload into the sign; keep it a NaN.
+    # Rounding would carry a NaN's payload into the sign, so NaNs are written as such.
     return np.where(np.isnan(single), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
@@ -122,7 +123,8 @@ def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
         elif case.inputs == "equal_keys" and name == "k":
             values[:] = values[:, :, :1]
         elif case.inputs == "negative_scores" and name in "qk":
-            # Each product near -1, so scores lie near -sqrt(head_dim), below an initial max of 0.
+            # Each product is near -1, so scores are near -sqrt(head_dim), below an initial max of
+            # 0.
             values = values * 0.25 + (1 if name == "q" else -1)
         return to_bits(values, case.problem.dtype)
 
@@ -133,13 +135,13 @@ def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
 
 
 def _parallel(function: Callable[..., Any], *arguments: Iterable[Any]) -> list[Any]:
-    """NumPy releases the GIL: threads make opening (4,16,4096,128) 3 s faster on 16 cores."""
+    """Call it in threads, as NumPy releases the GIL: 3 s less for (4,16,4096,128) on 16 cores."""
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         return list(pool.map(function, *arguments))
 
 
 def sampled_rows(problem: Problem, seed: int) -> npt.NDArray[np.int64]:
-    """Query rows the reference is computed for, in every head: all of them when that is cheap.
+    """Query rows that the reference computes in every head: all of them if that is cheap.
 
     Otherwise the first, the last, both sides of tile edges, and random ones.
     """
@@ -164,10 +166,10 @@ def reference(
 ) -> Float:
     """The attention rows (batch, heads, len(rows), head_dim) in float64.
 
-    rounding: the same maths as a kernel does it: probabilities and output rounded to the
-    problem's dtype, and the scores rounds_scores times: once when stored, twice when stored
-    before and after scaling, as plain PyTorch does. Its error sets the limit. Of fp32, whose sums
-    are as exact as what they add, all of it is done in fp32.
+    rounding: do the maths as a kernel does: round probabilities and output to the problem's dtype,
+    and scores rounds_scores times: once if they are stored, twice if they are stored before and
+    after scaling, as plain PyTorch does. The error of this sets the limit. For fp32 all of it is
+    done in fp32, because a kernel's sums are no more exact than their terms.
     """
     kind: Any = np.float32 if rounding and problem.dtype == "fp32" else np.float64
     group = problem.heads // problem.heads_kv
@@ -212,8 +214,8 @@ def reference(
 def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
     """Largest ‖out - expected‖ / ‖expected‖ over rows; NaN if any element is NaN.
 
-    A row whose expected norm is under a thousandth of the typical one is held to that instead.
-    Computed in the dtype of `expected`.
+    A row whose expected norm is under a thousandth of the typical one is divided by that thousandth
+    instead. The computation is in the dtype of `expected`.
     """
     norms = np.sqrt(np.einsum("...d,...d->...", expected, expected))
     floor = 1e-3 * float(np.sqrt(np.mean(norms.astype(np.float64) ** 2)))
@@ -223,7 +225,7 @@ def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
 
 
 def error_limit(case: Case, rounds_scores: int) -> float:
-    """Twice the error of the same maths in the candidate's dtypes, over 256 to 1024 rows."""
+    """Twice the error of the same maths in the candidate's dtypes, and at least HALF_ULP."""
     return max(2 * _same_maths_error(case)[rounds_scores], HALF_ULP[case.problem.dtype])
 
 
@@ -232,7 +234,7 @@ def _same_maths_error(case: Case) -> tuple[float, float, float]:
     """Error of the rounded maths with scores rounded 0, 1 and 2 times."""
     checked = case.problem.batch * case.problem.heads * len(sampled_rows(case.problem, 0))
     wanted = min(max(checked, _LIMIT_ROWS[0]), _LIMIT_ROWS[1])
-    # Heads are alike, so four of them say what the dtype costs: 7.5 s less at (4,16,4096,128).
+    # Heads are alike, so four of them show the dtype's error: 7.5 s less at (4,16,4096,128).
     heads = min(case.problem.heads, 4)
     problem = replace(case.problem, batch=1, heads=heads, heads_kv=heads)
     case = replace(case, problem=problem)
@@ -249,6 +251,6 @@ def _same_maths_error(case: Case) -> tuple[float, float, float]:
             worst[times] = max(worst[times], row_error(rounded, exact))
         rows_seen += heads * len(rows)
         seed += 1
-    if case.problem.dtype == "fp32":  # stored scores are not rounded again
+    if case.problem.dtype == "fp32":  # storing fp32 scores does not round them
         worst = worst[:1] * 3
     return worst[0], worst[1], worst[2]

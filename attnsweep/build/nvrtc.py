@@ -1,6 +1,6 @@
 """NVRTC to cubin: offline, in threads, through a content-addressed cache on disk.
 
-Needs no GPU. A cache entry is a directory named by the SHA-256 of everything the machine code
+Needs no GPU. A cache entry is a directory named by the SHA-256 of everything that the machine code
 depends on: the template, the headers it includes, flags, architecture and NVRTC version.
 """
 
@@ -42,7 +42,7 @@ def default_cache_dir() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """One compiled stage on disk. `digest` identifies the machine code, `log` is ptxas -v."""
+    """One compiled stage on disk. `digest` identifies the machine code; `log` is from ptxas -v."""
 
     path: Path
     digest: str
@@ -95,15 +95,15 @@ def check_toolchain(arch: Arch) -> None:
 
 
 def include_dirs(source: Path) -> tuple[Path, ...]:
-    """Where NVRTC looks for headers: beside the template, then in the shipped kernels/."""
+    """Where NVRTC looks for headers: next to the template, then in the shipped kernels/."""
     return source.parent, shipped("kernels")
 
 
 def source_closure(source: Path) -> dict[str, bytes]:
-    """The template and every file it includes, by name: all that a change of could change code.
+    """The template and every file that it includes, by name: all text that the code depends on.
 
-    Names are looked up as NVRTC does, beside the including file and then in include_dirs; a file
-    that is in none of them is NVRTC's to report, with file and line.
+    Names are looked up as NVRTC does, next to the including file and then in include_dirs. NVRTC
+    itself reports a file that is in none of them, with file and line.
     """
     roots = include_dirs(source)
     found: dict[str, bytes] = {}
@@ -122,10 +122,10 @@ def source_closure(source: Path) -> dict[str, bytes]:
 
 
 class Compiler:
-    """Compiles stages for one architecture. Safe to share a cache between processes.
+    """Compiles stages for one architecture. Processes may share a cache.
 
-    threads: concurrent NVRTC programs; NVRTC releases the GIL, so they scale with cores.
-    after: called in the same thread with each Cubin, before it is handed out.
+    threads: concurrent NVRTC programs; NVRTC releases the GIL, so they scale with cores. after:
+    called in the same thread with each Cubin, before it is handed out.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Compiler:
         self._after = after
 
     def flags(self, defines: Mapping[str, str]) -> list[str]:
-        """NVRTC options, complete but for the include directory (whose contents are hashed)."""
+        """NVRTC options, complete but for the include directory, whose contents are hashed."""
         flags = [f"-arch={self.arch.name}", "-std=c++17", "-default-device"]
         flags += ["--ptxas-options=-v", "-diag-suppress=177"]
         if nvrtc_version() >= (13, 0):
@@ -167,7 +167,7 @@ class Compiler:
         return digest.hexdigest()
 
     def submit(self, source: Path, defines: Mapping[str, str]) -> Future[Cubin]:
-        """Compile in a thread; the same stage asked for twice is compiled once."""
+        """Compile in a thread; a stage asked for twice is compiled once."""
         key = self.key(source, defines)
         with self._lock:
             if key not in self._futures:
@@ -179,7 +179,7 @@ class Compiler:
         return self.submit(source, defines).result()
 
     def close(self) -> None:
-        """Drop what has not begun; what NVRTC is in the middle of cannot be stopped."""
+        """Drop waiting compilations; one that NVRTC has begun cannot be stopped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _obtain(self, key: str, source: Path, defines: Mapping[str, str]) -> Cubin:
@@ -202,15 +202,17 @@ class Compiler:
 
 
 def _step_back() -> None:
-    """Let the sweep and its GPU process go first where all cores compile: one candidate at a time
-    passes through them, and all that is compiled waits behind it."""
+    """Lower this thread's priority, so that the sweep and its GPU process go first.
+
+    If all cores compile, every compiled candidate waits for these two, one at a time.
+    """
     if sys.platform == "linux":  # where a thread has a priority of its own
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _read_entry(entry: Path) -> tuple[str, str] | None:
-    """(digest, log) if the entry is whole, else None: a damaged entry is compiled again."""
+    """(digest, log) if the entry is whole, otherwise None: a damaged entry is compiled again."""
     try:
         meta = json.loads((entry / "meta.json").read_text())
         digest = hashlib.sha256((entry / "stage.cubin").read_bytes()).hexdigest()
@@ -222,7 +224,7 @@ def _read_entry(entry: Path) -> tuple[str, str] | None:
 
 
 def _write_entry(entry: Path, cubin: bytes, log: str) -> None:
-    """Write aside, fsync, rename: a reader in another process sees all of it or nothing."""
+    """Write elsewhere, fsync, rename: a reader in another process sees all of it or nothing."""
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".new-", dir=entry.parent))
@@ -238,7 +240,7 @@ def _write_entry(entry: Path, cubin: bytes, log: str) -> None:
             os.replace(aside, entry)
         except OSError:
             shutil.rmtree(aside, ignore_errors=True)
-            if _read_entry(entry) is None:  # not merely another process that was faster
+            if _read_entry(entry) is None:  # another process was not merely faster
                 raise
     except OSError as error:
         raise ToolchainError(

@@ -1,4 +1,4 @@
-"""What a sweep tells a spectator: progress bars, a log, nothing."""
+"""The events of a sweep, for whoever shows them: progress bars, a log, nothing."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from attnsweep.trial import Trial
 
 
 class Observer:
-    """Every method may be overridden; none needs to be."""
+    """Base of all observers. Every method may be overridden; none needs to be."""
 
     def planned(self, candidates: int) -> None:
-        """How many candidates there are in all, before anything is compiled."""
+        """The number of all candidates, before anything is compiled."""
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
-        """A problem begins; `kept` of its candidates are done already."""
+        """A problem begins; an earlier run has done `kept` of its candidates."""
 
     def compiled(self, done: int, total: int) -> None:
-        """Candidates of the open problem whose code is ready."""
+        """`done` of the open problem's `total` candidates have compiled."""
 
     def tried(self, trial: Trial) -> None:
         """A candidate became a row."""
 
     def racing(self, alive: int, entrants: int) -> None:
-        """A round of the race is over."""
+        """A round of the race is over; `alive` of the entrants are left."""
 
     def timing(self, done: int, total: int) -> None:
-        """Rounds of the finalists."""
+        """`done` of at most `total` rounds of the finalists are over."""
 
     def note(self, text: str) -> None:
-        """Something worth a line."""
+        """A text that is worth a line."""

@@ -1,4 +1,4 @@
-"""Why a compiled candidate is not worth running: warnings, limits, requirements, no room."""
+"""Reasons not to run a compiled candidate: warnings, limits, requirements, lack of room."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def why_not(
 def with_instructions(
     used: Resources, cubins: Mapping[str, Cubin], launches: Mapping[str, Launch]
 ) -> Resources:
-    """The same, each stage also with its instructions by kind. Raises ToolchainError."""
+    """The same resources, each stage with its instructions by kind. Raises ToolchainError."""
     stages = {
         name: stage | sass.counts(cubins[name])[launches[name].function]
         for name, stage in used.stages.items()
@@ -54,7 +54,7 @@ def with_instructions(
 
 
 def compiler_for(spec: SweepSpec, arch: Arch, cache_dir: Path | None = None) -> Compiler:
-    """A Compiler that also disassembles, in its threads, if the spec's `require` needs that.
+    """A Compiler that also disassembles, in its threads, if the spec's `require` needs it.
 
     Raises ToolchainError before anything is compiled if a tool is missing.
     """

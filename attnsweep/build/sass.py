@@ -1,7 +1,7 @@
-"""What is in the machine code: instructions of a cubin, counted by kind, with nvdisasm.
+"""Instructions in a cubin's machine code, counted by kind, with nvdisasm.
 
 Counts are static: each instruction once, however often a loop runs it. Disassembling takes about
-0.35 s a cubin, so it is done where asked for, and kept beside the cubin in the cache.
+0.35 s a cubin, so it is done on demand, and the counts are kept next to the cubin in the cache.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from attnsweep.errors import ToolchainError
 from attnsweep.files import install_command, write_file
 
 WHEEL = "nvidia-cuda-nvdisasm"
-# Opcode without its modifiers to what it is counted as.
+# Opcode without modifiers to the kind that it is counted as.
 _KINDS = {name.upper(): name for name in ("hgmma", "hmma", "ffma", "mufu", "ldl", "stl", "bar")}
 _BRANCHES = {"BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU"}
 _PREDICATE = re.compile(r"!?U?P\d")
 _TIMEOUT_S = 60.0
 _KEPT = "sass.json"
 _FORMAT = 1
-"""Of what is kept; another one is disassembled again."""
+"""Format of the kept counts; other formats are disassembled again."""
 
 
 @cache
 def nvdisasm() -> Path:
-    """The disassembler: that of its wheel, else the one on the PATH. Raises ToolchainError."""
+    """The disassembler: from its wheel, otherwise from the PATH. Raises ToolchainError."""
     try:
         for file in metadata.files(WHEEL) or ():
             if file.name in ("nvdisasm", "nvdisasm.exe"):
@@ -53,7 +53,7 @@ def nvdisasm() -> Path:
 
 
 def counts(cubin: Cubin) -> dict[str, dict[str, int]]:
-    """Function name to how many instructions of each kind it has: see policy.INSTRUCTIONS.
+    """Function name to its instructions of each kind, which spec.require.INSTRUCTIONS lists.
 
     Raises ToolchainError if nvdisasm is missing or cannot read the cubin.
     """
@@ -71,11 +71,11 @@ def counts(cubin: Cubin) -> dict[str, dict[str, int]]:
 
 
 def disassemble(cubin: Path) -> dict[str, dict[str, int]]:
-    """The same from any cubin file, nothing kept."""
+    """The same counts of any cubin file; they are not kept."""
     command = [str(nvdisasm()), "-json", str(cubin)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
-        # With an older cubin a warning comes first.
+        # For an older cubin, a warning comes first.
         text = done.stdout.decode(errors="replace")
         _, functions = json.loads(text[text.index("[") :])
         return {each["function-name"]: count(each["sass-instructions"]) for each in functions}
@@ -93,7 +93,11 @@ def disassemble(cubin: Path) -> dict[str, dict[str, int]]:
 
 
 def count(instructions: list[Mapping[str, Any]]) -> dict[str, int]:
-    """How many of each kind. What can never run (`@!PT`, and the loop after the end) is none."""
+    """Number of instructions of each kind.
+
+    Instructions that can never run do not count: those under `@!PT`, and the endless loop after the
+    end.
+    """
     found: Counter[str] = Counter()
     for index, instruction in enumerate(instructions):
         predicate = str(instruction.get("predicate", ""))
@@ -101,7 +105,7 @@ def count(instructions: list[Mapping[str, Any]]) -> dict[str, int]:
         operands = str(instruction.get("operands", ""))
         if predicate in ("@!PT", "@!UPT") or opcode == "NOP":
             continue
-        # Instructions are 16 bytes; a branch to itself fills up what follows the last EXIT.
+        # Instructions are 16 bytes; branches to themselves fill the space after the last EXIT.
         if opcode == "BRA" and operands == hex(16 * index):
             continue
         found["instructions"] += 1

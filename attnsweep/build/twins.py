@@ -1,4 +1,4 @@
-"""Candidates that compile to the same machine code: one of them is measured and stands for all."""
+"""Candidates that compile to the same machine code: one is measured and stands for all."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Twins:
         self._order: dict[int, int] = {}
 
     def asked(self, builds: Sequence[Build]) -> None:
-        """Take note of the order in which candidates were asked for."""
+        """Note the order in which candidates were asked for."""
         for build in builds:
             self._order.setdefault(id(build), len(self._order))
 
     def add(self, build: Build, trial: Trial) -> None:
-        """A candidate ran; the first of equals is remembered."""
+        """Remember a candidate that ran, if it is the first of its twins."""
         if trial.status in (Status.OK, Status.NOISY):
             self._measured.setdefault(build.machine_code(), (build, trial))
 
@@ -34,15 +34,16 @@ class Twins:
     def replace(self, build: Build, row: Trial) -> list[tuple[Build, Trial]]:
         """The rows of a candidate whose twin ran. row: its own, compiled and not pruned.
 
-        The candidate that was asked for first has the measured row: which of two equals is compiled
-        first is chance, and must not name the winner. So its twin may hand over what it measured.
+        The candidate that was asked for first gets the measured row. Chance decides which of two
+        twins is compiled first, and chance must not name the winner, so a twin may hand over its
+        measurement.
         """
         twin, measured = self._measured[build.machine_code()]
         if self._order[id(build)] > self._order[id(twin)]:
             return [(build, same_code(row, twin))]
         heir = row.with_(**{name: getattr(measured, name) for name in _MEASURED})
         self._measured[build.machine_code()] = (build, heir)
-        # The search was told of the twin's time, and is told it again after a resume.
+        # Keep its first_us: the search was told that time, and is told it again after a resume.
         left = measured.with_(time_us=None, accuracy=None, stages_us={}, launch_us=None)
         return [(twin, same_code(left, build)), (build, heir)]
 
