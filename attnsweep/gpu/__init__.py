@@ -1,1 +1,1 @@
-"""The process that owns the GPU: candidates and peers are checked and timed there."""
+"""The process that owns the GPU: it checks and times candidates and peers."""

@@ -1,8 +1,9 @@
 """Check and time candidates and baselines of one problem on one GPU, inside the worker process.
 
-A time is the device time of one call: CUDA events round the replay of a graph of back-to-back
-calls, long enough to dwarf the events' resolution (0.5 us), enqueued behind an untimed replay so
-that neither launch latency nor a cold cache is in it. docs/measuring.md tells the whole protocol.
+A time is the device time of one call: CUDA events enclose the replay of a graph of back-to-back
+calls. The graph is long enough to dwarf the events' resolution (0.5 us), and is enqueued behind an
+untimed replay, so that the time includes neither launch latency nor a cold cache. docs/measuring.md
+has the whole protocol.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ from attnsweep.gpu.device import Buffer, Pipeline, Session, cuda_errors
 from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
 from attnsweep.trial import Accuracy
 
-# A cold call's inputs were last touched at least this many L2 sizes of traffic ago.
+# Before a cold call, at least this many L2 sizes of traffic follow the last use of its inputs.
 _COLD_L2_SIZES = 3
 _SCREEN_US = 300.0
 _EAGER_CALLS = 20
 _EAGER_DEVICE_US = 2_000.0
-# Of each side of a pair, at least so many calls, but no longer. At the power cap (a call of 560 µs)
-# 5 of 100 pairs of 2 ms are more than 1.1 % off, of 54 ms 0.30 %: calls differ from one to the
-# next, so it falls with the root. Medians and trimmed means over a pair's turns are further off.
+# Each side of a pair makes at least this many calls, but takes at most about this long. Calls
+# differ from one to the next, so the error falls with the root of their number: at the power cap (a
+# call of 560 µs), 5 of 100 pairs of 2 ms are more than 1.1 % off, but of 54 ms only 0.30 %. Medians
+# and trimmed means over a pair's turns are further off.
 _PAIR_CALLS = 160
 _PAIR_US = 90_000.0
 
 
 class Call(Protocol):
-    """What can be timed: our pipelines and the baselines alike."""
+    """Anything that can be timed: a pipeline of ours, or a baseline."""
 
     stage_names: tuple[str, ...]
 
@@ -47,12 +49,12 @@ class Call(Protocol):
     def capture(
         self, calls: int, *, rotate: bool = False, stage: str | None = None
     ) -> Callable[[], None]:
-        """A replay function of a graph of `calls` back-to-back calls."""
+        """A function that replays a graph of `calls` back-to-back calls."""
 
 
 @dataclass
 class _Entry:
-    """A finalist: its call, and the graphs captured so far with the calls each holds."""
+    """An entry: its call, and each graph captured so far with the number of calls in it."""
 
     call: Call
     graphs: dict[str, tuple[Callable[[], None], int]] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class _Entry:
 
 
 class WrongResult(Exception):
-    """A candidate that ran but is not right; carries the Accuracy that says how wrong."""
+    """A candidate that ran but is wrong; `accuracy`, if known, says by how much."""
 
     def __init__(self, detail: str, accuracy: Accuracy | None = None) -> None:
         super().__init__(detail, accuracy)
@@ -69,7 +71,7 @@ class WrongResult(Exception):
 
 
 class _Fixture:
-    """One case on the device: guarded inputs and output, and the float64 rows expected of it."""
+    """One case on the device: guarded inputs and output, and the expected float64 rows."""
 
     def __init__(self, case: Case, seed: int, session: Session) -> None:
         self.case = case
@@ -82,28 +84,28 @@ class _Fixture:
         problem = case.problem
         shape = problem.shape_of("o")
         self.buffers["o"] = Buffer(int(np.prod(shape)) * DTYPE_BYTES[problem.dtype])
-        # Everything that is judged is judged on the host: compiling CuPy's own kernels for it on
-        # the device cost 5 s on a fresh machine, and would need CUDA's headers.
+        # The host does all checking: compiling CuPy's own kernels for it on the device took 5 s on
+        # a fresh machine, and would need CUDA's headers.
         self._session = session
         self._host = session.pinned(shape, self.dtype)
         self._magnitudes = np.empty(shape, self.dtype)
         self._again: Any = None
         self.rows = numerics.sampled_rows(problem, seed)
-        # Rounding float64 to float32 adds 6e-8 to errors held to 5e-4 or more, and comparing
+        # Rounding float64 to float32 adds 6e-8 to errors whose limit is 5e-4 or more, and comparing
         # (1,16,1024,64) takes 3 ms instead of 10.
         expected = numerics.reference(inputs, problem, self.rows)
         self.expected = expected if problem.dtype == "fp32" else expected.astype(np.float32)
 
     def output(self) -> Any:
-        """The storage of the output buffer, on the host; overwritten by the next call."""
+        """The output buffer's storage, on the host; the next call overwrites it."""
         self.buffers["o"].download(self._host)
         return self._host
 
     def verdict(self, out: Any, rounds_scores: int) -> Accuracy:
-        """Accuracy of an output (host storage array); raises WrongResult past the limit."""
+        """Accuracy of an output (a host array of storage). Raises WrongResult beyond the limit."""
         problem = self.case.problem
         limit = numerics.error_limit(self.case, rounds_scores)
-        # The poison is a NaN, so one count finds outputs never written and NaNs computed.
+        # The poison is a NaN, so one count finds outputs that were never written and computed NaNs.
         magnitude = self.dtype(0x7FFFFFFF if problem.dtype == "fp32" else 0x7FFF)
         bits = np.bitwise_and(out, magnitude, out=self._magnitudes)
         if bits.max() > numerics.INFINITY_BITS[problem.dtype]:
@@ -125,7 +127,7 @@ class _Fixture:
         return accuracy
 
     def same_again(self) -> None:
-        """Raise WrongResult unless the output is, bit for bit, the one that `output` last gave."""
+        """Raise WrongResult unless the output equals the last result of `output` bit for bit."""
         if self._again is None:
             self._again = self._session.pinned(self._host.shape, self.dtype)
         self.buffers["o"].download(self._again)
@@ -138,7 +140,7 @@ class _Fixture:
 
 
 class Bench:
-    """One problem on this process's GPU. Inputs depend on `seed` alone."""
+    """One problem on this process's GPU. Its inputs depend on `seed` alone."""
 
     def __init__(self, problem: Problem, *, replay_us: float, seed: int) -> None:
         self.session = Session()
@@ -153,21 +155,21 @@ class Bench:
         self._l2_filler: Buffer | None = None
         self._launch_times: dict[str, float] = {}
         self._launched = 0
-        # The limits are worked out now, so that the time limit of a trial is the candidate's alone.
+        # Compute the limits now, so that a trial's time limit covers the candidate's work only.
         for fixture in (*self._small, self._timed):
             numerics.error_limit(fixture.case, 0)
 
     # -- checking ---------------------------------------------------------------------------
 
     def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
-        """Check a candidate on every case, then time it briefly, and what it consists of.
+        """Check a candidate on every case, then briefly time it, its stages and its empty launches.
 
-        Returns its worst Accuracy and its first times. After the timed replays the output must be
-        the one that was checked, bit for bit: back-to-back calls show races that one call does not,
-        and some that stay within the limit. It costs one download and no launch. Raises
-        WrongResult, or a CUDA error if it cannot launch or faults.
+        Returns its worst Accuracy and its first times. After the timed replays the output must
+        equal the checked one bit for bit: back-to-back calls reveal races that one call does not,
+        and some races whose error stays within the limit. This costs one download and no launch.
+        Raises WrongResult, or a CUDA error if the candidate cannot launch or faults.
         """
-        if not self._entries:  # finalists keep the workspaces that they were bound to
+        if not self._entries:  # entries keep the workspaces that they were bound to
             every = (*candidate.checks, candidate.timed)
             needed = {item for launches in every for item in launches.workspaces.items()}
             self._workspaces = {k: b for k, b in self._workspaces.items() if k in needed}
@@ -188,7 +190,7 @@ class Bench:
         return accuracy, first
 
     def _launch_us(self, launches: Launches | None) -> float | None:
-        """Time of launches whose kernel is empty; the same for all that launch alike."""
+        """Time of launches with an empty kernel, measured once for all equal launches."""
         if launches is None:
             return None
         alike = repr((launches.stages, launches.streams, launches.eager))
@@ -226,8 +228,8 @@ class Bench:
     def _pipeline(self, launches: Launches, copies: Sequence[Mapping[str, Buffer]]) -> Pipeline:
         own = {}
         for name, nbytes in launches.workspaces.items():
-            # Each exact size has its own buffer, so that the guard begins where a workspace ends,
-            # and so that a finalist's is not freed by a later one that needs another size.
+            # Each exact size has its own buffer. Then the guard begins where a workspace ends, and
+            # a later entry that needs another size does not free this entry's workspace.
             if (name, nbytes) not in self._workspaces:
                 self._workspaces[name, nbytes] = Buffer(nbytes)
             own[name] = self._workspaces[name, nbytes]
@@ -236,7 +238,7 @@ class Bench:
     # -- timing -----------------------------------------------------------------------------
 
     def _screen(self, call: Call, stage: str | None = None) -> float:
-        """A first, cheap time: enough to tell who is worth measuring well."""
+        """A first, cheap time: enough to tell which candidates are worth measuring well."""
         replay, calls = self._graph(call, _SCREEN_US, rotate=False, stage=stage)
         with self.session.stream:
             replay()
@@ -246,7 +248,7 @@ class Bench:
     def _graph(
         self, call: Call, target_us: float, *, rotate: bool, stage: str | None = None
     ) -> tuple[Callable[[], None], int]:
-        """A graph lasting about target_us, and the calls it holds."""
+        """A graph that lasts about target_us, and the number of calls in it."""
         with self.session.stream:
             call.enqueue(0, stage)
             once = min(self.session.time_us(lambda: call.enqueue(0, stage)) for _ in range(2))
@@ -267,14 +269,14 @@ class Bench:
         return replay, calls
 
     def add(self, name: str, candidate: Candidate, cold: bool) -> None:
-        """Make a candidate that passed `trial` an entry; cold: with copies that leave L2 cold."""
+        """Make a candidate that passed `trial` an entry. cold: with copies for cold times."""
         copies = self._cold() if cold else []
         needed = frozenset(candidate.timed.workspaces.items())
         pipeline = self._pipeline(candidate.timed, [self._timed.buffers, *copies])
         self._entries[name] = _Entry(pipeline, workspaces=needed)
 
     def drop(self, name: str) -> None:
-        """Forget an entry, its graphs, and the workspaces that no other entry uses."""
+        """Remove an entry, its graphs, and the workspaces that no other entry uses."""
         self._entries.pop(name, None)
         needed = {item for entry in self._entries.values() for item in entry.workspaces}
         self._workspaces = {k: b for k, b in self._workspaces.items() if k in needed}
@@ -314,8 +316,8 @@ class Bench:
         entry = self._entries[name]
         warm, warm_calls = entry.graphs.get("warm", (None, 0))
         if kind == "cold" and warm is not None and warm_calls == 1:
-            # One call outlasts a replay: rotating over all copies would take seconds, so the L2
-            # is overwritten instead, and one call timed.
+            # One call outlasts a replay, so rotating over all copies would take seconds. Overwrite
+            # the L2 instead, and time one call.
             with self.session.stream:
                 self._flush_l2()
                 return self.session.time_us(warm)
@@ -333,11 +335,11 @@ class Bench:
         return time_us
 
     def pair(self, first: str, second: str) -> tuple[float, float]:
-        """One warm sample of each, in microseconds a call, of two that `replay` has timed.
+        """One warm sample of each of two entries that `replay` has timed, in microseconds a call.
 
-        Replayed first, second, second, first, with nothing between: what drifts evenly, as a clock
-        does at a power cap, is then the same for both. Long calls, which are those at the cap, take
-        several such turns.
+        The order is first, second, second, first, with nothing between: a steady drift, as of a
+        clock at a power cap, then affects both alike. Several such turns are taken until a side has
+        _PAIR_CALLS calls or about _PAIR_US; calls at the cap are the long ones.
         """
         entries = [self._entries[name] for name in (first, second)]
         (one, calls), (other, others) = (entry.graphs["warm"] for entry in entries)
@@ -356,9 +358,10 @@ class Bench:
         self._l2_filler.poison()
 
     def eager_us(self, name: str) -> float:
-        """Host time to issue one call, in microseconds; the device is not waited for."""
+        """Host time to issue one call, in microseconds, without waiting for the device."""
         entry = self._entries[name]
-        # Issued work must be waited for between samples: of a slow kernel, issue less.
+        # The device must finish the issued work between samples, so issue fewer calls of a slow
+        # kernel.
         calls = max(1, min(_EAGER_CALLS, int(_EAGER_DEVICE_US / max(entry.warm_us, 1.0))))
         samples = []
         for _ in range(5):
@@ -375,7 +378,7 @@ class Bench:
         return max(2, ceil_div(_COLD_L2_SIZES * self.session.gpu.l2_bytes, footprint) + 1)
 
     def _cold(self) -> list[dict[str, Buffer]]:
-        """Further copies of the inputs and output, so that rotating over them leaves L2 cold."""
+        """More copies of the inputs and the output: rotating over all copies leaves L2 cold."""
         if self._cold_copies is None:
             copies = []
             for _ in range(self._cold_count() - 1):
@@ -388,7 +391,7 @@ class Bench:
         return self._cold_copies
 
     def blocks_per_sm(self, candidate: Candidate) -> dict[str, int]:
-        """Resident blocks of each stage by the driver's own count."""
+        """Resident blocks of each stage, as the driver counts them."""
         return {s.name: self.session.blocks_per_sm(s) for s in candidate.timed.stages}
 
     def conditions(self) -> dict[str, Any]:
@@ -405,5 +408,5 @@ class Bench:
 
 
 def _used(accuracy: Accuracy) -> float:
-    """Share of its limit that an accuracy uses."""
+    """The share of its limit that an accuracy's error takes."""
     return (accuracy.rel_err or 0.0) / accuracy.limit

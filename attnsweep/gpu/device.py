@@ -1,7 +1,7 @@
 """The GPU of this process: guarded buffers, modules, launches, graphs and event timing (CuPy).
 
-Only the worker process imports this module's CuPy; everything here may raise a CUDA error, which
-`workers` turns into a row.
+Only the worker process imports CuPy, through this module. Everything here may raise a CUDA error,
+which `worker` turns into a row.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from attnsweep.family.declare import Launch, TensorMap
 from attnsweep.files import install_command
 from attnsweep.hardware import Card, arch_of
 
-# A tile of 128 rows of head_dim 256 written past the end lands within this.
+# A tile of 128 rows of head_dim 256 that is written past the end lands within this.
 GUARD_BYTES = 128 * 1024
 _GUARD = 0xA5
 # 0xFFFF is a NaN in fp16 and bf16, 0xFFFFFFFF in fp32: one byte poisons every dtype.
 POISON = 0xFF
 
-# Blocks of a cluster that every GPU with clusters has room for.
+# Every GPU with clusters has room for clusters of this many blocks.
 _PORTABLE_CLUSTER = 8
 
-# Clock event reasons that mean slower than asked for (nvml.h).
+# Reasons among NVML's clock events for a clock below the requested one (nvml.h).
 _THROTTLE = {
     0x4: "power_cap",
     0x8: "hardware_slowdown",
@@ -51,7 +51,7 @@ def _cupy() -> Any:
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA the driver supports, or None without a driver (or one that answers)."""
+    """The newest CUDA that the driver supports; None without a driver, or if it does not answer."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -65,8 +65,8 @@ def driver_cuda() -> tuple[int, int] | None:
 class Buffer:
     """Device memory between two guard regions.
 
-    Outputs and workspaces have guards of a known pattern, so that a stray write shows; inputs have
-    guards of NaN, so that a stray read shows.
+    Outputs and workspaces have guards of a known pattern, which reveal a stray write; inputs have
+    guards of NaN, which reveal a stray read.
     """
 
     def __init__(self, nbytes: int, *, guard: int = _GUARD) -> None:
@@ -86,7 +86,7 @@ class Buffer:
         (self._main + self.nbytes).memset_async(self._guard, GUARD_BYTES)
 
     def damaged(self) -> bool:
-        """Whether a guard region was written to."""
+        """Whether something wrote to a guard region."""
         host = np.empty(GUARD_BYTES, np.uint8)
         for start in (self._all, self._main + self.nbytes):
             start.copy_to_host(host.ctypes.data, GUARD_BYTES)
@@ -95,15 +95,15 @@ class Buffer:
         return False
 
     def upload(self, bits: np.ndarray[Any, Any]) -> None:
-        """Copy a contiguous host array of `nbytes` in."""
+        """Copy a contiguous host array of `nbytes` to the buffer."""
         self._main.copy_from_host(bits.ctypes.data, self.nbytes)
 
     def download(self, out: np.ndarray[Any, Any]) -> None:
-        """Copy `nbytes` out to a contiguous host array; pinned memory is ten times as fast."""
+        """Copy `nbytes` to a contiguous host array; to pinned memory this is ten times as fast."""
         self._main.copy_to_host(out.ctypes.data, self.nbytes)
 
     def copy_from(self, other: Buffer) -> None:
-        """Copy another buffer of the same size, on the device."""
+        """Copy another buffer of the same size to this one, on the device."""
         self._main.copy_from_device(other._main, self.nbytes)
 
     def view(self, shape: Sequence[int], dtype: Any) -> Any:
@@ -154,9 +154,9 @@ class Pipeline:
     def capture(
         self, calls: int, *, rotate: bool = False, stage: str | None = None
     ) -> Callable[[], None]:
-        """A replay function of back-to-back calls, over all copies if `rotate`.
+        """A function that replays back-to-back calls, over all copies if `rotate`.
 
-        The calls are in a graph, unless they are eager: then the host launches each.
+        It replays a graph of the calls, unless they are eager: then the host launches each.
         """
 
         def issue() -> None:
@@ -177,10 +177,10 @@ class Pipeline:
 
 
 class Session:
-    """The GPU this process owns. Raises NoGpuError if there is none that can be used."""
+    """The GPU that this process owns. Raises NoGpuError if there is no usable one."""
 
     def __init__(self) -> None:
-        if driver_cuda() is None:  # first: no package mends it
+        if driver_cuda() is None:  # first, because no package fixes a missing driver
             raise NoGpuError(
                 "no NVIDIA driver (libcuda.so.1 cannot be loaded), so no GPU can be used here"
             )
@@ -227,13 +227,13 @@ class Session:
 
     @property
     def free_bytes(self) -> int:
-        """Device memory that can still be allocated, the pool's unused blocks included."""
+        """Device memory that can still be allocated, with the unused blocks of CuPy's pool."""
         free, _ = self._cupy.cuda.runtime.memGetInfo()
         return int(free) + int(self._cupy.get_default_memory_pool().free_bytes())
 
     @property
     def versions(self) -> dict[str, str]:
-        """driver (the CUDA version it supports), runtime, and CuPy."""
+        """Versions of the driver (the newest CUDA that it supports), the runtime, and CuPy."""
         runtime = self._cupy.cuda.runtime
         return {
             "cuda_driver": _dotted(runtime.driverGetVersion()),
@@ -242,18 +242,18 @@ class Session:
         }
 
     def release(self) -> None:
-        """Give unused blocks of the pool back, so that other libraries can have the memory."""
+        """Free the pool's unused blocks, so that other libraries can use the memory."""
         self._cupy.get_default_memory_pool().free_all_blocks()
 
     def marks(self, count: int) -> list[Any]:
-        """So many events that only order work."""
+        """`count` events that only order work."""
         return [self._cupy.cuda.Event(disable_timing=True) for _ in range(count)]
 
     def function(self, cubin: str, launch: Launch) -> Any:
-        """The loaded function of a stage; CuPy keeps modules by path, and paths are by content."""
+        """The loaded function of a stage. CuPy keeps modules by path; a path means one content."""
         function = self._cupy.RawModule(path=cubin).get_function(launch.function)
         self._allow_cluster(function)
-        # Never lowered: another launch of the same code may be bound to more.
+        # Never lower it: another launch of the same code may be bound to more.
         if launch.smem_bytes > max(48 * 1024, function.max_dynamic_shared_size_bytes):
             function.max_dynamic_shared_size_bytes = launch.smem_bytes
         if launch.carveout >= 0:
@@ -263,7 +263,7 @@ class Session:
     def _allow_cluster(self, function: Any) -> None:
         """Let the function have clusters of more blocks than every GPU with clusters promises.
 
-        How many blocks `__cluster_dims__` gave it, the driver knows: a stored cubin says no more.
+        The driver is asked how many blocks `__cluster_dims__` gave: a stored cubin does not say it.
         """
         from cuda.bindings import driver
 
@@ -278,13 +278,13 @@ class Session:
             raise self._cupy.cuda.driver.CUDADriverError(int(status))
 
     def streams(self, count: int) -> list[Any]:
-        """The session's stream, and so many more that a call may fork to."""
+        """The session's stream, and as many more as make `count`, to which a call may fork."""
         while len(self._streams) < count:
             self._streams.append(self._cupy.cuda.Stream(non_blocking=True))
         return self._streams[:count]
 
     def blocks_per_sm(self, stage: CompiledStage) -> int:
-        """Resident blocks of one SM, as the driver computes them."""
+        """Resident blocks of one SM, as the driver counts them."""
         function = self.function(stage.cubin, stage.launch)
         return int(
             self._cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
@@ -293,7 +293,7 @@ class Session:
         )
 
     def bind(self, stage: CompiledStage, buffers: Mapping[str, Buffer]) -> Callable[[], None]:
-        """A function that launches the stage with these buffers, its stream being current."""
+        """A function that launches the stage with these buffers on the current stream."""
         launch = stage.launch
         function = self.function(stage.cubin, launch)
 
@@ -324,7 +324,7 @@ class Session:
     def _programmatic(
         self, function: Any, stage: CompiledStage, packed: tuple[Any, ...]
     ) -> Callable[[], None]:
-        """The launch through the driver, since CuPy's own takes no launch attributes."""
+        """Launch through the driver, because CuPy's own launch takes no attributes."""
         from cuda.bindings import driver
 
         launch = stage.launch
@@ -357,7 +357,7 @@ class Session:
 
     @contextlib.contextmanager
     def profiled(self) -> Iterator[None]:
-        """What is launched in it is seen by a profiler that waits for a start."""
+        """Let a profiler that waits for a start see the launches inside this context."""
         runtime = self._cupy.cuda.runtime
         runtime.profilerStart()
         try:
@@ -367,11 +367,11 @@ class Session:
             runtime.profilerStop()
 
     def synchronize(self) -> None:
-        """Wait for the stream; raises what any earlier launch did wrong."""
+        """Wait for the stream. Raises the error of any earlier launch."""
         self.stream.synchronize()
 
     def time_us(self, work: Callable[[], None]) -> float:
-        """Device time of what `work` enqueues on the stream, by events round it."""
+        """Device time of the work that `work` enqueues on the stream, between two events."""
         begin, end = self._events
         begin.record(self.stream)
         work()
@@ -380,7 +380,7 @@ class Session:
         return float(self._cupy.cuda.get_elapsed_time(begin, end)) * 1e3
 
     def spans_us(self, work: Sequence[Callable[[], None]]) -> list[float]:
-        """Device time of each in turn, enqueued at once, so that nothing lies between them."""
+        """Device time of each in turn; they are enqueued at once, with nothing between them."""
         while len(self._marks) <= len(work):
             self._marks.append(self._cupy.cuda.Event())
         self._marks[0].record(self.stream)
@@ -398,7 +398,7 @@ class Session:
         """Clocks, power, temperature, throttle reasons and other processes on the GPU, now.
 
         Empty without nvidia-ml-py, or if the driver refuses. NVML lists this process too, in a
-        container perhaps under another id, so one of the processes is not another.
+        container perhaps under another id, so one process is subtracted.
         """
         try:
             import pynvml
@@ -452,7 +452,7 @@ def _encode(tensor_map: TensorMap, pointer: int) -> np.ndarray[Any, Any]:
     )
     if int(status):
         raise ValueError(f"the driver refuses the tensor map {tensor_map}: {status.name}")
-    # Copied to an aligned array: objects of the binding lie at 48 modulo 64.
+    # Copy it to an aligned array: objects of the binding lie at 48 modulo 64.
     raw = np.zeros(128 + 64, np.uint8)
     begin = -raw.ctypes.data % 64
     raw[begin : begin + 128] = np.frombuffer(ctypes.string_at(encoded.getPtr(), 128), np.uint8)
@@ -460,7 +460,7 @@ def _encode(tensor_map: TensorMap, pointer: int) -> np.ndarray[Any, Any]:
 
 
 def cuda_errors() -> tuple[type[Exception], ...]:
-    """What CuPy raises when CUDA refuses or faults."""
+    """The exceptions that CuPy raises when CUDA refuses or faults."""
     cupy = _cupy()
     return (
         cupy.cuda.runtime.CUDARuntimeError,

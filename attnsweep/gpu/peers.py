@@ -1,6 +1,7 @@
 """Peers timed in the same rounds: PyTorch's attention, unfused, Triton, FlashAttention.
 
-Each is called as its users call it, on the same inputs. What cannot run here says why.
+Each peer is called as its users call it, on the same inputs. A peer that cannot run here gives the
+reason.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Unavailable(Exception):
 
 
 class Baseline:
-    """A peer bound to inputs; timed exactly as a candidate is."""
+    """A peer bound to inputs; it is timed exactly as a candidate is."""
 
     stage_names: tuple[str, ...] = ()
 
@@ -49,7 +50,7 @@ class Baseline:
     def capture(
         self, calls: int, *, rotate: bool = False, stage: str | None = None
     ) -> Callable[[], None]:
-        """A replay function of a graph of back-to-back calls; a peer has no stages."""
+        """A function that replays a graph of back-to-back calls; a peer has no stages."""
         if stage is not None:
             raise ValueError(f"a baseline has no stage {stage!r}")
         graph = self._torch.cuda.CUDAGraph()
@@ -86,19 +87,19 @@ def _import_torch() -> Any:
 def prepare(
     name: str, problem: Problem, copies: Sequence[Mapping[str, Any]], session: Session
 ) -> Baseline:
-    """The baseline called `name`, run once. copies: CuPy arrays q, k, v of each copy, as storage.
+    """The baseline called `name`, after one run. copies: CuPy arrays q, k, v of each, as storage.
 
-    Raises Unavailable with the reason, for anything that goes wrong inside the peer.
+    Raises Unavailable with the reason if anything goes wrong inside the peer.
     """
     torch = _import_torch()
     if problem.dtype == "fp32" and name not in _FP32:
         raise Unavailable(f"no {name} baseline for {problem.dtype}")
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[problem.dtype]
-    bits = "int32" if problem.dtype == "fp32" else "int16"  # what DLPack knows on both sides
+    bits = "int32" if problem.dtype == "fp32" else "int16"  # types that DLPack knows on both sides
     tensors = [
         tuple(torch.from_dlpack(copy[t].view(bits)).view(dtype) for t in "qkv") for copy in copies
     ]
-    torch.set_float32_matmul_precision("highest")  # no TF32 in what calls itself fp32
+    torch.set_float32_matmul_precision("highest")  # fp32 baselines must not use TF32
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -119,7 +120,7 @@ def prepare(
 _FP32 = ("torch_efficient", "torch_math", "unfused")
 _STORES_SCORES = ("torch_math", "unfused")
 
-# What PyTorch's `… kernel not used because:` begins with, by baseline.
+# By baseline, the first words of PyTorch's `… kernel not used because:`.
 _TORCH_NAMES = {
     "torch_flash": "flash attention",
     "torch_cudnn": "cudnn attention",
@@ -128,10 +129,10 @@ _TORCH_NAMES = {
 
 
 def why_not(name: str, error: Exception, warned: Sequence[str]) -> str:
-    """What PyTorch warned about this backend, or the first line of the error.
+    """PyTorch's warnings about this backend, or the first line of the error.
 
-    PyTorch warns of every backend in turn, each a line `Flash attention kernel not used because:`
-    with its reasons in the lines after it, whichever backend was asked for.
+    PyTorch warns about every backend in turn, whichever was asked for: a line `Flash attention
+    kernel not used because:`, and the reasons in the lines after it.
     """
     reasons: dict[str, None] = {}
     ours = False
@@ -212,7 +213,8 @@ def _triton(torch: Any, problem: Problem, session: Session) -> Forward:
 def _flash_attention(package: str, *modules: str) -> Callable[[Any, Problem, Session], Forward]:
     """FlashAttention's own packages: (batch, seqlen, heads, head_dim), causal bottom-right.
 
-    modules: where different builds of the package keep it; the first that is installed is taken.
+    modules: where different builds of the package keep the function; the first installed one is
+    used.
     """
 
     def build(torch: Any, problem: Problem, session: Session) -> Forward:

@@ -1,7 +1,7 @@
 """The baseline `triton_flash`: a plain fused forward in Triton, tuned over its tiles.
 
-It is what a user without CUDA C++ would write in an afternoon, and a strong peer on small problems.
-Imported only where Triton is (by `baselines`).
+A user without CUDA C++ would write it in an afternoon, and it is a strong peer on small problems.
+Only `peers` imports it, and only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from attnsweep.problem import LOG2E
 
-# Ten, since each is compiled for every problem that the baseline is timed on.
+# Only ten, because each is compiled for every problem that the baseline is timed on.
 CONFIGS = [
     triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
     for m, n, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8))
@@ -41,7 +41,7 @@ def _keys(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Online softmax over keys begin .. end. MASKED: some of them are not seen by some rows."""
+    """Online softmax over keys begin .. end. MASKED: some rows do not see some of these keys."""
     dims = tl.arange(0, BLOCK_D)
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
@@ -88,7 +88,7 @@ def _forward(
     """One tile of queries of one head."""
     tile = tl.program_id(0)
     if CAUSAL:
-        tile = tl.num_programs(0) - 1 - tile  # the longest first
+        tile = tl.num_programs(0) - 1 - tile  # the longest tiles first
     head = tl.program_id(1).to(tl.int64)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -130,9 +130,9 @@ _tuned = triton.autotune(configs=CONFIGS, key=_KEY, do_bench=_bench)(_forward)
 def forward(
     q: Any, k: Any, v: Any, out: Any, scale: float, *, causal: bool, kernel: Any = _tuned
 ) -> Any:
-    """Attention of torch tensors (batch, heads, seqlen, head_dim), contiguous, into `out`.
+    """Write attention of contiguous torch tensors (batch, heads, seqlen, head_dim) to `out`.
 
-    kernel: the tuned one, or the plain one with BLOCK_M and BLOCK_N bound.
+    kernel: the tuned kernel, or the plain one with BLOCK_M and BLOCK_N bound.
     """
     batch, heads, seqlen_q, head_dim = q.shape
 

@@ -1,8 +1,8 @@
 """One child process owns the GPU; the parent talks to it and survives whatever happens there.
 
-A call that outlives its time limit, kills the process or poisons the CUDA context costs that call
-alone: the child is killed, and the next call finds a new one with the same problem open and the
-same entries added.
+A call fails alone if it outlives its time limit, kills the process or poisons the CUDA context: the
+parent kills the child, and the next call starts a new one, opens the same problem in it and adds
+the same entries.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from attnsweep.hardware import arch_of
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy, Environment, Status
 
-# Importing PyTorch and letting cuDNN choose a plan takes this long on a slow disk.
+# On a slow disk, importing PyTorch and choosing a cuDNN plan take this long.
 START_TIMEOUT_S = 180.0
 
 
@@ -39,14 +39,14 @@ BenchFactory = Callable[..., Any]
 
 
 def open_bench(*args: Any, **options: Any) -> Any:
-    """bench.Bench, imported only in the child: the parent never loads CuPy."""
+    """Build a bench.Bench. Only the child imports it, so that the parent never loads CuPy."""
     from attnsweep.gpu.bench import Bench
 
     return Bench(*args, **options)
 
 
 class WorkerError(Exception):
-    """A call that failed in the worker. `status` is what its row should say."""
+    """A call that failed in the worker. `status` is the one that its row should have."""
 
     def __init__(self, status: Status, detail: str, payload: Any = None) -> None:
         super().__init__(detail)
@@ -55,7 +55,7 @@ class WorkerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """What the child answers: a value, or how the call failed."""
+    """The child's answer: a value, or how the call failed."""
 
     value: Any = None
     failure: Status | None = None
@@ -68,20 +68,20 @@ class Gpu(Protocol):
     """A GPU on which one problem at a time is open; `Worker` is the real one.
 
     Times are microseconds of one call. Every method but `describe` raises WorkerError with the
-    status that the row of the candidate should have.
+    status that the candidate's row should have.
     """
 
     def describe(self, *, preload: str | None = None) -> Environment:
         """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA."""
 
     def open(self, problem: Problem, *, replay_us: float, seed: int) -> None:
-        """Open a problem: inputs from `seed`, replays of about `replay_us`. Closes the last one."""
+        """Open a problem: inputs from `seed`, replays of about `replay_us`. Close the last one."""
 
     def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
         """Check a candidate on every case, then time it briefly."""
 
     def add(self, name: str, candidate: Candidate, *, cold: bool) -> None:
-        """Make a candidate that passed `trial` an entry; cold: with copies that leave L2 cold."""
+        """Make a candidate that passed `trial` an entry. cold: with copies for cold times."""
 
     def add_baseline(self, name: str) -> Accuracy:
         """Prepare and check a baseline, and make it an entry."""
@@ -90,34 +90,35 @@ class Gpu(Protocol):
         """Free an entry, and never add it again."""
 
     def forget(self, name: str) -> None:
-        """Never add an entry to a new process; for one that failed."""
+        """Do not add this entry to a new process; used for an entry that failed."""
 
     def race(self, name: str, replay_us: float, kind: str) -> tuple[float, int]:
-        """One sample of an entry, `warm` or `cold`, and how many calls it launched."""
+        """One sample of an entry, `warm` or `cold`, and the number of calls that it launched."""
 
     def replay(self, name: str, kind: str) -> float:
         """One sample of an entry: `warm`, `cold`, or a stage by its name."""
 
     def pair(self, first: str, second: str) -> tuple[float, float]:
-        """One warm sample of each of two entries, in which even drift meets both alike."""
+        """One warm sample of each of two entries, in an order that cancels steady drift."""
 
     def eager_us(self, name: str) -> float:
-        """Host time to issue one call of an entry; the device is not waited for."""
+        """Host time to issue one call of an entry, without waiting for the device."""
 
     def conditions(self) -> Mapping[str, Any]:
-        """Clocks, power, temperature, throttle reasons and other processes, as NVML tells."""
+        """Clocks, power, temperature, throttle reasons and other processes, from NVML."""
 
     def stop(self) -> None:
-        """Let go of the GPU; the next call starts anew."""
+        """Release the GPU; the next call starts a new process."""
 
 
 class Worker:
-    """The parent's end. Use as a context manager; the methods of `Gpu` run in the child's Bench."""
+    """The parent's end, a context manager. The child's Bench runs the methods of `Gpu`."""
 
     def __init__(self, timeout_s: float, bench: BenchFactory | None = None) -> None:
-        """timeout_s: limit of one ordinary call; opening a problem or a baseline gets longer.
+        """Start nothing yet; the first call starts the child.
 
-        bench: what opens a problem in the child, bench.Bench unless given (importable by name).
+        timeout_s: limit of one ordinary call; opening a problem or adding an entry gets longer.
+        bench: factory that opens a problem in the child, importable by name (default: bench.Bench).
         """
         self._timeout_s = timeout_s
         self._bench = bench or open_bench
@@ -136,14 +137,14 @@ class Worker:
     def describe(self, *, preload: str | None = None) -> Environment:
         """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA.
 
-        preload: a package the child imports in a thread meanwhile (PyTorch takes 2.4 s).
+        preload: a package that the child imports in a thread meanwhile (PyTorch takes 2.4 s).
         """
         options = {"preload": preload}
         environment: Environment = self._request("describe", (), options, START_TIMEOUT_S)
         return environment
 
     def open(self, *args: Any, **options: Any) -> None:
-        """See `Gpu`; the arguments of bench.Bench."""
+        """See `Gpu`; takes the arguments of bench.Bench."""
         self._setup = [("open", args, options)]
         self._request("open", args, options, START_TIMEOUT_S)
 
@@ -190,14 +191,15 @@ class Worker:
         return found
 
     def blocks_per_sm(self, candidate: Candidate) -> dict[str, int]:
-        """Resident blocks of each stage by the driver's own count."""
+        """Resident blocks of each stage, as the driver counts them."""
         counted: dict[str, int] = self.call("blocks_per_sm", candidate)
         return counted
 
     def call(self, method: str, *args: Any, keep: bool = False, slow: bool = False) -> Any:
         """Call a method of the open Bench by name. Raises WorkerError with the row's status.
 
-        keep: repeat it when a new process replaces this one (finalists that must be there).
+        keep: repeat the call in each new process that replaces this one, as entries must be there.
+        slow: allow START_TIMEOUT_S instead of timeout_s.
         """
         self._ensure()
         value = self._request(method, args, {}, START_TIMEOUT_S if slow else self._timeout_s)
@@ -210,7 +212,7 @@ class Worker:
         self._setup = [(m, args, o) for m, args, o in self._setup if args[:1] != (name,)]
 
     def stop(self) -> None:
-        """End the child, at once if it does not listen."""
+        """End the child; kill it if it does not end within 2 s."""
         if self._process is None:
             return
         with contextlib.suppress(OSError, ValueError):
@@ -226,7 +228,7 @@ class Worker:
         self._process, self._pipe = None, None
 
     def _ensure(self) -> None:
-        """A living child in which everything kept has been repeated."""
+        """Ensure a living child in which every kept call has been repeated."""
         if self._process is not None and self._process.is_alive():
             return
         if self._process is not None:
@@ -283,7 +285,7 @@ class Worker:
         return f"exit code {code}"
 
 
-# Packages whose versions a run keeps: they time, or are peers.
+# Packages whose versions a run records: they do the timing, or are peers.
 _PACKAGES = (
     *("cupy-cuda12x", "cupy-cuda13x", "numpy", "torch", "triton", "nvidia-cudnn-cu13"),
     *("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4"),
@@ -294,7 +296,7 @@ _PACKAGES = (
 
 
 def _serve(pipe: Connection[Any, Any], parent: int, open_problem: BenchFactory) -> None:
-    """Answer calls until the pipe closes. Ctrl-C is the parent's business."""
+    """Answer calls until the pipe closes. Only the parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(parent)
     bench: Any = None
@@ -336,7 +338,7 @@ def _answer(
         return _Reply(error.accuracy, Status.WRONG, error.detail), bench
     except Unavailable as error:
         return _Reply(None, Status.SKIPPED, str(error)), bench
-    except Exception as error:  # a CUDA error, or a fault of ours: either way a row, not an end
+    except Exception as error:  # a CUDA error or a bug of ours: it becomes a row and ends nothing
         text = str(error).strip().splitlines() or [type(error).__name__]
         detail = f"{type(error).__name__}: {text[0]}"
         if bench is None or bench.poisoned(error):
@@ -365,7 +367,7 @@ def _describe(preload: str | None) -> Environment:
     from attnsweep.gpu.device import Session
 
     def load(name: str) -> None:
-        with contextlib.suppress(Exception):  # whoever needs it will say what is wrong
+        with contextlib.suppress(Exception):  # the first real import reports the error
             importlib.import_module(name)
 
     session = Session()
@@ -393,7 +395,7 @@ def _describe(preload: str | None) -> Environment:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version through NVML, or None without nvidia-ml-py or a driver."""
+    """The NVIDIA driver's version from NVML, or None without nvidia-ml-py or a driver."""
     try:
         import pynvml
 
@@ -405,9 +407,9 @@ def driver_version() -> str | None:
 
 
 def installed_arch() -> str | None:
-    """The architecture of this machine's GPUs, if all have the same, without starting CUDA.
+    """The architecture of this machine's GPUs if all have the same one, without starting CUDA.
 
-    From NVML; None without nvidia-ml-py, a driver, or a card that is known.
+    From NVML; None without nvidia-ml-py, a driver, or a known card.
     """
     try:
         import pynvml
