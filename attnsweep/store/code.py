@@ -1,8 +1,8 @@
-"""The machine code of a run's winners: kept next to the rows, read back to be timed again.
+"""The machine code of a run's winners, kept next to the rows so that it can be timed again.
 
-Next to the cubins of a problem's winner lies `<problem>.<kernel>.json`: its config, how the cubins
-are launched, and their SHA-256. So old code runs as it did, also when kernels and declarations have
-changed since.
+`<problem>.<kernel>.json` lies next to the cubins of a problem's winner and holds its config, its
+launches, and the SHA-256 of its cubins. Old code thus runs as it did, even after kernels and
+declarations have changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _AGAIN = "record it anew: attnsweep run SPEC --fresh, then attnsweep accept"
 
 
 class _Code(BaseModel):
-    """What lies next to the cubins. Paths in the launches are names in the same directory."""
+    """The JSON next to the cubins. Paths in the launches are names in the same directory."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -44,7 +44,7 @@ def _name(problem: Problem, kernel: str) -> str:
 
 
 def keep_code(store: Store, build: Build) -> None:
-    """Copy a winner's cubins into its run, and write how they are launched."""
+    """Copy a winner's cubins into its run, and write its launches."""
     name = _name(build.problem, build.kernel.name)
     digests = {}
     for stage, cubin in build.cubins().items():
@@ -57,7 +57,7 @@ def keep_code(store: Store, build: Build) -> None:
 
 
 def read_code(of_run: Path, winner: Trial) -> Launches:
-    """How a winner was launched, ready to load. Raises StoreError if its code is not all there.
+    """The launches of a winner, ready to load. Raises StoreError if its code is incomplete.
 
     of_run: the run's directory.
     """
@@ -104,7 +104,7 @@ def _digest(path: str | Path) -> str:
 
 
 def same_code(one: Launches, other: Launches) -> bool:
-    """Whether two launch the same machine code in the same way. Raises OSError."""
+    """Whether both launch the same machine code in the same way. Raises OSError."""
 
     def known_by_content(launches: Launches) -> bytes:
         digests = {stage.cubin: _digest(stage.cubin) for stage in launches.stages}

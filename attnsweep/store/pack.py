@@ -1,7 +1,7 @@
-"""Pack a run to be kept: one compressed row a candidate, and nothing that can be made from it.
+"""Pack a run to be kept: one compressed row per candidate, without files made from the rows.
 
-A packed run is read, ranked, shown and checked like any other. It is not resumed: a sweep in its
-directory begins with no rows, since its rows were measured on another card.
+A packed run can be read, ranked, shown and checked like any other. A sweep does not resume it: its
+rows were measured on another card, so a sweep in its directory starts without rows.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from attnsweep.errors import StoreError
 from attnsweep.files import write_file
 from attnsweep.store.run import PACKED, TRIALS, read_trials, row_bytes, trials_of
 
-# Written again from the rows by `attnsweep report`.
+# `attnsweep report` makes these from the rows again.
 DERIVED = ("ranking.csv", "ranking.md", "report.html")
 
 
 def pack(directory: Path) -> int:
-    """Pack the run in a directory, in place; returns the bytes of its rows, compressed.
+    """Pack the run in a directory, in place; returns the size of its compressed rows in bytes.
 
-    Rows that a later one replaced are left out, and fingerprints, which only a resume reads. Lines
-    that are no rows are left out too. The same rows give the same bytes. A run that is packed
-    already stays as it is. Raises StoreError if it cannot be read or written.
+    Packing drops replaced rows, lines that are not rows, and fingerprints, which only a resume
+    reads. The same rows give the same bytes. A packed run stays as it is. Raises StoreError if the
+    run cannot be read or written.
     """
     if trials_of(directory).name == PACKED:
         return (directory / PACKED).stat().st_size

@@ -5,8 +5,8 @@
 
 A recorded run that is kept has trials.jsonl.gz instead, and no tables: see pack.py.
 
-Only the parent process writes, through one `Store` that holds the directory's lock. Readers take
-no lock: a row becomes visible as a whole line or is a torn last line, which they drop.
+Only the parent process writes, through one `Store` that holds the directory's lock. Readers take no
+lock: they see a row once its line is whole, and drop a torn last line.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ ENVIRONMENT = "environment.json"
 SPACES = "spaces.json"
 CUBINS = "cubins"
 LOCK = ".lock"
-# A foreign file would otherwise warn once a line.
+# Without a limit, a foreign file would give one warning per line.
 MAX_WARNINGS = 20
 
 
 def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
-    """The rows of a trials.jsonl, or of a packed one, in order of first appearance; and its faults.
+    """The rows of a trials.jsonl, plain or packed, in order of first appearance, and warnings.
 
     A later row with the same key replaces the earlier one in its place. A torn last line is
-    dropped; a line that is no Trial is skipped. Each gives one warning, `file:line: reason`.
-    Raises StoreError if the file cannot be read.
+    dropped; a line that is no Trial is skipped. Each gives one warning, `file:line: reason`. Raises
+    StoreError if the file cannot be read.
     """
     try:
         data = path.read_bytes()
@@ -65,7 +65,7 @@ def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
 def _parse_trials(
     data: bytes, path: Path
 ) -> tuple[dict[tuple[object, ...], Trial], list[str], int]:
-    """Trials by key, warnings, and how many whole rows there are, replaced ones included."""
+    """Trials by key, warnings, and the number of whole rows, including replaced ones."""
     trials: dict[tuple[object, ...], Trial] = {}
     warnings: list[str] = []
     rows = 0
@@ -91,7 +91,7 @@ def _parse_trials(
 
 
 def _parse_row(line: bytes) -> Trial | str:
-    """The Trial in one line, or why there is none."""
+    """The Trial in one line, or the reason why there is none."""
     try:
         return Trial.model_validate_json(line)
     except ValidationError as error:
@@ -101,12 +101,12 @@ def _parse_row(line: bytes) -> Trial | str:
     except AttnsweepError as error:
         return error.what
     except AttributeError as error:
-        # A Problem holds its own fields only; one more means another shape than we would read.
+        # A Problem accepts no other fields, so one more means a shape that this version misreads.
         return f"written by another version of attnsweep? {error}"
 
 
 def row_bytes(trial: Trial) -> bytes:
-    """One line of strict JSON, newline included; NaN and infinity as strings, which read back."""
+    """One line of strict JSON with its newline; NaN and infinity are strings, which read back."""
     if trial.detail is not None:
         # Compiler logs may hold bytes that are not UTF-8 and arrive as lone surrogates.
         trial = trial.with_(detail=trial.detail.encode("utf-8", "replace").decode("utf-8"))
@@ -126,7 +126,7 @@ def _store_error(error: OSError, path: Path, doing: str, hint: str | None = None
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """One os.write; a short one means that the disk is full, whatever errno would have said."""
+    """One os.write. A short write means that the disk is full, so raise ENOSPC for it."""
     if os.write(fd, data) != len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -140,7 +140,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it is, or as it was when read: without a lock, it may still be going on."""
+    """A run as it was when read. Reading takes no lock, so the run may still be going on."""
 
     directory: Path
     trials: list[Trial]
@@ -148,14 +148,14 @@ class Run:
     spec_text: str | None
     warnings: list[str]
     spaces: list[dict[str, Any]] = field(default_factory=list)
-    """Per family and problem, how many candidates there are: plan.plan_facts."""
+    """Number of candidates per family and problem: spec.plan.plan_facts."""
 
 
 class Store:
-    """The writer of one run directory. Holds its lock until closed; a context manager.
+    """The writer of one run directory, a context manager. Holds its lock until closed.
 
-    warnings: what was wrong with the trials found there.
-    rows: how many rows are safely in the file, replaced ones included.
+    warnings: faults of the trials found there. rows: number of rows safely in the file, including
+    replaced ones.
     """
 
     def __init__(self, directory: Path, lock: FileLock, *, fresh: bool) -> None:
@@ -182,8 +182,8 @@ class Store:
     def open(cls, directory: Path, *, fresh: bool = False) -> Store:
         """Create or resume the run in `directory`, for this process alone.
 
-        fresh: move earlier trials aside, to trials.<UTC time>.jsonl, and begin with none.
-        Raises StoreError if it cannot be created or written, or if another run is writing there.
+        fresh: move earlier trials to trials.<UTC time>.jsonl, and start with none. Raises
+        StoreError if the run cannot be created or written, or if another process is writing there.
         """
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -223,13 +223,13 @@ class Store:
 
     @property
     def trials(self) -> list[Trial]:
-        """What the directory holds, in order of first appearance; `append` keeps it up."""
+        """The directory's rows, in order of first appearance, including appended ones."""
         return list(self._trials.values())
 
     def append(self, trial: Trial) -> None:
-        """Add one row, durably: it is on the disk as a whole when this returns, or not at all.
+        """Add one row durably: when this returns, the whole row is on disk, and otherwise nothing.
 
-        Raises StoreError saying how many rows are safe and how to go on.
+        Raises StoreError, which says how many rows are safe and how to go on.
         """
         data = row_bytes(trial)
         length: int | None = None
@@ -252,10 +252,10 @@ class Store:
         self._trials[trial.key] = trial
 
     def _end_last_line(self) -> int:
-        """The file's length, once it is empty or ends in a newline.
+        """The file's length, after ensuring that the file is empty or ends in a newline.
 
-        A torn last line is cut off; one that lacks nothing but its newline, which readers take, is
-        given it.
+        A torn last line is cut off. A last line that lacks only its newline, which readers accept,
+        gets one.
         """
         length = os.lseek(self._fd, 0, os.SEEK_END)
         if length == 0:
@@ -274,16 +274,16 @@ class Store:
     def describe(
         self, spec: str, environment: Environment, spaces: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Replace spec.yaml by the resolved spec, environment.json, and spaces.json."""
+        """Write the resolved spec.yaml, environment.json and spaces.json, replacing old ones."""
         self._write_text(SPEC, spec)
         self._write_text(ENVIRONMENT, environment.model_dump_json(indent=2) + "\n")
         lines = ",\n".join(json.dumps(facts, ensure_ascii=False) for facts in spaces)
         self._write_text(SPACES, f"[\n{lines}\n]\n")
 
     def finish(self, render: Callable[[Run], Mapping[str, str]] | None = None) -> Run:
-        """The run as it now is. render: makes file names and texts of it, which are written.
+        """The run as it is now. render: makes names and texts of files from it, which are written.
 
-        `store.finish(report.files)` writes ranking.csv and ranking.md.
+        `store.finish(tables.files)` writes ranking.csv and ranking.md.
         """
         run = _described(self.directory, self.trials, list(self.warnings))
         for name, text in (render(run) if render else {}).items():
@@ -291,14 +291,14 @@ class Store:
         return run
 
     def keep_cubin(self, path: Path, name: str) -> Path:
-        """Copy a winner's cubin to cubins/`name` and return where it is."""
+        """Copy a winner's cubin to cubins/`name` and return its path."""
         try:
             return self.keep(name, path.read_bytes())
         except OSError as error:
             raise _store_error(error, path, "cannot read the cubin to keep") from error
 
     def keep(self, name: str, data: bytes) -> Path:
-        """Write cubins/`name`, part of a winner's code, and return where it is."""
+        """Write cubins/`name`, part of a winner's code, and return its path."""
         if Path(name).name != name or name in ("", ".", ".."):
             raise StoreError(f"a cubin cannot be kept as {name!r}", where=str(self.directory))
         kept = self.directory / CUBINS / name
@@ -313,7 +313,7 @@ class Store:
         _replace(self.directory / name, text.encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Close the trials and release the lock. Again is harmless."""
+        """Close the trials and release the lock. Closing again is harmless."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -332,9 +332,9 @@ class Store:
 
 
 def open_run(path: Path) -> Run:
-    """Read a run: its directory, or a trials file in it (an older trials.<UTC time>.jsonl too).
+    """Read a run: its directory, or a trials file in it (even an older trials.<UTC time>.jsonl).
 
-    Raises StoreError if there is no such run, if `path` is not one, or if it holds no trial yet.
+    Raises StoreError if no such run exists, if `path` is not one, or if it holds no trial yet.
     """
     if not path.exists():
         raise StoreError(
@@ -367,7 +367,7 @@ def open_run(path: Path) -> Run:
 
 
 def _described(directory: Path, trials: list[Trial], warnings: list[str]) -> Run:
-    """The run with what is written beside its trials; what of that cannot be read is a warning."""
+    """The run with the files next to its trials; a file that cannot be read is a warning."""
     environment, odd_environment = _read_environment(directory / ENVIRONMENT)
     spec, odd_spec = _read_spec(directory / SPEC)
     spaces, odd_spaces = _read_spaces(directory / SPACES)
@@ -376,13 +376,13 @@ def _described(directory: Path, trials: list[Trial], warnings: list[str]) -> Run
 
 
 def trials_of(directory: Path) -> Path:
-    """The file with a run's rows: trials.jsonl, or the packed one where only that is there."""
+    """The file with a run's rows: trials.jsonl, or the packed one if only that exists."""
     plain, packed = directory / TRIALS, directory / PACKED
     return packed if packed.is_file() and not plain.is_file() else plain
 
 
 def _read_spaces(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """How large the spaces are, nothing if that is not told, and a warning if it is damaged."""
+    """The facts in spaces.json, empty if the file is missing, and a warning if it is damaged."""
     try:
         facts = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -397,7 +397,7 @@ def _read_spaces(path: Path) -> tuple[list[dict[str, Any]], str | None]:
 
 
 def _read_spec(path: Path) -> tuple[str | None, str | None]:
-    """The text of spec.yaml, None if there is none, and a warning if it cannot be read."""
+    """The text of spec.yaml, None if it is missing, and a warning if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8"), None
     except FileNotFoundError:
@@ -407,7 +407,7 @@ def _read_spec(path: Path) -> tuple[str | None, str | None]:
 
 
 def _read_environment(path: Path) -> tuple[Environment | None, str | None]:
-    """The environment, None if there is none, and a warning if it cannot be understood."""
+    """The environment, None if the file is missing, and a warning if it is damaged."""
     try:
         return Environment.model_validate_json(path.read_bytes()), None
     except FileNotFoundError:
@@ -429,7 +429,7 @@ def being_written(directory: Path) -> bool:
             return False
     except Timeout:
         return True
-    except OSError:  # not to be locked by us, so not by us to be known
+    except OSError:  # if we cannot lock it, we cannot know
         return False
 
 
@@ -440,9 +440,9 @@ def find_runs(results_dir: Path) -> list[Path]:
 
 
 def latest_run(results_dir: Path) -> Run:
-    """The run below `results_dir` whose trials were written last; among equals, the last by path.
+    """The run below `results_dir` whose trials were written last; of equals, the last by path.
 
-    Runs without a row do not count. Raises StoreError if there is none.
+    Runs without rows do not count. Raises StoreError if there is none.
     """
     written = []
     for directory in find_runs(results_dir):
