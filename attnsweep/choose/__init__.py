@@ -1,1 +1,1 @@
-"""Which candidate is fastest: what to try, races, finals, ranking."""
+"""Which candidate is the fastest: search, races, finals, ranking."""

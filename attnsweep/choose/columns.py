@@ -1,4 +1,4 @@
-"""One row's facts: what a trial says of itself, and what follows from its time."""
+"""The columns of one row: a trial's facts, and figures that follow from its time."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ Row = dict[str, Any]
 
 
 def time_kind(trial: Trial) -> str:
-    """What its time is of: warm, cold or eager."""
+    """The kind of its time: warm, cold or eager."""
     return trial.time_us.l2 if trial.time_us is not None else "warm"
 
 
 def facts(trial: Trial, environment: Environment | None, best_baseline: float) -> Row:
-    """What one trial says of itself, and what follows from its time."""
+    """The columns of one trial, and figures that follow from its time."""
     problem, time, used = trial.problem, trial.time_us, trial.resources
     median = time.median if time is not None and time.median > 0 else math.nan
     kind = time_kind(trial)
     warm = median if kind == "warm" else _number(trial.warm_us)
-    # What the host spends says nothing of the device's rates.
+    # The host's cost of a call says nothing about the device's rates.
     device_us, l2 = (warm, "warm") if kind == "eager" else (median, kind)
     limits = bounds_of(trial, environment)
     bound = None
@@ -118,14 +118,14 @@ def named(config: Mapping[str, object]) -> str:
 
 
 def value_text(value: object) -> str:
-    """A parameter's value as -D would say it."""
+    """A parameter's value as -D writes it."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def bounds_of(trial: Trial, environment: Environment | None) -> dict[str, float]:
-    """The bounds of its problem in microseconds.
+    """The bounds of the trial's problem in microseconds.
 
-    None where the GPU or its architecture is not known, or the row was recorded on another GPU.
+    Empty if the GPU or its architecture is unknown, or if the row was recorded on another GPU.
     """
     if environment is None:
         return {}

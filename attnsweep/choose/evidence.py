@@ -1,18 +1,18 @@
-"""What rounds prove: who is out of a race, and whether one code is slower than another.
+"""Evidence from rounds: which entrants lose a race, and whether one code is slower than another.
 
-**The race.** In a round every entrant still in the race is timed once, in random order, so that
-drift meets all alike. Entrants are compared with common references among them, by the sign of the
+**The race.** Each round times every entrant still in the race once, in random order, so that drift
+affects all alike. Entrants are compared with common references among them, by the sign of the
 paired log-ratio: only which of the two was faster in each round counts. If an entrant is no slower,
-it was slower in k of n rounds by chance alone with an e-value above x no more often than 1 in x, at
-any n at which one cares to look (Ville's inequality; the e-value is the likelihood ratio of k
-slower rounds of n under a uniform mixture of p in [1/2, 1] against p = 1/2: Howard and Ramdas,
-Sequential estimation of quantiles, Bernoulli 28(3), 2022, and Grünwald, de Heide and Koolen, Safe
-testing, JRSS-B 2024). No assumption is made of how times are distributed.
+then chance makes it slower in k of n rounds with an e-value above x at most once in x, at any n at
+which one looks (Ville's inequality; the e-value is the likelihood ratio of k slower rounds of n
+under a uniform mixture of p in [1/2, 1] against p = 1/2: Howard and Ramdas, Sequential estimation
+of quantiles, Bernoulli 28(3), 2022, and Grünwald, de Heide and Koolen, Safe testing, JRSS-B 2024).
+The test assumes nothing about the distribution of times.
 
-**Two codes in turns.** Each round gives one ratio, new time over old, in which drift common to both
+**Two codes in turns.** Each round gives one ratio, new time over old, in which common drift
 cancels. The median of the ratios has a sign interval (order statistics; Conover, Practical
 Nonparametric Statistics, 3rd ed. 1999, section 3.2), which needs no distribution and holds for few
-rounds. Repeated looks would make some interval miss by chance, so each look spends a share of the
+rounds. With repeated looks, some interval would miss by chance, so each look spends a share of the
 error (Lan and DeMets, Biometrika 70, 1983; here 1/(k(k+1)) of it at look k, which adds up to 1 over
 any number of looks).
 """
@@ -48,12 +48,12 @@ def rounds_beyond(rounds: int, threshold: float) -> int | None:
 
 @functools.cache
 def rounds_to_eliminate(threshold: float) -> int:
-    """The rounds in which one that is slower in every one of them is out."""
+    """The number of rounds after which an entrant that is slower in all of them is out."""
     return next(n for n in itertools.count(1) if log2_evidence(n, n) >= threshold)
 
 
 def interval(times: list[float], other: list[float], threshold: float) -> tuple[float, float]:
-    """Anytime-valid interval of the median ratio of paired rounds; infinite with too few."""
+    """Anytime-valid interval of the median ratio of paired rounds; infinite if they are too few."""
     ratios = sorted(a / b for a, b in zip(times, other, strict=True))
     needed = rounds_beyond(len(ratios), threshold)
     if needed is None:
@@ -63,12 +63,12 @@ def interval(times: list[float], other: list[float], threshold: float) -> tuple[
 
 @dataclass
 class Race:
-    """Entrants, their rounds, and who is out.
+    """Entrants, their rounds, and those that are out.
 
-    alpha: with what probability the entrant that is truly not slower than any other is ever
-    eliminated, at most. Counted for all opponents together (a union bound).
-    references: who may eliminate, all entrants unless given. They must be chosen before the first
-    round and not by its times; fewer of them need fewer rounds. A poor choice costs power alone.
+    alpha: the largest probability that an entrant that is truly not slower than any other is ever
+    eliminated, over all opponents together (a union bound). references: entrants that may eliminate
+    others (default: all). Choose them before the first round and not by its times; fewer references
+    need fewer rounds. A poor choice only costs power.
     """
 
     entrants: tuple[str, ...]
@@ -76,7 +76,7 @@ class Race:
     references: tuple[str, ...] = ()
     rounds: dict[str, list[float]] = field(init=False)
     out: dict[str, str] = field(init=False, default_factory=dict)
-    """Who is out, and who showed it."""
+    """Each entrant that is out, and the one that showed it or another reason."""
 
     def __post_init__(self) -> None:
         self.rounds = {name: [] for name in self.entrants}
@@ -94,13 +94,13 @@ class Race:
 
     @property
     def alive(self) -> list[str]:
-        """Who is still in the race, in the order of entry."""
+        """The entrants still in the race, in the order of entry."""
         return [name for name in self.entrants if name not in self.out]
 
     def add_round(self, times: Mapping[str, float]) -> dict[str, str]:
-        """One time of everyone alive. Returns who is out now, and who showed it.
+        """Add one time of each entrant alive. Returns each that is now out, and which showed it.
 
-        Raises KeyError if the time of one of them is missing: drop an entrant that failed first.
+        Raises KeyError if one of the times is missing: drop an entrant that failed first.
         """
         for name in self.alive:
             self.rounds[name].append(times[name])
@@ -115,11 +115,11 @@ class Race:
         return gone
 
     def drop(self, name: str, why: str) -> None:
-        """Take an entrant out for another reason than its times."""
+        """Take an entrant out for a reason other than its times."""
         self.out[name] = why
 
     def tied(self) -> list[str]:
-        """Those alive whose ratio to the leader may be 1, the leader first."""
+        """Entrants alive whose ratio to the leader may be 1, the leader first."""
         if not self.alive:
             return []
         leader = self.leader
@@ -129,12 +129,12 @@ class Race:
         return [leader, *rest]
 
     def ratio(self, name: str, leader: str) -> tuple[float, float]:
-        """Interval of name's time over leader's, from the rounds both ran."""
+        """Interval of name's time over leader's, from the rounds in which both ran."""
         both = min(len(self.rounds[name]), len(self.rounds[leader]))
         return interval(self.rounds[name][:both], self.rounds[leader][:both], self.threshold)
 
     def decided(self, within: float) -> bool:
-        """Whether everyone alive is known to be within `within` (0.005 is half a percent)."""
+        """Whether every entrant alive is known to be within `within` (0.005 is half a percent)."""
         if len(self.alive) < 2:
             return True
         leader = self.leader
@@ -144,48 +144,48 @@ class Race:
 
     @property
     def leader(self) -> str:
-        """Who alive has the least median. Raises ValueError if nobody is alive."""
+        """The entrant alive with the least median. Raises ValueError if none is alive."""
         return min(self.alive, key=lambda name: _middle(self.rounds[name]))
 
     def _leaders(self, count: int = 3) -> list[str]:
-        """The references alive with the least medians: comparing with a few is enough."""
+        """The living references with the least medians; a comparison with a few is enough."""
         alive = [name for name in self.references if name not in self.out]
         return sorted(alive, key=lambda name: _middle(self.rounds[name]))[:count]
 
     def _slower(self, name: str, leader: str) -> bool:
         pairs = list(zip(self.rounds[name], self.rounds[leader], strict=True))
-        # Equal times say nothing for `slower`; counting them as faster errs towards keeping.
+        # Equal times do not count as slower; counting them as faster errs towards keeping.
         slower = sum(a > b for a, b in pairs)
         return log2_evidence(slower, len(pairs)) >= self.threshold
 
 
 def _middle(times: Sequence[float]) -> float:
-    """The upper median, infinite of nothing."""
+    """The upper median; infinite if there are no times."""
     return median_high(times) if times else math.inf
 
 
 # -- two codes in turns -----------------------------------------------------------------------
 
-# Two-sided, over all looks at one comparison: no interval misses with a probability of at least
-# 99.9 % if rounds are independent.
+# Two-sided error of all looks at one comparison: if rounds are independent, no interval misses with
+# a probability of at least 99.9 %.
 ERROR = 0.001
-# The first look is at this many rounds (the shares above leave no interval for fewer than 12),
-# every next one at half as many again.
+# Rounds at the first look (the shares above give no interval for fewer than 12); each next look
+# comes after half as many again.
 _FIRST_LOOK = 20
 
 
 class Decision(StrEnum):
-    """What the rounds say so far."""
+    """The result of the rounds so far."""
 
-    SLOWER = "slower"  # by more than half the threshold, surely
-    SAME = "same"  # slower by less than the threshold, if at all, surely
-    FASTER = "faster"  # by more than half the threshold, surely
+    SLOWER = "slower"  # surely, by more than half the threshold
+    SAME = "same"  # surely slower by less than the threshold, if at all
+    FASTER = "faster"  # surely, by more than half the threshold
     OPEN = "open"
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Median ratio of new to old, and between which it is; rounds: on how many this rests."""
+    """Median ratio of new to old, and its limits. rounds: the number of rounds it rests on."""
 
     median: float
     low: float
@@ -195,10 +195,10 @@ class Interval:
 
 @functools.cache
 def skipped(rounds: int, tail: float) -> int:
-    """Order statistics that a sign interval of the median leaves out at each end.
+    """Number of order statistics that a sign interval of the median leaves out at each end.
 
-    The largest s with P(Binomial(rounds, 1/2) <= s) <= tail; -1 if there is none, when even the
-    range of the rounds is missed by the median too often.
+    It is the largest s with P(Binomial(rounds, 1/2) <= s) <= tail, and -1 if there is none: then
+    the median lies too often outside even the whole range of the rounds.
     """
     term, total, number = 1, 1, -1
     limit = tail * 2**rounds if rounds < 1000 else int(tail * 2**60) << (rounds - 60)
@@ -212,9 +212,10 @@ def skipped(rounds: int, tail: float) -> int:
 class PairedTest:
     """The comparison of two codes, round by round.
 
-    threshold: share by which the new one may be slower. A new code that is slower by at least the
-    threshold is called the same with a probability of at most ERROR / 2, one that is slower by at
-    most half of it is called slower with at most ERROR / 2; between the two, either is true.
+    threshold: share by which the new code may be slower. New code that is slower by at least the
+    threshold is called the same with a probability of at most ERROR / 2. New code that is slower by
+    at most half the threshold is called slower with a probability of at most ERROR / 2. Between the
+    two, either answer is right.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -223,12 +224,12 @@ class PairedTest:
         self._looks = 0
         self._next_look = _FIRST_LOOK
         self.interval: Interval | None = None
-        """Of the last look that could give one."""
+        """The interval of the last look that could give one."""
 
     def add(self, old_us: float, new_us: float) -> Decision:
-        """Take the times of one round, in microseconds; looks when its turn has come, else OPEN.
+        """Take the times of one round, in microseconds; OPEN until the next look is due.
 
-        A time that is none (zero, NaN, infinite) is left out, and its round with it.
+        A round with an invalid time (zero, NaN, infinite) is left out.
         """
         if not (0 < old_us < math.inf and 0 < new_us < math.inf):
             return Decision.OPEN
@@ -239,7 +240,7 @@ class PairedTest:
         return self.look()
 
     def look(self) -> Decision:
-        """What the rounds so far say. Every look widens the next ones."""
+        """The decision on the rounds so far. Every look widens the intervals of later ones."""
         self._looks += 1
         rounds = len(self._ratios)
         left_out = skipped(rounds, ERROR / 2 / (self._looks * (self._looks + 1)))
@@ -265,8 +266,8 @@ CONFIDENCE = 0.95
 def ratio_interval(rounds: Sequence[float], best: Sequence[float]) -> tuple[float, float]:
     """Sign interval (95 %) of the median ratio of rounds to the best's, paired by position.
 
-    Needs no distribution: between the order statistics of the ratios that the median lies outside
-    of less than 5 % of the time. Fewer than six rounds cannot say so much; then it is their range.
+    It needs no distribution: the median lies outside these order statistics of the ratios less than
+    5 % of the time. Fewer than six rounds cannot show that much; then it is their range.
     """
     ratios = sorted(a / b for a, b in zip(rounds, best, strict=True))
     left_out = max(0, skipped(len(ratios), (1 - CONFIDENCE) / 2))

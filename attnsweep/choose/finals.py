@@ -1,7 +1,7 @@
 """The finals: the best candidates and all baselines take turns in full rounds.
 
-The finalists were chosen by a race or by first times; here they are timed anew, so that luck in
-those gains nothing. What is measured replaces their rows.
+A race or first times chose the finalists. The finals time them again, so that earlier luck gains
+nothing, and replace their rows.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
 from attnsweep.trial import Status, Trial
 
-# The best of each family always enter the finals, so that every family's best is well measured.
+# This many of the best of each family enter the finals, so that each family's best is measured
+# well.
 _FINALISTS_PER_FAMILY = 2
-# Of a race that ends undecided the thriftiest within this of the leader are finalists too, so that
-# which of the equally good wins does not depend on luck in the race.
+# If a race ends undecided, the thriftiest within this of the leader become finalists too. Luck in
+# the race then does not decide which of the equally good candidates wins.
 _UNDECIDED = 1.01
-# Interquartile range over median above which a time is not to be trusted, once what all shared is
-# taken off: at its power cap an H200 ran whole rounds 20 % slower than others.
+# Interquartile range over median above which a time is noisy, after removing the pace that all
+# entries share: at its power cap an H200 ran whole rounds 20 % slower than others.
 _NOISY_SPREAD = 0.15
-# Rounds as a multiple of those the spec asks for, while a finalist is this close to the border
-# between as good as the best and not: the side on which it falls may decide the winner.
+# At most this multiple of the spec's rounds is taken, while a finalist is within _BORDER of the
+# border between as good as the best and not: its side may decide the winner.
 _MOST = 3
 _BORDER = 0.0015
 _KINDS = ("warm", "cold", "eager")
-# After the first rounds of the kind that ranks, an entry slower than the fastest by this is known
-# well enough; most are slow baselines, of which a call may take as long as all finalists'.
+# After this many rounds of the kind that ranks, an entry slower than the fastest by _FAR is known
+# well enough. Most such entries are slow baselines, whose call may take as long as those of all
+# finalists.
 _FAR = 1.5
 _ROUNDS_OF_THE_FAR = 5
-# Those that may yet win, and those just behind them, take part in further rounds.
+# Only entries within this of the fastest take part in further rounds: those that may still win, and
+# those just behind them.
 _NEAR = 1.02
 
 Samples = dict[str, dict[str, list[float]]]
@@ -56,7 +59,7 @@ class Finals:
         keep: Callable[[Trial], None],
         observer: Observer,
     ) -> None:
-        """put: stores and shows a row that changed; keep: stores one without a word."""
+        """put: stores and shows a row that changed; keep: stores one without showing it."""
         self._spec, self._gpu, self._put, self._keep = spec, gpu, put, keep
         self._observer = observer
         self._entries: dict[str, Trial] = {}
@@ -65,7 +68,7 @@ class Finals:
     def run(self, raced: Sequence[Pair], peers: Sequence[Trial]) -> list[Pair]:
         """Time the best of `raced` and all peers in turns; returns the finalists among `raced`.
 
-        peers: the row of each baseline, as it is if the baseline cannot run.
+        peers: a row for each baseline, with the status for a baseline that cannot run.
         """
         finalists = []
         for build, trial in finalists_of(raced, self._spec.measure.finalists):
@@ -92,7 +95,7 @@ class Finals:
         return finalists
 
     def _timed(self) -> list[Trial]:
-        """The measured row of each entry that got through; one that fails becomes its row."""
+        """The measured row of each entry; that of an entry that fails is stored at once instead."""
         if not self._entries:
             return []
         settings = self._spec.measure
@@ -103,7 +106,7 @@ class Finals:
             seed=seed,
             fail=lambda name, error: self._fail(name, self._entries.pop(name), error),
         )
-        # Warm ones first: the time of a call decides how it is timed cold and eager.
+        # Warm rounds come first: the time of a call decides how it is timed cold and eager.
         fewer = max(3, settings.rounds // 3)
         asked = {"warm": fewer, "cold": fewer, "eager": 1, "stages": 3}
         asked |= {settings.rank_by: settings.rounds}
@@ -162,13 +165,13 @@ class Finals:
             self._observer.note(f"round {number} of {rounds}: {differs}{others}")
 
     def _fail(self, name: str, trial: Trial, error: WorkerError) -> None:
-        """A finalist that failed after it passed: its row says so, the others go on."""
+        """Store the failure of a finalist that passed before; the others go on."""
         self._gpu.forget(name)
         self._put(trial.with_(status=error.status, detail=f"while timing: {error.detail}"))
 
 
 def finalists_of(raced: Sequence[Pair], asked: int) -> list[Pair]:
-    """The fastest up to the number asked, as many thrifty as good, and each family's best."""
+    """The fastest `asked`, up to as many thrifty ones that are as good, and each family's best."""
     ordered = sorted(raced, key=by_time)
     chosen = ordered[:asked]
     alive = [pair for pair in ordered[asked:] if pair[1].race.get("survived")]
@@ -185,21 +188,21 @@ def finalists_of(raced: Sequence[Pair], asked: int) -> list[Pair]:
 
 
 def _stages(trial: Trial) -> tuple[str, ...]:
-    """The stages to be timed alone: none of a candidate that is one launch, or of a baseline."""
+    """The stages to be timed alone: none for a candidate of one launch, or for a baseline."""
     stages = tuple(trial.resources.stages) if trial.resources else ()
     return stages if len(stages) > 1 else ()
 
 
 def _within(rounds: Mapping[str, Sequence[float]], ratio: float) -> list[str]:
-    """Those whose median is within `ratio` of the least, in the rounds that they ran."""
+    """The entries whose median is within `ratio` of the least, in the rounds that they ran."""
     least = min(map(statistics.median, rounds.values()), default=0.0)
     return [name for name, times in rounds.items() if statistics.median(times) <= ratio * least]
 
 
 def _pace(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """How slow each round was for everyone: the median of times over their own medians.
+    """The pace of each round: the median of the entries' times over their own medians.
 
-    Told by those that were in all rounds, and 1 if they are fewer than three.
+    Only entries that were in all rounds count; if there are fewer than three, the pace is 1.
     """
     count = max(map(len, rounds), default=0)
     whole = [times for times in rounds if len(times) == count]
@@ -213,7 +216,7 @@ def _pace(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 
 def border_is_open(rounds: Sequence[Sequence[float]]) -> bool:
-    """Whether more rounds may tell whether one of the candidates is as good as the best."""
+    """Whether more rounds may tell if one of the candidates is as good as the best."""
     best = min(rounds, key=statistics.median, default=())
     middles = (
         statistics.median(a / b for a, b in zip(times, best, strict=True)) for times in rounds

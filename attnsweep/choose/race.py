@@ -1,7 +1,7 @@
-"""The race: everyone whose first time is near the best, in cheap rounds, until few are left.
+"""The race: cheap rounds of all candidates whose first time is near the best, until few are left.
 
-An entrant is out as soon as its rounds show it slower (evidence.py). Who wins by luck gains nothing
-from it: the finals time the finalists anew.
+An entrant is out as soon as its rounds show it slower (evidence.py). An entrant that wins by luck
+gains nothing by it, because the finals time the finalists again.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from attnsweep.spec.load import SweepSpec
 from attnsweep.trial import Trial
 
 Pair = tuple[Build, Trial]
-# First times are taken minutes apart, in other states of the clock (recorded finals of an H200 ran
-# at 1395 to 1980 MHz under its power cap): a candidate within this of the best may be the best.
-# They are warm, so that the best with a cold L2 may be further off.
+# A candidate within this of the best first time may be the best: first times are taken minutes
+# apart, in other states of the clock (recorded finals of an H200 ran at 1395 to 1980 MHz under its
+# power cap). First times are warm, so the best with a cold L2 may be further off.
 _ENTRY = {"warm": 1.25, "cold": 1.5}
-# The probability that the fastest entrant is lost in the race, at most.
+# The largest probability that the race eliminates the fastest entrant.
 _ALPHA = 0.05
-# The first so many by first time may eliminate others.
+# This many entrants, the first by first time, may eliminate others.
 _REFERENCES = 8
-# Nobody alive is further than this from the leader: the race has nothing left to tell.
+# If no entrant alive is further than this from the leader, the race has nothing left to show.
 _ALIKE = 0.005
-# What a race may cost: this share of the launches of 100 ms of each entrant.
+# A race may cost at most this share of the launches of 100 ms of each entrant.
 _BUDGET_SHARE = 0.2
 _FULL_US = 100_000.0
-# A replay of the race: events resolve 0.5 us of it, and it is taken many times.
+# Length of a replay of the race: events resolve 0.5 us of it, and it is taken many times.
 RACE_US = 300.0
 
 
 def raced_by(spec: SweepSpec) -> str:
-    """The kind of time that a race is about: launches cost the host alike, so never eager."""
+    """The kind of time that a race compares, never eager: launches cost the host alike."""
     return "cold" if spec.measure.rank_by == "cold" else "warm"
 
 
@@ -52,12 +52,12 @@ def label_of(build: Build) -> str:
 
 
 def time_of(trial: Trial) -> float:
-    """Its median in microseconds, infinite without one."""
+    """The trial's median in microseconds; infinite without a time."""
     return trial.time_us.median if trial.time_us else math.inf
 
 
 def by_time(pair: Pair) -> tuple[bool, float]:
-    """Sorts by time, those that raced first: a race may be of cold times, first times are warm."""
+    """Sort key: first those that raced, then by time. A race may be cold, first times are warm."""
     return not pair[1].race, time_of(pair[1])
 
 
@@ -69,10 +69,10 @@ def race(
     put: Callable[[Trial], None],
     observer: Observer,
 ) -> list[Pair]:
-    """Everyone of `checked` that is left, with what the race told in the row.
+    """Those of `checked` that did not fail, with the race's facts in their rows.
 
-    put: stores a row that changed. There is no race where few are near the best, or where one call
-    takes so long that the budget does not hold the rounds.
+    put: stores a row that changed. There is no race if few candidates are near the best, or if a
+    call takes so long that the budget does not hold the rounds.
     """
     best = min((time_of(trial) for _, trial in checked), default=0.0)
     near = [pair for pair in checked if time_of(pair[1]) <= race_entry(spec) * best]
@@ -96,7 +96,7 @@ class _Race:
         self._lost: set[str] = set()
 
     def run(self, checked: Sequence[Pair], near: Sequence[Pair]) -> list[Pair]:
-        """Race those that are near; everyone of `checked` that did not fail, with its row."""
+        """Race those that are near; returns each of `checked` that did not fail, with its row."""
         entrants: dict[str, Pair] = {}
         for build, trial in sorted(near, key=by_time):
             name = label_of(build)
@@ -133,9 +133,9 @@ class _Race:
         ]
 
     def _rounds(self, race: Race, rounds: Rounds, first_us: Mapping[str, float]) -> dict[str, int]:
-        """Rounds until few are left, all left are alike, or the budget is spent.
+        """Take rounds until few are left, all left are alike, or the budget is spent.
 
-        Returns how often each entrant was launched, warm-up and repeated rounds included.
+        Returns the number of launches of each entrant, including warm-up and repeated rounds.
         """
         launches = dict.fromkeys(race.entrants, 0)
         last = dict.fromkeys(race.entrants, 0)
@@ -159,7 +159,7 @@ class _Race:
         return launches
 
     def _drop(self, name: str) -> None:
-        """Free its graph and workspace, and never add it to a new process."""
+        """Free its graph and workspace, and do not add it to a new process."""
         try:
             self._gpu.drop(name)
         except WorkerError as error:
@@ -172,16 +172,16 @@ class _Race:
 
 
 def _worth_it(times_us: Sequence[float]) -> bool:
-    """Whether the budget holds the rounds that the slowest need to be shown slower."""
+    """Whether the budget holds the rounds that it takes to show the slowest slower."""
     rounds = rounds_to_eliminate(math.log2(min(_REFERENCES, len(times_us)) / _ALPHA))
     calls = [max(1.0, RACE_US / us) for us in times_us]
-    # A graph takes three calls and two replays to make, a round two replays.
+    # A graph takes three calls and two replays to make; a round takes two replays.
     cost = sum(3 + 2 * (1 + rounds) * count for count in calls)
     return cost <= _BUDGET_SHARE * sum(_FULL_US / us for us in times_us)
 
 
 def _facts(race: Race, name: str) -> dict[str, Any]:
-    """What a row says of the race: how many took part, and why the candidate stayed or left."""
+    """Facts of the race for a row: number of entrants, and why the candidate stayed or left."""
     shown_by = race.out.get(name)
     other = shown_by or race.leader
     rounds = race.rounds[name]
@@ -191,6 +191,6 @@ def _facts(race: Race, name: str) -> dict[str, Any]:
         "rounds": len(rounds),
         "survived": shown_by is None,
         "against": other,
-        # JSON has no infinity: too few rounds bound nothing.
+        # JSON has no infinity; None means that too few rounds give no limit.
         "ratio": [low or None, high if math.isfinite(high) else None],
     }

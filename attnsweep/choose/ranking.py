@@ -1,4 +1,4 @@
-"""Which candidate is fastest, and what is only a tie: trials in, one DataFrame out.
+"""Which candidate is the fastest, and what is only a tie: trials in, one DataFrame out.
 
 Everything that shows or compares runs is a view of that DataFrame. Needs no GPU, no CUDA.
 """
@@ -17,16 +17,17 @@ from attnsweep.choose.evidence import ratio_interval
 from attnsweep.problem import Problem
 from attnsweep.trial import Environment, Status, Trial
 
-# By how much a time without rounds must be below the best one with rounds to lead it: one sample
-# may be low by luck, but not by so much. Also what a rank may at most be slower than a later one.
+# A time without rounds leads only if it is this factor below the best with rounds: luck may make
+# one sample low, but not that low. No rank may be slower than a later one by more than this factor
+# either.
 MARGIN = 1.1
-# Candidates closer than this are equally good. It is above the noise floor that is aimed at, 0.3 %
-# (benchmarks/noise.py), and below the regret that is, 0.5 % (benchmarks/stability.py).
+# Candidates closer than this are equally good. It is above the intended noise floor, 0.3 %
+# (benchmarks/noise.py), and below the intended regret, 0.5 % (benchmarks/stability.py).
 EQUIVALENT = 1.004
-# A winner may be no slower than this where rounds leave open whether it is as good: at the power
-# cap, 7 rounds of calls of 13 ms left that open of one 14 % slower.
+# If rounds leave open whether a candidate is as good, a winner may be no slower than this: at the
+# power cap, 7 rounds of calls of 13 ms left it open for a candidate that was 14 % slower.
 OPEN = 1.01
-# After the ranked rows: what ran first, what never ran last.
+# Order of the rows after the ranked ones: first those that ran, last those that never did.
 _AFTER = [
     Status.NOISY,
     Status.WRONG,
@@ -40,28 +41,28 @@ _AFTER = [
 
 
 def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.DataFrame:
-    """One row a trial, problems in order of first appearance, ranked within each; see COLUMNS.
+    """One row per trial, problems in order of first appearance, ranked within each; see COLUMNS.
 
-    Candidates and baselines are ranked together; only `ok` rows are, and a row with a NaN anywhere
-    is not ok, whatever it says. rank is shared (`tied`) by rows not shown to be more than 0.4 %
-    slower: the 95 % sign interval of their paired rounds' ratio to the fastest reaches below 1.004.
-    A row without the rounds of the others ties with none, and leads only if it is faster than the
-    best of those with them by more than 10 % and was timed as they were (warm, cold or eager).
-    Where baselines lead, the same holds for the first candidates after them; below that, rank is
-    the order of medians and claims no difference. No rank goes before one whose time is less than
-    1/1.1 of its own.
+    Candidates and baselines are ranked together. Only `ok` rows are ranked, and a row with a NaN
+    anywhere is not ok, whatever it says. Rows share a rank (`tied`) if they are not shown to be
+    more than 0.4 % slower: the 95 % sign interval of their paired rounds' ratio to the fastest
+    reaches below 1.004. A row without the rounds of the others ties with none. It leads only if it
+    is more than 10 % faster than the best row with rounds and has the same kind of time (warm, cold
+    or eager). If baselines lead, the same holds for the first candidates after them; below that,
+    rank is the order of medians and claims no difference. No rank precedes one whose time is less
+    than 1/1.1 of its own.
 
-    winner: of the candidates sharing the best rank that a candidate has, those whose median paired
-    ratio to the fastest of them is at most 1.004, or cannot be told from 1, are equally good. Of
-    these it is the one with the least shared memory, then registers, then the first config: times
-    do not choose among the equally good, so that a rerun picks the same one.
+    winner: take the candidates that share the best rank of any candidate. Those whose median paired
+    ratio to the fastest of them is at most 1.004, or cannot be told from 1, are equally good. The
+    winner is the equally good candidate with the least shared memory, then registers, then the
+    first config. Times do not choose among the equally good, so that a rerun picks the same one.
 
-    time_us is the median, spread_us half the interquartile range of the rounds (NaN if it was
-    timed once), cycles those of the SM clock in the rounds, timed_as what time_us is: warm, cold or
-    eager. us_per_head is time / (batch * heads), bound_share is bound_us / time_us (TFLOP/s, GB/s
-    and it are of warm_us where eager is ranked), and ratio_to_best_baseline is the best ok
-    baseline's time / this time: above 1 is faster than it.
-    The column `trial` holds the Trial itself. Bounds need an environment of the GPU measured on.
+    time_us is the median; spread_us is half the interquartile range of the rounds (NaN if timed
+    once); cycles counts SM clock cycles in the rounds; timed_as is the kind of time_us: warm, cold
+    or eager. us_per_head is time / (batch * heads); bound_share is bound_us / time_us. If eager is
+    ranked, TFLOP/s, GB/s and bound_share use warm_us. ratio_to_best_baseline is the best ok
+    baseline's time / this time: above 1, this one is faster. The column `trial` holds the Trial
+    itself. Bounds need an environment of the GPU that measured the trials.
     """
     by_problem: dict[Problem, list[Trial]] = {}
     for trial in {trial.key: trial for trial in trials}.values():
@@ -77,7 +78,7 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
 
 
 def judged(trial: Trial) -> tuple[Status, str | None]:
-    """Status and detail as they hold up: an ok row needs a time, no NaN, and error <= limit."""
+    """Checked status and detail: an ok row needs a time, no NaN, and error <= limit."""
     if trial.status is not Status.OK:
         return trial.status, trial.detail
     time, accuracy = trial.time_us, trial.accuracy
@@ -125,14 +126,14 @@ def _paired(trial: Trial, leader: Trial) -> bool:
 
 
 def _tied(trial: Trial, leader: Trial) -> bool:
-    """Whether the paired rounds leave open that it is as good."""
+    """Whether the paired rounds leave open that `trial` is as good as `leader`."""
     return (
         _paired(trial, leader) and ratio_interval(_rounds(trial), _rounds(leader))[0] <= EQUIVALENT
     )
 
 
 def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
-    """Of candidates that share a rank, those that are as good as the fastest of them."""
+    """The candidates of a shared rank that are as good as the fastest of them."""
     best = min(trials, key=lambda trial: (_median(trial), _identity(trial)))
     good = [best]
     for trial in trials:
@@ -145,7 +146,8 @@ def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
 
 def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
     """Ok trials in ranking order; those in one list share a rank."""
-    # Another kind of time is no match for that of the rounds: a warm one is below any cold one.
+    # Another kind of time cannot compete with that of the rounds: a warm time is below any cold
+    # one.
     kinds = {time_kind(trial) for trial in trials if _rounds(trial)}
     left = sorted(
         trials,
@@ -167,7 +169,7 @@ def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
         tied = [t for t in full if t is not leader and _tied(t, leader)]
         apart = {id(t) for t in left} - {id(t) for t in (leader, *tied)}
         fastest = min((_median(t) for t in left if id(t) in apart), default=math.inf)
-        # Rounds can be so noisy that they tie with much slower ones than the next rank's.
+        # Noisy rounds can tie with rows that are much slower than the next rank's.
         group = [leader] + [t for t in tied if _median(t) <= MARGIN * fastest]
         groups.append(group)
         keys = {id(t) for t in group}
@@ -178,7 +180,7 @@ def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
 
 
 def thrift(trial: Trial) -> tuple[Any, ...]:
-    """What chooses among the equally good: shared memory, registers, then config order."""
+    """Sort key among the equally good: shared memory, registers, then config order."""
     used = trial.resources
     cost = (used.smem_bytes, used.registers) if used is not None else (math.inf, math.inf)
     return (*cost, _identity(trial))

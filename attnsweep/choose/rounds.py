@@ -1,7 +1,7 @@
-"""Rounds: everyone is timed once a round, in random order, next to what the card did meanwhile.
+"""Rounds: each round times every entry once, in random order, and records the card's state.
 
-What drifts (clocks, heat, a neighbour) then meets all alike, and the ratio of two entries is taken
-within a round. A round is of one state of the card, or it is repeated, or it is marked.
+Drift (clocks, heat, a neighbour) then affects all alike, and the ratio of two entries is taken
+within a round. A round in another state of the card than the usual is repeated, or marked.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from attnsweep.trial import Measurement
 SAME_CLOCK = 0.02
 # Times of one entry closer than this, three times in a row, are steady.
 _STEADY = 0.01
-# A card that is not steady after so many does not become so; the row then says it was not.
+# A card that is not steady after this many rounds never will be; the row then says so.
 _WARM_UP_ROUNDS = 20
-# How often one round is repeated, at most, before it is kept as it is.
+# The largest number of times that one round is repeated; then it is kept as it is.
 _REPEATS = 3
-# Reasons that are an event of the card. A power cap is where a busy card lives: its clock tells.
+# Throttle reasons that are events of the card. A power cap is not one, because a busy card is
+# always at it; the clock shows its effect.
 _EVENTS = frozenset({"hardware_slowdown", "thermal_software", "thermal_hardware", "power_brake"})
 _NUMBERS = ("sm_mhz", "memory_mhz", "power_w", "temperature_c", "other_processes")
 
@@ -41,10 +42,10 @@ class Round:
 
 
 def difference(now: Conditions, usual: Conditions) -> str | None:
-    """In what two states of the card differ so that times are not comparable; None if in nothing.
+    """The difference between two states of the card that makes times incomparable, or None.
 
-    The SM clock by more than 2 %, a slowdown for heat or power supply, or other processes on it.
-    What NVML did not tell differs in nothing.
+    Differences are an SM clock more than 2 % apart, a slowdown for heat or power supply, or more
+    processes on the GPU. A value that NVML did not report is no difference.
     """
     clock, before = now.get("sm_mhz"), usual.get("sm_mhz")
     if clock and before and abs(clock / before - 1) > SAME_CLOCK:
@@ -58,10 +59,10 @@ def difference(now: Conditions, usual: Conditions) -> str | None:
 
 
 def _worth_repeating(now: Conditions, usual: Conditions) -> bool:
-    """Whether a round is better taken again: not for the clock of a card at its power cap.
+    """Whether to take a round again; not for the clock of a card at its power cap.
 
-    That clock moves from round to round (an H200: 1725 to 1980 MHz), so that 45 rounds became 118
-    and their clocks no more alike; entries are compared within a round.
+    That clock moves from round to round (an H200: 1725 to 1980 MHz). Repeating for it turned 45
+    rounds into 118, whose clocks were no more alike; entries are compared within a round anyway.
     """
     if "power_cap" in (now.get("throttle") or ()):
         now = {name: value for name, value in now.items() if name != "sm_mhz"}
@@ -69,7 +70,7 @@ def _worth_repeating(now: Conditions, usual: Conditions) -> bool:
 
 
 def _steady(last: Sequence[Round], name: str) -> bool:
-    """Whether three rounds of one entry are alike in time, and their conditions in state."""
+    """Whether three rounds of one entry agree in time, and in the card's state."""
     if len(last) < 3:
         return False
     times = [each.times[name] for each in last]
@@ -78,10 +79,10 @@ def _steady(last: Sequence[Round], name: str) -> bool:
 
 
 class Rounds:
-    """Takes rounds of the entries that are named, on the GPU."""
+    """Takes rounds of the named entries on the GPU."""
 
     def __init__(self, gpu: Gpu, *, seed: int, fail: Callable[[str, WorkerError], None]) -> None:
-        """fail: told of an entry that failed; it is then missing from the round's times."""
+        """fail: called with an entry that failed, which is then missing from the round's times."""
         self._gpu, self._fail = gpu, fail
         self._random = random.Random(seed)
         self._usual: Conditions = {}
@@ -90,7 +91,7 @@ class Rounds:
         self.repeated = 0
 
     def warm_up(self, names: Sequence[str], replay: Replay) -> None:
-        """Everyone once, uncounted, then the first of them until clock and times are steady."""
+        """Run all entries once, uncounted, then the first until clock and times are steady."""
         times = self._times(names, replay)
         alive = [name for name in names if name in times]
         self.warm_up_rounds, self.steady = 1, False
@@ -106,10 +107,10 @@ class Rounds:
         self._usual = self._conditions()
 
     def round(self, names: Sequence[str], replay: Replay, *, repeats: int = _REPEATS) -> Round:
-        """One round; repeated, at most `repeats` times, while the card's state is another.
+        """Take one round; repeat it, at most `repeats` times, while the card's state differs.
 
-        The state that a repeated round ends in is then the usual one. The choice looks at the
-        conditions alone, never at times, so that it favours nobody.
+        After repeats in vain, the last state becomes the usual one. The decision looks only at the
+        conditions, never at times, so that it favours no entry.
         """
         left = min(repeats, _REPEATS)
         while True:
@@ -139,11 +140,11 @@ class Rounds:
         return {}
 
     def summary(self, rounds: Sequence[Round]) -> dict[str, Any]:
-        """What a row says of the conditions of its rounds, as far as NVML told them.
+        """The conditions of the rounds for a row, as far as NVML reported them.
 
-        sm_mhz, memory_mhz, power_w: medians; temperature_c, other_processes: the largest;
-        throttle: every reason seen. rounds: the same of each round. strays: of the rounds (counted
-        from 0) in another state than the median, in what. steady: whether warm-up became so;
+        sm_mhz, memory_mhz, power_w: medians; temperature_c, other_processes: the largest; throttle:
+        every reason seen. rounds: the same values of each round. strays: rounds (counted from 0)
+        whose state differs from the median state, and how. steady: whether warm-up became steady;
         repeated: how many rounds were taken again.
         """
         return summary([each.conditions for each in rounds]) | {
@@ -154,7 +155,7 @@ class Rounds:
 
 
 def summary(conditions: Sequence[Conditions]) -> dict[str, Any]:
-    """The part of Rounds.summary that the rounds' conditions alone decide."""
+    """The part of Rounds.summary that follows from the conditions alone."""
     found: dict[str, Any] = {}
     each: dict[str, list[Any]] = {}
     for name in _NUMBERS:
@@ -169,7 +170,7 @@ def summary(conditions: Sequence[Conditions]) -> dict[str, Any]:
         found["throttle"] = sorted({reason for reasons in each["throttle"] for reason in reasons})
     if not found:
         return {}
-    # Against the median state, no round is at fault for what most of them share.
+    # Compared with the median state, no round is a stray for what most rounds share.
     common = {
         "sm_mhz": found.get("sm_mhz"),
         "throttle": [

@@ -1,8 +1,8 @@
 """Search strategies: which candidate of a Space comes next.
 
-A strategy is a generator: it yields a config, and is sent the trials that ended since it last did;
-it yields None to be told of more first. It never measures, stops or stores; the sweep alone does.
-See `Search` for ask and tell.
+A strategy is a generator: it yields a config, and receives the trials that have ended since its
+last yield; it yields None to wait for more trials. It never measures, stops or stores; only the
+sweep does. See `Search` for ask and tell.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Strategy = Callable[[Space, int | None, int], Proposals]
 
 def exhaustive(space: Space, candidates: int | None, seed: int) -> Proposals:
     """Every config in the space's order, or the first `candidates` of them; `seed` is unused."""
-    # Not `yield from`: a tuple's iterator takes no tell.
+    # Not `yield from`: a tuple's iterator cannot receive the trials.
     for config in space.configs[:candidates]:  # noqa: UP028
         yield config
 
 
 def random(space: Space, candidates: int | None, seed: int) -> Proposals:
-    """`candidates` configs without repeats; the same for the same seed, family and problem."""
+    """`candidates` configs without repeats; equal for equal seed, family and problem."""
     source = _random.Random(f"{seed} {space.kernel.name} {space.problem.label}")
     count = len(space.configs) if candidates is None else min(candidates, len(space.configs))
     for config in source.sample(space.configs, count):  # noqa: UP028
@@ -42,12 +42,12 @@ def random(space: Space, candidates: int | None, seed: int) -> Proposals:
 
 
 def staged(space: Space, candidates: int | None, seed: int) -> Proposals:
-    """Time stages on their own, then only the combinations whose stages add up to least.
+    """Time stages alone, then only the combinations whose stages add up to least.
 
-    First, configs in which every variant of every stage occurs at least once: as many as the
-    variants add up to, not as they multiply to. Then the COMBINED configs with the least sum of
-    stage times, of each variant that the spec names. `seed` is unused; `candidates` caps the
-    whole. A family of one stage is searched exhaustively.
+    The first configs contain every variant of every stage at least once: they are as many as the
+    variants add up to, not as they multiply to. Then come the COMBINED configs with the least sum
+    of stage times, for each of the spec's variants. `seed` is unused; `candidates` caps the total.
+    A family of one stage is searched exhaustively.
     """
     stages = space.kernel.stages
     if len(stages) == 1:
@@ -68,7 +68,7 @@ def staged(space: Space, candidates: int | None, seed: int) -> Proposals:
             met |= new
             asked.add(config)
             trials += yield config
-    while len(trials) < len(asked):  # the sweep asks ahead: wait for what was asked
+    while len(trials) < len(asked):  # the sweep asks ahead, so wait for its answers
         trials += yield None
     times: dict[tuple[str, tuple[object, ...]], float] = {}
     for trial in trials:
@@ -93,18 +93,18 @@ def staged(space: Space, candidates: int | None, seed: int) -> Proposals:
 
 
 # Combinations of each variant that are timed as a whole. Stages in sequence take up to a tenth more
-# or less than alone (one leaves in L2 what the next reads), so the least sum is not yet the winner.
+# or less than alone (one leaves in L2 what the next reads), so the least sum may not win.
 COMBINED = 64
 
 
 def tpe(space: Space, candidates: int | None, seed: int) -> Proposals:
     """Model-based: Optuna's tree-structured Parzen estimator, seeded, without repeats.
 
-    A config is drawn parameter by parameter, from the values of the configs that begin alike, so
-    that nothing drawn breaks a rule; where a parameter has other values, it is another one to the
-    model. STARTUP configs come at random, then batches of BATCH, each after the last was told.
-    Candidates that failed tell the model nothing. While it draws only what is known, the next ones
-    come at random. Raises ToolchainError without Optuna. Bergstra et al., Algorithms for
+    It draws a config parameter by parameter, from the values of the configs with the same
+    beginning, so that no draw breaks a rule. A parameter with other values is another parameter to
+    the model. STARTUP configs are random; then come batches of BATCH, each after the trials of the
+    last one. Failed candidates teach the model nothing. If the model draws only known configs, the
+    next ones are random. Raises ToolchainError without Optuna. Bergstra et al., Algorithms for
     hyper-parameter optimization, NeurIPS 2011.
     """
     try:
@@ -144,7 +144,7 @@ def tpe(space: Space, candidates: int | None, seed: int) -> Proposals:
         told: list[Trial] = []
         for config in batch:
             told += yield config
-        while len(told) < len(batch):  # the sweep asks ahead: wait for what was asked
+        while len(told) < len(batch):  # the sweep asks ahead, so wait for its answers
             told += yield None
         for row in told:
             times[Config(row.config)] = row.screened_us
@@ -152,13 +152,13 @@ def tpe(space: Space, candidates: int | None, seed: int) -> Proposals:
             learn(drawn, times.get(config))
 
 
-# Of strategy tpe: configs at random before the model is asked, and configs from one look at it.
+# For strategy tpe: random configs before the model is asked, and configs of one batch.
 STARTUP = 24
 BATCH = 8
 
 
 def _descend(configs: Sequence[Config], choose: Callable[[str, Sequence[Value]], Value]) -> Config:
-    """One config, a parameter at a time: `choose` picks among the values that are left of it."""
+    """One config, a parameter at a time: `choose` picks among the values that remain."""
     for name in configs[0]:
         values = tuple(dict.fromkeys(config[name] for config in configs))
         if len(values) > 1:
@@ -168,7 +168,7 @@ def _descend(configs: Sequence[Config], choose: Callable[[str, Sequence[Value]],
 
 
 def _path(configs: Sequence[Config], config: Config) -> dict[str, Value]:
-    """What is chosen on the way to a config."""
+    """The choices on the way to a config."""
     chosen: dict[str, Value] = {}
 
     def choose(name: str, values: Sequence[Value]) -> Value:
@@ -188,14 +188,14 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def strategy(name: str) -> Strategy:
-    """The strategy called `name`. Raises SpecError naming those there are."""
+    """The strategy called `name`. Raises SpecError with the known names."""
     if name not in STRATEGIES:
         raise SpecError(f"unknown strategy {name!r}", hint=f"there are: {', '.join(STRATEGIES)}")
     return STRATEGIES[name]
 
 
 class Search:
-    """One strategy at work on one space. Asks may run ahead of tells: compiling overlaps timing."""
+    """One strategy at work on one space. Asks may precede tells: compiling overlaps timing."""
 
     def __init__(
         self, name: str, space: Space, *, candidates: int | None = None, seed: int = 0
@@ -205,7 +205,7 @@ class Search:
         self._begun = False
 
     def ask(self) -> Config | None:
-        """The next config to try, or None when there is no more, or none before a tell."""
+        """The next config to try; None if there are no more, or none before a tell."""
         told, self._told = self._told, []
         try:
             if self._begun:
@@ -216,7 +216,7 @@ class Search:
             return None
 
     def tell(self, trial: Trial) -> None:
-        """What became of a config asked for earlier; the strategy sees it at the next ask."""
+        """Tell the row of a config asked for earlier; the strategy sees it at the next ask."""
         self._told.append(trial)
 
 

@@ -1,8 +1,8 @@
-"""Whom not to run: what is known of the stages of a pipeline already shows that it is too slow.
+"""Skip candidates whose measured stages already exceed the best time.
 
 A stage is the same code, launched alike, in many configs of a family. Once each stage of a
-candidate was timed in some other config, their sum is nearly what the candidate will take. Peaks of
-the hardware say far less: docs/measuring.md has both in numbers.
+candidate has been timed in another config, the sum of these times is nearly the candidate's time.
+The hardware's peaks say far less: docs/measuring.md gives numbers for both.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from attnsweep.build.candidate import Build
 from attnsweep.problem import Problem
 from attnsweep.trial import Status, Trial
 
-# What a pipeline takes is at least this share of its stages timed alone: in sequence, one leaves in
-# L2 what the next reads, and a programmatic launch begins early. Of 3712 recorded pipelines in
-# sequence two took less, 0.79 at least (results/h200/skips.json). The best would be lost only if it
-# took less than 0.8 / 1.25 = 0.64 of its stages.
+# A pipeline takes at least this share of its stages' times alone: in sequence, one stage leaves in
+# L2 what the next reads, and a programmatic launch begins early. Two of 3712 recorded pipelines in
+# sequence took less, at least 0.79 (results/h200/skips.json). The best one would be lost only
+# if it took less than 0.8 / 1.25 = 0.64 of its stages.
 SHARE = 0.8
-# A row that was skipped is taken up again only if its bound falls below this share of the limit:
-# stages timed since may have brought the bound down a little, and rounds their times.
+# A skipped row is tried again only if its bound falls below this share of the limit: stages timed
+# since may have lowered the bound a little, and rounds may have changed the times.
 _STILL = 0.8
 
 
@@ -35,10 +35,11 @@ class Skip:
 
 
 class Skips:
-    """What measured rows tell of stages, and whom that excludes. One for all problems of a sweep.
+    """Times of stages from measured rows, and the candidates that they exclude.
 
-    A candidate is skipped if it could neither enter the race nor be a finalist by first times: its
-    bound exceeds `entry` times the best time of its family so far, and the `finalists`-th best.
+    One object serves all problems of a sweep. A candidate is skipped if it could neither enter the
+    race nor be a finalist by first times: its bound exceeds both `entry` times the best time of its
+    family so far and the `finalists`-th best.
     """
 
     def __init__(self, *, finalists: int, entry: float) -> None:
@@ -48,7 +49,7 @@ class Skips:
         self._learned: set[tuple[object, ...]] = set()
 
     def learn(self, build: Build, trial: Trial) -> None:
-        """Take note of a row that was timed; the same candidate again changes nothing."""
+        """Learn from a timed row; the same candidate again changes nothing."""
         time_us = trial.screened_us
         if trial.status is not Status.OK or time_us is None or trial.key in self._learned:
             return
@@ -60,7 +61,7 @@ class Skips:
                 self._stages[code] = min(known, trial.stages_us[name])
 
     def verdict(self, build: Build, *, skipped_before: bool = False) -> Skip | None:
-        """Why the candidate need not be run, or None. One stage that was never timed is enough."""
+        """Why the candidate need not be run, or None; None also if a stage was never timed."""
         times = self._times.get((build.problem, build.kernel.name), [])
         codes = stage_codes(build)
         if len(codes) < 2 or len(times) < self._finalists:
@@ -68,7 +69,7 @@ class Skips:
         stages_us = {name: self._stages.get(code, 0.0) for name, code in codes.items()}
         if not all(stages_us.values()):
             return None
-        # Launches on several streams may run beside each other.
+        # Launches on several streams may run at the same time.
         together = max if build.schedule.streams > 1 else sum
         at_least_us = SHARE * together(stages_us.values())
         limit = max(self._entry * times[0], times[self._finalists - 1])
@@ -83,7 +84,7 @@ class Skips:
 
 
 def stage_codes(build: Build) -> dict[str, tuple[object, ...]]:
-    """Stage name to what its time hangs on: problem, code, launch, and how a call is issued."""
+    """Stage name to all that its time depends on: problem, code, launch, way of issue."""
     issued = "" if build.schedule.whole else repr(build.schedule)
     return {
         name: (build.problem, key, repr(replace(launch, defines={})), issued)

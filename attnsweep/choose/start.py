@@ -20,7 +20,7 @@ from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import PlannedProblem, plan
 from attnsweep.trial import Environment
 
-# Candidates that are compiled while the GPU process starts, which takes 1.5 s.
+# Candidates to compile while the GPU process starts, which takes 1.5 s.
 _EARLY = 64
 Planned = tuple[Sequence[PlannedProblem], Compiler]
 
@@ -63,10 +63,10 @@ def _planned(
 def _compile_early(
     spec: SweepSpec, kernels: Mapping[str, Kernel], cache_dir: Path | None, at_end: ExitStack
 ) -> Planned | None:
-    """The plan, and the first candidates being compiled, for the card that NVML names.
+    """The plan for the card that NVML reports, with the first candidates compiling.
 
-    None if NVML does not tell, the spec is for another card, or the plan fails, as it will again
-    in its turn.
+    None if NVML reports no card, the spec is for another card, or the plan fails; the main path
+    then fails again and reports it.
     """
     name = installed_arch()
     if name is None or spec.arch not in (None, name):
