@@ -1,1 +1,1 @@
-"""What people read: tables, sentences, progress, HTML pages."""
+"""Output for people: tables, sentences, progress, HTML pages."""

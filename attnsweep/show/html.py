@@ -1,7 +1,7 @@
 """One HTML page of a run: tables in its text, plots drawn by Vega-Lite in the reader's browser.
 
 Everything is inside the one file: it opens without a network, and its own security policy forbids
-one. Vega-Lite comes from the `vl-convert-python` package, of which nothing is kept here. Needs no
+one. Vega-Lite comes from the `vl-convert-python` package; this repository holds no copy. Needs no
 GPU and no CUDA. Times are microseconds of one call.
 """
 
@@ -49,13 +49,14 @@ from attnsweep.store.run import Run
 from attnsweep.trial import Status
 
 ASSETS = Path(__file__).parent / "assets"
-# Of all tables together, which are 0.5 MB of HTML; a table has fewer rows where there are many.
+# Most rows of all tables together: 0.5 MB of HTML. With many tables, each has fewer rows.
 _MAX_ROWS = 1500
-# Problems whose tables are in the page's own text; those of more are packed, or 1,000 are 5 MB.
+# Up to this many problems have their tables in the page's text; the tables of later ones are
+# packed, because 1,000 would take 5 MB.
 _INLINE = 60
-# Columns of numbers before a table's configs: time, its spread, against the best baseline.
+# Columns of numbers before a table's configs: time, its spread, ratio to the best baseline.
 _BEFORE = 3
-# Bars of the stage breakdown; reasons listed a problem; characters kept of a reason.
+# Most bars of the stage breakdown; most reasons listed per problem; most characters of a reason.
 _MAX_STAGES = 10
 _MAX_REASONS = 40
 _REASON_LENGTH = 200
@@ -71,11 +72,10 @@ def write(
 ) -> int:
     """Write the page of `run` to `path`, in one step, and return its size in bytes.
 
-    top: candidates per ranked table, if the problems are not too many for that.
-    target_us: what the ladder's distances are to; each problem's best baseline unless given.
-    plots: begun earlier, so that it need not be waited for.
-    Raises ToolchainError if the packages of the `html` extra are missing, StoreError if `path`
-    cannot be written.
+    top: candidates per ranked table, fewer if there are many problems. target_us: reference time
+    for the ladder (default: each problem's best baseline). plots: a library that was started
+    earlier, to save waiting for it. Raises ToolchainError if the packages of the `html` extra are
+    missing, StoreError if `path` cannot be written.
     """
     data = render(run, top=top, target_us=target_us, plots=plots).encode("utf-8", "replace")
     try:
@@ -134,16 +134,16 @@ def render(
 
 
 def _packed(data: object) -> str:
-    """JSON, gzipped, in base64: a tenth of what 10,000 candidates take, and no `<` to escape."""
+    """Gzipped JSON in base64: a tenth of the size for 10,000 candidates, and no `<` to escape."""
     text = json.dumps(data, separators=(",", ":")).encode()
     return base64.b64encode(gzip.compress(text, mtime=0)).decode()
 
 
-# -- what the template shows ------------------------------------------------------------------
+# -- the template's data --------------------------------------------------------------------
 
 
 def _provenance(run: Run) -> list[tuple[str, str]]:
-    """Where, with what and when: name and value."""
+    """Name and value of where, with what and when the run was measured."""
     where = run.environment
     if where is None:
         return []
@@ -167,7 +167,7 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
 
 
 def _kernel_order(run: Run) -> list[str]:
-    """The families in the spec's order, which is that of the ladder; else as they appear."""
+    """The families in the spec's order, which is that of the ladder, then others as they appear."""
     try:
         kernels = yaml.safe_load(run.spec_text or "")["kernels"]
         order = [str(name) for name in kernels]
@@ -219,7 +219,7 @@ def _problem(
 
 
 def _in_order(cells: Sequence[str]) -> list[str]:
-    """Rank, kernel, the first numbers, config, the rest: what a narrow window shows is first."""
+    """Rank, kernel, the first numbers, config, the rest: a narrow window shows the first cells."""
     rank, kernel, config, *numbers = cells
     return [rank, kernel, *numbers[:_BEFORE], config, *numbers[_BEFORE:]]
 
@@ -229,7 +229,7 @@ def _plain(line: str) -> str:
 
 
 def _key_figures(section: Section, row: Row) -> list[tuple[str, str]]:
-    """What is said first of a winner: figure and what it is."""
+    """The figures shown first for a winner: each figure and its meaning."""
     best = section.best_baseline
     out = [(f"{figure(row['time_us'], 4)} µs", "a call")]
     if best is not None:
@@ -246,9 +246,9 @@ def _key_figures(section: Section, row: Row) -> list[tuple[str, str]]:
 
 
 def _reasons(section: Section) -> list[dict[str, Any]]:
-    """Why candidates were not timed or not believed: one entry a status, family and cause.
+    """The reasons why candidates have no rank: one entry per status, family and cause.
 
-    Reasons that differ in their numbers alone have one cause, and the first of them stands for it.
+    Reasons that differ only in their numbers have one cause, and the first of them stands for it.
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in section.rows:
@@ -275,7 +275,7 @@ def _reasons(section: Section) -> list[dict[str, Any]]:
 
 
 def _ruled_out(run: Run, label: str) -> list[dict[str, Any]]:
-    """What was no candidate, from the plan kept with the run: a line a family, by its rules."""
+    """Configs that were no candidates, from the run's spaces: an entry per family, by its rules."""
     out = []
     for facts in run.spaces:
         if facts.get("problem") != label:
@@ -300,7 +300,7 @@ def _reason(row: Row) -> str:
 
 
 def _ladder(section: Section, rungs: Sequence[str], target_us: float | None) -> dict[str, Any]:
-    """The best of each family in the given order, and how far it is from the target."""
+    """The best of each family in the given order, and its distance to the target."""
     best = section.best_baseline
     target, of = target_us, "the given target"
     if target is None and best is not None:
@@ -348,14 +348,14 @@ def _ladder(section: Section, rungs: Sequence[str], target_us: float | None) -> 
 
 
 def _sum_of(stages: Sequence[Mapping[str, float]], measure: str) -> int | None:
-    """None if a stage does not tell."""
+    """Sum of a measure over the stages; None if a stage lacks it."""
     if not stages or any(measure not in stage for stage in stages):
         return None
     return int(sum(stage[measure] for stage in stages))
 
 
 def _distance(us: float, target: float) -> str:
-    """`2.13×`, `3.1 % over`, or that it is met."""
+    """`2.13×`, `3.1 % over`, or a text that the target is met."""
     if us <= target:
         return f"met, {100 * (1 - us / target):.1f} % below"
     return _times(us / target) if us > 1.1 * target else f"{100 * (us / target - 1):.1f} % over"
@@ -365,15 +365,14 @@ def _times(ratio: float) -> str:
     return f"{ratio:.2f}×" if ratio < 10 else f"{figure(ratio, 3)}×"
 
 
-# -- what the plots are drawn from ------------------------------------------------------------
+# -- the data of the plots ------------------------------------------------------------------
 
 
 def _data(sections: Sequence[Section]) -> dict[str, Any]:
     """The run for the page's script: every candidate as one short array.
 
-    The axes of a spec's variants are parameters too, each with the name of its variant as value.
-
-    trials: [problem, kernel, status, µs or null, index of its reason or null, [value a parameter]];
+    The axes of a spec's variants are parameters too, with the name of the variant as value. trials:
+    [problem, kernel, status, µs or null, index of its reason or null, [value of each parameter]];
     the first three are indices too.
     """
     kernels: dict[str, dict[str, None]] = {}
@@ -450,7 +449,7 @@ def _drawn(section: Section) -> dict[str, Any]:
 
 
 def _own(section: Section, row: Row) -> Mapping[str, object]:
-    """Of a config what differs within its family."""
+    """The part of a config that differs within its family."""
     config = row["trial"].config
     names = section.differing.get(row["kernel"], [])
     return {name: config[name] for name in names if name in config}
@@ -471,5 +470,5 @@ def _peer(row: Row) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | None:
-    """Five significant digits: more than any plot shows."""
+    """Five significant digits, more than any plot shows."""
     return None if value is None else float(f"{value:.5g}")

@@ -10,8 +10,8 @@ from attnsweep.build.nvrtc import default_cache_dir
 from attnsweep.errors import ToolchainError
 from attnsweep.files import install_command, write_file
 
-# vl-convert holds a whole JavaScript engine: in a process of its own, its 1.3 s pass while the run
-# is ranked, and its 80 MB are not this process's.
+# vl-convert holds a whole JavaScript engine. In a process of its own, its 1.3 s pass while the run
+# is ranked, and its 80 MB stay out of this process.
 _BUNDLE = """
 import sys, vl_convert
 bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
@@ -22,8 +22,8 @@ sys.stdout.buffer.write(bundle.encode())
 class PlotLibrary:
     """Vega, Vega-Lite and Vega-Embed as one script that sets `window.vegaEmbed`.
 
-    Being put together from the first on, unless the cache has it, by vl-convert's version. Raises
-    ToolchainError without vl-convert.
+    The cache keeps it by vl-convert's version. If it is not there, the constructor starts a process
+    that builds it. Raises ToolchainError without vl-convert.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,13 @@ class PlotLibrary:
             self._child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def text(self) -> str:
-        """The script, when it is there. Raises ToolchainError if vl-convert fails."""
+        """The script; waits until it is built. Raises ToolchainError if vl-convert fails."""
         if self._text is None:
             self._text = self._made()
         return self._text
 
     def _made(self) -> str:
-        assert self._child is not None  # there is a text or a child
+        assert self._child is not None  # without a text, there is a child
         made, said = self._child.communicate()
         if self._child.returncode:
             last = said.decode("utf-8", "replace").strip().splitlines()[-1:]

@@ -1,4 +1,4 @@
-"""What a sweep shows while it goes on: bars on a terminal, a line now and then in a log."""
+"""Progress of a sweep: bars on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnsweep.build.observer import Observer
 from attnsweep.problem import Problem
 from attnsweep.trial import Status, Trial
 
-# Without a terminal a line at most this often, so that a CI log shows life but stays short.
+# Without a terminal, print a line at most this often: a CI log shows progress but stays short.
 _PLAIN_INTERVAL_S = 10.0
 
 
@@ -46,7 +46,7 @@ def watch(console: Console) -> Iterator[Observer]:
 
 
 class _Best(Observer):
-    """Keeps the best time of the open problem, and how many rows ended how."""
+    """Keeps the best time of the open problem, and the number of rows by status."""
 
     def __init__(self) -> None:
         self.problem: Problem | None = None
@@ -126,7 +126,7 @@ class _Bars(_Best):
 
 
 class _Plain(_Best):
-    """For logs: each problem as it begins, then a line every ten seconds."""
+    """For logs: each problem as it begins, then at most a line every ten seconds."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()

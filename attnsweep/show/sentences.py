@@ -1,6 +1,6 @@
-"""One problem of a run: its ranked rows, and the sentences that are said of them.
+"""One problem of a run: its ranked rows, and the sentences about them.
 
-The terminal and the Markdown report say the same; only their tables differ.
+The terminal and the Markdown report use the same sentences; only their tables differ.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from attnsweep.show.terminal import GLUE
 from attnsweep.trial import Environment, Status
 
 Row = dict[str, Any]
-# A reason has one line; a problem at most this many of them.
+# Each reason takes one line; a problem lists at most this many.
 MAX_REASONS = 6
 _FAILED = ("noisy", "wrong", "launch_error", "timeout", "compile_error")
 
 
 @dataclass(frozen=True)
 class Section:
-    """One problem's part of the ranking; None stands for what is not known."""
+    """One problem's part of the ranking; None stands for an unknown value."""
 
     problem: Problem
     rows: list[Row]
@@ -38,22 +38,22 @@ class Section:
 
     @property
     def winner(self) -> Row | None:
-        """The candidate that the fixed rule picks."""
+        """The candidate that the fixed rule picks, or None."""
         return next((row for row in self.rows if row["winner"]), None)
 
     @property
     def best_baseline(self) -> Row | None:
-        """The fastest ranked baseline."""
+        """The fastest ranked baseline, or None."""
         baselines = [row for row in self.rows if row["baseline"] and row["rank"]]
         return min(baselines, key=lambda row: float(row["time_us"]), default=None)
 
     @property
     def bounds_us(self) -> dict[str, float]:
-        """Empty if the rows come from another GPU than the environment's."""
+        """Unit to its bound; empty if the rows come from another GPU than the environment's."""
         return bounds_of(self.rows[0]["trial"], self.environment)
 
     def shown(self, top: int) -> list[Row]:
-        """The table, in order: the best `top`, the best of each family, every ranked baseline."""
+        """The table's rows, in order: the best `top`, each family's best, ranked baselines."""
         ranked = [row for row in self.rows if row["rank"]]
         best = [row for row in ranked if not row["baseline"]][:top]
         keep = {id(row) for row in (*best, *self.best_of_families)}
@@ -88,7 +88,7 @@ def by_problem(
     environment: Environment | None,
     spaces: Sequence[Mapping[str, Any]] = (),
 ) -> list[Section]:
-    """The ranking cut into its problems, NaN turned into None. spaces: those of its Run."""
+    """The ranking split into its problems, with None for NaN. spaces: those of its Run."""
     plain = ranking.astype(object).where(ranking.notna(), None)
     groups: dict[str, list[Row]] = {}
     for row in plain.to_dict("records"):
@@ -105,7 +105,7 @@ def by_problem(
 
 
 def is_recorded(row: Row) -> bool:
-    """Whether a recording holds this row; a replay also has rows that it does not hold."""
+    """Whether a recording holds this row; a replay also has rows that its recording lacks."""
     return bool(row["recorded"]) and row["status"] != Status.NO_RECORD
 
 
@@ -116,7 +116,7 @@ def who(row: Row) -> str:
 
 
 def origins(section: Section) -> list[str]:
-    """GPU and date of what is recorded."""
+    """GPU and date of the recorded rows."""
     recorded = [row for row in section.rows if is_recorded(row)]
     return sorted({str(row["recorded_on"] or "an unknown GPU") for row in recorded})
 
@@ -142,7 +142,7 @@ def heading(section: Section) -> list[str]:
 
 
 def bound_line(section: Section) -> str | None:
-    """What the card allows at best, and which of its parts says so."""
+    """The lower bound of the problem on this card, and the unit that sets it."""
     limits = section.bounds_us
     if not limits:
         return None
@@ -160,7 +160,7 @@ def bound_line(section: Section) -> str | None:
 
 
 def conditions_line(section: Section) -> str | None:
-    """The clock in the rounds and what held it down, beside the clock that the bound assumes."""
+    """The clock in the rounds, the reasons for throttling, and the clock that the bound assumes."""
     conditions = [row["trial"].conditions for row in section.rows if row["rounds"]]
     clocks = [c["sm_mhz"] for c in conditions if isinstance(c.get("sm_mhz"), int | float)]
     throttle = [name for c in conditions for name in c.get("throttle") or ()]
@@ -181,7 +181,7 @@ def conditions_line(section: Section) -> str | None:
 
 
 def _timed_alone(row: Row) -> list[str]:
-    """What is to be said of a time that has no rounds beside the others'."""
+    """A note on a time that was not measured in the same rounds as the others."""
     if row["trial"].time_us.samples <= 1:
         return ["timed once"]
     if row["rounds"]:
@@ -227,7 +227,7 @@ def winner_lines(section: Section) -> list[str]:
         if stages:
             rest = row["time_us"] - sum(stages.values())
             each = [f"{name}{GLUE}{us:.1f}" for name, us in stages.items()]
-            # Stages timed alone can add up to more than a call of them all.
+            # Stages timed alone can add up to more than a call of all of them.
             together = f"together{GLUE}{sum(stages.values()):.1f}{GLUE}µs when timed alone"
             each.append(f"rest{GLUE}{rest:.1f}{GLUE}µs" if rest >= 0 else together)
             each += _issued(row)
@@ -236,7 +236,7 @@ def winner_lines(section: Section) -> list[str]:
 
 
 def _issued(row: Row) -> list[str]:
-    """What launching costs by itself, and the chunks of a call if there are several."""
+    """The cost of launching alone, and the chunks of a call if there are several."""
     trial = row["trial"]
     said = []
     if trial.launch_us is not None:
@@ -251,7 +251,7 @@ def _issued(row: Row) -> list[str]:
 
 
 def tie_line(section: Section, shown: Sequence[Row]) -> str | None:
-    """What a shared first rank means."""
+    """The meaning of a shared first rank."""
     tied = [row for row in section.rows if row["tied"]]
     if not tied:
         return None
@@ -269,13 +269,13 @@ def first_line(detail: str | None) -> str:
 
 
 def _short_reason(detail: str | None) -> str:
-    """`spills 24 bytes, the spec allows 0` is `spills`: what rows of one cause have in common."""
+    """The part that rows of one cause share: `spills` of `spills 24 bytes, the spec allows 0`."""
     cut = re.split(r"[,:;]| as ", first_line(detail))[0]
     return re.sub(r"\s*\b\d[\d.e+-]*\b(\s*(bytes|[KMG]iB)\b)?(\s*of\b)?", "", cut).strip()
 
 
 def rest_line(section: Section, shown: Sequence[Row], more: str) -> str | None:
-    """How the candidates that are not shown ended."""
+    """The number of candidates that are not shown, by status."""
     visible = {id(row) for row in shown}
     rest = [r for r in section.rows if not r["baseline"] and id(r) not in visible]
     if not rest:
@@ -298,7 +298,7 @@ def rest_line(section: Section, shown: Sequence[Row], more: str) -> str | None:
 
 
 def searched_lines(section: Section) -> list[str]:
-    """Of each family that was not tried exhaustively: how many of how many candidates were."""
+    """For each family that was searched in part: how many of its candidates were tried."""
     tried = Counter(row["kernel"] for row in section.rows if not row["baseline"])
     return [
         f"{kernel}: {tried[kernel]} of {there} candidates tried, {there - tried[kernel]} left out"
@@ -308,7 +308,7 @@ def searched_lines(section: Section) -> list[str]:
 
 
 def failures(section: Section) -> list[str]:
-    """One line a cause, the first of its kind as the example."""
+    """One line per cause, with its first candidate as the example."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in section.rows:
         if row["status"] in _FAILED and not row["baseline"]:
@@ -334,7 +334,7 @@ def absent_baselines(section: Section) -> list[str]:
 
 
 def recorded_lines(section: Section) -> list[str]:
-    """Where and when recorded rows come from."""
+    """Where and when recorded rows were measured."""
     return [f"† recorded on {origin}, not measured in this run" for origin in origins(section)]
 
 
@@ -342,10 +342,10 @@ def recorded_lines(section: Section) -> list[str]:
 
 
 def figure(value: float, digits: int) -> str:
-    """At least so many significant digits, never in powers of ten."""
+    """At least this many significant digits, never in powers of ten."""
     return f"{value:.{decimals_for(value, digits)}f}"
 
 
 def decimals_for(value: float | None, digits: int, most: int = 5) -> int:
-    """Decimals that give the value so many significant digits; at most `most`."""
+    """Decimals that give the value this many significant digits; at most `most`."""
     return min(most, max(0, digits - 1 - math.floor(math.log10(value or 1.0))))

@@ -50,9 +50,9 @@ LEGEND = (
 
 
 def print_run(run: Run, console: Console, *, top: int = 10) -> None:
-    """Print every problem's ranked table as wide as `console`, then a summary of several.
+    """Print every problem's ranked table as wide as `console`, and a summary of several.
 
-    top: candidates per table. Baselines are always there, and every tie for the first place is
+    top: candidates per table. Baselines are always shown, and every tie for the first place is
     named. Without a terminal the same text has no ANSI codes.
     """
     csv = run.directory / "ranking.csv"
@@ -79,7 +79,7 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
 
 
 def files(run: Run) -> dict[str, str]:
-    """Names and texts of what a finished run keeps: ranking.csv and ranking.md."""
+    """Names and texts of the files that a finished run keeps: ranking.csv and ranking.md."""
     ranking = rank(run.trials, run.environment)
     return {
         "ranking.csv": to_csv(ranking),
@@ -93,10 +93,10 @@ def to_csv(ranking: pandas.DataFrame) -> str:
 
 
 def to_json(run: Run) -> dict[str, Any]:
-    """The run as plain data: stable keys, None for what is not known. Times in microseconds.
+    """The run as plain data: stable keys, None for unknown values. Times in microseconds.
 
     {"run", "environment", "problems": [{"problem", "label", "bounds_us", "winner", "ranking",
-    "counts"}], "warnings"}; ranking holds every row, with rank None where it has none.
+    "counts"}], "warnings"}; ranking holds every row, with rank None for a row without one.
     """
     sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
     return {
@@ -129,9 +129,9 @@ def _json_row(row: Row) -> Row:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of numbers. digits: significant ones of its best rows; else `form` decides.
+    """A column of numbers. digits: significant digits of its best rows (0: `form` writes the cell).
 
-    The fastest rows say how many decimals all have: they are what is compared. A slow row may have
+    The fastest rows, which matter most, set the number of decimals for all. A slow row may have
     more digits than it needs.
     """
 
@@ -140,7 +140,7 @@ class _Column:
     digits: int = 0
     form: Callable[[Any], str] = "{}".format
     most: int = 3
-    """Decimals; those of a time end where its clock does."""
+    """Most decimals. A time has no more than its clock resolves."""
 
     def cells(self, rows: Sequence[Row]) -> list[str]:
         values = [row[self.name] for row in rows]
@@ -152,10 +152,11 @@ class _Column:
         return [NONE if value is None else f"{value:.{places}f}" for value in values]
 
 
-# Of so many of the fastest rows the smallest value decides.
+# The smallest value among this many of the fastest rows sets the decimals.
 _BEST = 3
-# In order of what is given up last where a terminal is narrow. Rates and shares are the time in
-# other units, so what a row knows besides (spread, registers, memory) outlives most of them.
+# In order of need: on a narrow terminal the last columns go first. Rates and shares are the time in
+# other units, so columns with other facts (spread, registers, memory) stay longer than most of
+# them.
 _BY_NEED = [
     _Column("time_us", "µs", 4),
     _Column("ratio_to_best_baseline", "× base", form="{:.2f}".format),
@@ -181,10 +182,10 @@ _ORDER = [
 
 
 def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[list[str], list[str]]:
-    """The config cells, with only what differs within a family, and a legend line per family.
+    """The config cells, with only the differing parameters, and a legend line per family.
 
-    What differs does not depend on which rows are shown, so that a label means the same in every
-    table; only a family with a single row here has its whole config in the legend.
+    Which parameters differ does not depend on the rows shown, so that a label means the same in
+    every table. Only a family with a single row here has its whole config in the legend.
     """
     families: dict[str, list[dict[str, object]]] = {}
     for row in rows:
@@ -215,12 +216,12 @@ def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[lis
 
 
 def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
-    """Lines of the table, the header first, no wider than `width`; and the legend of configs."""
+    """The table's lines, header first, no wider than `width`, and the legend of its configs."""
     present = [c for c in _BY_NEED if any(row[c.name] is not None for row in rows)]
     if not any(row["spill_bytes"] for row in rows):
         present = [column for column in present if column.name != "spill_bytes"]
     kinds = {row["timed_as"] for row in section.rows if row["rounds"]} or {"warm"}
-    if len(kinds) == 1:  # it is time_us already
+    if len(kinds) == 1:  # time_us shows this kind already
         present = [column for column in present if column.name != f"{min(kinds)}_us"]
     number_cells = {column.name: [column.header, *column.cells(rows)] for column in present}
     ranks = ["#", *(("*" if row["winner"] else "") + place_of(row) for row in rows)]
@@ -246,7 +247,7 @@ def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str]
 
 
 def _summary(sections: Sequence[Section]) -> list[list[str]]:
-    """Header and a line a problem: winner, its time, the best baseline, the ratio."""
+    """Header and one line per problem: winner, its time, the best baseline, the ratio."""
     lines = [["problem", "µs", "µs/head", "× base", "best baseline", "winner"]]
     for section in sections:
         won, best = section.winner, section.best_baseline
@@ -267,7 +268,7 @@ def _summary(sections: Sequence[Section]) -> list[list[str]]:
 
 
 def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[str, str]]:
-    """The section's lines, each no wider than `width`, with rich styles."""
+    """The section's lines with their rich styles; each line is no wider than `width`."""
     out = [(line, "bold") for line in wrap(" · ".join(heading(section)), width)]
 
     def say(line: str | None, style: str = "") -> None:
@@ -305,7 +306,7 @@ def to_markdown(
     *,
     top: int = MARKDOWN_TOP,
 ) -> str:
-    """The same tables for reading on a web page; recorded rows are marked there too."""
+    """The same tables in Markdown; recorded rows are marked there too."""
     sections = by_problem(ranking, environment, spaces)
     out = ["# Ranking", ""]
     if len(sections) > 1:
@@ -339,9 +340,9 @@ def to_markdown(
 def table(
     section: Section, rows: Sequence[Row], *, names: bool = True
 ) -> tuple[list[list[str]], str, list[str]]:
-    """Header and cells of every column that a row has, `l` or `r` for each, the configs' legend.
+    """Header and cells of each column with a value, `l` or `r` for each, and the configs' legend.
 
-    names: whether a config's cell names the parameters; else the legend does.
+    names: whether a config's cell names the parameters; otherwise the legend does.
     """
     columns = sorted(
         (c for c in _BY_NEED if any(row[c.name] is not None for row in rows)),

@@ -1,6 +1,6 @@
-"""The one place that writes to a terminal, and plain text laid out for its width.
+"""The only module that writes to a terminal, and plain text laid out for its width.
 
-Without a terminal there are no ANSI codes. How a program ends is here too: errors as messages and
+Without a terminal there are no ANSI codes. The end of a program is here too: errors as messages and
 exit codes, Ctrl-C, output that cannot be written.
 """
 
@@ -22,18 +22,18 @@ from typer.core import TyperGroup
 
 from attnsweep.errors import AttnsweepError
 
-# Piped output has no width of its own. 120 holds every column that a ranking usually has, and log
-# viewers of CI services show as much without wrapping.
+# Piped output has no width of its own. 120 holds every column that a ranking usually has, and CI
+# services show as much in a log without wrapping.
 _PIPE_WIDTH = 120
 GLUE = "\u00a0"
-"""Holds a number and its unit together in text for `wrap`."""
+"""Keeps a number and its unit on one line when `wrap` breaks the text."""
 
 
 class _Console(Console):
-    """One that leaves a closed pipe to who wrote: rich would end the program with exit code 1."""
+    """A console that raises on a closed pipe; rich would end the program with exit code 1."""
 
     def on_broken_pipe(self) -> None:
-        raise  # the BrokenPipeError that rich is handling
+        raise  # raises the BrokenPipeError that rich is handling
 
 
 def _console(*, stderr: bool) -> Console:
@@ -53,8 +53,10 @@ errors = _console(stderr=True)
 def aligned(
     lines: Sequence[Sequence[str]], align: str, width: int, *, shrink: Sequence[int] = ()
 ) -> list[str]:
-    """Cells as columns two spaces apart, `l` or `r` each. Of those in `shrink`, in that order, what
-    is over `width` is cut off, down to 6 columns; numbers should not be among them.
+    """Cells as columns two spaces apart, aligned by `align`: `l` or `r` for each.
+
+    If lines exceed `width`, the columns in `shrink` are cut in that order, down to 6 characters.
+    They should not hold numbers.
     """
     widths = [max(cell_len(line[i]) for line in lines) for i in range(len(align))]
     for column in shrink:
@@ -72,7 +74,7 @@ def aligned(
 
 
 def cut(text: str, width: int) -> str:
-    """At most `width` columns of it, ending in … if that is not all."""
+    """At most `width` columns of the text, with … at the end if it was cut."""
     return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
 
 
@@ -85,14 +87,14 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 class _Stopped(Exception):
-    """Brings what Click would end in its own way past it: Ctrl-C, and output that fails."""
+    """Carries Ctrl-C and failing output past Click, which would end the program in its own way."""
 
 
 class Commands(TyperGroup):
-    """Commands whose Ctrl-C and failing output are left to `to_the_end`."""
+    """Commands that leave Ctrl-C and failing output to `to_the_end`."""
 
     def invoke(self, ctx: Any) -> Any:
-        """The command, as Click runs it."""
+        """Run the command as Click does, but raise _Stopped for these errors."""
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, OSError) as error:
@@ -103,7 +105,7 @@ def to_the_end(app: Callable[[], object]) -> None:
     """Run a program and exit: every deliberate error becomes its message and exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # of µ and × where they cannot be encoded
+            stream.reconfigure(errors="replace")  # for µ and × if they cannot be encoded
     try:
         try:
             app()
@@ -133,7 +135,7 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBI
 
 
 def _discard_output() -> None:
-    """Send what is still buffered nowhere, or Python would fail once more while it exits."""
+    """Discard buffered output; otherwise Python would fail again while it exits."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

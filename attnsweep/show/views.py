@@ -1,4 +1,4 @@
-"""What the commands show beside the ranked tables: plans, families, compile results."""
+"""Output of the commands next to the ranked tables: plans, families, compile results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attnsweep.trial import Status, Trial
 
 # -- layout ---------------------------------------------------------------------------------
 
-# A last column narrower than this goes on lines of its own.
+# A last column narrower than this moves to lines of its own.
 _TAIL = 28
 
 
@@ -31,7 +31,7 @@ def said(text: str, width: int, style: str = "") -> list[Text]:
 def _columns(
     rows: Sequence[Sequence[str]], align: str, width: int, drop: Sequence[int] = ()
 ) -> list[str]:
-    """The rows as lines, without the columns of `drop`, in that order, that have no room."""
+    """The rows as lines; columns of `drop` are left out, in that order, until the rest fits."""
     kept = list(range(len(align)))
 
     def lines() -> list[str]:
@@ -47,7 +47,7 @@ def _columns(
 
 
 def with_tails(lines: Sequence[str], tails: Sequence[str], width: int) -> list[list[str]]:
-    """A last column of words: beside each line, or below it where there is no room beside."""
+    """Lines with a last column of words next to each, or below it if there is no room."""
     column = max(map(cell_len, lines)) + 2
     beside = width - column >= min(_TAIL, max(map(cell_len, tails)))
     out = []
@@ -64,7 +64,7 @@ def with_tails(lines: Sequence[str], tails: Sequence[str], width: int) -> list[l
 
 
 def suggestions(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """Commands and what each does, beside it or below it; commands are never broken."""
+    """Commands, each with its purpose next to it or below it; commands are never broken."""
     longest = max(cell_len(command) for command, _ in rows)
     if longest + 2 + max(cell_len(what) for _, what in rows) <= width:
         return aligned(rows, "ll", width)
@@ -75,7 +75,7 @@ def suggestions(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 
 def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> list[Text]:
-    """Per problem and family: how many configs, how many candidates, what each rule removed."""
+    """Per problem and family: number of configs and candidates, and what each rule removed."""
     rows, tails, styles, total = [["kernel", "configs", "candidates"]], ["removed by"], ["bold"], 0
     for item in items:
         for space in item.spaces:
@@ -143,7 +143,7 @@ def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int
 
 
 def _parameters(rows: Sequence[tuple[str, str, str]], width: int) -> list[Text]:
-    """Name, values and meaning, in columns as far as there is room."""
+    """Name, values and meaning, in columns if there is room."""
     if not rows:
         return []
     lines = aligned([row[:2] for row in rows], "ll", 10**6)
@@ -161,7 +161,7 @@ def _titled(name: str, text: str, width: int) -> list[Text]:
 
 
 def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> dict[str, Any]:
-    """The same as data."""
+    """The families, modes and baselines as data."""
     return {
         "kernels": [
             {
@@ -188,7 +188,7 @@ def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> di
 
 
 def compiled(trials: Sequence[Trial], arch: Arch, every: bool, width: int) -> list[Text]:
-    """Resources per family and stage (or per candidate), and what did not make it."""
+    """Resources per family and stage (or per candidate), and reasons of those that are not ok."""
     out = _each(trials, width) if every else _by_stage(trials, width)
     counts = Counter(trial.status.value for trial in trials)
     out += said(
@@ -208,7 +208,7 @@ def compiled(trials: Sequence[Trial], arch: Arch, every: bool, width: int) -> li
 
 
 def counters(kept: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
-    """A heading a candidate, and a line a stage: traffic, use of units, why warps waited."""
+    """A heading per candidate and a line per stage: traffic, use of units, why warps waited."""
     out: list[Text] = []
     header = ["stage", "µs", "DRAM MB", "L2 MB", "L2 hit", "tensor", "exp2", "issue"]
     for facts in kept:
@@ -254,7 +254,7 @@ def _range(values: Sequence[float], form: str = "{:.0f}") -> str:
 
 
 def _grouped(problems: Sequence[str], blocks: Sequence[Sequence[str]], width: int) -> list[Text]:
-    """The blocks of lines, the first the header, under a heading for each problem."""
+    """The blocks of lines under a heading per problem; the first block is the header."""
     header, *body = blocks
     out: list[Text] = []
     last = None
@@ -293,8 +293,8 @@ def _by_stage(trials: Sequence[Trial], width: int) -> list[Text]:
 
 
 def _each(trials: Sequence[Trial], width: int) -> list[Text]:
-    """A heading and a line per candidate, by problem."""
-    trials = sorted(trials, key=lambda trial: trial.problem.label)  # stable: else as compiled
+    """A heading per problem, and a line per candidate."""
+    trials = sorted(trials, key=lambda trial: trial.problem.label)  # stable
     header = "kernel,status,registers,spill B,smem B,occupancy,limited by,cubin"
     rows = [header.split(",")]
     for trial in trials:
