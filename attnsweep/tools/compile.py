@@ -32,7 +32,7 @@ def compile_all(
 
     Status is ok, pruned (ptxas warnings, limits, requirements, does not fit an SM) or
     compile_error. The cubins stay in the cache, where a machine with a GPU finds them. Raises
-    ToolchainError without NVRTC, or without nvdisasm if the spec requires what only it tells.
+    ToolchainError without NVRTC, or without nvdisasm if the spec has requirements that need it.
     """
     observer = observer or Observer()
     planned = plan(spec, kernels, arch)
@@ -60,7 +60,7 @@ def compile_all(
 
 
 def target_arch(spec: SweepSpec, asked: str | None) -> Arch:
-    """The one asked for, the spec's, or that of the recording or the GPU. Raises SpecError."""
+    """The architecture asked for, the spec's, the recording's, or the GPU's. Raises SpecError."""
     if asked is not None or spec.arch is not None:
         return arch_named(asked or spec.arch or "")
     if spec.recording is not None:

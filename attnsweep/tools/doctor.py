@@ -1,4 +1,4 @@
-"""What this machine can do: driver, GPU, NVRTC, CuPy, peers, cache."""
+"""State of this machine: driver, GPU, NVRTC, CuPy, peers, cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from attnsweep.trial import Status
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of `attnsweep doctor`. `needed`: a GPU run cannot do without it."""
+    """One line of `attnsweep doctor`. `needed`: a run on a GPU cannot do without it."""
 
     name: str
     ok: bool
@@ -62,7 +62,7 @@ def examine() -> list[Finding]:
         ),
         _package(("flash-attn-4",), "flash_attn_4", "pip install flash-attn-4", needed=False),
     ]
-    if cuda is None:  # then no package is worth installing for the GPU
+    if cuda is None:  # without a driver no package helps to use a GPU
         on_gpu = [replace(finding, fix=None, needed=False) for finding in on_gpu]
     extras = [
         _package(("nvidia-cuda-nvdisasm",), "nvdisasm", install_command("inspect"), needed=False),
@@ -73,7 +73,7 @@ def examine() -> list[Finding]:
 
 
 def can_compile() -> bool:
-    """Whether NVRTC loads: `compile` needs nothing else."""
+    """Whether NVRTC loads; `compile` needs nothing else."""
     try:
         nvrtc_version()
     except AttnsweepError:
@@ -82,7 +82,7 @@ def can_compile() -> bool:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """One line: what this machine can do as it is."""
+    """One line: the things that this machine can do as it is."""
     if all(finding.ok for finding in findings if finding.needed):
         return "ready to measure"
     if can_compile():
@@ -108,7 +108,7 @@ def lines_of(rows: Sequence[Finding], width: int) -> list[Text]:
 def without_gpu(
     error: NoGpuError, spec: Path, arch: str | None, kernels: Path | None, width: int
 ) -> str:
-    """What to do about it, and which commands work for this spec all the same."""
+    """What to do about the missing GPU, and the commands that work for this spec without one."""
     common = f"{shlex.quote(str(spec))} --arch {arch or 'sm_90a'}"
     if kernels is not None:
         common += f" --kernels {shlex.quote(str(kernels))}"

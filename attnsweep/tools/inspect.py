@@ -1,6 +1,6 @@
-"""One config of a family taken apart: what its compiled stages use and what is in their code.
+"""Resources and instructions of one compiled config of a family.
 
-Needs NVRTC and no GPU; nvdisasm too, if the instructions are to be counted.
+Needs NVRTC and no GPU; counting the instructions needs nvdisasm too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class _OneSm:
-    """A chip of one SM at 1 MHz, whose microseconds are the clocks of an SM."""
+    """A chip of one SM at 1 MHz; its microseconds are clocks of an SM."""
 
     sm_count: int = 1
     clock_hz: float = 1e6
@@ -48,7 +48,7 @@ class _OneSm:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What was found. counted: None, or why instructions were not counted."""
+    """The result. uncounted: None, or the reason why instructions were not counted."""
 
     kernel: Kernel
     config: Config
@@ -58,22 +58,22 @@ class Inspection:
     launches: Mapping[str, Launch]
     uncounted: str | None
     card: Environment | None
-    """A recorded one of this architecture, which gives the bound its clock and SMs."""
+    """A recorded card of this architecture, whose clock and SMs the bound uses."""
 
     @property
     def limits(self) -> dict[str, float]:
-        """The least time of each unit: µs on the card, or clocks of one SM without one."""
+        """The least time of each unit: µs on the card, or clocks of one SM without a card."""
         return bounds(self.problem, self.arch, self.card or _OneSm())
 
     def waves(self, stage: str) -> float | None:
-        """How often the card's SMs are filled by the blocks of a stage's grid."""
+        """How many times the blocks of a stage's grid fill the card's SMs."""
         blocks = self.used.stages[stage]["blocks_per_sm"]
         if self.card is None or not blocks:
             return None
         return math.prod(self.launches[stage].grid) / (blocks * self.card.sm_count)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain data; what is not known is None."""
+        """The result as plain data; unknown values are None."""
         major, minor = nvrtc_version()
         return {
             "kernel": self.kernel.name,
@@ -98,7 +98,7 @@ class Inspection:
         }
 
     def lines(self, width: int) -> list[str]:
-        """The same for reading, no line wider than `width` but where names need it."""
+        """The result as text, no line wider than `width` unless names need it."""
         major, minor = nvrtc_version()
         out = wrap(f"{self.kernel.name} {self.config.label}".rstrip(), width)
         out += wrap(f"{self.problem.label} · {self.arch.name} · NVRTC {major}.{minor}", width)
@@ -136,7 +136,7 @@ class Inspection:
         return rows
 
     def _table(self, rows: list[list[str]], width: int) -> list[str]:
-        """A line a stage; where that is too wide, a line a fact."""
+        """A line per stage; if that is too wide, a line per fact."""
         lines = aligned(rows, "l" + "r" * (len(rows[0]) - 1), 10**6)
         if max(map(len, lines)) <= width:
             return lines
@@ -157,11 +157,12 @@ def inspect(
     card: Environment | None = None,
     cache_dir: Path | None = None,
 ) -> Inspection:
-    """Compile one config for `arch` and take it apart.
+    """Compile one config for `arch` and inspect it.
 
-    given: parameters as `BLOCK_M=64 BLOCK_N=128`; those it does not name are of the first config
-    that the family's rules keep. Raises KernelError for what the family has not, SpaceError if it
-    cannot run the problem or no config is left, CompileError, ToolchainError without NVRTC.
+    given: parameters as `BLOCK_M=64 BLOCK_N=128`; the others come from the first config that the
+    family's rules keep. Raises KernelError for an unknown parameter or value, SpaceError if the
+    family cannot run the problem or no config is left, CompileError, and ToolchainError without
+    NVRTC.
     """
     problem = problem or _usual_problem(kernel)
     refusal = kernel.refusal(problem, arch)
@@ -200,7 +201,7 @@ def card_of(arch: Arch, results: Path) -> Environment | None:
 def _usual_problem(kernel: Kernel) -> Problem:
     head_dim = 64 if 64 in kernel.head_dims else kernel.head_dims[0]
     dtype: Any = kernel.dtypes[0]
-    seqlen = 1024 if head_dim <= 256 else 64  # wide heads are of few rows
+    seqlen = 1024 if head_dim <= 256 else 64  # kernels for wide heads take few rows
     return Problem(1, 16, 16, seqlen, seqlen, head_dim, dtype)
 
 
@@ -228,7 +229,7 @@ def _config(kernel: Kernel, given: str, problem: Problem, arch: Arch) -> Config:
 
 
 def _value(param: Param, text: str) -> Value:
-    """The text as a value of the kind that the parameter has."""
+    """The text as a value of the parameter's type. Raises KernelError for a wrong one."""
     sample = param.values[0]
     if isinstance(sample, str):
         if text not in param.values:

@@ -1,8 +1,9 @@
 """Hardware counters of chosen candidates, through NVIDIA's Nsight Compute (`ncu`).
 
 `ncu` runs a small process of ours that launches each candidate once between the profiler's start
-and stop; one launch is one line of its CSV. Launches run alone, as many times as the counters need,
-so their durations are not those of a sweep: the counters say where the time goes, not how much.
+and stop; one launch is one line of its CSV. Each launch runs alone, as many times as the counters
+need, so its duration is not that of a sweep: the counters show where the time goes, not how much it
+is.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FILE = "counters.json"
 _SECTOR_BYTES = 32
 _STALL = "smsp__average_warps_issue_stalled_"
 # Figure to ncu's metric and the factor to our unit. Names: Nsight Compute's metrics reference and
-# `ncu --query-metrics`; those that a chip does not have are left out.
+# `ncu --query-metrics`; metrics that a chip lacks are left out.
 METRICS: dict[str, tuple[str, float]] = {
     "duration_us": ("gpu__time_duration.sum", 1e-3),
     "dram_read_bytes": ("dram__bytes_read.sum", 1.0),
@@ -56,12 +57,12 @@ STALLS = (
     *("long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "no_instruction"),
     *("short_scoreboard", "sleeping", "tex_throttle", "wait"),
 )
-"""Why a warp did not issue: warps in that state for each instruction issued."""
+"""Reasons why a warp did not issue: warps in that state for each instruction issued."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCounters:
-    """One launch. figures: of METRICS, per launch. stalls: warps per issue, largest first."""
+    """One launch. figures: values of METRICS per launch. stalls: warps per issue, largest first."""
 
     stage: str
     figures: Mapping[str, float]
@@ -83,7 +84,8 @@ def find_ncu() -> Path | None:
 def count(candidates: Sequence[Candidate], ncu: Path | None = None) -> list[list[StageCounters]]:
     """The counters of every launch of each candidate's timed call, in order of issue.
 
-    Raises NoGpuError without `ncu` or without leave to read counters, ToolchainError if it fails.
+    Raises NoGpuError without `ncu` or without the right to read counters, ToolchainError if ncu
+    fails.
     """
     ncu = ncu or find_ncu()
     if ncu is None:
@@ -97,10 +99,11 @@ def count(candidates: Sequence[Candidate], ncu: Path | None = None) -> list[list
         work.write_bytes(pickle.dumps(list(candidates)))
         command = [
             *(str(ncu), "--csv", "--page", "raw", "--print-units", "base"),
-            # Clocks are left alone. Caches too: a stage finds in L2 what the one before it left.
+            # Leave the clocks alone. Keep the caches too: a stage finds in L2 what the one before
+            # it left.
             *("--clock-control", "none", "--cache-control", "none"),
-            # The program is run anew for each set of counters: were memory saved and restored
-            # between them, as ncu else does, L2 would hold that.
+            # Run the program again for each set of counters. By default ncu saves and restores
+            # memory between them, which would replace the contents of L2.
             *("--replay-mode", "application"),
             *("--profile-from-start", "off", "--target-processes", "all"),
             *("--metrics", ",".join(metrics.values())),
@@ -124,7 +127,7 @@ def count(candidates: Sequence[Candidate], ncu: Path | None = None) -> list[list
 
 
 def _known(ncu: Path) -> dict[str, str]:
-    """Figure to metric, without those that no chip of this ncu has."""
+    """Figure to metric, without metrics that no chip of this ncu has."""
     wanted = {name: metric for name, (metric, _) in METRICS.items()}
     wanted |= {f"stall {why}": f"{_STALL}{why}_per_issue_active.ratio" for why in STALLS}
     asked = [str(ncu), "--query-metrics", "--csv"]
@@ -135,7 +138,7 @@ def _known(ncu: Path) -> dict[str, str]:
         if line.strip()
     }
     if not there:
-        return wanted  # it cannot be asked: let it say itself what it does not know
+        return wanted  # ncu gives no list, so it must report unknown metrics itself
     return {name: metric for name, metric in wanted.items() if metric.split(".")[0] in there}
 
 
@@ -160,11 +163,11 @@ def _parse(
 
 
 def chosen(run: Run, where: Sequence[str] = (), top: int = 1) -> list[Trial]:
-    """The fastest `top` candidates of each problem, of each text of `where` if there are some.
+    """The fastest `top` candidates of each problem, for each text of `where` if there are any.
 
-    A text is `NAME=value …`: `kernel`, or a candidate's parameters, or its spec's variants. Raises
-    KernelError if it is not so written, SpecError if no candidate has a name or a value of it, or
-    none has them all.
+    A text is `NAME=value …`, where NAME is `kernel`, a parameter, or an axis of the spec's
+    variants. Raises KernelError if a text has another form, SpecError if no candidate has one of
+    its names or values, or none has them all.
     """
     ranked = [
         row["trial"]
@@ -186,14 +189,14 @@ def chosen(run: Run, where: Sequence[str] = (), top: int = 1) -> list[Trial]:
 
 
 def _said(trial: Trial) -> dict[str, str]:
-    """What a candidate can be chosen by."""
+    """The names and values by which a candidate can be chosen."""
     variant = {axis: text.replace(" ", "_") for axis, text in trial.variant.items()}
     config = {name: value_text(value) for name, value in trial.config.items()}
     return {"kernel": trial.kernel, **variant, **config}
 
 
 def _wanted(text: str, said: Sequence[Mapping[str, str]], where: str) -> dict[str, str]:
-    """`NAME=value …` as a mapping, each of a name and a value that some candidate has."""
+    """`NAME=value …` as a mapping. Raises SpecError if no candidate has such a name or value."""
     wanted = values_in(text)
     names = dict.fromkeys(name for facts in said for name in facts)
     for name, value in wanted.items():
@@ -208,7 +211,7 @@ def _wanted(text: str, said: Sequence[Mapping[str, str]], where: str) -> dict[st
 
 
 def check(trials: Sequence[Trial], kernels: Mapping[str, Kernel]) -> None:
-    """Raise KernelError if a config of these rows is none that its family has today."""
+    """Raise KernelError if a row's config is not one that its family has today."""
     for trial in trials:
         if trial.kernel not in kernels:
             raise KernelError(f"family {trial.kernel!r} of the run is not here")
@@ -223,9 +226,9 @@ def check(trials: Sequence[Trial], kernels: Mapping[str, Kernel]) -> None:
 def compiled(
     trials: Sequence[Trial], kernels: Mapping[str, Kernel], arch: Arch, limit: int | None
 ) -> list[Candidate]:
-    """The candidates of these rows, compiled as this version compiles them.
+    """The candidates of these rows, compiled from today's kernels.
 
-    limit: bytes of workspace. Raises KernelError or CompileError if one is no longer what it was.
+    limit: bytes of workspace. Raises KernelError or CompileError if a config no longer works.
     """
     check(trials, kernels)
     compiler = Compiler(arch)
@@ -244,7 +247,7 @@ def compiled(
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """What `write` kept in a run's directory; nothing if there is none. Raises StoreError."""
+    """The counters that `write` stored in a run's directory; empty if none. Raises StoreError."""
     path = directory / FILE
     if not path.is_file():
         return []
@@ -262,9 +265,9 @@ def read(directory: Path) -> list[dict[str, Any]]:
 def write(
     directory: Path, counted: Sequence[tuple[Trial, Sequence[StageCounters]]], where: str
 ) -> list[dict[str, Any]]:
-    """Add counters to a run's directory, in place of older ones of the same candidates.
+    """Add counters to a run's directory; they replace older ones of the same candidates.
 
-    where: GPU, driver and date, kept beside each.
+    where: GPU, driver and date, stored with each candidate.
     """
     kept = {_key(facts): facts for facts in read(directory)}
     for trial, stages in counted:
@@ -297,7 +300,7 @@ def _short(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _launch(path: Path) -> None:
-    """Launch each candidate twice unseen and once seen by the profiler."""
+    """Launch each candidate twice unseen, and then once seen by the profiler."""
     from attnsweep.build import numerics
     from attnsweep.gpu.device import Buffer, Pipeline, Session
 
