@@ -1,1 +1,1 @@
-"""Did a kernel get slower? Code against code, and run against run."""
+"""Whether a kernel got slower: code against code, and run against run."""

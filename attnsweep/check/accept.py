@@ -17,12 +17,12 @@ from attnsweep.store.run import LOCK, SPEC, Run, being_written, open_run, trials
 
 
 def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
-    """Copy a run, packed, over `baseline` or to a new place. Returns what force overrode.
+    """Copy a run, packed, over `baseline` or to a new place. Returns the objections overridden.
 
-    The copy is made beside it and takes its place by renaming: a reader sees the old one or the
-    new one, whole, or for the moment between two renames none. Raises StoreError, and nothing has
-    changed, if something speaks against it and force is not set; if `baseline` is no run; if the
-    run is still being written; or if it cannot be copied.
+    The copy is made next to the target and replaces it by renaming: a reader sees the whole old
+    one, the whole new one, or, for the moment between two renames, none. Raises StoreError, without
+    any change, if there are objections and force is not set; if `baseline` is not a run; if the run
+    is still being written; or if it cannot be copied.
     """
     source, target = run.directory.resolve(), baseline.resolve()
     where = str(baseline)
@@ -48,7 +48,7 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
 
 
 def _unfinished(run: Run) -> list[str]:
-    """What a run lacks to be compared with."""
+    """Objections to a run as a baseline because it is incomplete."""
     try:
         problems = [entry.problem for entry in load_spec(run.directory / SPEC).problems]
     except SpecError as error:
@@ -69,7 +69,7 @@ def _unfinished(run: Run) -> list[str]:
 
 
 def _unlike(run: Run, baseline: Path) -> list[str]:
-    """In what a run differs from the baseline so that it is not the next of its kind."""
+    """Objections to a run because it differs in kind from the baseline that it replaces."""
     try:
         old = open_run(baseline)
         names = [load_spec(one.directory / SPEC).name for one in (old, run)]
@@ -92,7 +92,7 @@ def _replace_directory(source: Path, target: Path) -> None:
     old = fresh / "old"
     try:
         new = fresh / "new"
-        # Earlier rows that were set aside, and what a killed run left half written, stay behind.
+        # Leave out rows that were set aside, and files that a killed run left half written.
         ignore = shutil.ignore_patterns(LOCK, "trials.*.jsonl", ".*.tmp")
         shutil.copytree(source, new, ignore=ignore)
         pack(new)

@@ -1,8 +1,8 @@
 """Old code against new, timed in turns on one GPU: may this change go in?
 
-Of each problem, what won in a recorded baseline (its cubins and launches, as they were kept)
-is timed against the same config compiled from today's kernels, in one process on one card. The new
-code must first be right on every case. Code that did not change passes without being timed.
+For each problem, the winner of a recorded baseline (its stored cubins and launches) is timed
+against the same config compiled from today's kernels, in one process on one card. The new code must
+first be right on every case. Code that did not change passes untimed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DOES_NOT_PROVE = (
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One problem that can be compared: the winner's row and kept launches, and today's build."""
+    """One problem that can be compared: the winner's row and stored launches, and today's build."""
 
     problem: Problem
     slower: float
@@ -65,7 +65,7 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class PairResult:
-    """What the rounds of one process gave: medians in microseconds."""
+    """The result of one process's rounds; medians in microseconds."""
 
     decision: Decision
     interval: Interval | None
@@ -75,7 +75,10 @@ class PairResult:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What turns in one process say, or in two, if the first said slower; shown: the milder."""
+    """The result of one process, or of two if the first found new code slower.
+
+    shown: the milder of both.
+    """
 
     verdict: Verdict
     why: str
@@ -84,7 +87,7 @@ class Outcome:
 
 
 class _Ended(Exception):
-    """A comparison that ends without one: its verdict and why."""
+    """A comparison that ends without timing: its verdict and the reason."""
 
     def __init__(self, verdict: Verdict, why: str) -> None:
         super().__init__(why)
@@ -102,13 +105,13 @@ def check(
     cache_dir: Path | None = None,
     observer: Observer | None = None,
 ) -> Comparison:
-    """The verdict on every problem of the spec, then on those that only the baseline has.
+    """The verdict on every problem of the spec, then on problems that only the baseline has.
 
-    slower: share by which new code may be slower, for all problems; else as the spec says of each.
+    slower: share by which new code may be slower, for all problems (default: the spec's for each).
     budget_s: seconds of rounds per problem and process, after which an open comparison is
-    inconclusive; else the spec's. other_driver: also against a baseline measured with another
-    driver. Raises NoGpuError, SpecError or ToolchainError; everything else that can go wrong is
-    the verdict of its problem.
+    inconclusive (default: the spec's). other_driver: also compare with a baseline measured with
+    another driver. Raises NoGpuError, SpecError or ToolchainError; any other failure is the verdict
+    of its problem.
     """
     if spec.device == "replay":
         raise SpecError(
@@ -162,7 +165,7 @@ def _pairs(
     arch: Arch,
     compiler: Compiler,
 ) -> list[_Pair | Finding]:
-    """Of each problem the pair, being compiled already, or why there is none."""
+    """For each problem, a pair that is already compiling, or the reason why there is none."""
     ranking = rank(baseline.trials, baseline.environment)
     before = {s.problem: s.winner for s in by_problem(ranking, baseline.environment)}
     own = {entry.problem: entry.slower for entry in spec.problems}
@@ -192,7 +195,7 @@ def _pairs(
 
 
 def _other_driver(old: Environment | None, here: Environment) -> str | None:
-    """Why a baseline's winners may not be today's, if the driver is another one."""
+    """The reason not to compare with a baseline from another driver, or None."""
     if old is None or old.driver == here.driver:
         return None
     return (
@@ -216,7 +219,7 @@ def _today(
     compiler: Compiler,
     limit: int | None,
 ) -> Build:
-    """The winner's config of today's kernel. Raises _Ended if there is no such thing any more."""
+    """The build of the winner's config from today's kernel. Raises _Ended if that is impossible."""
     kernel = kernels.get(winner.kernel)
     if kernel is None:
         what = f"the kernel {winner.kernel!r} of the baseline's winner is not there any more"
@@ -250,7 +253,7 @@ class _Gate:
         self._budget_s, self._observer = budget_s, observer
 
     def run(self, pairs: list[_Pair | Finding]) -> list[Finding]:
-        """The finding of each, in order."""
+        """The finding for each problem, in order."""
         return [pair if isinstance(pair, Finding) else self._judge(pair) for pair in pairs]
 
     def _judge(self, pair: _Pair) -> Finding:
@@ -282,7 +285,7 @@ class _Gate:
             raise _Ended(Verdict.INCONCLUSIVE, what) from error
 
     def _prove(self, candidate: Candidate) -> None:
-        """Run the new code on every case."""
+        """Check the new code on every case. Raises _Ended if it is wrong."""
         try:
             self._gpu.trial(candidate)
         except WorkerError as error:
@@ -324,10 +327,10 @@ def compare(
     seed: str,
     watch: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """Time two candidates in turns; one that seems slower, again in a second process.
+    """Time two candidates in turns; if the new one seems slower, again in a second process.
 
-    gpu: has their problem open. another: gives one in a new process that has it open, too. The
-    places of code and buffers can make one process slower than the next.
+    gpu: has their problem open. another: returns a new process with the problem open. Two processes
+    are needed because the places of code and buffers can make one slower than the next.
     """
     first = _turns(gpu, old, new, slower, budget_s, f"{seed} 1", watch)
     shown, processes = first, 1
@@ -364,7 +367,7 @@ def _turns(
     seed: str,
     watch: Callable[[float], None] | None,
 ) -> PairResult:
-    """Rounds in which both take turns, in random order, until the test decides or time ends."""
+    """Time both in turns, in random order, until the test decides or the time is up."""
     rng = random.Random(seed)
     sides = {"old": old, "new": new}
     for side in rng.sample(["old", "new"], 2):
@@ -380,7 +383,7 @@ def _turns(
     decision, begin = Decision.OPEN, time.monotonic()
     while decision is Decision.OPEN:
         order = rng.sample(["old", "new"], 2)
-        # Both ran alone before; what fails now is taken for the fault of the new one.
+        # Both ran alone before, so a failure from here on counts as the new one's.
         with _blamed_on("new"):
             turn = dict(zip(order, gpu.pair(*order), strict=True))
         for side, time_us in turn.items():
@@ -398,7 +401,7 @@ def _turns(
 
 @contextmanager
 def _blamed_on(side: str) -> Iterator[None]:
-    """A call that fails in here ends the comparison: new code is wrong, old code does not run."""
+    """A failing call in here ends the comparison: new code is wrong, old code cannot run here."""
     try:
         yield
     except WorkerError as error:
@@ -430,7 +433,7 @@ def _percent(ratio: float) -> str:
 
 
 def _said(status: Status, detail: str | None) -> str:
-    """`compile error: naive.cu(3): error: …`, one line of it."""
+    """`compile error: naive.cu(3): error: …`, with the detail's first line only."""
     lines = [line for line in (detail or "").splitlines() if line.strip()]
     return f"{status.value.replace('_', ' ')}: {lines[0] if lines else 'no detail'}"
 
@@ -444,7 +447,7 @@ def _spoken(turns: PairResult) -> str:
 
 
 def _row(row: Row | None) -> Row | None:
-    """Of the baseline's row what is said here; its recorded time is not today's."""
+    """The columns of the baseline's row for the report, without its recorded time."""
     if row is None:
         return None
     kept = {name: row[name] for name in ("kernel", "config", "registers", "smem_bytes")}

@@ -1,9 +1,9 @@
 """Verdicts on a change, problem by problem, as terminal lines, Markdown, JSON and JUnit XML.
 
-And `compare`, which comes to them from two recorded runs: did the best candidate get slower? Both
-were measured before, at different times. What that can prove is said with every verdict: the
-baselines timed in both show how far the sessions themselves drifted apart, and a difference counts
-only beyond that. Needs no GPU. Times are microseconds of one call.
+`compare` derives them from two recorded runs: did the best candidate get slower? Both runs were
+measured earlier, at different times. Each verdict says how much that can prove: baselines timed in
+both runs show how far the sessions themselves drifted apart, and a difference counts only beyond
+that. Needs no GPU. Times are microseconds of one call.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from attnsweep.trial import Environment
 
 
 class Verdict(StrEnum):
-    """What is said of one problem."""
+    """The verdict on one problem."""
 
     PASS = "pass"
     REGRESSION = "regression"
-    WRONG = "wrong"  # today's code does not compile, keep the spec's rules, run, or is not right
+    WRONG = "wrong"  # does not compile or run, breaks the spec's rules, or gives wrong results
     IMPROVEMENT = "improvement"
     INCONCLUSIVE = "inconclusive"
 
@@ -51,10 +51,10 @@ CANNOT = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One problem. ratio: new time over old; low, high: between which it is, drift allowed for.
+    """The finding for one problem. ratio: new time over old; low, high: its limits with drift.
 
-    rounds: in which both were timed in turns; drift: of two recorded sessions. slower: this
-    problem's own threshold.
+    rounds: number of rounds in which both were timed in turns. drift: range of the drift between
+    two recorded sessions. slower: this problem's own threshold.
     """
 
     label: str
@@ -70,7 +70,7 @@ class Finding:
     slower: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The finding as plain data."""
         return {
             "problem": self.label,
             "verdict": self.verdict.value,
@@ -87,10 +87,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All problems, and in what the two sides themselves differ.
+    """All problems, and the differences between the two sides.
 
-    old, new: run directories, or new is the spec whose kernels were measured. slower: the
-    threshold, a share. damage: what of the runs could not be read, which may be what matters.
+    old, new: run directories; with live timing, new is the spec. slower: the threshold, a share.
+    damage: parts of the runs that could not be read, and that may matter.
     """
 
     old: Path
@@ -105,16 +105,16 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """1 if a problem regressed or is wrong, else 4 if one is inconclusive, else 0.
+        """1 if a problem regressed or is wrong; otherwise 4 if one is inconclusive; otherwise 0.
 
-        Also 4 if there is nothing to compare, or a run is damaged.
+        Also 4 if there is nothing to compare, or if a run is damaged.
         """
         codes = {EXIT.get(finding.verdict, 0) for finding in self.findings}
         unsure = 4 in codes or not self.findings or bool(self.damage)
         return 1 if 1 in codes else 4 if unsure else 0
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain data: stable keys, None for what is not known."""
+        """The comparison as plain data: stable keys, None for unknown values."""
         return {
             "old": str(self.old),
             "new": str(self.new),
@@ -161,7 +161,7 @@ class Comparison:
         return [*notes, *(f"the two differ: {line}" for line in self.differences)]
 
     def lines(self, width: int) -> list[tuple[str, str]]:
-        """For a terminal: each line and its style."""
+        """Lines for a terminal, each with its style."""
         styles = {
             Verdict.REGRESSION: "bold red",
             Verdict.WRONG: "bold red",
@@ -179,7 +179,7 @@ class Comparison:
         return out + [(line, "dim") for text in said for line in wrap(text, width)]
 
     def to_markdown(self) -> str:
-        """For a page or a job's summary."""
+        """Markdown for a page or a job's summary."""
         header, *body = self._rows()
         rows = [header, ["---", *["---:"] * 5, "---"], *body]
         table = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in r)} |" for r in rows]
@@ -191,10 +191,10 @@ class Comparison:
         return text.replace(GLUE, " ") + "\n"
 
     def to_junit(self) -> str:
-        """JUnit XML: a case a problem. A regression or a wrong result is a failure, inconclusive an
-        error.
+        """JUnit XML with a case per problem.
 
-        Raises ToolchainError without the `ci` extra.
+        A regression or a wrong result is a failure; inconclusive is an error. Raises ToolchainError
+        without the `ci` extra.
         """
         try:
             import junitparser
@@ -229,14 +229,14 @@ class Comparison:
 
 
 def _xml(text: str) -> str:
-    """Without what XML cannot hold: compilers and damaged files may say anything."""
+    """The text without characters that XML cannot hold, which compilers and damaged files print."""
     return "".join(c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def compare(old: Run, new: Run, *, slower: float) -> Comparison:
-    """The verdict on every problem of `old`, in its order; those of `new` alone are only named.
+    """The verdict on every problem of `old`, in its order; problems only in `new` are named.
 
-    slower: the share by which a best candidate may be slower before that is a regression.
+    slower: the share by which a best candidate may be slower; beyond it, it is a regression.
     """
     before = {s.problem: s for s in by_problem(rank(old.trials, old.environment), old.environment)}
     after = {s.problem: s for s in by_problem(rank(new.trials, new.environment), new.environment)}
@@ -245,7 +245,7 @@ def compare(old: Run, new: Run, *, slower: float) -> Comparison:
         _judge(section, after.get(problem), slower, control) for problem, section in before.items()
     ]
     damage = tuple(dict.fromkeys((*old.warnings, *new.warnings)))
-    if damage:  # what is left of a run proves nothing: its best row may be the one that is lost
+    if damage:  # a damaged run proves nothing: its best row may be lost
         findings = [
             replace(
                 finding,
@@ -282,7 +282,7 @@ def write(path: Path, text: str) -> None:
 
 
 def summarise(text: str) -> None:
-    """Add Markdown to the job's summary, where GitHub Actions gives one. Raises StoreError."""
+    """Add Markdown to the job's summary on GitHub Actions. Raises StoreError."""
     path = os.environ.get(SUMMARY_VARIABLE)
     if not path:
         return
@@ -341,16 +341,16 @@ def _judge(old: Section, new: Section | None, slower: float, control: str | None
 
 
 def _median_interval(row: Row) -> tuple[float, float]:
-    """95 % sign interval of the median of its rounds."""
+    """95 % sign interval of the median of a row's rounds."""
     rounds = row["trial"].time_us.rounds
     return ratio_interval(rounds, [1.0] * len(rounds))
 
 
 def _ratio(old: Row, new: Row) -> tuple[float, float]:
-    """Between which the ratio new to old is: 95 %, from the intervals of both medians.
+    """95 % limits of the ratio new to old, from the intervals of both medians.
 
-    Rounds of two sessions cannot be paired, so the distances from both medians to their limits are
-    added as squares, of their logarithms (MOVER: Zou and Donner, Statist. Med. 27, 2008).
+    Rounds of two sessions cannot be paired, so the distances from both medians to their limits, in
+    logarithms, are added as squares (MOVER: Zou and Donner, Statist. Med. 27, 2008).
     """
     (old_low, old_high), (new_low, new_high) = _median_interval(old), _median_interval(new)
     before, after = float(old["time_us"]), float(new["time_us"])
@@ -374,7 +374,7 @@ def _drift(old: Section, new: Section) -> tuple[float, float] | None:
 
 
 def _changed(old: Row, new: Row) -> str:
-    """That another candidate wins, if so."""
+    """A clause that another candidate wins now, or nothing."""
     if (old["kernel"], old["config"]) == (new["kernel"], new["config"]):
         return ""
     names = [f"{row['kernel']} {row['config']}".strip() for row in (old, new)]
@@ -382,7 +382,7 @@ def _changed(old: Row, new: Row) -> str:
 
 
 def other_card(old: Environment | None, new: Environment | None) -> str | None:
-    """Why the two were not measured on the same kind of card, as far as is known; or None."""
+    """The reason why both cannot be shown to be from the same kind of card, or None."""
     if old is None or new is None:
         return "a run has no environment.json, so its card is not known"
     if old.gpu != new.gpu:
@@ -391,7 +391,7 @@ def other_card(old: Environment | None, new: Environment | None) -> str | None:
 
 
 def differences(old: Environment | None, new: Environment | None) -> list[str]:
-    """`driver 580 → 590`: what of two environments is not the same and could matter."""
+    """`driver 580 → 590`: differences between two environments that could matter."""
     if old is None or new is None:
         return []
     names = ("gpu", "driver", "cuda", "nvrtc", "attnsweep", "clock_hz", "host_cores")
