@@ -28,19 +28,19 @@ kernel = Kernel(
 KEYS = 64
 
 
-# More than half of the shared memory of an SM, and yet room beside a block of the first launch.
+# More than half of the shared memory of an SM, but it leaves room for a block of the first launch.
 MORE_THAN_HALF = 113 * 1024 + 512
 
 
 def sharing(config: Config, stage: str) -> tuple[int, int]:
-    """Slices of a head and warpgroups of a block in a launch."""
+    """Slices of a head and warpgroups of a block in a stage's launch."""
     if stage == "output" and config.OUTPUT_SLICES:
         return config.OUTPUT_SLICES, config.OUTPUT_WARPGROUPS
     return config.SLICES, config.WARPGROUPS
 
 
 def panels(config: Config, head_dim: int, stage: str = "scores") -> int:
-    """Panels of 32 columns of a warpgroup: whole pairs."""
+    """Panels of 32 columns per warpgroup, rounded up to whole pairs."""
     slices, warpgroups = sharing(config, stage)
     return ceil_div(head_dim, slices * warpgroups * 64) * 2
 
@@ -50,14 +50,14 @@ def key_tiles(problem: Problem) -> int:
 
 
 def stages(config: Config, problem: Problem, stage: str) -> int:
-    """Panels of a warpgroup's ring. The second launch has room for all values at once."""
+    """Panels in a warpgroup's ring. The second launch has room for all values at once."""
     if stage == "output":
         return max(config.NUM_STAGES, panels(config, problem.head_dim, stage))
     return config.NUM_STAGES
 
 
 def smem_bytes(config: Config, problem: Problem, stage: str) -> int:
-    """Rings; low parts of Q; scores to add; P, high and low; barriers."""
+    """Bytes of rings, low parts of Q, scores to add, P (high and low) and barriers."""
     c = config
     _, warpgroups = sharing(c, stage)
     q_panel, kv_panel = c.BLOCK_M * 128, KEYS * 128
@@ -103,7 +103,7 @@ def no_idle_rows(config: Config, problem: Problem, arch: Arch) -> bool:
 
 @kernel.rule("in one launch a block has not 3 warpgroups, whose warps share its rows and copies")
 def shared_evenly(config: Config, problem: Problem, arch: Arch) -> bool:
-    # Of three, some warps gave P to blocks beyond the cluster: a launch failure on an H200.
+    # With three, some warps gave P to blocks beyond the cluster: a launch failure on an H200.
     return config.SLICES != config.CLUSTER or config.WARPGROUPS != 3
 
 
@@ -118,7 +118,7 @@ def second_of_its_own(config: Config, problem: Problem, arch: Arch) -> bool:
 
 @kernel.rule("OUTPUT_ALONE is for blocks of which two would else be on an SM")
 def alone_by_choice(config: Config, problem: Problem, arch: Arch) -> bool:
-    # 122 registers a thread leave no room for a second block of 4 warpgroups.
+    # At 122 registers a thread there is no room for a second block of 4 warpgroups.
     c = config
     if not c.OUTPUT_ALONE:
         return True
@@ -171,11 +171,11 @@ def grid_size(config: Config, problem: Problem, arch: Arch) -> bool:
 
 
 def launch(config: Config, problem: Problem, stage: str) -> Launch:
-    """What the three stages have in common."""
+    """The launch of one of the three stages."""
     c, p = config, problem
 
     def tensor_map(buffer: str, heads: int, rows: int, box: int) -> TensorMap:
-        """In halves of a float, which is what a descriptor counts."""
+        """A tensor map in halves of a float: descriptors here count 16-bit elements."""
         return hopper.tensor_map(buffer, heads, rows, 2 * p.head_dim, box=(64, box))
 
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv

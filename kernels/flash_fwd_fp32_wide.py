@@ -28,17 +28,17 @@ kernel = Kernel(
 
 
 def pitch(config: Config) -> int:
-    """Floats of a row in the ring, with what keeps its reads free of bank conflicts."""
+    """Floats in a row of the ring, padded so that reads have no bank conflicts."""
     return config.CHUNK + (4 if config["MATH"] == "ffma" else 0)
 
 
 def slice_columns(config: Config, head_dim: int) -> int:
-    """Columns of one block: whole chunks."""
+    """Columns of one block, rounded up to whole chunks."""
     return ceil_div(head_dim, config.SLICES * config.CHUNK) * config.CHUNK
 
 
 def vector(config: Config, head_dim: int) -> int:
-    """Output columns of a lane."""
+    """Output columns that a lane computes at a time."""
     return 4 if config.BLOCK_M == 16 and slice_columns(config, head_dim) > 64 else 2
 
 
@@ -49,7 +49,7 @@ def key_warps(config: Config, head_dim: int) -> int:
 
 
 def smem_bytes(config: Config, problem: Problem) -> dict[str, int]:
-    """Of each stage: P, scores, and the ring or the scratch of a merge, whichever is larger."""
+    """Bytes per stage: P, scores, and the larger of the ring and the scratch of a merge."""
     columns = slice_columns(config, problem.head_dim)
     keys = ceil_div(problem.seqlen_k, config.BLOCK_N) * config.BLOCK_N
     ring = config.NUM_WARPS * config.NUM_STAGES * (config.BLOCK_M + config.BLOCK_N) * pitch(config)
@@ -63,7 +63,7 @@ def smem_bytes(config: Config, problem: Problem) -> dict[str, int]:
 
 
 def registers_needed(config: Config, head_dim: int) -> int:
-    """Accumulators, operands and values in flight of a lane, and some for addresses."""
+    """Registers of a lane: accumulators, operands, values in flight, and some for addresses."""
     values = 8 * vector(config, head_dim)
     scores = config.BLOCK_M * config.BLOCK_N // 32
     if config["MATH"] == "ffma":
@@ -125,7 +125,7 @@ def registers(config: Config, problem: Problem, arch: Arch) -> bool:
 
 
 def launch(config: Config, problem: Problem, stage: str, args: tuple[str, ...]) -> Launch:
-    """What the three stages have in common."""
+    """The launch of one of the three stages."""
     p = problem
     scale = () if stage == "scores" else (p.scale,)
     return Launch(

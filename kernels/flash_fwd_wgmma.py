@@ -32,8 +32,8 @@ kernel = Kernel(
     head_dims=(64, 96, 128, 192, 256),
 )
 COMBINE_THREADS = 128
-L2_BYTES = 32 * 2**20  # of K and V, that blocks which run at the same time should share
-# Registers that ptxas 13 takes on top of scores, P and accumulators, compiled over the whole space.
+L2_BYTES = 32 * 2**20  # bytes of K and V that blocks which run at the same time should share
+# Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
 REST = {"splits combined": 46, "turns and key groups": 38, "otherwise": 30}
 
 
@@ -48,12 +48,12 @@ def combines(c: Config) -> bool:
 
 
 def merge_bytes(c: Config, p: Problem) -> int:
-    """Accumulators, maxima and sums that key groups hand over."""
+    """Bytes of accumulators, maxima and sums that key groups hand over."""
     return (c.KEY_GROUPS - 1) * block_m(c) * (2 * 4) * (p.head_dim // 2 + 4)
 
 
 def smem_bytes(c: Config, p: Problem) -> int:
-    """Q and the rings; what blocks that take turns stage; P; what splits send each other."""
+    """Bytes of Q, the rings, the staging of persistent blocks, P, and what splits exchange."""
     q_bytes = block_m(c) * hopper.panels(p.head_dim) * 128
     ring = 2 * c.NUM_STAGES * c.BLOCK_N * hopper.panels(p.head_dim) * 128
     staged = q_bytes + merge_bytes(c, p) if c.PERSISTENT else 0
@@ -66,16 +66,16 @@ def smem_bytes(c: Config, p: Problem) -> int:
 
 
 def registers_given(c: Config, arch: Arch) -> tuple[int, int | None, int]:
-    """Registers of a thread at entry, of the producer's, and of a consumer's, later on."""
+    """Registers of a thread at entry, then of a producer's thread, and of a consumer's."""
     threads = 128 * c.WARPGROUPS + 32 * c.PRODUCER_WARPS
     entry = hopper.registers_at_entry(arch, threads, c.BLOCKS_PER_SM)
-    # With turns to decode and parts to load the producer needs more.
+    # A producer that decodes turns and loads parts of tiles needs more.
     producer = None if c.PRODUCER_WARPS == 1 else 32 if c.PERSISTENT and c.CLUSTER > 1 else 24
     return entry, producer, hopper.registers_of_roles(entry, c.WARPGROUPS, producer)
 
 
 def registers_needed(c: Config, p: Problem) -> int:
-    """Registers of a consumer thread that do not spill: scores, P, accumulators, and the rest."""
+    """Registers that a consumer thread needs without spills: scores, P, accumulators, the rest."""
     of_p = (10 if p.head_dim < 128 else 12) if c.P_SHARED else c.BLOCK_N // 4
     kind = "turns and key groups" if c.PERSISTENT and c.KEY_GROUPS > 1 else "otherwise"
     rest = REST["splits combined" if combines(c) else kind]
@@ -156,10 +156,10 @@ def fwd(c, p, arch):
         grid = (together, tiles_m, heads // together)
     elif c.SPLIT_CLUSTER:
         grid = (tiles_m * c.SPLITS, heads, 1)
-    # What a split writes has no box of TMA's: partial results, or, of a cluster, columns of o.
+    # Splits do not write by TMA: they write partial results, or, in a cluster, columns of o.
     own = ("lse", "o" if c.SPLIT_CLUSTER else "lse")
     outputs = ("partial_lse", "partial") if combines(c) else own
-    # The stage's CLUSTER is how many blocks a cluster has, whatever it is for.
+    # The template's CLUSTER is the number of blocks in a cluster, for multicast or for splits.
     defines = {"CLUSTER": c.SPLITS if c.SPLIT_CLUSTER else c.CLUSTER, "MULTICAST": c.CLUSTER}
     _, producer, consumer = registers_given(c, arch)
     if producer:
@@ -187,7 +187,7 @@ def fwd(c, p, arch):
 @kernel.stage("combine", params=("SPLITS", "PDL", "LSE"))
 def combine(c, p, arch):
     if not combines(c):
-        return None  # every block had all keys, or they have joined
+        return None  # every block had all keys, or a cluster has joined the splits
     rows = p.batch * p.heads * p.seqlen_q
     return Launch(
         function="flash_fwd_wgmma_combine",

@@ -28,7 +28,7 @@ def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
 @kernel.stage("fwd")
 def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     p = problem
-    pitch = p.head_dim * 2 + 4  # bytes: one bank more, so that a column lies in different banks
+    pitch = p.head_dim * 2 + 4  # bytes; one more bank, so that a column lies in different banks
     return Launch(
         function="ladder_2_tiles",
         grid=(ceil_div(p.seqlen_q, config.BLOCK_M), p.batch * p.heads, 1),

@@ -27,7 +27,7 @@ def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
 @kernel.stage("fwd")
 def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     p, block_m = problem, config.BLOCK_M
-    scores = block_m * (BLOCK_N + 4 + 1) * 4  # rows 16 bytes longer, and a factor
+    scores = block_m * (BLOCK_N + 4 + 1) * 4  # rows are 16 bytes longer, and have a factor
     return Launch(
         function="ladder_3_tensor_cores",
         grid=(ceil_div(p.seqlen_q, block_m), p.batch * p.heads, 1),

@@ -1,4 +1,4 @@
-"""ladder_4_pipelined: two tiles in shared memory, one filled by warps of its own by cp.async."""
+"""ladder_4_pipelined: two tiles in shared memory; warps of their own fill one by cp.async."""
 
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
@@ -30,7 +30,7 @@ def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
 @kernel.stage("fwd")
 def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     p, block_m = problem, config.BLOCK_M
-    scores = block_m * (BLOCK_N + 4 + 1) * 4  # rows 16 bytes longer, and a factor
+    scores = block_m * (BLOCK_N + 4 + 1) * 4  # rows are 16 bytes longer, and have a factor
     return Launch(
         function="ladder_4_pipelined",
         grid=(ceil_div(p.seqlen_q, block_m), p.batch * p.heads, 1),

@@ -1,4 +1,4 @@
-"""ladder_5_swizzled: XOR-swizzled rows, the rest in registers; and a form without branches."""
+"""ladder_5_swizzled: XOR-swizzled rows, the rest in registers; also a form without branches."""
 
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
@@ -19,7 +19,7 @@ kernel = Kernel(
 
 
 def tiles(config: Config, problem: Problem) -> int:
-    """Tiles that a form without branches has: a multiple of four, to share cubins."""
+    """Tiles in the form without branches: a multiple of four, to share cubins."""
     return ceil_div(problem.seqlen_k, 4 * config.BLOCK_N) * 4
 
 
@@ -38,7 +38,7 @@ def whole_fragments(config: Config, problem: Problem, arch: Arch) -> bool:
 
 
 def registers_needed(config: Config, head_dim: int) -> int:
-    """Output, scores and queries of a lane, and what fragments and addresses take on top."""
+    """Registers of a lane: output, scores, queries, and extra for fragments and addresses."""
     return head_dim // 2 + config.BLOCK_N // config.KEY_WARPS // 2 + head_dim // 4 + 64
 
 
@@ -53,7 +53,7 @@ def registers(config: Config, problem: Problem, arch: Arch) -> bool:
     "without branches, few and short tiles: each is code of its own, and more of it spills"
 )
 def unrolled(config: Config, problem: Problem, arch: Arch) -> bool:
-    tile = config.BLOCK_N // config.KEY_WARPS * problem.head_dim  # of a warp's K
+    tile = config.BLOCK_N // config.KEY_WARPS * problem.head_dim  # elements of a warp's K
     most = 8 if tile <= 1024 else 4
     return bool(config.BRANCHES) or (tile <= 2048 and tiles(config, problem) <= most)
 
@@ -70,7 +70,7 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     ring = 4 * c.STAGES * c.BLOCK_N * p.head_dim
     merge = c.KEY_WARPS * c.BLOCK_M * 4 * (p.head_dim + 8 + 2)
     threads, smem = c.BLOCK_M * 2 * c.KEY_WARPS, c.BLOCK_M * p.head_dim * 2 + max(ring, merge)
-    # Unrolled, ptxas takes whatever registers there are.
+    # As the code is unrolled, ptxas takes whatever registers there are.
     needed = registers_needed(c, p.head_dim) if c.BRANCHES else 255
     blocks = arch.planned_blocks(threads, needed, smem)
     return Launch(

@@ -1,4 +1,4 @@
-"""naive: one thread per query row. The smallest family there is; start here to write your own."""
+"""naive: one thread per query row. It is the smallest family; start here to write your own."""
 
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch

@@ -34,7 +34,7 @@ def accumulators(block_m: int, block_n: int, warps: int) -> int:
 
 
 def gemm_registers(block_m: int, block_n: int, warps: int) -> int:
-    """Registers a thread needs without spills: its output, fragments of the inputs, addresses."""
+    """Registers that a thread needs without spills: output, input fragments, addresses."""
     output = accumulators(block_m, block_n, warps)
     return output + (64 if output < 64 else 80)
 
@@ -47,7 +47,7 @@ def max_keys(config: Config, problem: Problem) -> int:
 
 
 def stride(problem: Problem) -> int:
-    """Elements from one row of scores to the next: whole 16-byte chunks."""
+    """Elements from one row of scores to the next, rounded up to whole 16-byte chunks."""
     return ceil_div(problem.seqlen_k, 8) * 8
 
 

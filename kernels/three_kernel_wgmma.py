@@ -70,15 +70,15 @@ def max_keys(config: Config, problem: Problem) -> int:
 
 
 def stride(problem: Problem) -> int:
-    """Elements from one row of scores to the next: whole 16-byte chunks."""
+    """Elements from one row of scores to the next, rounded up to whole 16-byte chunks."""
     return ceil_div(problem.seqlen_k, 8) * 8
 
 
 def qk_registers(c: Config, p: Problem) -> int:
-    """Registers of the qk stage that do not spill: its accumulators, addresses, statistics."""
+    """Registers that the qk stage needs without spills: accumulators, addresses, statistics."""
     accumulators = (1 + c.QK_AHEAD) * c.QK_BLOCK_M * c.QK_BLOCK_N // (128 * c.QK_WARPGROUPS)
     registers = accumulators + (40 if c.STATS == 2 else 32) + (16 if c.QK_BLOCKS else 0)
-    direct = c.QK_STORE == 2  # addresses, and what is between shared memory and global
+    direct = c.QK_STORE == 2  # addresses, and data on its way from shared memory to global
     registers += 16 * direct
     if c.QK_CLUSTER > 1:
         many = accumulators > 64 and (c.QK_STORE == 1 or c.QK_CLUSTER > 2)
@@ -86,7 +86,7 @@ def qk_registers(c: Config, p: Problem) -> int:
         simple = simple and c.QK_BLOCK_M == 64 * c.QK_WARPGROUPS and accumulators <= 64
         registers += 0 if simple or c.QK_TURNS else 8
         registers += 8 * c.QK_EVICT_LAST + 16 * (direct or many)
-    if p.head_dim > max(64, c.QK_BLOCK_K):  # several steps, unrolled: ptxas keeps more addresses
+    if p.head_dim > max(64, c.QK_BLOCK_K):  # several unrolled steps: ptxas keeps more addresses
         registers += (8 if accumulators < 128 else 24) + (32 if c.STATS else 16 * c.QK_AHEAD)
     elif p.head_dim > c.QK_BLOCK_K:
         registers += 8 + 8 * c.QK_SPLIT_Q
@@ -94,7 +94,7 @@ def qk_registers(c: Config, p: Problem) -> int:
 
 
 def pv_registers(c: Config) -> int:
-    """Registers of the pv stage that do not spill: accumulators, twice if scaled, and P."""
+    """Registers that the pv stage needs without spills: accumulators, twice if scaled, and P."""
     accumulators = c.PV_BLOCK_M * c.PV_BLOCK_N // (128 * c.PV_WARPGROUPS)
     if c.STATS == 2:
         return accumulators + c.PV_BLOCK_K // 2 + 56
@@ -104,7 +104,7 @@ def pv_registers(c: Config) -> int:
 
 
 def softmax_registers(c: Config, p: Problem) -> int:
-    """Registers of the softmax stage that do not spill: a row, and the next as it was loaded."""
+    """Registers that the softmax stage needs without spills: a row, and the next one as loaded."""
     halves = 2 if c.SOFTMAX_ROWS == 1 else 3 if c.SOFTMAX_VECTOR > 1 else 6
     return 40 + max_keys(c, p) // c.SOFTMAX_THREADS * halves // 2
 
@@ -128,7 +128,7 @@ def rows_fit_warpgroups(config: Config, problem: Problem, arch: Arch) -> bool:
 
 
 def most_registers(arch: Arch, warpgroups: int) -> int:
-    """Registers of a thread if a block of so many consumer warpgroups and one warp fits an SM."""
+    """Most registers of a thread in a block of these consumer warpgroups and one warp."""
     return min(240, hopper.registers_at_entry(arch, 128 * warpgroups + 32))
 
 
@@ -149,7 +149,7 @@ def tiles_divide_head_dim(config: Config, problem: Problem, arch: Arch) -> bool:
 def statistics_fit_tiles(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     if c.STATS == 2 and c.PV_BLOCK_M != 64 * c.PV_WARPGROUPS:
-        return False  # its P takes the registers of a second 64 rows
+        return False  # P takes the registers that a second 64 rows would need
     return c.STATS == 0 or c.QK_BLOCK_N % UNIT == 0
 
 
@@ -232,7 +232,7 @@ def tiles_fit_sequence(config: Config, problem: Problem, arch: Arch) -> bool:
 def workspace(config: Config, problem: Problem) -> dict[str, int]:
     p = problem
     rows = p.batch * p.heads * p.seqlen_q
-    statistics = 4 * rows * ceil_div(p.seqlen_k, UNIT)  # of any STATS, to share buffers
+    statistics = 4 * rows * ceil_div(p.seqlen_k, UNIT)  # allocated for any STATS, to share buffers
     return {
         "scores": rows * stride(p) * DTYPE_BYTES[p.dtype],
         "maxima": statistics,
@@ -262,7 +262,7 @@ def qk(config: Config, problem: Problem, arch: Arch) -> Launch:
     threads = 128 * c.QK_WARPGROUPS + 32
     inputs = 2 * (c.QK_BLOCK_M * p.head_dim + c.QK_STAGES * c.QK_BLOCK_N * c.QK_BLOCK_K)
     outputs = 2 * c.QK_BUFFERS * c.QK_BLOCK_M * c.QK_BLOCK_N
-    if c.QK_STORE == 2:  # 64 columns of a warp at a time
+    if c.QK_STORE == 2:  # a warp stores 64 columns at a time
         outputs = 4 * c.QK_WARPGROUPS * 16 * 128
     parts = c.QK_WARPGROUPS if c.QK_SPLIT_Q else 1
     smem_bytes = inputs + outputs + 16 * (c.QK_STAGES + parts)

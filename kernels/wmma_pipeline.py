@@ -1,4 +1,4 @@
-"""wmma_pipeline: WMMA fragments for both products, a cp.async ring, warps that only copy."""
+"""wmma_pipeline: WMMA fragments for both products, a cp.async ring, and warps that only copy."""
 
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
@@ -36,7 +36,7 @@ kernel = Kernel(
 
 
 def smem_bytes(config: Config, head_dim: int) -> int:
-    """Q and the ring; of each warp scores, the factors of its rows, and its output."""
+    """Bytes of Q and the ring, and of each warp's scores, row factors and output."""
     c = config
     pitch = 2 * head_dim + (16 if c.LAYOUT == PADDED else 0)
     output = 0 if c.O_IN_REGISTERS else head_dim + 4
@@ -45,7 +45,7 @@ def smem_bytes(config: Config, head_dim: int) -> int:
 
 
 def registers_needed(config: Config, head_dim: int) -> int:
-    """Output, then queries or scores, and what other fragments and addresses take on top."""
+    """Registers: output, queries or scores, and extra for other fragments and addresses."""
     output = head_dim // 2 if config.O_IN_REGISTERS else 0
     return output + max(head_dim // 4, config.BLOCK_N // 2) + 84
 
