@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def families(directory: str | Path | None = None) -> dict[str, Kernel]:
-    """Every kernel family by name: the shipped ones, and those of `directory`.
+    """Every kernel family by name: the shipped ones, and those in `directory`.
 
-    Raises KernelError on a broken or repeated declaration.
+    Raises KernelError if a declaration is broken or repeated.
     """
     from attnsweep.family.declare import discover
 
@@ -37,8 +37,8 @@ def families(directory: str | Path | None = None) -> dict[str, Kernel]:
 def load_spec(path: str | Path, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
     """Read a YAML sweep spec: a file, or the name of a shipped one.
 
-    kernels: the families there are (default: the shipped ones). Raises SpecError with
-    `file:line:column: what` and how to fix it.
+    kernels: the families (default: the shipped ones). Raises SpecError with `file:line:column:
+    what` and how to fix it.
     """
     from attnsweep.spec import load
 
@@ -53,7 +53,7 @@ def plan(
     """Each problem of a spec with its spaces: the candidates that the rules leave.
 
     arch: default: the spec's, its recording's, or that of this machine's GPU. Raises SpaceError if
-    a problem is left without a candidate.
+    a problem has no candidate left.
     """
     from attnsweep.spec.plan import plan as plan_on
 
@@ -72,8 +72,8 @@ def run(
 ) -> Outcome:
     """Sweep: compile, check, time and rank every candidate; stored below `results`.
 
-    The same spec again resumes. fresh: set older rows aside. limit: at most so many candidates per
-    family and problem. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
+    The same spec again resumes. fresh: set older rows aside. limit: at most this many candidates
+    per family and problem. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
     """
     from attnsweep import sweep
 
@@ -97,8 +97,8 @@ def compile_spec(
 ) -> list[Trial]:
     """Compile every candidate of a spec without a GPU; rows with resources and no times.
 
-    arch: see `plan`. limit: at most so many candidates per family and problem. Raises SpaceError or
-    ToolchainError.
+    arch: see `plan`. limit: at most this many candidates per family and problem. Raises SpaceError
+    or ToolchainError.
     """
     from attnsweep.tools.compile import compile_all
 
@@ -115,8 +115,8 @@ def builds(
 ) -> list[Build]:
     """Compile a spec's candidates for a `Worker` to time: one build for each machine code.
 
-    Candidates that do not compile, or that the spec's limits rule out, are left out. arch, limit
-    and errors: see `compile_spec`.
+    Candidates that do not compile, or that the spec's limits prune, are left out. arch, limit and
+    errors: see `compile_spec`.
     """
     from attnsweep.build.candidate import builds_of, compiled_row, workspace_limit
     from attnsweep.build.prune import compiler_for
@@ -146,10 +146,10 @@ def builds(
 def rebuild(
     trials: Iterable[Trial], kernels: Mapping[str, Kernel] | None = None, *, arch: Arch | str
 ) -> list[Build]:
-    """Compile the configs of recorded rows from the kernels as they are now, in the same order.
+    """Compile the configs of recorded rows from today's kernels, in the same order.
 
     A row is left out if its family is gone, has other parameters now, or cannot run the config on
-    `arch`. Raises ToolchainError; a build whose code does not compile raises CompileError when it
+    `arch`. Raises ToolchainError. A build whose code does not compile raises CompileError when it
     is used.
     """
     from concurrent.futures import wait
@@ -188,9 +188,9 @@ def open_run(directory: str | Path) -> Run:
 
 
 def rank(run: Run | Sequence[Trial], environment: Environment | None = None) -> pandas.DataFrame:
-    """One row a trial, ranked within each problem; the columns are those of ranking.csv.
+    """One row per trial, ranked within each problem; the columns are those of ranking.csv.
 
-    run: a run, or trials with the environment that they were measured in.
+    run: a run, or trials with the environment that measured them.
     """
     from attnsweep.choose.ranking import rank as ranked
     from attnsweep.store.run import Run
@@ -215,7 +215,7 @@ def report(run: Run) -> dict[str, str]:
 
 
 def compare_runs(old: Run, new: Run, *, slower: float = 0.03) -> Comparison:
-    """Compare two recorded runs, problem by problem; nothing is measured.
+    """Compare two recorded runs, problem by problem, without measuring.
 
     slower: the share by which a winner may have become slower.
     """
@@ -236,9 +236,9 @@ def compare_candidates(
 ) -> Compared:
     """Time two candidates in turns, as `attnsweep check` does, until their ratio is known.
 
-    gpu: has their problem open. another: gives a new process that has it open too; a candidate that
-    seems slower is timed there again. slower: the share by which the new one may be slower.
-    budget_s: seconds of rounds in each process. seed: of the order of the turns. Returns the
+    gpu: has their problem open. another: returns a new process with the problem open; a candidate
+    that seems slower is timed there again. slower: the share by which the new one may be slower.
+    budget_s: seconds of rounds in each process. seed: seed of the order of the turns. Returns the
     `verdict`, `why`, and in `shown` the medians and the interval of their ratio. Raises WorkerError
     if a candidate cannot run.
     """
@@ -250,7 +250,7 @@ def compare_candidates(
     except Exception as error:
         if not isinstance(error.__cause__, WorkerError):
             raise
-        error.__cause__.add_note(str(error))  # which of the two failed
+        error.__cause__.add_note(str(error))  # says which of the two failed
         raise error.__cause__ from None
 
 
@@ -262,7 +262,7 @@ def write_page(run: Run, path: str | Path, *, top: int = 10) -> int:
 
 
 def counters(run: Run) -> list[dict[str, Any]]:
-    """The hardware counters that `attnsweep profile` kept in a run; empty if there are none."""
+    """The hardware counters that `attnsweep profile` stored in a run; empty if there are none."""
     from attnsweep.tools.profile import read
 
     return read(run.directory)

@@ -1,7 +1,7 @@
 """The commands: each parses, calls one function of a lower layer and prints.
 
-What a command needs is imported in the command, so that `attnsweep --version` takes 0.2 s of CPU
-and not 0.9, most of it pandas and pydantic.
+Each command imports what it needs itself, so that `attnsweep --version` takes 0.2 s of CPU instead
+of 0.9, most of it for pandas and pydantic.
 """
 
 from __future__ import annotations
@@ -377,7 +377,7 @@ def profile(
     stored, families = open_run(run_), discover(kernels)
     picked = counters.chosen(stored, where or (), top)
     counters.check(picked, families)
-    if counters.find_ncu() is None:  # before a GPU is asked for
+    if counters.find_ncu() is None:  # checked before it asks for a GPU
         counters.count([])
     with Worker(timeout_s=60) as worker:
         here = worker.describe()
@@ -466,7 +466,7 @@ def doctor(json_: JsonOption = False) -> None:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Rows hold no cycles, and looking for some took 1.0 of the 3.1 s of 10,000 trials' report."""
+    """Pause collection: rows hold no cycles, and it took 1.0 of 3.1 s of 10,000 trials' report."""
     gc.disable()
     try:
         yield

@@ -1,15 +1,15 @@
 """Every error attnsweep raises on purpose, as one tree.
 
-Each says where, what, why and what next, and carries the exit code of the command it ends:
-0 ok · 1 every candidate failed, or one regressed · 2 usage or spec · 3 no usable GPU ·
-4 inconclusive.
+Each error says where, what, why and what to do next, and carries the exit code of the command that
+it ends: 0 ok · 1 every candidate failed, or one regressed · 2 usage or spec · 3 no usable GPU · 4
+inconclusive.
 """
 
 from __future__ import annotations
 
 
 class AttnsweepError(Exception):
-    """Base of all. `where` is a file:line:column or a command; `hint` is what to do next."""
+    """Base of all errors. `where`: a file:line:column or a command; `hint`: what to do next."""
 
     exit_code = 2
 
@@ -32,7 +32,7 @@ class ProblemError(AttnsweepError):
 
 
 class KernelError(AttnsweepError):
-    """A kernel declaration is wrong, or a family with that name is not there."""
+    """A kernel declaration is wrong, or no family has that name."""
 
 
 class SpaceError(AttnsweepError):

@@ -16,7 +16,7 @@ def shipped(folder: str) -> Path:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra: from the source tree if this is one, else by name."""
+    """The command that installs an extra: from the source tree if there is one, or by name."""
     tree = _PACKAGE.parent
     if not (tree / "pyproject.toml").is_file():
         return f"pip install 'attnsweep[{extra}]'"
@@ -25,7 +25,7 @@ def install_command(extra: str) -> str:
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Give `path` this content in one step: write a file next to it, then rename that.
+    """Give `path` this content in one step: write a file next to it, then rename that file.
 
     durable: the content and the rename reach the disk before this returns. A killed process may
     leave a file `.NAME.*.tmp`, which nothing reads. Raises OSError.
@@ -39,7 +39,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
                 os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(aside, 0o666 & ~umask)  # mkstemp lets only the owner read
+        os.chmod(aside, 0o666 & ~umask)  # mkstemp gives access to the owner only
         os.replace(aside, path)
     except BaseException:
         os.unlink(aside)
@@ -49,7 +49,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring renames and new names in a folder to the disk, where the system can do that."""
+    """Flush renames and new names in a folder to the disk, where the system can do that."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

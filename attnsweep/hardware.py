@@ -1,12 +1,12 @@
-"""Architectures, cards, and how fast they allow a problem to be.
+"""Architectures, cards, and lower bounds on the time of a problem.
 
-One row an architecture; everything else is derived.
+Each architecture is one row; everything else is derived.
 
-Limits: CUDA C++ Programming Guide, table of technical specifications per compute capability.
-Tensor rates: dense fp16/bf16 with fp32 accumulation, FLOP per clock per SM, from the vendor's
-peak divided by SMs and boost clock (A100 312 TFLOP/s, L4 121, H100 989, B200 2250). Of TF32 it is
-half as much on all of them (A100 156, L4 60, H100 495, B200 1125). fp32 multiply-adds: the same
-guide, table of the throughput of arithmetic instructions.
+Limits: CUDA C++ Programming Guide, table of technical specifications per compute capability. Tensor
+rates: dense fp16/bf16 with fp32 accumulation, FLOP per clock per SM, from the vendor's peak divided
+by SMs and boost clock (A100 312 TFLOP/s, L4 121, H100 989, B200 2250). The TF32 rate is half of
+that on all of them (A100 156, L4 60, H100 495, B200 1125). fp32 multiply-adds: the same guide,
+table of the throughput of arithmetic instructions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attnsweep.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """What a block may use and what an SM can do. Sizes in bytes, rates per clock and SM."""
+    """Limits of a block and rates of an SM. Sizes in bytes, rates per clock and SM."""
 
     name: str
     compute_capability: tuple[int, int]
@@ -37,12 +37,13 @@ class Arch:
     max_threads_per_block: int = 1024
 
     def planned_blocks(self, threads: int, registers: int, smem_bytes: int) -> int:
-        """Blocks of an SM to plan for before compiling, at least 1.
+        """Blocks per SM to plan for before compiling, at least 1.
 
-        registers: what the declaration reckons that a thread needs to run without spills. What
-        the compiled code reaches is analysis.blocks_per_sm, and must not be less.
+        registers: registers that a thread needs to run without spills, as the declaration estimates
+        them. The compiled code must reach at least this many blocks, as build.cubin.blocks_per_sm
+        counts them.
         """
-        # Each quarter of an SM gives registers to whole warps.
+        # Each quarter of an SM allots registers to whole warps.
         warps = 4 * (self.registers_per_sm // 4 // (32 * min(registers, 255)))
         return max(
             1,
@@ -71,7 +72,7 @@ ARCHS: dict[str, Arch] = {
 
 
 def arch_named(name: str) -> Arch:
-    """The row called `name`; `sm_90` is taken as `sm_90a`, since only `a` has every instruction."""
+    """The architecture called `name`; `sm_90` means `sm_90a`, as only `a` has every instruction."""
     found = ARCHS.get(name) or ARCHS.get(f"{name}a")
     if found is None:
         raise SpecError(f"unknown architecture {name!r}", hint=f"known: {', '.join(ARCHS)}")
@@ -79,7 +80,7 @@ def arch_named(name: str) -> Arch:
 
 
 def arch_of(compute_capability: tuple[int, int]) -> Arch | None:
-    """The row for a GPU of that compute capability, or None if attnsweep does not know it."""
+    """The architecture of a GPU with that compute capability, or None if attnsweep has none."""
     for arch in ARCHS.values():
         if arch.compute_capability == compute_capability:
             return arch
@@ -88,7 +89,7 @@ def arch_of(compute_capability: tuple[int, int]) -> Arch | None:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One GPU as its driver describes it. Enough to bound a problem's time."""
+    """One GPU as its driver describes it, with enough to bound a problem's time."""
 
     name: str
     arch: str
@@ -99,15 +100,16 @@ class Card:
     l2_bytes: int
 
 
-# Tensor cores keep 11 bits of a factor, in TF32 and in fp16 (fp64 ones keep all, but are no faster
-# than multiply-adds). Three of their products (high * high, high * low, low * high) give 22 bits
-# of one of fp32, fewer only 11. Each is counted at the rate of fp16 and bf16, twice that of TF32:
-# three of TF32 can be beaten, as flash_fwd_fp32_wgmma has the cross products of P V in bf16.
+# A tensor core keeps 11 bits of each factor, in TF32 and in fp16. (fp64 tensor cores keep all bits,
+# but are no faster than multiply-adds.) An fp32 product with 22 bits takes three tensor-core
+# products: high * high, high * low and low * high; fewer give only 11 bits. Each counts at the rate
+# of fp16 and bf16, twice that of TF32, because three TF32 products are no lower bound:
+# flash_fwd_fp32_wgmma computes the cross products of P V in bf16.
 _PARTS = 3
 
 
 class Chip(Protocol):
-    """What a bound needs to know of a card; `Card` and `Environment` both have it."""
+    """Facts of a card that a bound needs; `Card` and `Environment` both have them."""
 
     @property
     def sm_count(self) -> int:
@@ -125,10 +127,11 @@ class Chip(Protocol):
 def bounds(problem: Problem, arch: Arch, gpu: Chip) -> dict[str, float]:
     """Microseconds that each unit needs at least: `matrix`, `exp2` and `memory`.
 
-    matrix: both products at the dense fp16/bf16 tensor rate; of fp32 three such products for one,
-    or fp32 multiply-adds at peak, whichever is faster.
-    exp2: one per unmasked pair. memory: q, k, v, o moved once between device memory and the SMs.
-    A unit whose rate the card does not tell is left out too.
+    matrix: both products at the dense fp16/bf16 tensor rate. An fp32 product counts as three such
+    products, or as fp32 multiply-adds at peak, whichever is faster.
+
+    exp2: one per unmasked pair. memory: q, k, v and o moved once between device memory and the SMs.
+    The result leaves out a unit whose rate the card does not report.
     """
     clocks_per_us = gpu.sm_count * gpu.clock_hz / 1e6
     flops_per_clock: float = arch.tensor_flops_per_clock
@@ -147,8 +150,8 @@ def binding(
 ) -> tuple[str, float] | None:
     """The unit that binds and its microseconds, or None if that is not known.
 
-    Device memory cannot bind a warm measurement whose tensors all fit in the L2: nothing need be
-    read from it.
+    A warm measurement whose tensors all fit in L2 reads nothing from device memory, so device
+    memory cannot bind it.
     """
     in_l2 = l2 == "warm" and problem.min_bytes <= l2_bytes
     open_to_it = {unit: us for unit, us in limits.items() if not (unit == "memory" and in_l2)}

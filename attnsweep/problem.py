@@ -12,11 +12,11 @@ from attnsweep.errors import ProblemError
 Dtype = Literal["fp16", "bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
 LOG2E = math.log2(math.e)
-"""Scores times this are the exponents of 2: kernels take exp2, since the hardware does."""
+"""log2(e). Kernels scale scores by it, because the hardware computes exp2, not exp."""
 
 
 def ceil_div(a: int, b: int) -> int:
-    """The least whole number that is at least a / b."""
+    """The smallest whole number that is at least a / b."""
     return -(-a // b)
 
 
@@ -62,12 +62,12 @@ class Problem:
             )
 
     def query_tiles(self, block_m: int) -> int:
-        """Tiles of block_m queries, of all heads."""
+        """Number of tiles of block_m queries, over all heads."""
         return self.batch * self.heads * ceil_div(self.seqlen_q, block_m)
 
     @property
     def label(self) -> str:
-        """Short and unambiguous: `(1,16,1024,64) fp16 causal`; what differs is spelled out."""
+        """Short, unambiguous name: `(1,16,1024,64) fp16 causal`, `(2,32/8,64x80,128) bf16 full`."""
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
         seqlen = (
             f"{self.seqlen_q}"
@@ -79,7 +79,10 @@ class Problem:
 
     @classmethod
     def parse(cls, text: str) -> Problem:
-        """What `label` writes; without dtype and mask it is fp16 and full: `1,16,1024,64`."""
+        """The problem of a label; without dtype and mask it is fp16 and full: `1,16,1024,64`.
+
+        Raises ProblemError for any other text.
+        """
         match = _LABEL.fullmatch(text.strip())
         if match is None:
             raise ProblemError(
@@ -89,7 +92,7 @@ class Problem:
             )
         b, heads, kv, q, k, d, dtype, mask = match.groups()
         sizes = (int(b), int(heads), int(kv or heads), int(q), int(k or q), int(d))
-        known: Any = dtype or "fp16"  # another one is refused
+        known: Any = dtype or "fp16"  # Problem refuses any other dtype
         return cls(*sizes, dtype=known, causal=mask == "causal")
 
     @property
@@ -99,7 +102,7 @@ class Problem:
 
     @property
     def pairs(self) -> int:
-        """Unmasked (query, key) pairs over all heads: what both products and exp really need."""
+        """Unmasked (query, key) pairs over all heads: the pairs that both products and exp need."""
         per_head = self.seqlen_q * self.seqlen_k
         if self.causal:
             per_head -= self.seqlen_q * (self.seqlen_q - 1) // 2
@@ -107,7 +110,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """FLOPs of QKᵀ and PV (multiply-add = 2); softmax is not counted, nor is what is masked."""
+        """FLOPs of QKᵀ and PV (multiply-add = 2), without the softmax and without masked pairs."""
         return 4 * self.pairs * self.head_dim
 
     @property

@@ -1,4 +1,4 @@
-"""A sweep without a GPU: what a spec asks for is looked up in a recorded run."""
+"""A sweep without a GPU: it looks up the spec's candidates in a recorded run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attnsweep.trial import Status, Trial
 
 
 def _shown(path: Path) -> str:
-    """As a user in this directory would write it."""
+    """The path as a user in this directory would write it."""
     near = os.path.relpath(path)
     return str(path) if near.startswith("..") else near
 
@@ -28,8 +28,8 @@ def _shown(path: Path) -> str:
 def replay(
     spec: SweepSpec, kernels: Mapping[str, Kernel], results: Path, observer: Observer
 ) -> Run:
-    """The same path on a recorded run: every row marked recorded, none invented."""
-    assert spec.recording is not None  # load_spec saw to it
+    """Sweep a recorded run: every row is marked recorded, and none is invented."""
+    assert spec.recording is not None  # load_spec checks it
     recording = open_run(spec.recording)
     environment = recording.environment
     if environment is None:
@@ -39,7 +39,7 @@ def replay(
     by_key = {trial.key: trial for trial in recording.trials}
     where = f"{environment.gpu}, {environment.date[:10]}"
     directory = results / "replay" / spec.name
-    with contextlib.suppress(OSError):  # a replay is derived: there is nothing to set aside
+    with contextlib.suppress(OSError):  # a replay is derived, so nothing is set aside
         (directory / TRIALS).unlink()
     store = Store.open(directory)
     try:

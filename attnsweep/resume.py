@@ -1,4 +1,4 @@
-"""Resume: which rows of an earlier run still hold, so that nothing is measured twice."""
+"""Resume: rows of an earlier run that still hold, so that nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from attnsweep.spec.load import SweepSpec
 from attnsweep.store.run import TRIALS, Store, open_run
 from attnsweep.trial import Environment, Status, Trial
 
-# Raise it when a change of checking or timing makes older rows incomparable: they are then redone.
+# Raise it if a change of checking or timing makes older rows incomparable; they are then redone.
 PROTOCOL = 3
 
 
 class Kept:
-    """The rows in a store that hold today: same code, launches, problem, settings, GPU, driver."""
+    """The stored rows that still hold: same code, launches, problem, settings, GPU, driver."""
 
     def __init__(
         self, spec: SweepSpec, environment: Environment, store: Store, skips: Skips
@@ -34,7 +34,7 @@ class Kept:
     def rows(self, builds: Sequence[Build]) -> dict[int, Trial]:
         """The rows of these candidates that hold, by id of the build.
 
-        A row that was skipped by its bound holds while the rows that hold still exclude it.
+        A row that was skipped by its bound holds as long as the other rows still exclude it.
         """
         stored = {trial.key: trial for trial in self._store.trials}
         kept: dict[int, Trial] = {}
@@ -51,7 +51,7 @@ class Kept:
         return kept
 
     def whole(self, problem: Problem, builds: Sequence[Build]) -> bool:
-        """Whether nothing of a problem is left to measure: these candidates, and the rounds."""
+        """Whether nothing of a problem is left to measure: all these candidates, and the rounds."""
         kept = self.rows(builds)
         if len(kept) < len(builds):
             return False
@@ -64,7 +64,7 @@ class Kept:
         return not timed or any(time.rounds for time in timed if time)
 
     def peers(self, problem: Problem) -> list[Trial]:
-        """The row of each baseline, as it is if the baseline cannot run."""
+        """A row for each baseline, with the status for a baseline that cannot run."""
         packages = sorted(self._environment.packages.items())
         return [
             Trial(
@@ -79,14 +79,14 @@ class Kept:
         ]
 
     def fingerprint(self, build: Build) -> str:
-        """Everything that the row of a candidate depends on."""
+        """Hash of everything that the row of a candidate depends on."""
         issued = [] if build.schedule.whole else [repr(build.schedule)]
         if self._spec.require:
             issued.append(repr(sorted(self._spec.require.items())))
         return self._digest(build.problem, build.keys, sorted(build.launches.items()), *issued)
 
     def _digest(self, *parts: object) -> str:
-        """What a row depends on next to `parts`: protocol, settings, GPU and driver."""
+        """Hash of `parts`, and of protocol, settings, GPU and driver."""
         environment = self._environment
         settings = self._spec.measure
         card = (environment.gpu, environment.driver, environment.cuda)
@@ -118,7 +118,7 @@ def measured_elsewhere(directory: Path, now: Environment) -> str | None:
     try:
         before = open_run(directory).environment
     except StoreError:
-        return None  # nothing in it to set aside
+        return None  # no rows to set aside
     today = (now.gpu, now.driver, now.cuda)
     if before is None or (before.gpu, before.driver, before.cuda) == today:
         return None

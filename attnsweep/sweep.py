@@ -1,7 +1,7 @@
 """The sweep: every candidate of a spec becomes a row, and the best of them are ranked.
 
-Compiling runs ahead in threads while the GPU process checks and times what is ready. Every row is
-on disk before the next candidate begins; nothing here ends the sweep but the user.
+Compiling runs ahead in threads while the GPU process checks and times the candidates that are
+ready. Every row is on disk before the next candidate begins; only the user ends a sweep.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from attnsweep.trial import Environment, Measurement, Status, Trial
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a sweep left behind."""
+    """The result of a sweep."""
 
     run: Run
     interrupted: bool
@@ -66,8 +66,8 @@ def run(
 ) -> Outcome:
     """Run a sweep and store it under `results`/<gpu>/<spec name>. Same spec again: resume.
 
-    limit: at most this many candidates per family and problem. Ctrl-C returns an Outcome with
-    what is measured so far. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
+    limit: at most this many candidates per family and problem. Ctrl-C returns an Outcome with the
+    rows measured so far. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
     """
     observer = observer or Observer()
     if limit is not None:
@@ -105,7 +105,7 @@ class Sweep:
         self._measured: dict[tuple[object, ...], Build] = {}
 
     def run(self, planned: Sequence[PlannedProblem], compiler: Compiler) -> bool:
-        """All problems in turn. Returns whether the user interrupted."""
+        """Run all problems in turn. Returns whether the user interrupted."""
         limit = workspace_limit(self._spec, self._environment.memory_bytes)
         try:
             queues = [Queue(item, self._spec, compiler, limit) for item in planned]
@@ -151,7 +151,7 @@ class Sweep:
             queue.submit()
         checked = [(b, t) for b, t in rows.values() if t.status is Status.OK]
         self._finals(checked, self._kept.peers(queue.problem))
-        self.keep_winners(queue.problem)  # a run that is killed later has them
+        self.keep_winners(queue.problem)  # so that a run that is killed later has them
 
     def _finals(self, checked: Sequence[Pair], peers: Sequence[Trial]) -> None:
         raced = race(checked, self._spec, self._gpu, put=self._put, observer=self._observer)
@@ -163,7 +163,7 @@ class Sweep:
     # -- one candidate ----------------------------------------------------------------------
 
     def _rows(self, build: Build, kept: Trial | None, twins: Twins) -> list[Pair]:
-        """What a candidate amounts to, its own row last: kept, measured by a twin, or tried now."""
+        """The rows of a candidate, its own last: kept, measured by a twin, or tried now."""
         if kept is not None:
             return [(build, kept)]
         row = compiled_row(build, self._spec).with_(fingerprint=self._kept.fingerprint(build))
@@ -201,7 +201,10 @@ class Sweep:
         return self._kept.rows(queue.builds)
 
     def _take_kept(self, queue: Queue) -> list[Build]:
-        """Go on until something is left to measure; the builds until there are submitted."""
+        """Take kept batches until one has something to measure; returns their builds, submitted.
+
+        The list is empty if nothing is left to measure.
+        """
         done: list[Build] = []
         while queue.builds and self._kept.whole(queue.problem, queue.builds):
             done += queue.builds
@@ -219,8 +222,8 @@ class Sweep:
     def keep_winners(self, problem: Problem | None = None, *, missing: bool = False) -> None:
         """Copy the machine code and the launches of each winner timed just now into the run.
 
-        problem: of this one only. missing: also of winners timed before, where a process that was
-        killed has left none.
+        problem: only this problem's winner. missing: also copy winners timed before whose code is
+        missing, because the process was killed.
         """
         trials = [t for t in self._store.trials if problem in (None, t.problem)]
         for trial in winners(rank(trials, self._environment)):
@@ -241,7 +244,7 @@ class Sweep:
         self._observer.tried(row)
 
     def _unopened(self, builds: Sequence[Build], error: WorkerError) -> None:
-        """The inputs of a problem do not fit, or the GPU failed: each candidate's row says so."""
+        """Write rows for a problem that does not fit, or whose GPU failed."""
         detail = f"the problem could not be opened: {error.detail}"
         for build in builds:
             self._put(build.row(status=error.status, detail=detail))

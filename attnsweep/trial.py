@@ -1,6 +1,6 @@
-"""The row that everything shares: one candidate or baseline, whatever became of it.
+"""The row that all rooms share: one candidate or baseline, and its fate.
 
-`Trial` is one line of trials.jsonl (stable: fields are added, never renamed).
+`Trial` is one line of trials.jsonl. The format is stable: fields are added, never renamed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from attnsweep.problem import Problem
 
 Value = int | bool | str
-"""A parameter's value; integral, since it reaches the preprocessor."""
+"""Value of a parameter. It reaches the preprocessor, so it is never a float."""
 
 
 class Status(StrEnum):
-    """What became of a candidate. Every one ends as a row; none ends the sweep."""
+    """The fate of a candidate. Every candidate ends as a row; none ends the sweep."""
 
     OK = "ok"
     PRUNED = "pruned"
@@ -31,7 +31,7 @@ class Status(StrEnum):
 
 
 class _Row(BaseModel):
-    """Unknown keys are kept, so that rows of a newer attnsweep survive being read by an older."""
+    """Base of the stored models. It keeps unknown keys, so that older versions keep newer facts."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -44,24 +44,24 @@ class Measurement(_Row):
     high: float
     samples: int
     l2: str = "warm"
-    """What was timed: a call with a warm or a cold L2, or `eager`, the host's cost of one."""
+    """Kind of time: a call with a `warm` or `cold` L2, or `eager`, the host's cost of one call."""
     rounds: list[float] = Field(default_factory=list)
     """One value a round; the rounds of all finalists of one problem are paired by position."""
     cycles: float | None = None
-    """Median over the rounds of time times the SM clock that NVML told in the round."""
+    """Median over the rounds of the time multiplied by the SM clock that NVML reported then."""
 
 
 class Accuracy(_Row):
-    """Largest row-wise relative error against float64, and the limit it had to keep."""
+    """Largest row-wise relative error against float64, and the limit that it must not exceed."""
 
     rel_err: float | None
     limit: float
     case: str | None = None
-    """The shape and input on which the largest share of the limit was used."""
+    """The shape and input whose error was the largest share of its limit."""
 
 
 class Resources(_Row):
-    """What the compiled code uses. Of several stages: the largest of each, spills summed."""
+    """Resources that the compiled code uses. Several stages: the largest of each, spills summed."""
 
     registers: int
     spill_bytes: int
@@ -70,11 +70,11 @@ class Resources(_Row):
     """Resident warps over the SM's maximum, of the stage with the fewest."""
     stages: dict[str, dict[str, float]] = Field(default_factory=dict)
     limiters: dict[str, str] = Field(default_factory=dict)
-    """Stage name to what of an SM runs out first: registers, shared memory, threads or blocks."""
+    """Stage name to the resource of an SM that limits its blocks, such as `shared memory`."""
 
 
 class Trial(_Row):
-    """One line of trials.jsonl. Times in microseconds of one call."""
+    """One line of trials.jsonl. Times are microseconds of one call."""
 
     kernel: str
     provider: str
@@ -84,43 +84,48 @@ class Trial(_Row):
     detail: str | None = None
     time_us: Measurement | None = None
     first_us: float | None = None
-    """The first, cheap time. Races and finals replace time_us, not this, which strategies learn."""
+    """The first, cheap time. Strategies learn it; races and finals replace only time_us."""
     warm_us: float | None = None
-    """As cold_us and eager_us, where time_us is one of these; a finalist has it always."""
+    """Time with a warm L2; every finalist has it, also if time_us is the cold or eager time."""
     cold_us: float | None = None
     eager_us: float | None = None
     """Host time to issue one call eagerly, without waiting for the device."""
     stages_us: dict[str, float] = Field(default_factory=dict)
-    """Each stage of a pipeline replayed on its own."""
+    """Stage name to the time of that stage of a pipeline, replayed on its own."""
     launch_us: float | None = None
-    """What the same launches take if their kernel is empty, issued in the same way."""
+    """Time of the same launches with an empty kernel, issued in the same way."""
     at_least_us: float | None = None
-    """Of a candidate pruned for it: what it takes at least, by its stages in other configs."""
+    """Lower bound by the times of its stages in other configs; set if the bound pruned it."""
     schedule: dict[str, int] = Field(default_factory=dict)
-    """How a call is issued: chunks, the heads and rows of one, streams, workspace_bytes."""
+    """How a call is issued: chunks, heads and rows of a chunk, streams, workspace_bytes."""
     variant: dict[str, str] = Field(default_factory=dict)
-    """Of a spec with variants: axis to the name of the variant that gave the config."""
+    """Axis to the name of the variant that gave the config; empty without variants in the spec."""
     accuracy: Accuracy | None = None
     resources: Resources | None = None
     conditions: dict[str, Any] = Field(default_factory=dict)
-    """Clocks, power, temperature, throttle reasons and other processes (NVML): of the rounds, and
-    under `rounds` of each. `strays`: rounds in another state of the card than most, and in what.
+    """State of the card during the rounds, from NVML.
+
+    Clocks, power, temperature, throttle reasons and other processes: over all rounds, and of each
+    round under `rounds`. `strays` lists the rounds in which the card's state differed from that of
+    most rounds, and how.
     """
     race: dict[str, Any] = Field(default_factory=dict)
-    """Of a candidate that raced: entrants, its rounds and launches, whether it survived, and the
-    interval of its time's ratio to the one that it was eliminated by, or to the leader.
+    """The candidate's race: entrants, its rounds and launches, and whether it survived.
+
+    Also the interval of the ratio of its time to the time of the entrant that eliminated it, or to
+    that of the leader. Empty if the candidate did not race.
     """
     fingerprint: str | None = None
-    """What the row depends on: machine code, launches, problem, protocol, GPU, driver."""
+    """Hash of the row's inputs: machine code, launches, problem, protocol, GPU, driver."""
     recorded: bool = False
     recorded_on: str | None = None
     """GPU and date of a recorded row."""
 
     @property
     def screened_us(self) -> float | None:
-        """The time that a search learns of: the first, or else, of older rows that are ok, time_us.
+        """The time that a search learns: first_us; in older rows, which lack it, time_us if ok.
 
-        A rerun then tells a strategy what the first run told it, whatever finals made of the row.
+        A rerun thus tells a strategy the same times as the first run, whatever the finals changed.
         """
         if self.first_us is not None or self.status is not Status.OK or self.time_us is None:
             return self.first_us
@@ -128,7 +133,7 @@ class Trial(_Row):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Which candidate this row is about; a later row with the same key replaces it."""
+        """Identity of the candidate; a later row with the same key replaces this one."""
         return (self.problem, self.provider, self.kernel, *sorted(self.config.items()))
 
     def with_(self, **changes: Any) -> Trial:
@@ -137,7 +142,7 @@ class Trial(_Row):
 
 
 class Environment(_Row):
-    """Where a run was measured; beside every number. Written to environment.json."""
+    """Where a run was measured; written to environment.json and shown next to its numbers."""
 
     gpu: str
     arch: str
