@@ -14,6 +14,8 @@ from attnsweep.problem import Problem
 
 Value = int | bool | str
 """A parameter's value; integral, since it reaches the preprocessor."""
+OURS = "attnsweep"
+"""The provider of candidates; that of a baseline is its name."""
 
 
 class Status(StrEnum):

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from attnsweep.build.observer import Observer
-from attnsweep.choose.columns import OURS
 from attnsweep.choose.race import Pair, by_time, label_of, time_of
 from attnsweep.choose.ranking import EQUIVALENT, thrift
 from attnsweep.choose.rounds import Round, Rounds, measured
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
-from attnsweep.trial import Status, Trial
+from attnsweep.trial import OURS, Status, Trial
 
 # The best of each family always enter the finals, so that every family's best is well measured.
 _FINALISTS_PER_FAMILY = 2

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pandas
 
-from attnsweep.choose.columns import COLUMNS, OURS, Row, facts, time_kind
+from attnsweep.choose.columns import COLUMNS, Row, facts, time_kind
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.problem import Problem
-from attnsweep.trial import Environment, Status, Trial
+from attnsweep.trial import OURS, Environment, Status, Trial
 
 # By how much a time without rounds must be below the best one with rounds to lead it: one sample
 # may be low by luck, but not by so much. Also what a rank may at most be slower than a later one.
