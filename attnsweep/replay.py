@@ -12,11 +12,11 @@ from attnsweep.choose.search import search_of
 from attnsweep.errors import SpaceError
 from attnsweep.family.declare import Kernel
 from attnsweep.hardware import arch_named
-from attnsweep.show import tables as report
+from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import candidate_count, plan, plan_facts
 from attnsweep.store.run import TRIALS, Run, Store, open_run
-from attnsweep.trial import Status, Trial
+from attnsweep.trial import OURS, Status, Trial
 
 
 def _shown(path: Path) -> str:
@@ -62,11 +62,11 @@ def replay(
                 search = search_of(spec, space)
                 while (config := search.ask()) is not None:
                     name = space.kernel.name
-                    asked = {"kernel": name, "provider": "attnsweep", "config": dict(config)}
+                    asked = {"kernel": name, "provider": OURS, "config": dict(config)}
                     search.tell(stored(Trial.model_validate(asked | missing)))
             for name in spec.baselines:
                 asked = {"kernel": name, "provider": name, "config": {}}
                 stored(Trial.model_validate(asked | missing))
-        return store.finish(report.files)
+        return store.finish(tables.files)
     finally:
         store.close()

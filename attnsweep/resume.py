@@ -8,7 +8,6 @@ from pathlib import Path
 
 from attnsweep.build.candidate import Build
 from attnsweep.build.observer import Observer
-from attnsweep.choose.columns import OURS
 from attnsweep.choose.skips import Skips
 from attnsweep.errors import StoreError
 from attnsweep.family.chunks import MODES
@@ -16,7 +15,7 @@ from attnsweep.family.declare import Kernel
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.run import TRIALS, Store, open_run
-from attnsweep.trial import Environment, Status, Trial
+from attnsweep.trial import OURS, Environment, Status, Trial
 
 # Raise it if a change of checking or timing makes older rows incomparable; they are then redone.
 PROTOCOL = 3

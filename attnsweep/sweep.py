@@ -15,7 +15,6 @@ from attnsweep.build.candidate import Build, compiled_row, workspace_limit
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.build.twins import Twins
-from attnsweep.choose.columns import OURS
 from attnsweep.choose.finals import Finals
 from attnsweep.choose.queue import Queue
 from attnsweep.choose.race import Pair, race, race_entry
@@ -33,7 +32,7 @@ from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import PlannedProblem, candidate_count, plan_facts
 from attnsweep.store.code import keep_code, read_code
 from attnsweep.store.run import Run, Store
-from attnsweep.trial import Environment, Measurement, Status, Trial
+from attnsweep.trial import OURS, Environment, Measurement, Status, Trial
 
 
 @dataclass(frozen=True, slots=True)

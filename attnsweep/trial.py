@@ -14,6 +14,8 @@ from attnsweep.problem import Problem
 
 Value = int | bool | str
 """Value of a parameter. It reaches the preprocessor, so it is never a float."""
+OURS = "attnsweep"
+"""The provider of candidates; a baseline's provider is its own name."""
 
 
 class Status(StrEnum):

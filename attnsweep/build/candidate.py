@@ -21,7 +21,7 @@ from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.spec import require
 from attnsweep.spec.load import SweepSpec
-from attnsweep.trial import Status, Trial
+from attnsweep.trial import OURS, Status, Trial
 
 # The key of the empty kernel among a build's futures; no stage can have this name.
 _EMPTY = ""
@@ -88,7 +88,7 @@ class Build:
     @property
     def key(self) -> tuple[object, ...]:
         """The key of its row: see Trial.key."""
-        return (self.problem, "attnsweep", self.kernel.name, *sorted(self.config.items()))
+        return (self.problem, OURS, self.kernel.name, *sorted(self.config.items()))
 
     def submit(self) -> None:
         """Start to compile every stage."""
@@ -116,7 +116,7 @@ class Build:
         return Trial.model_validate(
             {
                 "kernel": self.kernel.name,
-                "provider": "attnsweep",
+                "provider": OURS,
                 "config": dict(self.config),
                 "problem": self.problem,
                 "variant": dict(self.variant),

@@ -8,9 +8,8 @@ from typing import Any
 
 from attnsweep.errors import SpecError
 from attnsweep.hardware import arch_named, binding, bounds
-from attnsweep.trial import Environment, Trial
+from attnsweep.trial import OURS, Environment, Trial
 
-OURS = "attnsweep"
 COLUMNS = (
     "problem",
     "rank",

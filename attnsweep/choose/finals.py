@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from attnsweep.build.observer import Observer
-from attnsweep.choose.columns import OURS
 from attnsweep.choose.race import Pair, by_time, label_of, time_of
 from attnsweep.choose.ranking import EQUIVALENT, thrift
 from attnsweep.choose.rounds import Round, Rounds, measured
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
-from attnsweep.trial import Status, Trial
+from attnsweep.trial import OURS, Status, Trial
 
 # This many of the best of each family enter the finals, so that each family's best is measured
 # well.

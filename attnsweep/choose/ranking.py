@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pandas
 
-from attnsweep.choose.columns import COLUMNS, OURS, Row, facts, time_kind
+from attnsweep.choose.columns import COLUMNS, Row, facts, time_kind
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.problem import Problem
-from attnsweep.trial import Environment, Status, Trial
+from attnsweep.trial import OURS, Environment, Status, Trial
 
 # A time without rounds leads only if it is this factor below the best with rounds: luck may make
 # one sample low, but not that low. No rank may be slower than a later one by more than this factor

@@ -20,7 +20,7 @@ import numpy as np
 from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate, FirstTimes, Launches
 from attnsweep.build.numerics import Case
-from attnsweep.gpu import peers as baselines
+from attnsweep.gpu import peers
 from attnsweep.gpu.device import Buffer, Pipeline, Session, cuda_errors
 from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
 from attnsweep.trial import Accuracy
@@ -306,7 +306,7 @@ class Bench:
             for copy in (self._timed.buffers, *self._cold())
         ]
         self.session.release()
-        call = baselines.prepare(name, self.problem, copies, self.session)
+        call = peers.prepare(name, self.problem, copies, self.session)
         accuracy = self._timed.verdict(call.output(), rounds_scores=call.rounds_scores)
         self._entries[name] = _Entry(call)
         return accuracy

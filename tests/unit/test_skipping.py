@@ -12,14 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from attnsweep.build.candidate import Build
-from attnsweep.choose.columns import OURS
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.skips import SHARE, Skips, stage_codes
 from attnsweep.family.declare import Config, Kernel, Launch, Param
 from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 from attnsweep.store.run import open_run
-from attnsweep.trial import Measurement, Status, Trial
+from attnsweep.trial import OURS, Measurement, Status, Trial
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 import skips as replay
