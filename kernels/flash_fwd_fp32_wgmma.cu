@@ -1,6 +1,6 @@
 // flash_fwd_fp32_wgmma: fp32 attention with heads of 512 to 8192 columns and few queries and keys, on Hopper.
 // As in flash_fwd_fp32_wide, SLICES blocks share BLOCK_M queries of a head, and each owns a slice of the
-// columns. Here TMA loads and wgmma multiplies, fp32 numbers as two parts each: common/wide_wgmma.cuh.
+// columns. Here TMA loads and wgmma multiplies, fp32 numbers as two parts each: flash_fwd_fp32_wgmma.cuh.
 // Both products are transposed, since wgmma takes TF32 from shared memory only where the columns that it sums
 // over are neighbours: S^T = K Q^T, of 64 keys by BLOCK_M queries, and O^T = V^T P^T, of 64 columns of V. So
 // K and V come through registers, where they are split, and Q and P lie in shared memory, in two parts each.
@@ -10,15 +10,21 @@
 // CLUSTERS.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM), all fp32.
 #include "common/element.cuh"
-#include "common/mma.cuh"
-#include "common/hopper.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/launch.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "common/tile/arithmetic.cuh"
+#include "common/tile/operand.cuh"
 
 constexpr int THREADS = WARPGROUPS * 128, WARPS = WARPGROUPS * 4;
 constexpr int STAGES = NUM_STAGES;
 constexpr int KEYS = 64;  // of a tile; a row has MAX_TILES at most
 // A warpgroup has PANELS panels of 32 columns of the slice, in both products. They pass through its own ring
 // of STAGES: those of Q and K for each tile of keys, then those of V. Only it fills and reads that ring.
-constexpr int PANELS = (HEAD_DIM + SLICES * WARPGROUPS * 64 - 1) / (SLICES * WARPGROUPS * 64) * 2;
+constexpr int PANELS = ceil_div<SLICES * WARPGROUPS * 64>(HEAD_DIM) * 2;
 constexpr int SLICE = PANELS * 32 * WARPGROUPS;
 constexpr int SHORT = 4;  // panels that a tensor core sums over
 constexpr bool LONG_SUMS = PANELS > SHORT;
@@ -41,9 +47,9 @@ static_assert(ROWS >= 1 && SLICES % CLUSTER == 0, "each block of a cluster adds 
 // Half a warp does a row. Warps that do the same rows, so that each has fewer blocks to give them to.
 constexpr int WANTED = LAST ? 2 * WARPS / ROWS : 1, MOST = COPIES < WARPS ? COPIES : WARPS;
 constexpr int SHARES = WANTED < 1 ? 1 : WANTED < MOST ? WANTED : MOST;
-constexpr int ROWS_AT_ONCE = 2 * WARPS / SHARES, TURNS = (ROWS + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+constexpr int ROWS_AT_ONCE = 2 * WARPS / SHARES, TURNS = ceil_div<ROWS_AT_ONCE>(ROWS);
 
-#include "common/wide_wgmma.cuh"
+#include "flash_fwd_fp32_wgmma.cuh"
 
 #if STAGE_OUTPUT
 #define NAME flash_fwd_fp32_wgmma_output
@@ -62,7 +68,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
      const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o, float* partial,
      int queries_per_key_head, int seqlen_q, int seqlen_k, float to_log2) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    const int tiles = MAX_TILES == 1 ? 1 : (seqlen_k + KEYS - 1) / KEYS, keys_padded = tiles * KEYS;
+    const int tiles = MAX_TILES == 1 ? 1 : ceil_div<KEYS>(seqlen_k), keys_padded = tiles * KEYS;
     // Rings; low parts of Q, later the warpgroups' scores; scores of all blocks for this one's rows; P, high
     // and low; barriers.
     const unsigned low_at = WARPGROUPS * STAGES * SLOT, added_at = low_at + LOW_BYTES;
@@ -231,7 +237,7 @@ NAME(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
             return;
         }
 #pragma unroll
-        for (int i = 0; i < (COPIES + SHARES - 1) / SHARES; ++i) {
+        for (int i = 0; i < ceil_div<SHARES>(COPIES); ++i) {
             const int to = warp % SHARES + i * SHARES;
             give(base + at, p_full, to, high);
             give(base + at + p_half, p_full, to, cross);

@@ -7,8 +7,10 @@
 // SCORES workspace: two; the first writes partial scores, which every block of the second adds.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM), all fp32.
 #include "common/element.cuh"
-#include "common/wide.cuh"
-#include "common/cluster.cuh"
+#include "common/ptx/cache.cuh"
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/launch.cuh"
+#include "flash_fwd_fp32_wide.cuh"
 
 // ---- softmax ----
 // One row by one warp: score(key) is the sum over all slices for a key and the next, put(key, p) takes the
@@ -77,10 +79,10 @@ flash_fwd_fp32_wide(const float* __restrict__ q, const float* __restrict__ k, co
         });
     }
     if constexpr (SLICES > 1) {
-        cluster_barrier_arrive();
-        cluster_barrier_wait();
+        cluster_arrive();
+        cluster_wait();
     }
-    const int keys_used = (work.keys + KEYS - 1) / KEYS * KEYS;
+    const int keys_used = ceil_div<KEYS>(work.keys) * KEYS;
     // SHARE_ROWS: each block of the cluster does some rows and gives them to all; else each does all rows.
     constexpr int SHARES = SHARE_ROWS && SLICES > 1 ? SLICES : 1, ROWS_AT_ONCE = NUM_WARPS * SHARES;
     for (int row = work.slice % SHARES + threadIdx.x / 32 * SHARES; row < BLOCK_M; row += ROWS_AT_ONCE) {
@@ -93,7 +95,7 @@ flash_fwd_fp32_wide(const float* __restrict__ q, const float* __restrict__ k, co
                 float2 parts[SLICES], sum = make_float2(0.f, 0.f);
 #pragma unroll
                 for (int slice = 0; slice < SLICES; ++slice)
-                    parts[slice] = cluster_load2(address_in(smem_address(own), slice));
+                    parts[slice] = cluster_load2(cluster_address(smem_address(own), slice));
 #pragma unroll
                 for (int slice = 0; slice < SLICES; ++slice) sum.x += parts[slice].x, sum.y += parts[slice].y;
                 return sum;
@@ -105,21 +107,21 @@ flash_fwd_fp32_wide(const float* __restrict__ q, const float* __restrict__ k, co
             } else {
 #pragma unroll
                 for (int slice = 0; slice < SLICES; ++slice)
-                    cluster_store(address_in(smem_address(row_of_p + key * P_PITCH), slice), x);
+                    cluster_store(cluster_address(smem_address(row_of_p + key * P_PITCH), slice), x);
             }
         };
-        const int keys = keys_of(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
+        const int keys = keys_of<CAUSAL>(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
         softmax_row(row_of_p, keys, keys_used, scale * LOG2E, score, put);
     }
     // The last word between the blocks. Where rows are shared all wait for it; else a block only may not end
     // while others still read its scores.
-    if constexpr (SLICES > 1) cluster_barrier_arrive();
-    if constexpr (SHARES > 1) cluster_barrier_wait();
+    if constexpr (SLICES > 1) cluster_arrive();
+    if constexpr (SHARES > 1) cluster_wait();
     else __syncthreads();
     multiply_all_pv(work, seqlen_k, p, ring, ahead);
     if constexpr (SLICES > 1 && SHARES == 1) {
         __syncwarp();  // the barrier is for whole warps
-        cluster_barrier_wait();
+        cluster_wait();
     }
 }
 #elif STAGE_SCORES
@@ -129,7 +131,7 @@ flash_fwd_fp32_wide_scores(const float* __restrict__ q, const float* __restrict_
     extern __shared__ __align__(128) float smem[];
     const Work work(q, k, nullptr, nullptr, heads, heads_kv, seqlen_q, seqlen_k);
 #if PDL
-    let_launch_behind_begin();
+    grid_launch_dependents();
 #endif
     const long long rows_ahead = static_cast<long long>(work.head * SLICES + work.slice) *
                                  (gridDim.x / SLICES * BLOCK_M) + work.first_row;
@@ -151,14 +153,14 @@ flash_fwd_fp32_wide_output(const float* partial, const float* __restrict__ v, fl
     const Values ahead =
         load_values(work, seqlen_k, min(first_block(), BLOCKS - 1), threadIdx.x / 32 / COLUMN_WARPS);
 #if PDL
-    wait_for_launch_ahead();
+    grid_wait();
 #endif
     const long long slice_step = static_cast<long long>(gridDim.x / SLICES * BLOCK_M) * work.keys_padded;
     partial += work.head * SLICES * slice_step + static_cast<long long>(work.first_row) * work.keys_padded;
-    const int keys_used = (work.keys + KEYS - 1) / KEYS * KEYS;
+    const int keys_used = ceil_div<KEYS>(work.keys) * KEYS;
     for (int row = threadIdx.x / 32; row < BLOCK_M; row += NUM_WARPS) {
         float* row_of_p = p + row;
-        const int keys = keys_of(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
+        const int keys = keys_of<CAUSAL>(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
         softmax_row(
             row_of_p, keys, keys_used, scale * LOG2E,
             [&](int key) {

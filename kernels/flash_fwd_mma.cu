@@ -4,7 +4,10 @@
 // by the row sum until the end. Scores become P in registers, so they never touch shared memory.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
 #include "common/element.cuh"
-#include "common/mma.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/tile/arithmetic.cuh"
 
 // KEY_GROUPS groups of warps share the block's queries: each takes its own WARP_N keys of every tile, never
 // waits for another group, and they merge outputs at the end: more warps for a small grid, at WARP_M = 32.
@@ -59,7 +62,7 @@ __device__ __forceinline__ void load_rows(unsigned target, const element_t* sour
 // Threads that share K and V tiles: the whole block, or one group of warps on a barrier of its own.
 __device__ __forceinline__ void group_sync(int group) {
     if (KEY_GROUPS == 1) __syncthreads();
-    else asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory");
+    else named_barrier_sync(group + 1, GROUP_THREADS);
 }
 
 // A row's reference moves only when a score exceeds it by 2^RESCALE_ABOVE: P up to 256 is as exact in fp16
@@ -92,7 +95,7 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
     // Keys that some row of this warp sees, and keys that all its rows see.
     const int some_keys = CAUSAL ? min(seqlen_k, warp_row + WARP_M + diagonal) : seqlen_k;
     const int all_keys = CAUSAL ? min(seqlen_k, warp_row + 1 + diagonal) : seqlen_k;
-    const int tiles = (block_keys + BLOCK_N - 1) / BLOCK_N;
+    const int tiles = ceil_div<BLOCK_N>(block_keys);
     const float to_log2 = scale * LOG2E;
 
     const unsigned group_ring = smem_q + Q_BYTES + group * (NUM_STAGES * STAGE_BYTES);
@@ -141,8 +144,8 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
             ldmatrix_x4(b, stage + lane_k + n * 16 * PITCH + step_offset(chunk_k, d));
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
-                mma_16816(s[m][2 * n], a[m], b[0], b[1]);
-                mma_16816(s[m][2 * n + 1], a[m], b[2], b[3]);
+                mma_16816<IS_BF16>(s[m][2 * n], a[m], b[0], b[1]);
+                mma_16816<IS_BF16>(s[m][2 * n + 1], a[m], b[2], b[3]);
             }
         }
     };
@@ -206,8 +209,8 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
             ldmatrix_x4_trans(b, stage + lane_v + n * 16 * PITCH + step_offset(chunk_a, d));
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
-                mma_16816(out[m][2 * d], p[m], b[0], b[1]);
-                mma_16816(out[m][2 * d + 1], p[m], b[2], b[3]);
+                mma_16816<IS_BF16>(out[m][2 * d], p[m], b[0], b[1]);
+                mma_16816<IS_BF16>(out[m][2 * d + 1], p[m], b[2], b[3]);
             }
         }
     };

@@ -7,13 +7,17 @@
 // With SPLITS, as many blocks share queries too. The combine stage joins what they store; or, with
 // SPLIT_CLUSTER, they are a cluster, and join through its shared memory.
 #include "common/element.cuh"
-#include "common/mma.cuh"
-#include "common/hopper.cuh"
-#include "common/rows.cuh"
-constexpr float LN2 = 0.6931471805599453f;
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/launch.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "common/tile/arithmetic.cuh"
+#include "common/tile/rows.cuh"
 
 #if STAGE_COMBINE
-#include "common/combine.cuh"
+#include "common/tile/combine.cuh"
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     flash_fwd_wgmma_combine(const float* __restrict__ partial, const float* __restrict__ partial_lse,
                             element_t* __restrict__ o, float* __restrict__ lse, int rows) {
@@ -24,11 +28,17 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     constexpr int CHUNKS = HEAD_DIM / 4;
     int at = blockIdx.x * COMBINE_THREADS + threadIdx.x, row = at / CHUNKS, chunk = at % CHUNKS;
     if (row >= rows) return;
-    float whole = combine_splits(partial, partial_lse, o, SPLITS, rows, row, chunk);
+    float whole = combine_splits<HEAD_DIM>(partial, partial_lse, o, SPLITS, rows, row, chunk);
     if (LSE && chunk == 0) lse[row] = whole * LN2;
 }
 #else
-#include "common/online_softmax.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/merge.cuh"
+#include "common/tile/operand.cuh"
+#include "common/tile/ring.cuh"
+#include "common/tile/schedule.cuh"
+#include "common/tile/softmax.cuh"
+#include "common/tile/join.cuh"
 
 constexpr int ROW_GROUPS = WARPGROUPS / KEY_GROUPS, BLOCK_M = 64 * ROW_GROUPS;
 constexpr int STAGES = NUM_STAGES;
@@ -57,22 +67,20 @@ constexpr unsigned KV_PANEL = BLOCK_N * 128, KV_BYTES = PANELS * KV_PANEL;
 constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL, P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
 static_assert(!OVERLAP || P_SHARED || MAXIMA == 1, "P beside the one being read goes over its scores");
-// What a key group hands over: accumulators, maxima and sums of each thread.
-constexpr unsigned MERGE_FLOATS = HEAD_DIM / 2 + 4, MERGE_BYTES = 128 * 4 * MERGE_FLOATS;
-constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES;
+constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES<HEAD_DIM>;
 // Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer already
 // fills for the next tile; others over Q, and merge over the ring. What splits send each other has room of
 // its own too, since a block may send while the other still multiplies.
 #if SPLIT_CLUSTER
-#include "common/cluster_join.cuh"
-constexpr unsigned STAGED_BYTES = ROW_GROUPS * JOIN_BYTES;
+using JoinSplits = Join<HEAD_DIM, SPLITS>;
+constexpr unsigned STAGED_BYTES = ROW_GROUPS * JoinSplits::BYTES;
 #else
 constexpr unsigned STAGED_BYTES = PERSISTENT ? ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES : 0;
 #endif
 constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4;
 
-#include "common/flash_schedule.cuh"
-#include "common/key_groups.cuh"
+using Tiles = Schedule<BLOCK_M, BLOCK_N, KEY_GROUPS, SPLITS, SPLIT_CLUSTER, ORDER, (PERSISTENT > 0), CAUSAL>;
+using Softmax = OnlineSoftmax<MAXIMA, EXP2_POLY, CAUSAL>;
 
 // Barriers: full and empty of each stage of K and of V, of Q: full of each 64 rows, empty of all. With
 // SPLIT_CLUSTER, of each 64 rows: what the other splits have is there.
@@ -114,7 +122,7 @@ multiply_qk(float (&s)[BLOCK_N / 2], unsigned long long q, unsigned long long k)
     for (int i = 0; i < HEAD_DIM / 16; ++i) {
         constexpr int IN_PANEL = 4;  // 16 columns are 32 bytes
         unsigned at = i % IN_PANEL * 32;
-        Wgmma<BLOCK_N>::template ss<0>(s, q + (i / IN_PANEL * Q_PANEL + at) / 16,
+        Wgmma<BLOCK_N>::ss<IS_BF16, 0>(s, q + (i / IN_PANEL * Q_PANEL + at) / 16,
                                        k + (i / IN_PANEL * KV_PANEL + at) / 16, i > 0);
     }
     wgmma_commit();
@@ -125,17 +133,10 @@ multiply_pv(float (&o)[HEAD_DIM / 2], const unsigned* p, unsigned long long shar
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 16; ++i)
         if (P_SHARED)
-            Wgmma<HEAD_DIM>::template ss<1>(o, shared_p + (i / 4 * P_PANEL + i % 4 * 32) / 16,
+            Wgmma<HEAD_DIM>::ss<IS_BF16, 1>(o, shared_p + (i / 4 * P_PANEL + i % 4 * 32) / 16,
                                             v + i * 2048 / 16, 1);
-        else Wgmma<HEAD_DIM>::template rs<1>(o, p + i * 4, v + i * 2048 / 16, 1);
+        else Wgmma<HEAD_DIM>::rs<IS_BF16, 1>(o, p + i * 4, v + i * 2048 / 16, 1);
     wgmma_commit();
-}
-// Keys at and beyond `limit` of the tile get no weight; rows of a thread are 8 apart.
-__device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int limit, int limit_8) {
-    int first = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; ++i)
-        if (i / 4 * 8 + i % 2 + first >= (i & 2 ? limit_8 : limit)) s[i] = minus_infinity();
 }
 __device__ __forceinline__ void scale_rows(float (&o)[HEAD_DIM / 2], const float (&by)[2]) {
 #pragma unroll
@@ -160,9 +161,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
     Barriers barriers{staging + STAGED_BYTES};
     // Each role makes its own: what both keep from before they part is spilled by the producer, which has 24
     // registers.
-    auto schedule_of = [&](int seqlen_q) -> Schedule {
+    auto schedule_of = [&](int seqlen_q) -> Tiles {
         constexpr int CLUSTER_M = MULTICAST * BLOCK_M;
-        int tiles_m = (seqlen_q + CLUSTER_M - 1) / CLUSTER_M * MULTICAST;
+        int tiles_m = ceil_div<CLUSTER_M>(seqlen_q) * MULTICAST;
         return {tiles_m, heads, seqlen_q, seqlen_k, heads_together};
     };
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
@@ -187,7 +188,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
 #pragma unroll
             for (int i = 0; i < ROW_GROUPS; ++i) {
                 mbarrier_init(barriers.joined(i), 1);
-                mbarrier_expect(barriers.joined(i), JOIN_BYTES);
+                mbarrier_expect(barriers.joined(i), JoinSplits::BYTES);
             }
 #endif
             mbarrier_init_fence();
@@ -214,12 +215,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
             if (PDL == 2) grid_launch_dependents();
             grid_wait();
 #endif
-            Schedule schedule = schedule_of(opaque(seqlen_q));
+            Tiles schedule = schedule_of(opaque(seqlen_q));
             Ring<STAGES> k_at, v_at;
             unsigned q_phase = 0;
 #pragma unroll 1
             for (int turn = 0;; ++turn) {
-                Work work = schedule.of(turn);
+                TileOfQueries work = schedule.of(turn);
                 if (PERSISTENT && work.row < 0) break;
                 int head_kv = queries_per_key_head == 1 ? work.head : work.head / queries_per_key_head;
 #pragma unroll 1
@@ -284,7 +285,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
     if (warp / 4 == 0) named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
 #endif
 
-    Schedule schedule = schedule_of(seqlen_q);
+    Tiles schedule = schedule_of(seqlen_q);
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
     unsigned q_phase = 0, taken = 0;  // tiles of the ring before this turn
 #if MULTICAST > 1
@@ -299,15 +300,15 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
     };
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
-        Work work = schedule.of(turn);
+        TileOfQueries work = schedule.of(turn);
         if (PERSISTENT && work.row < 0) break;
         int first_row = work.row + row_group * 64 + warp % 4 * 16, row = first_row + lane / 4;
         int tiles = work.tiles;
         // All of a warp's rows see the keys below this.
-        int unmasked = keys_of(first_row, seqlen_q, seqlen_k);
-        int limit = keys_of(row, seqlen_q, seqlen_k), limit_8 = keys_of(row + 8, seqlen_q, seqlen_k);
+        int unmasked = keys_of<CAUSAL>(first_row, seqlen_q, seqlen_k);
+        int limit = keys_of<CAUSAL>(row, seqlen_q, seqlen_k), limit_8 = keys_of<CAUSAL>(row + 8, seqlen_q, seqlen_k);
         float out[HEAD_DIM / 2], by[2];
-        OnlineSoftmax rows;
+        Softmax rows;
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
 
@@ -316,7 +317,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
         q_phase ^= 1;
         auto mask_tile = [&](float(&s)[BLOCK_N / 2], int j) {
             int key = schedule.key(j, work.all);
-            if (__builtin_expect(key + BLOCK_N > unmasked, 0)) mask(s, limit - key, limit_8 - key);
+            if (__builtin_expect(key + BLOCK_N > unmasked, 0)) mask_columns(s, limit - key, limit_8 - key);
         };
         auto wait_k = [&] { mbarrier_wait(barriers.k_full(k_at.stage), k_at.phase); };
         auto wait_v = [&] { mbarrier_wait(barriers.v_full(v_at.stage), v_at.phase); };
@@ -439,14 +440,14 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
         cluster_wait();  // all blocks have begun, and their barriers are there: long since
 #endif
         if (KEY_GROUPS > 1) {
-            merge(out, rows, smem + (PERSISTENT ? staging + ROW_GROUPS * Q_BYTES : smem_k) - smem_q, factor);
+            merge<HEAD_DIM, KEY_GROUPS, ROW_GROUPS, MERGE_BARRIER, MERGED_BARRIER>(out, rows, smem + (PERSISTENT ? staging + ROW_GROUPS * Q_BYTES : smem_k) - smem_q, factor);
             if (PERSISTENT && key_group > 0) continue;
             if (key_group > 0) break;
         }
 #if SPLIT_CLUSTER
-        float mine[JOIN_SLICE];
+        float mine[JoinSplits::SLICE];
         int rank = cluster_rank();
-        join_splits(out, rows, mine, staging + row_group * JOIN_BYTES, barriers.joined(row_group), rank,
+        JoinSplits::run(out, rows, mine, staging + row_group * JoinSplits::BYTES, barriers.joined(row_group), rank,
                     factor);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -455,7 +456,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
             float by = 1.f / rows.l[r];
             element_t* to = joined + at * HEAD_DIM + rank * (HEAD_DIM / SPLITS) + lane % 4 * 2;
 #pragma unroll
-            for (int i = 0; i < JOIN_SLICE; i += 4)
+            for (int i = 0; i < JoinSplits::SLICE; i += 4)
                 *reinterpret_cast<unsigned*>(to + i * 2) =
                     pack(mine[i + r * 2] * by, mine[i + r * 2 + 1] * by);
             if (LSE && rank == 0 && lane % 4 == 0) lse[at] = fmaf(rows.m[r], factor, log2f(rows.l[r])) * LN2;

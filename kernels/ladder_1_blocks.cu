@@ -4,7 +4,7 @@
 // What it cannot do: every row still reads all of K and V itself.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
 #include "common/element.cuh"
-#include "common/rows.cuh"
+#include "common/tile/rows.cuh"
 
 constexpr int PAIRS = HEAD_DIM / 64;  // of columns that a lane holds: 2 * lane + 64 * i and the next
 static_assert(HEAD_DIM % 64 == 0, "a lane holds whole pairs of columns");
@@ -25,7 +25,7 @@ ladder_1_blocks(const element_t* __restrict__ q, const element_t* __restrict__ k
     const long long query = (static_cast<long long>(head) * seqlen_q + row) * HEAD_DIM;
     const long long kv = static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
     const uint4* q_row = reinterpret_cast<const uint4*>(q + query);
-    const int keys = keys_of(row, seqlen_q, seqlen_k);
+    const int keys = keys_of<CAUSAL>(row, seqlen_q, seqlen_k);
 
     float out[PAIRS][2] = {}, largest = minus_infinity(), sum = 0.f;
     for (int first = 0; first < keys; first += 32) {

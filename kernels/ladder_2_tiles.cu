@@ -5,7 +5,7 @@
 // What it cannot do: multiply on tensor cores, which are 16 times as fast.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
 #include "common/element.cuh"
-#include "common/rows.cuh"
+#include "common/tile/rows.cuh"
 
 // 16 x 16 threads: thread (y, x) has rows y + 16 * i; of the scores the keys x + 16 * j, of the output the
 // column pairs x + 16 * c. So the 16 threads of a row are half a warp, and reduce it by shuffles.
@@ -39,7 +39,7 @@ ladder_2_tiles(const element_t* __restrict__ q, const element_t* __restrict__ k,
     const int x = threadIdx.x % 16, y = threadIdx.x / 16;
     const int head = blockIdx.y, head_kv = head / (heads / heads_kv);  // both counted over the batch
     const int first_row = blockIdx.x * BLOCK_M, rows = min(BLOCK_M, seqlen_q - first_row);
-    const int block_keys = keys_of(first_row + rows - 1, seqlen_q, seqlen_k);
+    const int block_keys = keys_of<CAUSAL>(first_row + rows - 1, seqlen_q, seqlen_k);
     const long long query = (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
     k += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
     v += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
@@ -75,7 +75,7 @@ ladder_2_tiles(const element_t* __restrict__ q, const element_t* __restrict__ k,
 
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const int row = y + 16 * i, keys = keys_of(first_row + row, seqlen_q, seqlen_k) - first;
+            const int row = y + 16 * i, keys = keys_of<CAUSAL>(first_row + row, seqlen_q, seqlen_k) - first;
             float most = minus_infinity(), weights = 0.f;
 #pragma unroll
             for (int j = 0; j < KEYS; ++j) {

@@ -5,9 +5,9 @@
 // What it cannot do: load and multiply at the same time. All warps wait for a tile, then use it.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
 #include "common/element.cuh"
-#include "common/rows.cuh"
-#include "common/wmma.cuh"
-#include "common/wmma_rows.cuh"
+#include "common/tile/rows.cuh"
+#include "common/tile/wmma_fragments.cuh"
+#include "common/tile/wmma_rows.cuh"
 
 constexpr int WARPS = BLOCK_M / 16, THREADS = WARPS * 32, BLOCK_N = 64;
 constexpr int D_STEPS = HEAD_DIM / 16, N_STEPS = BLOCK_N / 16, CHUNKS = HEAD_DIM / 8;
@@ -37,8 +37,8 @@ ladder_3_tensor_cores(const element_t* __restrict__ q, const element_t* __restri
     float* const factors = scores + SCORES;
     const int head = blockIdx.y, head_kv = head / (heads / heads_kv);  // both counted over the batch
     const int first_row = blockIdx.x * BLOCK_M, row = first_row + warp * 16;
-    const int block_keys = keys_of(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
-    const int keys = keys_of(row + lane % 16, seqlen_q, seqlen_k);  // of this lane's row
+    const int block_keys = keys_of<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
+    const int keys = keys_of<CAUSAL>(row + lane % 16, seqlen_q, seqlen_k);  // of this lane's row
     q += (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
     k += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
     v += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;

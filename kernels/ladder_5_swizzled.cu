@@ -9,9 +9,11 @@
 // places, never on a score: it leaves out tiles that a causal mask hides, and masks only at edges.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
 #include "common/element.cuh"
-#include "common/mma.cuh"
-#include "common/rows.cuh"
-#include "common/copy_rows.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/tile/arithmetic.cuh"
+#include "common/tile/copy_rows.cuh"
+#include "common/tile/rows.cuh"
 
 constexpr int WARPS_M = BLOCK_M / 16, THREADS = WARPS_M * KEY_WARPS * 32, WARP_N = BLOCK_N / KEY_WARPS;
 constexpr int D_STEPS = HEAD_DIM / 16, N_STEPS = WARP_N / 16;
@@ -42,9 +44,9 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
     const int head = blockIdx.y, head_kv = head / (heads / heads_kv);  // both counted over the batch
     const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;  // the longest first
     const int first_row = block * BLOCK_M, warp_row = warp % WARPS_M * 16, row = first_row + warp_row;
-    const int block_keys = keys_of(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
-    const int tiles = BRANCHES ? (block_keys + BLOCK_N - 1) / BLOCK_N : TILES;
-    const int some_keys = keys_of(row + 15, seqlen_q, seqlen_k), all_keys = keys_of(row, seqlen_q, seqlen_k);
+    const int block_keys = keys_of<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
+    const int tiles = BRANCHES ? ceil_div<BLOCK_N>(block_keys) : TILES;
+    const int some_keys = keys_of<CAUSAL>(row + 15, seqlen_q, seqlen_k), all_keys = keys_of<CAUSAL>(row, seqlen_q, seqlen_k);
     const float to_log2 = scale * LOG2E;
     q += (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
     o += (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
@@ -55,12 +57,12 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
         const long long from = static_cast<long long>(tile) * (BLOCK_N * HEAD_DIM);
         const unsigned to = ring + tile % STAGES * STAGE;
         if (!BRANCHES || tile < tiles) {
-            copy_rows<BLOCK_N, THREADS>(to, k + from, left, threadIdx.x, offset_of);
-            copy_rows<BLOCK_N, THREADS>(to + TILE, v + from, left, threadIdx.x, offset_of);
+            copy_rows<HEAD_DIM, BLOCK_N, THREADS>(to, k + from, left, threadIdx.x, offset_of);
+            copy_rows<HEAD_DIM, BLOCK_N, THREADS>(to + TILE, v + from, left, threadIdx.x, offset_of);
         }
         cp_async_commit();
     };
-    copy_rows<BLOCK_M, THREADS>(smem_q, q, seqlen_q - first_row, threadIdx.x, offset_of);
+    copy_rows<HEAD_DIM, BLOCK_M, THREADS>(smem_q, q, seqlen_q - first_row, threadIdx.x, offset_of);
 #pragma unroll
     for (int tile = 0; tile < STAGES - 1; ++tile) load_tile(tile);
 
@@ -94,15 +96,15 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
 #pragma unroll
             for (int n = 0; n < N_STEPS; ++n) {
                 ldmatrix_x4(b, k_rows + n * 16 * PITCH + offset_of(row_k, 2 * d + chunk_k));
-                mma_16816(s[2 * n], a, b[0], b[1]);
-                mma_16816(s[2 * n + 1], a, b[2], b[3]);
+                mma_16816<IS_BF16>(s[2 * n], a, b[0], b[1]);
+                mma_16816<IS_BF16>(s[2 * n + 1], a, b[2], b[3]);
             }
         }
         // A lane has rows lane / 4 and lane / 4 + 8: h. Of each, columns 8 * n + lane % 4 * 2 and the next.
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (!BRANCHES || first_key + WARP_N > all_keys) {
-                const int keys = keys_of(row + h * 8 + lane / 4, seqlen_q, seqlen_k) - first_key - lane % 4 * 2;
+                const int keys = keys_of<CAUSAL>(row + h * 8 + lane / 4, seqlen_q, seqlen_k) - first_key - lane % 4 * 2;
 #pragma unroll
                 for (int i = 0; i < 4 * N_STEPS; ++i) {
                     float& x = s[i / 2][2 * h + i % 2];
@@ -129,12 +131,12 @@ ladder_5_swizzled(const element_t* __restrict__ q, const element_t* __restrict__
                 p[i] = pack(exp2_approx(two[0] * to_log2 - reference[i % 2]),
                             exp2_approx(two[1] * to_log2 - reference[i % 2]));
             }
-            mma_16816(sum, p, ONES, ONES);
+            mma_16816<IS_BF16>(sum, p, ONES, ONES);
 #pragma unroll
             for (int d = 0; d < D_STEPS; ++d) {
                 ldmatrix_x4_trans(b, v_rows + n * 16 * PITCH + offset_of(row_a, 2 * d + chunk_a));
-                mma_16816(out[2 * d], p, b[0], b[1]);
-                mma_16816(out[2 * d + 1], p, b[2], b[3]);
+                mma_16816<IS_BF16>(out[2 * d], p, b[0], b[1]);
+                mma_16816<IS_BF16>(out[2 * d + 1], p, b[2], b[3]);
             }
         }
     }

@@ -6,12 +6,12 @@
 //   qk writes every chunk that holds a key of the row; softmax reads these and no others, and zeroes
 //   the last one's tail; pv reads these and no others, so nothing above the diagonal ever moves.
 #include "common/element.cuh"
-#include "common/mma.cuh"
-#include "common/rows.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/tile/arithmetic.cuh"
+#include "common/tile/rows.cuh"
 
 constexpr int CHUNK = 8;  // elements in 16 bytes
-
-__device__ __forceinline__ int round_up(int x, int unit) { return (x + unit - 1) / unit * unit; }
 
 // The head of K and V that query head `head` of the flat (batch, heads) index reads.
 __device__ __forceinline__ long long head_kv_of(int head, int heads, int heads_kv) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply(float (&out)[MMA_M][MMA_N][4], unsigned
 #pragma unroll
             for (int j = 0; j < MMA_N; ++j) {
                 const unsigned* pair = fragment_b[j / 2] + j % 2 * 2;
-                mma_16816(out[i][j], fragment_a[i], pair[0], pair[1]);
+                mma_16816<IS_BF16>(out[i][j], fragment_a[i], pair[0], pair[1]);
             }
     }
 }
@@ -195,10 +195,10 @@ three_kernel_mma_qk(const element_t* __restrict__ q, const element_t* __restrict
                     int stride, float scale) {
     extern __shared__ __align__(128) unsigned char smem[];
     constexpr int KEYS = QK_TILES * BLOCK_N;
-    int blocks_n = (seqlen_k + KEYS - 1) / KEYS;
+    int blocks_n = ceil_div<KEYS>(seqlen_k);
     int row = blockIdx.x / blocks_n * BLOCK_M, key = blockIdx.x % blocks_n * KEYS;
     int rows = min(BLOCK_M, seqlen_q - row);
-    int keys = min(KEYS, keys_of(row + rows - 1, seqlen_q, seqlen_k) - key);
+    int keys = min(KEYS, keys_of<CAUSAL>(row + rows - 1, seqlen_q, seqlen_k) - key);
     if (CAUSAL && keys <= 0) return;
     long long query = static_cast<long long>(blockIdx.y) * seqlen_q + row;
     q += query * HEAD_DIM;
@@ -208,7 +208,7 @@ three_kernel_mma_qk(const element_t* __restrict__ q, const element_t* __restrict
     unsigned smem_a = smem_address(smem), smem_b = smem_a + PANELS * A_BYTES;
     unsigned char* staged = smem + (QK_TILES == 1 ? 0 : PANELS * A_BYTES + STAGES * B_BYTES);
     float tile[MMA_M][MMA_N][4] = {};
-    pipeline((keys + BLOCK_N - 1) / BLOCK_N * PANELS, [&](int step, int stage) {
+    pipeline(ceil_div<BLOCK_N>(keys) * PANELS, [&](int step, int stage) {
         int column = step % PANELS * BLOCK_K, left = seqlen_k - key - step / PANELS * BLOCK_N;
         if (step < PANELS)
             load_tile<BLOCK_M, BLOCK_K>(smem_a + step * A_BYTES, q + column, HEAD_DIM, rows == BLOCK_M,
@@ -274,7 +274,7 @@ three_kernel_mma_softmax(element_t* __restrict__ scores, int rows, int seqlen_q,
     // 79 us a call instead of 87 at 32 heads, where they do not. If causal, also the longest first.
     int row = (gridDim.x - 1 - blockIdx.x) * BLOCK_ROWS + threadIdx.x / SOFTMAX_THREADS;
     // Threads without a row stay for the barriers: they have no key, and so touch nothing.
-    int keys = row < rows ? keys_of(CAUSAL ? row % seqlen_q : 0, seqlen_q, seqlen_k) : 0;
+    int keys = row < rows ? keys_of<CAUSAL>(CAUSAL ? row % seqlen_q : 0, seqlen_q, seqlen_k) : 0;
     int written = round_up(keys, CHUNK), first = threadIdx.x % SOFTMAX_THREADS * VECTOR;
     scores += static_cast<long long>(row) * stride;
 
@@ -343,19 +343,19 @@ three_kernel_mma_pv(const element_t* __restrict__ scores, const element_t* __res
     int tile_m = blockIdx.x / TILES_N, column = blockIdx.x % TILES_N * BLOCK_N;
     if (CAUSAL) tile_m = gridDim.x / TILES_N - 1 - tile_m;  // the longest first
     int row = tile_m * BLOCK_M, rows = min(BLOCK_M, seqlen_q - row);
-    int keys = keys_of(row + rows - 1, seqlen_q, seqlen_k);
+    int keys = keys_of<CAUSAL>(row + rows - 1, seqlen_q, seqlen_k);
     long long query = static_cast<long long>(blockIdx.y) * seqlen_q + row;
     scores += query * stride;
     v += head_kv_of(blockIdx.y, heads, heads_kv) * seqlen_k * HEAD_DIM + column;
 
-    int whole = rows < BLOCK_M ? 0 : keys_of(row, seqlen_q, seqlen_k);  // keys that all rows have
+    int whole = rows < BLOCK_M ? 0 : keys_of<CAUSAL>(row, seqlen_q, seqlen_k);  // keys that all rows have
     unsigned smem_a = smem_address(smem), smem_b = smem_a + STAGES * A_BYTES;
     float tile[MMA_M][MMA_N][4] = {};
-    pipeline((keys + BLOCK_K - 1) / BLOCK_K, [&](int step, int stage) {
+    pipeline(ceil_div<BLOCK_K>(keys), [&](int step, int stage) {
         int key = step * BLOCK_K;
         load_tile<BLOCK_M, BLOCK_K>(
             smem_a + stage * A_BYTES, scores + key, stride, key + BLOCK_K <= whole,
-            [&](int r, int c) { return r < rows && key + c < keys_of(row + r, seqlen_q, seqlen_k); });
+            [&](int r, int c) { return r < rows && key + c < keys_of<CAUSAL>(row + r, seqlen_q, seqlen_k); });
         load_tile<BLOCK_K, BLOCK_N>(
             smem_b + stage * B_BYTES, v + static_cast<long long>(key) * HEAD_DIM, HEAD_DIM,
             key + BLOCK_K <= seqlen_k, [&](int r, int) { return key + r < seqlen_k; });

@@ -16,14 +16,23 @@
 // What the stages owe each other: a row i has keys_of(i) keys. A warpgroup of pv multiplies tiles of at most
 // UNIT x UNIT, so softmax (STATS 0) or qk (1, 3) write zeros up to extent_of(i). With STATS 2 pv masks.
 #include "common/element.cuh"
-#include "common/global.cuh"
-#include "common/mma.cuh"
-#include "common/hopper.cuh"
-#include "common/hopper_gemm.cuh"
-#include "common/rows.cuh"
-#include "common/row_softmax.cuh"
-#include "common/row_softmax_tma.cuh"
-#include "common/unit_softmax.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/cache.cuh"
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/launch.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "common/tile/arithmetic.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/operand.cuh"
+#include "common/tile/pipeline.cuh"
+#include "common/tile/ring.cuh"
+#include "common/tile/row_softmax.cuh"
+#include "common/tile/row_softmax_tma.cuh"
+#include "common/tile/rows.cuh"
+#include "common/tile/store.cuh"
+#include "common/tile/unit_softmax.cuh"
 
 #if STAGE_QK || STAGE_PV
 #if STAGE_QK
@@ -42,7 +51,7 @@ constexpr int FRAGMENTS = BLOCK_M / (64 * WARPGROUPS);            // 64-row piec
 static_assert(FRAGMENTS * 64 * WARPGROUPS == BLOCK_M, "a warpgroup computes 64 rows at once");
 static_assert(FRAGMENTS * 64 <= UNIT, "zeros are written for a warpgroup of UNIT rows");
 using Tile = KMajor<BLOCK_K>;
-constexpr int PANEL = Tile::PANEL, PANELS = Tile::PANELS, SWIZZLE = Tile::SWIZZLE;
+constexpr int PANEL = Tile::PANEL, PANELS = Tile::PANELS, SWIZZLE = Tile::ROW_BYTES;
 constexpr unsigned A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = BLOCK_N * BLOCK_K * 2;
 #if CLUSTER > 1
 #define CLUSTER_OF_BLOCKS __cluster_dims__(CLUSTER, 1, 1)
@@ -51,7 +60,7 @@ constexpr unsigned A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = BLOCK_N * BLOCK_K 
 #endif
 // Tiles of queries, and blocks that share them: whole clusters, of neighbours.
 __device__ __forceinline__ int clusters_of(int seqlen_q) {
-    return (seqlen_q + BLOCK_M * CLUSTER - 1) / (BLOCK_M * CLUSTER);
+    return ceil_div<BLOCK_M * CLUSTER>(seqlen_q);
 }
 // The key head that query head `head` of the flat (batch, heads) index reads.
 __device__ __forceinline__ int head_kv_of(int head, int heads, int heads_kv) {
@@ -89,14 +98,14 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
 #endif
 
     int clusters = clusters_of(seqlen_q), units = units_of(seqlen_k);
-    int runs = (seqlen_k + QK_TILES * BLOCK_N - 1) / (QK_TILES * BLOCK_N),
+    int runs = ceil_div<QK_TILES * BLOCK_N>(seqlen_k),
         items = runs * clusters * CLUSTER * batch_heads;
     int rank = CLUSTER > 1 ? cluster_rank() : 0;
     int row, key, head, tiles, all;  // tiles of keys for this block, and for the longest of its cluster
     auto tiles_for = [&](int rows) {
         int last = min(rows, seqlen_q) - 1;
-        int end = STATS % 2 ? extent_of(last, seqlen_q, seqlen_k) : keys_of(last, seqlen_q, seqlen_k);
-        int n = min(QK_TILES, (min(end, seqlen_k) - key + BLOCK_N - 1) / BLOCK_N);
+        int end = STATS % 2 ? extent_of<CAUSAL>(last, seqlen_q, seqlen_k) : keys_of<CAUSAL>(last, seqlen_q, seqlen_k);
+        int n = min(QK_TILES, ceil_div<BLOCK_N>(min(end, seqlen_k) - key));
         return round_up(n, TOGETHER);
     };
     auto decode = [&](int item) {
@@ -178,9 +187,9 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
                              stride);
             };
 #if STATS
-            if (keys_of(first, seqlen_q, seqlen_k) < key + BLOCK_N) {
-                int limit = keys_of(mine, seqlen_q, seqlen_k) - key,
-                    limit_8 = keys_of(mine + 8, seqlen_q, seqlen_k) - key;
+            if (keys_of<CAUSAL>(first, seqlen_q, seqlen_k) < key + BLOCK_N) {
+                int limit = keys_of<CAUSAL>(mine, seqlen_q, seqlen_k) - key,
+                    limit_8 = keys_of<CAUSAL>(mine + 8, seqlen_q, seqlen_k) - key;
                 mask_columns(d[f], limit, limit_8);
             }
 #pragma unroll
@@ -239,7 +248,7 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
                 for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
                     for (int i = 0; i < BLOCK_K / 16; ++i)
-                        Wgmma<BLOCK_N>::template ss<0>(
+                        Wgmma<BLOCK_N>::ss<IS_BF16, 0>(
                             d[step / STEPS][f],
                             Tile::descriptor<BLOCK_M>(
                                 own_q + step % STEPS * PANELS * Q_PANEL_BYTES + f * 64 * SWIZZLE, i),
@@ -292,10 +301,10 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
     int row = blockIdx.x * SOFTMAX_BLOCK + threadIdx.x;
     if (row >= rows) return;
     int head = row / seqlen_q, within = row % seqlen_q, units = units_of(seqlen_k);
-    int own = units_of(keys_of(within, seqlen_q, seqlen_k));
+    int own = units_of(keys_of<CAUSAL>(within, seqlen_q, seqlen_k));
     long long first = static_cast<long long>(head) * units * seqlen_q + within;
     if (STATS == 1) {
-        int all = CAUSAL ? min(units, extent_of(within, seqlen_q, seqlen_k) / UNIT) : own;
+        int all = CAUSAL ? min(units, extent_of<CAUSAL>(within, seqlen_q, seqlen_k) / UNIT) : own;
         factors_of_row(maxima + first, sums + first, own, all, seqlen_q);
     } else sums[row] = maximum_of_row(maxima + first, own, seqlen_q);
 }
@@ -305,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
     three_kernel_wgmma_softmax(const __grid_constant__ TensorMap scores, int batch_heads, int seqlen_q,
                                int seqlen_k, int stride) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    using Rows = WarpRows<SOFTMAX_GROUP, SOFTMAX_DEPTH, MAX_KEYS, SOFTMAX_EVICT_LAST>;
+    using Rows = WarpRows<SOFTMAX_GROUP, SOFTMAX_DEPTH, MAX_KEYS, SOFTMAX_EVICT_LAST, CAUSAL>;
     constexpr int WARPS = SOFTMAX_BLOCK / 32, OWN = SOFTMAX_DEPTH * Rows::SLOT_BYTES;
     int warp = threadIdx.x / 32, block = SOFTMAX_ORDER ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     unsigned barriers = smem_address(smem) + WARPS * OWN + warp * SOFTMAX_DEPTH * 8;
@@ -323,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
     grid_launch_dependents();
 #endif
     rows.run(block * WARPS + warp, gridDim.x * WARPS, batch_heads, [&](int row) {
-        return !CAUSAL ? stride : min(stride, extent_of(row, seqlen_q, seqlen_k));
+        return !CAUSAL ? stride : min(stride, extent_of<CAUSAL>(row, seqlen_q, seqlen_k));
     });
 #if PDL && !PDL_EARLY
     grid_launch_dependents();
@@ -341,10 +350,10 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
     int row = block * GROUPS * SOFTMAX_ROWS + threadIdx.x / SOFTMAX_THREADS;
     // Threads without a row stay for the barriers: they have no key, and so touch nothing.
     auto keys_in = [&](int r) {
-        return r < rows ? keys_of(CAUSAL ? r % seqlen_q : 0, seqlen_q, seqlen_k) : 0;
+        return r < rows ? keys_of<CAUSAL>(CAUSAL ? r % seqlen_q : 0, seqlen_q, seqlen_k) : 0;
     };
     auto written_in = [&](int r) {
-        return !CAUSAL ? stride : min(stride, extent_of(r % seqlen_q, seqlen_q, seqlen_k));
+        return !CAUSAL ? stride : min(stride, extent_of<CAUSAL>(r % seqlen_q, seqlen_q, seqlen_k));
     };
 #if PDL
     grid_wait();

@@ -23,7 +23,7 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
     int rank = CLUSTER > 1 ? cluster_rank() : 0;
     int row, column, head, steps, all;  // steps of keys for this block, and for the longest of its cluster
     auto steps_for = [&](int rows) {
-        int end = keys_of(min(rows, seqlen_q) - 1, seqlen_q, seqlen_k);
+        int end = keys_of<CAUSAL>(min(rows, seqlen_q) - 1, seqlen_q, seqlen_k);
         return round_up(end, STATS % 2 ? UNIT : BLOCK_K) / BLOCK_K;
     };
     auto decode = [&](int item) {
@@ -120,7 +120,7 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
             for (int i = 0; i < KEY_STEPS; ++i)
 #pragma unroll
                 for (int f = 0; f < FRAGMENTS; ++f)
-                    Wgmma<BLOCK_N>::template ss<1>(d[f], Tile::descriptor<BLOCK_M>(p_tile(f), i),
+                    Wgmma<BLOCK_N>::ss<IS_BF16, 1>(d[f], Tile::descriptor<BLOCK_M>(p_tile(f), i),
                                                    v_descriptor(i), 1);
             wgmma_commit();
             wgmma_wait<1>();
@@ -140,7 +140,7 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
             own_units[i] = mine + offset(i) < seqlen_q
-                               ? units_of(keys_of(mine + offset(i), seqlen_q, seqlen_k))
+                               ? units_of(keys_of<CAUSAL>(mine + offset(i), seqlen_q, seqlen_k))
                                : 0;
 #if STATS == 3
         float largest[ROWS];
@@ -166,7 +166,7 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
                 for (int i = 0; i < KEY_STEPS; ++i)
 #pragma unroll
                     for (int f = 0; f < FRAGMENTS; ++f)
-                        Wgmma<BLOCK_N>::template ss<1>(part[f], Tile::descriptor<BLOCK_M>(p_tile(f), i),
+                        Wgmma<BLOCK_N>::ss<IS_BF16, 1>(part[f], Tile::descriptor<BLOCK_M>(p_tile(f), i),
                                                        v_descriptor(i), step + i > 0);
                 wgmma_commit();
                 if (step > 0) {
@@ -190,8 +190,8 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
         const float* largest = sums + static_cast<long long>(head) * seqlen_q + mine;
         float from = mine < seqlen_q ? largest[0] : 0.f, from_8 = mine + 8 < seqlen_q ? largest[8] : 0.f;
         float sum = 0.f, sum_8 = 0.f;
-        int limit = keys_of(mine, seqlen_q, seqlen_k), limit_8 = keys_of(mine + 8, seqlen_q, seqlen_k);
-        int whole = keys_of(first, seqlen_q, seqlen_k);
+        int limit = keys_of<CAUSAL>(mine, seqlen_q, seqlen_k), limit_8 = keys_of<CAUSAL>(mine + 8, seqlen_q, seqlen_k);
+        int whole = keys_of<CAUSAL>(first, seqlen_q, seqlen_k);
 #pragma unroll 1
         for (int step = 0; step < steps; ++step, at.next()) {
             unsigned p[BLOCK_K / 4];
@@ -224,7 +224,7 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < KEY_STEPS; ++i)
-                Wgmma<BLOCK_N>::template rs<1>(d[0], p + i * 4, v_descriptor(i), 1);
+                Wgmma<BLOCK_N>::rs<IS_BF16, 1>(d[0], p + i * 4, v_descriptor(i), 1);
             wgmma_commit();
             // Not later: ptxas gives the registers of p to the next step's scores while wgmma still reads
             // them, and rows came out NaN. Other warpgroups cover the wait.

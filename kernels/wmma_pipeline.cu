@@ -4,20 +4,21 @@
 // these as fragments again. What limits it is to be found by its parameters, each of which removes one suspect.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
 #include "common/element.cuh"
-#include "common/mma.cuh"
-#include "common/rows.cuh"
-#include "common/barriers.cuh"
-#include "common/copy_rows.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/tile/arithmetic.cuh"
+#include "common/tile/copy_rows.cuh"
+#include "common/tile/rows.cuh"
 #define PLAIN 0
 #define PADDED 1
 #define SUBTILES 2
 #define XOR 3
 #if LAYOUT == XOR
-#include "common/mma_fragments.cuh"
+#include "common/tile/mma_fragments.cuh"
 #else
-#include "common/wmma.cuh"
+#include "common/tile/wmma_fragments.cuh"
 #endif
-#include "common/wmma_rows.cuh"
+#include "common/tile/wmma_rows.cuh"
 
 constexpr int WARPS = BLOCK_M / 16, COMPUTE = WARPS * 32, THREADS = COMPUTE + PRODUCER_WARPS * 32;
 constexpr int D_STEPS = HEAD_DIM / 16, N_STEPS = BLOCK_N / 16;
@@ -70,18 +71,18 @@ wmma_pipeline(const element_t* __restrict__ q, const element_t* __restrict__ k,
     element_t* const q_tile = reinterpret_cast<element_t*>(smem);
     element_t* const ring = q_tile + BLOCK_M * PITCH;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int blocks_m = (seqlen_q + BLOCK_M - 1) / BLOCK_M;
+    const int blocks_m = ceil_div<BLOCK_M>(seqlen_q);
     auto first_row_of = [&](int item) { return item % blocks_m * BLOCK_M; };
     auto tiles_of = [&](int item) {
         const int last = min(first_row_of(item) + BLOCK_M, seqlen_q) - 1;
-        return (keys_of(last, seqlen_q, seqlen_k) + BLOCK_N - 1) / BLOCK_N;
+        return ceil_div<BLOCK_N>(keys_of<CAUSAL>(last, seqlen_q, seqlen_k));
     };
     auto load_tile = [&](int item, int tile, int stage, int thread, auto count) {
         const int head_kv = item / blocks_m / (heads / heads_kv), left = seqlen_k - tile * BLOCK_N;
         const long long from = (static_cast<long long>(head_kv) * seqlen_k + tile * BLOCK_N) * HEAD_DIM;
         const unsigned to = smem_address(ring + stage * STAGE);
-        copy_rows<BLOCK_N, count()>(to, k + from, left, thread, offset_of);
-        copy_rows<BLOCK_N, count()>(to + TILE * 2, v + from, left, thread, offset_of);
+        copy_rows<HEAD_DIM, BLOCK_N, count()>(to, k + from, left, thread, offset_of);
+        copy_rows<HEAD_DIM, BLOCK_N, count()>(to + TILE * 2, v + from, left, thread, offset_of);
     };
 
 #if PRODUCER_WARPS > 0
@@ -111,7 +112,7 @@ wmma_pipeline(const element_t* __restrict__ q, const element_t* __restrict__ k,
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int row = first_row_of(item) + warp * 16, rows = seqlen_q - row, tiles = tiles_of(item);
         const long long query = (static_cast<long long>(item / blocks_m) * seqlen_q + row) * HEAD_DIM;
-        copy_rows<16, 32>(smem_address(q_rows), q + query, rows, lane, offset_of);
+        copy_rows<HEAD_DIM, 16, 32>(smem_address(q_rows), q + query, rows, lane, offset_of);
         cp_async_commit();
 #if PRODUCER_WARPS > 0
         cp_async_wait<0>();
@@ -124,8 +125,8 @@ wmma_pipeline(const element_t* __restrict__ q, const element_t* __restrict__ k,
         }
 #endif
         // Keys that the lane's row sees, and some row of its warp.
-        const int keys = keys_of(row + lane % 16, seqlen_q, seqlen_k);
-        const int some_keys = keys_of(row + 15, seqlen_q, seqlen_k);
+        const int keys = keys_of<CAUSAL>(row + lane % 16, seqlen_q, seqlen_k);
+        const int some_keys = keys_of<CAUSAL>(row + 15, seqlen_q, seqlen_k);
         RowState state;
         Accumulator out[O_IN_REGISTERS ? D_STEPS : 1] = {};
         if (!O_IN_REGISTERS) {

@@ -1,5 +1,6 @@
 // One launch in a process of its own: reads a request, runs its blocks one after the other (those of a
 // cluster together), and writes the buffers back. A fault ends it with a report and status 2.
+#include <dlfcn.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <sys/mman.h>
@@ -231,8 +232,16 @@ static int run(const char* request) {
 }
 }  // namespace simt
 
+void (*simt_kernel)(void* const* args);
+const char* (*simt_signature)();
+
+// The arguments: a stage's library and a request.
 int main(int, char** argv) {
     using namespace simt;
+    void* stage = dlopen(argv[1], RTLD_NOW);
+    if (!stage) fail(NOWHERE, "%s", dlerror());
+    simt_kernel = reinterpret_cast<decltype(simt_kernel)>(dlsym(stage, "simt_stage"));
+    simt_signature = reinterpret_cast<decltype(simt_signature)>(dlsym(stage, "simt_stage_signature"));
     for (unsigned bits = 0; bits < 65536; ++bits)
         half_values[bits] = simt_cast<_Float16>(static_cast<unsigned short>(bits));
     static unsigned char signal_stack[64 << 10];
@@ -242,5 +251,5 @@ int main(int, char** argv) {
     action.sa_sigaction = on_fault, action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     if (!ASAN) sigaction(SIGSEGV, &action, nullptr), sigaction(SIGBUS, &action, nullptr);
     sigaction(SIGFPE, &action, nullptr);
-    return run(argv[1]);
+    return run(argv[2]);
 }

@@ -22,8 +22,9 @@ constexpr bool ASAN = true;
 constexpr bool ASAN = false;
 #endif
 
-void simt_kernel(void* const* args);  // made by the harness: the launch, and its kernel's signature
-const char* simt_signature();
+// Of the stage's library, which the harness makes: the launch, and its kernel's signature.
+extern void (*simt_kernel)(void* const* args);
+extern const char* (*simt_signature)();
 
 namespace simt {
 constexpr std::size_t STACK = ASAN ? 512 << 10 : 256 << 10, PAGE = 4096;
