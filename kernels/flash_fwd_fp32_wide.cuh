@@ -1,5 +1,5 @@
-// What a block of flash_fwd_fp32_wide does alone: Q K^T of its slice of the columns, then P V of it.
-// Reads the family's parameters.
+// What a block of flash_fwd_fp32_wide does alone: Q K^T of its slice of the columns, then P V of
+// it. Reads the family's parameters.
 #pragma once
 #include "common/ptx/mma.cuh"
 #include "common/ptx/shared.cuh"
@@ -13,15 +13,18 @@ constexpr bool TENSOR = true;
 constexpr bool TENSOR = false;
 #endif
 constexpr int THREADS = NUM_WARPS * 32;
-static_assert(HEAD_DIM % 4 == 0 && BLOCK_M % 16 == 0 && BLOCK_N % 16 == 0 && CHUNK % 16 == 0, "whole float4");
+static_assert(HEAD_DIM % 4 == 0 && BLOCK_M % 16 == 0 && BLOCK_N % 16 == 0 && CHUNK % 16 == 0,
+              "whole float4");
 
-// Q K^T: a warp multiplies its own CHUNK columns of all rows of the tile, every NUM_WARPS-th chunk of the
-// slice, through a ring that only it fills and reads: no barrier until the warps' scores are added.
+// Q K^T: a warp multiplies its own CHUNK columns of all rows of the tile, every NUM_WARPS-th chunk
+// of the slice, through a ring that only it fills and reads: no barrier until the warps' scores are
+// added.
 constexpr int SLICE = ceil_div<SLICES * CHUNK>(HEAD_DIM) * CHUNK;
 constexpr bool WHOLE = SLICE * SLICES == HEAD_DIM;
 constexpr int CHUNKS = SLICE / CHUNK, QK_WARPS = CHUNKS < NUM_WARPS ? CHUNKS : NUM_WARPS;
-// Rows in the ring. FFMA reads 16 bytes of 8 rows at once, which must lie in 8 bank groups: padding. A
-// fragment is 64 bytes of 8 rows, and neighbours must lie in different halves of the banks: odd rows swap.
+// Rows in the ring. FFMA reads 16 bytes of 8 rows at once, which must lie in 8 bank groups:
+// padding. A fragment is 64 bytes of 8 rows, and neighbours must lie in different halves of the
+// banks: odd rows swap.
 constexpr int PITCH = CHUNK + (TENSOR ? 0 : 4);
 constexpr int SWAP = TENSOR && CHUNK % 32 == 0 ? 16 : 0;
 constexpr int STAGE = (BLOCK_M + BLOCK_N) * PITCH;
@@ -29,15 +32,18 @@ constexpr int SCORES_OF_LANE = BLOCK_M * BLOCK_N / 32;
 constexpr int MERGE_PITCH = BLOCK_N + 8;
 constexpr int P_PITCH = BLOCK_M + 8;  // P is stored by key
 
-// P V: a lane holds VECTOR columns (FFMA) of all BLOCK_M queries, a warp 32 times as many. V goes from memory
-// to registers, since nobody else wants it, 8 keys ahead. In a narrow slice warps split the keys too.
+// P V: a lane holds VECTOR columns (FFMA) of all BLOCK_M queries, a warp 32 times as many. V goes
+// from memory to registers, since nobody else wants it, 8 keys ahead. In a narrow slice warps split
+// the keys too.
 constexpr int VECTOR = BLOCK_M == 16 && SLICE > 64 ? 4 : 2;
 constexpr int COLUMNS = 32 * VECTOR, BLOCKS = ceil_div<COLUMNS>(SLICE);
-constexpr int COLUMN_WARPS = BLOCKS < NUM_WARPS ? BLOCKS : NUM_WARPS, KEY_WARPS = NUM_WARPS / COLUMN_WARPS;
+constexpr int COLUMN_WARPS = BLOCKS < NUM_WARPS ? BLOCKS : NUM_WARPS,
+              KEY_WARPS = NUM_WARPS / COLUMN_WARPS;
 constexpr int KEYS = 8;  // of one step
 constexpr int OUT_PITCH = SLICE + 4;
 
-// What one block works on. Pointers are to its head: k and v to column 0, q and o to its first query too.
+// What one block works on. Pointers are to its head: k and v to column 0, q and o to its first
+// query too.
 struct Work {
     const float *q, *k, *v;
     float* o;
@@ -45,12 +51,13 @@ struct Work {
     int first_column, width;           // the slice's columns, none if width <= 0
     int keys, keys_padded;             // keys that some query sees; seqlen_k in whole tiles
 
-    __device__ __forceinline__ Work(const float* q, const float* k, const float* v, float* o, int heads,
-                                    int heads_kv, int seqlen_q, int seqlen_k) {
+    __device__ __forceinline__ Work(const float* q, const float* k, const float* v, float* o,
+                                    int heads, int heads_kv, int seqlen_q, int seqlen_k) {
         head = blockIdx.y, slice = blockIdx.x % SLICES, first_row = blockIdx.x / SLICES * BLOCK_M;
         rows = seqlen_q - first_row;
         const long long row = static_cast<long long>(head) * seqlen_q + first_row;
-        const int head_kv = heads == heads_kv ? head : head / (heads / heads_kv);  // spares two divisions
+        const int head_kv =
+            heads == heads_kv ? head : head / (heads / heads_kv);  // spares two divisions
         const long long key = static_cast<long long>(head_kv) * seqlen_k;
         this->q = q + row * HEAD_DIM, this->o = o + row * HEAD_DIM;
         this->k = k + key * HEAD_DIM, this->v = v + key * HEAD_DIM;
@@ -60,17 +67,20 @@ struct Work {
     }
 };
 
-__device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+__device__ __forceinline__ float4 load4(const float* p) {
+    return *reinterpret_cast<const float4*>(p);
+}
 __device__ __forceinline__ void store4(float* p, float4 x) { *reinterpret_cast<float4*>(p) = x; }
 __device__ __forceinline__ float part(const float4& x, int i) {
     return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
 }
 
 // ---- Q K^T ----
-// CHUNK columns of ROWS rows to the ring. Rows from rows_left on repeat the last: what they give is not used.
-// Columns that are not there become zeros.
+// CHUNK columns of ROWS rows to the ring. Rows from rows_left on repeat the last: what they give is
+// not used. Columns that are not there become zeros.
 template <int ROWS>
-__device__ __forceinline__ void load_rows(float* target, const float* source, int rows_left, bool inside) {
+__device__ __forceinline__ void load_rows(float* target, const float* source, int rows_left,
+                                          bool inside) {
     constexpr int STEP = 128 / CHUNK;  // rows that a warp takes at once
     static_assert(ROWS % STEP == 0, "whole rows for every lane");
     const int row = threadIdx.x % 32 / (CHUNK / 4), column = threadIdx.x % 32 % (CHUNK / 4) * 4;
@@ -84,14 +94,16 @@ __device__ __forceinline__ void load_rows(float* target, const float* source, in
     } else {
 #pragma unroll 1
         for (int i = 0; i < ROWS; i += STEP) {
-            const float* from = source + static_cast<long long>(min(row + i, rows_left - 1)) * HEAD_DIM;
+            const float* from =
+                source + static_cast<long long>(min(row + i, rows_left - 1)) * HEAD_DIM;
             cp_async_16(to + i * PITCH * 4, from + (inside ? column : 0), inside);
         }
     }
 }
 
 // FFMA: lane l has queries l / 8 + 4 i and keys l % 8 + 8 j.
-__device__ __forceinline__ void multiply_ffma(float (&s)[SCORES_OF_LANE], const float* stage, int lane) {
+__device__ __forceinline__ void multiply_ffma(float (&s)[SCORES_OF_LANE], const float* stage,
+                                              int lane) {
     constexpr int M = BLOCK_M / 4, N = BLOCK_N / 8;
     const float *queries = stage + lane / 8 * PITCH, *keys = stage + (BLOCK_M + lane % 8) * PITCH;
 #pragma unroll 2
@@ -112,12 +124,13 @@ __device__ __forceinline__ void multiply_ffma(float (&s)[SCORES_OF_LANE], const 
     }
 }
 
-// d[i] += a * b[i] in three TF32 products, the small ones first; COUNT of them, which do not wait for one
-// another. The tensor core rounds its sums towards zero: callers add few of them there, and the rest in fp32.
+// d[i] += a * b[i] in three TF32 products, the small ones first; COUNT of them, which do not wait
+// for one another. The tensor core rounds its sums towards zero: callers add few of them there, and
+// the rest in fp32.
 template <int COUNT>
-__device__ __forceinline__ void mma_split(float (&d)[COUNT][4], const unsigned (&a_high)[4],
-                                          const unsigned (&a_low)[4], const unsigned (&b_high)[COUNT][2],
-                                          const unsigned (&b_low)[COUNT][2]) {
+__device__ __forceinline__ void
+mma_split(float (&d)[COUNT][4], const unsigned (&a_high)[4], const unsigned (&a_low)[4],
+          const unsigned (&b_high)[COUNT][2], const unsigned (&b_low)[COUNT][2]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) mma_1688(d[i], a_low, b_high[i][0], b_high[i][1]);
 #pragma unroll
@@ -126,9 +139,10 @@ __device__ __forceinline__ void mma_split(float (&d)[COUNT][4], const unsigned (
     for (int i = 0; i < COUNT; ++i) mma_1688(d[i], a_high, b_high[i][0], b_high[i][1]);
 }
 
-// Tensor cores: accumulators of 16 queries by 8 keys. Which 8 columns an instruction sums over is free, so
-// lane l takes 4 neighbours of each row, 16 bytes, and they serve two instructions.
-__device__ __forceinline__ void multiply_tensor(float (&s)[SCORES_OF_LANE], const float* stage, int lane) {
+// Tensor cores: accumulators of 16 queries by 8 keys. Which 8 columns an instruction sums over is
+// free, so lane l takes 4 neighbours of each row, 16 bytes, and they serve two instructions.
+__device__ __forceinline__ void multiply_tensor(float (&s)[SCORES_OF_LANE], const float* stage,
+                                                int lane) {
     constexpr int M = BLOCK_M / 16, N = BLOCK_N / 8, D = CHUNK / 16, GROUP = M > 1 || N < 4 ? 2 : 4;
     const float* own = stage + lane / 4 * PITCH + lane % 4 * 4;
     const int swap = lane / 4 % 2 * SWAP;
@@ -175,11 +189,12 @@ __device__ __forceinline__ void multiply_tensor(float (&s)[SCORES_OF_LANE], cons
     }
 }
 
-// This warp's part of the scores of one tile of keys. after_first() is called when the first copies are on
-// their way.
+// This warp's part of the scores of one tile of keys. after_first() is called when the first copies
+// are on their way.
 template <class After>
-__device__ __forceinline__ void multiply_qk(float (&s)[SCORES_OF_LANE], const Work& work, float* ring,
-                                            int seqlen_k, int tile, After after_first) {
+__device__ __forceinline__ void multiply_qk(float (&s)[SCORES_OF_LANE], const Work& work,
+                                            float* ring, int seqlen_k, int tile,
+                                            After after_first) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int count = ceil_div<NUM_WARPS>(CHUNKS - warp);
     const int keys_left = seqlen_k - tile * BLOCK_N;
@@ -205,7 +220,8 @@ __device__ __forceinline__ void multiply_qk(float (&s)[SCORES_OF_LANE], const Wo
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
         cp_async_wait<NUM_STAGES - 2>();
-        __syncwarp();  // all lanes' copies have arrived, and all lanes are done with the stage before
+        __syncwarp();  // all lanes' copies have arrived, and all lanes are done with the stage
+                       // before
         const int ahead = i + NUM_STAGES - 1;
         if (ahead < count) load(ahead, stage == 0 ? NUM_STAGES - 1 : stage - 1);
         cp_async_commit();
@@ -215,10 +231,11 @@ __device__ __forceinline__ void multiply_qk(float (&s)[SCORES_OF_LANE], const Wo
     }
 }
 
-// Adds the warps' scores of a tile, in the order of the warps; store(row, key, four sums) takes them.
+// Adds the warps' scores of a tile, in the order of the warps; store(row, key, four sums) takes
+// them.
 template <class Store>
-__device__ __forceinline__ void merge_scores(const float (&s)[SCORES_OF_LANE], float* scratch, int tile,
-                                             Store store) {
+__device__ __forceinline__ void merge_scores(const float (&s)[SCORES_OF_LANE], float* scratch,
+                                             int tile, Store store) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __syncthreads();  // the scratch is the ring
     if (warp < QK_WARPS) {
@@ -227,7 +244,8 @@ __device__ __forceinline__ void merge_scores(const float (&s)[SCORES_OF_LANE], f
         for (int i = 0; i < SCORES_OF_LANE; ++i) {
             constexpr int N = BLOCK_N / 8;
             if (TENSOR) {
-                const int row = i / 4 / N * 16 + lane / 4 + i / 2 % 2 * 8, key = i / 4 % N * 8 + lane % 4 * 2;
+                const int row = i / 4 / N * 16 + lane / 4 + i / 2 % 2 * 8,
+                          key = i / 4 % N * 8 + lane % 4 * 2;
                 own[row * MERGE_PITCH + key + i % 2] = s[i];
             } else own[(lane / 8 + i / N * 4) * MERGE_PITCH + lane % 8 + i % N * 8] = s[i];
         }
@@ -250,8 +268,8 @@ __device__ __forceinline__ void merge_scores(const float (&s)[SCORES_OF_LANE], f
 struct Values {
     float x[KEYS * VECTOR];
 };
-// Where a lane's columns of step `step`, block `block` begin. Tensor cores: lane l loads 4 columns of keys
-// l % 4 and l % 4 + 4, for each 32 columns of the block; they belong to four instructions.
+// Where a lane's columns of step `step`, block `block` begin. Tensor cores: lane l loads 4 columns
+// of keys l % 4 and l % 4 + 4, for each 32 columns of the block; they belong to four instructions.
 __device__ __forceinline__ Values load_values(const Work& work, int seqlen_k, int block, int step) {
     const int lane = threadIdx.x % 32;
     Values values;
@@ -263,7 +281,8 @@ __device__ __forceinline__ Values load_values(const Work& work, int seqlen_k, in
     if (TENSOR) {
 #pragma unroll
         for (int i = 0; i < 2 * VECTOR; ++i) {
-            const float4 x = load4(source(lane % 4 + i % 2 * 4, block * COLUMNS + i / 2 * 32 + lane / 4 * 4));
+            const float4 x =
+                load4(source(lane % 4 + i % 2 * 4, block * COLUMNS + i / 2 * 32 + lane / 4 * 4));
 #pragma unroll
             for (int e = 0; e < 4; ++e) values.x[i * 4 + e] = part(x, e);
         }
@@ -284,7 +303,8 @@ __device__ __forceinline__ Values load_values(const Work& work, int seqlen_k, in
     return values;
 }
 
-// out: FFMA, row by column; tensor cores, 16 rows by instruction (column / 32, column % 4) by its four.
+// out: FFMA, row by column; tensor cores, 16 rows by instruction (column / 32, column % 4) by its
+// four.
 __device__ __forceinline__ void multiply_pv(float (&out)[BLOCK_M * VECTOR], const float* p,
                                             const Values& values) {
     const int lane = threadIdx.x % 32;
@@ -364,7 +384,8 @@ __device__ __forceinline__ void multiply_all_pv(const Work& work, int seqlen_k, 
     float* o = work.o + work.first_column;
     auto to_output = [&](int row, int column, auto x) {
         if (row < work.rows && column < work.width)
-            *reinterpret_cast<decltype(x)*>(o + static_cast<long long>(row) * HEAD_DIM + column) = x;
+            *reinterpret_cast<decltype(x)*>(o + static_cast<long long>(row) * HEAD_DIM + column) =
+                x;
     };
     for (int block = first_block(); block < BLOCKS; block += COLUMN_WARPS) {
         float out[BLOCK_M * VECTOR];
@@ -400,4 +421,3 @@ __device__ __forceinline__ void multiply_all_pv(const Work& work, int seqlen_k, 
         }
     }
 }
-

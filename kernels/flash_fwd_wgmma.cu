@@ -1,10 +1,10 @@
-// flash_fwd_wgmma: fused attention forward on Hopper: TMA into an mbarrier ring, wgmma for both products,
-// scores and P never leave registers. sm_90a only.
-// q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
-// A block has WARPGROUPS consumer warpgroups and a producer. WARPGROUPS / KEY_GROUPS of them share a tile of
-// keys, 64 queries each; KEY_GROUPS of them share their queries and take tiles of keys in turn, and what
-// they have is merged last. Tiles of keys are taken right to left, so that those with a mask come first.
-// With SPLITS, as many blocks share queries too. The combine stage joins what they store; or, with
+// flash_fwd_wgmma: fused attention forward on Hopper: TMA into an mbarrier ring, wgmma for both
+// products, scores and P never leave registers. sm_90a only. q, o: (batch, heads, seqlen_q,
+// HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM). A block has WARPGROUPS consumer
+// warpgroups and a producer. WARPGROUPS / KEY_GROUPS of them share a tile of keys, 64 queries each;
+// KEY_GROUPS of them share their queries and take tiles of keys in turn, and what they have is
+// merged last. Tiles of keys are taken right to left, so that those with a mask come first. With
+// SPLITS, as many blocks share queries too. The combine stage joins what they store; or, with
 // SPLIT_CLUSTER, they are a cluster, and join through its shared memory.
 #include "common/element.cuh"
 #include "common/ptx/barrier.cuh"
@@ -19,8 +19,9 @@
 #if STAGE_COMBINE
 #include "common/tile/combine.cuh"
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    flash_fwd_wgmma_combine(const float* __restrict__ partial, const float* __restrict__ partial_lse,
-                            element_t* __restrict__ o, float* __restrict__ lse, int rows) {
+    flash_fwd_wgmma_combine(const float* __restrict__ partial,
+                            const float* __restrict__ partial_lse, element_t* __restrict__ o,
+                            float* __restrict__ lse, int rows) {
 #if PDL
     grid_launch_dependents();
     grid_wait();
@@ -44,33 +45,39 @@ constexpr int ROW_GROUPS = WARPGROUPS / KEY_GROUPS, BLOCK_M = 64 * ROW_GROUPS;
 constexpr int STAGES = NUM_STAGES;
 constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + PRODUCER_WARPS * 32;
 static_assert(ROW_GROUPS * KEY_GROUPS == WARPGROUPS, "KEY_GROUPS must divide WARPGROUPS");
-// Otherwise a warpgroup meets stages whose last phase it has not waited for, and takes that for its own.
+// Otherwise a warpgroup meets stages whose last phase it has not waited for, and takes that for its
+// own.
 static_assert(NUM_STAGES % KEY_GROUPS == 0, "a stage of the ring is always the same key group's");
 static_assert(HEAD_DIM % 16 == 0 && BLOCK_N % 16 == 0, "wgmma takes 16 columns or keys at once");
-// MULTICAST: the blocks of a cluster have neighbouring tiles of queries of one head, and each loads its part
-// of every tile of K and V for all. SPLIT_CLUSTER: they are the splits of one tile.
+// MULTICAST: the blocks of a cluster have neighbouring tiles of queries of one head, and each loads
+// its part of every tile of K and V for all. SPLIT_CLUSTER: they are the splits of one tile.
 #if CLUSTER > 1
 #define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define CLUSTER_DIMS
 #endif
 static_assert(CLUSTER == (SPLIT_CLUSTER ? SPLITS : MULTICAST), "a cluster has one use");
-static_assert(MULTICAST == 1 || (!CAUSAL && !ORDER && SPLITS == 1), "multicast blocks must visit the same keys");
-static_assert(SPLITS == 1 || (!PERSISTENT && !ORDER), "the splits of a tile are a dimension of the grid");
-static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1), "turns are of equal length");
-// Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second panel is
-// half empty: its columns are outside the tensor, so nothing is moved for them.
+static_assert(MULTICAST == 1 || (!CAUSAL && !ORDER && SPLITS == 1),
+              "multicast blocks must visit the same keys");
+static_assert(SPLITS == 1 || (!PERSISTENT && !ORDER),
+              "the splits of a tile are a dimension of the grid");
+static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1),
+              "turns are of equal length");
+// Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second
+// panel is half empty: its columns are outside the tensor, so nothing is moved for them.
 constexpr int PANELS = (HEAD_DIM + 63) / 64;
 constexpr unsigned Q_PANEL = 64 * 128, Q_BYTES = PANELS * Q_PANEL;  // of one warpgroup's queries
 constexpr unsigned KV_PANEL = BLOCK_N * 128, KV_BYTES = PANELS * KV_PANEL;
 // P of a warpgroup in shared memory: one buffer, or one being read and one being written.
-constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL, P_BUFFERS = OVERLAP ? 2 : 1;
+constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL,
+                   P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
-static_assert(!OVERLAP || P_SHARED || MAXIMA == 1, "P beside the one being read goes over its scores");
+static_assert(!OVERLAP || P_SHARED || MAXIMA == 1,
+              "P beside the one being read goes over its scores");
 constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES<HEAD_DIM>;
-// Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer already
-// fills for the next tile; others over Q, and merge over the ring. What splits send each other has room of
-// its own too, since a block may send while the other still multiplies.
+// Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer
+// already fills for the next tile; others over Q, and merge over the ring. What splits send each
+// other has room of its own too, since a block may send while the other still multiplies.
 using JoinSplits = Join<HEAD_DIM, SPLITS>;
 constexpr unsigned STAGED_BYTES = SPLIT_CLUSTER ? ROW_GROUPS * JoinSplits::BYTES
                                   : PERSISTENT  ? ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES
@@ -80,20 +87,31 @@ constexpr int PRODUCER_REGISTERS = 0, CONSUMER_REGISTERS = 0;
 #endif
 constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4;
 
-using Tiles = Schedule<BLOCK_M, BLOCK_N, KEY_GROUPS, SPLITS, SPLIT_CLUSTER, ORDER, (PERSISTENT > 0), CAUSAL>;
+using Tiles =
+    Schedule<BLOCK_M, BLOCK_N, KEY_GROUPS, SPLITS, SPLIT_CLUSTER, ORDER, (PERSISTENT > 0), CAUSAL>;
 using Softmax = OnlineSoftmax<MAXIMA, EXP2_POLY, CAUSAL>;
 
-// Barriers: full and empty of each stage of K and of V, of Q: full of each 64 rows, empty of all. With
-// SPLIT_CLUSTER, of each 64 rows: what the other splits have is there.
+// Barriers: full and empty of each stage of K and of V, of Q: full of each 64 rows, empty of all.
+// With SPLIT_CLUSTER, of each 64 rows: what the other splits have is there.
 struct Barriers {
     unsigned base;
     __device__ __forceinline__ unsigned k_full(unsigned stage) const { return base + 32 * stage; }
-    __device__ __forceinline__ unsigned k_empty(unsigned stage) const { return base + 32 * stage + 8; }
-    __device__ __forceinline__ unsigned v_full(unsigned stage) const { return base + 32 * stage + 16; }
-    __device__ __forceinline__ unsigned v_empty(unsigned stage) const { return base + 32 * stage + 24; }
+    __device__ __forceinline__ unsigned k_empty(unsigned stage) const {
+        return base + 32 * stage + 8;
+    }
+    __device__ __forceinline__ unsigned v_full(unsigned stage) const {
+        return base + 32 * stage + 16;
+    }
+    __device__ __forceinline__ unsigned v_empty(unsigned stage) const {
+        return base + 32 * stage + 24;
+    }
     __device__ __forceinline__ unsigned q_empty() const { return base + 32 * STAGES; }
-    __device__ __forceinline__ unsigned q_full(int group) const { return base + 32 * STAGES + 8 + 8 * group; }
-    __device__ __forceinline__ unsigned joined(int group) const { return q_full(ROW_GROUPS + group); }
+    __device__ __forceinline__ unsigned q_full(int group) const {
+        return base + 32 * STAGES + 8 + 8 * group;
+    }
+    __device__ __forceinline__ unsigned joined(int group) const {
+        return q_full(ROW_GROUPS + group);
+    }
     __device__ __forceinline__ void init() const {
 #pragma unroll
         for (int i = 0; i < STAGES; ++i) {
@@ -118,11 +136,15 @@ struct Memory {
     unsigned q, k, v, p, staging;
     Barriers barriers;
     __device__ __forceinline__ explicit Memory(unsigned base)
-        : q(base), k(q + ROW_GROUPS * Q_BYTES), v(k + STAGES * KV_BYTES), p(v + STAGES * KV_BYTES),
-          staging(p + ALL_P_BYTES), barriers{staging + STAGED_BYTES} {}
+        : q(base),
+          k(q + ROW_GROUPS * Q_BYTES),
+          v(k + STAGES * KV_BYTES),
+          p(v + STAGES * KV_BYTES),
+          staging(p + ALL_P_BYTES),
+          barriers{staging + STAGED_BYTES} {}
 };
-// Each role makes its own schedule: what both keep from before they part is spilled by the producer, which
-// has 24 registers.
+// Each role makes its own schedule: what both keep from before they part is spilled by the
+// producer, which has 24 registers.
 struct Call {
     int heads, queries_per_key_head, heads_together, seqlen_q, seqlen_k;
     float factor;  // of the scores: scale * log2(e)
@@ -133,14 +155,15 @@ struct Call {
 };
 
 // ---- the producer: one thread loads Q, K and V ----
-__device__ __forceinline__ void
-load_queries(unsigned target, const TensorMap& map, unsigned barrier, int row, int head) {
+__device__ __forceinline__ void load_queries(unsigned target, const TensorMap& map,
+                                             unsigned barrier, int row, int head) {
     mbarrier_expect(barrier, Q_BYTES);
 #pragma unroll
-    for (int i = 0; i < PANELS; ++i) tma_load(target + i * Q_PANEL, map, barrier, i * 64, row, head);
+    for (int i = 0; i < PANELS; ++i)
+        tma_load(target + i * Q_PANEL, map, barrier, i * 64, row, head);
 }
-__device__ __forceinline__ void
-load_keys(unsigned target, const TensorMap& map, unsigned barrier, int key, int head, int rank) {
+__device__ __forceinline__ void load_keys(unsigned target, const TensorMap& map, unsigned barrier,
+                                          int key, int head, int rank) {
     mbarrier_expect(barrier, KV_BYTES);
     constexpr int PART = BLOCK_N / MULTICAST;
 #pragma unroll
@@ -151,9 +174,9 @@ load_keys(unsigned target, const TensorMap& map, unsigned barrier, int key, int 
         else tma_load(target + i * KV_PANEL, map, barrier, i * 64, key, head);
 }
 // K of a tile comes before Q of the first, and V of the tile before.
-__device__ __forceinline__ void
-load_tiles(const TensorMap& q, const TensorMap& k, const TensorMap& v, const Memory& at, const Call& call,
-           int rank) {
+__device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& k,
+                                           const TensorMap& v, const Memory& at, const Call& call,
+                                           int rank) {
     const Barriers& barriers = at.barriers;
     Tiles schedule = call.schedule(opaque(call.seqlen_q));
     Ring<STAGES> k_at, v_at;
@@ -162,7 +185,8 @@ load_tiles(const TensorMap& q, const TensorMap& k, const TensorMap& v, const Mem
     for (int turn = 0;; ++turn) {
         TileOfQueries work = schedule.of(turn);
         if (PERSISTENT && work.row < 0) break;
-        int head_kv = call.queries_per_key_head == 1 ? work.head : work.head / call.queries_per_key_head;
+        int head_kv =
+            call.queries_per_key_head == 1 ? work.head : work.head / call.queries_per_key_head;
 #pragma unroll 1
         for (int j = 0; j <= work.tiles; ++j) {
             if (j < work.tiles) {
@@ -176,7 +200,8 @@ load_tiles(const TensorMap& q, const TensorMap& k, const TensorMap& v, const Mem
                 q_phase ^= 1;
 #pragma unroll
                 for (int i = 0; i < ROW_GROUPS; ++i)
-                    load_queries(at.q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64, work.head);
+                    load_queries(at.q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64,
+                                 work.head);
                 continue;
             }
             mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
@@ -187,8 +212,8 @@ load_tiles(const TensorMap& q, const TensorMap& k, const TensorMap& v, const Mem
         if (!PERSISTENT) break;
     }
 }
-__device__ __forceinline__ void
-producer(const TensorMap& q, const TensorMap& k, const TensorMap& v, const Memory& at, const Call& call) {
+__device__ __forceinline__ void producer(const TensorMap& q, const TensorMap& k, const TensorMap& v,
+                                         const Memory& at, const Call& call) {
     if (threadIdx.x % 32 == 0) at.barriers.init();
     __syncwarp();
     int rank = 0;
@@ -197,7 +222,8 @@ producer(const TensorMap& q, const TensorMap& k, const TensorMap& v, const Memor
         cluster_arrive();
         cluster_wait();  // the others' copies come to barriers of this block
     } else {
-        if (SPLIT_CLUSTER) cluster_arrive_relaxed();  // the others' barriers are needed last: nobody waits yet
+        if (SPLIT_CLUSTER)
+            cluster_arrive_relaxed();  // the others' barriers are needed last: nobody waits yet
         named_barrier_arrive(START_BARRIER, CONSUMERS + 32);
     }
     if (threadIdx.x % 32 == 0) {
@@ -219,13 +245,14 @@ struct Consumer {
     int warp, lane, key_group, row_group;
     Tiles schedule;
     unsigned own_q, own_p, p_buffer;
-    // stmatrix: this lane's row and 16-byte chunk of the warp's 16 rows of a panel; `^ 32 n` is n chunk pairs
-    // on, since the swizzle is an XOR too.
+    // stmatrix: this lane's row and 16-byte chunk of the warp's 16 rows of a panel; `^ 32 n` is n
+    // chunk pairs on, since the swizzle is an XOR too.
     unsigned lane_at;
     unsigned long long q_descriptor, k_descriptor, v_descriptor, p_descriptor;
-    // Of the tile of queries: keys that all of a warp's rows see, and those of this thread's two rows.
+    // Of the tile of queries: keys that all of a warp's rows see, and those of this thread's two
+    // rows.
     int all_keys, unmasked, limit, limit_8;
-    unsigned remote;  // from a barrier to that of the block that this lane tells
+    unsigned remote;          // from a barrier to that of the block that this lane tells
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
 
     using Scores = float[BLOCK_N / 2];
@@ -298,23 +325,26 @@ struct Consumer {
     }
     __device__ __forceinline__ void mask(Scores& s, int j) const {
         int key = schedule.key(j, all_keys);
-        if (__builtin_expect(key + BLOCK_N > unmasked, 0)) mask_columns(s, limit - key, limit_8 - key);
+        if (__builtin_expect(key + BLOCK_N > unmasked, 0))
+            mask_columns(s, limit - key, limit_8 - key);
     }
 
     // Where exponentials go: eight of them are this thread's fragment of P's 16 keys.
     __device__ __forceinline__ auto to_registers(Weights& p) const {
-        return [&p](int i, const float(&e)[8]) {
+        return [&p](int i, const float (&e)[8]) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) p[i / 2 + j] = pack(e[2 * j], e[2 * j + 1]);
         };
     }
     __device__ __forceinline__ auto to_shared() const {
-        return [this](int i, const float(&e)[8]) {
-            stmatrix_x4((own_p + p_buffer * P_BYTES + lane_at + i / 32 * P_PANEL) ^ (i / 8 % 4 * 32),
-                        pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7]));
+        return [this](int i, const float (&e)[8]) {
+            stmatrix_x4(
+                (own_p + p_buffer * P_BYTES + lane_at + i / 32 * P_PANEL) ^ (i / 8 % 4 * 32),
+                pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7]));
         };
     }
-    __device__ __forceinline__ void shared_p_written() const {  // by this warp, which reads no other's rows
+    __device__ __forceinline__ void
+    shared_p_written() const {  // by this warp, which reads no other's rows
         fence_async_proxy();
         __syncwarp();
     }
@@ -323,8 +353,8 @@ struct Consumer {
         for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] *= by[i / 2 % 2];
     }
     // The softmax of a tile that nothing runs beside.
-    __device__ __forceinline__ void
-    softmax(Scores& s, Weights& p, Output& out, Softmax& rows, float (&by)[2], bool first) const {
+    __device__ __forceinline__ void softmax(Scores& s, Weights& p, Output& out, Softmax& rows,
+                                            float (&by)[2], bool first) const {
         bool grew;
         if constexpr (P_SHARED) {
             grew = rows.tile(s, call.factor, first, by, to_shared());
@@ -334,11 +364,11 @@ struct Consumer {
         }
         if (grew) scale_rows(out, by);
     }
-    // The same beside P V of the tile before, which is then waited for. The P before is being read, so the new
-    // one goes elsewhere: to the other buffer, or, since with MAXIMA 1 the tile is not done again, over the
-    // scores.
-    __device__ __forceinline__ void
-    softmax_beside_pv(Scores& s, Weights& p, Output& out, Softmax& rows, float (&by)[2]) {
+    // The same beside P V of the tile before, which is then waited for. The P before is being read,
+    // so the new one goes elsewhere: to the other buffer, or, since with MAXIMA 1 the tile is not
+    // done again, over the scores.
+    __device__ __forceinline__ void softmax_beside_pv(Scores& s, Weights& p, Output& out,
+                                                      Softmax& rows, float (&by)[2]) {
         bool grew;
         if constexpr (P_SHARED) {
             p_buffer ^= 1;
@@ -346,7 +376,7 @@ struct Consumer {
             shared_p_written();
             end_pv(out, p);
         } else {
-            grew = rows.tile(s, call.factor, false, by, [&s](int i, const float(&e)[8]) {
+            grew = rows.tile(s, call.factor, false, by, [&s](int i, const float (&e)[8]) {
 #pragma unroll
                 for (int j = 0; j < 8; ++j) s[i + j] = e[j];
             });
@@ -358,7 +388,8 @@ struct Consumer {
         if (grew) scale_rows(out, by);
     }
 
-    // out = softmax(Q K^T) V, not yet divided by the sums of `rows`. Tiles of keys come right to left.
+    // out = softmax(Q K^T) V, not yet divided by the sums of `rows`. Tiles of keys come right to
+    // left.
     __device__ __forceinline__ void attend(Output& out, Softmax& rows, int tiles) {
         Weights p;
         float by[2];
@@ -411,13 +442,13 @@ struct Place {
 };
 // Of a split that is a block of a cluster: its columns, from all keys.
 template <class Join>
-__device__ __forceinline__ void
-store_joined(const Consumer& self, const Place& to, const float (&out)[HEAD_DIM / 2], Softmax& rows,
-             element_t* joined, float* lse) {
+__device__ __forceinline__ void store_joined(const Consumer& self, const Place& to,
+                                             const float (&out)[HEAD_DIM / 2], Softmax& rows,
+                                             element_t* joined, float* lse) {
     float mine[Join::SLICE];
     int rank = cluster_rank();
     Join::run(out, rows, mine, self.at.staging + self.row_group * Join::BYTES,
-                    self.at.barriers.joined(self.row_group), rank, self.call.factor);
+              self.at.barriers.joined(self.row_group), rank, self.call.factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         if (to.row + r * 8 >= self.call.seqlen_q) continue;
@@ -426,20 +457,23 @@ store_joined(const Consumer& self, const Place& to, const float (&out)[HEAD_DIM 
         element_t* o = joined + at * HEAD_DIM + rank * (HEAD_DIM / SPLITS) + self.lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < Join::SLICE; i += 4)
-            *reinterpret_cast<unsigned*>(o + i * 2) = pack(mine[i + r * 2] * by, mine[i + r * 2 + 1] * by);
+            *reinterpret_cast<unsigned*>(o + i * 2) =
+                pack(mine[i + r * 2] * by, mine[i + r * 2 + 1] * by);
         if (LSE && rank == 0 && self.lane % 4 == 0)
             lse[at] = fmaf(rows.m[r], self.call.factor, log2f(rows.l[r])) * LN2;
     }
 }
-// Of a split whose blocks the combine stage joins: what it would be without the others, and its weight.
-__device__ __forceinline__ void
-store_split(const Consumer& self, const Place& to, const float (&out)[HEAD_DIM / 2], const Softmax& rows,
-            float* partial, float* lse) {
+// Of a split whose blocks the combine stage joins: what it would be without the others, and its
+// weight.
+__device__ __forceinline__ void store_split(const Consumer& self, const Place& to,
+                                            const float (&out)[HEAD_DIM / 2], const Softmax& rows,
+                                            float* partial, float* lse) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         if (to.row + r * 8 >= self.call.seqlen_q) continue;
-        long long at = (static_cast<long long>(blockIdx.z) * self.call.heads + to.head) * self.call.seqlen_q +
-                       to.row + r * 8;
+        long long at =
+            (static_cast<long long>(blockIdx.z) * self.call.heads + to.head) * self.call.seqlen_q +
+            to.row + r * 8;
         float by = rows.l[r] > 0.f ? 1.f / rows.l[r] : 0.f;
         float2* o = reinterpret_cast<float2*>(partial + at * HEAD_DIM) + self.lane % 4;
 #pragma unroll
@@ -448,11 +482,11 @@ store_split(const Consumer& self, const Place& to, const float (&out)[HEAD_DIM /
         if (self.lane % 4 == 0) lse[at] = fmaf(rows.m[r], self.call.factor, log2f(rows.l[r]));
     }
 }
-// Each warp stores its own 16 rows, so that none waits for another: over its own part of Q, which no other
-// warp reads, in the layout of a swizzled box.
-__device__ __forceinline__ void
-store_tile(const Consumer& self, const Place& to, const float (&out)[HEAD_DIM / 2], const Softmax& rows,
-           const TensorMap& o, float* lse) {
+// Each warp stores its own 16 rows, so that none waits for another: over its own part of Q, which
+// no other warp reads, in the layout of a swizzled box.
+__device__ __forceinline__ void store_tile(const Consumer& self, const Place& to,
+                                           const float (&out)[HEAD_DIM / 2], const Softmax& rows,
+                                           const TensorMap& o, float* lse) {
     float low = 1.f / rows.l[0], high = 1.f / rows.l[1];
     unsigned staged = PERSISTENT ? self.at.staging + self.row_group * Q_BYTES : self.own_q;
     if (PERSISTENT) {
@@ -471,7 +505,8 @@ store_tile(const Consumer& self, const Place& to, const float (&out)[HEAD_DIM / 
     if (self.lane == 0 && to.first_row < self.call.seqlen_q) {
 #pragma unroll
         for (int i = 0; i < PANELS; ++i)
-            tma_store(o, staged + self.warp % 4 * 2048 + i * Q_PANEL, i * 64, to.first_row, to.head);
+            tma_store(o, staged + self.warp % 4 * 2048 + i * Q_PANEL, i * 64, to.first_row,
+                      to.head);
         tma_store_commit();
     }
     if (LSE && self.lane % 4 == 0) {
@@ -483,9 +518,11 @@ store_tile(const Consumer& self, const Place& to, const float (&out)[HEAD_DIM / 
     }
 }
 
-__device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, const Call& call, int warp,
-                                         unsigned char* smem, float* lse, void* of_split) {
-    int lane = threadIdx.x % 32, key_group = warp / (4 * ROW_GROUPS), row_group = warp / 4 % ROW_GROUPS;
+__device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, const Call& call,
+                                         int warp, unsigned char* smem, float* lse,
+                                         void* of_split) {
+    int lane = threadIdx.x % 32, key_group = warp / (4 * ROW_GROUPS),
+        row_group = warp / 4 % ROW_GROUPS;
     if (!SPLIT_CLUSTER && threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
     Consumer self{at, call, warp, lane, key_group, row_group};
     self.own_q = at.q + row_group * Q_BYTES;
@@ -502,7 +539,8 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         if (SPLIT_CLUSTER) cluster_arrive_relaxed();
         named_barrier_sync(START_BARRIER, CONSUMERS + 32);
     }
-    if (PINGPONG && warp / 4 == 0) named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
+    if (PINGPONG && warp / 4 == 0)
+        named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
 
     self.schedule = call.schedule(call.seqlen_q);
     if constexpr (MULTICAST > 1)
@@ -514,7 +552,8 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         if (PERSISTENT && work.row < 0) break;
         int first_row = work.row + row_group * 64 + warp % 4 * 16;
         Place to{work.head, first_row, first_row + lane / 4};
-        self.all_keys = work.all, self.unmasked = keys_of<CAUSAL>(first_row, call.seqlen_q, call.seqlen_k);
+        self.all_keys = work.all,
+        self.unmasked = keys_of<CAUSAL>(first_row, call.seqlen_q, call.seqlen_k);
         self.limit = keys_of<CAUSAL>(to.row, call.seqlen_q, call.seqlen_k);
         self.limit_8 = keys_of<CAUSAL>(to.row + 8, call.seqlen_q, call.seqlen_k);
         float out[HEAD_DIM / 2];
@@ -522,13 +561,15 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
 
-        if (KEY_GROUPS > 1) self.k_at.to(taken + key_group), self.v_at = self.k_at, taken += work.tiles;
+        if (KEY_GROUPS > 1)
+            self.k_at.to(taken + key_group), self.v_at = self.k_at, taken += work.tiles;
         mbarrier_wait(at.barriers.q_full(row_group), q_phase);
         q_phase ^= 1;
         self.attend(out, rows, work.tiles);
 
         rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
-        if constexpr (SPLIT_CLUSTER) cluster_wait();  // all blocks have begun, and have their barriers: long since
+        if constexpr (SPLIT_CLUSTER)
+            cluster_wait();  // all blocks have begun, and have their barriers: long since
         if constexpr (KEY_GROUPS > 1) {
             unsigned region = PERSISTENT ? at.staging + ROW_GROUPS * Q_BYTES : at.k;
             merge<HEAD_DIM, KEY_GROUPS, ROW_GROUPS, MERGE_BARRIER, MERGED_BARRIER>(
@@ -538,13 +579,15 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         }
         if constexpr (SPLIT_CLUSTER)
             store_joined<JoinSplits>(self, to, out, rows, static_cast<element_t*>(of_split), lse);
-        else if constexpr (SPLITS > 1) store_split(self, to, out, rows, static_cast<float*>(of_split), lse);
+        else if constexpr (SPLITS > 1)
+            store_split(self, to, out, rows, static_cast<float*>(of_split), lse);
         else store_tile(self, to, out, rows, o, lse);
         if (!PERSISTENT) break;
     }
     // Takes the last turn, so that no barrier is left half full.
     if (PINGPONG && warp / 4 == 0) named_barrier_sync(TURN_BARRIER, 256);
-    if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
+    if (lane == 0)
+        tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
     if constexpr (MULTICAST > 1) {
         __syncwarp();
         cluster_arrive();
@@ -552,13 +595,14 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     }
 }
 
-// of_split: what a split stores of a row is no box of TMA's. With SPLIT_CLUSTER it is the output, of element_t,
-// otherwise partial outputs of float.
+// of_split: what a split stores of a row is no box of TMA's. With SPLIT_CLUSTER it is the output,
+// of element_t, otherwise partial outputs of float.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_fwd_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
-                    float* __restrict__ lse, void* __restrict__ of_split, int heads, int queries_per_key_head,
-                    int heads_together, int seqlen_q, int seqlen_k, float factor) {
+                    float* __restrict__ lse, void* __restrict__ of_split, int heads,
+                    int queries_per_key_head, int heads_together, int seqlen_q, int seqlen_k,
+                    float factor) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
     const Call call{heads, queries_per_key_head, heads_together, seqlen_q, seqlen_k, factor};

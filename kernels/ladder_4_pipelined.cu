@@ -1,10 +1,11 @@
-// ladder_4_pipelined: tiles arrive while others are used. ladder_3_tensor_cores stops all its warps for every
-// tile, and tensor cores idle for as long as L2 takes to answer. Here two tiles of K and V lie in shared
-// memory, cp.async fills one without passing through registers, and warps of their own do nothing else:
-// full[stage] and empty[stage] are barriers between those that fill and those that use.
-// What it cannot do: read a fragment in one go. Rows of HEAD_DIM elements all begin in the same bank, so
-// the 8 rows of a matrix come one after the other; and scores still pass through shared memory.
-// q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
+// ladder_4_pipelined: tiles arrive while others are used. ladder_3_tensor_cores stops all its warps
+// for every tile, and tensor cores idle for as long as L2 takes to answer. Here two tiles of K and
+// V lie in shared memory, cp.async fills one without passing through registers, and warps of their
+// own do nothing else: full[stage] and empty[stage] are barriers between those that fill and those
+// that use. What it cannot do: read a fragment in one go. Rows of HEAD_DIM elements all begin in
+// the same bank, so the 8 rows of a matrix come one after the other; and scores still pass through
+// shared memory. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k,
+// HEAD_DIM).
 #include "common/element.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/shared.cuh"
@@ -24,15 +25,18 @@ __device__ __forceinline__ unsigned offset_of(unsigned row, unsigned chunk) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-ladder_4_pipelined(const element_t* __restrict__ q, const element_t* __restrict__ k,
-                   const element_t* __restrict__ v, element_t* __restrict__ o, int heads, int heads_kv,
-                   int seqlen_q, int seqlen_k, float scale) {
+    ladder_4_pipelined(const element_t* __restrict__ q, const element_t* __restrict__ k,
+                       const element_t* __restrict__ v, element_t* __restrict__ o, int heads,
+                       int heads_kv, int seqlen_q, int seqlen_k, float scale) {
     extern __shared__ __align__(128) unsigned char smem[];
-    element_t *const q_tile = reinterpret_cast<element_t*>(smem), *const ring = q_tile + BLOCK_M * HEAD_DIM;
+    element_t *const q_tile = reinterpret_cast<element_t*>(smem), *const ring =
+                                                                      q_tile + BLOCK_M * HEAD_DIM;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int head = blockIdx.y, head_kv = head / (heads / heads_kv);  // both counted over the batch
+    const int head = blockIdx.y,
+              head_kv = head / (heads / heads_kv);  // both counted over the batch
     const int first_row = blockIdx.x * BLOCK_M, row = first_row + warp * 16;
-    const int block_keys = keys_of<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
+    const int block_keys =
+        keys_of<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
     const int tiles = ceil_div<BLOCK_N>(block_keys);
 
     if (warp >= WARPS) {
@@ -43,8 +47,10 @@ ladder_4_pipelined(const element_t* __restrict__ q, const element_t* __restrict_
             const int left = seqlen_k - tile * BLOCK_N, thread = threadIdx.x - WARPS * 32;
             const long long from = static_cast<long long>(tile) * TILE;
             if (tile > 1) named_barrier_sync(EMPTY + stage, THREADS);
-            copy_rows<HEAD_DIM, BLOCK_N, PRODUCER_WARPS * 32>(to, k + from, left, thread, offset_of);
-            copy_rows<HEAD_DIM, BLOCK_N, PRODUCER_WARPS * 32>(to + TILE * 2, v + from, left, thread, offset_of);
+            copy_rows<HEAD_DIM, BLOCK_N, PRODUCER_WARPS * 32>(to, k + from, left, thread,
+                                                              offset_of);
+            copy_rows<HEAD_DIM, BLOCK_N, PRODUCER_WARPS * 32>(to + TILE * 2, v + from, left, thread,
+                                                              offset_of);
             cp_async_commit();
             // The tile before has arrived; this one may be under way while the next stage empties.
             cp_async_wait<1>();
@@ -96,7 +102,8 @@ ladder_4_pipelined(const element_t* __restrict__ q, const element_t* __restrict_
             for (int n = 0; n < N_STEPS; ++n) {
                 FragmentA p;
                 FragmentB<false> b;
-                wmma_load(p, reinterpret_cast<element_t*>(scores) + n * 16, 2 * SCORE_PITCH<BLOCK_N>);
+                wmma_load(p, reinterpret_cast<element_t*>(scores) + n * 16,
+                          2 * SCORE_PITCH<BLOCK_N>);
                 wmma_load(b, v_tile + n * 16 * HEAD_DIM + d * 16, HEAD_DIM);
                 wmma_multiply(out[d], p, b);
             }

@@ -2,19 +2,22 @@
 // through L2; both products by TMA, mbarriers and warp-specialised wgmma. sm_90a only.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
 // scores: (batch * heads, seqlen_q, stride) with stride = seqlen_k rounded up to 8 elements.
-// STATS says who does the softmax, and so how often the scores cross L2 (33.5 MB at (1, 16, 1024, 64)):
+// STATS says who does the softmax, and so how often the scores cross L2 (33.5 MB at (1, 16, 1024,
+// 64)):
 //   0  softmax, in place: written, read, written, read.
-//   1  qk: it stores p = 2^(s - m) with m the largest of 128 keys, and m and the sum of p beside; softmax
+//   1  qk: it stores p = 2^(s - m) with m the largest of 128 keys, and m and the sum of p beside;
+//   softmax
 //      turns these into one factor per 128 keys, by which pv scales what it adds. Written, read.
-//   2  pv: qk stores s and m, softmax joins the m of a row, pv reads 2^(s - m) through registers as its
+//   2  pv: qk stores s and m, softmax joins the m of a row, pv reads 2^(s - m) through registers as
+//   its
 //      A operand, sums it and divides at the end. Written, read.
 //   3  qk as with 1, and pv joins the m and sums of its rows itself: two launches. Written, read.
-// On an H200, L2 takes 4.5 TB/s of writes and gives 8.3 of reads (results/h200/limits.json), so writing these
-// scores is 7.4 us, softmax 8.8 (both ways at 7.6 TB/s), and pv, whose tiles read V again, 6.0. Recorded
-// alone, with their launches: qk 10.0 with STATS 0 and 11.2 with 3, softmax 11.3, pv 7.3 and 8.2
-// (results/h200/three_kernel_h200).
-// What the stages owe each other: a row i has keys_of(i) keys. A warpgroup of pv multiplies tiles of at most
-// UNIT x UNIT, so softmax (STATS 0) or qk (1, 3) write zeros up to extent_of(i). With STATS 2 pv masks.
+// On an H200, L2 takes 4.5 TB/s of writes and gives 8.3 of reads (results/h200/limits.json), so
+// writing these scores is 7.4 us, softmax 8.8 (both ways at 7.6 TB/s), and pv, whose tiles read V
+// again, 6.0. Recorded alone, with their launches: qk 10.0 with STATS 0 and 11.2 with 3,
+// softmax 11.3, pv 7.3 and 8.2 (results/h200/three_kernel_h200). What the stages owe each other: a
+// row i has keys_of(i) keys. A warpgroup of pv multiplies tiles of at most UNIT x UNIT, so softmax
+// (STATS 0) or qk (1, 3) write zeros up to extent_of(i). With STATS 2 pv masks.
 #include "common/element.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cache.cuh"
@@ -63,8 +66,8 @@ __device__ __forceinline__ int clusters_of(int seqlen_q) {
     return ceil_div<BLOCK_M * CLUSTER>(seqlen_q);
 }
 // Waits for stages that only other rows need, and releases them.
-__device__ __forceinline__ void
-drain(unsigned barriers, Ring<STAGES>& place, const Release<CLUSTER>& release, int from, int to) {
+__device__ __forceinline__ void drain(unsigned barriers, Ring<STAGES>& place,
+                                      const Release<CLUSTER>& release, int from, int to) {
 #pragma unroll 1
     for (int step = from; step < to; ++step, place.next()) {
         mbarrier_wait(barriers + 16 * place.stage, place.phase);
@@ -81,16 +84,19 @@ __device__ __forceinline__ int head_kv_of(int head, int heads, int heads_kv) {
 using Store = PanelStore<QK_STORE, QK_EVICT_LAST>;
 constexpr unsigned Q_PANEL_BYTES = BLOCK_M * SWIZZLE, Q_BYTES = BLOCK_M * HEAD_DIM * 2;
 constexpr int STEPS = HEAD_DIM / BLOCK_K, TOGETHER = QK_AHEAD ? 2 : 1;
-static_assert(STAGES > 1 || STEPS * TOGETHER == 1, "a stage is released when the next is multiplied");
+static_assert(STAGES > 1 || STEPS * TOGETHER == 1,
+              "a stage is released when the next is multiplied");
 constexpr int OUT_PANELS = QK_STORE == 2 ? 1 : FRAGMENTS * BLOCK_N / 64;  // staged for a buffer
 // Q in one part, or a part for each warpgroup, which then waits for no more than it needs.
 constexpr int Q_PARTS = QK_SPLIT_Q ? WARPGROUPS : 1, Q_ROWS = BLOCK_M / Q_PARTS;
 constexpr int TURN = 2, CONSUMERS = WARPS * 32;  // named barriers 2 and 3: the turn of each half
 
-// What a block computes: runs of QK_TILES tiles of keys for one tile of queries, which stays in shared memory.
+// What a block computes: runs of QK_TILES tiles of keys for one tile of queries, which stays in
+// shared memory.
 struct Run {
     int seqlen_q, seqlen_k, clusters, runs, rank;
-    int row, key, head, tiles, all;  // tiles of keys for this block, and for the longest of its cluster
+    int row, key, head, tiles,
+        all;  // tiles of keys for this block, and for the longest of its cluster
 
     __device__ __forceinline__ int tiles_for(int rows) const {
         int last = min(rows, seqlen_q) - 1;
@@ -114,23 +120,26 @@ struct Run {
 struct Memory {
     unsigned q, ring, staging, barriers, q_full, q_empty;
     __device__ __forceinline__ explicit Memory(unsigned base)
-        : q(base), ring(q + Q_BYTES), staging(ring + STAGES * B_BYTES),
-          barriers(staging + QK_BUFFERS * WARPS * OUT_PANELS * 2048), q_full(barriers + 16 * STAGES),
+        : q(base),
+          ring(q + Q_BYTES),
+          staging(ring + STAGES * B_BYTES),
+          barriers(staging + QK_BUFFERS * WARPS * OUT_PANELS * 2048),
+          q_full(barriers + 16 * STAGES),
           q_empty(q_full + 8) {}
 };
 
-__device__ __forceinline__ void
-load_queries(const Memory& at, const TensorMap& q, const Run& run, int part, unsigned phase) {
+__device__ __forceinline__ void load_queries(const Memory& at, const TensorMap& q, const Run& run,
+                                             int part, unsigned phase) {
     mbarrier_wait(at.q_empty + 16 * part, phase ^ 1);
     mbarrier_expect(at.q_full + 16 * part, Q_BYTES / Q_PARTS);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / PANEL; ++i)
-        tma_load(at.q + i * Q_PANEL_BYTES + part * Q_ROWS * SWIZZLE, q, at.q_full + 16 * part, i * PANEL,
-                 run.row + part * Q_ROWS, run.head);
+        tma_load(at.q + i * Q_PANEL_BYTES + part * Q_ROWS * SWIZZLE, q, at.q_full + 16 * part,
+                 i * PANEL, run.row + part * Q_ROWS, run.head);
 }
 // One thread loads Q and K.
-__device__ __forceinline__ void producer(const Memory& at, const TensorMap& q, const TensorMap& k, Run& run,
-                                         int items, int heads, int heads_kv) {
+__device__ __forceinline__ void producer(const Memory& at, const TensorMap& q, const TensorMap& k,
+                                         Run& run, int items, int heads, int heads_kv) {
     Ring<STAGES> place;
     unsigned q_phase = 0;
     int item = blockIdx.x;
@@ -175,8 +184,8 @@ struct Consumer {
     unsigned buffer;
 
     // d += Q K^T of a stage: all queries of the warpgroup.
-    __device__ __forceinline__ void
-    multiply(float (&d)[FRAGMENTS][BLOCK_N / 2], unsigned stage, int step) const {
+    __device__ __forceinline__ void multiply(float (&d)[FRAGMENTS][BLOCK_N / 2], unsigned stage,
+                                             int step) const {
         wgmma_fence();
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; ++f)
@@ -184,23 +193,26 @@ struct Consumer {
             for (int i = 0; i < BLOCK_K / 16; ++i)
                 Wgmma<BLOCK_N>::ss<IS_BF16, 0>(
                     d[f],
-                    Tile::descriptor<BLOCK_M>(own_q + step * PANELS * Q_PANEL_BYTES + f * 64 * SWIZZLE, i),
+                    Tile::descriptor<BLOCK_M>(
+                        own_q + step * PANELS * Q_PANEL_BYTES + f * 64 * SWIZZLE, i),
                     Tile::descriptor<BLOCK_N>(at.ring + stage * B_BYTES, i), step + i > 0);
         wgmma_commit();
     }
     // 64 columns of a fragment, from `column` on.
-    __device__ __forceinline__ void
-    store(const float* d, unsigned staged, int f, int i, int first, int key) const {
+    __device__ __forceinline__ void store(const float* d, unsigned staged, int f, int i, int first,
+                                          int key) const {
         int panel = QK_STORE == 2 ? 0 : f * (BLOCK_N / 64) + i, column = key + i * 64;
         float by = STATS % 2 ? 1.f : to.factor;
-        Store::store(to.scores, staged + panel * Store::BYTES, d + i * 32, by, by, column, first, run.head,
-                     run.seqlen_q - first, run.seqlen_k - column,
-                     to.stored + (static_cast<long long>(run.head) * run.seqlen_q + first) * to.stride + column,
+        Store::store(to.scores, staged + panel * Store::BYTES, d + i * 32, by, by, column, first,
+                     run.head, run.seqlen_q - first, run.seqlen_k - column,
+                     to.stored +
+                         (static_cast<long long>(run.head) * run.seqlen_q + first) * to.stride +
+                         column,
                      to.stride);
     }
     // Of UNIT keys: the maximum m, what the scores become, and their sum, all stored.
-    __device__ __forceinline__ void
-    finish_unit(float (&d)[BLOCK_N / 2], unsigned staged, int f, int unit, int first, int key) const {
+    __device__ __forceinline__ void finish_unit(float (&d)[BLOCK_N / 2], unsigned staged, int f,
+                                                int unit, int first, int key) const {
         float low, high, sum = 0.f, sum_8 = 0.f;
         row_maxima<UNIT>(d + unit * UNIT / 2, low, high);
         low *= to.factor, high *= to.factor;
@@ -219,11 +231,12 @@ struct Consumer {
         }
         if (QK_TURNS) named_barrier_arrive(TURN + (warp / 4 % 2 ^ 1), CONSUMERS);
         if (STATS % 2) sum = quad_sum(sum), sum_8 = quad_sum(sum_8);
-        // Each lane of a quad writes one of its four numbers. Their place has 32 bits: where those are too
-        // few, the scores are a terabyte.
+        // Each lane of a quad writes one of its four numbers. Their place has 32 bits: where those
+        // are too few, the scores are a terabyte.
         int to_row = first + lane / 4 + lane % 2 * 8;
         if (to_row < run.seqlen_q && key / UNIT + unit < to.units && (STATS % 2 || !(lane & 2))) {
-            unsigned place = (unsigned(run.head) * to.units + key / UNIT + unit) * run.seqlen_q + to_row;
+            unsigned place =
+                (unsigned(run.head) * to.units + key / UNIT + unit) * run.seqlen_q + to_row;
             (lane & 2 ? to.sums : to.maxima)[place] =
                 lane & 2 ? (lane & 1 ? sum_8 : sum) : (lane & 1 ? high : low);
         }
@@ -235,7 +248,8 @@ struct Consumer {
         buffer = QK_BUFFERS > 1 ? buffer ^ 1 : 0;
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; ++f) {
-            int first = run.row + f * 64, mine = first + lane / 4;  // of the warp's 16 rows; this thread's
+            int first = run.row + f * 64,
+                mine = first + lane / 4;  // of the warp's 16 rows; this thread's
             if constexpr (STATS == 0) {
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 64; ++i) store(d[f], staged, f, i, first, key);
@@ -253,12 +267,13 @@ struct Consumer {
         Store::commit();
     }
 };
-__device__ __forceinline__ void
-consumer(const Memory& at, const Outputs& to, Run& run, int items, int warp, int lane) {
+__device__ __forceinline__ void consumer(const Memory& at, const Outputs& to, Run& run, int items,
+                                         int warp, int lane) {
     unsigned q_full = at.q_full, q_empty = at.q_empty;
     if (QK_SPLIT_Q) q_full += warp / 4 * 16, q_empty += warp / 4 * 16;
     Consumer self{at, to, run, warp, lane, at.q + warp / 4 * FRAGMENTS * 64 * SWIZZLE};
-    // Panels of a buffer, one behind the other, for each warp or, with QK_STORE 1, warpgroup that stores.
+    // Panels of a buffer, one behind the other, for each warp or, with QK_STORE 1, warpgroup that
+    // stores.
     self.own = at.staging + warp / (QK_STORE == 1 ? 4 : 1) * QK_BUFFERS * OUT_PANELS * Store::BYTES;
     Release<CLUSTER> release(at.barriers);
     // Without turns all warpgroups multiply, find maxima and exponentiate at the same time.
@@ -305,15 +320,17 @@ consumer(const Memory& at, const Outputs& to, Run& run, int items, int warp, int
             drain(at.barriers, place, release, run.tiles * STEPS, run.all * STEPS);
         }
     } while (QK_BLOCKS > 0 && (item += gridDim.x) < items);
-    if (QK_TURNS && warp / 4 % 2 == 0) named_barrier_sync(TURN, CONSUMERS);  // leaves no barrier half full
+    if (QK_TURNS && warp / 4 % 2 == 0)
+        named_barrier_sync(TURN, CONSUMERS);  // leaves no barrier half full
     Store::template wait<0>();  // shared memory must outlive the reads of the last stores
 }
 
 extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOCKS)
     three_kernel_wgmma_qk(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                           const __grid_constant__ TensorMap scores, element_t* __restrict__ stored,
-                          float* __restrict__ maxima, float* __restrict__ sums, int batch_heads, int heads,
-                          int heads_kv, int seqlen_q, int seqlen_k, int stride, float factor) {
+                          float* __restrict__ maxima, float* __restrict__ sums, int batch_heads,
+                          int heads, int heads_kv, int seqlen_q, int seqlen_k, int stride,
+                          float factor) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -336,11 +353,11 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
 #endif
 
 #if STAGE_SOFTMAX && STATS
-// One thread a row. STATS 1: maxima becomes the factor of each unit, 2^(its maximum - the row's) / the row's
-// sum. STATS 2: sums receives the row's maximum.
+// One thread a row. STATS 1: maxima becomes the factor of each unit, 2^(its maximum - the row's) /
+// the row's sum. STATS 2: sums receives the row's maximum.
 extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
-    three_kernel_wgmma_softmax(float* __restrict__ maxima, float* __restrict__ sums, int rows, int seqlen_q,
-                               int seqlen_k) {
+    three_kernel_wgmma_softmax(float* __restrict__ maxima, float* __restrict__ sums, int rows,
+                               int seqlen_q, int seqlen_k) {
 #if PDL
     grid_launch_dependents();
     grid_wait();
@@ -358,8 +375,8 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
 #elif STAGE_SOFTMAX && SOFTMAX_DEPTH
 // Warp: SOFTMAX_ROWS rows, in groups that lie a grid apart.
 extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
-    three_kernel_wgmma_softmax(const __grid_constant__ TensorMap scores, int batch_heads, int seqlen_q,
-                               int seqlen_k, int stride) {
+    three_kernel_wgmma_softmax(const __grid_constant__ TensorMap scores, int batch_heads,
+                               int seqlen_q, int seqlen_k, int stride) {
     extern __shared__ __align__(1024) unsigned char smem[];
     using Rows = WarpRows<SOFTMAX_GROUP, SOFTMAX_DEPTH, MAX_KEYS, SOFTMAX_EVICT_LAST, CAUSAL>;
     constexpr int WARPS = SOFTMAX_BLOCK / 32, OWN = SOFTMAX_DEPTH * Rows::SLOT_BYTES;

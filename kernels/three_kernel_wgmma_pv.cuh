@@ -9,7 +9,8 @@ constexpr int ROWS = FRAGMENTS * 2;  // of a thread
 // What a block computes: (tile of queries, tile of HEAD_DIM columns, head).
 struct Item {
     int seqlen_q, seqlen_k, batch_heads, clusters, items, rank;
-    int row, column, head, steps, all;  // steps of keys for this block, and for the longest of its cluster
+    int row, column, head, steps,
+        all;  // steps of keys for this block, and for the longest of its cluster
 
     __device__ __forceinline__ int steps_for(int rows) const {
         int end = keys_of<CAUSAL>(min(rows, seqlen_q) - 1, seqlen_q, seqlen_k);
@@ -29,14 +30,16 @@ struct Item {
     }
 };
 
-__device__ __forceinline__ void load_v(unsigned ring, unsigned barriers, const TensorMap& v, const Item& item,
-                                       int heads, int heads_kv, int stage, int step) {
+__device__ __forceinline__ void load_v(unsigned ring, unsigned barriers, const TensorMap& v,
+                                       const Item& item, int heads, int heads_kv, int stage,
+                                       int step) {
     unsigned full = barriers + 16 * stage, tile = ring + stage * STAGE_BYTES + A_BYTES;
     mbarrier_expect(full, step < item.steps ? STAGE_BYTES : B_BYTES);
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 64; ++i)
-        load_shared_panel<CLUSTER, 128>(tile + i * BLOCK_K * 128, v, full, item.column + i * 64, step * BLOCK_K,
-                                        head_kv_of(item.head, heads, heads_kv), BLOCK_K, item.rank);
+        load_shared_panel<CLUSTER, 128>(tile + i * BLOCK_K * 128, v, full, item.column + i * 64,
+                                        step * BLOCK_K, head_kv_of(item.head, heads, heads_kv),
+                                        BLOCK_K, item.rank);
 }
 // One thread loads P and V. V is no work of the launches ahead: it is read while they end.
 __device__ __forceinline__ void producer(unsigned ring, unsigned barriers, const TensorMap& scores,
@@ -62,8 +65,8 @@ __device__ __forceinline__ void producer(unsigned ring, unsigned barriers, const
             if (step < item.steps)
 #pragma unroll
                 for (int i = 0; i < PANELS; ++i)
-                    tma_load(tile + i * BLOCK_M * SWIZZLE, scores, full, step * BLOCK_K + i * PANEL, item.row,
-                             item.head, PV_EVICT_FIRST ? EVICT_FIRST : EVICT_NORMAL);
+                    tma_load(tile + i * BLOCK_M * SWIZZLE, scores, full, step * BLOCK_K + i * PANEL,
+                             item.row, item.head, PV_EVICT_FIRST ? EVICT_FIRST : EVICT_NORMAL);
         }
     } while (PV_BLOCKS > 0 && (index += gridDim.x) < item.items);
     if (PDL > 1) grid_launch_dependents();
@@ -77,9 +80,13 @@ struct Consumer {
 
     using Output = float[FRAGMENTS][BLOCK_N / 2];
 
-    __device__ __forceinline__ void wait_for_stage() const { mbarrier_wait(barriers + 16 * at.stage, at.phase); }
-    __device__ __forceinline__ unsigned long long v_descriptor(int i) const {  // 16 keys of all columns
-        return wgmma_descriptor<128>(ring + at.stage * STAGE_BYTES + A_BYTES + i * 2048, 1024, BLOCK_K * 128);
+    __device__ __forceinline__ void wait_for_stage() const {
+        mbarrier_wait(barriers + 16 * at.stage, at.phase);
+    }
+    __device__ __forceinline__ unsigned long long
+    v_descriptor(int i) const {  // 16 keys of all columns
+        return wgmma_descriptor<128>(ring + at.stage * STAGE_BYTES + A_BYTES + i * 2048, 1024,
+                                     BLOCK_K * 128);
     }
     __device__ __forceinline__ unsigned p_tile(int f) const {
         return ring + at.stage * STAGE_BYTES + (warp / 4 * FRAGMENTS + f) * 64 * SWIZZLE;
@@ -91,15 +98,16 @@ struct Consumer {
         for (int i = 0; i < KEY_STEPS; ++i)
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; ++f)
-                Wgmma<BLOCK_N>::ss<IS_BF16, 1>(d[f], Tile::descriptor<BLOCK_M>(p_tile(f), i), v_descriptor(i),
-                                               !first || i > 0);
+                Wgmma<BLOCK_N>::ss<IS_BF16, 1>(d[f], Tile::descriptor<BLOCK_M>(p_tile(f), i),
+                                               v_descriptor(i), !first || i > 0);
         wgmma_commit();
     }
 
     // STATS 0: P comes as it is.
     __device__ __forceinline__ void multiply_p(Output& d, int steps) {
         unsigned before = 0;  // the stage whose products are still under way
-        int step = 0;  // there is one at least; did the loop not know, ptxas would serialise its wgmmas
+        int step =
+            0;  // there is one at least; did the loop not know, ptxas would serialise its wgmmas
         do {
             wait_for_stage();
             multiply(d, false);  // O += P V
@@ -113,23 +121,28 @@ struct Consumer {
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; ++f) pin(d[f]);
     }
-    // STATS 1 and 3: what a unit of keys adds is multiplied by its factor; `mine` is this thread's first row.
-    // With 3 the factors follow from maxima and sums: scale becomes what a row is multiplied by in the end.
-    __device__ __forceinline__ void multiply_units(Output& d, float (&scale)[ROWS], const Item& item, int mine,
-                                                   const float* maxima, const float* sums) {
+    // STATS 1 and 3: what a unit of keys adds is multiplied by its factor; `mine` is this thread's
+    // first row. With 3 the factors follow from maxima and sums: scale becomes what a row is
+    // multiplied by in the end.
+    __device__ __forceinline__ void multiply_units(Output& d, float (&scale)[ROWS],
+                                                   const Item& item, int mine, const float* maxima,
+                                                   const float* sums) {
         unsigned before = 0;
         int units = units_of(item.seqlen_k);
-        const float* unit_0 = maxima + static_cast<long long>(item.head) * units * item.seqlen_q + mine;
+        const float* unit_0 =
+            maxima + static_cast<long long>(item.head) * units * item.seqlen_q + mine;
         auto offset = [&](int i) { return i / 2 * 64 + i % 2 * 8; };
         int own_units[ROWS];  // that have keys for the row
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
-            own_units[i] = mine + offset(i) < item.seqlen_q
-                               ? units_of(keys_of<CAUSAL>(mine + offset(i), item.seqlen_q, item.seqlen_k))
-                               : 0;
+            own_units[i] =
+                mine + offset(i) < item.seqlen_q
+                    ? units_of(keys_of<CAUSAL>(mine + offset(i), item.seqlen_q, item.seqlen_k))
+                    : 0;
         float largest[ROWS];
         if constexpr (STATS == 3)
-            join_units(largest, scale, unit_0, sums + (unit_0 - maxima), own_units, offset, item.seqlen_q);
+            join_units(largest, scale, unit_0, sums + (unit_0 - maxima), own_units, offset,
+                       item.seqlen_q);
 #pragma unroll 1
         for (int unit = 0; unit < item.steps / (UNIT / BLOCK_K); ++unit) {
             float by[ROWS];
@@ -163,14 +176,14 @@ struct Consumer {
         }
     }
 
-    // STATS 2: scores become P in registers. A row's reference is its largest score, and keys from its limit on
-    // are masked.
+    // STATS 2: scores become P in registers. A row's reference is its largest score, and keys from
+    // its limit on are masked.
     struct Exponents {
         float from[2], sum[2];
         int limit[2], whole;  // whole: keys that all rows of the warp have
     };
-    __device__ __forceinline__ void
-    exponentials(unsigned (&p)[BLOCK_K / 4], Exponents& rows, int step) const {
+    __device__ __forceinline__ void exponentials(unsigned (&p)[BLOCK_K / 4], Exponents& rows,
+                                                 int step) const {
         int in = warp % 4 * 16 + lane % 16;  // ldmatrix: this lane's row and chunk of each 16 keys
         unsigned tile = p_tile(0) + in * SWIZZLE, swizzle = SWIZZLE == 128 ? in % 8 : in / 2 % 4;
         bool edge = rows.whole < (step + 1) * BLOCK_K;
@@ -183,7 +196,8 @@ struct Consumer {
             for (int j = 0; j < 4; ++j) {
                 float x = low_of(s[j]), y = high_of(s[j]);
                 if (edge) {
-                    int key = step * BLOCK_K + i * 16 + j / 2 * 8 + lane % 4 * 2, end = rows.limit[j % 2];
+                    int key = step * BLOCK_K + i * 16 + j / 2 * 8 + lane % 4 * 2,
+                        end = rows.limit[j % 2];
                     x = key < end ? x : minus_infinity();
                     y = key + 1 < end ? y : minus_infinity();
                 }
@@ -193,9 +207,11 @@ struct Consumer {
             }
         }
     }
-    __device__ __forceinline__ void
-    multiply_exponentials(Output& d, float (&scale)[ROWS], const Item& item, int first, const float* maxima) {
-        static_assert(FRAGMENTS == 1 || STATS != 2, "P takes BLOCK_K / 4 registers for every 64 rows");
+    __device__ __forceinline__ void multiply_exponentials(Output& d, float (&scale)[ROWS],
+                                                          const Item& item, int first,
+                                                          const float* maxima) {
+        static_assert(FRAGMENTS == 1 || STATS != 2,
+                      "P takes BLOCK_K / 4 registers for every 64 rows");
         int mine = first + lane / 4;
         const float* largest = maxima + static_cast<long long>(item.head) * item.seqlen_q + mine;
         Exponents rows;
@@ -217,8 +233,8 @@ struct Consumer {
             for (int i = 0; i < KEY_STEPS; ++i)  // O += P V
                 Wgmma<BLOCK_N>::rs<IS_BF16, 1>(d[0], p + i * 4, v_descriptor(i), 1);
             wgmma_commit();
-            // Not later: ptxas gives the registers of p to the next step's scores while wgmma still reads
-            // them, and rows came out NaN. Other warpgroups cover the wait.
+            // Not later: ptxas gives the registers of p to the next step's scores while wgmma still
+            // reads them, and rows came out NaN. Other warpgroups cover the wait.
             wgmma_wait<0>();
             pin(d[0]);
             pin(p);
@@ -228,14 +244,14 @@ struct Consumer {
     }
 };
 
-// P arrives K-major, V row-major as it is stored. PV_EVICT_FIRST says to L2 that P is not read again: at
-// (1, 16, 1024, 64) the best call takes 29.3 us with it and 30.7 without, 19.1 and 20.6 with STATS 3
-// (results/h200/three_kernel_h200).
+// P arrives K-major, V row-major as it is stored. PV_EVICT_FIRST says to L2 that P is not read
+// again: at (1, 16, 1024, 64) the best call takes 29.3 us with it and 30.7 without, 19.1 and 20.6
+// with STATS 3 (results/h200/three_kernel_h200).
 extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOCKS)
-    three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores, const __grid_constant__ TensorMap v,
-                          const __grid_constant__ TensorMap o, const float* __restrict__ maxima,
-                          const float* __restrict__ sums, int batch_heads, int heads, int heads_kv,
-                          int seqlen_q, int seqlen_k) {
+    three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores,
+                          const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
+                          const float* __restrict__ maxima, const float* __restrict__ sums,
+                          int batch_heads, int heads, int heads_kv, int seqlen_q, int seqlen_k) {
     extern __shared__ __align__(1024) unsigned char smem[];
     unsigned ring = smem_address(smem), staging = ring + STAGES * STAGE_BYTES,
              barriers = staging + BLOCK_M * BLOCK_N * 2;
@@ -259,24 +275,28 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
     int index = blockIdx.x;
     do {
         item.decode(index);
-        int first = item.row + own_row, mine = first + lane / 4;  // this thread's rows: mine + 64 f, and 8 further
-        // Of causal tiles, a warpgroup multiplies what its own rows need: further, P may be no numbers.
-        if (CAUSAL && WARPGROUPS > 1) item.steps = item.steps_for(item.row + (warp / 4 + 1) * FRAGMENTS * 64);
+        int first = item.row + own_row,
+            mine = first + lane / 4;  // this thread's rows: mine + 64 f, and 8 further
+        // Of causal tiles, a warpgroup multiplies what its own rows need: further, P may be no
+        // numbers.
+        if (CAUSAL && WARPGROUPS > 1)
+            item.steps = item.steps_for(item.row + (warp / 4 + 1) * FRAGMENTS * 64);
         float d[FRAGMENTS][BLOCK_N / 2] = {}, scale[ROWS];  // scale: of each row, at the end
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) scale[i] = 1.f;
         if constexpr (STATS == 0) self.multiply_p(d, item.steps);
         else if constexpr (STATS == 2) self.multiply_exponentials(d, scale, item, first, sums);
         else self.multiply_units(d, scale, item, mine, maxima, sums);
-        if (CAUSAL && WARPGROUPS * CLUSTER > 1) drain(barriers, self.at, self.release, item.steps, item.all);
+        if (CAUSAL && WARPGROUPS * CLUSTER > 1)
+            drain(barriers, self.at, self.release, item.steps, item.all);
         Store::wait<0>();
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; ++f)
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 64; ++i)
-                Store::store(o, own + (f * (BLOCK_N / 64) + i) * Store::BYTES, d[f] + i * 32, scale[f * 2],
-                             scale[f * 2 + 1], item.column + i * 64, first + f * 64, item.head,
-                             seqlen_q - first - f * 64, 64, nullptr, 0);
+                Store::store(o, own + (f * (BLOCK_N / 64) + i) * Store::BYTES, d[f] + i * 32,
+                             scale[f * 2], scale[f * 2 + 1], item.column + i * 64, first + f * 64,
+                             item.head, seqlen_q - first - f * 64, 64, nullptr, 0);
         Store::commit();
     } while (PV_BLOCKS > 0 && (index += gridDim.x) < item.items);
     Store::wait<0>();

@@ -3,7 +3,8 @@
 
 // Policies of L2, for these and for the copies of common/ptx/tma.cuh.
 constexpr unsigned long long EVICT_NORMAL = 0x16f0000000000000ull;
-constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000ull, EVICT_LAST = 0x14f0000000000000ull;
+constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000ull,
+                             EVICT_LAST = 0x14f0000000000000ull;
 
 // The 128 bytes round `address` into L2.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
@@ -29,12 +30,12 @@ __device__ __forceinline__ void load_once(unsigned* x, const void* from) {
 template <int Bytes>
 __device__ __forceinline__ void store_kept(void* to, const unsigned* x) {
     if constexpr (Bytes == 16)
-        asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1,%2,%3,%4}, %5;" ::"l"(to), "r"(x[0]),
-                     "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(EVICT_LAST)
+        asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1,%2,%3,%4}, %5;" ::"l"(to),
+                     "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(EVICT_LAST)
                      : "memory");
     else if constexpr (Bytes == 8)
-        asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1,%2}, %3;" ::"l"(to), "r"(x[0]), "r"(x[1]),
-                     "l"(EVICT_LAST)
+        asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1,%2}, %3;" ::"l"(to), "r"(x[0]),
+                     "r"(x[1]), "l"(EVICT_LAST)
                      : "memory");
     else if constexpr (Bytes == 4)
         asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(to), "r"(x[0]),

@@ -1,10 +1,13 @@
-// Matrix products of a warpgroup, sm_90a only: 64 x N += 64 x K times K x N by 128 threads, where K is 16
-// numbers of 16 bits or 8 of TF32. Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
+// Matrix products of a warpgroup, sm_90a only: 64 x N += 64 x K times K x N by 128 threads, where K
+// is 16 numbers of 16 bits or 8 of TF32. Source: PTX ISA, "Asynchronous Warpgroup Level Matrix
+// Instructions".
 #pragma once
 
 // Thread t, register i of the accumulator: row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2), column
 // 8 (i / 4) + 2 (t % 4) + i % 2. A fragment of A from registers is that of mma.m16n8k16.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -24,21 +27,21 @@ __device__ __forceinline__ void pin(unsigned (&r)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(r[i])::"memory");
 }
 
-// The same number, about which the compiler then knows nothing: what follows from it is computed here, and
-// not kept in registers from before a loop.
+// The same number, about which the compiler then knows nothing: what follows from it is computed
+// here, and not kept in registers from before a loop.
 __device__ __forceinline__ int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-#define WGMMA_8(i) \
+#define WGMMA_8(i)                                                                              \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
 #define WGMMA_D8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define WGMMA_LIST8 WGMMA_8(0)
 #define WGMMA_D16 WGMMA_D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define WGMMA_LIST16 WGMMA_LIST8, WGMMA_8(8)
-#define WGMMA_D32 \
+#define WGMMA_D32                                            \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define WGMMA_LIST32 WGMMA_8(0), WGMMA_8(8), WGMMA_8(16), WGMMA_8(24)
@@ -67,49 +70,49 @@ __device__ __forceinline__ int opaque(int x) {
 #define WGMMA_D128 WGMMA_D120 ",%120,%121,%122,%123,%124,%125,%126,%127"
 #define WGMMA_LIST128 WGMMA_LIST120, WGMMA_8(120)
 
-
-// d += a b; if `accumulate` is 0, d = a b. b is a descriptor of shared memory: N rows of K, or, if transposed,
-// K rows of N. a is a descriptor too (ss), or this thread's part of it in registers (rs).
-// rs_tf32: of a, lane l of warp w holds rows 16 w + l / 4 and 8 more in column l % 4, then the same 4 columns
-// on; b cannot be transposed.
+// d += a b; if `accumulate` is 0, d = a b. b is a descriptor of shared memory: N rows of K, or, if
+// transposed, K rows of N. a is a descriptor too (ss), or this thread's part of it in registers
+// (rs). rs_tf32: of a, lane l of warp w holds rows 16 w + l / 4 and 8 more in column l % 4, then
+// the same 4 columns on; b cannot be transposed.
 template <int N>
 struct Wgmma;
 #define WGMMA_SHAPE(N, TYPES) "wgmma.mma_async.sync.aligned.m64n" #N TYPES
-#define WGMMA_SS(N, TYPES, D, O0, O1, O2, O3) \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O2 ", 0;\n" WGMMA_SHAPE(N, TYPES) \
-                 " {" WGMMA_D##D "}, %" #O0 ", %" #O1 ", p, 1, 1, 0, %" #O3 ";\n}\n" \
-                 : WGMMA_LIST##D \
+#define WGMMA_SS(N, TYPES, D, O0, O1, O2, O3)                                                      \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O2 ", 0;\n" WGMMA_SHAPE(                    \
+                     N, TYPES) " {" WGMMA_D##D "}, %" #O0 ", %" #O1 ", p, 1, 1, 0, %" #O3 ";\n}\n" \
+                 : WGMMA_LIST##D                                                                   \
                  : "l"(a), "l"(b), "r"(accumulate), "n"(TRANSPOSE_B))
-#define WGMMA_RS(N, TYPES, D, O0, O1, O2, O3, O4, O5, O6) \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O5 ", 0;\n" WGMMA_SHAPE(N, TYPES) \
-                 " {" WGMMA_D##D "}, {%" #O0 ",%" #O1 ",%" #O2 ",%" #O3 "}, %" #O4 \
-                 ", p, 1, 1, %" #O6 ";\n}\n" \
-                 : WGMMA_LIST##D \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSE_B))
-#define WGMMA_RS_TF32(N, TYPES, D, O0, O1, O2, O3, O4, O5, O6) \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O5 ", 0;\n" WGMMA_SHAPE(N, TYPES) \
-                 " {" WGMMA_D##D "}, {%" #O0 ",%" #O1 ",%" #O2 ",%" #O3 "}, %" #O4 ", p, 1, 1;\n}\n" \
-                 : WGMMA_LIST##D \
+#define WGMMA_RS(N, TYPES, D, O0, O1, O2, O3, O4, O5, O6)                                       \
+    asm volatile(                                                                               \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %" #O5 ", 0;\n" WGMMA_SHAPE(N, TYPES) " {" WGMMA_D##D \
+        "}, {%" #O0 ",%" #O1 ",%" #O2 ",%" #O3 "}, %" #O4 ", p, 1, 1, %" #O6 ";\n}\n"           \
+        : WGMMA_LIST##D                                                                         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSE_B))
+#define WGMMA_RS_TF32(N, TYPES, D, O0, O1, O2, O3, O4, O5, O6)                       \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O5                            \
+                 ", 0;\n" WGMMA_SHAPE(N, TYPES) " {" WGMMA_D##D                      \
+                 "}, {%" #O0 ",%" #O1 ",%" #O2 ",%" #O3 "}, %" #O4 ", p, 1, 1;\n}\n" \
+                 : WGMMA_LIST##D                                                     \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
-#define WGMMA_DEFINE(N, D, O0, O1, O2, O3, O4, O5, O6) \
-    template <> \
-    struct Wgmma<N> { \
-        template <bool BF16, int TRANSPOSE_B> \
-        __device__ static __forceinline__ void \
-        ss(float (&d)[D], unsigned long long a, unsigned long long b, int accumulate) { \
-            if constexpr (BF16) WGMMA_SS(N, "k16.f32.bf16.bf16", D, O0, O1, O2, O3); \
-            else WGMMA_SS(N, "k16.f32.f16.f16", D, O0, O1, O2, O3); \
-        } \
-        template <bool BF16, int TRANSPOSE_B> \
-        __device__ static __forceinline__ void \
-        rs(float (&d)[D], const unsigned* a, unsigned long long b, int accumulate) { \
+#define WGMMA_DEFINE(N, D, O0, O1, O2, O3, O4, O5, O6)                                           \
+    template <>                                                                                  \
+    struct Wgmma<N> {                                                                            \
+        template <bool BF16, int TRANSPOSE_B>                                                    \
+        __device__ static __forceinline__ void ss(float (&d)[D], unsigned long long a,           \
+                                                  unsigned long long b, int accumulate) {        \
+            if constexpr (BF16) WGMMA_SS(N, "k16.f32.bf16.bf16", D, O0, O1, O2, O3);             \
+            else WGMMA_SS(N, "k16.f32.f16.f16", D, O0, O1, O2, O3);                              \
+        }                                                                                        \
+        template <bool BF16, int TRANSPOSE_B>                                                    \
+        __device__ static __forceinline__ void rs(float (&d)[D], const unsigned* a,              \
+                                                  unsigned long long b, int accumulate) {        \
             if constexpr (BF16) WGMMA_RS(N, "k16.f32.bf16.bf16", D, O0, O1, O2, O3, O4, O5, O6); \
-            else WGMMA_RS(N, "k16.f32.f16.f16", D, O0, O1, O2, O3, O4, O5, O6); \
-        } \
-        __device__ static __forceinline__ void \
-        rs_tf32(float (&d)[D], const unsigned* a, unsigned long long b, int accumulate) { \
-            WGMMA_RS_TF32(N, "k8.f32.tf32.tf32", D, O0, O1, O2, O3, O4, O5, O6); \
-        } \
+            else WGMMA_RS(N, "k16.f32.f16.f16", D, O0, O1, O2, O3, O4, O5, O6);                  \
+        }                                                                                        \
+        __device__ static __forceinline__ void rs_tf32(float (&d)[D], const unsigned* a,         \
+                                                       unsigned long long b, int accumulate) {   \
+            WGMMA_RS_TF32(N, "k8.f32.tf32.tf32", D, O0, O1, O2, O3, O4, O5, O6);                 \
+        }                                                                                        \
     };
 WGMMA_DEFINE(16, 8, 8, 9, 10, 11, 12, 13, 14)
 WGMMA_DEFINE(32, 16, 16, 17, 18, 19, 20, 21, 22)

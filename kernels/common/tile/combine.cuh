@@ -2,9 +2,9 @@
 #pragma once
 #include "common/element.cuh"
 
-// Columns 4 `chunk` .. of one row. partial: (splits, rows, HeadDim), each normalised by its own sum;
-// partial_lse: (splits, rows), the base-2 logarithm of that sum with its reference, -inf of no key.
-// Returns the logarithm of the whole row.
+// Columns 4 `chunk` .. of one row. partial: (splits, rows, HeadDim), each normalised by its own
+// sum; partial_lse: (splits, rows), the base-2 logarithm of that sum with its reference, -inf of no
+// key. Returns the logarithm of the whole row.
 template <int HeadDim>
 __device__ __forceinline__ float
 combine_splits(const float* __restrict__ partial, const float* __restrict__ partial_lse,

@@ -2,8 +2,9 @@
 #pragma once
 #include "common/element.cuh"
 
-// Columns from `limit` on get no weight; limit_8 is that of a thread's other row, 8 further. Thread t holds of
-// register i the row i / 2 % 2 and the column 8 (i / 4) + 2 (t % 4) + i % 2: see common/ptx/wgmma.cuh.
+// Columns from `limit` on get no weight; limit_8 is that of a thread's other row, 8 further. Thread
+// t holds of register i the row i / 2 % 2 and the column 8 (i / 4) + 2 (t % 4) + i % 2: see
+// common/ptx/wgmma.cuh.
 template <int N>
 __device__ __forceinline__ void mask_columns(float (&s)[N], int limit, int limit_8) {
     int first = threadIdx.x % 4 * 2;

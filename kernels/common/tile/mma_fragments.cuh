@@ -1,6 +1,6 @@
-// Fragments under the names of common/tile/wmma_fragments.cuh whose layout is known: ldmatrix and mma.sync, which is what
-// WMMA becomes on sm_80 and later. Since every lane gives its own address, rows in shared memory need no
-// common stride: they may be swizzled.
+// Fragments under the names of common/tile/wmma_fragments.cuh whose layout is known: ldmatrix and
+// mma.sync, which is what WMMA becomes on sm_80 and later. Since every lane gives its own address,
+// rows in shared memory need no common stride: they may be swizzled.
 #pragma once
 #include "common/element.cuh"
 #include "common/ptx/mma.cuh"
@@ -40,7 +40,8 @@ __device__ __forceinline__ int column_of(int i) { return threadIdx.x % 4 * 2 + i
 __device__ __forceinline__ void wmma_load(Accumulator& to, const float* from, int stride) {
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
-        const float2 two = *reinterpret_cast<const float2*>(from + row_of(i) * stride + column_of(i));
+        const float2 two =
+            *reinterpret_cast<const float2*>(from + row_of(i) * stride + column_of(i));
         to.x[i] = two.x, to.x[i + 1] = two.y;
     }
 }
@@ -59,6 +60,6 @@ __device__ __forceinline__ void wmma_store(float* to, const Accumulator& from, i
 template <bool Transposed>
 __device__ __forceinline__ void wmma_multiply(Accumulator& d, const FragmentA& a,
                                               const FragmentB<Transposed>& b) {
-    mma_16816<IS_BF16>(reinterpret_cast<float(&)[4]>(d.x[0]), a.x, b.x[0], b.x[1]);
-    mma_16816<IS_BF16>(reinterpret_cast<float(&)[4]>(d.x[4]), a.x, b.x[2], b.x[3]);
+    mma_16816<IS_BF16>(reinterpret_cast<float (&)[4]>(d.x[0]), a.x, b.x[0], b.x[1]);
+    mma_16816<IS_BF16>(reinterpret_cast<float (&)[4]>(d.x[4]), a.x, b.x[2], b.x[3]);
 }

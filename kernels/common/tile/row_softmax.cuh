@@ -1,11 +1,12 @@
-// Softmax of whole rows, in place: one set of Threads threads a row, Vector elements a load, base 2.
+// Softmax of whole rows, in place: one set of Threads threads a row, Vector elements a load,
+// base 2.
 #pragma once
 #include "common/element.cuh"
 #include "common/ptx/cache.cuh"
 #include "common/tile/rows.cuh"
 
-// Vector neighbours, two a register, as they lie in memory. Once: L1 does not keep what is loaded. Keep: L2
-// is told to hold on to what is stored.
+// Vector neighbours, two a register, as they lie in memory. Once: L1 does not keep what is loaded.
+// Keep: L2 is told to hold on to what is stored.
 template <int Vector, bool Once, bool Keep>
 struct RawVector {
     static constexpr int WORDS = (Vector + 1) / 2;
@@ -33,20 +34,23 @@ struct RawVector {
     __device__ __forceinline__ void unpack(float (&out)[Vector], int at, int keys) const {
 #pragma unroll
         for (int i = 0; i < Vector; ++i)
-            out[i] = at + i < keys ? (i % 2 ? high_of(word[i / 2]) : low_of(word[i / 2])) : minus_infinity();
+            out[i] = at + i < keys ? (i % 2 ? high_of(word[i / 2]) : low_of(word[i / 2]))
+                                   : minus_infinity();
     }
     __device__ __forceinline__ void pack_scaled(const float (&in)[Vector], float factor) {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i)
-            word[i] = pack(in[2 * i] * factor, Vector > 1 ? in[(2 * i + 1) % Vector] * factor : 0.f);
+            word[i] =
+                pack(in[2 * i] * factor, Vector > 1 ? in[(2 * i + 1) % Vector] * factor : 0.f);
     }
 };
 
-// Rows rows for each set of threads, Groups apart; the first is `row`, whose element `first` is this thread's
-// first. Passes 1: a row of at most Kept stays in registers, and the next is loaded while it is worked
-// on; 3: it is read for the maximum, for the sum and to normalise. keys_in(row) says how many keys a row
-// has, written_in(row) how many elements to write, with zeros behind the keys; a row that is not there has
-// no keys. exchange: two floats a warp of the block if Threads > 32. Every thread of the block must call it.
+// Rows rows for each set of threads, Groups apart; the first is `row`, whose element `first` is
+// this thread's first. Passes 1: a row of at most Kept stays in registers, and the next is loaded
+// while it is worked on; 3: it is read for the maximum, for the sum and to normalise. keys_in(row)
+// says how many keys a row has, written_in(row) how many elements to write, with zeros behind the
+// keys; a row that is not there has no keys. exchange: two floats a warp of the block if Threads
+// > 32. Every thread of the block must call it.
 template <int Threads, int Vector, int Passes, int Rows, int Groups, int Kept, bool Once, bool Keep,
           typename Keys, typename Written>
 __device__ __forceinline__ void row_softmax(element_t* scores, int stride, int row, int first,

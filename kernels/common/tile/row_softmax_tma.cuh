@@ -1,5 +1,5 @@
-// Softmax of whole rows, in place, by warps that work alone: rows come and go by TMA, Group at a time, while
-// Depth groups of a warp are in shared memory.
+// Softmax of whole rows, in place, by warps that work alone: rows come and go by TMA, Group at a
+// time, while Depth groups of a warp are in shared memory.
 #pragma once
 #include "common/element.cuh"
 #include "common/ptx/barrier.cuh"
@@ -10,8 +10,9 @@
 #include "common/tile/ring.cuh"
 #include "common/tile/rows.cuh"
 
-// Rows of at most Kept columns, a multiple of 256, in boxes of 256 columns. Each warp has Depth barriers, and
-// rows and barriers of its own, so no thread waits for another warp. Keep: L2 is told to hold on to the rows.
+// Rows of at most Kept columns, a multiple of 256, in boxes of 256 columns. Each warp has Depth
+// barriers, and rows and barriers of its own, so no thread waits for another warp. Keep: L2 is told
+// to hold on to the rows.
 template <int Group, int Depth, int Kept, bool Keep, bool Causal>
 struct WarpRows {
     static constexpr int BOX = 256, BOXES = Kept / BOX, BOX_BYTES = Group * BOX * 2;
@@ -28,8 +29,8 @@ struct WarpRows {
         int n = boxes(keys_of<Causal>(min(row + Group, seqlen_q) - 1, seqlen_q, seqlen_k));
         mbarrier_expect(barriers + 8 * slot, n * BOX_BYTES);
         for (int i = 0; i < n; ++i)
-            tma_load(smem_address(rows) + slot * SLOT_BYTES + i * BOX_BYTES, map, barriers + 8 * slot,
-                     i * BOX, row, head);
+            tma_load(smem_address(rows) + slot * SLOT_BYTES + i * BOX_BYTES, map,
+                     barriers + 8 * slot, i * BOX, row, head);
     }
     __device__ __forceinline__ void store(int slot, int row, int head, int columns) const {
         for (int i = 0; i < boxes(columns); ++i) {
@@ -69,7 +70,8 @@ struct WarpRows {
                                         pack(p[i][6] * inverse, p[i][7] * inverse)};
     }
 
-    // Groups `group`, `group` + `step` .. of `heads`; written_in(row) says how many columns a row needs.
+    // Groups `group`, `group` + `step` .. of `heads`; written_in(row) says how many columns a row
+    // needs.
     template <typename Written>
     __device__ __forceinline__ void run(int group, int step, int heads, Written written_in) const {
         int lane = threadIdx.x % 32, a_head = ceil_div<Group>(seqlen_q), groups = a_head * heads;
@@ -86,7 +88,8 @@ struct WarpRows {
             mbarrier_wait(barriers + 8 * at.stage, at.phase);
 #pragma unroll(Group < 2 ? 1 : 2)
             for (int r = 0; r < Group; ++r)
-                if (row + r < seqlen_q) normalise(at.stage, r, keys_of<Causal>(row + r, seqlen_q, seqlen_k));
+                if (row + r < seqlen_q)
+                    normalise(at.stage, r, keys_of<Causal>(row + r, seqlen_q, seqlen_k));
             fence_async_proxy();
             __syncwarp();
             if (lane == 0) {

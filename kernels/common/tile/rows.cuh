@@ -17,8 +17,8 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Maximum or sum over the RowThreads threads of a row: shuffles in the warp, then one exchange if it
-// has more, through one float a warp of the block. Every thread of the block must call it.
+// Maximum or sum over the RowThreads threads of a row: shuffles in the warp, then one exchange if
+// it has more, through one float a warp of the block. Every thread of the block must call it.
 template <int RowThreads, bool Maximum>
 __device__ __forceinline__ float row_reduce(float x, float* exchange) {
     constexpr int LANES = RowThreads < 32 ? RowThreads : 32, ROW_WARPS = RowThreads / LANES;

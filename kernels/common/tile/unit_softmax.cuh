@@ -1,5 +1,5 @@
-// Softmax in units: every UNIT keys of a row have a maximum of their own, and a row's units are joined later.
-// Scores are in base 2. maxima and sums: (head, unit, query).
+// Softmax in units: every UNIT keys of a row have a maximum of their own, and a row's units are
+// joined later. Scores are in base 2. maxima and sums: (head, unit, query).
 #pragma once
 #include "common/element.cuh"
 #include "common/tile/arithmetic.cuh"
@@ -27,8 +27,8 @@ __device__ __forceinline__ void row_maxima(const float* d, float& low, float& hi
 }
 // d becomes 2^(d * factor - low), or high for the second row, and is added to sum and sum_8.
 template <int Columns>
-__device__ __forceinline__ void
-exponentiate(float* d, float factor, float low, float high, float& sum, float& sum_8) {
+__device__ __forceinline__ void exponentiate(float* d, float factor, float low, float high,
+                                             float& sum, float& sum_8) {
 #pragma unroll
     for (int i = 0; i < Columns / 2; ++i) {
         d[i] = exp2_approx(fmaf(d[i], factor, i & 2 ? -high : -low));
@@ -36,14 +36,15 @@ exponentiate(float* d, float factor, float low, float high, float& sum, float& s
     }
 }
 
-// One thread, one row of `own` units, `pitch` apart. factors_of_row: each unit's maximum becomes the factor
-// 2^(maximum - the row's) / the row's sum, and 0 up to `all` units.
-__device__ __forceinline__ void
-factors_of_row(float* maxima, const float* sums, int own, int all, int pitch) {
+// One thread, one row of `own` units, `pitch` apart. factors_of_row: each unit's maximum becomes
+// the factor 2^(maximum - the row's) / the row's sum, and 0 up to `all` units.
+__device__ __forceinline__ void factors_of_row(float* maxima, const float* sums, int own, int all,
+                                               int pitch) {
     float largest = minus_infinity(), sum = 0.f;
 #pragma unroll 8
     for (int i = 0; i < own; ++i) {  // in one pass, for its loads to be in flight together
-        float m = maxima[static_cast<long long>(i) * pitch], part = sums[static_cast<long long>(i) * pitch];
+        float m = maxima[static_cast<long long>(i) * pitch],
+              part = sums[static_cast<long long>(i) * pitch];
         float grown = fmaxf(largest, m);
         sum = sum * exp2_approx(largest - grown) + part * exp2_approx(m - grown);
         largest = grown;
@@ -58,17 +59,19 @@ factors_of_row(float* maxima, const float* sums, int own, int all, int pitch) {
 __device__ __forceinline__ float maximum_of_row(const float* maxima, int own, int pitch) {
     float largest = minus_infinity();
 #pragma unroll 8
-    for (int i = 0; i < own; ++i) largest = fmaxf(largest, maxima[static_cast<long long>(i) * pitch]);
+    for (int i = 0; i < own; ++i)
+        largest = fmaxf(largest, maxima[static_cast<long long>(i) * pitch]);
     return largest;
 }
 
-// For a quad that shares Rows rows: each row's maximum, and the inverse of its sum, from its `own` units.
-// maxima and sums point at unit 0 of the first row; row i is `offset(i)` further, a unit `pitch`. A row
-// that is not there has no units, and comes to 0 and infinity. AHEAD units of a lane are loaded together.
+// For a quad that shares Rows rows: each row's maximum, and the inverse of its sum, from its `own`
+// units. maxima and sums point at unit 0 of the first row; row i is `offset(i)` further, a unit
+// `pitch`. A row that is not there has no units, and comes to 0 and infinity. AHEAD units of a lane
+// are loaded together.
 template <int Rows, typename Offset>
-__device__ __forceinline__ void
-join_units(float (&largest)[Rows], float (&inverse)[Rows], const float* maxima, const float* sums,
-           const int (&own)[Rows], Offset offset, int pitch) {
+__device__ __forceinline__ void join_units(float (&largest)[Rows], float (&inverse)[Rows],
+                                           const float* maxima, const float* sums,
+                                           const int (&own)[Rows], Offset offset, int pitch) {
     constexpr int AHEAD = 4;
     float sum[Rows];
     int most = 0;

@@ -4,8 +4,9 @@
 #pragma once
 #include "common/element.cuh"
 
-// Floats from one row of N scores to the next: 16 bytes more, so that 8 rows lie in different banks.
-// Probabilities replace the scores of their row, at the same address, so their pitch is twice that.
+// Floats from one row of N scores to the next: 16 bytes more, so that 8 rows lie in different
+// banks. Probabilities replace the scores of their row, at the same address, so their pitch is
+// twice that.
 template <int N>
 constexpr int SCORE_PITCH = N + 4;
 constexpr int OUTPUT_PITCH = 20;  // of 16 columns on their way out
@@ -14,11 +15,12 @@ struct RowState {
     float largest = __int_as_float(0xff800000), sum = 0.f;  // of the row; of this lane's columns
 };
 
-// Scores of a tile to probabilities in place. A row sees the first `keys` of its N. Returns what the
-// row's output must be multiplied by; it is in factors[row] too. Approximate: 2^x in one instruction.
+// Scores of a tile to probabilities in place. A row sees the first `keys` of its N. Returns what
+// the row's output must be multiplied by; it is in factors[row] too. Approximate: 2^x in one
+// instruction.
 template <int N, bool Approximate>
-__device__ __forceinline__ float softmax_rows(float* scores, float* factors, int keys, float to_log2,
-                                              RowState& state) {
+__device__ __forceinline__ float softmax_rows(float* scores, float* factors, int keys,
+                                              float to_log2, RowState& state) {
     const int row = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
     auto power = [](float x) { return Approximate ? exp2_approx(x) : exp2f(x); };
     float* own = scores + row * SCORE_PITCH<N> + half * 4;
@@ -43,7 +45,8 @@ __device__ __forceinline__ float softmax_rows(float* scores, float* factors, int
     for (int i = 0; i < N / 8; ++i) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) state.sum += s[i][e] = power(s[i][e] - largest);
-        *reinterpret_cast<uint2*>(p + 8 * i) = make_uint2(pack(s[i][0], s[i][1]), pack(s[i][2], s[i][3]));
+        *reinterpret_cast<uint2*>(p + 8 * i) =
+            make_uint2(pack(s[i][0], s[i][1]), pack(s[i][2], s[i][3]));
     }
     if (half == 0) factors[row] = shrink;
     __syncwarp();
@@ -63,15 +66,18 @@ __device__ __forceinline__ void scale_rows(Accumulator& x, const Accumulator& fa
 
 // Eight output columns of this lane's row from shared memory.
 __device__ __forceinline__ void store_eight(element_t* to, const float* from, float factor) {
-    const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
-    *reinterpret_cast<uint4*>(to) = make_uint4(pack(a.x * factor, a.y * factor), pack(a.z * factor, a.w * factor),
-                                               pack(b.x * factor, b.y * factor), pack(b.z * factor, b.w * factor));
+    const float4 a = *reinterpret_cast<const float4*>(from),
+                 b = *reinterpret_cast<const float4*>(from + 4);
+    *reinterpret_cast<uint4*>(to) =
+        make_uint4(pack(a.x * factor, a.y * factor), pack(a.z * factor, a.w * factor),
+                   pack(b.x * factor, b.y * factor), pack(b.z * factor, b.w * factor));
 }
 
-// The warp's fragments, 16 columns each, to rows 0 .. rows - 1 of `o`, by way of 16 * OUTPUT_PITCH floats.
+// The warp's fragments, 16 columns each, to rows 0 .. rows - 1 of `o`, by way of 16 * OUTPUT_PITCH
+// floats.
 template <class Accumulator, int Count>
-__device__ __forceinline__ void store_rows(element_t* o, Accumulator (&out)[Count], float* scratch, int rows,
-                                           float factor) {
+__device__ __forceinline__ void store_rows(element_t* o, Accumulator (&out)[Count], float* scratch,
+                                           int rows, float factor) {
     const int row = threadIdx.x % 16, column = threadIdx.x / 16 % 2 * 8;
 #pragma unroll
     for (int d = 0; d < Count; ++d) {
@@ -79,6 +85,7 @@ __device__ __forceinline__ void store_rows(element_t* o, Accumulator (&out)[Coun
         wmma_store(scratch, out[d], OUTPUT_PITCH);
         __syncwarp();
         if (row < rows)
-            store_eight(o + row * (16 * Count) + d * 16 + column, scratch + row * OUTPUT_PITCH + column, factor);
+            store_eight(o + row * (16 * Count) + d * 16 + column,
+                        scratch + row * OUTPUT_PITCH + column, factor);
     }
 }

@@ -12,7 +12,9 @@ inline void mbarrier_init(unsigned barrier, unsigned arrivals, SIMT_HERE) {
     simt::mbarrier_init(barrier, arrivals, SIMT_AT);
 }
 inline void mbarrier_init_fence() {}
-inline void mbarrier_arrive(unsigned barrier, SIMT_HERE) { simt::mbarrier_arrive(barrier, 0, 1, SIMT_AT); }
+inline void mbarrier_arrive(unsigned barrier, SIMT_HERE) {
+    simt::mbarrier_arrive(barrier, 0, 1, SIMT_AT);
+}
 inline void mbarrier_expect(unsigned barrier, unsigned bytes, SIMT_HERE) {
     simt::mbarrier_arrive(barrier, bytes, 1, SIMT_AT);
 }

@@ -2,7 +2,8 @@
 #pragma once
 
 constexpr unsigned long long EVICT_NORMAL = 0x16f0000000000000ull;
-constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000ull, EVICT_LAST = 0x14f0000000000000ull;
+constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000ull,
+                             EVICT_LAST = 0x14f0000000000000ull;
 inline void prefetch_l2(const void*) {}
 template <int Bytes>
 void load_once(unsigned* x, const void* from) {

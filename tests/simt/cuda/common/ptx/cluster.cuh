@@ -5,7 +5,9 @@ inline unsigned cluster_rank() { return simt::cluster_rank(); }
 inline void cluster_arrive(SIMT_HERE) { simt::cluster_barrier(true, false, SIMT_AT); }
 inline void cluster_arrive_relaxed(SIMT_HERE) { simt::cluster_barrier(true, false, SIMT_AT); }
 inline void cluster_wait(SIMT_HERE) { simt::cluster_barrier(false, true, SIMT_AT); }
-inline unsigned cluster_address(unsigned address, unsigned rank) { return simt::map_address(address, rank); }
+inline unsigned cluster_address(unsigned address, unsigned rank) {
+    return simt::map_address(address, rank);
+}
 inline float2 cluster_load2(unsigned address, SIMT_HERE) {
     float2 x;
     simt::load_shared(&x, address, 8, SIMT_AT);

@@ -2,7 +2,9 @@
 #pragma once
 
 inline float from_half(unsigned short x) { return simt::half_values[x]; }
-inline unsigned short to_half(float x) { return simt_cast<unsigned short>(static_cast<_Float16>(x)); }
+inline unsigned short to_half(float x) {
+    return simt_cast<unsigned short>(static_cast<_Float16>(x));
+}
 inline unsigned short to_bf16(float x) {
     if (x != x) return 0x7fff;
     unsigned bits = __float_as_uint(x);

@@ -1,4 +1,5 @@
-// The twin of kernels/common/ptx/shared.cuh: cp.async poisons its target at once and delivers at the wait.
+// The twin of kernels/common/ptx/shared.cuh: cp.async poisons its target at once and delivers at
+// the wait.
 #pragma once
 
 inline unsigned smem_address(const void* p) { return simt::address_of(p); }
@@ -21,7 +22,8 @@ inline void ldmatrix_x4(unsigned (&r)[4], unsigned address, SIMT_HERE) {
 inline void ldmatrix_x4_trans(unsigned (&r)[4], unsigned address, SIMT_HERE) {
     simt::ldmatrix(r, address, true, SIMT_AT);
 }
-inline void stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d, SIMT_HERE) {
+inline void stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d,
+                        SIMT_HERE) {
     const unsigned r[4] = {a, b, c, d};
     simt::stmatrix(address, r, SIMT_AT);
 }

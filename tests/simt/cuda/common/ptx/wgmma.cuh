@@ -21,7 +21,8 @@ struct Wgmma {
         simt::wgmma(d, {N, Bf16, false, TransposeB != 0, accumulate != 0, nullptr, a, b}, SIMT_AT);
     }
     template <bool Bf16, int TransposeB>
-    static void rs(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate, SIMT_HERE) {
+    static void rs(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate,
+                   SIMT_HERE) {
         simt::wgmma(d, {N, Bf16, false, TransposeB != 0, accumulate != 0, a, 0, b}, SIMT_AT);
     }
     static void rs_tf32(float (&d)[N / 2], const unsigned* a, unsigned long long b, int accumulate,

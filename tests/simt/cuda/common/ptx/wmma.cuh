@@ -1,5 +1,6 @@
-// The twin of kernels/common/ptx/wmma.cuh. Its fragments are laid out as no GPU lays them out: lane l holds
-// column l % 16, every other row. A template that counts on the place of an element fails here.
+// The twin of kernels/common/ptx/wmma.cuh. Its fragments are laid out as no GPU lays them out: lane
+// l holds column l % 16, every other row. A template that counts on the place of an element fails
+// here.
 #pragma once
 #include "common/ptx/convert.cuh"
 #include "common/ptx/shared.cuh"
@@ -17,8 +18,8 @@ struct Accumulator {
 };
 
 namespace simt {
-// Lanes meet after they read, so that nobody overwrites what others still read, and not before: what
-// other lanes store takes a __syncwarp to be seen.
+// Lanes meet after they read, so that nobody overwrites what others still read, and not before:
+// what other lanes store takes a __syncwarp to be seen.
 inline void wmma_meet(const char* name, Where where) {
     collective(name, ~0u, nullptr, [](void* const*, unsigned) {}, where);
 }
@@ -26,7 +27,8 @@ template <class T>
 unsigned wmma_at(const T* p, int stride, Where where) {
     unsigned address = address_of(p);
     if (address % 32) fail(where, "wmma: offset %u is not a multiple of 32", address & 0xffffff);
-    if (stride * sizeof(T) % 16) fail(where, "wmma: a stride of %d elements is not 16 bytes", stride);
+    if (stride * sizeof(T) % 16)
+        fail(where, "wmma: a stride of %d elements is not 16 bytes", stride);
     return address;
 }
 // Element (i, j) of 16x16: `swap` where a row in memory is a column.
@@ -36,7 +38,8 @@ void wmma_read(T (&to)[8], const T* from, int stride, bool swap, const char* nam
     T read[8];
     for (unsigned e = 0; e < 8; ++e) {
         unsigned other = 2 * e + self->lane / 16;
-        load_shared(&read[e], address + (swap ? fixed * stride + other : other * stride + fixed) * sizeof(T),
+        load_shared(&read[e],
+                    address + (swap ? fixed * stride + other : other * stride + fixed) * sizeof(T),
                     sizeof(T), where);
     }
     memcpy(to, read, sizeof read);
@@ -66,7 +69,8 @@ inline void wmma_store(float* to, const Accumulator& from, int stride, SIMT_HERE
     for (unsigned e = 0; e < 8; ++e) to[(2 * e + lane / 16) * stride + lane % 16] = from.x[e];
 }
 template <bool Bf16, bool Transposed>
-void wmma_multiply(Accumulator& d, const WmmaA<Bf16>& a, const WmmaB<Bf16, Transposed>& b, SIMT_HERE) {
+void wmma_multiply(Accumulator& d, const WmmaA<Bf16>& a, const WmmaB<Bf16, Transposed>& b,
+                   SIMT_HERE) {
     struct Lane {
         float* d;
         const unsigned short *a, *b;
