@@ -190,7 +190,7 @@ class Simulator:
             _compile(
                 [
                     *(*FLAGS, *TEMPLATE_FLAGS, "-shared", "-fPIC"),
-                    *(("-g1", *SANITIZE) if asan else ()),
+                    *(("-g1", "-O0", *SANITIZE) if asan else ()),
                     *("-I", str(HERE), "-I", str(to.parent)),
                     *(f"-D{name}={value}" for name, value in defines.items()),
                     *(str(wrapper), "-o", str(to)),

@@ -86,9 +86,9 @@ WIDE = {
         ("SLICES=6 CLUSTER=2 BLOCK_M=16 WARPGROUPS=1 NUM_STAGES=4 PDL=0", 516, False),
     ),
 }
-# Families that share their parts: of mask, dtype and head_dim every third of the eight that there
-# are, which takes each value.
-SHARED_PARTS = ("ladder_", "wmma_")
+# Families of few parts of their own, or that take long to build: of mask, dtype and head_dim every
+# third of the eight that there are, which takes each value.
+FEW_CONFIGS = ("ladder_", "wmma_", "three_kernel_mma", "flash_fwd_mma")
 
 
 @lru_cache
@@ -113,7 +113,7 @@ def runs():
         if kernel.name in WIDE:
             continue
         compiled = list(product((True, False), kernel.dtypes, kernel.head_dims[:2]))
-        step = 3 if kernel.name.startswith(SHARED_PARTS) else 1
+        step = 3 if kernel.name.startswith(FEW_CONFIGS) else 1
         for number, (causal, dtype, head_dim) in enumerate(compiled[::step]):
             problem = replace(BASE, causal=causal, dtype=dtype, head_dim=head_dim)
             if not kernel.refusal(problem, ARCH):
