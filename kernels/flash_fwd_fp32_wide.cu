@@ -1,18 +1,22 @@
-// flash_fwd_fp32_wide: fp32 attention with heads of 512 to 8192 columns and few queries and keys, sm_80 on.
-// A head has too few rows to fill a GPU and too many columns for one block. So SLICES blocks share BLOCK_M
-// queries of a head, and each owns a slice of the columns: it multiplies its slice of Q and K, the blocks add
-// their partial scores in the order of the slices, and each multiplies P by its own slice of V. Every byte of
-// K and V is read once for BLOCK_M queries, and no sum depends on which block is faster.
-// SCORES cluster: one launch; the blocks are a cluster and exchange scores in distributed shared memory.
-// SCORES workspace: two; the first writes partial scores, which every block of the second adds.
-// q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM), all fp32.
+// flash_fwd_fp32_wide: fp32 attention with heads of 512 to 8192 columns and few queries and keys,
+// sm_80 on. A head has too few rows to fill a GPU and too many columns for one block. So SLICES
+// blocks share BLOCK_M queries of a head, and each owns a slice of the columns: it multiplies its
+// slice of Q and K, the blocks add their partial scores in the order of the slices, and each
+// multiplies P by its own slice of V. Every byte of K and V is read once for BLOCK_M queries, and
+// no sum depends on which block is faster. SCORES cluster: one launch; the blocks are a cluster and
+// exchange scores in distributed shared memory. SCORES workspace: two; the first writes partial
+// scores, which every block of the second adds. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v:
+// (batch, heads_kv, seqlen_k, HEAD_DIM), all fp32.
 #include "common/element.cuh"
-#include "common/wide.cuh"
-#include "common/cluster.cuh"
+#include "common/ptx/cache.cuh"
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/launch.cuh"
+#include "flash_fwd_fp32_wide.cuh"
 
 // ---- softmax ----
-// One row by one warp: score(key) is the sum over all slices for a key and the next, put(key, p) takes the
-// row's probabilities, zeros behind the last key it sees. `row_of_p` is room for the row, keys P_PITCH apart.
+// One row by one warp: score(key) is the sum over all slices for a key and the next, put(key, p)
+// takes the row's probabilities, zeros behind the last key it sees. `row_of_p` is room for the row,
+// keys P_PITCH apart.
 template <class Score, class Put>
 __device__ __forceinline__ void softmax_row(float* row_of_p, int keys, int keys_used, float to_log2,
                                             Score score, Put put) {
@@ -39,21 +43,25 @@ __device__ __forceinline__ void softmax_row(float* row_of_p, int keys, int keys_
     __syncwarp();
 }
 
-// Shared memory: P by key; the scores of this slice; then the ring, later the scratch of both merges.
+// Shared memory: P by key; the scores of this slice; then the ring, later the scratch of both
+// merges.
 extern "C" __global__ void
 #if STAGE_FWD && SLICES > 1
 __cluster_dims__(SLICES, 1, 1)
 #endif
-__launch_bounds__(THREADS, 1)
+    __launch_bounds__(THREADS, 1)
 #if STAGE_FWD
-flash_fwd_fp32_wide(const float* __restrict__ q, const float* __restrict__ k, const float* __restrict__ v,
-                    float* __restrict__ o, int heads, int heads_kv, int seqlen_q, int seqlen_k, float scale) {
+        flash_fwd_fp32_wide(const float* __restrict__ q, const float* __restrict__ k,
+                            const float* __restrict__ v, float* __restrict__ o, int heads,
+                            int heads_kv, int seqlen_q, int seqlen_k, float scale) {
     extern __shared__ __align__(128) float smem[];
     const Work work(q, k, v, o, heads, heads_kv, seqlen_q, seqlen_k);
-    float *p = smem, *scores = p + work.keys_padded * P_PITCH, *ring = scores + BLOCK_M * work.keys_padded;
+    float *p = smem, *scores = p + work.keys_padded * P_PITCH,
+          *ring = scores + BLOCK_M * work.keys_padded;
     Values ahead;
     auto load_first = [&] {
-        ahead = load_values(work, seqlen_k, min(first_block(), BLOCKS - 1), threadIdx.x / 32 / COLUMN_WARPS);
+        ahead = load_values(work, seqlen_k, min(first_block(), BLOCKS - 1),
+                            threadIdx.x / 32 / COLUMN_WARPS);
     };
     auto early = [&] {
         if (!V_EARLY) return;
@@ -71,19 +79,22 @@ flash_fwd_fp32_wide(const float* __restrict__ q, const float* __restrict__ k, co
         multiply_qk(s, work, ring, seqlen_k, tile, [&] {
             if (tile == 0) early();
         });
-        if (!V_EARLY && (tile + 1) * BLOCK_N >= work.keys) load_first();  // while scores are exchanged
+        if (!V_EARLY && (tile + 1) * BLOCK_N >= work.keys)
+            load_first();  // while scores are exchanged
         merge_scores(s, ring, tile, [&](int row, int key, float4 sum) {
             store4(scores + row * work.keys_padded + key, sum);
         });
     }
     if constexpr (SLICES > 1) {
-        cluster_barrier_arrive();
-        cluster_barrier_wait();
+        cluster_arrive();
+        cluster_wait();
     }
-    const int keys_used = (work.keys + KEYS - 1) / KEYS * KEYS;
-    // SHARE_ROWS: each block of the cluster does some rows and gives them to all; else each does all rows.
+    const int keys_used = ceil_div<KEYS>(work.keys) * KEYS;
+    // SHARE_ROWS: each block of the cluster does some rows and gives them to all; else each does
+    // all rows.
     constexpr int SHARES = SHARE_ROWS && SLICES > 1 ? SLICES : 1, ROWS_AT_ONCE = NUM_WARPS * SHARES;
-    for (int row = work.slice % SHARES + threadIdx.x / 32 * SHARES; row < BLOCK_M; row += ROWS_AT_ONCE) {
+    for (int row = work.slice % SHARES + threadIdx.x / 32 * SHARES; row < BLOCK_M;
+         row += ROWS_AT_ONCE) {
         float* row_of_p = p + row;
         auto score = [&](int key) {
             const float* own = scores + row * work.keys_padded + key;
@@ -93,9 +104,10 @@ flash_fwd_fp32_wide(const float* __restrict__ q, const float* __restrict__ k, co
                 float2 parts[SLICES], sum = make_float2(0.f, 0.f);
 #pragma unroll
                 for (int slice = 0; slice < SLICES; ++slice)
-                    parts[slice] = cluster_load2(address_in(smem_address(own), slice));
+                    parts[slice] = cluster_load2(cluster_address(smem_address(own), slice));
 #pragma unroll
-                for (int slice = 0; slice < SLICES; ++slice) sum.x += parts[slice].x, sum.y += parts[slice].y;
+                for (int slice = 0; slice < SLICES; ++slice)
+                    sum.x += parts[slice].x, sum.y += parts[slice].y;
                 return sum;
             }
         };
@@ -105,34 +117,37 @@ flash_fwd_fp32_wide(const float* __restrict__ q, const float* __restrict__ k, co
             } else {
 #pragma unroll
                 for (int slice = 0; slice < SLICES; ++slice)
-                    cluster_store(address_in(smem_address(row_of_p + key * P_PITCH), slice), x);
+                    cluster_store(cluster_address(smem_address(row_of_p + key * P_PITCH), slice),
+                                  x);
             }
         };
-        const int keys = keys_of(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
+        const int keys =
+            keys_of<CAUSAL>(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
         softmax_row(row_of_p, keys, keys_used, scale * LOG2E, score, put);
     }
-    // The last word between the blocks. Where rows are shared all wait for it; else a block only may not end
-    // while others still read its scores.
-    if constexpr (SLICES > 1) cluster_barrier_arrive();
-    if constexpr (SHARES > 1) cluster_barrier_wait();
+    // The last word between the blocks. Where rows are shared all wait for it; else a block only
+    // may not end while others still read its scores.
+    if constexpr (SLICES > 1) cluster_arrive();
+    if constexpr (SHARES > 1) cluster_wait();
     else __syncthreads();
     multiply_all_pv(work, seqlen_k, p, ring, ahead);
     if constexpr (SLICES > 1 && SHARES == 1) {
         __syncwarp();  // the barrier is for whole warps
-        cluster_barrier_wait();
+        cluster_wait();
     }
 }
 #elif STAGE_SCORES
-flash_fwd_fp32_wide_scores(const float* __restrict__ q, const float* __restrict__ k,
-                           float* __restrict__ partial, int heads, int heads_kv, int seqlen_q,
-                           int seqlen_k) {
+    flash_fwd_fp32_wide_scores(const float* __restrict__ q, const float* __restrict__ k,
+                               float* __restrict__ partial, int heads, int heads_kv, int seqlen_q,
+                               int seqlen_k) {
     extern __shared__ __align__(128) float smem[];
     const Work work(q, k, nullptr, nullptr, heads, heads_kv, seqlen_q, seqlen_k);
 #if PDL
-    let_launch_behind_begin();
+    grid_launch_dependents();
 #endif
-    const long long rows_ahead = static_cast<long long>(work.head * SLICES + work.slice) *
-                                 (gridDim.x / SLICES * BLOCK_M) + work.first_row;
+    const long long rows_ahead =
+        static_cast<long long>(work.head * SLICES + work.slice) * (gridDim.x / SLICES * BLOCK_M) +
+        work.first_row;
     partial += rows_ahead * work.keys_padded;
     for (int tile = 0; tile * BLOCK_N < work.keys; ++tile) {
         float s[SCORES_OF_LANE];
@@ -143,22 +158,26 @@ flash_fwd_fp32_wide_scores(const float* __restrict__ q, const float* __restrict_
     }
 }
 #else
-flash_fwd_fp32_wide_output(const float* partial, const float* __restrict__ v, float* __restrict__ o,
-                           int heads, int heads_kv, int seqlen_q, int seqlen_k, float scale) {
+    flash_fwd_fp32_wide_output(const float* partial, const float* __restrict__ v,
+                               float* __restrict__ o, int heads, int heads_kv, int seqlen_q,
+                               int seqlen_k, float scale) {
     extern __shared__ __align__(128) float smem[];
     const Work work(nullptr, nullptr, v, o, heads, heads_kv, seqlen_q, seqlen_k);
     float *p = smem, *scratch = p + work.keys_padded * P_PITCH;
-    const Values ahead =
-        load_values(work, seqlen_k, min(first_block(), BLOCKS - 1), threadIdx.x / 32 / COLUMN_WARPS);
+    const Values ahead = load_values(work, seqlen_k, min(first_block(), BLOCKS - 1),
+                                     threadIdx.x / 32 / COLUMN_WARPS);
 #if PDL
-    wait_for_launch_ahead();
+    grid_wait();
 #endif
-    const long long slice_step = static_cast<long long>(gridDim.x / SLICES * BLOCK_M) * work.keys_padded;
-    partial += work.head * SLICES * slice_step + static_cast<long long>(work.first_row) * work.keys_padded;
-    const int keys_used = (work.keys + KEYS - 1) / KEYS * KEYS;
+    const long long slice_step =
+        static_cast<long long>(gridDim.x / SLICES * BLOCK_M) * work.keys_padded;
+    partial +=
+        work.head * SLICES * slice_step + static_cast<long long>(work.first_row) * work.keys_padded;
+    const int keys_used = ceil_div<KEYS>(work.keys) * KEYS;
     for (int row = threadIdx.x / 32; row < BLOCK_M; row += NUM_WARPS) {
         float* row_of_p = p + row;
-        const int keys = keys_of(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
+        const int keys =
+            keys_of<CAUSAL>(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
         softmax_row(
             row_of_p, keys, keys_used, scale * LOG2E,
             [&](int key) {

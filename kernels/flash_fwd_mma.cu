@@ -1,25 +1,32 @@
-// flash_fwd_mma: the whole forward in one kernel (FlashAttention-2): mma.sync and cp.async, sm_80 on.
-// A block owns BLOCK_M queries of one head and walks over the keys, BLOCK_N at a time, through a ring of
-// NUM_STAGES K and V tiles. A warp owns WARP_M queries and the output stays in its registers: fp32, unscaled
-// by the row sum until the end. Scores become P in registers, so they never touch shared memory.
-// q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
+// flash_fwd_mma: the whole forward in one kernel (FlashAttention-2): mma.sync and cp.async, sm_80
+// on. A block owns BLOCK_M queries of one head and walks over the keys, BLOCK_N at a time, through
+// a ring of NUM_STAGES K and V tiles. A warp owns WARP_M queries and the output stays in its
+// registers: fp32, unscaled by the row sum until the end. Scores become P in registers, so they
+// never touch shared memory. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv,
+// seqlen_k, HEAD_DIM).
 #include "common/element.cuh"
-#include "common/mma.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/tile/arithmetic.cuh"
 
-// KEY_GROUPS groups of warps share the block's queries: each takes its own WARP_N keys of every tile, never
-// waits for another group, and they merge outputs at the end: more warps for a small grid, at WARP_M = 32.
+// KEY_GROUPS groups of warps share the block's queries: each takes its own WARP_N keys of every
+// tile, never waits for another group, and they merge outputs at the end: more warps for a small
+// grid, at WARP_M = 32.
 constexpr int THREADS = NUM_WARPS * 32, GROUP_THREADS = THREADS / KEY_GROUPS;
 constexpr int WARPS_M = NUM_WARPS / KEY_GROUPS;
 constexpr int WARP_M = BLOCK_M / WARPS_M, M_TILES = WARP_M / 16;
 constexpr int WARP_N = BLOCK_N / KEY_GROUPS, N_STEPS = WARP_N / 16;
 constexpr int D_STEPS = HEAD_DIM / 16, CHUNKS = HEAD_DIM / 8;  // a chunk is 16 bytes
-static_assert(M_TILES * 16 * WARPS_M == BLOCK_M && N_STEPS * 16 * KEY_GROUPS == BLOCK_N, "whole fragments");
+static_assert(M_TILES * 16 * WARPS_M == BLOCK_M && N_STEPS * 16 * KEY_GROUPS == BLOCK_N,
+              "whole fragments");
 static_assert(HEAD_DIM % 64 == 0, "a row must be whole swizzle periods");
 
-// Shared memory: Q (at the end O), then K and V of each stage (at the end the outputs to merge). ldmatrix
-// reads 8 rows at one column, which must lie in 8 different bank groups. SWIZZLE 1: a row's 16-byte chunks
-// are permuted by its number. SWIZZLE 0: 16 bytes of padding a row; the best config with it takes 17.6 us
-// against 15.8 at (1,16,1024,64) on an H200 (results/h200/h200_parameters).
+// Shared memory: Q (at the end O), then K and V of each stage (at the end the outputs to merge).
+// ldmatrix reads 8 rows at one column, which must lie in 8 different bank groups. SWIZZLE 1: a
+// row's 16-byte chunks are permuted by its number. SWIZZLE 0: 16 bytes of padding a row; the best
+// config with it takes 17.6 us against 15.8 at (1,16,1024,64) on an H200
+// (results/h200/h200_parameters).
 constexpr int PITCH = HEAD_DIM * 2 + (SWIZZLE ? 0 : 16);
 constexpr unsigned PERIOD = SWIZZLE ? 7 : 0;
 constexpr int Q_BYTES = BLOCK_M * PITCH, TILE_BYTES = WARP_N * PITCH, STAGE_BYTES = 2 * TILE_BYTES;
@@ -32,21 +39,24 @@ __device__ __forceinline__ unsigned step_offset(unsigned lane_chunk, int step) {
     return ((lane_chunk ^ (2 * step & 6)) << 4) + (2 * step & ~7) * 16;
 }
 
-// ROWS contiguous rows to shared memory by COUNT threads. Rows from rows_left on become zeros, so that 0 * V
-// is never NaN. Whole tiles take a path without conditions: about 2 instructions a chunk instead of 12.
+// ROWS contiguous rows to shared memory by COUNT threads. Rows from rows_left on become zeros, so
+// that 0 * V is never NaN. Whole tiles take a path without conditions: about 2 instructions a chunk
+// instead of 12.
 template <int ROWS, int COUNT>
 __device__ __forceinline__ void load_rows(unsigned target, const element_t* source, int rows_left,
                                           unsigned thread) {
     static_assert(ROWS * CHUNKS % COUNT == 0, "a tile must be whole chunks for every thread");
     constexpr int STEP = COUNT / CHUNKS;  // rows from one chunk of a thread to its next
-    const unsigned row = thread / CHUNKS, chunk = thread % CHUNKS, first = target + offset_of(row, chunk);
+    const unsigned row = thread / CHUNKS, chunk = thread % CHUNKS,
+                   first = target + offset_of(row, chunk);
     auto target_of = [&](int i) {
         return STEP % 8 == 0 ? first + i * STEP * PITCH : target + offset_of(row + i * STEP, chunk);
     };
     if (rows_left >= ROWS) {
         source += thread * 8;
 #pragma unroll
-        for (int i = 0; i < ROWS * CHUNKS / COUNT; ++i) cp_async_16(target_of(i), source + i * (COUNT * 8));
+        for (int i = 0; i < ROWS * CHUNKS / COUNT; ++i)
+            cp_async_16(target_of(i), source + i * (COUNT * 8));
     } else {
 #pragma unroll 1
         for (int i = 0; i < ROWS * CHUNKS / COUNT; ++i) {
@@ -59,30 +69,36 @@ __device__ __forceinline__ void load_rows(unsigned target, const element_t* sour
 // Threads that share K and V tiles: the whole block, or one group of warps on a barrier of its own.
 __device__ __forceinline__ void group_sync(int group) {
     if (KEY_GROUPS == 1) __syncthreads();
-    else asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory");
+    else named_barrier_sync(group + 1, GROUP_THREADS);
 }
 
-// A row's reference moves only when a score exceeds it by 2^RESCALE_ABOVE: P up to 256 is as exact in fp16
-// as P up to 1, and the output is rescaled, and maxima exchanged, in few tiles instead of in all.
+// A row's reference moves only when a score exceeds it by 2^RESCALE_ABOVE: P up to 256 is as exact
+// in fp16 as P up to 1, and the output is rescaled, and maxima exchanged, in few tiles instead of
+// in all.
 constexpr float RESCALE_ABOVE = 8.f;
-constexpr float NOTHING_YET = -1e30f;  // finite: a row without keys so far gives exp2(-inf), never NaN
+constexpr float NOTHING_YET =
+    -1e30f;  // finite: a row without keys so far gives exp2(-inf), never NaN
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
-              const element_t* __restrict__ v, element_t* __restrict__ o, int heads, int heads_kv,
-              int seqlen_q, int seqlen_k, float scale) {
+    flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
+                  const element_t* __restrict__ v, element_t* __restrict__ o, int heads,
+                  int heads_kv, int seqlen_q, int seqlen_k, float scale) {
     extern __shared__ __align__(128) unsigned char smem[];
     const unsigned smem_q = smem_address(smem);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / WARPS_M;
-    // Order 0: the blocks of a head follow one another and share its K and V in L2. Causal blocks differ in
-    // length: order 1 begins with the longest of all heads; 2 does so with half of them and then goes from
-    // short to long, so that two blocks of one SM add up to the same work if all run at once. On an H200,
-    // orders 0, 1, 2 took 16.1, 14.2, 13.4 us at (1,16,1024,64) and 6.4, 6.8, 6.8 us at (1,8,512,64).
+    // Order 0: the blocks of a head follow one another and share its K and V in L2. Causal blocks
+    // differ in length: order 1 begins with the longest of all heads; 2 does so with half of them
+    // and then goes from short to long, so that two blocks of one SM add up to the same work if all
+    // run at once. On an H200, orders 0, 1, 2 took 16.1, 14.2, 13.4 us at (1,16,1024,64)
+    // and 6.4, 6.8, 6.8 us at (1,8,512,64).
     constexpr bool BY_HEAD = BLOCK_ORDER == 0;
     const int rows = BY_HEAD ? gridDim.x : gridDim.y, index = BY_HEAD ? blockIdx.x : blockIdx.y;
     const int head = BY_HEAD ? blockIdx.y : blockIdx.x;
     const bool upwards = !CAUSAL || (BLOCK_ORDER == 2 && index >= (rows + 1) / 2);
-    const int first_row = (!upwards ? rows - 1 - index : CAUSAL ? index - (rows + 1) / 2 : index) * BLOCK_M;
+    const int first_row = (!upwards ? rows - 1 - index
+                           : CAUSAL ? index - (rows + 1) / 2
+                                    : index) *
+                          BLOCK_M;
     const int warp_row = first_row + warp % WARPS_M * WARP_M;
     const int head_kv = head / (heads / heads_kv);  // both counted over the batch
     const long long kv = (static_cast<long long>(head_kv) * seqlen_k + group * WARP_N) * HEAD_DIM;
@@ -92,7 +108,7 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
     // Keys that some row of this warp sees, and keys that all its rows see.
     const int some_keys = CAUSAL ? min(seqlen_k, warp_row + WARP_M + diagonal) : seqlen_k;
     const int all_keys = CAUSAL ? min(seqlen_k, warp_row + 1 + diagonal) : seqlen_k;
-    const int tiles = (block_keys + BLOCK_N - 1) / BLOCK_N;
+    const int tiles = ceil_div<BLOCK_N>(block_keys);
     const float to_log2 = scale * LOG2E;
 
     const unsigned group_ring = smem_q + Q_BYTES + group * (NUM_STAGES * STAGE_BYTES);
@@ -106,8 +122,8 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
     auto load_k = [&](unsigned stage, int tile) { load_tile(stage, k, tile); };
     auto load_v = [&](unsigned stage, int tile) { load_tile(stage + TILE_BYTES, v, tile); };
 
-    // Where this lane points ldmatrix: A fragments (Q) and transposed V take 16 rows by two column halves,
-    // K takes 2 x 8 rows by two halves.
+    // Where this lane points ldmatrix: A fragments (Q) and transposed V take 16 rows by two column
+    // halves, K takes 2 x 8 rows by two halves.
     const int row_a = lane % 16, row_k = lane % 8 + lane / 16 * 8;
     const unsigned chunk_a = lane / 16 ^ (row_a & PERIOD);
     const unsigned chunk_k = lane / 8 % 2 ^ (row_k & PERIOD);
@@ -116,7 +132,8 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
 
     using Scores = float[M_TILES][2 * N_STEPS][4];
     float out[M_TILES][2 * D_STEPS][4] = {};
-    float reference[M_TILES][2], sum[M_TILES][2] = {};  // rows lane / 4 and + 8; sums of this lane's columns
+    float reference[M_TILES][2],
+        sum[M_TILES][2] = {};  // rows lane / 4 and + 8; sums of this lane's columns
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m) reference[m][0] = reference[m][1] = NOTHING_YET;
     unsigned q_kept[Q_IN_REGISTERS ? D_STEPS : 1][M_TILES][4];
@@ -134,19 +151,20 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
     auto qk_step = [&](Scores& s, unsigned stage, int d) {
         unsigned q_now[M_TILES][4];
         if (!Q_IN_REGISTERS) load_q(q_now, d);
-        unsigned(&a)[M_TILES][4] = Q_IN_REGISTERS ? q_kept[Q_IN_REGISTERS ? d : 0] : q_now;
+        unsigned (&a)[M_TILES][4] = Q_IN_REGISTERS ? q_kept[Q_IN_REGISTERS ? d : 0] : q_now;
 #pragma unroll
         for (int n = 0; n < N_STEPS; ++n) {
             unsigned b[4];
             ldmatrix_x4(b, stage + lane_k + n * 16 * PITCH + step_offset(chunk_k, d));
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
-                mma_16816(s[m][2 * n], a[m], b[0], b[1]);
-                mma_16816(s[m][2 * n + 1], a[m], b[2], b[3]);
+                mma_16816<IS_BF16>(s[m][2 * n], a[m], b[0], b[1]);
+                mma_16816<IS_BF16>(s[m][2 * n + 1], a[m], b[2], b[3]);
             }
         }
     };
-    // Masks what lies beyond the diagonal or the last key; moves references where scores outgrew them.
+    // Masks what lies beyond the diagonal or the last key; moves references where scores outgrew
+    // them.
     auto settle = [&](Scores& s, int first_key) {
         if (first_key + WARP_N > all_keys) {
 #pragma unroll
@@ -158,7 +176,8 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
                     const int keys = seen - first_key - lane % 4 * 2;
 #pragma unroll
                     for (int n = 0; n < 4 * N_STEPS; ++n)
-                        if (n / 2 * 8 + n % 2 >= keys) s[m][n / 2][2 * h + n % 2] = minus_infinity();
+                        if (n / 2 * 8 + n % 2 >= keys)
+                            s[m][n / 2][2 * h + n % 2] = minus_infinity();
                 }
         }
         float largest[M_TILES][2];
@@ -169,7 +188,8 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
             for (int h = 0; h < 2; ++h) {
                 float x = fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]);
 #pragma unroll
-                for (int n = 1; n < 2 * N_STEPS; ++n) x = fmaxf(x, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+                for (int n = 1; n < 2 * N_STEPS; ++n)
+                    x = fmaxf(x, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
                 largest[m][h] = x * to_log2;
                 grown |= largest[m][h] > reference[m][h] + RESCALE_ABOVE;
             }
@@ -206,8 +226,8 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
             ldmatrix_x4_trans(b, stage + lane_v + n * 16 * PITCH + step_offset(chunk_a, d));
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
-                mma_16816(out[m][2 * d], p[m], b[0], b[1]);
-                mma_16816(out[m][2 * d + 1], p[m], b[2], b[3]);
+                mma_16816<IS_BF16>(out[m][2 * d], p[m], b[0], b[1]);
+                mma_16816<IS_BF16>(out[m][2 * d + 1], p[m], b[2], b[3]);
             }
         }
     };
@@ -216,17 +236,20 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
     load_k(group_ring, 0);
     cp_async_commit();
     const unsigned last_stage = group_ring + (NUM_STAGES - 1) * STAGE_BYTES;
-    auto after = [&](unsigned stage) { return stage == last_stage ? group_ring : stage + STAGE_BYTES; };
+    auto after = [&](unsigned stage) {
+        return stage == last_stage ? group_ring : stage + STAGE_BYTES;
+    };
     unsigned stage = group_ring;
 
-    // One stage: V(tile) loads under QK, K(tile + 1) under PV. More: whole tiles load ahead and one barrier a
-    // tile is enough, but for V(0), which QK(0) does not wait for.
+    // One stage: V(tile) loads under QK, K(tile + 1) under PV. More: whole tiles load ahead and one
+    // barrier a tile is enough, but for V(0), which QK(0) does not wait for.
     if (NUM_STAGES > 1) {
         load_v(group_ring, 0);
         cp_async_commit();
 #pragma unroll
         for (int tile = 1; tile < NUM_STAGES - 1; ++tile) {
-            load_k(group_ring + tile * STAGE_BYTES, tile), load_v(group_ring + tile * STAGE_BYTES, tile);
+            load_k(group_ring + tile * STAGE_BYTES, tile),
+                load_v(group_ring + tile * STAGE_BYTES, tile);
             cp_async_commit();
         }
     }
@@ -266,7 +289,8 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
     if (KEY_GROUPS > 1) {
         // Groups hold the same rows in the same lanes: thread hands over to thread, word by word.
         constexpr int WORDS = M_TILES * (8 * D_STEPS + 4), STRIDE = WARPS_M * WORDS * 32;
-        float* mailbox = reinterpret_cast<float*>(smem + Q_BYTES) + warp % WARPS_M * (WORDS * 32) + lane;
+        float* mailbox =
+            reinterpret_cast<float*>(smem + Q_BYTES) + warp % WARPS_M * (WORDS * 32) + lane;
         __syncthreads();
         if (group > 0) {
             float* to = mailbox + (group - 1) * STRIDE;
@@ -274,7 +298,8 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
             for (int m = 0; m < M_TILES; ++m) {
 #pragma unroll
                 for (int i = 0; i < 8 * D_STEPS; ++i, to += 32) *to = out[m][i / 4][i % 4];
-                to[0] = reference[m][0], to[32] = reference[m][1], to[64] = sum[m][0], to[96] = sum[m][1];
+                to[0] = reference[m][0], to[32] = reference[m][1], to[64] = sum[m][0],
+                to[96] = sum[m][1];
                 to += 128;
             }
         }
@@ -312,7 +337,8 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
             float inverse = __fdividef(1.f, total + __shfl_xor_sync(0xffffffffu, total, 2));
 #pragma unroll
             for (int d = 0; d < 2 * D_STEPS; ++d) {
-                unsigned char* at = smem + offset_of(staging + m * 16 + h * 8 + lane / 4, d) + lane % 4 * 4;
+                unsigned char* at =
+                    smem + offset_of(staging + m * 16 + h * 8 + lane / 4, d) + lane % 4 * 4;
                 *reinterpret_cast<unsigned*>(at) =
                     pack(out[m][d][2 * h] * inverse, out[m][d][2 * h + 1] * inverse);
             }
@@ -324,6 +350,7 @@ flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
     for (int i = 0; i < WARP_M * CHUNKS / 32; ++i) {
         const int at = i * 32 + lane;
         const unsigned char* from = smem + offset_of(staging + at / CHUNKS, at % CHUNKS);
-        if (at / CHUNKS < rows_left) reinterpret_cast<uint4*>(o)[at] = *reinterpret_cast<const uint4*>(from);
+        if (at / CHUNKS < rows_left)
+            reinterpret_cast<uint4*>(o)[at] = *reinterpret_cast<const uint4*>(from);
     }
 }

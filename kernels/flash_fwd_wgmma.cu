@@ -1,22 +1,27 @@
-// flash_fwd_wgmma: fused attention forward on Hopper: TMA into an mbarrier ring, wgmma for both products,
-// scores and P never leave registers. sm_90a only.
-// q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
-// A block has WARPGROUPS consumer warpgroups and a producer. WARPGROUPS / KEY_GROUPS of them share a tile of
-// keys, 64 queries each; KEY_GROUPS of them share their queries and take tiles of keys in turn, and what
-// they have is merged last. Tiles of keys are taken right to left, so that those with a mask come first.
-// With SPLITS, as many blocks share queries too. The combine stage joins what they store; or, with
+// flash_fwd_wgmma: fused attention forward on Hopper: TMA into an mbarrier ring, wgmma for both
+// products, scores and P never leave registers. sm_90a only. q, o: (batch, heads, seqlen_q,
+// HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM). A block has WARPGROUPS consumer
+// warpgroups and a producer. WARPGROUPS / KEY_GROUPS of them share a tile of keys, 64 queries each;
+// KEY_GROUPS of them share their queries and take tiles of keys in turn, and what they have is
+// merged last. Tiles of keys are taken right to left, so that those with a mask come first. With
+// SPLITS, as many blocks share queries too. The combine stage joins what they store; or, with
 // SPLIT_CLUSTER, they are a cluster, and join through its shared memory.
 #include "common/element.cuh"
-#include "common/mma.cuh"
-#include "common/hopper.cuh"
-#include "common/rows.cuh"
-constexpr float LN2 = 0.6931471805599453f;
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/launch.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "common/tile/arithmetic.cuh"
+#include "common/tile/rows.cuh"
 
 #if STAGE_COMBINE
-#include "common/combine.cuh"
+#include "common/tile/combine.cuh"
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    flash_fwd_wgmma_combine(const float* __restrict__ partial, const float* __restrict__ partial_lse,
-                            element_t* __restrict__ o, float* __restrict__ lse, int rows) {
+    flash_fwd_wgmma_combine(const float* __restrict__ partial,
+                            const float* __restrict__ partial_lse, element_t* __restrict__ o,
+                            float* __restrict__ lse, int rows) {
 #if PDL
     grid_launch_dependents();
     grid_wait();
@@ -24,497 +29,590 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     constexpr int CHUNKS = HEAD_DIM / 4;
     int at = blockIdx.x * COMBINE_THREADS + threadIdx.x, row = at / CHUNKS, chunk = at % CHUNKS;
     if (row >= rows) return;
-    float whole = combine_splits(partial, partial_lse, o, SPLITS, rows, row, chunk);
+    float whole = combine_splits<HEAD_DIM>(partial, partial_lse, o, SPLITS, rows, row, chunk);
     if (LSE && chunk == 0) lse[row] = whole * LN2;
 }
 #else
-#include "common/online_softmax.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/merge.cuh"
+#include "common/tile/operand.cuh"
+#include "common/tile/ring.cuh"
+#include "common/tile/schedule.cuh"
+#include "common/tile/softmax.cuh"
+#include "common/tile/join.cuh"
 
 constexpr int ROW_GROUPS = WARPGROUPS / KEY_GROUPS, BLOCK_M = 64 * ROW_GROUPS;
 constexpr int STAGES = NUM_STAGES;
 constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + PRODUCER_WARPS * 32;
 static_assert(ROW_GROUPS * KEY_GROUPS == WARPGROUPS, "KEY_GROUPS must divide WARPGROUPS");
-// Else a warpgroup meets stages whose last phase it has not waited for, and takes that for its own.
+// Otherwise a warpgroup meets stages whose last phase it has not waited for, and takes that for its
+// own.
 static_assert(NUM_STAGES % KEY_GROUPS == 0, "a stage of the ring is always the same key group's");
 static_assert(HEAD_DIM % 16 == 0 && BLOCK_N % 16 == 0, "wgmma takes 16 columns or keys at once");
-// MULTICAST: the blocks of a cluster have neighbouring tiles of queries of one head, and each loads its part
-// of every tile of K and V for all. SPLIT_CLUSTER: they are the splits of one tile.
+// MULTICAST: the blocks of a cluster have neighbouring tiles of queries of one head, and each loads
+// its part of every tile of K and V for all. SPLIT_CLUSTER: they are the splits of one tile.
 #if CLUSTER > 1
 #define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define CLUSTER_DIMS
 #endif
 static_assert(CLUSTER == (SPLIT_CLUSTER ? SPLITS : MULTICAST), "a cluster has one use");
-static_assert(MULTICAST == 1 || (!CAUSAL && !ORDER && SPLITS == 1), "who shares loads needs the same keys");
-static_assert(SPLITS == 1 || (!PERSISTENT && !ORDER), "the splits of a tile are a dimension of the grid");
-static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1), "turns are of equal length");
-// Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second panel is
-// half empty: its columns are outside the tensor, so nothing is moved for them.
+static_assert(MULTICAST == 1 || (!CAUSAL && !ORDER && SPLITS == 1),
+              "multicast blocks must visit the same keys");
+static_assert(SPLITS == 1 || (!PERSISTENT && !ORDER),
+              "the splits of a tile are a dimension of the grid");
+static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1),
+              "turns are of equal length");
+// Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second
+// panel is half empty: its columns are outside the tensor, so nothing is moved for them.
 constexpr int PANELS = (HEAD_DIM + 63) / 64;
 constexpr unsigned Q_PANEL = 64 * 128, Q_BYTES = PANELS * Q_PANEL;  // of one warpgroup's queries
 constexpr unsigned KV_PANEL = BLOCK_N * 128, KV_BYTES = PANELS * KV_PANEL;
 // P of a warpgroup in shared memory: one buffer, or one being read and one being written.
-constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL, P_BUFFERS = OVERLAP ? 2 : 1;
+constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL,
+                   P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
-static_assert(!OVERLAP || P_SHARED || MAXIMA == 1, "P beside the one being read goes over its scores");
-// What a key group hands over: accumulators, maxima and sums of each thread.
-constexpr unsigned MERGE_FLOATS = HEAD_DIM / 2 + 4, MERGE_BYTES = 128 * 4 * MERGE_FLOATS;
-constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES;
-// Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer already
-// fills for the next tile; others over Q, and merge over the ring. What splits send each other has room of
-// its own too, since a block may send while the other still multiplies.
-#if SPLIT_CLUSTER
-#include "common/cluster_join.cuh"
-constexpr unsigned STAGED_BYTES = ROW_GROUPS * JOIN_BYTES;
-#else
-constexpr unsigned STAGED_BYTES = PERSISTENT ? ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES : 0;
+static_assert(!OVERLAP || P_SHARED || MAXIMA == 1,
+              "P beside the one being read goes over its scores");
+constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES<HEAD_DIM>;
+// Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer
+// already fills for the next tile; others over Q, and merge over the ring. What splits send each
+// other has room of its own too, since a block may send while the other still multiplies.
+using JoinSplits = Join<HEAD_DIM, SPLITS>;
+constexpr unsigned STAGED_BYTES = SPLIT_CLUSTER ? ROW_GROUPS * JoinSplits::BYTES
+                                  : PERSISTENT  ? ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES
+                                                : 0;
+#if PRODUCER_WARPS == 1  // the roles keep the registers that they have at entry
+constexpr int PRODUCER_REGISTERS = 0, CONSUMER_REGISTERS = 0;
 #endif
 constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4;
 
-#include "common/flash_schedule.cuh"
-#include "common/key_groups.cuh"
+using Tiles =
+    Schedule<BLOCK_M, BLOCK_N, KEY_GROUPS, SPLITS, SPLIT_CLUSTER, ORDER, (PERSISTENT > 0), CAUSAL>;
+using Softmax = OnlineSoftmax<MAXIMA, EXP2_POLY, CAUSAL>;
 
-// Barriers: full and empty of each stage of K and of V, of Q: full of each 64 rows, empty of all. With
-// SPLIT_CLUSTER, of each 64 rows: what the other splits have is there.
+// Barriers: full and empty of each stage of K and of V, of Q: full of each 64 rows, empty of all.
+// With SPLIT_CLUSTER, of each 64 rows: what the other splits have is there.
 struct Barriers {
     unsigned base;
     __device__ __forceinline__ unsigned k_full(unsigned stage) const { return base + 32 * stage; }
-    __device__ __forceinline__ unsigned k_empty(unsigned stage) const { return base + 32 * stage + 8; }
-    __device__ __forceinline__ unsigned v_full(unsigned stage) const { return base + 32 * stage + 16; }
-    __device__ __forceinline__ unsigned v_empty(unsigned stage) const { return base + 32 * stage + 24; }
+    __device__ __forceinline__ unsigned k_empty(unsigned stage) const {
+        return base + 32 * stage + 8;
+    }
+    __device__ __forceinline__ unsigned v_full(unsigned stage) const {
+        return base + 32 * stage + 16;
+    }
+    __device__ __forceinline__ unsigned v_empty(unsigned stage) const {
+        return base + 32 * stage + 24;
+    }
     __device__ __forceinline__ unsigned q_empty() const { return base + 32 * STAGES; }
-    __device__ __forceinline__ unsigned q_full(int group) const { return base + 32 * STAGES + 8 + 8 * group; }
-    __device__ __forceinline__ unsigned joined(int group) const { return q_full(ROW_GROUPS + group); }
+    __device__ __forceinline__ unsigned q_full(int group) const {
+        return base + 32 * STAGES + 8 + 8 * group;
+    }
+    __device__ __forceinline__ unsigned joined(int group) const {
+        return q_full(ROW_GROUPS + group);
+    }
+    __device__ __forceinline__ void init() const {
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i) {
+            mbarrier_init(k_full(i), 1);
+            mbarrier_init(v_full(i), 1);
+            mbarrier_init(k_empty(i), 4 * ROW_GROUPS * MULTICAST);
+            mbarrier_init(v_empty(i), 4 * ROW_GROUPS * MULTICAST);
+        }
+        mbarrier_init(q_empty(), CONSUMERS / 32);
+#pragma unroll
+        for (int i = 0; i < ROW_GROUPS; ++i) mbarrier_init(q_full(i), 1);
+#pragma unroll
+        for (int i = 0; i < (SPLIT_CLUSTER ? ROW_GROUPS : 0); ++i) {
+            mbarrier_init(joined(i), 1);
+            mbarrier_expect(joined(i), JoinSplits::BYTES);
+        }
+        mbarrier_init_fence();
+    }
+};
+// Where everything lies in shared memory.
+struct Memory {
+    unsigned q, k, v, p, staging;
+    Barriers barriers;
+    __device__ __forceinline__ explicit Memory(unsigned base)
+        : q(base),
+          k(q + ROW_GROUPS * Q_BYTES),
+          v(k + STAGES * KV_BYTES),
+          p(v + STAGES * KV_BYTES),
+          staging(p + ALL_P_BYTES),
+          barriers{staging + STAGED_BYTES} {}
+};
+// Each role makes its own schedule: what both keep from before they part is spilled by the
+// producer, which has 24 registers.
+struct Call {
+    int heads, queries_per_key_head, heads_together, seqlen_q, seqlen_k;
+    float factor;  // of the scores: scale * log2(e)
+    __device__ __forceinline__ Tiles schedule(int seqlen_q) const {
+        int tiles_m = ceil_div<MULTICAST * BLOCK_M>(seqlen_q) * MULTICAST;
+        return {tiles_m, heads, seqlen_q, seqlen_k, heads_together};
+    }
 };
 
-__device__ __forceinline__ void
-load_queries(unsigned target, const TensorMap& map, unsigned barrier, int row, int head) {
+// ---- the producer: one thread loads Q, K and V ----
+__device__ __forceinline__ void load_queries(unsigned target, const TensorMap& map,
+                                             unsigned barrier, int row, int head) {
     mbarrier_expect(barrier, Q_BYTES);
 #pragma unroll
-    for (int i = 0; i < PANELS; ++i) tma_load(target + i * Q_PANEL, map, barrier, i * 64, row, head);
+    for (int i = 0; i < PANELS; ++i)
+        tma_load(target + i * Q_PANEL, map, barrier, i * 64, row, head);
 }
-__device__ __forceinline__ void
-load_keys(unsigned target, const TensorMap& map, unsigned barrier, int key, int head, int rank) {
+__device__ __forceinline__ void load_keys(unsigned target, const TensorMap& map, unsigned barrier,
+                                          int key, int head, int rank) {
     mbarrier_expect(barrier, KV_BYTES);
     constexpr int PART = BLOCK_N / MULTICAST;
 #pragma unroll
     for (int i = 0; i < PANELS; ++i)
-#if MULTICAST > 1
-        tma_load_multicast(target + i * KV_PANEL + rank * PART * 128, map, barrier, i * 64, key + rank * PART,
-                           head, (1 << MULTICAST) - 1);
-#else
-        tma_load(target + i * KV_PANEL, map, barrier, i * 64, key, head);
-#endif
+        if constexpr (MULTICAST > 1)
+            tma_load_multicast(target + i * KV_PANEL + rank * PART * 128, map, barrier, i * 64,
+                               key + rank * PART, head, (1 << MULTICAST) - 1);
+        else tma_load(target + i * KV_PANEL, map, barrier, i * 64, key, head);
 }
-
-// s = Q K^T of 64 queries and BLOCK_N keys.
-__device__ __forceinline__ void
-multiply_qk(float (&s)[BLOCK_N / 2], unsigned long long q, unsigned long long k) {
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; ++i) {
-        constexpr int IN_PANEL = 4;  // 16 columns are 32 bytes
-        unsigned at = i % IN_PANEL * 32;
-        Wgmma<BLOCK_N>::template ss<0>(s, q + (i / IN_PANEL * Q_PANEL + at) / 16,
-                                       k + (i / IN_PANEL * KV_PANEL + at) / 16, i > 0);
-    }
-    wgmma_commit();
-}
-// o += P V, with P in registers or in shared memory.
-__device__ __forceinline__ void
-multiply_pv(float (&o)[HEAD_DIM / 2], const unsigned* p, unsigned long long shared_p, unsigned long long v) {
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 16; ++i)
-        if (P_SHARED)
-            Wgmma<HEAD_DIM>::template ss<1>(o, shared_p + (i / 4 * P_PANEL + i % 4 * 32) / 16,
-                                            v + i * 2048 / 16, 1);
-        else Wgmma<HEAD_DIM>::template rs<1>(o, p + i * 4, v + i * 2048 / 16, 1);
-    wgmma_commit();
-}
-// Keys at and beyond `limit` of the tile get no weight; rows of a thread are 8 apart.
-__device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int limit, int limit_8) {
-    int first = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; ++i)
-        if (i / 4 * 8 + i % 2 + first >= (i & 2 ? limit_8 : limit)) s[i] = minus_infinity();
-}
-__device__ __forceinline__ void scale_rows(float (&o)[HEAD_DIM / 2], const float (&by)[2]) {
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= by[i / 2 % 2];
-}
-
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    flash_fwd_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-                    const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
-                    float* __restrict__ lse,
-#if SPLIT_CLUSTER
-                    element_t* __restrict__ joined,  // o: what a split stores of a row is no box of TMA's
-#else
-                    float* __restrict__ partial,
-#endif
-                    int heads, int queries_per_key_head, int heads_together, int seqlen_q, int seqlen_k,
-                    float factor) {
-    extern __shared__ __align__(1024) unsigned char smem[];
-    unsigned smem_q = smem_address(smem), smem_k = smem_q + ROW_GROUPS * Q_BYTES,
-             smem_v = smem_k + STAGES * KV_BYTES, smem_p = smem_v + STAGES * KV_BYTES,
-             staging = smem_p + ALL_P_BYTES;
-    Barriers barriers{staging + STAGED_BYTES};
-    // Each role makes its own: what both keep from before they part is spilled by the producer, which has 24
-    // registers.
-    auto schedule_of = [&](int seqlen_q) -> Schedule {
-        constexpr int CLUSTER_M = MULTICAST * BLOCK_M;
-        int tiles_m = (seqlen_q + CLUSTER_M - 1) / CLUSTER_M * MULTICAST;
-        return {tiles_m, heads, seqlen_q, seqlen_k, heads_together};
-    };
-    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
-
-    if (warp >= CONSUMERS / 32) {
-#if PRODUCER_WARPS == 4
-        registers_decrease<PRODUCER_REGISTERS>();
-#endif
-        if (warp > CONSUMERS / 32) return;
-        if (threadIdx.x % 32 == 0) {
-#pragma unroll
-            for (int i = 0; i < STAGES; ++i) {
-                mbarrier_init(barriers.k_full(i), 1);
-                mbarrier_init(barriers.v_full(i), 1);
-                mbarrier_init(barriers.k_empty(i), 4 * ROW_GROUPS * MULTICAST);
-                mbarrier_init(barriers.v_empty(i), 4 * ROW_GROUPS * MULTICAST);
+// K of a tile comes before Q of the first, and V of the tile before.
+__device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& k,
+                                           const TensorMap& v, const Memory& at, const Call& call,
+                                           int rank) {
+    const Barriers& barriers = at.barriers;
+    Tiles schedule = call.schedule(opaque(call.seqlen_q));
+    Ring<STAGES> k_at, v_at;
+    unsigned q_phase = 0;
+#pragma unroll 1
+    for (int turn = 0;; ++turn) {
+        TileOfQueries work = schedule.of(turn);
+        if (PERSISTENT && work.row < 0) break;
+        int head_kv =
+            call.queries_per_key_head == 1 ? work.head : work.head / call.queries_per_key_head;
+#pragma unroll 1
+        for (int j = 0; j <= work.tiles; ++j) {
+            if (j < work.tiles) {
+                mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
+                load_keys(at.k + k_at.stage * KV_BYTES, k, barriers.k_full(k_at.stage),
+                          schedule.key(j, work.all), head_kv, rank);
+                k_at.next();
             }
-            mbarrier_init(barriers.q_empty(), CONSUMERS / 32);
+            if (j == 0) {
+                if (PERSISTENT) mbarrier_wait(barriers.q_empty(), q_phase ^ 1);
+                q_phase ^= 1;
 #pragma unroll
-            for (int i = 0; i < ROW_GROUPS; ++i) mbarrier_init(barriers.q_full(i), 1);
-#if SPLIT_CLUSTER
-#pragma unroll
-            for (int i = 0; i < ROW_GROUPS; ++i) {
-                mbarrier_init(barriers.joined(i), 1);
-                mbarrier_expect(barriers.joined(i), JOIN_BYTES);
+                for (int i = 0; i < ROW_GROUPS; ++i)
+                    load_queries(at.q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64,
+                                 work.head);
+                continue;
             }
-#endif
-            mbarrier_init_fence();
+            mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
+            load_keys(at.v + v_at.stage * KV_BYTES, v, barriers.v_full(v_at.stage),
+                      schedule.key(j - 1, work.all), head_kv, rank);
+            v_at.next();
         }
-        __syncwarp();
-        int rank = 0;
-#if MULTICAST > 1
+        if (!PERSISTENT) break;
+    }
+}
+__device__ __forceinline__ void producer(const TensorMap& q, const TensorMap& k, const TensorMap& v,
+                                         const Memory& at, const Call& call) {
+    if (threadIdx.x % 32 == 0) at.barriers.init();
+    __syncwarp();
+    int rank = 0;
+    if constexpr (MULTICAST > 1) {
         rank = cluster_rank();
         cluster_arrive();
         cluster_wait();  // the others' copies come to barriers of this block
-#else
-#if SPLIT_CLUSTER
-        cluster_arrive_relaxed();  // nobody has to wait yet: the others' barriers are needed last
-#endif
+    } else {
+        if (SPLIT_CLUSTER)
+            cluster_arrive_relaxed();  // the others' barriers are needed last: nobody waits yet
         named_barrier_arrive(START_BARRIER, CONSUMERS + 32);
-#endif
-#if SPLIT_CLUSTER
-        if (threadIdx.x % 32 == 0)  // and the warp waits as a whole
-#else
-        if (threadIdx.x % 32 > 0) return;
-#endif
-        {
-#if PDL
-            if (PDL == 2) grid_launch_dependents();
-            grid_wait();
-#endif
-            Schedule schedule = schedule_of(opaque(seqlen_q));
-            Ring<STAGES> k_at, v_at;
-            unsigned q_phase = 0;
-#pragma unroll 1
-            for (int turn = 0;; ++turn) {
-                Work work = schedule.of(turn);
-                if (PERSISTENT && work.row < 0) break;
-                int head_kv = queries_per_key_head == 1 ? work.head : work.head / queries_per_key_head;
-#pragma unroll 1
-                for (int j = 0; j <= work.tiles; ++j) {
-                    if (j < work.tiles) {
-                        mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
-                        load_keys(smem_k + k_at.stage * KV_BYTES, k, barriers.k_full(k_at.stage),
-                                  schedule.key(j, work.all), head_kv, rank);
-                        k_at.next();
-                    }
-                    if (j == 0) {
-                        if (PERSISTENT) mbarrier_wait(barriers.q_empty(), q_phase ^ 1);
-                        q_phase ^= 1;
-#pragma unroll
-                        for (int i = 0; i < ROW_GROUPS; ++i)
-                            load_queries(smem_q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64,
-                                         work.head);
-                        continue;
-                    }
-                    mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
-                    load_keys(smem_v + v_at.stage * KV_BYTES, v, barriers.v_full(v_at.stage),
-                              schedule.key(j - 1, work.all), head_kv, rank);
-                    v_at.next();
-                }
-                if (!PERSISTENT) break;
-            }
-#if PDL == 1
-            grid_launch_dependents();
-#endif
-        }
-#if SPLIT_CLUSTER
+    }
+    if (threadIdx.x % 32 == 0) {
+        if (PDL == 2) grid_launch_dependents();
+        if (PDL) grid_wait();
+        load_tiles(q, k, v, at, call, rank);
+        if (PDL == 1) grid_launch_dependents();
+    }
+    if constexpr (SPLIT_CLUSTER) {
         __syncwarp();
         cluster_wait();
-#endif
-        return;
+    }
+}
+
+// ---- a consumer warpgroup: 64 queries, in turns with the other key groups ----
+struct Consumer {
+    const Memory& at;
+    const Call& call;
+    int warp, lane, key_group, row_group;
+    Tiles schedule;
+    unsigned own_q, own_p, p_buffer;
+    // stmatrix: this lane's row and 16-byte chunk of the warp's 16 rows of a panel; `^ 32 n` is n
+    // chunk pairs on, since the swizzle is an XOR too.
+    unsigned lane_at;
+    unsigned long long q_descriptor, k_descriptor, v_descriptor, p_descriptor;
+    // Of the tile of queries: keys that all of a warp's rows see, and those of this thread's two
+    // rows.
+    int all_keys, unmasked, limit, limit_8;
+    unsigned remote;          // from a barrier to that of the block that this lane tells
+    Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
+
+    using Scores = float[BLOCK_N / 2];
+    using Output = float[HEAD_DIM / 2];
+    using Weights = unsigned[BLOCK_N / 4];  // P as fragments; unused if P is in shared memory
+
+    __device__ __forceinline__ void wait_for_k() const {
+        mbarrier_wait(at.barriers.k_full(k_at.stage), k_at.phase);
+    }
+    __device__ __forceinline__ void wait_for_v() const {
+        mbarrier_wait(at.barriers.v_full(v_at.stage), v_at.phase);
+    }
+    // To the producers of all blocks that load into the barrier's stage.
+    __device__ __forceinline__ void release(unsigned barrier) const {
+        if constexpr (MULTICAST > 1) mbarrier_arrive_remote(remote + barrier, lane, MULTICAST);
+        else if (lane == 0) mbarrier_arrive(barrier);
+    }
+    __device__ __forceinline__ void release_q() const {
+        if (PERSISTENT && lane == 0) mbarrier_arrive(at.barriers.q_empty());
+    }
+    // Warpgroups that overlap tiles take turns to begin their products.
+    __device__ __forceinline__ void take_turn() const {
+        if (PINGPONG) named_barrier_sync(TURN_BARRIER + warp / 4, 256);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (PINGPONG) named_barrier_arrive(TURN_BARRIER + (warp / 4 + 1) % WARPGROUPS, 256);
     }
 
-#if PRODUCER_WARPS == 4
-    registers_increase<CONSUMER_REGISTERS>();
-#endif
-    int lane = threadIdx.x % 32, key_group = warp / (4 * ROW_GROUPS), row_group = warp / 4 % ROW_GROUPS;
-    if (!SPLIT_CLUSTER && threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
-    unsigned own_q = smem_q + row_group * Q_BYTES;
-    unsigned long long q_descriptor = wgmma_descriptor<128>(own_q, 1024),
-                       k_descriptor = wgmma_descriptor<128>(smem_k, 1024),
-                       v_descriptor = wgmma_descriptor<128>(smem_v, 1024, KV_PANEL);
-    // stmatrix: this lane's row and 16-byte chunk of the warp's 16 rows of a panel; `^ 32 n` is n chunk
-    // pairs on, since the swizzle is an XOR too.
-    unsigned lane_at = warp % 4 * 2048 + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
-    unsigned own_p = smem_p + warp / 4 * P_BUFFERS * P_BYTES, p_buffer = 0;
-    unsigned long long p_descriptor = wgmma_descriptor<128>(own_p, 1024);
-#if MULTICAST > 1
-    cluster_arrive();
-    cluster_wait();
-#else
-#if SPLIT_CLUSTER
-    cluster_arrive_relaxed();
-#endif
-    named_barrier_sync(START_BARRIER, CONSUMERS + 32);
-#endif
-#if PINGPONG
-    if (warp / 4 == 0) named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
-#endif
+    // s = Q K^T of 64 queries and BLOCK_N keys.
+    __device__ __forceinline__ void begin_qk(Scores& s) const {
+        wgmma_fence();
+        unsigned long long k = k_descriptor + k_at.stage * (KV_BYTES / 16);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 16; ++i) {
+            constexpr int IN_PANEL = 4;  // 16 columns are 32 bytes
+            unsigned in = i % IN_PANEL * 32;
+            Wgmma<BLOCK_N>::ss<IS_BF16, 0>(s, q_descriptor + (i / IN_PANEL * Q_PANEL + in) / 16,
+                                           k + (i / IN_PANEL * KV_PANEL + in) / 16, i > 0);
+        }
+        wgmma_commit();
+    }
+    // PENDING products that began later may go on.
+    template <int PENDING>
+    __device__ __forceinline__ void end_qk(Scores& s) {
+        wgmma_wait<PENDING>();
+        pin(s);
+        release(at.barriers.k_empty(k_at.stage)), k_at.skip<KEY_GROUPS>();
+    }
+    // out += P V, with P in registers or in shared memory.
+    // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
+    __device__ __forceinline__ void begin_pv(Output& out, Weights& p) const {
+        if (!P_SHARED) pin(p);
+        pin(out);
+        wgmma_fence();
+        unsigned long long shared_p = p_descriptor + p_buffer * (P_BYTES / 16),
+                           v = v_descriptor + v_at.stage * (KV_BYTES / 16);
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 16; ++i)
+            if (P_SHARED)
+                Wgmma<HEAD_DIM>::ss<IS_BF16, 1>(out, shared_p + (i / 4 * P_PANEL + i % 4 * 32) / 16,
+                                                v + i * 2048 / 16, 1);
+            else Wgmma<HEAD_DIM>::rs<IS_BF16, 1>(out, p + i * 4, v + i * 2048 / 16, 1);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void end_pv(Output& out, Weights& p) {
+        wgmma_wait<0>();
+        pin(out);
+        if (!P_SHARED) pin(p);
+        release(at.barriers.v_empty(v_at.stage)), v_at.skip<KEY_GROUPS>();
+    }
+    __device__ __forceinline__ void mask(Scores& s, int j) const {
+        int key = schedule.key(j, all_keys);
+        if (__builtin_expect(key + BLOCK_N > unmasked, 0))
+            mask_columns(s, limit - key, limit_8 - key);
+    }
 
-    Schedule schedule = schedule_of(seqlen_q);
-    Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
+    // Where exponentials go: eight of them are this thread's fragment of P's 16 keys.
+    __device__ __forceinline__ auto to_registers(Weights& p) const {
+        return [&p](int i, const float (&e)[8]) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) p[i / 2 + j] = pack(e[2 * j], e[2 * j + 1]);
+        };
+    }
+    __device__ __forceinline__ auto to_shared() const {
+        return [this](int i, const float (&e)[8]) {
+            stmatrix_x4(
+                (own_p + p_buffer * P_BYTES + lane_at + i / 32 * P_PANEL) ^ (i / 8 % 4 * 32),
+                pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7]));
+        };
+    }
+    __device__ __forceinline__ void
+    shared_p_written() const {  // by this warp, which reads no other's rows
+        fence_async_proxy();
+        __syncwarp();
+    }
+    __device__ __forceinline__ static void scale_rows(Output& out, const float (&by)[2]) {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] *= by[i / 2 % 2];
+    }
+    // The softmax of a tile that nothing runs beside.
+    __device__ __forceinline__ void softmax(Scores& s, Weights& p, Output& out, Softmax& rows,
+                                            float (&by)[2], bool first) const {
+        bool grew;
+        if constexpr (P_SHARED) {
+            grew = rows.tile(s, call.factor, first, by, to_shared());
+            shared_p_written();
+        } else {
+            grew = rows.tile(s, call.factor, first, by, to_registers(p));
+        }
+        if (grew) scale_rows(out, by);
+    }
+    // The same beside P V of the tile before, which is then waited for. The P before is being read,
+    // so the new one goes elsewhere: to the other buffer, or, since with MAXIMA 1 the tile is not
+    // done again, over the scores.
+    __device__ __forceinline__ void softmax_beside_pv(Scores& s, Weights& p, Output& out,
+                                                      Softmax& rows, float (&by)[2]) {
+        bool grew;
+        if constexpr (P_SHARED) {
+            p_buffer ^= 1;
+            grew = rows.tile(s, call.factor, false, by, to_shared());
+            shared_p_written();
+            end_pv(out, p);
+        } else {
+            grew = rows.tile(s, call.factor, false, by, [&s](int i, const float (&e)[8]) {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) s[i + j] = e[j];
+            });
+            pin(s);
+            end_pv(out, p);
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
+        }
+        if (grew) scale_rows(out, by);
+    }
+
+    // out = softmax(Q K^T) V, not yet divided by the sums of `rows`. Tiles of keys come right to
+    // left.
+    __device__ __forceinline__ void attend(Output& out, Softmax& rows, int tiles) {
+        Weights p;
+        float by[2];
+        if constexpr (!OVERLAP) {
+#pragma unroll 1
+            for (int j = key_group; j < tiles; j += KEY_GROUPS) {
+                Scores s;
+                wait_for_k();
+                begin_qk(s);  // S = Q K^T
+                end_qk<0>(s);
+                mask(s, j);
+                softmax(s, p, out, rows, by, j == key_group);  // P = softmax(S)
+                wait_for_v();
+                begin_pv(out, p);  // O += P V
+                end_pv(out, p);
+            }
+            release_q();
+        } else {
+            {
+                Scores s;
+                wait_for_k();
+                begin_qk(s);
+                end_qk<0>(s);
+                mask(s, key_group);
+                softmax(s, p, out, rows, by, true);
+            }
+#pragma unroll 1
+            for (int j = key_group + KEY_GROUPS; j < tiles; j += KEY_GROUPS) {
+                Scores s;
+                wait_for_k(), take_turn();
+                begin_qk(s);  // S = Q K^T
+                wait_for_v();
+                begin_pv(out, p), pass_turn();  // O += P V, of the tile before
+                end_qk<1>(s);
+                mask(s, j);
+                softmax_beside_pv(s, p, out, rows, by);  // P = softmax(S)
+            }
+            release_q();
+            wait_for_v();
+            begin_pv(out, p);
+            end_pv(out, p);
+        }
+    }
+};
+
+// ---- what becomes of the output ----
+// This thread's two rows: `row` and 8 further, of `head`.
+struct Place {
+    int head, first_row, row;  // first_row: of the warp's 16
+};
+// Of a split that is a block of a cluster: its columns, from all keys.
+template <class Join>
+__device__ __forceinline__ void store_joined(const Consumer& self, const Place& to,
+                                             const float (&out)[HEAD_DIM / 2], Softmax& rows,
+                                             element_t* joined, float* lse) {
+    float mine[Join::SLICE];
+    int rank = cluster_rank();
+    Join::run(out, rows, mine, self.at.staging + self.row_group * Join::BYTES,
+              self.at.barriers.joined(self.row_group), rank, self.call.factor);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (to.row + r * 8 >= self.call.seqlen_q) continue;
+        long long at = static_cast<long long>(to.head) * self.call.seqlen_q + to.row + r * 8;
+        float by = 1.f / rows.l[r];
+        element_t* o = joined + at * HEAD_DIM + rank * (HEAD_DIM / SPLITS) + self.lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < Join::SLICE; i += 4)
+            *reinterpret_cast<unsigned*>(o + i * 2) =
+                pack(mine[i + r * 2] * by, mine[i + r * 2 + 1] * by);
+        if (LSE && rank == 0 && self.lane % 4 == 0)
+            lse[at] = fmaf(rows.m[r], self.call.factor, log2f(rows.l[r])) * LN2;
+    }
+}
+// Of a split whose blocks the combine stage joins: what it would be without the others, and its
+// weight.
+__device__ __forceinline__ void store_split(const Consumer& self, const Place& to,
+                                            const float (&out)[HEAD_DIM / 2], const Softmax& rows,
+                                            float* partial, float* lse) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (to.row + r * 8 >= self.call.seqlen_q) continue;
+        long long at =
+            (static_cast<long long>(blockIdx.z) * self.call.heads + to.head) * self.call.seqlen_q +
+            to.row + r * 8;
+        float by = rows.l[r] > 0.f ? 1.f / rows.l[r] : 0.f;
+        float2* o = reinterpret_cast<float2*>(partial + at * HEAD_DIM) + self.lane % 4;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 8; ++i)
+            o[i * 4] = float2{out[i * 4 + r * 2] * by, out[i * 4 + r * 2 + 1] * by};
+        if (self.lane % 4 == 0) lse[at] = fmaf(rows.m[r], self.call.factor, log2f(rows.l[r]));
+    }
+}
+// Each warp stores its own 16 rows, so that none waits for another: over its own part of Q, which
+// no other warp reads, in the layout of a swizzled box.
+__device__ __forceinline__ void store_tile(const Consumer& self, const Place& to,
+                                           const float (&out)[HEAD_DIM / 2], const Softmax& rows,
+                                           const TensorMap& o, float* lse) {
+    float low = 1.f / rows.l[0], high = 1.f / rows.l[1];
+    unsigned staged = PERSISTENT ? self.at.staging + self.row_group * Q_BYTES : self.own_q;
+    if (PERSISTENT) {
+        if (self.lane == 0) tma_store_wait_read<0>();
+        __syncwarp();
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i)
+        stmatrix_x4((staged + self.lane_at + i / 4 * Q_PANEL) ^ (i % 4 * 32),
+                    pack(out[i * 8] * low, out[i * 8 + 1] * low),
+                    pack(out[i * 8 + 2] * high, out[i * 8 + 3] * high),
+                    pack(out[i * 8 + 4] * low, out[i * 8 + 5] * low),
+                    pack(out[i * 8 + 6] * high, out[i * 8 + 7] * high));
+    fence_async_proxy();
+    __syncwarp();
+    if (self.lane == 0 && to.first_row < self.call.seqlen_q) {
+#pragma unroll
+        for (int i = 0; i < PANELS; ++i)
+            tma_store(o, staged + self.warp % 4 * 2048 + i * Q_PANEL, i * 64, to.first_row,
+                      to.head);
+        tma_store_commit();
+    }
+    if (LSE && self.lane % 4 == 0) {
+        float* of_row = lse + static_cast<long long>(to.head) * self.call.seqlen_q + to.row;
+        if (to.row < self.call.seqlen_q)
+            of_row[0] = fmaf(rows.m[0], self.call.factor, log2f(rows.l[0])) * LN2;
+        if (to.row + 8 < self.call.seqlen_q)
+            of_row[8] = fmaf(rows.m[1], self.call.factor, log2f(rows.l[1])) * LN2;
+    }
+}
+
+__device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, const Call& call,
+                                         int warp, unsigned char* smem, float* lse,
+                                         void* of_split) {
+    int lane = threadIdx.x % 32, key_group = warp / (4 * ROW_GROUPS),
+        row_group = warp / 4 % ROW_GROUPS;
+    if (!SPLIT_CLUSTER && threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
+    Consumer self{at, call, warp, lane, key_group, row_group};
+    self.own_q = at.q + row_group * Q_BYTES;
+    self.q_descriptor = wgmma_descriptor<128>(self.own_q, 1024);
+    self.k_descriptor = wgmma_descriptor<128>(at.k, 1024);
+    self.v_descriptor = wgmma_descriptor<128>(at.v, 1024, KV_PANEL);
+    self.lane_at = warp % 4 * 2048 + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
+    self.own_p = at.p + warp / 4 * P_BUFFERS * P_BYTES, self.p_buffer = 0;
+    self.p_descriptor = wgmma_descriptor<128>(self.own_p, 1024);
+    if constexpr (MULTICAST > 1) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        if (SPLIT_CLUSTER) cluster_arrive_relaxed();
+        named_barrier_sync(START_BARRIER, CONSUMERS + 32);
+    }
+    if (PINGPONG && warp / 4 == 0)
+        named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
+
+    self.schedule = call.schedule(call.seqlen_q);
+    if constexpr (MULTICAST > 1)
+        self.remote = cluster_address(at.barriers.base, lane % MULTICAST) - at.barriers.base;
     unsigned q_phase = 0, taken = 0;  // tiles of the ring before this turn
-#if MULTICAST > 1
-    unsigned remote = cluster_address(barriers.base, lane % MULTICAST) - barriers.base;
-#endif
-    auto release = [&](unsigned barrier) {  // to the producers of all blocks that load into its stage
-#if MULTICAST > 1
-        mbarrier_arrive_remote(remote + barrier, lane, MULTICAST);
-#else
-        if (lane == 0) mbarrier_arrive(barrier);
-#endif
-    };
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
-        Work work = schedule.of(turn);
+        TileOfQueries work = self.schedule.of(turn);
         if (PERSISTENT && work.row < 0) break;
-        int first_row = work.row + row_group * 64 + warp % 4 * 16, row = first_row + lane / 4;
-        int tiles = work.tiles;
-        // All of a warp's rows see the keys below this.
-        int unmasked = keys_of(first_row, seqlen_q, seqlen_k);
-        int limit = keys_of(row, seqlen_q, seqlen_k), limit_8 = keys_of(row + 8, seqlen_q, seqlen_k);
-        float out[HEAD_DIM / 2], by[2];
-        OnlineSoftmax rows;
+        int first_row = work.row + row_group * 64 + warp % 4 * 16;
+        Place to{work.head, first_row, first_row + lane / 4};
+        self.all_keys = work.all,
+        self.unmasked = keys_of<CAUSAL>(first_row, call.seqlen_q, call.seqlen_k);
+        self.limit = keys_of<CAUSAL>(to.row, call.seqlen_q, call.seqlen_k);
+        self.limit_8 = keys_of<CAUSAL>(to.row + 8, call.seqlen_q, call.seqlen_k);
+        float out[HEAD_DIM / 2];
+        Softmax rows;
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
 
-        if (KEY_GROUPS > 1) k_at.to(taken + key_group), v_at = k_at, taken += tiles;
-        mbarrier_wait(barriers.q_full(row_group), q_phase);
+        if (KEY_GROUPS > 1)
+            self.k_at.to(taken + key_group), self.v_at = self.k_at, taken += work.tiles;
+        mbarrier_wait(at.barriers.q_full(row_group), q_phase);
         q_phase ^= 1;
-        auto mask_tile = [&](float(&s)[BLOCK_N / 2], int j) {
-            int key = schedule.key(j, work.all);
-            if (__builtin_expect(key + BLOCK_N > unmasked, 0)) mask(s, limit - key, limit_8 - key);
-        };
-        auto wait_k = [&] { mbarrier_wait(barriers.k_full(k_at.stage), k_at.phase); };
-        auto wait_v = [&] { mbarrier_wait(barriers.v_full(v_at.stage), v_at.phase); };
-        auto release_k = [&] { release(barriers.k_empty(k_at.stage)), k_at.template skip<KEY_GROUPS>(); };
-        auto release_v = [&] { release(barriers.v_empty(v_at.stage)), v_at.template skip<KEY_GROUPS>(); };
-        auto begin_qk = [&](float(&s)[BLOCK_N / 2]) {
-            wgmma_fence();
-            multiply_qk(s, q_descriptor, k_descriptor + k_at.stage * (KV_BYTES / 16));
-        };
-        // Where the exponentials go: eight of them are a fragment of P's 16 keys.
-        auto to_registers = [](unsigned(&p)[BLOCK_N / 4]) {
-            return [&p](int i, const float(&e)[8]) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) p[i / 2 + j] = pack(e[2 * j], e[2 * j + 1]);
-            };
-        };
-        auto to_shared = [&](int i, const float(&e)[8]) {
-            stmatrix_x4((own_p + p_buffer * P_BYTES + lane_at + i / 32 * P_PANEL) ^ (i / 8 % 4 * 32),
-                        pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7]));
-        };
-        // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
-        auto begin_pv = [&](unsigned(&p)[BLOCK_N / 4], unsigned buffer) {
-            if (!P_SHARED) pin(p);
-            pin(out);
-            wgmma_fence();
-            multiply_pv(out, p, p_descriptor + buffer * (P_BYTES / 16),
-                        v_descriptor + v_at.stage * (KV_BYTES / 16));
-        };
-        auto end_pv = [&](unsigned(&p)[BLOCK_N / 4]) {
-            wgmma_wait<0>();
-            pin(out);
-            if (!P_SHARED) pin(p);
-            release_v();
-        };
-        auto shared_p_written = [&] {  // by this warp, which reads no other's rows
-            fence_async_proxy();
-            __syncwarp();
-        };
-        unsigned p[BLOCK_N / 4];
-        // The softmax of a tile that nothing runs beside.
-        auto softmax = [&](const float(&s)[BLOCK_N / 2], bool first) {
-            bool grew;
-            if (P_SHARED) {
-                grew = rows.tile(s, factor, first, by, to_shared);
-                shared_p_written();
-            } else {
-                grew = rows.tile(s, factor, first, by, to_registers(p));
-            }
-            if (grew) scale_rows(out, by);
-        };
-#if OVERLAP == 0
-#pragma unroll 1
-        for (int j = key_group; j < tiles; j += KEY_GROUPS) {
-            float s[BLOCK_N / 2];
-            wait_k();
-            begin_qk(s);
-            wgmma_wait<0>();
-            pin(s);
-            release_k();
-            mask_tile(s, j);
-            softmax(s, j == key_group);
-            wait_v();
-            begin_pv(p, 0);
-            end_pv(p);
-        }
-        if (PERSISTENT && lane == 0) mbarrier_arrive(barriers.q_empty());
-#else
-        {
-            float s[BLOCK_N / 2];
-            wait_k();
-            begin_qk(s);
-            wgmma_wait<0>();
-            pin(s);
-            release_k();
-            mask_tile(s, key_group);
-            softmax(s, true);
-        }
-        // The products of a tile's scores and of the P before it are under way together, and the softmax of
-        // the tile runs beside the latter. The P before is being read, so the new one goes elsewhere: to the
-        // other buffer, or, since with MAXIMA 1 the tile is not done again, over the scores.
-#pragma unroll 1
-        for (int j = key_group + KEY_GROUPS; j < tiles; j += KEY_GROUPS) {
-            float s[BLOCK_N / 2];
-            wait_k();
-            if (PINGPONG) named_barrier_sync(TURN_BARRIER + warp / 4, 256);
-            begin_qk(s);
-            wait_v();
-            begin_pv(p, p_buffer);
-            if (PINGPONG) named_barrier_arrive(TURN_BARRIER + (warp / 4 + 1) % WARPGROUPS, 256);
-            wgmma_wait<1>();
-            pin(s);
-            release_k();
-            mask_tile(s, j);
-            bool grew;
-            if (P_SHARED) {
-                p_buffer ^= 1;
-                grew = rows.tile(s, factor, false, by, to_shared);
-                shared_p_written();
-                end_pv(p);
-            } else {
-                grew = rows.tile(s, factor, false, by, [&s](int i, const float(&e)[8]) {
-#pragma unroll
-                    for (int j = 0; j < 8; ++j) s[i + j] = e[j];
-                });
-                pin(s);
-                end_pv(p);
-#pragma unroll
-                for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
-            }
-            if (grew) scale_rows(out, by);
-        }
-        if (PERSISTENT && lane == 0) mbarrier_arrive(barriers.q_empty());
-        wait_v();
-        begin_pv(p, p_buffer);
-        end_pv(p);
-#endif
+        self.attend(out, rows, work.tiles);
 
         rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
-#if SPLIT_CLUSTER
-        cluster_wait();  // all blocks have begun, and their barriers are there: long since
-#endif
-        if (KEY_GROUPS > 1) {
-            merge(out, rows, smem + (PERSISTENT ? staging + ROW_GROUPS * Q_BYTES : smem_k) - smem_q, factor);
+        if constexpr (SPLIT_CLUSTER)
+            cluster_wait();  // all blocks have begun, and have their barriers: long since
+        if constexpr (KEY_GROUPS > 1) {
+            unsigned region = PERSISTENT ? at.staging + ROW_GROUPS * Q_BYTES : at.k;
+            merge<HEAD_DIM, KEY_GROUPS, ROW_GROUPS, MERGE_BARRIER, MERGED_BARRIER>(
+                out, rows, smem + region - at.q, call.factor);
             if (PERSISTENT && key_group > 0) continue;
             if (key_group > 0) break;
         }
-#if SPLIT_CLUSTER
-        float mine[JOIN_SLICE];
-        int rank = cluster_rank();
-        join_splits(out, rows, mine, staging + row_group * JOIN_BYTES, barriers.joined(row_group), rank,
-                    factor);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (row + r * 8 >= seqlen_q) continue;
-            long long at = static_cast<long long>(work.head) * seqlen_q + row + r * 8;
-            float by = 1.f / rows.l[r];
-            element_t* to = joined + at * HEAD_DIM + rank * (HEAD_DIM / SPLITS) + lane % 4 * 2;
-#pragma unroll
-            for (int i = 0; i < JOIN_SLICE; i += 4)
-                *reinterpret_cast<unsigned*>(to + i * 2) =
-                    pack(mine[i + r * 2] * by, mine[i + r * 2 + 1] * by);
-            if (LSE && rank == 0 && lane % 4 == 0) lse[at] = fmaf(rows.m[r], factor, log2f(rows.l[r])) * LN2;
-        }
-#elif SPLITS > 1
-        // Each split stores what it would be without the others, and its weight.
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (row + r * 8 >= seqlen_q) continue;
-            long long at = (static_cast<long long>(blockIdx.z) * heads + work.head) * seqlen_q + row + r * 8;
-            float by = rows.l[r] > 0.f ? 1.f / rows.l[r] : 0.f;
-            float2* to = reinterpret_cast<float2*>(partial + at * HEAD_DIM) + lane % 4;
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 8; ++i)
-                to[i * 4] = float2{out[i * 4 + r * 2] * by, out[i * 4 + r * 2 + 1] * by};
-            if (lane % 4 == 0) lse[at] = fmaf(rows.m[r], factor, log2f(rows.l[r]));
-        }
-#else
-        // Each warp stores its own 16 rows, so that none waits for another: over its own part of Q, which
-        // no other warp reads, in the layout of a swizzled box.
-        float low = 1.f / rows.l[0], high = 1.f / rows.l[1];
-        unsigned staged = PERSISTENT ? staging + row_group * Q_BYTES : own_q;
-        if (PERSISTENT) {
-            if (lane == 0) tma_store_wait_read<0>();
-            __syncwarp();
-        }
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 16; ++i)
-            stmatrix_x4((staged + lane_at + i / 4 * Q_PANEL) ^ (i % 4 * 32),
-                        pack(out[i * 8] * low, out[i * 8 + 1] * low),
-                        pack(out[i * 8 + 2] * high, out[i * 8 + 3] * high),
-                        pack(out[i * 8 + 4] * low, out[i * 8 + 5] * low),
-                        pack(out[i * 8 + 6] * high, out[i * 8 + 7] * high));
-        fence_async_proxy();
-        __syncwarp();
-        if (lane == 0 && first_row < seqlen_q) {
-#pragma unroll
-            for (int i = 0; i < PANELS; ++i)
-                tma_store(o, staged + warp % 4 * 2048 + i * Q_PANEL, i * 64, first_row, work.head);
-            tma_store_commit();
-        }
-#if LSE
-        if (lane % 4 == 0) {
-            float* to = lse + static_cast<long long>(work.head) * seqlen_q + row;
-            if (row < seqlen_q) to[0] = fmaf(rows.m[0], factor, log2f(rows.l[0])) * LN2;
-            if (row + 8 < seqlen_q) to[8] = fmaf(rows.m[1], factor, log2f(rows.l[1])) * LN2;
-        }
-#endif
-#endif
+        if constexpr (SPLIT_CLUSTER)
+            store_joined<JoinSplits>(self, to, out, rows, static_cast<element_t*>(of_split), lse);
+        else if constexpr (SPLITS > 1)
+            store_split(self, to, out, rows, static_cast<float*>(of_split), lse);
+        else store_tile(self, to, out, rows, o, lse);
         if (!PERSISTENT) break;
     }
-#if PINGPONG
-    if (warp / 4 == 0) named_barrier_sync(TURN_BARRIER, 256);  // takes the last turn: none is left half full
-#endif
-    if (lane == 0) tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
-#if MULTICAST > 1
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();  // and the others' copies and arrivals
-#endif
+    // Takes the last turn, so that no barrier is left half full.
+    if (PINGPONG && warp / 4 == 0) named_barrier_sync(TURN_BARRIER, 256);
+    if (lane == 0)
+        tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
+    if constexpr (MULTICAST > 1) {
+        __syncwarp();
+        cluster_arrive();
+        cluster_wait();  // and the others' copies and arrivals
+    }
+}
+
+// of_split: what a split stores of a row is no box of TMA's. With SPLIT_CLUSTER it is the output,
+// of element_t, otherwise partial outputs of float.
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    flash_fwd_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                    const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
+                    float* __restrict__ lse, void* __restrict__ of_split, int heads,
+                    int queries_per_key_head, int heads_together, int seqlen_q, int seqlen_k,
+                    float factor) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const Memory at(smem_address(smem));
+    const Call call{heads, queries_per_key_head, heads_together, seqlen_q, seqlen_k, factor};
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
+    if (warp >= CONSUMERS / 32) {
+        if constexpr (PRODUCER_WARPS == 4) registers_decrease<PRODUCER_REGISTERS>();
+        if (warp == CONSUMERS / 32) producer(q, k, v, at, call);
+    } else {
+        if constexpr (PRODUCER_WARPS == 4) registers_increase<CONSUMER_REGISTERS>();
+        consumer(o, at, call, warp, smem, lse, of_split);
+    }
 }
 #endif

@@ -1,14 +1,15 @@
-// ladder_2_tiles: BLOCK_M query rows share tiles of 64 keys in shared memory, and a thread computes a small
-// rectangle of scores in registers. In ladder_1_blocks every row reads all of K and V from L2, and each
-// multiplication waits for its own two loads. Here a value of K is read from L2 once for BLOCK_M rows, and
-// from shared memory once for the thread's ROWS rows.
-// What it cannot do: multiply on tensor cores, which are 16 times as fast.
-// q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
+// ladder_2_tiles: BLOCK_M query rows share tiles of 64 keys in shared memory, and a thread computes
+// a small rectangle of scores in registers. In ladder_1_blocks every row reads all of K and V from
+// L2, and each multiplication waits for its own two loads. Here a value of K is read from L2 once
+// for BLOCK_M rows, and from shared memory once for the thread's ROWS rows. What it cannot do:
+// multiply on tensor cores, which are 16 times as fast. q, o: (batch, heads, seqlen_q, HEAD_DIM);
+// k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
 #include "common/element.cuh"
-#include "common/rows.cuh"
+#include "common/tile/rows.cuh"
 
-// 16 x 16 threads: thread (y, x) has rows y + 16 * i; of the scores the keys x + 16 * j, of the output the
-// column pairs x + 16 * c. So the 16 threads of a row are half a warp, and reduce it by shuffles.
+// 16 x 16 threads: thread (y, x) has rows y + 16 * i; of the scores the keys x + 16 * j, of the
+// output the column pairs x + 16 * c. So the 16 threads of a row are half a warp, and reduce it by
+// shuffles.
 constexpr int THREADS = 256, BLOCK_N = 64;
 constexpr int ROWS = BLOCK_M / 16, KEYS = BLOCK_N / 16, PAIRS = HEAD_DIM / 32;
 static_assert(BLOCK_M % 16 == 0 && BLOCK_M <= HEAD_DIM, "P must fit where K was");
@@ -18,7 +19,8 @@ constexpr int CHUNKS = HEAD_DIM / 8;
 
 // ROWS rows of 16-byte chunks to shared memory; rows from rows_left on become zeros.
 template <int COUNT>
-__device__ __forceinline__ void load_rows(unsigned* target, const element_t* source, int rows_left) {
+__device__ __forceinline__ void load_rows(unsigned* target, const element_t* source,
+                                          int rows_left) {
 #pragma unroll
     for (int i = 0; i < COUNT * CHUNKS / THREADS; ++i) {
         const int at = i * THREADS + threadIdx.x, row = at / CHUNKS, chunk = at % CHUNKS;
@@ -30,16 +32,17 @@ __device__ __forceinline__ void load_rows(unsigned* target, const element_t* sou
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-ladder_2_tiles(const element_t* __restrict__ q, const element_t* __restrict__ k,
-               const element_t* __restrict__ v, element_t* __restrict__ o, int heads, int heads_kv,
-               int seqlen_q, int seqlen_k, float scale) {
+    ladder_2_tiles(const element_t* __restrict__ q, const element_t* __restrict__ k,
+                   const element_t* __restrict__ v, element_t* __restrict__ o, int heads,
+                   int heads_kv, int seqlen_q, int seqlen_k, float scale) {
     extern __shared__ __align__(128) unsigned smem[];
     unsigned *q_tile = smem, *k_tile = q_tile + BLOCK_M * PITCH, *v_tile = k_tile + BLOCK_N * PITCH;
     element_t* p_tile = reinterpret_cast<element_t*>(k_tile);  // over K, once the scores are there
     const int x = threadIdx.x % 16, y = threadIdx.x / 16;
-    const int head = blockIdx.y, head_kv = head / (heads / heads_kv);  // both counted over the batch
+    const int head = blockIdx.y,
+              head_kv = head / (heads / heads_kv);  // both counted over the batch
     const int first_row = blockIdx.x * BLOCK_M, rows = min(BLOCK_M, seqlen_q - first_row);
-    const int block_keys = keys_of(first_row + rows - 1, seqlen_q, seqlen_k);
+    const int block_keys = keys_of<CAUSAL>(first_row + rows - 1, seqlen_q, seqlen_k);
     const long long query = (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
     k += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
     v += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
@@ -68,14 +71,16 @@ ladder_2_tiles(const element_t* __restrict__ q, const element_t* __restrict__ k,
             for (int i = 0; i < ROWS; ++i) {
                 const unsigned two = q_tile[(y + 16 * i) * PITCH + d];
 #pragma unroll
-                for (int j = 0; j < KEYS; ++j) s[i][j] += low_of(two) * low[j] + high_of(two) * high[j];
+                for (int j = 0; j < KEYS; ++j)
+                    s[i][j] += low_of(two) * low[j] + high_of(two) * high[j];
             }
         }
         __syncthreads();  // K is read: P may lie there
 
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const int row = y + 16 * i, keys = keys_of(first_row + row, seqlen_q, seqlen_k) - first;
+            const int row = y + 16 * i,
+                      keys = keys_of<CAUSAL>(first_row + row, seqlen_q, seqlen_k) - first;
             float most = minus_infinity(), weights = 0.f;
 #pragma unroll
             for (int j = 0; j < KEYS; ++j) {
@@ -120,6 +125,7 @@ ladder_2_tiles(const element_t* __restrict__ q, const element_t* __restrict__ k,
         if (y + 16 * i >= rows) continue;
         unsigned* to = reinterpret_cast<unsigned*>(o + query + (y + 16 * i) * HEAD_DIM) + x;
 #pragma unroll
-        for (int c = 0; c < PAIRS; ++c) to[16 * c] = pack(out[i][c][0] * inverse, out[i][c][1] * inverse);
+        for (int c = 0; c < PAIRS; ++c)
+            to[16 * c] = pack(out[i][c][0] * inverse, out[i][c][1] * inverse);
     }
 }

@@ -1,13 +1,14 @@
-// ladder_3_tensor_cores: both products on tensor cores, in WMMA fragments of 16x16x16. ladder_2_tiles takes
-// an FMA of every thread for each 32 products, and most of its instructions fetch operands; here one
-// instruction of a warp does 4096. A warp owns 16 queries. Which element of a fragment a lane holds is not
-// defined, so scores pass through shared memory for the softmax (common/wmma_rows.cuh).
-// What it cannot do: load and multiply at the same time. All warps wait for a tile, then use it.
-// q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
+// ladder_3_tensor_cores: both products on tensor cores, in WMMA fragments of 16x16x16.
+// ladder_2_tiles takes an FMA of every thread for each 32 products, and most of its instructions
+// fetch operands; here one instruction of a warp does 4096. A warp owns 16 queries. Which element
+// of a fragment a lane holds is not defined, so scores pass through shared memory for the softmax
+// (common/wmma_rows.cuh). What it cannot do: load and multiply at the same time. All warps wait for
+// a tile, then use it. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k,
+// HEAD_DIM).
 #include "common/element.cuh"
-#include "common/rows.cuh"
-#include "common/wmma.cuh"
-#include "common/wmma_rows.cuh"
+#include "common/tile/rows.cuh"
+#include "common/tile/wmma_fragments.cuh"
+#include "common/tile/wmma_rows.cuh"
 
 constexpr int WARPS = BLOCK_M / 16, THREADS = WARPS * 32, BLOCK_N = 64;
 constexpr int D_STEPS = HEAD_DIM / 16, N_STEPS = BLOCK_N / 16, CHUNKS = HEAD_DIM / 8;
@@ -15,7 +16,8 @@ constexpr int SCORES = 16 * SCORE_PITCH<BLOCK_N>;  // floats a warp, then 16 fac
 
 // ROWS contiguous rows to shared memory; rows from rows_left on become zeros.
 template <int ROWS>
-__device__ __forceinline__ void load_rows(element_t* target, const element_t* source, int rows_left) {
+__device__ __forceinline__ void load_rows(element_t* target, const element_t* source,
+                                          int rows_left) {
 #pragma unroll
     for (int i = 0; i < ROWS * CHUNKS / THREADS; ++i) {
         const int at = i * THREADS + threadIdx.x;
@@ -26,19 +28,23 @@ __device__ __forceinline__ void load_rows(element_t* target, const element_t* so
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-ladder_3_tensor_cores(const element_t* __restrict__ q, const element_t* __restrict__ k,
-                      const element_t* __restrict__ v, element_t* __restrict__ o, int heads, int heads_kv,
-                      int seqlen_q, int seqlen_k, float scale) {
+    ladder_3_tensor_cores(const element_t* __restrict__ q, const element_t* __restrict__ k,
+                          const element_t* __restrict__ v, element_t* __restrict__ o, int heads,
+                          int heads_kv, int seqlen_q, int seqlen_k, float scale) {
     extern __shared__ __align__(128) unsigned char smem[];
     element_t* const q_tile = reinterpret_cast<element_t*>(smem);
-    element_t *const k_tile = q_tile + BLOCK_M * HEAD_DIM, *const v_tile = k_tile + BLOCK_N * HEAD_DIM;
+    element_t *const k_tile = q_tile + BLOCK_M * HEAD_DIM, *const v_tile =
+                                                               k_tile + BLOCK_N * HEAD_DIM;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float* const scores = reinterpret_cast<float*>(v_tile + BLOCK_N * HEAD_DIM) + warp * (SCORES + 16);
+    float* const scores =
+        reinterpret_cast<float*>(v_tile + BLOCK_N * HEAD_DIM) + warp * (SCORES + 16);
     float* const factors = scores + SCORES;
-    const int head = blockIdx.y, head_kv = head / (heads / heads_kv);  // both counted over the batch
+    const int head = blockIdx.y,
+              head_kv = head / (heads / heads_kv);  // both counted over the batch
     const int first_row = blockIdx.x * BLOCK_M, row = first_row + warp * 16;
-    const int block_keys = keys_of(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
-    const int keys = keys_of(row + lane % 16, seqlen_q, seqlen_k);  // of this lane's row
+    const int block_keys =
+        keys_of<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
+    const int keys = keys_of<CAUSAL>(row + lane % 16, seqlen_q, seqlen_k);  // of this lane's row
     q += (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
     k += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
     v += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
@@ -78,13 +84,14 @@ ladder_3_tensor_cores(const element_t* __restrict__ q, const element_t* __restri
             for (int n = 0; n < N_STEPS; ++n) {
                 FragmentA p;
                 FragmentB<false> b;
-                wmma_load(p, reinterpret_cast<element_t*>(scores) + n * 16, 2 * SCORE_PITCH<BLOCK_N>);
+                wmma_load(p, reinterpret_cast<element_t*>(scores) + n * 16,
+                          2 * SCORE_PITCH<BLOCK_N>);
                 wmma_load(b, v_tile + n * 16 * HEAD_DIM + d * 16, HEAD_DIM);
                 wmma_multiply(out[d], p, b);
             }
         }
         __syncwarp();  // before the next scores
     }
-    store_rows(o + (static_cast<long long>(head) * seqlen_q + row) * HEAD_DIM, out, scores, seqlen_q - row,
-               inverse_of(state));
+    store_rows(o + (static_cast<long long>(head) * seqlen_q + row) * HEAD_DIM, out, scores,
+               seqlen_q - row, inverse_of(state));
 }

@@ -1,17 +1,19 @@
-// ladder_4_pipelined: tiles arrive while others are used. ladder_3_tensor_cores stops all its warps for every
-// tile, and tensor cores idle for as long as L2 takes to answer. Here two tiles of K and V lie in shared
-// memory, cp.async fills one without passing through registers, and warps of their own do nothing else:
-// full[stage] and empty[stage] are barriers between those that fill and those that use.
-// What it cannot do: read a fragment in one go. Rows of HEAD_DIM elements all begin in the same bank, so
-// the 8 rows of a matrix come one after the other; and scores still pass through shared memory.
-// q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
+// ladder_4_pipelined: tiles arrive while others are used. ladder_3_tensor_cores stops all its warps
+// for every tile, and tensor cores idle for as long as L2 takes to answer. Here two tiles of K and
+// V lie in shared memory, cp.async fills one without passing through registers, and warps of their
+// own do nothing else: full[stage] and empty[stage] are barriers between those that fill and those
+// that use. What it cannot do: read a fragment in one go. Rows of HEAD_DIM elements all begin in
+// the same bank, so the 8 rows of a matrix come one after the other; and scores still pass through
+// shared memory. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k,
+// HEAD_DIM).
 #include "common/element.cuh"
-#include "common/mma.cuh"
-#include "common/rows.cuh"
-#include "common/barriers.cuh"
-#include "common/copy_rows.cuh"
-#include "common/wmma.cuh"
-#include "common/wmma_rows.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/tile/arithmetic.cuh"
+#include "common/tile/copy_rows.cuh"
+#include "common/tile/rows.cuh"
+#include "common/tile/wmma_fragments.cuh"
+#include "common/tile/wmma_rows.cuh"
 
 constexpr int WARPS = BLOCK_M / 16, THREADS = (WARPS + PRODUCER_WARPS) * 32, BLOCK_N = 64;
 constexpr int D_STEPS = HEAD_DIM / 16, N_STEPS = BLOCK_N / 16, TILE = BLOCK_N * HEAD_DIM;
@@ -23,16 +25,19 @@ __device__ __forceinline__ unsigned offset_of(unsigned row, unsigned chunk) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-ladder_4_pipelined(const element_t* __restrict__ q, const element_t* __restrict__ k,
-                   const element_t* __restrict__ v, element_t* __restrict__ o, int heads, int heads_kv,
-                   int seqlen_q, int seqlen_k, float scale) {
+    ladder_4_pipelined(const element_t* __restrict__ q, const element_t* __restrict__ k,
+                       const element_t* __restrict__ v, element_t* __restrict__ o, int heads,
+                       int heads_kv, int seqlen_q, int seqlen_k, float scale) {
     extern __shared__ __align__(128) unsigned char smem[];
-    element_t *const q_tile = reinterpret_cast<element_t*>(smem), *const ring = q_tile + BLOCK_M * HEAD_DIM;
+    element_t *const q_tile = reinterpret_cast<element_t*>(smem), *const ring =
+                                                                      q_tile + BLOCK_M * HEAD_DIM;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int head = blockIdx.y, head_kv = head / (heads / heads_kv);  // both counted over the batch
+    const int head = blockIdx.y,
+              head_kv = head / (heads / heads_kv);  // both counted over the batch
     const int first_row = blockIdx.x * BLOCK_M, row = first_row + warp * 16;
-    const int block_keys = keys_of(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
-    const int tiles = (block_keys + BLOCK_N - 1) / BLOCK_N;
+    const int block_keys =
+        keys_of<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
+    const int tiles = ceil_div<BLOCK_N>(block_keys);
 
     if (warp >= WARPS) {
         k += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
@@ -42,8 +47,10 @@ ladder_4_pipelined(const element_t* __restrict__ q, const element_t* __restrict_
             const int left = seqlen_k - tile * BLOCK_N, thread = threadIdx.x - WARPS * 32;
             const long long from = static_cast<long long>(tile) * TILE;
             if (tile > 1) named_barrier_sync(EMPTY + stage, THREADS);
-            copy_rows<BLOCK_N, PRODUCER_WARPS * 32>(to, k + from, left, thread, offset_of);
-            copy_rows<BLOCK_N, PRODUCER_WARPS * 32>(to + TILE * 2, v + from, left, thread, offset_of);
+            copy_rows<HEAD_DIM, BLOCK_N, PRODUCER_WARPS * 32>(to, k + from, left, thread,
+                                                              offset_of);
+            copy_rows<HEAD_DIM, BLOCK_N, PRODUCER_WARPS * 32>(to + TILE * 2, v + from, left, thread,
+                                                              offset_of);
             cp_async_commit();
             // The tile before has arrived; this one may be under way while the next stage empties.
             cp_async_wait<1>();
@@ -56,10 +63,10 @@ ladder_4_pipelined(const element_t* __restrict__ q, const element_t* __restrict_
 
     float* const scores = reinterpret_cast<float*>(ring + 4 * TILE) + warp * (SCORES + 16);
     float* const factors = scores + SCORES;
-    const int keys = keys_of(row + lane % 16, seqlen_q, seqlen_k);  // of this lane's row
+    const int keys = keys_of<CAUSAL>(row + lane % 16, seqlen_q, seqlen_k);  // of this lane's row
     const long long query = (static_cast<long long>(head) * seqlen_q + row) * HEAD_DIM;
     const element_t* const q_rows = q_tile + warp * 16 * HEAD_DIM;
-    copy_rows<16, 32>(smem_address(q_rows), q + query, seqlen_q - row, lane, offset_of);
+    copy_rows<HEAD_DIM, 16, 32>(smem_address(q_rows), q + query, seqlen_q - row, lane, offset_of);
     cp_async_commit();
     cp_async_wait<0>();
     __syncwarp();
@@ -95,7 +102,8 @@ ladder_4_pipelined(const element_t* __restrict__ q, const element_t* __restrict_
             for (int n = 0; n < N_STEPS; ++n) {
                 FragmentA p;
                 FragmentB<false> b;
-                wmma_load(p, reinterpret_cast<element_t*>(scores) + n * 16, 2 * SCORE_PITCH<BLOCK_N>);
+                wmma_load(p, reinterpret_cast<element_t*>(scores) + n * 16,
+                          2 * SCORE_PITCH<BLOCK_N>);
                 wmma_load(b, v_tile + n * 16 * HEAD_DIM + d * 16, HEAD_DIM);
                 wmma_multiply(out[d], p, b);
             }

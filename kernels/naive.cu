@@ -14,8 +14,9 @@ __device__ float score(const element_t* q, const element_t* k) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-naive(const element_t* __restrict__ q, const element_t* __restrict__ k, const element_t* __restrict__ v,
-      element_t* __restrict__ o, int heads, int heads_kv, int seqlen_q, int seqlen_k, float scale) {
+    naive(const element_t* __restrict__ q, const element_t* __restrict__ k,
+          const element_t* __restrict__ v, element_t* __restrict__ o, int heads, int heads_kv,
+          int seqlen_q, int seqlen_k, float scale) {
     int row = blockIdx.x * THREADS + threadIdx.x;
     if (row >= seqlen_q) return;
     int batch = blockIdx.y / heads, head_kv = blockIdx.y % heads / (heads / heads_kv);
@@ -28,11 +29,13 @@ naive(const element_t* __restrict__ q, const element_t* __restrict__ k, const el
         float out[SLICE] = {}, largest = minus_infinity(), sum = 0.f;
         for (int j = 0; j < keys; ++j) {
             float s = score(q, k + static_cast<long long>(j) * HEAD_DIM) * (scale * LOG2E);
-            float grown = fmaxf(largest, s), shrink = exp2_approx(largest - grown), p = exp2_approx(s - grown);
+            float grown = fmaxf(largest, s), shrink = exp2_approx(largest - grown),
+                  p = exp2_approx(s - grown);
             largest = grown, sum = sum * shrink + p;
 #pragma unroll
             for (int d = 0; d < SLICE; ++d)
-                out[d] = out[d] * shrink + p * to_float(v[static_cast<long long>(j) * HEAD_DIM + slice + d]);
+                out[d] = out[d] * shrink +
+                         p * to_float(v[static_cast<long long>(j) * HEAD_DIM + slice + d]);
         }
         for (int d = 0; d < SLICE; ++d) o[slice + d] = to_element(out[d] / sum);
     }

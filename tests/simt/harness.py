@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +26,7 @@ from attnsweep.build.numerics import (
     reference,
     row_error,
 )
+from attnsweep.build.nvrtc import default_cache_dir, source_closure
 from attnsweep.family.declare import Config, Kernel, Launch, TensorMap
 from attnsweep.hardware import ARCHS, Arch
 from attnsweep.trial import Value
@@ -33,7 +35,7 @@ HERE = Path(__file__).parent / "cuda"
 COMPILER = shutil.which("g++")
 # The arch that every family runs on.
 ARCH = ARCHS["sm_90a"]
-FLAGS = ("-std=c++17", "-g1", "-fmax-errors=5")
+FLAGS = ("-std=c++17", "-fmax-errors=5")
 # Registers that nothing wrote are no zeros; kernels look at bits through pointers of other types.
 TEMPLATE_FLAGS = ("-O1", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
@@ -74,66 +76,51 @@ def config_of(kernel: Kernel, words: str) -> Config:
     return Config(values)
 
 
-# PTX that a template writes itself, and its twin.
-_RAW_PTX = (
-    (
-        re.compile(r'asm volatile\("bar\.sync %0, %1;" ::"r"\((.*?)\), "n"\((.*?)\) : "memory"\)'),
-        r"simt_bar_sync(\1, \2)",
-    ),
-)
 _SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];")
+_TWINS = frozenset(str(path.relative_to(HERE)) for path in HERE.rglob("*.cuh"))
 
 
-_INCLUDE = re.compile(r'^#include "([\w/]+\.cuh)"$', re.MULTILINE)
-
-
-def template(kernel: Kernel) -> str:
-    """The template's text, with the headers it includes that have no twin in place."""
-
-    def included(match: re.Match[str]) -> str:
-        if (HERE / match[1]).is_file():
-            return match[0]
-        text = (kernel.source.parent / match[1]).read_text().replace("#pragma once\n", "")
-        line = match.string[: match.start()].count("\n") + 2
-        return f'#line 1 "{match[1]}"\n{text}#line {line} "{kernel.source.name}"'
-
-    return _INCLUDE.sub(included, kernel.source.read_text())
-
-
-def _place(before: str, name: str) -> str:
-    """file:line of what follows `before`, by the #line directives in it."""
-    marks = list(re.finditer(r'^#line (\d+) "(.*)"\n', before, re.MULTILINE))
-    if not marks:
-        return f"{name}:{before.count(chr(10)) + 1}"
-    last = marks[-1]
-    return f"{last[2]}:{int(last[1]) + before[last.end() :].count(chr(10))}"
+def sources(kernel: Kernel) -> dict[str, str]:
+    """The template and the headers it includes that have no twin here: name to text."""
+    closure = source_closure(kernel.source)
+    return {name: text.decode() for name, text in closure.items() if name not in _TWINS}
 
 
 def translate(source: str, name: str) -> str:
-    """The template as g++ takes it: dynamic shared memory is a pointer, raw PTX a call."""
+    """A source as g++ takes it: dynamic shared memory is a pointer."""
     text = _SHARED.sub(r"\1* \2 = static_cast<\1*>(simt::dynamic_smem());", source)
-    for pattern, twin in _RAW_PTX:
-        text = pattern.sub(twin, text)
     code = re.sub(r"//.*", "", text)
     for word, advice in (
-        (r"\basm\b", "PTX in a template: move it into kernels/common/ and give it a twin"),
+        (r"\basm\b", "PTX belongs into kernels/common/ptx/, and needs a twin here"),
         (r"__shared__", "static __shared__ has no twin: use dynamic shared memory"),
     ):
         found = re.search(word, code)
         if found:
-            raise BuildError(f"{_place(code[: found.start()], name)}: {advice}")
-    return text
+            line = code.count("\n", 0, found.start()) + 1
+            raise BuildError(f"{name}:{line}: {advice}")
+    return f'#line 1 "{name}"\n{text}'
+
+
+@cache
+def _toolchain() -> str:
+    """What every program depends on beside its sources: g++, its flags, the runtime and twins."""
+    version = subprocess.run([str(COMPILER), "--version"], capture_output=True, text=True).stdout
+    files = sorted(path for path in HERE.rglob("*") if path.is_file())
+    texts = [(str(path.relative_to(HERE)), path.read_text()) for path in files]
+    return repr((version, FLAGS, TEMPLATE_FLAGS, SANITIZE, texts))
 
 
 class Simulator:
-    """Builds, each once, and runs. `jobs` builds or runs go on at the same time."""
+    """Builds, each program once and kept by its content, and runs. `jobs` go on at the same time."""
 
     def __init__(self, jobs: int = 2) -> None:
         self._place = TemporaryDirectory(prefix="attnsweep-simt-")
         self.root = Path(self._place.name)
+        self.kept = default_cache_dir() / "simt"
+        self.kept.mkdir(parents=True, exist_ok=True)
         self._pool, self._callers = ThreadPoolExecutor(jobs), ThreadPoolExecutor(jobs)
         self._lock = threading.Lock()
-        self._built: dict[tuple[Any, ...], Future[Path]] = {}
+        self._built: dict[str, Future[Path]] = {}
         self._runs = 0
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Future[Any]]:
@@ -152,58 +139,66 @@ class Simulator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _once(self, key: tuple[Any, ...], build: Any, *args: Any) -> Future[Path]:
+    def _made(self, what: object, build: Callable[[Path], None], suffix: str) -> Future[Path]:
+        """The file that `build` writes, which `what` and the toolchain determine."""
+        digest = hashlib.sha256(repr((what, _toolchain())).encode()).hexdigest()[:24]
+        made = self.kept / f"{digest}{suffix}"
+
+        def obtain() -> Path:
+            if not made.is_file():
+                with TemporaryDirectory(dir=self.kept) as place:  # others may build the same
+                    build(Path(place) / "made")
+                    (Path(place) / "made").replace(made)
+            return made
+
         with self._lock:
-            if key not in self._built:
-                self._built[key] = self._pool.submit(build, *args)
-            return self._built[key]
+            if digest not in self._built:
+                self._built[digest] = self._pool.submit(obtain)
+            return self._built[digest]
 
-    def _runtime(self, asan: bool) -> list[Future[Path]]:
-        sources = sorted(HERE.glob("*.cpp"))
-        return [self._once((path, asan), self._build_runtime, path, asan) for path in sources]
-
-    def _build_runtime(self, source: Path, asan: bool) -> Path:
-        made = self.root / f"{source.stem}{int(asan)}.o"
-        flags = [*FLAGS, "-O2", "-Wall", "-Werror", *(["-fsanitize=address"] if asan else [])]
-        _compile([*flags, "-c", str(source), "-o", str(made)])
-        return made
+    def _runner(self, asan: bool) -> Future[Path]:
+        """The program that runs stages: simt's runtime."""
+        runtime = sorted(str(path) for path in HERE.glob("*.cpp"))
+        flags = [*FLAGS, "-g1", "-O2", "-Wall", "-Werror", "-rdynamic", "-pthread"]
+        flags += ["-fsanitize=address"] if asan else []
+        return self._made(
+            ("runner", asan), lambda to: _compile([*flags, *runtime, "-ldl", "-o", str(to)]), ""
+        )
 
     def _stage(
-        self, kernel: Kernel, source: str, function: str, defines: Mapping[str, str], asan: bool
-    ) -> Future[Path]:
-        key = (source, function, tuple(defines.items()), asan)
-        runtime = self._runtime(asan)
-        return self._once(key, self._build_stage, kernel, source, function, defines, asan, runtime)
-
-    def _build_stage(
         self,
         kernel: Kernel,
-        source: str,
+        texts: Mapping[str, str],
         function: str,
         defines: Mapping[str, str],
         asan: bool,
-        runtime: Sequence[Future[Path]],
-    ) -> Path:
-        text = translate(source, kernel.source.name)
-        digest = hashlib.sha256(repr((text, function, defines, asan)).encode()).hexdigest()[:16]
-        wrapper, made = self.root / f"{digest}.cpp", self.root / digest
-        wrapper.write_text(
-            f'#include "simt.hpp"\n#line 1 "{kernel.source.name}"\n{text}\n#line 1 "launch"\n'
-            f"void simt_kernel(void* const* args) {{ simt::invoke(&{function}, args); }}\n"
-            f"const char* simt_signature() {{ return simt::signature(&{function}); }}\n"
-        )
-        _compile(
-            [
-                *FLAGS,
-                *TEMPLATE_FLAGS,
-                *(SANITIZE if asan else ()),
-                # Twins first: an include of a file that has none finds the real one.
-                *("-I", str(HERE), "-I", str(kernel.source.parent)),
-                *(f"-D{name}={value}" for name, value in defines.items()),
-                *(str(wrapper), *(str(part.result()) for part in runtime), "-o", str(made)),
-            ]
-        )
-        return made
+    ) -> Future[Path]:
+        """A stage as a library for the runner."""
+        translated = {name: translate(text, name) for name, text in texts.items()}
+
+        def build(to: Path) -> None:
+            for name, text in translated.items():
+                (to.parent / name).parent.mkdir(parents=True, exist_ok=True)
+                (to.parent / name).write_text(text)
+            wrapper = to.parent / "wrapper.cpp"
+            wrapper.write_text(
+                f'#include "simt.hpp"\n#include "{kernel.source.name}"\n'
+                f'extern "C" void simt_stage(void* const* args)'
+                f" {{ simt::invoke(&{function}, args); }}\n"
+                f'extern "C" const char* simt_stage_signature()'
+                f" {{ return simt::signature(&{function}); }}\n"
+            )
+            _compile(
+                [
+                    *(*FLAGS, *TEMPLATE_FLAGS, "-shared", "-fPIC"),
+                    *(("-g1", "-O0", *SANITIZE) if asan else ()),
+                    *("-I", str(HERE), "-I", str(to.parent)),
+                    *(f"-D{name}={value}" for name, value in defines.items()),
+                    *(str(wrapper), "-o", str(to)),
+                ]
+            )
+
+        return self._made((translated, function, dict(defines), asan), build, ".so")
 
     def build(
         self,
@@ -212,11 +207,11 @@ class Simulator:
         case: Case,
         *,
         arch: Arch = ARCH,
-        source: Mapping[str, str] | None = None,
+        changed: Mapping[str, Mapping[str, str]] | None = None,
         asan: bool = False,
     ) -> dict[str, tuple[Launch, Future[Path]]]:
-        """Starts the builds of all stages; `source`: other text than the template's for some."""
-        text = template(kernel)
+        """Starts the builds of all stages; `changed`: other sources for some stages."""
+        texts = sources(kernel)
         problem = case.problem
         launches = kernel.launches(config, problem, arch)
         return {
@@ -224,7 +219,7 @@ class Simulator:
                 launch,
                 self._stage(
                     kernel,
-                    (source or {}).get(name, text),
+                    (changed or {}).get(name, texts),
                     launch.function,
                     kernel.stages[name].defines(config, problem, launch),
                     asan,
@@ -240,14 +235,15 @@ class Simulator:
         case: Case,
         *,
         arch: Arch = ARCH,
-        source: Mapping[str, str] | None = None,
+        changed: Mapping[str, Mapping[str, str]] | None = None,
         asan: bool = False,
         schedules: Sequence[int] = SCHEDULES,
         seed: int = 1,
         timeout_s: float = 120,
     ) -> Result:
         """Runs the case under each schedule; a run that fails raises SimtError with its report."""
-        stages = self.build(kernel, config, case, arch=arch, source=source, asan=asan)
+        runner = self._runner(asan)
+        stages = self.build(kernel, config, case, arch=arch, changed=changed, asan=asan)
         problem = case.problem
         inputs = make_inputs(case, seed)
         expected = reference(inputs, problem, np.arange(problem.seqlen_q))
@@ -269,7 +265,7 @@ class Simulator:
             for name, (launch, made) in stages.items():
                 request = _request(launch, kinds, place, schedule)
                 (place / f"{name}.request").write_text(request)
-                _run(made.result(), place / f"{name}.request", timeout_s)
+                _run((runner.result(), made.result()), place / f"{name}.request", timeout_s)
             got = np.fromfile(place / "o", out.dtype).reshape(out.shape)
             shutil.rmtree(place)
             error = row_error(from_bits(got, problem.dtype).astype(np.float64), expected)
@@ -318,13 +314,13 @@ def _compile(arguments: Sequence[str]) -> None:
         raise BuildError(f"g++ refuses it:\n{done.stderr[:6000]}")
 
 
-def _run(program: Path, request: Path, timeout_s: float) -> None:
+def _run(program: tuple[Path, Path], request: Path, timeout_s: float) -> None:
     options = "detect_leaks=0:exitcode=2:detect_stack_use_after_return=0"
     try:
         # On kernels that randomize addresses widely, a sanitizer may find its own place taken.
         for _ in range(20):
             done = subprocess.run(
-                [program, request],
+                [*program, request],
                 capture_output=True,
                 text=True,
                 timeout=timeout_s,

@@ -7,8 +7,6 @@ tests/gpu/test_acceptance.py asks the same of a GPU.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from attnsweep.build.numerics import Case
@@ -28,22 +26,12 @@ SETTINGS = {
 SHAPES = [(1, 8, 512, 512), (2, 4, 128, 128), (1, 2, 64, 64), (1, 3, 200, 333), (1, 1, 1, 77)]
 
 
-@pytest.fixture(scope="module")
-def accepted(simulator):
-    kernel = discover()["wmma_pipeline"]
-
-    def one(named):
-        (batch, heads, seqlen_q, seqlen_k), causal, settings = named
-        problem = Problem(batch, heads, heads, seqlen_q, seqlen_k, 64, causal=causal)
-        return simulator.check(kernel, config_of(kernel, SETTINGS[settings]), Case(problem))
-
-    names = list(itertools.product(SHAPES, (False, True), SETTINGS))
-    return dict(zip(names, simulator.map(one, names), strict=True))
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_accepted(accepted, shape, causal, settings):
-    result = accepted[shape, causal, settings].result()
+def test_accepted(simulator, shape, causal, settings):
+    kernel = discover()["wmma_pipeline"]
+    batch, heads, seqlen_q, seqlen_k = shape
+    problem = Problem(batch, heads, heads, seqlen_q, seqlen_k, 64, causal=causal)
+    result = simulator.check(kernel, config_of(kernel, SETTINGS[settings]), Case(problem))
     assert result.error <= result.limit

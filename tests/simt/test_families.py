@@ -86,9 +86,9 @@ WIDE = {
         ("SLICES=6 CLUSTER=2 BLOCK_M=16 WARPGROUPS=1 NUM_STAGES=4 PDL=0", 516, False),
     ),
 }
-# Families that share their parts: of mask, dtype and head_dim every third of the eight that there
-# are, which takes each value.
-SHARED_PARTS = ("ladder_", "wmma_")
+# Families of few parts of their own, or that take long to build: of mask, dtype and head_dim every
+# third of the eight that there are, which takes each value.
+FEW_CONFIGS = ("ladder_", "wmma_", "three_kernel_mma", "flash_fwd_mma")
 
 
 @lru_cache
@@ -113,7 +113,7 @@ def runs():
         if kernel.name in WIDE:
             continue
         compiled = list(product((True, False), kernel.dtypes, kernel.head_dims[:2]))
-        step = 3 if kernel.name.startswith(SHARED_PARTS) else 1
+        step = 3 if kernel.name.startswith(FEW_CONFIGS) else 1
         for number, (causal, dtype, head_dim) in enumerate(compiled[::step]):
             problem = replace(BASE, causal=causal, dtype=dtype, head_dim=head_dim)
             if not kernel.refusal(problem, ARCH):
@@ -140,48 +140,23 @@ def config_for(kernel: Kernel, problem: Problem, which: int | str) -> Config:
     return configs[(which + which // len(configs)) % len(configs)]
 
 
-def cases(problem: Problem) -> list[Case]:
+def cases(problem: Problem, config: Config) -> list[Case]:
     """Short ones, compiled as the problem."""
     compiled = {n: getattr(problem, n) for n in ("head_dim", "dtype", "causal")}
-    if problem.head_dim > 256:
+    # All fibers of a cluster run together: with 4 or 8 blocks of splits, 700 columns take a minute.
+    if problem.head_dim > 256 or (config.get("SPLIT_CLUSTER") and config["SPLITS"] > 2):
         return [Case(replace(shape, **compiled), inputs) for shape, inputs in FEW_ROWS]
     more = [s for s in MORE if not problem.causal or s.seqlen_q <= s.seqlen_k]
     return [*small_cases(problem), *(Case(replace(shape, **compiled)) for shape in more)]
 
 
-@pytest.fixture(scope="module")
-def results(simulator, request):
-    """The runs of all selected tests, two at a time; a test only takes its own."""
-
-    def one(name):
-        kernel, problem, which = RUNS[name]
-        config = config_for(kernel, problem, which)
-        return [(config, simulator.check(kernel, config, case)) for case in cases(problem)]
-
-    names = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if item.originalname == test_right_on_hard_cases.__name__
-    ]
-    return dict(zip(names, simulator.map(one, names), strict=True))
-
-
 @pytest.mark.parametrize("name", RUNS)
-def test_right_on_hard_cases(results, name):
-    for config, result in results[name].result():
-        assert result.error <= result.limit, (config.label, result.case.label)
-
-
-@pytest.fixture(scope="module")
-def sanitized(simulator):
-    case = Case(Problem(1, 2, 1, 97, 161, 64, causal=True))
-
-    def one(kernel):
-        config = config_of(kernel, SANITIZED[kernel.name])
-        return simulator.check(kernel, config, case, asan=True)
-
-    kernels = [KERNELS[name] for name in SANITIZED]
-    return dict(zip(SANITIZED, simulator.map(one, kernels), strict=True))
+def test_right_on_hard_cases(simulator, name):
+    kernel, problem, which = RUNS[name]
+    config = config_for(kernel, problem, which)
+    for case in cases(problem, config):
+        result = simulator.check(kernel, config, case)
+        assert result.error <= result.limit, (config.label, case.label)
 
 
 SANITIZED = {
@@ -192,8 +167,10 @@ SANITIZED = {
 
 
 @pytest.mark.parametrize("family", SANITIZED)
-def test_clean_under_the_sanitizers(sanitized, family):
-    result = sanitized[family].result()
+def test_clean_under_the_sanitizers(simulator, family):
+    case = Case(Problem(1, 2, 1, 97, 161, 64, causal=True))
+    kernel = KERNELS[family]
+    result = simulator.check(kernel, config_of(kernel, SANITIZED[family]), case, asan=True)
     assert result.error <= result.limit
 
 
@@ -210,12 +187,24 @@ def test_a_race_within_the_limit_shows_between_schedules(simulator):
 
 
 def test_every_primitive_has_its_twin():
-    """A twin file stands in for the whole real file, so what it lacks would not compile."""
-    for twin in (HERE / "common").iterdir():
-        real = (KERNELS["naive"].source.parent / "common" / twin.name).read_text()
-        there = set(
-            re.findall(r"^(?:__device__ __forceinline__ \w[\w ]* |struct )?(\w+)\(", real, re.M)
-        )
-        there = {name for name in there if name.islower() and name != "alignas"}
-        missing = {name for name in there if f" {name}(" not in twin.read_text()}
-        assert not missing, twin.name
+    """A twin stands in for the whole header, so what it lacks would not compile."""
+    headers = KERNELS["naive"].source.parent / "common" / "ptx"
+    real, twins = (
+        {path.name for path in place.iterdir()} for place in (headers, HERE / "common/ptx")
+    )
+    assert real == twins
+    for name in real:
+        defined = r"(?:__forceinline__ [\w ]+[ \n]|^struct )(\w+)(?=\(| \{)"
+        there = set(re.findall(defined, (headers / name).read_text(), re.M)) - {
+            "TensorMap",
+            "alignas",
+        }
+        assert there
+        twin = (HERE / "common/ptx" / name).read_text()
+        assert not {each for each in there if f" {each}" not in twin}, name
+
+
+def test_ptx_is_written_in_one_place():
+    kernels = KERNELS["naive"].source.parent
+    sources = [path for path in kernels.rglob("*.cu*") if path.parent.name != "ptx"]
+    assert not [path.name for path in sources if re.search(r"\basm\b", path.read_text())]

@@ -1,7 +1,11 @@
-"""Bugs put into the real templates are found: what mutations.toml lists, and says of each."""
+"""Bugs put into the real templates are found: what mutations.toml lists, and says of each.
+
+A push runs those that conftest.py draws by its commit; `pytest tests/simt -m mutation` runs all.
+"""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,13 +16,14 @@ from attnsweep.build.numerics import Case
 from attnsweep.family.declare import discover
 from attnsweep.problem import Problem
 
-from .harness import COMPILER, BuildError, SimtError, Simulator, config_of, template
+from .harness import COMPILER, BuildError, SimtError, Simulator, config_of, sources
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 MUTATIONS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("mutations.toml").read_text()
 )
+KERNELS = discover()
 CASES = {
     "grouped": Case(Problem(2, 4, 2, 97, 161, 64)),
     "causal": Case(Problem(1, 2, 1, 97, 161, 64, causal=True)),
@@ -30,16 +35,42 @@ CASES = {
 }
 
 
+WORD, OPEN = re.compile(r"…|\w+|[^\w\s]"), r"(?:\s|//[^\n]*\n|#pragma unroll[^\n]*\n)*"
+
+
+def pattern(tokens: str) -> re.Pattern[str]:
+    """Matches these tokens, with blanks, comments and pragmas of unrolling between them."""
+    parts = ["(.*?)" if word == "…" else re.escape(word) for word in WORD.findall(tokens)]
+    return re.compile(OPEN.join(parts), re.DOTALL)
+
+
+def mutated(texts: dict[str, str], bug: dict[str, Any]) -> dict[str, str]:
+    """The sources with the bug, which fits in one place."""
+    places = []
+    for name, text in texts.items():
+        begin = 0
+        if "after" in bug:
+            start = pattern(bug["after"]).search(text)
+            if start is None:
+                continue
+            begin = start.end()
+        places += [(name, match) for match in pattern(bug["find"]).finditer(text, begin)]
+    assert len(places) == 1, f"{bug['find']!r} is found {len(places)} times"
+    ((name, match),) = places
+    kept = iter(match.groups())
+    put = re.sub("…", lambda _: next(kept), bug["put"])
+    text = texts[name]
+    return texts | {name: text[: match.start()] + put + text[match.end() :]}
+
+
 def run(simulator: Simulator, bug: dict[str, Any]) -> str | None:
     """What showed the bug, or None."""
     family, stage = bug["stage"].split(".")
-    kernel = discover()[family]
-    text = template(kernel)
-    assert text.count(bug["old"]) == 1, f"{kernel.source.name}: {bug['old']!r} must be there once"
+    kernel = KERNELS[family]
     config, case = config_of(kernel, bug.get("config", "")), CASES[bug["case"]]
-    changed = {stage: text.replace(bug["old"], bug["new"])}
+    changed = {stage: mutated(sources(kernel), bug)}
     try:
-        found = simulator.check(kernel, config, case, source=changed, asan=bug.get("asan", False))
+        found = simulator.check(kernel, config, case, changed=changed, asan=bug.get("asan", False))
     except BuildError:
         raise
     except SimtError as report:
@@ -47,21 +78,15 @@ def run(simulator: Simulator, bug: dict[str, Any]) -> str | None:
     return None if found.ok else f"error {found.error}, limit {found.limit}"
 
 
-@pytest.fixture(scope="module")
-def shown(simulator, request):
-    """The bugs of all selected tests, two at a time."""
-    names = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if item.originalname == test_bug_is_found.__name__
-    ]
-    results = simulator.map(lambda name: run(simulator, MUTATIONS[name]), names)
-    return dict(zip(names, results, strict=True))
-
-
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_bug_is_found(shown, name):
-    report, missed = shown[name].result(), MUTATIONS[name].get("missed")
+def test_bug_has_its_place(name):
+    mutated(sources(KERNELS[MUTATIONS[name]["stage"].split(".")[0]]), MUTATIONS[name])
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_bug_is_found(simulator, name):
+    report, missed = run(simulator, MUTATIONS[name]), MUTATIONS[name].get("missed")
     if missed is None:
         assert report is not None
         assert MUTATIONS[name].get("report", "") in report

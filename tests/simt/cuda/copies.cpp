@@ -28,7 +28,8 @@ unsigned char* at(Cta& own, unsigned address, unsigned bytes, unsigned align, co
     if (offset > smem_bytes || offset + bytes > smem_bytes)
         fail(where, "%s: %u bytes at offset %d of %zu bytes of shared memory", what, bytes,
              static_cast<int>(offset), smem_bytes);
-    if (&cta != &own && !alive(cta)) fail(where, "%s: the block of rank %u has ended", what, cta.rank);
+    if (&cta != &own && !alive(cta))
+        fail(where, "%s: the block of rank %u has ended", what, cta.rank);
     if (address % align) fail(where, "%s: offset %u is not a multiple of %u", what, offset, align);
     return cta.smem + offset;
 }
@@ -42,9 +43,10 @@ const unsigned char* async_read(Cta& own, unsigned address, const char* what, Wh
     Cta& cta = cta_of(address, own);
     unsigned by = cta.writer[(p - cta.smem) / GRANULE];
     if (by)
-        fail(where,
-             "%s reads shared memory at offset %ld, which thread %u wrote with no fence_async_proxy since",
-             what, static_cast<long>(p - cta.smem), by - 1);
+        fail(
+            where,
+            "%s reads shared memory at offset %ld, which thread %u wrote with no fence_async_proxy since",
+            what, static_cast<long>(p - cta.smem), by - 1);
     return p;
 }
 void load_shared(void* to, unsigned address, unsigned bytes, Where where) {
@@ -89,10 +91,12 @@ Mbarrier& mbarrier_at(Cta& own, unsigned address, Where where) {
     unsigned local = address & 0xffffff;
     auto found = cta.mbarriers.find(local);
     if (found == cta.mbarriers.end())
-        fail(where, "no mbarrier was initialised at offset %d", static_cast<int>(local - SMEM_BASE));
+        fail(where, "no mbarrier was initialised at offset %d",
+             static_cast<int>(local - SMEM_BASE));
     uint64_t mark;
     memcpy(&mark, at(own, address, 8, 8, "mbarrier", where), 8);
-    if (mark != mark_of(local)) fail(where, "the mbarrier at offset %u was overwritten", local - SMEM_BASE);
+    if (mark != mark_of(local))
+        fail(where, "the mbarrier at offset %u was overwritten", local - SMEM_BASE);
     return found->second;
 }
 const char MBARRIER_WAIT[] = "mbarrier_wait";
@@ -151,12 +155,13 @@ static void for_box(const TensorMap& map, unsigned start, const std::array<int, 
                         for (int e = 0; e < 8; ++e) {
                             int64_t c = int64_t{from[0]} + i[0] + e;
                             bool here = inside && c >= 0 && c < map.dims[0];
-                            elements[e] = here
-                                              ? reinterpret_cast<unsigned short*>(map.base + offset + c * 2)
-                                              : nullptr;
+                            elements[e] =
+                                here ? reinterpret_cast<unsigned short*>(map.base + offset + c * 2)
+                                     : nullptr;
                         }
                         unsigned row =
-                            linear >> 7 & (swizzle ? swizzle - 1 : 0);  // bits 4-6 by bits 7-9 at 128 bytes
+                            linear >> 7 &
+                            (swizzle ? swizzle - 1 : 0);  // bits 4-6 by bits 7-9 at 128 bytes
                         use(linear ^ row << 4, elements);
                     }
 }
@@ -165,7 +170,8 @@ static unsigned box_bytes(const TensorMap& map) {
     for (int d = 0; d < map.rank; ++d) bytes *= map.box[d];
     return bytes;
 }
-static void check_copy(const char* what, const TensorMap& map, unsigned address, int rank, Where where) {
+static void check_copy(const char* what, const TensorMap& map, unsigned address, int rank,
+                       Where where) {
     if (map.rank != rank)
         fail(where, "%s: %d coordinates for a tensor map of %d dims", what, rank, map.rank);
     if (address % 128)
@@ -209,10 +215,12 @@ void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank,
 }
 void store_async(unsigned target, const float (&values)[4], unsigned barrier, Where where) {
     Cta& cta = cta_of(target, *me().cta);
-    if (&cta != &cta_of(barrier, *me().cta)) fail(where, "store_async: the mbarrier is another block's");
+    if (&cta != &cta_of(barrier, *me().cta))
+        fail(where, "store_async: the mbarrier is another block's");
     mbarrier_at(*me().cta, barrier, where);
     memset(at(*me().cta, target, 16, 16, "store_async", where), 0xff, 16);
-    Load load{&cta, target & 0xffffff, barrier & 0xffffff, {}, {}, where, std::vector<unsigned char>(16)};
+    Load load{
+        &cta, target & 0xffffff, barrier & 0xffffff, {}, {}, where, std::vector<unsigned char>(16)};
     memcpy(load.data.data(), values, 16);
     if (schedule == 1 || (schedule > 1 && random_bits() % 2)) deliver(load);
     else loads.push_back(load);

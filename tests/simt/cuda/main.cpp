@@ -1,5 +1,6 @@
-// One launch in a process of its own: reads a request, runs its blocks one after the other (those of a
-// cluster together), and writes the buffers back. A fault ends it with a report and status 2.
+// One launch in a process of its own: reads a request, runs its blocks one after the other (those
+// of a cluster together), and writes the buffers back. A fault ends it with a report and status 2.
+#include <dlfcn.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <sys/mman.h>
@@ -32,8 +33,9 @@ static bool hiding;
 
 void describe(FILE* to) {
     if (!self || self == &main_fiber) return;
-    fprintf(to, "  in block (%u,%u,%u) thread %u (warp %u lane %u) of %s, schedule %u\n", self->block.x,
-            self->block.y, self->block.z, self->index.x, self->warp, self->lane, kernel_name, schedule);
+    fprintf(to, "  in block (%u,%u,%u) thread %u (warp %u lane %u) of %s, schedule %u\n",
+            self->block.x, self->block.y, self->block.z, self->index.x, self->warp, self->lane,
+            kernel_name, schedule);
 }
 void fail(Where where, const char* format, ...) {
     va_list list;
@@ -68,7 +70,8 @@ void grid_wait() {
 }
 
 // ---- memory ----
-static unsigned char* pages_for(std::size_t bytes, bool at_end) {  // inaccessible pages on both sides
+static unsigned char* pages_for(std::size_t bytes,
+                                bool at_end) {  // inaccessible pages on both sides
     std::size_t size = (bytes + PAGE - 1) / PAGE * PAGE;
     auto* all = static_cast<unsigned char*>(
         mmap(nullptr, size + 2 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
@@ -85,12 +88,14 @@ static unsigned char* guarded(Buffer& buffer) {
         return buffer.begin;
     }
     unsigned char* p = pages_for(buffer.bytes, schedule == 0);
-    buffer.begin = reinterpret_cast<unsigned char*>(reinterpret_cast<std::uintptr_t>(p) / PAGE * PAGE);
+    buffer.begin =
+        reinterpret_cast<unsigned char*>(reinterpret_cast<std::uintptr_t>(p) / PAGE * PAGE);
     buffer.end = buffer.begin + ((p - buffer.begin) + buffer.bytes + PAGE - 1) / PAGE * PAGE;
     return p;
 }
 static void on_fault(int number, siginfo_t* info, void*) {
-    fprintf(stderr, "signal %d (%s)", number, number == SIGFPE ? "division by zero" : "memory fault");
+    fprintf(stderr, "signal %d (%s)", number,
+            number == SIGFPE ? "division by zero" : "memory fault");
     auto* address = static_cast<unsigned char*>(info->si_addr);
     if (number != SIGFPE)
         for (auto& [name, buffer] : buffers)
@@ -125,7 +130,8 @@ static void run_block(uint3 first, unsigned ranks, unsigned threads) {
         cta.writer.assign(smem_bytes / GRANULE + 1, 0);
         for (unsigned i = 0; i < threads; ++i) {
             Fiber& f = *cta.fibers[i];
-            f.index = {i, 0, 0}, f.block = cta.index, f.lane = i % 32, f.warp = i / 32, f.cta = &cta;
+            f.index = {i, 0, 0}, f.block = cta.index, f.lane = i % 32, f.warp = i / 32,
+            f.cta = &cta;
             f.copies.clear(), f.copy_groups.clear(), f.stores.clear(), f.store_groups.clear(),
                 f.unfenced.clear();
             start(f);
@@ -145,7 +151,8 @@ static void run_block(uint3 first, unsigned ranks, unsigned threads) {
         for (const Warp& warp : cta.warps)
             if (&warp - &cta.warps[0] < static_cast<long>(threads / 128 * 4) &&
                 warp.logged != cta.warpgroups[(&warp - &cta.warps[0]) / 4].size())
-                fail(NOWHERE, "%s: the warps of a warpgroup did different numbers of wgmma or setmaxnreg",
+                fail(NOWHERE,
+                     "%s: the warps of a warpgroup did different numbers of wgmma or setmaxnreg",
                      kernel_name);
     }
 }
@@ -164,7 +171,8 @@ static void transfer(Buffer& b, bool out) {
     std::size_t moved = !file ? 0
                         : out ? fwrite(b.memory, 1, b.bytes, file)
                               : fread(b.memory, 1, b.bytes, file);
-    if (moved != b.bytes || fclose(file)) fail(NOWHERE, "%s could not be read or written", b.path.c_str());
+    if (moved != b.bytes || fclose(file))
+        fail(NOWHERE, "%s could not be read or written", b.path.c_str());
 }
 static int run(const char* request) {
     FILE* in = fopen(request, "r");
@@ -182,7 +190,8 @@ static int run(const char* request) {
         else if (field == "programmatic") programmatic = number<int>(in);
         else if (field == "buffer") {
             Buffer b;
-            b.name = word(in), b.kind = word(in), b.bytes = number<std::size_t>(in), b.path = word(in);
+            b.name = word(in), b.kind = word(in), b.bytes = number<std::size_t>(in),
+            b.path = word(in);
             b.memory = guarded(b);
             transfer(b, false);
             if (b.kind == "input" && !ASAN) mprotect(b.begin, b.end - b.begin, PROT_READ);
@@ -204,19 +213,21 @@ static int run(const char* request) {
         } else fail(NOWHERE, "the request says %s", field.c_str());
     }
     if (wanted != simt_signature())
-        fail(NOWHERE,
-             "%s takes (%s), and the declaration passes (%s): p pointer, i int, f float, t TensorMap",
-             kernel_name, simt_signature(), wanted.c_str());
-    if (grid_dim.x % ranks) fail(NOWHERE, "a grid of %u blocks in clusters of %u", grid_dim.x, ranks);
+        fail(
+            NOWHERE,
+            "%s takes (%s), and the declaration passes (%s): p pointer, i int, f float, t TensorMap",
+            kernel_name, simt_signature(), wanted.c_str());
+    if (grid_dim.x % ranks)
+        fail(NOWHERE, "a grid of %u blocks in clusters of %u", grid_dim.x, ranks);
     block_dim = {threads, 1, 1};
     long blocks = static_cast<long>(grid_dim.x) * grid_dim.y * grid_dim.z;
     for (long n = 0; n < blocks; n += ranks) {
         long i = schedule == 1 ? blocks - ranks - n : n;
         if (programmatic) hide();
-        run_block(
-            {static_cast<unsigned>(i % grid_dim.x), static_cast<unsigned>(i / grid_dim.x % grid_dim.y),
-             static_cast<unsigned>(i / grid_dim.x / grid_dim.y)},
-            ranks, threads);
+        run_block({static_cast<unsigned>(i % grid_dim.x),
+                   static_cast<unsigned>(i / grid_dim.x % grid_dim.y),
+                   static_cast<unsigned>(i / grid_dim.x / grid_dim.y)},
+                  ranks, threads);
         grid_wait();
     }
     for (auto& [name, b] : buffers) {
@@ -231,8 +242,17 @@ static int run(const char* request) {
 }
 }  // namespace simt
 
+void (*simt_kernel)(void* const* args);
+const char* (*simt_signature)();
+
+// The arguments: a stage's library and a request.
 int main(int, char** argv) {
     using namespace simt;
+    void* stage = dlopen(argv[1], RTLD_NOW);
+    if (!stage) fail(NOWHERE, "%s", dlerror());
+    simt_kernel = reinterpret_cast<decltype(simt_kernel)>(dlsym(stage, "simt_stage"));
+    simt_signature =
+        reinterpret_cast<decltype(simt_signature)>(dlsym(stage, "simt_stage_signature"));
     for (unsigned bits = 0; bits < 65536; ++bits)
         half_values[bits] = simt_cast<_Float16>(static_cast<unsigned short>(bits));
     static unsigned char signal_stack[64 << 10];
@@ -242,5 +262,5 @@ int main(int, char** argv) {
     action.sa_sigaction = on_fault, action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     if (!ASAN) sigaction(SIGSEGV, &action, nullptr), sigaction(SIGBUS, &action, nullptr);
     sigaction(SIGFPE, &action, nullptr);
-    return run(argv[1]);
+    return run(argv[2]);
 }

@@ -1,10 +1,11 @@
-// What runs the templates, the other side of simt.hpp: fibers and their scheduler, shared memory, barriers,
-// and the units that work beside the threads (cp.async, TMA, wgmma). These finish as early or as late as
-// the hardware may, by `schedule`, and what they will write is NaN from their start on: a missing wait, or
-// a buffer given back too early, reads NaN instead of being right by luck.
-//   schedule 0: low warps first; TMA loads arrive as late as they can, wgmma and stores read at once.
-//   schedule 1: high warps first, blocks and lanes backwards; loads arrive at once, reads come late.
-//   schedule n: all of it by a generator seeded with n.
+// What runs the templates, the other side of simt.hpp: fibers and their scheduler, shared memory,
+// barriers, and the units that work beside the threads (cp.async, TMA, wgmma). These finish as
+// early or as late as the hardware may, by `schedule`, and what they will write is NaN from their
+// start on: a missing wait, or a buffer given back too early, reads NaN instead of being right by
+// luck.
+//   schedule 0: low warps first; TMA loads arrive as late as they can, wgmma and stores read at
+//   once. schedule 1: high warps first, blocks and lanes backwards; loads arrive at once, reads
+//   come late. schedule n: all of it by a generator seeded with n.
 #pragma once
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,8 +23,9 @@ constexpr bool ASAN = true;
 constexpr bool ASAN = false;
 #endif
 
-void simt_kernel(void* const* args);  // made by the harness: the launch, and its kernel's signature
-const char* simt_signature();
+// Of the stage's library, which the harness makes: the launch, and its kernel's signature.
+extern void (*simt_kernel)(void* const* args);
+extern const char* (*simt_signature)();
 
 namespace simt {
 constexpr std::size_t STACK = ASAN ? 512 << 10 : 256 << 10, PAGE = 4096;
@@ -134,7 +136,8 @@ inline void wake(Fiber* fiber) { fiber->state = RUNNABLE; }
 inline Fiber& me() { return static_cast<Fiber&>(*self); }
 // Threads of the block that have not ended.
 inline int alive(Cta& cta) {
-    return std::count_if(cta.fibers.begin(), cta.fibers.end(), [](Fiber* f) { return f->state != DONE; });
+    return std::count_if(cta.fibers.begin(), cta.fibers.end(),
+                         [](Fiber* f) { return f->state != DONE; });
 }
 inline bool late_reads() { return schedule == 1 || (schedule > 1 && random_bits() % 2); }
 inline float value_of(unsigned bits, bool bf16) {

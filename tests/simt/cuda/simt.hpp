@@ -1,6 +1,7 @@
 // What a CUDA template needs to be compiled by g++ and run as fibers on one CPU thread. Test only.
-// A thread is a fiber; it runs until it must wait for others, so a warp gets as far as it can before
-// another one moves. What is not here does not compile: a test fails, it never passes by accident.
+// A thread is a fiber; it runs until it must wait for others, so a warp gets as far as it can
+// before another one moves. What is not here does not compile: a test fails, it never passes by
+// accident.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -9,7 +10,8 @@
 
 extern "C" {  // <math.h> in C++ takes half the time of a small template
 float exp2f(float) noexcept, expf(float) noexcept, logf(float) noexcept, log2f(float) noexcept;
-float fmaf(float, float, float) noexcept, fmaxf(float, float) noexcept, fminf(float, float) noexcept;
+float fmaf(float, float, float) noexcept, fmaxf(float, float) noexcept,
+    fminf(float, float) noexcept;
 float fabsf(float) noexcept, sqrtf(float) noexcept, floorf(float) noexcept, ceilf(float) noexcept;
 }
 
@@ -93,7 +95,8 @@ void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where);
 void load_shared(void* to, unsigned address, unsigned bytes, Where where);
 void store_shared(unsigned address, const void* from, unsigned bytes, Where where);
 void stmatrix(unsigned address, const unsigned (&r)[4], Where where);
-void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool bf16, Where where);
+void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool bf16,
+               Where where);
 void mma_1688(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Where where);
 
 void cp_async(unsigned target, const void* source, bool valid, Where where);
@@ -208,7 +211,8 @@ T __shfl_xor_sync(unsigned mask, T x, int by, int width = 32, SIMT_HERE) {
 }
 template <class T>
 T __shfl_sync(unsigned mask, T x, int from, int width = 32, SIMT_HERE) {
-    return simt::shuffle(mask, x, simt::self->lane / width * width + from % unsigned(width), SIMT_AT);
+    return simt::shuffle(mask, x, simt::self->lane / width * width + from % unsigned(width),
+                         SIMT_AT);
 }
 template <class T>
 T __shfl_down_sync(unsigned mask, T x, unsigned by, int width = 32, SIMT_HERE) {
@@ -220,9 +224,15 @@ T __shfl_up_sync(unsigned mask, T x, unsigned by, int width = 32, SIMT_HERE) {
     unsigned lane = simt::self->lane;
     return simt::shuffle(mask, x, lane % width >= by ? lane - by : lane, SIMT_AT);
 }
-inline unsigned __ballot_sync(unsigned mask, int x, SIMT_HERE) { return simt::ballot(mask, x, SIMT_AT); }
-inline int __any_sync(unsigned mask, int x, SIMT_HERE) { return simt::ballot(mask, x, SIMT_AT) != 0; }
-inline int __all_sync(unsigned mask, int x, SIMT_HERE) { return simt::ballot(mask, !x, SIMT_AT) == 0; }
+inline unsigned __ballot_sync(unsigned mask, int x, SIMT_HERE) {
+    return simt::ballot(mask, x, SIMT_AT);
+}
+inline int __any_sync(unsigned mask, int x, SIMT_HERE) {
+    return simt::ballot(mask, x, SIMT_AT) != 0;
+}
+inline int __all_sync(unsigned mask, int x, SIMT_HERE) {
+    return simt::ballot(mask, !x, SIMT_AT) == 0;
+}
 
 template <class To, class From>
 To simt_cast(From x) {

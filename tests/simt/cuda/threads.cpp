@@ -30,7 +30,8 @@ std::vector<Cta> cluster;
 [[maybe_unused]] static std::size_t main_stack;
 
 // ---- fibers ----
-[[gnu::no_sanitize("address")]] static void switch_to(Fiber& from, Fiber& to, [[maybe_unused]] bool last = false) {
+[[gnu::no_sanitize("address")]] static void switch_to(Fiber& from, Fiber& to,
+                                                      [[maybe_unused]] bool last = false) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(last ? nullptr : &from.asan_stack, to.stack,
                                    &to == &main_fiber ? main_stack : STACK);
@@ -85,7 +86,8 @@ void start(Fiber& fiber) {
     if (!fiber.context) fiber.context = new ucontext_t;
     auto* context = static_cast<ucontext_t*>(fiber.context);
     getcontext(context);
-    context->uc_stack.ss_sp = fiber.stack, context->uc_stack.ss_size = STACK, context->uc_link = nullptr;
+    context->uc_stack.ss_sp = fiber.stack, context->uc_stack.ss_size = STACK,
+    context->uc_link = nullptr;
     makecontext(context, fiber_main, 0);
 #endif
     fiber.state = RUNNABLE;
@@ -123,7 +125,8 @@ void barrier(int id, int threads, bool wait, const char* name, Where where) {
     Barrier& bar = fiber.cta->barriers[id];
     int expected = threads ? threads : alive(*fiber.cta);
     if (threads && bar.arrived && bar.expected != expected)
-        fail(where, "%s: barrier %d of %d threads, where others said %d", name, id, expected, bar.expected);
+        fail(where, "%s: barrier %d of %d threads, where others said %d", name, id, expected,
+             bar.expected);
     bar.expected = threads;
     bar.arrived += 1;
     if (bar.arrived == expected) return complete(bar);
@@ -131,7 +134,8 @@ void barrier(int id, int threads, bool wait, const char* name, Where where) {
     bar.waiting.push_back(&fiber);
     block(name, where, id, expected);
 }
-// Threads that arrived at the cluster's barrier; whether the phase that a thread arrived in is complete.
+// Threads that arrived at the cluster's barrier; whether the phase that a thread arrived in is
+// complete.
 static std::vector<Fiber*> cluster_came;
 static std::map<Fiber*, bool> cluster_passed;
 static const char CLUSTER_WAIT[] = "cluster_wait";
@@ -187,15 +191,16 @@ void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where) 
             unsigned short matrix[4][8][8];
             for (int i = 0; i < 32; ++i) {
                 Lane& lane = *static_cast<Lane*>(data[i]);
-                memcpy(matrix[i / 8][i % 8], at(*me().cta, lane.address, 16, 16, "ldmatrix", lane.where),
-                       16);
+                memcpy(matrix[i / 8][i % 8],
+                       at(*me().cta, lane.address, 16, 16, "ldmatrix", lane.where), 16);
             }
             for (int i = 0; i < 32; ++i) {
                 Lane& lane = *static_cast<Lane*>(data[i]);
                 for (int j = 0; j < 4; ++j) {
                     int row = i / 4, column = i % 4 * 2;
-                    lane.r[j] = lane.transposed ? matrix[j][column][row] | matrix[j][column + 1][row] << 16
-                                                : matrix[j][row][column] | matrix[j][row][column + 1] << 16;
+                    lane.r[j] = lane.transposed
+                                    ? matrix[j][column][row] | matrix[j][column + 1][row] << 16
+                                    : matrix[j][row][column] | matrix[j][row][column + 1] << 16;
                 }
             }
         },
@@ -223,7 +228,8 @@ void stmatrix(unsigned address, const unsigned (&r)[4], Where where) {
         },
         where);
 }
-void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool bf16, Where where) {
+void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool bf16,
+               Where where) {
     struct Lane {
         float* d;
         const unsigned* a;
@@ -246,7 +252,8 @@ void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, 
             for (int i = 0; i < 32; ++i)
                 for (int e = 0; e < 4; ++e) {
                     float sum = static_cast<Lane*>(data[i])->d[e];
-                    for (int k = 0; k < 16; ++k) sum += a[i / 4 + e / 2 * 8][k] * b[i % 4 * 2 + e % 2][k];
+                    for (int k = 0; k < 16; ++k)
+                        sum += a[i / 4 + e / 2 * 8][k] * b[i % 4 * 2 + e % 2][k];
                     static_cast<Lane*>(data[i])->d[e] = sum;
                 }
         },
@@ -265,7 +272,8 @@ void mma_1688(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, W
             float a[16][8], b[8][8];
             for (int i = 0; i < 32; ++i) {
                 Lane& lane = *static_cast<Lane*>(data[i]);
-                for (int e = 0; e < 4; ++e) a[i / 4 + e % 2 * 8][i % 4 + e / 2 * 4] = tf32(lane.a[e]);
+                for (int e = 0; e < 4; ++e)
+                    a[i / 4 + e % 2 * 8][i % 4 + e / 2 * 4] = tf32(lane.a[e]);
                 for (int e = 0; e < 2; ++e) b[i / 4][i % 4 + e * 4] = tf32(lane.b[e]);
             }
             for (int i = 0; i < 32; ++i)
@@ -273,9 +281,11 @@ void mma_1688(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, W
                     float& d = static_cast<Lane*>(data[i])->d[e];
                     double sum = d;
                     for (int k = 0; k < 8; ++k)
-                        sum += static_cast<double>(a[i / 4 + e / 2 * 8][k]) * b[i % 4 * 2 + e % 2][k];
+                        sum +=
+                            static_cast<double>(a[i / 4 + e / 2 * 8][k]) * b[i % 4 * 2 + e % 2][k];
                     d = static_cast<float>(sum);  // tensor cores round towards zero
-                    if (fabsf(d) > (sum < 0 ? -sum : sum)) d = __uint_as_float(__float_as_uint(d) - 1);
+                    if (fabsf(d) > (sum < 0 ? -sum : sum))
+                        d = __uint_as_float(__float_as_uint(d) - 1);
                 }
         },
         where);
@@ -287,7 +297,8 @@ static void thread_ends() {
     fiber.store_groups.push_back(fiber.stores);
     for (const auto& group : fiber.store_groups)
         if (!group.empty())
-            fail(group[0].where, "the thread ends while this tma_store may still read shared memory");
+            fail(group[0].where,
+                 "the thread ends while this tma_store may still read shared memory");
     Warp& warp = fiber.cta->warps[fiber.warp];
     if (!warp.accumulators.empty()) fail(NOWHERE, "the warp ends while a wgmma is under way");
     Barrier& all = fiber.cta->barriers[0];
@@ -311,14 +322,16 @@ static void thread_ends() {
             fprintf(stderr, "  threads %zu-%zu (warp %u): ", i, end - 1, f.warp);
             if (f.state == DONE) fprintf(stderr, "ended\n");
             else {
-                fprintf(stderr, "%s at %s:%d", f.what, f.where.file ? f.where.file : "?", f.where.line);
+                fprintf(stderr, "%s at %s:%d", f.what, f.where.file ? f.where.file : "?",
+                        f.where.line);
                 if (f.what == MBARRIER_WAIT) {
                     const Mbarrier& b = mbarrier_at(cta, f.first, f.where);
-                    fprintf(stderr,
-                            " of offset %lu for parity %lu: its phase is %u, %u of %u arrivals and %ld "
-                            "bytes are missing\n",
-                            (f.first & 0xffffff) - SMEM_BASE, f.second, b.phase, b.pending, b.count,
-                            b.bytes);
+                    fprintf(
+                        stderr,
+                        " of offset %lu for parity %lu: its phase is %u, %u of %u arrivals and %ld "
+                        "bytes are missing\n",
+                        (f.first & 0xffffff) - SMEM_BASE, f.second, b.phase, b.pending, b.count,
+                        b.bytes);
                 } else if (f.what == CLUSTER_WAIT)
                     fprintf(stderr, ": %zu threads of the cluster arrived\n", cluster_came.size());
                 else if (f.second)
@@ -367,8 +380,8 @@ void run_cluster() {
         for (Cta& cta : cluster)
             for (unsigned warp = 0; warp < cta.warps.size(); ++warp) {
                 bool run = false, wait = false;
-                for (unsigned i = warp * 32; i < std::min<std::size_t>(warp * 32 + 32, cta.fibers.size());
-                     ++i) {
+                for (unsigned i = warp * 32;
+                     i < std::min<std::size_t>(warp * 32 + 32, cta.fibers.size()); ++i) {
                     State state = cta.fibers[i]->state;
                     run |= state == RUNNABLE, wait |= state == DEFERRED, all_done &= state == DONE;
                 }

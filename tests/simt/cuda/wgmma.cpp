@@ -2,20 +2,26 @@
 #include "runtime.hpp"
 
 namespace simt {
-// Address of element (i, k) of an operand of rows i and 16 columns k (of TF32 8), per the descriptor; k or i
-// runs along the rows of shared memory. PTX ISA, "Strides"; CUTLASS writes the same as canonical layouts.
-static unsigned operand_address(uint64_t descriptor, bool transposed, int i, int k, unsigned bytes = 2) {
+// Address of element (i, k) of an operand of rows i and 16 columns k (of TF32 8), per the
+// descriptor; k or i runs along the rows of shared memory. PTX ISA, "Strides"; CUTLASS writes the
+// same as canonical layouts.
+static unsigned operand_address(uint64_t descriptor, bool transposed, int i, int k,
+                                unsigned bytes = 2) {
     unsigned start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
              stride = (descriptor >> 32 & 0x3fff) << 4;
-    unsigned code = descriptor >> 62, width = code == 0 ? 16 : code == 1 ? 128 : code == 2 ? 64 : 32;
+    unsigned code = descriptor >> 62, width = code == 0   ? 16
+                                              : code == 1 ? 128
+                                              : code == 2 ? 64
+                                                          : 32;
     int across = transposed ? i : k, down = transposed ? k : i, per_row = width / bytes;
     if (code == 0 && transposed) std::swap(leading, stride);
     // Eight rows are one piece; `stride` leads to the next eight, `leading` to the next columns.
-    unsigned address =
-        start + down / 8 * stride + down % 8 * width + across / per_row * leading + across % per_row * bytes;
+    unsigned address = start + down / 8 * stride + down % 8 * width + across / per_row * leading +
+                       across % per_row * bytes;
     return address ^ (address >> 7 & (width / 16 - 1)) << 4;
 }
-static float operand(Cta& cta, uint64_t descriptor, bool transposed, bool bf16, int i, int k, Where where) {
+static float operand(Cta& cta, uint64_t descriptor, bool transposed, bool bf16, int i, int k,
+                     Where where) {
     unsigned address = operand_address(descriptor, transposed, i, k);
     const unsigned char* p = async_read(cta, address & ~15u, "wgmma", where) + address % 16;
     unsigned short bits;
@@ -29,7 +35,8 @@ static void multiply_tf32(Cta& cta, unsigned warp, const Product& product) {
     for (int k = 0; k < 8; ++k)
         for (int n = 0; n < of.columns; ++n) {
             unsigned address = operand_address(of.descriptor_b, false, n, k, 4), bits;
-            memcpy(&bits, async_read(cta, address & ~15u, "wgmma", product.where) + address % 16, 4);
+            memcpy(&bits, async_read(cta, address & ~15u, "wgmma", product.where) + address % 16,
+                   4);
             b[k][n] = tf32(bits);
         }
     Accumulator& to = cta.warps[warp].accumulators.at(product.d[0]);
@@ -38,7 +45,8 @@ static void multiply_tf32(Cta& cta, unsigned warp, const Product& product) {
             float& d = to.values[lane * to.count + i];
             double sum = of.accumulate ? d : 0;
             for (int k = 0; k < 8; ++k)  // the lane that has row lane / 4, or 8 on, in column k
-                sum += static_cast<double>(tf32(product.a[lane / 4 * 4 + k % 4][k / 4 * 2 + i / 2 % 2])) *
+                sum += static_cast<double>(
+                           tf32(product.a[lane / 4 * 4 + k % 4][k / 4 * 2 + i / 2 % 2])) *
                        b[k][i / 4 * 8 + lane % 4 * 2 + i % 2];
             d = static_cast<float>(sum);  // tensor cores round towards zero
             if (fabsf(d) > (sum < 0 ? -sum : sum)) d = __uint_as_float(__float_as_uint(d) - 1);
@@ -95,7 +103,8 @@ void wgmma(float* d, const Wgmma& product, Where where) {
             for (int i = 0; i < 32; ++i) {
                 Lane& l = *static_cast<Lane*>(data[i]);
                 if (l.of.descriptor_b != lane.of.descriptor_b ||
-                    l.of.descriptor_a != lane.of.descriptor_a || l.of.accumulate != lane.of.accumulate)
+                    l.of.descriptor_a != lane.of.descriptor_a ||
+                    l.of.accumulate != lane.of.accumulate)
                     fail(lane.where, "wgmma: lanes of one warp give different descriptors");
                 product.d[i] = l.d, product.a[i] = l.of.a;
             }

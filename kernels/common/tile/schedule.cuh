@@ -1,0 +1,59 @@
+// Which tile of queries a block of a flash kernel takes, and which tiles of keys.
+#pragma once
+#include "common/tile/arithmetic.cuh"
+#include "common/tile/rows.cuh"
+
+// A tile of queries of one head, how many tiles of keys it sees, and how many of them the block
+// takes: one for each key group at least, though it be past the end.
+struct TileOfQueries {
+    int row, head, all, tiles;
+};
+// Order: the longest first. Persistent: blocks take turns at tiles. Splits blocks share the keys of
+// a tile, as a cluster if SplitCluster; KeyGroups warpgroups of a block do.
+template <int BlockM, int BlockN, int KeyGroups, int Splits, bool SplitCluster, bool Order,
+          bool Persistent, bool Causal>
+struct Schedule {
+    int tiles_m, heads, seqlen_q, seqlen_k, heads_together;
+    __device__ __forceinline__ static int split() {
+        return SplitCluster ? blockIdx.x % Splits : blockIdx.z;
+    }
+    __device__ __forceinline__ TileOfQueries at(int tile_m, int head) const {
+        int last = min((tile_m + 1) * BlockM, seqlen_q) - 1;
+        int all = ceil_div<BlockN>(keys_of<Causal>(last, seqlen_q, seqlen_k));
+        int tiles = Splits == 1 ? all : ceil_div<Splits>(all - split());
+        return {tile_m * BlockM, head, all, max(tiles, KeyGroups)};
+    }
+    // Of one tile a block: the grid is (queries, heads, Splits), or (queries and Splits, heads),
+    // or, longest first, (heads_together, queries, rest).
+    __device__ __forceinline__ TileOfQueries of_block() const {
+        if (Order) return at(gridDim.y - 1 - blockIdx.y, blockIdx.z * gridDim.x + blockIdx.x);
+        int block = Causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+        return at(SplitCluster ? block / Splits : block, blockIdx.y);
+    }
+    // Of blocks that take turns: causal, every second round runs backwards, so that long meets
+    // short.
+    __device__ __forceinline__ TileOfQueries of_turn(int turn) const {
+        int block = Causal && turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+        int item = turn * gridDim.x + block, tile_m, head;
+        if (item >= tiles_m * heads) return {-1, 0, 0, 0};
+        if (Order) {
+            int section = item / (heads_together * tiles_m),
+                within = item % (heads_together * tiles_m);
+            int first = section * heads_together, count = min(heads_together, heads - first);
+            tile_m = tiles_m - 1 - within / count;
+            head = first + within % count;
+        } else {
+            tile_m = Causal ? tiles_m - 1 - item % tiles_m : item % tiles_m;
+            head = item / tiles_m;
+        }
+        return at(tile_m, head);
+    }
+    __device__ __forceinline__ TileOfQueries of(int turn) const {
+        return Persistent ? of_turn(turn) : of_block();
+    }
+    // First key of the block's j-th tile, from the right.
+    __device__ __forceinline__ int key(int j, int all) const {
+        if (Splits > 1) j = j * Splits + split();
+        return (KeyGroups == 1 && Splits == 1) || j < all ? (all - 1 - j) * BlockN : seqlen_k;
+    }
+};

@@ -1,0 +1,40 @@
+"""Every header that templates share compiles alone, and leaves no name of a parameter undefined."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnsweep.build.nvrtc import Compiler
+from attnsweep.files import shipped
+from attnsweep.hardware import ARCHS
+
+KERNELS = shipped("kernels")
+HEADERS = sorted(str(path.relative_to(KERNELS)) for path in KERNELS.glob("common/**/*.cuh"))
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    made = Compiler(ARCHS["sm_90a"], tmp_path_factory.mktemp("cubins"))
+    yield made
+    made.close()
+
+
+def test_there_are_headers():
+    assert len(HEADERS) > 20
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_compiles_alone(compiler, header, tmp_path):
+    source = tmp_path / "alone.cu"
+    source.write_text(f'#include "{header}"\nextern "C" __global__ void alone() {{}}\n')
+    assert compiler.compile(source, {}).path.is_file()
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_bears_the_names_of_parameters(compiler, header, tmp_path):
+    """-D gives a family's parameters to all that it includes: no template may use one as a name."""
+    source = tmp_path / "alone.cu"
+    source.write_text(f'#include "{header}"\nextern "C" __global__ void alone() {{}}\n')
+    names = "HEAD_DIM CAUSAL BLOCK_M BLOCK_N BLOCK_K STAGES NUM_STAGES KEY_GROUPS SPLITS MAXIMA"
+    names += " PERSISTENT ORDER THREADS WARPS ROWS CLUSTER SWIZZLE PDL LSE"
+    assert compiler.compile(source, dict.fromkeys(names.split(), "3")).path.is_file()
