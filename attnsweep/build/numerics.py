@@ -1,8 +1,8 @@
 """Inputs, the float64 reference, and the error limit. NumPy only: readable, testable anywhere.
 
 A candidate is right if, on every case, each output row is within `limit` of float64, where limit is
-twice the error that the same maths makes in the candidate's dtypes. Comparisons are written `err <=
-limit`, so that a NaN fails.
+twice the error that the same maths makes in the candidate's dtypes. Code compares by
+`err <= limit`, so that a NaN fails.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ Bits = npt.NDArray[Any]
 Inputs = Literal["normal", "large_scores", "equal_keys", "negative_scores"]
 
 # No limit is below the error of rounding the output alone: half an ulp of 1. For fp32 it is the
-# error of sums of 8192 products: PyTorch errs by 1e-7 to 3e-6 at that head_dim, one TF32 product by
-# 3e-4.
+# error of sums of 8192 products, where PyTorch errs by 1e-7 to 3e-6 and one TF32 product by 3e-4.
 HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 5e-6}
 # Storage of +infinity; a larger magnitude is a NaN.
 INFINITY_BITS = {"fp16": 0x7C00, "bf16": 0x7F80, "fp32": 0x7F800000}
@@ -123,8 +122,7 @@ def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
         elif case.inputs == "equal_keys" and name == "k":
             values[:] = values[:, :, :1]
         elif case.inputs == "negative_scores" and name in "qk":
-            # Each product is near -1, so scores are near -sqrt(head_dim), below an initial max of
-            # 0.
+            # Products are near -1, so scores are near -sqrt(head_dim), below an initial max of 0.
             values = values * 0.25 + (1 if name == "q" else -1)
         return to_bits(values, case.problem.dtype)
 

@@ -204,7 +204,7 @@ class Compiler:
 def _step_back() -> None:
     """Lower this thread's priority, so that the sweep and its GPU process go first.
 
-    If all cores compile, every compiled candidate waits for these two, one at a time.
+    Compiled candidates pass through those two one at a time, and the others wait.
     """
     if sys.platform == "linux":  # where a thread has a priority of its own
         with contextlib.suppress(OSError):
@@ -240,7 +240,7 @@ def _write_entry(entry: Path, cubin: bytes, log: str) -> None:
             os.replace(aside, entry)
         except OSError:
             shutil.rmtree(aside, ignore_errors=True)
-            if _read_entry(entry) is None:  # another process was not merely faster
+            if _read_entry(entry) is None:  # no faster process has written it
                 raise
     except OSError as error:
         raise ToolchainError(
