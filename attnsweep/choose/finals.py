@@ -19,8 +19,7 @@ from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
 from attnsweep.trial import OURS, Status, Trial
 
-# This many of the best of each family enter the finals, so that each family's best is measured
-# well.
+# At least this many of each family enter the finals, so that each family's best is measured well.
 _FINALISTS_PER_FAMILY = 2
 # If a race ends undecided, the thriftiest within this of the leader become finalists too. Luck in
 # the race then does not decide which of the equally good candidates wins.
@@ -33,9 +32,9 @@ _NOISY_SPREAD = 0.15
 _MOST = 3
 _BORDER = 0.0015
 _KINDS = ("warm", "cold", "eager")
-# After this many rounds of the kind that ranks, an entry slower than the fastest by _FAR is known
-# well enough. Most such entries are slow baselines, whose call may take as long as those of all
-# finalists.
+# After _ROUNDS_OF_THE_FAR rounds of the kind that ranks, an entry slower than the fastest by this
+# factor is known well enough. Most such entries are slow baselines, whose call may take as long as
+# those of all finalists.
 _FAR = 1.5
 _ROUNDS_OF_THE_FAR = 5
 # Only entries within this of the fastest take part in further rounds: those that may still win, and

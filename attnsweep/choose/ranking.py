@@ -18,8 +18,7 @@ from attnsweep.problem import Problem
 from attnsweep.trial import OURS, Environment, Status, Trial
 
 # A time without rounds leads only if it is this factor below the best with rounds: luck may make
-# one sample low, but not that low. No rank may be slower than a later one by more than this factor
-# either.
+# one sample low, but not that low. Nor may a rank be slower than a later one by more than this.
 MARGIN = 1.1
 # Candidates closer than this are equally good. It is above the intended noise floor, 0.3 %
 # (benchmarks/noise.py), and below the intended regret, 0.5 % (benchmarks/stability.py).
@@ -146,8 +145,7 @@ def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
 
 def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
     """Ok trials in ranking order; those in one list share a rank."""
-    # Another kind of time cannot compete with that of the rounds: a warm time is below any cold
-    # one.
+    # Another kind of time cannot compete with that of the rounds: warm times are below cold ones.
     kinds = {time_kind(trial) for trial in trials if _rounds(trial)}
     left = sorted(
         trials,
