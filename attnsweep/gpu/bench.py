@@ -360,8 +360,7 @@ class Bench:
     def eager_us(self, name: str) -> float:
         """Host time to issue one call, in microseconds, without waiting for the device."""
         entry = self._entries[name]
-        # The device must finish the issued work between samples, so issue fewer calls of a slow
-        # kernel.
+        # The device must finish the issued work between samples, so a slow kernel gets fewer calls.
         calls = max(1, min(_EAGER_CALLS, int(_EAGER_DEVICE_US / max(entry.warm_us, 1.0))))
         samples = []
         for _ in range(5):

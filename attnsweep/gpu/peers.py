@@ -131,8 +131,8 @@ _TORCH_NAMES = {
 def why_not(name: str, error: Exception, warned: Sequence[str]) -> str:
     """PyTorch's warnings about this backend, or the first line of the error.
 
-    PyTorch warns about every backend in turn, whichever was asked for: a line `Flash attention
-    kernel not used because:`, and the reasons in the lines after it.
+    PyTorch warns about every backend in turn, whichever was asked for. Before the lines with the
+    reasons there is a line such as `Flash attention kernel not used because:`.
     """
     reasons: dict[str, None] = {}
     ours = False
