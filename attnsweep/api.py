@@ -37,8 +37,8 @@ def families(directory: str | Path | None = None) -> dict[str, Kernel]:
 def load_spec(path: str | Path, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
     """Read a YAML sweep spec: a file, or the name of a shipped one.
 
-    kernels: the families (default: the shipped ones). Raises SpecError with `file:line:column:
-    what` and how to fix it.
+    kernels: the families (default: the shipped ones). Raises SpecError, which says
+    `file:line:column: what` and how to fix it.
     """
     from attnsweep.spec import load
 

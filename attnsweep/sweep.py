@@ -200,9 +200,9 @@ class Sweep:
         return self._kept.rows(queue.builds)
 
     def _take_kept(self, queue: Queue) -> list[Build]:
-        """Take kept batches until one has something to measure; returns their builds, submitted.
+        """Take kept batches until one has something to measure; returns the builds of those taken.
 
-        The list is empty if nothing is left to measure.
+        If something is left to measure, these builds are submitted too.
         """
         done: list[Build] = []
         while queue.builds and self._kept.whole(queue.problem, queue.builds):

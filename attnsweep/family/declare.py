@@ -436,8 +436,7 @@ def load_kernel(path: Path) -> Kernel:
     except KernelError:
         raise
     except (Exception, SystemExit) as error:  # a user's file may raise anything
-        # Find the deepest line of the declaration itself, which may have called something that
-        # raised.
+        # Find the declaration's own deepest line: it may have called something that raised.
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):

@@ -155,8 +155,7 @@ class _Column:
 # The smallest value among this many of the fastest rows sets the decimals.
 _BEST = 3
 # In order of need: on a narrow terminal the last columns go first. Rates and shares are the time in
-# other units, so columns with other facts (spread, registers, memory) stay longer than most of
-# them.
+# other units, so other facts (spread, registers, memory) stay longer than most of them.
 _BY_NEED = [
     _Column("time_us", "µs", 4),
     _Column("ratio_to_best_baseline", "× base", form="{:.2f}".format),
