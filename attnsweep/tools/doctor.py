@@ -108,7 +108,7 @@ def lines_of(rows: Sequence[Finding], width: int) -> list[Text]:
 def without_gpu(
     error: NoGpuError, spec: Path, arch: str | None, kernels: Path | None, width: int
 ) -> str:
-    """What to do about the missing GPU, and the commands that work for this spec without one."""
+    """Advice about the missing GPU, and the commands that work for this spec without one."""
     common = f"{shlex.quote(str(spec))} --arch {arch or 'sm_90a'}"
     if kernels is not None:
         common += f" --kernels {shlex.quote(str(kernels))}"
