@@ -1,4 +1,4 @@
-"""Write the generated pages: docs/, and the README's two blocks.
+"""Write the generated pages of docs/, and the blocks of the README and a tutorial.
 
 Usage: python scripts/docs.py [--check]. With --check it writes nothing and returns 1 if a page is
 stale. Prose is in scripts/pages, claims in scripts/claims; every figure comes from results/.
@@ -39,6 +39,7 @@ PAGES = {
     "schema": "docs/spec.schema.json",
     "measuring": "docs/measuring.md",
     "tried": "docs/tried.md",
+    "tutorial": "docs/tutorials/without-a-gpu.md",
 }
 TEMPLATES = ("benchmarks", "claims", "kernels", "performance")
 NOTE = "<!-- Written by scripts/docs.py; change scripts/pages, scripts/claims or the code. -->\n\n"
@@ -79,20 +80,33 @@ def cli() -> str:
     return NOTE + output_of(typer.cli.app, "attnsweep.cli", "utils", "docs", "--name", "attnsweep")
 
 
-def readme(known: dict[str, Any]) -> str:
-    """README.md with its blocks written anew: what the quickstart prints, and the systems."""
-    with contextlib.chdir(ROOT):
-        printed = output_of(attnsweep.app, *QUICKSTART)
-    blocks = {
-        "quickstart": f"```\n$ attnsweep {' '.join(QUICKSTART)}\n{printed}```\n",
-        "systems": render("readme_systems", "readme", known),
-    }
-    text = (ROOT / PAGES["readme"]).read_text(encoding="utf-8")
+def with_blocks(page: str, blocks: dict[str, str]) -> str:
+    """A hand-written page with its generated blocks written anew, each between two marks."""
+    text = (ROOT / PAGES[page]).read_text(encoding="utf-8")
     for name, block in blocks.items():
         begin, end = f"<!-- {name}: written by scripts/docs.py -->\n", f"<!-- /{name} -->"
         before, rest = text.split(begin)
         text = before + begin + block + end + rest.split(end, 1)[1]
     return text
+
+
+def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The README and the first tutorial, with what their commands print."""
+    with contextlib.chdir(ROOT):
+        printed = output_of(attnsweep.app, *QUICKSTART)
+        counted = output_of(attnsweep.app, "run", "configs/h100.yaml", "--dry-run")
+    readme = {
+        "quickstart": f"```\n$ attnsweep {' '.join(QUICKSTART)}\n{printed}```\n",
+        "systems": render("readme_systems", "readme", known),
+    }
+    yield PAGES["readme"], with_blocks("readme", readme)
+    first, second = (text.splitlines() for text in (printed, counted))
+    later = next(n for n, line in enumerate(second[1:], 1) if line.startswith("("))
+    tutorial = {
+        "table": "```text\n" + "\n".join(first[:10]) + "\n```\n",
+        "dry run": "```text\n" + "\n".join(second[:later]) + "\n```\n",
+    }
+    yield PAGES["tutorial"], with_blocks("tutorial", tutorial)
 
 
 def pages(book: Book) -> Iterator[tuple[str, str]]:
@@ -103,7 +117,7 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
         yield PAGES[name], NOTE + render(name, name, known)
     yield PAGES["cli"], cli()
     yield PAGES["schema"], attnsweep.schema()
-    yield PAGES["readme"], readme(known)
+    yield from examples(known)
 
 
 def main() -> int:
