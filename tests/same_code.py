@@ -1,9 +1,9 @@
 """Compares the machine code of two trees' kernels: python -m tests.same_code OLD_TREE [NEW_TREE].
 
-Compiles the winner of each family on each problem of every run under results/ that the families of
-both trees still declare, and, with --spread, for every Hopper family configs that together take each
-value of its parameters, from either tree's kernels/ with the NVRTC at hand. Prints the stages, and
-of those that differ the registers, spilled bytes and instructions of both. Exit code 1 if any do.
+Both trees are compiled with the NVRTC at hand: the winner of each family on each recorded problem,
+and with --spread configs of every Hopper family that together take each value of its parameters.
+Prints each stage, and where two differ the registers, spilled bytes and instructions of both.
+Exit code 1 if any differ.
 """
 
 from __future__ import annotations

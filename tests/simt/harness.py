@@ -111,7 +111,7 @@ def _toolchain() -> str:
 
 
 class Simulator:
-    """Builds, each program once and kept by its content, and runs. `jobs` go on at the same time."""
+    """Builds each program once, keeps it by its content, and runs it; `jobs` at the same time."""
 
     def __init__(self, jobs: int = 2) -> None:
         self._place = TemporaryDirectory(prefix="attnsweep-simt-")
