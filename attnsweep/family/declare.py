@@ -7,7 +7,6 @@ Nothing else in attnsweep knows a family by name. See docs/writing-a-kernel.md.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -216,7 +215,7 @@ class Kernel:
     workspace_of: WorkspaceBuilder = field(init=False, default_factory=lambda: _no_workspace)
 
     def __post_init__(self) -> None:
-        declared_in = Path(inspect.stack()[2].filename)
+        declared_in = Path(sys._getframe(2).f_code.co_filename)
         self.source = declared_in.with_name(f"{self.name}.cu")
         names = [param.name for param in self.params]
         if len(set(names)) != len(names):
