@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from attnsweep.build import candidate as candidates
 from attnsweep.family.declare import discover
 from attnsweep.gpu.peers import why_not
 from attnsweep.hardware import arch_named
 from attnsweep.show import views as view
 from attnsweep.spec.load import load_spec
+from attnsweep.spec.plan import plan
 from attnsweep.trial import Resources, Status, Trial
 
 SPEC = """
@@ -24,7 +24,7 @@ def planned(tmp_path_factory):
     path = tmp_path_factory.mktemp("view") / "small.yaml"
     path.write_text(SPEC)
     families = discover(None)
-    return candidates.plan(load_spec(path, families), families, arch_named("sm_80"))
+    return plan(load_spec(path, families), families, arch_named("sm_80"))
 
 
 @pytest.fixture(scope="module")
