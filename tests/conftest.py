@@ -1,6 +1,12 @@
-"""Shared fixtures. gpu tests are skipped, with the reason, where there is no GPU."""
+"""What all tests share: which of them run where, one cache of compiled code, the command line."""
 
 from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +16,34 @@ except ImportError:  # a GPU machine may run tests/gpu alone
     pass
 else:
     # A busy machine is no failure: speed is shown in recorded runs, never by a timed test.
-    settings.register_profile("attnsweep", deadline=None)
-    settings.load_profile("attnsweep")
+    settings.register_profile("attnsweep", deadline=None, max_examples=50)
+    settings.register_profile("nightly", deadline=None, max_examples=500)
+    settings.load_profile("attnsweep")  # `--hypothesis-profile nightly` replaces it
+
+CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With xdist: tests of one group go to one process, so that those on the GPU take turns."""
+    if getattr(config.option, "dist", "no") == "load":
+        config.option.dist = "loadgroup"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out mutations unless `-m` names them; skip what needs a GPU where there is none."""
+    if "mutation" not in config.option.markexpr:
+        mutations = [item for item in items if item.get_closest_marker("mutation")]
+        if mutations:
+            config.hook.pytest_deselected(items=mutations)
+            items[:] = [item for item in items if item not in set(mutations)]
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if on_gpu else None
+    for item in on_gpu:
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        elif config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
 
 
 def _why_no_gpu() -> str | None:
@@ -25,12 +57,52 @@ def _why_no_gpu() -> str | None:
         return f"needs a GPU: {error}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not any(item.get_closest_marker("gpu") for item in items):
-        return
-    reason = _why_no_gpu()
-    if reason is None:
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+@pytest.fixture(scope="session", autouse=True)
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One folder of compiled code for the session and all its processes.
+
+    A folder that the environment names is kept, and used again by the next session.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if CACHE_VARIABLE not in os.environ:
+            base = tmp_path_factory.getbasetemp()
+            own = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+            patch.setenv(CACHE_VARIABLE, str(own / "cubins"))
+        yield Path(os.environ[CACHE_VARIABLE])
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def attnsweep(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    """Run the command line in this process: errors become exit codes as they do for a user.
+
+    width: of what it writes to, which is no terminal.
+    """
+    from attnsweep import cli
+    from attnsweep.show import terminal
+
+    def run(*arguments: object, width: int = 120) -> Done:
+        monkeypatch.setattr(sys, "argv", ["attnsweep", *map(str, arguments)])
+        for console in (terminal.console, terminal.errors):
+            monkeypatch.setattr(console, "width", width)
+        capsys.readouterr()
+        code: object = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        captured = capsys.readouterr()
+        assert isinstance(code, int), code
+        return Done(code, captured.out, captured.err)
+
+    return run

@@ -1,53 +1,136 @@
-"""A GPU that is none: what a test says of its `call` answers every method of `Gpu`."""
+"""The one GPU for tests without a GPU: it answers every method of `attnsweep.gpu.worker.Gpu`.
+
+A test says what entries take, and which calls fail; a test of statistics overrides `sample`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from samples import TEST_GPU
+
+from attnsweep.build.launches import Candidate, FirstTimes
+from attnsweep.errors import NoGpuError
+from attnsweep.gpu.worker import Gpu, WorkerError
+from attnsweep.problem import Problem
+from attnsweep.trial import Accuracy, Environment, Status
+
+RIGHT = Accuracy(rel_err=1e-4, limit=1e-3)
 
 
 class FakeGpu:
-    """Implements `attnsweep.gpu.worker.Gpu` by one method, `call(method, *args)`."""
+    """A GPU whose times are made up.
 
-    def call(self, method: str, *args: Any) -> Any:
-        """The answer to a method; a test overrides it, or raises WorkerError there."""
-        raise NotImplementedError(method)
+    times: microseconds by entry; `naive THREADS=32` is found as `THREADS=32` too. A baseline that
+    is not in it is not installed. faults: what a call of (method, name) raises. calls: every call
+    but `describe`, as (method, name); the name is the entry's, the config's of `trial`, or the
+    problem's of `open`. environment: what `describe` answers, or raises.
+    """
 
-    def trial(self, candidate):
-        return self.call("trial", candidate)
+    def __init__(
+        self,
+        times: Mapping[str, float] | None = None,
+        *,
+        environment: Environment | NoGpuError = TEST_GPU,
+    ) -> None:
+        self.times: dict[str, float] = dict(times or {})
+        self.environment = environment
+        self.faults: dict[tuple[str, str], BaseException] = {}
+        self.calls: list[tuple[str, str]] = []
 
-    def add(self, name, candidate, *, cold):
-        self.call("add", name, candidate, cold)
+    # -- what a test may override -------------------------------------------------------------
 
-    def add_baseline(self, name):
-        return self.call("add_baseline", name)
+    def time_us(self, name: str) -> float:
+        """What one call of an entry takes."""
+        return self.times[name if name in self.times else name.partition(" ")[2]]
 
-    def drop(self, name):
-        self.forget(name)
-        self.call("drop", name)
+    def sample(self, name: str, kind: str) -> float:
+        """One measurement of an entry: warm, cold, eager, or a stage."""
+        return 9.0 if kind == "eager" else self.time_us(name)
 
-    def forget(self, name):
-        pass
+    def first_times(self, candidate: Candidate) -> FirstTimes:
+        """What `trial` tells of a right candidate."""
+        return FirstTimes(self.time_us(label_of(candidate)), {}, 1.5)
 
-    def race(self, name, replay_us, kind):
-        return self.call("race", name, replay_us, kind)
+    def heard(self, method: str, name: str = "") -> None:
+        """Keep a call, and raise what it should raise."""
+        self.calls.append((method, name))
+        if (method, name) in self.faults:
+            raise self.faults[method, name]
 
-    def replay(self, name, kind):
-        return self.call("replay", name, kind)
+    def names(self, method: str) -> list[str]:
+        """The names that a method was called with, in order."""
+        return [name for called, name in self.calls if called == method]
 
-    def pair(self, first, second):
-        return self.call("pair", first, second)
+    # -- the protocol -------------------------------------------------------------------------
 
-    def eager_us(self, name):
-        return self.call("eager_us", name)
+    def describe(self, *, preload: str | None = None) -> Environment:
+        if isinstance(self.environment, NoGpuError):
+            raise self.environment
+        return self.environment
 
-    def conditions(self):
-        return self.call("conditions")
+    def open(self, problem: Problem, *, replay_us: float, seed: int) -> None:
+        self.heard("open", problem.label)
 
-    def stop(self):
-        pass
+    def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
+        self.heard("trial", label_of(candidate))
+        return RIGHT, self.first_times(candidate)
 
-    def __enter__(self):
+    def add(self, name: str, candidate: Candidate, *, cold: bool) -> None:
+        self.heard("add", name)
+
+    def add_baseline(self, name: str) -> Accuracy:
+        self.heard("add_baseline", name)
+        if name not in self.times:
+            raise WorkerError(Status.SKIPPED, f"{name} is not installed")
+        return RIGHT
+
+    def drop(self, name: str) -> None:
+        self.heard("drop", name)
+
+    def forget(self, name: str) -> None:
+        self.heard("forget", name)
+
+    def race(self, name: str, replay_us: float, kind: str) -> tuple[float, int]:
+        self.heard("race", name)
+        return self.sample(name, kind), 2
+
+    def replay(self, name: str, kind: str) -> float:
+        self.heard("replay", name)
+        return self.sample(name, kind)
+
+    def pair(self, first: str, second: str) -> tuple[float, float]:
+        self.heard("pair", first)
+        return self.sample(first, "warm"), self.sample(second, "warm")
+
+    def eager_us(self, name: str) -> float:
+        self.heard("eager_us", name)
+        return self.sample(name, "eager")
+
+    def conditions(self) -> Mapping[str, Any]:
+        self.heard("conditions")
+        return {"sm_mhz": 1980}
+
+    def stop(self) -> None:
+        self.heard("stop")
+
+    # -- as `Worker` is used ------------------------------------------------------------------
+
+    def __call__(self, timeout_s: float) -> FakeGpu:
+        """Itself: a test puts its GPU in the place of the class `Worker`."""
         return self
 
-    def __exit__(self, *_):
-        self.stop()
+    def __enter__(self) -> FakeGpu:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The calls that a test reads are those of the work, without this end."""
+
+
+def label_of(candidate: Candidate) -> str:
+    """`THREADS=32`, as the config of a candidate is named in rows."""
+    return " ".join(f"{name}={value}" for name, value in candidate.config.items())
+
+
+_typed: type[Gpu] = FakeGpu  # mypy compares every method with the protocol's

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from samples import H200
-from test_report import full_run
+from samples import H200, full_run
 
 from attnsweep.build.launches import Candidate, CompiledStage, Launches
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError

@@ -10,22 +10,19 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-import test_sweep
+from fake_compiler import REGISTERS, FakeCompiler
 from fake_gpu import FakeGpu
-from test_sweep import ENVIRONMENT
+from samples import TEST_GPU
 
-from attnsweep import cli, sweep
-from attnsweep.build import nvrtc as compiler
-from attnsweep.build.launches import FirstTimes
+from attnsweep import sweep
 from attnsweep.check import live as gate
-from attnsweep.errors import NoGpuError
+from attnsweep.choose import start
+from attnsweep.errors import CompileError, NoGpuError
 from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.spec.load import load_spec
 from attnsweep.store.run import open_run
-from attnsweep.trial import Accuracy, Status
-
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")
+from attnsweep.trial import Status
 
 FAMILIES = Path(__file__).parent.parent / "families"
 SPEC = """
@@ -40,72 +37,59 @@ LABELS = ["(1,2,64,64) fp16 full", "(1,2,128,64) fp16 full"]
 
 
 class Card(FakeGpu):
-    """Stands in for workers.Worker. ratios: new over old, of each process in turn."""
+    """A GPU with old and new code. ratios: new over old, of each process in turn.
 
-    ratios = (1.0,)
-    noise = 0.002
-    replay_s = 0.0
-    faults: dict[str, WorkerError]
-    environment = ENVIRONMENT
-    calls: list[str]
+    A fault of ("trial", "any") is one of every candidate.
+    """
 
-    def __init__(self, timeout_s):
-        self._process, self._rng = 0, random.Random(7)
+    def __init__(self):
+        super().__init__()
+        self.ratios, self.noise, self.replay_s = (1.0,), 0.002, 0.0
+        self._process, self._random = 0, random.Random(7)
 
-    def describe(self, *, preload=None):
-        if isinstance(self.environment, Exception):
-            raise self.environment
-        return self.environment
-
-    def open(self, problem, **_):
-        self._fault("open")
+    def __call__(self, timeout_s):
+        """A command begins."""
+        self._process, self._random = 0, random.Random(7)
+        return self
 
     def stop(self):
         self._process += 1
 
-    def forget(self, name):
-        Card.calls.append(f"forget {name}")
+    def heard(self, method, name=""):
+        super().heard(method, name)
+        if (method, "any") in self.faults:
+            raise self.faults[method, "any"]
 
-    def _fault(self, call):
-        Card.calls.append(call)
-        if call in Card.faults:
-            raise Card.faults[call]
+    def time_us(self, name):
+        return 20.0 * (self.ratios[self._process] if name == "new" else 1.0)
 
-    def call(self, method, *args):
-        name = args[0] if args and isinstance(args[0], str) else ""
-        self._fault(f"{method} {name}".strip())
-        if method == "trial":
-            return Accuracy(rel_err=1e-4, limit=1e-3), FirstTimes(20.0, {}, 1.5)
-        if method in ("replay", "pair"):
-            time.sleep(self.replay_s)
-            ratios = {"old": 1.0, "new": self.ratios[self._process]}
-            sides = [side for side in args if side in ratios]
-            times = [20.0 * ratios[side] * self._rng.gauss(1, self.noise) for side in sides]
-            return times if method == "pair" else times[0]
-        return None
+    def sample(self, name, kind):
+        time.sleep(self.replay_s)
+        return self.time_us(name) * self._random.gauss(1, self.noise)
+
+
+def compiler_for(spec, arch, cache_dir=None):
+    return FakeCompiler(arch, cache_dir)
 
 
 @pytest.fixture(autouse=True)
-def card(monkeypatch, tmp_path):
-    Card.ratios, Card.noise, Card.faults, Card.calls = (1.0,), 0.002, {}, []
-    Card.environment, Card.replay_s = ENVIRONMENT, 0.0
-    monkeypatch.setattr(gate, "Worker", Card)
-    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
+def card(monkeypatch):
+    card = Card()
+    monkeypatch.setattr(gate, "Worker", card)
+    monkeypatch.setattr(gate, "compiler_for", compiler_for)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    return Card
+    return card
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A run of SPEC as a sweep leaves it, measured on the card that ENVIRONMENT describes."""
+    """A run of SPEC as a sweep leaves it, measured on TEST_GPU."""
     place = tmp_path_factory.mktemp("recorded")
     (place / "spec.yaml").write_text(SPEC)
     kernels = discover(FAMILIES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "Worker", test_sweep.FakeWorker)
-        patch.setattr(test_sweep, "TIMES", {"CYCLES=400000": 20.0})
-        test_sweep.FakeWorker.calls, test_sweep.FakeWorker.faults = [], {}
-        test_sweep.FakeWorker.environment = ENVIRONMENT
+        patch.setattr(sweep, "Worker", FakeGpu({"CYCLES=400000": 20.0}))
+        patch.setattr(start, "compiler_for", compiler_for)
         spec = load_spec(place / "spec.yaml", kernels)
         outcome = sweep.run(spec, kernels, results=place, cache_dir=place / "cache")
     return outcome.run.directory
@@ -136,19 +120,15 @@ def changed(families):
 
 
 @pytest.fixture
-def check(tmp_path, baseline, families, monkeypatch, capsys):
+def check(tmp_path, baseline, families, attnsweep):
     """Run the command; returns its exit code, findings by problem, and stderr."""
     (tmp_path / "ci.yaml").write_text(SPEC)
 
     def run(*options, spec="ci.yaml"):
-        command = ["attnsweep", "check", tmp_path / spec, "--against", baseline, "--json"]
-        command += ["--kernels", families, *options]
-        monkeypatch.setattr("sys.argv", list(map(str, command)))
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        data = json.loads(captured.out) if captured.out else None
-        return ended.value.code or 0, data, " ".join(captured.err.split())
+        asked = ("--against", baseline, "--json", "--kernels", families, *options)
+        done = attnsweep("check", tmp_path / spec, *asked)
+        data = json.loads(done.stdout) if done.stdout else None
+        return done.returncode, data, " ".join(done.stderr.split())
 
     return run
 
@@ -165,12 +145,12 @@ def test_code_that_did_not_change_passes_by_construction_once_it_is_right(check,
     code, data, _ = check()
     assert (code, verdicts(data)) == (0, ["pass", "pass"])
     assert all("same machine code" in each["why"] for each in data["problems"])
-    assert card.calls.count("trial") == 2
-    assert not any(call.startswith("replay") for call in card.calls)
+    assert len(card.names("trial")) == 2
+    assert not card.names("replay")
 
 
 def test_unchanged_code_that_is_wrong_here_is_wrong(check, card):
-    card.faults["trial"] = WorkerError(Status.WRONG, "relative error 1e-01 over the limit")
+    card.faults["trial", "any"] = WorkerError(Status.WRONG, "relative error 1e-01 over the limit")
     code, data, _ = check()
     assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
     assert data["problems"][0]["why"] == "wrong: relative error 1e-01 over the limit"
@@ -230,39 +210,39 @@ def test_each_problem_has_its_own_threshold(check, changed, card, tmp_path):
 
 @pytest.mark.parametrize("status", [Status.WRONG, Status.LAUNCH_ERROR, Status.TIMEOUT])
 def test_new_code_that_fails_a_case_is_wrong(check, changed, card, status):
-    card.faults["trial"] = WorkerError(status, "no good\nand more")
+    card.faults["trial", "any"] = WorkerError(status, "no good\nand more")
     code, data, _ = check()
     assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
     assert data["problems"][0]["why"] == f"{status.value.replace('_', ' ')}: no good"
 
 
 def test_new_code_that_fails_while_timed_is_wrong(check, changed, card):
-    card.faults["replay new"] = WorkerError(Status.LAUNCH_ERROR, "illegal address")
+    card.faults["replay", "new"] = WorkerError(Status.LAUNCH_ERROR, "illegal address")
     code, data, _ = check()
     assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
     assert "while timing: illegal address" in data["problems"][0]["why"]
 
 
-def test_new_code_that_does_not_compile_is_wrong_at_its_line(check, families):
-    edit(families / "burns.cu", "float largest", "float float largest")
+def test_new_code_that_does_not_compile_is_wrong_at_its_line(check, changed, monkeypatch):
+    said = "burns.cu(12): error: invalid combination of type specifiers"
+    monkeypatch.setattr(FakeCompiler, "errors", {"burns.cu": CompileError(said, log=said)})
     code, data, _ = check()
     assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
-    assert "burns.cu" in data["problems"][0]["why"]
-    assert data["problems"][0]["why"].startswith("compile error")
+    assert data["problems"][0]["why"] == f"compile error: {said}"
 
 
 def test_code_that_breaks_what_the_spec_requires_is_wrong(check, changed, tmp_path):
-    (tmp_path / "strict.yaml").write_text(SPEC + "require: {registers: '<= 1'}\n")
+    (tmp_path / "strict.yaml").write_text(SPEC + f"require: {{registers: '< {REGISTERS}'}}\n")
     code, data, _ = check(spec="strict.yaml")
     assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
-    assert "the spec requires <= 1" in data["problems"][0]["why"]
+    assert f"the spec requires < {REGISTERS}" in data["problems"][0]["why"]
 
 
 # -- baselines that cannot be compared with ---------------------------------------------------
 
 
 def test_another_gpu(check, changed, card):
-    card.environment = ENVIRONMENT.model_copy(update={"gpu": "NVIDIA Test 2"})
+    card.environment = TEST_GPU.model_copy(update={"gpu": "NVIDIA Test 2"})
     code, data, _ = check()
     assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
     why = data["problems"][0]["why"]
@@ -271,13 +251,13 @@ def test_another_gpu(check, changed, card):
 
 
 def test_another_driver_is_refused_unless_it_is_asked_for(check, changed, card):
-    card.environment = ENVIRONMENT.model_copy(update={"driver": "590.1"})
+    card.environment = TEST_GPU.model_copy(update={"driver": "590.1"})
     code, data, _ = check()
     assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
-    assert f"driver {ENVIRONMENT.driver}, here is 590.1" in data["problems"][0]["why"]
+    assert f"driver {TEST_GPU.driver}, here is 590.1" in data["problems"][0]["why"]
     code, data, _ = check("--other-driver")
     assert (code, verdicts(data)) == (0, ["pass", "pass"])
-    assert data["differences"] == [f"driver {ENVIRONMENT.driver} → 590.1"]
+    assert data["differences"] == [f"driver {TEST_GPU.driver} → 590.1"]
 
 
 def test_another_problem_set(check, tmp_path):
@@ -372,14 +352,14 @@ def test_a_rule_that_now_refuses_the_winner(check, families):
 
 
 def test_old_code_that_does_not_run_here_is_no_verdict_on_the_new(check, changed, card):
-    card.faults["add old"] = WorkerError(Status.LAUNCH_ERROR, "no kernel image")
+    card.faults["add", "old"] = WorkerError(Status.LAUNCH_ERROR, "no kernel image")
     code, data, _ = check()
     assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
     assert "the baseline's code does not run here" in data["problems"][0]["why"]
 
 
 def test_a_problem_that_cannot_be_opened(check, changed, card):
-    card.faults["open"] = WorkerError(Status.LAUNCH_ERROR, "out of memory")
+    card.faults["open", "any"] = WorkerError(Status.LAUNCH_ERROR, "out of memory")
     code, data, _ = check()
     assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
     assert "could not be opened: out of memory" in data["problems"][0]["why"]
@@ -475,28 +455,20 @@ def test_a_summary_that_cannot_be_written_says_so(check, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [[], ["--recorded", "--against", "x"], ["--recorded"]])
-def test_one_way_of_checking_must_be_chosen(options, monkeypatch, capsys, baseline):
-    monkeypatch.setattr("sys.argv", ["attnsweep", "check", str(baseline), *options])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert "--against RUN" in capsys.readouterr().err
+def test_one_way_of_checking_must_be_chosen(options, attnsweep, baseline):
+    done = attnsweep("check", baseline, *options)
+    assert done.returncode == 2
+    assert "--against RUN" in done.stderr
 
 
 # -- accept -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def accept(monkeypatch, capsys):
+def accept(attnsweep):
     def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["attnsweep", "accept", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as ended:
-            code = ended.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, " ".join(captured.err.split())
+        done = attnsweep("accept", *arguments)
+        return done.returncode, done.stdout, " ".join(done.stderr.split())
 
     return run
 

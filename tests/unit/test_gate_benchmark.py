@@ -9,12 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from samples import H200
-
-from attnsweep.build import nvrtc as compiler
-
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")
 
 ROOT = Path(__file__).parent.parent.parent
 TIME_US = 40.0
@@ -33,38 +30,34 @@ class Card(FakeGpu):
     started = 0
 
     def __init__(self, timeout_s):
-        self._rng, self._sides = random.Random(Card.started), {}
+        super().__init__(environment=H200)
+        self._random, self._sides = random.Random(Card.started), {}
         self._number, Card.started = Card.started, Card.started + 1
 
-    def describe(self):
-        return H200
-
-    def open(self, problem, **_):
+    def open(self, problem, *, replay_us, seed):
         self._sides = {}
 
     def forget(self, name):
         self._sides.pop(name, None)
 
-    def call(self, method, name, *args):
-        if method == "pair":
-            return [self.call("replay", side) for side in (name, *args)]
-        if method == "add":
-            self._sides[name] = args[0].timed
-            return None
+    def add(self, name, candidate, *, cold):
+        self._sides[name] = candidate.timed
+
+    def sample(self, name, kind):
         waits = [s.launch.args[0] for s in self._sides[name].stages if s.name == "burn"]
         time_us = TIME_US + sum(waits) / H200.clock_hz * 1e6 + self.fixed_us * any(waits)
         slow = name == "new" and self._number == self.slow_process
-        return time_us * self._rng.gauss(1, self.noise) * (1.05 if slow else 1.0)
+        return time_us * self._random.gauss(1, self.noise) * (1.05 if slow else 1.0)
 
 
 @pytest.fixture
 def benchmark(monkeypatch, tmp_path):
-    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "cache"))
     spec = importlib.util.spec_from_file_location("gate_benchmark", ROOT / "benchmarks" / "gate.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "gate_benchmark", module)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "Worker", Card)
+    monkeypatch.setattr(module, "Compiler", FakeCompiler)
     monkeypatch.setattr(module, "CALIBRATION_ROUNDS", 50)
     Card.fixed_us, Card.slow_process, Card.started, Card.noise = 0.0, None, 0, 0.002
 

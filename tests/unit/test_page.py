@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from test_report import baseline, candidate, failed, full_run
+from samples import baseline, candidate, failed, full_run
 
 from attnsweep import cli
 from attnsweep.errors import StoreError, ToolchainError
@@ -42,12 +42,6 @@ class Elements(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
         self.ids += [value for name, value in attrs if name == "id" and value]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """One cache for this file: the plots' library takes a second to put together."""
-    monkeypatch.setenv("ATTNSWEEP_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "page-cache"))
 
 
 def visible(text: str) -> str:

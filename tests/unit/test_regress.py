@@ -9,8 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from samples import H200
-from test_report import baseline, candidate, failed, full_run
+from samples import H200, baseline, candidate, failed, full_run
 
 from attnsweep import cli
 from attnsweep.check import recorded as regress

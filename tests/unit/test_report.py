@@ -7,92 +7,14 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from samples import H200
+from samples import H200, PROBLEM, baseline, candidate, failed, full_run, rounds_of, unrecorded
 
 from attnsweep.choose.ranking import rank
 from attnsweep.problem import Problem
 from attnsweep.show import tables as report
 from attnsweep.show.terminal import aligned, cut, wrap
 from attnsweep.store.run import Run
-from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial
-
-PROBLEM = Problem(4, 16, 16, 1024, 1024, 64)
-
-
-def rounds_of(time_us: float, wobble: float = 0.01) -> Measurement:
-    """Twelve rounds in one pattern: rows of different time are never a tie."""
-    rounds = [time_us + wobble * (i % 4 - 1.5) for i in range(12)]
-    return Measurement(
-        median=time_us, low=time_us - wobble, high=time_us + wobble, samples=12, rounds=rounds
-    )
-
-
-def candidate(kernel: str, time_us: float | None, **config: int) -> Trial:
-    return Trial(
-        kernel=kernel,
-        provider="attnsweep",
-        config=config,
-        problem=PROBLEM,
-        status=Status.OK,
-        time_us=None if time_us is None else rounds_of(time_us),
-        cold_us=None if time_us is None else time_us + 1,
-        accuracy=Accuracy(rel_err=2.71e-4, limit=5.6e-4),
-        resources=Resources(registers=168, spill_bytes=0, smem_bytes=98304, occupancy=0.25),
-    )
-
-
-def failed(kernel: str, status: Status, detail: str, **config: int) -> Trial:
-    return candidate(kernel, None, **config).with_(status=status, detail=detail)
-
-
-def unrecorded(kernel: str, **config: int) -> Trial:
-    """What a replay says of a config that its recording does not hold."""
-    return failed(kernel, Status.NO_RECORD, "not in results/h200", **config).with_(
-        accuracy=None, resources=None, recorded=True, recorded_on="NVIDIA H200, 2026-07-26"
-    )
-
-
-def baseline(name: str, time_us: float) -> Trial:
-    row = candidate(name, time_us)
-    return row.with_(provider=name, resources=None, cold_us=None)
-
-
-def full_run(directory: Path = Path("results/h200/h100"), **changes: object) -> Run:
-    trials = [
-        candidate("flash_fwd_wgmma", 30 + m / 64 + n / 100, BLOCK_M=m, BLOCK_N=n, NUM_WARPS=8)
-        for m in (64, 128, 192)
-        for n in range(16, 128, 16)
-    ]
-    fast = candidate("three_kernel_wgmma", 28.1, QK_BLOCK_M=128, PV_BLOCK_M=64, SOFTMAX_THREADS=128)
-    trials += [
-        fast.with_(stages_us={"qk": 10.1, "softmax": 9.0, "pv": 8.2}),
-        candidate("three_kernel_wgmma", 33.3, QK_BLOCK_M=64, PV_BLOCK_M=64, SOFTMAX_THREADS=128),
-        *(
-            failed(
-                "flash_fwd_wgmma", Status.PRUNED, f"spills {n} bytes, the spec allows 0", BLOCK_M=n
-            )
-            for n in range(1, 7)
-        ),
-        failed(
-            "flash_fwd_wgmma", Status.PRUNED, "same machine code as flash BLOCK_M=64", BLOCK_M=9
-        ),
-        *(
-            failed(
-                "flash_fwd_wgmma", Status.WRONG, f"relative error {n}e-01 over the limit", BLOCK_M=n
-            )
-            for n in range(10, 14)
-        ),
-        failed("naive", Status.COMPILE_ERROR, "\nnaive.cu(3): error: no [bold] luck\nlots more"),
-        failed("naive", Status.TIMEOUT, "no answer in 20 s", N=2),
-        failed("naive", Status.LAUNCH_ERROR, "invalid argument", N=3),
-        baseline("torch_cudnn", 57.4),
-        baseline("unfused", 280.6),
-        baseline("flash_attn_3", 1.0).with_(
-            status=Status.SKIPPED, time_us=None, detail="FlashAttention-3 is not installed"
-        ),
-    ]
-    facts = {"trials": trials, "environment": H200, "spec_text": None, "warnings": [], **changes}
-    return Run(directory, **facts)  # type: ignore[arg-type]
+from attnsweep.trial import Accuracy, Measurement, Status, Trial
 
 
 def printed(run: Run, width: int = 100, *, top: int = 10, terminal: bool = False) -> str:

@@ -23,42 +23,43 @@ PROBLEM = Problem(1, 16, 16, 1024, 1024, 64)
 
 
 class Card(FakeGpu):
-    """A GPU with a drifting clock, noise and outliers; replays as measure.Bench does."""
+    """A GPU with a drifting clock, noise and outliers; replays as bench.Bench does.
 
-    def __init__(self, times, seed, noise=0.004, faults=(), kind="warm"):
-        self.times, self.noise, self.faults = times, noise, set(faults)
+    rank_by: the kind of sample that a race must ask for. launched: calls that races launched.
+    """
+
+    def __init__(self, times, seed, noise=0.004, faults=(), rank_by="warm"):
+        super().__init__(times)
+        self.noise = noise
+        self.faults = {fault: WorkerError(Status.TIMEOUT, "hung") for fault in faults}
         self.random = random.Random(seed)
         self.drift = 0.0
-        self.held, self.launched = set(), 0
-        self.kind, self.shift = kind, {"warm": 1.0, "cold": 1.5, "eager": 0.1}
+        self.held, self.graphs, self.launched = set(), set(), 0
+        self.rank_by, self.shift = rank_by, {"warm": 1.0, "cold": 1.5, "eager": 0.1}
 
-    def sample(self, name):
+    def sample(self, name, kind):
         self.drift = 0.99 * self.drift + self.random.gauss(0, 0.002)
         outlier = 1.3 if self.random.random() < 0.01 else 1.0
-        return self.times[name] * math.exp(self.drift + self.random.gauss(0, self.noise)) * outlier
+        noise = math.exp(self.drift + self.random.gauss(0, self.noise))
+        return self.times[name] * noise * outlier * self.shift[kind]
 
-    def call(self, method, *args):
-        name = args[0] if args else ""
-        if (method, name) in self.faults:
-            raise WorkerError(Status.TIMEOUT, "hung")
-        if method == "add":
-            self.held.add(name)
-        if method == "drop":
-            self.held.discard(name)
-        if method == "race":
-            assert name in self.held
-            assert args[1:] == (RACE_US, self.kind)
-            calls = max(1, round(RACE_US / self.times[name]))
-            launched = 2 * calls + (3 + 2 * calls if ("graph", name) not in self.held else 0)
-            self.held.add(("graph", name))
-            self.launched += launched
-            return self.sample(name) * self.shift[self.kind], launched
-        if method in ("replay", "eager_us"):
-            return self.sample(name) * self.shift["eager" if method == "eager_us" else args[1]]
-        return {"conditions": {"sm_mhz": 1980}}.get(method)
+    def add(self, name, candidate, *, cold):
+        super().add(name, candidate, cold=cold)
+        self.held.add(name)
 
-    def forget(self, name):
-        pass
+    def drop(self, name):
+        super().drop(name)
+        self.held.discard(name)
+
+    def race(self, name, replay_us, kind):
+        time_us, _ = super().race(name, replay_us, kind)
+        assert name in self.held
+        assert (replay_us, kind) == (RACE_US, self.rank_by)
+        calls = max(1, round(RACE_US / self.times[name]))
+        launched = 2 * calls + (0 if name in self.graphs else 3 + 2 * calls)
+        self.graphs.add(name)
+        self.launched += launched
+        return time_us, launched
 
 
 class Rows:
@@ -105,7 +106,7 @@ def pair(name, first_us):
 
 
 def sweep(medians, seed=0, finalists=4, rank_by="warm", **card):
-    card |= {"kind": "cold" if rank_by == "cold" else "warm"}
+    card |= {"rank_by": "cold" if rank_by == "cold" else "warm"}
     card = Card({f"k {n}": us for n, us in enumerate(medians)}, seed, **card)
     # First times: one after another, minutes apart.
     first = random.Random(seed + 1000)

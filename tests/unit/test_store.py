@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import samples
 from samples import H200 as ENVIRONMENT
+from samples import numbered as trial
 
 from attnsweep.errors import StoreError
 from attnsweep.problem import Problem
@@ -22,19 +24,6 @@ from attnsweep.trial import Accuracy, Measurement, Status, Trial
 # Where `python -c` finds the package even if it is not installed.
 SOURCE = Path(store_module.__file__).parents[2]
 PROBLEM = Problem(1, 16, 16, 1024, 1024, 64)
-
-
-def trial(number: int, **changes: object) -> Trial:
-    row = Trial(
-        kernel="flash",
-        provider="attnsweep",
-        config={"BLOCK_M": number, "SWIZZLE": True, "LAYOUT": "row"},
-        problem=PROBLEM,
-        status=Status.OK,
-        time_us=Measurement(median=7.5, low=7.4, high=7.6, samples=3, rounds=[7.4, 7.5, 7.6]),
-        accuracy=Accuracy(rel_err=2.7e-4, limit=5.6e-4),
-    )
-    return row.with_(**changes)
 
 
 def numbers(trials: list[Trial]) -> list[object]:
@@ -220,7 +209,7 @@ WRITER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from test_store import trial
+from samples import numbered as trial
 from attnsweep.store.run import Store
 with Store.open(Path({directory!r})) as store:
     number = len(store.trials)
@@ -233,7 +222,7 @@ with Store.open(Path({directory!r})) as store:
 
 def test_kill_in_the_middle_of_append_loses_at_most_the_row_being_written(tmp_path: Path) -> None:
     path = tmp_path / "trials.jsonl"
-    code = WRITER.format(tests=str(Path(__file__).parent), directory=str(tmp_path))
+    code = WRITER.format(tests=str(Path(samples.__file__).parent), directory=str(tmp_path))
     written = 0
     for attempt in range(4):
         writer = subprocess.Popen([sys.executable, "-c", code], cwd=SOURCE)

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
-from samples import H200
+from samples import TEST_GPU
 
 from attnsweep import sweep
 from attnsweep.build.launches import FirstTimes
-from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.choose import queue, search, start
 from attnsweep.errors import NoGpuError, SpaceError
@@ -23,62 +23,20 @@ from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.spec.load import load_spec
 from attnsweep.store.run import read_trials
-from attnsweep.trial import Accuracy, Status
+from attnsweep.trial import Status
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC: pip install 'attnsweep[compile]'")
-
-ENVIRONMENT = H200.model_copy(update={"gpu": "NVIDIA Test 1", "date": "2026-01-01T00:00:00Z"})
+FAMILIES = Path(__file__).parent.parent / "families"
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "torch_flash": 25.0}
 
 
-class FakeWorker(FakeGpu):
-    """Answers like workers.Worker on a machine whose times are TIMES."""
-
-    calls: list[tuple[str, str]]
-    faults: dict[str, WorkerError | BaseException]
-    environment = ENVIRONMENT
-
-    def __init__(self, timeout_s):
-        self.timeout_s = timeout_s
-
-    def describe(self, *, preload=None):
-        return self.environment
-
-    def open(self, problem, **options):
-        FakeWorker.calls.append(("open", problem.label))
-        if f"open {problem.label}" in FakeWorker.faults:
-            raise FakeWorker.faults[f"open {problem.label}"]
-
-    def call(self, method, *args):
-        name = args[0] if args and isinstance(args[0], str) else ""
-        if method == "trial":
-            name = " ".join(f"{k}={v}" for k, v in args[0].config.items())
-        FakeWorker.calls.append((method, name))
-        fault = FakeWorker.faults.get(f"{method} {name}")
-        if fault is not None:
-            raise fault
-        if method == "trial":
-            return Accuracy(rel_err=1e-4, limit=1e-3), FirstTimes(TIMES[name], {}, 1.5)
-        if method == "add_baseline":
-            if name != "torch_flash":
-                raise WorkerError(Status.SKIPPED, f"{name} is not installed")
-            return Accuracy(rel_err=1e-4, limit=1e-3)
-        if method == "replay":
-            return next(t for label, t in TIMES.items() if label in name)
-        if method == "race":
-            return next(t for label, t in TIMES.items() if label in name), 2
-        return {"conditions": {"sm_mhz": 1980}, "eager_us": 9.0}.get(method)
-
-    def forget(self, name):
-        FakeWorker.calls.append(("forget", name))
-
-
 @pytest.fixture(autouse=True)
-def fake(monkeypatch):
-    FakeWorker.calls, FakeWorker.faults = [], {}
-    FakeWorker.environment = ENVIRONMENT
-    monkeypatch.setattr(sweep, "Worker", FakeWorker)
-    return FakeWorker
+def gpu(monkeypatch):
+    gpu = FakeGpu(TIMES)
+    monkeypatch.setattr(sweep, "Worker", gpu)
+    monkeypatch.setattr(
+        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+    )
+    return gpu
 
 
 SPEC = """
@@ -92,10 +50,10 @@ measure: {rounds: 4}
 
 @pytest.fixture
 def go(tmp_path):
-    def run(text=SPEC, **options):
+    def run(text=SPEC, kernels=None, **options):
         path = tmp_path / "test.yaml"
         path.write_text(text)
-        kernels = discover()
+        kernels = kernels or discover()
         spec = load_spec(path, kernels)
         return sweep.run(
             spec,
@@ -146,25 +104,25 @@ def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
     assert json.loads(launches.read_text())["config"] == {"THREADS": 64}
 
 
-def test_the_first_candidates_compile_while_the_gpu_process_starts(go, fake, monkeypatch):
-    submit, early = Compiler.submit, threading.Event()
+def test_the_first_candidates_compile_while_the_gpu_process_starts(go, gpu, monkeypatch):
+    submit, early = FakeCompiler.submit, threading.Event()
 
     def told(self, source, defines):
         early.set()
         return submit(self, source, defines)
 
-    def describe(self, *, preload=None):
+    def describe(*, preload=None):
         assert early.wait(10), "nothing is compiled before the GPU process has answered"
-        return ENVIRONMENT
+        return TEST_GPU
 
-    monkeypatch.setattr(start, "installed_arch", lambda: ENVIRONMENT.arch)
-    monkeypatch.setattr(Compiler, "submit", told)
-    monkeypatch.setattr(FakeWorker, "describe", describe)
+    monkeypatch.setattr(start, "installed_arch", lambda: TEST_GPU.arch)
+    monkeypatch.setattr(FakeCompiler, "submit", told)
+    monkeypatch.setattr(gpu, "describe", describe)
     assert by_config(go())[(64,)].status is Status.OK
 
 
 @pytest.mark.parametrize("there", ["sm_80", None], ids=str)
-def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, fake, monkeypatch, there):
+def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, gpu, monkeypatch, there):
     """The spec names another one, or NVML does not tell."""
     made, archs = start.compiler_for, []
 
@@ -174,46 +132,44 @@ def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, fake, mo
 
     monkeypatch.setattr(start, "installed_arch", lambda: there)
     monkeypatch.setattr(start, "compiler_for", told)
-    assert go(f"arch: {ENVIRONMENT.arch}\n{SPEC}").exit_code == 0
-    assert archs == [ENVIRONMENT.arch]
+    assert go(f"arch: {TEST_GPU.arch}\n{SPEC}").exit_code == 0
+    assert archs == [TEST_GPU.arch]
 
 
 @pytest.mark.parametrize("ready", [list, lambda builds: list(builds)[::-1]])
-def test_of_the_same_code_the_first_asked_for_is_measured(go, fake, monkeypatch, ready):
+def test_of_the_same_code_the_first_asked_for_is_measured(go, gpu, monkeypatch, ready):
     """Whichever of them is compiled first."""
     monkeypatch.setattr(queue, "as_ready", ready)
-    monkeypatch.setattr(sweep.Build, "ready", True)
     monkeypatch.setattr(sweep.Build, "machine_code", lambda self: self.config["THREADS"] < 128)
     rows = by_config(go())
     assert rows[(32,)].status is Status.OK
     assert rows[(64,)].status is Status.PRUNED
     assert rows[(64,)].detail == "same machine code as naive THREADS=32"
     assert rows[(64,)].time_us is None
-    assert len([call for call in fake.calls if call[0] == "trial"]) == 2
-    fake.calls.clear()
+    assert len(gpu.names("trial")) == 2
+    gpu.calls.clear()
     go()
-    assert fake.calls == []
+    assert gpu.calls == []
 
 
-class Clock:
-    """Stands still but while a candidate is tried, which takes 0.7 s."""
+@pytest.fixture
+def slow_trials(gpu, monkeypatch):
+    """A clock that stands still but while a candidate is tried, which takes 0.7 s."""
+    now, trial = [0.0], gpu.trial
 
-    def __init__(self, monkeypatch):
-        self.now, call = 0.0, FakeWorker.call
+    def slow(candidate):
+        now[0] += 0.7
+        return trial(candidate)
 
-        def slow(worker, method, *args, **options):
-            self.now += 0.7 if method == "trial" else 0.0
-            return call(worker, method, *args, **options)
-
-        monkeypatch.setattr(FakeWorker, "call", slow)
-        monkeypatch.setattr(queue, "time", SimpleNamespace(monotonic=lambda: self.now))
+    monkeypatch.setattr(gpu, "trial", slow)
+    monkeypatch.setattr(queue, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
 
+@pytest.mark.usefixtures("slow_trials")
 @pytest.mark.parametrize("lookahead", [1, 64])
 def test_a_budget_in_time_is_kept_to_one_candidate_and_the_finals_still_come(
-    go, fake, monkeypatch, lookahead
+    go, gpu, monkeypatch, lookahead
 ):
-    Clock(monkeypatch)
     monkeypatch.setattr(queue, "_LOOKAHEAD_IN_TIME", lookahead)
     spec = SPEC + "search: {strategy: random, budget_s: 1}\n"
     rows = by_config(go(spec))
@@ -221,9 +177,9 @@ def test_a_budget_in_time_is_kept_to_one_candidate_and_the_finals_still_come(
     assert len(tried) == 2
     assert all(row.time_us.rounds for row in tried)
     # Run again: what was left out is tried, and what is known is not, and takes no time.
-    fake.calls.clear()
+    gpu.calls.clear()
     rows = by_config(go(spec))
-    assert len([1 for method, _ in fake.calls if method == "trial"]) == 1
+    assert len(gpu.names("trial")) == 1
     assert [row.status for key, row in rows.items() if isinstance(key, tuple)] == [Status.OK] * 3
 
 
@@ -245,7 +201,7 @@ search: {strategy: tpe, candidates: 6, seed: 4}
 
 
 @pytest.fixture
-def model(fake, monkeypatch):
+def model(gpu, monkeypatch):
     """A small model-based search on a card whose clock is another one in races and finals.
 
     tried: THREADS of each trial. stop: Ctrl-C comes after so many.
@@ -253,23 +209,21 @@ def model(fake, monkeypatch):
     pytest.importorskip("optuna", reason="needs Optuna: pip install 'attnsweep[search]'")
     monkeypatch.setattr(search, "STARTUP", 2)
     monkeypatch.setattr(search, "BATCH", 2)
-    call, drift = FakeWorker.call, itertools.cycle([1.0, 1.02, 0.97])
+    drift = itertools.cycle([1.0, 1.02, 0.97])
     found = SimpleNamespace(tried=[], stop=None)
 
-    def drifting(self, method, *args, **options):
-        if method == "trial":
-            if len(found.tried) == found.stop:
-                raise KeyboardInterrupt
-            threads = args[0].config["THREADS"]
-            found.tried.append(threads)
-            us = 20.0 + abs(threads - 160) / 10
-            return Accuracy(rel_err=0, limit=1), FirstTimes(us, {}, 1.0)
-        if method in ("replay", "race"):
-            us = 50.0 * next(drift) - int(args[0].split("=")[1]) / 10
-            return us if method == "replay" else (us, 2)
-        return call(self, method, *args, **options)
+    def first_times(candidate):
+        if len(found.tried) == found.stop:
+            raise KeyboardInterrupt
+        threads = candidate.config["THREADS"]
+        found.tried.append(threads)
+        return FirstTimes(20.0 + abs(threads - 160) / 10, {}, 1.0)
 
-    monkeypatch.setattr(FakeWorker, "call", drifting)
+    def sample(name, kind):
+        return 9.0 if kind == "eager" else 50.0 * next(drift) - int(name.split("=")[1]) / 10
+
+    monkeypatch.setattr(gpu, "first_times", first_times)
+    monkeypatch.setattr(gpu, "sample", sample)
     return found
 
 
@@ -308,42 +262,35 @@ measure: {rounds: 4, finalists: 2}
 """
 
 
-def test_a_pipeline_of_stages_known_to_be_slow_is_pruned_unrun(go, fake, monkeypatch):
-    families = discover(Path(__file__).parent.parent / "families")
-    monkeypatch.setitem(globals(), "discover", lambda: families)
+def test_a_pipeline_of_stages_known_to_be_slow_is_pruned_unrun(go, gpu, monkeypatch):
+    families = discover(FAMILIES)
     monkeypatch.setattr(queue, "as_ready", list)
-    monkeypatch.setattr(sweep.Build, "ready", True)
-    call = FakeWorker.call
 
-    def staged(self, method, *args, **options):
-        if method == "trial":
-            FakeWorker.calls.append(("trial", args[0].config))
-            score, mix = args[0].config["SCORE_THREADS"], args[0].config["MIX_THREADS"]
-            stages = {"scores": score / 64 * 10.0, "mix": 10.0 if mix == 32 else 60.0}
-            return Accuracy(rel_err=0, limit=1), FirstTimes(sum(stages.values()), stages, 1.0)
-        return 20.0 if method == "replay" else call(self, method, *args, **options)
+    def first_times(candidate):
+        score, mix = candidate.config["SCORE_THREADS"], candidate.config["MIX_THREADS"]
+        stages = {"scores": score / 64 * 10.0, "mix": 10.0 if mix == 32 else 60.0}
+        return FirstTimes(sum(stages.values()), stages, 1.0)
 
-    monkeypatch.setattr(FakeWorker, "call", staged)
-    rows = by_config(go(PIPELINES))
+    monkeypatch.setattr(gpu, "first_times", first_times)
+    monkeypatch.setattr(gpu, "sample", lambda name, kind: 20.0)
+    rows = by_config(go(PIPELINES, families))
     assert rows[128, 64].status is Status.PRUNED
     assert "takes at least 64.0 us by its stages in other configs" in rows[128, 64].detail
     assert rows[128, 64].at_least_us == pytest.approx(64.0)
     assert [rows[key].status for key in ((64, 32), (64, 64), (128, 32))] == [Status.OK] * 3
-    fake.calls.clear()
-    go(PIPELINES)
-    assert fake.calls == []
-    rows = by_config(go(PIPELINES + "search: {skip_by_bound: false}\n"))
+    gpu.calls.clear()
+    go(PIPELINES, families)
+    assert gpu.calls == []
+    rows = by_config(go(PIPELINES + "search: {skip_by_bound: false}\n", families))
     assert rows[128, 64].status is Status.OK
-    assert [config for method, config in fake.calls if method == "trial"] == [
-        {"SCORE_THREADS": 128, "MIX_THREADS": 64}
-    ]
+    assert gpu.names("trial") == ["SCORE_THREADS=128 MIX_THREADS=64"]
 
 
-def test_a_second_run_measures_nothing(go, fake):
+def test_a_second_run_measures_nothing(go, gpu):
     go()
-    fake.calls.clear()
+    gpu.calls.clear()
     outcome = go()
-    assert fake.calls == []
+    assert gpu.calls == []
     assert outcome.exit_code == 0
 
 
@@ -360,70 +307,70 @@ def test_rows_of_configs_that_the_kernel_has_no_longer_are_not_ranked(go, tmp_pa
         assert rows[(32,)].status is Status.OK
 
 
-def test_fresh_measures_again_and_keeps_the_old_rows(go, fake, tmp_path):
+def test_fresh_measures_again_and_keeps_the_old_rows(go, gpu, tmp_path):
     go()
-    fake.calls.clear()
+    gpu.calls.clear()
     go(fresh=True)
-    assert ("trial", "THREADS=32") in fake.calls
+    assert ("trial", "THREADS=32") in gpu.calls
     assert len(list(tmp_path.rglob("trials.*.jsonl"))) == 1
 
 
-def test_another_driver_measures_again(go, fake):
+def test_another_driver_measures_again(go, gpu):
     go()
-    fake.calls.clear()
-    fake.environment = ENVIRONMENT.model_copy(update={"driver": "2.0"})
+    gpu.calls.clear()
+    gpu.environment = TEST_GPU.model_copy(update={"driver": "2.0"})
     go()
-    assert ("trial", "THREADS=32") in fake.calls
+    assert ("trial", "THREADS=32") in gpu.calls
 
 
-def test_a_changed_parameter_list_keeps_what_holds(go, fake):
+def test_a_changed_parameter_list_keeps_what_holds(go, gpu):
     go(SPEC.replace("[32, 64, 128]", "[32, 64]"))
-    fake.calls.clear()
+    gpu.calls.clear()
     go()
-    assert [name for method, name in fake.calls if method == "trial"] == ["THREADS=128"]
+    assert gpu.names("trial") == ["THREADS=128"]
 
 
-def test_candidates_asked_for_later_may_be_measured_already(go, fake, monkeypatch):
+def test_candidates_asked_for_later_may_be_measured_already(go, gpu, monkeypatch):
     monkeypatch.setattr(queue, "_LOOKAHEAD", 1)
     one = SPEC.replace("THREADS: [32, 64, 128]", "THREADS: [64]")
     assert by_config(go(one))[64,].status is Status.OK
-    fake.calls.clear()
+    gpu.calls.clear()
     rows = by_config(go(one.replace("[64]", "[32, 64]")))
     assert {rows[32,].status, rows[64,].status} == {Status.OK}
-    assert [name for method, name in fake.calls if method == "trial"] == ["THREADS=32"]
+    assert gpu.names("trial") == ["THREADS=32"]
 
 
-def test_candidates_behind_measured_ones_are_tried(go, fake, monkeypatch):
+def test_candidates_behind_measured_ones_are_tried(go, gpu, monkeypatch):
     monkeypatch.setattr(queue, "_LOOKAHEAD", 1)
     one = SPEC.replace("THREADS: [32, 64, 128]", "THREADS: [64]")
     go(one)
-    fake.calls.clear()
+    gpu.calls.clear()
     rows = by_config(go(one.replace("[64]", "[64, 32]")))
     assert {rows[32,].status, rows[64,].status} == {Status.OK}
-    assert [name for method, name in fake.calls if method == "trial"] == ["THREADS=32"]
+    assert gpu.names("trial") == ["THREADS=32"]
 
 
 @pytest.mark.parametrize(
     "status", [Status.WRONG, Status.TIMEOUT, Status.LAUNCH_ERROR], ids=lambda s: s.value
 )
-def test_a_failed_candidate_costs_its_own_row(go, fake, status):
-    fake.faults["trial THREADS=64"] = WorkerError(status, "what happened")
+def test_a_failed_candidate_costs_its_own_row(go, gpu, status):
+    gpu.faults["trial", "THREADS=64"] = WorkerError(status, "what happened")
     rows = by_config(go())
     assert (rows[(64,)].status, rows[(64,)].detail) == (status, "what happened")
     assert rows[(32,)].status is rows[(128,)].status is Status.OK
 
 
-def test_a_finalist_that_fails_while_timed_leaves_the_rounds(go, fake):
-    fake.faults["replay naive THREADS=64"] = WorkerError(Status.TIMEOUT, "no answer")
+def test_a_finalist_that_fails_while_timed_leaves_the_rounds(go, gpu):
+    gpu.faults["replay", "naive THREADS=64"] = WorkerError(Status.TIMEOUT, "no answer")
     rows = by_config(go())
     assert rows[(64,)].status is Status.TIMEOUT
     assert rows[(64,)].detail == "while timing: no answer"
     assert rows[(32,)].time_us.samples == 4
-    assert ("forget", "naive THREADS=64") in fake.calls
+    assert ("forget", "naive THREADS=64") in gpu.calls
 
 
-def test_ctrl_c_keeps_what_is_measured(go, fake, tmp_path):
-    fake.faults["trial THREADS=128"] = KeyboardInterrupt()
+def test_ctrl_c_keeps_what_is_measured(go, gpu, tmp_path):
+    gpu.faults["trial", "THREADS=128"] = KeyboardInterrupt()
     outcome = go()
     assert outcome.interrupted
     assert outcome.exit_code == 130
@@ -432,19 +379,19 @@ def test_ctrl_c_keeps_what_is_measured(go, fake, tmp_path):
     assert warnings == []
     assert 0 < len(kept) < 3
     assert (path.parent / "ranking.md").is_file()
-    fake.faults.clear()
-    fake.calls.clear()
+    gpu.faults.clear()
+    gpu.calls.clear()
     assert go().exit_code == 0
-    assert len([1 for method, _ in fake.calls if method == "trial"]) == 3 - len(kept)
+    assert len(gpu.names("trial")) == 3 - len(kept)
 
 
 class Killed(BaseException):
     """What ends a process at once, as far as this loop can see it."""
 
 
-def test_a_run_killed_in_its_second_problem_has_the_first_ones_code(go, fake, tmp_path):
+def test_a_run_killed_in_its_second_problem_has_the_first_ones_code(go, gpu, tmp_path):
     text = SPEC.replace("seqlen: 256", "seqlen: [256, 512]")
-    fake.faults["open (1,2,512,64) fp16 full"] = Killed()
+    gpu.faults["open", "(1,2,512,64) fp16 full"] = Killed()
     with pytest.raises(Killed):
         go(text)
     (cubins,) = tmp_path.rglob("cubins")
@@ -453,38 +400,35 @@ def test_a_run_killed_in_its_second_problem_has_the_first_ones_code(go, fake, tm
     # As an older version left it: the next process makes up for it.
     for path in kept:
         path.unlink()
-    fake.faults.clear()
+    gpu.faults.clear()
     assert go(text).exit_code == 0
     for path in kept:
         assert json.loads(path.read_text())["config"] == {"THREADS": 64}
 
 
-def test_ctrl_c_in_the_rounds_goes_on_with_the_rounds(go, fake):
-    fake.faults["replay torch_flash"] = KeyboardInterrupt()
+def test_ctrl_c_in_the_rounds_goes_on_with_the_rounds(go, gpu):
+    gpu.faults["replay", "torch_flash"] = KeyboardInterrupt()
     assert go().interrupted
-    fake.faults.clear()
-    fake.calls.clear()
+    gpu.faults.clear()
+    gpu.calls.clear()
     rows = by_config(go())
-    assert not [1 for method, _ in fake.calls if method == "trial"]
+    assert not gpu.names("trial")
     assert rows[(64,)].time_us.samples == 4
 
 
-def test_every_candidate_wrong_is_exit_code_1(go, fake):
+def test_every_candidate_wrong_is_exit_code_1(go, gpu):
     for threads in (32, 64, 128):
-        fake.faults[f"trial THREADS={threads}"] = WorkerError(Status.WRONG, "wrong")
+        gpu.faults["trial", f"THREADS={threads}"] = WorkerError(Status.WRONG, "wrong")
     assert go().exit_code == 1
 
 
-def test_a_spread_out_time_is_noisy(go, fake, monkeypatch):
-    times = iter([20.0, 60.0] * 50)
-    call = FakeWorker.call
+def test_a_spread_out_time_is_noisy(go, gpu, monkeypatch):
+    times, sample = itertools.cycle([20.0, 60.0]), gpu.sample
 
-    def jumping(self, method, *args, **options):
-        if method == "replay" and "THREADS=64" in args[0]:
-            return next(times)
-        return call(self, method, *args, **options)
+    def jumping(name, kind):
+        return next(times) if "THREADS=64" in name else sample(name, kind)
 
-    monkeypatch.setattr(FakeWorker, "call", jumping)
+    monkeypatch.setattr(gpu, "sample", jumping)
     row = by_config(go())[(64,)]
     assert row.status is Status.NOISY
     assert "quartiles" in row.detail
@@ -557,7 +501,7 @@ def test_replay_marks_every_row_and_invents_none(go, tmp_path):
     assert Path(recording / "trials.jsonl").read_text().count("recorded_on") > 0
 
 
-def test_a_launch_that_fails_on_a_checked_shape_costs_its_own_row(go, monkeypatch):
+def test_a_launch_that_fails_on_a_checked_shape_costs_its_own_row(go):
     kernels = discover()
     stage = kernels["naive"].stages["fwd"]
 
@@ -567,8 +511,7 @@ def test_a_launch_that_fails_on_a_checked_shape_costs_its_own_row(go, monkeypatc
         return stage.launch(config, problem, arch)
 
     kernels["naive"].stages["fwd"] = replace(stage, launch=picky)
-    monkeypatch.setitem(globals(), "discover", lambda: kernels)
-    rows = by_config(go())
+    rows = by_config(go(kernels=kernels))
     assert rows[(64,)].status is Status.LAUNCH_ERROR
     assert "raised ValueError: seventeen" in rows[(64,)].detail
     assert rows[(32,)].status is Status.OK
@@ -582,9 +525,9 @@ def test_a_replay_leaves_one_file_of_trials(go, tmp_path):
     assert len(list((tmp_path / "results" / "replay" / "again").glob("trials*"))) == 1
 
 
-def test_a_problem_that_cannot_be_opened_costs_its_own_rows(go, fake):
+def test_a_problem_that_cannot_be_opened_costs_its_own_rows(go, gpu):
     label = "(1,2,256,64) fp16 full"
-    fake.faults[f"open {label}"] = WorkerError(Status.LAUNCH_ERROR, "out of memory")
+    gpu.faults["open", f"{label}"] = WorkerError(Status.LAUNCH_ERROR, "out of memory")
     outcome = go(SPEC.replace("seqlen: 256", "seqlen: [256, 128]"))
     found = {}
     for trial in outcome.run.trials:
@@ -592,12 +535,12 @@ def test_a_problem_that_cannot_be_opened_costs_its_own_rows(go, fake):
     assert found[label] == {(Status.LAUNCH_ERROR, "the problem could not be opened: out of memory")}
     assert (Status.OK, None) in found["(1,2,128,64) fp16 full"]
     assert outcome.exit_code == 1
-    fake.faults.clear()
+    gpu.faults.clear()
     assert go(SPEC.replace("seqlen: 256", "seqlen: [256, 128]")).exit_code == 0
 
 
-def test_a_failure_to_read_the_clocks_loses_nothing(go, fake):
-    fake.faults["conditions "] = WorkerError(Status.TIMEOUT, "no answer")
+def test_a_failure_to_read_the_clocks_loses_nothing(go, gpu):
+    gpu.faults["conditions", ""] = WorkerError(Status.TIMEOUT, "no answer")
     row = by_config(go())[(64,)]
     assert row.time_us.samples == 4
     assert not {"sm_mhz", "rounds", "strays"} & set(row.conditions)

@@ -13,13 +13,13 @@ from attnsweep.trial import Status
 
 
 class Card(FakeGpu):
-    """A worker whose conditions follow a list, the last of it for ever."""
+    """A GPU whose conditions follow a list, the last of it for ever."""
 
     def __init__(self, *clocks):
+        super().__init__()
         self.clocks = list(clocks)
 
-    def call(self, method, *args):
-        assert method == "conditions"
+    def conditions(self):
         clock = self.clocks.pop(0) if len(self.clocks) > 1 else self.clocks[0]
         if clock is None:
             raise WorkerError(Status.TIMEOUT, "no answer")

@@ -1,0 +1,76 @@
+"""The one compiler for tests whose point is not machine code: it needs no NVRTC and no time."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+from attnsweep.build.nvrtc import Cubin, default_cache_dir, source_closure
+from attnsweep.errors import CompileError
+from attnsweep.hardware import Arch
+
+REGISTERS = 32
+_ENTRY = re.compile(
+    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\('
+)
+# An ELF file of no sections: what a cubin is to code that reads it with pyelftools.
+_EMPTY_ELF = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\x00\xbe\x00\x01\x00\x00\x00"
+_EMPTY_ELF += bytes(28) + b"\x40\x00" + b"\x38\x00\x00\x00" + b"\x40\x00\x00\x00\x00\x00"
+
+
+class FakeCompiler:
+    """Stands in for `nvrtc.Compiler`: each stage is ready at once, in REGISTERS registers.
+
+    Other source or other defines give other machine code, as with NVRTC. Entry functions are found
+    by a pattern that suits the families the tests use, not macros between `void` and the name.
+    """
+
+    submitted = 0
+    """Stages asked for, by any of them."""
+    errors: Mapping[str, CompileError] = {}
+    """What compiling a template raises, by its file name."""
+
+    def __init__(
+        self, arch: Arch, cache_dir: Path | None = None, threads: int | None = None
+    ) -> None:
+        self.arch = arch
+        self.cache_dir = cache_dir or default_cache_dir() / "fake"
+        self._closures: dict[Path, dict[str, bytes]] = {}
+
+    def key(self, source: Path, defines: Mapping[str, str]) -> str:
+        """Content address, as `Compiler.key` without NVRTC's version."""
+        if source not in self._closures:
+            self._closures[source] = source_closure(source)
+        parts = [self.arch.name, sorted(defines.items()), sorted(self._closures[source].items())]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def submit(self, source: Path, defines: Mapping[str, str]) -> Future[Cubin]:
+        """A future that is done."""
+        type(self).submitted += 1
+        future: Future[Cubin] = Future()
+        if source.name in self.errors:
+            future.set_exception(self.errors[source.name])
+            return future
+        key = self.key(source, defines)
+        self.cache_dir.mkdir(parents=True, exist_ok=True)
+        path = self.cache_dir / f"{key}.cubin"
+        code = _EMPTY_ELF + key.encode()
+        path.write_bytes(code)
+        log = "".join(
+            f"ptxas info    : Compiling entry function '{name}' for '{self.arch.name}'\n"
+            "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+            f"ptxas info    : Used {REGISTERS} registers, 400 bytes cmem[0]\n"
+            for name in _ENTRY.findall(source.read_text())
+        )
+        future.set_result(Cubin(path, hashlib.sha256(code).hexdigest(), log, 0.0, cached=False))
+        return future
+
+    def compile(self, source: Path, defines: Mapping[str, str]) -> Cubin:
+        """Compile now."""
+        return self.submit(source, defines).result()
+
+    def close(self) -> None:
+        """Nothing: what it compiled is read after it is closed."""
