@@ -20,6 +20,9 @@ else:
     settings.register_profile("nightly", deadline=None, max_examples=500)
     settings.load_profile("attnsweep")  # `--hypothesis-profile nightly` replaces it
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many processes as cores: threads of a matrix product each would wait for one another.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 
 

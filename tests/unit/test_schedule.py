@@ -6,8 +6,9 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from spaces import candidates
 
 from attnsweep.build.numerics import Case, from_bits, make_inputs, reference
 from attnsweep.family.chunks import CHUNKS, MODES, ROW_UNIT, is_used, schedule_of
@@ -98,7 +99,6 @@ def test_streams_have_workspaces_apart(problem, config, limit):
     assert set(spans) == set(range(schedule.streams))
 
 
-@settings(deadline=None, max_examples=40)
 @given(problems(), configs, st.one_of(st.none(), st.integers(1, 10**6)))
 def test_chunks_compute_the_whole(problem, config, limit):
     schedule = schedule_of(FAMILY, used(problem, config), problem, limit)
@@ -204,14 +204,36 @@ class TestVariants:
 
 
 @pytest.mark.parametrize("kernel", discover().values(), ids=str)
-@pytest.mark.parametrize("name", [mode.name for mode in MODES])
-def test_no_rule_of_a_family_trips_over_a_mode(kernel, name):
+def test_no_rule_of_a_family_trips_over_a_mode(kernel):
+    """On configs that all rules keep without a mode: each rule is asked about each."""
     arch = ARCHS["sm_90a"]
     dtype, head_dim = kernel.dtypes[0], kernel.some_head_dims[0]
     rows, keys = (1024, 1024) if head_dim <= 256 else (512, 256)  # wide heads are of few
     problem = Problem(2, 4, 4, rows, keys, head_dim, dtype)
     assert kernel.refusal(problem, arch) is None
-    value = {"LAUNCH": "eager", "STREAMS": 2, "CHUNK_HEADS": 2, "CHUNK_ROWS": 256}[name]
-    configs = Space.build(kernel, problem, arch, Selection({name: (value,)})).configs
-    assert configs
-    assert {config[name] for config in configs} == {value}
+    plain = list(itertools.islice(candidates(kernel, problem, arch, seed=0), 200))
+    modes = {"LAUNCH": "eager", "STREAMS": 2, "CHUNK_HEADS": 2, "CHUNK_ROWS": 256}
+    assert set(modes) == {mode.name for mode in MODES}
+    for name, value in modes.items():
+        configs = [Config({**config, name: value}) for config in plain]
+        assert all(is_used(config, problem) for config in configs)
+        refusals = {kernel.refused_by(config, problem, arch) for config in configs}
+        assert None in refusals, f"{name}={value}: {refusals}"
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        Selection(),
+        Selection({"LAUNCH": ("graph", "eager"), "THREADS": (64, 512)}),
+        Selection({}, {"mode": {"whole": {}, "parts": {"CHUNK_HEADS": (1, 2)}}}),
+    ],
+    ids=["own", "named", "variants"],
+)
+def test_candidates_one_by_one_are_those_of_the_space(selection):
+    kernel = discover()["naive"]
+    found = candidates(kernel, PROBLEM, ARCHS["sm_90a"], selection)
+    space = Space.build(kernel, PROBLEM, ARCHS["sm_90a"], selection)
+    assert tuple(dict.fromkeys(found)) == space.configs != ()
+    drawn = candidates(kernel, PROBLEM, ARCHS["sm_90a"], selection, seed=0)
+    assert set(drawn) == set(space.configs)

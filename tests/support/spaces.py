@@ -1,0 +1,50 @@
+"""Candidates one by one, where a test needs some of a space and not the whole of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+from attnsweep.family.chunks import MODES, is_used
+from attnsweep.family.declare import Config, Kernel
+from attnsweep.family.space import Selection
+from attnsweep.hardware import Arch
+from attnsweep.problem import Problem
+from attnsweep.trial import Value
+
+
+def candidates(
+    kernel: Kernel,
+    problem: Problem,
+    arch: Arch,
+    selection: Selection | None = None,
+    *,
+    seed: int | None = None,
+) -> Iterator[Config]:
+    """The configs of `Space.build`, as soon as each is found; one may come twice.
+
+    seed: in random order, those of the first 100,000 combinations drawn.
+    """
+    selection = selection or Selection()
+    own = {param.name: param.values for param in kernel.params}
+    own |= {param.name: param.values[:1] for param in MODES if param.name in selection.names}
+    for _, values in selection.groups():
+        lists = {name: values.get(name, default) for name, default in own.items()}
+        combinations = itertools.product(*lists.values())
+        for combination in combinations if seed is None else _drawn(list(lists.values()), seed):
+            config = Config(dict(zip(lists, combination, strict=True)))
+            if is_used(config, problem) and not kernel.refused_by(config, problem, arch):
+                yield config
+
+
+def _drawn(lists: Sequence[Sequence[Value]], seed: int) -> Iterator[tuple[Value, ...]]:
+    """Combinations in random order, without one twice."""
+    count = math.prod(map(len, lists))
+    for number in random.Random(seed).sample(range(count), min(count, 100_000)):
+        chosen = []
+        for values in lists:
+            number, place = divmod(number, len(values))
+            chosen.append(values[place])
+        yield tuple(chosen)
