@@ -16,9 +16,9 @@ except ImportError:  # a GPU machine may run tests/gpu alone
     pass
 else:
     # A busy machine is no failure: speed is shown in recorded runs, never by a timed test.
-    settings.register_profile("attnsweep", deadline=None, max_examples=50)
-    settings.register_profile("nightly", deadline=None, max_examples=500)
-    settings.load_profile("attnsweep")  # `--hypothesis-profile nightly` replaces it
+    settings.register_profile("push", deadline=None, max_examples=30)
+    settings.register_profile("nightly", deadline=None, max_examples=300)
+    settings.load_profile("push")  # `--hypothesis-profile nightly` replaces it
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many processes as cores: threads of a matrix product each would wait for one another.

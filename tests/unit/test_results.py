@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,31 @@ from attnsweep.show import tables as report
 from attnsweep.spec.load import load_spec
 from attnsweep.spec.shipped import shipped_specs
 from attnsweep.store.pack import DERIVED
-from attnsweep.store.run import find_runs, open_run
+from attnsweep.store.run import find_runs
+from attnsweep.store.run import open_run as read_run
 from attnsweep.trial import Status
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = [run for run in find_runs(ROOT / "results") if run.parent.name != "replay"]
 
 
-@pytest.fixture(params=RUNS, ids=lambda run: f"{run.parent.name}/{run.name}")
+def named(run):
+    """One process reads a run, once."""
+    name = f"{run.parent.name}/{run.name}"
+    return pytest.param(run, id=name, marks=pytest.mark.xdist_group(name))
+
+
+open_run = lru_cache(maxsize=1)(read_run)
+
+
+@lru_cache
+def shipped():
+    """The specs that come with attnsweep, against the families."""
+    kernels = discover()
+    return kernels, [load_spec(path, kernels) for path in shipped_specs().values()]
+
+
+@pytest.fixture(params=map(named, RUNS))
 def directory(request):
     return request.param
 
@@ -61,10 +79,10 @@ def test_no_row_is_faster_than_its_bound(run):
 
 
 def test_it_is_the_shipped_spec(run, directory):
-    kernels = discover()
+    kernels, specs = shipped()
     recorded = load_spec(directory / "spec.yaml", kernels)
     assert recorded.name == directory.name
-    assert recorded in [load_spec(path, kernels) for path in shipped_specs().values()]
+    assert recorded in specs
 
 
 def test_it_is_packed_and_its_tables_can_be_written(run, directory):
