@@ -117,7 +117,7 @@ def test_a_killed_parent_leaves_no_hung_child(tmp_path):
     script.write_text(
         "import sys\n"
         f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
-        "from test_workers import FakeBench\n"
+        "from test_gpu_worker import FakeBench\n"
         "from attnsweep.gpu.worker import Worker\n"
         "if __name__ == '__main__':\n"
         "    worker = Worker(1000.0, bench=FakeBench)\n"
