@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 
+import fake_bench
 import pytest
+from fake_bench import FakeBench
 
 from attnsweep.errors import NoGpuError
 from attnsweep.gpu.worker import Worker, WorkerError
 from attnsweep.trial import Status
-
-
-class FakeBench:
-    """Stands in for measure.Bench: the ways a candidate can go wrong, without a GPU."""
-
-    def __init__(self, problem):
-        self.problem = problem
-        self.admitted = []
-
-    def admit(self, name):
-        self.admitted.append(name)
-
-    def state(self):
-        return os.getpid(), self.problem, self.admitted
-
-    def hang(self):
-        time.sleep(1000)
-
-    def crash(self):
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-    def leave(self):
-        os._exit(7)
-
-    def fault(self):
-        raise RuntimeError("an illegal memory access was encountered")
-
-    def refuse(self):
-        raise ValueError("too many resources requested")
-
-    def no_gpu(self):
-        raise NoGpuError("no CUDA GPU found", hint="get one")
-
-    def poisoned(self, error):
-        return "illegal" in str(error)
 
 
 @pytest.fixture
@@ -116,8 +82,8 @@ def test_a_killed_parent_leaves_no_hung_child(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         "import sys\n"
-        f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
-        "from test_gpu_worker import FakeBench\n"
+        f"sys.path.insert(0, {os.path.dirname(fake_bench.__file__)!r})\n"
+        "from fake_bench import FakeBench\n"
         "from attnsweep.gpu.worker import Worker\n"
         "if __name__ == '__main__':\n"
         "    worker = Worker(1000.0, bench=FakeBench)\n"
