@@ -12,33 +12,33 @@ from attnsweep.errors import NoGpuError
 class FakeBench:
     """Stands in for bench.Bench: the ways a candidate can go wrong, without a GPU."""
 
-    def __init__(self, problem):
+    def __init__(self, problem: object) -> None:
         self.problem = problem
-        self.admitted = []
+        self.admitted: list[str] = []
 
-    def admit(self, name):
+    def admit(self, name: str) -> None:
         self.admitted.append(name)
 
-    def state(self):
+    def state(self) -> tuple[int, object, list[str]]:
         return os.getpid(), self.problem, self.admitted
 
-    def hang(self):
+    def hang(self) -> None:
         time.sleep(1000)
 
-    def crash(self):
+    def crash(self) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    def leave(self):
+    def leave(self) -> None:
         os._exit(7)
 
-    def fault(self):
+    def fault(self) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    def refuse(self):
+    def refuse(self) -> None:
         raise ValueError("too many resources requested")
 
-    def no_gpu(self):
+    def no_gpu(self) -> None:
         raise NoGpuError("no CUDA GPU found", hint="get one")
 
-    def poisoned(self, error):
+    def poisoned(self, error: BaseException) -> bool:
         return "illegal" in str(error)

@@ -55,7 +55,7 @@ def candidate(kernel: str, time_us: float | None, **config: int) -> Trial:
     return Trial(
         kernel=kernel,
         provider="attnsweep",
-        config=config,
+        config={**config},
         problem=PROBLEM,
         status=Status.OK,
         time_us=None if time_us is None else rounds_of(time_us),

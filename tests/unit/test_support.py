@@ -1,0 +1,83 @@
+"""The fakes are what they stand in for, and no test needs another test."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from pathlib import Path
+
+import fake_gpu
+import pytest
+from fake_compiler import REGISTERS, FakeCompiler
+from fake_gpu import FakeGpu
+
+from attnsweep.build.cubin import check_arguments, functions
+from attnsweep.build.nvrtc import CACHE_VARIABLE, Compiler, default_cache_dir
+from attnsweep.family.declare import Launch, discover
+from attnsweep.gpu.worker import Gpu, Worker
+from attnsweep.hardware import ARCHS
+
+TESTS = Path(__file__).parent.parent
+
+
+def public(of: type) -> dict[str, object]:
+    """Methods by name, with the parameters that a caller must give."""
+    return {
+        name: inspect.signature(method)
+        for name, method in inspect.getmembers(of, inspect.isfunction)
+        if not name.startswith("_")
+    }
+
+
+def test_the_fake_gpu_has_every_method_of_a_gpu_as_the_protocol_says():
+    assert public(Gpu).items() <= public(FakeGpu).items()
+    assert public(Gpu).keys() <= public(Worker).keys()
+
+
+def test_the_fake_compiler_answers_as_the_compiler_does():
+    own = public(FakeCompiler)
+    assert own.keys() == public(Compiler).keys() - {"flags"}
+    assert own.items() <= public(Compiler).items()
+
+
+def test_the_fake_compiler_s_code_is_read_as_a_cubin_is(tmp_path):
+    compiler = FakeCompiler(ARCHS["sm_90a"], tmp_path)
+    source = discover()["naive"].source
+    one, other = (compiler.compile(source, {"THREADS": threads}) for threads in ("32", "64"))
+    assert one.digest == compiler.compile(source, {"THREADS": "32"}).digest != other.digest
+    assert functions(one.log)["naive"]["registers"] == REGISTERS
+    check_arguments("fwd", one, Launch("naive", (1, 1, 1), 32, ("q",)))  # nothing is known of them
+
+
+def test_a_fault_is_raised_after_the_call_is_kept():
+    gpu = FakeGpu({"naive A=1": 7.0})
+    gpu.faults["replay", "naive A=1"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        gpu.replay("naive A=1", "warm")
+    assert gpu.names("replay") == ["naive A=1"]
+    assert gpu.pair("naive A=1", "naive A=1") == (7.0, 7.0)
+
+
+def test_the_session_has_one_cache_of_compiled_code(shared_cache, tmp_path_factory):
+    assert default_cache_dir() == shared_cache == Path(os.environ[CACHE_VARIABLE])
+
+
+def test_no_test_imports_a_test():
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            tests = [name for name in modules if name.rpartition(".")[2].startswith("test_")]
+            assert not tests, f"{path} imports {tests}"
+
+
+def test_only_the_fakes_stand_in_for_a_gpu():
+    """A second fake of the protocol would drift from the first."""
+    for path in TESTS.rglob("*.py"):
+        if path == Path(fake_gpu.__file__):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.bases:
+                methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                assert not {"trial", "replay", "race"} <= methods, f"{path}: {node.name}"
