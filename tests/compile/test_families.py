@@ -27,13 +27,12 @@ WIDE = Problem(1, 4, 4, 64, 64, 512)
 
 
 @pytest.fixture(scope="session")
-def compilers(tmp_path_factory):
-    cache = tmp_path_factory.mktemp("cubins")
+def compilers():
     made = {}
 
     def of(name):
         if name not in made:
-            made[name] = Compiler(ARCHS[name], cache)
+            made[name] = Compiler(ARCHS[name])
         return made[name]
 
     yield of

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from attnsweep.build import candidate as candidates
 from attnsweep.build import sass
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
@@ -20,6 +17,7 @@ from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
 from attnsweep.spec.require import INSTRUCTIONS
 from attnsweep.tools import inspect as inspection
+from attnsweep.tools.compile import compile_all
 from attnsweep.trial import Status
 
 try:
@@ -39,8 +37,8 @@ BRANCHES = (
 
 
 @pytest.fixture(scope="module")
-def compiler(tmp_path_factory):
-    return Compiler(ARCHS["sm_90a"], tmp_path_factory.mktemp("cubins"))
+def compiler():
+    return Compiler(ARCHS["sm_90a"])
 
 
 def counted(compiler, tmp_path, text):
@@ -138,21 +136,16 @@ kernels:
 """
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-def compiled(tmp_path, cache, require):
+def compiled(tmp_path, require, cache=None):
     path = tmp_path / "small.yaml"
     path.write_text(SPEC + f"require: {require}\n")
     families = discover()
     arch = ARCHS["sm_90a"]
-    return candidates.compile_all(load_spec(path, families), families, arch, cache_dir=cache)
+    return compile_all(load_spec(path, families), families, arch, cache_dir=cache)
 
 
-def test_a_requirement_prunes_with_its_reason(tmp_path, cache):
-    rows = compiled(tmp_path, cache, "{hmma: '> 0', ldl: 0}")
+def test_a_requirement_prunes_with_its_reason(tmp_path):
+    rows = compiled(tmp_path, "{hmma: '> 0', ldl: 0}")
     assert len(rows) == 4
     for row in rows:
         (stage,) = row.resources.stages.values()
@@ -164,9 +157,9 @@ def test_a_requirement_prunes_with_its_reason(tmp_path, cache):
             assert (row.status, row.detail) == (Status.OK, None)
 
 
-def test_without_a_requirement_of_instructions_none_are_counted(tmp_path, cache, monkeypatch):
+def test_without_a_requirement_of_instructions_none_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(sass, "disassemble", lambda _: pytest.fail("disassembled"))
-    rows = compiled(tmp_path, cache, "{cubin_bytes: '< 30000', spill_bytes: 0}")
+    rows = compiled(tmp_path, "{cubin_bytes: '< 30000', spill_bytes: 0}")
     for row in rows:
         (stage,) = row.resources.stages.values()
         assert "instructions" not in stage
@@ -181,7 +174,7 @@ def test_a_missing_disassembler_is_told_before_anything_is_compiled(tmp_path, mo
     monkeypatch.setattr(shutil, "which", lambda _: None)
     try:
         with pytest.raises(ToolchainError, match=r"nvdisasm is needed.*\n.*\[inspect\]"):
-            compiled(tmp_path, tmp_path / "cubins", "{branches: 0}")
+            compiled(tmp_path, "{branches: 0}", tmp_path / "cubins")
     finally:
         sass.nvdisasm.cache_clear()
     assert not (tmp_path / "cubins").exists()
@@ -190,13 +183,13 @@ def test_a_missing_disassembler_is_told_before_anything_is_compiled(tmp_path, mo
 # -- inspect ----------------------------------------------------------------------------------
 
 
-def looked_at(cache, kernel="flash_fwd_mma", given="", problem=None, arch="sm_90a"):
+def looked_at(kernel="flash_fwd_mma", given="", problem=None, arch="sm_90a"):
     families = discover()
-    return inspection.inspect(families[kernel], given, problem, ARCHS[arch], cache_dir=cache)
+    return inspection.inspect(families[kernel], given, problem, ARCHS[arch])
 
 
-def test_a_config_is_completed_by_the_first_that_the_rules_keep(cache):
-    found = looked_at(cache, given="BLOCK_N=128 NUM_WARPS=8")
+def test_a_config_is_completed_by_the_first_that_the_rules_keep():
+    found = looked_at(given="BLOCK_N=128 NUM_WARPS=8")
     assert (found.config.BLOCK_N, found.config.NUM_WARPS) == (128, 8)
     assert found.kernel.refused_by(found.config, found.problem, found.arch) is None
     data = found.to_json()
@@ -209,8 +202,8 @@ def test_a_config_is_completed_by_the_first_that_the_rules_keep(cache):
     assert data["bounds_sm_clocks"]["matrix"] == pytest.approx(found.problem.flops / 4096)
 
 
-def test_every_stage_of_a_pipeline_is_shown(cache):
-    found = looked_at(cache, "three_kernel_mma", problem=Problem(1, 2, 2, 256, 256, 64))
+def test_every_stage_of_a_pipeline_is_shown():
+    found = looked_at("three_kernel_mma", problem=Problem(1, 2, 2, 256, 256, 64))
     for width in (60, 80, 120, 160):
         text = found.lines(width)
         words = " ".join(text).split()
@@ -222,14 +215,12 @@ def test_every_stage_of_a_pipeline_is_shown(cache):
             assert max(map(len, text)) <= width, "\n".join(text)
 
 
-def test_a_recorded_card_gives_the_bound_its_unit(cache):
-    card = inspection.card_of(ARCHS["sm_90a"], ROOT / "results")
+def test_a_recorded_card_gives_the_bound_its_unit():
+    card = inspection.card_of(ARCHS["sm_90a"], ROOT / "results" / "h200")
     assert card.gpu == "NVIDIA H200"
     assert inspection.card_of(ARCHS["sm_80"], ROOT / "results") is None
     families = discover()
-    found = inspection.inspect(
-        families["naive"], "THREADS=64", None, ARCHS["sm_90a"], card=card, cache_dir=cache
-    )
+    found = inspection.inspect(families["naive"], "THREADS=64", None, ARCHS["sm_90a"], card=card)
     assert found.to_json()["bounds_us"]["matrix"] == pytest.approx(4.01, abs=0.01)
     assert found.waves("fwd") == pytest.approx(256 / (132 * 10), rel=0.3)
     assert any("4.01 µs" in line for line in found.lines(100))
@@ -245,26 +236,26 @@ def test_a_recorded_card_gives_the_bound_its_unit(cache):
         ("three_kernel_wgmma", "", "sm_80", SpaceError, "needs sm_90a, not sm_80"),
     ],
 )
-def test_what_cannot_be_inspected_is_said(cache, kernel, given, arch, error, said):
+def test_what_cannot_be_inspected_is_said(kernel, given, arch, error, said):
     with pytest.raises(error) as caught:
-        looked_at(cache, kernel, given, arch=arch)
+        looked_at(kernel, given, arch=arch)
     assert said in str(caught.value)
 
 
-def test_without_a_disassembler_the_rest_is_still_shown(cache, monkeypatch):
+def test_without_a_disassembler_the_rest_is_still_shown(monkeypatch):
     def missing(_):
         raise ToolchainError("nvdisasm is needed", hint="install it")
 
     monkeypatch.setattr(sass, "counts", missing)
-    found = looked_at(cache, "naive", "THREADS=64")
+    found = looked_at("naive", "THREADS=64")
     assert "no instructions: nvdisasm is needed" in " ".join(found.lines(100))
     assert found.to_json()["stages"]["fwd"]["registers"] > 0
 
 
-def test_the_command_prints_one_document(tmp_path):
-    command = [sys.executable, "-m", "attnsweep", "inspect", "naive", "THREADS=128", "--json"]
-    command += ["--problem", "(2,32/8,512x2048,128) bf16 causal", "--arch", "sm_80"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+def test_the_command_prints_one_document(attnsweep):
+    problem = ("--problem", "(2,32/8,512x2048,128) bf16 causal", "--arch", "sm_80")
+    done = attnsweep("inspect", "naive", "THREADS=128", "--json", *problem)
+    assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert data["config"] == {"THREADS": 128}
     assert data["problem"]["seqlen_k"] == 2048
