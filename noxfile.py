@@ -18,14 +18,14 @@ nox.options.sessions = ["lint", "unit", "docs"]
 def tests(session: nox.Session) -> None:
     """All tests; those that need a GPU are skipped, with the reason, where there is none."""
     session.install("-e", ".[compile,test]")
-    session.run("python", "-m", "pytest", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "auto", *session.posargs)
 
 
 @nox.session
 def unit(session: nox.Session) -> None:
     """The quick tests: no kernel is compiled."""
     session.install("-e", ".[compile,test]")
-    session.run("python", "-m", "pytest", "tests/unit", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "auto", "tests/unit", *session.posargs)
 
 
 @nox.session
@@ -56,4 +56,4 @@ def gpu(session: nox.Session, cuda: str) -> None:
 def mutation(session: nox.Session) -> None:
     """Every seeded bug of tests/simt/mutations.toml; CI runs it nightly. Needs g++."""
     session.install("-e", ".[compile,test]")
-    session.run("python", "-m", "pytest", "-m", "mutation", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "auto", "-m", "mutation", *session.posargs)
