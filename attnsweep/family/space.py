@@ -91,9 +91,8 @@ class Space:
                 if config in seen:
                     continue
                 seen.add(config)
-                refused_by = (
-                    kernel.refused_by(config, problem, arch) if is_used(config, problem) else CHUNKS
-                )
+                used = not modes or is_used(config, problem)
+                refused_by = kernel.refused_by(config, problem, arch) if used else CHUNKS
                 if refused_by is None:
                     kept[config] = chosen
                 else:
