@@ -13,12 +13,7 @@ import pytest
 try:
     from hypothesis import settings
 except ImportError:  # a GPU machine may run tests/gpu alone
-    pass
-else:
-    # A busy machine is no failure: speed is shown in recorded runs, never by a timed test.
-    settings.register_profile("push", deadline=None, max_examples=30)
-    settings.register_profile("nightly", deadline=None, max_examples=300)
-    settings.load_profile("push")  # `--hypothesis-profile nightly` replaces it
+    settings = None
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many processes as cores: threads of a matrix product each would wait for one another.
@@ -26,8 +21,22 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What takes too long for each push."""
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="ten times the examples of each property, and every corner of every kernel",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """With xdist: tests of one group go to one process, so that those on the GPU take turns."""
+    """With xdist, tests of one group go to one process: those on the GPU take turns."""
+    if settings is not None:
+        # A busy machine is no failure: speed is shown in recorded runs, never by a timed test.
+        settings.register_profile("push", deadline=None, max_examples=30)
+        settings.register_profile("thorough", deadline=None, max_examples=300)
+        settings.load_profile("thorough" if config.option.thorough else "push")
     if getattr(config.option, "dist", "no") == "load":
         config.option.dist = "loadgroup"
 
