@@ -43,12 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out mutations unless `-m` names them; skip what needs a GPU where there is none."""
-    if "mutation" not in config.option.markexpr:
-        mutations = [item for item in items if item.get_closest_marker("mutation")]
-        if mutations:
-            config.hook.pytest_deselected(items=mutations)
-            items[:] = [item for item in items if item not in set(mutations)]
+    """Skip what needs a GPU where there is none; elsewhere keep it in one process."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if on_gpu else None
     for item in on_gpu:
