@@ -1,5 +1,5 @@
-// Kernels that only move memory: each thread moves 16 bytes a step, over `chunks` of 16 bytes, `passes`
-// times, in as many blocks as fit. Accesses bypass L1.
+// Kernels that only move memory: each thread moves 16 bytes a step, over `chunks` of 16 bytes,
+// `passes` times, in as many blocks as fit. Accesses bypass L1.
 #define LOOP                                                                            \
     for (int pass = 0; pass < passes; ++pass)                                           \
     _Pragma("unroll 8") for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < chunks; \
