@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,8 @@ except ImportError:  # a GPU machine may run tests/gpu alone
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many processes as cores: threads of a matrix product each would wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# One GPU is shared in turns; a recorded run is read once.
+TOGETHER = ("tests/gpu/", "tests/unit/test_choose_skips.py", "tests/unit/test_results.py")
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 
 
@@ -31,26 +34,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With xdist, tests of one group go to one process: those on the GPU take turns."""
+    """How many examples each property gets."""
     if settings is not None:
         # A busy machine is no failure: speed is shown in recorded runs, never by a timed test.
         settings.register_profile("push", deadline=None, max_examples=30)
         settings.register_profile("thorough", deadline=None, max_examples=300)
         settings.load_profile("thorough" if config.option.thorough else "push")
-    if getattr(config.option, "dist", "no") == "load":
-        config.option.dist = "loadgroup"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; elsewhere keep it in one process."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`, tests under one path of TOGETHER go to one process, the others to any.
+
+    xdist has groups for that, by marks, but 3.8 loses them with pytest 9.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((path for path in TOGETHER if nodeid.startswith(path)), nodeid)
+
+    return Scheduling(config, log) if config.option.dist == "load" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if on_gpu else None
     for item in on_gpu:
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
-        elif config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("gpu"))
 
 
 def _why_no_gpu() -> str | None:

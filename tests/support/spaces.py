@@ -29,13 +29,15 @@ def candidates(
     """
     selection = selection or Selection()
     own = {param.name: param.values for param in kernel.params}
-    own |= {param.name: param.values[:1] for param in MODES if param.name in selection.names}
+    modes = {param.name: param.values[:1] for param in MODES if param.name in selection.names}
+    own |= modes
     for _, values in selection.groups():
         lists = {name: values.get(name, default) for name, default in own.items()}
         combinations = itertools.product(*lists.values())
         for combination in combinations if seed is None else _drawn(list(lists.values()), seed):
             config = Config(dict(zip(lists, combination, strict=True)))
-            if is_used(config, problem) and not kernel.refused_by(config, problem, arch):
+            used = not modes or is_used(config, problem)
+            if used and not kernel.refused_by(config, problem, arch):
                 yield config
 
 

@@ -24,8 +24,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
 import skips as replay
 
 ROOT = Path(__file__).parent.parent.parent
-# A run is read once, in one process: see `recorded`.
-RUNS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in replay.RUNS]
 
 
 @lru_cache
@@ -42,7 +40,7 @@ def recorded(name):
     return replay.timed_rows(run), best
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", replay.RUNS)
 def test_nobody_of_the_best_is_ever_skipped(name):
     """Order does not matter: a stage is never taken to be slower than its slowest recorded time,
     the limit never to be less than where all are known, and fewer known stages skip fewer.
@@ -67,7 +65,7 @@ def test_nobody_of_the_best_is_ever_skipped(name):
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", replay.RUNS)
 def test_who_is_skipped_would_not_have_raced(name, backwards):
     for rows in recorded(name)[0]:
         skipped = replay.skipped_of(rows[::-1] if backwards else rows)
@@ -75,7 +73,6 @@ def test_who_is_skipped_would_not_have_raced(name, backwards):
         assert all(trial.time_us.median > replay.ENTRY * best for trial in skipped)
 
 
-@pytest.mark.xdist_group("three_kernel")
 def test_the_bound_is_worth_having_and_a_roofline_is_not():
     """As docs/measuring.md says, in numbers of benchmarks/skips.py."""
     chip = open_run(ROOT / "results" / "h200" / "three_kernel").environment

@@ -22,13 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 RUNS = [run for run in find_runs(ROOT / "results") if run.parent.name != "replay"]
 
 
-def named(run):
-    """One process reads a run, once."""
-    name = f"{run.parent.name}/{run.name}"
-    return pytest.param(run, id=name, marks=pytest.mark.xdist_group(name))
-
-
-open_run = lru_cache(maxsize=1)(read_run)
+open_run = lru_cache(read_run)
 
 
 @lru_cache
@@ -38,7 +32,7 @@ def shipped():
     return kernels, [load_spec(path, kernels) for path in shipped_specs().values()]
 
 
-@pytest.fixture(params=map(named, RUNS))
+@pytest.fixture(params=RUNS, ids=lambda run: f"{run.parent.name}/{run.name}")
 def directory(request):
     return request.param
 
