@@ -43,11 +43,11 @@ SpecArgument = Annotated[
 KernelsOption = Annotated[
     Path | None, typer.Option("--kernels", help="Directory with kernel families of your own.")
 ]
-ResultsOption = Annotated[Path, typer.Option("--results", help="Where runs are kept.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+ResultsOption = Annotated[Path, typer.Option("--results", help="Directory of the runs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 LimitOption = Annotated[
     int | None,
-    typer.Option("--limit", min=1, help="At most this many candidates per family and problem."),
+    typer.Option("--limit", min=1, help="Most candidates to try per family and problem."),
 ]
 ArchOption = Annotated[
     str | None, typer.Option("--arch", help=f"One of {', '.join(ARCHS)} (default: the spec's).")
@@ -88,14 +88,14 @@ def run(
     json_: JsonOption = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Count the candidates and what each rule removed; stop."),
+        typer.Option("--dry-run", help="Only count the candidates and what each rule removes."),
     ] = False,
     limit: LimitOption = None,
     fresh: Annotated[
         bool,
         typer.Option(
             "--fresh/--resume",
-            help="Begin anew, or keep the rows that still hold.",
+            help="Start over, or keep the rows that are still valid.",
         ),
     ] = False,
     kernels: KernelsOption = None,
@@ -106,7 +106,7 @@ def run(
     """Sweep: compile, check, time and rank every candidate of SPEC.
 
     An interrupted or repeated run continues where it stopped, unless --fresh is given. Ctrl-C
-    prints the ranking of what is measured so far.
+    prints the ranking so far.
     """
     from attnsweep import sweep
     from attnsweep.show import progress, views
@@ -122,7 +122,7 @@ def run(
         return
     if arch is not None:
         source = "its recording" if loaded.device == "replay" else "the GPU"
-        raise SpecError(f"--arch goes with --dry-run; this run takes the architecture of {source}")
+        raise SpecError(f"--arch needs --dry-run; this run takes the architecture of {source}")
     try:
         with progress.watch(errors) as observer:
             outcome = sweep.run(
@@ -134,7 +134,7 @@ def run(
             hint=without_gpu(error, spec, loaded.arch, kernels, errors.width),
         ) from error
     if outcome.interrupted:
-        errors.print("interrupted: what was measured is kept; the same command goes on from here")
+        errors.print("interrupted: all rows are kept; the same command continues from here")
     _print_run(outcome.run, json_, top)
     raise typer.Exit(outcome.exit_code)
 
@@ -150,7 +150,7 @@ def report_(
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 10,
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="Write one self-contained page instead."),
+        typer.Option("--html", metavar="FILE", help="Write a self-contained page to FILE."),
     ] = None,
     target_us: Annotated[
         float | None,
@@ -249,11 +249,11 @@ def check(
 
     SPEC --against RUN takes the winners of RUN: their kept machine code and the same configs
     compiled from today's kernels take turns in one process on one GPU. New code must first be right
-    on every case; code that did not change passes untimed.
+    on every case; unchanged code passes without timing.
 
     --recorded OLD NEW compares two recorded runs and needs no GPU.
 
-    Exit code 1 if one regressed or is wrong, 4 if one cannot be told, 0 otherwise.
+    Exit code 1 if one regressed or is wrong, 4 if one is inconclusive, 0 otherwise.
     """
     from attnsweep.check import live
     from attnsweep.check import recorded as recordings
@@ -299,7 +299,7 @@ def accept(
     run_: Annotated[Path, typer.Argument(metavar="RUN", help="The run to accept.")],
     baseline: Annotated[
         Path,
-        typer.Argument(metavar="BASELINE", help="The directory to replace or to create."),
+        typer.Argument(metavar="BASELINE", help="The directory to replace or create."),
     ],
     force: Annotated[
         bool,
@@ -307,7 +307,7 @@ def accept(
     ] = False,
     json_: JsonOption = False,
 ) -> None:
-    """Move a baseline forward: put a copy of RUN in the place of BASELINE.
+    """Replace BASELINE with a copy of RUN.
 
     A run that lacks a winner or its machine code, or that is of another spec or GPU than the
     baseline, is refused with exit code 2.
@@ -319,7 +319,7 @@ def accept(
     _warn(read)
     overridden = accept_run(read, baseline, force=force)
     for objection in overridden:
-        errors.print(f"[yellow]warning:[/] forced although {escape(objection)}")
+        errors.print(f"[yellow]warning:[/] accepted although {escape(objection)}")
     data = {"run": str(run_), "baseline": str(baseline), "overridden": overridden}
     _print([Text(f"{baseline} is now {run_}: {len(read.trials)} trials")], data, json_)
 
@@ -333,7 +333,7 @@ def compile_(
     kernels: KernelsOption = None,
     every: Annotated[bool, typer.Option("--all", help="List every candidate.")] = False,
 ) -> None:
-    """Compile every candidate of SPEC without a GPU: spills, what fits, occupancy.
+    """Compile every candidate of SPEC without a GPU; show spills, fit and occupancy.
 
     The cubins stay in the cache, where a GPU machine with the same NVRTC finds them. Exit code 1
     if any stage does not compile.
@@ -356,7 +356,7 @@ def profile(
     where: Annotated[
         list[str] | None,
         typer.Option(
-            "--where", help="Only 'NAME=value …' of parameters, kernel or variants (_ for a space)."
+            "--where", help="Only 'NAME=value …': a parameter, kernel or variant (_ for a space)."
         ),
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Candidates per problem.")] = 1,
@@ -365,8 +365,8 @@ def profile(
 ) -> None:
     """Read hardware counters of a run's best candidates through Nsight Compute (ncu).
 
-    Per stage: memory and L2 traffic, use of the tensor cores and of issue slots, why warps waited.
-    The run keeps them in counters.json.
+    Per stage: memory and L2 traffic, use of tensor cores and issue slots, why warps waited. The run
+    keeps them in counters.json.
     """
     from attnsweep.family.declare import discover
     from attnsweep.gpu.worker import Worker
@@ -409,10 +409,10 @@ def inspect(
     kernels: KernelsOption = None,
     results: ResultsOption = Path("results"),
 ) -> None:
-    """Take one compiled config apart, without a GPU: resources, occupancy, instructions, bound.
+    """Analyse one compiled config without a GPU: resources, occupancy, instructions, bound.
 
-    Per stage: registers, spills, shared memory, what limits the occupancy, cubin size, and how many
-    instructions of each kind there are (that needs nvdisasm: the `inspect` extra).
+    Per stage: registers, spills, shared memory, what limits the occupancy, cubin size, and the
+    number of instructions of each kind (this needs nvdisasm: the `inspect` extra).
     """
     from attnsweep.family.declare import discover
     from attnsweep.problem import Problem
@@ -447,7 +447,7 @@ def list_(kernels: KernelsOption = None, json_: JsonOption = False) -> None:
 
 @app.command()
 def doctor(json_: JsonOption = False) -> None:
-    """Say what this machine can do, what is missing, and how to fix it.
+    """Show what this machine can do, what is missing, and how to fix it.
 
     Exit code 3 if it cannot run a sweep on a GPU.
     """

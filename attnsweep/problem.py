@@ -86,7 +86,7 @@ class Problem:
         match = _LABEL.fullmatch(text.strip())
         if match is None:
             raise ProblemError(
-                f"not a problem: {text!r}",
+                f"{text!r} is not a problem",
                 hint="write batch, heads, seqlen, head_dim, and dtype and mask if not fp16 and "
                 "full: '1,16,1024,64' or '(2,32/8,512x2048,128) bf16 causal'",
             )

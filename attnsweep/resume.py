@@ -102,12 +102,12 @@ def retire(store: Store, kernels: Mapping[str, Kernel], observer: Observer) -> N
         params = {param.name for param in kernels[trial.kernel].params}
         changed = (set(trial.config) - modes) ^ params
         if changed:
-            what = f"{trial.kernel} has changed in {', '.join(sorted(changed))} since"
+            what = f"{trial.kernel} changed since: {', '.join(sorted(changed))}"
             row = trial.with_(status=Status.PRUNED, detail=what, time_us=None, race={})
             store.append(row)
             retired += 1
     if retired:
-        observer.note(f"{retired} earlier rows are of configs that their kernel no longer has")
+        observer.note(f"pruned {retired} earlier rows: their kernels no longer have these configs")
 
 
 def measured_elsewhere(directory: Path, now: Environment) -> str | None:

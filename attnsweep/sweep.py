@@ -80,7 +80,7 @@ def run(
         directory = results / environment.slug / spec.name
         elsewhere = not fresh and measured_elsewhere(directory, environment)
         if elsewhere:
-            observer.note(f"earlier rows were measured with {elsewhere} and are set aside")
+            observer.note(f"set aside earlier rows, measured with {elsewhere}")
         store = at_end.enter_context(Store.open(directory, fresh=fresh or bool(elsewhere)))
         store.describe(spec.resolved(store.directory), environment, plan_facts(planned))
         retire(store, kernels, observer)
@@ -244,6 +244,6 @@ class Sweep:
 
     def _unopened(self, builds: Sequence[Build], error: WorkerError) -> None:
         """Write rows for a problem that does not fit, or whose GPU failed."""
-        detail = f"the problem could not be opened: {error.detail}"
+        detail = f"cannot open the problem: {error.detail}"
         for build in builds:
             self._put(build.row(status=error.status, detail=detail))

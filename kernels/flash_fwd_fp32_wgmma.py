@@ -10,7 +10,7 @@ kernel = Kernel(
     summary="fp32 forward of very wide heads on Hopper: TMA, TF32 wgmma, scores added in clusters",
     params=(
         Param("SLICES", (4, 8, 16, 24, 32), "blocks that share a head's columns"),
-        Param("CLUSTER", (4, 8, 16), "of them, those that add scores; if all, one launch"),
+        Param("CLUSTER", (4, 8, 16), "blocks that add scores; if equal to SLICES, one launch"),
         Param("BLOCK_M", (16, 32, 64), "query rows per block"),
         Param("WARPGROUPS", (2, 3, 4), "warpgroups of a block, which split its columns"),
         Param("NUM_STAGES", (2, 3, 4, 6, 7), "panels of 32 columns in a warpgroup's ring"),
@@ -18,8 +18,8 @@ kernel = Kernel(
             "OUTPUT_SLICES", (0, 32), "SLICES of the second launch, without clusters; 0: the same"
         ),
         Param("OUTPUT_WARPGROUPS", (0, 2, 4), "WARPGROUPS of the second launch; 0: the same"),
-        Param("OUTPUT_ALONE", (0, 1), "1: no two blocks of the second launch are given one SM"),
-        Param("PDL", (1, 2), "the launch behind may begin 1 at once, 2 after Q K; 0: at the end"),
+        Param("OUTPUT_ALONE", (0, 1), "1: an SM runs at most one block of the second launch"),
+        Param("PDL", (1, 2), "next launch may begin: 0 at the end, 1 at once, 2 after Q K"),
     ),
     min_arch="sm_90a",
     dtypes=("fp32",),
@@ -95,19 +95,19 @@ def few_keys(config: Config, problem: Problem, arch: Arch) -> bool:
     return problem.seqlen_k <= 256
 
 
-@kernel.rule("queries fill half a block, and blocks of 16 are for up to 32: all read K and V")
+@kernel.rule("queries fill half a block; blocks of 16 only up to 32 queries (each reads K and V)")
 def no_idle_rows(config: Config, problem: Problem, arch: Arch) -> bool:
     c, queries = config, problem.seqlen_q
     return queries <= 32 if c.BLOCK_M == 16 else c.BLOCK_M < 2 * queries
 
 
-@kernel.rule("in one launch a block has not 3 warpgroups, whose warps share its rows and copies")
+@kernel.rule("3 warpgroups need two launches: in one, warps share rows and copies evenly")
 def shared_evenly(config: Config, problem: Problem, arch: Arch) -> bool:
     # With three, some warps gave P to blocks beyond the cluster: a launch failure on an H200.
     return config.SLICES != config.CLUSTER or config.WARPGROUPS != 3
 
 
-@kernel.rule("what the second launch has of its own is there in two launches, and not the first's")
+@kernel.rule("settings of the second launch need two launches and differ from the first's")
 def second_of_its_own(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     own = (c.OUTPUT_SLICES, c.OUTPUT_WARPGROUPS)
@@ -116,7 +116,7 @@ def second_of_its_own(config: Config, problem: Problem, arch: Arch) -> bool:
     return own == (0, 0) or (0 not in own and own != (c.SLICES, c.WARPGROUPS))
 
 
-@kernel.rule("OUTPUT_ALONE is for blocks of which two would else be on an SM")
+@kernel.rule("OUTPUT_ALONE needs blocks of which two would fit an SM")
 def alone_by_choice(config: Config, problem: Problem, arch: Arch) -> bool:
     # At 122 registers a thread there is no room for a second block of 4 warpgroups.
     c = config
@@ -126,7 +126,7 @@ def alone_by_choice(config: Config, problem: Problem, arch: Arch) -> bool:
     return sharing(c, "output")[1] <= 2 and two
 
 
-@kernel.rule("three quarters of the slices' columns are there")
+@kernel.rule("the head fills three quarters of the slices' columns")
 def no_idle_columns(config: Config, problem: Problem, arch: Arch) -> bool:
     for stage in ("scores", "output"):
         slices, warpgroups = sharing(config, stage)
@@ -141,20 +141,20 @@ def short_sums(config: Config, problem: Problem, arch: Arch) -> bool:
     return panels(config, problem.head_dim) <= (4 if config.BLOCK_M == 64 else 8)
 
 
-@kernel.rule("a lane of the second launch has at most 32 scores, so that nothing spills")
+@kernel.rule("a lane of the second launch has at most 32 scores, so nothing spills")
 def registers(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     turns = ceil_div(c.BLOCK_M, 8 * sharing(c, "output")[1])
     return c.SLICES == c.CLUSTER or turns * 4 * key_tiles(problem) <= 32
 
 
-@kernel.rule("a ring is no longer than what passes through it: Q and K, and in one launch V")
+@kernel.rule("a ring holds at most what passes through it: Q and K, and in one launch V")
 def no_idle_stage(config: Config, problem: Problem, arch: Arch) -> bool:
     one_launch = config.SLICES == config.CLUSTER
     return config.NUM_STAGES <= panels(config, problem.head_dim) * (2 if one_launch else 1)
 
 
-@kernel.rule("the second of two launches may begin late: it needs room beside the first")
+@kernel.rule("PDL 2 needs room on an SM for the second launch next to the first")
 def second_begins_late(config: Config, problem: Problem, arch: Arch) -> bool:
     c, reserved = config, arch.smem_reserved_per_block
     room = arch.smem_per_sm - 2 * reserved - smem_bytes(c, problem, "scores")
@@ -163,7 +163,7 @@ def second_begins_late(config: Config, problem: Problem, arch: Arch) -> bool:
     return c.PDL != 2 or both
 
 
-@kernel.rule("a head has slices for 16 blocks in all, and half as many would not make 256")
+@kernel.rule("slices make 16 blocks or more, and half as many would make fewer than 256")
 def grid_size(config: Config, problem: Problem, arch: Arch) -> bool:
     tiles = problem.query_tiles(config.BLOCK_M)
     blocks = tiles * max(config.SLICES, config.OUTPUT_SLICES)

@@ -10,16 +10,16 @@ kernel = Kernel(
     params=(
         Param("SLICES", (1, 2, 4, 8, 16, 32), "blocks that share a head's columns"),
         Param("SCORES", ("cluster", "workspace"), "exchanged in a cluster, or by a second launch"),
-        Param("MATH", ("ffma", "tf32x3"), "products in fp32, or three on tensor cores for one"),
+        Param("MATH", ("ffma", "tf32x3"), "products in fp32, or each as three on tensor cores"),
         Param("BLOCK_M", (16, 32, 64), "query rows per block"),
         Param("BLOCK_N", (16, 32, 64), "keys per tile of scores"),
         Param("CHUNK", (16, 32), "columns that a warp multiplies at once"),
-        Param("NUM_STAGES", (2, 3), "chunks in a warp's ring, those in flight included"),
+        Param("NUM_STAGES", (2, 3), "chunks in a warp's ring, including those in flight"),
         Param("NUM_WARPS", (4, 8), "warps per block"),
         Param(
-            "SHARE_ROWS", (1, 0), "blocks of a cluster divide a softmax's rows, or each does all"
+            "SHARE_ROWS", (1, 0), "1: blocks of a cluster divide a softmax's rows; 0: each does all"
         ),
-        Param("V_EARLY", (0, 1, 2), "first values asked for after Q K (0), before; 2: all to L2"),
+        Param("V_EARLY", (0, 1, 2), "first values load: 0 after Q K, 1 before; 2: all to L2"),
         Param("PDL", (0, 1), "workspace: the second launch begins early and waits for the first"),
     ),
     dtypes=("fp32",),
@@ -74,14 +74,14 @@ def registers_needed(config: Config, head_dim: int) -> int:
     return max(qk, pv) + values + 30
 
 
-@kernel.rule("a cluster needs sm_90, and has 16 blocks at most, of which more than 8 on request")
+@kernel.rule("a cluster needs sm_90 and has at most 16 blocks; more than 8 must be requested")
 def clusters(config: Config, problem: Problem, arch: Arch) -> bool:
     if config["SCORES"] == "workspace":
         return True
     return config.SLICES == 1 or (config.SLICES <= 16 and arch.compute_capability >= (9, 0))
 
 
-@kernel.rule("parameters of the exchange that is not chosen keep their first value")
+@kernel.rule("parameters of the other exchange keep their first value")
 def exchange(config: Config, problem: Problem, arch: Arch) -> bool:
     if config["SCORES"] == "cluster":
         return config.PDL == 0 and (config.SLICES > 1 or config.SHARE_ROWS == 1)
@@ -96,7 +96,7 @@ def no_idle_rows(config: Config, problem: Problem, arch: Arch) -> bool:
     return queries and (config.BLOCK_N == tile or problem.seqlen_k > 64 > config.BLOCK_N == 32)
 
 
-@kernel.rule("scores are sums of at most 2048 columns of a slice: longer ones pass the error limit")
+@kernel.rule("scores sum at most 2048 columns of a slice: longer sums exceed the error limit")
 def short_sums(config: Config, problem: Problem, arch: Arch) -> bool:
     return slice_columns(config, problem.head_dim) <= 2048
 
@@ -106,20 +106,20 @@ def no_idle_warp(config: Config, problem: Problem, arch: Arch) -> bool:
     return slice_columns(config, problem.head_dim) >= config.CHUNK * config.NUM_WARPS
 
 
-@kernel.rule("a ring is no longer than what a warp multiplies of the slice")
+@kernel.rule("a ring holds at most what a warp multiplies of the slice")
 def no_idle_stage(config: Config, problem: Problem, arch: Arch) -> bool:
     chunks = slice_columns(config, problem.head_dim) // config.CHUNK
     return config.NUM_STAGES == 2 or (config.NUM_STAGES - 1) * config.NUM_WARPS <= chunks
 
 
-@kernel.rule("a head has slices for 16 blocks in all, and half as many would not make 256")
+@kernel.rule("slices make 16 blocks or more, and half as many would make fewer than 256")
 def grid_size(config: Config, problem: Problem, arch: Arch) -> bool:
     tiles = problem.query_tiles(config.BLOCK_M)
     blocks = tiles * config.SLICES
     return blocks >= min(16, tiles * 8) and (config.SLICES == 1 or blocks < 512)
 
 
-@kernel.rule("accumulators and operands fit the registers of a thread, so that nothing spills")
+@kernel.rule("accumulators and operands fit the registers of a thread, so nothing spills")
 def registers(config: Config, problem: Problem, arch: Arch) -> bool:
     return registers_needed(config, problem.head_dim) <= 250
 

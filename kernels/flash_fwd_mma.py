@@ -15,7 +15,7 @@ kernel = Kernel(
         Param("NUM_STAGES", (1, 2, 3), "K and V ring; with 1, V loads under QK and K under PV"),
         Param("SWIZZLE", (1, 0), "rows in shared memory: chunks permuted by XOR (1) or padded (0)"),
         Param("Q_IN_REGISTERS", (0, 1), "Q fragments in registers (1) or read again each tile (0)"),
-        Param("BLOCK_ORDER", (0, 1, 2), "0 by head; causal: 1 longest first, 2 long beside short"),
+        Param("BLOCK_ORDER", (0, 1, 2), "0 by head; causal: 1 longest first, 2 long next to short"),
     ),
 )
 
@@ -53,18 +53,18 @@ def whole_chunks(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.BLOCK_M * per_row % threads == 0 and config.BLOCK_N * per_row % threads == 0
 
 
-@kernel.rule("a tile is not twice as long as its sequence, unless it is short itself")
+@kernel.rule("a tile is shorter than twice its sequence, or short itself")
 def no_idle_tile(config: Config, problem: Problem, arch: Arch) -> bool:
     longest_m, longest_n = 2 * max(64, problem.seqlen_q), 2 * max(64, problem.seqlen_k)
     return longest_m > config.BLOCK_M and longest_n > config.BLOCK_N
 
 
-@kernel.rule("an order of blocks by length needs blocks that differ in length")
+@kernel.rule("ordering blocks by length needs blocks of different lengths")
 def block_order(config: Config, problem: Problem, arch: Arch) -> bool:
     return problem.causal or config.BLOCK_ORDER == 0
 
 
-@kernel.rule("outputs, scores and Q fit the registers of a thread, so that nothing spills")
+@kernel.rule("outputs, scores and Q fit the registers of a thread, so nothing spills")
 def registers(config: Config, problem: Problem, arch: Arch) -> bool:
     needed = registers_needed(config, problem.head_dim, arch)
     # The fastest tiles take all 255 registers and do not spill. Compiling them showed it; the

@@ -13,19 +13,21 @@ kernel = Kernel(
         Param("WARPGROUPS", (1, 2, 3, 4), "consumer warpgroups of a block"),
         Param("KEY_GROUPS", (1, 2), "groups of warpgroups that split the keys; merged last"),
         Param("NUM_STAGES", (2, 4), "tiles of K, and of V, in flight"),
-        Param("PRODUCER_WARPS", (4,), "1, or 4: then the consumers get its registers"),
+        Param(
+            "PRODUCER_WARPS", (4,), "producer warps: 1, or 4, which free registers for consumers"
+        ),
         Param("BLOCKS_PER_SM", (1, 2, 3, 4), "blocks that an SM has room for"),
         Param("OVERLAP", (1, 0), "1: softmax runs next to the PV of the tile before"),
-        Param("PINGPONG", (0, 1), "warpgroups take turns to begin their products"),
-        Param("MAXIMA", (1, 2), "row maxima: 1 of all tiles, kept within 2^8; 2 if a sum is large"),
+        Param("PINGPONG", (0, 1), "1: warpgroups take turns to begin their products"),
+        Param("MAXIMA", (1, 2), "row maxima: 1 of all tiles, within 2^8; 2 only if a sum is large"),
         Param("P_SHARED", (0, 1), "P of the second product: 0 in registers, 1 in shared memory"),
-        Param("EXP2_POLY", (0,), "of 8 exponentials, those by a polynomial on the FMA units"),
-        Param("ORDER", (0, 1), "of blocks: 0 by head; 1 longest first, by heads that fit L2"),
-        Param("PERSISTENT", (0, 132), "SMs whose blocks take turns at tiles; 0: a block a tile"),
+        Param("EXP2_POLY", (0,), "exponentials out of 8 by a polynomial on the FMA units"),
+        Param("ORDER", (0, 1), "block order: 0 by head; 1 longest first, by heads that fit L2"),
+        Param("PERSISTENT", (0, 132), "SMs whose blocks take turns at tiles; 0: a block per tile"),
         Param("SPLITS", (1, 2), "blocks that share a row's keys; the combine stage joins them"),
         Param("SPLIT_CLUSTER", (0, 1), "1: the splits are a cluster and join in its shared memory"),
-        Param("CLUSTER", (1,), "blocks that load K and V for each other, by multicast"),
-        Param("PDL", (0,), "programmatic launch: the next may begin 1 after the loads, 2 at once"),
+        Param("CLUSTER", (1,), "blocks that share loads of K and V by multicast"),
+        Param("PDL", (0,), "programmatic launch: next may begin 1 after the loads, 2 at once"),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
     ),
     min_arch="sm_90a",
@@ -84,51 +86,51 @@ def registers_needed(c: Config, p: Problem) -> int:
 
 # fmt: off
 kernel.keep_if(
-    ("known_values", "switches are 0 or 1, MAXIMA and PRODUCER_WARPS what they say, PDL 0 to 2",
+    ("known_values", "switches are 0 or 1, MAXIMA 1 or 2, PRODUCER_WARPS 1 or 4, PDL 0 to 2",
      lambda c, p, arch: c.MAXIMA in (1, 2) and c.PRODUCER_WARPS in (1, 4) and c.EXP2_POLY <= 8
      and c.PDL < 3 and max(c.OVERLAP, c.PINGPONG, c.P_SHARED, c.ORDER, c.SPLIT_CLUSTER, c.LSE) < 2),
-    ("groups", "warpgroups are 1 to 4, key groups divide them, and a ring stage is one key group's",
+    ("groups", "there are 1 to 4 warpgroups; key groups divide warpgroups and ring stages",
      lambda c, p, arch: c.WARPGROUPS in (1, 2, 3, 4) and c.BLOCK_N in range(64, 257, 16)
      and c.WARPGROUPS % c.KEY_GROUPS == 0 == c.NUM_STAGES % c.KEY_GROUPS),
-    ("warpgroups_of_sm", "an SM has 2 to 4 consumer warpgroups: one multiplies next to another",
+    ("warpgroups_of_sm", "an SM has 2 to 4 consumer warpgroups, so that their products overlap",
      lambda c, p, arch: 2 <= c.WARPGROUPS * c.BLOCKS_PER_SM <= 4),
-    ("some_overlap", "without overlap of tiles, three or more warpgroups overlap each other",
+    ("some_overlap", "without OVERLAP, an SM has three or more warpgroups",
      lambda c, p, arch: c.OVERLAP > 0 or c.WARPGROUPS * c.BLOCKS_PER_SM >= 3),
-    ("turns", "warpgroups that take turns overlap tiles, and have as many each",
+    ("turns", "two or more warpgroups take turns, with OVERLAP and one key group",
      lambda c, p, arch: not c.PINGPONG or (c.OVERLAP and c.KEY_GROUPS == 1 < c.WARPGROUPS)),
-    ("registers", "scores, P and accumulators fit the registers of a thread: nothing spills",
+    ("registers", "scores, P and accumulators fit the registers of a thread, so nothing spills",
      lambda c, p, arch: registers_needed(c, p) <= registers_given(c, arch)[2]
      # ptxas refuses a wgmma whose accumulators do not fit the registers at entry (C7602).
      and max(c.BLOCK_N, p.head_dim) // 2 + 26 <= registers_given(c, arch)[0]),
     ("blocks_fit", "the planned blocks fit the shared memory of an SM",
      lambda c, p, arch: smem_bytes(c, p) <= arch.smem_per_block
      and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM),
-    ("merge_fits", "key groups merge over the ring", lambda c, p, arch: c.PERSISTENT > 0
+    ("merge_fits", "the merge of key groups fits the ring", lambda c, p, arch: c.PERSISTENT > 0
      or merge_bytes(c, p) <= 2 * c.NUM_STAGES * c.BLOCK_N * hopper.panels(p.head_dim) * 128),
-    ("no_idle_tile", "a tile is under twice its sequence; the ring holds at most it, and 384 keys",
+    ("no_idle_tile", "a tile is under twice its sequence; a ring holds at most it, and 384 keys",
      lambda c, p, arch: block_m(c) < 2 * max(64, p.seqlen_q) and c.BLOCK_N < 2 * max(64, p.seqlen_k)
      and c.NUM_STAGES <= max(2, min(ceil_div(p.seqlen_k, c.BLOCK_N), 384 // c.BLOCK_N))),
-    ("p_over_scores", "P in registers that overlaps tiles lies over scores not needed again",
+    ("p_over_scores", "OVERLAP with P in registers needs MAXIMA 1, which never rereads scores",
      lambda c, p, arch: c.OVERLAP == 0 or c.P_SHARED == 1 or c.MAXIMA == 1),
-    ("p_in_shared_memory", "P is in shared memory up to head_dim 128; wider, K and V need the room",
+    ("p_in_shared_memory", "P is in shared memory up to head_dim 128: wider K and V need the room",
      lambda c, p, arch: c.P_SHARED == 0 or p.head_dim <= 128),
-    ("block_order", "longest first is for blocks that differ in length, and then for turns too",
+    ("block_order", "longest first needs blocks of different lengths, and turns then need it",
      lambda c, p, arch: (p.causal and p.seqlen_q > block_m(c)) in ([True] if c.ORDER else
                                                                    [False, not c.PERSISTENT])),
-    ("turns_of_blocks", "blocks that take turns have two tiles of queries or more",
+    ("turns_of_blocks", "blocks that take turns have at least two tiles of queries each",
      lambda c, p, arch: p.query_tiles(block_m(c)) >= 2 * c.PERSISTENT * c.BLOCKS_PER_SM),
-    ("split_keys", "key groups split keys where tiles of queries are few, at most 640",
+    ("split_keys", "key groups split keys only with at most 640 tiles of queries",
      lambda c, p, arch: c.KEY_GROUPS == 1 or p.query_tiles(block_m(c)) <= 640),
-    ("short_calls", "a programmatic launch pays for short calls, under 2e11 FLOPs",
+    ("short_calls", "a programmatic launch is for short calls, under 2e11 FLOPs",
      lambda c, p, arch: c.PDL == 0 or p.flops < 2e11),
-    ("split_grid", "keys are split over the grid where query tiles leave SMs idle, into one wave",
+    ("split_grid", "the grid splits keys if query tiles leave SMs idle, into at most one wave",
      lambda c, p, arch: c.SPLITS == 1 or (c.SPLITS > 1 and c.ORDER == c.PERSISTENT == 0
      and p.query_tiles(block_m(c)) < min(132, 132 * c.BLOCKS_PER_SM // c.SPLITS + 1)
      and c.SPLITS * c.KEY_GROUPS * c.BLOCK_N <= max(64, p.seqlen_k))),
-    ("split_clusters", "splits that are a cluster are 2, 4 or 8, and share the columns by eights",
+    ("split_clusters", "a cluster has 2, 4 or 8 splits, which divide the columns in eights",
      lambda c, p, arch: not c.SPLIT_CLUSTER
      or (c.SPLITS in (2, 4, 8) and p.head_dim % (8 * c.SPLITS) == 0)),
-    ("clusters", "a cluster has 1, 2 or 4 blocks of one length, which are not split and not alone",
+    ("clusters", "a cluster has 1, 2 or 4 equally long, unsplit blocks, each with queries",
      lambda c, p, arch: c.CLUSTER == 1 or (c.CLUSTER in (2, 4) and not p.causal and c.ORDER == 0
      and c.SPLITS == 1 and c.PERSISTENT % c.CLUSTER == 0 == c.BLOCK_N % (8 * c.CLUSTER)
      and p.seqlen_q > (c.CLUSTER - 1) * block_m(c))),

@@ -7,7 +7,7 @@ from attnsweep.problem import Problem, ceil_div
 kernel = Kernel(
     "ladder_1_blocks",
     summary="ladder 1: a warp per query row; lanes share its keys, then its columns",
-    params=(Param("WARPS", (4, 8), "warps, and so query rows, per block"),),
+    params=(Param("WARPS", (4, 8), "warps per block, one per query row"),),
     head_dims=(64, 128),
 )
 
@@ -17,7 +17,7 @@ def warps(config: Config, problem: Problem, arch: Arch) -> bool:
     return 1 <= config.WARPS <= 24
 
 
-@kernel.rule("a block is not twice as large as one head has rows")
+@kernel.rule("a block is smaller than twice the rows of a head")
 def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.WARPS < 2 * problem.seqlen_q
 

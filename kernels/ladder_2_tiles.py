@@ -20,7 +20,7 @@ def rows_fit(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.BLOCK_M % 16 == 0 and chunks % THREADS == 0 and problem.head_dim >= config.BLOCK_M
 
 
-@kernel.rule("a block is not twice as large as one head has rows, unless it is small itself")
+@kernel.rule("a block is smaller than twice the rows of a head, or small itself")
 def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.BLOCK_M < 2 * max(32, problem.seqlen_q)
 

@@ -9,17 +9,17 @@ BLOCK_N = 64
 kernel = Kernel(
     "ladder_3_tensor_cores",
     summary="ladder 3: both products on tensor cores, WMMA 16x16x16; scores through shared memory",
-    params=(Param("BLOCK_M", (32, 64), "query rows per block: 16 a warp"),),
+    params=(Param("BLOCK_M", (32, 64), "query rows per block, 16 per warp"),),
     head_dims=(64, 128),
 )
 
 
-@kernel.rule("16 rows a warp, and tiles of whole 16-byte chunks for every thread")
+@kernel.rule("16 rows per warp, and tiles of whole 16-byte chunks for every thread")
 def whole_chunks(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.BLOCK_M in (16, 32, 64, 128)
 
 
-@kernel.rule("a block is not twice as large as one head has rows, unless it is small itself")
+@kernel.rule("a block is smaller than twice the rows of a head, or small itself")
 def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.BLOCK_M < 2 * max(32, problem.seqlen_q)
 

@@ -8,21 +8,21 @@ BLOCK_N = 64
 
 kernel = Kernel(
     "ladder_4_pipelined",
-    summary="ladder 4: cp.async double buffering, and warps that do nothing but copy",
+    summary="ladder 4: cp.async double buffering, and warps that only copy",
     params=(
-        Param("BLOCK_M", (32, 64), "query rows per block: 16 a warp that computes"),
+        Param("BLOCK_M", (32, 64), "query rows per block, 16 per computing warp"),
         Param("PRODUCER_WARPS", (1,), "warps that copy: 1, 2 or 4"),
     ),
     head_dims=(64, 128),
 )
 
 
-@kernel.rule("16 rows a warp, and tiles of whole 16-byte chunks for every thread that copies")
+@kernel.rule("16 rows per warp, and tiles of whole 16-byte chunks for every copying thread")
 def whole_chunks(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.BLOCK_M in (16, 32, 64, 128) and config.PRODUCER_WARPS in (1, 2, 4)
 
 
-@kernel.rule("a block is not twice as large as one head has rows, unless it is small itself")
+@kernel.rule("a block is smaller than twice the rows of a head, or small itself")
 def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.BLOCK_M < 2 * max(32, problem.seqlen_q)
 

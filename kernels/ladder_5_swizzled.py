@@ -8,11 +8,11 @@ kernel = Kernel(
     "ladder_5_swizzled",
     summary="ladder 5: swizzled shared memory, mma.sync, scores in registers, one-instruction exp2",
     params=(
-        Param("BLOCK_M", (32, 16), "query rows per block: 16 a warp"),
+        Param("BLOCK_M", (32, 16), "query rows per block, 16 per warp"),
         Param("KEY_WARPS", (4,), "warps that share a query's keys; merged at the end"),
         Param("BLOCK_N", (64, 128), "keys per tile"),
         Param("STAGES", (2,), "tiles of K and V in the ring: 2 or more"),
-        Param("BRANCHES", (1, 0), "0: no branch, the same instructions for all inputs of a shape"),
+        Param("BRANCHES", (1, 0), "0: no branches; one instruction sequence for every input"),
     ),
     head_dims=(64, 128),
 )
@@ -23,7 +23,7 @@ def tiles(config: Config, problem: Problem) -> int:
     return ceil_div(problem.seqlen_k, 4 * config.BLOCK_N) * 4
 
 
-@kernel.rule("whole fragments a warp, whole 16-byte chunks a thread, a stage to refill")
+@kernel.rule("whole fragments per warp, whole 16-byte chunks per thread, a stage to refill")
 def whole_fragments(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     warps = c.BLOCK_M // 16 * c.KEY_WARPS
@@ -49,16 +49,14 @@ def registers(config: Config, problem: Problem, arch: Arch) -> bool:
     return registers_needed(config, problem.head_dim) <= most
 
 
-@kernel.rule(
-    "without branches, few and short tiles: each is code of its own, and more of it spills"
-)
+@kernel.rule("without branches, few and short tiles: each is separate code, and more code spills")
 def unrolled(config: Config, problem: Problem, arch: Arch) -> bool:
     tile = config.BLOCK_N // config.KEY_WARPS * problem.head_dim  # elements of a warp's K
     most = 8 if tile <= 1024 else 4
     return bool(config.BRANCHES) or (tile <= 2048 and tiles(config, problem) <= most)
 
 
-@kernel.rule("a tile is not twice as long as its sequence, unless it is short itself")
+@kernel.rule("a tile is shorter than twice its sequence, or short itself")
 def no_idle_tile(config: Config, problem: Problem, arch: Arch) -> bool:
     longest_m, longest_n = 2 * max(32, problem.seqlen_q), 2 * max(64, problem.seqlen_k)
     return longest_m > config.BLOCK_M and longest_n > config.BLOCK_N

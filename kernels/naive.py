@@ -7,11 +7,11 @@ from attnsweep.problem import Problem, ceil_div
 kernel = Kernel(
     "naive",
     summary="one thread per query row, no shared memory: the ladder's first rung",
-    params=(Param("THREADS", (32, 64, 128, 256), "threads, and so query rows, per block"),),
+    params=(Param("THREADS", (32, 64, 128, 256), "threads per block, one per query row"),),
 )
 
 
-@kernel.rule("a block is not larger than one head has rows, rounded up to a warp")
+@kernel.rule("a block has at most the rows of a head, rounded up to a warp")
 def no_idle_block(config: Config, problem: Problem, arch: Arch) -> bool:
     return config.THREADS < problem.seqlen_q + 32
 

@@ -8,19 +8,19 @@ kernel = Kernel(
     "three_kernel_mma",
     summary="QK^T, row softmax in place, PV: three launches, mma.sync and cp.async",
     params=(
-        Param("QK_BLOCK_M", (64, 128), "queries of a tile of scores"),
-        Param("QK_BLOCK_N", (64, 128), "keys of a tile of scores"),
-        Param("QK_BLOCK_K", (64,), "head_dim columns of a pipeline stage"),
+        Param("QK_BLOCK_M", (64, 128), "queries per tile of scores"),
+        Param("QK_BLOCK_N", (64, 128), "keys per tile of scores"),
+        Param("QK_BLOCK_K", (64,), "head_dim columns per pipeline stage"),
         Param("QK_WARPS", (4,), "warps per block"),
         Param("QK_STAGES", (1, 2), "tiles of K in flight"),
-        Param("QK_TILES", (1, 4), "tiles of keys that a block computes, one after the other"),
+        Param("QK_TILES", (1, 4), "tiles of keys that a block computes in sequence"),
         Param("SOFTMAX_THREADS", (32, 64, 256), "threads per row"),
         Param("SOFTMAX_VECTOR", (4, 8), "elements per load: 1, 2, 4 or 8"),
         Param("SOFTMAX_READS", (1, 2), "1: the row stays in registers; 2: it is read twice"),
         Param("SOFTMAX_BLOCK", (256,), "threads per block"),
-        Param("PV_BLOCK_M", (64, 128), "queries of a tile of the output"),
-        Param("PV_BLOCK_N", (64, 128), "head_dim columns of a tile of the output"),
-        Param("PV_BLOCK_K", (64, 128), "keys of a pipeline stage"),
+        Param("PV_BLOCK_M", (64, 128), "queries per tile of the output"),
+        Param("PV_BLOCK_N", (64, 128), "head_dim columns per tile of the output"),
+        Param("PV_BLOCK_K", (64, 128), "keys per pipeline stage"),
         Param("PV_WARPS", (4,), "warps per block"),
         Param("PV_STAGES", (2, 3), "tiles of P and V in flight"),
     ),
@@ -51,7 +51,7 @@ def stride(problem: Problem) -> int:
     return ceil_div(problem.seqlen_k, 8) * 8
 
 
-@kernel.rule("sizes are powers of two; stages and tiles per block need not be")
+@kernel.rule("sizes are powers of two, except stages and tiles per block")
 def powers_of_two(config: Config, problem: Problem, arch: Arch) -> bool:
     free = ("QK_STAGES", "QK_TILES", "PV_STAGES", "SOFTMAX_READS")
     sizes = (param.name for param in kernel.params if param.name not in free)
@@ -67,7 +67,7 @@ def warps_fit_tile(config: Config, problem: Problem, arch: Arch) -> bool:
     )
 
 
-@kernel.rule("at most 128 accumulators a thread, or they spill")
+@kernel.rule("a thread has at most 128 accumulators, so nothing spills")
 def accumulators_fit_registers(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     return (
@@ -84,7 +84,7 @@ def block_fits_registers(config: Config, problem: Problem, arch: Arch) -> bool:
     return max(qk_registers, pv_registers) <= arch.registers_per_sm
 
 
-@kernel.rule("a thread copies 1 to 32 chunks a step: more addresses than that spill")
+@kernel.rule("a thread copies 1 to 32 chunks per step: more addresses would spill")
 def copies_fit_threads(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     return all(
@@ -101,7 +101,7 @@ def tiles_divide_head_dim(config: Config, problem: Problem, arch: Arch) -> bool:
     return problem.head_dim % config.QK_BLOCK_K == 0 == problem.head_dim % config.PV_BLOCK_N
 
 
-@kernel.rule("as many stages as can be in flight: one if there is one tile, else two or more")
+@kernel.rule("all stages can be in flight: one for one tile, otherwise two or more")
 def stages_are_used(config: Config, problem: Problem, arch: Arch) -> bool:
     steps = problem.head_dim // config.QK_BLOCK_K * config.QK_TILES
     return min(2, steps) <= config.QK_STAGES <= steps and config.PV_STAGES >= 2
@@ -121,7 +121,7 @@ def softmax_threads_are_used(config: Config, problem: Problem, arch: Arch) -> bo
     return config.SOFTMAX_BLOCK % max(threads, 32) == 0 and has_keys
 
 
-@kernel.rule("tiles are not twice as long as the sequence")
+@kernel.rule("tiles are shorter than twice the sequence")
 def tiles_fit_sequence(config: Config, problem: Problem, arch: Arch) -> bool:
     c, p = config, problem
     return max(c.QK_BLOCK_M, c.PV_BLOCK_M) < 2 * max(p.seqlen_q, 64) and max(

@@ -12,49 +12,47 @@ kernel = Kernel(
         Param(
             "STATS",
             (0, 1, 2, 3),
-            "softmax: 0 a launch; 1 mostly in qk; 2 in pv; 3 in qk and pv alone",
+            "softmax: 0 own launch; 1 mostly in qk; 2 in pv; 3 in qk and pv only",
         ),
         Param("PDL", (0, 1), "programmatic dependent launch: 1 of softmax and pv, 2 of qk too"),
-        Param("PDL_EARLY", (0,), "1: a block lets the next launch begin at once, 0: near its end"),
+        Param("PDL_EARLY", (0,), "the next launch may begin: 0 near a block's end, 1 at once"),
         Param("CARVEOUT", (0,), "1: every launch asks for the largest shared memory of an SM"),
-        Param("QK_BLOCK_M", (64, 128, 256), "queries of a tile of scores"),
-        Param("QK_BLOCK_N", (128,), "keys of a tile of scores"),
-        Param("QK_BLOCK_K", (64,), "head_dim columns of a pipeline stage"),
-        Param("QK_WARPGROUPS", (1, 2, 4), "consumer warpgroups, 64 rows at a time each"),
-        Param("QK_SPLIT_Q", (0,), "1: a warpgroup begins when its own rows of Q are there"),
+        Param("QK_BLOCK_M", (64, 128, 256), "queries per tile of scores"),
+        Param("QK_BLOCK_N", (128,), "keys per tile of scores"),
+        Param("QK_BLOCK_K", (64,), "head_dim columns per pipeline stage"),
+        Param("QK_WARPGROUPS", (1, 2, 4), "consumer warpgroups, each with 64 rows at a time"),
+        Param("QK_SPLIT_Q", (0,), "1: a warpgroup begins when its own rows of Q arrive"),
         Param("QK_STAGES", (2,), "tiles of K in flight"),
-        Param("QK_TILES", (4, 8), "tiles of keys that a block computes, one after the other"),
+        Param("QK_TILES", (4, 8), "tiles of keys that a block computes in sequence"),
         Param("QK_BUFFERS", (1, 2), "tiles of scores being stored: 1 or 2"),
+        Param("QK_AHEAD", (0,), "1: one tile's products overlap the other's epilogue"),
         Param(
-            "QK_AHEAD", (0,), "1: two tiles are multiplied at once, one under the other's epilogue"
+            "QK_STORE", (0,), "store scores: 0 by warp and TMA, 1 by warpgroup and TMA, 2 directly"
         ),
-        Param(
-            "QK_STORE", (0,), "scores leave: 0 by warp and TMA, 1 by warpgroup and TMA, 2 directly"
-        ),
-        Param("QK_EVICT_LAST", (0,), "1: L2 is told to hold on to the scores"),
+        Param("QK_EVICT_LAST", (0,), "1: hint L2 to keep the scores"),
         Param("QK_CLUSTER", (1,), "blocks along the queries that share their loads of K"),
         Param("QK_TURNS", (0,), "1: halves of the warpgroups take turns at the epilogue"),
         Param("QK_ORDER", (0,), "fastest over the grid: 0 keys, 1 queries"),
-        Param("QK_BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one a work item"),
+        Param("QK_BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one per work item"),
         Param("SOFTMAX_THREADS", (16, 32), "threads per row"),
         Param("SOFTMAX_VECTOR", (8,), "elements per load: 1, 2, 4 or 8"),
         Param("SOFTMAX_PASSES", (1,), "1: the row stays in registers; 3: maximum, sum, normalise"),
-        Param("SOFTMAX_ROWS", (1,), "rows per thread group, one after the other"),
+        Param("SOFTMAX_ROWS", (1,), "rows per thread group, in sequence"),
         Param("SOFTMAX_BLOCK", (256,), "threads per block"),
         Param("SOFTMAX_DEPTH", (0,), "groups of rows that a warp has in flight by TMA; 0: no TMA"),
-        Param("SOFTMAX_GROUP", (1,), "rows of such a group"),
-        Param("SOFTMAX_ONCE", (0,), "1: loads do not stay in L1"),
-        Param("SOFTMAX_EVICT_LAST", (0,), "1: L2 is told to hold on to the probabilities"),
-        Param("SOFTMAX_ORDER", (0,), "1: the rows that qk wrote last come first"),
-        Param("PV_BLOCK_M", (64, 128), "queries of a tile of the output"),
-        Param("PV_BLOCK_N", (64, 128), "head_dim columns of a tile of the output"),
-        Param("PV_BLOCK_K", (64,), "keys of a pipeline stage"),
-        Param("PV_WARPGROUPS", (1, 2), "consumer warpgroups, 64 rows at a time each"),
+        Param("SOFTMAX_GROUP", (1,), "rows per group of SOFTMAX_DEPTH"),
+        Param("SOFTMAX_ONCE", (0,), "1: loads are not kept in L1"),
+        Param("SOFTMAX_EVICT_LAST", (0,), "1: hint L2 to keep the probabilities"),
+        Param("SOFTMAX_ORDER", (0,), "1: process the rows that qk wrote last first"),
+        Param("PV_BLOCK_M", (64, 128), "queries per tile of the output"),
+        Param("PV_BLOCK_N", (64, 128), "head_dim columns per tile of the output"),
+        Param("PV_BLOCK_K", (64,), "keys per pipeline stage"),
+        Param("PV_WARPGROUPS", (1, 2), "consumer warpgroups, each with 64 rows at a time"),
         Param("PV_STAGES", (6,), "tiles of P and V in flight"),
         Param("PV_CLUSTER", (1,), "blocks along the queries that share their loads of V"),
-        Param("PV_EVICT_FIRST", (1, 0), "1: L2 is told that P is not read again"),
+        Param("PV_EVICT_FIRST", (1, 0), "1: hint L2 that P is not read again"),
         Param("PV_ORDER", (0,), "fastest over the grid: 0 queries, 1 heads; 2: as 0, from the end"),
-        Param("PV_BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one a work item"),
+        Param("PV_BLOCKS", (0,), "blocks of the grid, which then take turns; 0: one per work item"),
     ),
     min_arch="sm_90a",
     rounds_scores=1,
@@ -132,7 +130,7 @@ def most_registers(arch: Arch, warpgroups: int) -> int:
     return min(240, hopper.registers_at_entry(arch, 128 * warpgroups + 32))
 
 
-@kernel.rule("accumulators leave registers for the rest of the code")
+@kernel.rule("accumulators leave registers for the other code")
 def accumulators_fit_registers(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     return qk_registers(c, problem) <= most_registers(arch, c.QK_WARPGROUPS) and pv_registers(
@@ -154,7 +152,7 @@ def statistics_fit_tiles(config: Config, problem: Problem, arch: Arch) -> bool:
 
 
 @kernel.rule(
-    "with STATS there is no row softmax: it stays 32 threads, vector 8, 1 pass, 1 row, no hints"
+    "STATS replaces the row softmax, so it stays 32 threads, vector 8, 1 pass, 1 row, no hints"
 )
 def one_softmax_if_fused(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
@@ -178,9 +176,7 @@ def softmax_groups_are_used(config: Config, problem: Problem, arch: Arch) -> boo
     )
 
 
-@kernel.rule(
-    "no more stages, buffers or early launches than can be of use; grids of whole clusters"
-)
+@kernel.rule("only useful numbers of stages, buffers and early launches; grids of whole clusters")
 def stages_are_used(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     steps = problem.head_dim // c.QK_BLOCK_K * c.QK_TILES
@@ -219,7 +215,7 @@ def softmax_threads_are_used(config: Config, problem: Problem, arch: Arch) -> bo
     return config.STATS > 0 or (config.SOFTMAX_BLOCK % max(threads, 32) == 0 and has_keys)
 
 
-@kernel.rule("tiles, with their clusters, are not twice as long as the sequence")
+@kernel.rule("tiles, with their clusters, are shorter than twice the sequence")
 def tiles_fit_sequence(config: Config, problem: Problem, arch: Arch) -> bool:
     c, p = config, problem
     queries = max(c.QK_BLOCK_M * c.QK_CLUSTER, c.PV_BLOCK_M * c.PV_CLUSTER)

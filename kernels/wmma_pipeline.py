@@ -8,9 +8,9 @@ PADDED, XOR = 1, 3
 
 kernel = Kernel(
     "wmma_pipeline",
-    summary="WMMA 16x16x16 for both products, cp.async ring with producer warps, sm_80 on",
+    summary="WMMA 16x16x16 for both products, cp.async ring with producer warps, from sm_80",
     params=(
-        Param("BLOCK_M", (64,), "query rows per block: 16 a compute warp"),
+        Param("BLOCK_M", (64,), "query rows per block, 16 per compute warp"),
         Param("BLOCK_N", (64,), "keys per tile"),
         Param("STAGES", (2,), "tiles of K and V in the ring: 1 to 4"),
         Param("PRODUCER_WARPS", (1, 0), "warps that only copy: 0 (all copy), 1, 2 or 4"),
@@ -25,10 +25,10 @@ kernel = Kernel(
         Param(
             "O_IN_REGISTERS",
             (1, 0),
-            "the output: fragments in registers (1) or in shared memory (0)",
+            "output fragments in registers (1) or in shared memory (0)",
         ),
         Param(
-            "CTAS", (0,), "0: a block per tile of queries; else so many blocks take them in turn"
+            "CTAS", (0,), "0: a block per tile of queries; otherwise this many blocks share them"
         ),
     ),
     head_dims=(64, 128),
@@ -50,7 +50,7 @@ def registers_needed(config: Config, head_dim: int) -> int:
     return output + max(head_dim // 4, config.BLOCK_N // 2) + 84
 
 
-@kernel.rule("whole fragments; at most 32 warps; stages and layouts that there are")
+@kernel.rule("whole fragments; at most 32 warps; existing stages and layouts")
 def known_values(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     fragments = c.BLOCK_M % 16 == 0 and c.BLOCK_N % 32 == 0
@@ -62,19 +62,19 @@ def known_values(config: Config, problem: Problem, arch: Arch) -> bool:
     )
 
 
-@kernel.rule("no more tiles are awaited early than the ring has besides the one in use")
+@kernel.rule("EARLY is less than STAGES: the ring also holds the tile in use")
 def early_within_ring(config: Config, problem: Problem, arch: Arch) -> bool:
     return 0 <= config.EARLY < config.STAGES
 
 
-@kernel.rule("a tile of K is whole 16-byte chunks for every thread that copies")
+@kernel.rule("a tile of K is whole 16-byte chunks for every copying thread")
 def whole_chunks(config: Config, problem: Problem, arch: Arch) -> bool:
     c = config
     copying = 32 * (c.PRODUCER_WARPS or c.BLOCK_M // 16)
     return c.BLOCK_N * problem.head_dim // 8 % copying == 0
 
 
-@kernel.rule("a tile is not twice as long as its sequence, unless it is short itself")
+@kernel.rule("a tile is shorter than twice its sequence, or short itself")
 def no_idle_tile(config: Config, problem: Problem, arch: Arch) -> bool:
     longest_m, longest_n = 2 * max(64, problem.seqlen_q), 2 * max(64, problem.seqlen_k)
     return longest_m > config.BLOCK_M and longest_n > config.BLOCK_N

@@ -60,8 +60,8 @@ def check_arguments(stage: str, cubin: Cubin, launch: Launch) -> None:
     if takes is not None and takes != passes:
         raise CompileError(
             f"stage {stage!r}: the template's {launch.function} takes {_listed(takes, 'parameter')}"
-            f", the declaration's Launch.args are {_listed(passes, 'argument')}; they must be the "
-            "same in number, order and size",
+            f", the declaration's Launch.args are {_listed(passes, 'argument')}; number, order "
+            "and size must agree",
             log=cubin.log,
         )
 

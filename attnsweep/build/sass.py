@@ -46,7 +46,7 @@ def nvdisasm() -> Path:
     found = shutil.which("nvdisasm")
     if found is None:
         raise ToolchainError(
-            "to count machine instructions nvdisasm is needed, which is not installed",
+            "counting machine instructions needs nvdisasm, which is not installed",
             hint=install_command("inspect"),
         )
     return Path(found)
@@ -80,7 +80,7 @@ def disassemble(cubin: Path) -> dict[str, dict[str, int]]:
         _, functions = json.loads(text[text.index("[") :])
         return {each["function-name"]: count(each["sass-instructions"]) for each in functions}
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as error:
-        said = "" if isinstance(error, OSError) else "it gave no JSON of its instructions"
+        said = "" if isinstance(error, OSError) else "it printed no JSON"
         if isinstance(error, subprocess.TimeoutExpired):
             said = f"no answer in {_TIMEOUT_S:.0f} s"
         elif not isinstance(error, OSError) and done.stderr:

@@ -27,18 +27,18 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
     source, target = run.directory.resolve(), baseline.resolve()
     where = str(baseline)
     if source == target or source in target.parents or target in source.parents:
-        raise StoreError("the run and the baseline are in the same place", where=where)
+        raise StoreError("the run and the baseline overlap", where=where)
     if target.exists() and not trials_of(target).is_file():
         empty = target.is_dir() and not any(target.iterdir())
         if not empty:
-            hint = "give the directory of a baseline, or one that is not there yet"
-            raise StoreError("is there, and is no run", where=where, hint=hint)
+            hint = "give the directory of a baseline, or a new one"
+            raise StoreError("exists, and is not a run", where=where, hint=hint)
     if being_written(source):
         hint = "wait until it ends"
         raise StoreError("the run is still being written", where=str(run.directory), hint=hint)
     against = [*_unfinished(run), *(_unlike(run, baseline) if trials_of(target).is_file() else ())]
     if against and not force:
-        hint = "accept it all the same with --force, or finish it first: attnsweep run SPEC"
+        hint = "add --force to accept it, or finish it first: attnsweep run SPEC"
         raise StoreError(f"not accepted: {'; '.join(against)}", where=where, hint=hint)
     try:
         _replace_directory(source, target)
@@ -77,7 +77,7 @@ def _unlike(run: Run, baseline: Path) -> list[str]:
         return [f"the baseline, or its spec, cannot be read ({error.what})"]
     against = []
     if names[0] != names[1]:
-        against.append(f"it is of the spec {names[1]!r}, the baseline of {names[0]!r}")
+        against.append(f"its spec is {names[1]!r}, the baseline's is {names[0]!r}")
     if old.environment is not None and run.environment is not None:
         cards = old.environment.gpu, run.environment.gpu
         if cards[0] != cards[1]:

@@ -40,15 +40,15 @@ from attnsweep.trial import Environment, Status, Trial
 _WARMUP_ROUNDS = 2
 _RECORD = "record a baseline: attnsweep run SPEC --fresh, then attnsweep accept"
 PROVES = (
-    "Old and new code ran in turns in one process on one GPU, so that drift met both. The interval "
-    "holds with a probability of 99.9 % for independent rounds, all looks at it counted in. New "
-    "code that is at most half the threshold slower is called a regression less than once in 2000 "
-    "problems, for which two processes must agree; code that is slower by the threshold passes "
+    "Old and new code took turns in one process on one GPU, so drift affected both. The interval "
+    "holds with a probability of 99.9 % for independent rounds, however often they are read. New "
+    "code at most half the threshold slower is called a regression less than once in 2000 "
+    "problems, because two processes must agree; code that is slower by the threshold passes "
     "less than once in 2000."
 )
 DOES_NOT_PROVE = (
-    "It is about the baseline's winners with a warm L2: not whether another config would now be "
-    "faster, nor cold L2, nor the host's cost of a launch; attnsweep run measures those."
+    "It covers the baseline's winners with a warm L2. It does not cover other configs, a cold L2 "
+    "or the host's cost of a launch; attnsweep run measures those."
 )
 
 
@@ -117,7 +117,7 @@ def check(
         raise SpecError(
             "check --against measures, and this spec replays a recording",
             where=str(spec.document.path),
-            hint="give a spec with device: cuda; to compare records: check --recorded OLD NEW",
+            hint="give a spec with device: cuda; to compare runs: check --recorded OLD NEW",
         )
     with Worker(spec.measure.timeout_s) as gpu:
         try:
@@ -176,12 +176,11 @@ def _pairs(
         row = before.get(problem)
         try:
             if problem not in asked:
-                raise _Ended(Verdict.INCONCLUSIVE, "only the baseline has it: the spec lost it, or "
-                             f"{_RECORD}")  # fmt: skip
+                raise _Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {_RECORD}")
             if elsewhere is not None:
                 raise _Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {_RECORD}")
             if problem not in before:
-                raise _Ended(Verdict.INCONCLUSIVE, f"the baseline has not this problem; {_RECORD}")
+                raise _Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {_RECORD}")
             if row is None:
                 raise _Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
             old = _kept(baseline, row["trial"])
@@ -199,7 +198,7 @@ def _other_driver(old: Environment | None, here: Environment) -> str | None:
     if old is None or old.driver == here.driver:
         return None
     return (
-        f"the baseline was measured with driver {old.driver}, here is {here.driver}; add "
+        f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
         "--other-driver to time its code with this one"
     )
 
@@ -222,7 +221,7 @@ def _today(
     """The build of the winner's config from today's kernel. Raises _Ended if that is impossible."""
     kernel = kernels.get(winner.kernel)
     if kernel is None:
-        what = f"the kernel {winner.kernel!r} of the baseline's winner is not there any more"
+        what = f"the baseline's winner, kernel {winner.kernel!r}, no longer exists"
         raise _Ended(
             Verdict.INCONCLUSIVE, f"{what}; give its directory with --kernels, or {_RECORD}"
         )
@@ -269,7 +268,7 @@ class _Gate:
             self._open(pair.problem)
             self._prove(candidate)
             if same_code(pair.old, candidate.timed):
-                why = "same machine code and launches: right, and not timed"
+                why = "same machine code and launches: right, not timed"
                 return Finding(label, Verdict.PASS, why, _row(pair.row), _row(pair.row), slower=own)
             found = self._compare(pair, candidate)
             return _finding(pair, trial, found, own)
@@ -281,7 +280,7 @@ class _Gate:
         try:
             self._gpu.open(problem, replay_us=settings.measure.replay_us, seed=settings.search.seed)
         except WorkerError as error:
-            what = f"the problem could not be opened: {error.detail}"
+            what = f"cannot open the problem: {error.detail}"
             raise _Ended(Verdict.INCONCLUSIVE, what) from error
 
     def _prove(self, candidate: Candidate) -> None:
@@ -346,8 +345,8 @@ def compare(
     interval = shown.interval
     if shown.decision is Decision.OPEN or interval is None:
         verdict = Verdict.INCONCLUSIVE
-        why = f"{_spoken(shown)} when the {budget_s:g} s were over: give more with "
-        why += "--budget-s, or a quieter machine"
+        why = f"{_spoken(shown)} after {budget_s:g} s: raise --budget-s, "
+        why += "or use a quieter machine"
     elif shown.decision is Decision.SLOWER:
         verdict = Verdict.REGRESSION
         why = f"slower by at least {_percent(interval.low)} %, in each of two processes"

@@ -39,13 +39,12 @@ class Verdict(StrEnum):
 EXIT = {Verdict.REGRESSION: 1, Verdict.WRONG: 1, Verdict.INCONCLUSIVE: 4}
 SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 CAN = (
-    "This compares records. It can show that the best candidate of a problem is slower or faster "
-    "by more than the rounds scatter and the sessions drifted, as the baselines timed in both tell."
+    "This compares recorded runs. It can show that a problem's best candidate is slower or faster "
+    "by more than the scatter of the rounds and the drift of the baselines timed in both."
 )
 CANNOT = (
-    "It cannot show why, nor see what changed for our kernels and not for the baselines (other "
-    "clocks under load, another card of the same name); only both codes timed in turns on one GPU "
-    "can."
+    "It cannot show why, or see changes that affect only our kernels (other clocks under load, "
+    "another card of the same name). Only timing both codes in turns on one GPU can."
 )
 
 
@@ -148,15 +147,15 @@ class Comparison:
         notes = [f"{f.label}: {f.why}" for f in self.findings if f.why]
         counts = Counter(finding.verdict for finding in self.findings)
         said = [f"{counts[verdict]}{GLUE}{verdict}" for verdict in Verdict if counts[verdict]]
-        notes.append(f"{', '.join(said) or 'no problem to compare'}; slower is by more than "
+        notes.append(f"{', '.join(said) or 'no problem to compare'}; slower means more than "
                      f"{100 * self.slower:g}{GLUE}%")  # fmt: skip
         notes += [
-            f"{f.label}: slower is by more than {100 * f.slower:g}{GLUE}%"
+            f"{f.label}: slower means more than {100 * f.slower:g}{GLUE}%"
             for f in self.findings
             if f.slower is not None
         ]
         if self.damage:
-            notes.append("inconclusive, as a run is damaged: restore it, or record it anew")
+            notes.append("inconclusive, a run is damaged: restore it, or record it again")
             notes += self.damage
         return [*notes, *(f"the two differ: {line}" for line in self.differences)]
 
@@ -250,7 +249,7 @@ def compare(old: Run, new: Run, *, slower: float) -> Comparison:
             replace(
                 finding,
                 verdict=Verdict.INCONCLUSIVE,
-                why=f"a run is damaged; what is left of it says {finding.verdict}"
+                why=f"a run is damaged; its remaining rows say {finding.verdict}"
                 + (f": {finding.why}" if finding.why else ""),
             )
             for finding in findings
@@ -258,7 +257,7 @@ def compare(old: Run, new: Run, *, slower: float) -> Comparison:
     differing = differences(old.environment, new.environment)
     added = [problem.label for problem in after if problem not in before]
     if added:
-        differing.append(f"only the new one has {', '.join(added)}")
+        differing.append(f"only the new run has {', '.join(added)}")
     return Comparison(
         old.directory,
         new.directory,
@@ -277,7 +276,7 @@ def write(path: Path, text: str) -> None:
         raise StoreError(
             f"cannot write: {error.strerror}",
             where=str(path),
-            hint="give a file in a directory that exists and can be written",
+            hint="give a file in a writable directory",
         ) from error
 
 
@@ -300,7 +299,8 @@ def summarise(text: str) -> None:
 def _judge(old: Section, new: Section | None, slower: float, control: str | None) -> Finding:
     label, won = old.problem.label, old.winner
     if new is None:
-        return Finding(label, Verdict.INCONCLUSIVE, "the new run has not this problem", won)
+        why = "the new run does not contain this problem"
+        return Finding(label, Verdict.INCONCLUSIVE, why, won)
     now = new.winner
     if won is None and now is None:
         return Finding(label, Verdict.INCONCLUSIVE, "no candidate is ok in either run")
@@ -309,7 +309,7 @@ def _judge(old: Section, new: Section | None, slower: float, control: str | None
     if now is None:
         counts = Counter(row["status"] for row in new.rows if not row["baseline"])
         ends = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in counts.most_common())
-        why = f"no candidate is ok any more: {ends or 'none was tried'}"
+        why = f"no candidate is ok now: {ends or 'none was tried'}"
         return Finding(label, Verdict.REGRESSION, why, won)
     ratio = now["time_us"] / won["time_us"]
     if control is not None:
@@ -320,7 +320,7 @@ def _judge(old: Section, new: Section | None, slower: float, control: str | None
             return Finding(label, Verdict.INCONCLUSIVE, why, won, now, ratio)
     drift = _drift(old, new)
     if drift is None:
-        why = "no baseline has rounds in both runs, so how far the sessions drifted is not known"
+        why = "no baseline has rounds in both runs, so the drift is unknown"
         return Finding(label, Verdict.INCONCLUSIVE, why, won, now, ratio)
     low, high = _ratio(won, now)
     low, high = low / max(1.0, drift[1]), high / min(1.0, drift[0])
@@ -384,7 +384,7 @@ def _changed(old: Row, new: Row) -> str:
 def other_card(old: Environment | None, new: Environment | None) -> str | None:
     """The reason why both cannot be shown to be from the same kind of card, or None."""
     if old is None or new is None:
-        return "a run has no environment.json, so its card is not known"
+        return "a run has no environment.json, so its GPU is unknown"
     if old.gpu != new.gpu:
         return f"measured on another GPU: {old.gpu}, then {new.gpu}"
     return None

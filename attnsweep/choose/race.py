@@ -80,7 +80,7 @@ def race(
     if len(near) <= spec.measure.finalists:
         return nobody
     if not _worth_it([time_of(trial) for _, trial in near]):
-        observer.note("no race: a call takes too long for it; finalists by first times")
+        observer.note("no race, because a call takes too long; first times choose the finalists")
         return nobody
     return _Race(spec, gpu, put, observer).run(checked, near)
 

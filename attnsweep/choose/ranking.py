@@ -87,16 +87,16 @@ def judged(trial: Trial) -> tuple[Status, str | None]:
         if not error <= accuracy.limit:
             return (
                 Status.WRONG,
-                f"says ok, but its error {error:.2e} is not <= {accuracy.limit:.2e}",
+                f"says ok, but its error {error:.2e} exceeds {accuracy.limit:.2e}",
             )
     if time is None:
         return Status.NOISY, "says ok, but has no time"
     numbers = [time.median, time.low, time.high, *time.rounds, *trial.stages_us.values()]
     numbers += [number for number in (trial.cold_us, trial.eager_us) if number is not None]
     if not (time.median > 0 and all(map(math.isfinite, numbers))):
-        return Status.NOISY, "says ok, but a time of it is not a finite number"
+        return Status.NOISY, "says ok, but one of its times is not finite"
     if not all(value > 0 for value in time.rounds):
-        return Status.NOISY, "says ok, but a round of it took no time"
+        return Status.NOISY, "says ok, but one of its rounds took no time"
     return trial.status, trial.detail
 
 

@@ -78,7 +78,7 @@ class Skips:
         shown = ", ".join(f"{name} {us:.1f}" for name, us in stages_us.items())
         return Skip(
             at_least_us,
-            f"takes at least {at_least_us:.1f} us by its stages in other configs ({shown}); "
+            f"stages too slow in other configs: at least {at_least_us:.1f} us ({shown}); "
             f"the best of {build.kernel.name} takes {times[0]:.1f}",
         )
 

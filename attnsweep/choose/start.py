@@ -87,7 +87,7 @@ def arch_of(spec: SweepSpec, environment: Environment) -> Arch:
     if spec.arch is not None and spec.arch != environment.arch:
         raise NoGpuError(
             f"the spec is for {spec.arch}, this machine's {environment.gpu} is {environment.arch}",
-            hint=f"use a spec for {environment.arch}, or drop `arch:` to take the GPU's",
+            hint=f"use a spec for {environment.arch}, or drop `arch:` to use this GPU's",
         )
     return arch_named(environment.arch)
 

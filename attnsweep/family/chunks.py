@@ -14,22 +14,20 @@ from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
 
 MODES = (
     Param("LAUNCH", ("graph", "eager"), "calls are replayed from a graph, or launched by the host"),
-    Param("STREAMS", (1,), "streams that chunks of heads take turns on"),
+    Param("STREAMS", (1,), "streams that chunks of heads alternate on"),
     Param(
         "CHUNK_HEADS",
         (0,),
-        "heads, over the batch, of one launch; 0: all, shared out over STREAMS, or as many as "
-        "limits.workspace_bytes has room for",
+        "heads (over the batch) per launch; 0: all, divided over STREAMS, or as many as "
+        "limits.workspace_bytes allows",
     ),
-    Param("CHUNK_ROWS", (0,), "queries of one launch, then of one head; 0: all, or as above"),
+    Param("CHUNK_ROWS", (0,), "queries per launch, then of one head; 0: all, or as above"),
 )
 """A config contains a mode only if its spec names that mode; otherwise the first value holds."""
 
 
 CHUNKS = "chunks_are_used"
-CHUNKS_RULE = (
-    "its chunks are smaller than the whole, keep grouped heads together, and use every stream"
-)
+CHUNKS_RULE = "chunks are smaller than the call, keep grouped heads together, and use every stream"
 
 # A chunk of queries is a multiple of ROW_UNIT: the largest BLOCK_M of any family, so that no tile
 # is cut. The workspaces of different streams begin at multiples of _ALIGNMENT bytes.
@@ -42,8 +40,8 @@ def changed_since(kernel: Kernel, recorded: Config) -> str | None:
     own, modes = {param.name for param in kernel.params}, {param.name for param in MODES}
     gone = [repr(name) for name in recorded if name not in own | modes]
     new = [repr(name) for name in sorted(own - set(recorded))]
-    facts = [f"has no parameter{'s' * (len(gone) > 1)} {', '.join(gone)} any more"] if gone else []
-    facts += [f"has the new parameter{'s' * (len(new) > 1)} {', '.join(new)}"] if new else []
+    facts = [f"lost parameter{'s' * (len(gone) > 1)} {', '.join(gone)}"] if gone else []
+    facts += [f"gained parameter{'s' * (len(new) > 1)} {', '.join(new)}"] if new else []
     return f"{kernel.name} {', '.join(facts)}" if facts else None
 
 

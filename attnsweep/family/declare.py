@@ -55,7 +55,7 @@ class Config(Mapping[str, Value]):
         try:
             return self._values[name]  # type: ignore[return-value]
         except KeyError:
-            raise AttributeError(f"no parameter {name!r}; has {', '.join(self)}") from None
+            raise AttributeError(f"no parameter {name!r}; it has {', '.join(self)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -88,7 +88,7 @@ def values_in(text: str) -> dict[str, str]:
         name, equals, value = part.partition("=")
         if not equals or not value:
             raise KernelError(
-                f"not a parameter's value: {part!r}", hint="write NAME=VALUE, as BLOCK_M=64"
+                f"not a parameter's value: {part!r}", hint="write NAME=VALUE, like BLOCK_M=64"
             )
         values[name] = value
     return values
@@ -228,7 +228,7 @@ class Kernel:
                 raise KernelError(
                     f"{param.name}: its values must be a tuple, not {param.values!r}",
                     where=str(declared_in),
-                    hint="a tuple of one is written (64,)",
+                    hint="write a tuple of one as (64,)",
                 )
             if not all(isinstance(value, int | str) for value in param.values):
                 raise KernelError(
@@ -406,7 +406,7 @@ def _fault(launch: object, buffers: set[str]) -> str | None:
     for name, value in sizes.items():
         parts = value if isinstance(value, tuple) else (value,)
         if len(parts) != (3 if name == "grid" else 1) or not all(type(x) is int for x in parts):
-            return f"has {name} {value!r}: {'three ints' if name == 'grid' else 'an int'} is wanted"
+            return f"has {name} {value!r}: needs {'three ints' if name == 'grid' else 'an int'}"
         if min(parts) < (0 if name == "smem_bytes" else 1):
             return f"has {name} {value!r}, which is too small"
     for arg in launch.args:
@@ -447,10 +447,10 @@ def load_kernel(path: Path) -> Kernel:
         raise KernelError(
             "defines no `kernel = Kernel(...)`",
             where=str(path),
-            hint="a file that is no family must have a name that begins with `_`",
+            hint="the name of a file without a family must begin with `_`",
         )
     if not kernel.source.is_file():
-        raise KernelError(f"its template {kernel.source.name} is not beside it", where=str(path))
+        raise KernelError(f"its template {kernel.source.name} is not next to it", where=str(path))
     if not kernel.stages:
         raise KernelError("declares no stage", where=str(path), hint="add @kernel.stage(...)")
     return kernel
@@ -470,7 +470,7 @@ def discover(extra: Path | None = None) -> dict[str, Kernel]:
             kernel = load_kernel(path)
             if kernel.name in found:
                 raise KernelError(
-                    f"family {kernel.name!r} is declared already, in {found[kernel.name].source}",
+                    f"family {kernel.name!r} is already declared, in {found[kernel.name].source}",
                     where=str(path),
                 )
             found[kernel.name] = kernel

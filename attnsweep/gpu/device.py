@@ -207,8 +207,8 @@ class Session:
         if arch is None:
             raise NoGpuError(
                 f"{facts['name'].decode()} has compute capability {capability[0]}.{capability[1]}, "
-                "which attnsweep does not know",
-                hint="attnsweep/hardware.py has a row for each that it knows",
+                "which attnsweep does not support",
+                hint="attnsweep/hardware.py lists the supported ones",
             )
         # Attributes, not properties: CUDA 13 dropped the clock fields from the structure.
         attribute = runtime.deviceGetAttribute

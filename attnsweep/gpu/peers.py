@@ -178,7 +178,7 @@ def _unfused(torch: Any, problem: Problem, session: Session) -> Forward:
     scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
     item = DTYPE_BYTES[problem.dtype]
     if scores * item * 4 > session.free_bytes:
-        raise Unavailable(f"its scores need {scores * item / 2**30:.0f} GiB, four times over")
+        raise Unavailable(f"its scores need four times {scores * item / 2**30:.0f} GiB")
     mask = None
     if problem.causal:
         rows = torch.arange(problem.seqlen_q, device="cuda")[:, None]

@@ -84,7 +84,7 @@ def write(
         raise StoreError(
             f"cannot write the page: {error.strerror}",
             where=str(path),
-            hint="give --html a file in a directory that exists and can be written",
+            hint="give --html a file in a writable directory",
         ) from error
     return len(data)
 
@@ -187,7 +187,7 @@ def _problem(
     notes = [
         *winner_lines(section)[1 if won else 0 :],
         tie_line(section, shown),
-        rest_line(section, shown, "every one of them is below"),
+        rest_line(section, shown, "the list below has all of them"),
         *searched_lines(section),
         *absent_baselines(section),
         *recorded_lines(section),
@@ -237,7 +237,7 @@ def _key_figures(section: Section, row: Row) -> list[tuple[str, str]]:
     if row["bound_share"] is not None:
         out.append((f"{100 * row['bound_share']:.0f} %", f"of the bound by {row['bound']}"))
     out += [
-        (f"{figure(row['tflops'], 3)} TFLOP/s", "not counting what is masked"),
+        (f"{figure(row['tflops'], 3)} TFLOP/s", "without masked scores"),
         (f"{figure(row['us_per_head'], 3)} µs", "a head"),
     ]
     if section.problem.batch > 1:
@@ -269,7 +269,7 @@ def _reasons(section: Section) -> list[dict[str, Any]]:
     rest = ordered[_MAX_REASONS:]
     if rest:
         count = sum(len(rows) for _, rows in rest)
-        reason = f"{len(rest)} more reasons; the list of every candidate has them"
+        reason = f"{len(rest)} more reasons in the list of every candidate"
         out.append({"status": "…", "kernel": "", "reason": reason, "count": count, "config": ""})
     return out
 

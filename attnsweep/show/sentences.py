@@ -132,7 +132,7 @@ def heading(section: Section) -> list[str]:
     label = section.problem.label
     known = [row for row in section.rows if row["status"] != Status.NO_RECORD]
     if not known:
-        return [label, "nothing of this problem is in the recording"]
+        return [label, "the recording has no row of this problem"]
     if all(row["recorded"] for row in known):
         driver = [f"driver {where.driver}"] if where else []
         return [label, f"recorded on {' and '.join(sources)}", *driver]
@@ -154,7 +154,7 @@ def bound_line(section: Section) -> str | None:
         first = f"bound {figure(binds['bound_us'], 3)}{GLUE}µs by {binds['bound']}"
     for unit, us in limits.items():
         if binds is None or unit != binds["bound"]:
-            unless = " if it were not all in L2" if unit == "memory" and in_l2 else ""
+            unless = " if not all in L2" if unit == "memory" and in_l2 else ""
             others.append(f"{unit} {figure(us, 3)}{GLUE}µs{unless}")
     return f"{first} ({', '.join(others)})" if others else first
 
@@ -186,7 +186,7 @@ def _timed_alone(row: Row) -> list[str]:
         return ["timed once"]
     if row["rounds"]:
         return []
-    return ["timed in the race only" if row["trial"].race else "timed in an earlier session"]
+    return ["timed only in the race" if row["trial"].race else "timed in an earlier session"]
 
 
 def winner_lines(section: Section) -> list[str]:
@@ -216,7 +216,7 @@ def winner_lines(section: Section) -> list[str]:
         said.append(f"{100 * row['bound_share']:.0f}{GLUE}% of the bound")
     best, ratio = section.best_baseline, row["ratio_to_best_baseline"]
     if best is None:
-        said.append("no baseline was timed beside it")
+        said.append("no baseline was timed with it")
     else:
         said.append(f"{ratio:.2f}× {who(best)}, the best baseline")
     said += others
@@ -240,7 +240,7 @@ def _issued(row: Row) -> list[str]:
     trial = row["trial"]
     said = []
     if trial.launch_us is not None:
-        said.append(f"its launches alone{GLUE}{trial.launch_us:.1f}{GLUE}µs")
+        said.append(f"launches alone{GLUE}{trial.launch_us:.1f}{GLUE}µs")
     schedule = trial.schedule
     if schedule.get("chunks", 1) > 1:
         said.append(
@@ -257,9 +257,9 @@ def tie_line(section: Section, shown: Sequence[Row]) -> str | None:
         return None
     visible = {id(row) for row in shown}
     beyond = [f"{who(row)} {row['config']}".strip() for row in tied if id(row) not in visible]
-    line = "= a shared rank: not shown to be more than 0.4 % apart"
+    line = "= tied: no difference above 0.4 % was shown"
     if sum(not row["baseline"] for row in tied) > 1:
-        line += "; of the equally good the one with least shared memory, then registers, wins"
+        line += "; least shared memory, then fewest registers, breaks the tie"
     return line + (f". Not in the table: {'; '.join(beyond)}" if beyond else "")
 
 

@@ -44,7 +44,7 @@ NONE = "–"
 MARKDOWN_TOP = 20
 LEGEND = (
     "± half the interquartile range of the rounds, – if timed once · × base: time of the best "
-    "baseline over this one · regs, smem: the largest of the stages · "
+    "baseline over this one · regs, smem: the largest stage · "
     f"%{GLUE}bound: 100 is at the bound"
 )
 

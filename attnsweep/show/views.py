@@ -129,14 +129,14 @@ def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int
         rows += [(f"  {name}", "rule", text) for name, (text, _) in kernel.rules.items()]
         out += _parameters(rows, width)
         out.append(Text())
-    out += _titled("modes", "of every family, where a spec names them", width)
+    out += _titled("modes", "for every family, if a spec names them", width)
     rows = [(f"  {mode.name}", ", ".join(map(str, mode.values)), mode.help) for mode in MODES]
     out += _parameters(rows, width)
     out.append(Text())
     out += _titled("baselines", ", ".join(baselines), width)
     return out + said(
-        f"{BLOCK_LIMITS}: every family also keeps to the threads, shared memory and grid that the "
-        "architecture can launch",
+        f"{BLOCK_LIMITS}: threads, shared memory and grid of every family stay within the "
+        "architecture's limits",
         width,
         "dim",
     )
@@ -240,8 +240,8 @@ def counters(kept: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
         lines = _columns(rows, "l" + "r" * (len(header) - 1), width, drop=(6, 4))
         out += [Text(line) for block in with_tails(lines, tails, width) for line in block]
     out += said(
-        "traffic is read+written · a launch runs alone here, so its time is not that of a sweep · "
-        "warps waited for: warps in that state for each instruction issued",
+        "traffic is read+written · a launch runs alone here, so its time differs from a sweep's · "
+        "warps waited for: warps in that state per instruction issued",
         width,
         "dim",
     )

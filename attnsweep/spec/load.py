@@ -71,7 +71,7 @@ class ProblemSpec(_Model):
     heads: Many[Size] = Field(description="Query heads.")
     heads_kv: Many[Size] | None = Field(
         default=None,
-        description="Key and value heads, a divisor of heads; as many as heads unless given.",
+        description="Key and value heads, a divisor of heads (default: heads).",
     )
     seqlen: Many[Size] | None = Field(default=None, description="Sets both seqlen_q and seqlen_k.")
     seqlen_q: Many[Size] | None = Field(default=None, description="Query rows per head.")
@@ -79,7 +79,7 @@ class ProblemSpec(_Model):
     head_dim: Many[Size] = Field(description="Elements per head and row.")
     dtype: Many[Dtype] = Field(default=["fp16"], description="Type of q, k, v and o.")
     causal: Many[StrictBool] = Field(
-        default=[False], description="Mask aligned bottom-right: needs seqlen_q <= seqlen_k."
+        default=[False], description="Mask aligned bottom-right; needs seqlen_q <= seqlen_k."
     )
     kernels: Many[StrictStr] | None = Field(
         default=None, description="Sweep only these of the spec's kernels on this entry."
@@ -99,7 +99,7 @@ class ProblemSpec(_Model):
         if self.seqlen is not None:
             if self.seqlen_q is not None or self.seqlen_k is not None:
                 raise wrong(
-                    "seqlen sets both seqlen_q and seqlen_k, which are here too",
+                    "seqlen already sets both seqlen_q and seqlen_k",
                     "give seqlen alone, or seqlen_q and seqlen_k",
                 )
             seqlens = [(seqlen, seqlen) for seqlen in self.seqlen]
@@ -112,7 +112,7 @@ class ProblemSpec(_Model):
         axes += [seqlens, self.head_dim, self.dtype, self.causal]
         count = math.prod(map(len, axes))
         if count > MAX_PROBLEMS:
-            raise wrong(f"this entry is {count} problems; a spec may have {MAX_PROBLEMS}")
+            raise wrong(f"this entry has {count} problems; a spec may have {MAX_PROBLEMS}")
         try:
             return [
                 Problem(b, heads, kv or heads, q, k, d, dtype, causal)
@@ -127,25 +127,25 @@ class SearchSpec(_Model):
 
     strategy: Literal["exhaustive", "random", "staged", "tpe"] = Field(
         default="exhaustive",
-        description="exhaustive: all, in order. random: drawn without repeats. staged: stages "
-        "alone, then combinations of the best of each. tpe: model-based (attnsweep[search]).",
+        description="exhaustive: all, in order. random: a sample without repeats. staged: each "
+        "stage alone, then combinations of the best. tpe: model-based (attnsweep[search]).",
     )
     candidates: Size | None = Field(
         default=None,
-        description="At most this many per kernel and problem; random and tpe need it or budget_s.",
+        description="Most candidates per kernel and problem; random and tpe need it or budget_s.",
     )
     budget_s: Size | None = Field(
         default=None,
-        description="Try no more candidates of a problem after so many seconds of it; the rounds "
-        "of its finalists come after that.",
+        description="Seconds for trying a problem's candidates; the rounds of the finalists "
+        "follow.",
     )
     seed: Annotated[int, Field(strict=True, ge=0)] = Field(
-        default=0, description="Of strategies random and tpe."
+        default=0, description="Seed of strategies random and tpe."
     )
     skip_by_bound: StrictBool = Field(
         default=True,
-        description="Prune a pipeline, unrun, whose stages, as timed in other configs, already "
-        "take too long for it to become a finalist.",
+        description="Skip candidates whose stages, measured in other configs, already take too "
+        "long for a finalist.",
     )
 
     @model_validator(mode="after")
@@ -153,7 +153,7 @@ class SearchSpec(_Model):
         if self.strategy in ("random", "tpe") and self.candidates is None and not self.budget_s:
             raise wrong(
                 f"search: strategy {self.strategy} needs candidates",
-                "say how many per kernel and problem, or for how long: "
+                "set the number per kernel and problem, or budget_s: "
                 f"{{strategy: {self.strategy}, candidates: 100}}",
             )
         return self
@@ -164,18 +164,16 @@ class MeasureSpec(_Model):
 
     rank_by: Literal["warm", "cold", "eager"] = Field(
         default="warm",
-        description="What time_us is, and the ranking by it: a call with a warm or a cold L2, or "
-        "the host's cost of issuing one. The other two are shown beside it.",
+        description="Kind of time that ranks: a call with a warm or a cold L2, or the host's cost "
+        "of issuing one. Tables show the other two next to it.",
     )
     rounds: Size = Field(
         default=15,
         description="Rounds in which finalists and baselines take turns; up to three times as many "
-        "while it is open who is as good as the best.",
+        "while the best are undecided.",
     )
     finalists: Size = Field(default=12, description="Candidates per problem that enter the rounds.")
-    replay_us: Size = Field(
-        default=1000, description="Least length of one timed graph replay, in µs."
-    )
+    replay_us: Size = Field(default=1000, description="Shortest timed graph replay, in µs.")
     cold: StrictBool = Field(
         default=True, description="Also time with a cold L2, by rotating buffers."
     )
@@ -201,7 +199,7 @@ class LimitsSpec(_Model):
 
     workspace_bytes: Bytes | None = Field(
         default=None,
-        description="Device memory for intermediate buffers: an int, or a size as '2 GiB'.",
+        description="Device memory for intermediate buffers: an int, or a size like '2 GiB'.",
     )
     spill_bytes: Annotated[int, Field(strict=True, ge=0)] | None = Field(
         default=None, description="Register spills of all stages, in bytes."
@@ -212,7 +210,7 @@ class SpecFile(_Model):
     """A sweep spec of attnsweep: which kernels are tuned on which problems, and how."""
 
     name: Annotated[StrictStr, Field(pattern="^[a-z0-9_-]+$")] | None = Field(
-        default=None, description="Name of the run's directory; the file's stem unless given."
+        default=None, description="Name of the run's directory (default: the file's stem)."
     )
     device: Device = Field(
         default="cuda",
@@ -222,13 +220,13 @@ class SpecFile(_Model):
         default=None, description="With device replay: the run to replay, relative to this file."
     )
     arch: ArchName | None = Field(
-        default=None, description="Architecture the spec is for; a GPU of another one is refused."
+        default=None, description="Architecture of the spec; other GPUs are refused."
     )
     problems: Annotated[list[ProblemSpec], Field(min_length=1)] = Field(
         description="Attention shapes."
     )
     kernels: Annotated[dict[str, KernelChoice], Field(min_length=1)] = Field(
-        description="Family name to parameter values that replace its own; {} for its own."
+        description="Family name to parameter values that replace its own; {} keeps its own."
     )
     baselines: Baselines = Field(
         default=list(BASELINES),
@@ -236,9 +234,9 @@ class SpecFile(_Model):
     )
     search: SearchSpec = Field(default=SearchSpec(), description="Which candidates are tried.")
     measure: MeasureSpec = Field(default=MeasureSpec(), description="How they are timed.")
-    limits: LimitsSpec = Field(default=LimitsSpec(), description="What is pruned unmeasured.")
+    limits: LimitsSpec = Field(default=LimitsSpec(), description="Limits that prune candidates.")
     require: RequireSpec = Field(  # type: ignore[valid-type]
-        default=RequireSpec(), description="What compiled code must be like, or it is pruned."
+        default=RequireSpec(), description="Requirements for compiled code; others are pruned."
     )
     check: CheckSpec = Field(
         default=CheckSpec(), description="When check calls a kernel slower than its baseline."
@@ -370,7 +368,7 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
         hint = "add device: replay, or drop recording"
         document.report("recording is for device replay", hint, document.keys[("recording",)])
     if file.device == "replay" and requirements(file.require):
-        hint = "drop require: a replay compiles nothing that could be looked at"
+        hint = "drop require: a replay compiles nothing"
         document.report("require is for device cuda", hint, document.keys[("require",)])
     if file.name is None and not re.fullmatch("[a-z0-9_-]+", path.stem):
         what = f"the file's stem {path.stem!r} cannot name a run"
@@ -458,7 +456,7 @@ def check_against(spec: SweepSpec, kernels: Mapping[str, Kernel]) -> None:
                         document.report(what, hint, document.keys[(*at, parameter)])
             if not variants:
                 at = (*loc, "variants", axis)
-                document.report(f"{axis!r} has no variant", None, document.keys[at])
+                document.report(f"axis {axis!r} has no variant", None, document.keys[at])
     document.raise_issues()
 
 

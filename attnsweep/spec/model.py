@@ -56,7 +56,7 @@ def _baseline_names(value: object) -> object:
     if value == "all":
         return list(BASELINES)
     if value in (None, "none"):
-        raise wrong("baselines cannot be {value}", "write [] for none, all for every one")
+        raise wrong("baselines cannot be {value}", "write [] for none, or all")
     if value == []:  # no baseline; other lists must not be empty
         return value
     return value if isinstance(value, list) else [value]
@@ -97,7 +97,7 @@ class KernelSpec(BaseModel):
 
     variants: dict[str, dict[str, ParameterValues]] = Field(
         default={},
-        description="Axis to name to parameter values; one variant of each axis is combined.",
+        description="Axis to name to parameter values; a config combines one variant of each axis.",
     )
 
 
@@ -133,9 +133,9 @@ class CheckSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     slower: Slower = Field(
-        default=0.02, description="Share by which a winner may become slower: 0.02 is 2 %."
+        default=0.02, description="Slowdown that counts as a regression: 0.02 is 2 %."
     )
     budget_s: Annotated[float, Field(strict=True, gt=0)] = Field(
         default=60.0,
-        description="Seconds of rounds per problem and process; then it is inconclusive.",
+        description="Seconds of rounds per problem and process; then the verdict is inconclusive.",
     )

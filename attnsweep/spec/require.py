@@ -20,12 +20,12 @@ Requirements = Mapping[str, Sequence[str]]
 # How the values of several stages become that of the pipeline, as in `Resources`.
 LARGEST, SMALLEST = max, min
 RESOURCES: dict[str, tuple[Callable[[Iterable[float]], float], str]] = {
-    "registers": (LARGEST, "Registers a thread, of the stage with most."),
-    "spill_bytes": (sum, "Bytes of spill stores and loads a thread, of all stages."),
-    "smem_bytes": (LARGEST, "Shared memory a block, static and dynamic, of the stage with most."),
-    "static_smem_bytes": (LARGEST, "Static shared memory a block, of the stage with most."),
-    "threads": (LARGEST, "Threads a block, of the stage with most."),
-    "blocks_per_sm": (SMALLEST, "Blocks resident on an SM, of the stage with fewest."),
+    "registers": (LARGEST, "Registers per thread of the stage with most."),
+    "spill_bytes": (sum, "Bytes of spill stores and loads per thread, all stages."),
+    "smem_bytes": (LARGEST, "Shared memory per block, static and dynamic, of the stage with most."),
+    "static_smem_bytes": (LARGEST, "Static shared memory per block of the stage with most."),
+    "threads": (LARGEST, "Threads per block of the stage with most."),
+    "blocks_per_sm": (SMALLEST, "Blocks resident on an SM of the stage with fewest."),
     "occupancy": (SMALLEST, "Resident warps over the SM's maximum, of the stage with fewest."),
     "cubin_bytes": (sum, "Size of the cubins of all stages."),
 }
@@ -35,11 +35,11 @@ INSTRUCTIONS: dict[str, tuple[Callable[[Iterable[float]], float], str]] = {
     "hmma": (sum, "HMMA: warp matrix instructions."),
     "ffma": (sum, "FFMA: fp32 multiply-adds."),
     "mufu": (sum, "MUFU: exp2, reciprocals, roots."),
-    "ldl": (sum, "LDL: loads from local memory, which spills and indexed arrays use."),
+    "ldl": (sum, "LDL: loads from local memory, used by spills and indexed arrays."),
     "stl": (sum, "STL: stores to local memory."),
     "bar": (sum, "BAR: barriers of a block or of named warps."),
     "branches": (sum, "Branches, conditional or not."),
-    "predicated_branches": (sum, "Branches taken or not by a predicate."),
+    "predicated_branches": (sum, "Branches that a predicate decides."),
 }
 MEASURES = RESOURCES | INSTRUCTIONS
 
@@ -60,7 +60,7 @@ def _comparison(value: object) -> object:
     match = _COMPARISON.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise wrong(
-            "{name} must be a number or a comparison with one, not {value}",
+            "{name} must be a number or a comparison, not {value}",
             f"write a number, or one of {', '.join(_OPERATORS)} and a number: '<= 4'",
         )
     return f"{match[1]} {match[2]}"
@@ -81,7 +81,7 @@ _fields: dict[str, Any] = {
 RequireSpec: type[BaseModel] = create_model(
     "RequireSpec",
     __config__=ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False),
-    __doc__="What compiled code must be like: a number, a comparison as '<= 4', or a list of them.",
+    __doc__="Requirements for compiled code: a number, a comparison like '<= 4', or several.",
     **_fields,
 )
 

@@ -214,7 +214,7 @@ class Document:
         self._nodes.add(id(node))
         if id(node) in parents or len(self.values) > _MAX_VALUES:
             if len(self.values) <= _MAX_VALUES + 1 and self._aliased:
-                self.report("an alias makes this endless", "write the values out", at)
+                self.report("this alias contains itself", "write the values out", at)
             elif len(self.values) == _MAX_VALUES + 1:
                 self.report(f"too many values: at most {_MAX_VALUES}", "use several specs", at)
             return None
@@ -229,7 +229,7 @@ class Document:
                 return _scalar(node.tag, node.value)
             except (ValueError, KeyError):
                 pass
-        self.report(f"tag {node.tag} is not for a spec", "remove the tag", at)
+        self.report(f"a spec cannot use tag {node.tag}", "remove the tag", at)
         return None
 
     def _walk_mapping(
@@ -242,7 +242,7 @@ class Document:
                 self.report("a key must be text, not a list or a mapping", None, at)
             elif name in out:
                 line = self.keys[(*loc, name)][0]
-                self.report(f"{name!r} is here twice", f"first in line {line}: drop one", at)
+                self.report(f"duplicate key {name!r}", f"first in line {line}: drop one", at)
             else:
                 self.keys[(*loc, name)] = at
                 out[name] = self._walk(value, (*loc, name), parents)

@@ -22,7 +22,7 @@ from attnsweep.problem import Problem
 from attnsweep.store.run import CUBINS, Store
 from attnsweep.trial import Trial, Value
 
-_AGAIN = "record it anew: attnsweep run SPEC --fresh, then attnsweep accept"
+_AGAIN = "record again: attnsweep run SPEC --fresh, then attnsweep accept"
 
 
 class _Code(BaseModel):
@@ -68,8 +68,8 @@ def read_code(of_run: Path, winner: Trial) -> Launches:
         code = _Code.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         kept = any(directory.glob(f"{name}.*.cubin"))
-        what = "its launches are not" if kept else "the winner's machine code is not"
-        raise StoreError(f"{what} in the run", where=str(path), hint=_AGAIN) from error
+        what = "winner's launches" if kept else "winner's machine code"
+        raise StoreError(f"the run lacks the {what}", where=str(path), hint=_AGAIN) from error
     except OSError as error:
         raise StoreError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except ValidationError as error:
@@ -78,7 +78,7 @@ def read_code(of_run: Path, winner: Trial) -> Launches:
         what = f"not the launches of a winner: {place}: {first['msg']}"
         raise StoreError(what, where=str(path), hint=_AGAIN) from error
     if code.config != dict(winner.config) or code.plan.problem != winner.problem:
-        what = "the code kept is not that of the run's winner"
+        what = "the stored code is not the winner's"
         raise StoreError(what, where=str(path), hint=_AGAIN)
     for stage in code.plan.stages:
         _verify(directory, stage.cubin, code.digests)
@@ -89,14 +89,14 @@ def read_code(of_run: Path, winner: Trial) -> Launches:
 def _verify(directory: Path, name: str, digests: Mapping[str, str]) -> None:
     path = directory / name
     if Path(name).name != name or name not in digests:
-        raise StoreError(f"names an odd cubin, {name!r}", where=str(directory), hint=_AGAIN)
+        raise StoreError(f"invalid cubin name {name!r}", where=str(directory), hint=_AGAIN)
     try:
         digest = _digest(path)
     except OSError as error:
         what = f"the cubin cannot be read: {error.strerror}"
         raise StoreError(what, where=str(path), hint=_AGAIN) from error
     if digest != digests[name]:
-        raise StoreError("the cubin is damaged: another SHA-256", where=str(path), hint=_AGAIN)
+        raise StoreError("the cubin is damaged: wrong SHA-256", where=str(path), hint=_AGAIN)
 
 
 def _digest(path: str | Path) -> str:

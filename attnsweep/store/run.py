@@ -79,7 +79,7 @@ def _parse_trials(
             rows += 1
         elif number > len(whole):
             warnings.append(
-                f"{path}:{number}: the last line is incomplete and was dropped "
+                f"{path}:{number}: dropped the incomplete last line "
                 "(its run was killed, or is still writing)"
             )
         else:
@@ -121,7 +121,7 @@ def _store_error(error: OSError, path: Path, doing: str, hint: str | None = None
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = "check its permissions, or choose another place with --results"
         elif error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
-            hint = "something else has that name: move it away, or use --results"
+            hint = "the name is taken: move that file away, or use --results"
     return StoreError(f"{doing}: {reason}", where=str(path), hint=hint)
 
 
@@ -245,7 +245,7 @@ class Store:
                 error,
                 self.path,
                 "cannot store a row",
-                hint=f"{self.rows} rows are safe; once this is mended, "
+                hint=f"{self.rows} rows are safe; once this is fixed, "
                 "run the same command again: it resumes after them",
             ) from error
         self.rows += 1
@@ -300,7 +300,7 @@ class Store:
     def keep(self, name: str, data: bytes) -> Path:
         """Write cubins/`name`, part of a winner's code, and return its path."""
         if Path(name).name != name or name in ("", ".", ".."):
-            raise StoreError(f"a cubin cannot be kept as {name!r}", where=str(self.directory))
+            raise StoreError(f"cannot keep a cubin as {name!r}", where=str(self.directory))
         kept = self.directory / CUBINS / name
         try:
             kept.parent.mkdir(exist_ok=True)
@@ -354,7 +354,7 @@ def open_run(path: Path) -> Run:
         raise StoreError(
             f"not a run: neither a directory nor a {TRIALS}",
             where=str(path),
-            hint=f"its run is {trials_path.parent}" if beside else None,
+            hint=f"give its run: {trials_path.parent}" if beside else None,
         )
     directory = trials_path.parent
     trials, warnings = read_trials(trials_path)
@@ -452,7 +452,7 @@ def latest_run(results_dir: Path) -> Run:
                 written.append((stat.st_mtime_ns, directory))
     if not written:
         raise StoreError(
-            "no run is recorded here",
+            "no runs here",
             where=str(results_dir),
             hint="run: attnsweep run SPEC, or give the directory of a run",
         )

@@ -72,6 +72,6 @@ def target_arch(spec: SweepSpec, asked: str | None) -> Arch:
             return arch_named(worker.describe().arch)
     except NoGpuError as error:
         raise SpecError(
-            "for which architecture? The spec names none, and there is no GPU to ask",
+            "no architecture: the spec names none, and there is no GPU",
             hint=f"add --arch, one of {', '.join(ARCHS)}",
         ) from error

@@ -86,8 +86,8 @@ def verdict(findings: Sequence[Finding]) -> str:
     if all(finding.ok for finding in findings if finding.needed):
         return "ready to measure"
     if can_compile():
-        return "cannot measure here; compile, report and replay can"
-    return f"cannot measure here; report and replay can; compile after {install_command('compile')}"
+        return "cannot measure here; compile, report and replay work"
+    return f"cannot measure here; report and replay work; for compile: {install_command('compile')}"
 
 
 def lines_of(rows: Sequence[Finding], width: int) -> list[Text]:
@@ -132,7 +132,7 @@ def _driver(cuda: tuple[int, int] | None) -> Finding:
             "driver",
             False,
             "no NVIDIA driver (libcuda.so.1 cannot be loaded)",
-            "install NVIDIA's driver, on a machine that has its GPU",
+            "install NVIDIA's driver, on a machine with its GPU",
         )
     detail = f"{driver_version() or 'present'}, supports CUDA {cuda[0]}.{cuda[1]}"
     if cuda < (12, 0):
@@ -161,7 +161,7 @@ def _gpu() -> Finding:
         return Finding("GPU", False, error.what, error.hint)
     except WorkerError as error:
         why = "did not answer" if error.status is Status.TIMEOUT else error.detail
-        return Finding("GPU", False, why, "see that nvidia-smi works, then try again")
+        return Finding("GPU", False, why, "check that nvidia-smi works, then try again")
     memory = found.memory_bytes / 2**30
     detail = f"{found.gpu}, {found.arch}, {found.sm_count} SMs, {memory:.0f} GiB"
     return Finding("GPU", True, detail)
@@ -177,7 +177,7 @@ def _package(names: tuple[str, ...], label: str, fix: str, *, needed: bool) -> F
     if label == "CuPy" and len(installed) > 1:
         both = " and ".join(installed)
         remedy = f"pip uninstall -y {' '.join(names)}; {fix}"
-        return Finding(label, False, f"{both} share one folder", remedy, needed)
+        return Finding(label, False, f"{both} overwrite each other", remedy, needed)
     return Finding(label, True, installed[0], needed=needed)
 
 

@@ -105,12 +105,12 @@ class Inspection:
         out += ["", *self._table(self._resource_rows(), width)]
         if self.uncounted is None:
             out += ["", *self._table(self._instruction_rows(), width)]
-            out += wrap("Instructions are counted once, however often a loop runs them.", width)
+            out += wrap("Each instruction counts once, however often a loop runs it.", width)
         else:
             out += ["", *wrap(f"no instructions: {self.uncounted}", width)]
         unit, where = ("µs", f"on {self.card.gpu}, as recorded") if self.card else (
             "SM clocks",
-            "over all SMs; with a recorded run of this architecture, in µs",
+            "over all SMs; a recorded run of this architecture gives µs",
         )  # fmt: skip
         each = [f"{name} {_plain(us)}{GLUE}{unit}" for name, us in self.limits.items()]
         return [*out, "", *wrap(f"bound of the problem: {', '.join(each)} {where}", width)]
@@ -223,7 +223,7 @@ def _config(kernel: Kernel, given: str, problem: Problem, arch: Arch) -> Config:
         )
         raise SpaceError(
             f"{kernel.name} has no config {given or 'at all'} for {problem.label} on {arch.name}",
-            hint=f"what rules them out: {removed}",
+            hint=f"ruled out by: {removed}",
         )
     return space.configs[0]
 

@@ -90,8 +90,8 @@ def count(candidates: Sequence[Candidate], ncu: Path | None = None) -> list[list
     ncu = ncu or find_ncu()
     if ncu is None:
         raise NoGpuError(
-            "Nsight Compute (ncu) is not here, so hardware counters cannot be read",
-            hint="it comes with the CUDA toolkit, or alone: https://developer.nvidia.com/nsight-compute",
+            "hardware counters need Nsight Compute (ncu), which is not installed",
+            hint="install the CUDA toolkit, or only https://developer.nvidia.com/nsight-compute",
         )
     metrics = _known(ncu)
     with tempfile.TemporaryDirectory(prefix="attnsweep-") as place:
@@ -214,12 +214,12 @@ def check(trials: Sequence[Trial], kernels: Mapping[str, Kernel]) -> None:
     """Raise KernelError if a row's config is not one that its family has today."""
     for trial in trials:
         if trial.kernel not in kernels:
-            raise KernelError(f"family {trial.kernel!r} of the run is not here")
+            raise KernelError(f"the run's family {trial.kernel!r} does not exist")
         changed = changed_since(kernels[trial.kernel], Config(trial.config))
         if changed is not None:
             raise KernelError(
-                f"{changed} since the run was made, so its configs are none of today's",
-                hint="make the run anew: attnsweep run SPEC --fresh",
+                f"{changed} since the run, so its configs no longer exist",
+                hint="repeat the run: attnsweep run SPEC --fresh",
             )
 
 

@@ -232,7 +232,7 @@ def test_a_recorded_card_gives_the_bound_its_unit():
         ("naive", "THREAD=64", "sm_90a", KernelError, "naive has no parameter 'THREAD'\n"),
         ("naive", "THREADS", "sm_90a", KernelError, "not a parameter's value: 'THREADS'\n"),
         ("naive", "THREADS=few", "sm_90a", KernelError, "THREADS cannot be 'few'\n"),
-        ("flash_fwd_mma", "BLOCK_M=65", "sm_90a", SpaceError, "what rules them out: "),
+        ("flash_fwd_mma", "BLOCK_M=65", "sm_90a", SpaceError, "ruled out by: "),
         ("three_kernel_wgmma", "", "sm_80", SpaceError, "needs sm_90a, not sm_80"),
     ],
 )

@@ -87,7 +87,7 @@ def test_the_limit_is_the_reader_s():
         (
             run(failed("flash", Status.WRONG, "err", M=64), baseline("torch_cudnn", 30.0)),
             Verdict.REGRESSION,
-            "no candidate is ok any more: 1 wrong",
+            "no candidate is ok now: 1 wrong",
         ),
         (run(candidate("flash", 40.0, M=64)), Verdict.INCONCLUSIVE, "no baseline has rounds in"),
         (
@@ -117,7 +117,7 @@ def test_the_limit_is_the_reader_s():
         (
             run(candidate("flash", 40.0).with_(problem=Problem(1, 1, 1, 8, 8, 64))),
             Verdict.INCONCLUSIVE,
-            "the new run has not this problem",
+            "the new run does not contain this problem",
         ),
     ],
     ids=["wrong", "no-baseline", "other-gpu", "unknown", "timed-once", "other-problem"],
@@ -170,7 +170,7 @@ def test_what_is_left_of_a_damaged_recording_proves_nothing():
     found = regress.compare(BEFORE, damaged, slower=0.03)
     assert found.exit_code == 4
     assert {finding.verdict for finding in found.findings} == {Verdict.INCONCLUSIVE}
-    assert all("a run is damaged; what is left of it says " in f.why for f in found.findings)
+    assert all("a run is damaged; its remaining rows say " in f.why for f in found.findings)
 
 
 # -- the command ------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def slower(tmp_path):
 def test_a_run_is_no_regression_of_itself(main):
     code, out, _ = main("--recorded", RECORDED, RECORDED)
     assert code == 0
-    assert "5 pass; slower is by more than 3 %" in out
+    assert "5 pass; slower means more than 3 %" in out
     assert "It cannot show why" in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 120
 

@@ -181,7 +181,9 @@ def test_calls_too_long_for_the_budget_are_not_raced():
     done = sweep([5000.0 * (1 + 0.001 * n) for n in range(20)])
     assert done.card.launched == 0
     assert len(done.finals) == 4
-    assert done.notes == ["no race: a call takes too long for it; finalists by first times"]
+    assert done.notes == [
+        "no race, because a call takes too long; first times choose the finalists"
+    ]
 
 
 def test_few_candidates_are_all_finalists_without_a_race():

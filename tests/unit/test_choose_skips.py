@@ -132,7 +132,7 @@ def test_a_pipeline_of_slow_stages_is_skipped_with_its_reason(family):
     skip = taught(family, *KNOWN).verdict(build_of(family, Config({"A": 2, "B": 1}), PROBLEM))
     assert skip.at_least_us == pytest.approx(SHARE * 60)
     assert skip.detail == (
-        "takes at least 48.0 us by its stages in other configs (A 30.0, B 30.0); "
+        "stages too slow in other configs: at least 48.0 us (A 30.0, B 30.0); "
         "the best of toy takes 20.0"
     )
 

@@ -107,8 +107,8 @@ def test_without_nvrtc_compiling_is_not_offered_but_installing_it(attnsweep, spe
     done = attnsweep("doctor")
     assert done.returncode == 3
     out = done.stdout
-    assert "compile, report and replay can" not in out
-    assert "report and replay can; compile after pip install -e '.[compile]'" in out
+    assert "compile, report and replay work" not in out
+    assert "report and replay work; for compile: pip install -e '.[compile]'" in out
     assert "cuda13" not in out
 
 
@@ -118,7 +118,7 @@ def test_with_nvrtc_compiling_is_offered(attnsweep, spec, monkeypatch):
     said = attnsweep("run", spec, width=10_000).stderr  # however long the path
     assert f"attnsweep compile {spec} --arch sm_90a" in said
     out = attnsweep("doctor").stdout
-    assert "compile, report and replay can" in out
+    assert "compile, report and replay work" in out
     assert "pip install" not in out
 
 
@@ -153,7 +153,7 @@ def test_without_a_driver_nothing_for_the_gpu_is_to_be_installed(attnsweep, spec
 def test_an_architecture_is_only_for_a_dry_run(attnsweep, spec, spec_):
     done = attnsweep("run", spec_, "--arch", "sm_80")
     assert done.returncode == 2
-    assert "--arch goes with --dry-run" in done.stderr
+    assert "--arch needs --dry-run" in done.stderr
 
 
 @pytest.mark.parametrize(

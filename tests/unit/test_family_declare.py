@@ -65,7 +65,7 @@ class TestConfig:
         assert config.A == 1
 
     def test_an_unknown_attribute_names_the_known(self):
-        with pytest.raises(AttributeError, match="no parameter 'BLOCK_K'; has A, B"):
+        with pytest.raises(AttributeError, match="no parameter 'BLOCK_K'; it has A, B"):
             _ = Config({"A": 1, "B": 2}).BLOCK_K
 
     def test_label_keeps_declaration_order_and_writes_bools_as_the_compiler_sees_them(self):
@@ -227,7 +227,7 @@ class TestDiscovery:
             ("\n1 / 0\n", ":2", "ZeroDivisionError: division by zero"),
             ("\nx = (\n", ":2", "SyntaxError: '(' was never closed"),
             ("kernel = 3\n", "", "defines no `kernel = Kernel(...)`"),
-            (GOOD.replace("'mine', s", "'absent', s"), "", "template absent.cu is not beside it"),
+            (GOOD.replace("'mine', s", "'absent', s"), "", "template absent.cu is not next to it"),
             ("".join(GOOD.splitlines(keepends=True)[:2]), "", "declares no stage"),
             (
                 GOOD.replace("(Param('A', (1,), ''),)", "2 * (Param('A', (1,), ''),)"),
@@ -314,7 +314,7 @@ class TestBrokenDeclarations:
     def test_a_misspelt_parameter(self):
         self.refuse(
             self.family(rule=lambda config, problem, arch: config.B > 0),
-            "AttributeError: no parameter 'B'; has A",
+            "AttributeError: no parameter 'B'; it has A",
         )
 
     def test_a_workspace_that_raises(self):
@@ -327,9 +327,9 @@ class TestBrokenDeclarations:
         [
             (None, "no stage of toy has a launch"),
             ("none", "must return a Launch or None, not 'none'"),
-            (Launch("f", (1, 1, 1), "many", ()), "threads 'many': an int is wanted"),
-            (Launch("f", (0.5, 1, 1), 32, ()), "three ints is wanted"),
-            (Launch("f", (1, 1), 32, ()), "three ints is wanted"),
+            (Launch("f", (1, 1, 1), "many", ()), "threads 'many': needs an int"),
+            (Launch("f", (0.5, 1, 1), 32, ()), "needs three ints"),
+            (Launch("f", (1, 1), 32, ()), "needs three ints"),
             (Launch("f", (0, 1, 1), 32, ()), "too small"),
             (Launch("f", (1, 1, 1), 32, ("qq",)), "names the buffer 'qq'; there are k, o, q, v"),
             (Launch("f", (1, 1, 1), 32, (None,)), "passes None"),

@@ -147,7 +147,7 @@ def test_how_a_call_is_issued_is_told_with_the_stages() -> None:
         stages_us={"qk": 4.0, "pv": 4.0}, launch_us=1.25, schedule=schedule
     )
     text = " ".join(printed(full_run(trials=[row]), 120).split())
-    assert "qk 4.0 · pv 4.0 · rest 1.0 µs · its launches alone 1.2 µs · 4 chunks of 2" in text
+    assert "qk 4.0 · pv 4.0 · rest 1.0 µs · launches alone 1.2 µs · 4 chunks of 2" in text
     assert "4 chunks of 2 heads × 512 queries, 3 MiB of workspace" in text
 
 
@@ -234,7 +234,7 @@ def test_the_heading_says_where_when_and_what_binds() -> None:
     )
     assert lines[2].startswith("bound 16.0")
     assert "µs by matrix (exp2 16.0" in lines[2]
-    assert "memory 6.99 µs if it were not all in L2" in lines[2]
+    assert "memory 6.99 µs if not all in L2" in lines[2]
 
 
 def test_what_is_not_in_the_table_is_counted_and_reasons_are_grouped() -> None:
@@ -265,10 +265,10 @@ def test_every_tie_is_named_even_beyond_the_table() -> None:
     same = [candidate("flash", 7.0, ID=n) for n in range(5)]
     text = printed(full_run(trials=[*same, candidate("flash", 8.0, ID=9)]), 220, top=2)
     assert [row[0] for row in table(text)[1:]] == ["*=1", "=1"]
-    (tie,) = [line for line in text.splitlines() if line.startswith("= a shared rank")]
+    (tie,) = [line for line in text.splitlines() if line.startswith("= tied")]
     assert "least shared memory" in tie
     assert tie.endswith("Not in the table: flash ID=2; flash ID=3; flash ID=4")
-    assert "= a shared rank" not in printed(full_run(), 160)
+    assert "= tied" not in printed(full_run(), 160)
 
 
 def test_a_run_without_an_ok_candidate_says_so() -> None:
@@ -312,7 +312,7 @@ def test_what_a_recording_does_not_hold_is_not_called_recorded() -> None:
     fa4 = unrecorded("fa4").with_(provider="fa4")
     text = printed(full_run(trials=[*nothing, fa4]), 120)
     label = "(4,16,1024,64) fp16 full"
-    assert text.splitlines()[1] == f"{label} · nothing of this problem is in the recording"
+    assert text.splitlines()[1] == f"{label} · the recording has no row of this problem"
     assert "†" not in text
     assert "recorded on" not in text
     assert "\n2 no record; " in text

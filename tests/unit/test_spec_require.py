@@ -57,7 +57,7 @@ def test_requirements_are_read_and_written_back_equal(required, tmp_path, text, 
         ),
         (
             "{registers: few}",
-            "sweep.yaml:3:22: registers must be a number or a comparison with one, not few\n"
+            "sweep.yaml:3:22: registers must be a number or a comparison, not few\n"
             "  write a number, or one of <=, >=, ==, <, > and a number: '<= 4'",
         ),
         ("{registers: -1}", "sweep.yaml:3:22: registers must be a number or a comparison"),

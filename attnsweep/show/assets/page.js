@@ -63,7 +63,7 @@ const room = (box) => 1 + 56 / Math.max(90, box.clientWidth - 190);
 const CUT = 8;
 
 function peers(box, problem) {
-  if (!problem.peers.length) return nothing(box, "Nothing of this problem has a time.");
+  if (!problem.peers.length) return nothing(box, "This problem has no times.");
   const least = Math.min(...problem.peers.map((peer) => peer.us));
   const most = Math.min(CUT * least, Math.max(...problem.peers.map((peer) => peer.us)));
   const values = problem.peers.map((peer) => ({
@@ -99,7 +99,7 @@ function peers(box, problem) {
         encoding: { x: { field: "us", type: "quantitative" }, text: { field: "unit" } },
       },
     ],
-  }, `Time of the best of each family beside the baselines, ${problem.label}`);
+  }, `Time of the best of each family next to the baselines, ${problem.label}`);
 }
 
 function stages(box, problem) {
@@ -290,7 +290,7 @@ function every(details, index) {
     const found = lines.filter((line) => asked.every((word) => line.text.includes(word)));
     found.sort((a, b) => (up ? 1 : -1) * (by ? a.cells[by].localeCompare(b.cells[by], undefined, { numeric: true }) : a.us - b.us));
     header.forEach((cell, column) => cell.setAttribute("aria-sort", column === by ? (up ? "ascending" : "descending") : "none"));
-    status.textContent = found.length > SHOWN ? `${found.length} of them; the first ${SHOWN} are shown` : `${found.length} of them`;
+    status.textContent = found.length > SHOWN ? `${found.length} found; the first ${SHOWN} are shown` : `${found.length} found`;
     body.replaceChildren(...found.slice(0, SHOWN).map((line) => {
       const row = document.createElement("tr");
       row.append(...line.cells.map((text, column) => Object.assign(document.createElement("td"), { textContent: text, className: ["r", "", "", "config", ""][column] })));
@@ -354,7 +354,7 @@ function scaling(box, figureElement) {
 
 function roofline(box) {
   const known = run.problems.filter((problem) => Object.keys(problem.bounds).length && problem.peers.length);
-  if (!known.length) return nothing(box, "The card's rates are not known, so there are no bounds to draw.");
+  if (!known.length) return nothing(box, "The card's rates are unknown, so there are no bounds to draw.");
   const points = known.flatMap((problem) => problem.peers.map((peer) => ({
     who: peer.who, kind: peer.kind, intensity: problem.flops / problem.bytes, tflops: problem.flops / peer.us / 1e6, problem: problem.label, us: peer.us, config: peer.config,
   })));
