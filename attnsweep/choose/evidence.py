@@ -83,7 +83,7 @@ class Race:
         self.references = self.references or self.entrants
         strangers = set(self.references) - set(self.entrants)
         if strangers:
-            raise ValueError(f"references that are no entrants: {sorted(strangers)}")
+            raise ValueError(f"references that are not entrants: {sorted(strangers)}")
 
     @property
     def threshold(self) -> float:

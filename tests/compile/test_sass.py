@@ -173,7 +173,7 @@ def test_a_missing_disassembler_is_told_before_anything_is_compiled(tmp_path, mo
     monkeypatch.setattr(sass, "WHEEL", "no-such-wheel")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     try:
-        with pytest.raises(ToolchainError, match=r"nvdisasm is needed.*\n.*\[inspect\]"):
+        with pytest.raises(ToolchainError, match=r"needs nvdisasm.*\n.*\[inspect\]"):
             compiled(tmp_path, "{branches: 0}", tmp_path / "cubins")
     finally:
         sass.nvdisasm.cache_clear()
