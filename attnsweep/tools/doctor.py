@@ -55,9 +55,9 @@ def examine() -> list[Finding]:
         _package(("torch",), "PyTorch", install_command("torch"), needed=False),
         _package(("flash-attn",), "flash_attn_2", "pip install flash-attn", needed=False),
         _package(
-            ("flash-attn-3", "flash_attn_3"),
+            ("flash-attn-3", "flash_attn_3", "fa3-fwd"),
             "flash_attn_3",
-            "build it from FlashAttention's hopper/ directory",
+            "pip install fa3-fwd (bf16 only), or build FlashAttention's hopper/ directory",
             needed=False,
         ),
         _package(("flash-attn-4",), "flash_attn_4", "pip install flash-attn-4", needed=False),
