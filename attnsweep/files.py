@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -30,19 +30,18 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
     durable: the content and the rename reach the disk before this returns. A killed process may
     leave a file `.NAME.*.tmp`, which nothing reads. Raises OSError.
     """
-    handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        # Not mkstemp: its files need a chmod with the umask, and reading the umask sets it for a
+        # moment in all threads.
+        with aside.open("xb") as file:
             file.write(data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(aside, 0o666 & ~umask)  # mkstemp gives access to the owner only
-        os.replace(aside, path)
+        aside.replace(path)
     except BaseException:
-        os.unlink(aside)
+        aside.unlink(missing_ok=True)
         raise
     if durable:
         sync_folder(path.parent)

@@ -8,6 +8,7 @@ from attnsweep.build.candidate import Build
 from attnsweep.trial import Status, Trial
 
 _MEASURED = ("status", "detail", "accuracy", "time_us", "first_us", "stages_us", "launch_us")
+_KEPT = ("resources", "schedule", "fingerprint", "first_us")
 
 
 class Twins:
@@ -44,7 +45,7 @@ class Twins:
         heir = row.with_(**{name: getattr(measured, name) for name in _MEASURED})
         self._measured[build.machine_code()] = (build, heir)
         # Keep its first_us: the search was told that time, and is told it again after a resume.
-        left = measured.with_(time_us=None, accuracy=None, stages_us={}, launch_us=None)
+        left = twin.row(status=measured.status, **{name: getattr(measured, name) for name in _KEPT})
         return [(twin, same_code(left, build)), (build, heir)]
 
 

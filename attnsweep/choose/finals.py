@@ -68,8 +68,9 @@ class Finals:
 
         peers: a row for each baseline, with the status for a baseline that cannot run.
         """
+        chosen = finalists_of(raced, self._spec.measure.finalists)
         finalists = []
-        for build, trial in finalists_of(raced, self._spec.measure.finalists):
+        for build, trial in chosen:
             try:
                 self._gpu.add(label_of(build), build.candidate(), cold=True)
                 self._entries[label_of(build)] = trial
@@ -83,9 +84,9 @@ class Finals:
             except WorkerError as error:
                 failed = {"status": error.status, "detail": error.detail}
                 self._put(row.with_(**failed, accuracy=error.payload))
-        entered = {trial.key for trial in self._entries.values()}
+        asked = {trial.key for _, trial in chosen}
         for _, trial in raced:  # rounds of an earlier run do not pair with today's
-            if trial.time_us and trial.time_us.rounds and trial.key not in entered:
+            if trial.time_us and trial.time_us.rounds and trial.key not in asked:
                 alone = trial.time_us.model_copy(update={"rounds": []})
                 self._keep(trial.with_(time_us=alone))
         for trial in self._timed():
@@ -111,11 +112,11 @@ class Finals:
         kinds = {kind: n for kind, n in asked.items() if getattr(settings, kind, True)}
         ranked: list[Round] = []
         done = 0
-        for kind, wanted in kinds.items():
-            for this in self._rounds_of(kind, wanted, rounds):
+        for kind in kinds:
+            for this in self._rounds_of(kind, kinds, rounds):
                 ranked += [this] if kind == settings.rank_by else []
                 done += 1
-                self._observer.timing(done, max(done, sum(kinds.values())))
+                self._observer.timing(done, sum(kinds.values()))
         conditions = rounds.summary(ranked)
         self._note(conditions.get("strays", {}), len(ranked))
         pace = _pace([self._samples[name][settings.rank_by] for name in self._entries])
@@ -124,8 +125,8 @@ class Finals:
             for name, trial in self._entries.items()
         ]
 
-    def _rounds_of(self, kind: str, wanted: int, rounds: Rounds) -> Iterator[Round]:
-        """Rounds of one kind of time, more than `wanted` while the border is open."""
+    def _rounds_of(self, kind: str, wanted: dict[str, int], rounds: Rounds) -> Iterator[Round]:
+        """Rounds of one kind of time. An open border adds to the number that is `wanted` of it."""
         ranks = kind == self._spec.measure.rank_by
         names = [n for n in self._entries if kind != "stages" or _stages(self._entries[n])]
         last: dict[tuple[str, str], float] = {}
@@ -142,7 +143,7 @@ class Finals:
         else:
             rounds.round(names, replay)  # captures the graphs, and does not count
         taken = 0
-        while taken < wanted:
+        while taken < wanted[kind]:
             names = [name for name in names if name in self._entries]
             if ranks and taken >= _ROUNDS_OF_THE_FAR:
                 within = _FAR if taken < self._spec.measure.rounds else _NEAR
@@ -151,11 +152,11 @@ class Finals:
             for (name, what), time_us in last.items():
                 if name in this.times:
                     self._samples[name].setdefault(what, []).append(time_us)
-            yield this
             taken += 1
-            if taken == wanted < _MOST * self._spec.measure.rounds and ranks:
+            if taken == wanted[kind] < _MOST * self._spec.measure.rounds and ranks:
                 ours = [n for n in this.times if self._entries[n].provider == OURS]
-                wanted += border_is_open([self._samples[n][kind] for n in ours])
+                wanted[kind] += border_is_open([self._samples[n][kind] for n in ours])
+            yield this
 
     def _note(self, strays: Mapping[str, str], rounds: int) -> None:
         for number, differs in list(strays.items())[:1]:

@@ -44,6 +44,7 @@ class Queue:
         self._compiler, self._limit = compiler, limit
         self._budget_s = spec.search.budget_s
         self._deadline = math.inf
+        self._begun = False
 
     def start(self) -> None:
         """Start the problem's time."""
@@ -76,16 +77,17 @@ class Queue:
         """The batch, each build when its code is ready; after the deadline, only those in `kept`.
 
         kept: ids of builds that are already measured. The others then get no row, as if they had
-        not been asked for, and a later run tries them. The first build always comes. progress:
-        called with the number of ready builds and of all.
+        not been asked for, and a later run tries them. The problem's first build always comes.
+        progress: called with the number of ready builds and of all.
         """
         builds, given, look_at = self.builds, set[int](), 0.0
         for build in as_ready(builds):
-            if given and time.monotonic() > self._deadline:
+            if self._begun and time.monotonic() > self._deadline:
                 break
             if time.monotonic() >= look_at:  # counting 582 builds takes 0.5 ms
                 progress(sum(b.ready for b in builds), len(builds))
                 look_at = time.monotonic() + _PROGRESS_S
+            self._begun = True
             given.add(id(build))
             yield build
         yield from as_ready([b for b in builds if id(b) in kept and id(b) not in given])

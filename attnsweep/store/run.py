@@ -37,6 +37,7 @@ PACKED = "trials.jsonl.gz"
 SPEC = "spec.yaml"
 ENVIRONMENT = "environment.json"
 SPACES = "spaces.json"
+_OLD_SPACES = "planned.json"  # the same file in runs of an older version
 CUBINS = "cubins"
 LOCK = ".lock"
 # Without a limit, a foreign file would give one warning per line.
@@ -370,7 +371,8 @@ def _described(directory: Path, trials: list[Trial], warnings: list[str]) -> Run
     """The run with the files next to its trials; a file that cannot be read is a warning."""
     environment, odd_environment = _read_environment(directory / ENVIRONMENT)
     spec, odd_spec = _read_spec(directory / SPEC)
-    spaces, odd_spaces = _read_spaces(directory / SPACES)
+    named = SPACES if (directory / SPACES).exists() else _OLD_SPACES
+    spaces, odd_spaces = _read_spaces(directory / named)
     warnings += [odd for odd in (odd_environment, odd_spec, odd_spaces) if odd]
     return Run(directory, trials, environment, spec, warnings, spaces)
 

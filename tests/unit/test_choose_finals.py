@@ -83,8 +83,13 @@ class Notes(Observer):
     def __init__(self):
         self.notes = []
 
+        self.counted = []
+
     def note(self, text):
         self.notes.append(text)
+
+    def timing(self, done, total):
+        self.counted.append((done, total))
 
 
 def pair(name, first_us):
@@ -105,16 +110,18 @@ def pair(name, first_us):
     return build, trial
 
 
+def spec_of(seed=0, **measure):
+    measure = {"finalists": 4, "rounds": 15, **measure}
+    return SimpleNamespace(measure=MeasureSpec(**measure), search=SearchSpec(seed=seed))
+
+
 def sweep(medians, seed=0, finalists=4, rank_by="warm", **card):
     card |= {"rank_by": "cold" if rank_by == "cold" else "warm"}
     card = Card({f"k {n}": us for n, us in enumerate(medians)}, seed, **card)
     # First times: one after another, minutes apart.
     first = random.Random(seed + 1000)
     checked = [pair(str(n), us * math.exp(first.gauss(0, 0.02))) for n, us in enumerate(medians)]
-    spec = SimpleNamespace(
-        measure=MeasureSpec(finalists=finalists, rounds=15, rank_by=rank_by),
-        search=SearchSpec(seed=seed),
-    )
+    spec = spec_of(seed, finalists=finalists, rank_by=rank_by)
     store, notes = Rows(), Notes()
     timed = run_finals(spec, card, store, notes, checked)
     return SimpleNamespace(
@@ -122,6 +129,7 @@ def sweep(medians, seed=0, finalists=4, rank_by="warm", **card):
         finals=[int(build.config.label) for build, _ in timed],
         rows={row.config["A"]: row for row in store.rows.values()},
         notes=notes.notes,
+        timing=notes.counted,
     )
 
 
@@ -228,11 +236,43 @@ def test_nothing_of_an_earlier_race_is_believed():
     card = Card({"k 0": 30.0}, 0)
     build, trial = pair("0", 30.0)
     stale = trial.with_(race={"survived": True})
-    spec = SimpleNamespace(measure=MeasureSpec(finalists=4, cold=False), search=SearchSpec())
     store = Rows()
-    run_finals(spec, card, store, Notes(), [(build, stale)])
+    run_finals(spec_of(cold=False), card, store, Notes(), [(build, stale)])
     (row,) = store.rows.values()
     assert row.race == {}
+
+
+def test_a_finalist_that_fails_keeps_its_failure_whatever_an_earlier_run_left():
+    card = Card({"k 0": 30.0, "k 1": 31.0}, 0, faults=[("add", "k 0")])
+    earlier = Measurement(median=30.0, low=30.0, high=30.0, samples=2, rounds=[30.0, 30.0])
+    checked = [pair("0", 30.0), pair("1", 31.0)]
+    checked[0] = (checked[0][0], checked[0][1].with_(time_us=earlier))
+    store = Rows()
+    run_finals(spec_of(), card, store, Notes(), checked)
+    statuses = {row.config["A"]: row.status for row in store.rows.values()}
+    assert statuses == {0: Status.TIMEOUT, 1: Status.OK}
+
+
+def test_a_finalist_that_fails_in_the_last_round_has_no_say_in_further_ones():
+    class Late(Card):
+        def replay(self, name, kind):
+            if self.calls.count(("replay", "k 2")) == 15:  # one in warm-up, one a round before
+                self.faults["replay", "k 2"] = WorkerError(Status.TIMEOUT, "hung")
+            return super().replay(name, kind)
+
+    card = Late({"k 0": 30.0, "k 1": 30.12, "k 2": 40.0}, 0, noise=0.0)
+    store = Rows()
+    run_finals(spec_of(), card, store, Notes(), [pair(str(n), 30.0) for n in range(3)])
+    rows = {row.config["A"]: row for row in store.rows.values()}
+    assert rows[2].status is Status.TIMEOUT
+    assert [len(rows[n].time_us.rounds) for n in (0, 1)] == [45, 45]
+
+
+def test_progress_counts_the_rounds_that_an_open_border_adds():
+    done = sweep([30.0, 30.12, 40.0], noise=0.0)
+    assert done.timing[13:16] == [(14, 24), (15, 25), (16, 26)]
+    assert done.timing[-1] == (54, 54)
+    assert sweep([30.0, 31.0]).timing[-1] == (24, 24)
 
 
 def test_the_best_is_in_the_finals_as_often_as_it_says():

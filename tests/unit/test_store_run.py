@@ -488,6 +488,15 @@ def test_a_plan_that_cannot_be_read_is_a_warning(tmp_path: Path, text: str) -> N
     assert "spaces.json: not" in run.warnings[0]
 
 
+def test_the_spaces_of_a_run_of_an_older_version_are_read(tmp_path: Path) -> None:
+    with Store.open(tmp_path) as store:
+        store.append(trial(1))
+    (tmp_path / "planned.json").write_text('[{"candidates": 3}]')
+    assert open_run(tmp_path).spaces == [{"candidates": 3}]
+    (tmp_path / "spaces.json").write_text('[{"candidates": 4}]')
+    assert open_run(tmp_path).spaces == [{"candidates": 4}]
+
+
 def test_a_packed_run_has_the_same_rows_and_the_same_bytes_each_time(tmp_path):
     first, again = trial(32), trial(64)
     for name in ("one", "two"):

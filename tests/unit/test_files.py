@@ -1,0 +1,62 @@
+"""write_file: the new content or the old one, on the disk if asked, with the usual access."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from attnsweep import files
+from attnsweep.files import write_file
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "report.html"
+    path.write_bytes(b"old")
+    return path
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_the_new_content_takes_the_place_of_the_old_and_leaves_nothing_else(path, durable):
+    write_file(path, b"new", durable=durable)
+    assert path.read_bytes() == b"new"
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_failure_leaves_the_old_file_and_nothing_else(path, monkeypatch, step, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(*((files.os, step) if step == "fsync" else (files.Path, step)), fail)
+    with pytest.raises(error):
+        write_file(path, b"new", durable=True)
+    assert path.read_bytes() == b"old"
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_durable_means_the_content_before_the_rename_and_then_the_folder(path, monkeypatch):
+    fsync, seen = os.fsync, []
+
+    def told(handle):
+        folder = stat.S_ISDIR(os.fstat(handle).st_mode)
+        seen.append(("folder" if folder else "content", path.read_bytes()))
+        fsync(handle)
+
+    monkeypatch.setattr(files.os, "fsync", told)
+    write_file(path, b"new", durable=True)
+    assert seen == [("content", b"old"), ("folder", b"new")]
+    write_file(path, b"newer")
+    assert len(seen) == 2
+
+
+def test_access_is_that_of_any_new_file_and_the_umask_is_never_touched(path, monkeypatch):
+    """Threads compile and write meanwhile: all of them would see another umask."""
+    with (path.parent / "usual").open("wb") as usual:
+        mode = os.fstat(usual.fileno()).st_mode
+    monkeypatch.setattr(files.os, "umask", lambda _: pytest.fail("sets the umask"))
+    write_file(path, b"new")
+    assert path.stat().st_mode == mode

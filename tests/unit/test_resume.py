@@ -1,0 +1,138 @@
+"""Resume: which rows of an earlier run hold, and what makes each of them void."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from fake_compiler import FakeCompiler
+from samples import TEST_GPU, numbered
+
+from attnsweep import resume
+from attnsweep.build.candidate import Build
+from attnsweep.choose.skips import Skip, Skips
+from attnsweep.family.declare import Config, discover
+from attnsweep.hardware import arch_named
+from attnsweep.resume import Kept
+from attnsweep.spec.load import MeasureSpec, SearchSpec
+from attnsweep.trial import Measurement, Status
+
+PROBLEM = numbered(0).problem
+SPEC = SimpleNamespace(
+    measure=MeasureSpec(rounds=4), search=SearchSpec(), require={}, baselines=["torch_flash"]
+)
+ONCE = Measurement(median=7.0, low=7.0, high=7.0, samples=1)
+ROUNDS = ONCE.model_copy(update={"rounds": [7.0, 7.0]})
+
+
+@pytest.fixture
+def build(tmp_path):
+    kernel, arch = discover()["naive"], arch_named("sm_90a")
+    return Build.of(kernel, Config({"THREADS": 64}), PROBLEM, FakeCompiler(arch, tmp_path))
+
+
+class Excluding(Skips):
+    """Skips whose verdict a test sets."""
+
+    says: Skip | None = None
+
+    def verdict(self, build, *, skipped_before=False):
+        assert skipped_before
+        return self.says
+
+
+def kept_of(spec=SPEC, environment=TEST_GPU, rows=()):
+    skips = Excluding(finalists=4, entry=1.25)
+    return Kept(spec, environment, SimpleNamespace(trials=list(rows)), skips), skips
+
+
+def measure(**changes):
+    return SimpleNamespace(**{**vars(SPEC), "measure": MeasureSpec(**{"rounds": 4, **changes})})
+
+
+OTHER_RUNS = {
+    "rank_by": {"spec": measure(rank_by="cold")},
+    "rounds": {"spec": measure(rounds=5)},
+    "replay_us": {"spec": measure(replay_us=3000)},
+    "cold": {"spec": measure(cold=False)},
+    "eager": {"spec": measure(eager=False)},
+    "require": {"spec": SimpleNamespace(**{**vars(SPEC), "require": {"fwd": ["registers < 9"]}})},
+    "gpu": {"environment": TEST_GPU.model_copy(update={"gpu": "NVIDIA Test 2"})},
+    "driver": {"environment": TEST_GPU.model_copy(update={"driver": "2.0"})},
+    "cuda": {"environment": TEST_GPU.model_copy(update={"cuda": "14.0"})},
+}
+
+
+@pytest.mark.parametrize("changed", OTHER_RUNS.values(), ids=OTHER_RUNS)
+def test_a_row_holds_only_under_the_same_settings_and_card(build, changed):
+    row = build.row(status=Status.OK, fingerprint=kept_of()[0].fingerprint(build))
+    assert kept_of(rows=[row])[0].rows([build]) == {id(build): row}
+    assert kept_of(rows=[row], **changed)[0].rows([build]) == {}
+
+
+def test_a_row_holds_only_for_the_same_code_launches_problem_and_protocol(build, monkeypatch):
+    kept, _ = kept_of()
+    name, launch = next(iter(build.launches.items()))
+    grid = replace(launch, grid=(1, 2, 3))
+    others = [
+        replace(build, keys=("other source",)),
+        replace(build, launches={**build.launches, name: grid}),
+        replace(build, problem=replace(PROBLEM, batch=PROBLEM.batch + 1)),
+        replace(build, schedule=replace(build.schedule, eager=True)),
+    ]
+    first = kept.fingerprint(build)
+    found = {kept.fingerprint(other) for other in others}
+    monkeypatch.setattr(resume, "PROTOCOL", resume.PROTOCOL + 1)
+    found |= {first, kept.fingerprint(build)}
+    assert len(found) == len(others) + 2
+
+
+def test_what_does_not_change_a_time_changes_no_fingerprint(build):
+    now = TEST_GPU.model_copy(update={"date": "2027-01-01T00:00:00Z", "python": "3.14"})
+    more = SimpleNamespace(**{**vars(measure(finalists=9)), "baselines": []})
+    prints = {
+        kept_of()[0].fingerprint(build),
+        kept_of(environment=now)[0].fingerprint(build),
+        kept_of(spec=more)[0].fingerprint(build),
+    }
+    assert len(prints) == 1
+
+
+def test_a_skipped_row_holds_as_long_as_it_is_excluded_and_skipping_is_asked_for(build):
+    row = build.row(status=Status.PRUNED, at_least_us=9.0)
+    row = row.with_(fingerprint=kept_of()[0].fingerprint(build))
+    kept, skips = kept_of(rows=[row])
+    assert kept.rows([build]) == {}
+    skips.says = Skip(9.0, "slow")
+    assert kept.rows([build]) == {id(build): row}
+    never = SimpleNamespace(**{**vars(SPEC), "search": SearchSpec(skip_by_bound=False)})
+    kept, skips = kept_of(never, rows=[row])
+    skips.says = Skip(9.0, "slow")
+    assert kept.rows([build]) == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "time_us", "baseline", "whole"),
+    [
+        (Status.OK, ROUNDS, "same", True),
+        (Status.OK, ONCE, "same", False),
+        (Status.WRONG, None, "same", True),
+        (Status.OK, ROUNDS, "none", False),
+        (Status.OK, ROUNDS, "another", False),
+        (None, None, "same", False),
+    ],
+    ids=["rounds", "no rounds", "all failed", "no baseline", "another baseline", "no row"],
+)
+def test_a_problem_is_whole_with_all_rows_the_baselines_and_rounds(
+    build, status, time_us, baseline, whole
+):
+    kept, _ = kept_of()
+    rows = [] if baseline == "none" else kept.peers(PROBLEM)
+    if baseline == "another":
+        packages = TEST_GPU.model_copy(update={"packages": {"torch": "1.0"}})
+        rows = kept_of(environment=packages)[0].peers(PROBLEM)
+    if status is not None:
+        fingerprint = kept.fingerprint(build)
+        rows.append(build.row(status=status, time_us=time_us, fingerprint=fingerprint))
+    assert kept_of(rows=rows)[0].whole(PROBLEM, [build]) is whole
