@@ -14,7 +14,7 @@ from attnsweep.family.chunks import MODES
 from attnsweep.family.declare import Kernel
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec
-from attnsweep.store.run import TRIALS, Store, open_run
+from attnsweep.store.run import PACKED, TRIALS, Store, open_run
 from attnsweep.trial import OURS, Environment, Status, Trial
 
 # Raise it if a change of checking or timing makes older rows incomparable; they are then redone.
@@ -95,6 +95,8 @@ class Kept:
 
 def retire(store: Store, kernels: Mapping[str, Kernel], observer: Observer) -> None:
     """Prune rows of configs that their family no longer has; otherwise they would be ranked."""
+    if (store.directory / PACKED).is_file() and not store.trials:
+        observer.note(f"{PACKED} stays there; this run's rows are in {TRIALS} and are read first")
     modes, retired = {param.name for param in MODES}, 0
     for trial in store.trials:
         if trial.provider != OURS or trial.status is Status.PRUNED or trial.kernel not in kernels:

@@ -22,6 +22,7 @@ from attnsweep.errors import NoGpuError, SpaceError
 from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.spec.load import load_spec
+from attnsweep.store.pack import pack
 from attnsweep.store.run import read_trials
 from attnsweep.trial import Status
 
@@ -545,3 +546,23 @@ def test_a_failure_to_read_the_clocks_loses_nothing(go, gpu):
     assert row.time_us.samples == 4
     assert not {"sm_mhz", "rounds", "strays"} & set(row.conditions)
     assert row.time_us.cycles is None
+
+
+def test_a_sweep_next_to_a_packed_run_says_which_rows_are_read(go, tmp_path):
+    class Notes(Observer):
+        def __init__(self):
+            self.notes = []
+
+        def note(self, text):
+            self.notes.append(text)
+
+    directory = go().run.directory
+    pack(directory)
+    notes = Notes()
+    outcome = go(observer=notes)
+    assert any("trials.jsonl.gz stays there" in note for note in notes.notes)
+    assert outcome.exit_code == 0
+    assert (directory / "trials.jsonl.gz").is_file()
+    again = Notes()
+    go(observer=again)
+    assert again.notes == []
