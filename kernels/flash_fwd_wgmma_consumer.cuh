@@ -1,0 +1,200 @@
+// The consumer of flash_fwd_wgmma. Its template includes this where its constants, Barriers, Memory
+// and Call are known.
+#pragma once
+
+// ---- a consumer warpgroup: 64 queries, in turns with the other key groups ----
+struct Consumer {
+    const Memory& at;
+    const Call& call;
+    int warp, lane, key_group, row_group;
+    Tiles schedule;
+    unsigned own_q, own_p, p_buffer;
+    // stmatrix: this lane's row and 16-byte chunk of the warp's 16 rows of a panel; `^ 32 n` is n
+    // chunk pairs on, since the swizzle is an XOR too.
+    unsigned lane_at;
+    unsigned long long q_descriptor, k_descriptor, v_descriptor, p_descriptor;
+    // Of the tile of queries: keys that all of a warp's rows see, and those of this thread's two
+    // rows.
+    int all_keys, unmasked, limit, limit_8;
+    unsigned remote;          // from a barrier to that of the block that this lane tells
+    Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
+
+    using Scores = float[BLOCK_N / 2];
+    using Output = float[HEAD_DIM / 2];
+    using Weights = unsigned[BLOCK_N / 4];  // P as fragments; unused if P is in shared memory
+
+    __device__ __forceinline__ void wait_for_k() const {
+        mbarrier_wait(at.barriers.k_full(k_at.stage), k_at.phase);
+    }
+    __device__ __forceinline__ void wait_for_v() const {
+        mbarrier_wait(at.barriers.v_full(v_at.stage), v_at.phase);
+    }
+    // To the producers of all blocks that load into the barrier's stage.
+    __device__ __forceinline__ void release(unsigned barrier) const {
+        if constexpr (MULTICAST > 1) mbarrier_arrive_remote(remote + barrier, lane, MULTICAST);
+        else if (lane == 0) mbarrier_arrive(barrier);
+    }
+    __device__ __forceinline__ void release_q() const {
+        if (PERSISTENT && lane == 0) mbarrier_arrive(at.barriers.q_empty());
+    }
+    // Warpgroups that overlap tiles take turns to begin their products.
+    __device__ __forceinline__ void take_turn() const {
+        if (PINGPONG) named_barrier_sync(TURN_BARRIER + warp / 4, 256);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (PINGPONG) named_barrier_arrive(TURN_BARRIER + (warp / 4 + 1) % WARPGROUPS, 256);
+    }
+
+    // s = Q K^T of 64 queries and BLOCK_N keys.
+    __device__ __forceinline__ void begin_qk(Scores& s) const {
+        wgmma_fence();
+        unsigned long long k = k_descriptor + k_at.stage * (KV_BYTES / 16);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 16; ++i) {
+            constexpr int IN_PANEL = 4;  // 16 columns are 32 bytes
+            unsigned in = i % IN_PANEL * 32;
+            Wgmma<BLOCK_N>::ss<IS_BF16, 0>(s, q_descriptor + (i / IN_PANEL * Q_PANEL + in) / 16,
+                                           k + (i / IN_PANEL * KV_PANEL + in) / 16, i > 0);
+        }
+        wgmma_commit();
+    }
+    // PENDING products that began later may go on.
+    template <int PENDING>
+    __device__ __forceinline__ void end_qk(Scores& s) {
+        wgmma_wait<PENDING>();
+        pin(s);
+        release(at.barriers.k_empty(k_at.stage)), k_at.skip<KEY_GROUPS>();
+    }
+    // out += P V, with P in registers or in shared memory.
+    // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
+    __device__ __forceinline__ void begin_pv(Output& out, Weights& p) const {
+        if (!P_SHARED) pin(p);
+        pin(out);
+        wgmma_fence();
+        unsigned long long shared_p = p_descriptor + p_buffer * (P_BYTES / 16),
+                           v = v_descriptor + v_at.stage * (KV_BYTES / 16);
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 16; ++i)
+            if (P_SHARED)
+                Wgmma<HEAD_DIM>::ss<IS_BF16, 1>(out, shared_p + (i / 4 * P_PANEL + i % 4 * 32) / 16,
+                                                v + i * 2048 / 16, 1);
+            else Wgmma<HEAD_DIM>::rs<IS_BF16, 1>(out, p + i * 4, v + i * 2048 / 16, 1);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void end_pv(Output& out, Weights& p) {
+        wgmma_wait<0>();
+        pin(out);
+        if (!P_SHARED) pin(p);
+        release(at.barriers.v_empty(v_at.stage)), v_at.skip<KEY_GROUPS>();
+    }
+    __device__ __forceinline__ void mask(Scores& s, int j) const {
+        int key = schedule.key(j, all_keys);
+        if (__builtin_expect(key + BLOCK_N > unmasked, 0))
+            mask_columns(s, limit - key, limit_8 - key);
+    }
+
+    // Where exponentials go: eight of them are this thread's fragment of P's 16 keys.
+    __device__ __forceinline__ auto to_registers(Weights& p) const {
+        return [&p](int i, const float (&e)[8]) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) p[i / 2 + j] = pack(e[2 * j], e[2 * j + 1]);
+        };
+    }
+    __device__ __forceinline__ auto to_shared() const {
+        return [this](int i, const float (&e)[8]) {
+            stmatrix_x4(
+                (own_p + p_buffer * P_BYTES + lane_at + i / 32 * P_PANEL) ^ (i / 8 % 4 * 32),
+                pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7]));
+        };
+    }
+    __device__ __forceinline__ void
+    shared_p_written() const {  // by this warp, which reads no other's rows
+        fence_async_proxy();
+        __syncwarp();
+    }
+    __device__ __forceinline__ static void scale_rows(Output& out, const float (&by)[2]) {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] *= by[i / 2 % 2];
+    }
+    // The softmax of a tile that nothing runs beside.
+    __device__ __forceinline__ void softmax(Scores& s, Weights& p, Output& out, Softmax& rows,
+                                            float (&by)[2], bool first) const {
+        bool grew;
+        if constexpr (P_SHARED) {
+            grew = rows.tile(s, call.factor, first, by, to_shared());
+            shared_p_written();
+        } else {
+            grew = rows.tile(s, call.factor, first, by, to_registers(p));
+        }
+        if (grew) scale_rows(out, by);
+    }
+    // The same beside P V of the tile before, which is then waited for. The P before is being read,
+    // so the new one goes elsewhere: to the other buffer, or, since with MAXIMA 1 the tile is not
+    // done again, over the scores.
+    __device__ __forceinline__ void softmax_beside_pv(Scores& s, Weights& p, Output& out,
+                                                      Softmax& rows, float (&by)[2]) {
+        bool grew;
+        if constexpr (P_SHARED) {
+            p_buffer ^= 1;
+            grew = rows.tile(s, call.factor, false, by, to_shared());
+            shared_p_written();
+            end_pv(out, p);
+        } else {
+            grew = rows.tile(s, call.factor, false, by, [&s](int i, const float (&e)[8]) {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) s[i + j] = e[j];
+            });
+            pin(s);
+            end_pv(out, p);
+#pragma unroll
+            for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
+        }
+        if (grew) scale_rows(out, by);
+    }
+
+    // out = softmax(Q K^T) V, not yet divided by the sums of `rows`. Tiles of keys come right to
+    // left.
+    __device__ __forceinline__ void attend(Output& out, Softmax& rows, int tiles) {
+        Weights p;
+        float by[2];
+        if constexpr (!OVERLAP) {
+#pragma unroll 1
+            for (int j = key_group; j < tiles; j += KEY_GROUPS) {
+                Scores s;
+                wait_for_k();
+                begin_qk(s);  // S = Q K^T
+                end_qk<0>(s);
+                mask(s, j);
+                softmax(s, p, out, rows, by, j == key_group);  // P = softmax(S)
+                wait_for_v();
+                begin_pv(out, p);  // O += P V
+                end_pv(out, p);
+            }
+            release_q();
+        } else {
+            {
+                Scores s;
+                wait_for_k();
+                begin_qk(s);
+                end_qk<0>(s);
+                mask(s, key_group);
+                softmax(s, p, out, rows, by, true);
+            }
+#pragma unroll 1
+            for (int j = key_group + KEY_GROUPS; j < tiles; j += KEY_GROUPS) {
+                Scores s;
+                wait_for_k(), take_turn();
+                begin_qk(s);  // S = Q K^T
+                wait_for_v();
+                begin_pv(out, p), pass_turn();  // O += P V, of the tile before
+                end_qk<1>(s);
+                mask(s, j);
+                softmax_beside_pv(s, p, out, rows, by);  // P = softmax(S)
+            }
+            release_q();
+            wait_for_v();
+            begin_pv(out, p);
+            end_pv(out, p);
+        }
+    }
+};
