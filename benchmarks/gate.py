@@ -8,7 +8,7 @@ that changed: in rounds in which both sides take turns, and in a second process 
 slower. Each side has its own copy of the machine code, so that the two lie apart in memory as two
 versions do; every kernel has two new processes.
 
-A slowed kernel is the kernel and then a launch that waits for so many clock cycles; the other side
+A slowed kernel is the kernel and then a launch that waits for some clock cycles; the other side
 has the same launch with no cycles to wait for. The real slowdown is the median ratio of many
 rounds, and corrects the cycles.
 """
@@ -133,7 +133,7 @@ def copied(launches: Launches, place: Path) -> Launches:
 
 
 def compare_with_itself(found: Sequence[Case], count: int, seconds: float) -> dict[str, Any]:
-    """Make so many comparisons, shared out among the cases, or as many as the time allows."""
+    """Make `count` comparisons, spread over the cases, or as many as `seconds` allow."""
     begin, rows = time.monotonic(), []
     total: Counter[str] = Counter()
     for number, case in enumerate(found):
@@ -177,7 +177,7 @@ def compare_with_itself(found: Sequence[Case], count: int, seconds: float) -> di
 
 
 def slowed(candidate: Candidate, cubin: str, cycles: int) -> Candidate:
-    """The candidate and then a launch that waits for so many clock cycles."""
+    """The candidate and then a launch that waits for `cycles` clock cycles."""
     burn = CompiledStage("burn", cubin, Launch("burn", (1, 1, 1), 32, (cycles,)))
     return replace(
         candidate, timed=replace(candidate.timed, stages=(*candidate.timed.stages, burn))
@@ -185,7 +185,7 @@ def slowed(candidate: Candidate, cubin: str, cycles: int) -> Candidate:
 
 
 def ratios(worker: Worker, old: Candidate, new: Candidate, rounds: int) -> list[float]:
-    """New time over old in so many rounds, whatever they show."""
+    """New time over old in each of `rounds` rounds, whatever they show."""
     for name, candidate in (("old", old), ("new", new)):
         worker.forget(name)
         worker.add(name, candidate, cold=False)

@@ -11,10 +11,10 @@ empty caches of its own:
   `beyond_48_kib` counts the configs that need this. Its time begins with its import.
 - hundred_ms: all cores compile every config, then each one is timed for 100 ms.
 
---limit: the two others get so many configs, drawn evenly; attnsweep always does all. Their time for
-all configs is then the time before the first config plus the rest in proportion, and marked
-`extrapolated`. --cap-s: a tool is stopped after so many seconds, and its row says so. Kernel Tuner
-is no dependency of attnsweep: pip install kernel-tuner.
+--limit: the two others get this many configs, drawn evenly; attnsweep always does all. Their time
+for all configs is then the time before the first config plus the rest in proportion, and marked
+`extrapolated`. --cap-s: a tool is stopped after this many seconds, and its row says so. Kernel
+Tuner is no dependency of attnsweep: pip install kernel-tuner.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ CASES = (
 REPLAY_US = 2000.0
 WARM_UP = 5
 ROUNDS_OF_A_SWEEP = 15
-# A call of more than so many microseconds should have its ratios within this distance from 1.
+# Microseconds of a call, and how far from 1 the ratios of a longer call may be.
 LIMITS = ((50.0, 0.003), (5.0, 0.01))
 
 

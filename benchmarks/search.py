@@ -2,8 +2,8 @@
 
 Usage: python benchmarks/search.py [FILE.json] [--seeds 10] [--results DIR]. Nothing is measured: a
 strategy learns the recorded time of each config that it asks for. For each run, kernel and problem
-the file holds the best time after so many trials over the best recorded one (median and worst of
-the seeds), and the median number of trials until a strategy was within 1 %.
+the file holds the best time after a number of trials over the best recorded one (median and worst
+of the seeds), and the median number of trials until a strategy was within 1 %.
 """
 
 from __future__ import annotations
