@@ -29,19 +29,13 @@ from attnsweep.hardware import ARCHS, Arch, arch_named
 from attnsweep.problem import Problem
 from attnsweep.store.run import find_runs, open_run
 from attnsweep.trial import OURS
+from tests.simt.unusual import FLASH_FWD_WGMMA
 
 ROOT = Path(__file__).resolve().parent.parent
 TRIES = 3
 # Values that no config of a default space has, next to those that cover the spaces.
 UNUSUAL = {
-    "flash_fwd_wgmma": (
-        "BLOCK_N=80 WARPGROUPS=2 KEY_GROUPS=2 PERSISTENT=2 ORDER=1 EXP2_POLY=3 MAXIMA=1 LSE=1",
-        "WARPGROUPS=2 PINGPONG=1 CLUSTER=2 PERSISTENT=4 MAXIMA=1",
-        "WARPGROUPS=4 KEY_GROUPS=4 NUM_STAGES=4 SPLITS=3 MAXIMA=2 P_SHARED=1 PDL=2 LSE=1",
-        "BLOCK_N=176 PRODUCER_WARPS=1 CLUSTER=4 OVERLAP=0 P_SHARED=1 NUM_STAGES=1",
-        "WARPGROUPS=4 KEY_GROUPS=2 NUM_STAGES=4 SPLITS=4 SPLIT_CLUSTER=1 PDL=2 LSE=1",
-        "WARPGROUPS=1 SPLITS=2 SPLIT_CLUSTER=1 MAXIMA=2 P_SHARED=1 PRODUCER_WARPS=1 PDL=1",
-    ),
+    "flash_fwd_wgmma": FLASH_FWD_WGMMA,
     "three_kernel_wgmma": (
         "STATS=0 QK_AHEAD=1 QK_STORE=2 QK_EVICT_LAST=1",
         "STATS=3 QK_STORE=1 QK_BUFFERS=2 QK_EVICT_LAST=1 PDL=2 PDL_EARLY=1",

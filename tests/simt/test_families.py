@@ -19,6 +19,7 @@ from attnsweep.family.space import Space
 from attnsweep.problem import Problem
 
 from .harness import ARCH, COMPILER, HERE, SimtError, config_of
+from .unusual import FLASH_FWD_WGMMA
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -34,15 +35,7 @@ FEW_ROWS = (
 )
 # Values that no config of a default space has.
 UNUSUAL = {
-    "flash_fwd_wgmma": (
-        "BLOCK_N=80 WARPGROUPS=2 KEY_GROUPS=2 PERSISTENT=2 ORDER=1 EXP2_POLY=3 MAXIMA=1 LSE=1",
-        "WARPGROUPS=2 PINGPONG=1 CLUSTER=2 PERSISTENT=4 MAXIMA=1",
-        "WARPGROUPS=4 KEY_GROUPS=4 NUM_STAGES=4 SPLITS=3 MAXIMA=2 P_SHARED=1 PDL=2 LSE=1",
-        "BLOCK_N=176 PRODUCER_WARPS=1 CLUSTER=4 OVERLAP=0 P_SHARED=1 NUM_STAGES=1",
-        "WARPGROUPS=4 KEY_GROUPS=2 NUM_STAGES=4 SPLITS=4 SPLIT_CLUSTER=1 PDL=2 LSE=1",
-        "WARPGROUPS=1 SPLITS=2 SPLIT_CLUSTER=1 MAXIMA=2 P_SHARED=1 PRODUCER_WARPS=1 PDL=1",
-        "SPLITS=8 SPLIT_CLUSTER=1 OVERLAP=0 PRODUCER_WARPS=1",
-    ),
+    "flash_fwd_wgmma": FLASH_FWD_WGMMA,
     "three_kernel_wgmma": (
         "STATS=0 QK_BLOCK_N=64 QK_BLOCK_K=32 PV_BLOCK_K=32 PV_STAGES=2 SOFTMAX_THREADS=64 "
         "SOFTMAX_PASSES=3 SOFTMAX_ROWS=2",
