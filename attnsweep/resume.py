@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from attnsweep.build.candidate import Build
 from attnsweep.build.observer import Observer
@@ -15,10 +16,7 @@ from attnsweep.family.declare import Kernel
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.run import PACKED, TRIALS, Store, open_run
-from attnsweep.trial import OURS, Environment, Status, Trial
-
-# Raise it if a change of checking or timing makes older rows incomparable; they are then redone.
-PROTOCOL = 3
+from attnsweep.trial import OURS, PROTOCOL, Environment, Status, Trial
 
 
 class Kept:
@@ -73,9 +71,14 @@ class Kept:
                 problem=problem,
                 status=Status.SKIPPED,
                 fingerprint=self._digest(problem, name, packages),
+                machine=self._environment.machine,
             )
             for name in self._spec.baselines
         ]
+
+    def stamp(self, build: Build) -> dict[str, Any]:
+        """The fields of a new row that say what it depends on, and which machine measured it."""
+        return {"fingerprint": self.fingerprint(build), "machine": self._environment.machine}
 
     def fingerprint(self, build: Build) -> str:
         """Hash of everything that the row of a candidate depends on."""

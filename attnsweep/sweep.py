@@ -20,7 +20,7 @@ from attnsweep.choose.queue import Queue
 from attnsweep.choose.race import Pair, race, race_entry
 from attnsweep.choose.ranking import rank, winners
 from attnsweep.choose.skips import Skips
-from attnsweep.choose.start import start
+from attnsweep.choose.start import input_seed, start
 from attnsweep.errors import StoreError
 from attnsweep.family.declare import Kernel
 from attnsweep.gpu.worker import Gpu, Worker, WorkerError
@@ -74,7 +74,7 @@ def run(
         spec = replace(spec, search=spec.search.model_copy(update={"candidates": cap}))
     if spec.device == "replay":
         return Outcome(replay(spec, kernels, results, observer), False)
-    with Worker(spec.measure.timeout_s) as gpu, ExitStack() as at_end:
+    with Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu, ExitStack() as at_end:
         environment, planned, compiler = start(spec, kernels, gpu, cache_dir, at_end)
         observer.planned(candidate_count(planned, spec.search.candidates))
         directory = results / environment.slug / spec.name
@@ -100,6 +100,7 @@ class Sweep:
         self._store, self._observer = store, observer
         self._skips = Skips(finalists=spec.measure.finalists, entry=race_entry(spec))
         self._kept = Kept(spec, environment, store, self._skips)
+        self._input_seed = input_seed(spec)
         self._finalists: dict[tuple[object, ...], Build] = {}
         self._measured: dict[tuple[object, ...], Build] = {}
 
@@ -126,8 +127,7 @@ class Sweep:
             return  # every candidate and every round is measured
         try:
             measure = self._spec.measure
-            seed = self._spec.search.seed
-            self._gpu.open(queue.problem, replay_us=measure.replay_us, seed=seed)
+            self._gpu.open(queue.problem, replay_us=measure.replay_us, seed=self._input_seed)
         except WorkerError as error:
             self._unopened(queue.builds, error)
             return
@@ -165,7 +165,7 @@ class Sweep:
         """The rows of a candidate, its own last: kept, measured by a twin, or tried now."""
         if kept is not None:
             return [(build, kept)]
-        row = compiled_row(build, self._spec).with_(fingerprint=self._kept.fingerprint(build))
+        row = compiled_row(build, self._spec).with_(**self._kept.stamp(build))
         if row.status is not Status.OK:
             rows = [(build, row)]
         elif twins.of(build) is not None:
@@ -190,6 +190,7 @@ class Sweep:
             accuracy=accuracy,
             time_us=once,
             first_us=first.time_us,
+            first_mhz=first.sm_mhz,
             stages_us=first.stages_us,
             launch_us=first.launch_us,
         )

@@ -12,6 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from attnsweep.problem import Problem
 
+PROTOCOL = 4
+"""Raise it if a change of checking or timing makes older rows incomparable; they are then redone.
+
+4: every element is judged on the device, inputs change between replays, and a call has ordinary
+dependencies on the call before it.
+"""
 Value = int | bool | str
 """Value of a parameter. It reaches the preprocessor, so it is never a float."""
 OURS = "attnsweep"
@@ -60,6 +66,12 @@ class Accuracy(_Row):
     limit: float
     case: str | None = None
     """The shape and input whose error was the largest share of its limit."""
+    shares: dict[str, float] = Field(default_factory=dict)
+    """Each measure of the error in that case, as a share of its limit: see numerics.Measures."""
+    seed: int | None = None
+    """Seed of the inputs and of the rows that proved the reference."""
+    calls: int | None = None
+    """Calls whose whole outputs were compared with the checked one, one by one."""
 
 
 class Resources(_Row):
@@ -90,10 +102,17 @@ class Trial(_Row):
     warm_us: float | None = None
     """Time with a warm L2; every finalist has it, also if time_us is the cold or eager time."""
     cold_us: float | None = None
+    chained_us: float | None = None
+    """Time of a call that may begin before the one before it ends, by a programmatic launch.
+
+    A peer's calls have no such form, so it is never ranked. None if calls cannot be chained.
+    """
     eager_us: float | None = None
     """Host time to issue one call eagerly, without waiting for the device."""
     stages_us: dict[str, float] = Field(default_factory=dict)
     """Stage name to the time of that stage of a pipeline, replayed on its own."""
+    first_mhz: float | None = None
+    """SM clock right after the first time, as NVML reports it."""
     launch_us: float | None = None
     """Time of the same launches with an empty kernel, issued in the same way."""
     at_least_us: float | None = None
@@ -117,6 +136,8 @@ class Trial(_Row):
     Also the interval of the ratio of its time to the time of the entrant that eliminated it, or to
     that of the leader. Empty if the candidate did not race.
     """
+    machine: dict[str, Any] = Field(default_factory=dict)
+    """The card and the host that measured the row: see Environment.machine."""
     fingerprint: str | None = None
     """Hash of the row's inputs: machine code, launches, problem, protocol, GPU, driver."""
     recorded: bool = False
@@ -161,6 +182,21 @@ class Environment(_Row):
     memory_bytes: int
     memory_bytes_per_second: float
     l2_bytes: int
+    protocol: int | None = None
+    """The PROTOCOL of its rows; None of runs before protocol 4."""
+    uuid: str | None = None
+    """The card's UUID, hashed: it tells cards apart and names none."""
+    sku: str | None = None
+    """PCI device and subsystem, and the board's part number if the card tells it."""
+    power_limit_w: float | None = None
+    host: str | None = None
+    """CPU model, and the host's name, hashed."""
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What a row says of the card and the host that measured it."""
+        names = ("gpu", "uuid", "sku", "sm_count", "l2_bytes", "power_limit_w", "driver", "host")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
     def slug(self) -> str:

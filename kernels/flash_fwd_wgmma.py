@@ -32,6 +32,7 @@ kernel = Kernel(
     ),
     min_arch="sm_90a",
     head_dims=(64, 96, 128, 192, 256),
+    lse="LSE",
 )
 COMBINE_THREADS = 128
 L2_BYTES = 32 * 2**20  # bytes of K and V that blocks which run at the same time should share

@@ -133,24 +133,33 @@ class Build:
         cubins = self.cubins()
         stages = []
         begun = set()
+        chains = False
         for piece in schedule.pieces:
             launches = self.kernel.launches(self.config, piece.problem, self.arch)
             for name, launch in launches.items():
                 check_arguments(name, cubins[name], launch)
-                # The first launch of a stream waits for an event, not for a launch.
-                forked = schedule.streams > 1 and piece.stream not in begun
+                # A call has ordinary dependencies on the call before it, as a peer's call has. On
+                # several streams, the first launch waits for an event anyway.
+                first = piece.stream not in begun
+                chains = chains or (first and launch.programmatic and schedule.streams == 1)
                 begun.add(piece.stream)
                 launch = replace(
                     launch,
                     defines={},
-                    programmatic=launch.programmatic and not forked,
+                    programmatic=launch.programmatic and not first,
                     # The compiled problem determines the layout in shared memory.
                     smem_bytes=max(launch.smem_bytes, self.launches[name].smem_bytes),
                 )
                 path = str(cubins[name].path)
                 stages.append(CompiledStage(name, path, launch, piece.stream, piece.offsets))
         return Launches(
-            problem, tuple(stages), schedule.workspaces, schedule.streams, schedule.eager
+            problem,
+            tuple(stages),
+            schedule.workspaces,
+            schedule.streams,
+            schedule.eager,
+            chains=chains and not schedule.eager,
+            lse=schedule.whole and self.kernel.writes_lse(self.config),
         )
 
     def candidate(self) -> Candidate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attnsweep.family.declare import Launch
 from attnsweep.problem import Problem
@@ -34,6 +34,14 @@ class Launches:
     streams: int = 1
     eager: bool = False
     """Whether to time launches by the host instead of a graph."""
+    chains: bool = False
+    """Whether calls can be chained: the first launch may then begin before the last call ends."""
+    lse: bool = False
+    """Whether a call writes the log-sum-exp of every row, float32, to the workspace `lse`."""
+
+    def chained_launch(self) -> Launch:
+        """The first launch as chained calls issue it; only if `chains`."""
+        return replace(self.stages[0].launch, programmatic=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +66,5 @@ class FirstTimes:
     time_us: float
     stages_us: Mapping[str, float]
     launch_us: float | None
+    sm_mhz: float | None = None
+    """SM clock right after time_us."""

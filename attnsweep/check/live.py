@@ -23,7 +23,7 @@ from attnsweep.build.prune import compiler_for
 from attnsweep.check.recorded import Comparison, Finding, Verdict, differences, other_card
 from attnsweep.choose.evidence import Decision, Interval, PairedTest
 from attnsweep.choose.ranking import rank
-from attnsweep.choose.start import arch_of
+from attnsweep.choose.start import arch_of, input_seed
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel
@@ -119,7 +119,7 @@ def check(
             where=str(spec.document.path),
             hint="give a spec with device: cuda; to compare runs: check --recorded OLD NEW",
         )
-    with Worker(spec.measure.timeout_s) as gpu:
+    with Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu:
         try:
             here = gpu.describe()
         except NoGpuError as error:
@@ -278,7 +278,7 @@ class _Gate:
     def _open(self, problem: Problem) -> None:
         settings = self._spec
         try:
-            self._gpu.open(problem, replay_us=settings.measure.replay_us, seed=settings.search.seed)
+            self._gpu.open(problem, replay_us=settings.measure.replay_us, seed=input_seed(settings))
         except WorkerError as error:
             what = f"cannot open the problem: {error.detail}"
             raise _Ended(Verdict.INCONCLUSIVE, what) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -90,6 +91,12 @@ def arch_of(spec: SweepSpec, environment: Environment) -> Arch:
             hint=f"use a spec for {environment.arch}, or drop `arch:` to use this GPU's",
         )
     return arch_named(environment.arch)
+
+
+def input_seed(spec: SweepSpec) -> int:
+    """The spec's seed of the inputs, or one drawn now."""
+    asked = spec.measure.input_seed
+    return secrets.randbelow(2**32) if asked is None else asked
 
 
 def _check_memory(spec: SweepSpec, environment: Environment) -> None:

@@ -198,7 +198,9 @@ class Kernel:
     rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
     between stages); the error limit comes from the same maths with scores rounded as often.
     head_dims: the supported ones, as a tuple or a range. deterministic: equal calls give equal
-    bits, which is checked; False for a family with atomic sums.
+    bits, which is checked; False for a family with atomic sums. lse: name of the switch with which
+    the family writes the log-sum-exp of every row (float32, natural) to the workspace `lse`; it is
+    then checked too.
     """
 
     name: str
@@ -209,6 +211,7 @@ class Kernel:
     head_dims: tuple[int, ...] | range = (64, 128, 256)
     rounds_scores: int = 0
     deterministic: bool = True
+    lse: str = ""
     source: Path = field(init=False)
     rules: dict[str, tuple[str, Rule]] = field(init=False, default_factory=dict)
     stages: dict[str, Stage] = field(init=False, default_factory=dict)
@@ -371,6 +374,10 @@ class Kernel:
                 hint=f"config {config.label}, problem {problem.label}",
             )
         return launches
+
+    def writes_lse(self, config: Config) -> bool:
+        """Whether calls of this config write the log-sum-exp of every row."""
+        return bool(self.lse and config[self.lse])
 
     def workspaces(self, config: Config, problem: Problem) -> dict[str, int]:
         """Bytes of each workspace by name."""

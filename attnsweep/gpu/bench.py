@@ -8,21 +8,23 @@ has the whole protocol.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
 
-from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate, FirstTimes, Launches
-from attnsweep.build.numerics import Case
 from attnsweep.gpu import peers
-from attnsweep.gpu.device import Buffer, Pipeline, Session, cuda_errors
-from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
+from attnsweep.gpu.device import Buffer, Session, cuda_errors
+from attnsweep.gpu.pipeline import Pipeline
+from attnsweep.gpu.proof import Proof, Proven
+from attnsweep.problem import Problem, ceil_div
 from attnsweep.trial import Accuracy
 
 # Before a cold call, at least this many L2 sizes of traffic follow the last use of its inputs.
@@ -36,6 +38,10 @@ _EAGER_DEVICE_US = 2_000.0
 # and trimmed means over a pair's turns are further off.
 _PAIR_CALLS = 160
 _PAIR_US = 90_000.0
+# Calls that are made one by one and compared, half of them on each set of inputs, and their time.
+# A race that meets one call in a thousand stays unseen in 7,000 with a probability of 0.1 %.
+_TRIAL_REPEATS, _TRIAL_REPEATS_US = 64, 1_000.0
+_REPEATS = 7_000
 
 
 class Call(Protocol):
@@ -57,137 +63,76 @@ class _Entry:
     """An entry: its call, and each graph captured so far with the number of calls in it."""
 
     call: Call
+    proven: Proven | None = None
+    """None of a baseline, whose outputs are its own."""
     graphs: dict[str, tuple[Callable[[], None], int]] = field(default_factory=dict)
     warm_us: float = 0.0
     workspaces: frozenset[tuple[str, int]] = frozenset()
 
 
-class WrongResult(Exception):
-    """A candidate that ran but is wrong; `accuracy`, if known, says by how much."""
-
-    def __init__(self, detail: str, accuracy: Accuracy | None = None) -> None:
-        super().__init__(detail, accuracy)
-        self.detail, self.accuracy = detail, accuracy
-
-
-class _Fixture:
-    """One case on the device: guarded inputs and output, and the expected float64 rows."""
-
-    def __init__(self, case: Case, seed: int, session: Session) -> None:
-        self.case = case
-        self.dtype = np.uint32 if case.problem.dtype == "fp32" else np.uint16
-        inputs = numerics.make_inputs(case, seed)
-        self.buffers: dict[str, Buffer] = {}
-        for name, bits in inputs.items():
-            self.buffers[name] = Buffer(bits.nbytes, guard=0xFF)
-            self.buffers[name].upload(bits)
-        problem = case.problem
-        shape = problem.shape_of("o")
-        self.buffers["o"] = Buffer(int(np.prod(shape)) * DTYPE_BYTES[problem.dtype])
-        # The host does all checking: compiling CuPy's own kernels for it on the device took 5 s on
-        # a fresh machine, and would need CUDA's headers.
-        self._session = session
-        self._host = session.pinned(shape, self.dtype)
-        self._magnitudes = np.empty(shape, self.dtype)
-        self._again: Any = None
-        self.rows = numerics.sampled_rows(problem, seed)
-        # Rounding float64 to float32 adds 6e-8 to errors whose limit is 5e-4 or more, and comparing
-        # (1,16,1024,64) takes 3 ms instead of 10.
-        expected = numerics.reference(inputs, problem, self.rows)
-        self.expected = expected if problem.dtype == "fp32" else expected.astype(np.float32)
-
-    def output(self) -> Any:
-        """The output buffer's storage, on the host; the next call overwrites it."""
-        self.buffers["o"].download(self._host)
-        return self._host
-
-    def verdict(self, out: Any, rounds_scores: int) -> Accuracy:
-        """Accuracy of an output (a host array of storage). Raises WrongResult beyond the limit."""
-        problem = self.case.problem
-        limit = numerics.error_limit(self.case, rounds_scores)
-        # The poison is a NaN, so one count finds outputs that were never written and computed NaNs.
-        magnitude = self.dtype(0x7FFFFFFF if problem.dtype == "fp32" else 0x7FFF)
-        bits = np.bitwise_and(out, magnitude, out=self._magnitudes)
-        if bits.max() > numerics.INFINITY_BITS[problem.dtype]:
-            nans = int((bits > numerics.INFINITY_BITS[problem.dtype]).sum())
-            raise WrongResult(
-                f"{nans} of {out.size} outputs are NaN or were never written ({self.case.label})",
-                Accuracy(rel_err=None, limit=limit, case=self.case.label),
-            )
-        rows = out if len(self.rows) == problem.seqlen_q else out[:, :, self.rows]
-        error = numerics.row_error(numerics.from_bits(rows, problem.dtype), self.expected)
-        accuracy = Accuracy(
-            rel_err=error if error == error else None, limit=limit, case=self.case.label
-        )
-        if not error <= limit:
-            raise WrongResult(
-                f"relative error {error:.2e} over the limit {limit:.2e} ({self.case.label})",
-                accuracy,
-            )
-        return accuracy
-
-    def same_again(self) -> None:
-        """Raise WrongResult unless the output equals the last result of `output` bit for bit."""
-        if self._again is None:
-            self._again = self._session.pinned(self._host.shape, self.dtype)
-        self.buffers["o"].download(self._again)
-        differing = np.count_nonzero(np.bitwise_xor(self._again, self._host, out=self._magnitudes))
-        if differing:
-            raise WrongResult(
-                f"a race: repeated calls differ in {differing} of {self._host.size} outputs "
-                f"({self.case.label})"
-            )
-
-
 class Bench:
     """One problem on this process's GPU. Its inputs depend on `seed` alone."""
 
-    def __init__(self, problem: Problem, *, replay_us: float, seed: int) -> None:
+    def __init__(
+        self, problem: Problem, *, replay_us: float, seed: int, cache_dir: Path | None = None
+    ) -> None:
         self.session = Session()
         self.problem = problem
         self._replay_us = replay_us
-        self._seed = seed
-        self._timed = _Fixture(Case(problem), seed, self.session)
-        self._small = [_Fixture(c, seed, self.session) for c in numerics.small_cases(problem)]
+        self._dtype = np.uint32 if problem.dtype == "fp32" else np.uint16
+        self._proof = Proof(problem, seed, self.session, cache_dir)
         self._workspaces: dict[tuple[str, int], Buffer] = {}
         self._cold_copies: list[dict[str, Buffer]] | None = None
         self._entries: dict[str, _Entry] = {}
         self._l2_filler: Buffer | None = None
         self._launch_times: dict[str, float] = {}
         self._launched = 0
-        # Compute the limits now, so that a trial's time limit covers the candidate's work only.
-        for fixture in (*self._small, self._timed):
-            numerics.error_limit(fixture.case, 0)
 
     # -- checking ---------------------------------------------------------------------------
 
     def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
         """Check a candidate on every case, then briefly time it, its stages and its empty launches.
 
-        Returns its worst Accuracy and its first times. After the timed replays the output must
-        equal the checked one bit for bit: back-to-back calls reveal races that one call does not,
-        and some races whose error stays within the limit. This costs one download and no launch.
-        Raises WrongResult, or a CUDA error if the candidate cannot launch or faults.
+        Returns its worst Accuracy and its first times. The output of each timed replay, and of
+        calls one by one, must equal the checked one bit for bit: that reveals races that one call
+        does not, and some races whose error stays within the limit. Raises WrongResult, or a CUDA
+        error if the candidate cannot launch or faults.
         """
         if not self._entries:  # entries keep the workspaces that they were bound to
             every = (*candidate.checks, candidate.timed)
             needed = {item for launches in every for item in launches.workspaces.items()}
             self._workspaces = {k: b for k, b in self._workspaces.items() if k in needed}
-        accuracy = self._check_all(candidate)
-        call = self._pipeline(candidate.timed, [self._timed.buffers])
+        accuracy, proven = self._prove(candidate, [self._timed], small=True)
+        call = proven.call
         names = call.stage_names if len(call.stage_names) > 1 else ()
-        with self.session.stream:
-            self._timed.buffers["o"].poison()
-        time_us = self._screen(call)
-        if candidate.deterministic:
-            with self.session.stream:
-                self._timed.same_again()
+        time_us = self._screen(call, proven=proven)
+        sm_mhz = self.session.sm_mhz()
+        calls = self._proof.repeat(proven, _TRIAL_REPEATS, _TRIAL_REPEATS_US)
         first = FirstTimes(
             time_us,
             {name: self._screen(call, name) for name in names},
             self._launch_us(candidate.empty),
+            sm_mhz,
         )
-        return accuracy, first
+        return accuracy.model_copy(update={"calls": calls}), first
+
+    @property
+    def _timed(self) -> dict[str, Buffer]:
+        return self._proof.timed.buffers
+
+    def _prove(
+        self, candidate: Candidate, copies: Sequence[Mapping[str, Buffer]], *, small: bool
+    ) -> tuple[Accuracy, Proven]:
+        """Check a candidate bound to the inputs and to more copies of them."""
+        call = self._pipeline(candidate.timed, copies)
+        return self._proof.of_candidate(
+            candidate, call, self._pipeline, self._workspaces, small=small
+        )
+
+    def confirm(self, name: str, longest_us: float) -> int:
+        """Check an entry again after its rounds; returns the number of calls compared."""
+        proven = self._entries[name].proven
+        return self._proof.repeat(proven, _REPEATS, longest_us) if proven else 0
 
     def _launch_us(self, launches: Launches | None) -> float | None:
         """Time of launches with an empty kernel, measured once for all equal launches."""
@@ -197,33 +142,6 @@ class Bench:
         if alike not in self._launch_times:
             self._launch_times[alike] = self._screen(self._pipeline(launches, [{}]))
         return self._launch_times[alike]
-
-    def _check_all(self, candidate: Candidate) -> Accuracy:
-        return max(
-            (
-                self._check(launches, fixture, candidate.rounds_scores)
-                for fixture, launches in zip(
-                    (*self._small, self._timed),
-                    (*candidate.checks, candidate.timed),
-                    strict=True,
-                )
-            ),
-            key=_used,
-        )
-
-    def _check(self, launches: Launches, fixture: _Fixture, rounds_scores: int) -> Accuracy:
-        call = self._pipeline(launches, [fixture.buffers])
-        written = {"o": fixture.buffers["o"]}
-        written |= {item[0]: self._workspaces[item] for item in launches.workspaces.items()}
-        with self.session.stream:
-            for buffer in written.values():
-                buffer.poison()
-            call.enqueue()
-            self.session.synchronize()
-            for name, buffer in written.items():
-                if buffer.damaged():
-                    raise WrongResult(f"wrote outside {name!r} ({fixture.case.label})")
-            return fixture.verdict(fixture.output(), rounds_scores)
 
     def _pipeline(self, launches: Launches, copies: Sequence[Mapping[str, Buffer]]) -> Pipeline:
         own = {}
@@ -237,18 +155,47 @@ class Bench:
 
     # -- timing -----------------------------------------------------------------------------
 
-    def _screen(self, call: Call, stage: str | None = None) -> float:
-        """A first, cheap time: enough to tell which candidates are worth measuring well."""
+    def _screen(self, call: Call, stage: str | None = None, proven: Proven | None = None) -> float:
+        """A first, cheap time: enough to tell which candidates are worth measuring well.
+
+        proven: its outputs are compared with the checked ones.
+        """
         replay, calls = self._graph(call, _SCREEN_US, rotate=False, stage=stage)
+        return median(self._sample(replay, calls, proven) for _ in range(3))
+
+    def _sample(
+        self, replay: Callable[[], None], calls: int, proven: Proven | None, *, cold: bool = False
+    ) -> float:
+        """Time of one call in a replay, which follows an untimed one; on other inputs than before.
+
+        proven: the output of the last call must be the checked one. cold: the calls rotate over all
+        copies, and the output of each is compared.
+        """
+        copies = self._cold() if cold else []
         with self.session.stream:
+            if cold:
+                self._proof.begin_cold(copies)
+            else:
+                self._proof.begin()
             replay()
-            times = [self.session.time_us(replay) / calls for _ in range(3)]
-        return median(times)
+            time_us = self.session.time_us(replay) / calls
+            if proven is not None:
+                self._proof.end(proven, copies)
+        return time_us
 
     def _graph(
-        self, call: Call, target_us: float, *, rotate: bool, stage: str | None = None
+        self,
+        call: Call,
+        target_us: float,
+        *,
+        rotate: bool,
+        stage: str | None = None,
+        chained: bool = False,
     ) -> tuple[Callable[[], None], int]:
         """A graph that lasts about target_us, and the number of calls in it."""
+        capture = functools.partial(call.capture, rotate=rotate, stage=stage)
+        if chained and isinstance(call, Pipeline):
+            capture = functools.partial(call.capture, chained=True)
         with self.session.stream:
             call.enqueue(0, stage)
             once = min(self.session.time_us(lambda: call.enqueue(0, stage)) for _ in range(2))
@@ -256,7 +203,7 @@ class Bench:
         calls = max(1, min(2000, round(target_us / max(once, 1.0))))
         if rotate:
             calls = max(calls, self._cold_count())
-        replay = call.capture(calls, rotate=rotate, stage=stage)
+        replay = capture(calls)
         if not rotate and once < target_us:
             # An eager call of a small kernel is mostly launch latency: correct the count once.
             with self.session.stream:
@@ -265,15 +212,15 @@ class Bench:
             self._launched += 2 * calls
             if calls * per_call < 0.7 * target_us:
                 calls = max(1, min(2000, round(target_us / per_call)))
-                replay = call.capture(calls, rotate=rotate, stage=stage)
+                replay = capture(calls)
         return replay, calls
 
     def add(self, name: str, candidate: Candidate, cold: bool) -> None:
         """Make a candidate that passed `trial` an entry. cold: with copies for cold times."""
         copies = self._cold() if cold else []
-        needed = frozenset(candidate.timed.workspaces.items())
-        pipeline = self._pipeline(candidate.timed, [self._timed.buffers, *copies])
-        self._entries[name] = _Entry(pipeline, workspaces=needed)
+        _, proven = self._prove(candidate, [self._timed, *copies], small=False)
+        used = frozenset(candidate.timed.workspaces.items())
+        self._entries[name] = _Entry(proven.call, proven, workspaces=used)
 
     def drop(self, name: str) -> None:
         """Remove an entry, its graphs, and the workspaces that no other entry uses."""
@@ -290,9 +237,7 @@ class Bench:
         if "race" not in entry.graphs:
             entry.graphs["race"] = self._graph(entry.call, replay_us, rotate=kind == "cold")
         graph, calls = entry.graphs["race"]
-        with self.session.stream:
-            graph()
-            time_us = self.session.time_us(graph) / calls
+        time_us = self._sample(graph, calls, entry.proven, cold=kind == "cold")
         self._launched += 2 * calls
         return time_us, self._launched - before
 
@@ -300,14 +245,16 @@ class Bench:
         """Prepare, check and add a baseline. Raises peers.Unavailable with the reason."""
         copies = [
             {
-                tensor: copy[tensor].view(self.problem.shape_of(tensor), self._timed.dtype)
+                tensor: copy[tensor].view(self.problem.shape_of(tensor), self._dtype)
                 for tensor in "qkv"
             }
-            for copy in (self._timed.buffers, *self._cold())
+            for copy in (self._timed, *self._cold())
         ]
         self.session.release()
         call = peers.prepare(name, self.problem, copies, self.session)
-        accuracy = self._timed.verdict(call.output(), rounds_scores=call.rounds_scores)
+        with self.session.stream:
+            self._proof.timed.go_to(0)
+        accuracy = self._proof.of_peer(call.output(), call.rounds_scores)
         self._entries[name] = _Entry(call)
         return accuracy
 
@@ -318,20 +265,30 @@ class Bench:
         if kind == "cold" and warm is not None and warm_calls == 1:
             # One call outlasts a replay, so rotating over all copies would take seconds. Overwrite
             # the L2 instead, and time one call.
-            with self.session.stream:
-                self._flush_l2()
-                return self.session.time_us(warm)
+            return self._sample_after_flush(entry, warm)
+        stage = kind if kind in entry.call.stage_names else None
         if kind not in entry.graphs:
-            stage = kind if kind in entry.call.stage_names else None
             entry.graphs[kind] = self._graph(
-                entry.call, self._replay_us, rotate=kind == "cold", stage=stage
+                entry.call,
+                self._replay_us,
+                rotate=kind == "cold",
+                stage=stage,
+                chained=kind == "chained",
             )
         graph, calls = entry.graphs[kind]
-        with self.session.stream:
-            graph()
-            time_us = self.session.time_us(graph) / calls
+        proven = entry.proven if stage is None else None  # a stage alone leaves no output
+        time_us = self._sample(graph, calls, proven, cold=kind == "cold")
         if kind == "warm":
             entry.warm_us = time_us
+        return time_us
+
+    def _sample_after_flush(self, entry: _Entry, call: Callable[[], None]) -> float:
+        with self.session.stream:
+            self._proof.begin()
+            self._flush_l2()
+            time_us = self.session.time_us(call)
+            if entry.proven is not None:
+                self._proof.end(entry.proven)
         return time_us
 
     def pair(self, first: str, second: str) -> tuple[float, float]:
@@ -347,8 +304,11 @@ class Bench:
         wanted = min(_PAIR_CALLS, _PAIR_US / max(longest_us, 1.0))
         turns = max(1, math.ceil(wanted / (2 * max(calls, others))))
         with self.session.stream:
+            self._proof.begin()
             one()
             spans = self.session.spans_us([one, other, other, one] * turns)
+            if entries[0].proven is not None:
+                self._proof.end(entries[0].proven)
         ones, twos = sum(spans[0::4] + spans[3::4]), sum(spans[1::4] + spans[2::4])
         return ones / (2 * turns * calls), twos / (2 * turns * others)
 
@@ -373,17 +333,20 @@ class Bench:
         return median(samples)
 
     def _cold_count(self) -> int:
-        footprint = sum(buffer.nbytes for buffer in self._timed.buffers.values())
+        footprint = sum(buffer.nbytes for buffer in self._timed.values())
         return max(2, ceil_div(_COLD_L2_SIZES * self.session.gpu.l2_bytes, footprint) + 1)
 
     def _cold(self) -> list[dict[str, Buffer]]:
         """More copies of the inputs and the output: rotating over all copies leaves L2 cold."""
         if self._cold_copies is None:
+            with self.session.stream:
+                self._proof.timed.go_to(0)
+            self.session.synchronize()
             copies = []
             for _ in range(self._cold_count() - 1):
-                copy = {name: Buffer(b.nbytes) for name, b in self._timed.buffers.items()}
+                copy = {name: Buffer(b.nbytes) for name, b in self._timed.items()}
                 for name, buffer in copy.items():
-                    buffer.copy_from(self._timed.buffers[name])
+                    buffer.copy_from(self._timed[name])
                 copies.append(copy)
             self.session.synchronize()
             self._cold_copies = copies
@@ -404,8 +367,3 @@ class Bench:
     def poisoned(self, error: BaseException) -> bool:
         """Whether `error` left the CUDA context unusable, so that this process must end."""
         return isinstance(error, cuda_errors()) and self.session.poisoned()
-
-
-def _used(accuracy: Accuracy) -> float:
-    """The share of its limit that an accuracy's error takes."""
-    return (accuracy.rel_err or 0.0) / accuracy.limit

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from attnsweep.build.launches import CompiledStage, Launches
+from attnsweep.build.launches import CompiledStage
 from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import Launch, TensorMap
 from attnsweep.files import install_command
@@ -25,6 +26,9 @@ GUARD_BYTES = 128 * 1024
 _GUARD = 0xA5
 # 0xFFFF is a NaN in fp16 and bf16, 0xFFFFFFFF in fp32: one byte poisons every dtype.
 POISON = 0xFF
+
+# A copy of one row takes 8 µs, so a tensor of up to this size comes as a whole.
+_WHOLE_BYTES = 64 * 2**20
 
 # Every GPU with clusters has room for clusters of this many blocks.
 _PORTABLE_CLUSTER = 8
@@ -72,7 +76,7 @@ class Buffer:
     def __init__(self, nbytes: int, *, guard: int = _GUARD) -> None:
         cupy = _cupy()
         self.nbytes = nbytes
-        self._guard = guard
+        self.guard_byte = guard
         self._all = cupy.cuda.alloc(nbytes + 2 * GUARD_BYTES)
         self._main = self._all + GUARD_BYTES
         self.pointer = int(self._main.ptr)
@@ -81,26 +85,40 @@ class Buffer:
 
     def poison(self) -> None:
         """Fill with NaN, and renew the guards."""
-        self._all.memset_async(self._guard, GUARD_BYTES)
+        self._all.memset_async(self.guard_byte, GUARD_BYTES)
         self._main.memset_async(POISON, self.nbytes)
-        (self._main + self.nbytes).memset_async(self._guard, GUARD_BYTES)
+        (self._main + self.nbytes).memset_async(self.guard_byte, GUARD_BYTES)
 
-    def damaged(self) -> bool:
-        """Whether something wrote to a guard region."""
-        host = np.empty(GUARD_BYTES, np.uint8)
-        for start in (self._all, self._main + self.nbytes):
-            start.copy_to_host(host.ctypes.data, GUARD_BYTES)
-            if not bool((host == self._guard).all()):
-                return True
-        return False
+    def fill(self, byte: int) -> None:
+        """Give every byte this value, without the guards."""
+        self._main.memset_async(byte, self.nbytes)
+
+    @property
+    def guards(self) -> tuple[int, int]:
+        """Pointers to the guard regions, of GUARD_BYTES each."""
+        return int(self._all.ptr), self.pointer + self.nbytes
 
     def upload(self, bits: np.ndarray[Any, Any]) -> None:
         """Copy a contiguous host array of `nbytes` to the buffer."""
         self._main.copy_from_host(bits.ctypes.data, self.nbytes)
 
     def download(self, out: np.ndarray[Any, Any]) -> None:
-        """Copy `nbytes` to a contiguous host array; to pinned memory this is ten times as fast."""
-        self._main.copy_to_host(out.ctypes.data, self.nbytes)
+        """Copy the first bytes to a contiguous host array; pinned memory is ten times as fast."""
+        self._main.copy_to_host(out.ctypes.data, out.nbytes)
+
+    def rows(self, shape: Sequence[int], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """On the host, some rows of every head: float64 (batch, heads, seqlen, head_dim)."""
+        batch, heads, seqlen, head_dim = shape
+        if self.nbytes <= _WHOLE_BYTES:
+            whole = np.empty(tuple(shape))
+            self.download(whole)
+            return whole[:, :, rows]
+        out = np.empty((batch, heads, len(rows), head_dim))
+        for number, head in enumerate(out.reshape(batch * heads, len(rows), head_dim)):
+            for to, row in zip(head, rows.tolist(), strict=True):
+                offset = 8 * (number * seqlen + row) * head_dim
+                (self._main + offset).copy_to_host(to.ctypes.data, to.nbytes)
+        return out
 
     def copy_from(self, other: Buffer) -> None:
         """Copy another buffer of the same size to this one, on the device."""
@@ -109,71 +127,6 @@ class Buffer:
     def view(self, shape: Sequence[int], dtype: Any) -> Any:
         """A CuPy array over the buffer."""
         return _cupy().ndarray(tuple(shape), dtype, self._main)
-
-
-class Pipeline:
-    """One config's launches bound to buffers: a call launches its stages in order."""
-
-    def __init__(
-        self, session: Session, launches: Launches, buffers: Sequence[Mapping[str, Buffer]]
-    ) -> None:
-        """buffers: one mapping per copy of the inputs; copy 0 is the warm one."""
-        self._session = session
-        self._eager = launches.eager
-        self._streams = session.streams(launches.streams)
-        self._fork, *self._joins = session.marks(launches.streams)
-        self.stage_names = tuple(dict.fromkeys(stage.name for stage in launches.stages))
-        self._copies = [
-            [(stage.name, stage.stream, session.bind(stage, copy)) for stage in launches.stages]
-            for copy in buffers
-        ]
-
-    def enqueue(self, copy: int = 0, stage: str | None = None) -> None:
-        """Issue one call, or one stage of it; does not wait."""
-        main, *others = self._streams
-        launches = [
-            (number, launch)
-            for name, number, launch in self._copies[copy % len(self._copies)]
-            if stage in (None, name)
-        ]
-        if not others:
-            with main:
-                for _, launch in launches:
-                    launch()
-            return
-        self._fork.record(main)
-        for stream in others:
-            stream.wait_event(self._fork)
-        for number, launch in launches:
-            with self._streams[number]:
-                launch()
-        for stream, done in zip(others, self._joins, strict=True):
-            done.record(stream)
-            main.wait_event(done)
-
-    def capture(
-        self, calls: int, *, rotate: bool = False, stage: str | None = None
-    ) -> Callable[[], None]:
-        """A function that replays back-to-back calls, over all copies if `rotate`.
-
-        It replays a graph of the calls, unless they are eager: then the host launches each.
-        """
-
-        def issue() -> None:
-            for call in range(calls):
-                self.enqueue(call if rotate else 0, stage)
-
-        if self._eager:
-            return issue
-        stream = self._session.stream
-        with stream:
-            stream.begin_capture()
-            try:
-                issue()
-            finally:
-                graph = stream.end_capture()
-        graph.upload(stream)
-        return lambda: graph.launch(stream)
 
 
 class Session:
@@ -259,6 +212,24 @@ class Session:
         if launch.carveout >= 0:
             function.preferred_shared_memory_carveout = launch.carveout
         return function
+
+    def kernel(self, cubin: str, name: str, smem_bytes: int = 0) -> Any:
+        """A function of a cubin, allowed to have smem_bytes of dynamic shared memory."""
+        function = self._cupy.RawModule(path=cubin).get_function(name)
+        if smem_bytes > max(48 * 1024, function.max_dynamic_shared_size_bytes):
+            function.max_dynamic_shared_size_bytes = smem_bytes
+        return function
+
+    def capture(self, issue: Callable[[], None]) -> Callable[[], None]:
+        """A function that replays a graph of what `issue` enqueues on the stream."""
+        with self.stream:
+            self.stream.begin_capture()
+            try:
+                issue()
+            finally:
+                graph = self.stream.end_capture()
+        graph.upload(self.stream)
+        return lambda: graph.launch(self.stream)
 
     def _allow_cluster(self, function: Any) -> None:
         """Let the function have clusters of more blocks than every GPU with clusters promises.
@@ -370,6 +341,10 @@ class Session:
         """Wait for the stream. Raises the error of any earlier launch."""
         self.stream.synchronize()
 
+    def settle(self) -> None:
+        """Wait for all work of the device, such as copies that the host only began."""
+        self._cupy.cuda.runtime.deviceSynchronize()
+
     def time_us(self, work: Callable[[], None]) -> float:
         """Device time of the work that `work` enqueues on the stream, between two events."""
         begin, end = self._events
@@ -394,6 +369,39 @@ class Session:
             for begin, end in itertools.pairwise(self._marks[: len(work) + 1])
         ]
 
+    def _card(self) -> Any:
+        """NVML and its handle of this card. Raises ImportError or an NVMLError."""
+        import pynvml
+
+        pynvml.nvmlInit()
+        bus = self._cupy.cuda.runtime.deviceGetPCIBusId(0)
+        return pynvml, pynvml.nvmlDeviceGetHandleByPciBusId(bus.encode())
+
+    def sm_mhz(self) -> float | None:
+        """The SM clock now; None without nvidia-ml-py, or if the driver refuses."""
+        try:
+            pynvml, card = self._card()
+            return float(pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM))
+        except Exception:  # ImportError, or any of NVML's own errors
+            return None
+
+    def identity(self) -> dict[str, Any]:
+        """uuid (hashed), sku and power_limit_w of this card, as far as NVML tells them."""
+        try:
+            pynvml, card = self._card()
+        except Exception:  # as above
+            return {}
+        pci = pynvml.nvmlDeviceGetPciInfo(card)
+        found: dict[str, Any] = {"sku": f"{pci.pciDeviceId:08x}:{pci.pciSubSystemId:08x}"}
+        with contextlib.suppress(pynvml.NVMLError):
+            found["sku"] += f" {_text(pynvml.nvmlDeviceGetBoardPartNumber(card))}"
+        with contextlib.suppress(pynvml.NVMLError):
+            uuid = _text(pynvml.nvmlDeviceGetUUID(card))
+            found["uuid"] = hashlib.sha256(uuid.encode()).hexdigest()[:12]
+        with contextlib.suppress(pynvml.NVMLError):
+            found["power_limit_w"] = pynvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1e3
+        return found
+
     def conditions(self) -> dict[str, Any]:
         """Clocks, power, temperature, throttle reasons and other processes on the GPU, now.
 
@@ -405,9 +413,7 @@ class Session:
         except ImportError:
             return {}
         try:
-            pynvml.nvmlInit()
-            uuid = self._cupy.cuda.runtime.deviceGetPCIBusId(0)
-            card = pynvml.nvmlDeviceGetHandleByPciBusId(uuid.encode())
+            _, card = self._card()
             reasons = int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(card))
             return {
                 "sm_mhz": pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM),
@@ -467,6 +473,10 @@ def cuda_errors() -> tuple[type[Exception], ...]:
         cupy.cuda.driver.CUDADriverError,
         cupy.cuda.memory.OutOfMemoryError,
     )
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode()
 
 
 def _dotted(version: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 from attnsweep import __version__
@@ -29,7 +31,7 @@ from attnsweep.build.launches import Candidate, FirstTimes
 from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.hardware import arch_of
 from attnsweep.problem import Problem
-from attnsweep.trial import Accuracy, Environment, Status
+from attnsweep.trial import PROTOCOL, Accuracy, Environment, Status
 
 # On a slow disk, importing PyTorch and choosing a cuDNN plan take this long.
 START_TIMEOUT_S = 180.0
@@ -104,6 +106,9 @@ class Gpu(Protocol):
     def eager_us(self, name: str) -> float:
         """Host time to issue one call of an entry, without waiting for the device."""
 
+    def confirm(self, name: str, longest_us: float) -> int:
+        """Check an entry again, in calls of about longest_us; returns the number compared."""
+
     def conditions(self) -> Mapping[str, Any]:
         """Clocks, power, temperature, throttle reasons and other processes, from NVML."""
 
@@ -114,14 +119,22 @@ class Gpu(Protocol):
 class Worker:
     """The parent's end, a context manager. The child's Bench runs the methods of `Gpu`."""
 
-    def __init__(self, timeout_s: float, bench: BenchFactory | None = None) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        bench: BenchFactory | None = None,
+        *,
+        cache_dir: Path | None = None,
+    ) -> None:
         """Start nothing yet; the first call starts the child.
 
         timeout_s: limit of one ordinary call; opening a problem or adding an entry gets longer.
         bench: factory that opens a problem in the child, importable by name (default: bench.Bench).
+        cache_dir: where the child keeps the compiled judge (default: the user's cache).
         """
         self._timeout_s = timeout_s
         self._bench = bench or open_bench
+        self._options = {} if cache_dir is None else {"cache_dir": cache_dir}
         self._context = multiprocessing.get_context("spawn")
         self._process: Any = None
         self._pipe: Connection[Any, Any] | None = None
@@ -145,6 +158,7 @@ class Worker:
 
     def open(self, *args: Any, **options: Any) -> None:
         """See `Gpu`; takes the arguments of bench.Bench."""
+        options |= self._options
         self._setup = [("open", args, options)]
         self._request("open", args, options, START_TIMEOUT_S)
 
@@ -184,6 +198,10 @@ class Worker:
     def eager_us(self, name: str) -> float:
         """See `Gpu`."""
         return float(self.call("eager_us", name))
+
+    def confirm(self, name: str, longest_us: float) -> int:
+        """See `Gpu`."""
+        return int(self.call("confirm", name, longest_us))
 
     def conditions(self) -> Mapping[str, Any]:
         """See `Gpu`."""
@@ -322,7 +340,7 @@ def _answer(
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> tuple[_Reply, Any]:
-    from attnsweep.gpu.bench import WrongResult
+    from attnsweep.gpu.judge import WrongResult
     from attnsweep.gpu.peers import Unavailable
 
     try:
@@ -391,7 +409,23 @@ def _describe(preload: str | None) -> Environment:
         memory_bytes=gpu.memory_bytes,
         memory_bytes_per_second=gpu.memory_bytes_per_second,
         l2_bytes=gpu.l2_bytes,
+        protocol=PROTOCOL,
+        host=f"{_cpu_model()}, host {_hashed(platform.node())}",
+        **session.identity(),
     )
+
+
+def _hashed(name: str) -> str:
+    """Twelve digits that tell names apart."""
+    return hashlib.sha256(name.encode()).hexdigest()[:12]
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def driver_version() -> str | None:

@@ -180,6 +180,9 @@ class MeasureSpec(_Model):
     eager: StrictBool = Field(
         default=True, description="Also time the host's cost of one eager call."
     )
+    input_seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] | None = Field(
+        default=None, description="Seed of q, k and v (default: another in each run; rows keep it)."
+    )
     timeout_s: Annotated[float, Field(strict=True, gt=0)] = Field(
         default=30.0, description="Seconds one candidate may take before its worker is killed."
     )

@@ -302,7 +302,8 @@ def _short(values: Mapping[str, float]) -> dict[str, float]:
 def _launch(path: Path) -> None:
     """Launch each candidate twice unseen, and then once seen by the profiler."""
     from attnsweep.build import numerics
-    from attnsweep.gpu.device import Buffer, Pipeline, Session
+    from attnsweep.gpu.device import Buffer, Session
+    from attnsweep.gpu.pipeline import Pipeline
 
     session = Session()
     candidates: list[Candidate] = pickle.loads(path.read_bytes())

@@ -108,6 +108,10 @@ class FakeGpu:
         self.heard("eager_us", name)
         return self.sample(name, "eager")
 
+    def confirm(self, name: str, longest_us: float) -> int:
+        self.heard("confirm", name)
+        return 100
+
     def conditions(self) -> Mapping[str, Any]:
         self.heard("conditions")
         return {"sm_mhz": 1980}
@@ -117,7 +121,7 @@ class FakeGpu:
 
     # -- as `Worker` is used ------------------------------------------------------------------
 
-    def __call__(self, timeout_s: float) -> FakeGpu:
+    def __call__(self, timeout_s: float, *, cache_dir: object = None) -> FakeGpu:
         """Itself: a test puts its GPU in the place of the class `Worker`."""
         return self
 

@@ -47,7 +47,7 @@ class Card(FakeGpu):
         self.ratios, self.noise, self.replay_s = (1.0,), 0.002, 0.0
         self._process, self._random = 0, random.Random(7)
 
-    def __call__(self, timeout_s):
+    def __call__(self, timeout_s, *, cache_dir=None):
         """A command begins."""
         self._process, self._random = 0, random.Random(7)
         return self

@@ -8,10 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate, Launches
-from attnsweep.build.numerics import Case
 from attnsweep.gpu import bench as measure
-from attnsweep.gpu.bench import Bench, WrongResult
+from attnsweep.gpu.bench import Bench
+from attnsweep.gpu.judge import WrongResult
+from attnsweep.gpu.proof import Proof, Proven
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy
 
@@ -19,26 +21,25 @@ PROBLEM = Problem(1, 1, 1, 64, 64, 64)
 
 
 class FakeBuffer:
-    """Downloads what is put into `bits`."""
-
     def __init__(self, nbytes, guard=0):
-        self.nbytes, self.bits = nbytes, None
-
-    def upload(self, bits):
-        pass
+        self.nbytes = nbytes
 
     def poison(self):
         pass
 
-    def download(self, out):
-        out[:] = self.bits
+    def fill(self, byte):
+        pass
 
 
 class FakeSession:
     stream = nullcontext()
 
-    def pinned(self, shape, dtype):
-        return np.zeros(shape, dtype)
+    def time_us(self, work):
+        work()
+        return 10.0
+
+    def sm_mhz(self):
+        return 1980.0
 
 
 class FakePipeline:
@@ -46,6 +47,55 @@ class FakePipeline:
 
     def __init__(self, session, plan, copies):
         self.copies = copies
+
+    def enqueue(self):
+        pass
+
+    def capture(self, calls, *, after=None, **how):
+        return lambda: [after(number) for number in range(calls)] if after else None
+
+
+class FakeJudge:
+    """Sees the outputs that a test says: their digests, in the order of the looks."""
+
+    def __init__(self, outputs):
+        self.outputs, self.slots, self.looks = outputs, {}, 0
+
+    def clear(self):
+        self.slots = {}
+
+    def digest(self, buffer, slot, *, poison=False):
+        self.slots[slot] = self.outputs(self.looks)
+        self.looks += 1
+
+    def counts(self, slots):
+        return np.array([self.slots[number] for number in range(slots)], np.uint64)
+
+
+class FakeFixture:
+    """One problem with two sets of inputs."""
+
+    def __init__(self, buffers):
+        self.buffers, self.side = buffers, 0
+        self.case = numerics.Case(PROBLEM)
+
+    def turn(self):
+        self.side = 1 - self.side
+
+    def go_to(self, side):
+        self.side = side
+
+
+def proof_of(outputs):
+    """A Proof whose judge sees these digests; outputs gets the number of the look, and the side."""
+    made = Proof.__new__(Proof)
+    made._session, made._seed = FakeSession(), 0
+    made.timed = FakeFixture({name: FakeBuffer(8) for name in "qkvo"})
+    made._judge = FakeJudge(lambda look: outputs(look, made.timed.side))
+    return made
+
+
+PROVEN = Proven(FakePipeline(None, None, []), True, 0, (100, 101))
 
 
 @pytest.fixture
@@ -55,11 +105,15 @@ def bench(monkeypatch):
     made = Bench.__new__(Bench)
     made.session, made.problem = FakeSession(), PROBLEM
     made._workspaces, made._entries, made._cold_copies = {}, {}, []
-    made._timed = measure._Fixture(Case(PROBLEM), 0, made.session)
-    made._timed.buffers["o"].bits = 0
-    monkeypatch.setattr(made, "_check_all", lambda candidate: Accuracy(rel_err=0.0, limit=1.0))
-    monkeypatch.setattr(made, "_screen", lambda call, stage=None: 1.0)
-    made._timed.output()
+    made._proof = proof_of(lambda look, side: 100 + side)
+
+    def of_candidate(candidate, call, bind, workspaces, *, small):
+        for launches in candidate.checks:
+            bind(launches, [])
+        return Accuracy(rel_err=0.0, limit=1.0), replace(PROVEN, call=call)
+
+    monkeypatch.setattr(made._proof, "of_candidate", of_candidate)
+    monkeypatch.setattr(made, "_screen", lambda call, stage=None, proven=None: 1.0)
     return made
 
 
@@ -93,20 +147,40 @@ def test_equal_sizes_share_a_workspace(bench):
     )
 
 
-def test_a_race_shows_in_calls_that_differ_in_a_bit(bench, monkeypatch):
-    def replays(call, stage=None):
-        bits = np.zeros((1, 1, 64, 64), np.uint16)
-        bits[0, 0, 3, 5] = 1
-        bench._timed.buffers["o"].bits = bits
-        return 1.0
+@pytest.mark.parametrize("wrong_look", [3, 500, 6_999])
+def test_one_other_output_in_many_calls_is_found(wrong_look):
+    def outputs(look, side):
+        return 100 + side + (look == wrong_look)
 
-    monkeypatch.setattr(bench, "_screen", replays)
-    with pytest.raises(WrongResult) as raised:
-        bench.trial(candidate(100))
-    assert raised.value.detail == (
-        "a race: repeated calls differ in 1 of 4096 outputs ((1,1,64,64) fp16 full, normal)"
-    )
-    bench.trial(replace(candidate(100), deterministic=False))
+    with pytest.raises(WrongResult, match=r"a race, or an answer kept from an earlier call: 1 of"):
+        proof_of(outputs).repeat(PROVEN, 7_000, 1e9)
+
+
+def test_repeated_calls_meet_both_sets_of_inputs():
+    seen = []
+    done = proof_of(lambda look, side: seen.append(side) or 100 + side).repeat(PROVEN, 64, 1e9)
+    assert done >= 64
+    assert {0, 1} == set(seen[2:])
+
+
+def test_an_answer_kept_from_other_inputs_is_found():
+    with pytest.raises(WrongResult, match="an answer kept from an earlier call"):
+        proof_of(lambda look, side: 100).repeat(PROVEN, 64, 1e9)
+
+
+def test_a_timed_replay_is_compared_with_the_checked_output(bench, monkeypatch):
+    bench._proof = proof_of(lambda look, side: 7)
+    with pytest.raises(WrongResult):
+        bench._sample(lambda: None, 5, PROVEN)
+    assert bench._sample(lambda: None, 5, None) == 2.0  # of a peer, whose output is its own
+
+
+def test_outputs_of_cold_copies_are_compared_too(bench):
+    copies = [{"o": FakeBuffer(8)} for _ in range(3)]
+    bench._cold_copies = copies
+    bench._proof = proof_of(lambda look, side: 100 if look < 3 else 7)
+    with pytest.raises(WrongResult, match="1 of 4"):
+        bench._sample(lambda: None, 4, PROVEN, cold=True)
 
 
 class Replay:
@@ -135,7 +209,7 @@ def test_a_pair_of_long_calls_takes_more_turns(bench, call_us, calls, turns):
     bench.session.spans_us = spans
     for name in "ab":
         graphs = {"warm": (Replay(name, played), calls)}
-        bench._entries[name] = measure._Entry(None, graphs, warm_us=call_us)
+        bench._entries[name] = measure._Entry(None, None, graphs, warm_us=call_us)
     one, other = bench.pair("a", "b")
     assert "".join(played) == "a" + "abba" * turns
     assert one == pytest.approx(other)

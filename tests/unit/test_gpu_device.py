@@ -8,7 +8,8 @@ import pytest
 
 from attnsweep.build.launches import CompiledStage, Launches
 from attnsweep.family.declare import Launch
-from attnsweep.gpu.device import Pipeline
+from attnsweep.gpu import device
+from attnsweep.gpu.pipeline import Pipeline
 from attnsweep.problem import Problem
 
 
@@ -62,6 +63,8 @@ class Session:
         self.log = Log()
         self._streams = [Stream(self.log, f"s{n}") for n in range(4)]
         self.stream = self._streams[0]
+
+    capture = device.Session.capture
 
     def streams(self, count):
         return self._streams[:count]

@@ -1,0 +1,198 @@
+"""Proof that a candidate is right: on every case, in every call, before and after it is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnsweep.build import numerics
+from attnsweep.build.launches import Candidate, Launches
+from attnsweep.build.numerics import Case
+from attnsweep.gpu.device import POISON, Buffer, Session
+from attnsweep.gpu.judge import Fixture, Found, Judge, WrongResult
+from attnsweep.gpu.pipeline import Pipeline
+from attnsweep.problem import Problem
+from attnsweep.trial import Accuracy
+
+# The digests of the two sets of inputs are in the first slots.
+_DIGESTS = 2
+
+Bind = Callable[[Launches, Sequence[Mapping[str, Buffer]]], Pipeline]
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """A candidate that was right on every case, and what its outputs then were."""
+
+    call: Pipeline
+    deterministic: bool
+    rounds_scores: int
+    digests: tuple[int, ...]
+    """The digest of the output on each set of inputs."""
+
+
+class Proof:
+    """The cases of one problem on the device, and the candidates' outputs on them."""
+
+    def __init__(
+        self, problem: Problem, seed: int, session: Session, cache_dir: Path | None = None
+    ) -> None:
+        self._session, self._seed = session, seed
+        self._judge = Judge(session, problem.dtype, cache_dir)
+        self.timed = Fixture(Case(problem), seed, session, self._judge, two_sided=True)
+        self._small = [
+            Fixture(c, seed, session, self._judge) for c in numerics.small_cases(problem)
+        ]
+        # Compute the limits now, so that a trial's time limit covers the candidate's work only.
+        for fixture in (*self._small, self.timed):
+            numerics.limits(fixture.case, 0)
+
+    @property
+    def output(self) -> Buffer:
+        """The output of the timed problem."""
+        return self.timed.buffers["o"]
+
+    def of_candidate(
+        self,
+        candidate: Candidate,
+        call: Pipeline,
+        bind: Bind,
+        workspaces: Mapping[tuple[str, int], Buffer],
+        *,
+        small: bool,
+    ) -> tuple[Accuracy, Proven]:
+        """Check a candidate on both sets of inputs of the timed problem, and on the small cases.
+
+        call: its launches on the timed problem. bind: binds other launches to buffers, and adds
+        their workspaces. Returns its worst accuracy. Raises WrongResult.
+        """
+        judge, timed = self._judge, self.timed
+        cases: list[tuple[Fixture, Launches, Pipeline]] = []
+        if small:
+            for fixture, launches in zip(self._small, candidate.checks, strict=True):
+                cases.append((fixture, launches, bind(launches, [fixture.buffers])))
+        cases += [(timed, candidate.timed, call)] * 2
+        slots: list[tuple[int, tuple[str, ...]]] = []
+        used = _DIGESTS
+        with self._session.stream:
+            judge.clear()
+            timed.go_to(0)
+            for number, (fixture, launches, pipeline) in enumerate(cases):
+                side = number - (len(cases) - 2)
+                if side == 1:
+                    timed.go_to(1)
+                written = {"o": fixture.buffers["o"]}
+                written |= {item[0]: workspaces[item] for item in launches.workspaces.items()}
+                for buffer in written.values():
+                    buffer.poison()
+                pipeline.enqueue()
+                fixture.compare(number)
+                slots.append((used, tuple(written)))
+                for buffer in written.values():
+                    judge.count_outside(buffer, used)
+                    used += 1
+                if launches.lse:
+                    fixture.compare_lse(written["lse"], used)
+                    used += 1
+                if side >= 0:
+                    judge.digest(self.output, side)
+            counts, found = judge.counts(used), judge.found(len(cases))
+        accuracies = []
+        for (fixture, launches, _), values, (begin, names) in zip(cases, found, slots, strict=True):
+            end = begin + len(names)
+            outside = dict(zip(names, map(int, counts[begin:end]), strict=True))
+            lse = float(counts[end : end + 1].view(np.float64)[0]) if launches.lse else 0.0
+            one = Found(values, outside, lse)
+            accuracies.append(fixture.accuracy(one, candidate.rounds_scores))
+        worst = max(accuracies, key=lambda each: max(each.shares.values()))
+        digests = tuple(map(int, counts[:_DIGESTS]))
+        proven = Proven(call, candidate.deterministic, candidate.rounds_scores, digests)
+        return worst.model_copy(update={"seed": self._seed}), proven
+
+    def of_peer(self, output: np.ndarray[Any, Any], rounds_scores: int) -> Accuracy:
+        """The accuracy of a peer's output on the first set of inputs; only NaN is wrong.
+
+        output: its storage on the host.
+        """
+        self.output.upload(output)
+        self._session.settle()
+        with self._session.stream:
+            self.timed.compare(0)
+            found = Found(self._judge.found(1)[0], {})
+        accuracy = self.timed.accuracy(found, rounds_scores, peer=True)
+        return accuracy.model_copy(update={"seed": self._seed})
+
+    # -- many calls -------------------------------------------------------------------------
+
+    def repeat(self, proven: Proven, most: int, longest_us: float) -> int:
+        """Make calls one by one into a poisoned output, and compare each with the checked output.
+
+        Takes at most `most` calls and about longest_us, half of them on each set of inputs; returns
+        the number of calls. Raises WrongResult if one differs in a bit, or, if the family need not
+        give equal bits, if one is wrong.
+        """
+
+        def once() -> None:
+            proven.call.enqueue()
+            self._look(proven, 0)
+
+        with self._session.stream:
+            each_us = min(self._session.time_us(once) for _ in range(2))
+        slots = max(1, min(most // 2, Judge.SLOTS // 4, int(longest_us / 2 / max(1.0, each_us))))
+        replay = proven.call.capture(slots, after=lambda number: self._look(proven, number))
+        done, spent_us = 0, 0.0
+        while done < most and (done < 2 * slots or spent_us < longest_us):
+            with self._session.stream:
+                self.begin()
+                spent_us += self._session.time_us(replay)
+                self._compare(proven, slots)
+            done += slots
+        return done
+
+    def begin(self) -> None:
+        """Enqueue other inputs than before, and an output that every call must write anew."""
+        self.timed.turn()
+        self._judge.clear()
+        self.output.poison()
+
+    def begin_cold(self, copies: Sequence[Mapping[str, Buffer]]) -> None:
+        """The same before calls that rotate over copies, which have the first set of inputs."""
+        self.timed.go_to(0)
+        self._judge.clear()
+        for output in (self.output, *(copy["o"] for copy in copies)):
+            output.fill(POISON)
+
+    def end(self, proven: Proven, copies: Sequence[Mapping[str, Buffer]] = ()) -> None:
+        """Raise WrongResult unless the outputs are now the checked one, bit for bit."""
+        outputs = [self.output, *(copy["o"] for copy in copies)][: Judge.SLOTS]
+        for number, output in enumerate(outputs):
+            if proven.deterministic:
+                self._judge.digest(output, number)
+            else:
+                self.timed.compare(number, output.pointer)
+        self._compare(proven, len(outputs))
+
+    def _look(self, proven: Proven, slot: int) -> None:
+        """Enqueue a look at the output into a slot, and poison it."""
+        if proven.deterministic:
+            self._judge.digest(self.output, slot, poison=True)
+        else:
+            self.timed.compare(slot)
+            self.output.fill(POISON)
+
+    def _compare(self, proven: Proven, slots: int) -> None:
+        if not proven.deterministic:
+            for found in self._judge.found(slots):
+                self.timed.accuracy(Found(found, {}), proven.rounds_scores)
+            return
+        expected = proven.digests[self.timed.side]
+        differing = int(np.count_nonzero(self._judge.counts(slots) != expected))
+        if differing:
+            raise WrongResult(
+                f"a race, or an answer kept from an earlier call: {differing} of {slots} repeated "
+                f"calls gave another output than the checked call ({self.timed.case.label})"
+            )

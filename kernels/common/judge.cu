@@ -1,0 +1,337 @@
+// The judge, compiled for one dtype (DTYPE_FP16, DTYPE_BF16 or DTYPE_FP32): attention in float64,
+// and how far an output is from it. It shares no code with the kernels that it judges. gpu/judge.py
+// launches it, and proves `reference` against NumPy's float64 in every process.
+//
+// Tensors are contiguous: q, o (batch * heads, seqlen_q, head_dim), k, v (batch * heads_kv,
+// seqlen_k, head_dim). The causal mask is aligned bottom-right.
+
+extern __shared__ double shared[];
+
+// ---- storage to float64, exactly ----
+struct Fp16 {
+    using Bits = unsigned short;
+    static constexpr Bits INFINITE = 0x7C00, MAGNITUDE = 0x7FFF;
+    static constexpr double HALF_ULP = 1. / 2048;
+    static __device__ double value(Bits bits) {
+        int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+        double magnitude = exponent == 0
+                               ? mantissa * (1. / (1 << 24))
+                               : __hiloint2double((exponent + 1008) << 20 | mantissa << 10, 0);
+        if (exponent == 31) magnitude = __hiloint2double(0x7FF00000 | mantissa << 10, 0);
+        return bits & 0x8000 ? -magnitude : magnitude;
+    }
+};
+struct Bf16 {
+    using Bits = unsigned short;
+    static constexpr Bits INFINITE = 0x7F80, MAGNITUDE = 0x7FFF;
+    static constexpr double HALF_ULP = 1. / 256;
+    static __device__ double value(Bits bits) {
+        return __uint_as_float(static_cast<unsigned>(bits) << 16);
+    }
+};
+struct Fp32 {
+    using Bits = unsigned;
+    static constexpr Bits INFINITE = 0x7F800000u, MAGNITUDE = 0x7FFFFFFFu;
+    static constexpr double HALF_ULP = 1. / (1 << 24);
+    static __device__ double value(Bits bits) { return __uint_as_float(bits); }
+};
+
+// ---- attention in float64 ----
+constexpr int TILE = 64;         // queries of a block, and keys of a step
+constexpr int CHUNK = 16;        // columns of Q and K, or keys of V, in shared memory
+constexpr int PITCH = TILE + 1;  // doubles between rows: columns then begin in other banks
+constexpr int LANES = 16;        // threads along the keys; each has 4 x 4 scores, 16 apart
+
+// `columns` of the output for 64 queries of one head, with the online softmax. `lse`, if there is
+// one, gets the natural logarithm of the sum of the exponentials.
+template <class T, int COLUMNS>
+__device__ void attend(const void* q_all, const void* k_all, const void* v_all, double* out,
+                       double* lse, int group, int seqlen_q, int seqlen_k, int head_dim,
+                       double scale, int causal) {
+    using Bits = typename T::Bits;
+    double *p = shared, *q_chunk = p + TILE * PITCH, *k_chunk = q_chunk + CHUNK * PITCH;
+    double* v_chunk = q_chunk;  // CHUNK x COLUMNS, when Q and K are done with
+    int tiles = (seqlen_q + TILE - 1) / TILE, parts = (head_dim + COLUMNS - 1) / COLUMNS;
+    int first = blockIdx.x % tiles * TILE, begin = blockIdx.x / tiles % parts * COLUMNS;
+    long long head = blockIdx.x / tiles / parts;
+    const Bits* q = static_cast<const Bits*>(q_all) + head * seqlen_q * head_dim;
+    const Bits* k = static_cast<const Bits*>(k_all) + head / group * seqlen_k * head_dim;
+    const Bits* v = static_cast<const Bits*>(v_all) + head / group * seqlen_k * head_dim;
+    int thread = threadIdx.x, y = thread / LANES, x = thread % LANES;
+    double sum[4], largest[4], acc[4][COLUMNS / LANES];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        sum[i] = 0, largest[i] = -1e300;
+#pragma unroll
+        for (int j = 0; j < COLUMNS / LANES; ++j) acc[i][j] = 0;
+    }
+    int ahead = seqlen_k - seqlen_q;  // query i sees keys up to i + ahead
+    int end = causal ? min(seqlen_k, first + TILE + ahead) : seqlen_k;
+    for (int key = 0; key < end; key += TILE) {
+        double s[4][4] = {};
+        for (int d = 0; d < head_dim; d += CHUNK) {
+            __syncthreads();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                int row = y + 16 * i, column = d + x;
+                bool inside = column < head_dim;
+                q_chunk[x * PITCH + row] =
+                    inside && first + row < seqlen_q
+                        ? T::value(q[static_cast<long long>(first + row) * head_dim + column])
+                        : 0.;
+                k_chunk[x * PITCH + row] =
+                    inside && key + row < seqlen_k
+                        ? T::value(k[static_cast<long long>(key + row) * head_dim + column])
+                        : 0.;
+            }
+            __syncthreads();
+#pragma unroll 4
+            for (int c = 0; c < CHUNK; ++c) {
+                double a[4], b[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[i] = q_chunk[c * PITCH + y + 16 * i];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) b[j] = k_chunk[c * PITCH + x + 16 * j];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) s[i][j] = fma(a[i], b[j], s[i][j]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int row = first + y + 16 * i;
+            double grown = largest[i];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                int column = key + x + 16 * j;
+                bool seen = column < seqlen_k && !(causal && column > row + ahead);
+                s[i][j] = seen ? s[i][j] * scale : -1e300;
+                grown = fmax(grown, s[i][j]);
+            }
+#pragma unroll
+            for (int lanes = LANES / 2; lanes > 0; lanes /= 2)
+                grown = fmax(grown, __shfl_xor_sync(0xffffffffu, grown, lanes));
+            double shrink = exp(largest[i] - grown), more = 0;
+            largest[i] = grown;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                double e = s[i][j] > -1e299 ? exp(s[i][j] - grown) : 0.;
+                p[(x + 16 * j) * PITCH + y + 16 * i] = e;
+                more += e;
+            }
+#pragma unroll
+            for (int lanes = LANES / 2; lanes > 0; lanes /= 2)
+                more += __shfl_xor_sync(0xffffffffu, more, lanes);
+            sum[i] = sum[i] * shrink + more;
+#pragma unroll
+            for (int j = 0; j < COLUMNS / LANES; ++j) acc[i][j] *= shrink;
+        }
+        for (int from = 0; from < TILE; from += CHUNK) {
+            __syncthreads();
+            for (int at = thread; at < CHUNK * COLUMNS; at += LANES * LANES) {
+                int row = key + from + at / COLUMNS, column = begin + at % COLUMNS;
+                v_chunk[at] = row < seqlen_k && column < head_dim
+                                  ? T::value(v[static_cast<long long>(row) * head_dim + column])
+                                  : 0.;
+            }
+            __syncthreads();
+#pragma unroll 4
+            for (int c = 0; c < CHUNK; ++c) {
+                double a[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[i] = p[(from + c) * PITCH + y + 16 * i];
+#pragma unroll
+                for (int j = 0; j < COLUMNS / LANES; ++j) {
+                    double b = v_chunk[c * COLUMNS + x + 16 * j];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) acc[i][j] = fma(a[i], b, acc[i][j]);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        long long row = first + y + 16 * i;
+        if (row >= seqlen_q) continue;
+#pragma unroll
+        for (int j = 0; j < COLUMNS / LANES; ++j) {
+            int column = begin + x + 16 * j;
+            if (column < head_dim)
+                out[(head * seqlen_q + row) * head_dim + column] = acc[i][j] / sum[i];
+        }
+        if (lse && begin == 0 && x == 0) lse[head * seqlen_q + row] = largest[i] + log(sum[i]);
+    }
+}
+
+// ---- how far an output is from it ----
+// What judge finds in 64 rows of a head, and summary in all of them. Shares and gains as
+// numerics.Measures has them.
+struct Found {
+    double nans;             // elements that are NaN
+    double squares;          // sum of the squares of the rows' errors
+    double row, row_at;      // largest error of a row, and that row over all heads
+    double element;          // largest error of an element beyond half an ulp, over the row's rms
+    double row_gain;         // largest |gain| of a row
+    double tile_gain;        // of 64 rows
+    double gains, norm;      // sums of the rows' gains, and of ref^2
+    double tilt, tilt_norm;  // sums of (out - ref)(tilted - ref), and of (tilted - ref)^2
+};
+constexpr int FOUND = sizeof(Found) / sizeof(double);
+
+__device__ void take(Found& all, const Found& one) {
+    all.nans += one.nans, all.squares += one.squares;
+    if (one.row > all.row) all.row = one.row, all.row_at = one.row_at;
+    all.element = fmax(all.element, one.element);
+    all.row_gain = fmax(all.row_gain, one.row_gain);
+    all.tile_gain = fmax(all.tile_gain, one.tile_gain);
+    all.gains += one.gains, all.norm += one.norm;
+    all.tilt += one.tilt, all.tilt_norm += one.tilt_norm;
+}
+
+__device__ double over_warp(double x) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+    return x;
+}
+__device__ double largest_of_warp(double x) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x = fmax(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+    return x;
+}
+
+// A block judges 64 rows of a head, a warp one row after the other. floor: the norm below which a
+// row counts as this long.
+template <class T>
+__device__ void compare(const void* o, const double* expected, const double* tilted, Found* found,
+                        int seqlen_q, int head_dim, double floor) {
+    Found* of_warp = reinterpret_cast<Found*>(shared);
+    int tiles = (seqlen_q + TILE - 1) / TILE, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int warps = blockDim.x / 32;
+    long long head = blockIdx.x / tiles;
+    Found own = {};
+    for (int i = warp; i < TILE; i += warps) {
+        int row = blockIdx.x % tiles * TILE + i;
+        if (row >= seqlen_q) break;
+        long long at = (head * seqlen_q + row) * head_dim;
+        const typename T::Bits* bits = static_cast<const typename T::Bits*>(o) + at;
+        double nans = 0, square = 0, norm = 0, along = 0, tilt = 0, tilt_norm = 0;
+        for (int d = lane; d < head_dim; d += 32) {
+            double ref = expected[at + d], out = T::value(bits[d]), off = out - ref;
+            nans += (bits[d] & T::MAGNITUDE) > T::INFINITE;
+            square += off * off, norm += ref * ref, along += off * ref;
+            if (tilted) {
+                double slope = tilted[at + d] - ref;
+                tilt += off * slope, tilt_norm += slope * slope;
+            }
+        }
+        nans = over_warp(nans), square = over_warp(square), norm = over_warp(norm);
+        along = over_warp(along), tilt = over_warp(tilt), tilt_norm = over_warp(tilt_norm);
+        double length = fmax(sqrt(norm), floor), beyond = 0;
+        for (int d = lane; d < head_dim; d += 32) {
+            double ref = expected[at + d], off = fabs(T::value(bits[d]) - ref);
+            beyond = fmax(beyond, off - T::HALF_ULP * fabs(ref));
+        }
+        Found one = {};
+        one.nans = nans, one.row = sqrt(square) / length, one.row_at = head * seqlen_q + row;
+        one.squares = one.row * one.row;
+        one.element = largest_of_warp(beyond) / (length / sqrt(static_cast<double>(head_dim)));
+        double gain = along / (length * length);
+        one.row_gain = fabs(gain), one.gains = gain;
+        one.norm = norm, one.tilt = tilt, one.tilt_norm = tilt_norm;
+        take(own, one);
+    }
+    if (lane == 0) of_warp[warp] = own;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 1; i < warps; ++i) take(own, of_warp[i]);
+        int rows = min(TILE, seqlen_q - static_cast<int>(blockIdx.x % tiles) * TILE);
+        own.tile_gain = fabs(own.gains) / rows;
+        found[blockIdx.x] = own;
+    }
+}
+
+#if DTYPE_FP16
+using Dtype = Fp16;
+#elif DTYPE_BF16
+using Dtype = Bf16;
+#else
+using Dtype = Fp32;
+#endif
+extern "C" __global__ void __launch_bounds__(256)
+    reference_64(const void* q, const void* k, const void* v, double* out, double* lse, int group,
+                 int seqlen_q, int seqlen_k, int head_dim, double scale, int causal) {
+    attend<Dtype, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, causal);
+}
+extern "C" __global__ void __launch_bounds__(256)
+    reference_128(const void* q, const void* k, const void* v, double* out, double* lse, int group,
+                  int seqlen_q, int seqlen_k, int head_dim, double scale, int causal) {
+    attend<Dtype, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, causal);
+}
+extern "C" __global__ void __launch_bounds__(256)
+    judge(const void* o, const double* expected, const double* tilted, Found* found, int seqlen_q,
+          int head_dim, double floor) {
+    compare<Dtype>(o, expected, tilted, found, seqlen_q, head_dim, floor);
+}
+
+// Many tiles' findings as one; one block of at most 256 threads.
+extern "C" __global__ void __launch_bounds__(256)
+    summary(const Found* found, long long tiles, Found* all) {
+    Found* of_thread = reinterpret_cast<Found*>(shared);
+    Found own = {};
+    for (long long i = threadIdx.x; i < tiles; i += blockDim.x) take(own, found[i]);
+    of_thread[threadIdx.x] = own;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 1; i < blockDim.x; ++i) take(own, of_thread[i]);
+        *all = own;
+    }
+}
+
+// The largest |written - expected| / max(1, |expected|) of float32 values; NaN counts as 1e300.
+extern "C" __global__ void __launch_bounds__(256)
+    judge_lse(const float* written, const double* expected, long long count, double* worst) {
+    double own = 0;
+    for (long long i = threadIdx.x; i < count; i += blockDim.x) {
+        double off = fabs(written[i] - expected[i]) / fmax(1., fabs(expected[i]));
+        own = off >= 0 ? fmax(own, off) : 1e300;
+    }
+    shared[threadIdx.x] = own;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int i = 1; i < blockDim.x; ++i) own = fmax(own, shared[i]);
+        *worst = own;
+    }
+}
+
+// ---- watching many calls ----
+__device__ unsigned long long mixed(unsigned long long x) {  // the finaliser of SplitMix64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+    return x ^ x >> 31;
+}
+// Adds to *sum a value of the words' bits and places that does not depend on the order. poison:
+// the words are then filled with NaN, so that the next call must write all of them.
+extern "C" __global__ void __launch_bounds__(256)
+    digest(unsigned* words, long long count, int poison, unsigned long long* sum) {
+    unsigned long long own = 0;
+    for (long long i = blockIdx.x * 256ll + threadIdx.x; i < count; i += gridDim.x * 256ll) {
+        own += mixed(static_cast<unsigned long long>(words[i]) << 32 ^ (i * 0x9E3779B97F4A7C15ull));
+        if (poison) words[i] = 0xFFFFFFFFu;
+    }
+    for (int lanes = 16; lanes > 0; lanes /= 2) own += __shfl_xor_sync(0xffffffffu, own, lanes);
+    if (threadIdx.x % 32 == 0) atomicAdd(sum, own);
+}
+// Negates every element: `sign` has the sign bits of a word.
+extern "C" __global__ void __launch_bounds__(256)
+    negate(unsigned* words, long long count, unsigned sign) {
+    for (long long i = blockIdx.x * 256ll + threadIdx.x; i < count; i += gridDim.x * 256ll)
+        words[i] ^= sign;
+}
+// Counts the words of two regions that are not `word`.
+extern "C" __global__ void __launch_bounds__(256)
+    differing(const unsigned* one, const unsigned* other, int count, unsigned word,
+              unsigned long long* sum) {
+    unsigned long long own = 0;
+    for (int i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256)
+        own += (one[i] != word) + (other[i] != word);
+    if (own) atomicAdd(sum, own);
+}

@@ -1,0 +1,102 @@
+"""Wrong kernels are refused, each in its way; the right one among them never is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attnsweep.build.candidate import Build
+from attnsweep.build.nvrtc import Compiler
+from attnsweep.family.declare import Config, load_kernel
+from attnsweep.gpu.worker import Worker, WorkerError
+from attnsweep.hardware import arch_named
+from attnsweep.problem import Problem
+from attnsweep.trial import Status
+
+pytestmark = pytest.mark.gpu
+
+KERNEL = load_kernel(Path(__file__).parent.parent / "families/wrong.py")
+FAULTS = KERNEL.params[0].help.split(", ")
+PROBLEMS = [
+    Problem.parse(f"2,6/3,520x777,64 {dtype} {mask}")
+    for dtype in ("fp16", "bf16")
+    for mask in ("full", "causal")
+]
+# What bf16's own rounding hides: a sum in fp16 has three bits more than bf16.
+WITHIN_BF16 = ("SUM_IN_FP16",)
+# Time for calls one by one: enough for 7,000 of this slow kernel, of which one in 1000 is wrong.
+CONFIRM_US = 8e6
+
+
+def faults():
+    for problem in PROBLEMS:
+        for number, fault in enumerate(FAULTS[1:], 1):
+            if fault.startswith("CAUSAL") and not problem.causal:
+                continue
+            if fault in WITHIN_BF16 and problem.dtype == "bf16":
+                continue
+            name = f"{fault}-{problem.dtype}-{'causal' if problem.causal else 'full'}"
+            yield pytest.param(problem, number, id=name)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker(timeout_s=60.0) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def compiler(worker):
+    made = Compiler(arch_named(worker.describe().arch))
+    for case in faults():  # all at once, in threads
+        Build.of(KERNEL, Config({"FAULT": case.values[1]}), case.values[0], made).submit()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def opened(worker):
+    """Opens a problem once for all its faults."""
+    problems = []
+
+    def of(problem):
+        if problems[-1:] != [problem]:
+            worker.open(problem, replay_us=100, seed=3)
+            problems.append(problem)
+        return worker
+
+    return of
+
+
+def candidate(problem, number, compiler):
+    build = Build.of(KERNEL, Config({"FAULT": number}), problem, compiler)
+    build.submit()
+    return build.candidate()
+
+
+def try_and_confirm(worker, made):
+    """What a sweep does with a candidate, without its rounds."""
+    worker.trial(made)
+    worker.add("wrong", made, cold=False)
+    try:
+        worker.confirm("wrong", CONFIRM_US)
+    finally:
+        worker.drop("wrong")
+
+
+@pytest.mark.parametrize(("problem", "number"), list(faults()))
+def test_a_wrong_kernel_is_refused(problem, number, opened, compiler):
+    worker, made = opened(problem), candidate(problem, number, compiler)
+    with pytest.raises(WorkerError) as refused:
+        try_and_confirm(worker, made)
+    assert refused.value.status is Status.WRONG, refused.value.detail
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+def test_the_right_kernel_is_not_refused(problem, seed, worker, compiler):
+    made = candidate(problem, 0, compiler)
+    worker.open(problem, replay_us=100, seed=1000 + seed)
+    accuracy, _ = worker.trial(made)
+    assert max(accuracy.shares.values()) <= 1
