@@ -27,8 +27,8 @@ Inputs = Literal[
     "normal", "large_scores", "equal_keys", "far_below", "far_above", "tiny_ends", "one_hot", "wide"
 ]
 
-# No limit of a row is below the error of rounding the output alone: half an ulp of 1. For fp32 it is
-# that of sums of up to 2048 products in any order, and grows with the root of head_dim beyond:
+# No limit of a row is below the error of rounding the output alone: half an ulp of 1. For fp32 it
+# is that of sums of up to 2048 products in any order, and grows with the root of head_dim beyond:
 # PyTorch's paths err by 1e-7 to 3e-6 at 2048, by 7e-6 at 8192, one TF32 product by 3e-4.
 HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 5e-6}
 # Half an ulp of an output, as a share of it: what rounding to the dtype costs at most.
@@ -295,9 +295,9 @@ class Measures:
         return {name: value / limit for name, (value, limit) in pairs.items() if limit < np.inf}
 
 
-# Multiples of the largest error in those rows, for scores that are not rounded and that are. The
-# whole output has up to a thousand times as many rows, and a right kernel may refer its exponents to
-# any key; benchmarks/judge.py prints how much of each limit kernels and peers use.
+# Multiples of the largest error in those rows, for scores that are not rounded and that are: the
+# whole output has up to a thousand times as many rows. benchmarks/accuracy.py prints how much of
+# each limit kernels and peers use.
 _TIMES = (
     Measures(row=2, element=3, rms=1.3, row_gain=3, tile_gain=4, gain=1, scale=2),
     Measures(row=3, element=3, rms=1.3, row_gain=5, tile_gain=4, gain=2, scale=4),
