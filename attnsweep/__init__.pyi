@@ -20,7 +20,7 @@ from .build.candidate import Build
 from .build.launches import Candidate, CompiledStage, FirstTimes, Launches
 from .build.nvrtc import Compiler, Cubin
 from .build.observer import Observer
-from .check.recorded import Verdict
+from .check.verdicts import Verdict
 from .choose.evidence import ratio_interval
 from .choose.search import Search
 from .choose.skips import Skips

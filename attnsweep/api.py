@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from attnsweep.build.launches import Candidate
     from attnsweep.build.observer import Observer
     from attnsweep.check.live import Outcome as Compared
-    from attnsweep.check.recorded import Comparison
+    from attnsweep.check.verdicts import Comparison
     from attnsweep.family.declare import Kernel
     from attnsweep.gpu.worker import Gpu
     from attnsweep.hardware import Arch

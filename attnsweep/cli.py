@@ -255,7 +255,7 @@ def check(
 
     Exit code 1 if one regressed or is wrong, 4 if one is inconclusive, 0 otherwise.
     """
-    from attnsweep.check import live
+    from attnsweep.check import live, verdicts
     from attnsweep.check import recorded as recordings
     from attnsweep.show import progress
     from attnsweep.store.run import open_run
@@ -283,11 +283,11 @@ def check(
                 observer=observer,
             )
     if junit is not None:
-        recordings.write(junit, compared.to_junit())
+        verdicts.write(junit, compared.to_junit())
     if markdown is not None:
-        recordings.write(markdown, compared.to_markdown())
+        verdicts.write(markdown, compared.to_markdown())
     else:
-        recordings.summarise(compared.to_markdown())
+        verdicts.summarise(compared.to_markdown())
     lines = [Text(line, style) for line, style in compared.lines(console.width)]
     with contextlib.suppress(BrokenPipeError):  # `check … | head`: the exit code is the verdict
         _print(lines, compared.to_json(), json_)

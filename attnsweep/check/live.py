@@ -20,7 +20,7 @@ from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.build.prune import compiler_for
-from attnsweep.check.recorded import Comparison, Finding, Verdict, differences, other_card
+from attnsweep.check.verdicts import Comparison, Finding, Verdict, differences, other_card
 from attnsweep.choose.evidence import Decision, Interval, PairedTest
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.start import arch_of, input_seed

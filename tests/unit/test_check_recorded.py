@@ -13,7 +13,7 @@ from samples import H200, baseline, candidate, failed, full_run
 
 from attnsweep import cli
 from attnsweep.check import recorded as regress
-from attnsweep.check.recorded import Verdict
+from attnsweep.check.verdicts import Comparison, Finding, Verdict
 from attnsweep.problem import Problem
 from attnsweep.trial import Measurement, Status
 
@@ -156,9 +156,9 @@ def test_in_what_the_runs_differ_is_listed():
     ],
 )
 def test_the_exit_code_is_of_the_worst(verdicts, code):
-    findings = tuple(regress.Finding("p", verdict, "") for verdict in verdicts)
-    assert regress.Comparison(Path("a"), Path("b"), 0.03, findings, ()).exit_code == code
-    damaged = regress.Comparison(Path("a"), Path("b"), 0.03, findings, (), damage=("torn",))
+    findings = tuple(Finding("p", verdict, "") for verdict in verdicts)
+    assert Comparison(Path("a"), Path("b"), 0.03, findings, ()).exit_code == code
+    damaged = Comparison(Path("a"), Path("b"), 0.03, findings, (), damage=("torn",))
     assert damaged.exit_code == (code or 4)  # a measured regression is none the less one
 
 
