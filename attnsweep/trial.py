@@ -34,6 +34,7 @@ class Status(StrEnum):
     TIMEOUT = "timeout"
     WRONG = "wrong"
     NOISY = "noisy"
+    DAMAGED = "damaged"  # never written: the ranking's name for a row that cannot be as it says
     NO_RECORD = "no_record"  # device: replay, and the recording does not hold this config
     SKIPPED = "skipped"  # a baseline that cannot run here; detail says why
 

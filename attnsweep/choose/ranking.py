@@ -28,6 +28,7 @@ EQUIVALENT = 1.004
 OPEN = 1.01
 # Order of the rows after the ranked ones: first those that ran, last those that never did.
 _AFTER = [
+    Status.DAMAGED,
     Status.NOISY,
     Status.WRONG,
     Status.LAUNCH_ERROR,
@@ -77,7 +78,7 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
 
 
 def judged(trial: Trial) -> tuple[Status, str | None]:
-    """Checked status and detail: an ok row needs a time, no NaN, and error <= limit."""
+    """Checked status and detail: an ok row needs error <= limit, and times that can be times."""
     if trial.status is not Status.OK:
         return trial.status, trial.detail
     time, accuracy = trial.time_us, trial.accuracy
@@ -90,13 +91,15 @@ def judged(trial: Trial) -> tuple[Status, str | None]:
                 f"says ok, but its error {error:.2e} exceeds {accuracy.limit:.2e}",
             )
     if time is None:
-        return Status.NOISY, "says ok, but has no time"
-    numbers = [time.median, time.low, time.high, *time.rounds, *trial.stages_us.values()]
-    numbers += [number for number in (trial.cold_us, trial.eager_us) if number is not None]
-    if not (time.median > 0 and all(map(math.isfinite, numbers))):
-        return Status.NOISY, "says ok, but one of its times is not finite"
-    if not all(value > 0 for value in time.rounds):
-        return Status.NOISY, "says ok, but one of its rounds took no time"
+        return Status.DAMAGED, "says ok, but has no time"
+    times = {f"time_us.{name}": getattr(time, name) for name in ("median", "low", "high")}
+    times |= {f"time_us.rounds[{number}]": us for number, us in enumerate(time.rounds)}
+    others = ("first_us", "warm_us", "cold_us", "eager_us", "launch_us")
+    times |= {name: getattr(trial, name) for name in others if getattr(trial, name) is not None}
+    times |= {f"stages_us.{name}": us for name, us in trial.stages_us.items()}
+    for name, us in times.items():
+        if not 0 < us < math.inf:  # no sweep writes such a time, and NaN compares as false
+            return Status.DAMAGED, f"says ok, but {name} is {us}"
     return trial.status, trial.detail
 
 

@@ -23,7 +23,7 @@ from attnsweep.trial import Environment, Status
 Row = dict[str, Any]
 # Each reason takes one line; a problem lists at most this many.
 MAX_REASONS = 6
-_FAILED = ("noisy", "wrong", "launch_error", "timeout", "compile_error")
+_FAILED = ("damaged", "noisy", "wrong", "launch_error", "timeout", "compile_error")
 
 
 @dataclass(frozen=True)
