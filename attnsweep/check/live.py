@@ -20,7 +20,15 @@ from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.build.prune import compiler_for
-from attnsweep.check.verdicts import Comparison, Finding, Verdict, differences, other_card
+from attnsweep.check.verdicts import (
+    Comparison,
+    Finding,
+    Verdict,
+    at_least,
+    change,
+    differences,
+    other_card,
+)
 from attnsweep.choose.evidence import Decision, Interval, PairedTest
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.start import arch_of, input_seed
@@ -349,9 +357,9 @@ def compare(
         why += "or use a quieter machine"
     elif shown.decision is Decision.SLOWER:
         verdict = Verdict.REGRESSION
-        why = f"slower by at least {_percent(interval.low)} %, in each of two processes"
+        why = f"{at_least(interval.low)}, in each of two processes"
     elif shown.decision is Decision.FASTER:
-        verdict, why = Verdict.IMPROVEMENT, f"faster by at least {_percent(1 / interval.high)} %"
+        verdict, why = Verdict.IMPROVEMENT, at_least(interval.high)
     else:
         verdict, why = Verdict.PASS, ""
     return Outcome(verdict, why, shown, processes)
@@ -427,10 +435,6 @@ def _finding(pair: _Pair, trial: Trial, found: Outcome, own: float | None) -> Fi
     return replace(finding, ratio=median, low=low, high=high, rounds=rounds)
 
 
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):.1f}"
-
-
 def _said(status: Status, detail: str | None) -> str:
     """`compile error: naive.cu(3): error: …`, with the detail's first line only."""
     lines = [line for line in (detail or "").splitlines() if line.strip()]
@@ -441,8 +445,7 @@ def _spoken(turns: PairResult) -> str:
     interval = turns.interval
     if interval is None:
         return "too few rounds for an interval"
-    low, high = 100 * (interval.low - 1), 100 * (interval.high - 1)
-    return f"{low:+.1f} to {high:+.1f} % in {interval.rounds} rounds"
+    return f"{change(interval.low)} to {change(interval.high)} in {interval.rounds} rounds"
 
 
 def _row(row: Row | None) -> Row | None:

@@ -1,30 +1,52 @@
 """Did the best candidate of a problem get slower between two recorded runs?
 
-Both runs were measured earlier, at different times. Each verdict says how much that can prove:
-baselines timed in both runs show how far the sessions themselves drifted apart, and a difference
-counts only beyond that. Needs no GPU. Times are microseconds of one call.
+Both runs were measured at different times, so their times cannot be paired. But each run timed our
+best candidate and its peers (baselines) in the same rounds. Their ratio in the new run, over their
+ratio in the old one, is free of what met both alike. Peers that disagree about it show how far such
+ratios move between sessions without any change of code. Needs no GPU. Times are microseconds of one
+call.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 
-from attnsweep.check.verdicts import Comparison, Finding, Verdict, differences, other_card
+from attnsweep.check.verdicts import (
+    Comparison,
+    Finding,
+    Verdict,
+    at_least,
+    change,
+    differences,
+    other_card,
+)
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.choose.ranking import rank
 from attnsweep.show.sentences import Row, Section, by_problem
 from attnsweep.store.run import Run
+from attnsweep.trial import Status
 
 CAN = (
-    "This compares recorded runs. It can show that a problem's best candidate is slower or faster "
-    "by more than the scatter of the rounds and the drift of the baselines timed in both."
+    "This compares recorded runs. Each time is divided by those of the baselines in the same "
+    "rounds. A problem's best candidate is called slower or faster if these ratios changed by more "
+    "than the scatter of the rounds and the disagreement of the baselines explain."
 )
 CANNOT = (
-    "It cannot show why, or see changes that affect only our kernels (other clocks under load, "
-    "another card of the same name). Only timing both codes in turns on one GPU can."
+    "It cannot show why, or tell a change of our code from one that affects only our kernels "
+    "(other clocks under load, another card of the same name). Only timing both codes in turns on "
+    "one GPU can."
 )
+# Standard deviation by which the ratio of two kernels moves from one session to the next while
+# neither kernel changes, if the peers do not show a larger one: see docs/measuring.md.
+SESSION_SD = 0.0075
+# Standard errors in a two-sided 95 % interval, and those of a median deviation in a standard one.
+_NORMAL, _MAD = 1.96, 1.4826
+# Slow baselines take part in the first five rounds only.
+_FEWEST_ROUNDS = 5
 
 
 def compare(old: Run, new: Run, *, slower: float) -> Comparison:
@@ -72,6 +94,10 @@ def _judge(old: Section, new: Section | None, slower: float, control: str | None
         why = "the new run does not contain this problem"
         return Finding(label, Verdict.INCONCLUSIVE, why, won)
     now = new.winner
+    for which, section in (("old", old), ("new", new)):
+        damaged = _damage(which, section)
+        if damaged is not None:
+            return Finding(label, Verdict.INCONCLUSIVE, f"{damaged}; record it anew", won, now)
     if won is None and now is None:
         return Finding(label, Verdict.INCONCLUSIVE, "no candidate is ok in either run")
     if won is None:
@@ -81,66 +107,124 @@ def _judge(old: Section, new: Section | None, slower: float, control: str | None
         ends = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in counts.most_common())
         why = f"no candidate is ok now: {ends or 'none was tried'}"
         return Finding(label, Verdict.REGRESSION, why, won)
-    ratio = now["time_us"] / won["time_us"]
     if control is not None:
-        return Finding(label, Verdict.INCONCLUSIVE, control, won, now, ratio)
+        return Finding(label, Verdict.INCONCLUSIVE, control, won, now)
+    if won["trial"] == now["trial"]:
+        why = "both runs hold the same row"
+        return Finding(label, Verdict.PASS, why, won, now, 1.0, 1.0, 1.0)
+    kinds = won["timed_as"], now["timed_as"]
+    if kinds[0] != kinds[1]:
+        why = f"timed {kinds[0]}, then {kinds[1]}"
+        return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
     for which, row in (("old", won), ("new", now)):
         if not row["trial"].time_us.rounds:
             why = f"the {which} run timed its best candidate without rounds"
-            return Finding(label, Verdict.INCONCLUSIVE, why, won, now, ratio)
-    drift = _drift(old, new)
-    if drift is None:
+            return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
+    peers = [*_compared(old, new)]
+    if not peers:
         why = "no baseline has rounds in both runs, so the drift is unknown"
-        return Finding(label, Verdict.INCONCLUSIVE, why, won, now, ratio)
-    low, high = _ratio(won, now)
-    low, high = low / max(1.0, drift[1]), high / min(1.0, drift[0])
+        return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
+    ratio, low, high = combined(peers)
+    drift = min(peer.drift for peer in peers), max(peer.drift for peer in peers)
     facts = (won, now, ratio, low, high, drift)
-    change = _changed(won, now)
+    other = _changed(won, now)
     if low > 1 + slower:
-        why = f"slower by at least {100 * (low - 1):.1f} %{change}"
-        return Finding(label, Verdict.REGRESSION, why, *facts)
+        return Finding(label, Verdict.REGRESSION, f"{at_least(low)}{other}", *facts)
     if high < 1 / (1 + slower):
-        why = f"faster by at least {100 * (1 / high - 1):.1f} %{change}"
-        return Finding(label, Verdict.IMPROVEMENT, why, *facts)
+        return Finding(label, Verdict.IMPROVEMENT, f"{at_least(high)}{other}", *facts)
     if high <= 1 + slower:
         return Finding(label, Verdict.PASS, "", *facts)
-    why = f"between {100 * (1 - low):.1f} % faster and {100 * (high - 1):.1f} % slower"
-    if low > 1:
-        why = f"between {100 * (low - 1):.1f} and {100 * (high - 1):.1f} % slower"
-    return Finding(label, Verdict.INCONCLUSIVE, f"{why}{change}", *facts)
+    why = f"between {change(low)} and {change(high)}{other}"
+    return Finding(label, Verdict.INCONCLUSIVE, why, *facts)
 
 
-def _median_interval(row: Row) -> tuple[float, float]:
-    """95 % sign interval of the median of a row's rounds."""
-    rounds = row["trial"].time_us.rounds
-    return ratio_interval(rounds, [1.0] * len(rounds))
+def _damage(which: str, section: Section) -> str | None:
+    """The first row of a problem that says ok and cannot be, or None.
 
-
-def _ratio(old: Row, new: Row) -> tuple[float, float]:
-    """95 % limits of the ratio new to old, from the intervals of both medians.
-
-    Rounds of two sessions cannot be paired, so the distances from both medians to their limits, in
-    logarithms, are added as squares (MOVER: Zou and Donner, Statist. Med. 27, 2008).
+    It may have been the best one, or the best one's peer: without it no comparison is to be had.
     """
-    (old_low, old_high), (new_low, new_high) = _median_interval(old), _median_interval(new)
-    before, after = float(old["time_us"]), float(new["time_us"])
-    down = math.hypot(math.log(after / new_low), math.log(old_high / before))
-    up = math.hypot(math.log(new_high / after), math.log(before / old_low))
-    return after / before * math.exp(-down), after / before * math.exp(up)
+    for row in section.rows:
+        trial = row["trial"]
+        if trial.status is Status.OK and row["status"] != Status.OK:
+            name = row["provider"] if row["baseline"] else f"{row['kernel']} {row['config']}"
+            return f"the {which} run is damaged: {name.strip()} {row['detail']}"
+    return None
 
 
-def _drift(old: Section, new: Section) -> tuple[float, float] | None:
-    """Least and largest ratio new to old of the baselines with rounds in both, or None."""
-    before, after = (
-        {
-            row["provider"]: float(row["time_us"])
-            for row in section.rows
-            if row["baseline"] and row["rank"] and row["rounds"]
-        }
-        for section in (old, new)
-    )
-    ratios = [after[name] / before[name] for name in before if name in after]
-    return (min(ratios), max(ratios)) if ratios else None
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What one baseline says of the best candidates: logarithms of (ours / it), new over old.
+
+    down, up: from the median to its 95 % limits. drift: its own time, new over old.
+    """
+
+    change: float
+    down: float
+    up: float
+    drift: float
+
+
+def combined(peers: Sequence[Peer]) -> tuple[float, float, float]:
+    """Ratio new to old by all peers, and its limits.
+
+    The ratio is the median of what the peers say. Their scatter about it estimates how far the
+    ratio of two kernels moves between sessions (at least SESSION_SD); ours moves too, however many
+    peers there are. Scatter of the rounds comes from the same rounds of ours for all peers, so more
+    peers do not lessen it.
+    """
+    middle = median(peer.change for peer in peers)
+    scatter = _MAD * median(abs(peer.change - middle) for peer in peers)
+    session = _NORMAL * max(SESSION_SD, scatter * math.sqrt(1 + 1 / len(peers)))
+    down = math.hypot(session, median(peer.down for peer in peers))
+    up = math.hypot(session, median(peer.up for peer in peers))
+    return math.exp(middle), math.exp(middle - down), math.exp(middle + up)
+
+
+def _compared(old: Section, new: Section) -> Iterator[Peer]:
+    """Every baseline that shares rounds with the best candidate in both runs."""
+    before, after = _beside_winner(old), _beside_winner(new)
+    for name in before:
+        if name not in after:
+            continue
+        # Distances of both medians from their limits, in logarithms, are added as squares (MOVER:
+        # Zou and Donner, Statist. Med. 27, 2008).
+        (was, was_low, was_high), (now, low, high) = map(_log_ratio, (before[name], after[name]))
+        drift = median(after[name][1]) / median(before[name][1])
+        yield Peer(
+            now - was, math.hypot(now - low, was_high - was), math.hypot(high - now, was - was_low),
+            drift,
+        )  # fmt: skip
+
+
+def _beside_winner(section: Section) -> dict[str, tuple[list[float], list[float]]]:
+    """Provider to the rounds of the winner and its own, paired by position."""
+    won = section.winner
+    if won is None:
+        return {}
+    ours = won["trial"].time_us.rounds
+    found = {}
+    for row in section.rows:
+        trial = row["trial"]
+        same = (trial.recorded, trial.recorded_on, row["timed_as"]) == (
+            won["trial"].recorded,
+            won["trial"].recorded_on,
+            won["timed_as"],
+        )
+        if not (row["baseline"] and row["rank"] and same):
+            continue
+        # An entry that leaves the rounds early was in the first ones.
+        both = [*zip(ours, trial.time_us.rounds, strict=False)]
+        if len(both) >= _FEWEST_ROUNDS:
+            found[row["provider"]] = [us for us, _ in both], [us for _, us in both]
+    return found
+
+
+def _log_ratio(rounds: tuple[list[float], list[float]]) -> tuple[float, float, float]:
+    """Median of the logarithm of (ours / the peer's), and its 95 % sign interval."""
+    ours, peers = rounds
+    low, high = ratio_interval(ours, peers)
+    middle = median(a / b for a, b in zip(ours, peers, strict=True))
+    return math.log(middle), math.log(low), math.log(high)
 
 
 def _changed(old: Row, new: Row) -> str:

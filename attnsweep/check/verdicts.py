@@ -246,6 +246,21 @@ def summarise(text: str) -> None:
         ) from error
 
 
+def percent(ratio: float) -> str:
+    """`3.0 %` for 1.03 and for 0.97: the change as a share of the old time, faster or slower."""
+    return f"{100 * abs(ratio - 1):.1f} %"
+
+
+def change(ratio: float) -> str:
+    """`3.0 % slower` for 1.03, `3.0 % faster` for 0.97."""
+    return f"{percent(ratio)} {'slower' if ratio >= 1 else 'faster'}"
+
+
+def at_least(ratio: float) -> str:
+    """`slower by at least 3.0 %` for 1.03, `faster by at least 3.0 %` for 0.97."""
+    return f"{'slower' if ratio >= 1 else 'faster'} by at least {percent(ratio)}"
+
+
 def other_card(old: Environment | None, new: Environment | None) -> str | None:
     """The reason why both cannot be shown to be from the same kind of card, or None."""
     if old is None or new is None:
