@@ -13,7 +13,7 @@ from attnsweep.errors import SpecError, StoreError
 from attnsweep.spec.load import load_spec
 from attnsweep.store.code import read_code
 from attnsweep.store.pack import pack
-from attnsweep.store.run import LOCK, SPEC, Run, being_written, open_run, trials_of
+from attnsweep.store.run import CUBINS, LOCK, SPEC, Run, being_written, open_run, trials_of
 
 
 def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
@@ -38,7 +38,10 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
         raise StoreError("the run is still being written", where=str(run.directory), hint=hint)
     against = [*_unfinished(run), *(_unlike(run, baseline) if trials_of(target).is_file() else ())]
     if against and not force:
-        hint = "add --force to accept it, or finish it first: attnsweep run SPEC"
+        hint = "finish it first: attnsweep run SPEC; or add --force to accept it as it is"
+        if older(run):
+            hint = f"record it anew: attnsweep run {run.directory / SPEC} --fresh --results new, "
+            hint += "then accept that run; or add --force to accept it as it is"
         raise StoreError(f"not accepted: {'; '.join(against)}", where=where, hint=hint)
     try:
         _replace_directory(source, target)
@@ -47,8 +50,18 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
     return against
 
 
+def older(run: Run) -> bool:
+    """Whether an older version recorded the run: it kept machine code, but not how to launch it."""
+    kept = [path.suffix for path in (run.directory / CUBINS).glob("*")]
+    return ".cubin" in kept and ".json" not in kept
+
+
 def _unfinished(run: Run) -> list[str]:
     """Objections to a run as a baseline because it is incomplete."""
+    if older(run):
+        return [
+            "recorded by an older version of attnsweep, which did not keep its winners' launches"
+        ]
     try:
         problems = [entry.problem for entry in load_spec(run.directory / SPEC).problems]
     except SpecError as error:

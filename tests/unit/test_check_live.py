@@ -25,6 +25,7 @@ from attnsweep.store.run import open_run
 from attnsweep.trial import Status
 
 FAMILIES = Path(__file__).parent.parent / "families"
+RESULTS = FAMILIES.parent.parent / "results"
 SPEC = """
 problems:
   - {batch: 1, heads: 2, seqlen: 64, head_dim: 64}
@@ -492,10 +493,16 @@ def test_an_accepted_run_is_the_baseline_from_then_on(accept, recorded, tmp_path
     assert [path.name for path in target.parent.iterdir()] == ["line"]
 
 
+def without_launches(run):
+    for path in (run / "cubins").glob("*.json"):
+        path.unlink()
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
         (lambda run: shutil.rmtree(run / "cubins"), "lacks the winner's machine code"),
+        (without_launches, "recorded by an older version of attnsweep, which did not keep"),
         (lambda run: (run / "environment.json").unlink(), "no environment.json"),
         (lambda run: edit(run / "trials.jsonl", '"ok"', '"noisy"'), "has no winner"),
         (lambda run: edit(run / "spec.yaml", "name: spec", "name: other"), "its spec is 'other'"),
@@ -516,6 +523,23 @@ def test_what_is_no_next_baseline_is_refused_and_nothing_changes(
     code, _, err = accept(candidate, baseline, "--force")
     assert code == 0
     assert "accepted although" in err
+
+
+RUNS = sorted(path.parent for path in RESULTS.glob("*/*/trials.jsonl.gz"))
+
+
+@pytest.mark.parametrize("directory", RUNS, ids=lambda path: path.name)
+def test_a_recorded_run_is_accepted_or_is_an_older_version_s(accept, directory, tmp_path):
+    """Those that an older version wrote say so, and how to go on; nothing else is refused."""
+    code, out, err = accept(directory, tmp_path / "baseline")
+    if any((directory / "cubins").glob("*.json")) or not (directory / "cubins").is_dir():
+        assert (code, err) == (0, ""), err
+        assert "is now" in out
+    else:
+        assert code == 2
+        assert "not accepted: recorded by an older version of attnsweep" in err
+        assert f"record it anew: attnsweep run {directory}/spec.yaml --fresh" in err
+        assert not (tmp_path / "baseline").exists()
 
 
 def test_accept_spares_what_is_no_run(accept, recorded, tmp_path):
