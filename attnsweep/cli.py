@@ -336,10 +336,10 @@ def compile_(
     """Compile every candidate of SPEC without a GPU; show spills, fit and occupancy.
 
     The cubins stay in the cache, where a GPU machine with the same NVRTC finds them. Exit code 1
-    if any stage does not compile.
+    if any stage does not compile, or if a problem has no candidate left.
     """
     from attnsweep.show import progress, views
-    from attnsweep.tools.compile import compile_all, target_arch
+    from attnsweep.tools.compile import compile_all, target_arch, without_candidates
 
     loaded, families = _load(spec, kernels)
     target = target_arch(loaded, arch)
@@ -347,7 +347,9 @@ def compile_(
         trials = compile_all(loaded, families, target, limit=limit, observer=observer)
     rows = [trial.model_dump(mode="json", exclude_none=True) for trial in trials]
     _print(views.compiled(trials, target, every, console.width), rows, json_)
-    raise typer.Exit(1 if any(trial.status == "compile_error" for trial in trials) else 0)
+    for label in (empty := without_candidates(trials)):
+        errors.print(f"[red]{escape(label)}: no candidate is left[/]")
+    raise typer.Exit(1 if empty or any(t.status == "compile_error" for t in trials) else 0)
 
 
 @app.command()

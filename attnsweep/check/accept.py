@@ -59,9 +59,8 @@ def older(run: Run) -> bool:
 def _unfinished(run: Run) -> list[str]:
     """Objections to a run as a baseline because it is incomplete."""
     if older(run):
-        return [
-            "recorded by an older version of attnsweep, which did not keep its winners' launches"
-        ]
+        kept_not = "which did not keep how its winners are launched"
+        return [f"recorded by an older version of attnsweep, {kept_not}"]
     try:
         problems = [entry.problem for entry in load_spec(run.directory / SPEC).problems]
     except SpecError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from attnsweep.build.candidate import builds_of, compiled_row, workspace_limit
@@ -16,7 +16,7 @@ from attnsweep.hardware import ARCHS, Arch, arch_named
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import candidate_count, plan
 from attnsweep.store.run import open_run
-from attnsweep.trial import Trial
+from attnsweep.trial import Status, Trial
 
 
 def compile_all(
@@ -57,6 +57,15 @@ def compile_all(
     finally:
         compiler.close()
     return trials
+
+
+def without_candidates(trials: Sequence[Trial]) -> list[str]:
+    """Problems that the rows leave no candidate for: every one was pruned, or does not compile."""
+    left: dict[str, bool] = {}
+    for trial in trials:
+        label = trial.problem.label
+        left[label] = left.get(label, False) or trial.status is Status.OK
+    return [label for label, any_left in left.items() if not any_left]
 
 
 def target_arch(spec: SweepSpec, asked: str | None) -> Arch:
