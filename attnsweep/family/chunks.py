@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from attnsweep.family.declare import CHUNKS as CHUNKS
 from attnsweep.family.declare import Config, Kernel, Param
 from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
 
@@ -26,7 +27,6 @@ MODES = (
 """A config contains a mode only if its spec names that mode; otherwise the first value holds."""
 
 
-CHUNKS = "chunks_are_used"
 CHUNKS_RULE = "chunks are smaller than the call, keep grouped heads together, and use every stream"
 
 # A chunk of queries is a multiple of ROW_UNIT: the largest BLOCK_M of any family, so that no tile

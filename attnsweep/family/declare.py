@@ -7,6 +7,7 @@ Nothing else in attnsweep knows a family by name. See docs/writing-a-kernel.md.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.errors import KernelError
+from attnsweep.family import validate
+from attnsweep.family.launch import Arg as Arg
+from attnsweep.family.launch import Launch as Launch
+from attnsweep.family.launch import TensorMap as TensorMap
+from attnsweep.family.validate import Fault
 from attnsweep.files import shipped
-from attnsweep.hardware import ARCHS, Arch
-from attnsweep.problem import DTYPE_BYTES, Problem
+from attnsweep.hardware import Arch
+from attnsweep.problem import Problem
 from attnsweep.trial import Value
 
 
@@ -98,57 +104,6 @@ def _text(value: Value) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMap:
-    """A TMA descriptor of a 16-bit tensor, passed by value (`const __grid_constant__`, 128 bytes).
-
-    buffer: its name. dims: elements, innermost first. strides: bytes between neighbours of every
-    dimension but the first, multiples of 16. box: elements that one copy moves. swizzle_bytes: 0,
-    32, 64 or 128. Reads outside `dims` return zeros; writes outside are dropped.
-    """
-
-    buffer: str
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle_bytes: int = 128
-
-
-Arg = str | int | float | TensorMap
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One kernel launch of a stage, fully determined.
-
-    args: a str names a buffer (`q`, `k`, `v`, `o`, or a workspace) and passes its pointer; an int
-    passes as int32, a float as float32, a TensorMap by value. `defines` are extra compile-time
-    integers that follow from the problem. `min_blocks_per_sm` is the occupancy that the family
-    plans for. `programmatic`: the launch uses programmatic stream serialization, so that it may
-    begin before the launch ahead of it ends (sm_90; the template must wait with
-    griddepcontrol.wait). `carveout`: percentage of the memory shared with L1 that the launch asks
-    for as shared memory; -1 leaves it to the driver, which decides by what each launch needs.
-    """
-
-    function: str
-    grid: tuple[int, int, int]
-    threads: int
-    args: tuple[Arg, ...]
-    smem_bytes: int = 0
-    defines: Mapping[str, int] = field(default_factory=dict)
-    min_blocks_per_sm: int = 1
-    programmatic: bool = False
-    carveout: int = -1
-
-    @property
-    def arg_bytes(self) -> tuple[int, ...]:
-        """Bytes of each argument as the kernel receives it."""
-        return tuple(
-            8 if isinstance(arg, str) else 128 if isinstance(arg, TensorMap) else 4
-            for arg in self.args
-        )
-
-
 Rule = Callable[[Config, Problem, Arch], bool]
 LaunchBuilder = Callable[[Config, Problem, Arch], "Launch | None"]
 WorkspaceBuilder = Callable[[Config, Problem], dict[str, int]]
@@ -160,6 +115,8 @@ def _no_workspace(config: Config, problem: Problem) -> dict[str, int]:
 
 # The rule that every family has: CUDA can launch its threads, shared memory and grid.
 BLOCK_LIMITS = "block_limits"
+# The rule of chunks.MODES.
+CHUNKS = "chunks_are_used"
 
 # Compile-time facts of a problem that a stage may ask for.
 PROBLEM_CONSTANTS: dict[str, Callable[[Problem], int]] = {
@@ -213,45 +170,26 @@ class Kernel:
     deterministic: bool = True
     lse: str = ""
     source: Path = field(init=False)
+    declared_at: str = field(init=False)
+    """file:line of the declaration."""
     rules: dict[str, tuple[str, Rule]] = field(init=False, default_factory=dict)
     stages: dict[str, Stage] = field(init=False, default_factory=dict)
     workspace_of: WorkspaceBuilder = field(init=False, default_factory=lambda: _no_workspace)
+    _undecorated: dict[str, str] = field(init=False, default_factory=dict)
+    """Place of each rule(...) and stage(...) that has not been given its function."""
 
     def __post_init__(self) -> None:
-        declared_in = Path(sys._getframe(2).f_code.co_filename)
-        self.source = declared_in.with_name(f"{self.name}.cu")
-        names = [param.name for param in self.params]
-        if len(set(names)) != len(names):
-            raise KernelError(f"{self.name}: a parameter is declared twice", where=str(declared_in))
-        wrong = self._misdeclared()
-        if wrong is not None:
-            raise KernelError(f"{self.name}: {wrong}", where=str(declared_in))
-        for param in self.params:
-            if not isinstance(param.values, tuple) or not param.values:
-                raise KernelError(
-                    f"{param.name}: its values must be a tuple, not {param.values!r}",
-                    where=str(declared_in),
-                    hint="write a tuple of one as (64,)",
-                )
-            if not all(isinstance(value, int | str) for value in param.values):
-                raise KernelError(
-                    f"{param.name}: values are whole numbers, bools or text, not {param.values!r}",
-                    where=str(declared_in),
-                )
+        self.declared_at = _caller()
+        fault = validate.of_kernel(self) or validate.of_params(
+            self.params, Param, PROBLEM_CONSTANTS, Config
+        )
+        self._refuse(fault, self.declared_at)
+        self.source = Path(self.declared_at.rpartition(":")[0]).with_name(f"{self.name}.cu")
 
-    def _misdeclared(self) -> str | None:
-        """The fault of a field that refusal() reads, or None; there it would refuse or crash."""
-        if self.min_arch not in {*ARCHS, *(name.rstrip("a") for name in ARCHS)}:
-            return f"min_arch is one of {', '.join(ARCHS)}, not {self.min_arch!r}"
-        known = f"dtypes are a tuple of {', '.join(DTYPE_BYTES)}, not {self.dtypes!r}"
-        if not isinstance(self.dtypes, tuple) or not self.dtypes:
-            return known
-        if not set(self.dtypes) <= set(DTYPE_BYTES):
-            return known
-        dims = self.head_dims
-        if not isinstance(dims, tuple | range) or not all(isinstance(dim, int) for dim in dims):
-            return f"head_dims are a tuple of whole numbers, or a range, not {dims!r}"
-        return None if dims else "head_dims are empty"
+    def _refuse(self, fault: Fault | None, where: str) -> None:
+        """Raise KernelError for a fault."""
+        if fault is not None:
+            raise KernelError(f"{self.name}: {fault.what}", where=where, hint=fault.fix)
 
     def __str__(self) -> str:
         return self.name
@@ -277,19 +215,34 @@ class Kernel:
 
     def rule(self, description: str) -> Callable[[Rule], Rule]:
         """Decorate `def name(config, problem, arch) -> bool`: False prunes, and is counted."""
+        where = _caller()
+        self._refuse(validate.of_rule("rule", description), where)
+        self._undecorated[where] = f"rule({description!r})"
 
         def add(rule: Rule) -> Rule:
-            self.keep_if((rule.__name__, description, rule))
+            self._undecorated.pop(where, None)
+            self._add_rule(getattr(rule, "__name__", description), description, rule, where)
             return rule
 
         return add
 
     def keep_if(self, *rules: tuple[str, str, Rule]) -> None:
         """Add rules as rows of a table: name, description, `lambda config, problem, arch: bool`."""
-        for name, description, rule in rules:
-            if name in self.rules:
-                raise KernelError(f"{self.name} has two rules called {name}", where=_place(rule))
-            self.rules[name] = (description, rule)
+        where = _caller()
+        for row in rules:
+            if not isinstance(row, tuple) or len(row) != 3:
+                fix = 'write ("name", "what it says", lambda config, problem, arch: ...)'
+                self._refuse(Fault(f"a row of rules is {row!r}", fix), where)
+            self._add_rule(*row, where)
+
+    def _add_rule(self, name: str, description: str, rule: Rule, where: str) -> None:
+        where = _place(rule, where)
+        fault = validate.of_function(f"rule {name}", rule, ("config", "problem", "arch"))
+        self._refuse(fault or validate.of_rule(name, description), where)
+        if name in {*self.rules, BLOCK_LIMITS, CHUNKS}:
+            fix = "rename one: a dry run counts what each removes by its name"
+            raise KernelError(f"{self.name} has two rules called {name}", where=where, hint=fix)
+        self.rules[name] = (description, rule)
 
     def stage(
         self,
@@ -302,18 +255,56 @@ class Kernel:
         params: the parameters that this stage's code depends on (default: all). A builder that
         returns None leaves the stage out of that config.
         """
+        where, all_of_them = _caller(), tuple(param.name for param in self.params)
+        own = all_of_them if params is None else params
+        fault = validate.of_stage(
+            name,
+            own,
+            constants,
+            declared=all_of_them,
+            known=PROBLEM_CONSTANTS,
+            taken=self.stages,
+        )
+        self._refuse(fault, where)
+        self._undecorated[where] = f"stage({name!r})"
 
         def add(launch: LaunchBuilder) -> LaunchBuilder:
-            own = tuple(param.name for param in self.params) if params is None else params
+            self._undecorated.pop(where, None)
+            arguments = ("config", "problem", "arch")
+            self._refuse(validate.of_function(f"stage {name}", launch, arguments), where)
             self.stages[name] = Stage(name, own, constants, launch)
             return launch
 
         return add
 
-    def workspace(self, builder: WorkspaceBuilder) -> WorkspaceBuilder:
-        """Decorate `def name(config, problem) -> {buffer name: bytes}`."""
+    def workspace(self, builder: WorkspaceBuilder | None = None) -> WorkspaceBuilder:
+        """Decorate `def name(config, problem) -> {buffer name: bytes}`, without parentheses."""
+        where = _caller()
+        fault = None
+        if builder is None:
+            fault = Fault("workspace has parentheses", "write @kernel.workspace")
+        elif self.workspace_of is not _no_workspace:
+            fault = Fault("two workspaces", "return all buffers from one function")
+        fault = fault or validate.of_function("workspace", builder, ("config", "problem"))
+        if fault is not None or builder is None:
+            self._refuse(fault, where)
+            raise AssertionError("a missing builder is a fault")
         self.workspace_of = builder
         return builder
+
+    def finish(self) -> None:
+        """Raise KernelError if the declaration, which has been read whole, lacks something."""
+        fault = None
+        if not self.source.is_file():
+            what = f"its template {self.source.name} is not next to it"
+            fault = Fault(what, f"write {self.source}, or correct the name in Kernel(...)")
+        elif self._undecorated:
+            where, what = next(iter(self._undecorated.items()))
+            fix = "write it as a decorator, @kernel." + what + ", above the function"
+            self._refuse(Fault(f"{what} decorates no function", fix), where)
+        elif not self.stages:
+            fault = Fault("declares no stage", "add @kernel.stage(...)")
+        self._refuse(fault, self.declared_at)
 
     def refusal(self, problem: Problem, arch: Arch) -> str | None:
         """Why this family cannot run `problem` on `arch` at all, or None if it can."""
@@ -333,12 +324,11 @@ class Kernel:
         """Name of the first rule that refuses the config, or None. BLOCK_LIMITS comes last."""
         for name, (_, rule) in self.rules.items():
             passed = self._ask(f"rule {name}", rule, config, problem, arch)
-            if passed is None:
-                raise KernelError(
-                    f"rule {name} of {self.name} returned nothing",
-                    where=_place(rule),
-                    hint="return True to keep a config, False to prune it",
-                )
+            if not isinstance(passed, int):
+                returned = "nothing" if passed is None else repr(passed)
+                fix = "return True to keep a config, False to prune it"
+                fault = Fault(f"returned {returned}", fix)
+                raise self._fault(f"rule {name}", fault, rule, config, problem)
             if not passed:
                 return name
         for launch in self.launches(config, problem, arch).values():
@@ -353,26 +343,20 @@ class Kernel:
 
     def launches(self, config: Config, problem: Problem, arch: Arch) -> dict[str, Launch]:
         """Stage name to its Launch, in running order. Raises KernelError for a faulty launch."""
-        buffers = {"q", "k", "v", "o", *self.workspaces(config, problem)}
+        buffers = {*validate.TENSORS, *self.workspaces(config, problem)}
         launches = {}
         for name, stage in self.stages.items():
             launch = self._ask(f"stage {name}", stage.launch, config, problem, arch)
             if launch is None:
                 continue
-            fault = _fault(launch, buffers)
+            fault = validate.of_launch(launch, buffers)
             if fault is not None:
-                raise KernelError(
-                    f"stage {name} of {self.name} {fault}",
-                    where=_place(stage.launch),
-                    hint=f"config {config.label}, problem {problem.label}",
-                )
+                raise self._fault(f"stage {name}", fault, stage.launch, config, problem)
             launches[name] = launch
         if not launches:
-            raise KernelError(
-                f"no stage of {self.name} has a launch",
-                where=_place(next(iter(self.stages.values())).launch),
-                hint=f"config {config.label}, problem {problem.label}",
-            )
+            first = next(iter(self.stages.values()))
+            fault = Fault("has a launch", "return a Launch from one stage at least")
+            raise self._fault("no stage", fault, first.launch, config, problem)
         return launches
 
     def writes_lse(self, config: Config) -> bool:
@@ -382,50 +366,52 @@ class Kernel:
     def workspaces(self, config: Config, problem: Problem) -> dict[str, int]:
         """Bytes of each workspace by name."""
         made: dict[str, int] = self._ask("workspace", self.workspace_of, config, problem)
+        fault = validate.of_workspaces(made)
+        if fault is not None:
+            raise self._fault("workspace", fault, self.workspace_of, config, problem)
         return made
 
+    def _fault(
+        self, what: str, fault: Fault, function: object, config: Config, problem: Problem
+    ) -> KernelError:
+        """The error for what a function of the declaration returned."""
+        asked = f"config {config.label}, problem {problem.label}"
+        where = _place(function, self.declared_at)
+        said = f"{what} of {self.name} {fault.what}"
+        return KernelError(said, where=where, hint=f"{asked}\n  {fault.fix}")
+
     def _ask(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the declaration's function; its exception becomes a KernelError with its line."""
+        """Call the declaration's function; what it raises becomes a KernelError with its line."""
         try:
             return function(*args)
-        except Exception as error:  # a user's declaration may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a user's declaration may raise anything, or exit
             raise KernelError(
                 f"{what} of {self.name} raised {type(error).__name__}: {error}",
-                where=_place(function, error),
+                where=_place(function, self.declared_at, error),
                 hint=f"config {args[0].label}, problem {args[1].label}",
             ) from error
 
 
-def _place(function: Callable[..., Any], error: BaseException | None = None) -> str:
+def _caller() -> str:
+    """file:line of the declaration's code that called into this module."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _place(function: object, otherwise: str, error: BaseException | None = None) -> str:
     """file:line of a declaration's function, or of the line in it that raised."""
-    file, line = function.__code__.co_filename, function.__code__.co_firstlineno
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    if code is None:  # a partial, or an object that can be called
+        return otherwise
+    file, line = code.co_filename, code.co_firstlineno
     for frame in traceback.extract_tb(error.__traceback__) if error is not None else ():
         if frame.filename == file and frame.lineno is not None:
             line = frame.lineno
     return f"{file}:{line}"
-
-
-def _fault(launch: object, buffers: set[str]) -> str | None:
-    """The reason why a declaration's Launch is impossible, or None."""
-    if not isinstance(launch, Launch):
-        return f"must return a Launch or None, not {launch!r}"
-    sizes = {"threads": launch.threads, "grid": launch.grid, "smem_bytes": launch.smem_bytes}
-    for name, value in sizes.items():
-        parts = value if isinstance(value, tuple) else (value,)
-        if len(parts) != (3 if name == "grid" else 1) or not all(type(x) is int for x in parts):
-            return f"has {name} {value!r}: needs {'three ints' if name == 'grid' else 'an int'}"
-        if min(parts) < (0 if name == "smem_bytes" else 1):
-            return f"has {name} {value!r}, which is too small"
-    for arg in launch.args:
-        named = arg.buffer if isinstance(arg, TensorMap) else arg
-        if isinstance(named, str) and named not in buffers:
-            return f"names the buffer {named!r}; there are {', '.join(sorted(buffers))}"
-        if not isinstance(arg, str | int | float | TensorMap):
-            return f"passes {arg!r}: an argument is a buffer's name, an int, a float or a TensorMap"
-    defines = launch.defines
-    if not isinstance(defines, Mapping) or not all(isinstance(n, int) for n in defines.values()):
-        return f"has defines {defines!r}: they are a mapping of names to ints"
-    return None
 
 
 def load_kernel(path: Path) -> Kernel:
@@ -439,9 +425,9 @@ def load_kernel(path: Path) -> Kernel:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except KernelError:
+    except (KernelError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:  # a user's file may raise anything
+    except BaseException as error:  # a user's file may raise anything, or exit
         # Find the declaration's own deepest line: it may have called something that raised.
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
@@ -453,13 +439,10 @@ def load_kernel(path: Path) -> Kernel:
     if not isinstance(kernel, Kernel):
         raise KernelError(
             "defines no `kernel = Kernel(...)`",
-            where=str(path),
+            where=f"{path}:1",
             hint="the name of a file without a family must begin with `_`",
         )
-    if not kernel.source.is_file():
-        raise KernelError(f"its template {kernel.source.name} is not next to it", where=str(path))
-    if not kernel.stages:
-        raise KernelError("declares no stage", where=str(path), hint="add @kernel.stage(...)")
+    kernel.finish()
     return kernel
 
 

@@ -1,0 +1,57 @@
+"""What a family launches: one kernel with its grid, threads, memory and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """A TMA descriptor of a 16-bit tensor, passed by value (`const __grid_constant__`, 128 bytes).
+
+    buffer: its name. dims: elements, innermost first. strides: bytes between neighbours of every
+    dimension but the first, multiples of 16. box: elements that one copy moves. swizzle_bytes: 0,
+    32, 64 or 128. Reads outside `dims` return zeros; writes outside are dropped.
+    """
+
+    buffer: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle_bytes: int = 128
+
+
+Arg = str | int | float | TensorMap
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch of a stage, fully determined.
+
+    args: a str names a buffer (`q`, `k`, `v`, `o`, or a workspace) and passes its pointer; an int
+    passes as int32, a float as float32, a TensorMap by value. `defines` are extra compile-time
+    integers that follow from the problem. `min_blocks_per_sm` is the occupancy that the family
+    plans for. `programmatic`: the launch uses programmatic stream serialization, so that it may
+    begin before the launch ahead of it ends (sm_90; the template must wait with
+    griddepcontrol.wait). `carveout`: percentage of the memory shared with L1 that the launch asks
+    for as shared memory; -1 leaves it to the driver, which decides by what each launch needs.
+    """
+
+    function: str
+    grid: tuple[int, int, int]
+    threads: int
+    args: tuple[Arg, ...]
+    smem_bytes: int = 0
+    defines: Mapping[str, int] = field(default_factory=dict)
+    min_blocks_per_sm: int = 1
+    programmatic: bool = False
+    carveout: int = -1
+
+    @property
+    def arg_bytes(self) -> tuple[int, ...]:
+        """Bytes of each argument as the kernel receives it."""
+        return tuple(
+            8 if isinstance(arg, str) else 128 if isinstance(arg, TensorMap) else 4
+            for arg in self.args
+        )

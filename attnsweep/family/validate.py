@@ -1,0 +1,290 @@
+"""Faults of a declaration: what is wrong with a value that a family declares, and how to fix it.
+
+Each function returns None, or a Fault. `declare` raises it with the place in the declaration.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnsweep.family.launch import Launch, TensorMap
+from attnsweep.hardware import ARCHS
+from attnsweep.problem import DTYPE_BYTES
+
+MODE_NAMES = ("LAUNCH", "STREAMS", "CHUNK_HEADS", "CHUNK_ROWS")
+"""Names of chunks.MODES, which every family has next to its own parameters."""
+TENSORS = ("q", "k", "v", "o")
+# More than any GPU's memory; a limit below it prunes a candidate instead.
+_MOST_BYTES = 2**48
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_KEYWORDS = """
+    alignas alignof asm auto bool break case catch char class const constexpr const_cast continue
+    decltype default delete do double dynamic_cast else enum explicit export extern false float for
+    friend goto if inline int long mutable namespace new noexcept nullptr operator private protected
+    public register reinterpret_cast return short signed sizeof static static_assert static_cast
+    struct switch template this thread_local throw true try typedef typeid typename union unsigned
+    using virtual void volatile wchar_t while and or not xor
+"""
+_RESERVED = frozenset(_KEYWORDS.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong, and how to fix it."""
+
+    what: str
+    fix: str
+
+
+@functools.cache
+def _macro(name: str) -> str | None:
+    """Why -D cannot define this name, or None."""
+    if not _IDENTIFIER.fullmatch(name):
+        return "is no C identifier"
+    if name in _RESERVED or name.startswith("__"):
+        return "is reserved in CUDA C++"
+    return None
+
+
+def of_kernel(kernel: Any) -> Fault | None:
+    """The fault of a field of a Kernel, or None."""
+    if not isinstance(kernel.name, str) or not _IDENTIFIER.fullmatch(kernel.name):
+        what = f"a kernel's name names its template NAME.cu, and cannot be {kernel.name!r}"
+        return Fault(what, 'write a C identifier, as in Kernel("naive", ...)')
+    if not isinstance(kernel.summary, str):
+        return Fault(f"summary is text, not {kernel.summary!r}", 'write summary="one line"')
+    if not isinstance(kernel.min_arch, str) or kernel.min_arch not in _archs():
+        what = f"min_arch is one of {', '.join(ARCHS)}, not {kernel.min_arch!r}"
+        return Fault(what, 'write min_arch="sm_80", or "sm_90a" for that architecture alone')
+    names = kernel.dtypes
+    if not (isinstance(names, tuple) and names and all(_is_dtype(name) for name in names)):
+        known = ", ".join(DTYPE_BYTES)
+        return Fault(f"dtypes are a tuple of {known}, not {names!r}", 'write dtypes=("fp16",)')
+    dims = kernel.head_dims
+    if not isinstance(dims, tuple | range) or not all(type(dim) is int for dim in dims):
+        what = f"head_dims are a tuple of whole numbers, or a range, not {dims!r}"
+        return Fault(what, "write a tuple of one as (64,)")
+    if not dims or min(dims) < 1:
+        what = "head_dims are empty" if not dims else f"head_dims are above 0, not {min(dims)}"
+        return Fault(what, "write the supported ones, as in head_dims=(64, 128)")
+    if type(kernel.rounds_scores) is not int or kernel.rounds_scores < 0:
+        what = f"rounds_scores is a count, not {kernel.rounds_scores!r}"
+        return Fault(what, "write 1 if the family stores scores in the problem's dtype, else 0")
+    if not isinstance(kernel.deterministic, bool):
+        return Fault(f"deterministic is not {kernel.deterministic!r}", "write True or False")
+    return None
+
+
+def _archs() -> set[str]:
+    return {*ARCHS, *(name.rstrip("a") for name in ARCHS)}
+
+
+def _is_dtype(name: object) -> bool:
+    return isinstance(name, str) and name in DTYPE_BYTES
+
+
+def of_params(params: object, kind: type, constants: Collection[str], taken: type) -> Fault | None:
+    """The fault of a Kernel's params, or None.
+
+    kind: Param. constants: names that a problem defines. taken: Config, whose attributes a
+    parameter's name would hide.
+    """
+    example = 'write params=(Param("BLOCK_M", (64, 128), "query rows per block"),)'
+    if not isinstance(params, tuple) or not all(isinstance(param, kind) for param in params):
+        return Fault(f"params are a tuple of Param, not {params!r}", example)
+    defined: list[str] = []
+    for param in params:
+        name, values = param.name, param.values
+        why = _macro(name) if isinstance(name, str) else "is not text"
+        if why is None and (name in constants or name.startswith("STAGE_")):
+            why = "is a constant that attnsweep defines"
+        if why is None and name in MODE_NAMES:
+            why = "is a mode that every family has"
+        if why is None and hasattr(taken, name):
+            why = "hides an attribute of Config"
+        if why is not None:
+            return Fault(f"the parameter's name {name!r} {why}", "choose another name, like TILE_K")
+        if not isinstance(values, tuple) or not values:
+            what = f"{name}: its values must be a tuple, not {values!r}"
+            return Fault(what, "write a tuple of one as (64,)")
+        if not all(isinstance(value, int | str) for value in values):
+            what = f"{name}: values are whole numbers, bools or text, not {values!r}"
+            return Fault(what, "the preprocessor knows no others; count in smaller units")
+        texts = [value for value in values if isinstance(value, str)]
+        if not all(re.fullmatch("[A-Za-z0-9_]+", text) for text in texts):
+            what = f"{name}: text values are defined as {name}_VALUE, not {values!r}"
+            return Fault(what, "use letters, digits and _ alone")
+        defined += [name, *dict.fromkeys(f"{name}_{text.upper()}" for text in texts)]
+    for name in defined:
+        if defined.count(name) > 1:
+            what = f"a parameter is declared twice: {name}"
+            return Fault(what, "each -D has one meaning: rename one, or drop it")
+    return None
+
+
+def of_function(what: str, function: object, arguments: Sequence[str]) -> Fault | None:
+    """The fault of a function that attnsweep will call with these arguments, or None."""
+    called = f"def name({', '.join(arguments)})"
+    if not callable(function):
+        return Fault(f"{what} is {function!r}, and cannot be called", f"decorate {called}")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        return Fault(f"{what} is asynchronous, or yields, and returns no value", f"write {called}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return None
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        return Fault(f"{what} is called with {', '.join(arguments)}: {error}", f"write {called}")
+    return None
+
+
+def of_rule(name: object, description: object) -> Fault | None:
+    """The fault of a rule's name and description, or None."""
+    if not isinstance(description, str):
+        return Fault(
+            f"a rule's description is text, not {description!r}",
+            'write @kernel.rule("what it says"), with parentheses',
+        )
+    if not isinstance(name, str) or not name:
+        return Fault(f"a rule's name is text, not {name!r}", "decorate a function that has a name")
+    return None
+
+
+def of_stage(
+    name: object,
+    params: object,
+    constants: object,
+    *,
+    declared: Sequence[str],
+    known: Collection[str],
+    taken: Collection[str],
+) -> Fault | None:
+    """The fault of a stage's name, params or constants, or None.
+
+    declared: the family's parameters. known: constants that a problem has. taken: other stages.
+    """
+    if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name):
+        return Fault(
+            f"a stage's name is a C identifier in quotes, not {name!r}",
+            'write @kernel.stage("fwd"), with parentheses',
+        )
+    if name.upper() in {other.upper() for other in taken}:
+        what = f"two stages called {name}: both would define STAGE_{name.upper()}"
+        return Fault(what, "rename one")
+    for what, chosen, there in (("params", params, declared), ("constants", constants, known)):
+        if not isinstance(chosen, tuple) or not all(isinstance(one, str) for one in chosen):
+            example = f'write {what}=("{next(iter(there), "NAME")}",)'
+            return Fault(f"stage {name}: {what} are a tuple of names, not {chosen!r}", example)
+        for one in chosen:
+            if one not in there:
+                return Fault(
+                    f"stage {name}: {what} names {one!r}; there are {', '.join(there) or 'none'}",
+                    f"name those that its code depends on, or declare {one}",
+                )
+            if chosen.count(one) > 1:
+                return Fault(f"stage {name}: {what} names {one!r} twice", "name it once")
+    return None
+
+
+def of_workspaces(sizes: object) -> Fault | None:
+    """The fault of what a workspace builder returned, or None."""
+    example = 'return a mapping of names to bytes, like {"scores": 4096}, or {} for none'
+    if not isinstance(sizes, Mapping):
+        return Fault(f"returned {sizes!r}", example)
+    for name, size in sizes.items():
+        if not isinstance(name, str) or _macro(name) is not None:
+            return Fault(f"names a buffer {name!r}", 'name it by a C identifier, like "scores"')
+        if name in TENSORS:
+            what = f"names a buffer {name!r}, which is one of the call's own tensors"
+            return Fault(what, "choose another name")
+        if type(size) is not int or not 0 <= size <= _MOST_BYTES:
+            what = f"gives {name} {size!r} bytes"
+            return Fault(what, "give a whole number of bytes from 0 to 2**48: use //, not /")
+    return None
+
+
+def of_launch(launch: object, buffers: Collection[str]) -> Fault | None:
+    """The fault of what a stage returned, or None."""
+    if not isinstance(launch, Launch):
+        return Fault(f"must return a Launch or None, not {launch!r}", "None leaves the stage out")
+    if not isinstance(launch.function, str) or _macro(launch.function) is not None:
+        what = f"has function {launch.function!r}"
+        return Fault(what, 'name the template\'s extern "C" __global__ function')
+    grid = launch.grid
+    if type(grid) is not tuple or len(grid) != 3 or not all(type(x) is int for x in grid):
+        return Fault(f"has grid {grid!r}: needs three ints", "use //, or ceil_div, not /")
+    for name, value, least in (
+        ("grid", min(grid), 1),
+        ("threads", launch.threads, 1),
+        ("smem_bytes", launch.smem_bytes, 0),
+        ("min_blocks_per_sm", launch.min_blocks_per_sm, 1),
+    ):
+        if type(value) is not int:
+            return Fault(f"has {name} {value!r}: needs an int", "use //, or ceil_div, not /")
+        if value < least:
+            return Fault(f"has {name} {value!r}, which is too small", f"at least {least}")
+    if type(launch.carveout) is not int or not -1 <= launch.carveout <= 100:
+        return Fault(f"has carveout {launch.carveout!r}", "a percentage, or -1 for the driver's")
+    if not isinstance(launch.programmatic, bool):
+        return Fault(f"has programmatic {launch.programmatic!r}", "True or False")
+    if not isinstance(launch.args, tuple):
+        return Fault(f"has args {launch.args!r}: needs a tuple", "write a tuple of one as (x,)")
+    for arg in launch.args:
+        fault = _of_argument(arg, buffers)
+        if fault is not None:
+            return fault
+    defines = launch.defines
+    if not isinstance(defines, Mapping) or not all(isinstance(n, int) for n in defines.values()):
+        what = f"has defines {defines!r}: they are a mapping of names to ints"
+        return Fault(what, 'write defines={"MIN_BLOCKS": 2}')
+    for name in defines:
+        why = _macro(name) if isinstance(name, str) else "is not text"
+        if why is None and name.startswith("STAGE_"):
+            why = "attnsweep defines"
+        if why is not None:
+            return Fault(f"has defines of {name!r}, which {why}", "choose another name")
+    return None
+
+
+def _of_argument(arg: object, buffers: Collection[str]) -> Fault | None:
+    named = arg.buffer if isinstance(arg, TensorMap) else arg
+    if isinstance(named, str):
+        if named not in buffers:
+            what = f"names the buffer {named!r}; there are {', '.join(sorted(buffers))}"
+            return Fault(what, "name one of them, or return it from @kernel.workspace")
+    elif isinstance(arg, int):
+        if not -(2**31) <= arg < 2**31:
+            return Fault(f"passes {arg}, which is no int32", "pass a smaller unit, or two ints")
+    elif not isinstance(arg, float):
+        what = f"passes {arg!r}: an argument is a buffer's name, an int, a float or a TensorMap"
+        return Fault(what, "convert it, as in int(x)")
+    return _of_tensor_map(arg) if isinstance(arg, TensorMap) else None
+
+
+def _of_tensor_map(made: TensorMap) -> Fault | None:
+    """The fault of a TMA descriptor that the driver would refuse, or None."""
+    for name, value in (("dims", made.dims), ("strides", made.strides), ("box", made.box)):
+        if type(value) is not tuple or not all(type(x) is int and x > 0 for x in value):
+            what = f"has a TensorMap of {made.buffer} with {name} {value!r}"
+            return Fault(what, "give a tuple of ints above 0")
+    rank = len(made.dims)
+    if not 1 <= rank <= 5 or len(made.box) != rank or len(made.strides) != rank - 1:
+        what = f"has a TensorMap of {made.buffer} with {rank} dims, {len(made.strides)} strides "
+        return Fault(
+            f"{what}and {len(made.box)} sizes of the box",
+            "give 1 to 5 dims, as many sizes, and a stride for every dim but the first",
+        )
+    if any(stride % 16 for stride in made.strides) or max(made.box) > 256:
+        what = f"has a TensorMap of {made.buffer} with strides {made.strides!r}, box {made.box!r}"
+        return Fault(what, "strides are multiples of 16 bytes, and a box has at most 256 elements")
+    if made.swizzle_bytes not in (0, 32, 64, 128):
+        what = f"has a TensorMap of {made.buffer} with swizzle_bytes {made.swizzle_bytes!r}"
+        return Fault(what, "give 0, 32, 64 or 128")
+    return None
