@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from attnsweep.build.candidate import Build
     from attnsweep.build.launches import Candidate
     from attnsweep.build.observer import Observer
-    from attnsweep.check.live import Outcome as Compared
+    from attnsweep.check.turns import Outcome as Compared
     from attnsweep.check.verdicts import Comparison
     from attnsweep.family.declare import Kernel
     from attnsweep.gpu.worker import Gpu
@@ -236,13 +236,13 @@ def compare_candidates(
 ) -> Compared:
     """Time two candidates in turns, as `attnsweep check` does, until their ratio is known.
 
-    gpu: has their problem open. another: returns a new process with the problem open; a candidate
-    that seems slower is timed there again. slower: the share by which the new one may be slower.
-    budget_s: seconds of rounds in each process. seed: seed of the order of the turns. Returns the
-    `verdict`, `why`, and in `shown` the medians and the interval of their ratio. Raises WorkerError
-    if a candidate cannot run.
+    gpu: has their problem open. another: returns a new process with the problem open, one to seven
+    times. slower: the share by which the new one may be slower. budget_s: seconds of rounds in each
+    process; all together take at most twice as long. seed: seed of the order of the turns. Returns
+    the `verdict`, `why`, in `shown` the medians and the interval of their ratio, and the same of
+    each process in `each`. Raises WorkerError if a candidate cannot run.
     """
-    from attnsweep.check.live import compare
+    from attnsweep.check.turns import compare
     from attnsweep.gpu.worker import WorkerError
 
     try:

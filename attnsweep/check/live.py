@@ -7,11 +7,7 @@ first be right on every case. Code that did not change passes untimed.
 
 from __future__ import annotations
 
-import random
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,16 +16,14 @@ from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.build.prune import compiler_for
+from attnsweep.check.turns import RECORD, Ended, Outcome, compare, said
 from attnsweep.check.verdicts import (
     Comparison,
     Finding,
     Verdict,
-    at_least,
-    change,
     differences,
     other_card,
 )
-from attnsweep.choose.evidence import Decision, Interval, PairedTest
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.start import arch_of, input_seed
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
@@ -44,15 +38,11 @@ from attnsweep.store.code import read_code, same_code
 from attnsweep.store.run import Run
 from attnsweep.trial import Environment, Status, Trial
 
-# Rounds before the first that counts: clocks rise and caches fill.
-_WARMUP_ROUNDS = 2
-_RECORD = "record a baseline: attnsweep run SPEC --fresh, then attnsweep accept"
 PROVES = (
-    "Old and new code took turns in one process on one GPU, so drift affected both. The interval "
-    "holds with a probability of 99.9 % for independent rounds, however often they are read. New "
-    "code at most half the threshold slower is called a regression less than once in 2000 "
-    "problems, because two processes must agree; code that is slower by the threshold passes "
-    "less than once in 2000."
+    "Old and new code took turns in each of two to eight processes on one GPU, so drift affected "
+    "both. Processes may differ: if their ratios scatter by 0.5 % (standard deviation) or less, "
+    "code that is slower by the threshold passes, and code at most half the threshold slower is "
+    "called a regression, in less than 1 % of the problems."
 )
 DOES_NOT_PROVE = (
     "It covers the baseline's winners with a warm L2. It does not cover other configs, a cold L2 "
@@ -69,37 +59,6 @@ class _Pair:
     row: Row
     old: Launches
     build: Build
-
-
-@dataclass(frozen=True, slots=True)
-class PairResult:
-    """The result of one process's rounds; medians in microseconds."""
-
-    decision: Decision
-    interval: Interval | None
-    old_us: float
-    new_us: float
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of one process, or of two if the first found new code slower.
-
-    shown: the milder of both.
-    """
-
-    verdict: Verdict
-    why: str
-    shown: PairResult
-    processes: int
-
-
-class _Ended(Exception):
-    """A comparison that ends without timing: its verdict and the reason."""
-
-    def __init__(self, verdict: Verdict, why: str) -> None:
-        super().__init__(why)
-        self.verdict, self.why = verdict, why
 
 
 def check(
@@ -184,19 +143,19 @@ def _pairs(
         row = before.get(problem)
         try:
             if problem not in asked:
-                raise _Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {_RECORD}")
+                raise Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {RECORD}")
             if elsewhere is not None:
-                raise _Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {_RECORD}")
+                raise Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {RECORD}")
             if problem not in before:
-                raise _Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {_RECORD}")
+                raise Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {RECORD}")
             if row is None:
-                raise _Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
+                raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
             old = _kept(baseline, row["trial"])
             build = _today(row["trial"], kernels, arch, compiler, limit)
             build.submit()
             share = slower if slower is not None else own[problem] or spec.check.slower
             found.append(_Pair(problem, share, row, old, build))
-        except _Ended as ended:
+        except Ended as ended:
             found.append(Finding(problem.label, ended.verdict, ended.why, _row(row)))
     return found
 
@@ -216,7 +175,7 @@ def _kept(baseline: Run, winner: Trial) -> Launches:
         return read_code(baseline.directory, winner)
     except StoreError as error:
         hint = f"; {error.hint}" if error.hint else ""
-        raise _Ended(Verdict.INCONCLUSIVE, f"{error.where}: {error.what}{hint}") from error
+        raise Ended(Verdict.INCONCLUSIVE, f"{error.where}: {error.what}{hint}") from error
 
 
 def _today(
@@ -226,27 +185,25 @@ def _today(
     compiler: Compiler,
     limit: int | None,
 ) -> Build:
-    """The build of the winner's config from today's kernel. Raises _Ended if that is impossible."""
+    """The build of the winner's config from today's kernel. Raises Ended if that is impossible."""
     kernel = kernels.get(winner.kernel)
     if kernel is None:
         what = f"the baseline's winner, kernel {winner.kernel!r}, no longer exists"
-        raise _Ended(
-            Verdict.INCONCLUSIVE, f"{what}; give its directory with --kernels, or {_RECORD}"
-        )
+        raise Ended(Verdict.INCONCLUSIVE, f"{what}; give its directory with --kernels, or {RECORD}")
     config = Config(winner.config)
     changed = changed_since(kernel, config)
     if changed is not None:
-        raise _Ended(Verdict.INCONCLUSIVE, f"{changed}; {_RECORD}")
+        raise Ended(Verdict.INCONCLUSIVE, f"{changed}; {RECORD}")
     try:
         refusal = kernel.refusal(winner.problem, arch)
         rule = None if refusal else kernel.refused_by(config, winner.problem, arch)
         if refusal is not None or rule is not None:
             why = refusal or f"the rule {rule} refuses {config.label}"
-            raise _Ended(Verdict.INCONCLUSIVE, f"{kernel.name} cannot run it now: {why}; {_RECORD}")
+            raise Ended(Verdict.INCONCLUSIVE, f"{kernel.name} cannot run it now: {why}; {RECORD}")
         return Build.of(kernel, config, winner.problem, compiler, workspace_limit=limit)
     except KernelError as error:
         where = f"{error.where}: " if error.where else ""
-        raise _Ended(Verdict.WRONG, f"{where}{error.what}") from error
+        raise Ended(Verdict.WRONG, f"{where}{error.what}") from error
 
 
 # -- the comparison -------------------------------------------------------------------------
@@ -271,7 +228,7 @@ class _Gate:
         self._observer.compiled(1, 1)
         try:
             if trial.status is not Status.OK:
-                raise _Ended(Verdict.WRONG, _said(trial.status, trial.detail))
+                raise Ended(Verdict.WRONG, said(trial.status, trial.detail))
             candidate = pair.build.candidate()
             self._open(pair.problem)
             self._prove(candidate)
@@ -280,7 +237,7 @@ class _Gate:
                 return Finding(label, Verdict.PASS, why, _row(pair.row), _row(pair.row), slower=own)
             found = self._compare(pair, candidate)
             return _finding(pair, trial, found, own)
-        except _Ended as ended:
+        except Ended as ended:
             return Finding(label, ended.verdict, ended.why, _row(pair.row), slower=own)
 
     def _open(self, problem: Problem) -> None:
@@ -289,14 +246,14 @@ class _Gate:
             self._gpu.open(problem, replay_us=settings.measure.replay_us, seed=input_seed(settings))
         except WorkerError as error:
             what = f"cannot open the problem: {error.detail}"
-            raise _Ended(Verdict.INCONCLUSIVE, what) from error
+            raise Ended(Verdict.INCONCLUSIVE, what) from error
 
     def _prove(self, candidate: Candidate) -> None:
-        """Check the new code on every case. Raises _Ended if it is wrong."""
+        """Check the new code on every case. Raises Ended if it is wrong."""
         try:
             self._gpu.trial(candidate)
         except WorkerError as error:
-            raise _Ended(Verdict.WRONG, _said(error.status, error.detail)) from error
+            raise Ended(Verdict.WRONG, said(error.status, error.detail)) from error
 
     def _compare(self, pair: _Pair, new: Candidate) -> Outcome:
         def another() -> Gpu:
@@ -323,102 +280,6 @@ class _Gate:
         )
 
 
-def compare(
-    gpu: Gpu,
-    another: Callable[[], Gpu],
-    old: Candidate,
-    new: Candidate,
-    *,
-    slower: float,
-    budget_s: float,
-    seed: str,
-    watch: Callable[[float], None] | None = None,
-) -> Outcome:
-    """Time two candidates in turns; if the new one seems slower, again in a second process.
-
-    gpu: has their problem open. another: returns a new process with the problem open. Two processes
-    are needed because the places of code and buffers can make one slower than the next.
-    """
-    first = _turns(gpu, old, new, slower, budget_s, f"{seed} 1", watch)
-    shown, processes = first, 1
-    if first.decision is Decision.SLOWER:
-        again = _turns(another(), old, new, slower, budget_s, f"{seed} 2", watch)
-        processes = 2
-        if again.interval and first.interval and again.interval.low < first.interval.low:
-            shown = again
-        if again.decision is not Decision.SLOWER:
-            why = "slower in one process, not in a second one: "
-            why += f"{_spoken(first)}, then {_spoken(again)}"
-            return Outcome(Verdict.INCONCLUSIVE, why, shown, processes)
-    interval = shown.interval
-    if shown.decision is Decision.OPEN or interval is None:
-        verdict = Verdict.INCONCLUSIVE
-        why = f"{_spoken(shown)} after {budget_s:g} s: raise --budget-s, "
-        why += "or use a quieter machine"
-    elif shown.decision is Decision.SLOWER:
-        verdict = Verdict.REGRESSION
-        why = f"{at_least(interval.low)}, in each of two processes"
-    elif shown.decision is Decision.FASTER:
-        verdict, why = Verdict.IMPROVEMENT, at_least(interval.high)
-    else:
-        verdict, why = Verdict.PASS, ""
-    return Outcome(verdict, why, shown, processes)
-
-
-def _turns(
-    gpu: Gpu,
-    old: Candidate,
-    new: Candidate,
-    slower: float,
-    budget_s: float,
-    seed: str,
-    watch: Callable[[float], None] | None,
-) -> PairResult:
-    """Time both in turns, in random order, until the test decides or the time is up."""
-    rng = random.Random(seed)
-    sides = {"old": old, "new": new}
-    for side in rng.sample(["old", "new"], 2):
-        gpu.forget(side)
-        with _blamed_on(side):
-            gpu.add(side, sides[side], cold=False)
-    for _ in range(_WARMUP_ROUNDS):
-        for side in rng.sample(["old", "new"], 2):
-            with _blamed_on(side):
-                gpu.replay(side, "warm")
-    test = PairedTest(slower)
-    times: dict[str, list[float]] = {"old": [], "new": []}
-    decision, begin = Decision.OPEN, time.monotonic()
-    while decision is Decision.OPEN:
-        order = rng.sample(["old", "new"], 2)
-        # Both ran alone before, so a failure from here on counts as the new one's.
-        with _blamed_on("new"):
-            turn = dict(zip(order, gpu.pair(*order), strict=True))
-        for side, time_us in turn.items():
-            times[side].append(time_us)
-        decision = test.add(turn["old"], turn["new"])
-        spent_s = time.monotonic() - begin
-        if watch is not None:
-            watch(spent_s)
-        if decision is Decision.OPEN and spent_s >= budget_s:
-            decision = test.look()
-            break
-    medians = {side: statistics.median(values) for side, values in times.items()}
-    return PairResult(decision, test.interval, medians["old"], medians["new"])
-
-
-@contextmanager
-def _blamed_on(side: str) -> Iterator[None]:
-    """A failing call in here ends the comparison: new code is wrong, old code cannot run here."""
-    try:
-        yield
-    except WorkerError as error:
-        said = _said(error.status, f"while timing: {error.detail}")
-        if side == "new":
-            raise _Ended(Verdict.WRONG, said) from error
-        what = f"the baseline's code does not run here: {said}; {_RECORD}"
-        raise _Ended(Verdict.INCONCLUSIVE, what) from error
-
-
 def _finding(pair: _Pair, trial: Trial, found: Outcome, own: float | None) -> Finding:
     turns = found.shown
     interval = turns.interval
@@ -433,19 +294,6 @@ def _finding(pair: _Pair, trial: Trial, found: Outcome, own: float | None) -> Fi
         return finding
     median, low, high = interval.median, interval.low, interval.high
     return replace(finding, ratio=median, low=low, high=high, rounds=rounds)
-
-
-def _said(status: Status, detail: str | None) -> str:
-    """`compile error: naive.cu(3): error: …`, with the detail's first line only."""
-    lines = [line for line in (detail or "").splitlines() if line.strip()]
-    return f"{status.value.replace('_', ' ')}: {lines[0] if lines else 'no detail'}"
-
-
-def _spoken(turns: PairResult) -> str:
-    interval = turns.interval
-    if interval is None:
-        return "too few rounds for an interval"
-    return f"{change(interval.low)} to {change(interval.high)} in {interval.rounds} rounds"
 
 
 def _row(row: Row | None) -> Row | None:

@@ -1,4 +1,4 @@
-"""Evidence from rounds: which entrants lose a race, and whether one code is slower than another.
+"""Evidence from rounds: which entrants lose a race, and intervals of the ratio of two entries.
 
 **The race.** Each round times every entrant still in the race once, in random order, so that drift
 affects all alike. Entrants are compared with common references among them, by the sign of the
@@ -9,12 +9,9 @@ under a uniform mixture of p in [1/2, 1] against p = 1/2: Howard and Ramdas, Seq
 of quantiles, Bernoulli 28(3), 2022, and Grünwald, de Heide and Koolen, Safe testing, JRSS-B 2024).
 The test assumes nothing about the distribution of times.
 
-**Two codes in turns.** Each round gives one ratio, new time over old, in which common drift
-cancels. The median of the ratios has a sign interval (order statistics; Conover, Practical
-Nonparametric Statistics, 3rd ed. 1999, section 3.2), which needs no distribution and holds for few
-rounds. With repeated looks, some interval would miss by chance, so each look spends a share of the
-error (Lan and DeMets, Biometrika 70, 1983; here 1/(k(k+1)) of it at look k, which adds up to 1 over
-any number of looks).
+**Ratios.** Each round gives one ratio of two entries, in which common drift cancels. The median of
+the ratios has a sign interval (order statistics; Conover, Practical Nonparametric Statistics, 3rd
+ed. 1999, section 3.2), which needs no distribution and holds for few rounds.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from statistics import median, median_high
+from statistics import median_high
 
 
 @functools.cache
@@ -164,33 +160,10 @@ def _middle(times: Sequence[float]) -> float:
     return median_high(times) if times else math.inf
 
 
-# -- two codes in turns -----------------------------------------------------------------------
+# -- many in the same rounds ------------------------------------------------------------------
 
-# Two-sided error of all looks at one comparison: if rounds are independent, no interval misses with
-# a probability of at least 99.9 %.
-ERROR = 0.001
-# Rounds at the first look (the shares above give no interval for fewer than 12); each next look
-# comes after half as many again.
-_FIRST_LOOK = 20
-
-
-class Decision(StrEnum):
-    """The result of the rounds so far."""
-
-    SLOWER = "slower"  # surely, by more than half the threshold
-    SAME = "same"  # surely slower by less than the threshold, if at all
-    FASTER = "faster"  # surely, by more than half the threshold
-    OPEN = "open"
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """Median ratio of new to old, and its limits. rounds: the number of rounds it rests on."""
-
-    median: float
-    low: float
-    high: float
-    rounds: int
+# Two-sided confidence of the intervals that decide a tie.
+CONFIDENCE = 0.95
 
 
 @functools.cache
@@ -207,60 +180,6 @@ def skipped(rounds: int, tail: float) -> int:
         term = term * (rounds - number) // (number + 1)
         total += term
     return number
-
-
-class PairedTest:
-    """The comparison of two codes, round by round.
-
-    threshold: share by which the new code may be slower. New code that is slower by at least the
-    threshold is called the same with a probability of at most ERROR / 2. New code that is slower by
-    at most half the threshold is called slower with a probability of at most ERROR / 2. Between the
-    two, either answer is right.
-    """
-
-    def __init__(self, threshold: float) -> None:
-        self._threshold = threshold
-        self._ratios: list[float] = []
-        self._looks = 0
-        self._next_look = _FIRST_LOOK
-        self.interval: Interval | None = None
-        """The interval of the last look that could give one."""
-
-    def add(self, old_us: float, new_us: float) -> Decision:
-        """Take the times of one round, in microseconds; OPEN until the next look is due.
-
-        A round with an invalid time (zero, NaN, infinite) is left out.
-        """
-        if not (0 < old_us < math.inf and 0 < new_us < math.inf):
-            return Decision.OPEN
-        self._ratios.append(new_us / old_us)
-        if len(self._ratios) < self._next_look:
-            return Decision.OPEN
-        self._next_look += self._next_look // 2
-        return self.look()
-
-    def look(self) -> Decision:
-        """The decision on the rounds so far. Every look widens the intervals of later ones."""
-        self._looks += 1
-        rounds = len(self._ratios)
-        left_out = skipped(rounds, ERROR / 2 / (self._looks * (self._looks + 1)))
-        if left_out < 0:
-            return Decision.OPEN
-        ratios = sorted(self._ratios)
-        low, high = ratios[left_out], ratios[-1 - left_out]
-        self.interval = Interval(median(ratios), low, high, rounds)
-        half = 1 + self._threshold / 2
-        if high < 1 / half:
-            return Decision.FASTER
-        if high < 1 + self._threshold:
-            return Decision.SAME
-        return Decision.SLOWER if low > half else Decision.OPEN
-
-
-# -- many in the same rounds ------------------------------------------------------------------
-
-# Two-sided confidence of the intervals that decide a tie.
-CONFIDENCE = 0.95
 
 
 def ratio_interval(rounds: Sequence[float], best: Sequence[float]) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import sys
 from pathlib import Path
@@ -150,3 +151,47 @@ def test_search_curves_become_ratios_and_trials(module):
     assert found["median_trials_to_1_percent"] == 22
     assert found["seeds_within_1_percent"] == 2
     assert max(found["median_ratio"]) == 100
+
+
+# -- processes.py, proportions.py -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "trials", "low", "high"),
+    [  # as tables have them
+        (0, 10, 0.0, 0.3085),
+        (10, 10, 0.6915, 1.0),
+        (5, 10, 0.1871, 0.8129),
+        (1, 100, 0.00025, 0.0545),
+        (26, 27, 0.8103, 0.9991),
+        (0, 0, 0.0, 1.0),
+    ],
+)
+def test_bounds_of_a_proportion(module, count, trials, low, high):
+    found = module("proportions").clopper_pearson(count, trials)
+    assert found == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize(("count", "trials"), [(3, 2), (-1, 2)])
+def test_a_count_beyond_its_trials_is_refused(module, count, trials):
+    with pytest.raises(ValueError, match="of 2"):
+        module("proportions").clopper_pearson(count, trials)
+
+
+def test_the_simulated_table_of_the_docs_is_the_recorded_one(module):
+    root = BENCHMARKS.parent
+    rows = json.loads((root / "results" / "check_processes.json").read_text())["rows"]
+    text = (root / "docs" / "measuring.md").read_text()
+    assert module("processes").table(rows) in text
+    worst = next(r for r in rows if (r["slowdown"], r["offset"]) == (0.02, 0.005))
+    assert worst["verdicts"]["pass"]["bounds"][1] < 0.02
+
+
+def test_the_recorded_simulation_is_what_the_code_does(module):
+    """A few comparisons of each cell again: the seeds are the same."""
+    root = BENCHMARKS.parent
+    rows = json.loads((root / "results" / "check_processes.json").read_text())["rows"]
+    for row in rows:
+        again = module("processes").simulate(row["slowdown"], row["offset"], 10)
+        for verdict, of in again["verdicts"].items():
+            assert row["verdicts"][verdict]["count"] >= of["count"]

@@ -45,7 +45,7 @@ class Card(FakeGpu):
 
     def __init__(self):
         super().__init__()
-        self.ratios, self.noise, self.replay_s = (1.0,), 0.002, 0.0
+        self.ratios, self.noise, self.replay_s = (1.0,) * 20, 0.002, 0.0
         self._process, self._random = 0, random.Random(7)
 
     def __call__(self, timeout_s, *, cache_dir=None):
@@ -142,7 +142,7 @@ def verdicts(data):
 
 
 def test_code_that_did_not_change_passes_by_construction_once_it_is_right(check, card):
-    card.ratios = (1.5,)  # would be called slower if it were timed
+    card.ratios = (1.5,) * 20  # would be called slower if it were timed
     code, data, _ = check()
     assert (code, verdicts(data)) == (0, ["pass", "pass"])
     assert all("same machine code" in each["why"] for each in data["problems"])
@@ -165,30 +165,34 @@ def test_unchanged_code_that_is_wrong_here_is_wrong(check, card):
         ((1.02, 1.02), "regression", 1),
         ((1.05, 1.05), "regression", 1),
         ((1.05, 1.0), "inconclusive", 4),  # where code came to lie in one process
+        ((1.0, 1.05, 1.0), "inconclusive", 4),  # a pass is confirmed in another process, too
+        ((1.015,), "inconclusive", 4),  # processes may hide 0.5 %
+        ((1.004, 1.012, 1.006, 1.009), "pass", 0),
+        ((1.018, 1.026, 1.021, 1.02), "regression", 1),
         ((0.95,), "improvement", 0),
     ],
 )
 def test_changed_code_is_timed(check, changed, card, ratios, verdict, code):
-    card.ratios = (*ratios, *ratios[-1:] * 4)
+    card.ratios = (*ratios, *ratios[-1:] * 20)
     found, data, _ = check()
-    if verdict == "inconclusive":  # the second problem begins in the second process
-        assert verdicts(data)[0] == verdict
-    else:
+    assert verdicts(data)[0] == verdict  # the second problem begins in the last process
+    if len(set(ratios)) == 1:
         assert verdicts(data) == [verdict] * 2
-    assert found == code
+        assert found == code
     first = data["problems"][0]
     assert first["rounds"] >= 20
     low, high = first["interval"]
     assert low <= first["ratio"] <= high
-    assert first["ratio"] == pytest.approx(min(ratios), abs=0.003)
-    assert first["new"]["time_us"] / first["old"]["time_us"] == pytest.approx(min(ratios), abs=0.01)
+    assert min(ratios) - 0.003 < first["ratio"] < max(ratios) + 0.003
+    of_medians = first["new"]["time_us"] / first["old"]["time_us"]
+    assert min(ratios) - 0.01 < of_medians < max(ratios) + 0.01
 
 
 def test_a_regression_says_by_how_much_and_how_sure(check, changed, card):
-    card.ratios = (1.05,) * 4
+    card.ratios = (1.05,) * 20
     _, data, _ = check()
-    assert data["problems"][0]["why"].startswith("slower by at least 4.")
-    assert data["problems"][0]["why"].endswith("in each of two processes")
+    assert data["problems"][0]["why"].startswith("slower by at least 3.")
+    assert data["problems"][0]["why"].endswith("in 2 processes")
 
 
 def test_noise_beyond_the_budget_is_inconclusive(check, changed, card):
@@ -199,7 +203,7 @@ def test_noise_beyond_the_budget_is_inconclusive(check, changed, card):
 
 
 def test_each_problem_has_its_own_threshold(check, changed, card, tmp_path):
-    card.ratios = (1.05,) * 4
+    card.ratios = (1.05,) * 20
     text = SPEC.replace("seqlen: 128, head_dim: 64", "seqlen: 128, head_dim: 64, slower: 0.2")
     (tmp_path / "own.yaml").write_text(text)
     code, data, _ = check(spec="own.yaml")
@@ -419,7 +423,7 @@ def test_a_spec_that_replays_measures_nothing(check, tmp_path, baseline):
 
 def test_junit_markdown_and_the_job_s_summary(check, changed, card, tmp_path, monkeypatch):
     pytest.importorskip("junitparser", reason="needs the ci extra: junitparser")
-    card.ratios = (1.05,) * 4
+    card.ratios = (1.05,) * 20
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
     (tmp_path / "summary.md").write_text("before\n")
     check("--junit", tmp_path / "check.xml")

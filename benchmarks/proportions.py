@@ -1,0 +1,50 @@
+"""The exact interval of a proportion, for counts of verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+CONFIDENCE = 0.95
+
+
+def clopper_pearson(count: int, trials: int) -> tuple[float, float]:
+    """Limits of the probability of what happened `count` times in `trials` (95 %, two-sided).
+
+    Clopper and Pearson, Biometrika 26, 1934: the probabilities at which so many, or so few, would
+    be seen with a probability of 2.5 %. Without a trial nothing is known.
+    """
+    if not 0 <= count <= trials:
+        raise ValueError(f"{count} of {trials}")
+    tail = (1 - CONFIDENCE) / 2
+    low = 0.0 if count == 0 else _solve(lambda p: 1 - _at_most(count - 1, trials, p) > tail)
+    high = 1.0 if count == trials else _solve(lambda p: _at_most(count, trials, p) <= tail)
+    return low, high
+
+
+def _at_most(count: int, trials: int, p: float) -> float:
+    """P(Binomial(trials, p) <= count), for p in (0, 1)."""
+    term = trials * math.log1p(-p)
+    total = 0.0
+    for k in range(count + 1):
+        total += math.exp(term)
+        term += math.log((trials - k) / (k + 1)) + math.log(p / (1 - p)) if k < trials else 0.0
+    return min(1.0, total)
+
+
+def _solve(beyond: Callable[[float], bool]) -> float:
+    """The least p in (0, 1) for which `beyond(p)`, which is false below it and true above."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if beyond(middle):
+            high = middle
+        else:
+            low = middle
+    return (low + high) / 2
+
+
+def spoken(count: int, trials: int) -> str:
+    """`0 of 300 (0.0 to 1.2 %)`."""
+    low, high = (100 * limit for limit in clopper_pearson(count, trials))
+    return f"{count} of {trials} ({low:.1f} to {high:.1f} %)"
