@@ -1,33 +1,41 @@
 """Count how often `attnsweep check` is wrong: kernels against themselves, and slowed ones.
 
-Usage: python benchmarks/gate.py [FILE.json] [--comparisons 1000] [--seconds 240]
-       [--detect-seconds 60] [--runs DIR ...]. It needs a GPU.
+Usage: python benchmarks/gate.py [FILE.json] [--kernels 10] [--pairs 20] [--seconds 540]
+       [--runs DIR ...]. It needs a GPU, and about 9 minutes of it.
 
 The kernels are winners of recorded runs, compiled anew. They are compared as `check` compares code
-that changed: in rounds in which both sides take turns, and in a second process if the first says
-slower. Each side has its own copy of the machine code, so that the two lie apart in memory as two
-versions do; every kernel has two new processes.
+that changed: in turns, in two processes, and in up to eight while these do not decide. Each side
+has its own copy of the machine code, so that the two lie apart in memory as two versions do.
+
+Starting a process takes seconds, and timing a kernel in it a fraction of one. So every process
+times every kernel, with itself and slowed, one after the other; a comparison that needs another
+process goes on in the next one, and one that has ended is followed by the next. No process serves
+two comparisons of the same kernel and slowdown.
 
 A slowed kernel is the kernel and then a launch that waits for some clock cycles; the other side
-has the same launch with no cycles to wait for. The real slowdown is the median ratio of many
-rounds, and corrects the cycles.
+has the same launch with no cycles to wait for. The cycles are corrected in processes of their own.
+The real slowdown (`ratio`) and how much processes differ follow from all that timed it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import queue
 import shutil
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
+from proportions import clopper_pearson, spoken
 from rich.console import Console
 
 from attnsweep import (
@@ -40,11 +48,11 @@ from attnsweep import (
     Launches,
     Verdict,
     Worker,
+    WorkerError,
     arch_named,
     compare_candidates,
     families,
     open_run,
-    ratio_interval,
     rebuild,
     winners,
 )
@@ -53,21 +61,19 @@ console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(__file__).with_name("burn.cu")
 RUNS = (
-    *("batched_h100", "flash_dims_h200", "flash_short_h200", "h200", "ladder"),
-    *("three_kernel_h200", "wide_head"),
+    *("flash_short_h200", "batched_h100", "three_kernel_h200", "wide_head", "ladder"),
+    *("wmma_pipeline", "mma_h200", "flash_dims_h200"),
 )
 SLOWER = 0.02
-SHARES = (0.02, 0.05)
-# Winners taken from each run, with calls no longer than this: a comparison takes 0.1 to 0.2 s.
-PER_RUN = 2
-LONGEST_US = 250.0
-# Kernels on which slowdowns are detected: spread over those that are compared.
-DETECTED_ON = 3
-# Rounds in which a slowdown is measured before its cycles are corrected, and after.
-CALIBRATION_ROUNDS, VERIFICATION_ROUNDS = 100, 300
+# Slowdowns, and the number of kernels that are slowed by each.
+SHARES = {0.02: 100, 0.05: 3}
+# Calls no longer than this: a process's rounds take 0.1 to 0.3 s.
+LONGEST_US = 150.0
+# Processes in which the cycles of a slowdown are corrected, and rounds of each correction.
+CALIBRATION_PROCESSES, CALIBRATION_ROUNDS = 3, 60
 # The cycles are corrected until the slowdown is the share, or at most so much above it: a kernel
 # slower by a little less than 2 % is shown to be so, and rightly passes.
-CORRECTIONS, MOST_ABOVE = 5, 0.0006
+CORRECTIONS, MOST_ABOVE = 4, 0.001
 
 
 @dataclass(frozen=True)
@@ -79,46 +85,132 @@ class Case:
     new: Candidate
 
 
-class Processes:
-    """Two processes with the same problem open; the second starts when it is asked for."""
+class Comparison:
+    """One comparison as `check` makes it, which pauses when it asks for another process."""
 
-    def __init__(self, case: Case, stack: contextlib.ExitStack) -> None:
-        self._case, self._stack = case, stack
-        self.first = self._open()
-        self._second: Worker | None = None
-        self.opened_s: list[float] = []
+    def __init__(self, old: Candidate, new: Candidate, seed: str) -> None:
+        self._sides, self._seed = (old, new), seed
+        self._offered: queue.Queue[Worker | None] = queue.Queue()
+        self._paused: queue.Queue[bool] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self.outcome: Any = None
+        self.failure: str | None = None
 
-    def _open(self) -> Worker:
-        worker = self._stack.enter_context(Worker(timeout_s=60))
-        worker.open(self._case.new.timed.problem, replay_us=1000, seed=0)
+    def go_on_in(self, worker: Worker) -> bool:
+        """Time both in this process, which has their problem open; whether that ended it."""
+        self._offered.put(worker)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        return self._paused.get()
+
+    def abandon(self) -> None:
+        """End it without a verdict: no process is left for it."""
+        if self._thread is not None:
+            self._offered.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(_Abandoned):
+            try:
+                old, new = self._sides
+                self.outcome = compare_candidates(
+                    old, new, self._another(), self._next, slower=SLOWER, seed=self._seed
+                )
+            except WorkerError as error:
+                self.failure = str(error)
+            self._paused.put(True)
+
+    def _next(self) -> Worker:
+        self._paused.put(False)
+        return self._another()
+
+    def _another(self) -> Worker:
+        worker = self._offered.get()
+        if worker is None:
+            raise _Abandoned
         return worker
 
-    def second(self) -> Worker:
-        """The other process."""
-        if self._second is None:
-            begin = time.monotonic()
-            self._second = self._open()
-            self.opened_s.append(time.monotonic() - begin)
-        return self._second
 
-    def compare(self, old: Candidate, new: Candidate, seed: str) -> Any:
-        """Compare as `check` does."""
-        return compare_candidates(old, new, self.first, self.second, slower=SLOWER, seed=seed)
+class _Abandoned(Exception):
+    """The time is up."""
 
 
-def cases(runs: Sequence[Path], arch: Arch, place: Path) -> Iterator[Case]:
-    """Winners of the runs that this GPU can launch."""
+@dataclass
+class Series:
+    """The comparisons of one kernel at one slowdown, one after the other."""
+
+    case: Case
+    share: float
+    old: Candidate
+    new: Candidate
+    facts: dict[str, Any] = field(default_factory=dict)
+    ended: list[Comparison] = field(default_factory=list)
+    running: Comparison | None = None
+
+    def go_on_in(self, worker: Worker) -> None:
+        """Take the rounds of one process."""
+        if self.running is None:
+            one, other = self.old, self.new
+            # Without a slowdown sides change, so that an advantage of being first shows as noise.
+            if not self.share and len(self.ended) % 2:
+                one, other = other, one
+            seed = f"{self.case.label} {self.share} {len(self.ended)}"
+            self.running = Comparison(one, other, seed)
+        if self.running.go_on_in(worker):
+            self.ended.append(self.running)
+            self.running = None
+
+    def close(self) -> None:
+        """Give up the comparison that is under way."""
+        if self.running is not None:
+            self.running.abandon()
+
+    def row(self) -> dict[str, Any]:
+        """The counts, and the ratio of each process."""
+        outcomes = [one.outcome for one in self.ended if one.outcome is not None]
+        ratios = [
+            process.interval.median
+            for outcome in outcomes
+            for process in outcome.each
+            if process.interval is not None
+        ]
+        verdicts = Counter(outcome.verdict.value for outcome in outcomes)
+        seconds = [outcome.shown.spent_s for outcome in outcomes]
+        return {
+            "case": self.case.label,
+            "share": self.share,
+            **self.facts,
+            "comparisons": len(outcomes),
+            "verdicts": dict(verdicts),
+            "detected": verdicts[Verdict.REGRESSION.value],
+            "failed": [one.failure for one in self.ended if one.failure is not None],
+            "unfinished": int(self.running is not None),
+            "processes": [outcome.processes for outcome in outcomes],
+            "seconds_median": round(median(seconds), 3) if seconds else None,
+            "seconds_most": round(max(seconds), 3) if seconds else None,
+            "ratio": round(fmean(ratios), 5) if ratios else None,
+            "process_sd": round(stdev(ratios), 5) if len(ratios) > 1 else None,
+            "ratios": [round(ratio, 5) for ratio in ratios],
+        }
+
+
+def cases(runs: Sequence[Path], arch: Arch, place: Path, count: int) -> list[Case]:
+    """Winners of the runs that this GPU can launch: the first of each run, then the next ones."""
     kernels = families()
-    chosen = []
+    of_run = []
     for directory in runs:
         won = [t for t in winners(open_run(directory)) if t.kernel in kernels]
         won = [t for t in won if t.time_us is not None and t.time_us.median <= LONGEST_US]
-        won = [t for t in won if kernels[t.kernel].refusal(t.problem, arch) is None]
-        chosen += won[:: max(1, len(won) - 1)][:PER_RUN]
-    for number, build in enumerate(rebuild(chosen, kernels, arch=arch)):
+        of_run.append([t for t in won if kernels[t.kernel].refusal(t.problem, arch) is None])
+    chosen = [t for turn in itertools.zip_longest(*of_run) for t in turn if t is not None]
+    found = []
+    for build in rebuild(chosen[: 2 * count], kernels, arch=arch):
         candidate = build.candidate()
-        old = replace(candidate, timed=copied(candidate.timed, place / str(number)))
-        yield Case(f"{build.kernel.name} {build.problem.label}", old, candidate)
+        if candidate.timed.streams == 1 and not candidate.timed.eager and len(found) < count:
+            old = replace(candidate, timed=copied(candidate.timed, place / str(len(found))))
+            found.append(Case(f"{build.kernel.name} {build.problem.label}", old, candidate))
+    return found
 
 
 def copied(launches: Launches, place: Path) -> Launches:
@@ -130,50 +222,6 @@ def copied(launches: Launches, place: Path) -> Launches:
         shutil.copyfile(stage.cubin, path)
         stages.append(replace(stage, cubin=str(path)))
     return replace(launches, stages=tuple(stages))
-
-
-def compare_with_itself(found: Sequence[Case], count: int, seconds: float) -> dict[str, Any]:
-    """Make `count` comparisons, spread over the cases, or as many as `seconds` allow."""
-    begin, rows = time.monotonic(), []
-    total: Counter[str] = Counter()
-    for number, case in enumerate(found):
-        share = (count - total.total()) // (len(found) - number)
-        until = begin + seconds * (number + 1) / len(found)
-        with contextlib.ExitStack() as stack:
-            processes = Processes(case, stack)
-            took: list[float] = []
-            shown: list[float] = []
-            verdicts, again = Counter[str](), 0
-            while verdicts.total() < share and (not took or time.monotonic() < until):
-                start = time.monotonic()
-                # Sides change, so that an advantage of being first shows as noise.
-                one, other = case.old, case.new
-                if verdicts.total() % 2:
-                    one, other = other, one
-                outcome = processes.compare(one, other, f"{case.label} {verdicts.total()}")
-                took.append(time.monotonic() - start)
-                verdicts[outcome.verdict.value] += 1
-                again += outcome.processes - 1
-                if outcome.shown.interval is not None:
-                    shown.append(outcome.shown.interval.median)
-        total += verdicts
-        row = {
-            "case": case.label,
-            "verdicts": dict(verdicts),
-            "slower_in_one_process": again,
-            "seconds_each": round(median(took), 3),
-            "ratio": [round(min(shown), 4), round(max(shown), 4)] if shown else None,
-        }
-        rows.append(row)
-        console.print(f"itself  {case.label:52} {dict(verdicts)} {row['seconds_each']} s each")
-    return {
-        "comparisons": total.total(),
-        "false_alarms": total[Verdict.REGRESSION.value],
-        "false_improvements": total[Verdict.IMPROVEMENT.value],
-        "inconclusive": total[Verdict.INCONCLUSIVE.value],
-        "seconds": round(time.monotonic() - begin, 1),
-        "cases": rows,
-    }
 
 
 def slowed(candidate: Candidate, cubin: str, cycles: int) -> Candidate:
@@ -201,87 +249,195 @@ def ratios(worker: Worker, old: Candidate, new: Candidate, rounds: int) -> list[
     return out
 
 
-def calibrated(
-    worker: Worker, case: Case, cubin: str, share: float, clock_hz: float
-) -> tuple[Candidate, Candidate, dict[str, Any]]:
-    """Both sides, and what the slowed one really takes more."""
-    old = slowed(case.old, cubin, 0)
-    worker.forget("old")
-    worker.add("old", old, cold=False)
-    time_us = median(worker.replay("old", "warm") for _ in range(10))
-    # A short wait is over before the kernel first reads the clock, so the first guess adds some.
-    cycles = round(share * time_us * clock_hz / 1e6) + 50
-    for _ in range(CORRECTIONS):
-        new = slowed(case.new, cubin, cycles)
-        measured = median(ratios(worker, old, new, CALIBRATION_ROUNDS)) - 1
-        if share <= measured <= share + MOST_ABOVE:
-            break
-        cycles += round((share + MOST_ABOVE / 2 - measured) * time_us * clock_hz / 1e6)
-    new = slowed(case.new, cubin, max(cycles, 0))
-    rounds = ratios(worker, old, new, VERIFICATION_ROUNDS)
-    facts = {
-        "cycles": max(cycles, 0),
-        "time_us": round(time_us, 3),
-        "measured_slowdown": round(median(rounds) - 1, 5),
-        "interval": [round(r - 1, 5) for r in ratio_interval(rounds, [1.0] * len(rounds))],
-        "rounds": len(rounds),
-    }
-    return old, new, facts
+@dataclass
+class Calibration:
+    """The cycles that slow one case by a share, by what several processes measured."""
+
+    case: Case
+    cubin: str
+    share: float
+    clock_hz: float
+    cycles: int = 0
+    time_us: float = 0.0
+    measured: list[float] = field(default_factory=list)
+
+    @property
+    def sides(self) -> tuple[Candidate, Candidate]:
+        """The kernel that waits for no cycles, and the one that waits for `cycles`."""
+        new = slowed(self.case.new, self.cubin, max(self.cycles, 0))
+        return slowed(self.case.old, self.cubin, 0), new
+
+    def correct_in(self, worker: Worker) -> None:
+        """Correct the cycles in this process: the first alone, later ones by the mean of all.
+
+        A process adds an offset to the ratio, which a single one would take for the slowdown.
+        """
+        if not self.measured:
+            self._guess(worker)
+            return
+        self.measured.append(median(ratios(worker, *self.sides, CALIBRATION_ROUNDS)) - 1)
+
+    def finish(self) -> None:
+        """Correct the cycles by the mean of what processes measured with them."""
+        self._add(self.share + MOST_ABOVE / 2 - fmean(self.measured))
+
+    def _guess(self, worker: Worker) -> None:
+        old, _ = self.sides
+        worker.forget("old")
+        worker.add("old", old, cold=False)
+        self.time_us = median(worker.replay("old", "warm") for _ in range(10))
+        # A short wait is over before the kernel first reads the clock, so more than the share.
+        self.cycles = 50
+        self._add(self.share)
+        for _ in range(CORRECTIONS):
+            measured = median(ratios(worker, *self.sides, CALIBRATION_ROUNDS)) - 1
+            if self.share <= measured <= self.share + MOST_ABOVE:
+                break
+            self._add(self.share + MOST_ABOVE / 2 - measured)
+        self.measured = [median(ratios(worker, *self.sides, CALIBRATION_ROUNDS)) - 1]
+
+    def _add(self, share: float) -> None:
+        self.cycles += round(share * self.time_us * self.clock_hz / 1e6)
 
 
-def detect(
-    found: Sequence[Case], cubin: str, environment: Environment, seconds: float
-) -> dict[str, Any]:
-    """Compare known slowdowns, each as often as the time allows."""
-    plain = [case for case in found if case.new.timed.streams == 1 and not case.new.timed.eager]
-    plain = plain[:: max(1, len(plain) // DETECTED_ON)][:DETECTED_ON]
-    rows: list[dict[str, Any]] = []
+@contextlib.contextmanager
+def process(opened_s: list[float]) -> Iterator[Worker]:
+    """A new process; appends the seconds until it answers."""
+    begin = time.monotonic()
+    with Worker(timeout_s=60) as worker:
+        worker.describe()
+        opened_s.append(time.monotonic() - begin)
+        yield worker
+
+
+def opened(worker: Worker, case: Case) -> Worker:
+    """The process with the case's problem open."""
+    worker.open(case.new.timed.problem, replay_us=1000, seed=0)
+    return worker
+
+
+def measure(
+    found: Sequence[Case], cubin: str, environment: Environment, pairs: int, until: float
+) -> tuple[list[Series], list[float]]:
+    """All series, timed in twice as many processes as pairs, or as many as the time allows."""
     opened_s: list[float] = []
-    each_s = seconds / max(1, len(plain) * len(SHARES))
-    for case in plain:
-        with contextlib.ExitStack() as stack:
-            processes = Processes(case, stack)
-            processes.second()
-            opened_s += processes.opened_s
-            for share in SHARES:
-                old, new, facts = calibrated(
-                    processes.first, case, cubin, share, environment.clock_hz
-                )
-                took: list[float] = []
-                verdicts = Counter[str]()
-                until = time.monotonic() + each_s
-                while not took or time.monotonic() < until:
-                    start = time.monotonic()
-                    seed = f"{case.label} {share} {len(took)}"
-                    verdicts[processes.compare(old, new, seed).verdict.value] += 1
-                    took.append(time.monotonic() - start)
-                row = {
-                    "case": case.label,
-                    "share": share,
-                    **facts,
-                    "comparisons": len(took),
-                    "detected": verdicts[Verdict.REGRESSION.value],
-                    "verdicts": dict(verdicts),
-                    "seconds_median": round(median(took), 3),
-                    "seconds_most": round(max(took), 3),
-                }
-                rows.append(row)
-                console.print(
-                    f"slowed  {case.label:52} by {100 * share:g} % "
-                    f"(measured {100 * row['measured_slowdown']:.2f} %): detected "
-                    f"{row['detected']} of {row['comparisons']}, {row['seconds_median']} s each"
-                )
+    wanted = [
+        Calibration(case, cubin, share, environment.clock_hz)
+        for share, count in SHARES.items()
+        for case in found[:count]
+    ]
+    for _ in range(CALIBRATION_PROCESSES):
+        with process(opened_s) as worker:
+            for case in found:
+                opened(worker, case)
+                for one in wanted:
+                    if one.case is case:
+                        one.correct_in(worker)
+    series = [Series(case, 0.0, case.old, case.new) for case in found]
+    for one in wanted:
+        one.finish()
+        facts = {"cycles": max(one.cycles, 0), "time_us": round(one.time_us, 3)}
+        series.append(Series(one.case, one.share, *one.sides, facts))
+    try:
+        for number in range(2 * pairs):
+            if time.monotonic() > until:
+                break
+            with process(opened_s) as worker:
+                for case in found:
+                    opened(worker, case)
+                    for each in series:
+                        if each.case is case:
+                            each.go_on_in(worker)
+            left_s = until - time.monotonic()
+            console.print(f"process {number + 1} of {2 * pairs}, {left_s:.0f} s left")
+    finally:
+        for each in series:
+            each.close()
+    return series, opened_s
+
+
+def counted(count: int, trials: int) -> dict[str, Any]:
+    """A count with the 95 % bounds of its share."""
+    return {"count": count, "bounds": [round(p, 5) for p in clopper_pearson(count, trials)]}
+
+
+def summary(series: Sequence[Series], opened_s: Sequence[float]) -> dict[str, Any]:
+    """All figures: false alarms and misses with bounds, detections, and each series."""
+
+    def total(rows: Sequence[dict[str, Any]], verdict: Verdict) -> int:
+        return sum(row["verdicts"].get(verdict.value, 0) for row in rows)
+
+    rows = [one.row() for one in series]
+    itself = [row for row in rows if not row["share"]]
+    comparisons = sum(row["comparisons"] for row in itself)
+    false_alarms = total(itself, Verdict.REGRESSION)
+    inconclusive = total(itself, Verdict.INCONCLUSIVE)
+    spread = [row["process_sd"] for row in rows if row["process_sd"] is not None]
     totals = {}
     for share in SHARES:
         of = [row for row in rows if row["share"] == share]
+        tried = sum(row["comparisons"] for row in of)
         totals[f"{100 * share:g} %"] = {
-            "comparisons": sum(row["comparisons"] for row in of),
-            "detected": sum(row["detected"] for row in of),
-            "seconds_most": max((row["seconds_most"] for row in of), default=None),
+            "comparisons": tried,
+            "detected": total(of, Verdict.REGRESSION),
+            "detected_bounds": counted(total(of, Verdict.REGRESSION), tried)["bounds"],
+            "passed": counted(total(of, Verdict.PASS), tried),
+            "inconclusive": counted(total(of, Verdict.INCONCLUSIVE), tried),
+            "unfinished": sum(row["unfinished"] for row in of),
+            "seconds_most": max((row["seconds_most"] or 0.0 for row in of), default=None),
         }
-    # `check` opens the second process only when needed, so a detection takes this on top.
-    process_s = round(max(opened_s), 2) if opened_s else None
-    return {"totals": totals, "opening_a_second_process_s": process_s, "cases": rows}
+    return {
+        "processes": len(opened_s) - CALIBRATION_PROCESSES,
+        # Standard deviation of a process's ratio, of all kernels and slowdowns together.
+        "process_sd": round(fmean(sd**2 for sd in spread) ** 0.5, 5) if spread else None,
+        "process_sd_most": max(spread, default=None),
+        "itself": {
+            "comparisons": comparisons,
+            "false_alarms": false_alarms,
+            "false_alarms_bounds": counted(false_alarms, comparisons)["bounds"],
+            "false_improvements": total(itself, Verdict.IMPROVEMENT),
+            "inconclusive": inconclusive,
+            "inconclusive_bounds": counted(inconclusive, comparisons)["bounds"],
+            "unfinished": sum(row["unfinished"] for row in itself),
+            "cases": itself,
+        },
+        "slowed": {
+            "totals": totals,
+            "opening_a_second_process_s": round(max(opened_s), 2) if opened_s else None,
+            "cases": [row for row in rows if row["share"]],
+        },
+    }
+
+
+def show(facts: dict[str, Any]) -> None:
+    """Print a line for each series, and the totals."""
+    head = f"{'slowed':>6}  {'kernel':54} {'pass':>5} {'slower':>6} {'open':>5} {'faster':>6}"
+    console.print(f"{head} {'ratio':>8} {'sd':>7}")
+    for row in [*facts["itself"]["cases"], *facts["slowed"]["cases"]]:
+        counts = [
+            row["verdicts"].get(verdict, 0)
+            for verdict in ("pass", "regression", "inconclusive", "improvement")
+        ]
+        said = f"{100 * row['share']:>4g} %  {row['case']:54} "
+        said += "{:>5} {:>6} {:>5} {:>6} ".format(*counts)
+        console.print(f"{said} {row['ratio'] or 0:>7.4f} {100 * (row['process_sd'] or 0):>5.2f} %")
+    itself = facts["itself"]
+    console.print(
+        f"{itself['comparisons']} comparisons of a kernel with itself: "
+        f"{spoken(itself['false_alarms'], itself['comparisons'])} false alarms, "
+        f"{itself['false_improvements']} false improvements, "
+        f"{spoken(itself['inconclusive'], itself['comparisons'])} inconclusive"
+    )
+    for share, of in facts["slowed"]["totals"].items():
+        console.print(
+            f"slower by {share}: detected {spoken(of['detected'], of['comparisons'])}, "
+            f"passed {spoken(of['passed']['count'], of['comparisons'])}"
+        )
+    if facts["process_sd"] is not None:
+        console.print(
+            f"a process's ratio: standard deviation {100 * facts['process_sd']:.2f} %, "
+            f"at most {100 * facts['process_sd_most']:.2f} % of one kernel"
+        )
 
 
 def write(file: Path | None, facts: dict[str, Any]) -> None:
@@ -295,11 +451,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the file if one is named."""
     parser = argparse.ArgumentParser(description="How often `attnsweep check` is wrong.")
     parser.add_argument("file", nargs="?", type=Path)
-    parser.add_argument("--comparisons", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--detect-seconds", type=float, default=60.0)
+    parser.add_argument("--kernels", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=20, help="half the number of processes")
+    parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--runs", type=Path, nargs="+", metavar="DIR")
     asked = parser.parse_args(arguments)
+    begin = time.monotonic()
     runs = asked.runs or [ROOT / "results" / "h200" / name for name in RUNS]
     with Worker(timeout_s=60) as worker:
         here = worker.describe()
@@ -309,19 +466,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         cubin = str(compiler.compile(SOURCE, {}).path)
         with tempfile.TemporaryDirectory() as place:
-            found = list(cases(runs, arch, Path(place)))
-            itself = compare_with_itself(found, asked.comparisons, asked.seconds)
-            facts["itself"] = itself
-            console.print(
-                f"{itself['comparisons']} comparisons of a kernel with itself: "
-                f"{itself['false_alarms']} false alarms, {itself['false_improvements']} false "
-                f"improvements, {itself['inconclusive']} inconclusive, {itself['seconds']} s"
-            )
-            write(asked.file, facts)  # the rest may fail
-            facts["slowed"] = detect(found, cubin, here, asked.detect_seconds)
+            found = cases(runs, arch, Path(place), asked.kernels)
+            until = begin + asked.seconds
+            facts |= summary(*measure(found, cubin, here, asked.pairs, until))
+            facts["seconds"] = round(time.monotonic() - begin, 1)
+            show(facts)
+            write(asked.file, facts)
     finally:
         compiler.close()
-        write(asked.file, facts)
 
 
 if __name__ == "__main__":
