@@ -19,9 +19,8 @@
 #if STAGE_COMBINE
 #include "common/tile/combine.cuh"
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    flash_fwd_wgmma_combine(const float* __restrict__ partial,
-                            const float* __restrict__ partial_lse, element_t* __restrict__ o,
-                            float* __restrict__ lse, int rows) {
+    flash_fwd_wgmma_combine(const float* partial, const float* partial_lse,
+                            element_t* __restrict__ o, float* __restrict__ lse, int rows) {
 #if PDL
     grid_launch_dependents();
     grid_wait();

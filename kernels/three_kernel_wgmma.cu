@@ -354,10 +354,10 @@ extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOC
 
 #if STAGE_SOFTMAX && STATS
 // One thread a row. STATS 1: maxima becomes the factor of each unit, 2^(its maximum - the row's) /
-// the row's sum. STATS 2: sums receives the row's maximum.
+// the row's sum. STATS 2: sums receives the row's maximum. Not __restrict__: see
+// common/ptx/launch.cuh.
 extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
-    three_kernel_wgmma_softmax(float* __restrict__ maxima, float* __restrict__ sums, int rows,
-                               int seqlen_q, int seqlen_k) {
+    three_kernel_wgmma_softmax(float* maxima, float* sums, int rows, int seqlen_q, int seqlen_k) {
 #if PDL
     grid_launch_dependents();
     grid_wait();

@@ -246,12 +246,13 @@ struct Consumer {
 
 // P arrives K-major, V row-major as it is stored. PV_EVICT_FIRST says to L2 that P is not read
 // again: at (1, 16, 1024, 64) the best call takes 29.3 us with it and 30.7 without, 19.1 and 20.6
-// with STATS 3 (results/h200/three_kernel_h200).
+// with STATS 3 (results/h200/three_kernel_h200). maxima and sums are not __restrict__: see
+// common/ptx/launch.cuh.
 extern "C" __global__ void CLUSTER_OF_BLOCKS __launch_bounds__(THREADS, MIN_BLOCKS)
     three_kernel_wgmma_pv(const __grid_constant__ TensorMap scores,
                           const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
-                          const float* __restrict__ maxima, const float* __restrict__ sums,
-                          int batch_heads, int heads, int heads_kv, int seqlen_q, int seqlen_k) {
+                          const float* maxima, const float* sums, int batch_heads, int heads,
+                          int heads_kv, int seqlen_q, int seqlen_k) {
     extern __shared__ __align__(1024) unsigned char smem[];
     unsigned ring = smem_address(smem), staging = ring + STAGES * STAGE_BYTES,
              barriers = staging + BLOCK_M * BLOCK_N * 2;

@@ -1,6 +1,7 @@
 // Programmatic launches: a launch that begins before the one ahead of it has ended, sm_90 on; and
 // registers that warpgroups of a block hand to each other. Source: PTX ISA, "griddepcontrol" and
-// "setmaxnreg".
+// "setmaxnreg". What the launch ahead writes must not be __restrict__ in a kernel that only reads
+// it: the compiler then takes ld.global.nc, which is for what nobody writes while the kernel lives.
 #pragma once
 
 // Until the launch ahead has ended and its writes are seen; at once if this launch is not

@@ -4,11 +4,12 @@
 
 // Columns 4 `chunk` .. of one row. partial: (splits, rows, HeadDim), each normalised by its own
 // sum; partial_lse: (splits, rows), the base-2 logarithm of that sum with its reference, -inf of no
-// key. Returns the logarithm of the whole row.
+// key. Returns the logarithm of the whole row. What is read is not __restrict__: see
+// common/ptx/launch.cuh.
 template <int HeadDim>
-__device__ __forceinline__ float
-combine_splits(const float* __restrict__ partial, const float* __restrict__ partial_lse,
-               element_t* __restrict__ o, int splits, int rows, int row, int chunk) {
+__device__ __forceinline__ float combine_splits(const float* partial, const float* partial_lse,
+                                                element_t* __restrict__ o, int splits, int rows,
+                                                int row, int chunk) {
     float largest = minus_infinity();
     for (int i = 0; i < splits; ++i)
         largest = fmaxf(largest, partial_lse[static_cast<long long>(i) * rows + row]);

@@ -1,0 +1,118 @@
+"""What a launch ahead may still write is never read through the cache of constants.
+
+A programmatic launch begins while the one ahead of it writes. `ld.global.nc`, which the compiler
+takes for a `const __restrict__` pointer, and for any `__restrict__` pointer that a kernel only
+reads, must read what nobody writes while the kernel lives: PTX ISA, "ld.global.nc". That the loads
+come behind grid_wait does not help.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from shutil import copytree
+
+import pytest
+
+from attnsweep.build import sass
+from attnsweep.build.nvrtc import Compiler
+from attnsweep.errors import ToolchainError
+from attnsweep.family.declare import Config, TensorMap, discover
+from attnsweep.hardware import ARCHS
+from attnsweep.problem import Problem
+
+try:
+    sass.nvdisasm()
+except ToolchainError as error:
+    pytest.skip(f"needs nvdisasm: {error.what}", allow_module_level=True)
+
+ARCH = ARCHS["sm_90a"]
+KERNELS = discover()
+BASE = Problem(1, 16, 16, 1024, 1024, 64)
+FP32 = Problem(1, 4, 4, 64, 64, 2048, "fp32")
+# Every kind of programmatic launch that has a pointer to what a launch ahead writes.
+CONFIGS = {
+    "flash_fwd_wgmma": ("PDL=2 WARPGROUPS=2 SPLITS=2 LSE=1",),
+    "three_kernel_wgmma": (
+        *("STATS=0 PDL=1 SOFTMAX_THREADS=32", "STATS=0 PDL=1 SOFTMAX_THREADS=32 SOFTMAX_PASSES=3"),
+        *(f"STATS={stats} PDL=1 SOFTMAX_THREADS=32" for stats in (1, 2, 3)),
+    ),
+    "flash_fwd_fp32_wide": (
+        "SCORES=workspace SLICES=8 NUM_WARPS=4 BLOCK_M=32 BLOCK_N=64 PDL=1 MATH=ffma",
+    ),
+    "flash_fwd_fp32_wgmma": ("SLICES=16 CLUSTER=8 BLOCK_M=16 WARPGROUPS=2 NUM_STAGES=2 PDL=2",),
+}
+# Inputs, which no launch of a call writes.
+INPUT = re.compile(r"(const \w+\*) __restrict__ ([qkv])\b")
+CONSTANT = re.compile(r"\bLDG\S*\.CONSTANT\S*")
+
+
+def launches():
+    """Family, config, problem, stage: of every programmatic launch that may meet such a load."""
+    for name, texts in CONFIGS.items():
+        kernel = KERNELS[name]
+        problem = BASE if "fp16" in kernel.dtypes else FP32
+        for text in texts:
+            values = {param.name: param.values[0] for param in kernel.params}
+            for word in text.split():
+                parameter, _, value = word.partition("=")
+                values[parameter] = int(value) if value.isdigit() else value
+            config = Config(values)
+            ahead: set[str] = set()
+            for stage, launch in kernel.launches(config, problem, ARCH).items():
+                pointers = {arg for arg in launch.args if isinstance(arg, str)}
+                if launch.programmatic and pointers & ahead:
+                    case = f"{name}-{stage}-{text}"
+                    yield pytest.param(kernel, config, problem, stage, id=case)
+                maps = {arg.buffer for arg in launch.args if isinstance(arg, TensorMap)}
+                ahead |= (pointers | maps) - {"q", "k", "v"}
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    made = Compiler(ARCH)
+    yield made
+    made.close()
+
+
+def constant_loads(cubin):
+    """Instructions that load through the cache of constants."""
+    done = subprocess.run(
+        [str(sass.nvdisasm()), "-c", str(cubin.path)], capture_output=True, text=True, check=True
+    )
+    assert "EXIT" in done.stdout
+    return CONSTANT.findall(done.stdout)
+
+
+def test_every_family_with_a_programmatic_launch_is_here():
+    having = {
+        kernel.name
+        for kernel in KERNELS.values()
+        if re.search(r"\bprogrammatic=", kernel.source.with_suffix(".py").read_text())
+    }
+    assert having == set(CONFIGS)
+
+
+@pytest.mark.parametrize(("kernel", "config", "problem", "stage"), list(launches()))
+def test_a_programmatic_launch_loads_no_constants(
+    compiler, tmp_path, kernel, config, problem, stage
+):
+    launch = kernel.launches(config, problem, ARCH)[stage]
+    defines = kernel.stages[stage].defines(config, problem, launch)
+    source = kernel.source
+    if {"q", "k", "v"} & {arg for arg in launch.args if isinstance(arg, str)}:
+        copytree(source.parent, tmp_path / "kernels")
+        source = tmp_path / "kernels" / source.name
+        text, inputs = INPUT.subn(r"\1 \2", source.read_text())
+        assert inputs
+        source.write_text(text)
+    assert constant_loads(compiler.compile(source, defines)) == []
+
+
+def test_such_a_load_would_be_seen(compiler, tmp_path):
+    source = tmp_path / "f.cu"
+    source.write_text(
+        'extern "C" __global__ void f(const float* __restrict__ x, float* __restrict__ o)'
+        " { o[threadIdx.x] = x[threadIdx.x]; }\n"
+    )
+    assert constant_loads(compiler.compile(source, {})) != []
