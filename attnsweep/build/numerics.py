@@ -267,6 +267,29 @@ def reference(
     return round_to(out, problem.dtype).astype(np.float64) if rounding else out
 
 
+def log_sum_exp(
+    inputs: dict[str, Bits], problem: Problem, rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """ln(sum(exp(score))) of the rows over the keys that each sees, (batch, heads, len(rows)).
+
+    In float64; scores are scaled. What a kernel that writes the log-sum-exp must have written.
+    """
+    group = problem.heads // problem.heads_kv
+    last_key = rows + problem.seqlen_k - problem.seqlen_q if problem.causal else None
+    out = np.empty((problem.batch, problem.heads, len(rows)))
+    for batch, head in np.ndindex(problem.batch, problem.heads):
+        queries, keys = (
+            from_bits(bits, problem.dtype).astype(np.float64)
+            for bits in (inputs["q"][batch, head, rows], inputs["k"][batch, head // group])
+        )
+        scores = queries @ keys.T * problem.scale
+        if last_key is not None:
+            scores[np.arange(problem.seqlen_k) > last_key[:, None]] = -np.inf
+        largest = scores.max(axis=1)
+        out[batch, head] = largest + np.log(np.exp(scores - largest[:, None]).sum(axis=1))
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class Measures:
     """How far an output is from float64, or how far it may be; each compared by `<=`.

@@ -65,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             failed += not found.ok
             print(
-                f"{'ok' if found.ok else 'WRONG':6} {case.label}{note}: error {found.error:.2e}, "
-                f"limit {found.limit:.2e}, {time.perf_counter() - begin:.1f} s"
+                f"{'ok' if found.ok else 'WRONG':6} {case.label}{note}: {found}, "
+                f"{time.perf_counter() - begin:.1f} s"
             )
     return 1 if failed else 0
 

@@ -22,6 +22,7 @@ from attnsweep.build.numerics import (
     Case,
     error_limit,
     from_bits,
+    log_sum_exp,
     make_inputs,
     reference,
     row_error,
@@ -40,6 +41,8 @@ FLAGS = ("-std=c++17", "-fmax-errors=5")
 TEMPLATE_FLAGS = ("-O1", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
 POISON = 0xFF
+# Of the log-sum-exp, by its size if that is above 1: twice what the polynomial for exp2 errs by.
+LSE_LIMIT = 1.5e-4
 SCHEDULES = (0, 1)
 
 
@@ -59,10 +62,16 @@ class Result:
     error: float
     limit: float
     """Half an ulp, the least that it can be, if the error is no larger."""
+    lse_error: float = 0.0
+    """Of the log-sum-exp, by its size if that is above 1; 0 if the config writes none."""
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.limit
+        return self.error <= self.limit and self.lse_error <= LSE_LIMIT
+
+    def __str__(self) -> str:
+        lse = f", of lse {self.lse_error:.2e}" if self.lse_error else ""
+        return f"error {self.error:.2e}, limit {self.limit:.2e}{lse}"
 
 
 def config_of(kernel: Kernel, words: str) -> Config:
@@ -246,9 +255,12 @@ class Simulator:
         stages = self.build(kernel, config, case, arch=arch, changed=changed, asan=asan)
         problem = case.problem
         inputs = make_inputs(case, seed)
-        expected = reference(inputs, problem, np.arange(problem.seqlen_q))
+        rows = np.arange(problem.seqlen_q)
+        expected = reference(inputs, problem, rows)
+        # By its name and this parameter: a workspace of other configs is not read.
+        lse = log_sum_exp(inputs, problem, rows) if config.get("LSE") else None
         sizes = kernel.workspaces(config, problem)
-        worst, limit = 0.0, HALF_ULP[problem.dtype]
+        worst, limit, worst_lse = 0.0, HALF_ULP[problem.dtype], 0.0
         first = None
         for schedule in schedules:
             with self._lock:
@@ -267,6 +279,12 @@ class Simulator:
                 (place / f"{name}.request").write_text(request)
                 _run((runner.result(), made.result()), place / f"{name}.request", timeout_s)
             got = np.fromfile(place / "o", out.dtype).reshape(out.shape)
+            if lse is not None:
+                written = np.fromfile(place / "lse", np.float32).reshape(lse.shape)
+                lse_error = float(np.max(np.abs(written - lse) / np.maximum(1, np.abs(lse))))
+                if not lse_error <= LSE_LIMIT:
+                    return Result(case, worst, limit, lse_error)
+                worst_lse = max(worst_lse, lse_error)
             shutil.rmtree(place)
             error = row_error(from_bits(got, problem.dtype).astype(np.float64), expected)
             if not error <= limit:  # only then: it takes longer than a small run
@@ -277,7 +295,7 @@ class Simulator:
             first = got if first is None else first
             if kernel.deterministic and (differing := np.count_nonzero(got != first)):
                 raise SimtError(f"a race: {differing} outputs differ between schedules")
-        return Result(case, worst, limit)
+        return Result(case, worst, limit, worst_lse)
 
 
 def _request(launch: Launch, kinds: Mapping[str, str], place: Path, schedule: int) -> str:

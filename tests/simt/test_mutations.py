@@ -75,7 +75,7 @@ def run(simulator: Simulator, bug: dict[str, Any]) -> str | None:
         raise
     except SimtError as report:
         return str(report)
-    return None if found.ok else f"error {found.error}, limit {found.limit}"
+    return None if found.ok else str(found)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

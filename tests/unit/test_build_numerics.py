@@ -54,6 +54,29 @@ def test_reference_is_attention(problem):
         np.testing.assert_allclose(out[batch, head, row], expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_log_sum_exp_is_natural_and_of_the_keys_that_a_row_sees(causal):
+    problem = Problem(2, 4, 2, 5, 9, 8, "bf16", causal)
+    inputs = numerics.make_inputs(Case(problem), seed=1)
+    q, k = (numerics.from_bits(inputs[name], "bf16").astype(float) for name in "qk")
+    rows = np.array([0, 3, 4])
+    found = numerics.log_sum_exp(inputs, problem, rows)
+    assert found.shape == (2, 4, 3)
+    for batch, head, i in np.ndindex(found.shape):
+        keys = rows[i] + 5 if causal else 9
+        scores = k[batch, head // 2, :keys] @ q[batch, head, rows[i]] / math.sqrt(8)
+        assert found[batch, head, i] == pytest.approx(math.log(math.fsum(map(math.exp, scores))))
+
+
+def test_log_sum_exp_survives_scores_beyond_the_range_of_exp():
+    problem = Problem(1, 1, 1, 1, 2, 16)
+    for size in (1e3, -1e3):
+        q, k = np.full((1, 1, 1, 16), 100.0), np.full((1, 1, 2, 16), size / 400)
+        inputs = {"q": numerics.to_bits(q, "fp16"), "k": numerics.to_bits(k, "fp16")}
+        (found,) = numerics.log_sum_exp(inputs, problem, np.arange(1)).ravel()
+        assert found == pytest.approx(size + math.log(2))
+
+
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_bf16_rounds_to_nearest_even(value):
     single = np.float32(value)
