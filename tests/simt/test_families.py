@@ -5,7 +5,6 @@ No GPU took part: README.md says what this shows and what it cannot.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle, product
@@ -18,7 +17,7 @@ from attnsweep.family.declare import Config, Kernel, discover
 from attnsweep.family.space import Space
 from attnsweep.problem import Problem
 
-from .harness import ARCH, COMPILER, HERE, SimtError, config_of
+from .harness import ARCH, COMPILER, SimtError, config_of
 from .unusual import FLASH_FWD_WGMMA
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -177,27 +176,3 @@ def test_a_race_within_the_limit_shows_between_schedules(simulator):
     with pytest.raises(SimtError, match=r"a race: \d outputs differ between schedules"):
         simulator.check(kernel, racing, case)
     assert simulator.check(kernel, racing, case, schedules=[1]).ok
-
-
-def test_every_primitive_has_its_twin():
-    """A twin stands in for the whole header, so what it lacks would not compile."""
-    headers = KERNELS["naive"].source.parent / "common" / "ptx"
-    real, twins = (
-        {path.name for path in place.iterdir()} for place in (headers, HERE / "common/ptx")
-    )
-    assert real == twins
-    for name in real:
-        defined = r"(?:__forceinline__ [\w ]+[ \n]|^struct )(\w+)(?=\(| \{)"
-        there = set(re.findall(defined, (headers / name).read_text(), re.M)) - {
-            "TensorMap",
-            "alignas",
-        }
-        assert there
-        twin = (HERE / "common/ptx" / name).read_text()
-        assert not {each for each in there if f" {each}" not in twin}, name
-
-
-def test_ptx_is_written_in_one_place():
-    kernels = KERNELS["naive"].source.parent
-    sources = [path for path in kernels.rglob("*.cu*") if path.parent.name != "ptx"]
-    assert not [path.name for path in sources if re.search(r"\basm\b", path.read_text())]

@@ -1,0 +1,82 @@
+"""A twin stands in for a whole header of PTX: it has all of it, and hides nothing that could run.
+
+Rings, phases, descriptors, layouts and schedules are in kernels/common/tile and in the templates,
+which run here as they are.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attnsweep.family.declare import discover
+
+from .harness import HERE
+
+KERNELS = discover()["naive"].source.parent
+HEADERS = sorted((KERNELS / "common/ptx").iterdir())
+ASM = re.compile(
+    r"\basm(?: volatile)?\((?:[^()\"]|\"[^\"]*\"|\((?:[^()]|\([^()]*\))*\))*\)|"
+    r"\b(?:WGMMA|MMA|WMMA|MBARRIER)_\w+\([^;]*\)"
+)
+# What C++ does there beside a single instruction: a wait that polls, registers one after the other,
+# the byte count of one operand.
+LOGIC = {
+    "unsigned done = 0;",
+    "long long begin = clock64();",
+    "do {",
+    "if (OfCluster) PTX;",
+    "if (!done && clock64() - begin > 1000000000LL) PTX;",
+    "} while (!done);",
+    "for (int i = 0; i < N; ++i) PTX;",
+    "int bytes = valid ? 16 : 0;",
+    "unsigned address = smem_address(from);",
+}
+
+
+def body(path):
+    """The header without comments, preprocessor and constants, its inline PTX as one word."""
+    text = re.sub(r"//.*", "", path.read_text())
+    text = re.sub(r"^ *#(?:.*\\\n)*.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^constexpr [^;]*;", "", text, flags=re.MULTILINE)
+    return ASM.sub("PTX", text)
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
+def test_what_a_twin_stands_in_for_is_ptx_alone(header):
+    lines = {" ".join(line.split()) for line in body(header).splitlines()}
+    works = re.compile(r"[^<>=!]=[^=]|\?|\b(?:for|do|while)\b|\bif \(|return .*[-+*/%^|&]")
+    declares = re.compile(r"template <|__device__|unsigned x\[Bf16 \? 4 : 8\];")
+    assert {line for line in lines if works.search(line) and not declares.match(line)} <= LOGIC
+
+
+def test_every_primitive_has_its_twin():
+    twins = {path.name for path in (HERE / "common/ptx").iterdir()}
+    assert {path.name for path in HEADERS} == twins
+    for header in HEADERS:
+        defined = r"(?:__forceinline__ [\w ]+[ \n]|^struct )(\w+)(?=\(| \{)"
+        there = set(re.findall(defined, header.read_text(), re.M)) - {"TensorMap", "alignas"}
+        assert there
+        twin = (HERE / "common/ptx" / header.name).read_text()
+        assert not {each for each in there if f" {each}" not in twin}, header.name
+
+
+def test_constants_are_the_same():
+    constant = re.compile(r"(\w+) = (0x[0-9a-f]+)ull")
+    text, twin = ((place / "common/ptx/cache.cuh").read_text() for place in (KERNELS, HERE))
+    assert dict(constant.findall(text)) == dict(constant.findall(twin)) != {}
+
+
+def test_the_twin_multiplies_the_widths_that_there_are():
+    text = (KERNELS / "common/ptx/wgmma.cuh").read_text()
+    there = {int(width) for width in re.findall(r"^WGMMA_DEFINE\((\d+),", text, re.MULTILINE)}
+    twin = (HERE / "common/ptx/wgmma.cuh").read_text()
+    (condition,) = re.findall(r"static_assert\((.*),\n", twin)
+    words = condition.replace("||", "or").replace("&&", "and")
+    assert {n for n in range(1, 300) if eval(words, {"N": n})} == there
+
+
+def test_ptx_is_written_in_one_place():
+    sources = [path for path in KERNELS.rglob("*.cu*") if path.parent.name != "ptx"]
+    assert not [path.name for path in sources if re.search(r"\basm\b", path.read_text())]
