@@ -2,7 +2,7 @@
 #include "runtime.hpp"
 
 namespace simt {
-std::vector<Load> loads;
+std::vector<std::unique_ptr<Load>> loads;
 
 // ---- shared memory ----
 void* dynamic_smem() { return me().cta->smem; }
@@ -210,7 +210,7 @@ void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank,
             memset(at(cta, to, 16, 16, "tma_load", where), 0xff, 16);
         });
         if (schedule == 1 || (schedule > 1 && random_bits() % 2)) deliver(load);
-        else loads.push_back(load);
+        else loads.push_back(std::make_unique<Load>(load));
     }
 }
 void store_async(unsigned target, const float (&values)[4], unsigned barrier, Where where) {
@@ -223,7 +223,7 @@ void store_async(unsigned target, const float (&values)[4], unsigned barrier, Wh
         &cta, target & 0xffffff, barrier & 0xffffff, {}, {}, where, std::vector<unsigned char>(16)};
     memcpy(load.data.data(), values, 16);
     if (schedule == 1 || (schedule > 1 && random_bits() % 2)) deliver(load);
-    else loads.push_back(load);
+    else loads.push_back(std::make_unique<Load>(load));
 }
 static void carry_out(const Store& store) {
     for_box(store.map, store.source, store.at, [&](unsigned from, unsigned short** elements) {

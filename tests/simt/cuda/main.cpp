@@ -140,8 +140,8 @@ static void run_block(uint3 first, unsigned ranks, unsigned threads) {
     run_cluster();
     self = nullptr;
     if (!loads.empty())
-        fail(loads[0].where, "block (%u,%u,%u) of %s ends before this %s arrived", first.x, first.y,
-             first.z, kernel_name, loads[0].data.empty() ? "tma_load" : "store_async");
+        fail(loads[0]->where, "block (%u,%u,%u) of %s ends before this %s arrived", first.x,
+             first.y, first.z, kernel_name, loads[0]->data.empty() ? "tma_load" : "store_async");
     for (Cta& cta : cluster) {
         std::size_t end = (smem_bytes + PAGE - 1) / PAGE * PAGE;
         for (std::size_t i = smem_bytes; !ASAN && i < end; ++i)

@@ -13,6 +13,7 @@
 #include <array>
 #include <deque>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 #include "simt.hpp"
@@ -145,7 +146,7 @@ inline float value_of(unsigned bits, bool bf16) {
 }
 
 // ---- copies.cpp ----
-extern std::vector<Load> loads;  // under way
+extern std::vector<std::unique_ptr<Load>> loads;  // under way
 extern const char MBARRIER_WAIT[];
 unsigned char* at(Cta& own, unsigned address, unsigned bytes, unsigned align, const char* what,
                   Where where);

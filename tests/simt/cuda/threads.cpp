@@ -364,9 +364,9 @@ static void run_warp(Cta& cta, unsigned warp) {
     }
 }
 // Schedule 0 delivers nothing but what somebody waits for, as long as there is any.
-static bool is_waited_for(const Load& load) {
-    return std::any_of(load.cta->fibers.begin(), load.cta->fibers.end(),
-                       [&](Fiber* f) { return waits_for(f, load.barrier); });
+static bool is_waited_for(const std::unique_ptr<Load>& load) {
+    return std::any_of(load->cta->fibers.begin(), load->cta->fibers.end(),
+                       [&](Fiber* f) { return waits_for(f, load->barrier); });
 }
 void run_cluster() {
     cluster_came.clear(), cluster_passed.clear();
@@ -395,9 +395,9 @@ void run_cluster() {
             auto next = schedule > 1 ? loads.begin() + random_bits() % loads.size()
                                      : std::find_if(loads.begin(), loads.end(), is_waited_for);
             if (next == loads.end()) --next;
-            Load load = *next;
+            const std::unique_ptr<Load> load = std::move(*next);
             loads.erase(next);
-            deliver(load);
+            deliver(*load);
         } else if (Ready* next = choose(deferred)) {
             for (Fiber* fiber : next->cta->fibers)
                 if (fiber->warp == next->warp && fiber->state == DEFERRED) wake(fiber);
