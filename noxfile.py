@@ -53,7 +53,10 @@ def gpu(session: nox.Session, cuda: str) -> None:
 
 
 @nox.session
-def mutation(session: nox.Session) -> None:
-    """Every seeded bug of tests/simt/mutations.toml; CI runs it nightly. Needs g++."""
+def nightly(session: nox.Session) -> None:
+    """What is too much for a push: every seeded bug, recorded winner and many random configs.
+
+    They run on the CPU, by tests/simt. Needs g++.
+    """
     session.install("-e", ".[compile,test]")
-    session.run("python", "-m", "pytest", "-n", "auto", "-m", "mutation", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "auto", "-m", "nightly", *session.posargs)

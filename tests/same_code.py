@@ -21,31 +21,20 @@ from tempfile import TemporaryDirectory
 from attnsweep.build import sass
 from attnsweep.build.cubin import functions
 from attnsweep.build.nvrtc import Compiler, Cubin
-from attnsweep.choose.ranking import rank
-from attnsweep.family.chunks import changed_since, schedule_of
+from attnsweep.family.chunks import schedule_of
 from attnsweep.family.declare import Config, Kernel, load_kernel
 from attnsweep.family.space import Space
 from attnsweep.hardware import ARCHS, Arch, arch_named
 from attnsweep.problem import Problem
-from attnsweep.store.run import find_runs, open_run
-from attnsweep.trial import OURS
-from tests.simt.unusual import FLASH_FWD_WGMMA
+from tests.simt.recorded import winners
+from tests.simt.unusual import FLASH_FWD_WGMMA, THREE_KERNEL_WGMMA
 
 ROOT = Path(__file__).resolve().parent.parent
 TRIES = 3
 # Values that no config of a default space has, next to those that cover the spaces.
 UNUSUAL = {
     "flash_fwd_wgmma": FLASH_FWD_WGMMA,
-    "three_kernel_wgmma": (
-        "STATS=0 QK_AHEAD=1 QK_STORE=2 QK_EVICT_LAST=1",
-        "STATS=3 QK_STORE=1 QK_BUFFERS=2 QK_EVICT_LAST=1 PDL=2 PDL_EARLY=1",
-        "STATS=0 QK_CLUSTER=4 PV_CLUSTER=4 QK_BLOCKS=132 PV_BLOCKS=132 SOFTMAX_DEPTH=3 "
-        "SOFTMAX_GROUP=2 SOFTMAX_ROWS=16",
-        "STATS=2 QK_CLUSTER=2 PV_CLUSTER=2 QK_ORDER=1 PV_ORDER=2 PV_BLOCK_K=128 PDL=1",
-        "STATS=3 QK_SPLIT_Q=1 QK_TURNS=1 QK_BLOCK_M=256 QK_WARPGROUPS=4 QK_STAGES=3 QK_BUFFERS=2",
-        "STATS=0 QK_BLOCK_N=64 QK_BLOCK_K=32 PV_BLOCK_K=32 SOFTMAX_THREADS=64 SOFTMAX_PASSES=3 "
-        "SOFTMAX_ONCE=1 SOFTMAX_EVICT_LAST=1 SOFTMAX_ORDER=1 SOFTMAX_ROWS=2 PDL=2 PDL_EARLY=1",
-    ),
+    "three_kernel_wgmma": THREE_KERNEL_WGMMA,
 }
 
 
@@ -62,20 +51,8 @@ class Job:
 
 def recorded(families: dict[str, Kernel], results: Path) -> Iterator[Job]:
     """The first of each family in the ranking of each recorded problem."""
-    for directory in find_runs(results):
-        run = open_run(directory)
-        arch = run.environment.arch if run.environment else "sm_90a"
-        ranking = rank(run.trials, run.environment)
-        seen = set()
-        for trial in ranking["trial"]:
-            what = (trial.kernel, trial.problem)
-            if trial.provider != OURS or trial.time_us is None or what in seen:
-                continue
-            seen.add(what)
-            kernel, config = families.get(trial.kernel), Config(trial.config)
-            if kernel is None or changed_since(kernel, config):
-                continue
-            yield Job(directory.name, kernel.name, config, trial.problem, arch)
+    for each in winners(families, results):
+        yield Job(each.run, each.kernel, each.config, each.problem, each.arch)
 
 
 def spread(families: dict[str, Kernel]) -> Iterator[Job]:

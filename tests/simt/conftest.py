@@ -1,16 +1,18 @@
-"""One simulator for all tests here; and of the seeded bugs, those that a push runs."""
+"""One simulator for all tests here; and of what is too much for a push, those that it runs."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from .harness import Simulator
 
-SAMPLE = 8
+SEED_VARIABLE = "SIMT_SEED"
 
 
 @pytest.fixture(scope="session")
@@ -19,30 +21,39 @@ def simulator():
         yield simulator
 
 
-def commit() -> str:
-    """What the sample is drawn by: the commit that is checked out, or nothing."""
+@pytest.fixture(scope="session")
+def drawn_by() -> str:
+    """What random tests are seeded by."""
+    return seed()
+
+
+def seed() -> str:
+    """What a sample is drawn by: $SIMT_SEED, or the commit that is checked out, or nothing."""
     command = ["git", "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip()
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "mutation: a seeded bug; a push runs a sample of them")
+    return os.environ.get(SEED_VARIABLE) or done.stdout.strip()[:12]
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves SAMPLE of the mutations, others for each commit, unless -m, -k or an id asks."""
+    """Of each test that is marked nightly(push=N), leaves N, unless -m, -k or an id asks."""
     named = any("::" in argument for argument in config.args)
-    if "mutation" in config.getoption("-m") or config.getoption("-k") or named:
+    asked = {"nightly", "mutation"} & set(config.getoption("-m").split())
+    if asked or config.getoption("-k") or named:
         return
-    drawn_by = commit()
-    mutations = [item for item in items if item.get_closest_marker("mutation")]
-    mutations.sort(key=lambda item: hashlib.sha256((drawn_by + item.name).encode()).digest())
-    left = mutations[SAMPLE:]
+    drawn_by = seed()
+    groups = defaultdict(list)
+    for item in items:
+        if marker := item.get_closest_marker("nightly"):
+            groups[item.originalname, marker.kwargs["push"]].append(item)
+    left = set()
+    for (_, push), each in groups.items():
+        each.sort(key=lambda item: hashlib.sha256((drawn_by + item.name).encode()).digest())
+        left |= set(each[push:])
     if left:
-        config.hook.pytest_deselected(items=left)
+        config.hook.pytest_deselected(items=sorted(left, key=lambda item: item.nodeid))
         items[:] = [item for item in items if item not in left]
 
 
 def pytest_report_header():
-    return f"mutations: {SAMPLE} drawn by commit {commit()[:12] or 'none'}; all: -m mutation"
+    drawn_by = seed() or "nothing"
+    return f"simulator: a sample drawn by {drawn_by} (or {SEED_VARIABLE}); all: -m nightly"

@@ -223,6 +223,12 @@ class Simulator:
         texts = sources(kernel)
         problem = case.problem
         launches = kernel.launches(config, problem, arch)
+        for name, launch in launches.items():
+            if launch.smem_bytes > arch.smem_per_block:
+                raise BuildError(
+                    f"{name} asks for {launch.smem_bytes} bytes of shared memory, and a block of "
+                    f"{arch.name} has at most {arch.smem_per_block}"
+                )
         return {
             name: (
                 launch,

@@ -23,7 +23,9 @@ SETTINGS = {
     "three stages": f"STAGES=3 {OWN}",
     "winner": "BLOCK_M=32 BLOCK_N=128 STAGES=2 PRODUCER_WARPS=2 LAYOUT=3 O_IN_REGISTERS=1",
 }
-SHAPES = [(1, 8, 512, 512), (2, 4, 128, 128), (1, 2, 64, 64), (1, 3, 200, 333), (1, 1, 1, 77)]
+# The longest takes a second a head.
+LONG = pytest.param((1, 8, 512, 512), marks=pytest.mark.nightly(push=1))
+SHAPES = [LONG, (2, 4, 128, 128), (1, 2, 64, 64), (1, 3, 200, 333), (1, 1, 1, 77)]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -17,8 +17,9 @@ from attnsweep.family.declare import Config, Kernel, discover
 from attnsweep.family.space import Space
 from attnsweep.problem import Problem
 
-from .harness import ARCH, COMPILER, SimtError, config_of
-from .unusual import FLASH_FWD_WGMMA
+from . import shapes
+from .harness import ARCH, COMPILER, BuildError, SimtError, config_of
+from .unusual import FLASH_FWD_WGMMA, THREE_KERNEL_WGMMA
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -32,17 +33,12 @@ FEW_ROWS = (
     (Problem(2, 2, 1, 17, 70, 64), "normal"),
     (Problem(1, 1, 1, 33, 33, 64), "large_scores"),
 )
+# A push runs this many of the unusual configs.
+PUSH = 9
 # Values that no config of a default space has.
 UNUSUAL = {
     "flash_fwd_wgmma": FLASH_FWD_WGMMA,
-    "three_kernel_wgmma": (
-        "STATS=0 QK_BLOCK_N=64 QK_BLOCK_K=32 PV_BLOCK_K=32 PV_STAGES=2 SOFTMAX_THREADS=64 "
-        "SOFTMAX_PASSES=3 SOFTMAX_ROWS=2",
-        "STATS=1 QK_BLOCK_M=128 QK_WARPGROUPS=2 QK_TURNS=1 QK_ORDER=1 QK_BLOCKS=3 PV_ORDER=1 "
-        "PV_BLOCKS=3 PDL=2 SOFTMAX_THREADS=32",
-        "STATS=2 QK_BLOCK_N=256 QK_BLOCKS=2 QK_BUFFERS=2 PV_BLOCK_K=128 PV_BLOCKS=2 PDL=1 "
-        "SOFTMAX_THREADS=32",
-    ),
+    "three_kernel_wgmma": THREE_KERNEL_WGMMA,
     "wmma_pipeline": (
         "BLOCK_M=32 BLOCK_N=32 STAGES=4 PRODUCER_WARPS=4 EARLY=1 LAYOUT=2 CTAS=3",
         "BLOCK_M=32 BLOCK_N=128 STAGES=3 PRODUCER_WARPS=0 EARLY=1 LAYOUT=1 CTAS=2",
@@ -117,7 +113,7 @@ def runs():
 
 
 def name_of(kernel: Kernel, problem: Problem, which: int | str) -> str:
-    words = "-".join(which.split()[:2]) if isinstance(which, str) else which
+    words = "-".join(which.split()[:3]) if isinstance(which, str) else which
     return f"{kernel}-{problem.label}-{words}".replace(" ", "-")
 
 
@@ -132,23 +128,56 @@ def config_for(kernel: Kernel, problem: Problem, which: int | str) -> Config:
     return configs[(which + which // len(configs)) % len(configs)]
 
 
-def cases(problem: Problem, config: Config) -> list[Case]:
+def cases(problem: Problem) -> list[Case]:
     """Short ones, compiled as the problem."""
     compiled = {n: getattr(problem, n) for n in ("head_dim", "dtype", "causal")}
-    # All fibers of a cluster run together: with 4 or 8 blocks of splits, 700 columns take a minute.
-    if problem.head_dim > 256 or (config.get("SPLIT_CLUSTER") and config["SPLITS"] > 2):
+    if problem.head_dim > 256:
         return [Case(replace(shape, **compiled), inputs) for shape, inputs in FEW_ROWS]
     more = [s for s in MORE if not problem.causal or s.seqlen_q <= s.seqlen_k]
     return [*small_cases(problem), *(Case(replace(shape, **compiled)) for shape in more)]
 
 
-@pytest.mark.parametrize("name", RUNS)
+def is_unusual(name: str) -> bool:
+    """Whether the run's config is one of UNUSUAL, and so nightly."""
+    kernel, _, which = RUNS[name]
+    return which in UNUSUAL.get(kernel.name, ())
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if not is_unusual(name)])
 def test_right_on_hard_cases(simulator, name):
     kernel, problem, which = RUNS[name]
     config = config_for(kernel, problem, which)
-    for case in cases(problem, config):
+    for case in cases(problem):
         result = simulator.check(kernel, config, case)
         assert result.ok, (config.label, case.label, str(result))
+
+
+@pytest.mark.nightly(push=PUSH)
+@pytest.mark.parametrize("name", [name for name in RUNS if is_unusual(name)])
+def test_unusual_config_is_right(simulator, name):
+    kernel, problem, which = RUNS[name]
+    config = config_for(kernel, problem, which)
+    for case in (*shapes.cases(problem, config), *small_cases(problem)[2:4]):
+        result = simulator.check(kernel, config, case)
+        assert result.ok, (config.label, case.label, str(result))
+
+
+@pytest.mark.parametrize(("turns", "heads"), [(0, 4), (3, 5)])
+def test_heads_that_do_not_fit_L2_together_are_taken_in_groups(
+    simulator, monkeypatch, turns, heads
+):
+    """Small problems all fit, so the family is told of a small L2: two heads, and one that is left.
+
+    Without turns the groups must be equal.
+    """
+    kernel = KERNELS["flash_fwd_wgmma"]
+    config = config_of(kernel, f"WARPGROUPS=2 ORDER=1 PERSISTENT={turns}")
+    case = Case(Problem(1, heads, heads, 150, 200, 64, causal=True))
+    monkeypatch.setitem(kernel.stages["fwd"].launch.__globals__, "L2_BYTES", 2 * 4 * 200 * 64)
+    launch = kernel.launches(config, case.problem, ARCH)["fwd"]
+    assert launch.args[8] == 2
+    result = simulator.check(kernel, config, case)
+    assert result.ok, str(result)
 
 
 SANITIZED = {
@@ -158,12 +187,20 @@ SANITIZED = {
 }
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("family", SANITIZED)
 def test_clean_under_the_sanitizers(simulator, family):
     case = Case(Problem(1, 2, 1, 97, 161, 64, causal=True))
     kernel = KERNELS[family]
     result = simulator.check(kernel, config_of(kernel, SANITIZED[family]), case, asan=True)
     assert result.ok, str(result)
+
+
+def test_more_shared_memory_than_there_is_is_refused(simulator):
+    kernel, case = KERNELS["three_kernel_wgmma"], Case(BASE)
+    config = config_of(kernel, "PV_BLOCK_M=128 PV_WARPGROUPS=2 PV_BLOCK_K=128 PV_STAGES=6")
+    with pytest.raises(BuildError, match=r"pv asks for \d+ bytes .* at most 232448"):
+        simulator.check(kernel, config, case)
 
 
 def test_a_race_within_the_limit_shows_between_schedules(simulator):

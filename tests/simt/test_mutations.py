@@ -84,6 +84,7 @@ def test_bug_has_its_place(name):
 
 
 @pytest.mark.mutation
+@pytest.mark.nightly(push=8)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_bug_is_found(simulator, name):
     report, missed = run(simulator, MUTATIONS[name]), MUTATIONS[name].get("missed")

@@ -1,0 +1,47 @@
+"""The configs that won a recorded sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnsweep.choose.ranking import rank
+from attnsweep.family.chunks import changed_since
+from attnsweep.family.declare import Config, Kernel
+from attnsweep.problem import Problem
+from attnsweep.store.run import find_runs, open_run
+from attnsweep.trial import OURS
+
+RESULTS = Path(__file__).parent.parent.parent / "results"
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The fastest config of a family on a recorded problem."""
+
+    run: str
+    kernel: str
+    config: Config
+    problem: Problem
+    arch: str
+
+
+def winners(families: Mapping[str, Kernel], results: Path = RESULTS) -> Iterator[Winner]:
+    """The first of each family in the ranking of each problem of each recorded run.
+
+    Those of families that are gone, or whose parameters mean something else since, are left out.
+    """
+    for directory in find_runs(results):
+        run = open_run(directory)
+        arch = run.environment.arch if run.environment else "sm_90a"
+        seen = set()
+        for trial in rank(run.trials, run.environment)["trial"]:
+            what = (trial.kernel, trial.problem)
+            if trial.provider != OURS or trial.time_us is None or what in seen:
+                continue
+            seen.add(what)
+            kernel, config = families.get(trial.kernel), Config(trial.config)
+            if kernel is None or changed_since(kernel, config):
+                continue
+            yield Winner(directory.name, kernel.name, config, trial.problem, arch)

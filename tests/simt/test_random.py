@@ -1,0 +1,173 @@
+"""Random configs with random small problems are right on the CPU.
+
+A config begins as one of the family's space and takes random steps that its rules allow, to values
+that the space has and to others. A push draws few by its commit; `pytest tests/simt -m nightly`
+runs many. A failure names what to give to `python -m tests.simt`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from attnsweep.build.numerics import Case, Inputs
+from attnsweep.family.declare import Config, Kernel, discover
+from attnsweep.problem import Problem
+
+from .harness import ARCH, COMPILER, SimtError
+from .shapes import spans
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+KERNELS = discover()
+# Values beyond those that a declaration has.
+MORE = {
+    "flash_fwd_wgmma": {
+        "BLOCK_N": (80, 112, 176, 192),
+        "KEY_GROUPS": (4,),
+        "NUM_STAGES": (1, 3),
+        "PRODUCER_WARPS": (1,),
+        "EXP2_POLY": (2, 3, 8),
+        "PERSISTENT": (2, 3, 4, 6, 8),
+        "SPLITS": (3, 4, 8),
+        "CLUSTER": (2, 4),
+        "PDL": (1, 2),
+        "LSE": (1,),
+    },
+    "three_kernel_wgmma": {
+        "PDL": (2,),
+        "PDL_EARLY": (1,),
+        "QK_BLOCK_N": (64, 256),
+        "QK_BLOCK_K": (32,),
+        "QK_SPLIT_Q": (1,),
+        "QK_STAGES": (1, 3),
+        "QK_TILES": (1, 2),
+        "QK_AHEAD": (1,),
+        "QK_STORE": (1, 2),
+        "QK_EVICT_LAST": (1,),
+        "QK_CLUSTER": (2, 4),
+        "QK_TURNS": (1,),
+        "QK_ORDER": (1,),
+        "QK_BLOCKS": (2, 4, 8),
+        "SOFTMAX_THREADS": (64, 256),
+        "SOFTMAX_VECTOR": (1, 2, 4),
+        "SOFTMAX_PASSES": (3,),
+        "SOFTMAX_ROWS": (2, 4, 16),
+        "SOFTMAX_BLOCK": (128,),
+        "SOFTMAX_DEPTH": (2, 3),
+        "SOFTMAX_GROUP": (2, 4),
+        "SOFTMAX_ONCE": (1,),
+        "SOFTMAX_EVICT_LAST": (1,),
+        "SOFTMAX_ORDER": (1,),
+        "PV_BLOCK_M": (256,),
+        "PV_BLOCK_K": (32, 128),
+        "PV_WARPGROUPS": (4,),
+        "PV_STAGES": (2, 3),
+        "PV_CLUSTER": (2, 4),
+        "PV_ORDER": (1, 2),
+        "PV_BLOCKS": (2, 4, 8),
+    },
+}
+# What rules are asked about: a long call, one that leaves SMs idle, and one of more tiles of
+# queries than turns.
+SIZES = ((1, 16, 1024), (1, 2, 512), (2, 16, 2048))
+TRIES, STEPS = 100_000, 24
+# Multiplications of a case, so that one does not take a minute.
+MOST = 5e8
+
+
+def random_config(kernel: Kernel, rng: random.Random) -> tuple[Problem, Config]:
+    """What is compiled in, as a problem, and a config that the rules allow for it."""
+    wide = isinstance(kernel.head_dims, range)
+    batch, heads, seqlen = rng.choice(SIZES) if not wide else (1, 4, 64)
+    head_dim = rng.choice((512, 516, 772) if wide else kernel.head_dims)
+    problem = Problem(batch, heads, heads, seqlen, seqlen, head_dim, rng.choice(kernel.dtypes))
+    problem = replace(problem, causal=rng.random() < 0.5)
+    own = {param.name: param.values for param in kernel.params}
+    for _ in range(TRIES):  # quicker than the whole space
+        config = Config({name: rng.choice(values) for name, values in own.items()})
+        if kernel.refused_by(config, problem, ARCH) is None:
+            break
+    else:
+        raise AssertionError(f"{kernel.name} has hardly a config for {problem.label}")
+    values = {
+        p.name: (*p.values, *MORE.get(kernel.name, {}).get(p.name, ())) for p in kernel.params
+    }
+    for _ in range(STEPS):
+        step = dict(config)
+        for name in rng.sample(sorted(values), min(len(values), rng.choice((1, 1, 2, 3)))):
+            step[name] = rng.choice(values[name])
+        if kernel.refused_by(Config(step), problem, ARCH) is None:
+            config = Config(step)
+    return problem, config
+
+
+def random_case(problem: Problem, config: Config, rng: random.Random) -> Case:
+    """A small problem about as long as a few of the config's tiles."""
+    queries, keys = spans(config)
+    heads_kv = rng.choice((1, 1, 2))
+    while True:
+        seqlen_q = rng.choice((1, queries - 1, queries + 1, *(rng.randint(1, 3 * queries),) * 3))
+        seqlen_k = rng.choice((1, keys - 1, keys, keys + 1, rng.randint(1, 3 * keys)))
+        shape = replace(
+            problem,
+            batch=rng.choice((1, 1, 2)),
+            heads=heads_kv * rng.choice((1, 2, 3)),
+            heads_kv=heads_kv,
+            seqlen_q=max(1, seqlen_q),
+            seqlen_k=max(1, seqlen_q, seqlen_k) if problem.causal else seqlen_k,
+        )
+        if shape.flops < MOST:
+            return Case(shape, rng.choice(get_args(Inputs)))
+
+
+def drawn(kernel: Kernel, seed: str) -> tuple[Config, Case]:
+    """The same for the same seed."""
+    rng = random.Random(seed)
+    problem, config = random_config(kernel, rng)
+    return config, random_case(problem, config, rng)
+
+
+def run(simulator, name, number, seed):
+    kernel = KERNELS[name]
+    config, case = drawn(kernel, f"{seed} {name} {number}")
+    p = case.problem
+    shape = f"{p.batch},{p.heads},{p.heads_kv},{p.seqlen_q},{p.seqlen_k},{p.head_dim}"
+    again = f"{name} '{config.label}' --problem {shape} --dtype {p.dtype} --inputs {case.inputs}"
+    again += " --causal" if p.causal else ""
+    try:
+        result = simulator.check(kernel, config, case, schedules=(0, 1, number + 2))
+    except SimtError as error:
+        pytest.fail(f"{again}\n{error}")
+    assert result.ok, f"{again}: {result}"
+
+
+HOPPER, OTHERS = ("flash_fwd_wgmma", "three_kernel_wgmma"), sorted(set(KERNELS) - {*MORE})
+
+
+@pytest.mark.nightly(push=4)
+@pytest.mark.parametrize("number", range(120))
+@pytest.mark.parametrize("name", HOPPER)
+def test_random_config_is_right(simulator, drawn_by, name, number):
+    run(simulator, name, number, drawn_by)
+
+
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("name", OTHERS)
+def test_random_config_of_another_family_is_right(simulator, drawn_by, name, number):
+    run(simulator, name, number, drawn_by)
+
+
+@pytest.mark.nightly(push=1)
+@pytest.mark.parametrize("name", HOPPER)
+def test_random_configs_take_values_that_no_space_has(name):
+    kernel = KERNELS[name]
+    found = [drawn(kernel, str(number))[0] for number in range(60)]
+    taken = {item for config in found for item in config.items()}
+    beyond = {(param, value) for param, values in MORE[name].items() for value in values}
+    assert len(beyond & taken) > len(beyond) * 2 / 3
+    assert drawn(kernel, "1") == drawn(kernel, "1") != drawn(kernel, "2")
