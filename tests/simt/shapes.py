@@ -53,8 +53,8 @@ def cases(compiled: Problem, config: Config) -> list[Case]:
         (2, 4, 2, 17, 70): "negative_scores",
     }
     if config.get("STATS") == 3:
-        # A lane joins 16 units of 128 keys at a time: here it does so twice.
-        shapes[1, 1, 1, 17, 2100] = "large_scores"
+        # Lanes join 16 units of 128 keys at once: here twice.
+        shapes[1, 1, 1, 17, 4000] = "large_scores"
     if config.get("PERSISTENT", 0):
         # Blocks take turns at the tiles where there are more tiles than blocks; few keys, else it
         # takes minutes.

@@ -32,6 +32,12 @@ CASES = {
     "one short of a tile": Case(Problem(1, 1, 1, 64, 126, 64, causal=True)),
     "fp32": Case(Problem(1, 2, 1, 17, 70, 516, "fp32", causal=True)),
     "large scores": Case(Problem(1, 1, 1, 129, 129, 64), "large_scores"),
+    "keys grow": Case(Problem(1, 2, 1, 97, 400, 64), "large_scores"),
+    "five tiles in full": Case(Problem(1, 1, 1, 290, 600, 64)),
+    "rows end in a tile": Case(Problem(1, 2, 1, 200, 333, 64, causal=True)),
+    "causal, 300 rows": Case(Problem(1, 1, 1, 300, 500, 64, causal=True)),
+    "heads in groups": Case(Problem(1, 5, 5, 150, 200, 64, causal=True)),
+    "over 16 units": Case(Problem(1, 1, 1, 17, 4000, 64), "large_scores"),
 }
 
 

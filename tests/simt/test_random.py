@@ -82,7 +82,7 @@ MOST = 5e8
 def random_config(kernel: Kernel, rng: random.Random) -> tuple[Problem, Config]:
     """What is compiled in, as a problem, and a config that the rules allow for it."""
     wide = isinstance(kernel.head_dims, range)
-    batch, heads, seqlen = rng.choice(SIZES) if not wide else (1, 4, 64)
+    batch, heads, seqlen = rng.choice(SIZES) if not wide else (1, 4, 128)
     head_dim = rng.choice((512, 516, 772) if wide else kernel.head_dims)
     problem = Problem(batch, heads, heads, seqlen, seqlen, head_dim, rng.choice(kernel.dtypes))
     problem = replace(problem, causal=rng.random() < 0.5)
@@ -106,19 +106,22 @@ def random_config(kernel: Kernel, rng: random.Random) -> tuple[Problem, Config]:
 
 
 def random_case(problem: Problem, config: Config, rng: random.Random) -> Case:
-    """A small problem about as long as a few of the config's tiles."""
+    """About as long as a few of the config's tiles, and no longer than `problem`."""
     queries, keys = spans(config)
     heads_kv = rng.choice((1, 1, 2))
     while True:
         seqlen_q = rng.choice((1, queries - 1, queries + 1, *(rng.randint(1, 3 * queries),) * 3))
         seqlen_k = rng.choice((1, keys - 1, keys, keys + 1, rng.randint(1, 3 * keys)))
+        seqlen_q, seqlen_k = (
+            max(1, min(length, problem.seqlen_k)) for length in (seqlen_q, seqlen_k)
+        )
         shape = replace(
             problem,
             batch=rng.choice((1, 1, 2)),
             heads=heads_kv * rng.choice((1, 2, 3)),
             heads_kv=heads_kv,
-            seqlen_q=max(1, seqlen_q),
-            seqlen_k=max(1, seqlen_q, seqlen_k) if problem.causal else seqlen_k,
+            seqlen_q=seqlen_q,
+            seqlen_k=max(seqlen_q, seqlen_k) if problem.causal else seqlen_k,
         )
         if shape.flops < MOST:
             return Case(shape, rng.choice(get_args(Inputs)))
