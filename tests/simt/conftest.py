@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 from collections import defaultdict
+from collections.abc import Callable, Iterable
+from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from .harness import Simulator
 
 SEED_VARIABLE = "SIMT_SEED"
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="session")
@@ -34,21 +37,38 @@ def seed() -> str:
     return os.environ.get(SEED_VARIABLE) or done.stdout.strip()[:12]
 
 
-def pytest_collection_modifyitems(config, items):
-    """Of each test that is marked nightly(push=N), leaves N, unless -m, -k or an id asks."""
+def everything(config: pytest.Config) -> bool:
+    """Whether all is asked for, by -m, -k or an id."""
     named = any("::" in argument for argument in config.args)
-    asked = {"nightly", "mutation"} & set(config.getoption("-m").split())
-    if asked or config.getoption("-k") or named:
-        return
+    marked = {"nightly", "mutation"} & set(config.getoption("-m").split())
+    return bool(marked or config.getoption("-k") or named)
+
+
+def drawn(items: Iterable[T], name: Callable[[T], str], count: int) -> list[T]:
+    """So many of them, others for each seed."""
     drawn_by = seed()
+    return sorted(items, key=lambda item: sha256((drawn_by + name(item)).encode()).digest())[:count]
+
+
+@pytest.fixture
+def few(pytestconfig: pytest.Config) -> Callable[[list[object], int], list[object]]:
+    """Leaves so many of a list, or all of it at night."""
+    if everything(pytestconfig):
+        return lambda items, _: items
+    return lambda items, count: drawn(items, str, count)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of each test that is marked nightly(push=N), leaves N, unless all is asked for."""
+    if everything(config):
+        return
     groups = defaultdict(list)
     for item in items:
         if marker := item.get_closest_marker("nightly"):
             groups[item.originalname, marker.kwargs["push"]].append(item)
     left = set()
     for (_, push), each in groups.items():
-        each.sort(key=lambda item: hashlib.sha256((drawn_by + item.name).encode()).digest())
-        left |= set(each[push:])
+        left |= {*each} - {*drawn(each, lambda item: item.name, push)}
     if left:
         config.hook.pytest_deselected(items=sorted(left, key=lambda item: item.nodeid))
         items[:] = [item for item in items if item not in left]

@@ -26,22 +26,30 @@ class Winner:
     problem: Problem
     arch: str
 
+    def __str__(self) -> str:
+        return f"{self.run} {self.problem.label} {self.kernel} {self.config.label}"
+
 
 def winners(families: Mapping[str, Kernel], results: Path = RESULTS) -> Iterator[Winner]:
-    """The first of each family in the ranking of each problem of each recorded run.
+    """Those of each recorded run."""
+    for directory in find_runs(results):
+        yield from winners_of(directory, families)
+
+
+def winners_of(directory: Path, families: Mapping[str, Kernel]) -> Iterator[Winner]:
+    """The first of each family in the ranking of each problem of a recorded run.
 
     Those of families that are gone, or whose parameters mean something else since, are left out.
     """
-    for directory in find_runs(results):
-        run = open_run(directory)
-        arch = run.environment.arch if run.environment else "sm_90a"
-        seen = set()
-        for trial in rank(run.trials, run.environment)["trial"]:
-            what = (trial.kernel, trial.problem)
-            if trial.provider != OURS or trial.time_us is None or what in seen:
-                continue
-            seen.add(what)
-            kernel, config = families.get(trial.kernel), Config(trial.config)
-            if kernel is None or changed_since(kernel, config):
-                continue
-            yield Winner(directory.name, kernel.name, config, trial.problem, arch)
+    run = open_run(directory)
+    arch = run.environment.arch if run.environment else "sm_90a"
+    seen = set()
+    for trial in rank(run.trials, run.environment)["trial"]:
+        what = (trial.kernel, trial.problem)
+        if trial.provider != OURS or trial.time_us is None or what in seen:
+            continue
+        seen.add(what)
+        kernel, config = families.get(trial.kernel), Config(trial.config)
+        if kernel is None or changed_since(kernel, config):
+            continue
+        yield Winner(directory.name, kernel.name, config, trial.problem, arch)
