@@ -33,7 +33,10 @@ def runs(family: str) -> Iterator[tuple[str, str, Config, Iterable[Case]]]:
         config = test_families.config_for(kernel, problem, which)
         if test_families.is_unusual(name):
             every = (*shapes.cases(problem, config), *small_cases(problem)[2:4])
-            later.append(("night", name, config, every))
+            if test_families.is_of_each_push(name):
+                yield "push", name, config, every
+            else:
+                later.append(("night", name, config, every))
         else:
             yield "push", name, config, test_families.cases(problem)
     yield from later

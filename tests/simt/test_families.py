@@ -33,8 +33,6 @@ FEW_ROWS = (
     (Problem(2, 2, 1, 17, 70, 64), "normal"),
     (Problem(1, 1, 1, 33, 33, 64), "large_scores"),
 )
-# A push runs this many of the unusual configs.
-PUSH = 9
 # Values that no config of a default space has.
 UNUSUAL = {
     "flash_fwd_wgmma": FLASH_FWD_WGMMA,
@@ -49,6 +47,9 @@ UNUSUAL = {
         "BLOCK_M=64 KEY_WARPS=2 BLOCK_N=64 STAGES=4",
     ),
 }
+# A push runs these of them, which between them meet most seeded bugs, and as many others as PUSH.
+EACH_PUSH = {"flash_fwd_wgmma": (0, 1, 2, 8), "three_kernel_wgmma": (3, 4, 7)}
+PUSH = 3
 # Families whose head dims are a range: these configs alone, each with its head dim and mask.
 WIDE = {
     "flash_fwd_fp32_wide": (
@@ -152,8 +153,20 @@ def test_right_on_hard_cases(simulator, name):
         assert result.ok, (config.label, case.label, str(result))
 
 
-@pytest.mark.nightly(push=PUSH)
-@pytest.mark.parametrize("name", [name for name in RUNS if is_unusual(name)])
+def is_of_each_push(name: str) -> bool:
+    """Whether a push runs it, though it is unusual."""
+    kernel, _, which = RUNS[name]
+    return UNUSUAL[kernel.name].index(which) in EACH_PUSH.get(kernel.name, ())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if is_of_each_push(name) else pytest.mark.nightly(push=PUSH))
+        for name in RUNS
+        if is_unusual(name)
+    ],
+)
 def test_unusual_config_is_right(simulator, name):
     kernel, problem, which = RUNS[name]
     config = config_for(kernel, problem, which)
