@@ -246,6 +246,9 @@ class Fixture:
         exact = numerics.reference(inputs, problem, rows)
         device = side.expected.rows(problem.shape_of("o"), rows)
         error = numerics.row_error(device, exact)
+        lse = side.lse.rows((*problem.shape_of("o")[:3], 1), rows)[..., 0]
+        wrong_lse = np.abs(lse - numerics.log_sum_exp(inputs, problem, rows)).max()
+        error = max(error, float(wrong_lse) / 1e3)  # of scores up to a thousand
         if not error <= _PROOF:
             raise BrokenJudge(
                 f"the float64 reference on this GPU is off by {error:.1e} ({self.case.label}): "
