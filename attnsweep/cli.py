@@ -157,7 +157,7 @@ def report_(
         typer.Option(
             "--target-us",
             min=0.001,
-            help="With --html: reference time for the ladder (default: the best baseline).",
+            help="With --html: reference time for the ladder (default: the fastest peer).",
         ),
     ] = None,
 ) -> None:

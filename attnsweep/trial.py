@@ -56,6 +56,10 @@ class Measurement(_Row):
     """Kind of time: a call with a `warm` or `cold` L2, or `eager`, the host's cost of one call."""
     rounds: list[float] = Field(default_factory=list)
     """One value a round; the rounds of all finalists of one problem are paired by position."""
+    first_round: int = 0
+    """Position of its first round among the problem's, if it was timed again after the others."""
+    discarded: list[float] = Field(default_factory=list)
+    """Rounds of a noisy peer that quieter ones replaced, in microseconds."""
     cycles: float | None = None
     """Median over the rounds of the time multiplied by the SM clock that NVML reported then."""
 
@@ -100,6 +104,10 @@ class Trial(_Row):
     time_us: Measurement | None = None
     first_us: float | None = None
     """The first, cheap time. Strategies learn it; races and finals replace only time_us."""
+    first_mhz: float | None = None
+    """SM clock in MHz when first_us was taken, if NVML reported it."""
+    first_us_before: float | None = None
+    """A first time that rounds contradicted by a factor of two or more; first_us replaced it."""
     warm_us: float | None = None
     """Time with a warm L2; every finalist has it, also if time_us is the cold or eager time."""
     cold_us: float | None = None

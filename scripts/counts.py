@@ -106,7 +106,8 @@ def peers_beside(
 ) -> list[dict[str, Any]]:
     """A record for each problem of the runs on which the kernel and a peer are ranked.
 
-    peers: by provider, the noisy ones too; `peer` is the fastest that is not noisy.
+    peers: by provider, the noisy ones too. peer: the base, the fastest known of all peers of the
+    run, noisy or not; ratio, low, high, of: its time over ours, as `rank` tells it.
     """
     found = []
     for run, problem in [(name, problem) for name in runs for problem in book.problems(name)]:
@@ -114,21 +115,34 @@ def peers_beside(
         timed = book.find(
             run, problem=problem, provider=list(peers), status=["ok", "noisy"], take="all"
         )
-        sound = [row for row in timed if row.status == "ok"]
-        if ours and sound:
-            peer = min(sound, key=lambda row: row.us)
+        peer = base_of(book, ours[0]) if ours else None
+        if peer is not None:
+            best = ours[0]
             found.append(
                 {
                     "run": run,
                     "problem": problem,
                     "rows": ours,
-                    "best": ours[0],
+                    "best": best,
                     "peers": {row.provider: row for row in timed},
                     "peer": peer,
-                    "ratio": peer.us / ours[0].us,
+                    "ratio": best.ratio_to_best_baseline,
+                    "low": best.ratio_low,
+                    "high": best.ratio_high,
+                    "of": best.ratio_of,
                 }
             )
     return found
+
+
+def base_of(book: Book, row: Row) -> Row | None:
+    """The row of the peer that × base of a row compares with, noisy or not."""
+    if row.ratio_of is None:
+        return None
+    found: list[Row] = book.find(
+        row.run, problem=row.problem, provider=row.best_baseline, status=None, take="all"
+    )
+    return found[0]
 
 
 def peers_in(records: Sequence[Mapping[str, Any]], peers: Sequence[str]) -> list[str]:
@@ -265,8 +279,8 @@ def _wide(
     cluster = f"clusters of {config.get('CLUSTER')}, then workspace"
     ffma = _least(rows, lambda row: _products(row) == "ffma")
     tensor = _least(rows, lambda row: _products(row) != "ffma")
-    peer = book.find(run, problem=p, provider=list(peers))
-    wrong = book.find(run, problem=p, provider=list(peers), status="wrong", take="all")
+    peer = base_of(book, best)
+    timed = book.find(run, problem=p, provider=list(peers), status=None, take="all")
 
     return {
         "problem": p,
@@ -275,8 +289,9 @@ def _wide(
         "best": best,
         "products": _products(best),
         "peer": peer,
-        "peer_ratio": peer.us / best.us if peer else None,
-        "wrong": sorted(row.provider for row in wrong),
+        "peer_ratio": best.ratio_to_best_baseline if peer else None,
+        "untimed": sorted(row.provider for row in timed if row.status == "wrong"),
+        "over": sorted(row.provider for row in timed if row.over_limit and row.status != "wrong"),
         "bounds": bounds,
         "share": larger / best.us,
         "textbook": max(bounds["DRAM"], bounds["FFMA"]) / best.us,

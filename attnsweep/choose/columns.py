@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from attnsweep.choose.base import Base, Ratio, over_limit, time_kind
 from attnsweep.errors import SpecError
 from attnsweep.hardware import arch_named, binding, bounds
 from attnsweep.trial import OURS, Environment, Trial
@@ -39,8 +40,13 @@ COLUMNS = (
     "bound",
     "bound_share",
     "ratio_to_best_baseline",
+    "ratio_low",
+    "ratio_high",
+    "ratio_of",
+    "best_baseline",
     "rel_err",
     "limit",
+    "over_limit",
     "registers",
     "spill_bytes",
     "smem_bytes",
@@ -52,12 +58,7 @@ COLUMNS = (
 Row = dict[str, Any]
 
 
-def time_kind(trial: Trial) -> str:
-    """The kind of its time: warm, cold or eager."""
-    return trial.time_us.l2 if trial.time_us is not None else "warm"
-
-
-def facts(trial: Trial, environment: Environment | None, best_baseline: float) -> Row:
+def facts(trial: Trial, environment: Environment | None, base: Base | None) -> Row:
     """The columns of one trial, and figures that follow from its time."""
     problem, time, used = trial.problem, trial.time_us, trial.resources
     median = time.median if time is not None and time.median > 0 else math.nan
@@ -71,6 +72,7 @@ def facts(trial: Trial, environment: Environment | None, best_baseline: float) -
         bound = binding(limits, problem, l2_bytes=environment.l2_bytes, l2=l2)
     accuracy = trial.accuracy
     error = accuracy.rel_err if accuracy is not None else None
+    ratio = base.ratio(trial) if base is not None else Ratio()
     return {
         "problem": problem.label,
         "baseline": trial.provider != OURS,
@@ -94,9 +96,14 @@ def facts(trial: Trial, environment: Environment | None, best_baseline: float) -
         "bound_us": bound[1] if bound else math.nan,
         "bound": bound[0] if bound else None,
         "bound_share": bound[1] / device_us if bound else math.nan,
-        "ratio_to_best_baseline": best_baseline / median,
+        "ratio_to_best_baseline": ratio.value,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+        "ratio_of": ratio.of,
+        "best_baseline": base.trial.provider if base is not None else None,
         "rel_err": _number(error),
         "limit": accuracy.limit if accuracy is not None else math.nan,
+        "over_limit": over_limit(trial),
         "registers": used.registers if used is not None else None,
         "spill_bytes": used.spill_bytes if used is not None else None,
         "smem_bytes": used.smem_bytes if used is not None else None,

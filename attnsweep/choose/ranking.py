@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import pandas
 
-from attnsweep.choose.columns import COLUMNS, Row, facts, time_kind
+from attnsweep.choose.base import (
+    common_rounds,
+    fastest_peer,
+    last_round,
+    over_limit,
+    rounds_of,
+    session,
+    time_kind,
+)
+from attnsweep.choose.columns import COLUMNS, Row, facts
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.problem import Problem
 from attnsweep.trial import OURS, Environment, Status, Trial
@@ -60,9 +69,15 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     time_us is the median; spread_us is half the interquartile range of the rounds (NaN if timed
     once); cycles counts SM clock cycles in the rounds; timed_as is the kind of time_us: warm, cold
     or eager. us_per_head is time / (batch * heads); bound_share is bound_us / time_us. If eager is
-    ranked, TFLOP/s, GB/s and bound_share use warm_us. ratio_to_best_baseline is the best ok
-    baseline's time / this time: above 1, this one is faster. The column `trial` holds the Trial
-    itself. Bounds need an environment of the GPU that measured the trials.
+    ranked, TFLOP/s, GB/s and bound_share use warm_us. Bounds need an environment of the GPU that
+    measured the trials. The column `trial` holds the Trial itself.
+
+    ratio_to_best_baseline is the time of best_baseline, the fastest peer known, over this row's:
+    above 1, this one is faster. ratio_of says what it is: `rounds`, the median of the ratios of the
+    rounds that both ran, with the 95 % sign interval ratio_low to ratio_high; `medians` if they
+    have no round in common; `bound` if that peer is noisy, so that its fastest round stands for it
+    and the ratio is a lower bound. over_limit: a peer whose error exceeds the limit; it is ranked
+    and serves as base all the same, unless it computes in another format.
     """
     by_problem: dict[Problem, list[Trial]] = {}
     for trial in {trial.key: trial for trial in trials}.values():
@@ -78,14 +93,17 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
 
 
 def judged(trial: Trial) -> tuple[Status, str | None]:
-    """Checked status and detail: an ok row needs error <= limit, and times that can be times."""
+    """Checked status and detail: an ok row needs error <= limit, and times that can be times.
+
+    A peer may exceed the limit: it says what its users get, and `over_limit` marks it.
+    """
     if trial.status is not Status.OK:
         return trial.status, trial.detail
     time, accuracy = trial.time_us, trial.accuracy
     if accuracy is not None:
         error = math.nan if accuracy.rel_err is None else accuracy.rel_err
         # A comparison with NaN is false, so NaN fails.
-        if not error <= accuracy.limit:
+        if not error <= accuracy.limit and not over_limit(trial):
             return (
                 Status.WRONG,
                 f"says ok, but its error {error:.2e} exceeds {accuracy.limit:.2e}",
@@ -113,25 +131,16 @@ def _median(trial: Trial) -> float:
     return trial.time_us.median if trial.time_us is not None else math.inf
 
 
-def _rounds(trial: Trial) -> list[float]:
-    return trial.time_us.rounds if trial.time_us is not None else []
-
-
-def _session(trial: Trial) -> tuple[object, ...]:
-    return (trial.recorded, trial.recorded_on, time_kind(trial))
-
-
-def _paired(trial: Trial, leader: Trial) -> bool:
-    """Whether both were timed in the same rounds."""
-    same = _session(trial) == _session(leader)
-    return same and 0 < len(_rounds(trial)) == len(_rounds(leader))
+def _paired(trial: Trial, leader: Trial) -> tuple[list[float], list[float]]:
+    """The rounds of both, if both were in the last ones; otherwise none."""
+    own, other = common_rounds(trial, leader)
+    return (own, other) if last_round(trial) == last_round(leader) else ([], [])
 
 
 def _tied(trial: Trial, leader: Trial) -> bool:
     """Whether the paired rounds leave open that `trial` is as good as `leader`."""
-    return (
-        _paired(trial, leader) and ratio_interval(_rounds(trial), _rounds(leader))[0] <= EQUIVALENT
-    )
+    own, other = _paired(trial, leader)
+    return bool(own) and ratio_interval(own, other)[0] <= EQUIVALENT
 
 
 def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
@@ -139,9 +148,10 @@ def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
     best = min(trials, key=lambda trial: (_median(trial), _identity(trial)))
     good = [best]
     for trial in trials:
-        if trial is not best and _paired(trial, best):
-            low, _ = ratio_interval(_rounds(trial), _rounds(best))
-            middle = float(np.median(np.asarray(_rounds(trial)) / np.asarray(_rounds(best))))
+        own, other = _paired(trial, best)
+        if trial is not best and own:
+            low, _ = ratio_interval(own, other)
+            middle = float(np.median(np.asarray(own) / np.asarray(other)))
             good += [trial] if middle <= EQUIVALENT or (low <= 1 and middle <= OPEN) else []
     return good
 
@@ -149,7 +159,7 @@ def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
 def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
     """Ok trials in ranking order; those in one list share a rank."""
     # Another kind of time cannot compete with that of the rounds: warm times are below cold ones.
-    kinds = {time_kind(trial) for trial in trials if _rounds(trial)}
+    kinds = {time_kind(trial) for trial in trials if rounds_of(trial)}
     left = sorted(
         trials,
         key=lambda trial: (
@@ -160,10 +170,10 @@ def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
     )
     most: dict[tuple[object, ...], int] = {}
     for trial in left:
-        most[_session(trial)] = max(len(_rounds(trial)), most.get(_session(trial), 0))
+        most[session(trial)] = max(last_round(trial), most.get(session(trial), 0))
     groups: list[list[Trial]] = []
     while left:
-        full = [t for t in left if _rounds(t) and len(_rounds(t)) == most[_session(t)]]
+        full = [t for t in left if rounds_of(t) and last_round(t) == most[session(t)]]
         leader = left[0]
         if full and _median(full[0]) <= MARGIN * _median(leader):
             leader = full[0]
@@ -204,8 +214,7 @@ def _rank_problem(
     rest = [t for t in trials if verdicts[id(t)][0] is not Status.OK]
     rest.sort(key=lambda t: (_AFTER.index(verdicts[id(t)][0]), _identity(t)))
     places += [(t, None, False, False) for t in rest]
-    baselines = [_median(t) for t, place, *_ in places if place and t.provider != OURS]
-    best_baseline = min(baselines, default=math.nan)
+    base = fastest_peer(trials, {number: status for number, (status, _) in verdicts.items()})
     return [
         {
             "rank": place,
@@ -213,7 +222,7 @@ def _rank_problem(
             "winner": won,
             "status": verdicts[id(t)][0].value,
             "detail": verdicts[id(t)][1],
-            **facts(t, environment, best_baseline),
+            **facts(t, environment, base),
         }
         for t, place, tied, won in places
     ]

@@ -36,6 +36,8 @@ from attnsweep.show.sentences import (
     figure,
     first_line,
     heading,
+    peer_lines,
+    ratio_text,
     recorded_lines,
     rest_line,
     searched_lines,
@@ -54,8 +56,8 @@ _MAX_ROWS = 1500
 # Up to this many problems have their tables in the page's text; the tables of later ones are
 # packed, because 1,000 would take 5 MB.
 _INLINE = 60
-# Columns of numbers before a table's configs: time, its spread, ratio to the best baseline.
-_BEFORE = 3
+# Columns of numbers before a table's configs: time, its spread, × base, its interval.
+_BEFORE = 4
 # Most bars of the stage breakdown; most reasons listed per problem; most characters of a reason.
 _MAX_STAGES = 10
 _MAX_REASONS = 40
@@ -73,7 +75,7 @@ def write(
     """Write the page of `run` to `path`, in one step, and return its size in bytes.
 
     top: candidates per ranked table, fewer if there are many problems. target_us: reference time
-    for the ladder (default: each problem's best baseline). plots: a library that was started
+    for the ladder (default: each problem's fastest peer known). plots: a library that was started
     earlier, to save waiting for it. Raises ToolchainError if the packages of the `html` extra are
     missing, StoreError if `path` cannot be written.
     """
@@ -189,6 +191,7 @@ def _problem(
         tie_line(section, shown),
         rest_line(section, shown, "the list below has all of them"),
         *searched_lines(section),
+        *peer_lines(section),
         *absent_baselines(section),
         *recorded_lines(section),
     ]
@@ -200,6 +203,7 @@ def _problem(
         "winner": won and {**won, "who": who(won), "key": _key_figures(section, won)},
         "best": best and {**best, "who": who(best)},
         "ratio": won["ratio_to_best_baseline"] if won and best else None,
+        "ratio_text": ratio_text(won, name=False) if won else None,
         "header": _in_order(lines[0]) if lines else [],
         "rows": [
             (
@@ -232,8 +236,10 @@ def _key_figures(section: Section, row: Row) -> list[tuple[str, str]]:
     """The figures shown first for a winner: each figure and its meaning."""
     best = section.best_baseline
     out = [(f"{figure(row['time_us'], 4)} µs", "a call")]
-    if best is not None:
-        out.append((f"{row['ratio_to_best_baseline']:.2f}×", f"the speed of {who(best)}"))
+    if best is not None and row["ratio_of"] is not None:
+        interval = ratio_text(row, name=False).partition("×")[2]
+        shown = ratio_text(row, name=False, interval=False)
+        out.append((shown, f"the speed of {who(best)}{interval}"))
     if row["bound_share"] is not None:
         out.append((f"{100 * row['bound_share']:.0f} %", f"of the bound by {row['bound']}"))
     out += [
@@ -304,7 +310,7 @@ def _ladder(section: Section, rungs: Sequence[str], target_us: float | None) -> 
     best = section.best_baseline
     target, of = target_us, "the given target"
     if target is None and best is not None:
-        target, of = best["time_us"], f"{who(best)}, the best baseline"
+        target, of = best["time_us"], f"{who(best)}, the fastest peer known"
     rows = {row["kernel"]: row for row in section.best_of_families}
     steps: list[dict[str, Any]] = []
     before: float | None = None

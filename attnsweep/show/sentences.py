@@ -15,9 +15,11 @@ from typing import Any
 
 import pandas
 
+from attnsweep.choose.base import Base
 from attnsweep.choose.columns import bounds_of
 from attnsweep.problem import Problem
 from attnsweep.show.terminal import GLUE
+from attnsweep.spec.model import OTHER_FORMATS
 from attnsweep.trial import Environment, Status
 
 Row = dict[str, Any]
@@ -43,9 +45,9 @@ class Section:
 
     @property
     def best_baseline(self) -> Row | None:
-        """The fastest ranked baseline, or None."""
-        baselines = [row for row in self.rows if row["baseline"] and row["rank"]]
-        return min(baselines, key=lambda row: float(row["time_us"]), default=None)
+        """The fastest peer known, which × base compares with, or None. It may be noisy."""
+        name = self.rows[0]["best_baseline"]
+        return next((row for row in self.rows if row["baseline"] and row["provider"] == name), None)
 
     @property
     def bounds_us(self) -> dict[str, float]:
@@ -53,11 +55,12 @@ class Section:
         return bounds_of(self.rows[0]["trial"], self.environment)
 
     def shown(self, top: int) -> list[Row]:
-        """The table's rows, in order: the best `top`, each family's best, ranked baselines."""
+        """The table's rows: the best `top`, each family's best, ranked baselines, noisy ones."""
         ranked = [row for row in self.rows if row["rank"]]
         best = [row for row in ranked if not row["baseline"]][:top]
         keep = {id(row) for row in (*best, *self.best_of_families)}
-        return [row for row in ranked if row["baseline"] or id(row) in keep]
+        shown = [row for row in ranked if row["baseline"] or id(row) in keep]
+        return shown + [row for row in self.rows if _noisy_peer(row)] if shown else []
 
     @property
     def best_of_families(self) -> list[Row]:
@@ -104,6 +107,28 @@ def by_problem(
     ]
 
 
+def _noisy_peer(row: Row) -> bool:
+    return bool(row["baseline"] and row["status"] == Status.NOISY and row["time_us"])
+
+
+def marks(row: Row) -> list[str]:
+    """What a reader must know of a row in a table: it is the base, noisy, or over the limit."""
+    said = ["base"] if row["baseline"] and row["provider"] == row["best_baseline"] else []
+    said += ["noisy"] if row["status"] == Status.NOISY else []
+    return said + (["over the limit"] if row["over_limit"] else [])
+
+
+def ratio_text(row: Row, *, name: bool = True, interval: bool = True) -> str:
+    """`1.10× (1.09 to 1.11) flash_attn_3`; a ratio to a noisy peer is `at least` so much."""
+    value, of = row["ratio_to_best_baseline"], row["ratio_of"]
+    if value is None:
+        return "–"
+    text = f"{'at least ' * (of == 'bound')}{value:.2f}×"
+    if interval and row["ratio_low"] is not None:
+        text += f" ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
+    return f"{text} {row['best_baseline']}" if name else text
+
+
 def is_recorded(row: Row) -> bool:
     """Whether a recording holds this row; a replay also has rows that its recording lacks."""
     return bool(row["recorded"]) and row["status"] != Status.NO_RECORD
@@ -122,8 +147,8 @@ def origins(section: Section) -> list[str]:
 
 
 def place_of(row: Row) -> str:
-    """The rank, with `=` if it is shared."""
-    return f"={row['rank']}" if row["tied"] else str(row["rank"])
+    """The rank, with `=` if it is shared, – if it has none."""
+    return f"={row['rank']}" if row["tied"] else str(row["rank"] or "–")
 
 
 def heading(section: Section) -> list[str]:
@@ -189,6 +214,11 @@ def _timed_alone(row: Row) -> list[str]:
     return ["timed only in the race" if row["trial"].race else "timed in an earlier session"]
 
 
+def apart(row: Row) -> bool:
+    """Whether its time comes from other rounds than the finals', so that tables mark it."""
+    return not row["rounds"]
+
+
 def winner_lines(section: Section) -> list[str]:
     """The winner in full, then the stages of the best pipeline of each family."""
     row = section.winner
@@ -214,11 +244,11 @@ def winner_lines(section: Section) -> list[str]:
     said = [first, *_timed_alone(row), *figures[1:]]
     if row["bound_share"] is not None:
         said.append(f"{100 * row['bound_share']:.0f}{GLUE}% of the bound")
-    best, ratio = section.best_baseline, row["ratio_to_best_baseline"]
-    if best is None:
+    if row["ratio_of"] is None:
         said.append("no baseline was timed with it")
     else:
-        said.append(f"{ratio:.2f}× {who(best)}, the best baseline")
+        by = " by medians of different rounds" if row["ratio_of"] == "medians" else ""
+        said.append(f"{ratio_text(row)}, the fastest peer{by}")
     said += others
     config = f" {row['config']}" if row["config"] else ""
     lines = [f"* winner {who(row)}{config}: {', '.join(said)}"]
@@ -321,6 +351,25 @@ def failures(section: Section) -> list[str]:
         lines.append(f"{what}: {kernel}: {first_line(rows[0]['detail'])}{config}")
     hidden = len(lines) - MAX_REASONS
     return lines[:MAX_REASONS] + ([f"and {hidden} more causes"] if hidden > 0 else [])
+
+
+def peer_lines(section: Section) -> list[str]:
+    """What a reader must know of the peers that × base compares with, or does not."""
+    best = section.best_baseline
+    lines = []
+    if best is not None and best["status"] == Status.NOISY:
+        us = figure(Base(best["trial"], noisy=True).us, 4)
+        lines.append(
+            f"{who(best)} stayed noisy: × base takes its fastest round, {us}{GLUE}µs, so that every "
+            "ratio is a lower bound"
+        )
+    for row in section.rows:
+        if row["over_limit"] and row["status"] in (Status.OK, Status.NOISY):
+            said = f"{who(row)}: error {row['rel_err']:.1e}, over the limit {row['limit']:.1e}"
+            if row["provider"] in OTHER_FORMATS:
+                said += f"; it does not compute in {section.problem.dtype}, so it is no base"
+            lines.append(said)
+    return lines
 
 
 def absent_baselines(section: Section) -> list[str]:

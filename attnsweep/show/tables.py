@@ -21,6 +21,7 @@ from attnsweep.show.sentences import (
     Row,
     Section,
     absent_baselines,
+    apart,
     bound_line,
     by_problem,
     conditions_line,
@@ -28,7 +29,10 @@ from attnsweep.show.sentences import (
     failures,
     figure,
     heading,
+    marks,
+    peer_lines,
     place_of,
+    ratio_text,
     recorded_lines,
     rest_line,
     searched_lines,
@@ -42,10 +46,13 @@ from attnsweep.trial import Environment
 
 NONE = "–"
 MARKDOWN_TOP = 20
+# From this width on, the summary of several problems has the intervals of its ratios.
+_WIDE = 100
 LEGEND = (
-    "± half the interquartile range of the rounds, – if timed once · × base: time of the best "
-    "baseline over this one · regs, smem: the largest stage · "
-    f"%{GLUE}bound: 100 is at the bound"
+    "~ not timed in the rounds of the finals · ± half the interquartile range of the rounds, – if "
+    "timed once · × base: time of the fastest peer known over this one, paired by rounds; ~ of "
+    f"medians, ≥ at least, because that peer is noisy · 95{GLUE}%: interval of × base, of fewer "
+    f"than 6 rounds their range · regs, smem: the largest stage · %{GLUE}bound: 100 is at the bound"
 )
 
 
@@ -70,7 +77,7 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
             say(text, style)
         say("")
     if len(sections) > 1:
-        header, *body = _summary(sections)
+        header, *body = _summary(sections, intervals=width >= _WIDE)
         table = aligned([header, *body], "lrrrll", width, shrink=(5, 4, 0))
         for number, line in enumerate(table):
             say(line, "" if number else "bold")
@@ -139,17 +146,23 @@ class _Column:
     header: str
     digits: int = 0
     form: Callable[[Any], str] = "{}".format
+    mark: Callable[[Row], str] = lambda _: ""
+    """What stands before a value."""
+    after: Callable[[Row], str] = lambda _: ""
     most: int = 3
     """Most decimals. A time has no more than its clock resolves."""
 
     def cells(self, rows: Sequence[Row]) -> list[str]:
         values = [row[self.name] for row in rows]
-        if not self.digits:
-            return [NONE if value is None else self.form(value) for value in values]
+        form = self.form
         by_time = sorted((row for row in rows if row[self.name]), key=lambda row: row["time_us"])
         best = [row[self.name] for row in by_time[:_BEST]]
-        places = decimals_for(min(best, default=None), self.digits, self.most)
-        return [NONE if value is None else f"{value:.{places}f}" for value in values]
+        if self.digits:
+            form = f"{{:.{decimals_for(min(best, default=None), self.digits, self.most)}f}}".format
+        return [
+            NONE if value is None else self.mark(row) + form(value) + self.after(row)
+            for row, value in zip(rows, values, strict=True)
+        ]
 
 
 # The smallest value among this many of the fastest rows sets the decimals.
@@ -157,9 +170,18 @@ _BEST = 3
 # In order of need: on a narrow terminal the last columns go first. Rates and shares are the time in
 # other units, so other facts (spread, registers, memory) stay longer than most of them.
 _BY_NEED = [
-    _Column("time_us", "µs", 4),
-    _Column("ratio_to_best_baseline", "× base", form="{:.2f}".format),
+    _Column("time_us", "µs", 4, mark=lambda row: "~" * apart(row)),
+    _Column(
+        *("ratio_to_best_baseline", "× base"),
+        form="{:.2f}".format,
+        mark=lambda row: {"bound": "≥", "medians": "~"}.get(row["ratio_of"], ""),
+    ),
     _Column("spread_us", "±", 2),
+    _Column(
+        *("ratio_low", f"95{GLUE}%"),
+        form="{:.2f}".format,
+        after=lambda row: f"–{row['ratio_high']:.2f}",
+    ),
     _Column("tflops", "TFLOP/s", 4),
     _Column("registers", "regs"),
     _Column("smem_bytes", "smem", form=lambda nbytes: f"{nbytes / 1024:.0f}K"),
@@ -174,9 +196,9 @@ _BY_NEED = [
 ]
 _LESS_THAN_NAMES = ("spill_bytes", "warm_us", "cold_us", "eager_us", "occupancy")
 _ORDER = [
-    "time_us", "spread_us", "ratio_to_best_baseline", "us_per_head", "tflops", "bound_share",
-    "rel_err", "registers", "smem_bytes", "spill_bytes", "warm_us", "cold_us", "eager_us",
-    "occupancy",
+    "time_us", "spread_us", "ratio_to_best_baseline", "ratio_low", "us_per_head", "tflops",
+    "bound_share", "rel_err", "registers", "smem_bytes", "spill_bytes", "warm_us", "cold_us",
+    "eager_us", "occupancy",
 ]  # fmt: skip
 
 
@@ -198,7 +220,7 @@ def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[lis
     for row in rows:
         config = row["trial"].config
         if row["baseline"]:
-            cells.append("baseline")
+            cells.append(", ".join(marks(row)) or "baseline")
             continue
         own = {name: config.get(name, NONE) for name in differing[row["kernel"]]}
         cell = named(own) if names else "/".join(map(value_text, own.values()))
@@ -245,17 +267,21 @@ def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str]
     return aligned(lines, "rll" + "r" * len(kept), width, shrink=(2, 1)), legend
 
 
-def _summary(sections: Sequence[Section]) -> list[list[str]]:
-    """Header and one line per problem: winner, its time, the best baseline, the ratio."""
-    lines = [["problem", "µs", "µs/head", "× base", "best baseline", "winner"]]
+def _summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]:
+    """Header and one line per problem: winner, its time, the ratio to the fastest peer, the peer.
+
+    intervals: whether the ratios have theirs, for which a narrow terminal has no room.
+    """
+    lines = [["problem", "µs", "µs/head", "× base", "base", "winner"]]
     for section in sections:
         won, best = section.winner, section.best_baseline
+        ratio = ratio_text(won, name=False, interval=intervals) if won else NONE
         lines.append(
             [
                 section.problem.label,
                 figure(won["time_us"], 4) if won else NONE,
                 figure(won["us_per_head"], 3) if won else NONE,
-                f"{won['ratio_to_best_baseline']:.2f}" if won and best else NONE,
+                ratio,
                 who(best) if best else NONE,
                 who(won) if won else NONE,
             ]
@@ -293,6 +319,8 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
         say(line)
     for line in failures(section):
         out.append((cut(line, width), "yellow"))
+    for line in peer_lines(section):
+        say(line)
     for line in [*absent_baselines(section), *recorded_lines(section)]:
         say(line, "dim")
     return out
@@ -309,7 +337,7 @@ def to_markdown(
     sections = by_problem(ranking, environment, spaces)
     out = ["# Ranking", ""]
     if len(sections) > 1:
-        out += [*_pipes(_summary(sections), "lrrrll"), ""]
+        out += [*_pipes(_summary(sections, intervals=True), "lrrrll"), ""]
     for section in sections:
         label, *facts = heading(section)
         out += [f"## {label}", "", " · ".join(facts), ""]
@@ -327,6 +355,7 @@ def to_markdown(
             rest_line(section, shown, "all of them: ranking.csv"),
             *searched_lines(section),
             *failures(section),
+            *peer_lines(section),
             *absent_baselines(section),
             *recorded_lines(section),
         ]

@@ -31,6 +31,8 @@ BaselineName = Literal[
     "flash_attn_4",
 ]
 BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
+OTHER_FORMATS = frozenset({"flash_attn_3_fp8"})
+"""Peers that compute in another format than the problem's: they are timed, but are never × base."""
 
 
 def _parameter_value(value: object) -> object:

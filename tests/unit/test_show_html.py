@@ -171,7 +171,7 @@ def test_the_ladder_is_in_the_specs_order_with_distances():
     first = text.index("Ladder")
     assert text.index("slow", first) < text.index("flash", first)
     rung = text[first : first + 500]
-    assert "Target: 5.500 µs, torch_cudnn, the best baseline" in rung
+    assert "Target: 5.500 µs, torch_cudnn, the fastest peer known" in rung
     assert "8.18×" in rung  # 45 µs / 5.5 µs
     assert "met, 2" in rung
     given = visible(page.render(scaled_run(), target_us=2.5))

@@ -1,0 +1,211 @@
+"""× base: which peer it compares with, in which rounds, and what is said of it."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from samples import candidate, full_run
+
+from attnsweep.choose.base import common_rounds
+from attnsweep.choose.ranking import judged, rank
+from attnsweep.show import tables
+from attnsweep.show.tables import to_csv, to_markdown
+from attnsweep.trial import Accuracy, Measurement, Status, Trial
+
+
+def timed(rounds: Sequence[float], **changes: object) -> Measurement:
+    ordered = sorted(rounds)
+    time = Measurement(
+        median=ordered[len(ordered) // 2],
+        low=ordered[len(ordered) // 4],
+        high=ordered[3 * len(ordered) // 4],
+        samples=len(rounds),
+        rounds=list(rounds),
+    )
+    return time.model_copy(update=changes)
+
+
+def ours(rounds: Sequence[float], number: int = 1, **changes: object) -> Trial:
+    return candidate("flash", 1.0, A=number).with_(time_us=timed(rounds), **changes)
+
+
+def peer(
+    name: str, rounds: Sequence[float], status: Status = Status.OK, **changes: object
+) -> Trial:
+    return candidate(name, 1.0).with_(
+        provider=name, resources=None, time_us=timed(rounds), status=status, cold_us=None, **changes
+    )
+
+
+def best(*rows: Trial) -> dict[str, object]:
+    """The first row of ours, as the ranking tells it."""
+    frame = rank(rows, None)
+    return dict(frame[~frame["baseline"]].iloc[0])
+
+
+def printed(rows: Sequence[Trial], width: int) -> str:
+    out = io.StringIO()
+    tables.print_run(full_run(trials=list(rows)), Console(file=out, width=width))
+    return out.getvalue()
+
+
+CLOCK = [1.0, 1.3, 1.1, 1.0, 1.2, 1.3, 1.0, 1.1, 1.2, 1.0, 1.3, 1.1]
+"""The pace of each round: at its power cap a card has many."""
+
+
+def test_the_ratio_is_the_median_of_the_rounds_that_both_ran() -> None:
+    own = [10.0 * pace for pace in CLOCK]
+    theirs = [us * ratio for us, ratio in zip(own, [1.1, 1.09, 1.1, 1.11] * 3, strict=True)]
+    row = best(ours(own), peer("torch_cudnn", theirs))
+    assert row["ratio_to_best_baseline"] == pytest.approx(1.1)
+    assert (row["ratio_low"], row["ratio_high"]) == pytest.approx((1.09, 1.11))
+    assert (row["ratio_of"], row["best_baseline"]) == ("rounds", "torch_cudnn")
+
+
+def test_a_slow_peer_that_left_is_paired_with_the_rounds_that_it_ran() -> None:
+    own = [20.0] * 5 + [10.0] * 10  # the clock doubled when the slow one had left
+    row = best(ours(own), peer("unfused", [40.0] * 5))
+    assert row["ratio_to_best_baseline"] == 2  # the medians would say 4
+    assert (row["ratio_low"], row["ratio_high"]) == (2, 2)
+
+
+def test_rounds_taken_later_are_paired_by_their_position() -> None:
+    own = ours([20.0] * 6 + [10.0] * 6)
+    later = peer("torch_cudnn", [1.0])
+    later = later.with_(time_us=timed([12.0] * 6, first_round=6))
+    assert common_rounds(own, later) == ([10.0] * 6, [12.0] * 6)
+    assert common_rounds(later, own) == ([12.0] * 6, [10.0] * 6)
+    assert best(own, later)["ratio_to_best_baseline"] == pytest.approx(1.2)
+    beyond = later.with_(time_us=timed([12.0] * 6, first_round=20))
+    assert common_rounds(own, beyond) == ([], [])
+
+
+def test_a_peer_timed_again_may_share_the_first_rank() -> None:
+    rows = [ours([20.0] * 6 + [10.0] * 6), peer("torch_cudnn", [1.0])]
+    rows[1] = rows[1].with_(time_us=timed([10.0] * 6, first_round=6))
+    assert list(rank(rows, None)["rank"]) == [1, 1]
+
+
+def test_without_rounds_in_common_it_is_marked_and_has_no_interval() -> None:
+    once = Measurement(median=10.0, low=10.0, high=10.0, samples=1)
+    row = best(ours([1.0]).with_(time_us=once), peer("torch_cudnn", [12.0] * 9))
+    assert row["ratio_to_best_baseline"] == pytest.approx(1.2)
+    assert row["ratio_of"] == "medians"
+    assert math.isnan(float(str(row["ratio_low"])))
+    text = printed([ours([1.0]).with_(time_us=once), peer("torch_cudnn", [12.0] * 9)], 120)
+    assert "~1.20" in text
+    assert "1.20× torch_cudnn, the fastest peer by medians of different rounds" in " ".join(
+        text.split()
+    )
+
+
+def test_another_kind_of_time_has_no_ratio() -> None:
+    cold = peer("torch_cudnn", [12.0] * 9)
+    cold = cold.with_(time_us=timed([12.0] * 9, l2="cold"))
+    row = best(ours([10.0] * 9), cold)
+    assert math.isnan(float(str(row["ratio_to_best_baseline"])))
+
+
+# -- noisy peers ----------------------------------------------------------------------------
+
+WILD = [12.0, 30.0, 13.0, 29.0, 12.5, 31.0]
+"""Rounds of a peer that stays noisy; its fastest takes 12 µs."""
+
+
+def test_a_noisy_peer_bounds_the_ratio_and_is_never_dropped_in_silence() -> None:
+    """The slowest peer left once became the base: 3.97x, with the three fast ones noisy."""
+    rows = [
+        ours([10.0] * 6),
+        peer("torch_cudnn", WILD, Status.NOISY, detail="quartiles of 6 rounds 12.38 to 29.75 us"),
+        peer("unfused", [39.7] * 6),
+    ]
+    row = best(*rows)
+    assert row["ratio_to_best_baseline"] == pytest.approx(1.2)
+    assert (row["ratio_of"], row["best_baseline"]) == ("bound", "torch_cudnn")
+    for width in (80, 120):
+        text = " ".join(printed(rows, width).split())
+        assert "≥1.20" in text
+        assert "at least 1.20× torch_cudnn, the fastest peer" in text
+        assert "torch_cudnn stayed noisy: × base takes its fastest round, 12.00 µs" in text
+    page = to_markdown(rank(rows, None), None)
+    assert "| – | torch_cudnn | base, noisy | 29.00" in page
+    assert "stayed noisy" in page
+
+
+def test_a_noisy_peer_that_is_slower_even_at_its_best_changes_nothing() -> None:
+    row = best(ours([10.0] * 6), peer("torch_flash", WILD, Status.NOISY), peer("b", [11.0] * 6))
+    assert (row["best_baseline"], row["ratio_of"]) == ("b", "rounds")
+
+
+def test_a_noisy_peer_without_a_believable_time_is_no_base() -> None:
+    broken = peer("b1", [float("nan")] * 6, Status.NOISY)
+    row = best(ours([10.0] * 6), broken, peer("b2", [11.0] * 6))
+    assert row["best_baseline"] == "b2"
+
+
+# -- peers over the error limit -------------------------------------------------------------
+
+OVER = Accuracy(rel_err=7.1e-6, limit=5.0e-6)
+
+
+def test_a_peer_over_the_limit_is_timed_shown_marked_and_serves_as_base() -> None:
+    rows = [ours([10.0] * 6), peer("unfused", [12.0] * 6, accuracy=OVER), peer("b", [20.0] * 6)]
+    assert judged(rows[1])[0] is Status.OK
+    row = best(*rows)
+    assert (row["best_baseline"], row["ratio_to_best_baseline"]) == ("unfused", pytest.approx(1.2))
+    text = printed(rows, 100)
+    assert "base, over the limit" in text
+    assert "unfused: error 7.1e-06, over the limit 5.0e-06" in text
+    page = to_markdown(rank(rows, None), None)
+    assert "| base, over the limit |" in page
+    assert "unfused: error 7.1e-06, over the limit 5.0e-06" in page
+    assert "over_limit" in to_csv(rank(rows, None)).splitlines()[0]
+
+
+def test_a_candidate_over_the_limit_stays_wrong_and_so_does_a_peer_that_is_nan() -> None:
+    assert judged(ours([10.0] * 6, accuracy=OVER))[0] is Status.WRONG
+    for error in (None, math.nan, math.inf):
+        row = peer("unfused", [12.0] * 6, accuracy=Accuracy(rel_err=error, limit=5e-6))
+        assert judged(row)[0] is Status.WRONG
+
+
+def test_a_peer_in_another_format_is_shown_but_is_no_base() -> None:
+    fp8 = peer("flash_attn_3_fp8", [5.0] * 6, accuracy=Accuracy(rel_err=4e-2, limit=4e-3))
+    rows = [ours([10.0] * 6), fp8, peer("flash_attn_3", [11.0] * 6)]
+    row = best(*rows)
+    assert (row["best_baseline"], row["ratio_of"]) == ("flash_attn_3", "rounds")
+    text = " ".join(printed(rows, 100).split())
+    assert "flash_attn_3_fp8: error 4.0e-02, over the limit 4.0e-03; it does not compute in" in text
+    assert best(ours([10.0] * 6), fp8)["best_baseline"] is None
+
+
+# -- tables ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 120])
+def test_marks_and_intervals_fit_the_terminal(width: int) -> None:
+    rows = [
+        ours([1001.0, 1003.0] * 6),
+        ours([1050.0] * 12, 2),
+        peer("torch_cudnn", [us * 100 for us in WILD], Status.NOISY),
+        peer("unfused", [1390.7] * 12, accuracy=OVER),
+    ]
+    text = printed(rows, width)
+    assert max(map(cell_len, text.splitlines())) <= width
+
+
+def test_a_row_out_of_the_rounds_of_the_finals_is_marked() -> None:
+    raced = Measurement(median=11.0, low=10.9, high=11.1, samples=20)
+    rows = [
+        ours([10.0] * 12),
+        ours([1.0], 2).with_(time_us=raced, race={"rounds": 20}),
+        peer("b", [12.0] * 12),
+    ]
+    text = printed(rows, 100)
+    assert "~11.00" in text
+    assert "~10.00" not in text
