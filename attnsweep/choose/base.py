@@ -74,7 +74,7 @@ class Base:
         time = self.trial.time_us
         if time is None:
             return math.inf
-        return min([*time.rounds, time.low]) if self.noisy else time.median
+        return min([*time.rounds, *time.discarded, time.low]) if self.noisy else time.median
 
     def ratio(self, trial: Trial) -> Ratio:
         """The base's time over the trial's: above 1, the trial is faster."""

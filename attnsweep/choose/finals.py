@@ -7,17 +7,20 @@ nothing, and replace their rows.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from attnsweep.build.observer import Observer
-from attnsweep.choose.race import Pair, by_time, label_of, time_of
+from attnsweep.choose.race import Pair, by_time, label_of, settled_first, time_of
 from attnsweep.choose.ranking import EQUIVALENT, thrift
-from attnsweep.choose.rounds import Round, Rounds, measured
+from attnsweep.choose.rounds import Replay, Round, Rounds, measured
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
-from attnsweep.trial import OURS, Status, Trial
+from attnsweep.spec.model import OTHER_FORMATS
+from attnsweep.trial import OURS, Measurement, Status, Trial
 
 # At least this many of each family enter the finals, so that each family's best is measured well.
 _FINALISTS_PER_FAMILY = 2
@@ -40,6 +43,10 @@ _ROUNDS_OF_THE_FAR = 5
 # Only entries within this of the fastest take part in further rounds: those that may still win, and
 # those just behind them.
 _NEAR = 1.02
+# A noisy peer is timed again, at most this often, in as many rounds as the spec asks for, beside
+# the best entries: at least _COMPANY, because two cannot tell who of them is noisy.
+_TIMES_AGAIN = 3
+_COMPANY = 3
 
 Samples = dict[str, dict[str, list[float]]]
 """Entry to kind (warm, cold, eager, or a stage) to one time a round."""
@@ -62,6 +69,7 @@ class Finals:
         self._observer = observer
         self._entries: dict[str, Trial] = {}
         self._samples: Samples = {}
+        self._noisy: dict[str, _Noisy] = {}
 
     def run(self, raced: Sequence[Pair], peers: Sequence[Trial]) -> list[Pair]:
         """Time the best of `raced` and all peers in turns; returns the finalists among `raced`.
@@ -119,9 +127,12 @@ class Finals:
                 self._observer.timing(done, sum(kinds.values()))
         conditions = rounds.summary(ranked)
         self._note(conditions.get("strays", {}), len(ranked))
-        pace = _pace([self._samples[name][settings.rank_by] for name in self._entries])
+        pace = self._pace()
         return [
-            _row(trial, settings.rank_by, self._samples[name], ranked, pace, conditions)
+            _row(
+                *(trial, settings.rank_by, self._samples[name], self._noisy.get(name)),
+                *(ranked, pace, conditions),
+            )
             for name, trial in self._entries.items()
         ]
 
@@ -146,8 +157,7 @@ class Finals:
         while taken < wanted[kind]:
             names = [name for name in names if name in self._entries]
             if ranks and taken >= _ROUNDS_OF_THE_FAR:
-                within = _FAR if taken < self._spec.measure.rounds else _NEAR
-                names = _within({name: self._samples[name][kind] for name in names}, within)
+                names = self._still(names, taken)
             this = rounds.round(names, replay)
             for (name, what), time_us in last.items():
                 if name in this.times:
@@ -157,6 +167,68 @@ class Finals:
                 ours = [n for n in this.times if self._entries[n].provider == OURS]
                 wanted[kind] += border_is_open([self._samples[n][kind] for n in ours])
             yield this
+        if ranks:
+            yield from self._again(wanted, rounds, replay)
+
+    def _still(self, names: Sequence[str], taken: int) -> list[str]:
+        """Those that are not known well enough, and the fastest peer, which × base pairs with."""
+        kind, first = self._spec.measure.rank_by, taken < self._spec.measure.rounds
+        times = {name: self._samples[name][kind] for name in names}
+        peers = [name for name in names if self._may_be_base(name)]
+        keep = _within(times, _FAR if first else _NEAR)
+        if first and peers:
+            keep.append(min(peers, key=lambda name: statistics.median(times[name])))
+        return [name for name in names if name in keep]
+
+    def _may_be_base(self, name: str) -> bool:
+        return self._entries[name].provider not in (OURS, *OTHER_FORMATS)
+
+    def _again(self, wanted: dict[str, int], rounds: Rounds, replay: Replay) -> Iterator[Round]:
+        """More rounds with the peers that are noisy, beside the best entries, until they are not.
+
+        The last series of a peer replaces its earlier rounds. Those are kept as `discarded`.
+        """
+        kind, count = self._spec.measure.rank_by, self._spec.measure.rounds
+        for _ in range(_TIMES_AGAIN):
+            pace = self._pace()
+            noisy = [name for name in self._entries if self._is_noisy(name, pace)]
+            if not noisy:
+                return
+            taken = len(pace)
+            times = {name: samples[kind] for name, samples in self._samples.items()}
+            whole = [
+                name
+                for name in self._entries
+                if name not in noisy and len(times[name]) + self._first(name) == taken
+            ]
+            whole.sort(key=lambda name: statistics.median(times[name]))
+            near = _within({name: times[name] for name in whole}, _NEAR)
+            company = list(dict.fromkeys([*whole[:_COMPANY], *near]))
+            self._observer.note(f"timed again, because noisy: {', '.join(noisy)}")
+            for name in noisy:
+                before = self._noisy.setdefault(name, _Noisy())
+                before.again(taken, times[name], pace)
+                times[name].clear()
+            wanted[kind] += count
+            for _ in range(count):
+                names = [name for name in (*company, *noisy) if name in self._entries]
+                this = rounds.round(names, replay)
+                for name, time_us in this.times.items():
+                    times[name].append(time_us)
+                yield this
+
+    def _first(self, name: str) -> int:
+        return self._noisy[name].first if name in self._noisy else 0
+
+    def _pace(self) -> list[float]:
+        kind = self._spec.measure.rank_by
+        return _pace([self._samples[name][kind] for name in self._entries])
+
+    def _is_noisy(self, name: str, pace: Sequence[float]) -> bool:
+        """Whether a peer is noisy in its last series, or much slower in it than it was before."""
+        times = self._samples[name][self._spec.measure.rank_by]
+        trial = self._entries[name]
+        return trial.provider != OURS and _scatter(times, self._noisy.get(name), pace) is not None
 
     def _note(self, strays: Mapping[str, str], rounds: int) -> None:
         for number, differs in list(strays.items())[:1]:
@@ -198,6 +270,42 @@ def _within(rounds: Mapping[str, Sequence[float]], ratio: float) -> list[str]:
     return [name for name, times in rounds.items() if statistics.median(times) <= ratio * least]
 
 
+@dataclass
+class _Noisy:
+    """What a peer was before it was timed again. first: the position of its first round now."""
+
+    first: int = 0
+    discarded: list[float] = field(default_factory=list)
+    least: float = math.inf
+    """The least lower quartile of a series that was too noisy, in µs at the usual pace."""
+
+    def again(self, taken: int, times: Sequence[float], pace: Sequence[float]) -> None:
+        """Discard a series; the next one begins after `taken` rounds."""
+        own = _at_pace(times, self, pace)
+        self.least = min(self.least, own.low)
+        self.discarded += times
+        self.first = taken
+
+
+def _at_pace(times: Sequence[float], noisy: _Noisy | None, pace: Sequence[float]) -> Measurement:
+    """An entry's median and quartiles without the pace that all entries share."""
+    own = pace[noisy.first if noisy else 0 :]
+    return measured([us / slow for us, slow in zip(times, own, strict=False)])
+
+
+def _scatter(
+    times: Sequence[float], noisy: _Noisy | None, pace: Sequence[float]
+) -> Measurement | None:
+    """The quartiles of an entry that is noisy; None for one that is not.
+
+    A quiet series that is much slower than an earlier one was at its fastest is no better.
+    """
+    own = _at_pace(times, noisy, pace)
+    wide = (own.high - own.low) / own.median > _NOISY_SPREAD
+    slower = noisy is not None and own.median > (1 + _NOISY_SPREAD) * noisy.least
+    return own if wide or slower else None
+
+
 def _pace(rounds: Sequence[Sequence[float]]) -> list[float]:
     """The pace of each round: the median of the entries' times over their own medians.
 
@@ -227,6 +335,7 @@ def _row(
     trial: Trial,
     kind: str,
     samples: Mapping[str, list[float]],
+    noisy: _Noisy | None,
     rounds: Sequence[Round],
     pace: Sequence[float],
     conditions: Mapping[str, Any],
@@ -234,12 +343,15 @@ def _row(
     """The finalist's row with its rounds, ranked by `kind`."""
     times = samples[kind]
     # MHz are cycles a microsecond. An entry that left early was in the first rounds.
-    clocks = [this.conditions.get("sm_mhz") for this in rounds]
+    first = noisy.first if noisy else 0
+    clocks = [this.conditions.get("sm_mhz") for this in rounds[first:]]
     cycles = [us * mhz for us, mhz in zip(times, clocks, strict=False) if mhz]
     ranked = {
         "l2": kind,
         "rounds": [round(x, 4) for x in times],
         "cycles": statistics.median(cycles) if len(cycles) == len(times) else None,
+        "first_round": first,
+        "discarded": [round(x, 4) for x in noisy.discarded] if noisy else [],
     }
     medians = {what: statistics.median(each) for what, each in samples.items()}
     changes: dict[str, object] = {
@@ -248,8 +360,13 @@ def _row(
         "conditions": dict(conditions),
         **{f"{name}_us": medians[name] for name in _KINDS if name in medians},
     }
-    own = measured([us / slow for us, slow in zip(times, pace, strict=False)])
-    if (own.high - own.low) / own.median > _NOISY_SPREAD:
+    own = _scatter(times, noisy, pace)
+    if own is not None:
         changes["status"] = Status.NOISY
-        changes["detail"] = f"quartiles of {len(times)} rounds {own.low:.2f} to {own.high:.2f} us"
+        detail = f"quartiles of {len(times)} rounds {own.low:.2f} to {own.high:.2f} us"
+        if noisy is not None:
+            detail += f", after {len(noisy.discarded)} rounds with a quartile of {noisy.least:.2f}"
+        changes["detail"] = detail
+    if trial.provider == OURS and "warm" in medians:
+        changes |= settled_first(trial, medians["warm"])
     return trial.with_(**changes)

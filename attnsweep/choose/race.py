@@ -32,6 +32,8 @@ _ALIKE = 0.005
 # A race may cost at most this share of the launches of 100 ms of each entrant.
 _BUDGET_SHARE = 0.2
 _FULL_US = 100_000.0
+# A first time this many times as long as the rounds' is a mistake, not noise.
+_CONTRADICTS = 2.0
 # Length of a replay of the race: events resolve 0.5 us of it, and it is taken many times.
 RACE_US = 300.0
 
@@ -54,6 +56,17 @@ def label_of(build: Build) -> str:
 def time_of(trial: Trial) -> float:
     """The trial's median in microseconds; infinite without a time."""
     return trial.time_us.median if trial.time_us else math.inf
+
+
+def settled_first(trial: Trial, warm_us: float) -> dict[str, float]:
+    """The fields that replace a first time which rounds contradict by a factor of two or more.
+
+    A search learns first times, and would otherwise learn a wrong one again in each rerun.
+    """
+    first = trial.first_us
+    if first is None or 1 / _CONTRADICTS < first / warm_us < _CONTRADICTS:
+        return {}
+    return {"first_us": warm_us, "first_us_before": first}
 
 
 def by_time(pair: Pair) -> tuple[bool, float]:
@@ -124,7 +137,8 @@ class _Race:
                     "launches_of_100_ms": round(_FULL_US / time_of(trial)),
                 }
                 time_us = measured(race.rounds[name]).model_copy(update={"l2": self._kind})
-                told[name] = trial.with_(time_us=time_us, race=facts)
+                first = settled_first(trial, time_us.median) if self._kind == "warm" else {}
+                told[name] = trial.with_(time_us=time_us, race=facts, **first)
                 self._put(told[name])
         return [
             (build, told.get(label_of(build)) or trial.with_(race={}))

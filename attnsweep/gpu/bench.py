@@ -30,6 +30,10 @@ from attnsweep.trial import Accuracy
 # Before a cold call, at least this many L2 sizes of traffic follow the last use of its inputs.
 _COLD_L2_SIZES = 3
 _SCREEN_US = 300.0
+# Replays of one graph that are further apart than this are taken again, this often at most; then
+# the least counts, because a first time that is too long keeps the best candidate out of the race.
+_SCREEN_APART = 1.5
+_SCREEN_TRIES = 5
 _EAGER_CALLS = 20
 _EAGER_DEVICE_US = 2_000.0
 # Each side of a pair makes at least this many calls, but takes at most about this long. Calls
@@ -161,7 +165,16 @@ class Bench:
         proven: its outputs are compared with the checked ones.
         """
         replay, calls = self._graph(call, _SCREEN_US, rotate=False, stage=stage)
-        return median(self._sample(replay, calls, proven) for _ in range(3))
+        least = math.inf
+        for _ in range(_SCREEN_TRIES):
+            times = [self._sample(replay, calls, proven) for _ in range(3)]
+            least = min(least, *times)
+            # The graph was made to last _SCREEN_US, so one of several calls that lasts much longer
+            # met something else. 3,296 us were once stored for a kernel of 3.17 us.
+            as_made = calls == 1 or calls * median(times) <= _SCREEN_APART * _SCREEN_US
+            if as_made and max(times) <= _SCREEN_APART * least:
+                return median(times)
+        return least
 
     def _sample(
         self, replay: Callable[[], None], calls: int, proven: Proven | None, *, cold: bool = False

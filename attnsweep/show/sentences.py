@@ -360,7 +360,7 @@ def peer_lines(section: Section) -> list[str]:
     if best is not None and best["status"] == Status.NOISY:
         us = figure(Base(best["trial"], noisy=True).us, 4)
         lines.append(
-            f"{who(best)} stayed noisy: × base takes its fastest round, {us}{GLUE}µs, so that every "
+            f"{who(best)} stayed noisy: × base takes its fastest round, {us}{GLUE}µs, so that each "
             "ratio is a lower bound"
         )
     for row in section.rows:

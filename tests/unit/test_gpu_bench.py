@@ -214,3 +214,40 @@ def test_a_pair_of_long_calls_takes_more_turns(bench, call_us, calls, turns):
     assert "".join(played) == "a" + "abba" * turns
     assert one == pytest.approx(other)
     assert one == pytest.approx(call_us * (1 + 0.01 * (4 * turns - 1) / 2))
+
+
+class Clock:
+    """A session whose replays of ten calls take what is listed, in microseconds a call."""
+
+    stream = nullcontext()
+
+    def __init__(self, *times):
+        self.times, self.asked = list(times), 0
+
+    def time_us(self, replay):
+        self.asked += 1
+        return 10 * (self.times.pop(0) if len(self.times) > 1 else self.times[0])
+
+
+@pytest.mark.parametrize(
+    ("times", "first_us", "asked"),
+    [
+        ([3.2, 3.1, 3.3], 3.2, 3),
+        ([3.2, 3296.0, 3296.0, 3.1, 3.1, 3.2], 3.1, 6),  # two of three met something else
+        ([3296.0] * 3 + [3.1], 3.1, 6),  # all three did, and agree
+        ([3296.0] * 6 + [3.1], 3.1, 9),
+        ([3296.0], 3296.0, 15),  # it is what it is; the rounds will tell
+    ],
+)
+def test_a_first_time_that_is_contradicted_is_taken_again(bench, times, first_us, asked):
+    bench.session = Clock(*times)
+    bench._graph = lambda call, target_us, *, rotate, stage=None: (lambda: None, 10)
+    assert Bench._screen(bench, None) == first_us
+    assert bench.session.asked == asked
+
+
+def test_one_call_that_outlasts_a_replay_is_no_mistake(bench):
+    bench.session = Clock(1000.0)
+    bench._graph = lambda call, target_us, *, rotate, stage=None: (lambda: None, 1)
+    assert Bench._screen(bench, None) == 10_000.0
+    assert bench.session.asked == 3
