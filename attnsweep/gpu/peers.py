@@ -1,27 +1,58 @@
-"""Peers timed in the same rounds: PyTorch's attention, unfused, Triton, FlashAttention.
+"""Peers timed in the same rounds: PyTorch's attention, unfused, cuDNN, Triton, FlashAttention.
 
-Each peer is called as its users call it, on the same inputs. A peer that cannot run here gives the
-reason.
+Each peer is called as its users call it, on the same inputs, at its best: where there are several
+ways (layouts, packages, tiles), the fastest on this very problem, from graphs with a warm L2, is
+taken. A peer that cannot run here gives the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import importlib.util
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from attnsweep.files import install_command
 from attnsweep.problem import DTYPE_BYTES, Problem
+from attnsweep.spec.model import OTHER_FORMATS
 
 if TYPE_CHECKING:
     from attnsweep.gpu.device import Session
 
-Forward = Callable[[Any, Any, Any], Any]
+Forward = Callable[..., Any]
+"""A call: attention of its inputs, as a tensor (batch, heads, seqlen, head_dim)."""
+
+# Graphs of about this long choose between the ways to call a peer, of at most so many calls.
+_SCREEN_US = 1_500.0
+_SCREEN_CALLS = 50
+# The fastest few are timed again, because the first time is of three replays only.
+_FINALISTS = 3
 
 
 class Unavailable(Exception):
     """A baseline that cannot run this problem here; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to call a peer. convert: makes its inputs of q, k, v before any call is timed.
+
+    spare: tried only if no way before it works.
+    """
+
+    forward: Forward
+    convert: Callable[[Any, Any, Any], tuple[Any, ...]] | None = None
+    spare: bool = False
+
+
+Builder = Callable[[Any, Problem, "Session"], list[Way]]
+"""Takes the module torch; raises Unavailable, or anything else, if the peer cannot run here."""
 
 
 class Baseline:
@@ -31,21 +62,36 @@ class Baseline:
 
     def __init__(
         self,
-        forward: Forward,
+        way: Way,
         copies: Sequence[tuple[Any, Any, Any]],
         session: Session,
         *,
         rounds_scores: int,
     ) -> None:
         self._torch = _import_torch()
-        self._forward, self._copies = forward, copies
+        self._way, self._copies = way, copies
         self._stream = self._torch.cuda.ExternalStream(session.stream.ptr)
+        self._inputs: list[tuple[Any, ...]] = [*copies]
         self.rounds_scores = rounds_scores
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Convert q, k, v anew, in place; call it when their contents have changed."""
+        if self._way.convert is None:
+            return
+        with self._torch.cuda.stream(self._stream):
+            fresh = [self._way.convert(*copy) for copy in self._copies]
+            if self._inputs[0] is self._copies[0]:
+                self._inputs = fresh
+            for kept, new in zip(self._inputs, fresh, strict=True):  # graphs hold their addresses
+                for into, tensor in zip(kept, new, strict=True):
+                    if into is not tensor:
+                        into.copy_(tensor)
 
     def enqueue(self, copy: int = 0, stage: str | None = None) -> None:  # noqa: ARG002
         """Issue one call eagerly; does not wait. A baseline has no stages."""
         with self._torch.cuda.stream(self._stream):
-            self._forward(*self._copies[copy % len(self._copies)])
+            self._way.forward(*self._inputs[copy % len(self._inputs)])
 
     def capture(
         self, calls: int, *, rotate: bool = False, stage: str | None = None
@@ -56,7 +102,7 @@ class Baseline:
         graph = self._torch.cuda.CUDAGraph()
         with self._torch.cuda.graph(graph, stream=self._stream):
             for call in range(calls):
-                self._forward(*self._copies[call % len(self._copies) if rotate else 0])
+                self._way.forward(*self._inputs[call % len(self._inputs) if rotate else 0])
 
         def replay() -> None:
             with self._torch.cuda.stream(self._stream):
@@ -65,9 +111,12 @@ class Baseline:
         return replay
 
     def output(self) -> Any:
-        """The output on copy 0: its storage as a NumPy array of uint16, or uint32 for fp32."""
+        """The output on copy 0: its storage as a NumPy array of uint16, or uint32 for fp32.
+
+        A peer whose output has another type, as FP8's has, is converted to the problem's.
+        """
         with self._torch.cuda.stream(self._stream):
-            out = self._forward(*self._copies[0]).contiguous()
+            out = self._way.forward(*self._inputs[0]).to(self._copies[0][0].dtype).contiguous()
             self._stream.synchronize()
         bits = self._torch.int32 if out.element_size() == 4 else self._torch.int16
         numbers = out.view(bits).cpu().numpy()
@@ -100,20 +149,59 @@ def prepare(
         tuple(torch.from_dlpack(copy[t].view(bits)).view(dtype) for t in "qkv") for copy in copies
     ]
     torch.set_float32_matmul_precision("highest")  # fp32 baselines must not use TF32
+    rounds_scores = 2 if name in _STORES_SCORES else 0
+    made: list[Baseline] = []
+    failed: list[Unavailable] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            forward = FORWARDS[name](torch, problem, session)
-            baseline = Baseline(
-                forward, tensors, session, rounds_scores=2 if name in _STORES_SCORES else 0
-            )
-            baseline.enqueue()
-            session.synchronize()
+            ways = WAYS[name](torch, problem, session)
         except Unavailable:
             raise
-        except Exception as error:  # a peer may raise anything; the reason becomes a row
-            raise Unavailable(why_not(name, error, [str(w.message) for w in caught])) from error
-    return baseline
+        except Exception as error:
+            raise Unavailable(why_not(name, error, [])) from error
+        for way in ways:
+            if way.spare and made:
+                continue
+            try:
+                baseline = Baseline(way, tensors, session, rounds_scores=rounds_scores)
+                baseline.enqueue()
+                session.synchronize()
+                made.append(baseline)
+            except Exception as error:  # a peer may raise anything; the reason becomes a row
+                said = [str(warning.message) for warning in caught]
+                reason = str(error) if isinstance(error, Unavailable) else ""
+                failed.append(Unavailable(reason or why_not(name, error, said)))
+    if not made:
+        raise failed[0]
+    return made[0] if len(made) == 1 else _fastest(made, session)
+
+
+def _fastest(baselines: Sequence[Baseline], session: Session) -> Baseline:
+    """The fastest of several ways to call one peer. Raises Unavailable if none can be captured."""
+    times: dict[int, float] = {}
+    reason: Exception = Unavailable("no way to call it was timed")
+    for number, baseline in enumerate(baselines):
+        try:
+            times[number] = _screen_us(baseline, session, replays=3)
+        except Exception as error:  # as above: one that cannot be captured is no way
+            reason = error
+    if not times:
+        raise Unavailable(f"cannot be captured: {why_not('', reason, [])}") from reason
+    finalists = sorted(times, key=lambda number: times[number])[:_FINALISTS]
+    again = {n: _screen_us(baselines[n], session, replays=12) for n in finalists}
+    return baselines[min(again, key=lambda number: again[number])]
+
+
+def _screen_us(baseline: Baseline, session: Session, *, replays: int) -> float:
+    """Microseconds of a call from a graph, with a warm L2: the least of some replays."""
+    with session.stream:
+        baseline.enqueue()
+        once = session.time_us(baseline.enqueue)
+        calls = max(1, min(_SCREEN_CALLS, round(_SCREEN_US / max(once, 1.0))))
+        replay = baseline.capture(calls)
+        replay()
+        return min(session.time_us(replay) for _ in range(replays)) / calls
 
 
 # Peers that take fp32, and peers that store scores before and after scaling them.
@@ -148,8 +236,8 @@ def why_not(name: str, error: Exception, warned: Sequence[str]) -> str:
     return ("; ".join(reasons) or (first or [type(error).__name__])[0])[:400]
 
 
-def _sdpa(backend: str) -> Callable[[Any, Problem, Session], Forward]:
-    def build(torch: Any, problem: Problem, session: Session) -> Forward:
+def _sdpa(backend: str) -> Builder:
+    def build(torch: Any, problem: Problem, session: Session) -> list[Way]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         chosen = getattr(SDPBackend, backend)
@@ -169,12 +257,12 @@ def _sdpa(backend: str) -> Callable[[Any, Problem, Session], Forward]:
             with sdpa_kernel([chosen]):
                 return attention(q, k, v, **options)
 
-        return forward
+        return [Way(forward)]
 
     return build
 
 
-def _unfused(torch: Any, problem: Problem, session: Session) -> Forward:
+def _unfused(torch: Any, problem: Problem, session: Session) -> list[Way]:
     scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
     item = DTYPE_BYTES[problem.dtype]
     if scores * item * 4 > session.free_bytes:
@@ -194,56 +282,174 @@ def _unfused(torch: Any, problem: Problem, session: Session) -> Forward:
             scores = scores.masked_fill(mask, float("-inf"))
         return torch.matmul(torch.softmax(scores, dim=-1), v)
 
-    return forward
+    return [Way(forward)]
 
 
-def _triton(torch: Any, problem: Problem, session: Session) -> Forward:
+def _triton(torch: Any, problem: Problem, session: Session) -> list[Way]:
     try:
         from attnsweep.gpu import triton_flash
     except ImportError as error:
-        raise Unavailable("Triton is not installed; PyTorch's wheels for Linux bring it") from error
+        raise Unavailable(f"Triton is not installed: {PACKAGES['triton_flash'].fix}") from error
 
-    def forward(q: Any, k: Any, v: Any) -> Any:
-        out = torch.empty_like(q)
-        return triton_flash.forward(q, k, v, out, problem.scale, causal=problem.causal)
+    def way(config: Any) -> Way:
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            out = torch.empty_like(q)
+            causal = problem.causal
+            return triton_flash.forward(q, k, v, out, problem.scale, causal=causal, config=config)
 
-    return forward
+        return Way(forward)
+
+    dtype = getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[problem.dtype])
+    shapes = problem.shape_of("q"), problem.shape_of("k")
+    triton_flash.compile_all(dtype, *shapes, causal=problem.causal)
+    return [way(config) for config in triton_flash.CONFIGS]
 
 
-def _flash_attention(package: str, *modules: str) -> Callable[[Any, Problem, Session], Forward]:
+def _cudnn(torch: Any, problem: Problem, session: Session) -> list[Way]:
+    from attnsweep.gpu import cudnn_graph
+
+    try:
+        cudnn = importlib.import_module("cudnn")
+    except ImportError as error:
+        raise Unavailable(f"cuDNN's frontend is not installed: {PACKAGES['cudnn'].fix}") from error
+    ours, theirs = cudnn.backend_version(), torch.backends.cudnn.version()
+    if ours != theirs:
+        raise Unavailable(f"its frontend loads cuDNN {ours}, but PyTorch has {theirs}")
+    ways, failed = [], []
+    for layout in cudnn_graph.LAYOUTS:
+        try:
+            ways.append(Way(*cudnn_graph.build(torch, cudnn, problem, session.stream.ptr, layout)))
+        except Exception as error:  # cuDNN says here that no engine does this problem
+            failed.append(error)
+    if not ways:
+        raise failed[0]
+    return ways
+
+
+def _flash_attention(name: str, *modules: str) -> Builder:
     """FlashAttention's own packages: (batch, seqlen, heads, head_dim), causal bottom-right.
 
-    modules: where different builds of the package keep the function; the first installed one is
-    used.
+    modules: where different builds of the package keep the function; the first that is installed
+    and does the problem's dtype is used. Two of them in one process may clash, so that the next is
+    loaded only if the one before fails.
     """
 
-    def build(torch: Any, problem: Problem, session: Session) -> Forward:
-        for module in modules:
-            with contextlib.suppress(ImportError):
-                attention = importlib.import_module(module).flash_attn_func
-                break
-        else:
-            raise Unavailable(f"{package} is not installed")
-
-        def forward(q: Any, k: Any, v: Any) -> Any:
-            out = attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=problem.causal)
-            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-        return forward
+    def build(torch: Any, problem: Problem, session: Session) -> list[Way]:
+        there = [module for module in modules if _importable(module)]
+        if not there:
+            raise Unavailable(f"{name} is not installed: {PACKAGES[name].fix}")
+        able = [m for m in there if problem.dtype != "fp16" or m not in _NO_FP16]
+        if name in OTHER_FORMATS:
+            return [_in_fp8(torch, m, problem, spare=m != there[0]) for m in there]
+        if not able:
+            raise Unavailable(f"{_NO_FP16[there[0]]} does not do fp16: {_FP16_FIX}")
+        return [_in_own(module, problem, spare=module != able[0]) for module in able]
 
     return build
 
 
-FORWARDS: dict[str, Callable[[Any, Problem, Session], Forward]] = {
+def _importable(module: str) -> bool:
+    """Whether a module is there, without loading it (but its parent, of a dotted name)."""
+    with contextlib.suppress(ImportError, ValueError):
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    return False
+
+
+def _attention_of(module: str) -> Callable[[], Any]:
+    return functools.cache(lambda: importlib.import_module(module).flash_attn_func)
+
+
+def _in_own(module: str, problem: Problem, *, spare: bool) -> Way:
+    attention = _attention_of(module)
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        out = attention()(*(x.transpose(1, 2) for x in (q, k, v)), causal=problem.causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return Way(forward, spare=spare)
+
+
+def _in_fp8(torch: Any, module: str, problem: Problem, *, spare: bool) -> Way:
+    """q, k, v in e4m3 with a scale for each batch and head of k, converted before it is timed."""
+    attention = _attention_of(module)
+    names = ("q_descale", "k_descale", "v_descale")
+
+    def convert(*inputs: Any) -> tuple[Any, ...]:
+        tensors, descales = [], []
+        for x in inputs:
+            x = x.transpose(1, 2)
+            batch, _, heads, _ = x.shape
+            largest = x.abs().float().amax(dim=(1, 3)).view(batch, problem.heads_kv, -1)
+            descale = (largest.amax(dim=2) / _E4M3_MAX).clamp(min=1e-12)
+            each = descale.repeat_interleave(heads // problem.heads_kv, dim=1)
+            scaled = x.float() / each[:, None, :, None]
+            tensors.append(scaled.to(torch.float8_e4m3fn).contiguous())
+            descales.append(descale.contiguous())
+        return (*tensors, *descales)
+
+    def forward(q: Any, k: Any, v: Any, *descales: Any) -> Any:
+        scales = dict(zip(names, descales, strict=True))
+        out = attention()(q, k, v, causal=problem.causal, **scales)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return Way(forward, convert, spare)
+
+
+_E4M3_MAX = 448.0
+_FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
+_NO_FP16 = {"fa3_fwd_interface": "fa3-fwd"}
+_FP16_FIX = "pip install tokenspeed-fa3, or build FlashAttention's hopper/ directory"
+
+WAYS: dict[str, Builder] = {
     "torch_flash": _sdpa("FLASH_ATTENTION"),
     "torch_cudnn": _sdpa("CUDNN_ATTENTION"),
     "torch_efficient": _sdpa("EFFICIENT_ATTENTION"),
     "torch_math": _sdpa("MATH"),
     "unfused": _unfused,
+    "cudnn": _cudnn,
     "triton_flash": _triton,
-    "flash_attn_2": _flash_attention("flash-attn (FlashAttention-2)", "flash_attn"),
-    "flash_attn_3": _flash_attention(
-        "FlashAttention-3", "flash_attn_interface", "fa3_fwd_interface"
-    ),
-    "flash_attn_4": _flash_attention("flash-attn-4", "flash_attn.cute"),
+    "flash_attn_2": _flash_attention("flash_attn_2", "flash_attn"),
+    "flash_attn_3": _flash_attention("flash_attn_3", *_FLASH_3),
+    "flash_attn_3_fp8": _flash_attention("flash_attn_3_fp8", *_FLASH_3),
+    "flash_attn_4": _flash_attention("flash_attn_4", "flash_attn.cute"),
 }
+
+
+# -- how to get each ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """The distributions of which one brings a peer, and how to get it."""
+
+    names: tuple[str, ...]
+    fix: str
+
+    def installed(self) -> list[str]:
+        """`name version` of each that is installed."""
+        found = []
+        for name in self.names:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found.append(f"{name} {metadata.version(name)}")
+        return found
+
+
+_TORCH = Package(("torch",), install_command("torch"))
+_FLASH_ATTN_3 = Package(
+    ("flash-attn-3", "flash_attn_3", "tokenspeed-fa3", "fa3-fwd"),
+    "pip install tokenspeed-fa3 (fp16, bf16, FP8) or fa3-fwd (bf16, FP8), or build "
+    "FlashAttention's hopper/ directory",
+)
+PACKAGES: dict[str, Package] = {
+    **dict.fromkeys(("torch_flash", "torch_cudnn", "torch_efficient", "torch_math"), _TORCH),
+    "unfused": _TORCH,
+    "cudnn": Package(("nvidia-cudnn-frontend",), "pip install nvidia-cudnn-frontend"),
+    "triton_flash": Package(
+        ("triton", "pytorch-triton"), f"{install_command('torch')} (on Linux it brings Triton)"
+    ),
+    "flash_attn_2": Package(("flash-attn",), "pip install flash-attn"),
+    "flash_attn_3": _FLASH_ATTN_3,
+    "flash_attn_3_fp8": _FLASH_ATTN_3,
+    "flash_attn_4": Package(("flash-attn-4",), "pip install flash-attn-4"),
+}
+"""By baseline: all of `BASELINES`."""

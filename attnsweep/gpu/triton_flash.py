@@ -1,11 +1,17 @@
-"""The baseline `triton_flash`: a plain fused forward in Triton, tuned over its tiles.
+"""The baseline `triton_flash`: a plain fused forward in Triton, in each of `CONFIGS`.
 
 A user without CUDA C++ would write it in an afternoon, and it is a strong peer on small problems.
-Only `peers` imports it, and only where Triton is installed.
+`peers` times all configs on the very problem and takes the fastest. Only `peers` imports this, and
+only where Triton is installed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import triton
@@ -13,12 +19,17 @@ import triton.language as tl
 
 from attnsweep.problem import LOG2E
 
-# Only ten, because each is compiled for every problem that the baseline is timed on.
+# Compiling one takes about 0.7 s of a core, side by side in threads. The code does not depend on
+# batch, heads or sequence length, and Triton keeps it on disk, where a later problem finds it.
 CONFIGS = [
     triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages)
-    for m, n, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8))
-    for stages in (2, 3)
+    for m, n, warps in (
+        *((32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (64, 128, 8)),
+        *((128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8)),
+    )
+    for stages in (2, 3, 4)
 ]
+_MOST_THREADS = 16
 
 
 @triton.jit
@@ -119,30 +130,50 @@ def _forward(
     tl.store(o_ptr + at, (acc / total[:, None]).to(o_ptr.dtype.element_ty), mask=own)
 
 
-def _bench(call: Any, quantiles: Any) -> Any:
-    return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
-
-
-_KEY = ["group", "seqlen_q", "seqlen_k", "HEAD_DIM", "CAUSAL"]
-_tuned = triton.autotune(configs=CONFIGS, key=_KEY, do_bench=_bench)(_forward)
-
-
 def forward(
-    q: Any, k: Any, v: Any, out: Any, scale: float, *, causal: bool, kernel: Any = _tuned
+    q: Any, k: Any, v: Any, out: Any, scale: float, *, causal: bool, config: triton.Config
 ) -> Any:
     """Write attention of contiguous torch tensors (batch, heads, seqlen, head_dim) to `out`.
 
-    kernel: the tuned kernel, or the plain one with BLOCK_M and BLOCK_N bound.
+    config: one of CONFIGS. Raises what Triton raises if it does not fit the card.
     """
-    batch, heads, seqlen_q, head_dim = q.shape
-
-    def grid(meta: dict[str, int]) -> tuple[int, int]:
-        return (triton.cdiv(seqlen_q, meta["BLOCK_M"]), batch * heads)
-
-    kernel[grid](
+    batch, heads, seqlen_q, _ = q.shape
+    grid = (triton.cdiv(seqlen_q, config.kwargs["BLOCK_M"]), batch * heads)
+    _forward[grid](
         *(q, k, v, out, scale * LOG2E, heads // k.shape[1], seqlen_q, k.shape[2]),
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        CAUSAL=causal,
+        **_constants(q.shape[3], causal, config),
     )
     return out
+
+
+def compile_all(dtype: Any, q: Sequence[int], k: Sequence[int], *, causal: bool) -> None:
+    """Compile every config for q and k of these shapes in threads, as far as Triton can.
+
+    Older Triton cannot; then each config is compiled when it is first called, which takes longer.
+    A config that does not compile says so when it is called.
+    """
+    try:
+        from triton import AsyncCompileMode
+    except ImportError:
+        return
+    heads, seqlen_q, head_dim = q[1:]
+    arguments = (*[dtype] * 4, 1 / math.sqrt(2), heads // k[1], seqlen_q, k[2])
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    with (
+        contextlib.suppress(Exception),
+        ThreadPoolExecutor(threads) as pool,
+        AsyncCompileMode(pool, ignore_errors=True),
+    ):
+        for config in CONFIGS:
+            _forward.warmup(*arguments, grid=(1,), **_constants(head_dim, causal, config))
+
+
+def _constants(head_dim: int, causal: bool, config: triton.Config) -> dict[str, Any]:
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "CAUSAL": causal,
+        **config.kwargs,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }

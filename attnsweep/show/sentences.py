@@ -244,11 +244,12 @@ def winner_lines(section: Section) -> list[str]:
     said = [first, *_timed_alone(row), *figures[1:]]
     if row["bound_share"] is not None:
         said.append(f"{100 * row['bound_share']:.0f}{GLUE}% of the bound")
-    if row["ratio_of"] is None:
+    best = section.best_baseline
+    if best is None or row["ratio_of"] is None:
         said.append("no baseline was timed with it")
     else:
         by = " by medians of different rounds" if row["ratio_of"] == "medians" else ""
-        said.append(f"{ratio_text(row)}, the fastest peer{by}")
+        said.append(f"{ratio_text(row, name=False)} {who(best)}, the fastest peer{by}")
     said += others
     config = f" {row['config']}" if row["config"] else ""
     lines = [f"* winner {who(row)}{config}: {', '.join(said)}"]

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.family.declare import BLOCK_LIMITS, Kernel
+from attnsweep.gpu.peers import PACKAGES
 from attnsweep.hardware import Arch
 from attnsweep.show.terminal import GLUE, aligned, wrap
 from attnsweep.spec.plan import PlannedProblem
@@ -113,8 +114,9 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
 
 
 def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int) -> list[Text]:
-    """Every family with its parameters and rules, then the baselines."""
+    """Every family with its parameters and rules, then the baselines, and how to get each."""
     out: list[Text] = []
+    baselines = list(baselines)
     for kernel in kernels.values():
         out += _titled(kernel.name, kernel.summary, width)
         out += said(
@@ -134,6 +136,11 @@ def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int
     out += _parameters(rows, width)
     out.append(Text())
     out += _titled("baselines", ", ".join(baselines), width)
+    fixes: dict[str, list[str]] = {}
+    for name, fix in _missing(baselines).items():
+        fixes.setdefault(fix, []).append(name)
+    for fix, names in fixes.items():
+        out += said(f"  not installed: {', '.join(names)}: {fix}", width)
     return out + said(
         f"{BLOCK_LIMITS}: threads, shared memory and grid of every family stay within the "
         "architecture's limits",
@@ -161,7 +168,8 @@ def _titled(name: str, text: str, width: int) -> list[Text]:
 
 
 def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> dict[str, Any]:
-    """The families, modes and baselines as data."""
+    """The families, modes and baselines as data; missing_baselines: name to how to get it."""
+    baselines = list(baselines)
     return {
         "kernels": [
             {
@@ -181,7 +189,13 @@ def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> di
         ],
         "modes": [{"name": p.name, "values": p.values, "help": p.help} for p in MODES],
         "baselines": list(baselines),
+        "missing_baselines": _missing(baselines),
     }
+
+
+def _missing(baselines: Iterable[str]) -> dict[str, str]:
+    """Each baseline whose package is not installed here, and how to get it."""
+    return {name: PACKAGES[name].fix for name in baselines if not PACKAGES[name].installed()}
 
 
 # -- compile --------------------------------------------------------------------------------

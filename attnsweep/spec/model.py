@@ -25,9 +25,11 @@ BaselineName = Literal[
     "torch_efficient",
     "torch_math",
     "unfused",
+    "cudnn",
     "triton_flash",
     "flash_attn_2",
     "flash_attn_3",
+    "flash_attn_3_fp8",
     "flash_attn_4",
 ]
 BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)

@@ -19,6 +19,7 @@ from attnsweep.build.nvrtc import default_cache_dir, nvrtc_version
 from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.files import install_command
 from attnsweep.gpu.device import driver_cuda
+from attnsweep.gpu.peers import PACKAGES
 from attnsweep.gpu.worker import Worker, WorkerError, driver_version
 from attnsweep.show.terminal import aligned
 from attnsweep.show.views import suggestions, with_tails
@@ -53,14 +54,7 @@ def examine() -> list[Finding]:
         Finding("GPU", False, "none without a driver") if cuda is None else _gpu(),
         _package(("nvidia-ml-py",), "NVML", install, needed=False),
         _package(("torch",), "PyTorch", install_command("torch"), needed=False),
-        _package(("flash-attn",), "flash_attn_2", "pip install flash-attn", needed=False),
-        _package(
-            ("flash-attn-3", "flash_attn_3", "fa3-fwd"),
-            "flash_attn_3",
-            "pip install fa3-fwd (bf16 only), or build FlashAttention's hopper/ directory",
-            needed=False,
-        ),
-        _package(("flash-attn-4",), "flash_attn_4", "pip install flash-attn-4", needed=False),
+        *(_peer(name) for name in _PEERS),
     ]
     if cuda is None:  # without a driver no package helps to use a GPU
         on_gpu = [replace(finding, fix=None, needed=False) for finding in on_gpu]
@@ -165,6 +159,18 @@ def _gpu() -> Finding:
     memory = found.memory_bytes / 2**30
     detail = f"{found.gpu}, {found.arch}, {found.sm_count} SMs, {memory:.0f} GiB"
     return Finding("GPU", True, detail)
+
+
+# Peers that packages of their own bring; the others come with PyTorch.
+_PEERS = ("cudnn", "triton_flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
+
+
+def _peer(name: str) -> Finding:
+    package = PACKAGES[name]
+    installed = package.installed()
+    if installed:
+        return Finding(name, True, ", ".join(installed), needed=False)
+    return Finding(name, False, "not installed", package.fix, needed=False)
 
 
 def _package(names: tuple[str, ...], label: str, fix: str, *, needed: bool) -> Finding:

@@ -16,6 +16,7 @@ from fake_gpu import FakeGpu
 from attnsweep import sweep
 from attnsweep.build import nvrtc
 from attnsweep.errors import NoGpuError, ToolchainError
+from attnsweep.gpu.peers import Package
 from attnsweep.spec import plan, yaml_file
 from attnsweep.tools import compile as compile_tool
 from attnsweep.tools import doctor
@@ -369,3 +370,18 @@ def test_version(environment):
     command = [sys.executable, "-m", "attnsweep", "--version"]
     said = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert re.fullmatch(r"attnsweep \d+\.\d+.*\n", said.stdout)
+
+
+def test_doctor_says_in_a_line_how_to_get_each_peer(monkeypatch):
+    monkeypatch.setattr(doctor, "driver_cuda", lambda: (13, 0))
+    monkeypatch.setattr(doctor, "_gpu", lambda: doctor.Finding("GPU", True, "a card"))
+    monkeypatch.setattr(
+        Package, "installed", lambda self: ["fa3-fwd 0.0.3"] * ("fa3-fwd" in self.names)
+    )
+    findings = {finding.name: finding for finding in doctor.examine()}
+    assert findings["cudnn"].fix == "pip install nvidia-cudnn-frontend"
+    assert findings["flash_attn_4"].fix == "pip install flash-attn-4"
+    assert findings["triton_flash"].fix.endswith("(on Linux it brings Triton)")
+    assert (findings["flash_attn_3"].ok, findings["flash_attn_3"].detail) == (True, "fa3-fwd 0.0.3")
+    text = "\n".join(line.plain for line in doctor.lines_of(list(findings.values()), 100))
+    assert "pip install nvidia-cudnn-frontend" in text

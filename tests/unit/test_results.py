@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from attnsweep.spec.shipped import shipped_specs
 from attnsweep.store.pack import DERIVED
 from attnsweep.store.run import find_runs
 from attnsweep.store.run import open_run as read_run
-from attnsweep.trial import Status
+from attnsweep.trial import OURS, Status
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = [run for run in find_runs(ROOT / "results") if run.parent.name != "replay"]
@@ -56,7 +57,7 @@ def test_it_is_whole(run, directory):
 def test_every_ok_row_is_right_and_timed(run):
     for trial in run.trials:
         if trial.status is Status.OK:
-            assert trial.accuracy.rel_err <= trial.accuracy.limit, trial
+            assert trial.accuracy.rel_err <= trial.accuracy.limit or trial.provider != OURS, trial
             assert trial.time_us.median > 0
         else:
             assert trial.detail, trial
@@ -76,7 +77,10 @@ def test_it_is_the_shipped_spec(run, directory):
     kernels, specs = shipped()
     recorded = load_spec(directory / "spec.yaml", kernels)
     assert recorded.name == directory.name
-    assert recorded in specs
+    # A later version may know more peers; nothing else may differ.
+    (spec,) = (spec for spec in specs if spec.name == recorded.name)
+    assert set(recorded.baselines) <= set(spec.baselines)
+    assert replace(spec, baselines=recorded.baselines) == recorded
 
 
 def test_it_is_packed_and_its_tables_can_be_written(run, directory):

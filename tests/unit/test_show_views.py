@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from attnsweep.family.declare import discover
-from attnsweep.gpu.peers import why_not
+from attnsweep.gpu.peers import Package, why_not
 from attnsweep.hardware import arch_named
 from attnsweep.show import views as view
 from attnsweep.spec.load import load_spec
+from attnsweep.spec.model import BASELINES
 from attnsweep.spec.plan import plan
 from attnsweep.trial import Resources, Status, Trial
 
@@ -148,3 +149,16 @@ def test_a_refused_backend_gives_its_own_reason(name, warned, reason):
 
 def test_an_error_without_words_is_named():
     assert why_not("unfused", MemoryError(), []) == "MemoryError"
+
+
+def test_list_says_how_to_get_each_baseline_that_is_missing(monkeypatch):
+    monkeypatch.setattr(Package, "installed", lambda self: [n for n in self.names if n == "torch"])
+    text = "\n".join(line.plain for line in view.families({}, BASELINES, 200))
+    assert "not installed: cudnn: pip install nvidia-cudnn-frontend" in text
+    assert "flash_attn_3, flash_attn_3_fp8: pip install tokenspeed-fa3 (fp16, bf16, FP8)" in text
+    assert "torch_flash:" not in text
+    told = view.families_json({}, BASELINES)["missing_baselines"]
+    assert told["flash_attn_4"] == "pip install flash-attn-4"
+    assert set(told) == {
+        name for name in BASELINES if name.startswith(("cudnn", "triton", "flash"))
+    }

@@ -816,5 +816,5 @@ class TestShipped:
         quickstart = load_spec(Path("quickstart"))
         assert quickstart.recording == ROOT / "results" / "h100-80gb-hbm3" / recorded.name
         assert quickstart.kernels == recorded.kernels
-        assert quickstart.baselines == recorded.baselines
+        assert set(quickstart.baselines) <= set(recorded.baselines)  # those that it recorded
         assert set(quickstart.problems) <= set(recorded.problems)
