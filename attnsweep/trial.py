@@ -120,8 +120,6 @@ class Trial(_Row):
     """Host time to issue one call eagerly, without waiting for the device."""
     stages_us: dict[str, float] = Field(default_factory=dict)
     """Stage name to the time of that stage of a pipeline, replayed on its own."""
-    first_mhz: float | None = None
-    """SM clock right after the first time, as NVML reports it."""
     launch_us: float | None = None
     """Time of the same launches with an empty kernel, issued in the same way."""
     at_least_us: float | None = None
