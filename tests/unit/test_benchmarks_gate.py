@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_compiler import FakeCompiler
@@ -125,12 +127,19 @@ def test_offsets_of_processes_raise_no_false_alarm(benchmark, monkeypatch):
     assert found["process_sd"] == pytest.approx(0.005, rel=0.4)
 
 
-def test_time_ends_it_before_the_count_and_what_is_under_way_is_not_counted(benchmark):
-    found = benchmark("--pairs", "1000000", "--seconds", "1")
-    assert 0 < found["processes"] < 1000000
+def test_time_ends_it_before_the_count_and_what_is_under_way_is_not_counted(benchmark, monkeypatch):
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))  # a second a look
+    monkeypatch.setattr(benchmark.module, "time", clock)
+    before = threading.active_count()
+    found = benchmark("--pairs", "1000000", "--seconds", "32")
+    assert found["processes"] % 2  # so that comparisons are under way
+    assert 3 <= found["processes"] <= 15
     itself = found["itself"]
     assert itself["comparisons"] == sum(sum(r["verdicts"].values()) for r in itself["cases"])
-    assert threading.active_count() < 5
+    assert itself["comparisons"] == found["processes"] - 1  # of two kernels
+    assert itself["unfinished"] == 2
+    assert threading.active_count() == before
 
 
 def test_a_kernel_that_fails_is_named_and_the_others_go_on(benchmark, monkeypatch):
