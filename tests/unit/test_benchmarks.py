@@ -195,3 +195,19 @@ def test_the_recorded_simulation_is_what_the_code_does(module):
         again = module("processes").simulate(row["slowdown"], row["offset"], 10)
         for verdict, of in again["verdicts"].items():
             assert row["verdicts"][verdict]["count"] >= of["count"]
+
+
+def test_the_docs_say_of_recorded_sessions_what_was_counted():
+    root = BENCHMARKS.parent
+    found = json.loads((root / "results" / "check_sessions.json").read_text())
+    text = " ".join((root / "docs" / "measuring.md").read_text().split())
+    same, verdicts = found["verdicts"]["0 %"], found["verdicts"]
+    assert f"Of {found['pairs']} pairs of recordings" in text
+    assert f"half moved by less than {found['moved_median_percent']:g} %" in text
+    assert f"{found['below_1.5_percent']} by less than 1.5 %" in text
+    assert f"(standard deviation {found['rms_of_those_percent']:g} %)" in text
+    counts = f"{same['pass']} pass and {same['inconclusive']} are inconclusive"
+    assert f"Of those {found['pairs']} pairs {counts}" in text
+    assert f"3 % slower {verdicts['3 %'].get('pass', 0)} pass" in text
+    assert f"5 % {verdicts['5 %']['regression']} are regressions, with 8 %" in text
+    assert f"with 8 % {verdicts['8 %']['regression']}." in text

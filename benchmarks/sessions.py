@@ -1,0 +1,125 @@
+"""Count what `check --recorded` says of recordings of the same code in this repository's history.
+
+Usage: python benchmarks/sessions.py [FILE.json]. It needs no GPU, but git and its history.
+
+Every version of every recorded run is read. Two recordings of a problem on the same GPU whose
+winners are the same config are a pair; nothing should have changed, but for the session. Each pair
+is compared as it is, and with the newer winner slowed by a known share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from setting import console
+
+from attnsweep import Run, Trial, compare_runs, open_run, rank
+
+ROOT = Path(__file__).parent.parent
+SHARES = (0.0, 0.02, 0.03, 0.05, 0.08)
+
+
+def git(*arguments: str) -> bytes:
+    """What git prints."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True).stdout
+
+
+def versions(place: Path) -> Iterator[Run]:
+    """Every version of every recorded run that was committed, each once."""
+    seen = set()
+    for commit in git("log", "--format=%H", "--", "results").decode().split():
+        for line in git("ls-tree", "-r", commit, "results").decode().splitlines():
+            facts, path = line.split("\t")
+            blob, folder = facts.split()[2], str(Path(path).parent)
+            if Path(path).name not in ("trials.jsonl", "trials.jsonl.gz") or blob in seen:
+                continue
+            seen.add(blob)
+            run = place / blob
+            run.mkdir()
+            (run / Path(path).name).write_bytes(git("cat-file", "blob", blob))
+            environment = f"{commit}:{folder}/environment.json"
+            (run / "environment.json").write_bytes(git("show", environment))
+            yield open_run(run)
+
+
+def recordings(run: Run) -> Iterator[tuple[Trial, Run]]:
+    """The winner of each problem, if it was timed in rounds, and the rows of that problem."""
+    frame = rank(run)
+    for winner in frame.loc[frame["winner"], "trial"]:
+        if winner.time_us is not None and winner.time_us.rounds:
+            trials = [trial for trial in run.trials if trial.problem == winner.problem]
+            yield winner, replace(run, trials=trials)
+
+
+def pairs(runs: list[Run]) -> list[tuple[Run, Run, Trial]]:
+    """Two recordings of one winner on one GPU, the older first, and the winner of the newer."""
+    found: dict[object, dict[object, tuple[Trial, Run]]] = {}
+    for run in runs:
+        if run.environment is None:
+            continue
+        for winner, rows in recordings(run):
+            what = (run.environment.gpu, winner.problem, winner.kernel, str(winner.config))
+            once = (*winner.time_us.rounds,) if winner.time_us else ()
+            found.setdefault(what, {})[once] = (winner, rows)
+    out = []
+    for same in found.values():
+        dated = sorted(same.values(), key=lambda one: one[1].environment.date)  # type: ignore[union-attr]
+        out += [(a[1], b[1], b[0]) for a, b in itertools.combinations(dated, 2)]
+    return out
+
+
+def slower(run: Run, winner: Trial, share: float) -> Run:
+    """The run with its winner slower by this share."""
+    time = winner.time_us
+    assert time is not None
+    rounds = [us * (1 + share) for us in time.rounds]
+    times = {name: getattr(time, name) * (1 + share) for name in ("median", "low", "high")}
+    changed = winner.with_(time_us=time.model_copy(update={"rounds": rounds, **times}))
+    # Other candidates would win then: they are left out.
+    kept = [t for t in run.trials if t.provider != winner.provider]
+    return replace(run, trials=[changed, *kept])
+
+
+def main() -> None:
+    """Compare every pair, print the counts, and write them if a file is named."""
+    with tempfile.TemporaryDirectory() as place:
+        found = pairs(list(versions(Path(place))))
+        moved: list[float] = []
+        verdicts: dict[str, Any] = {}
+        for share in SHARES:
+            counts: Counter[str] = Counter()
+            for old, new, winner in found:
+                (finding,) = compare_runs(old, slower(new, winner, share)).findings
+                counts[finding.verdict.value] += 1
+                if not share and finding.ratio is not None:
+                    moved.append(100 * math.log(finding.ratio))
+            verdicts[f"{100 * share:g} %"] = dict(counts)
+            console.print(f"slower by {100 * share:g} %: {dict(counts)}")
+    sizes = sorted(map(abs, moved))
+    near = [size for size in sizes if size < 1.5]
+    facts = {
+        "pairs": len(found),
+        "moved_percent": [round(size, 2) for size in sizes],
+        "moved_median_percent": round(median(sizes), 2),
+        "below_1.5_percent": len(near),
+        "rms_of_those_percent": round(math.sqrt(sum(x * x for x in near) / len(near)), 2),
+        "verdicts": verdicts,
+    }
+    console.print_json(data=facts)
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
