@@ -22,6 +22,7 @@ from .build.nvrtc import Compiler, Cubin
 from .build.observer import Observer
 from .check.verdicts import Verdict
 from .choose.evidence import ratio_interval
+from .choose.finals import select
 from .choose.search import Search
 from .choose.skips import Skips
 from .cli import app
@@ -118,6 +119,7 @@ __all__ = [
     "report",
     "run",
     "schema",
+    "select",
     "winners",
     "write_page",
 ]

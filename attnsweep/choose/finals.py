@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnsweep.build.observer import Observer
-from attnsweep.choose.race import Pair, by_time, label_of, settled_first, time_of
-from attnsweep.choose.ranking import EQUIVALENT, thrift
+from attnsweep.choose.evidence import ratio_interval
+from attnsweep.choose.race import Pair, by_time, label_of, race, settled_first, time_of
+from attnsweep.choose.ranking import EQUIVALENT, middle_ratio, thrift
 from attnsweep.choose.rounds import Replay, Round, Rounds, measured
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
@@ -34,14 +35,19 @@ _NOISY_SPREAD = 0.15
 # border between as good as the best and not: its side may decide the winner.
 _MOST = 3
 _BORDER = 0.0015
+# Rounds also go on until the would-be winner is shown to cost at most this, or until so many rounds
+# or so much time of calls is spent: calls of milliseconds at the power cap need hundreds of rounds.
+REGRET = 1.005
+_MOST_ROUNDS = 400
+_UNDECIDED_US = 30e6
 _KINDS = ("warm", "cold", "eager", "chained")
 # After _ROUNDS_OF_THE_FAR rounds of the kind that ranks, an entry slower than the fastest by this
 # factor is known well enough. Most such entries are slow baselines, whose call may take as long as
 # those of all finalists.
 _FAR = 1.5
 _ROUNDS_OF_THE_FAR = 5
-# Only entries within this of the fastest take part in further rounds: those that may still win, and
-# those just behind them.
+# Only entries within this of the fastest take part in further rounds, and those not shown slower;
+# beyond _MOST times the spec's rounds, only the latter.
 _NEAR = 1.02
 # Microseconds of calls one by one after the rounds, for those and for the others. A call of 10 µs
 # is then made 7,000 times, which shows a race of one call in a thousand with 99.9 %.
@@ -75,6 +81,7 @@ class Finals:
         self._samples: Samples = {}
         self._chains: set[str] = set()
         self._noisy: dict[str, _Noisy] = {}
+        self._undecided_us = 0.0
 
     def run(self, raced: Sequence[Pair], peers: Sequence[Trial]) -> list[Pair]:
         """Time the best of `raced` and all peers in turns; returns the finalists among `raced`.
@@ -189,9 +196,9 @@ class Finals:
                 if name in this.times:
                     self._samples[name].setdefault(what, []).append(time_us)
             taken += 1
-            if taken == wanted[kind] < _MOST * self._spec.measure.rounds and ranks:
+            if taken == wanted[kind] and ranks:
                 ours = [n for n in this.times if self._entries[n].provider == OURS]
-                wanted[kind] += border_is_open([self._samples[n][kind] for n in ours])
+                wanted[kind] += self._more({n: self._samples[n][kind] for n in ours}, taken)
             yield this
         if ranks:
             yield from self._again(wanted, rounds, replay)
@@ -202,14 +209,34 @@ class Finals:
             return bool(_stages(self._entries[name]))
         return kind != "chained" or name in self._chains
 
+    def _more(self, times: Mapping[str, Sequence[float]], taken: int) -> int:
+        """How many rounds must follow: none if it is clear which candidates are as good."""
+        settings = self._spec.measure
+        if taken < _MOST * settings.rounds and border_is_open([*times.values()]):
+            return 1
+        if not undecided([(self._entries[name], each) for name, each in times.items()]):
+            return 0
+        # Each replay is preceded by an untimed one.
+        each_us = 2 * sum(max(settings.replay_us, statistics.median(t)) for t in times.values())
+        affordable = int((_UNDECIDED_US - self._undecided_us) / each_us)
+        more = max(0, min((taken + 1) // 2, _MOST_ROUNDS - taken, affordable))
+        self._undecided_us += more * each_us
+        return more
+
     def _still(self, names: Sequence[str], taken: int) -> list[str]:
         """Those that are not known well enough, and the fastest peer, which × base pairs with."""
-        kind, first = self._spec.measure.rank_by, taken < self._spec.measure.rounds
-        times = {name: self._samples[name][kind] for name in names}
+        settings, first = self._spec.measure, taken < self._spec.measure.rounds
+        times = {name: self._samples[name][settings.rank_by] for name in names}
+        if not first:
+            ours = {n: own for n, own in times.items() if self._entries[n].provider == OURS}
+            keep = ours.keys() - shown_slower(ours)
+            if taken < _MOST * settings.rounds:
+                keep |= set(_within(times, _NEAR))
+            return [name for name in names if name in keep]
+        keep = set(_within(times, _FAR))
         peers = [name for name in names if self._may_be_base(name)]
-        keep = _within(times, _FAR if first else _NEAR)
-        if first and peers:
-            keep.append(min(peers, key=lambda name: statistics.median(times[name])))
+        if peers:
+            keep.add(min(peers, key=lambda name: statistics.median(times[name])))
         return [name for name in names if name in keep]
 
     def _may_be_base(self, name: str) -> bool:
@@ -271,6 +298,22 @@ class Finals:
         """Store the failure of a finalist that passed before; the others go on."""
         self._gpu.forget(name)
         self._put(trial.with_(status=error.status, detail=f"while timing: {error.detail}"))
+
+
+def select(checked: Sequence[Pair], spec: SweepSpec, gpu: Gpu) -> list[Trial]:
+    """The race and the finals of candidates with first times, as a sweep runs them, without peers.
+
+    Returns a row for each of `checked`, for `rank`.
+    """
+    rows = {trial.key: trial for _, trial in checked}
+
+    def put(row: Trial) -> None:
+        rows[row.key] = row
+
+    observer = Observer()
+    raced = race(checked, spec, gpu, put=put, observer=observer)
+    Finals(spec, gpu, put=put, keep=put, observer=observer).run(raced, [])
+    return list(rows.values())
 
 
 def finalists_of(raced: Sequence[Pair], asked: int) -> list[Pair]:
@@ -361,6 +404,25 @@ def border_is_open(rounds: Sequence[Sequence[float]]) -> bool:
         statistics.median(a / b for a, b in zip(times, best, strict=True)) for times in rounds
     )
     return any(abs(middle - EQUIVALENT) < _BORDER for middle in middles)
+
+
+def shown_slower(times: Mapping[str, Sequence[float]]) -> set[str]:
+    """The entries whose 95 % interval shows them more than 0.4 % slower than the fastest."""
+    best = min(times.values(), key=statistics.median, default=())
+    return {name for name, own in times.items() if ratio_interval(own, best)[0] > EQUIVALENT}
+
+
+def undecided(timed: Sequence[tuple[Trial, Sequence[float]]]) -> bool:
+    """Whether the candidate that would win now may be more than 0.5 % slower than another.
+
+    timed: the candidates that are still timed, with their rounds; all have as many.
+    """
+    best = min((own for _, own in timed), key=statistics.median, default=())
+    good = [pair for pair in timed if middle_ratio(pair[1], best) <= EQUIVALENT]
+    if not good:
+        return False
+    _, winner = min(good, key=lambda pair: thrift(pair[0]))
+    return any(own is not winner and ratio_interval(winner, own)[1] > REGRET for _, own in timed)
 
 
 def _row(

@@ -12,7 +12,7 @@ from typing import Any
 
 from attnsweep.build.candidate import Build
 from attnsweep.build.observer import Observer
-from attnsweep.choose.evidence import Race, interval, rounds_to_eliminate
+from attnsweep.choose.evidence import Race, interval
 from attnsweep.choose.rounds import Rounds, measured
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
@@ -20,8 +20,10 @@ from attnsweep.trial import Trial
 
 Pair = tuple[Build, Trial]
 # A candidate within this of the best first time may be the best: first times are taken minutes
-# apart, in other states of the clock (recorded finals of an H200 ran at 1395 to 1980 MHz under its
-# power cap). First times are warm, so the best with a cold L2 may be further off.
+# apart, in other states of the clock. In 61 recorded problems the best of the finals, or one as
+# good, had a first time of at most 1.03 times the least; relative to the finals' times, the first
+# times of 720 finalists were 0.89 to 1.04 times the usual (99 % of them; two were mistakes). The
+# rest covers other cards. First times are warm, so the best with a cold L2 may be further off.
 _ENTRY = {"warm": 1.25, "cold": 1.5}
 # The largest probability that the race eliminates the fastest entrant.
 _ALPHA = 0.05
@@ -29,9 +31,11 @@ _ALPHA = 0.05
 _REFERENCES = 8
 # If no entrant alive is further than this from the leader, the race has nothing left to show.
 _ALIKE = 0.005
-# A race may cost at most this share of the launches of 100 ms of each entrant.
+# A race may cost at most this share of the launches of 100 ms of each entrant, but of long calls
+# this many launches of each: rounds of one call, enough to show it slower and a few more.
 _BUDGET_SHARE = 0.2
 _FULL_US = 100_000.0
+_LAUNCHES = 40
 # A first time this many times as long as the rounds' is a mistake, not noise.
 _CONTRADICTS = 2.0
 # Length of a replay of the race: events resolve 0.5 us of it, and it is taken many times.
@@ -84,18 +88,26 @@ def race(
 ) -> list[Pair]:
     """Those of `checked` that did not fail, with the race's facts in their rows.
 
-    put: stores a row that changed. There is no race if few candidates are near the best, or if a
-    call takes so long that the budget does not hold the rounds.
+    put: stores a row that changed. There is no race if few candidates are near the best.
     """
-    best = min((time_of(trial) for _, trial in checked), default=0.0)
-    near = [pair for pair in checked if time_of(pair[1]) <= race_entry(spec) * best]
-    nobody = [(build, trial.with_(race={})) for build, trial in checked]
+    first = entry_times([trial for _, trial in checked])
+    best = min(first, default=0.0)
+    near = [
+        pair for pair, time in zip(checked, first, strict=True) if time <= race_entry(spec) * best
+    ]
     if len(near) <= spec.measure.finalists:
-        return nobody
-    if not _worth_it([time_of(trial) for _, trial in near]):
-        observer.note("no race, because a call takes too long; first times choose the finalists")
-        return nobody
+        return [(build, trial.with_(race={})) for build, trial in checked]
     return _Race(spec, gpu, put, observer).run(checked, near)
+
+
+def entry_times(trials: Sequence[Trial]) -> list[float]:
+    """What decides who races: cycles of the first times, or times where a clock is unknown.
+
+    A first time at the power cap is as slow as the clock was then; cycles do not depend on it.
+    """
+    cycles = [t.first_us * t.first_mhz if t.first_us and t.first_mhz else None for t in trials]
+    known = [each for each in cycles if each is not None]
+    return known if len(known) == len(trials) else [time_of(trial) for trial in trials]
 
 
 class _Race:
@@ -153,7 +165,7 @@ class _Race:
         """
         launches = dict.fromkeys(race.entrants, 0)
         last = dict.fromkeys(race.entrants, 0)
-        budget = _BUDGET_SHARE * sum(_FULL_US / us for us in first_us.values())
+        budget = sum(max(_BUDGET_SHARE * _FULL_US / us, _LAUNCHES) for us in first_us.values())
 
         def replay(name: str) -> float:
             time_us, launched = self._gpu.race(name, RACE_US, self._kind)
@@ -183,15 +195,6 @@ class _Race:
         self._lost.add(name)
         self._gpu.forget(name)
         self._put(trial.with_(status=error.status, detail=f"while timing: {error.detail}"))
-
-
-def _worth_it(times_us: Sequence[float]) -> bool:
-    """Whether the budget holds the rounds that it takes to show the slowest slower."""
-    rounds = rounds_to_eliminate(math.log2(min(_REFERENCES, len(times_us)) / _ALPHA))
-    calls = [max(1.0, RACE_US / us) for us in times_us]
-    # A graph takes three calls and two replays to make; a round takes two replays.
-    cost = sum(3 + 2 * (1 + rounds) * count for count in calls)
-    return cost <= _BUDGET_SHARE * sum(_FULL_US / us for us in times_us)
 
 
 def _facts(race: Race, name: str) -> dict[str, Any]:

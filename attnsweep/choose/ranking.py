@@ -32,9 +32,6 @@ MARGIN = 1.1
 # Candidates closer than this are equally good. It is above the intended noise floor, 0.3 %
 # (benchmarks/noise.py), and below the intended regret, 0.5 % (benchmarks/stability.py).
 EQUIVALENT = 1.004
-# If rounds leave open whether a candidate is as good, a winner may be no slower than this: at the
-# power cap, 7 rounds of calls of 13 ms left it open for a candidate that was 14 % slower.
-OPEN = 1.01
 # Order of the rows after the ranked ones: first those that ran, last those that never did.
 _AFTER = [
     Status.DAMAGED,
@@ -62,9 +59,9 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     than 1/1.1 of its own.
 
     winner: take the candidates that share the best rank of any candidate. Those whose median paired
-    ratio to the fastest of them is at most 1.004, or cannot be told from 1, are equally good. The
-    winner is the equally good candidate with the least shared memory, then registers, then the
-    first config. Times do not choose among the equally good, so that a rerun picks the same one.
+    ratio to the fastest of them is at most 1.004 are equally good. The winner is the equally good
+    candidate with the least shared memory, then registers, then the first config. Times do not
+    choose among the equally good, so that a rerun picks the same one.
 
     time_us is the median; spread_us is half the interquartile range of the rounds (NaN if timed
     once); cycles counts SM clock cycles in the rounds; timed_as is the kind of time_us: warm, cold
@@ -143,6 +140,11 @@ def _tied(trial: Trial, leader: Trial) -> bool:
     return bool(own) and ratio_interval(own, other)[0] <= EQUIVALENT
 
 
+def middle_ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """The median of the ratios of paired rounds."""
+    return float(np.median(np.asarray(times) / np.asarray(others)))
+
+
 def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
     """The candidates of a shared rank that are as good as the fastest of them."""
     best = min(trials, key=lambda trial: (_median(trial), _identity(trial)))
@@ -150,9 +152,7 @@ def _equally_good(trials: Sequence[Trial]) -> list[Trial]:
     for trial in trials:
         own, other = _paired(trial, best)
         if trial is not best and own:
-            low, _ = ratio_interval(own, other)
-            middle = float(np.median(np.asarray(own) / np.asarray(other)))
-            good += [trial] if middle <= EQUIVALENT or (low <= 1 and middle <= OPEN) else []
+            good += [trial] if middle_ratio(own, other) <= EQUIVALENT else []
     return good
 
 

@@ -243,9 +243,9 @@ def test_times_do_not_choose_among_the_equally_good() -> None:
 
 
 def test_few_rounds_do_not_make_a_much_slower_one_win() -> None:
-    """One round that favours it leaves open whether it is as good; 14 % of time is no tie."""
+    """One round that favours it leaves open whether it is as good; 0.8 % is no tie for a winner."""
     best = [10.0] * 7
-    for slower, winner in ((1.008, 2), (1.09, 1)):
+    for slower, winner in ((1.003, 2), (1.008, 1), (1.09, 1)):
         rounds = [slower * us for us in best[:-1]] + [9.95]
         rows = [
             trial("k1", timed(best), resources=smem(90_000)),

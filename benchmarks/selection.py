@@ -1,0 +1,346 @@
+"""How often does a sweep keep the best candidate, and what does its winner cost? By simulation.
+
+Usage: python benchmarks/selection.py [FILE.json] [--results DIR ...] [--runs 200] [--first-noise S]
+[--only TEXT]. Nothing is measured: the race, the finals and the ranking are the sweep's own, on a
+card that draws its samples from recorded rounds. For every recorded problem a candidate's true time
+is its recorded one, relative to the best; a sample is off by a residual of that problem's rounds
+(a time over its entry's median and its round's), drawn anew. First times are off by what recorded
+first times are off, or by a lognormal of S (0.05 is 5 %). The file holds, for each problem, how
+often the tie set held the true best, the 95th percentile of the regret (the winner's true time over
+the best's, less 1), rounds, and calls.
+
+Limits: residuals are drawn independently, so that a drift that meets one entry for several rounds
+is not there; true times are recorded medians, which are themselves off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import setting
+import yaml
+from setting import console
+
+from attnsweep import Measurement, Problem, Run, Status, SweepSpec, Trial, open_run, rank, select
+
+OURS = "attnsweep"
+ROOT = Path(__file__).parent.parent
+# A race's replay lasts 300 µs and a finals' about 1 ms: of short calls it averages fewer.
+RACE_NOISE = math.sqrt(1000 / 300)
+LONG_US = 300.0
+HELD, REGRET = 0.95, 0.005
+
+
+SPEC = """
+problems: [{{batch: 1, heads: 2, seqlen: 64, head_dim: 64}}]
+kernels: {{naive: {{}}}}
+baselines: []
+measure: {{cold: false, eager: false, rounds: {rounds}, finalists: {finalists}}}
+"""
+
+
+@functools.cache
+def spec_of(rounds: int, finalists: int) -> SweepSpec:
+    """A spec with these settings; its problem and kernel do not matter."""
+    with tempfile.TemporaryDirectory() as directory:
+        return setting.spec_of(SPEC.format(rounds=rounds, finalists=finalists), Path(directory))
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One recorded problem: candidates' rows and true times, and how samples are off."""
+
+    run: str
+    problem: Problem
+    rows: Sequence[Trial]
+    levels: Mapping[str, float]
+    """Label to true microseconds of a call."""
+    residuals: Sequence[float]
+    first: Sequence[float]
+    """Logarithms of first times over true ones, less their median."""
+    rounds: int
+    finalists: int
+    mhz: float = 0.0
+
+    @property
+    def best_us(self) -> float:
+        """True time of the best."""
+        return min(self.levels.values())
+
+
+def label(trial: Trial) -> str:
+    """The name of a candidate in a race and in the rounds."""
+    return " ".join([trial.kernel, *(f"{n}={int(v) if isinstance(v, bool) else v}"
+                                     for n, v in trial.config.items())])  # fmt: skip
+
+
+def levels_of(rows: Sequence[Trial]) -> dict[str, float]:
+    """The true time of each candidate, as the record tells it best.
+
+    Finalists: their median. Those that a race eliminated: the middle of the interval of their ratio
+    to the one that did. Others: their first time, at the clock of the finals.
+    """
+    finals = {label(t): t.time_us.median for t in rows if t.time_us and t.time_us.rounds}
+    pace = [
+        t.first_us / t.time_us.median
+        for t in rows
+        if t.first_us and t.time_us and t.time_us.rounds and t.time_us.l2 == "warm"
+    ]
+    usual = statistics.median(pace) if pace else 1.0
+    names = {label(t): t for t in rows}
+    found: dict[str, float] = dict(finals)
+
+    def level(name: str, seen: frozenset[str] = frozenset()) -> float:
+        if name in found:
+            return found[name]
+        trial = names[name]
+        assert trial.time_us is not None
+        alone = (trial.first_us or trial.time_us.median * usual) / usual
+        against, ratio = trial.race.get("against"), trial.race.get("ratio") or [None, None]
+        if against in names and against not in seen and None not in ratio and against != name:
+            return level(against, seen | {name}) * math.sqrt(ratio[0] * ratio[1])
+        return alone
+
+    return {name: level(name) for name in names}
+
+
+def residuals_of(finalists: Sequence[Trial]) -> list[float]:
+    """Logarithms of samples over their entry's median and their round's, of entries in all rounds.
+
+    Taking both medians away makes them smaller; they are scaled up by what that costs.
+    """
+    most = max(len(t.time_us.rounds) for t in finalists if t.time_us)
+    whole = [t.time_us.rounds for t in finalists if t.time_us and len(t.time_us.rounds) == most]
+    if len(whole) < 2 or most < 2:
+        return []
+    own = [[math.log(us) - math.log(statistics.median(times)) for us in times] for times in whole]
+    shared = [statistics.median(column) for column in zip(*own, strict=True)]
+    scale = math.sqrt(most / (most - 1) * len(whole) / (len(whole) - 1))
+    return [scale * (us - s) for times in own for us, s in zip(times, shared, strict=True)]
+
+
+def recorded_problems(run: Run, only: str = "") -> Iterator[Recorded]:
+    """The problems of a run on which at least three finalists have rounds in common."""
+    by_problem: dict[Problem, list[Trial]] = {}
+    for trial in run.trials:
+        if trial.provider == OURS and trial.time_us and trial.status in (Status.OK, Status.NOISY):
+            by_problem.setdefault(trial.problem, []).append(trial)
+    for problem, rows in by_problem.items():
+        if only not in f"{run.directory.name} {problem.label}":
+            continue
+        finalists = [t for t in rows if t.time_us and t.time_us.rounds]
+        residuals = residuals_of(finalists) if finalists else []
+        if len(rows) < 3 or not residuals:
+            continue
+        first = [math.log(t.first_us / t.time_us.median)
+                 for t in finalists if t.first_us and t.time_us]  # fmt: skip
+        usual = statistics.median(first) if first else 0.0
+        asked = yaml_of(run)
+        yield Recorded(
+            *(run.directory.name, problem, rows, levels_of(rows), residuals),
+            *([each - usual for each in first], asked["rounds"], asked["finalists"]),
+        )
+
+
+def yaml_of(run: Run) -> dict[str, int]:
+    """Rounds and finalists that the run's spec asked for."""
+    measure = (yaml.safe_load(run.spec_text or "") or {}).get("measure", {})
+    return {"rounds": measure.get("rounds", 15), "finalists": min(measure.get("finalists", 12), 12)}
+
+
+@dataclass
+class Card:
+    """A GPU whose samples are the true times, off by a residual; see attnsweep.gpu.worker.Gpu."""
+
+    of: Recorded
+    random: random.Random
+    calls: float = 0.0
+    spent_us: float = 0.0
+    raced_us: float = 0.0
+
+    def sample(self, name: str, us: float, noise: float = 1.0) -> tuple[float, int]:
+        """One replay of about `us`: microseconds a call, and calls launched."""
+        level = self.of.levels[name]
+        calls = max(1, round(us / level))
+        self.spent_us += 2 * calls * level
+        off = self.random.choice(self.of.residuals) * (noise if level < us else 1.0)
+        return level * math.exp(off), 2 * calls
+
+    def add(self, name: str, candidate: object, *, cold: bool) -> None:
+        """Nothing: every candidate is there."""
+
+    def drop(self, name: str) -> None:
+        """Nothing."""
+
+    def race(self, name: str, replay_us: float, _: str) -> tuple[float, int]:
+        """A sample of a race, and the calls that it launched."""
+        taken = self.sample(name, replay_us, RACE_NOISE)
+        self.raced_us = self.spent_us
+        return taken
+
+    def replay(self, name: str, _: str) -> float:
+        """A sample of the finals."""
+        return self.sample(name, 1000.0)[0]
+
+    def conditions(self) -> Mapping[str, Any]:
+        """One clock for all, because samples are not off by it."""
+        return {"sm_mhz": 1980}
+
+
+def simulate(of: Recorded, seed: int, first_noise: float | None = None) -> dict[str, Any]:
+    """One sweep on the simulated card: first times, race, finals, ranking."""
+    card = Card(of, random.Random(seed))
+    noise = card.random
+
+    def off() -> float:
+        return noise.gauss(0, first_noise) if first_noise else noise.choice(of.first or [0.0])
+
+    checked = []
+    for row in of.rows:
+        name = label(row)
+        first = of.levels[name] * math.exp(off())
+        once = Measurement(median=first, low=first, high=first, samples=1)
+        trial = row.with_(
+            time_us=once, first_us=first, first_mhz=None, race={}, status=Status.OK, stages_us={}
+        )
+        build = SimpleNamespace(
+            kernel=SimpleNamespace(name=row.kernel),
+            config=SimpleNamespace(label=name.partition(" ")[2]),
+            candidate=lambda: None,
+        )
+        checked.append((build, trial))
+    spec = spec_of(of.rounds, of.finalists)
+    spec = replace(spec, search=spec.search.model_copy(update={"seed": seed}))
+    gpu: Any = card
+    pairs: Any = checked
+    rows = select(pairs, spec, gpu)
+    frame = rank(rows)
+    best = min(of.levels, key=lambda name: of.levels[name])
+    first_rank = [label(t) for t in frame.loc[frame["rank"] == 1, "trial"]]
+    (winner,) = frame.loc[frame["winner"], "trial"]
+    finalists = [t for t in rows if t.time_us and t.time_us.rounds]
+    return {
+        "held": best in first_rank,
+        "entered": best in {label(t) for t in finalists},
+        "winner": label(winner),
+        "regret": of.levels[label(winner)] / of.best_us - 1,
+        "ties": len(first_rank),
+        "rounds": max(len(t.time_us.rounds) for t in finalists if t.time_us),
+        "race_s": card.raced_us / 1e6,
+        "finals_s": (card.spent_us - card.raced_us) / 1e6,
+        "raced": sum(bool(t.race) for t in rows),
+    }
+
+
+def judge(of: Recorded, runs: int, first_noise: float | None = None) -> dict[str, Any]:
+    """Many simulated sweeps of one problem."""
+    told = [simulate(of, seed, first_noise) for seed in range(runs)]
+    regrets = sorted(each["regret"] for each in told)
+    held = sum(each["held"] for each in told)
+    at_95 = regrets[math.ceil(0.95 * runs) - 1]
+    return {
+        "run": of.run,
+        "problem": of.problem.label,
+        "best_us": round(of.best_us, 3),
+        "candidates": len(of.rows),
+        "raced": statistics.median(each["raced"] for each in told),
+        "noise_percent": round(100 * deviation(of.residuals), 3),
+        "runs": runs,
+        "held": held,
+        "in_finals": sum(each["entered"] for each in told),
+        "regret_95_percent": round(100 * at_95, 3),
+        "largest_regret_percent": round(100 * regrets[-1], 3),
+        "ties": statistics.median(each["ties"] for each in told),
+        "rounds": statistics.median(each["rounds"] for each in told),
+        "most_rounds": max(each["rounds"] for each in told),
+        "race_s": round(statistics.median(each["race_s"] for each in told), 3),
+        "finals_s": round(statistics.median(each["finals_s"] for each in told), 3),
+        "reached": held >= HELD * runs and at_95 <= REGRET,
+    }
+
+
+def deviation(residuals: Sequence[float]) -> float:
+    """Root mean square."""
+    return math.sqrt(statistics.fmean(x * x for x in residuals))
+
+
+def gather(directories: Sequence[Path], only: str = "") -> list[Recorded]:
+    """The problems of all runs; those without first times borrow how others' are off."""
+    found = []
+    for directory in directories:
+        if any((directory / name).exists() for name in ("trials.jsonl.gz", "trials.jsonl")):
+            run = open_run(directory)
+            if not any(trial.recorded for trial in run.trials):  # a replay repeats another run
+                found += recorded_problems(run, only)
+    classes: dict[bool, list[float]] = {True: [], False: []}
+    for of in found:
+        classes[of.best_us > LONG_US] += of.first
+    return [Recorded(**{**vars(of), "first": classes[of.best_us > LONG_US]}) for of in found]
+
+
+def markdown(told: Sequence[Mapping[str, Any]]) -> str:
+    """A table of the problems, those that missed in bold."""
+    lines = [
+        "| run | problem | best, µs | candidates | noise | best in ties | regret, 95 % | rounds |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for t in told:
+        held = f"{100 * t['held'] / t['runs']:.1f} %"
+        regret = f"{t['regret_95_percent']:.2f} %"
+        if t["held"] < HELD * t["runs"]:
+            held = f"**{held}**"
+        if t["regret_95_percent"] > 100 * REGRET:
+            regret = f"**{regret}**"
+        lines.append(
+            f"| {t['run']} | {t['problem']} | {t['best_us']:.4g} | {t['candidates']} | "
+            f"{t['noise_percent']:.2f} % | {held} | {regret} | {t['rounds']:g} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _one(task: tuple[Recorded, int, float | None]) -> dict[str, Any]:
+    return judge(*task)
+
+
+def main() -> None:
+    """Simulate every recorded problem."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", nargs="?", type=Path, default=Path("selection.json"))
+    parser.add_argument("--results", type=Path, nargs="*", default=sorted(ROOT.glob("results/*/*")))
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--first-noise", type=float, help="0.05: first times off by 5 %%")
+    parser.add_argument("--only", default="", help="problems whose run and label hold this text")
+    arguments = parser.parse_args()
+    found = gather(arguments.results, arguments.only)
+    tasks = [(of, arguments.runs, arguments.first_noise) for of in found]
+    told = []
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for each in pool.map(_one, tasks):
+            told.append(each)
+            console.print(markdown([each]).splitlines()[-1])
+    result = {
+        "runs": arguments.runs,
+        "first_noise": arguments.first_noise,
+        "problems": len(told),
+        "reached": sum(each["reached"] for each in told),
+        "of": told,
+    }
+    arguments.file.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"{result['reached']} of {len(told)} problems; written: {arguments.file}")
+
+
+if __name__ == "__main__":
+    main()
