@@ -92,10 +92,9 @@ class Finals:
         finalists = []
         for build, trial in chosen:
             try:
-                candidate = build.candidate()
-                self._gpu.add(label_of(build), candidate, cold=True)
+                if self._gpu.add(label_of(build), build.candidate(), cold=True):
+                    self._chains.add(label_of(build))
                 self._entries[label_of(build)] = trial
-                self._chains |= {label_of(build)} if candidate.timed.chains else set()
                 finalists.append((build, trial))
             except WorkerError as error:
                 self._fail(label_of(build), trial, error)

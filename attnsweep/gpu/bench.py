@@ -228,12 +228,16 @@ class Bench:
                 replay = capture(calls)
         return replay, calls
 
-    def add(self, name: str, candidate: Candidate, cold: bool) -> None:
-        """Make a candidate that passed `trial` an entry. cold: with copies for cold times."""
+    def add(self, name: str, candidate: Candidate, cold: bool) -> bool:
+        """Make a candidate that passed `trial` an entry. cold: with copies for cold times.
+
+        Returns whether its calls can be chained.
+        """
         copies = self._cold() if cold else []
         _, proven = self._prove(candidate, [self._timed, *copies], small=False)
         used = frozenset(candidate.timed.workspaces.items())
         self._entries[name] = _Entry(proven.call, proven, workspaces=used)
+        return candidate.timed.chains
 
     def drop(self, name: str) -> None:
         """Remove an entry, its graphs, and the workspaces that no other entry uses."""

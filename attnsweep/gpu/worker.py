@@ -82,8 +82,11 @@ class Gpu(Protocol):
     def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
         """Check a candidate on every case, then time it briefly."""
 
-    def add(self, name: str, candidate: Candidate, *, cold: bool) -> None:
-        """Make a candidate that passed `trial` an entry. cold: with copies for cold times."""
+    def add(self, name: str, candidate: Candidate, *, cold: bool) -> bool:
+        """Make a candidate that passed `trial` an entry. cold: with copies for cold times.
+
+        Returns whether its calls can be chained.
+        """
 
     def add_baseline(self, name: str) -> Accuracy:
         """Prepare and check a baseline, and make it an entry."""
@@ -167,9 +170,9 @@ class Worker:
         accuracy, first = self.call("trial", candidate)
         return accuracy, first
 
-    def add(self, name: str, candidate: Candidate, *, cold: bool) -> None:
+    def add(self, name: str, candidate: Candidate, *, cold: bool) -> bool:
         """See `Gpu`."""
-        self.call("add", name, candidate, cold, keep=True, slow=True)
+        return bool(self.call("add", name, candidate, cold, keep=True, slow=True))
 
     def add_baseline(self, name: str) -> Accuracy:
         """See `Gpu`."""

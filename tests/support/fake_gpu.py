@@ -23,7 +23,7 @@ class FakeGpu:
     """A GPU whose times are made up.
 
     times: microseconds by entry; `naive THREADS=32` is found as `THREADS=32` too. A baseline that
-    is not in it is not installed. faults: what a call of (method, name) raises. calls: every call
+    is not in it is not installed. chaining: entries whose calls can be chained. faults: what a call of (method, name) raises. calls: every call
     but `describe`, as (method, name); the name is the entry's, the config's of `trial`, or the
     problem's of `open`. environment: what `describe` answers, or raises.
     """
@@ -36,6 +36,7 @@ class FakeGpu:
     ) -> None:
         self.times: dict[str, float] = dict(times or {})
         self.environment = environment
+        self.chaining: set[str] = set()
         self.faults: dict[tuple[str, str], BaseException] = {}
         self.calls: list[tuple[str, str]] = []
 
@@ -77,8 +78,9 @@ class FakeGpu:
         self.heard("trial", label_of(candidate))
         return RIGHT, self.first_times(candidate)
 
-    def add(self, name: str, candidate: Candidate, *, cold: bool) -> None:
+    def add(self, name: str, candidate: Candidate, *, cold: bool) -> bool:
         self.heard("add", name)
+        return name in self.chaining
 
     def add_baseline(self, name: str) -> Accuracy:
         self.heard("add_baseline", name)
