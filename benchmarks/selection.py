@@ -291,6 +291,14 @@ def gather(directories: Sequence[Path], only: str = "") -> list[Recorded]:
     return [Recorded(**{**vars(of), "first": classes[of.best_us > LONG_US]}) for of in found]
 
 
+def recorded_on(directories: Sequence[Path]) -> str:
+    """The GPUs of the runs, and the days on which they were recorded."""
+    runs = [open_run(d) for d in directories if (d / "trials.jsonl.gz").exists()]
+    cards = [run.environment for run in runs if run.environment is not None]
+    found = {f"{card.gpu}, {card.date[:10]}": None for card in cards}
+    return " and ".join(sorted(found))
+
+
 def markdown(told: Sequence[Mapping[str, Any]]) -> str:
     """A table of the problems, those that missed in bold."""
     lines = [
@@ -327,6 +335,7 @@ def main() -> None:
     found = gather(arguments.results, arguments.only)
     tasks = [(of, arguments.runs, arguments.first_noise) for of in found]
     told = []
+    console.print(markdown([]).rstrip())
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for each in pool.map(_one, tasks):
             told.append(each)
@@ -334,6 +343,7 @@ def main() -> None:
     result = {
         "runs": arguments.runs,
         "first_noise": arguments.first_noise,
+        "recorded_on": recorded_on(arguments.results),
         "problems": len(told),
         "reached": sum(each["reached"] for each in told),
         "of": told,

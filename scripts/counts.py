@@ -17,7 +17,9 @@ from attnsweep import Config, Environment, Problem, Search, arch_named, families
 
 __all__ = [
     "Peak",
+    "at_least",
     "beside",
+    "bounded",
     "gains",
     "log_share",
     "mean_ratio",
@@ -76,6 +78,24 @@ def log_share(gain: float, gap: float) -> float:
 def mean_ratio(ratios: Sequence[float]) -> float:
     """Geometric mean."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def at_least(count: int, of: int) -> float:
+    """The least share that `count` of `of` leaves plausible: Clopper-Pearson, one-sided, 95 %."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        share = (low + high) / 2
+        # How likely so many or more are, if that is the share.
+        tail = sum(
+            math.comb(of, k) * share**k * (1 - share) ** (of - k) for k in range(count, of + 1)
+        )
+        low, high = (share, high) if tail < 0.05 else (low, share)
+    return low
+
+
+def bounded(count: float, of: int) -> str:
+    """` (at least 84 %)`: what a count leaves plausible."""
+    return f" (at least {100 * at_least(round(count), of):.0f} %)"
 
 
 def beside(rows: Sequence[Row], others: Sequence[Row], axis: str) -> list[dict[str, Any]]:

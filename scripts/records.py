@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from attnsweep import Environment, Problem, Run, counters, open_run, rank
 
 OURS = "attnsweep"
@@ -86,6 +88,20 @@ class Book:
         if card is None:
             raise QueryError(f"run {name!r} has no environment.json")
         return card
+
+    def protocol(self, name: str) -> int:
+        """The protocol of timing that a run was recorded by; see docs/measuring.md.
+
+        Runs before protocol 4 do not say. Protocol 3 came with `rank_by` in the spec, and protocol
+        2 with the way in which each row's call is issued.
+        """
+        run = self.run(name)
+        said = getattr(run.environment, "protocol", None)
+        if said is not None:
+            return int(said)
+        if "rank_by" in yaml.safe_load(run.spec_text or "").get("measure", {}):
+            return 3
+        return 2 if any(trial.schedule for trial in run.trials) else 1
 
     def rows(self, name: str) -> list[Row]:
         """All rows of a run, ranked within each problem; nothing if it is not recorded."""

@@ -7,6 +7,7 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -230,3 +231,27 @@ def test_the_walk_to_the_best_changes_one_setting_at_a_time():
     for before, after in pairwise(walk):
         differ = [n for n in own() if before["row"].config[n] != after["row"].config[n]]
         assert differ == [after["name"]]
+
+
+def test_the_least_plausible_share_is_clopper_and_pearsons():
+    assert counts.at_least(26, 27) == pytest.approx(0.836, abs=0.001)  # not 26 / 27 = 0.963
+    assert counts.at_least(20, 20) == pytest.approx(0.05 ** (1 / 20), abs=1e-6)
+    assert counts.at_least(940, 940) == pytest.approx(1 - 0.0032, abs=1e-4)
+    assert counts.at_least(0, 5) == pytest.approx(0, abs=1e-9)
+    assert counts.bounded(26, 27) == " (at least 84 %)"
+
+
+@pytest.mark.parametrize(
+    ("run", "protocol"),
+    [("mma_h200", 1), ("three_kernel", 2), ("three_kernel_long", 2), ("wmma_pipeline", 3),
+     ("flash_h200", 3)],
+)  # fmt: skip
+def test_a_recording_says_its_protocol(run, protocol):
+    assert Book(docs.ROOT / docs.RESULTS).protocol(run) == protocol
+
+
+def test_the_protocol_that_an_environment_says_counts(monkeypatch):
+    book = Book(docs.ROOT / docs.RESULTS)
+    card = book.card("mma_h200").model_copy(update={"protocol": 4})
+    monkeypatch.setattr(book, "run", lambda name: SimpleNamespace(environment=card))
+    assert book.protocol("mma_h200") == 4
