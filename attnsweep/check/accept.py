@@ -14,6 +14,7 @@ from attnsweep.spec.load import load_spec
 from attnsweep.store.code import read_code
 from attnsweep.store.pack import pack
 from attnsweep.store.run import CUBINS, LOCK, SPEC, Run, being_written, open_run, trials_of
+from attnsweep.trial import PROTOCOL
 
 
 def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
@@ -65,6 +66,7 @@ def _unfinished(run: Run) -> list[str]:
         problems = [entry.problem for entry in load_spec(run.directory / SPEC).problems]
     except SpecError as error:
         return [f"its spec cannot be read ({error.what})"]
+    old = run.environment is not None and run.environment.protocol != PROTOCOL
     won = {trial.problem: trial for trial in winners(rank(run.trials, run.environment))}
     against = [] if run.environment is not None else ["it has no environment.json"]
     for problem in problems:
@@ -76,6 +78,10 @@ def _unfinished(run: Run) -> list[str]:
             try:
                 read_code(run.directory, won[problem])
             except StoreError as error:
+                if old:
+                    return [
+                        f"recorded by an older version of attnsweep; {problem.label}: {error.what}"
+                    ]
                 against.append(f"{problem.label}: {error.what}")
     return against
 

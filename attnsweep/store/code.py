@@ -83,7 +83,20 @@ def read_code(of_run: Path, winner: Trial) -> Launches:
     for stage in code.plan.stages:
         _verify(directory, stage.cubin, code.digests)
     stages = tuple(replace(s, cubin=str(directory / s.cubin)) for s in code.plan.stages)
-    return replace(code.plan, stages=stages)
+    return _unchained(replace(code.plan, stages=stages))
+
+
+def _unchained(launches: Launches) -> Launches:
+    """The same call with ordinary dependencies on the call before it.
+
+    Before protocol 4 the first launch of a call could be programmatic, and overlap that call.
+    """
+    first, *others = launches.stages
+    if not first.launch.programmatic:
+        return launches
+    alone = replace(first, launch=replace(first.launch, programmatic=False))
+    chains = launches.streams == 1 and not launches.eager
+    return replace(launches, stages=(alone, *others), chains=chains)
 
 
 def _verify(directory: Path, name: str, digests: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from samples import H200
 
 from attnsweep.family.declare import discover
 from attnsweep.hardware import arch_named
@@ -211,3 +212,23 @@ def test_the_docs_say_of_recorded_sessions_what_was_counted():
     assert f"3 % slower {verdicts['3 %'].get('pass', 0)} pass" in text
     assert f"5 % {verdicts['5 %']['regression']} are regressions, with 8 %" in text
     assert f"with 8 % {verdicts['8 %']['regression']}." in text
+
+
+def test_a_hard_case_of_stability_is_kept_beside_the_easy_one(module):
+    stability = module("stability")
+    card = H200
+    easy = stability.merged({}, "easy", card, {"problem": "p", "processes": 20})
+    both = stability.merged(easy, "capped", card, {"problem": "q", "processes": 5})
+    assert both["processes"] == 20
+    assert both["hard"]["capped"]["processes"] == 5
+    assert both["hard"]["capped"]["environment"]["gpu"] == card.gpu
+    again = stability.merged(both, "easy", card, {"problem": "p", "processes": 19})
+    assert (again["processes"], [*again["hard"]]) == (19, ["capped"])
+
+
+@pytest.mark.parametrize("case", ["easy", "capped", "close"])
+def test_every_case_of_stability_has_enough_candidates(module, tmp_path, case):
+    stability, setting = module("stability"), module("setting")
+    spec = setting.spec_of(stability.CASES[case], tmp_path)
+    (item,) = plan(spec, discover(), arch_named("sm_90a"))
+    assert sum(len(space.configs) for space in item.spaces) >= (100 if case == "easy" else 15)
