@@ -17,6 +17,9 @@ from attnsweep.store.run import CUBINS, LOCK, SPEC, Run, being_written, open_run
 from attnsweep.trial import PROTOCOL
 
 
+_OLDER = "recorded by an older version of attnsweep"
+
+
 def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
     """Copy a run, packed, over `baseline` or to a new place. Returns the objections overridden.
 
@@ -40,7 +43,7 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
     against = [*_unfinished(run), *(_unlike(run, baseline) if trials_of(target).is_file() else ())]
     if against and not force:
         hint = "finish it first: attnsweep run SPEC; or add --force to accept it as it is"
-        if older(run):
+        if against[0].startswith(_OLDER):
             hint = f"record it anew: attnsweep run {run.directory / SPEC} --fresh --results new, "
             hint += "then accept that run; or add --force to accept it as it is"
         raise StoreError(f"not accepted: {'; '.join(against)}", where=where, hint=hint)
@@ -60,8 +63,7 @@ def older(run: Run) -> bool:
 def _unfinished(run: Run) -> list[str]:
     """Objections to a run as a baseline because it is incomplete."""
     if older(run):
-        kept_not = "which did not keep how its winners are launched"
-        return [f"recorded by an older version of attnsweep, {kept_not}"]
+        return [f"{_OLDER}, which did not keep how its winners are launched"]
     try:
         problems = [entry.problem for entry in load_spec(run.directory / SPEC).problems]
     except SpecError as error:
@@ -79,9 +81,7 @@ def _unfinished(run: Run) -> list[str]:
                 read_code(run.directory, won[problem])
             except StoreError as error:
                 if old:
-                    return [
-                        f"recorded by an older version of attnsweep; {problem.label}: {error.what}"
-                    ]
+                    return [f"{_OLDER}; {problem.label}: {error.what}"]
                 against.append(f"{problem.label}: {error.what}")
     return against
 

@@ -24,8 +24,9 @@ class FakeGpu:
 
     times: microseconds by entry; `naive THREADS=32` is found as `THREADS=32` too. A baseline that
     is not in it is not installed. chaining: entries whose calls can be chained. faults: what a call
-    of (method, name) raises. calls: every call but `describe`, as (method, name); the name is the entry's, the config's of `trial`, or the
-    problem's of `open`. environment: what `describe` answers, or raises.
+    of (method, name) raises. calls: every call but `describe`, as (method, name); the name is the
+    entry's, the config's of `trial`, or the problem's of `open`. environment: what `describe`
+    answers, or raises.
     """
 
     def __init__(
