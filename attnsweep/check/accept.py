@@ -16,7 +16,6 @@ from attnsweep.store.pack import pack
 from attnsweep.store.run import CUBINS, LOCK, SPEC, Run, being_written, open_run, trials_of
 from attnsweep.trial import PROTOCOL
 
-
 _OLDER = "recorded by an older version of attnsweep"
 
 
