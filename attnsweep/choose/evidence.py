@@ -17,7 +17,6 @@ ed. 1999, section 3.2), which needs no distribution and holds for few rounds.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,12 +39,6 @@ def rounds_beyond(rounds: int, threshold: float) -> int | None:
         if log2_evidence(slower, rounds) >= threshold:
             return slower
     return None
-
-
-@functools.cache
-def rounds_to_eliminate(threshold: float) -> int:
-    """The number of rounds after which an entrant that is slower in all of them is out."""
-    return next(n for n in itertools.count(1) if log2_evidence(n, n) >= threshold)
 
 
 def interval(times: list[float], other: list[float], threshold: float) -> tuple[float, float]:

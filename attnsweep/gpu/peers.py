@@ -436,7 +436,7 @@ class Package:
 
 _TORCH = Package(("torch",), install_command("torch"))
 _FLASH_ATTN_3 = Package(
-    ("flash-attn-3", "flash_attn_3", "tokenspeed-fa3", "fa3-fwd"),
+    ("flash-attn-3", "tokenspeed-fa3", "fa3-fwd"),
     "pip install tokenspeed-fa3 (fp16, bf16, FP8) or fa3-fwd (bf16, FP8), or build "
     "FlashAttention's hopper/ directory",
 )

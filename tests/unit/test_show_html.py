@@ -20,7 +20,7 @@ from attnsweep.problem import Problem
 from attnsweep.show import html as page
 from attnsweep.show import plots as library
 from attnsweep.store.run import Run, open_run
-from attnsweep.trial import Status
+from attnsweep.trial import Accuracy, Status
 
 pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")
 pytest.importorskip("jinja2", reason="needs the html extra: Jinja2")
@@ -410,3 +410,14 @@ def test_a_request_would_be_seen(tmp_path):
     assert any("Content Security Policy" in line for line in said)
     (tmp_path / "page.html").write_text(re.sub('<meta http-equiv="Content[^>]*>', "", text))
     assert browsed(tmp_path / "page.html")[2] == ["http://example.invalid/x.png"]
+
+
+def test_a_noisy_base_and_a_peer_over_the_limit_are_marked_on_the_page() -> None:
+    noisy = baseline("torch_cudnn", 57.4).with_(status=Status.NOISY, detail="quartiles")
+    over = baseline("unfused", 71.0).with_(accuracy=Accuracy(rel_err=7.1e-6, limit=5.0e-6))
+    run = full_run(trials=[candidate("flash_fwd_wgmma", 28.1, BLOCK_M=64), noisy, over])
+    text = visible(page.render(run))
+    assert "base, noisy" in text
+    assert "at least 2.04×" in text
+    assert "torch_cudnn stayed noisy" in text
+    assert "unfused: error 7.1e-06, over the limit 5.0e-06" in text
