@@ -75,15 +75,15 @@ class Baseline:
         self.rounds_scores = rounds_scores
         self.refresh()
 
-    def refresh(self) -> None:
-        """Convert q, k, v anew, in place; call it when their contents have changed."""
+    def refresh(self, copies: int | None = None) -> None:
+        """Convert q, k, v anew, in place; call it when the contents of the first copies change."""
         if self._way.convert is None:
             return
         with self._torch.cuda.stream(self._stream):
-            fresh = [self._way.convert(*copy) for copy in self._copies]
+            fresh = [self._way.convert(*copy) for copy in self._copies[:copies]]
             if self._inputs[0] is self._copies[0]:
                 self._inputs = fresh
-            for kept, new in zip(self._inputs, fresh, strict=True):  # graphs hold their addresses
+            for kept, new in zip(self._inputs, fresh, strict=False):  # graphs hold their addresses
                 for into, tensor in zip(kept, new, strict=True):
                     if into is not tensor:
                         into.copy_(tensor)

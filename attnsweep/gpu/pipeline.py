@@ -39,6 +39,9 @@ class Pipeline:
                 (stage.name, stage.stream, session.bind(stage, buffers[0])) for stage in chained
             ] + self._copies[0][1:]
 
+    def refresh(self, copies: int | None = None) -> None:
+        """Nothing: the launches read the inputs themselves."""
+
     def enqueue(self, copy: int = 0, stage: str | None = None, *, chained: bool = False) -> None:
         """Issue one call, or one stage of it; does not wait."""
         main, *others = self._streams

@@ -309,7 +309,8 @@ class Worker:
 # Packages whose versions a run records: they do the timing, or are peers.
 _PACKAGES = (
     *("cupy-cuda12x", "cupy-cuda13x", "numpy", "torch", "triton", "nvidia-cudnn-cu13"),
-    *("flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4"),
+    *("flash-attn", "flash-attn-3", "fa3-fwd", "tokenspeed-fa3"),
+    *("flash-attn-4", "nvidia-cudnn-frontend"),
 )
 
 

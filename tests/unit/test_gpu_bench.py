@@ -51,6 +51,9 @@ class FakePipeline:
     def enqueue(self):
         pass
 
+    def refresh(self, copies=None):
+        pass
+
     def capture(self, calls, *, after=None, **how):
         return lambda: [after(number) for number in range(calls)] if after else None
 
@@ -171,8 +174,10 @@ def test_an_answer_kept_from_other_inputs_is_found():
 def test_a_timed_replay_is_compared_with_the_checked_output(bench, monkeypatch):
     bench._proof = proof_of(lambda look, side: 7)
     with pytest.raises(WrongResult):
-        bench._sample(lambda: None, 5, PROVEN)
-    assert bench._sample(lambda: None, 5, None) == 2.0  # of a peer, whose output is its own
+        bench._sample(PROVEN.call, lambda: None, 5, PROVEN)
+    assert (
+        bench._sample(PROVEN.call, lambda: None, 5, None) == 2.0
+    )  # of a peer, whose output is its own
 
 
 def test_outputs_of_cold_copies_are_compared_too(bench):
@@ -180,7 +185,7 @@ def test_outputs_of_cold_copies_are_compared_too(bench):
     bench._cold_copies = copies
     bench._proof = proof_of(lambda look, side: 100 if look < 3 else 7)
     with pytest.raises(WrongResult, match="1 of 4"):
-        bench._sample(lambda: None, 4, PROVEN, cold=True)
+        bench._sample(PROVEN.call, lambda: None, 4, PROVEN, cold=True)
 
 
 class Replay:
@@ -209,7 +214,7 @@ def test_a_pair_of_long_calls_takes_more_turns(bench, call_us, calls, turns):
     bench.session.spans_us = spans
     for name in "ab":
         graphs = {"warm": (Replay(name, played), calls)}
-        bench._entries[name] = measure._Entry(None, None, graphs, warm_us=call_us)
+        bench._entries[name] = measure._Entry(PROVEN.call, None, graphs, warm_us=call_us)
     one, other = bench.pair("a", "b")
     assert "".join(played) == "a" + "abba" * turns
     assert one == pytest.approx(other)
@@ -242,12 +247,12 @@ class Clock:
 def test_a_first_time_that_is_contradicted_is_taken_again(bench, times, first_us, asked):
     bench.session = Clock(*times)
     bench._graph = lambda call, target_us, *, rotate, stage=None: (lambda: None, 10)
-    assert Bench._screen(bench, None) == first_us
+    assert Bench._screen(bench, PROVEN.call) == first_us
     assert bench.session.asked == asked
 
 
 def test_one_call_that_outlasts_a_replay_is_no_mistake(bench):
     bench.session = Clock(1000.0)
     bench._graph = lambda call, target_us, *, rotate, stage=None: (lambda: None, 1)
-    assert Bench._screen(bench, None) == 10_000.0
+    assert Bench._screen(bench, PROVEN.call) == 10_000.0
     assert bench.session.asked == 3
