@@ -179,8 +179,13 @@ class Card:
         off = self.random.choice(self.of.residuals) * (noise if level < us else 1.0)
         return level * math.exp(off), 2 * calls
 
-    def add(self, name: str, candidate: object, *, cold: bool) -> None:
-        """Nothing: every candidate is there."""
+    def add(self, *_: object, cold: bool) -> bool:  # noqa: ARG002
+        """Every candidate is there; none can be chained."""
+        return False
+
+    def confirm(self, *_: object) -> int:
+        """No call: nothing is compared."""
+        return 0
 
     def drop(self, name: str) -> None:
         """Nothing."""

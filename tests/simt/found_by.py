@@ -15,30 +15,31 @@ from collections.abc import Iterable, Iterator
 from attnsweep.build.numerics import Case, small_cases
 from attnsweep.family.declare import Config
 
-from . import shapes, test_families, test_mutations
+from . import runs as ordinary
+from . import shapes
 from .harness import SimtError, Simulator, sources
+from .mutations import MUTATIONS, mutated
 from .recorded import winners
-from .test_mutations import MUTATIONS, mutated
+from .runs import KERNELS
 
 FAMILIES = ("flash_fwd_wgmma", "three_kernel_wgmma")
-KERNELS = test_mutations.KERNELS
 
 
 def runs(family: str) -> Iterator[tuple[str, str, Config, Iterable[Case]]]:
     """When, name, config and cases of each test of the family."""
     later = []
-    for name, (kernel, problem, which) in test_families.RUNS.items():
+    for name, (kernel, problem, which) in ordinary.RUNS.items():
         if kernel.name != family:
             continue
-        config = test_families.config_for(kernel, problem, which)
-        if test_families.is_unusual(name):
+        config = ordinary.config_for(kernel, problem, which)
+        if ordinary.is_unusual(name):
             every = (*shapes.cases(problem, config), *small_cases(problem)[2:4])
-            if test_families.is_of_each_push(name):
+            if ordinary.is_of_each_push(name):
                 yield "push", name, config, every
             else:
                 later.append(("night", name, config, every))
         else:
-            yield "push", name, config, test_families.cases(problem)
+            yield "push", name, config, ordinary.cases(problem)
     yield from later
     for each in winners(KERNELS):
         if each.kernel == family:

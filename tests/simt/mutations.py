@@ -1,0 +1,58 @@
+"""The seeded bugs of mutations.toml, and how one is put into a template."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from attnsweep.build.numerics import Case
+from attnsweep.problem import Problem
+
+MUTATIONS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("mutations.toml").read_text()
+)
+CASES = {
+    "grouped": Case(Problem(2, 4, 2, 97, 161, 64)),
+    "causal": Case(Problem(1, 2, 1, 97, 161, 64, causal=True)),
+    "wide": Case(Problem(1, 2, 1, 97, 161, 128)),
+    "five tiles": Case(Problem(1, 1, 1, 65, 600, 64)),
+    "one short of a tile": Case(Problem(1, 1, 1, 64, 126, 64, causal=True)),
+    "fp32": Case(Problem(1, 2, 1, 17, 70, 516, "fp32", causal=True)),
+    "large scores": Case(Problem(1, 1, 1, 129, 129, 64), "large_scores"),
+    "keys grow": Case(Problem(1, 2, 1, 97, 400, 64), "large_scores"),
+    "five tiles in full": Case(Problem(1, 1, 1, 290, 600, 64)),
+    "rows end in a tile": Case(Problem(1, 2, 1, 200, 333, 64, causal=True)),
+    "causal, 300 rows": Case(Problem(1, 1, 1, 300, 500, 64, causal=True)),
+    "heads in groups": Case(Problem(1, 5, 5, 150, 200, 64, causal=True)),
+    "over 16 units": Case(Problem(1, 1, 1, 17, 4000, 64), "large_scores"),
+}
+
+
+WORD, OPEN = re.compile(r"…|\w+|[^\w\s]"), r"(?:\s|//[^\n]*\n|#pragma unroll[^\n]*\n)*"
+
+
+def pattern(tokens: str) -> re.Pattern[str]:
+    """Matches these tokens, with blanks, comments and pragmas of unrolling between them."""
+    parts = ["(.*?)" if word == "…" else re.escape(word) for word in WORD.findall(tokens)]
+    return re.compile(OPEN.join(parts), re.DOTALL)
+
+
+def mutated(texts: dict[str, str], bug: dict[str, Any]) -> dict[str, str]:
+    """The sources with the bug, which fits in one place."""
+    places = []
+    for name, text in texts.items():
+        begin = 0
+        if "after" in bug:
+            start = pattern(bug["after"]).search(text)
+            if start is None:
+                continue
+            begin = start.end()
+        places += [(name, match) for match in pattern(bug["find"]).finditer(text, begin)]
+    assert len(places) == 1, f"{bug['find']!r} is found {len(places)} times"
+    ((name, match),) = places
+    kept = iter(match.groups())
+    put = re.sub("…", lambda _: next(kept), bug["put"])
+    text = texts[name]
+    return texts | {name: text[: match.start()] + put + text[match.end() :]}
