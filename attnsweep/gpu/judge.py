@@ -299,7 +299,7 @@ class Fixture:
         )
         for name, words in found.outside.items():
             if words:
-                raise WrongResult(f"wrote {words} words outside {name!r} ({label})")
+                raise WrongResult(f"wrote outside {name!r}, {words} words of it ({label})")
         if values["nans"]:
             raise WrongResult(
                 f"{values['nans']:.0f} of {self.rows * self.case.problem.head_dim} outputs are NaN "
