@@ -1,0 +1,103 @@
+"""Count right candidates that the judge refuses: none should be, on any inputs.
+
+Usage: python benchmarks/refusals.py [FILE.json] [--trials 1000] [--seconds 300]. Every problem is
+opened with new inputs again and again, and in each opening every candidate is checked as a sweep
+checks it: on both sets of inputs of the problem and on all small cases. The file holds the counts,
+and for each measure the largest share of its limit that the largest-but-right error of a candidate
+took. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import setting
+from proportions import clopper_pearson
+from setting import console
+
+from attnsweep import Status, Worker, WorkerError, builds
+
+# One problem of each kind of maths, and the families that a user would run on it.
+SPECS = (
+    ("{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}", "{flash_fwd_wgmma: {}}"),
+    ("{batch: 2, heads: 8, heads_kv: 2, seqlen: 700, head_dim: 128, dtype: bf16, causal: true}",
+     "{flash_fwd_wgmma: {}, flash_fwd_mma: {}}"),
+    ("{batch: 2, heads: 8, seqlen: 1000, head_dim: 64, dtype: bf16, causal: true}",
+     "{three_kernel_wgmma: {STATS: [0, 1, 2, 3]}, wmma_pipeline: {}}"),
+    ("{batch: 1, heads: 16, seqlen_q: 500, seqlen_k: 900, head_dim: 64}",
+     "{three_kernel_mma: {}, ladder_5_swizzled: {}, naive: {}}"),
+    ("{batch: 1, heads: 4, seqlen: 64, head_dim: 2048, dtype: fp32}",
+     "{flash_fwd_fp32_wgmma: {}, flash_fwd_fp32_wide: {}}"),
+)  # fmt: skip
+# Candidates of each problem, spread over their spaces.
+CANDIDATES = 16
+
+
+def count(trials: int, seconds: float, seed: int) -> dict[str, Any]:
+    """Try right candidates on new inputs until `trials` are done or the time is up."""
+    draw = random.Random(seed)
+    begun, done = time.monotonic(), 0
+    refused: list[dict[str, object]] = []
+    nearest: dict[str, float] = defaultdict(float)
+    with tempfile.TemporaryDirectory() as place, Worker(timeout_s=60) as worker:
+        arch = worker.describe().arch
+        cases = []
+        for number, (problem, kernels) in enumerate(SPECS):
+            text = f"problems: [{problem}]\nkernels: {kernels}\n"
+            spec = setting.spec_of(text, Path(place), f"case{number}")
+            every = builds(spec, arch=arch, limit=48)  # of each family
+            cases.append((spec.problems[0].problem, every[:: max(1, len(every) // CANDIDATES)]))
+        while done < trials and time.monotonic() - begun < seconds:
+            for problem, candidates in cases:
+                inputs = draw.randrange(2**32)
+                worker.open(problem, replay_us=100, seed=inputs)
+                for build in candidates:
+                    done += 1
+                    try:
+                        accuracy, _ = worker.trial(build.candidate())
+                    except WorkerError as error:
+                        if error.status is not Status.WRONG:
+                            raise
+                        name = setting.label_of(build)
+                        refused.append({"seed": inputs, "candidate": name, "why": error.detail})
+                        console.print(f"refused: {name}: {error.detail} (seed {inputs})")
+                        continue
+                    for name, share in accuracy.shares.items():
+                        nearest[name] = max(nearest[name], share)
+                console.print(f"{done} tried, {len(refused)} refused: {problem.label}")
+    return {
+        "trials": done,
+        "refused": refused,
+        "refused_bounds": clopper_pearson(len(refused), done),
+        "nearest": dict(nearest),
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+
+
+def main() -> None:
+    """Count, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", nargs="?", type=Path, default=Path("refusals.json"))
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    found = count(arguments.trials, arguments.seconds, arguments.seed)
+    low, high = found["refused_bounds"]
+    console.print(
+        f"{len(found['refused'])} of {found['trials']} right candidates refused "
+        f"({100 * low:.2f} to {100 * high:.2f} % with 95 % confidence); shares of limits: "
+        + ", ".join(f"{name} {share:.2f}" for name, share in sorted(found["nearest"].items()))
+    )
+    with Worker(timeout_s=60) as worker:
+        setting.write(arguments.file, worker.describe(), found)
+
+
+if __name__ == "__main__":
+    main()
