@@ -7,13 +7,18 @@ import json
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from fake_gpu import FakeGpu
 from samples import H200
 
-from attnsweep.family.declare import discover
+from attnsweep.build.launches import Candidate
+from attnsweep.family.declare import Config, discover
+from attnsweep.gpu.worker import WorkerError
 from attnsweep.hardware import arch_named
 from attnsweep.spec.plan import plan
+from attnsweep.trial import Status
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -232,3 +237,28 @@ def test_every_case_of_stability_has_enough_candidates(module, tmp_path, case):
     spec = setting.spec_of(stability.CASES[case], tmp_path)
     (item,) = plan(spec, discover(), arch_named("sm_90a"))
     assert sum(len(space.configs) for space in item.spaces) >= (100 if case == "easy" else 15)
+
+
+# -- refusals.py ------------------------------------------------------------------------------
+
+
+def test_a_refused_right_candidate_is_counted_with_its_inputs(module, monkeypatch):
+    refusals = module("refusals")
+    gpu = FakeGpu({"A=1": 5.0, "A=2": 6.0})
+    gpu.faults["trial", "A=2"] = WorkerError(Status.WRONG, "relative error 1 over the limit 0.5")
+
+    def build(number):
+        candidate = Candidate("k", {"A": number}, None, (), 0)
+        return SimpleNamespace(
+            kernel=SimpleNamespace(name="k"),
+            config=Config({"A": number}),
+            candidate=lambda: candidate,
+        )
+
+    monkeypatch.setattr(refusals, "Worker", gpu)
+    monkeypatch.setattr(refusals, "builds", lambda spec, **how: [build(1), build(2)])
+    found = refusals.count(20, 1e9, seed=3)
+    assert found["trials"] == 20
+    assert [each["candidate"] for each in found["refused"]] == ["k A=2"] * 10
+    assert len({each["seed"] for each in found["refused"]}) == 10
+    assert found["refused_bounds"] == pytest.approx((0.272, 0.728), abs=1e-3)
