@@ -313,9 +313,12 @@ class Measures:
     """The change of the softmax scale that fits the error best, as a share of the scale."""
 
     def shares(self, limits: Measures) -> dict[str, float]:
-        """Each measure as a share of its limit, those without a limit left out; NaN stays NaN."""
+        """Each measure as a share of its limit, those without a limit left out.
+
+        A NaN stays NaN, also of a limit, so that nothing is within it.
+        """
         pairs = {f.name: (getattr(self, f.name), getattr(limits, f.name)) for f in fields(self)}
-        return {name: value / limit for name, (value, limit) in pairs.items() if limit < np.inf}
+        return {name: value / limit for name, (value, limit) in pairs.items() if limit != np.inf}
 
 
 # Multiples of the largest error in those rows, for scores that are not rounded and that are: the
@@ -392,6 +395,8 @@ def limits(case: Case, rounds_scores: int) -> Measures:
         half *= max(1.0, math.sqrt(problem.head_dim / 2048))
     row = max(times.row * same.row, half)
     element = max(times.element * same.element, 4 * half if dtype == "fp32" else half)
+    if not (row < np.inf and element < np.inf):  # anything would be within it
+        raise ArithmeticError(f"the rounded maths of {case.label} has no finite error")
     if case.inputs != "normal" or problem.batch * problem.heads * problem.seqlen_q < _AVERAGES:
         return Measures(row, element, *[np.inf] * 5)
     return Measures(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from attnsweep.build import numerics
 from attnsweep.build.numerics import TILT, Case, Measures
@@ -38,6 +39,10 @@ _FOUND = (
 )
 _THREADS = 256
 _PITCH, _CHUNK, _TILE = 65, 16, numerics.TILE
+# Blocks along the heads; each then takes several.
+_PARTS = 1024
+# Mixes of inputs: as they were made, and with k and v negated. Other numbers negate some heads.
+PLAIN, OPPOSITE = 0, 1
 
 
 class WrongResult(Exception):
@@ -52,6 +57,17 @@ class BrokenJudge(Exception):
     """The device's float64 reference differs from NumPy's: nothing can be judged here."""
 
 
+def negated_heads(mix: int, heads_kv: int) -> npt.NDArray[np.bool_]:
+    """Which of all heads of keys are negated in a mix; the same function as judge.cu's."""
+    if mix in (PLAIN, OPPOSITE):
+        return np.full(heads_kv, bool(mix))
+    x = np.uint64(mix) ^ np.arange(heads_kv, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    found: npt.NDArray[np.bool_] = (x ^ x >> np.uint64(31)) >> np.uint64(63) != 0
+    return found
+
+
 @cache
 def _cubin(arch: str, dtype: str, cache_dir: Path | None) -> str:
     compiler = Compiler(arch_named(arch), cache_dir, threads=1)
@@ -64,7 +80,7 @@ def _cubin(arch: str, dtype: str, cache_dir: Path | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one checked call showed: the findings of all elements, and words written outside."""
+    """What one checked call showed: the findings of all elements, and bytes written outside."""
 
     values: dict[str, float]
     outside: dict[str, int]
@@ -82,12 +98,17 @@ class Judge:
         self._path = _cubin(session.gpu.arch, dtype, cache_dir)
         self._tiles: Buffer | None = None
         self._found = Buffer(self.SLOTS * 8 * len(_FOUND))
+        self._plain = Buffer(8)
+        self._plain.fill(0)
         self._counts = Buffer(self.SLOTS * 8)
         self._host = session.pinned((self.SLOTS,), np.uint64)
 
-    def _launch(self, name: str, blocks: int, args: Sequence[Any], smem_bytes: int = 0) -> None:
+    def _launch(
+        self, name: str, blocks: int, args: Sequence[Any], smem_bytes: int = 0, parts: int = 1
+    ) -> None:
         function = self._session.kernel(self._path, name, smem_bytes)
-        function((blocks, 1, 1), (_THREADS, 1, 1), tuple(args), shared_mem=smem_bytes)
+        grid = (blocks, min(parts, _PARTS), 1)
+        function(grid, (_THREADS, 1, 1), tuple(args), shared_mem=smem_bytes)
 
     def reference(
         self, inputs: dict[str, Buffer], problem: Problem, out: Buffer, lse: Buffer, tilt: float = 0
@@ -113,19 +134,29 @@ class Judge:
         self,
         output: int,
         problem: Problem,
-        expected: Buffer,
+        expected: Sequence[Buffer],
+        mix: Buffer | None,
         tilted: Buffer | None,
         floor: float,
         slot: int,
     ) -> None:
-        """Compare every element at the pointer `output` with `expected`; findings go to a slot."""
+        """Compare every element at the pointer `output`; findings go to a slot.
+
+        expected: float64 outputs for the inputs as they were made, and, if `mix` says which of the
+        heads are negated, for all of them negated.
+        """
         tiles = problem.batch * problem.heads * ceil_div(problem.seqlen_q, _TILE)
         record = 8 * len(_FOUND)
         if self._tiles is None or self._tiles.nbytes < tiles * record:
             self._tiles = Buffer(tiles * record)
-        pointers = (output, expected.pointer, tilted.pointer if tilted else 0, self._tiles.pointer)
-        sizes = (np.int32(problem.seqlen_q), np.int32(problem.head_dim), np.float64(floor))
-        self._launch("judge", tiles, [*map(np.uint64, pointers), *sizes], record * _THREADS // 32)
+        pointers = (
+            *(output, expected[0].pointer, expected[-1].pointer, (mix or self._plain).pointer),
+            *(tilted.pointer if tilted else 0, self._tiles.pointer),
+        )
+        group = problem.heads // problem.heads_kv
+        sizes = map(np.int32, (group, problem.seqlen_q, problem.head_dim))
+        args = [*map(np.uint64, pointers), *sizes, np.float64(floor)]
+        self._launch("judge", tiles, args, record * _THREADS // 32)
         to = np.uint64(self._found.pointer + slot * record)
         all_of = [np.uint64(self._tiles.pointer), np.int64(tiles), to]
         self._launch("summary", 1, all_of, record * _THREADS)
@@ -138,32 +169,42 @@ class Judge:
 
     def digest(self, buffer: Buffer, slot: int, *, poison: bool = False) -> None:
         """Add a digest of the buffer to a slot; poison: then fill it with NaN."""
-        words = buffer.nbytes // 4
-        to = np.uint64(self._counts.pointer + 8 * slot)
-        args = [np.uint64(buffer.pointer), np.int64(words), np.int32(poison), to]
-        self._launch("digest", self._blocks(words), args)
+        self._digest(buffer, 1, self._counts.pointer + 8 * slot, poison)
 
-    def negate(self, buffer: Buffer) -> None:
-        """Negate every element."""
-        words = ceil_div(buffer.nbytes, 4)  # half a word of the guard may turn too, and stays NaN
+    def digest_parts(self, buffer: Buffer, sums: Buffer, first: int, parts: int) -> None:
+        """Add the digests of equal parts of a buffer to as many uint64 of `sums` from `first` on.
+
+        They add up to the digest of the whole. A part has a multiple of four bytes, or is the only.
+        """
+        self._digest(buffer, parts, sums.pointer + 8 * first, False)
+
+    def _digest(self, buffer: Buffer, parts: int, to: int, poison: bool) -> None:
+        sizes = (np.int64(buffer.nbytes), np.int32(parts), np.int32(poison))
+        args = [np.uint64(buffer.pointer), *sizes, np.uint64(to)]
+        self._launch("digest", self._blocks(buffer.nbytes // parts), args, 0, parts)
+
+    def negate(self, buffer: Buffer, heads: int, mix: Buffer, old: int, new: int) -> None:
+        """Take a tensor from one mix to another, and write it to `mix`; see `negated_heads`."""
         sign = np.uint32(0x80000000 if self.dtype == "fp32" else 0x80008000)
-        args = [np.uint64(buffer.pointer), np.int64(words), sign]
-        self._launch("negate", self._blocks(words), args)
+        sizes = (np.int64(buffer.nbytes), np.int32(heads))
+        mixes = map(np.uint64, (old, new, mix.pointer))
+        args = [np.uint64(buffer.pointer), *sizes, sign, *mixes]
+        self._launch("negate", self._blocks(buffer.nbytes // heads), args, 0, heads)
 
     def count_outside(self, buffer: Buffer, slot: int) -> None:
-        """Count the words of the buffer's guard regions that something changed."""
+        """Add to a slot the number of bytes of the buffer's guards that something changed."""
         before, after = buffer.guards
-        word = np.uint32(buffer.guard_byte * 0x01010101)
+        sizes = map(np.int32, (GUARD_BYTES, buffer.guard_byte))
         to = np.uint64(self._counts.pointer + 8 * slot)
-        args = [np.uint64(before), np.uint64(after), np.int32(GUARD_BYTES // 4), word, to]
-        self._launch("differing", 16, args)
+        self._launch("differing", 64, [np.uint64(before), np.uint64(after), *sizes, to])
 
-    def _blocks(self, words: int) -> int:
-        return max(1, min(4 * self._session.gpu.sm_count, ceil_div(words, _THREADS)))
+    def _blocks(self, nbytes: int) -> int:
+        return max(1, min(4 * self._session.gpu.sm_count, ceil_div(nbytes, 4 * _THREADS)))
 
     def clear(self) -> None:
-        """Set every slot to zero."""
+        """Set every count to zero and every finding to NaN: what is not written then is wrong."""
         self._counts.fill(0)
+        self._found.fill(POISON)
 
     def counts(self, slots: int) -> Any:
         """The first `slots` slots as uint64, after all work before."""
@@ -181,26 +222,31 @@ class Judge:
 
 @dataclass
 class _Side:
-    """The inputs as they are, or with k and v negated; and what is then expected."""
+    """What is expected of the inputs as they were made, or of all k and v negated."""
 
     expected: Buffer
     lse: Buffer
-    floor: float = 0.0
 
 
 class Fixture:
     """One case on the device: guarded inputs and output, and the expected float64 output.
 
-    two_sided: the case has a second set of inputs, k and v negated, whose scores and outputs are
-    others. `turn` goes from one to the other, so that a kernel cannot keep an answer.
+    two_sided: the heads of k and v can be negated, each for itself, which gives it other scores
+    and outputs. `draw` chooses which at random, so that a kernel cannot keep its answers.
     """
 
     def __init__(
         self, case: Case, seed: int, session: Session, judge: Judge, *, two_sided: bool = False
     ) -> None:
         self.case, self.judge = case, judge
-        self.side = 0
+        self.mix = PLAIN
+        self._seed, self._rng = seed, np.random.default_rng(seed)
         problem = case.problem
+        self.row_bytes = problem.head_dim * DTYPE_BYTES[problem.dtype]
+        # A head with half a word cannot be negated without its neighbour.
+        apart = two_sided and self.row_bytes % 4 == 0
+        self._heads_kv = problem.batch * problem.heads_kv if apart else 1
+        self.parts = problem.batch * problem.heads if apart else 1
         inputs = numerics.make_inputs(case, seed)
         self.buffers: dict[str, Buffer] = {}
         for name, bits in inputs.items():
@@ -211,31 +257,31 @@ class Fixture:
         self._session = session
         rows = problem.batch * problem.heads * problem.seqlen_q
         self.rows = rows
+        self._mix = Buffer(8)
         proved = numerics.sampled_rows(problem, seed)
         session.settle()
         self.tilted: Buffer | None = None
         self._sides: list[_Side] = []
+        self.floor = 0.0
         with session.stream:
+            self._mix.fill(0)
+            judge.clear()
             if not two_sided and case.inputs == "normal":
                 self.tilted = Buffer(8 * size)
                 judge.reference(self.buffers, problem, self.tilted, Buffer(8 * rows), TILT)
-            for side in range(1 + two_sided):
-                if side:
-                    self.turn()
+            for mix in (PLAIN, OPPOSITE)[: 1 + two_sided]:
+                self.go_to(mix)
                 one = _Side(Buffer(8 * size), Buffer(8 * rows))
                 judge.reference(self.buffers, problem, one.expected, one.lse)
-                judge.compare(
-                    self.buffers["o"].pointer, problem, one.expected, None, 0.0, len(self._sides)
-                )
                 self._sides.append(one)
-            if two_sided:
-                self.turn()
-            session.synchronize()
-        for number, (one, found) in enumerate(
-            zip(self._sides, judge.found(len(self._sides)), strict=True)
-        ):
-            # As numerics.measures: a thousandth of the typical norm of a row.
-            one.floor = 1e-3 * float(np.sqrt(found["norm"] / rows))
+            self.go_to(PLAIN)
+            self.compare(0)
+            self.look_at_inputs(0)
+            norm = judge.found(1)[0]["norm"]
+            self._intact = judge.counts(1)[0]
+        # As numerics.measures: a thousandth of the typical norm of a row.
+        self.floor = 1e-3 * float(np.sqrt(norm / rows))
+        for number, one in enumerate(self._sides):
             if number:
                 inputs = inputs | {name: _negated(inputs[name], problem.dtype) for name in "kv"}
             self._prove(inputs, one, proved)
@@ -255,26 +301,65 @@ class Fixture:
                 "nothing can be judged; run compute-sanitizer, and report this"
             )
 
-    def turn(self) -> None:
-        """Go to the other set of inputs."""
-        for name in "kv":
-            self.judge.negate(self.buffers[name])
-        self.side = 1 - self.side
+    def go_to(self, mix: int) -> None:
+        """Go to a mix of inputs: PLAIN, OPPOSITE, or a number that negates some heads."""
+        if self.mix != mix:
+            for name in "kv":
+                self.judge.negate(self.buffers[name], self._heads_kv, self._mix, self.mix, mix)
+            self.mix = mix
 
-    def go_to(self, side: int) -> None:
-        """Go to a set of inputs, 0 or 1."""
-        if self.side != side:
-            self.turn()
+    def draw(self) -> None:
+        """Go to a mix at random in which some head is another than it is now."""
+        before = negated_heads(self.mix, self._heads_kv)
+        mix = self.mix
+        while (negated_heads(mix, self._heads_kv) == before).all():
+            drawn = int(self._rng.integers(2, 2**64, dtype=np.uint64))
+            mix = drawn if self._heads_kv > 1 else 1 - self.mix
+        self.go_to(mix)
+
+    def digest(self, of_sides: npt.NDArray[np.uint64]) -> int:
+        """The digest of an output on the present inputs, of those of its parts (2, parts)."""
+        group = self.parts // self._heads_kv
+        sides = negated_heads(self.mix, self._heads_kv).repeat(group).astype(int)
+        return int(of_sides[sides, np.arange(self.parts)].sum(dtype=np.uint64))
+
+    def look_at_inputs(self, slot: int) -> None:
+        """Add to a slot a digest of the inputs, and how many bytes of their guards are others."""
+        for name in "qkv":
+            self.judge.digest(self.buffers[name], slot)
+            self.judge.count_outside(self.buffers[name], slot)
+
+    def renew_inputs(self, count: int) -> bool:
+        """Whether look_at_inputs found others than were made, which are then made again.
+
+        To be called, as that, on the inputs as they were made.
+        """
+        if count == self._intact:
+            return False
+        for name, bits in numerics.make_inputs(self.case, self._seed).items():
+            with self._session.stream:
+                self.buffers[name].poison()
+            self._session.settle()
+            self.buffers[name].upload(bits)
+        self._session.settle()
+        return True
 
     def compare(self, slot: int, output: int | None = None) -> None:
         """Compare the output on the present inputs, or the one at a pointer, into a slot."""
-        side = self._sides[self.side]
+        expected = [side.expected for side in self._sides]
         at = self.buffers["o"].pointer if output is None else output
-        self.judge.compare(at, self.case.problem, side.expected, self.tilted, side.floor, slot)
+        mix = self._mix if len(expected) > 1 else None
+        problem = self.case.problem
+        self.judge.compare(at, problem, expected, mix, self.tilted, self.floor, slot)
 
     def compare_lse(self, written: Buffer, slot: int) -> None:
-        """Compare the log-sum-exps of all rows into a slot."""
-        self.judge.compare_lse(written, self._sides[self.side].lse, self.rows, slot)
+        """Compare the log-sum-exps of all rows into a slot, on PLAIN or OPPOSITE inputs."""
+        if written.nbytes < 4 * self.rows:
+            raise WrongResult(
+                f"the workspace 'lse' has {written.nbytes} bytes, and {self.rows} rows of float32 "
+                f"need {4 * self.rows} ({self.case.label})"
+            )
+        self.judge.compare_lse(written, self._sides[self.mix].lse, self.rows, slot)
 
     def accuracy(self, found: Found, rounds_scores: int, *, peer: bool = False) -> Accuracy:
         """The accuracy of an output. Raises WrongResult if it is wrong.
@@ -297,9 +382,9 @@ class Fixture:
             case=label,
             shares={name: float(f"{share:.3g}") for name, share in shares.items()},
         )
-        for name, words in found.outside.items():
-            if words:
-                raise WrongResult(f"wrote outside {name!r}, {words} words of it ({label})")
+        for name, count in found.outside.items():
+            if count:
+                raise WrongResult(f"wrote {count} bytes outside {name!r} ({label})")
         if values["nans"]:
             raise WrongResult(
                 f"{values['nans']:.0f} of {self.rows * self.case.problem.head_dim} outputs are NaN "
@@ -308,7 +393,8 @@ class Fixture:
             )
         if peer:
             return accuracy
-        name = max(shares, key=lambda one: shares[one])
+        # A NaN is the worst: nothing is larger or smaller.
+        name = max(shares, key=lambda one: np.nan_to_num(shares[one], nan=np.inf))
         if not all(share <= 1 for share in shares.values()):
             row = int(values["row_at"])
             at = f"row {row % self.case.problem.seqlen_q} of head "

@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.numerics import Case
 from attnsweep.gpu.device import POISON, Buffer, Session
-from attnsweep.gpu.judge import Fixture, Found, Judge, WrongResult
+from attnsweep.gpu.judge import OPPOSITE, PLAIN, Fixture, Found, Judge, WrongResult
 from attnsweep.gpu.pipeline import Pipeline
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy
-
-# The digests of the two sets of inputs are in the first slots.
-_DIGESTS = 2
 
 Bind = Callable[[Launches, Sequence[Mapping[str, Buffer]]], Pipeline]
 
@@ -31,8 +29,11 @@ class Proven:
     call: Pipeline
     deterministic: bool
     rounds_scores: int
-    digests: tuple[int, ...]
-    """The digest of the output on each set of inputs."""
+    digests: npt.NDArray[np.uint64]
+    """Digests (2, parts) of the output on the inputs as they were made, and on their opposite."""
+    lse: Buffer | None = None
+    """The workspace of the log-sum-exp, if a call writes it."""
+    lse_digests: npt.NDArray[np.uint64] | None = None
 
 
 class Proof:
@@ -44,6 +45,9 @@ class Proof:
         self._session, self._seed = session, seed
         self._judge = Judge(session, problem.dtype, cache_dir)
         self.timed = Fixture(Case(problem), seed, session, self._judge, two_sided=True)
+        self._rng = np.random.default_rng(seed)
+        # Digests of o and of lse, (2, 2, parts).
+        self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
         self._small = [
             Fixture(c, seed, session, self._judge) for c in numerics.small_cases(problem)
         ]
@@ -65,7 +69,7 @@ class Proof:
         *,
         small: bool,
     ) -> tuple[Accuracy, Proven]:
-        """Check a candidate on both sets of inputs of the timed problem, and on the small cases.
+        """Check a candidate on the timed problem and its opposite, and on the small cases.
 
         call: its launches on the timed problem. bind: binds other launches to buffers, and adds
         their workspaces. Returns its worst accuracy. Raises WrongResult.
@@ -77,14 +81,16 @@ class Proof:
                 cases.append((fixture, launches, bind(launches, [fixture.buffers])))
         cases += [(timed, candidate.timed, call)] * 2
         slots: list[tuple[int, tuple[str, ...]]] = []
-        used = _DIGESTS
+        used, parts = 0, timed.parts
+        kept: Buffer | None = None
         with self._session.stream:
             judge.clear()
-            timed.go_to(0)
+            self._digests.fill(0)
+            timed.go_to(PLAIN)
             for number, (fixture, launches, pipeline) in enumerate(cases):
                 side = number - (len(cases) - 2)
-                if side == 1:
-                    timed.go_to(1)
+                if side == OPPOSITE:
+                    timed.go_to(OPPOSITE)
                 written = {"o": fixture.buffers["o"]}
                 written |= {item[0]: workspaces[item] for item in launches.workspaces.items()}
                 for buffer in written.values():
@@ -99,8 +105,23 @@ class Proof:
                     fixture.compare_lse(written["lse"], used)
                     used += 1
                 if side >= 0:
-                    judge.digest(self.output, side)
+                    judge.digest_parts(self.output, self._digests, side * parts, parts)
+                    if launches.lse and written["lse"].nbytes == 4 * timed.rows:
+                        kept = written["lse"]
+                        judge.digest_parts(kept, self._digests, (2 + side) * parts, parts)
+            looked = used
+            timed.go_to(PLAIN)
+            checked = [fixture for fixture, _, _ in cases[:-1]]
+            for fixture in checked:
+                fixture.look_at_inputs(used)
+                used += 1
             counts, found = judge.counts(used), judge.found(len(cases))
+            digests = np.empty((2, 2, parts), np.uint64)
+            self._digests.download(digests)
+        looks = zip(checked, counts[looked:], strict=True)
+        damaged = [fixture.case.label for fixture, count in looks if fixture.renew_inputs(count)]
+        if damaged:
+            raise WrongResult(f"wrote to its inputs, or next to them ({damaged[0]})")
         accuracies = []
         for (fixture, launches, _), values, (begin, names) in zip(cases, found, slots, strict=True):
             end = begin + len(names)
@@ -109,12 +130,12 @@ class Proof:
             one = Found(values, outside, lse)
             accuracies.append(fixture.accuracy(one, candidate.rounds_scores))
         worst = max(accuracies, key=lambda each: max(each.shares.values()))
-        digests = tuple(map(int, counts[:_DIGESTS]))
-        proven = Proven(call, candidate.deterministic, candidate.rounds_scores, digests)
+        how = (candidate.deterministic, candidate.rounds_scores)
+        proven = Proven(call, *how, digests[0], kept, digests[1])
         return worst.model_copy(update={"seed": self._seed}), proven
 
     def of_peer(self, output: np.ndarray[Any, Any], rounds_scores: int) -> Accuracy:
-        """The accuracy of a peer's output on the first set of inputs; only NaN is wrong.
+        """The accuracy of a peer's output on the inputs as they were made; only NaN is wrong.
 
         output: its storage on the host.
         """
@@ -131,8 +152,8 @@ class Proof:
     def repeat(self, proven: Proven, most: int, longest_us: float) -> int:
         """Make calls one by one into a poisoned output, and compare each with the checked output.
 
-        Takes at most `most` calls and about longest_us, half of them on each set of inputs; returns
-        the number of calls. Raises WrongResult if one differs in a bit, or, if the family need not
+        Takes at most `most` calls and about longest_us, on two mixes of inputs or more; returns the
+        number of calls. Raises WrongResult if one differs in a bit, or, if the family need not
         give equal bits, if one is wrong.
         """
 
@@ -148,51 +169,84 @@ class Proof:
         while done < most and (done < 2 * slots or spent_us < longest_us):
             with self._session.stream:
                 self.begin()
+                self._poison(proven)
                 spent_us += self._session.time_us(replay)
-                self._compare(proven, slots)
+                self._compare(proven, slots, lse=True)
             done += slots
         return done
 
     def begin(self) -> None:
-        """Enqueue other inputs than before, and an output that every call must write anew."""
-        self.timed.turn()
+        """Enqueue other inputs than before, and an output that every call must write anew.
+
+        At random it is poisoned, or still holds what was right for the inputs before: a kernel
+        cannot tell by it whether there is something to compute.
+        """
+        self.timed.draw()
         self._judge.clear()
-        self.output.poison()
+        if self._rng.integers(2):
+            self.output.poison()
+
+    def _poison(self, proven: Proven) -> None:
+        self.output.fill(POISON)
+        if proven.lse is not None:
+            proven.lse.fill(POISON)
 
     def begin_cold(self, copies: Sequence[Mapping[str, Buffer]]) -> None:
-        """The same before calls that rotate over copies, which have the first set of inputs."""
-        self.timed.go_to(0)
+        """The same before calls that rotate over copies, whose inputs are as they were made."""
+        self.timed.go_to(PLAIN)
         self._judge.clear()
         for output in (self.output, *(copy["o"] for copy in copies)):
             output.fill(POISON)
 
     def end(self, proven: Proven, copies: Sequence[Mapping[str, Buffer]] = ()) -> None:
         """Raise WrongResult unless the outputs are now the checked one, bit for bit."""
-        outputs = [self.output, *(copy["o"] for copy in copies)][: Judge.SLOTS]
-        for number, output in enumerate(outputs):
-            if proven.deterministic:
-                self._judge.digest(output, number)
-            else:
-                self.timed.compare(number, output.pointer)
-        self._compare(proven, len(outputs))
+        outputs = [self.output, *(copy["o"] for copy in copies)]
+        for begin in range(0, len(outputs), Judge.SLOTS):
+            some = outputs[begin : begin + Judge.SLOTS]
+            self._judge.clear()
+            for number, output in enumerate(some):
+                if proven.deterministic:
+                    self._judge.digest(output, number)
+                else:
+                    self.timed.compare(number, output.pointer)
+            self._compare(proven, len(some))
 
     def _look(self, proven: Proven, slot: int) -> None:
-        """Enqueue a look at the output into a slot, and poison it."""
+        """Enqueue a look at what a call wrote into a slot, and poison it."""
         if proven.deterministic:
             self._judge.digest(self.output, slot, poison=True)
+            if proven.lse is not None:
+                self._judge.digest(proven.lse, slot, poison=True)
         else:
             self.timed.compare(slot)
             self.output.fill(POISON)
 
-    def _compare(self, proven: Proven, slots: int) -> None:
+    def _compare(self, proven: Proven, slots: int, *, lse: bool = False) -> None:
         if not proven.deterministic:
-            for found in self._judge.found(slots):
-                self.timed.accuracy(Found(found, {}), proven.rounds_scores)
+            try:
+                for found in self._judge.found(slots):
+                    self.timed.accuracy(Found(found, {}), proven.rounds_scores)
+            except WrongResult:
+                self._mend()
+                raise
             return
-        expected = proven.digests[self.timed.side]
-        differing = int(np.count_nonzero(self._judge.counts(slots) != expected))
+        expected = self.timed.digest(proven.digests)
+        if lse and proven.lse is not None and proven.lse_digests is not None:
+            expected += self.timed.digest(proven.lse_digests)
+        counts = self._judge.counts(slots)
+        differing = int(np.count_nonzero(counts != np.uint64(expected % 2**64)))
         if differing:
+            self._mend()
             raise WrongResult(
                 f"a race, or an answer kept from an earlier call: {differing} of {slots} repeated "
                 f"calls gave another output than the checked call ({self.timed.case.label})"
             )
+
+    def _mend(self) -> None:
+        """Renew the inputs if the calls that were wrong wrote to them: the next has other calls."""
+        with self._session.stream:
+            self.timed.go_to(PLAIN)
+            self._judge.clear()
+            self.timed.look_at_inputs(0)
+            (count,) = self._judge.counts(1)
+        self.timed.renew_inputs(count)

@@ -5,12 +5,9 @@
 // Tensors are contiguous: q, o (batch * heads, seqlen_q, head_dim), k, v (batch * heads_kv,
 // seqlen_k, head_dim). The causal mask is aligned bottom-right.
 
-extern __shared__ double shared[];
-
 // ---- storage to float64, exactly ----
 struct Fp16 {
     using Bits = unsigned short;
-    static constexpr Bits INFINITE = 0x7C00, MAGNITUDE = 0x7FFF;
     static constexpr double HALF_ULP = 1. / 2048;
     static __device__ double value(Bits bits) {
         int exponent = bits >> 10 & 31, mantissa = bits & 1023;
@@ -23,7 +20,6 @@ struct Fp16 {
 };
 struct Bf16 {
     using Bits = unsigned short;
-    static constexpr Bits INFINITE = 0x7F80, MAGNITUDE = 0x7FFF;
     static constexpr double HALF_ULP = 1. / 256;
     static __device__ double value(Bits bits) {
         return __uint_as_float(static_cast<unsigned>(bits) << 16);
@@ -31,7 +27,6 @@ struct Bf16 {
 };
 struct Fp32 {
     using Bits = unsigned;
-    static constexpr Bits INFINITE = 0x7F800000u, MAGNITUDE = 0x7FFFFFFFu;
     static constexpr double HALF_ULP = 1. / (1 << 24);
     static __device__ double value(Bits bits) { return __uint_as_float(bits); }
 };
@@ -48,6 +43,7 @@ template <class T, int COLUMNS>
 __device__ void attend(const void* q_all, const void* k_all, const void* v_all, double* out,
                        double* lse, int group, int seqlen_q, int seqlen_k, int head_dim,
                        double scale, int causal) {
+    extern __shared__ double shared[];
     using Bits = typename T::Bits;
     double *p = shared, *q_chunk = p + TILE * PITCH, *k_chunk = q_chunk + CHUNK * PITCH;
     double* v_chunk = q_chunk;  // CHUNK x COLUMNS, when Q and K are done with
@@ -164,11 +160,24 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
     }
 }
 
+// ---- which heads of keys are negated ----
+__device__ unsigned long long mixed(unsigned long long x) {  // the finaliser of SplitMix64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+    return x ^ x >> 31;
+}
+// A mix of inputs: 0 has all as they were made, 1 has every k and v negated, any other number some
+// heads of keys. gpu/judge.py has the same function.
+__device__ bool negated(unsigned long long mix, long long head_kv) {
+    if (mix < 2) return mix;
+    return mixed(mix ^ head_kv * 0x9E3779B97F4A7C15ull) >> 63;
+}
+
 // ---- how far an output is from it ----
 // What judge finds in 64 rows of a head, and summary in all of them. Shares and gains as
 // numerics.Measures has them.
 struct Found {
-    double nans;             // elements that are NaN
+    double nans;             // elements that are NaN, or whose reference is
     double squares;          // sum of the squares of the rows' errors
     double row, row_at;      // largest error of a row, and that row over all heads
     double element;          // largest error of an element beyond half an ulp, over the row's rms
@@ -198,15 +207,19 @@ __device__ double largest_of_warp(double x) {
     return x;
 }
 
-// A block judges 64 rows of a head, a warp one row after the other. floor: the norm below which a
-// row counts as this long.
+// A block judges 64 rows of a head, a warp one row after the other. expected: with the inputs as
+// they were made, or negated; *mix says which a head has. floor: the norm below which a row counts
+// as this long.
 template <class T>
-__device__ void compare(const void* o, const double* expected, const double* tilted, Found* found,
-                        int seqlen_q, int head_dim, double floor) {
+__device__ void compare(const void* o, const double* plain, const double* opposite,
+                        const unsigned long long* mix, const double* tilted, Found* found,
+                        int group, int seqlen_q, int head_dim, double floor) {
+    extern __shared__ double shared[];
     Found* of_warp = reinterpret_cast<Found*>(shared);
     int tiles = (seqlen_q + TILE - 1) / TILE, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int warps = blockDim.x / 32;
     long long head = blockIdx.x / tiles;
+    const double* expected = negated(*mix, head / group) ? opposite : plain;
     Found own = {};
     for (int i = warp; i < TILE; i += warps) {
         int row = blockIdx.x % tiles * TILE + i;
@@ -216,7 +229,7 @@ __device__ void compare(const void* o, const double* expected, const double* til
         double nans = 0, square = 0, norm = 0, along = 0, tilt = 0, tilt_norm = 0;
         for (int d = lane; d < head_dim; d += 32) {
             double ref = expected[at + d], out = T::value(bits[d]), off = out - ref;
-            nans += (bits[d] & T::MAGNITUDE) > T::INFINITE;
+            nans += off != off;  // also if the reference is NaN, which nothing equals
             square += off * off, norm += ref * ref, along += off * ref;
             if (tilted) {
                 double slope = tilted[at + d] - ref;
@@ -267,14 +280,15 @@ extern "C" __global__ void __launch_bounds__(256)
     attend<Dtype, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, causal);
 }
 extern "C" __global__ void __launch_bounds__(256)
-    judge(const void* o, const double* expected, const double* tilted, Found* found, int seqlen_q,
-          int head_dim, double floor) {
-    compare<Dtype>(o, expected, tilted, found, seqlen_q, head_dim, floor);
+    judge(const void* o, const double* plain, const double* opposite, const unsigned long long* mix,
+          const double* tilted, Found* found, int group, int seqlen_q, int head_dim, double floor) {
+    compare<Dtype>(o, plain, opposite, mix, tilted, found, group, seqlen_q, head_dim, floor);
 }
 
 // Many tiles' findings as one; one block of at most 256 threads.
 extern "C" __global__ void __launch_bounds__(256)
     summary(const Found* found, long long tiles, Found* all) {
+    extern __shared__ double shared[];
     Found* of_thread = reinterpret_cast<Found*>(shared);
     Found own = {};
     for (long long i = threadIdx.x; i < tiles; i += blockDim.x) take(own, found[i]);
@@ -289,6 +303,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // The largest |written - expected| / max(1, |expected|) of float32 values; NaN counts as 1e300.
 extern "C" __global__ void __launch_bounds__(256)
     judge_lse(const float* written, const double* expected, long long count, double* worst) {
+    extern __shared__ double shared[];
     double own = 0;
     for (long long i = threadIdx.x; i < count; i += blockDim.x) {
         double off = fabs(written[i] - expected[i]) / fmax(1., fabs(expected[i]));
@@ -303,35 +318,51 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // ---- watching many calls ----
-__device__ unsigned long long mixed(unsigned long long x) {  // the finaliser of SplitMix64
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
-    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
-    return x ^ x >> 31;
-}
-// Adds to *sum a value of the words' bits and places that does not depend on the order. poison:
-// the words are then filled with NaN, so that the next call must write all of them.
+// Adds to sums[part] a value of the bits and places of each of `parts` equal parts, which does not
+// depend on the order; all parts' values add up to that of the whole. poison: the bytes are then
+// filled with NaN, so that the next call must write all of them.
 extern "C" __global__ void __launch_bounds__(256)
-    digest(unsigned* words, long long count, int poison, unsigned long long* sum) {
-    unsigned long long own = 0;
-    for (long long i = blockIdx.x * 256ll + threadIdx.x; i < count; i += gridDim.x * 256ll) {
-        own += mixed(static_cast<unsigned long long>(words[i]) << 32 ^ (i * 0x9E3779B97F4A7C15ull));
-        if (poison) words[i] = 0xFFFFFFFFu;
+    digest(unsigned* words, long long bytes, int parts, int poison, unsigned long long* sums) {
+    long long count = bytes / 4, length = (count + parts - 1) / parts;
+    for (int part = blockIdx.y; part < parts; part += gridDim.y) {
+        unsigned long long own = 0;
+        long long begin = length * part, end = min(count, begin + length);
+        for (long long i = begin + blockIdx.x * 256 + threadIdx.x; i < end; i += gridDim.x * 256) {
+            own +=
+                mixed(static_cast<unsigned long long>(words[i]) << 32 ^ i * 0x9E3779B97F4A7C15ull);
+            if (poison) words[i] = 0xFFFFFFFFu;
+        }
+        if (part == parts - 1 && blockIdx.x == 0 && threadIdx.x < bytes % 4) {  // half a word
+            unsigned char* last = reinterpret_cast<unsigned char*>(words + count) + threadIdx.x;
+            own += mixed(*last + ((threadIdx.x + 1ull) << 8));
+            if (poison) *last = 0xFF;
+        }
+        for (int lanes = 16; lanes > 0; lanes /= 2) own += __shfl_xor_sync(0xffffffffu, own, lanes);
+        if (threadIdx.x % 32 == 0) atomicAdd(sums + part, own);
     }
-    for (int lanes = 16; lanes > 0; lanes /= 2) own += __shfl_xor_sync(0xffffffffu, own, lanes);
-    if (threadIdx.x % 32 == 0) atomicAdd(sum, own);
 }
-// Negates every element: `sign` has the sign bits of a word.
+// Takes a tensor from one mix to another, and says so in *now. `heads` is 1 if a head has half a
+// word, and then all turn together. sign: the sign bits of a word.
 extern "C" __global__ void __launch_bounds__(256)
-    negate(unsigned* words, long long count, unsigned sign) {
-    for (long long i = blockIdx.x * 256ll + threadIdx.x; i < count; i += gridDim.x * 256ll)
-        words[i] ^= sign;
+    negate(unsigned* words, long long bytes, int heads, unsigned sign, unsigned long long from,
+           unsigned long long to, unsigned long long* now) {
+    long long length = bytes / 4 / heads;
+    for (int head = blockIdx.y; head < heads; head += gridDim.y) {
+        if (negated(from, head) == negated(to, head)) continue;
+        unsigned* own = words + length * head;
+        for (long long i = blockIdx.x * 256 + threadIdx.x; i < length; i += gridDim.x * 256)
+            own[i] ^= sign;
+        if (bytes % 4 && blockIdx.x == 0 && threadIdx.x == 0)
+            reinterpret_cast<unsigned short*>(words)[bytes / 2 - 1] ^= 0x8000;
+    }
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *now = to;
 }
-// Counts the words of two regions that are not `word`.
+// Counts the bytes of two regions that are not `byte`.
 extern "C" __global__ void __launch_bounds__(256)
-    differing(const unsigned* one, const unsigned* other, int count, unsigned word,
+    differing(const unsigned char* one, const unsigned char* other, int count, int byte,
               unsigned long long* sum) {
     unsigned long long own = 0;
     for (int i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256)
-        own += (one[i] != word) + (other[i] != word);
+        own += (one[i] != byte) + (other[i] != byte);
     if (own) atomicAdd(sum, own);
 }

@@ -70,7 +70,7 @@ def test_each_fault_is_its_own_row(tmp_path):
         6: Status.WRONG,
         7: Status.WRONG,
     }
-    assert "wrote outside 'o'" in found[3].detail
+    assert "bytes outside 'o'" in found[3].detail
     assert "NaN" in found[4].detail
     assert "a race: repeated calls differ" in found[7].detail
     assert "illegal" in found[2].detail.lower() or "address" in found[2].detail.lower()

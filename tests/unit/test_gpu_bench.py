@@ -72,33 +72,42 @@ class FakeJudge:
         self.looks += 1
 
     def counts(self, slots):
-        return np.array([self.slots[number] for number in range(slots)], np.uint64)
+        return np.array([self.slots.get(number, 0) for number in range(slots)], np.uint64)
 
 
 class FakeFixture:
-    """One problem with two sets of inputs."""
+    """One problem with one head of keys, whose inputs are plain or opposite."""
 
     def __init__(self, buffers):
-        self.buffers, self.side = buffers, 0
+        self.buffers, self.mix = buffers, 0
         self.case = numerics.Case(PROBLEM)
 
-    def turn(self):
-        self.side = 1 - self.side
+    def draw(self):
+        self.mix = 1 - self.mix
 
-    def go_to(self, side):
-        self.side = side
+    def go_to(self, mix):
+        self.mix = mix
+
+    def digest(self, of_sides):
+        return int(of_sides[self.mix, 0])
+
+    def look_at_inputs(self, slot):
+        pass
+
+    def renew_inputs(self, count):
+        pass
 
 
 def proof_of(outputs):
-    """A Proof whose judge sees these digests; outputs gets the number of the look, and the side."""
+    """A Proof whose judge sees these digests; outputs gets the number of the look, and the mix."""
     made = Proof.__new__(Proof)
-    made._session, made._seed = FakeSession(), 0
+    made._session, made._seed, made._rng = FakeSession(), 0, np.random.default_rng(0)
     made.timed = FakeFixture({name: FakeBuffer(8) for name in "qkvo"})
-    made._judge = FakeJudge(lambda look: outputs(look, made.timed.side))
+    made._judge = FakeJudge(lambda look: outputs(look, made.timed.mix))
     return made
 
 
-PROVEN = Proven(FakePipeline(None, None, []), True, 0, (100, 101))
+PROVEN = Proven(FakePipeline(None, None, []), True, 0, np.array([[100], [101]], np.uint64))
 
 
 @pytest.fixture

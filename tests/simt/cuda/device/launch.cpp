@@ -1,0 +1,97 @@
+// A launch on buffers of the calling process, in a child of it: the child shares their memory, and
+// a fault, a deadlock or a failed check ends the child alone. In place of main.cpp, which reads
+// buffers from files.
+#include <signal.h>
+#include <stdarg.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include "../runtime.hpp"
+
+void (*simt_kernel)(void* const* args);
+const char* (*simt_signature)();
+
+namespace simt {
+uint3 block_dim, grid_dim;
+float half_values[65536];
+std::vector<void*> arguments;
+std::size_t smem_bytes;
+unsigned schedule;
+const char* kernel_name = "?";
+unsigned random_bits() {
+    static uint64_t state = schedule;
+    return (state = state * 6364136223846793005u + 1442695040888963407u) >> 33;
+}
+void describe(FILE* to) {
+    if (!self || self == &main_fiber) return;
+    fprintf(to, "  in block (%u,%u,%u) thread %u of %s, schedule %u\n", self->block.x,
+            self->block.y, self->block.z, self->index.x, kernel_name, schedule);
+}
+void fail(Where where, const char* format, ...) {
+    va_list list;
+    va_start(list, format);
+    if (where.file) fprintf(stderr, "%s:%d: ", where.file, where.line);
+    vfprintf(stderr, format, list);
+    fprintf(stderr, "\n");
+    describe(stderr);
+    _exit(2);
+}
+void grid_wait() {}
+
+static void run_block(uint3 index, unsigned threads) {
+    cluster.resize(1);
+    Cta& cta = cluster[0];
+    cta.index = index, cta.rank = 0;
+    std::size_t size = (smem_bytes + PAGE - 1) / PAGE * PAGE;
+    if (cta.fibers.empty()) {
+        auto* all = static_cast<unsigned char*>(
+            mmap(nullptr, size + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        mprotect(all + size, PAGE, PROT_NONE);
+        cta.smem = all;
+        for (unsigned i = 0; i < threads; ++i) cta.fibers.push_back(new Fiber());
+    }
+    memset(cta.smem, 0xff, size);
+    cta.warps.assign((threads + 31) / 32, {});
+    cta.warpgroups.assign((threads + 127) / 128, {});
+    for (Barrier& bar : cta.barriers) bar = Barrier();
+    for (unsigned i = 0; i < threads; ++i) {
+        Fiber& f = *cta.fibers[i];
+        f.index = {i, 0, 0}, f.block = index, f.lane = i % 32, f.warp = i / 32, f.cta = &cta;
+        f.store_groups.clear(), f.stores.clear();
+        start(f);
+    }
+    run_cluster();
+    self = nullptr;
+    for (std::size_t i = smem_bytes; i < size; ++i)
+        if (cta.smem[i] != 0xff)
+            fail(NOWHERE, "wrote byte %zu of %zu of shared memory", i, smem_bytes);
+}
+}  // namespace simt
+
+// What waitpid says of the child, whose report goes to a file descriptor.
+extern "C" int simt_launch(void (*kernel)(void* const*), const char* name, void* const* args,
+                           unsigned count, const unsigned* grid, unsigned threads,
+                           std::size_t smem_bytes, unsigned schedule, int report) {
+    using namespace simt;
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(report, 2);
+        signal(SIGSEGV, SIG_DFL), signal(SIGBUS, SIG_DFL);
+        simt_kernel = kernel, kernel_name = name;
+        arguments.assign(args, args + count);
+        simt::smem_bytes = smem_bytes, simt::schedule = schedule;
+        block_dim = {threads, 1, 1}, grid_dim = {grid[0], grid[1], grid[2]};
+        long blocks = static_cast<long>(grid[0]) * grid[1] * grid[2];
+        for (long n = 0; n < blocks; ++n) {
+            long i = schedule == 1 ? blocks - 1 - n : n;
+            run_block(
+                {static_cast<unsigned>(i % grid[0]), static_cast<unsigned>(i / grid[0] % grid[1]),
+                 static_cast<unsigned>(i / grid[0] / grid[1])},
+                threads);
+        }
+        _exit(0);
+    }
+    int status = -1;
+    if (child > 0) waitpid(child, &status, 0);
+    return status;
+}

@@ -1,0 +1,201 @@
+"""A GPU for common/judge.cu: its kernels compiled by g++, on buffers of this process.
+
+`Device` stands for gpu.device.Session and `HostBuffer` for its Buffer, so that the code which
+launches these kernels runs unchanged. What is launched has ended when the launch returns; nothing
+here can show a missing wait between streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from attnsweep.files import shipped
+from attnsweep.gpu import judge as judge_module
+from attnsweep.gpu import proof as proof_module
+from attnsweep.gpu.device import GUARD_BYTES, POISON
+from attnsweep.gpu.judge import Judge
+
+from .harness import FLAGS, HERE, SimtError, Simulator, _compile, translate
+
+OWN = HERE / "device"
+KERNEL = re.compile(r"__global__ void __launch_bounds__\(256\)\s+(\w+)\(")
+STAGE_FLAGS = ("-O2", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing", "-w")
+LETTERS = {"f4": "f", "f8": "d", "i4": "i", "u4": "u", "i8": "l", "u8": "l"}
+
+
+class HostBuffer:
+    """gpu.device.Buffer in this process's memory; a child that a launch makes shares it."""
+
+    def __init__(self, nbytes: int, *, guard: int = 0xA5) -> None:
+        self.nbytes, self.guard_byte = nbytes, guard
+        self.all = np.frombuffer(mmap.mmap(-1, nbytes + 2 * GUARD_BYTES), np.uint8)
+        self.all[:] = guard
+        self.main = self.all[GUARD_BYTES : GUARD_BYTES + nbytes]
+        self.main[:] = 0x5A  # as memory is that somebody used before
+        self.pointer = int(self.all.ctypes.data) + GUARD_BYTES
+
+    @property
+    def guards(self) -> tuple[int, int]:
+        return self.pointer - GUARD_BYTES, self.pointer + self.nbytes
+
+    def poison(self) -> None:
+        self.all[:] = self.guard_byte
+        self.main[:] = POISON
+
+    def fill(self, byte: int) -> None:
+        self.main[:] = byte
+
+    def upload(self, bits: np.ndarray[Any, Any]) -> None:
+        assert bits.flags.c_contiguous
+        assert bits.nbytes == self.nbytes
+        self.main[:] = bits.view(np.uint8).ravel()
+
+    def download(self, out: np.ndarray[Any, Any]) -> None:
+        assert out.flags.c_contiguous
+        out.view(np.uint8).ravel()[:] = self.main[: out.nbytes]
+
+    def copy_from(self, other: HostBuffer) -> None:
+        self.main[:] = other.main
+
+    def rows(self, shape: Sequence[int], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return self.of(np.float64).reshape(tuple(shape))[:, :, rows]
+
+    def of(self, dtype: Any) -> np.ndarray[Any, Any]:
+        """Its bytes as an array, which is no copy."""
+        return self.main.view(dtype)
+
+
+class Device:
+    """A session whose kernels run on the CPU; `schedule` as in runtime.hpp."""
+
+    stream = nullcontext()
+
+    def __init__(self, simulator: Simulator, schedule: int = 0) -> None:
+        self._simulator, self.schedule = simulator, schedule
+        self.gpu = SimpleNamespace(arch="sm_90a", sm_count=2)
+
+    def judge(self, dtype: str) -> Judge:
+        """A judge whose kernels run here, with buffers as those of `take_place`."""
+        return Judge(cast(Any, self), dtype)
+
+    def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let gpu/judge.py and gpu/proof.py have host buffers, and the library for a cubin."""
+        source = shipped("kernels") / "common" / "judge.cu"
+
+        def library(arch: str, dtype: str, cache_dir: object) -> str:
+            return str(_stage(self._simulator, source, dtype))
+
+        monkeypatch.setattr(judge_module, "_cubin", library)
+        for module in (judge_module, proof_module):
+            monkeypatch.setattr(module, "Buffer", HostBuffer)
+
+    def kernel(self, path: str, name: str, smem_bytes: int = 0) -> Callable[..., None]:
+        def launch(
+            grid: tuple[int, ...],
+            block: tuple[int, ...],
+            args: tuple[Any, ...],
+            shared_mem: int = 0,
+        ) -> None:
+            assert shared_mem <= max(smem_bytes, 48 * 1024), "more than the function was allowed"
+            runtime = _runtime(self._simulator)
+            _launch(runtime, path, name, grid, block, args, shared_mem, self.schedule)
+
+        return launch
+
+    def pinned(self, shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
+        return np.zeros(tuple(shape), dtype)
+
+    def capture(self, issue: Callable[[], None]) -> Callable[[], None]:
+        return issue
+
+    def time_us(self, work: Callable[[], None]) -> float:
+        work()
+        return 100.0
+
+    def synchronize(self) -> None:
+        """A launch has ended when it returns."""
+
+    settle = synchronize
+
+
+def _launch(
+    runtime: ctypes.CDLL,
+    path: str,
+    name: str,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: tuple[Any, ...],
+    smem_bytes: int,
+    schedule: int,
+) -> None:
+    library = _library(path)
+    wanted = getattr(library, f"simt_letters_{name}")
+    wanted.restype = ctypes.c_char_p
+    # A pointer is passed as an integer of 8 bytes.
+    given = "".join(LETTERS[arg.dtype.str[1:]] for arg in args)
+    taken = wanted().decode().replace("p", "l")
+    assert given == taken, f"{name} takes ({taken}) and is given ({given})"
+    values = [np.asarray(arg) for arg in args]
+    pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+    sizes = (ctypes.c_uint * 3)(*grid)
+    assert block[1:] == (1, 1)
+    with tempfile.TemporaryFile() as report:
+        status = runtime.simt_launch(
+            ctypes.cast(getattr(library, f"simt_{name}"), ctypes.c_void_p),
+            *(name.encode(), pointers, ctypes.c_uint(len(values)), sizes),
+            *(ctypes.c_uint(block[0]), ctypes.c_size_t(smem_bytes)),
+            *(ctypes.c_uint(schedule), ctypes.c_int(report.fileno())),
+        )
+        if status:
+            report.seek(0)
+            code = os.waitstatus_to_exitcode(status)
+            raise SimtError(f"{name}: {report.read().decode() or f'ended with {code}'}")
+
+
+@cache
+def _library(path: str) -> ctypes.CDLL:
+    return ctypes.CDLL(path)
+
+
+@cache
+def _runtime(simulator: Simulator) -> ctypes.CDLL:
+    sources = [str(HERE / name) for name in ("threads.cpp", "copies.cpp", "wgmma.cpp")]
+    sources.append(str(OWN / "launch.cpp"))
+    flags = [*FLAGS, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread"]
+    made = simulator._made(
+        ("device", flags), lambda to: _compile([*flags, *sources, "-o", str(to)]), ".so"
+    )
+    return ctypes.CDLL(str(made.result()), mode=ctypes.RTLD_GLOBAL)
+
+
+@cache
+def _stage(simulator: Simulator, source: Path, dtype: str) -> Path:
+    _runtime(simulator)  # whose names the library uses
+    text = translate(source.read_text(), source.name)
+    names = KERNEL.findall(text)
+    wrapper = f'#include "device/float64.hpp"\n{text}\n'
+    for name in names:
+        wrapper += (
+            f'extern "C" void simt_{name}(void* const* args) {{ simt::invoke(&{name}, args); }}\n'
+            f'extern "C" const char* simt_letters_{name}() {{ return simt::letters(&{name}); }}\n'
+        )
+
+    def build(to: Path) -> None:
+        (to.parent / "wrapper.cpp").write_text(wrapper)
+        flags = [*FLAGS, *STAGE_FLAGS, "-shared", "-fPIC", f"-DDTYPE_{dtype.upper()}=1"]
+        _compile([*flags, "-I", str(HERE), str(to.parent / "wrapper.cpp"), "-o", str(to)])
+
+    return simulator._made((wrapper, dtype, STAGE_FLAGS), build, ".so").result()

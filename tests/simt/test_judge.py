@@ -1,0 +1,408 @@
+"""common/judge.cu against NumPy: attention in float64, what an error measures, digests, mixes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from attnsweep.build import numerics
+from attnsweep.build.numerics import TILT, Case, Measures
+from attnsweep.gpu.device import GUARD_BYTES
+from attnsweep.gpu.judge import OPPOSITE, PLAIN, Fixture, negated_heads
+from attnsweep.problem import Problem
+
+from .device import Device, HostBuffer
+from .harness import COMPILER
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+
+DTYPES = ("fp16", "bf16", "fp32")
+# A launch takes milliseconds, and each example some.
+few_examples = functools.partial(
+    settings, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+small = few_examples(max_examples=settings.default.max_examples // 3)
+
+
+@pytest.fixture
+def device(simulator, monkeypatch):
+    device = Device(simulator)
+    device.take_place(monkeypatch)
+    return device
+
+
+def uploaded(array):
+    buffer = HostBuffer(array.nbytes)
+    buffer.upload(np.ascontiguousarray(array))
+    return buffer
+
+
+def sign_of(dtype):
+    return np.uint32(0x80000000) if dtype == "fp32" else np.uint16(0x8000)
+
+
+# -- the reference ----------------------------------------------------------------------------
+
+SHAPES = (
+    Problem(1, 1, 1, 1, 1, 8),  # one query, one key
+    Problem(1, 1, 1, 1, 130, 72, "bf16"),
+    Problem(2, 4, 2, 9, 17, 8, "fp16", True),  # batches, grouped heads, seqlen_q != seqlen_k
+    Problem(1, 2, 1, 65, 129, 64, "bf16", True),
+    Problem(1, 1, 1, 67, 140, 96, "fp32", True),
+    Problem(1, 3, 1, 5, 66, 130, "fp16", True),  # columns in two parts
+    Problem(2, 2, 2, 3, 64, 200, "bf16"),
+    Problem(1, 1, 1, 129, 129, 3, "fp16", True),  # an odd head
+)
+
+
+def differences(device, case, seed, tilt=0.0):
+    """Of the device's reference and NumPy's: of rows, and of the log-sum-exp."""
+    problem, rows = case.problem, np.arange(case.problem.seqlen_q)
+    inputs = numerics.make_inputs(case, seed)
+    shape = problem.shape_of("o")
+    out = HostBuffer(8 * math.prod(shape))
+    lse = HostBuffer(8 * math.prod(shape[:3]))
+    buffers = {name: uploaded(bits) for name, bits in inputs.items()}
+    device.judge(problem.dtype).reference(buffers, problem, out, lse, tilt)
+    if tilt:  # NumPy's has no such argument
+        k = numerics.from_bits(inputs["k"], problem.dtype).astype(np.float64) * (1 + tilt)
+        inputs = inputs | {"k": numerics.to_bits(k, problem.dtype)}
+    expected = numerics.reference(inputs, problem, rows)
+    log_sums = numerics.log_sum_exp(inputs, problem, rows)
+    off = np.abs(lse.of(np.float64).reshape(shape[:3]) - log_sums)
+    return (
+        numerics.row_error(out.of(np.float64).reshape(shape), expected),
+        float((off / np.maximum(1, np.abs(log_sums))).max()),
+    )
+
+
+@pytest.mark.parametrize("problem", SHAPES, ids=lambda p: p.label)
+def test_the_reference_is_attention(problem, device):
+    row, lse = differences(device, Case(problem), 1)
+    assert row <= 1e-12
+    assert lse <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_is_attention_of_hard_inputs(dtype, device):
+    for inputs in ("far_below", "far_above", "tiny_ends", "one_hot", "wide"):
+        row, lse = differences(device, Case(Problem(1, 2, 1, 3, 150, 16, dtype), inputs), 2)
+        assert row <= 1e-12, inputs
+        assert lse <= 1e-12, inputs
+
+
+def test_the_reference_at_another_scale_is_that_of_scaled_keys(device):
+    # A power of two, so that scaled keys are exact: 1 + tilt is 2.
+    row, lse = differences(device, Case(Problem(1, 1, 1, 5, 70, 16, "fp32")), 3, tilt=1.0)
+    assert row <= 1e-12
+    assert lse <= 1e-12
+
+
+@small
+@given(
+    batch=st.integers(1, 2),
+    heads_kv=st.integers(1, 2),
+    group=st.integers(1, 3),
+    seqlen_q=st.integers(1, 70),
+    more_keys=st.integers(0, 70),
+    head_dim=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+    causal=st.booleans(),
+)
+def test_the_reference_is_attention_of_any_shape(
+    device, batch, heads_kv, group, seqlen_q, more_keys, head_dim, dtype, causal
+):
+    seqlen_k = seqlen_q + more_keys
+    shape = (batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim)
+    row, lse = differences(device, Case(Problem(*shape, dtype, causal)), 4)
+    assert row <= 1e-12
+    assert lse <= 1e-12
+
+
+def test_threads_in_another_order_give_the_same_reference(simulator, device):
+    case = Case(Problem(1, 2, 1, 66, 80, 24, "bf16", True))
+    results = []
+    for schedule in (0, 1, 2):
+        device.schedule = schedule
+        fixture = Fixture(case, 1, device, device.judge("bf16"))
+        results.append(fixture._sides[0].expected.of(np.uint64).copy())
+    assert (results[0] == results[1]).all()
+    assert (results[0] == results[2]).all()
+
+
+# -- what an error measures ---------------------------------------------------------------------
+
+
+def found_in(device, out, expected, dtype, tilted=None, opposite=None, mix=PLAIN, group=1):
+    """Measures and NaN of an output (batch, heads, rows, head_dim), in storage form."""
+    batch, heads, rows, head_dim = out.shape
+    problem = Problem(batch, heads, heads // group, rows, rows, head_dim, dtype)
+    judge = device.judge(dtype)
+    judge.clear()
+    norms = np.sqrt(np.einsum("...d,...d->...", expected, expected))
+    floor = 1e-3 * float(np.sqrt(np.mean(norms**2)))
+    written = uploaded(out)
+    both = [uploaded(expected), *([] if opposite is None else [uploaded(opposite)])]
+    judge.compare(
+        written.pointer,
+        problem,
+        both,
+        None if opposite is None else uploaded(np.array([mix], np.uint64)),
+        None if tilted is None else uploaded(tilted),
+        floor,
+        7,
+    )
+    found = judge.found(8)[7]
+    count = batch * heads * rows
+    measured = Measures(
+        **{name: found[name] for name in ("row", "element", "row_gain", "tile_gain")},
+        rms=math.sqrt(found["squares"] / count),
+        gain=abs(found["gains"]) / count,
+        scale=TILT * abs(found["tilt"]) / (found["tilt_norm"] or 1.0),
+    )
+    return measured, found
+
+
+PLANTS = ("none", "element", "row", "tile", "all", "zeroed", "small_row")
+
+
+@small
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 150), st.integers(1, 70)),
+    dtype=st.sampled_from(DTYPES),
+    plant=st.sampled_from(PLANTS),
+    tilts=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@example((1, 300, 1, 8), "bf16", "element", False, 0)  # more tiles than threads of summary
+@example((1, 1, 129, 70), "fp16", "tile", True, 1)
+@example((2, 2, 65, 33), "fp32", "row", True, 2)
+@example((2, 3, 64, 16), "fp16", "small_row", True, 3)
+def test_measures_are_those_of_numpy(device, shape, dtype, plant, tilts, seed):
+    rng = np.random.default_rng(seed)
+    expected = rng.standard_normal(shape)
+    wrong = expected.copy()
+    at = tuple(int(rng.integers(size)) for size in shape)
+    tile = slice(at[2] // 64 * 64, at[2] // 64 * 64 + 64)
+    if plant == "element":
+        wrong[at] += 0.3
+    elif plant == "row":
+        wrong[at[:3]] *= 1.01
+    elif plant == "tile":
+        wrong[at[0], at[1], tile] *= 1.02
+    elif plant == "all":
+        wrong *= 1.0005
+    elif plant == "zeroed":
+        wrong[at[:2]] = 0
+    elif plant == "small_row":
+        expected[at[:3]] *= 1e-7
+    tilted = expected + 1e-3 * rng.standard_normal(shape) if tilts else None
+    out = numerics.to_bits(wrong.astype(np.float32), dtype)
+    stored = numerics.from_bits(out, dtype).astype(np.float64)
+    measured, found = found_in(device, out, expected, dtype, tilted)
+    wanted = numerics.measures(stored, expected, dtype, tilted)
+    for field in fields(Measures):
+        got, want = getattr(measured, field.name), getattr(wanted, field.name)
+        assert got == pytest.approx(want, rel=1e-10, abs=1e-15), field.name
+    assert found["nans"] == 0
+    errors = np.sqrt(((stored - expected) ** 2).sum(-1)) / np.sqrt((expected**2).sum(-1))
+    if plant == "row":
+        assert found["row_at"] == errors.argmax()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_value_of_storage_is_read_exactly(dtype, device):
+    """Each subnormal and each NaN; of fp32 a sample with both ends."""
+    if dtype == "fp32":
+        some = np.random.default_rng(0).integers(0, 2**32, 2**16 - 8, dtype=np.uint32)
+        ends = [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0xFFFFFFFF]
+        bits = np.concatenate([some, np.array(ends, np.uint32)])
+    else:
+        bits = np.arange(2**16, dtype=np.uint16)
+    bits = bits.reshape(1, 1, 1024, 64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        values = numerics.from_bits(bits, dtype).astype(np.float64)
+    _, found = found_in(device, bits, np.nan_to_num(values, posinf=0, neginf=0), dtype)
+    assert found["nans"] == np.isnan(values).sum() > 0
+    finite = np.where(np.isfinite(values), bits, 0).astype(bits.dtype)
+    measured, found = found_in(device, finite, np.where(np.isfinite(values), values, 0), dtype)
+    assert found["nans"] == 0
+    assert (measured.row, measured.element, measured.rms) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_infinity_is_over_every_limit(dtype, sign, device):
+    expected = np.random.default_rng(0).standard_normal((1, 1, 70, 16))
+    expected[0, 0, 66, 3] = 0.0  # infinity times zero is NaN
+    out = numerics.to_bits(expected.astype(np.float32), dtype)
+    out[0, 0, 66, 3] = numerics.INFINITY_BITS[dtype] | (sign_of(dtype) if sign < 0 else 0)
+    measured, found = found_in(device, out, expected, dtype)
+    assert (measured.row, measured.element) == (np.inf, np.inf)
+    assert found["row_at"] == 66
+
+
+def test_a_reference_that_is_nan_is_within_nothing(device):
+    """Its differences are NaN, which no maximum shows."""
+    expected = np.ones((1, 1, 70, 16))
+    expected[0, 0, 66, 3] = np.nan
+    out = numerics.to_bits(np.ones(expected.shape, np.float32), "bf16")
+    _, found = found_in(device, out, expected, "bf16")
+    assert found["nans"] == 1
+
+
+def test_what_was_not_compared_is_nan(device):
+    judge = device.judge("fp16")
+    judge.clear()
+    assert all(math.isnan(value) for value in judge.found(2)[1].values())
+
+
+@small
+@given(
+    mix=st.sampled_from([PLAIN, OPPOSITE]) | st.integers(2, 2**64 - 1), heads_kv=st.integers(1, 5)
+)
+def test_each_head_is_compared_with_its_side(device, mix, heads_kv):
+    group = 2
+    rng = np.random.default_rng(0)
+    sides = rng.standard_normal((2, 1, heads_kv * group, 3, 8))
+    chosen = negated_heads(mix, heads_kv).repeat(group).astype(int)
+    exact = np.stack([sides[side, 0, head] for head, side in enumerate(chosen)])[None]
+    out = exact.astype(np.float32).view(np.uint32)
+    plain, opposite = sides
+    one, _ = found_in(device, out, plain, "fp32", opposite=opposite, mix=mix, group=group)
+    assert one.row < 1e-6
+    other, _ = found_in(device, out, opposite, "fp32", opposite=plain, mix=mix, group=group)
+    assert other.row > 0.1
+
+
+def test_mixes_are_even():
+    counted = sum(negated_heads(mix, 64).sum() for mix in range(2, 1002)) / 64_000
+    assert counted == pytest.approx(0.5, abs=0.01)
+
+
+# -- the log-sum-exp ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 256, 700])
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize(("wrong", "worst"), [(0.5, 0.5), (np.nan, 1e300), (-np.inf, np.inf)])
+def test_the_worst_log_sum_exp_counts(rows, place, wrong, worst, device):
+    expected = np.linspace(-1, 1, rows)
+    written = expected.astype(np.float32)
+    written[place] = expected[place] + wrong
+    judge = device.judge("fp16")
+    judge.clear()
+    judge.compare_lse(uploaded(written), uploaded(expected), rows, 3)
+    assert judge.counts(4).view(np.float64)[3] == pytest.approx(worst, rel=1e-6)
+
+
+# -- watching many calls ------------------------------------------------------------------------
+
+
+def digest_of(device, data, parts=1, sm_count=2, poison=False):
+    device.gpu.sm_count = sm_count
+    judge, buffer, sums = device.judge("fp16"), uploaded(data), HostBuffer(8 * parts)
+    sums.fill(0)
+    if poison:
+        judge.clear()
+        judge.digest(buffer, 5, poison=True)
+        return int(judge.counts(6)[5]), buffer
+    judge.digest_parts(buffer, sums, 0, parts)
+    return sums.of(np.uint64).tolist(), buffer
+
+
+@small
+@given(size=st.integers(1, 5000), place=st.integers(0, 10**6), bit=st.integers(0, 7))
+@example(size=1, place=0, bit=7)
+@example(size=4098, place=4097, bit=0)  # half a word at the end
+def test_a_digest_sees_every_bit_and_place(device, size, place, bit):
+    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    before, _ = digest_of(device, data)
+    other_order, _ = digest_of(device, data, sm_count=7)
+    assert before == other_order
+    place %= size
+    changed = data.copy()
+    changed[place] ^= 1 << bit
+    assert digest_of(device, changed)[0] != before
+    swapped = data.copy()
+    other = (place + 1) % size
+    swapped[[place, other]] = data[[other, place]]
+    assert (digest_of(device, swapped)[0] == before) == (data[place] == data[other])
+
+
+def test_words_that_are_swapped_or_moved_have_another_digest(device):
+    data = np.arange(64, dtype=np.uint32)
+    digests = {digest_of(device, np.roll(data, by))[0][0] for by in range(8)}
+    digests |= {digest_of(device, np.zeros(words, np.uint32))[0][0] for words in range(1, 9)}
+    assert len(digests) == 16
+
+
+def test_a_digest_depends_on_no_order_of_threads(device):
+    data = np.random.default_rng(0).integers(0, 256, 70_000, dtype=np.uint8)
+    seen = set()
+    for device.schedule in (0, 1, 2):
+        seen.add(digest_of(device, data)[0][0])
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("parts", [1, 3, 1030])
+def test_the_parts_of_a_digest_add_up(parts, device):
+    data = np.random.default_rng(0).integers(0, 256, (parts, 52), dtype=np.uint8)
+    of_parts, _ = digest_of(device, data, parts)
+    (whole,), _ = digest_of(device, data)
+    assert sum(of_parts) % 2**64 == whole
+    changed = data.copy()
+    changed[parts // 2, 51] ^= 1
+    differs = np.array(digest_of(device, changed, parts)[0]) != np.array(of_parts)
+    assert np.flatnonzero(differs).tolist() == [parts // 2]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 1030, 4101])
+def test_poison_fills_every_byte_and_no_other(size, device):
+    data = np.zeros(size, np.uint8)
+    digest, buffer = digest_of(device, data, poison=True)
+    assert [digest] == digest_of(device, data)[0]
+    assert (buffer.main == 0xFF).all()
+    assert (buffer.all == 0xFF).sum() == size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "each"), [(1, 7), (1, 1), (5, 6), (1030, 2)])
+def test_heads_are_negated_each_for_itself(dtype, heads, each, device):
+    """Of an odd number of elements too, in one piece, and not the guards behind."""
+    made = np.random.default_rng(0).standard_normal((heads, each), np.float32)
+    bits = numerics.to_bits(made, dtype)
+    buffer, mix = uploaded(bits), uploaded(np.zeros(1, np.uint64))
+    judge, now = device.judge(dtype), PLAIN
+    for to in (OPPOSITE, 12345, 2**64 - 1, PLAIN):
+        if heads == 1 and to not in (PLAIN, OPPOSITE):
+            continue
+        judge.negate(buffer, heads, mix, now, to)
+        now = to
+        assert mix.of(np.uint64)[0] == to
+        turned = negated_heads(to, heads)[:, None]
+        expected = np.where(turned, bits ^ sign_of(dtype), bits)
+        assert (buffer.of(bits.dtype).reshape(bits.shape) == expected).all()
+    assert (buffer.all[:GUARD_BYTES] == 0xA5).all()
+    assert (buffer.all[-GUARD_BYTES:] == 0xA5).all()
+
+
+@pytest.mark.parametrize("nbytes", [5, 6, 64])
+@pytest.mark.parametrize("places", [(), (-1,), (0, 9), (-131072, 131071)])
+def test_bytes_changed_in_guards_are_counted(nbytes, places, device):
+    """Guards of buffers of any size: a workspace may have five bytes."""
+    buffer, judge = HostBuffer(nbytes), device.judge("fp16")
+    begin = buffer.pointer - buffer.guards[0]
+    for place in places:
+        buffer.all[begin + place if place < 0 else begin + nbytes + place] ^= 1
+    buffer.fill(0)
+    judge.clear()
+    judge.count_outside(buffer, 2)
+    judge.count_outside(buffer, 2)
+    assert judge.counts(3)[2] == 2 * len(places)
