@@ -37,6 +37,7 @@ from typing import Any
 
 from proportions import clopper_pearson, spoken
 from rich.console import Console
+from setting import recorded
 
 from attnsweep import (
     Arch,
@@ -58,11 +59,10 @@ from attnsweep import (
 )
 
 console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
-ROOT = Path(__file__).parent.parent
 SOURCE = Path(__file__).with_name("burn.cu")
 RUNS = (
-    *("flash_short_h200", "batched_h100", "three_kernel_h200", "wide_head", "ladder"),
-    *("wmma_pipeline", "mma_h200", "flash_dims_h200"),
+    *("flash_short", "batched", "three_kernel_tuned", "wide_head", "ladder"),
+    *("wmma_pipeline", "mma_h200", "flash_dims"),
 )
 SLOWER = 0.02
 # Slowdowns, and the number of kernels that are slowed by each.
@@ -457,7 +457,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, nargs="+", metavar="DIR")
     asked = parser.parse_args(arguments)
     begin = time.monotonic()
-    runs = asked.runs or [ROOT / "results" / "h200" / name for name in RUNS]
+    runs = asked.runs or [recorded(name) for name in RUNS]
     with Worker(timeout_s=60) as worker:
         here = worker.describe()
     arch = arch_named(here.arch)

@@ -15,12 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from setting import console
+from setting import RESULTS, console, recorded
 
 from attnsweep import Config, Search, Space, Status, Trial, load_spec, open_run, plan
 
-ROOT = Path(__file__).parent.parent
-RUNS = ("flash_short_h200", "three_kernel", "three_kernel_stages")
+RUNS = ("flash_short", "three_kernel", "three_kernel_stages")
 STRATEGIES = ("random", "tpe")
 LEAST_CANDIDATES = 150
 CHECKPOINTS = (10, 25, 50, 75, 100, 150)
@@ -91,18 +90,21 @@ def replays(directory: Path, seeds: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Replay every strategy and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    results = ROOT / "results" / "h200"
+    results = RESULTS / "h200"
     parser.add_argument("file", nargs="?", type=Path, default=results / "search_replay.json")
     parser.add_argument("--results", type=Path, default=results)
     parser.add_argument("--seeds", type=int, default=10)
     arguments = parser.parse_args()
     spaces = []
     for name in RUNS:
-        spaces += replays(arguments.results / name, arguments.seeds)
-    environment = open_run(arguments.results / RUNS[0]).environment
+        spaces += replays(recorded(name, arguments.results), arguments.seeds)
+    environment = open_run(recorded(RUNS[0], arguments.results)).environment
     assert environment is not None
     result = {
-        "replay_of": [f"results/{arguments.results.name}/{name}" for name in RUNS],
+        "replay_of": [
+            f"results/{arguments.results.name}/{recorded(name, arguments.results).name}"
+            for name in RUNS
+        ],
         "recorded_on": f"{environment.gpu}, {environment.date[:10]}",
         "seeds": arguments.seeds,
         "spaces": spaces,

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from attnsweep import Build, Environment, SweepSpec, load_spec
 
+RESULTS = Path(__file__).parent.parent / "results"
 console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
 
 
@@ -18,6 +19,12 @@ def spec_of(text: str, directory: Path, name: str = "bench") -> SweepSpec:
     path = directory / f"{name}.yaml"
     path.write_text(text)
     return load_spec(path)
+
+
+def recorded(name: str, results: Path = RESULTS / "h200") -> Path:
+    """Find a spec's recorded run: under its name, or under the one that the spec had before."""
+    before = json.loads((RESULTS / "renamed.json").read_text())
+    return results / (name if (results / name).is_dir() else before.get(name, name))
 
 
 def label_of(build: Build) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from setting import console
+from setting import RESULTS, console, recorded
 
 from attnsweep import (
     Build,
@@ -35,10 +35,9 @@ from attnsweep import (
     open_run,
 )
 
-ROOT = Path(__file__).parent.parent
 RUNS = (
-    *("three_kernel", "three_kernel_stages", "three_kernel_h200", "ladder"),
-    *("flash_h200", "flash_short_h200", "batched_h100"),
+    *("three_kernel", "three_kernel_stages", "three_kernel_tuned", "ladder"),
+    *("flash_training", "flash_short", "batched"),
 )
 FINALISTS, ENTRY = 12, 1.25
 # The share of its stages timed alone that `Skips` takes a pipeline to need at least.
@@ -125,15 +124,15 @@ def main() -> None:
     """Count, print, and write the file if one is named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "h200")
+    parser.add_argument("--results", type=Path, default=RESULTS / "h200")
     arguments = parser.parse_args()
     spaces, totals = [], dict.fromkeys(TOTALS, 0)
     for name in RUNS:
-        run = open_run(arguments.results / name)
+        run = open_run(recorded(name, arguments.results))
         assert run.environment is not None
         for rows in timed_rows(run):
             found = figures(rows, run.environment)
-            spaces.append({"run": name, **found})
+            spaces.append({"run": run.directory.name, **found})
             totals = {key: count + found[key] for key, count in totals.items()}
             console.print(
                 f"{name} {found['kernel']} {found['problem']}: {found['skipped']} of "

@@ -61,7 +61,7 @@ def render(template: str, page: str, known: dict[str, Any]) -> str:
         **known,
         root=root,
         link=lambda name: root(PAGES[name]),
-        results=lambda name: root(f"{RESULTS}/{name}"),
+        results=lambda name: root(f"{RESULTS}/{known['book'].place(name)}"),
     )
     lines = "\n".join(line.rstrip() for line in text.splitlines())
     return re.sub(r"\n{3,}", "\n\n", lines).strip() + "\n"

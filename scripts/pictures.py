@@ -50,10 +50,10 @@ def speed(theme: str) -> dict[str, Any]:
     values = [
         {"problem": row.problem.label, "of": name, "tflops": row.tflops}
         for provider, name in names.items()
-        for row in best_of("flash_h200", provider)
+        for row in best_of("flash_training", provider)
     ]
-    order = [problem.label for problem in BOOK.problems("flash_h200")]
-    facts = {"where": where("flash_h200"), "colors": THEMES[theme][2]}
+    order = [problem.label for problem in BOOK.problems("flash_training")]
+    facts = {"where": where("flash_training"), "colors": THEMES[theme][2]}
     return filled("speed.vl.json", values=values, order=order, series=list(names.values()), **facts)
 
 

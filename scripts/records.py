@@ -64,22 +64,32 @@ def among(value: object, wanted: object) -> bool:
 
 
 class Book:
-    """The runs and files below a directory of results. Each is read and ranked once."""
+    """The runs and files below a directory of results. Each is read and ranked once.
+
+    A run is asked for by the name of its spec. `renamed.json` beside the directory says under which
+    name a spec was recorded before, which counts until it is recorded anew.
+    """
 
     def __init__(self, results: Path) -> None:
         self.results = results
+        before = results.parent / "renamed.json"
+        self._before = json.loads(before.read_text(encoding="utf-8")) if before.is_file() else {}
         self._runs: dict[str, Run] = {}
         self._rows: dict[str, list[Row]] = {}
         self._files: dict[str, Any] = {}
 
+    def place(self, name: str) -> str:
+        """The name under which a run or a file lies, today's if there is such a one."""
+        return name if (self.results / name).exists() else str(self._before.get(name, name))
+
     def has(self, name: str) -> bool:
         """Whether a run or a file of that name is recorded."""
-        return (self.results / name).exists()
+        return (self.results / self.place(name)).exists()
 
     def run(self, name: str) -> Run:
         """A recorded run."""
         if name not in self._runs:
-            self._runs[name] = open_run(self.results / name)
+            self._runs[name] = open_run(self.results / self.place(name))
         return self._runs[name]
 
     def card(self, name: str) -> Environment:

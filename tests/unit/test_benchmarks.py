@@ -262,3 +262,12 @@ def test_a_refused_right_candidate_is_counted_with_its_inputs(module, monkeypatc
     assert [each["candidate"] for each in found["refused"]] == ["k A=2"] * 10
     assert len({each["seed"] for each in found["refused"]}) == 10
     assert found["refused_bounds"] == pytest.approx((0.272, 0.728), abs=1e-3)
+
+
+def test_a_recorded_run_is_found_under_its_name_or_an_earlier_one(module, tmp_path):
+    recorded = module("setting").recorded
+    assert recorded("flash_short", tmp_path) == tmp_path / "flash_short_h200"
+    (tmp_path / "flash_short").mkdir()
+    assert recorded("flash_short", tmp_path) == tmp_path / "flash_short"
+    named = [*module("gate").RUNS, *module("search").RUNS, *module("skips").RUNS]
+    assert all(recorded(name).is_dir() for name in named)

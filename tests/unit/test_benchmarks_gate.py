@@ -160,7 +160,7 @@ def test_a_kernel_that_fails_is_named_and_the_others_go_on(benchmark, monkeypatc
 
 def test_the_runs_that_it_takes_kernels_from_are_there(benchmark, tmp_path):
     module = benchmark.module
-    runs = [ROOT / "results" / "h200" / name for name in module.RUNS]
+    runs = [module.recorded(name) for name in module.RUNS]
     assert all((run / "trials.jsonl.gz").is_file() for run in runs)
     found = module.cases(runs[4:7], arch_named("sm_90a"), tmp_path, 5)
     assert len({case.label for case in found}) == 5

@@ -155,7 +155,7 @@ def test_a_shipped_claim_turns_with_its_figures(
 
     assert result() == before
     runs = {"a": "three_kernel", "c": "wide_head", "d": "ladder", "e": "wmma_pipeline"}
-    run = runs.get(name) or ("batched_h100" if "5 µs" in words else "flash_short_h200")
+    run = runs.get(name) or ("batched" if "5 µs" in words else "flash_short")
     changed = RECORDED.find(run, take="all", **query)
     assert changed
     for row in changed:
@@ -244,7 +244,7 @@ def test_the_least_plausible_share_is_clopper_and_pearsons():
 @pytest.mark.parametrize(
     ("run", "protocol"),
     [("mma_h200", 1), ("three_kernel", 2), ("three_kernel_long", 2), ("wmma_pipeline", 3),
-     ("flash_h200", 3)],
+     ("flash_training", 3)],
 )  # fmt: skip
 def test_a_recording_says_its_protocol(run, protocol):
     assert Book(docs.ROOT / docs.RESULTS).protocol(run) == protocol
@@ -255,3 +255,13 @@ def test_the_protocol_that_an_environment_says_counts(monkeypatch):
     card = book.card("mma_h200").model_copy(update={"protocol": 4})
     monkeypatch.setattr(book, "run", lambda name: SimpleNamespace(environment=card))
     assert book.protocol("mma_h200") == 4
+
+
+def test_a_run_recorded_under_an_earlier_name_counts_until_it_is_recorded_anew(tmp_path):
+    (tmp_path / "renamed.json").write_text('{"run": "run_h200"}')
+    book = Book(tmp_path / "results")
+    assert not book.has("run")
+    (tmp_path / "results" / "run_h200").mkdir(parents=True)
+    assert (book.place("run"), book.has("run")) == ("run_h200", True)
+    (tmp_path / "results" / "run").mkdir()
+    assert book.place("run") == "run"

@@ -19,6 +19,7 @@ from records import Book
 import docs
 
 RESULTS = docs.ROOT / docs.RESULTS
+BOOK = Book(RESULTS)
 
 
 def page(name):
@@ -34,7 +35,9 @@ def table(text, header):
 def recorded(run):
     """Raw rows; the last of each candidate counts."""
     rows = {}
-    for line in gzip.decompress((RESULTS / run / "trials.jsonl.gz").read_bytes()).splitlines():
+    for line in gzip.decompress(
+        (RESULTS / BOOK.place(run) / "trials.jsonl.gz").read_bytes()
+    ).splitlines():
         row = json.loads(line)
         rows[json.dumps([row["problem"], row["kernel"], row["provider"], row["config"]])] = row
     return [row for row in rows.values() if row.get("time_us")]
@@ -47,12 +50,10 @@ def shown(row):
     return f"({p['batch']},{p['heads']},{keys},{p['head_dim']}) {p['dtype']} {mask}"
 
 
-@pytest.mark.parametrize(
-    "run", ["flash_short_h200", "flash_h200", "flash_dims_h200", "flash_long_h200"]
-)
+@pytest.mark.parametrize("run", ["flash_short", "flash_training", "flash_dims", "flash_long"])
 def test_each_shape_is_next_to_its_peers(run):
     text = page("performance")
-    lines = table(text[text.index(f"[results/h200/{run}]") :], "problem")
+    lines = table(text[text.index(f"[results/h200/{BOOK.place(run)}]") :], "problem")
     rows = recorded(run)
     assert {line[0] for line in lines} == {shown(row) for row in rows}
     for label, ours, flash, cudnn, triton, ratio, *_ in lines:
@@ -98,7 +99,7 @@ def test_the_ladder_and_their_table_hold_recorded_times():
 
 def test_the_readme_says_which_figure_was_timed_once():
     (times,) = re.findall(r"([\d.]+) tuned \(timed once\)", page("readme"))
-    once = [r for r in recorded("three_kernel_h200") if r["time_us"]["samples"] == 1]
+    once = [r for r in recorded("three_kernel_tuned") if r["time_us"]["samples"] == 1]
     assert times in {f"{row['time_us']['median'] / 16:.2f}" for row in once}
 
 

@@ -27,13 +27,13 @@ def pictures(monkeypatch):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_speeds_are_those_of_the_run(pictures, theme):
     values = pictures.speed(theme)["data"]["values"]
-    won = pictures.best_of("flash_h200", "attnsweep")
+    won = pictures.best_of("flash_training", "attnsweep")
     ours = {v["problem"]: v["tflops"] for v in values if "ours" in v["of"]}
     assert list(ours) == [row.problem.label for row in won]
     for row in won:
         assert ours[row.problem.label] == pytest.approx(row.problem.flops / row.us / 1e6, rel=0.01)
     noisy = pictures.BOOK.find(
-        "flash_h200", provider=list(pictures.PEERS), status="noisy", take="all"
+        "flash_training", provider=list(pictures.PEERS), status="noisy", take="all"
     )
     assert len(values) == 4 * len(won) - len(noisy)  # a noisy peer is not drawn
 
