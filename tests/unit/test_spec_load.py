@@ -24,6 +24,7 @@ from attnsweep.spec.load import (
     check_against,
     load_spec,
 )
+from attnsweep.spec.plan import plan
 from attnsweep.spec.schema import json_schema, schema_text
 from attnsweep.spec.shipped import shipped_specs
 
@@ -818,3 +819,20 @@ class TestShipped:
         assert quickstart.kernels == recorded.kernels
         assert set(quickstart.baselines) <= set(recorded.baselines)  # those that it recorded
         assert set(quickstart.problems) <= set(recorded.problems)
+
+    @pytest.mark.parametrize(
+        "name", ["flash_training", "flash_short", "flash_dims", "flash_long", "batched"]
+    )
+    def test_the_fused_kernel_meets_the_peers_that_a_user_would_pick(self, name):
+        spec = load_spec(Path(name))
+        peers = ("torch_cudnn", "cudnn", "torch_flash", "triton_flash", "flash_attn_3")
+        assert spec.baselines == peers
+
+    @pytest.mark.parametrize("name", ["flash_short", "batched"])
+    def test_one_tile_of_short_calls_may_be_chained(self, name):
+        kernels = discover()
+        for item in plan(load_spec(Path(name), kernels), kernels, arch_named("sm_90a")):
+            (space,) = item.spaces
+            chained = [config for config in space.configs if config.PDL]
+            assert 0 < len(chained) < 0.4 * len(space.configs)
+            assert len({(config.BLOCK_N, config.P_SHARED) for config in chained}) == 1
