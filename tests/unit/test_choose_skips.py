@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent.parent
 @lru_cache
 def recorded(name):
     """Of each problem and family: the rows that were timed, with their builds; and who is best."""
-    run = open_run(ROOT / "results" / "h200" / name)
+    run = open_run(replay.recorded(name))
     ranking = rank(run.trials, run.environment).dropna(subset="rank")
     first = ranking[ranking["winner"]].set_index("problem")["rank"]
     best = {
