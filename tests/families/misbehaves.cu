@@ -33,13 +33,13 @@ extern "C" __global__ void misbehaves(const unsigned short* q, const unsigned sh
 #elif FAULT == 6  // one per cent off on long rows only
     if (keys > 100) sum *= 1.01f;
 #elif FAULT == \
-    7  // which of two warps comes last changes one small output by 0.2 %: within any limit
+    7  // which of two warps comes last changes the last bit of one small output: within any limit
     extern __shared__ int last[];
     for (long long begin = clock64(), wait = begin * 40503 >> 4 & 1023; clock64() - begin < wait;) {
     }
     *last = threadIdx.x / 32;
     __syncthreads();
-    if (*last && d == 5 && fabsf(out / sum) < 0.05f) out *= 1.002f;
+    if (*last && d == 5 && fabsf(out / sum) < 0.05f) out *= 1.0006f;
 #endif
     o[(1ll * head * seqlen_q + row) * HEAD_DIM + d] = float_to_half(out / sum);
 }
