@@ -26,7 +26,6 @@ __all__ = [
     "most_apart",
     "own_and_best",
     "peers_beside",
-    "peers_in",
     "stage_bounds",
     "staged",
     "steps",
@@ -122,9 +121,9 @@ def varied(rows: Sequence[Row]) -> list[str]:
 
 
 def peers_beside(
-    book: Book, runs: Sequence[str], kernel: str, peers: Sequence[str]
+    book: Book, runs: Sequence[str], kernel: str | list[str] | None, peers: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """A record for each problem of the runs on which the kernel and a peer are ranked.
+    """A record for each problem of the runs on which a kernel (None: any) and a peer are ranked.
 
     peers: by provider, the noisy ones too. peer: the base, the fastest known of all peers of the
     run, noisy or not; ratio, low, high, of: its time over ours, as `rank` tells it.
@@ -165,11 +164,6 @@ def base_of(book: Book, row: Row) -> Row | None:
     return found[0]
 
 
-def peers_in(records: Sequence[Mapping[str, Any]], peers: Sequence[str]) -> list[str]:
-    """The peers that any record has."""
-    return [peer for peer in peers if any(peer in record["peers"] for record in records)]
-
-
 def gains(records: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
     """For each value of a parameter: where it gains most over the best row without it."""
     found: dict[str, list[tuple[float, str]]] = {}
@@ -179,7 +173,8 @@ def gains(records: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any
         for value in values if len(values) > 1 else ():
             with_it = min(row.us for row in rows if row.config.get(name) == value)
             without = min(row.us for row in rows if row.config.get(name) != value)
-            found.setdefault(str(value), []).append((without / with_it, record["problem"].label))
+            where = f"{record['problem'].label}, {record['card']}"
+            found.setdefault(str(value), []).append((without / with_it, where))
     return [
         {
             "value": value,

@@ -19,6 +19,7 @@ if __name__ == "__main__":
     os.environ["COLUMNS"] = "118"  # as wide as the README shows a table; the console reads it once
 
 import typer.cli
+from cards import cards
 from claims import ENV, Sheet
 from records import Book
 from typer.testing import CliRunner
@@ -112,7 +113,9 @@ def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def pages(book: Book) -> Iterator[tuple[str, str]]:
     """Path and text of everything that is generated."""
     card = book.card("mma_h200")
-    known = {"book": book, "api": attnsweep, "card": card, **sheets(book)}
+    known: dict[str, Any] = {"book": book, "api": attnsweep, "card": card, **sheets(book)}
+    specs = known["performance"].data["given"]["specs"]
+    known["cards"] = cards(book.results.parent, specs, book)
     for name in TEMPLATES:
         yield PAGES[name], NOTE + render(name, name, known)
     yield PAGES["cli"], cli()

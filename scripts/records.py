@@ -138,6 +138,21 @@ class Book:
         found = (r.problem for r in self.rows(run) if r.provider == OURS and r.status == "ok")
         return list(dict.fromkeys(found))
 
+    def against(self, name: str, peer: str) -> dict[tuple[object, ...], dict[str, Any]]:
+        """Key of each of our trials to its ratio to one peer: ratio, low, high, of."""
+        trials = [trial for trial in self.run(name).trials if trial.provider in (OURS, peer)]
+        ranked = rank(trials, self.card(name)).to_dict("records")
+        return {
+            row["trial"].key: {
+                "ratio": row["ratio_to_best_baseline"],
+                "low": row["ratio_low"],
+                "high": row["ratio_high"],
+                "of": row["ratio_of"],
+            }
+            for row in ranked
+            if row["provider"] == OURS and row["ratio_of"] is not None
+        }
+
     def find(
         self,
         run: str,

@@ -50,19 +50,37 @@ def shown(row):
     return f"({p['batch']},{p['heads']},{keys},{p['head_dim']}) {p['dtype']} {mask}"
 
 
+NAMES = {
+    "SDPA cuDNN": "torch_cudnn",
+    "cuDNN": "cudnn",
+    "FlashAttention-3": "flash_attn_3",
+    "Triton": "triton_flash",
+    "SDPA flash": "torch_flash",
+    "SDPA efficient": "torch_efficient",
+    "SDPA math": "torch_math",
+    "unfused": "unfused",
+}
+
+
 @pytest.mark.parametrize("run", ["flash_short", "flash_training", "flash_dims", "flash_long"])
 def test_each_shape_is_next_to_its_peers(run):
     text = page("performance")
-    lines = table(text[text.index(f"[results/h200/{BOOK.place(run)}]") :], "problem")
+    text = text[text.index(f"\n\n[results/h200/{BOOK.place(run)}]") :]
+    header = text[text.index("| problem |") :].splitlines()[0].strip("|").split(" | ")
+    columns = [name.strip() for name in header]
+    lines = [dict(zip(columns, line, strict=True)) for line in table(text, "problem")]
     rows = recorded(run)
-    assert {line[0] for line in lines} == {shown(row) for row in rows}
-    for label, ours, flash, cudnn, triton, ratio, *_ in lines:
-        here = [row for row in rows if shown(row) == label]
+    assert {line["problem"] for line in lines} == {shown(row) for row in rows}
+    for line in lines:
+        ours = line["ours, µs"]
+        here = [row for row in rows if shown(row) == line["problem"]]
         times = {row["provider"]: row for row in here if row["provider"] != "attnsweep"}
-        cells = {"torch_flash": flash, "torch_cudnn": cudnn, "triton_flash": triton}
-        for peer, cell in cells.items():
-            noisy = ", noisy" if times[peer]["status"] == "noisy" else ""
-            assert cell == f"{times[peer]['time_us']['median']:.4g}{noisy}"
+        assert {NAMES[name] for name in columns if line[name] != "–" and name in NAMES} == {*times}
+        for name in NAMES.keys() & {*columns}:
+            if NAMES[name] in times:
+                peer = times[NAMES[name]]
+                noisy = ", noisy" if peer["status"] == "noisy" else ""
+                assert line[name].startswith(f"{peer['time_us']['median']:.4g}{noisy}")
         mine = [row["time_us"]["median"] for row in here if row["kernel"] == "flash_fwd_wgmma"]
         best = min(us for us in mine if f"{us:.4g}" == ours)
         assert best < 1.1 * min(mine)  # a time without rounds leads only if it is much faster
@@ -75,6 +93,7 @@ def test_each_shape_is_next_to_its_peers(run):
         }
         fastest = min(known, key=known.get)
         assert noisy_at_best[fastest] is None  # in these runs the base is never a noisy one
+        assert line["base"] == fastest
         told = set()
         for row in here:
             own = row["time_us"]["rounds"]
@@ -83,7 +102,7 @@ def test_each_shape_is_next_to_its_peers(run):
                 ratios = [a / b for a, b in pairs]
                 low, high = ratio_interval(ratios, [1.0] * len(ratios)) if ratios else (0, 0)
                 told.add(f"{median(ratios or [0]):.2f}** ({low:.2f} to {high:.2f})")
-        assert ratio in told
+        assert line["× base"] in told
 
 
 def test_the_ladder_and_their_table_hold_recorded_times():

@@ -1,0 +1,154 @@
+"""The recorded runs of each card: our best beside every peer of its rounds, and means of × base."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from counts import mean_ratio, peers_beside
+from records import OURS, Book
+
+FIRST = ("h100-80gb-hbm3", "h200")  # the order of cards; others follow by name
+FA3 = "flash_attn_3"
+TIMED = ("ok", "noisy")
+ALONE = 4  # from this protocol on, calls have ordinary dependencies
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Geometric means over some problems: × the fastest peer, and × FlashAttention-3."""
+
+    of: str
+    protocol: str
+    records: Sequence[Record]
+
+    @property
+    def ratios(self) -> list[float]:
+        """× base of each problem. A lower bound, where the base is noisy, counts as it is."""
+        return [record["ratio"] for record in self.records]
+
+    @property
+    def overlapping(self) -> int:
+        """Problems on which calls of ours may have overlapped, which no peer's can."""
+        return sum(record["overlaps"] for record in self.records)
+
+    @property
+    def slower(self) -> int:
+        """Problems on which the fastest peer is faster than ours."""
+        return sum(ratio < 1 for ratio in self.ratios)
+
+    @property
+    def fa3(self) -> list[float]:
+        """× FlashAttention-3 where it was timed."""
+        return [record["fa3"]["ratio"] for record in self.records if record["fa3"]]
+
+    @property
+    def mean(self) -> float:
+        """× the fastest peer."""
+        return mean_ratio(self.ratios)
+
+    @property
+    def fa3_mean(self) -> float | None:
+        """× FlashAttention-3, if it was timed."""
+        return mean_ratio(self.fa3) if self.fa3 else None
+
+
+class Recordings:
+    """What is recorded of one card. specs: name to title, kernel, and whether it is `fused`."""
+
+    def __init__(self, book: Book, specs: Mapping[str, Mapping[str, Any]]) -> None:
+        self.book, self.slug = book, book.results.name
+        self._specs = {name: of for name, of in specs.items() if book.has(name)}
+
+    @cached_property
+    def tables(self) -> dict[str, list[Record]]:
+        """Spec to a record for each problem on which our kernel and a peer are ranked."""
+        found = {name: self._records(name) for name in self._specs}
+        return {name: records for name, records in found.items() if records}
+
+    @property
+    def gpu(self) -> str:
+        """The card's own name."""
+        return self.book.card(next(iter(self.tables))).gpu
+
+    @property
+    def means(self) -> list[Mean]:
+        """A mean for each spec, then for each protocol over the fused kernel's problems.
+
+        A problem of several specs counts once there, as the first of them has it.
+        """
+        each = [
+            Mean(name, str(self.book.protocol(name)), records)
+            for name, records in self.tables.items()
+        ]
+        seen: set[Any] = set()
+        pooled: dict[bool, list[Record]] = {}
+        for record in self.fused:
+            if record["problem"] not in seen:
+                pooled.setdefault(record["protocol"] >= ALONE, []).append(record)
+            seen.add(record["problem"])
+        for alone, records in pooled.items():
+            each.append(Mean("", f"{ALONE} or later" if alone else f"before {ALONE}", records))
+        return each
+
+    @property
+    def fused(self) -> list[Record]:
+        """Records of the fused kernel, those whose calls do not overlap first."""
+        names = [name for name in self.tables if self._specs[name].get("fused")]
+        names.sort(key=lambda name: self.book.protocol(name) < ALONE)
+        return [record for name in names for record in self.tables[name]]
+
+    def peers_of(self, name: str, names: Mapping[str, str]) -> list[str]:
+        """The peers that any problem of a spec has, the named ones first and in their order."""
+        there = {peer for record in self.tables[name] for peer in record["peers"]}
+        return [peer for peer in names if peer in there] + sorted(there - names.keys())
+
+    def untimed(self, name: str) -> list[str]:
+        """Peers without a time on some problem, and why: `unfused: wrong on 3 of 8 problems`."""
+        tables = {record["problem"] for record in self.tables[name]}
+        missing = Counter(
+            (row.provider, row.status)
+            for row in self.book.rows(name)
+            if row.provider != OURS and row.problem in tables and row.status not in TIMED
+        )
+        return [
+            f"{peer}: {status.replace('_', ' ')} on {count} of {len(tables)} problems"
+            for (peer, status), count in sorted(missing.items())
+        ]
+
+    def where(self, name: str) -> str:
+        """The directory of a spec's run below `results`."""
+        return f"{self.slug}/{self.book.place(name)}"
+
+    def _records(self, name: str) -> list[Record]:
+        book, protocol = self.book, self.book.protocol(name)
+        every = {row.provider for row in book.rows(name)} - {OURS}
+        found = peers_beside(book, [name], self._specs[name].get("kernel"), sorted(every))
+        against = book.against(name, FA3) if any(FA3 in r["peers"] for r in found) else {}
+        for record in found:
+            best = record["best"]
+            fa3 = against.get(best.trial.key) if FA3 in record["peers"] else None
+            overlaps = protocol < ALONE and best.config.get("PDL", 0) != 0
+            record |= {"protocol": protocol, "fa3": fa3, "overlaps": overlaps, "card": self.slug}
+        return found
+
+
+def cards(
+    results: Path, specs: Mapping[str, Mapping[str, Any]], known: Book | None = None
+) -> list[Recordings]:
+    """Every card below a directory of results. known: a book that was read already."""
+    names = sorted(path.name for path in results.iterdir() if path.is_dir())
+    ordered = sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    books = [
+        known if known is not None and known.results == results / name else Book(results / name)
+        for name in ordered
+        if name != "replay"
+    ]
+    found = [Recordings(book, specs) for book in books]
+    return [card for card in found if card.tables]

@@ -1,0 +1,149 @@
+"""A section for each card, from whatever is recorded of it: made-up runs of two cards."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
+from cards import cards
+from records import Book
+
+import docs
+
+CARD = json.loads((docs.ROOT / docs.RESULTS / "ladder" / "environment.json").read_text())
+PROBLEM = {"batch": 1, "heads": 8, "heads_kv": 8, "head_dim": 64, "dtype": "fp16", "causal": False}
+SPECS = {
+    "flash_short": {"title": "Short", "kernel": "flash_fwd_wgmma", "fused": True},
+    "h200": {"title": "As models call it", "kernel": "flash_fwd_wgmma", "fused": True},
+    "ladder": {"title": "Ladder"},
+}
+ROUNDS = 8
+
+
+def row(provider, seqlen, us, *, status="ok", error=1e-4, **more):
+    """A row whose rounds all took `us`, or, if it is noisy, from half to twice as long."""
+    rounds = [us / 2, 2 * us] * (ROUNDS // 2) if status == "noisy" else [us] * ROUNDS
+    ours = provider == "attnsweep"
+    return {
+        "kernel": "flash_fwd_wgmma" if ours else provider,
+        "provider": provider,
+        "config": {"PDL": 0} if ours else {},
+        "problem": PROBLEM | {"seqlen_q": seqlen, "seqlen_k": seqlen},
+        "status": status,
+        "detail": None if status == "ok" else f"it is {status}",
+        "time_us": None
+        if status == "skipped"
+        else {
+            "median": us,
+            "low": min(rounds),
+            "high": max(rounds),
+            "samples": ROUNDS,
+            "rounds": rounds,
+        },
+        "accuracy": {"rel_err": error, "limit": 1e-3},
+        **more,
+    }
+
+
+def record(results, slug, name, rows, protocol=4):
+    directory = results / slug / name
+    directory.mkdir(parents=True)
+    gpu = {"h100-80gb-hbm3": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200", "l4": "NVIDIA L4"}
+    facts = CARD | {"gpu": gpu[slug], "protocol": protocol}
+    (directory / "environment.json").write_text(json.dumps(facts))
+    (directory / "trials.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    (directory / "spec.yaml").write_text("measure: {rank_by: warm}\n")
+
+
+@pytest.fixture
+def results(tmp_path):
+    """An H100 with protocol 4, and an H200 with protocol 3."""
+    (tmp_path / "renamed.json").write_text('{"flash_short": "flash_short_h200"}')
+    record(
+        tmp_path,
+        "h100-80gb-hbm3",
+        "flash_short",
+        [
+            row("attnsweep", 512, 10.0, chained_us=9.5),
+            row("cudnn", 512, 12.0),
+            row("flash_attn_3", 512, 15.0),
+            row("torch_flash", 512, 30.0, error=2e-3),
+            row("attnsweep", 1024, 20.0),
+            row("cudnn", 1024, 18.0),
+            row("flash_attn_3", 1024, 20.0),
+            row("attnsweep", 2048, 40.0),
+            row("cudnn", 2048, 60.0, status="noisy"),
+            row("triton_flash", 2048, 90.0),
+            row("flash_attn_3", 2048, 0.0, status="skipped"),
+        ],
+    )
+    old = row("attnsweep", 512, 10.0)
+    old["config"] = {"PDL": 2}
+    rows = [old, row("torch_cudnn", 512, 14.0)]
+    record(tmp_path, "h200", "flash_short_h200", rows, protocol=None)
+    rows = [row("attnsweep", 512, 10.0), row("torch_cudnn", 512, 11.0)]
+    record(tmp_path, "h200", "h200", rows)
+    record(tmp_path, "l4", "other", rows)
+    (tmp_path / "replay").mkdir()
+    return tmp_path
+
+
+def test_cards_have_an_order_and_only_what_is_recorded(results):
+    found = cards(results, SPECS)
+    assert [card.gpu for card in found] == ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]
+    assert [list(card.tables) for card in found] == [["flash_short"], ["flash_short", "h200"]]
+    assert found[1].where("flash_short") == "h200/flash_short_h200"
+    known = Book(results / "h200")
+    assert cards(results, SPECS, known)[1].book is known
+
+
+def test_losses_and_lower_bounds_stay_in_the_means(results):
+    h100, h200 = cards(results, SPECS)
+    each, pooled = h100.means
+    assert each.ratios == pytest.approx([1.2, 0.9, 0.75])  # the third: a noisy peer's best round
+    assert (each.slower, each.overlapping, each.protocol) == (2, 0, "4")
+    assert each.mean == pytest.approx((1.2 * 0.9 * 0.75) ** (1 / 3))
+    assert each.fa3 == pytest.approx([1.5, 1.0])
+    assert each.fa3_mean == pytest.approx(1.5**0.5)
+    assert (pooled.of, pooled.protocol, pooled.mean) == ("", "4 or later", each.mean)
+    short, models, pooled = h200.means
+    assert (short.overlapping, models.overlapping) == (1, 0)
+    assert short.protocol == "3"
+    assert (short.fa3, short.fa3_mean) == ([], None)
+    # The problem is that of both specs; the one without overlap counts.
+    assert (pooled.protocol, pooled.ratios) == ("4 or later", pytest.approx([1.1]))
+
+
+def test_the_page_has_both_cards_and_every_peer(results, monkeypatch):
+    book = Book(docs.ROOT / docs.RESULTS)
+    known = {"book": book, **docs.sheets(book)}
+    known["cards"] = cards(results, SPECS)
+    known["performance"].data["given"]["specs"] |= SPECS
+    text = docs.render("performance", "performance", known)
+    h100, h200 = text.split("## NVIDIA H200")
+    lines = [line.split(" | ") for line in h100.splitlines() if line.startswith("| (1,8,")]
+    header = next(line for line in h100.splitlines() if line.startswith("| problem"))
+    assert header.startswith(
+        "| problem | ours, µs | cuDNN | FlashAttention-3 | Triton | SDPA flash | × base | base | "
+        "× FA-3 | chained, µs |"
+    )
+    assert [line[1:10] for line in lines] == [
+        [
+            *("**10**", "12", "15", "–", "30, over the limit"),
+            *("**1.20** (1.20 to 1.20)", "cudnn", "**1.50** (1.50 to 1.50)", "9.5"),
+        ],
+        [
+            *("**20**", "18", "20", "–", "–"),
+            *("**0.90** (0.90 to 0.90)", "cudnn", "**1.00** (1.00 to 1.00)", "–"),
+        ],
+        ["**40**", "60, noisy", "–", "90", "–", "at least **0.75**", "cudnn", "–", "–"],
+    ]
+    assert "Without a time: flash_attn_3: skipped on 1 of 3 problems." in h100
+    assert "(../results/h100-80gb-hbm3/flash_short) (protocol 4)" in h100
+    assert "(../results/h200/flash_short_h200) (protocol 3)" in h200
+    assert "| 3 | 1 | **1.40** | 1.40 to 1.40 | 0 | 1 | – | – |" in h200
+    assert "chained, µs" not in h200
