@@ -248,6 +248,8 @@ def _key_figures(section: Section, row: Row) -> list[tuple[str, str]]:
     ]
     if section.problem.batch > 1:
         out.append((f"{figure(row['us_per_sequence'], 3)} µs", "a sequence"))
+    if row["trial"].chained_us is not None:
+        out.append((f"{figure(row['trial'].chained_us, 3)} µs", "chained, not ranked"))
     return out
 
 
@@ -471,6 +473,7 @@ def _peer(row: Row) -> dict[str, Any]:
         "high": _short(time.high),
         "cold": _short(row["cold_us"]),
         "eager": _short(row["eager_us"]),
+        "chained": _short(row["trial"].chained_us),
         "config": row["config"],
     }
 

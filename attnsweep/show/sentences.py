@@ -251,8 +251,11 @@ def winner_lines(section: Section) -> list[str]:
         by = " by medians of different rounds" if row["ratio_of"] == "medians" else ""
         said.append(f"{ratio_text(row, name=False)} {who(best)}, the fastest peer{by}")
     said += others
+    chained = row["trial"].chained_us
+    said += [] if chained is None else [f"chained{GLUE}{figure(chained, 3)}{GLUE}µs"]
     config = f" {row['config']}" if row["config"] else ""
     lines = [f"* winner {who(row)}{config}: {', '.join(said)}"]
+    lines += _chained(section) if chained is None else []
     for row in section.best_of_families:
         stages = row["trial"].stages_us
         if stages:
@@ -264,6 +267,17 @@ def winner_lines(section: Section) -> list[str]:
             each += _issued(row)
             lines.append(f"  stages of the best {who(row)}: {' · '.join(each)}")
     return lines
+
+
+def _chained(section: Section) -> list[str]:
+    """The least time of calls that may overlap; it is not the winner's, and ranks nothing."""
+    rows = [row for row in section.rows if row["trial"].chained_us is not None]
+    if not rows:
+        return []
+    row = min(rows, key=lambda row: row["trial"].chained_us)
+    us = figure(row["trial"].chained_us, 3)
+    config = f" {row['config']}" if row["config"] else ""
+    return [f"  least of calls that may overlap: {who(row)}{config}: chained{GLUE}{us}{GLUE}µs"]
 
 
 def _issued(row: Row) -> list[str]:

@@ -114,6 +114,21 @@ def test_the_data_holds_every_candidate_whatever_became_of_it():
         assert len(row[5]) == len(data["kernels"][row[1]]["params"])
 
 
+def test_chained_calls_are_named_so():
+    trials = full_run().trials
+    chained = [
+        row.with_(chained_us=27.0) if row.time_us and row.time_us.median == 28.1 else row
+        for row in trials
+    ]
+    text = page.render(full_run(trials=chained))
+    assert "chained, not ranked 27.0 µs" in visible(text)
+    assert "chained, not ranked" not in visible(page.render(full_run()))
+    peers = data_of(text)["problems"][0]["peers"]
+    assert {peer["who"]: peer["chained"] for peer in peers if peer["chained"]} == {
+        "three_kernel_wgmma": 27.0
+    }
+
+
 def test_reasons_of_one_cause_are_one_line():
     text = visible(page.render(full_run()))
     assert text.count("bytes, the spec allows 0") == 1

@@ -169,6 +169,47 @@ def test_a_family_that_was_not_searched_whole_says_how_much_was() -> None:
         assert "300 candidates" not in text
 
 
+def chained_run() -> Run:
+    """The winner's calls can be chained, and so can those of one more, which is faster then."""
+    times = {28.1: 27.0, 31.16: 10.4}
+    ok = [row for row in full_run().trials if row.status is Status.OK]
+    return full_run(
+        trials=[row.with_(chained_us=times.get(round(row.time_us.median, 2))) for row in ok]
+    )
+
+
+def test_chained_calls_are_named_so_and_never_ranked() -> None:
+    run, plain = chained_run(), full_run()
+    text = " ".join(printed(run, 160).split())
+    assert re.search(r"\* winner three_kernel_wgmma .*?, chained 27\.0 µs", text)
+    assert "calls that may overlap" not in text
+    first = [
+        [row["kernel"], row["config"], row["rank"]]
+        for row in report.to_json(run)["problems"][0]["ranking"]
+    ]
+    ranked = [row for row in report.to_json(plain)["problems"][0]["ranking"] if row["rank"]]
+    assert first == [[row["kernel"], row["config"], row["rank"]] for row in ranked]
+    rows = list(csv.DictReader(io.StringIO(report.files(run)["ranking.csv"])))
+    assert list(rows[0])[list(rows[0]).index("eager_us") + 1] == "chained_us"
+    assert sorted(row["chained_us"] for row in rows)[-2:] == ["10.4", "27.0"]
+    told = [row["chained_us"] for row in report.to_json(run)["problems"][0]["ranking"]]
+    assert {10.4, 27.0, None} == set(told)
+
+
+def test_chained_calls_of_another_than_the_winner_have_a_line_of_their_own() -> None:
+    rows = [
+        row.with_(chained_us=None) if row.chained_us == 27.0 else row
+        for row in chained_run().trials
+    ]
+    text = " ".join(printed(full_run(trials=rows), 160).split())
+    assert re.search(
+        r"least of calls that may overlap: flash_fwd_wgmma BLOCK_M=64 BLOCK_N=16 NUM_WARPS=8: "
+        r"chained 10\.4 µs",
+        text,
+    )
+    assert "chained" not in printed(full_run(), 160)
+
+
 def test_a_winner_without_rounds_says_so() -> None:
     once = Measurement(median=20.69, low=20.69, high=20.69, samples=1)
     rows = [candidate("naive", 5556.0), candidate("flash", 1.0).with_(time_us=once)]

@@ -75,6 +75,7 @@ function peers(box, problem) {
     { field: "who", title: "kernel" }, { field: "us", title: "µs", format: ".4~g" }, { field: "cold", title: "cold L2 µs", format: ".4~g" },
     { field: "eager", title: "host µs", format: ".3~g" }, { field: "config", title: "config" },
   ];
+  if (values.some((peer) => peer.chained !== null)) tooltip.splice(3, 0, { field: "chained", title: "chained µs", format: ".4~g" });
   const inTime = [...values].sort((a, b) => a.us - b.us).map((peer) => peer.who);
   const y = { field: "who", type: "nominal", sort: inTime, title: null, axis: { domain: false, ticks: false, labelColor: color("ink"), labelPadding: 6 } };
   return draw(box, {
