@@ -196,7 +196,7 @@ class Judge:
         before, after = buffer.guards
         sizes = map(np.int32, (GUARD_BYTES, buffer.guard_byte))
         to = np.uint64(self._counts.pointer + 8 * slot)
-        self._launch("differing", 64, [np.uint64(before), np.uint64(after), *sizes, to])
+        self._launch("differing", 16, [np.uint64(before), np.uint64(after), *sizes, to])
 
     def _blocks(self, nbytes: int) -> int:
         return max(1, min(4 * self._session.gpu.sm_count, ceil_div(nbytes, 4 * _THREADS)))

@@ -45,7 +45,7 @@ class Proof:
         self._session, self._seed = session, seed
         self._judge = Judge(session, problem.dtype, cache_dir)
         self.timed = Fixture(Case(problem), seed, session, self._judge, two_sided=True)
-        self._rng = np.random.default_rng(seed)
+        self._poisons = False
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
         self._small = [
@@ -178,12 +178,13 @@ class Proof:
     def begin(self) -> None:
         """Enqueue other inputs than before, and an output that every call must write anew.
 
-        At random it is poisoned, or still holds what was right for the inputs before: a kernel
-        cannot tell by it whether there is something to compute.
+        In turns it is poisoned, and still holds what was right for the inputs before: a kernel that
+        finds it written has yet to compute.
         """
         self.timed.draw()
         self._judge.clear()
-        if self._rng.integers(2):
+        self._poisons = not self._poisons
+        if self._poisons:
             self.output.poison()
 
     def _poison(self, proven: Proven) -> None:

@@ -8,8 +8,6 @@ here can show a missing wait between streams.
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -37,12 +35,11 @@ LETTERS = {"f4": "f", "f8": "d", "i4": "i", "u4": "u", "i8": "l", "u8": "l"}
 
 
 class HostBuffer:
-    """gpu.device.Buffer in this process's memory; a child that a launch makes shares it."""
+    """gpu.device.Buffer in this process's memory."""
 
     def __init__(self, nbytes: int, *, guard: int = 0xA5) -> None:
         self.nbytes, self.guard_byte = nbytes, guard
-        self.all = np.frombuffer(mmap.mmap(-1, nbytes + 2 * GUARD_BYTES), np.uint8)
-        self.all[:] = guard
+        self.all = np.full(nbytes + 2 * GUARD_BYTES, guard, np.uint8)
         self.main = self.all[GUARD_BYTES : GUARD_BYTES + nbytes]
         self.main[:] = 0x5A  # as memory is that somebody used before
         self.pointer = int(self.all.ctypes.data) + GUARD_BYTES
@@ -153,16 +150,15 @@ def _launch(
     sizes = (ctypes.c_uint * 3)(*grid)
     assert block[1:] == (1, 1)
     with tempfile.TemporaryFile() as report:
-        status = runtime.simt_launch(
+        failed = runtime.simt_launch(
             ctypes.cast(getattr(library, f"simt_{name}"), ctypes.c_void_p),
             *(name.encode(), pointers, ctypes.c_uint(len(values)), sizes),
             *(ctypes.c_uint(block[0]), ctypes.c_size_t(smem_bytes)),
             *(ctypes.c_uint(schedule), ctypes.c_int(report.fileno())),
         )
-        if status:
+        if failed:
             report.seek(0)
-            code = os.waitstatus_to_exitcode(status)
-            raise SimtError(f"{name}: {report.read().decode() or f'ended with {code}'}")
+            raise SimtError(f"{name}: {report.read().decode()}")
 
 
 @cache
@@ -174,7 +170,7 @@ def _library(path: str) -> ctypes.CDLL:
 def _runtime(simulator: Simulator) -> ctypes.CDLL:
     sources = [str(HERE / name) for name in ("threads.cpp", "copies.cpp", "wgmma.cpp")]
     sources.append(str(OWN / "launch.cpp"))
-    flags = [*FLAGS, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread"]
+    flags = [*FLAGS, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-D_exit=simt_exit"]
     made = simulator._made(
         ("device", flags), lambda to: _compile([*flags, *sources, "-o", str(to)]), ".so"
     )

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from attnsweep.build import numerics
 from attnsweep.build.numerics import TILT, Case, Measures
+from attnsweep.gpu import judge as judge_module
 from attnsweep.gpu.device import GUARD_BYTES
 from attnsweep.gpu.judge import OPPOSITE, PLAIN, Fixture, negated_heads
 from attnsweep.problem import Problem
 
 from .device import Device, HostBuffer
-from .harness import COMPILER
+from .harness import COMPILER, SimtError
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
@@ -351,8 +352,9 @@ def test_a_digest_depends_on_no_order_of_threads(device):
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("parts", [1, 3, 1030])
-def test_the_parts_of_a_digest_add_up(parts, device):
+@pytest.mark.parametrize("parts", [1, 3, 11])
+def test_the_parts_of_a_digest_add_up(parts, device, monkeypatch):
+    monkeypatch.setattr(judge_module, "_PARTS", 4)  # blocks that take several parts
     data = np.random.default_rng(0).integers(0, 256, (parts, 52), dtype=np.uint8)
     of_parts, _ = digest_of(device, data, parts)
     (whole,), _ = digest_of(device, data)
@@ -373,9 +375,10 @@ def test_poison_fills_every_byte_and_no_other(size, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "each"), [(1, 7), (1, 1), (5, 6), (1030, 2)])
-def test_heads_are_negated_each_for_itself(dtype, heads, each, device):
+@pytest.mark.parametrize(("heads", "each"), [(1, 7), (1, 1), (5, 6), (11, 2)])
+def test_heads_are_negated_each_for_itself(dtype, heads, each, device, monkeypatch):
     """Of an odd number of elements too, in one piece, and not the guards behind."""
+    monkeypatch.setattr(judge_module, "_PARTS", 4)
     made = np.random.default_rng(0).standard_normal((heads, each), np.float32)
     bits = numerics.to_bits(made, dtype)
     buffer, mix = uploaded(bits), uploaded(np.zeros(1, np.uint64))
@@ -406,3 +409,18 @@ def test_bytes_changed_in_guards_are_counted(nbytes, places, device):
     judge.count_outside(buffer, 2)
     judge.count_outside(buffer, 2)
     assert judge.counts(3)[2] == 2 * len(places)
+
+
+# -- what these tests stand on --------------------------------------------------------------------
+
+
+def test_a_launch_that_fails_says_why_and_the_next_one_runs(device):
+    judge, buffer = device.judge("fp16"), HostBuffer(8)
+    with pytest.raises(AssertionError, match="summary takes"):
+        judge._launch("summary", 1, [np.uint64(0), np.int32(0), np.uint64(0)], 8)
+    # 40 lanes ask each other for their sums, and eight have no partner.
+    args = [np.uint64(buffer.pointer), np.int64(8), np.int32(1), np.int32(0)]
+    launch = device.kernel(judge._path, "digest")
+    with pytest.raises(SimtError, match=r"deadlock in digest(.|\n)*shfl"):
+        launch((1, 1, 1), (40, 1, 1), (*args, np.uint64(buffer.pointer)))
+    assert digest_of(device, np.zeros(8, np.uint8))[0] != [0]

@@ -1,15 +1,16 @@
-// A launch on buffers of the calling process, in a child of it: the child shares their memory, and
-// a fault, a deadlock or a failed check ends the child alone. In place of main.cpp, which reads
-// buffers from files.
-#include <signal.h>
+// A launch on buffers of the calling process, in place of main.cpp, which reads buffers from files.
+// A failed check or a deadlock ends the launch, whose report is then in a file.
+#include <setjmp.h>
 #include <stdarg.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 #include "../runtime.hpp"
 
 void (*simt_kernel)(void* const* args);
 const char* (*simt_signature)();
+static jmp_buf failed;
+// What the runtime ends its process by.
+extern "C" [[noreturn]] void simt_exit(int) { longjmp(failed, 1); }
 
 namespace simt {
 uint3 block_dim, grid_dim;
@@ -34,22 +35,14 @@ void fail(Where where, const char* format, ...) {
     vfprintf(stderr, format, list);
     fprintf(stderr, "\n");
     describe(stderr);
-    _exit(2);
+    simt_exit(2);
 }
 void grid_wait() {}
 
 static void run_block(uint3 index, unsigned threads) {
-    cluster.resize(1);
     Cta& cta = cluster[0];
     cta.index = index, cta.rank = 0;
     std::size_t size = (smem_bytes + PAGE - 1) / PAGE * PAGE;
-    if (cta.fibers.empty()) {
-        auto* all = static_cast<unsigned char*>(
-            mmap(nullptr, size + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-        mprotect(all + size, PAGE, PROT_NONE);
-        cta.smem = all;
-        for (unsigned i = 0; i < threads; ++i) cta.fibers.push_back(new Fiber());
-    }
     memset(cta.smem, 0xff, size);
     cta.warps.assign((threads + 31) / 32, {});
     cta.warpgroups.assign((threads + 127) / 128, {});
@@ -64,23 +57,32 @@ static void run_block(uint3 index, unsigned threads) {
     self = nullptr;
     for (std::size_t i = smem_bytes; i < size; ++i)
         if (cta.smem[i] != 0xff)
-            fail(NOWHERE, "wrote byte %zu of %zu of shared memory", i, smem_bytes);
+            fail(NOWHERE, "%s wrote byte %zu of %zu of shared memory", kernel_name, i, smem_bytes);
 }
 }  // namespace simt
 
-// What waitpid says of the child, whose report goes to a file descriptor.
+// Whether the launch ended well; the report of one that did not goes to a file descriptor.
 extern "C" int simt_launch(void (*kernel)(void* const*), const char* name, void* const* args,
                            unsigned count, const unsigned* grid, unsigned threads,
                            std::size_t smem_bytes, unsigned schedule, int report) {
     using namespace simt;
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(report, 2);
-        signal(SIGSEGV, SIG_DFL), signal(SIGBUS, SIG_DFL);
-        simt_kernel = kernel, kernel_name = name;
-        arguments.assign(args, args + count);
-        simt::smem_bytes = smem_bytes, simt::schedule = schedule;
-        block_dim = {threads, 1, 1}, grid_dim = {grid[0], grid[1], grid[2]};
+    simt_kernel = kernel, kernel_name = name;
+    arguments.assign(args, args + count);
+    simt::smem_bytes = smem_bytes, simt::schedule = schedule;
+    block_dim = {threads, 1, 1}, grid_dim = {grid[0], grid[1], grid[2]};
+    cluster.resize(1);
+    Cta& cta = cluster[0];
+    while (cta.fibers.size() < threads) cta.fibers.push_back(new Fiber());
+    cta.fibers.resize(threads);
+    std::size_t size = (smem_bytes + PAGE - 1) / PAGE * PAGE;
+    void* pages =
+        mmap(nullptr, size + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    cta.smem = static_cast<unsigned char*>(pages);
+    mprotect(cta.smem + size, PAGE, PROT_NONE);
+    int error = dup(2);
+    dup2(report, 2);
+    int wrong = setjmp(failed);
+    if (!wrong) {
         long blocks = static_cast<long>(grid[0]) * grid[1] * grid[2];
         for (long n = 0; n < blocks; ++n) {
             long i = schedule == 1 ? blocks - 1 - n : n;
@@ -89,9 +91,9 @@ extern "C" int simt_launch(void (*kernel)(void* const*), const char* name, void*
                  static_cast<unsigned>(i / grid[0] / grid[1])},
                 threads);
         }
-        _exit(0);
     }
-    int status = -1;
-    if (child > 0) waitpid(child, &status, 0);
-    return status;
+    self = nullptr;
+    dup2(error, 2), close(error);
+    munmap(pages, size + PAGE);
+    return wrong;
 }

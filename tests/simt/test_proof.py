@@ -1,0 +1,416 @@
+"""Right and wrong calls are told apart by gpu/proof.py, with the kernels of judge.cu on the CPU.
+
+A call is a function in Python that writes to the buffers which a GPU's would.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from attnsweep.build import numerics
+from attnsweep.build.launches import Candidate, Launches
+from attnsweep.build.numerics import Case
+from attnsweep.gpu.judge import OPPOSITE, PLAIN, BrokenJudge, Fixture, Judge, WrongResult
+from attnsweep.gpu.proof import Proof
+from attnsweep.problem import Problem
+
+from .device import Device, HostBuffer
+from .harness import COMPILER
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+
+PROBLEM = Problem(2, 4, 2, 9, 20, 16, "bf16")
+ODD = Problem(1, 2, 1, 5, 7, 3, "fp16")  # a head has half a word
+KIND = {"fp16": np.uint16, "bf16": np.uint16, "fp32": np.uint32}
+
+
+class Call:
+    """One call bound to buffers: `write` gets the problem, the buffers, and the call's number."""
+
+    stage_names = ("fwd",)
+
+    def __init__(self, write, launches, buffers):
+        self.write, self.problem, self.buffers = write, launches.problem, buffers
+        self.number = 0
+
+    def enqueue(self):
+        self.write(self.problem, self.buffers, self.number)
+        self.number += 1
+
+    def capture(self, calls, *, after):
+        def replay():
+            for number in range(calls):
+                self.enqueue()
+                after(number)
+
+        return replay
+
+
+def inputs_in(problem, buffers):
+    kind = KIND[problem.dtype]
+    return {name: buffers[name].of(kind).reshape(problem.shape_of(name)) for name in "qkv"}
+
+
+def attend(problem, buffers, number=0):
+    """A right call: the rounded maths."""
+    rows = np.arange(problem.seqlen_q)
+    out = numerics.reference(inputs_in(problem, buffers), problem, rows, rounding=True)
+    buffers["o"].upload(numerics.to_bits(out.astype(np.float32), problem.dtype))
+
+
+def attend_with_lse(problem, buffers, number=0):
+    attend(problem, buffers)
+    rows = np.arange(problem.seqlen_q)
+    lse = numerics.log_sum_exp(inputs_in(problem, buffers), problem, rows)
+    buffers["lse"].of(np.float32)[: lse.size] = lse.ravel()
+
+
+class Bench:
+    """A Proof, and the workspaces of the candidates that it is given."""
+
+    def __init__(self, device, problem, seed=3):
+        self.proof, self.problem = Proof(problem, seed, device), problem
+        self.calls = []
+
+    def prove(self, write, *, small=False, workspaces=None, **facts):
+        workspaces, lse = workspaces or {}, facts.pop("lse", False)
+        own = {item: HostBuffer(item[1]) for item in workspaces.items()}
+
+        def bind(launches, copies):
+            named = {name: own[name, nbytes] for name, nbytes in launches.workspaces.items()}
+            return Call(write, launches, {**copies[0], **named})
+
+        def launches(problem):
+            return Launches(problem, (), workspaces, lse=lse)
+
+        timed = launches(self.problem)
+        self.call = bind(timed, [self.proof.timed.buffers])
+        checks = tuple(launches(case.problem) for case in numerics.small_cases(self.problem))
+        candidate = Candidate("k", {}, timed, checks, 0, **facts)
+        return self.proof.of_candidate(candidate, self.call, bind, own, small=small)
+
+    def repeat(self, write, calls=12, **how):
+        _, proven = self.prove(write, **how)
+        return self.proof.repeat(proven, calls, 1e3)
+
+
+@pytest.fixture
+def device(simulator, monkeypatch):
+    device = Device(simulator)
+    device.take_place(monkeypatch)
+    return device
+
+
+@pytest.fixture
+def bench(device, monkeypatch):
+    """Without the small cases."""
+    monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
+    return Bench(device, PROBLEM)
+
+
+def test_right_calls_pass_and_one_wrong_element_of_any_case_does_not(device, few):
+    bench = Bench(device, PROBLEM)
+    accuracy, proven = bench.prove(attend, small=True)
+    assert max(accuracy.shares.values()) <= 1
+    assert accuracy.seed == 3
+    assert bench.proof.repeat(proven, 12, 1e3) >= 12
+    cases = numerics.small_cases(PROBLEM)
+    assert {case.inputs for case in cases} == set(get_args(numerics.Inputs))
+    for wrong in few([*cases], 2):
+        fixture = next(each for each in bench.proof._small if each.case == wrong)
+
+        def write(problem, buffers, number, fixture=fixture):
+            attend(problem, buffers)
+            if buffers["o"] is fixture.buffers["o"]:
+                buffers["o"].of(np.uint16)[-1] ^= 0xC000
+
+        with pytest.raises(WrongResult, match=re.escape(f"({wrong.label})")):
+            bench.prove(write, small=True)
+
+
+@pytest.mark.parametrize("problem", [ODD, Problem(1, 1, 1, 3, 5, 8, "fp32"), PROBLEM], ids=str)
+def test_calls_of_any_size_are_compared_on_mixed_inputs(problem, device, monkeypatch):
+    monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
+    bench = Bench(device, problem)
+    assert bench.repeat(attend) >= 12
+
+    def last_element_is_wrong_once(problem, buffers, number):
+        attend(problem, buffers)
+        if number == 9:  # two checked calls, two that tell the time, then six and six
+            buffers["o"].main[-2] ^= 1
+
+    with pytest.raises(WrongResult, match=r"a race.*1 of \d+ repeated"):
+        bench.repeat(last_element_is_wrong_once)
+
+
+# -- answers that were kept -----------------------------------------------------------------------
+
+
+def kept_for(key):
+    """A call that keeps its output for each key, which it gets from the inputs."""
+    kept = {}
+
+    def write(problem, buffers, number):
+        now = key(inputs_in(problem, buffers))
+        if now not in kept:
+            attend(problem, buffers)
+            kept[now] = buffers["o"].main.copy()
+        buffers["o"].main[:] = kept[now]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        lambda inputs: inputs["k"].ravel()[0],  # tells plain from opposite
+        lambda inputs: inputs["v"].ravel()[-1],
+        lambda inputs: (inputs["k"].ravel()[0], inputs["k"].ravel()[-1]),
+    ],
+    ids=["first key", "last value", "both ends"],
+)
+def test_answers_kept_for_what_some_inputs_are_do_not_pass(key, bench):
+    with pytest.raises(WrongResult, match="an answer kept from an earlier call"):
+        bench.repeat(kept_for(key))
+
+
+def test_a_call_that_finds_its_output_written_must_write_it_still(bench):
+    """In a timed replay only the first call would compute."""
+
+    def write(problem, buffers, number):
+        if buffers["o"].of(np.uint16)[0] == 0xFFFF:
+            attend(problem, buffers)
+
+    _, proven = bench.prove(write)
+
+    def replay():
+        bench.proof.begin()
+        bench.call.enqueue()
+        bench.proof.end(proven)
+
+    replay()
+    with pytest.raises(WrongResult, match="an answer kept from an earlier call"):
+        replay()
+
+
+def test_an_output_is_poisoned_before_every_other_replay(bench):
+    poisoned = []
+    for _ in range(4):
+        bench.proof.output.fill(0)
+        bench.proof.begin()
+        poisoned.append(bool((bench.proof.output.main == 0xFF).all()))
+    assert poisoned == [True, False, True, False]
+
+
+def test_every_call_one_by_one_has_a_poisoned_output(bench):
+    seen = []
+
+    def write(problem, buffers, number):
+        seen.append((buffers["o"].main == 0xFF).all())
+        attend(problem, buffers)
+
+    bench.repeat(write)
+    assert all(seen[4:])  # after two that are checked, and two that tell the time
+
+
+def test_replays_follow_on_other_inputs_each(bench):
+    seen = []
+    for _ in range(30):
+        bench.proof.begin()
+        seen.append(bench.proof.timed.buffers["k"].main.tobytes())
+    assert all(one != other for one, other in itertools.pairwise(seen))
+    assert len(set(seen)) > 4
+
+
+# -- the sets of inputs ---------------------------------------------------------------------------
+
+
+def test_turning_back_gives_the_first_inputs(bench):
+    timed = bench.proof.timed
+    made = numerics.make_inputs(Case(PROBLEM), 3)
+    for _ in range(5):
+        timed.draw()
+    timed.go_to(OPPOSITE)
+    for name in "kv":
+        assert (timed.buffers[name].of(np.uint16) == made[name].ravel() ^ 0x8000).all()
+    timed.go_to(PLAIN)
+    timed.go_to(PLAIN)
+    for name in "qkv":
+        assert (timed.buffers[name].of(np.uint16) == made[name].ravel()).all()
+
+
+def copies_of(bench, count):
+    bench.proof.timed.go_to(PLAIN)
+    buffers = bench.proof.timed.buffers
+    copies = []
+    for _ in range(count):
+        copy = {name: HostBuffer(buffer.nbytes) for name, buffer in buffers.items()}
+        for name, buffer in copy.items():
+            buffer.copy_from(buffers[name])
+        copies.append(copy)
+    return copies
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("wrong", [None, 0, 4])
+def test_every_copy_is_compared_also_beyond_the_slots(wrong, deterministic, bench, monkeypatch):
+    monkeypatch.setattr(Judge, "SLOTS", 2)
+    _, proven = bench.prove(attend, deterministic=deterministic)
+    copies = copies_of(bench, 4)
+    bench.proof.timed.draw()
+    bench.proof.begin_cold(copies)
+    all_of = [bench.proof.timed.buffers, *copies]
+    for buffers in all_of:
+        assert (buffers["o"].main == 0xFF).all()
+        attend(PROBLEM, buffers)
+    if wrong is None:
+        bench.proof.end(proven, copies)
+        return
+    all_of[wrong]["o"].of(np.uint16)[33] ^= 0x4000
+    with pytest.raises(WrongResult):
+        bench.proof.end(proven, copies)
+
+
+def test_a_family_without_equal_bits_is_compared_on_mixed_inputs(bench):
+    def write(problem, buffers, number):
+        attend(problem, buffers)
+        buffers["o"].of(np.uint16)[number % 50] ^= 1  # the last bit
+
+    assert bench.repeat(write, deterministic=False) >= 12
+    with pytest.raises(WrongResult, match="a race"):
+        bench.repeat(write)
+
+    def wrong_once(problem, buffers, number):
+        attend(problem, buffers)
+        if number == 11:
+            buffers["o"].of(np.uint16)[100] ^= 0x0040
+
+    with pytest.raises(WrongResult, match="over the limit"):
+        bench.repeat(wrong_once, deterministic=False)
+
+
+# -- damage ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list("qkv"))
+@pytest.mark.parametrize("place", [0, -1, "guard"])
+def test_a_call_that_writes_to_its_inputs_is_refused_and_the_next_is_not(name, place, bench):
+    def write(problem, buffers, number):
+        attend(problem, buffers)
+        if place == "guard":
+            buffers[name].all[3] = 0
+        else:
+            buffers[name].main[place] = 0x77
+
+    with pytest.raises(WrongResult, match="wrote to its inputs"):
+        bench.prove(write)
+    bench.prove(attend)
+
+
+def test_inputs_that_a_race_wrote_to_are_made_again(bench):
+    def write(problem, buffers, number):
+        attend(problem, buffers)
+        if number == 10:
+            buffers["k"].main[7] ^= 0x40
+
+    with pytest.raises(WrongResult, match="a race"):
+        bench.repeat(write)
+    bench.repeat(attend)
+
+
+@pytest.mark.parametrize("nbytes", [5, 64])
+def test_bytes_next_to_a_workspace_are_counted_by_name(nbytes, bench):
+    def write(problem, buffers, number):
+        attend(problem, buffers)
+        buffers["sums"].all[-1] = 0
+
+    with pytest.raises(WrongResult, match=r"wrote 1 bytes outside 'sums'"):
+        bench.prove(write, workspaces={"counts": 12, "sums": nbytes})
+    bench.prove(attend, workspaces={"counts": 12, "sums": nbytes})
+
+
+def test_an_element_that_is_not_written_is_counted(bench):
+    def write(problem, buffers, number):
+        last = buffers["o"].main[-2:].copy()
+        attend(problem, buffers)
+        buffers["o"].main[-2:] = last
+
+    with pytest.raises(WrongResult, match="1 of 1152 outputs are NaN or were never written"):
+        bench.prove(write)
+
+
+# -- the log-sum-exp ------------------------------------------------------------------------------
+
+ROWS = 2 * 4 * 9
+
+
+def test_the_log_sum_exp_is_checked_in_every_call(bench):
+    how = {"lse": True, "workspaces": {"other": 24, "lse": 4 * ROWS}}
+    assert bench.repeat(attend_with_lse, **how) >= 12
+
+    def wrong_once(problem, buffers, number):
+        attend_with_lse(problem, buffers)
+        if number == 8:
+            buffers["lse"].of(np.float32)[-1] += 1e-6
+
+    with pytest.raises(WrongResult, match="a race"):
+        bench.repeat(wrong_once, **how)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize(
+    ("wrong", "words"), [(2e-3, "off by 2.0e-03"), (np.nan, "off by 1.0e+300")]
+)
+def test_a_wrong_log_sum_exp_is_refused(side, wrong, words, bench):
+    def write(problem, buffers, number):
+        attend_with_lse(problem, buffers)
+        if number == side:
+            lse = buffers["lse"].of(np.float32)
+            lse[5] += wrong * max(1, abs(lse[5]))
+
+    with pytest.raises(WrongResult, match=r"log-sum-exp .*over the limit 1e-04") as refused:
+        bench.prove(write, lse=True, workspaces={"lse": 4 * ROWS})
+    assert words in refused.value.detail
+
+
+def test_a_log_sum_exp_that_has_no_room_is_refused(bench):
+    with pytest.raises(WrongResult, match=f"has 16 bytes, and {ROWS} rows of float32 need"):
+        bench.prove(attend, lse=True, workspaces={"lse": 16})
+
+
+# -- peers, and the judge itself ------------------------------------------------------------------
+
+
+def test_a_peer_is_refused_for_nan_alone(bench):
+    attend(PROBLEM, bench.proof.timed.buffers)
+    right = bench.proof.output.of(np.uint16).copy()
+    assert max(bench.proof.of_peer(right, 0).shares.values()) <= 1
+    wrong = right.copy()
+    wrong[70] ^= 0x4000
+    shown = bench.proof.of_peer(wrong, 0)
+    assert shown.shares["row"] > 1
+    assert shown.rel_err > shown.limit
+    wrong[70] = 0x7FC0
+    with pytest.raises(WrongResult, match="1 of 1152 outputs are NaN"):
+        bench.proof.of_peer(wrong, 0)
+
+
+@pytest.mark.parametrize("what", ["reference", "log_sum_exp"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_reference_that_is_off_breaks_the_judge(what, side, device, monkeypatch):
+    asked, right = [], getattr(numerics, what)
+
+    def off(*args):
+        asked.append(right(*args))
+        asked[-1][0, -1, 3] *= 1 + 1e-6 * (len(asked) == side + 1)
+        return asked[-1]
+
+    monkeypatch.setattr(numerics, what, off)
+    with pytest.raises(BrokenJudge, match="the float64 reference on this GPU is off by"):
+        Fixture(Case(PROBLEM), 3, device, device.judge("bf16"), two_sided=True)
+    assert len(asked) == side + 1
