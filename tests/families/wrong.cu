@@ -83,6 +83,8 @@ enum Fault {
     KEEPS_ITS_ANSWER,
     KEEPS_ITS_ANSWER_PER_Q,
     KEEPS_THE_WEIGHTS,
+    KEEPS_AN_ANSWER_PER_SIGN_OF_K,
+    SKIPS_WHAT_IS_WRITTEN,
 };
 constexpr int F = FAULT;
 
@@ -144,15 +146,21 @@ extern "C" __global__ void wrong(const element_t* q, const element_t* k, const e
     long long at = (1ll * head * seqlen_q + row) * HEAD_DIM;
 
     if (F == ONLY_THE_FIRST_CALL_COMPUTES && big && kept_for[row] == 1) return;
-    bool keeps = F == KEEPS_ITS_ANSWER || F == KEEPS_ITS_ANSWER_PER_Q;
-    if (keeps && big) {
-        int key = F == KEEPS_ITS_ANSWER ? 1 : 1 + query[0];
-        int index = (head * seqlen_q + row) & 0xFFFF;
-        if (kept_for[index] == key) {
-            if (threadIdx.x < HEAD_DIM)
-                out_row[threadIdx.x] = kept_out[(at + threadIdx.x) & 0xFFFFFF];
-            return;
-        }
+    if (F == SKIPS_WHAT_IS_WRITTEN && big) {
+        bool written = to_float(out_row[HEAD_DIM - 1]) == to_float(out_row[HEAD_DIM - 1]);
+        __syncthreads();  // all have looked before one writes
+        if (written) return;
+    }
+    bool by_sign = F == KEEPS_AN_ANSWER_PER_SIGN_OF_K;
+    bool keeps = F == KEEPS_ITS_ANSWER || F == KEEPS_ITS_ANSWER_PER_Q || by_sign;
+    int side = by_sign && to_float(k[0]) < 0.f;
+    long long kept_at = at + side * (1ll << 23);
+    int index = (head * seqlen_q + row + side * 0x8000) & 0xFFFF;
+    int key = F == KEEPS_ITS_ANSWER_PER_Q ? 1 + query[0] : 1;
+    if (keeps && big && kept_for[index] == key) {
+        if (threadIdx.x < HEAD_DIM)
+            out_row[threadIdx.x] = kept_out[(kept_at + threadIdx.x) & 0xFFFFFF];
+        return;
     }
 
     int begin = 0, end = seqlen_k;
@@ -277,10 +285,9 @@ extern "C" __global__ void wrong(const element_t* q, const element_t* k, const e
     if (F == ELEMENTS_SWAPPED && in_row && d / 2 == 9) column = d ^ 1;
     out_row[column] = bits;
     if (keeps && big) {
-        kept_out[(at + d) & 0xFFFFFF] = bits;
-        int key = F == KEEPS_ITS_ANSWER ? 1 : 1 + query[0];
+        kept_out[(kept_at + d) & 0xFFFFFF] = bits;
         __syncwarp();
-        if (d == 0) kept_for[(head * seqlen_q + row) & 0xFFFF] = key;
+        if (d == 0) kept_for[index] = key;
     }
     if (F == ONLY_THE_FIRST_CALL_COMPUTES && big && d == 0 && head == all_heads - 1)
         kept_for[row] = 1;
