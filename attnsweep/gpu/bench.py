@@ -278,9 +278,10 @@ class Bench:
             for copy in (self._timed, *self._cold())
         ]
         self.session.release()
-        call = peers.prepare(name, self.problem, copies, self.session)
-        with self.session.stream:
+        with self.session.stream:  # first, because some peers convert the inputs once
             self._proof.timed.go_to(0)
+        self.session.synchronize()
+        call = peers.prepare(name, self.problem, copies, self.session)
         accuracy = self._proof.of_peer(call.output(), call.rounds_scores)
         self._entries[name] = _Entry(call)
         return accuracy
@@ -378,7 +379,7 @@ class Bench:
                 for name, buffer in copy.items():
                     buffer.copy_from(self._timed[name])
                 copies.append(copy)
-            self.session.synchronize()
+            self.session.settle()  # copies are on another stream, which this one does not wait for
             self._cold_copies = copies
         return self._cold_copies
 

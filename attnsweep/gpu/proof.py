@@ -142,6 +142,7 @@ class Proof:
         self.output.upload(output)
         self._session.settle()
         with self._session.stream:
+            self._judge.clear()
             self.timed.compare(0)
             found = Found(self._judge.found(1)[0], {})
         accuracy = self.timed.accuracy(found, rounds_scores, peer=True)

@@ -378,6 +378,25 @@ def test_a_wrong_log_sum_exp_is_refused(side, wrong, words, bench):
     assert words in refused.value.detail
 
 
+def test_no_two_looks_share_a_slot(bench, monkeypatch):
+    judge, slots = bench.proof._judge, []
+    looks = [
+        (judge, "count_outside"),
+        (judge, "compare_lse"),
+        (bench.proof.timed, "look_at_inputs"),
+    ]
+    for owner, name in looks:
+
+        def look(*args, right=getattr(owner, name)):  # noqa: B008
+            before = len(slots)
+            right(*args)
+            slots[before:] = [args[-1]]
+
+        monkeypatch.setattr(owner, name, look)
+    bench.prove(attend_with_lse, lse=True, workspaces={"a": 8, "lse": 4 * ROWS, "b": 5})
+    assert slots == list(range(11))  # twice: o, a, lse, b, and the error of lse; the inputs once
+
+
 def test_a_log_sum_exp_that_has_no_room_is_refused(bench):
     with pytest.raises(WrongResult, match=f"has 16 bytes, and {ROWS} rows of float32 need"):
         bench.prove(attend, lse=True, workspaces={"lse": 16})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,9 +31,23 @@ class FakeBuffer:
     def fill(self, byte):
         pass
 
+    def view(self, shape, dtype):
+        return self
+
+    def copy_from(self, other):
+        pass
+
 
 class FakeSession:
     stream = nullcontext()
+
+    def release(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    settle = synchronize
 
     def time_us(self, work):
         work()
@@ -195,6 +210,32 @@ def test_outputs_of_cold_copies_are_compared_too(bench):
     bench._proof = proof_of(lambda look, side: 100 if look < 3 else 7)
     with pytest.raises(WrongResult, match="1 of 4"):
         bench._sample(PROVEN.call, lambda: None, 4, PROVEN, cold=True)
+
+
+def test_a_peer_is_prepared_after_the_inputs_are_as_they_were_made(bench, monkeypatch):
+    """Some convert them, once."""
+    timed, prepared = bench._proof.timed, []
+
+    def prepare(name, problem, copies, session):
+        prepared.append(timed.mix)
+        return SimpleNamespace(output=lambda: None, rounds_scores=0)
+
+    monkeypatch.setattr(measure.peers, "prepare", prepare)
+    monkeypatch.setattr(bench._proof, "of_peer", lambda output, rounds_scores: None)
+    bench._dtype = np.uint16
+    timed.draw()
+    bench.add_baseline("flash")
+    assert prepared == [timed.mix] == [0]
+
+
+def test_cold_copies_have_arrived_before_they_are_used(bench, monkeypatch):
+    done = []
+    monkeypatch.setattr(bench, "_cold_count", lambda: 3)
+    monkeypatch.setattr(FakeBuffer, "copy_from", lambda self, other: done.append("copy"))
+    monkeypatch.setattr(FakeSession, "settle", lambda self: done.append("settle"))
+    bench._cold_copies = None
+    assert len(bench._cold()) == 2
+    assert done == ["copy"] * 8 + ["settle"]
 
 
 class Replay:
