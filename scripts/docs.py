@@ -11,7 +11,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ from typer.testing import CliRunner
 import attnsweep
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+import accuracy  # noqa: E402
+
 DATA = Path(__file__).parent / "claims"
 RESULTS = "results/h200"
 # Where each page is. Links between pages follow from it; a page of scripts/pages has its name here.
@@ -39,6 +42,7 @@ PAGES = {
     "performance": "docs/performance.md",
     "schema": "docs/spec.schema.json",
     "measuring": "docs/measuring.md",
+    "numerics": "docs/explanation/numerics.md",
     "tried": "docs/tried.md",
     "tutorial": "docs/tutorials/without-a-gpu.md",
 }
@@ -91,6 +95,15 @@ def with_blocks(page: str, blocks: dict[str, str]) -> str:
     return text
 
 
+def shares_used(runs: Iterable[attnsweep.Run]) -> str:
+    """How much of each limit of error the recorded rows used; nothing if none of them says so."""
+    found = accuracy.summary(runs)
+    if not found["of"]:
+        return ""
+    text = ENV.get_template("accuracy.md").render(found=found, table=accuracy.markdown(found))
+    return f"\n{text.strip()}\n"
+
+
 def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The README and the first tutorial, with what their commands print."""
     with contextlib.chdir(ROOT):
@@ -120,6 +133,8 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
         yield PAGES[name], NOTE + render(name, name, known)
     yield PAGES["cli"], cli()
     yield PAGES["schema"], attnsweep.schema()
+    runs = [card.book.run(name) for card in known["cards"] for name in card.tables]
+    yield PAGES["numerics"], with_blocks("numerics", {"accuracy": shares_used(runs)})
     yield from examples(known)
 
 

@@ -13,12 +13,18 @@ import pytest
 from fake_gpu import FakeGpu
 from samples import H200
 
+
+from samples import H200, candidate, full_run
+
 from attnsweep.build.launches import Candidate
 from attnsweep.family.declare import Config, discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.hardware import arch_named
 from attnsweep.spec.plan import plan
 from attnsweep.trial import Status
+
+
+from attnsweep.trial import Accuracy, Status
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -271,3 +277,67 @@ def test_a_recorded_run_is_found_under_its_name_or_an_earlier_one(module, tmp_pa
     assert recorded("flash_short", tmp_path) == tmp_path / "flash_short"
     named = [*module("gate").RUNS, *module("search").RUNS, *module("skips").RUNS]
     assert all(recorded(name).is_dir() for name in named)
+
+
+def judged_row(us, case="(1,16,1024,64) fp16 full, normal", **shares):
+    worst = shares.get("row", 0.1)
+    accuracy = Accuracy(rel_err=1e-3 * worst, limit=1e-3, case=case, shares=shares, seed=7)
+    return candidate("flash_fwd_wgmma", us, A=int(10 * us)).with_(accuracy=accuracy)
+
+
+def a_peer(name, status=Status.OK, **shares):
+    row = judged_row(9.0, **shares)
+    return row.with_(kernel=name, provider=name, config={}, status=status, detail="it is so")
+
+
+def test_accuracy_has_the_largest_share_of_each_limit(module, tmp_path, capsys):
+    rows = [
+        judged_row(1.0, row=0.5, gain=0.25, scale=0.75),
+        judged_row(2.0, case="(1,8,64,64) fp16 full, one_hot", row=0.64, gain=0.125, scale=0.9),
+        judged_row(3.0, row=7.0).with_(status=Status.WRONG, detail="wrong"),
+        candidate("naive", 4.0),  # of an older protocol
+        a_peer("torch_math", row=1.5, rms=1.25),
+        a_peer("cudnn", Status.NOISY, row=0.5),
+        a_peer("unfused", Status.SKIPPED, row=0.5),
+    ]
+    accuracy = module("accuracy")
+    found = accuracy.summary([full_run(Path("results/h200/x"), trials=rows)])
+    assert found["runs"] == ["h200/x"]
+    assert found["recorded_on"] == ["NVIDIA H200"]
+    ours, noisy, over = found["of"]
+    assert ours == {
+        "who": "flash_fwd_wgmma",
+        "peer": False,
+        "dtype": "fp16",
+        "rows": 2,
+        "shares": {"row": 0.64, "gain": 0.25, "scale": 0.9},
+        "nearest": "(1,8,64,64) fp16 full, one_hot",
+        "error": 1e-3 * 0.64,
+        "limit": 1e-3,
+    }
+    assert (noisy["who"], over["who"], over["peer"]) == ("cudnn", "torch_math", True)
+    header, _, first, second, third = accuracy.markdown(found).splitlines()
+    assert header == (
+        "| kernel or peer | dtype | rows | row | RMS | gain of all | softmax scale | "
+        "largest error | its limit |"
+    )
+    assert first == ("| `flash_fwd_wgmma` | fp16 | 2 | 64 % | – | 25 % | 90 % | 0.00064 | 0.001 |")
+    assert second.startswith("| cudnn (peer) | fp16 | 1 | 50 % | – |")
+    assert third.endswith("| 150 % | 125 % | – | – | 0.0015, over the limit | 0.001 |")
+
+
+def test_accuracy_reads_runs_and_writes_both_forms(module, tmp_path, capsys):
+    run = tmp_path / "h200" / "x"
+    run.mkdir(parents=True)
+    (run / "environment.json").write_text(H200.model_dump_json())
+    (run / "trials.jsonl").write_text(judged_row(1.0, row=0.5).model_dump_json() + "\n")
+    module("accuracy").main([str(run), "--json", str(tmp_path / "out.json")])
+    assert "| `flash_fwd_wgmma` | fp16 | 1 | 50 % |" in capsys.readouterr().out
+    (one,) = json.loads((tmp_path / "out.json").read_text())["of"]
+    assert one["shares"] == {"row": 0.5}
+    old = tmp_path / "h200" / "old"
+    old.mkdir()
+    (old / "environment.json").write_text(H200.model_dump_json())
+    (old / "trials.jsonl").write_text(candidate("naive", 4.0).model_dump_json() + "\n")
+    module("accuracy").main([str(old)])
+    assert "no row of these runs says" in capsys.readouterr().out

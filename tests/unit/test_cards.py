@@ -147,3 +147,14 @@ def test_the_page_has_both_cards_and_every_peer(results, monkeypatch):
     assert "(../results/h200/flash_short_h200) (protocol 3)" in h200
     assert "| 3 | 1 | **1.40** | 1.40 to 1.40 | 0 | 1 | – | – |" in h200
     assert "chained, µs" not in h200
+
+
+def test_shares_of_limits_are_told_once_a_recording_has_them(results):
+    (h100, _) = cards(results, SPECS)
+    assert docs.shares_used([h100.book.run("flash_short")]) == ""
+    row_of = row("attnsweep", 512, 10.0)
+    row_of["accuracy"] |= {"shares": {"row": 0.5, "scale": 0.25}, "seed": 1, "calls": 7064}
+    record(results, "l4", "flash_short", [row_of])
+    text = docs.shares_used([Book(results / "l4").run("flash_short")])
+    assert "| `flash_fwd_wgmma` | fp16 | 1 | 50 % | 25 % | 0.0001 | 0.001 |" in text
+    assert "Recorded on NVIDIA L4, 1 rows of l4/flash_short" in text
