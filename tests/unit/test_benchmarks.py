@@ -270,11 +270,15 @@ def test_a_refused_right_candidate_is_counted_with_its_inputs(module, monkeypatc
     assert found["refused_bounds"] == pytest.approx((0.272, 0.728), abs=1e-3)
 
 
-def test_a_recorded_run_is_found_under_its_name_or_an_earlier_one(module, tmp_path):
+def test_a_recorded_run_is_found_under_its_name_or_an_earlier_one(module, tmp_path, monkeypatch):
     recorded = module("setting").recorded
-    assert recorded("flash_short", tmp_path) == tmp_path / "flash_short_h200"
-    (tmp_path / "flash_short").mkdir()
-    assert recorded("flash_short", tmp_path) == tmp_path / "flash_short"
+    with monkeypatch.context() as patch:
+        patch.setattr(module("setting"), "RESULTS", tmp_path)
+        (tmp_path / "renamed.json").write_text('{"short": "short_h200"}')
+        assert recorded("short", tmp_path) == tmp_path / "short_h200"
+        assert recorded("other", tmp_path) == tmp_path / "other"
+        (tmp_path / "short").mkdir()
+        assert recorded("short", tmp_path) == tmp_path / "short"
     named = [*module("gate").RUNS, *module("search").RUNS, *module("skips").RUNS]
     assert all(recorded(name).is_dir() for name in named)
 

@@ -26,14 +26,15 @@ def selection():
 @pytest.mark.parametrize(
     ("run", "problem"),
     [
-        ("h200/flash_h200", "(1,16,16384,128) fp16 causal"),  # held 72 % of the time before
-        ("h200/flash_h200", "(4,16,4096,128) fp16 full"),  # 52 %
-        ("h200/flash_long_h200", "(1,2,131072,128) fp16 full"),  # a regret of 3.4 % before
+        ("flash_training", "(1,16,16384,128) fp16 causal"),  # held 72 % of the time before
+        ("flash_training", "(4,16,4096,128) fp16 full"),  # 52 %
+        ("flash_long", "(1,2,131072,128) fp16 full"),  # a regret of 3.4 % before
     ],
 )
 def test_the_best_is_in_the_tie_set_and_the_winner_costs_little(selection, run, problem):
     """First times are 5 % off; of 24 sweeps 95 % may lose the best once."""
-    (of,) = selection.gather([ROOT / "results" / run], problem)
+    recorded = importlib.import_module("setting").recorded
+    (of,) = selection.gather([recorded(run)], problem)
     told = selection.judge(of, RUNS, 0.05)
     assert told["held"] >= RUNS - 1
     assert told["regret_95_percent"] <= 0.5

@@ -101,6 +101,12 @@ def test_it_is_packed_and_its_tables_can_be_written(run, directory):
     assert set(report.files(run)) == {"ranking.csv", "ranking.md"}
 
 
+@pytest.mark.parametrize(("name", "before"), RENAMED.items())
+def test_a_renamed_run_is_there_until_it_is_recorded_anew(name, before):
+    """An entry of results/renamed.json whose run is gone must go too."""
+    assert any(run.name == before for run in RUNS)
+
+
 @pytest.mark.parametrize("name", sorted(set(RENAMED) - {"three_kernel_tuned"}))
 def test_what_won_before_is_still_swept(name):
     """PDL apart: a fused kernel's only launch has ordinary dependencies whatever it says."""
