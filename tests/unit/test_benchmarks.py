@@ -11,9 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 from fake_gpu import FakeGpu
-from samples import H200
-
-
 from samples import H200, candidate, full_run
 
 from attnsweep.build.launches import Candidate
@@ -21,9 +18,6 @@ from attnsweep.family.declare import Config, discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.hardware import arch_named
 from attnsweep.spec.plan import plan
-from attnsweep.trial import Status
-
-
 from attnsweep.trial import Accuracy, Status
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
