@@ -169,13 +169,15 @@ def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
             shift[end : problem.seqlen_k - end] = 0
         q, k = q * np.float32(0.5 / each) + each, k * np.float32(0.5) + shift
     elif case.inputs == "one_hot":
-        chosen = np.minimum(
-            rng_q.integers(0, problem.seqlen_k, problem.seqlen_q),
-            # A causal row sees no key after this one.
-            np.arange(problem.seqlen_q) + max(0, problem.seqlen_k - problem.seqlen_q),
-        )
-        group = problem.heads // problem.heads_kv
-        q = 8 * np.repeat(k, group, axis=1)[:, :, np.minimum(chosen, problem.seqlen_k - 1)]
+        # The longest of some keys: beside a short one others matter, and what rounding their scores
+        # costs is then as rare as it is large. A causal row sees no key after the last.
+        shape, keys = (problem.seqlen_q, 32), problem.seqlen_k
+        last = np.arange(problem.seqlen_q) + max(0, keys - problem.seqlen_q)
+        drawn = rng_q.integers(0, np.minimum(last, keys - 1)[:, None] + 1, shape)
+        heads = np.repeat(k, problem.heads // problem.heads_kv, axis=1)
+        longest = np.square(heads).sum(-1)[:, :, drawn].argmax(-1)[..., None]
+        chosen = np.take_along_axis(np.broadcast_to(drawn, (*q.shape[:3], 32)), longest, -1)
+        q = np.float32(max(8, 256 / problem.head_dim)) * np.take_along_axis(heads, chosen, 2)
     elif case.inputs == "wide":
         scale = 2.0**12 if problem.dtype == "fp16" else 2.0**18
         v = (1 + v * np.float32(0.25)) * np.float32(scale)

@@ -106,11 +106,22 @@ def device(simulator, monkeypatch):
     return device
 
 
+@pytest.fixture(scope="module")
+def opened(simulator):
+    """A problem without small cases, for all tests: none may leave damage to the next."""
+    device = Device(simulator)
+    with pytest.MonkeyPatch.context() as patch:
+        device.take_place(patch)
+        patch.setattr(numerics, "small_cases", lambda problem: ())
+        return Bench(device, PROBLEM)
+
+
 @pytest.fixture
-def bench(device, monkeypatch):
-    """Without the small cases."""
+def bench(opened, device, monkeypatch):
     monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
-    return Bench(device, PROBLEM)
+    opened.proof.timed.go_to(PLAIN)
+    opened.proof._poisons = False
+    return opened
 
 
 def test_right_calls_pass_and_one_wrong_element_of_any_case_does_not(device, few):
