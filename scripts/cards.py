@@ -135,9 +135,10 @@ class Recordings:
             best = record["best"]
             fa3 = against.get(best.trial.key) if FA3 in record["peers"] else None
             overlaps = protocol < ALONE and best.config.get("PDL", 0) != 0
-            chained = [row.chained_us for row in record["rows"] if row.chained_us is not None]
+            chained = [row for row in record["rows"] if row.chained_us is not None]
             record |= {"protocol": protocol, "fa3": fa3, "overlaps": overlaps, "card": self.slug}
-            record["chained_us"] = min(chained, default=None)
+            # With the same config's time, for the best config may be one that cannot be chained.
+            record["chained"] = min(chained, key=lambda row: row.chained_us, default=None)
         return found
 
 
