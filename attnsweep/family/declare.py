@@ -155,9 +155,9 @@ class Kernel:
     rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
     between stages); the error limit comes from the same maths with scores rounded as often.
     head_dims: the supported ones, as a tuple or a range. deterministic: equal calls give equal
-    bits, which is checked; False for a family with atomic sums. lse: name of the switch with which
-    the family writes the log-sum-exp of every row (float32, natural) to the workspace `lse`; it is
-    then checked too.
+    bits, and the bits of a head follow from its own q, k and v alone, which is checked; False for a
+    family with atomic sums. lse: name of the switch with which the family writes the log-sum-exp of
+    every row (float32, natural) to the workspace `lse`; it is then checked too.
     """
 
     name: str

@@ -21,7 +21,7 @@ from attnsweep.problem import Problem
 pytestmark = pytest.mark.gpu
 
 KERNELS = {**discover(), "twice": load_kernel(Path(__file__).parent.parent / "families/twice.py")}
-# Each trial also runs the six small cases of numerics.small_cases: tails, one key, hard inputs.
+# Each trial also runs the small cases of numerics.small_cases: tails, one key, hard inputs.
 SHAPES = [
     Problem(1, 2, 1, 1, 17, 64),
     Problem(1, 4, 2, 63, 200, 64),
