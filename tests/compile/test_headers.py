@@ -38,3 +38,17 @@ def test_a_header_bears_the_names_of_parameters(compiler, header, tmp_path):
     names = "HEAD_DIM CAUSAL BLOCK_M BLOCK_N BLOCK_K STAGES NUM_STAGES KEY_GROUPS SPLITS MAXIMA"
     names += " PERSISTENT ORDER THREADS WARPS ROWS CLUSTER SWIZZLE PDL LSE"
     assert compiler.compile(source, dict.fromkeys(names.split(), "3")).path.is_file()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("dtype", ["FP16", "BF16", "FP32"])
+def test_the_judge_compiles_without_spills(dtype, arch, tmp_path):
+    compiler = Compiler(ARCHS[arch], tmp_path / "cubins")
+    try:
+        made = compiler.compile(KERNELS / "common" / "judge.cu", {f"DTYPE_{dtype}": "1"})
+    finally:
+        compiler.close()
+    assert "0 bytes stack frame, 0 bytes spill stores" in made.log
+    assert not [
+        line for line in made.log.splitlines() if "spill" in line and " 0 bytes st" not in line
+    ]
