@@ -48,7 +48,6 @@ def test_the_judge_compiles_without_spills(dtype, arch, tmp_path):
         made = compiler.compile(KERNELS / "common" / "judge.cu", {f"DTYPE_{dtype}": "1"})
     finally:
         compiler.close()
-    assert "0 bytes stack frame, 0 bytes spill stores" in made.log
-    assert not [
-        line for line in made.log.splitlines() if "spill" in line and " 0 bytes st" not in line
-    ]
+    spills = [line for line in made.log.splitlines() if "spill" in line]
+    assert spills
+    assert all(" 0 bytes stack frame, 0 bytes spill" in line for line in spills)
