@@ -38,10 +38,10 @@ def seed() -> str:
 
 
 def everything(config: pytest.Config) -> bool:
-    """Whether all is asked for, by --thorough, -m, -k or an id."""
+    """Whether all is asked for, by -m, -k or an id."""
     named = any("::" in argument for argument in config.args)
     marked = {"nightly", "mutation"} & set(config.getoption("-m").split())
-    return bool(config.option.thorough or marked or config.getoption("-k") or named)
+    return bool(marked or config.getoption("-k") or named)
 
 
 def drawn(items: Iterable[T], name: Callable[[T], str], count: int) -> list[T]:
@@ -60,8 +60,8 @@ def few(pytestconfig: pytest.Config) -> Callable[[list[object], int], list[objec
 
 @pytest.fixture
 def some(request: pytest.FixtureRequest) -> Callable[[list[object], int], list[object]]:
-    """Leaves so many of a list, others for each test; or all of it at night."""
-    if everything(request.config):
+    """Leaves so many of a list, others for each test; or all of it with --thorough, as at night."""
+    if request.config.option.thorough or everything(request.config):
         return lambda items, _: items
     return lambda items, count: drawn(items, lambda item: request.node.name + str(item), count)
 
