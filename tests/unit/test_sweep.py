@@ -205,7 +205,7 @@ search: {strategy: tpe, candidates: 6, seed: 4}
 def model(gpu, monkeypatch):
     """A small model-based search on a card whose clock is another one in races and finals.
 
-    tried: THREADS of each trial. stop: Ctrl-C comes after so many.
+    tried: THREADS of each trial. stop: the number of trials after which Ctrl-C comes.
     """
     pytest.importorskip("optuna", reason="needs Optuna: pip install 'attnsweep[search]'")
     monkeypatch.setattr(search, "STARTUP", 2)
