@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attnsweep.build.candidate import Build
-from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import Config, discover
-from attnsweep.gpu.worker import Worker
-from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
 
 pytestmark = pytest.mark.gpu
@@ -28,19 +25,6 @@ CONFIGS = [
     ("ladder_5_swizzled", {"BLOCK_M": 16, "BLOCK_N": 128, "STAGES": 4, "BRANCHES": 0}),
     ("ladder_5_swizzled", {"BLOCK_M": 64, "KEY_WARPS": 2, "BLOCK_N": 64, "STAGES": 4}),
 ]
-
-
-@pytest.fixture(scope="module")
-def worker():
-    with Worker(timeout_s=60.0) as worker:
-        yield worker
-
-
-@pytest.fixture(scope="module")
-def compiler(worker):
-    made = Compiler(arch_named(worker.describe().arch))
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -10,12 +10,9 @@ import pytest
 
 from attnsweep.build.candidate import Build
 from attnsweep.build.cubin import resources
-from attnsweep.build.nvrtc import Compiler
 from attnsweep.choose.queue import as_ready
 from attnsweep.family.declare import discover, load_kernel
 from attnsweep.family.space import Selection, Space
-from attnsweep.gpu.worker import Worker
-from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
 
 pytestmark = pytest.mark.gpu
@@ -30,19 +27,6 @@ SHAPES = [
     Problem(1, 2, 1, 200, 63, 64),
 ]
 CONFIGS_PER_SPACE = 5  # others for each shape
-
-
-@pytest.fixture(scope="module")
-def worker():
-    with Worker(timeout_s=60.0) as worker:
-        yield worker
-
-
-@pytest.fixture(scope="module")
-def compiler(worker):
-    made = Compiler(arch_named(worker.describe().arch))
-    yield made
-    made.close()
 
 
 def seqlen(head_dim):

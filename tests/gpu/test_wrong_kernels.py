@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from attnsweep.build.candidate import Build
-from attnsweep.build.nvrtc import Compiler
 from attnsweep.family.declare import Config, load_kernel
-from attnsweep.gpu.worker import Worker, WorkerError
-from attnsweep.hardware import arch_named
+from attnsweep.gpu.worker import WorkerError
 from attnsweep.problem import Problem
 from attnsweep.trial import Status
 
@@ -40,19 +38,11 @@ def faults():
             yield pytest.param(problem, number, id=name)
 
 
-@pytest.fixture(scope="module")
-def worker():
-    with Worker(timeout_s=60.0) as worker:
-        yield worker
-
-
-@pytest.fixture(scope="module")
-def compiler(worker):
-    made = Compiler(arch_named(worker.describe().arch))
-    for case in faults():  # all at once, in threads
-        Build.of(KERNEL, Config({"FAULT": case.values[1]}), case.values[0], made).submit()
-    yield made
-    made.close()
+@pytest.fixture(scope="module", autouse=True)
+def compiling(compiler):
+    """All faults begin to compile at once, in threads."""
+    for case in faults():
+        Build.of(KERNEL, Config({"FAULT": case.values[1]}), case.values[0], compiler).submit()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,22 @@
+"""One GPU process and one compiler for the tests of a file."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnsweep.build.nvrtc import Compiler
+from attnsweep.gpu.worker import Worker
+from attnsweep.hardware import arch_named
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker(timeout_s=60.0) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def compiler(worker):
+    made = Compiler(arch_named(worker.describe().arch))
+    yield made
+    made.close()
