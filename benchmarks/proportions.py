@@ -11,8 +11,8 @@ CONFIDENCE = 0.95
 def clopper_pearson(count: int, trials: int) -> tuple[float, float]:
     """Limits of the probability of what happened `count` times in `trials` (95 %, two-sided).
 
-    Clopper and Pearson, Biometrika 26, 1934: the probabilities at which so many, or so few, would
-    be seen with a probability of 2.5 %. Without a trial nothing is known.
+    Clopper and Pearson, Biometrika 26, 1934: at the lower limit, a count this high has a
+    probability of 2.5 %; at the upper limit, a count this low. Without trials they are 0 and 1.
     """
     if not 0 <= count <= trials:
         raise ValueError(f"{count} of {trials}")

@@ -13,7 +13,7 @@ struct Consumer {
     // chunk pairs on, since the swizzle is an XOR too.
     unsigned lane_at;
     unsigned long long q_descriptor, k_descriptor, v_descriptor, p_descriptor;
-    // Of the tile of queries: keys that all of a warp's rows see, and those of this thread's two
+    // For the tile of queries: keys that all of a warp's rows see, and those of this thread's two
     // rows.
     int all_keys, unmasked, limit, limit_8;
     unsigned remote;          // from a barrier to that of the block that this lane tells

@@ -84,7 +84,7 @@ def at_least(count: int, of: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(50):
         share = (low + high) / 2
-        # How likely so many or more are, if that is the share.
+        # The probability of this count or a higher one at that share.
         tail = sum(
             math.comb(of, k) * share**k * (1 - share) ** (of - k) for k in range(count, of + 1)
         )

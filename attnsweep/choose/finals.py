@@ -35,8 +35,8 @@ _NOISY_SPREAD = 0.15
 # border between as good as the best and not: its side may decide the winner.
 _MOST = 3
 _BORDER = 0.0015
-# Rounds also go on until the would-be winner is shown to cost at most this, or until so many rounds
-# or so much time of calls is spent: calls of milliseconds at the power cap need hundreds of rounds.
+# Rounds continue until the would-be winner is shown to be at most this much slower than the best,
+# or until this many rounds or this much time is spent: long calls at the power cap need hundreds.
 REGRET = 1.005
 _MOST_ROUNDS = 400
 _UNDECIDED_US = 30e6

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Forward = Callable[..., Any]
 """A call: attention of its inputs, as a tensor (batch, heads, seqlen, head_dim)."""
 
-# Graphs of about this long choose between the ways to call a peer, of at most so many calls.
+# The ways to call a peer are compared in graphs of about this length, with at most this many calls.
 _SCREEN_US = 1_500.0
 _SCREEN_CALLS = 50
 # The fastest few are timed again, because the first time is of three replays only.
