@@ -21,7 +21,7 @@ from .build.launches import Candidate, CompiledStage, FirstTimes, Launches
 from .build.nvrtc import Compiler, Cubin
 from .build.observer import Observer
 from .check.verdicts import Verdict
-from .choose.evidence import ratio_interval
+from .choose.evidence import proportion_interval, ratio_interval
 from .choose.finals import select
 from .choose.search import Search
 from .choose.skips import Skips
@@ -113,6 +113,7 @@ __all__ = [
     "load_spec",
     "open_run",
     "plan",
+    "proportion_interval",
     "rank",
     "ratio_interval",
     "rebuild",

@@ -35,7 +35,6 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from proportions import clopper_pearson, spoken
 from rich.console import Console
 from setting import recorded
 
@@ -54,6 +53,7 @@ from attnsweep import (
     compare_candidates,
     families,
     open_run,
+    proportion_interval,
     rebuild,
     winners,
 )
@@ -193,6 +193,12 @@ class Series:
             "process_sd": round(stdev(ratios), 5) if len(ratios) > 1 else None,
             "ratios": [round(ratio, 5) for ratio in ratios],
         }
+
+
+def spoken(count: int, trials: int) -> str:
+    """`0 of 300 (0.0 to 1.2 %)`."""
+    low, high = (100 * limit for limit in proportion_interval(count, trials))
+    return f"{count} of {trials} ({low:.1f} to {high:.1f} %)"
 
 
 def cases(runs: Sequence[Path], arch: Arch, place: Path, count: int) -> list[Case]:
@@ -358,7 +364,7 @@ def measure(
 
 def counted(count: int, trials: int) -> dict[str, Any]:
     """A count with the 95 % bounds of its share."""
-    return {"count": count, "bounds": [round(p, 5) for p in clopper_pearson(count, trials)]}
+    return {"count": count, "bounds": [round(p, 5) for p in proportion_interval(count, trials)]}
 
 
 def summary(series: Sequence[Series], opened_s: Sequence[float]) -> dict[str, Any]:

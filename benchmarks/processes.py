@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from proportions import clopper_pearson
 from setting import console
 
-from attnsweep import Verdict, compare_candidates
+from attnsweep import Verdict, compare_candidates, proportion_interval
 
 SLOWER = 0.02
 SLOWDOWNS = (0.0, 0.01, 0.02, 0.03, 0.05)
@@ -82,7 +81,9 @@ def simulate(slowdown: float, offset: float, trials: int) -> dict[str, Any]:
         "verdicts": {
             verdict.value: {
                 "count": verdicts[verdict.value],
-                "bounds": [round(p, 5) for p in clopper_pearson(verdicts[verdict.value], trials)],
+                "bounds": [
+                    round(p, 5) for p in proportion_interval(verdicts[verdict.value], trials)
+                ],
             }
             for verdict in Verdict
             if verdict is not Verdict.WRONG

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import setting
-from proportions import clopper_pearson
 from setting import console
 
-from attnsweep import Status, Worker, WorkerError, builds
+from attnsweep import Status, Worker, WorkerError, builds, proportion_interval
 
 # One problem of each kind of maths, and the families that a user would run on it.
 SPECS = (
@@ -74,7 +73,7 @@ def count(trials: int, seconds: float, seed: int) -> dict[str, Any]:
     return {
         "trials": done,
         "refused": refused,
-        "refused_bounds": clopper_pearson(len(refused), done),
+        "refused_bounds": proportion_interval(len(refused), done),
         "nearest": dict(nearest),
         "seconds": round(time.monotonic() - begun, 1),
     }

@@ -13,7 +13,17 @@ from typing import Any
 
 from records import Book, Row, among
 
-from attnsweep import Config, Environment, Problem, Search, arch_named, families, load_spec, plan
+from attnsweep import (
+    Config,
+    Environment,
+    Problem,
+    Search,
+    arch_named,
+    families,
+    load_spec,
+    plan,
+    proportion_interval,
+)
 
 __all__ = [
     "Peak",
@@ -81,15 +91,7 @@ def mean_ratio(ratios: Sequence[float]) -> float:
 
 def at_least(count: int, of: int) -> float:
     """The least share that `count` of `of` leaves plausible: Clopper-Pearson, one-sided, 95 %."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        share = (low + high) / 2
-        # The probability of this count or a higher one at that share.
-        tail = sum(
-            math.comb(of, k) * share**k * (1 - share) ** (of - k) for k in range(count, of + 1)
-        )
-        low, high = (share, high) if tail < 0.05 else (low, share)
-    return low
+    return proportion_interval(count, of, 0.9)[0]
 
 
 def bounded(count: float, of: int) -> str:

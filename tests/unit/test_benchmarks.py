@@ -14,6 +14,7 @@ from fake_gpu import FakeGpu
 from samples import H200, candidate, full_run
 
 from attnsweep.build.launches import Candidate
+from attnsweep.choose.evidence import proportion_interval
 from attnsweep.family.declare import Config, discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.hardware import arch_named
@@ -159,7 +160,7 @@ def test_search_curves_become_ratios_and_trials(module):
     assert max(found["median_ratio"]) == 100
 
 
-# -- processes.py, proportions.py -------------------------------------------------------------
+# -- processes.py -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,15 +174,15 @@ def test_search_curves_become_ratios_and_trials(module):
         (0, 0, 0.0, 1.0),
     ],
 )
-def test_bounds_of_a_proportion(module, count, trials, low, high):
-    found = module("proportions").clopper_pearson(count, trials)
+def test_bounds_of_a_proportion(count, trials, low, high):
+    found = proportion_interval(count, trials)
     assert found == pytest.approx((low, high), abs=1e-4)
 
 
 @pytest.mark.parametrize(("count", "trials"), [(3, 2), (-1, 2)])
-def test_a_count_beyond_its_trials_is_refused(module, count, trials):
+def test_a_count_beyond_its_trials_is_refused(count, trials):
     with pytest.raises(ValueError, match="of 2"):
-        module("proportions").clopper_pearson(count, trials)
+        proportion_interval(count, trials)
 
 
 def test_the_simulated_table_of_the_docs_is_the_recorded_one(module):
