@@ -6,6 +6,7 @@ ready. Every row is on disk before the next candidate begins; only the user ends
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -85,7 +86,11 @@ def run(
         store.describe(spec.resolved(store.directory), environment, plan_facts(planned))
         retire(store, kernels, observer)
         sweep = Sweep(spec, gpu, environment, store, observer)
+        began = time.monotonic()
         interrupted = sweep.run(planned, compiler)
+        if proof_s := gpu.proof_s:
+            took_s = time.monotonic() - began
+            observer.note(f"took {took_s:.0f} s; {proof_s:.0f} s of them proved outputs right")
         sweep.keep_winners(missing=not interrupted)
         return Outcome(store.finish(tables.files), interrupted)
 

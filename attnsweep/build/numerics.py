@@ -8,17 +8,16 @@ fails. gpu/judge.py takes the same measures of every element on the device.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from threadpoolctl import ThreadpoolController
 
+from attnsweep.build.threads import one_blas_thread, parallel
 from attnsweep.problem import Problem, ceil_div
 
 Float = npt.NDArray[np.float64]
@@ -52,6 +51,8 @@ TILE = 64
 # Rows over which the errors of the same maths are taken, without limits of gains and with them: the
 # largest error of a few rows depends on luck.
 _LIMIT_ROWS = (256, 1024)
+# Rows that are computed at once: scores of 32,768 keys then take 32 MB.
+_BLOCK_ROWS = 128
 # Over fewer rows, rounding does not average out, and gains have no limit.
 _AVERAGES = 512
 
@@ -153,7 +154,7 @@ def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
     def one(name: str, rng: np.random.Generator) -> npt.NDArray[np.float32]:
         return rng.standard_normal(problem.shape_of(name), dtype=np.float32)
 
-    made = (_parallel if sized else map)(one, "qkv", (rng_q, rng_k, rng_v))
+    made = (parallel if sized else map)(one, "qkv", (rng_q, rng_k, rng_v))
     q, k, v = made
     if case.inputs == "large_scores":
         q *= 8
@@ -181,19 +182,8 @@ def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
     elif case.inputs == "wide":
         scale = 2.0**12 if problem.dtype == "fp16" else 2.0**18
         v = (1 + v * np.float32(0.25)) * np.float32(scale)
-    bits = (_parallel if sized else map)(lambda x: to_bits(x, problem.dtype), (q, k, v))
+    bits = (parallel if sized else map)(lambda x: to_bits(x, problem.dtype), (q, k, v))
     return dict(zip("qkv", bits, strict=True))
-
-
-@cache
-def _blas() -> ThreadpoolController:
-    return ThreadpoolController()
-
-
-def _parallel(function: Callable[..., Any], *arguments: Iterable[Any]) -> list[Any]:
-    """Call it in threads, as NumPy releases the GIL: 3 s less for (4,16,4096,128) on 16 cores."""
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        return list(pool.map(function, *arguments))
 
 
 def sampled_rows(problem: Problem, seed: int) -> npt.NDArray[np.int64]:
@@ -212,61 +202,111 @@ def sampled_rows(problem: Problem, seed: int) -> npt.NDArray[np.int64]:
     return np.array(sorted(fixed | set(some.tolist())))
 
 
+@dataclass(frozen=True, slots=True)
+class Maths:
+    """How attention rows are computed: in float64, or rounded as a kernel rounds."""
+
+    rounding: bool = False
+    """Round probabilities and output to the problem's dtype; its error sets the limit. For fp32 all
+    is done in fp32, because a kernel's sums are no more exact than their terms."""
+    rounds_scores: int = 0
+    """Round scores as well: once if they are stored, twice if they are stored before and after
+    scaling, as plain PyTorch does."""
+    from_first: bool = False
+    """Exponents refer to the first key's score instead of the largest, within what fp16 can hold,
+    as a kernel may that looks for no maximum: the largest probability is then rounded too."""
+
+
+EXACT = Maths()
+
+
 def reference(
+    inputs: dict[str, Bits], problem: Problem, rows: npt.NDArray[np.int64], maths: Maths = EXACT
+) -> Float:
+    """The attention rows (batch, heads, len(rows), head_dim) in float64."""
+    return references(inputs, problem, rows, [maths])[0]
+
+
+def references(
     inputs: dict[str, Bits],
     problem: Problem,
     rows: npt.NDArray[np.int64],
-    *,
-    rounding: bool = False,
-    rounds_scores: int = 0,
-    from_first: bool = False,
-) -> Float:
-    """The attention rows (batch, heads, len(rows), head_dim) in float64.
-
-    rounding: do the maths as a kernel does: round probabilities and output to the problem's dtype,
-    and scores rounds_scores times: once if they are stored, twice if they are stored before and
-    after scaling, as plain PyTorch does. The error of this sets the limit. For fp32 all of it is
-    done in fp32, because a kernel's sums are no more exact than their terms. from_first: the
-    exponents refer to the first key's score instead of the largest, within what fp16 can hold, as a
-    kernel may that looks for no maximum: the largest probability is then rounded too.
-    """
-    kind: Any = np.float32 if rounding and problem.dtype == "fp32" else np.float64
+    maths: Sequence[Maths],
+) -> list[Float]:
+    """The rows by each of several maths, which share their scores and exponentials."""
     group = problem.heads // problem.heads_kv
-    last_key = rows + problem.seqlen_k - problem.seqlen_q if problem.causal else None
-    out = np.empty((problem.batch, problem.heads, len(rows), problem.head_dim))
+    shape = (problem.batch, problem.heads, len(rows), problem.head_dim)
+    outs = [np.empty(shape) for _ in maths]
 
-    def one(batch: int, head: int) -> None:
-        queries, keys, values = (
-            from_bits(bits, problem.dtype).astype(kind)
+    def one(batch: int, head: int, begin: int) -> None:
+        some = rows[begin : begin + _BLOCK_ROWS]
+        q, k, v = (
+            from_bits(bits, problem.dtype)
             for bits in (
-                inputs["q"][batch, head, rows],
+                inputs["q"][batch, head, some],
                 inputs["k"][batch, head // group],
                 inputs["v"][batch, head // group],
             )
         )
-        scores = queries @ keys.T
-        if rounding and rounds_scores > 1:
-            scores = round_to(scores, problem.dtype).astype(kind)
-        scores *= problem.scale
-        if rounding and rounds_scores:
-            scores = round_to(scores, problem.dtype).astype(kind)
-        if last_key is not None:
-            scores[np.arange(problem.seqlen_k) > last_key[:, None]] = -np.inf
-        most = scores.max(axis=1, keepdims=True)
-        p = np.exp(scores - (np.maximum(most - _MOST, scores[:, :1]) if from_first else most))
-        total = p.sum(axis=1, keepdims=True)
-        if not rounding:
-            out[batch, head] = p @ values / total
-        elif rounds_scores:
-            out[batch, head] = round_to(p / total, problem.dtype) @ values
-        else:
-            out[batch, head] = round_to(p, problem.dtype) @ values / total
+        for out, rounded in zip(outs, _attend(q, k, v, some, problem, maths), strict=True):
+            out[batch, head, begin : begin + _BLOCK_ROWS] = rounded
 
-    heads = np.indices((problem.batch, problem.heads)).reshape(2, -1).tolist()
-    # A thread a head, or none for small ones; BLAS threads besides took ten times as long.
-    with _blas().limit(limits=1, user_api="blas"):
-        list((map if out.size < 2**16 else _parallel)(one, *heads))
-    return round_to(out, problem.dtype).astype(np.float64) if rounding else out
+    blocks = range(0, len(rows), _BLOCK_ROWS)
+    every = product(range(problem.batch), range(problem.heads), blocks)
+    # A thread a block, or none for small ones.
+    with one_blas_thread():
+        list((map if outs[0].size < 2**16 else parallel)(one, *zip(*every, strict=True)))
+    return outs
+
+
+def _attend(
+    q: npt.NDArray[np.float32],
+    k: npt.NDArray[np.float32],
+    v: npt.NDArray[np.float32],
+    rows: npt.NDArray[np.int64],
+    problem: Problem,
+    maths: Sequence[Maths],
+) -> Iterator[npt.NDArray[Any]]:
+    """Some rows of one head (rows, head_dim), by each of the maths."""
+    dtype, hidden = problem.dtype, None
+    if problem.causal:
+        last_key = rows + problem.seqlen_k - problem.seqlen_q
+        hidden = np.arange(problem.seqlen_k) > last_key[:, None]
+
+    @cache
+    def raw_scores(kind: Any) -> npt.NDArray[Any]:
+        scores: npt.NDArray[Any] = q.astype(kind) @ k.astype(kind).T
+        return scores
+
+    @cache
+    def exponentials(kind: Any, rounds_scores: int) -> tuple[npt.NDArray[Any], ...]:
+        """exp(score - largest), and by what to multiply it to refer to the first key."""
+        scores = raw_scores(kind)
+        if rounds_scores > 1:
+            scores = round_to(scores, dtype).astype(kind)
+        scores = scores * kind(problem.scale)
+        if rounds_scores:
+            scores = round_to(scores, dtype).astype(kind)
+        if hidden is not None:
+            scores[hidden] = -np.inf
+        largest = scores.max(axis=1, keepdims=True)
+        first = np.maximum(largest - _MOST, scores[:, :1])
+        scores -= largest
+        return np.exp(scores, out=scores), np.exp(largest - first)
+
+    for one in maths:
+        kind: Any = np.float32 if one.rounding and dtype == "fp32" else np.float64
+        p, to_first = exponentials(kind, one.rounds_scores if one.rounding else 0)
+        if one.from_first:
+            p = p * to_first
+        total = p.sum(axis=1, keepdims=True)
+        if not one.rounding:
+            yield p @ v.astype(kind) / total
+        # Rounded factors have few bits: float32 adds their products as well as float64 here.
+        elif one.rounds_scores:
+            yield round_to(round_to(p / total, dtype) @ v, dtype)
+        else:
+            yield round_to(round_to(p, dtype) @ v / total, dtype)
 
 
 def log_sum_exp(
@@ -279,7 +319,8 @@ def log_sum_exp(
     group = problem.heads // problem.heads_kv
     last_key = rows + problem.seqlen_k - problem.seqlen_q if problem.causal else None
     out = np.empty((problem.batch, problem.heads, len(rows)))
-    for batch, head in np.ndindex(problem.batch, problem.heads):
+
+    def one(batch: int, head: int) -> None:
         queries, keys = (
             from_bits(bits, problem.dtype).astype(np.float64)
             for bits in (inputs["q"][batch, head, rows], inputs["k"][batch, head // group])
@@ -289,6 +330,10 @@ def log_sum_exp(
             scores[np.arange(problem.seqlen_k) > last_key[:, None]] = -np.inf
         largest = scores.max(axis=1)
         out[batch, head] = largest + np.log(np.exp(scores - largest[:, None]).sum(axis=1))
+
+    heads = np.indices((problem.batch, problem.heads)).reshape(2, -1).tolist()
+    with one_blas_thread():
+        list((map if out.size * problem.seqlen_k < 2**20 else parallel)(one, *heads))
     return out
 
 
@@ -392,7 +437,8 @@ def limits(case: Case, rounds_scores: int) -> Measures:
     probabilities, for instance, are all rounded alike.
     """
     problem, dtype = case.problem, case.problem.dtype
-    same, times, half = _same_maths(case)[rounds_scores], _TIMES[rounds_scores > 0], HALF_ULP[dtype]
+    rounded = 0 if dtype == "fp32" else rounds_scores  # storing fp32 scores does not round them
+    same, times, half = _same_maths(case, rounded), _TIMES[rounds_scores > 0], HALF_ULP[dtype]
     if dtype == "fp32":
         # Sums of more terms, in any order: NumPy adds in blocks, a kernel may add one by one.
         half *= max(1.0, math.sqrt(problem.head_dim / 2048))
@@ -415,35 +461,26 @@ def limits(case: Case, rounds_scores: int) -> Measures:
 
 
 @lru_cache(maxsize=256)
-def _same_maths(case: Case) -> tuple[Measures, Measures, Measures]:
-    """Largest measures of the rounded maths with scores rounded 0, 1 and 2 times."""
+def _same_maths(case: Case, rounds_scores: int) -> Measures:
+    """Largest measures of the rounded maths with scores rounded 0, 1 or 2 times."""
     # Heads are alike, so four of them show the dtype's error: 7.5 s less at (4,16,4096,128).
     heads = min(case.problem.heads, 4)
     problem = replace(case.problem, batch=1, heads=heads, heads_kv=heads)
     case = replace(case, problem=problem)
-    found: list[list[Measures]] = [[], [], []]
+    found: list[Measures] = []
     rows_seen, seed = 0, 0
     wanted = _LIMIT_ROWS[case.inputs == "normal" and problem.seqlen_q >= TILE]
+    ways = (EXACT, Maths(True, rounds_scores), Maths(True, rounds_scores, from_first=True))
     while rows_seen < wanted:
         inputs = make_inputs(case, 1000 + seed)
         rows = _tiles_of_rows(problem, seed, wanted // heads)
-        exact = reference(inputs, problem, rows)
-        for times in range(1 if problem.dtype == "fp32" else 3):
-            for from_first in (False, True):
-                how: dict[str, Any] = {"rounds_scores": times, "from_first": from_first}
-                rounded = reference(inputs, problem, rows, rounding=True, **how)
-                one = measures(rounded, exact, problem.dtype)
-                # Another reference hardly adds to the error of a row, but makes its parts alike.
-                found[times].append(replace(one, row=0.0) if from_first else one)
+        exact, largest, first = references(inputs, problem, rows, ways)
+        found.append(measures(largest, exact, problem.dtype))
+        # Another reference hardly adds to the error of a row, but makes its parts alike.
+        found.append(replace(measures(first, exact, problem.dtype), row=0.0))
         rows_seen += heads * len(rows)
         seed += 1
-    if problem.dtype == "fp32":  # storing fp32 scores does not round them
-        found = found[:1] * 3
-    worst = [
-        Measures(*(max(getattr(one, f.name) for one in each) for f in fields(Measures)))
-        for each in found
-    ]
-    return worst[0], worst[1], worst[2]
+    return Measures(*(max(getattr(one, f.name) for one in found) for f in fields(Measures)))
 
 
 def _tiles_of_rows(problem: Problem, seed: int, most: int) -> npt.NDArray[np.int64]:

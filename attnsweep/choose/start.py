@@ -15,6 +15,7 @@ from attnsweep.build.prune import compiler_for
 from attnsweep.choose.search import search_of
 from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.family.declare import Kernel
+from attnsweep.gpu.judge import judge_source
 from attnsweep.gpu.worker import Gpu, installed_arch
 from attnsweep.hardware import Arch, arch_named
 from attnsweep.spec.load import SweepSpec
@@ -74,6 +75,8 @@ def _compile_early(
         return None
     try:
         planned, compiler = _planned(spec, kernels, arch_named(name), cache_dir, at_end)
+        for dtype in {entry.problem.dtype for entry in spec.problems}:
+            compiler.submit(*judge_source(dtype))  # the GPU process needs it first
         for space in planned[0].spaces:
             asked = itertools.islice(iter(search_of(spec, space).ask, None), _EARLY)
             for build in builds_of(space, asked, compiler, workspace_limit(spec)):

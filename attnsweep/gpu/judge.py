@@ -68,12 +68,16 @@ def negated_heads(mix: int, heads_kv: int) -> npt.NDArray[np.bool_]:
     return found
 
 
+def judge_source(dtype: str) -> tuple[Path, dict[str, str]]:
+    """The source and the defines of the judge of a dtype."""
+    return shipped("kernels") / "common" / "judge.cu", {f"DTYPE_{dtype.upper()}": "1"}
+
+
 @cache
 def _cubin(arch: str, dtype: str, cache_dir: Path | None) -> str:
     compiler = Compiler(arch_named(arch), cache_dir, threads=1)
     try:
-        source = shipped("kernels") / "common" / "judge.cu"
-        return str(compiler.compile(source, {f"DTYPE_{dtype.upper()}": "1"}).path)
+        return str(compiler.compile(*judge_source(dtype)).path)
     finally:
         compiler.close()
 
@@ -102,11 +106,15 @@ class Judge:
         self._plain.fill(0)
         self._counts = Buffer(self.SLOTS * 8)
         self._host = session.pinned((self.SLOTS,), np.uint64)
+        self._functions: dict[tuple[str, int], Any] = {}
 
     def _launch(
         self, name: str, blocks: int, args: Sequence[Any], smem_bytes: int = 0, parts: int = 1
     ) -> None:
-        function = self._session.kernel(self._path, name, smem_bytes)
+        if (name, smem_bytes) not in self._functions:
+            function = self._session.kernel(self._path, name, smem_bytes)
+            self._functions[name, smem_bytes] = function
+        function = self._functions[name, smem_bytes]
         grid = (blocks, min(parts, _PARTS), 1)
         function(grid, (_THREADS, 1, 1), tuple(args), shared_mem=smem_bytes)
 
@@ -311,10 +319,11 @@ class Fixture:
     def draw(self) -> None:
         """Go to a mix at random in which some head is another than it is now."""
         before = negated_heads(self.mix, self._heads_kv)
-        mix = self.mix
-        while (negated_heads(mix, self._heads_kv) == before).all():
+        while True:
             drawn = int(self._rng.integers(2, 2**64, dtype=np.uint64))
             mix = drawn if self._heads_kv > 1 else 1 - self.mix
+            if (negated_heads(mix, self._heads_kv) != before).any():
+                break
         self.go_to(mix)
 
     def digest(self, of_sides: npt.NDArray[np.uint64]) -> int:

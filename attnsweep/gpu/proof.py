@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +22,8 @@ from attnsweep.gpu.pipeline import Pipeline
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Bind = Callable[[Launches, Sequence[Mapping[str, Buffer]]], Pipeline]
 
 
@@ -36,30 +41,50 @@ class Proven:
     lse_digests: npt.NDArray[np.uint64] | None = None
 
 
+def _counted(method: Callable[Concatenate[Proof, P], T]) -> Callable[Concatenate[Proof, P], T]:
+    """Add a method's seconds to Proof.spent_s. The device is idle when it is called."""
+
+    @functools.wraps(method)
+    def counted(proof: Proof, /, *args: P.args, **options: P.kwargs) -> T:
+        began, before = time.perf_counter(), Proof.spent_s
+        try:
+            return method(proof, *args, **options)
+        finally:
+            Proof.spent_s = before + time.perf_counter() - began
+
+    return counted
+
+
 class Proof:
     """The cases of one problem on the device, and the candidates' outputs on them."""
 
+    spent_s: ClassVar[float] = 0.0
+    """Seconds that proving took in this process: cases, repeated calls, inputs and digests."""
+
+    @_counted
     def __init__(
         self, problem: Problem, seed: int, session: Session, cache_dir: Path | None = None
     ) -> None:
         self._session, self._seed = session, seed
-        self._judge = Judge(session, problem.dtype, cache_dir)
-        self.timed = Fixture(Case(problem), seed, session, self._judge, two_sided=True)
+        small = numerics.small_cases(problem)
+        # The limits now, so that a trial's time limit covers the candidate's work only; and next to
+        # the rest, because they take as long.
+        with ThreadPoolExecutor(1) as aside:
+            limits = aside.submit(lambda: [numerics.limits(c, 0) for c in (Case(problem), *small)])
+            self._judge = Judge(session, problem.dtype, cache_dir)
+            self.timed = Fixture(Case(problem), seed, session, self._judge, two_sided=True)
+            self._small = [Fixture(case, seed, session, self._judge) for case in small]
+            limits.result()
         self._poisons = False
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
-        self._small = [
-            Fixture(c, seed, session, self._judge) for c in numerics.small_cases(problem)
-        ]
-        # Compute the limits now, so that a trial's time limit covers the candidate's work only.
-        for fixture in (*self._small, self.timed):
-            numerics.limits(fixture.case, 0)
 
     @property
     def output(self) -> Buffer:
         """The output of the timed problem."""
         return self.timed.buffers["o"]
 
+    @_counted
     def of_candidate(
         self,
         candidate: Candidate,
@@ -134,6 +159,7 @@ class Proof:
         proven = Proven(call, *how, digests[0], kept, digests[1])
         return worst.model_copy(update={"seed": self._seed}), proven
 
+    @_counted
     def of_peer(self, output: np.ndarray[Any, Any], rounds_scores: int) -> Accuracy:
         """The accuracy of a peer's output on the inputs as they were made; only NaN is wrong.
 
@@ -150,6 +176,7 @@ class Proof:
 
     # -- many calls -------------------------------------------------------------------------
 
+    @_counted
     def repeat(self, proven: Proven, most: int, longest_us: float) -> int:
         """Make calls one by one into a poisoned output, and compare each with the checked output.
 
@@ -176,6 +203,7 @@ class Proof:
             done += slots
         return done
 
+    @_counted
     def begin(self) -> None:
         """Enqueue other inputs than before, and an output that every call must write anew.
 
@@ -187,19 +215,23 @@ class Proof:
         self._poisons = not self._poisons
         if self._poisons:
             self.output.poison()
+        self._session.settle()
 
     def _poison(self, proven: Proven) -> None:
         self.output.fill(POISON)
         if proven.lse is not None:
             proven.lse.fill(POISON)
 
+    @_counted
     def begin_cold(self, copies: Sequence[Mapping[str, Buffer]]) -> None:
         """The same before calls that rotate over copies, whose inputs are as they were made."""
         self.timed.go_to(PLAIN)
         self._judge.clear()
         for output in (self.output, *(copy["o"] for copy in copies)):
             output.fill(POISON)
+        self._session.settle()
 
+    @_counted
     def end(self, proven: Proven, copies: Sequence[Mapping[str, Buffer]] = ()) -> None:
         """Raise WrongResult unless the outputs are now the checked one, bit for bit."""
         outputs = [self.output, *(copy["o"] for copy in copies)]

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -64,6 +64,7 @@ class _Reply:
     detail: str = ""
     no_gpu: AttnsweepError | None = None
     dying: bool = False
+    proof_s: float = 0.0
 
 
 class Gpu(Protocol):
@@ -72,6 +73,9 @@ class Gpu(Protocol):
     Times are microseconds of one call. Every method but `describe` raises WorkerError with the
     status that the candidate's row should have.
     """
+
+    proof_s: float
+    """Seconds that proving outputs right has taken so far."""
 
     def describe(self, *, preload: str | None = None) -> Environment:
         """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA."""
@@ -143,6 +147,7 @@ class Worker:
         self._pipe: Connection[Any, Any] | None = None
         self._setup: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.restarts = 0
+        self.proof_s = 0.0
 
     def __enter__(self) -> Worker:
         return self
@@ -284,6 +289,7 @@ class Worker:
                     Status.TIMEOUT, f"no answer within {timeout_s:g} s; its process was killed"
                 )
             reply: _Reply = pipe.recv()
+            self.proof_s += reply.proof_s
         except (EOFError, OSError) as error:
             code = self._exit_code()
             self.restarts += 1
@@ -331,10 +337,20 @@ def _serve(pipe: Connection[Any, Any], parent: int, open_problem: BenchFactory) 
         if method == "open":
             bench = None  # frees the last problem's memory before the next takes its own
         reply, bench = _answer(open_problem, bench, method, args, options)
+        reply = replace(reply, proof_s=_proof_s())
         pipe.send(reply)
         if reply.dying:
             pipe.close()
             os._exit(1)
+
+
+def _proof_s() -> float:
+    """Seconds that proving has taken in this process since the last look."""
+    if (proof := sys.modules.get("attnsweep.gpu.proof")) is None:  # another bench than ours
+        return 0.0
+    spent: float = proof.Proof.spent_s
+    proof.Proof.spent_s = 0.0
+    return spent
 
 
 def _answer(

@@ -59,7 +59,7 @@ def inputs_in(problem, buffers):
 def attend(problem, buffers, number=0):
     """A right call: the rounded maths."""
     rows = np.arange(problem.seqlen_q)
-    out = numerics.reference(inputs_in(problem, buffers), problem, rows, rounding=True)
+    out = numerics.reference(inputs_in(problem, buffers), problem, rows, numerics.Maths(True))
     buffers["o"].upload(numerics.to_bits(out.astype(np.float32), problem.dtype))
 
 

@@ -40,6 +40,7 @@ class FakeGpu:
         self.chaining: set[str] = set()
         self.faults: dict[tuple[str, str], BaseException] = {}
         self.calls: list[tuple[str, str]] = []
+        self.proof_s = 0.0
 
     # -- what a test may override -------------------------------------------------------------
 

@@ -128,7 +128,7 @@ def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
     made = numerics.make_inputs(case, 5)
     exact = numerics.reference(made, case.problem, rows)
     backwards = made | {name: made[name][..., ::-1].copy() for name in "qk"}
-    reordered = numerics.reference(backwards, case.problem, rows, rounding=True)
+    reordered = numerics.reference(backwards, case.problem, rows, numerics.Maths(True))
     assert numerics.row_error(reordered, exact) <= limit
     tf32 = {name: bits & np.uint32(0xFFFFE000) for name, bits in made.items()}
     assert not numerics.row_error(numerics.reference(tf32, case.problem, rows), exact) <= limit
@@ -146,7 +146,7 @@ def test_limits_admit_honest_rounding_and_refuse_a_shifted_mask(dtype, rounds_sc
             inputs = numerics.make_inputs(case, seed)
             exact = numerics.reference(inputs, case.problem, rows)
             honest = numerics.reference(
-                inputs, case.problem, rows, rounding=True, rounds_scores=rounds_scores
+                inputs, case.problem, rows, numerics.Maths(True, rounds_scores)
             )
             assert numerics.row_error(honest, exact) <= limit
     # One key too few for every row: the commonest mistake of a tail or a mask.
