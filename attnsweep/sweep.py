@@ -6,6 +6,7 @@ ready. Every row is on disk before the next candidate begins; only the user ends
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -117,22 +118,23 @@ class Sweep:
             for queue in queues:  # the first candidates of all problems compile at once
                 if not self._kept.whole(queue.problem, queue.ask()):
                     queue.submit()
-            for queue in queues:
-                self._problem(queue)
+            after = [queue.problem for queue in queues[1:]]
+            for queue, then in itertools.zip_longest(queues, after):
+                self._problem(queue, then)
         except KeyboardInterrupt:
             compiler.close()
             return True
         return False
 
-    def _problem(self, queue: Queue) -> None:
+    def _problem(self, queue: Queue, then: Problem | None) -> None:
         queue.start()
         self._observer.opening(queue.problem, len(queue.builds), len(self._rows_of(queue)))
         done = self._take_kept(queue)
         if not queue.builds:
             return  # every candidate and every round is measured
         try:
-            measure = self._spec.measure
-            self._gpu.open(queue.problem, replay_us=measure.replay_us, seed=self._input_seed)
+            replay_us, seed = self._spec.measure.replay_us, self._input_seed
+            self._gpu.open(queue.problem, replay_us=replay_us, seed=seed, then=then)
         except WorkerError as error:
             self._unopened(queue.builds, error)
             return

@@ -52,8 +52,8 @@ _NEAR = 1.02
 # Microseconds of calls one by one after the rounds: of the fastest, half of them of the second, a
 # third of the third while they are near, and of any other. A call of 10 µs is then made 7,000
 # times, which shows a race of one call in a thousand with 99.9 %.
-_CONFIRM_NEAR_US = 300_000.0
-_CONFIRM_US = 30_000.0
+_CONFIRM_NEAR_US = 200_000.0
+_CONFIRM_US = 5_000.0
 # A noisy peer is timed again, at most this often, in as many rounds as the spec asks for, beside
 # the best entries: at least _COMPANY, because two cannot tell who of them is noisy.
 _TIMES_AGAIN = 3

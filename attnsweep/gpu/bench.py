@@ -81,13 +81,19 @@ class Bench:
     """One problem on this process's GPU. Its inputs depend on `seed` alone."""
 
     def __init__(
-        self, problem: Problem, *, replay_us: float, seed: int, cache_dir: Path | None = None
+        self,
+        problem: Problem,
+        *,
+        replay_us: float,
+        seed: int,
+        then: Problem | None = None,
+        cache_dir: Path | None = None,
     ) -> None:
         self.session = Session()
         self.problem = problem
         self._replay_us = replay_us
         self._dtype = np.uint32 if problem.dtype == "fp32" else np.uint16
-        self._proof = Proof(problem, seed, self.session, cache_dir)
+        self._proof = Proof(problem, seed, self.session, cache_dir, then)
         self._workspaces: dict[tuple[str, int], Buffer] = {}
         self._cold_copies: list[dict[str, Buffer]] | None = None
         self._entries: dict[str, _Entry] = {}
@@ -351,6 +357,7 @@ class Bench:
     def eager_us(self, name: str) -> float:
         """Host time to issue one call, in microseconds, without waiting for the device."""
         entry = self._entries[name]
+        self._proof.settle()
         # The device must finish the issued work between samples, so a slow kernel gets fewer calls.
         calls = max(1, min(_EAGER_CALLS, int(_EAGER_DEVICE_US / max(entry.warm_us, 1.0))))
         samples = []

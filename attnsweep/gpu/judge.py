@@ -236,6 +236,29 @@ class _Side:
     lse: Buffer
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What NumPy knows of a case: its inputs and, on some rows of every head, what is right."""
+
+    inputs: dict[str, numerics.Bits]
+    rows: npt.NDArray[np.int64]
+    sides: list[tuple[numerics.Float, numerics.Float]]
+    """Output and log-sum-exp of the rows, on the inputs as they were made and on their opposite."""
+
+    @classmethod
+    def of(cls, case: Case, seed: int, *, two_sided: bool = False) -> Known:
+        """Compute it on the host."""
+        problem, inputs = case.problem, numerics.make_inputs(case, seed)
+        rows, sides = numerics.sampled_rows(problem, seed), []
+        for mix in (PLAIN, OPPOSITE)[: 1 + two_sided]:
+            mixed = dict(inputs)
+            if mix == OPPOSITE:
+                mixed |= {name: _negated(inputs[name], problem.dtype) for name in "kv"}
+            exact = numerics.reference(mixed, problem, rows)
+            sides.append((exact, numerics.log_sum_exp(mixed, problem, rows)))
+        return cls(inputs, rows, sides)
+
+
 class Fixture:
     """One case on the device: guarded inputs and output, and the expected float64 output.
 
@@ -243,9 +266,20 @@ class Fixture:
     and outputs. `draw` chooses which at random, so that a kernel cannot keep its answers.
     """
 
+    _negated: npt.NDArray[np.bool_] | None = None
+
     def __init__(
-        self, case: Case, seed: int, session: Session, judge: Judge, *, two_sided: bool = False
+        self,
+        case: Case,
+        seed: int,
+        session: Session,
+        judge: Judge,
+        *,
+        two_sided: bool = False,
+        known: Known | None = None,
     ) -> None:
+        """known: what is known of the case with this seed; computed now if it is None."""
+        known = known or Known.of(case, seed, two_sided=two_sided)
         self.case, self.judge = case, judge
         self.mix = PLAIN
         self._seed, self._rng = seed, np.random.default_rng(seed)
@@ -255,9 +289,8 @@ class Fixture:
         apart = two_sided and self.row_bytes % 4 == 0
         self._heads_kv = problem.batch * problem.heads_kv if apart else 1
         self.parts = problem.batch * problem.heads if apart else 1
-        inputs = numerics.make_inputs(case, seed)
         self.buffers: dict[str, Buffer] = {}
-        for name, bits in inputs.items():
+        for name, bits in known.inputs.items():
             self.buffers[name] = Buffer(bits.nbytes, guard=POISON)
             self.buffers[name].upload(bits)
         size = int(np.prod(problem.shape_of("o")))
@@ -266,7 +299,6 @@ class Fixture:
         rows = problem.batch * problem.heads * problem.seqlen_q
         self.rows = rows
         self._mix = Buffer(8)
-        proved = numerics.sampled_rows(problem, seed)
         session.settle()
         self.tilted: Buffer | None = None
         self._sides: list[_Side] = []
@@ -289,19 +321,16 @@ class Fixture:
             self._intact = judge.counts(1)[0]
         # As numerics.measures: a thousandth of the typical norm of a row.
         self.floor = 1e-3 * float(np.sqrt(norm / rows))
-        for number, one in enumerate(self._sides):
-            if number:
-                inputs = inputs | {name: _negated(inputs[name], problem.dtype) for name in "kv"}
-            self._prove(inputs, one, proved)
+        for side, (exact, lse) in zip(self._sides, known.sides, strict=True):
+            self._prove(side, known.rows, exact, lse)
 
-    def _prove(self, inputs: Any, side: _Side, rows: Any) -> None:
+    def _prove(self, side: _Side, rows: Any, exact: numerics.Float, exact_lse: Any) -> None:
         """Raise BrokenJudge unless the device's reference is NumPy's on some rows of every head."""
         problem = self.case.problem
-        exact = numerics.reference(inputs, problem, rows)
         device = side.expected.rows(problem.shape_of("o"), rows)
         error = numerics.row_error(device, exact)
         lse = side.lse.rows((*problem.shape_of("o")[:3], 1), rows)[..., 0]
-        wrong_lse = np.abs(lse - numerics.log_sum_exp(inputs, problem, rows)).max()
+        wrong_lse = np.abs(lse - exact_lse).max()
         error = max(error, float(wrong_lse) / 1e3)  # of scores up to a thousand
         if not error <= _PROOF:
             raise BrokenJudge(
@@ -314,22 +343,30 @@ class Fixture:
         if self.mix != mix:
             for name in "kv":
                 self.judge.negate(self.buffers[name], self._heads_kv, self._mix, self.mix, mix)
-            self.mix = mix
+            self.mix, self._negated = mix, None
 
     def draw(self) -> None:
         """Go to a mix at random in which some head is another than it is now."""
-        before = negated_heads(self.mix, self._heads_kv)
+        before = self._now()
         while True:
             drawn = int(self._rng.integers(2, 2**64, dtype=np.uint64))
             mix = drawn if self._heads_kv > 1 else 1 - self.mix
-            if (negated_heads(mix, self._heads_kv) != before).any():
+            negated = negated_heads(mix, self._heads_kv)
+            if (negated != before).any():
                 break
         self.go_to(mix)
+        self._negated = negated
+
+    def _now(self) -> npt.NDArray[np.bool_]:
+        """Which heads of keys are negated now."""
+        if self._negated is None:
+            self._negated = negated_heads(self.mix, self._heads_kv)
+        return self._negated
 
     def digest(self, of_sides: npt.NDArray[np.uint64]) -> int:
         """The digest of an output on the present inputs, of those of its parts (2, parts)."""
         group = self.parts // self._heads_kv
-        sides = negated_heads(self.mix, self._heads_kv).repeat(group).astype(int)
+        sides = self._now().repeat(group).astype(int)
         return int(of_sides[sides, np.arange(self.parts)].sum(dtype=np.uint64))
 
     def look_at_inputs(self, slot: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -17,11 +17,13 @@ from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.numerics import Case
 from attnsweep.gpu.device import POISON, Buffer, Session
-from attnsweep.gpu.judge import OPPOSITE, PLAIN, Fixture, Found, Judge, WrongResult
+from attnsweep.gpu.judge import OPPOSITE, PLAIN, Fixture, Found, Judge, Known, WrongResult
 from attnsweep.gpu.pipeline import Pipeline
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy
 
+# Repeated calls that are issued rather than captured and replayed.
+_ISSUED = 64
 P = ParamSpec("P")
 T = TypeVar("T")
 Bind = Callable[[Launches, Sequence[Mapping[str, Buffer]]], Pipeline]
@@ -55,6 +57,38 @@ def _counted(method: Callable[Concatenate[Proof, P], T]) -> Callable[Concatenate
     return counted
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What the host computes of a problem's cases, in threads."""
+
+    timed: Future[Known]
+    small: list[Future[Known]]
+    limits: list[Future[object]]
+
+    def wait(self) -> None:
+        """Wait until all of it is known."""
+        wait((self.timed,))
+        wait(self.small)
+        wait(self.limits)
+
+
+_pool = ThreadPoolExecutor(4, "known")
+_ahead: dict[tuple[Problem, int], _Ahead] = {}
+
+
+def _begin(problem: Problem, seed: int) -> _Ahead:
+    """Begin what the host computes of a problem, if it has not been begun."""
+    if (problem, seed) not in _ahead:
+        timed, small = Case(problem), numerics.small_cases(problem)
+        _ahead[problem, seed] = _Ahead(
+            _pool.submit(Known.of, timed, seed, two_sided=True),
+            [_pool.submit(Known.of, case, seed) for case in small],
+            # So that a trial's time limit covers the candidate's work only.
+            [_pool.submit(numerics.limits, case, 0) for case in (timed, *small)],
+        )
+    return _ahead[problem, seed]
+
+
 class Proof:
     """The cases of one problem on the device, and the candidates' outputs on them."""
 
@@ -63,21 +97,34 @@ class Proof:
 
     @_counted
     def __init__(
-        self, problem: Problem, seed: int, session: Session, cache_dir: Path | None = None
+        self,
+        problem: Problem,
+        seed: int,
+        session: Session,
+        cache_dir: Path | None = None,
+        then: Problem | None = None,
     ) -> None:
+        """then: the problem that will be opened next; its inputs are made meanwhile."""
         self._session, self._seed = session, seed
-        small = numerics.small_cases(problem)
-        # The limits now, so that a trial's time limit covers the candidate's work only; and next to
-        # the rest, because they take as long.
-        with ThreadPoolExecutor(1) as aside:
-            limits = aside.submit(lambda: [numerics.limits(c, 0) for c in (Case(problem), *small)])
-            self._judge = Judge(session, problem.dtype, cache_dir)
-            self.timed = Fixture(Case(problem), seed, session, self._judge, two_sided=True)
-            self._small = [Fixture(case, seed, session, self._judge) for case in small]
-            limits.result()
+        known = _begin(problem, seed)
+        self._judge = judge = Judge(session, problem.dtype, cache_dir)
+        self.timed = Fixture(
+            Case(problem), seed, session, judge, two_sided=True, known=known.timed.result()
+        )
+        cases = zip(numerics.small_cases(problem), known.small, strict=True)
+        self._small = [Fixture(c, seed, session, judge, known=k.result()) for c, k in cases]
+        for limit in known.limits:
+            limit.result()
+        _ahead.clear()
+        self._next = _begin(then, seed) if then is not None else None
         self._poisons = False
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
+
+    def settle(self) -> None:
+        """Wait until the host computes nothing, so that its own times can be taken."""
+        if self._next is not None:
+            self._next.wait()
 
     @property
     def output(self) -> Buffer:
@@ -192,7 +239,16 @@ class Proof:
         with self._session.stream:
             each_us = min(self._session.time_us(once) for _ in range(2))
         slots = max(1, min(most // 2, Judge.SLOTS // 4, int(longest_us / 2 / max(1.0, each_us))))
-        replay = proven.call.capture(slots, after=lambda number: self._look(proven, number))
+
+        def issue() -> None:
+            for slot in range(slots):
+                proven.call.enqueue()
+                self._look(proven, slot)
+
+        # Capturing 32 calls took 5 ms, issuing them one.
+        replay = issue
+        if most > _ISSUED:
+            replay = proven.call.capture(slots, after=lambda slot: self._look(proven, slot))
         done, spent_us = 0, 0.0
         while done < most and (done < 2 * slots or spent_us < longest_us):
             with self._session.stream:

@@ -80,8 +80,13 @@ class Gpu(Protocol):
     def describe(self, *, preload: str | None = None) -> Environment:
         """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA."""
 
-    def open(self, problem: Problem, *, replay_us: float, seed: int) -> None:
-        """Open a problem: inputs from `seed`, replays of about `replay_us`. Close the last one."""
+    def open(
+        self, problem: Problem, *, replay_us: float, seed: int, then: Problem | None = None
+    ) -> None:
+        """Open a problem: inputs from `seed`, replays of about `replay_us`. Close the last one.
+
+        then: the problem that will be opened next, which can be prepared meanwhile.
+        """
 
     def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
         """Check a candidate on every case, then time it briefly."""

@@ -73,7 +73,9 @@ class FakeGpu:
             raise self.environment
         return self.environment
 
-    def open(self, problem: Problem, *, replay_us: float, seed: int) -> None:
+    def open(
+        self, problem: Problem, *, replay_us: float, seed: int, then: Problem | None = None
+    ) -> None:
         self.heard("open", problem.label)
 
     def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:

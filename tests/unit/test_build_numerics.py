@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep.build import numerics
+from attnsweep.build import numerics, threads
 from attnsweep.build.numerics import Case
 from attnsweep.problem import Problem
 
@@ -206,3 +206,34 @@ def test_the_second_key_of_one_hot_does_not_matter(head_dim, causal):
             scores[:, np.triu(np.ones((65, 131), bool), 131 - 65 + 1)] = -np.inf
         first, second = np.moveaxis(np.sort(scores)[..., -2:], -1, 0)[::-1]
         assert (first - second).min() > 7, seed
+
+
+def test_maths_that_share_their_scores_are_each_as_alone():
+    problem = Problem.parse("1,2,200x300,32 bf16 causal")
+    inputs = numerics.make_inputs(Case(problem), 3)
+    rows = np.arange(200)
+    ways = [numerics.EXACT]
+    ways += [numerics.Maths(True, times, first) for times in (0, 1, 2) for first in (False, True)]
+    together = numerics.references(inputs, problem, rows, ways)
+    for way, found in zip(ways, together, strict=True):
+        assert (found == numerics.reference(inputs, problem, rows, way)).all()
+    errors = [numerics.row_error(found, together[0]) for found in together[1:]]
+    assert min(errors) > 0  # each rounds something
+    assert len(set(errors)) > 2
+
+
+def test_blas_gets_its_threads_back_when_the_last_leaves():
+    def limits():
+        return [
+            each["num_threads"] for each in threads._blas().info() if each["user_api"] == "blas"
+        ]
+
+    before = limits()
+    first, second = threads.one_blas_thread(), threads.one_blas_thread()
+    first.__enter__()
+    second.__enter__()
+    assert set(limits()) == {1}
+    first.__exit__(None, None, None)  # not the last that entered
+    assert set(limits()) == {1}
+    second.__exit__(None, None, None)
+    assert limits() == before

@@ -117,6 +117,7 @@ def proof_of(outputs):
     """A Proof whose judge sees these digests; outputs gets the number of the look, and the mix."""
     made = Proof.__new__(Proof)
     made._session, made._seed, made._poisons = FakeSession(), 0, False
+    made._next = None
     made.timed = FakeFixture({name: FakeBuffer(8) for name in "qkvo"})
     made._judge = FakeJudge(lambda look: outputs(look, made.timed.mix))
     return made
