@@ -1,0 +1,80 @@
+"""`attnsweep run`: sweep a spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnsweep.cli.app import (
+    ArchOption,
+    JsonOption,
+    KernelsOption,
+    LimitOption,
+    ResultsOption,
+    SpecArgument,
+    app,
+    load,
+    print_result,
+    print_run,
+)
+from attnsweep.errors import NoGpuError, SpecError
+from attnsweep.show.terminal import console, errors
+
+
+@app.command()
+def run(
+    spec: SpecArgument,
+    json_: JsonOption = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only count the candidates and what each rule removes."),
+    ] = False,
+    limit: LimitOption = None,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh/--resume",
+            help="Start over, or keep the rows that are still valid.",
+        ),
+    ] = False,
+    kernels: KernelsOption = None,
+    results: ResultsOption = Path("results"),
+    arch: ArchOption = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 10,
+) -> None:
+    """Sweep: compile, check, time and rank every candidate of SPEC.
+
+    An interrupted or repeated run continues where it stopped, unless --fresh is given. Ctrl-C
+    prints the ranking so far.
+    """
+    from attnsweep import sweep
+    from attnsweep.show import progress, views
+    from attnsweep.spec.plan import plan, plan_facts
+    from attnsweep.tools.compile import target_arch
+    from attnsweep.tools.doctor import without_gpu
+
+    loaded, families = load(spec, kernels)
+    if dry_run:
+        planned = plan(loaded, families, target_arch(loaded, arch))
+        shown = views.planned(planned, limit, console.width)
+        print_result(shown, plan_facts(planned, limit), json_)
+        return
+    if arch is not None:
+        source = "its recording" if loaded.device == "replay" else "the GPU"
+        raise SpecError(f"--arch needs --dry-run; this run takes the architecture of {source}")
+    try:
+        with progress.watch(errors) as observer:
+            outcome = sweep.run(
+                loaded, families, results=results, fresh=fresh, limit=limit, observer=observer
+            )
+    except NoGpuError as error:
+        raise NoGpuError(
+            f"{error.what}. Nothing was measured.",
+            hint=without_gpu(error, spec, loaded.arch, kernels, errors.width),
+        ) from error
+    if outcome.interrupted:
+        errors.print("interrupted: all rows are kept; the same command continues from here")
+    print_run(outcome.run, json_, top)
+    raise typer.Exit(outcome.exit_code)
