@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +45,23 @@ KernelsOption = Annotated[
 ]
 ResultsOption = Annotated[Path, typer.Option("--results", help="Directory of the runs.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PATH=VALUE",
+        help="Replace a value of the spec: 'kernels.flash_fwd_wgmma.BLOCK_N=[64,128]'.",
+    ),
+]
+ProblemsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--problem",
+        metavar="SHAPE",
+        help="In place of the spec's problems: '4,32,4096,128 bf16 causal', "
+        "'B=4 H=32 Hkv=8 S=4096 D=128', or a CSV file.",
+    ),
+]
 LimitOption = Annotated[
     int | None,
     typer.Option("--limit", min=1, help="Most candidates to try per family and problem."),
@@ -73,13 +91,32 @@ def _options(
     pass
 
 
-def load(spec: Path, kernels: Path | None) -> tuple[SweepSpec, dict[str, Kernel]]:
-    """A spec and the families that it may name."""
-    from attnsweep.family.declare import discover
-    from attnsweep.spec.load import load_spec
+def load(
+    spec: Path,
+    kernels: Path | None,
+    settings: Sequence[str] = (),
+    shapes: Sequence[str] = (),
+) -> tuple[SweepSpec, dict[str, Kernel]]:
+    """A spec and the families that it may name. settings, shapes: of --set and --problem.
 
-    families = discover(kernels)
-    return load_spec(spec, families), families
+    A spec with either has a name, and so a run, of its own.
+    """
+    from attnsweep.family.declare import discover
+    from attnsweep.spec.against import check_against
+    from attnsweep.spec.load import load_spec, with_problems
+    from attnsweep.spec.overrides import tag
+    from attnsweep.spec.shapes import read_shapes
+
+    loaded = load_spec(spec, settings=settings)
+    families = discover(kernels or loaded.kernel_dir)
+    check_against(loaded, families)
+    problems = read_shapes(shapes, option="--problem") if shapes else []
+    if problems:
+        loaded = with_problems(loaded, problems)
+    if settings or problems:
+        asked = tag(settings, [problem.label for problem in problems])
+        loaded = replace(loaded, name=f"{loaded.name}-{asked}")
+    return loaded, families
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ from attnsweep.cli.app import (
     JsonOption,
     KernelsOption,
     LimitOption,
+    ProblemsOption,
+    SetOption,
     SpecArgument,
     app,
     load,
@@ -23,6 +25,8 @@ from attnsweep.show.terminal import console, errors
 @app.command(name="compile")
 def compile_(
     spec: SpecArgument,
+    problem: ProblemsOption = None,
+    set_: SetOption = None,
     arch: ArchOption = None,
     json_: JsonOption = False,
     limit: LimitOption = None,
@@ -37,7 +41,7 @@ def compile_(
     from attnsweep.show import progress, views
     from attnsweep.tools.compile import compile_all, target_arch, without_candidates
 
-    loaded, families = load(spec, kernels)
+    loaded, families = load(spec, kernels, set_ or (), problem or ())
     target = target_arch(loaded, arch)
     with progress.watch(errors) as observer:
         trials = compile_all(loaded, families, target, limit=limit, observer=observer)

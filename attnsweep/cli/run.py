@@ -12,7 +12,9 @@ from attnsweep.cli.app import (
     JsonOption,
     KernelsOption,
     LimitOption,
+    ProblemsOption,
     ResultsOption,
+    SetOption,
     SpecArgument,
     app,
     load,
@@ -26,6 +28,8 @@ from attnsweep.show.terminal import console, errors
 @app.command()
 def run(
     spec: SpecArgument,
+    problem: ProblemsOption = None,
+    set_: SetOption = None,
     json_: JsonOption = False,
     dry_run: Annotated[
         bool,
@@ -47,7 +51,8 @@ def run(
     """Sweep: compile, check, time and rank every candidate of SPEC.
 
     An interrupted or repeated run continues where it stopped, unless --fresh is given. Ctrl-C
-    prints the ranking so far.
+    prints the ranking so far. With --problem or --set the run is stored beside the spec's own, as
+    SPEC-<digits>; the same command continues there.
     """
     from attnsweep import sweep
     from attnsweep.show import progress, views
@@ -55,7 +60,7 @@ def run(
     from attnsweep.tools.compile import target_arch
     from attnsweep.tools.doctor import without_gpu
 
-    loaded, families = load(spec, kernels)
+    loaded, families = load(spec, kernels, set_ or (), problem or ())
     if dry_run:
         planned = plan(loaded, families, target_arch(loaded, arch))
         shown = views.planned(planned, limit, console.width)
