@@ -4,7 +4,19 @@ A file is named after its command; `app` has what they share.
 """
 
 # In the order of `attnsweep --help`.
-from attnsweep.cli import run, report, check, compile, profile, inspect, doctor  # noqa: I001
+from attnsweep.cli import tune, init, run, report, check, compile, profile, inspect, doctor  # noqa: I001
 from attnsweep.cli.app import app, main
 
-__all__ = ["app", "check", "compile", "doctor", "inspect", "main", "profile", "report", "run"]
+__all__ = [
+    "app",
+    "check",
+    "compile",
+    "doctor",
+    "init",
+    "inspect",
+    "main",
+    "profile",
+    "report",
+    "run",
+    "tune",
+]
