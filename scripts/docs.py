@@ -82,7 +82,13 @@ def output_of(app: typer.Typer, *arguments: str) -> str:
 
 def cli() -> str:
     """The commands, by Typer's own generator."""
-    return NOTE + output_of(typer.cli.app, "attnsweep.cli", "utils", "docs", "--name", "attnsweep")
+    text = output_of(typer.cli.app, "attnsweep.cli", "utils", "docs", "--name", "attnsweep")
+
+    def block(found: re.Match[str]) -> str:
+        commands = "".join(f"$ {line}\n" for line in found[1].split("\n") if line)
+        return f"**Examples**:\n\n```console\n{commands}```\n"
+
+    return NOTE + re.sub(r"Examples:\n((?:\nattnsweep .*\n)+)", block, text)
 
 
 def with_blocks(page: str, blocks: dict[str, str]) -> str:

@@ -3,20 +3,9 @@
 A file is named after its command; `app` has what they share.
 """
 
-# In the order of `attnsweep --help`.
-from attnsweep.cli import tune, init, run, report, check, compile, profile, inspect, doctor  # noqa: I001
+# Importing a command adds it to the app; this is the order of `attnsweep --help`.
+from attnsweep.cli import tune, init, run, report, check, compile, profile, inspect  # noqa: F401, I001
+from attnsweep.cli import cache, doctor, schema  # noqa: F401
 from attnsweep.cli.app import app, main
 
-__all__ = [
-    "app",
-    "check",
-    "compile",
-    "doctor",
-    "init",
-    "inspect",
-    "main",
-    "profile",
-    "report",
-    "run",
-    "tune",
-]
+__all__ = ["app", "main"]

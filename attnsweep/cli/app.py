@@ -19,7 +19,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from attnsweep import __version__
-from attnsweep.hardware import ARCHS
+from attnsweep.cli import completion
+from attnsweep.errors import SpecError
 from attnsweep.show import terminal
 from attnsweep.show.terminal import console, errors
 
@@ -28,17 +29,33 @@ if TYPE_CHECKING:
     from attnsweep.spec.load import SweepSpec
     from attnsweep.store.run import Run
 
+
+def examples(*commands: str) -> str:
+    """The last lines of a command's --help."""
+    # A line of its own for each, and no markup in it, as Typer renders an epilog.
+    return "\n\n".join(["Examples:", *(escape(command) for command in commands)])
+
+
 app = typer.Typer(
     cls=terminal.Commands,
     help="Find the fastest correct attention kernel for a GPU and a shape, by measuring.",
+    epilog=examples(
+        "attnsweep tune 4,32,4096,128 --causal --dtype bf16",
+        "attnsweep run quickstart",
+        "attnsweep run h100",
+    ),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 SpecArgument = Annotated[
-    Path, typer.Argument(help="YAML sweep spec, or the name of a shipped one.", show_default=False)
+    Path,
+    typer.Argument(
+        help="YAML sweep spec, or the name of a shipped one.",
+        show_default=False,
+        autocompletion=completion.specs,
+    ),
 ]
 KernelsOption = Annotated[
     Path | None, typer.Option("--kernels", help="Directory with kernel families of your own.")
@@ -66,9 +83,6 @@ LimitOption = Annotated[
     int | None,
     typer.Option("--limit", min=1, help="Most candidates to try per family and problem."),
 ]
-ArchOption = Annotated[
-    str | None, typer.Option("--arch", help=f"One of {', '.join(ARCHS)} (default: the spec's).")
-]
 
 
 def main() -> None:
@@ -87,8 +101,18 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="Print results and errors only; of every command."),
+    ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Print a line for each candidate; of every command."),
+    ] = False,
 ) -> None:
-    pass
+    if quiet and verbose:
+        raise SpecError("--quiet and --verbose exclude each other", hint="give one of them")
+    terminal.talk = terminal.Talk.QUIET if quiet else terminal.Talk(verbose)
 
 
 def load(

@@ -10,12 +10,19 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from attnsweep.cli.app import JsonOption, KernelsOption, app, load, print_result, warn
+from attnsweep.cli import completion
+from attnsweep.cli.app import JsonOption, KernelsOption, app, examples, load, print_result, warn
 from attnsweep.errors import SpecError
 from attnsweep.show.terminal import console, errors
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "attnsweep check ci --against baselines/ci --junit check.xml",
+        "attnsweep check my.yaml --against results/h200/my --slower 0.01",
+        "attnsweep check --recorded baselines/ci results/h200/ci",
+    )
+)
 def check(
     subject: Annotated[
         Path,
@@ -23,10 +30,16 @@ def check(
             metavar="SPEC|OLD",
             help="With --against: a spec. With --recorded: the run to compare with.",
             show_default=False,
+            autocompletion=completion.specs_and_runs,
         ),
     ],
     new: Annotated[
-        Path | None, typer.Argument(metavar="[NEW]", help="With --recorded: the run to judge.")
+        Path | None,
+        typer.Argument(
+            metavar="NEW",
+            help="With --recorded: the run to judge.",
+            autocompletion=completion.runs,
+        ),
     ] = None,
     against: Annotated[
         Path | None,
@@ -34,6 +47,7 @@ def check(
             "--against",
             metavar="RUN",
             help="Time this run's winners against today's kernels, in turns; needs a GPU.",
+            autocompletion=completion.runs,
         ),
     ] = None,
     recorded: Annotated[
@@ -100,6 +114,15 @@ def check(
             hint="attnsweep check SPEC --against RUN   measures, on a GPU\n  "
             "attnsweep check --recorded OLD NEW   compares what was measured",
         )
+    if recorded:
+        idle = {"--budget-s": budget_s, "--other-driver": other_driver, "--kernels": kernels}
+        given = [name for name, value in idle.items() if value is not None and value is not False]
+        if given:
+            raise SpecError(
+                f"{' and '.join(given)} {'does' if len(given) == 1 else 'do'} nothing with "
+                "--recorded: nothing is measured",
+                hint="leave it out, or measure: attnsweep check SPEC --against RUN",
+            )
     if against is None or new is not None:
         old_run, new_run = open_run(subject), open_run(new or subject)
         compared = recordings.compare(old_run, new_run, slower=0.03 if slower is None else slower)
@@ -128,9 +151,12 @@ def check(
     raise typer.Exit(compared.exit_code)
 
 
-@app.command()
+@app.command(epilog=examples("attnsweep accept results/h200/ci baselines/ci"))
 def accept(
-    run_: Annotated[Path, typer.Argument(metavar="RUN", help="The run to accept.")],
+    run_: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The run to accept.", autocompletion=completion.runs),
+    ],
     baseline: Annotated[
         Path,
         typer.Argument(metavar="BASELINE", help="The directory to replace or create."),

@@ -9,21 +9,32 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from attnsweep.cli.app import JsonOption, ProblemsOption, app, print_result
+from attnsweep.cli import completion
+from attnsweep.cli.app import JsonOption, ProblemsOption, app, examples, print_result
 from attnsweep.cli.tune import write_spec
 from attnsweep.errors import NoGpuError
 from attnsweep.hardware import ARCHS
 from attnsweep.show.terminal import console, errors
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "attnsweep init",
+        "attnsweep init mine.yaml --arch sm_90a --problem '4,32,4096,128 bf16 causal'",
+        "attnsweep init - --arch sm_80",
+    )
+)
 def init(
     file: Annotated[
-        Path, typer.Argument(metavar="[FILE]", help="File to write; - prints it.")
+        Path, typer.Argument(metavar="FILE", help="File to write; - prints it.")
     ] = Path("sweep.yaml"),
     arch: Annotated[
         str | None,
-        typer.Option("--arch", help=f"One of {', '.join(ARCHS)} (default: this GPU's)."),
+        typer.Option(
+            "--arch",
+            help=f"One of {', '.join(ARCHS)} (default: this GPU's).",
+            autocompletion=completion.archs,
+        ),
     ] = None,
     problem: ProblemsOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")] = False,

@@ -7,14 +7,23 @@ from typing import Annotated
 
 import typer
 
-from attnsweep.cli.app import JsonOption, KernelsOption, app, print_result
+from attnsweep.cli import completion
+from attnsweep.cli.app import JsonOption, KernelsOption, app, examples, print_result
 from attnsweep.hardware import arch_named
 from attnsweep.show.terminal import console
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "attnsweep profile results/h200/h200",
+        "attnsweep profile results/h200/h200 --top 3 --where BLOCK_N=128",
+    )
+)
 def profile(
-    run_: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    run_: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run's directory.", autocompletion=completion.runs),
+    ],
     where: Annotated[
         list[str] | None,
         typer.Option(

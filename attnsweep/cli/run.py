@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from attnsweep.cli import completion
 from attnsweep.cli.app import (
-    ArchOption,
     JsonOption,
     KernelsOption,
     LimitOption,
@@ -17,15 +17,25 @@ from attnsweep.cli.app import (
     SetOption,
     SpecArgument,
     app,
+    examples,
     load,
     print_result,
     print_run,
 )
 from attnsweep.errors import NoGpuError, SpecError
+from attnsweep.hardware import ARCHS
 from attnsweep.show.terminal import console, errors
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "attnsweep run h100",
+        "attnsweep run h100 --dry-run",
+        "attnsweep run h100 --problem '4,32,4096,128 bf16 causal'",
+        "attnsweep run h100 --set 'kernels.flash_fwd_wgmma.BLOCK_N=[64,128]'",
+        "attnsweep run my.yaml --kernels my_kernels --results /data/results",
+    )
+)
 def run(
     spec: SpecArgument,
     problem: ProblemsOption = None,
@@ -45,7 +55,14 @@ def run(
     ] = False,
     kernels: KernelsOption = None,
     results: ResultsOption = Path("results"),
-    arch: ArchOption = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            "--arch",
+            help=f"With --dry-run: one of {', '.join(ARCHS)} (default: the spec's).",
+            autocompletion=completion.archs,
+        ),
+    ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 10,
 ) -> None:
     """Sweep: compile, check, time and rank every candidate of SPEC.

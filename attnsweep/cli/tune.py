@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from attnsweep.cli import completion
 from attnsweep.cli.app import (
     JsonOption,
     KernelsOption,
     LimitOption,
     ResultsOption,
     app,
+    examples,
     print_result,
     warn,
 )
@@ -33,12 +35,20 @@ STRATEGY = "exhaustive"
 """The search of `tune` unless --exhaustive is given."""
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "attnsweep tune 4,32,4096,128 --causal --dtype bf16",
+        "attnsweep tune B=4 H=32 Hkv=8 S=4096 D=128 --save-spec mine.yaml",
+        "attnsweep tune 1,16,1024,64 2,32/8,1x4096,128 shapes.csv --budget-s 60",
+        "attnsweep tune 1,16,1024,64 --replay quickstart",
+        "attnsweep tune 4,32,4096,128 --dry-run --arch sm_90a",
+    )
+)
 def tune(
     shapes: Annotated[
         list[str],
         typer.Argument(
-            metavar="SHAPE...",
+            metavar="SHAPE",
             help="batch,heads,seqlen,head_dim: 4,32,4096,128; or B=4 H=32 Hkv=8 S=4096 D=128 (Sq "
             "and Sk for two lengths); or a CSV file of such rows.",
             show_default=False,
@@ -51,7 +61,9 @@ def tune(
     kernel: Annotated[
         list[str] | None,
         typer.Option(
-            "--kernel", help="Sweep this family in place of the shipped choice; may be repeated."
+            "--kernel",
+            help="Sweep this family in place of the shipped choice; may be repeated.",
+            autocompletion=completion.families,
         ),
     ] = None,
     exhaustive: Annotated[
@@ -74,7 +86,11 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count the candidates.")] = False,
     arch: Annotated[
         str | None,
-        typer.Option("--arch", help=f"With --dry-run: one of {', '.join(ARCHS)}."),
+        typer.Option(
+            "--arch",
+            help=f"With --dry-run: one of {', '.join(ARCHS)}.",
+            autocompletion=completion.archs,
+        ),
     ] = None,
     replay: Annotated[
         Path | None,
