@@ -279,7 +279,9 @@ def schema() -> str:
 
 
 def _families(spec: SweepSpec, kernels: Mapping[str, Kernel] | None) -> Mapping[str, Kernel]:
-    return families(spec.kernel_dir) if kernels is None else kernels
+    from attnsweep.spec.against import families_of
+
+    return families_of(spec) if kernels is None else kernels
 
 
 def _target(spec: SweepSpec, arch: Arch | str | None) -> Arch:

@@ -44,10 +44,12 @@ PAGES = {
     "measuring": "docs/measuring.md",
     "numerics": "docs/explanation/numerics.md",
     "tried": "docs/tried.md",
+    "tune": "docs/how-to/tune.md",
     "tutorial": "docs/tutorials/without-a-gpu.md",
 }
 TEMPLATES = ("benchmarks", "claims", "kernels", "performance")
 NOTE = "<!-- Written by scripts/docs.py; change scripts/pages, scripts/claims or the code. -->\n\n"
+TUNED = ("tune", "4,32,4096,64", "--dtype", "bf16", "--replay", "quickstart", "--top", "3")
 QUICKSTART = ("run", "configs/quickstart.yaml", "--top", "3")
 
 
@@ -111,15 +113,19 @@ def shares_used(runs: Iterable[attnsweep.Run]) -> str:
 
 
 def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The README and the first tutorial, with what their commands print."""
+    """The README, a how-to and the first tutorial, with what their commands print."""
     with contextlib.chdir(ROOT):
         printed = output_of(attnsweep.app, *QUICKSTART)
+        tuned = output_of(attnsweep.app, *TUNED)
         counted = output_of(attnsweep.app, "run", "configs/h100.yaml", "--dry-run")
     readme = {
         "quickstart": f"```\n$ attnsweep {' '.join(QUICKSTART)}\n{printed}```\n",
         "systems": render("readme_systems", "readme", known),
     }
     yield PAGES["readme"], with_blocks("readme", readme)
+    shown = [line for line in tuned.splitlines() if line]
+    tune = f"```console\n$ attnsweep {' '.join(TUNED)}\n…\n{shown[-1]}\n```\n"
+    yield PAGES["tune"], with_blocks("tune", {"tune": tune})
     first, second = (text.splitlines() for text in (printed, counted))
     later = next(n for n, line in enumerate(second[1:], 1) if line.startswith("("))
     tutorial = {

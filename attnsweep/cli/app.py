@@ -125,14 +125,13 @@ def load(
 
     A spec with either has a name, and so a run, of its own.
     """
-    from attnsweep.family.declare import discover
-    from attnsweep.spec.against import check_against
+    from attnsweep.spec.against import check_against, families_of
     from attnsweep.spec.load import load_spec, with_problems
     from attnsweep.spec.overrides import tag
     from attnsweep.spec.shapes import read_shapes
 
     loaded = load_spec(spec, settings=settings)
-    families = discover(kernels or loaded.kernel_dir)
+    families = families_of(loaded, kernels)
     check_against(loaded, families)
     problems = read_shapes(shapes, option="--problem") if shapes else []
     if problems:

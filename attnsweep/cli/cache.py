@@ -59,7 +59,8 @@ def prune(
 ) -> None:
     """Remove compiled code that was not used for a month, or as long as --days says.
 
-    Code that is needed again is compiled again.
+    Code that is needed again is compiled again. Do not prune while a sweep runs: it may be about
+    to load what is removed.
     """
     from attnsweep.build.cache import entries
     from attnsweep.build.cache import prune as remove

@@ -45,6 +45,12 @@ def run(
         bool,
         typer.Option("--dry-run", help="Only count the candidates and what each rule removes."),
     ] = False,
+    exhaustive: Annotated[
+        bool,
+        typer.Option(
+            "--exhaustive", help="Try every candidate, whatever the spec's search leaves out."
+        ),
+    ] = False,
     limit: LimitOption = None,
     fresh: Annotated[
         bool,
@@ -73,11 +79,14 @@ def run(
     """
     from attnsweep import sweep
     from attnsweep.show import progress, views
+    from attnsweep.spec.load import with_every_candidate
     from attnsweep.spec.plan import plan, plan_facts
     from attnsweep.tools.compile import target_arch
     from attnsweep.tools.doctor import without_gpu
 
     loaded, families = load(spec, kernels, set_ or (), problem or ())
+    if exhaustive:
+        loaded = with_every_candidate(loaded)
     if dry_run:
         planned = plan(loaded, families, target_arch(loaded, arch))
         shown = views.planned(planned, limit, console.width)

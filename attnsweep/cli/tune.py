@@ -137,7 +137,7 @@ def tune(
         raise _without_gpu(error, shapes, causal, dtype) from error
     search: dict[str, Any] = {"strategy": "exhaustive" if exhaustive else STRATEGY}
     search |= {} if budget_s is None else {"budget_s": budget_s}
-    asked = Plan(problems, run_name(problems), kernel or (), search)
+    asked = Plan(problems, run_name(problems, kernel or ()), kernel or (), search)
     text = starter(asked, target, families)
     spec = spec_of(Document.parse(Path(f"{asked.name}.yaml"), text), families)
     if target.untried:

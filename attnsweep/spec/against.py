@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnsweep.family.chunks import MODES
-from attnsweep.family.declare import Kernel, Param
+from attnsweep.family.declare import Kernel, Param, discover
 from attnsweep.family.space import Values
 from attnsweep.spec.yaml_file import Document, Loc, nearest
 from attnsweep.trial import Value
 
 if TYPE_CHECKING:
     from attnsweep.spec.load import SweepSpec
+
+
+def families_of(spec: SweepSpec, directory: Path | None = None) -> dict[str, Kernel]:
+    """The shipped families, and those in `directory`, or else in the spec's `kernel_dir`.
+
+    This imports their declarations, which are code. Raises KernelError if one is broken, SpecError
+    if the spec names a directory that is not there.
+    """
+    if directory is None and spec.kernel_dir is not None and not spec.kernel_dir.is_dir():
+        what, hint = f"no such directory: {spec.kernel_dir}", "name it relative to this file"
+        spec.document.report(f"kernel_dir: {what}", hint, spec.document.at("kernel_dir"))
+        spec.document.raise_issues()
+    return discover(directory or spec.kernel_dir)
 
 
 def check_against(spec: SweepSpec, kernels: Mapping[str, Kernel]) -> None:

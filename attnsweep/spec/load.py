@@ -288,7 +288,7 @@ class SweepSpec:
     """Absolute; set if and only if device is `replay`."""
     arch: str | None
     kernel_dir: Path | None
-    """Absolute; families besides the shipped ones."""
+    """Absolute; families besides the shipped ones. It may be missing: `families_of` looks."""
     problems: tuple[ProblemEntry, ...]
     kernels: dict[str, Selection]
     """Family to the parameter values that replace its own."""
@@ -399,10 +399,6 @@ def spec_of(document: Document, kernels: Mapping[str, Kernel] | None = None) -> 
     if file.name is None and not re.fullmatch("[a-z0-9_-]+", path.stem):
         what = f"the file's stem {path.stem!r} cannot name a run"
         document.report(what, "add name: of a-z, 0-9, _ and - only", document.at())
-    if file.kernel_dir is not None and not place(file.kernel_dir).is_dir():
-        what = f"kernel_dir: no such directory: {file.kernel_dir}"
-        hint = "name it relative to this file"
-        document.report(what, hint, document.at("kernel_dir"))
     document.raise_issues()
 
     spec = SweepSpec(
@@ -480,3 +476,9 @@ def with_problems(spec: SweepSpec, problems: Sequence[Problem]) -> SweepSpec:
     every = tuple(spec.kernels)
     entries = tuple(own.get(problem) or ProblemEntry(problem, every) for problem in problems)
     return replace(spec, problems=entries)
+
+
+def with_every_candidate(spec: SweepSpec) -> SweepSpec:
+    """The spec with an exhaustive search, without a cap and without a budget."""
+    every = {"strategy": "exhaustive", "candidates": None, "budget_s": None}
+    return replace(spec, search=spec.search.model_copy(update=every))

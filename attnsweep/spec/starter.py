@@ -122,17 +122,20 @@ _MORE = """\
 """
 
 
-def run_name(problems: Sequence[Problem]) -> str:
+def run_name(problems: Sequence[Problem], kernels: Sequence[str] = ()) -> str:
     """The name of the run that tunes these: of its shape, or of all of them together.
 
-    The same problems in another order have the same name.
+    kernels: the families asked for; their run is apart, so that no other family wins it. The same
+    problems and families in another order have the same name.
     """
     labels = sorted(problem.label for problem in problems)
     if len(labels) == 1:
-        words = re.sub("[^a-z0-9]+", "-", labels[0].replace("/", "kv"))
-        return f"tune-{words.strip('-')}"
-    digest = hashlib.sha256("\n".join(labels).encode()).hexdigest()[:8]
-    return f"tune-{len(labels)}-shapes-{digest}"
+        name = re.sub("[^a-z0-9]+", "-", labels[0].replace("/", "kv")).strip("-")
+    else:
+        digest = hashlib.sha256("\n".join(labels).encode()).hexdigest()[:8]
+        name = f"{len(labels)}-shapes-{digest}"
+    families = (re.sub("[^a-z0-9_]+", "-", kernel.lower()) for kernel in sorted({*kernels}))
+    return "-".join(["tune", name, *families])
 
 
 def what_runs(families: Mapping[str, Kernel]) -> str:

@@ -305,6 +305,20 @@ def test_problems_and_settings_make_a_run_of_their_own(attnsweep, tmp_path):
     assert {path.name for path in directory.parent.iterdir()} == names
 
 
+def test_exhaustive_tries_what_the_search_of_a_spec_leaves_out(attnsweep, tmp_path):
+    path = tmp_path / "some.yaml"
+    text = (ROOT / "configs" / "quickstart.yaml").read_text()
+    text = text.replace("../results", str(ROOT / "results")).replace("quickstart\n", "some\n")
+    path.write_text(text + "search: {strategy: random, candidates: 5}\n")
+
+    def tried(*options):
+        assert attnsweep("run", path, *options).returncode == 0
+        rows = open_run(tmp_path / "results" / "replay" / "some").trials
+        return sum(row.provider == "attnsweep" for row in rows)
+
+    assert tried() < 20 < 100 < tried("--exhaustive")
+
+
 @pytest.mark.parametrize("command", [("run", "--dry-run"), ("compile",)])
 def test_a_wrong_shape_or_setting_is_exit_code_2(attnsweep, spec, command):
     for option, value, words in (

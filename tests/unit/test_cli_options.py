@@ -86,9 +86,20 @@ def test_every_help_ends_in_examples_that_can_be_called(attnsweep, words):
         command.make_context(" ".join(names), arguments)  # raises UsageError
 
 
-def test_an_option_that_goes_with_another_says_so(attnsweep):
-    text = " ".join(attnsweep("run", "--help", width=300).stdout.split())
-    assert "With --dry-run: one of sm_80" in text
+@pytest.mark.parametrize(
+    ("command", "option", "other"),
+    [
+        ("run", "--arch", "--dry-run"),
+        ("tune", "--arch", "--dry-run"),
+        ("tune", "--force", "--save-spec"),
+        ("report", "--target-us", "--html"),
+        ("check", "--budget-s", "--against"),
+        ("check", "--other-driver", "--against"),
+    ],
+)
+def test_an_option_that_goes_with_another_says_so(command, option, other):
+    (found,) = (p for p in COMMANDS[command,].params if option in p.opts)
+    assert found.help.startswith(f"With {other}: ")
 
 
 # -- how much is said -----------------------------------------------------------------------

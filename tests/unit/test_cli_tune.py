@@ -65,7 +65,7 @@ def test_it_ends_in_the_sentence_and_stores_a_run(attnsweep, gpu, tmp_path):
     done = attnsweep(*NAIVE, "--causal", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"{ENDING} (1,2,256,64) bf16 causal."
-    rows = rows_of(tmp_path, "tune-1-2-256-64-bf16-causal")
+    rows = rows_of(tmp_path, "tune-1-2-256-64-bf16-causal-naive")
     assert {row.problem.label for row in rows} == {"(1,2,256,64) bf16 causal"}
     assert {row.kernel for row in rows if row.provider == "attnsweep"} == {"naive"}
 
@@ -81,7 +81,7 @@ def test_the_same_command_measures_nothing_twice_and_fresh_all(attnsweep, gpu, t
     assert len(gpu.names("trial")) == tried, "the named form is another run"
     attnsweep(*NAIVE, "--fresh")
     assert len(gpu.names("trial")) == 2 * tried
-    directory = tmp_path / "results" / "test-1" / "tune-1-2-256-64-fp16-full"
+    directory = tmp_path / "results" / "test-1" / "tune-1-2-256-64-fp16-full-naive"
     assert len([*directory.glob("trials.*.jsonl")]) == 1, "the older rows are set aside"
 
 
@@ -96,7 +96,7 @@ def test_several_shapes_are_one_run_with_a_sentence_each(attnsweep, gpu, tmp_pat
         "(1,2,512,64) fp16 causal.",
     ]
     (directory,) = (tmp_path / "results" / "test-1").iterdir()
-    assert re.fullmatch("tune-2-shapes-[0-9a-f]{8}", directory.name)
+    assert re.fullmatch("tune-2-shapes-[0-9a-f]{8}-naive", directory.name)
     attnsweep("tune", *shapes[::-1], "--kernel", "naive")
     assert [*directory.parent.iterdir()] == [directory], "the order makes another run"
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.errors import SpecError
+from attnsweep.errors import KernelError, SpecError
 from attnsweep.family.declare import discover
 from attnsweep.problem import Problem
+from attnsweep.spec.against import families_of
 from attnsweep.spec.load import load_spec, with_problems
 from attnsweep.spec.overrides import tag
 
@@ -180,9 +181,20 @@ class TestKernelDirectory:
 
     def test_a_missing_one_is_named_with_its_place(self, tmp_path):
         path = self.spec(tmp_path, "kernel_dir: mine")
+        spec = load_spec(path)  # a stored run's spec is read where its kernels are not
         with pytest.raises(SpecError) as caught:
-            load_spec(path)
-        assert str(caught.value).startswith(f"{path}:1:13: kernel_dir: no such directory: mine")
+            families_of(spec)
+        assert str(caught.value).startswith(
+            f"{path}:1:13: kernel_dir: no such directory: {tmp_path}/mine\n"
+        )
+        assert "naive" in families_of(spec, tmp_path)
+
+    def test_reading_a_spec_runs_no_code_of_it(self, tmp_path):
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "bomb.py").write_text("raise RuntimeError('ran')\n")
+        spec = load_spec(self.spec(tmp_path, "kernel_dir: mine"), FAMILIES)
+        with pytest.raises(KernelError, match="ran"):
+            families_of(spec)
 
     def test_there_is_none_by_default(self, tmp_path):
         assert load_spec(Path("h100")).kernel_dir is None
