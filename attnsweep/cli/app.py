@@ -67,7 +67,8 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="PATH=VALUE",
-        help="Replace a value of the spec: 'kernels.flash_fwd_wgmma.BLOCK_N=[64,128]'.",
+        help="Replace a value of the spec: 'kernels.flash_fwd_wgmma.BLOCK_N=[64,128]'; may be "
+        "repeated.",
     ),
 ]
 ProblemsOption = Annotated[
@@ -76,7 +77,7 @@ ProblemsOption = Annotated[
         "--problem",
         metavar="SHAPE",
         help="In place of the spec's problems: '4,32,4096,128 bf16 causal', "
-        "'B=4 H=32 Hkv=8 S=4096 D=128', or a CSV file.",
+        "'B=4 H=32 Hkv=8 S=4096 D=128', or a CSV file; may be repeated.",
     ),
 ]
 LimitOption = Annotated[

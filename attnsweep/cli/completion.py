@@ -27,6 +27,11 @@ def specs(incomplete: str) -> list[str]:
     return [*_beginning(incomplete, shipped_specs()), *_paths(incomplete, (".yaml", ".yml"))]
 
 
+def tables(incomplete: str) -> list[str]:
+    """CSV files, which `tune` takes in place of a shape."""
+    return _paths(incomplete, (".csv", ".tsv"))
+
+
 def families(incomplete: str) -> list[str]:
     """Shipped kernel families; their declarations are not run for it."""
     from attnsweep.files import shipped

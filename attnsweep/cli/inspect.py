@@ -20,7 +20,7 @@ from attnsweep.cli.app import (
 )
 from attnsweep.errors import KernelError, ProblemError
 from attnsweep.hardware import ARCHS, arch_named
-from attnsweep.show.terminal import console
+from attnsweep.show.terminal import console, errors
 
 if TYPE_CHECKING:
     from attnsweep.problem import Problem
@@ -98,6 +98,10 @@ def inspect(
         if arch is None and card is not None:
             arch = card.arch
         warn(run)
+        others = len({trial.problem for trial in run.trials}) - 1
+        if others and problem is None:
+            text = f"note: the winner of {shape.label}; --problem picks one of {others} others"
+            errors.print(text, soft_wrap=True)
     if subject not in families:
         raise KernelError(
             f"unknown kernel {subject!r}", hint=f"{nearest(subject, families)}; or give a run"

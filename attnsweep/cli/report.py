@@ -105,11 +105,15 @@ def report_(
 def write_text(path: Path, text: str) -> bool:
     """Write a file in one step, or print it if its name is -; returns whether it is a file.
 
-    Raises StoreError.
+    Raises StoreError if it cannot be written, or is what a run was recorded in.
     """
+    from attnsweep.store.run import ENVIRONMENT, PACKED, SPACES, SPEC, TRIALS
+
     if str(path) == "-":
         console.file.write(text)
         return False
+    if path.name in (TRIALS, PACKED, SPEC, ENVIRONMENT, SPACES) and path.exists():
+        raise StoreError("is part of a run", where=str(path), hint="choose another name")
     try:
         write_file(path, text.encode("utf-8", "replace"))
     except OSError as error:

@@ -84,6 +84,8 @@ def run(
     from attnsweep.tools.compile import target_arch
     from attnsweep.tools.doctor import without_gpu
 
+    options = [word for text in problem or () for word in ("--problem", text)]
+    options += [word for text in set_ or () for word in ("--set", text)]
     loaded, families = load(spec, kernels, set_ or (), problem or ())
     if exhaustive:
         loaded = with_every_candidate(loaded)
@@ -103,7 +105,7 @@ def run(
     except NoGpuError as error:
         raise NoGpuError(
             f"{error.what}. Nothing was measured.",
-            hint=without_gpu(error, spec, loaded.arch, kernels, errors.width),
+            hint=without_gpu(error, spec, loaded.arch, kernels, errors.width, options),
         ) from error
     if outcome.interrupted:
         errors.print("interrupted: all rows are kept; the same command continues from here")

@@ -52,6 +52,7 @@ def tune(
             help="batch,heads,seqlen,head_dim: 4,32,4096,128; or B=4 H=32 Hkv=8 S=4096 D=128 (Sq "
             "and Sk for two lengths); or a CSV file of such rows.",
             show_default=False,
+            autocompletion=completion.tables,
         ),
     ],
     causal: Annotated[bool, typer.Option("--causal", help="Mask shapes that do not say.")] = False,
@@ -98,6 +99,7 @@ def tune(
             "--replay",
             metavar="RUN",
             help="Take times from a recorded run, or from that of `quickstart`; needs no GPU.",
+            autocompletion=completion.runs,
         ),
     ] = None,
     fresh: Annotated[

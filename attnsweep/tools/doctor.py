@@ -102,10 +102,18 @@ def lines_of(rows: Sequence[Finding], width: int) -> list[Text]:
 
 
 def without_gpu(
-    error: NoGpuError, spec: Path, arch: str | None, kernels: Path | None, width: int
+    error: NoGpuError,
+    spec: Path,
+    arch: str | None,
+    kernels: Path | None,
+    width: int,
+    options: Sequence[str] = (),
 ) -> str:
-    """Advice about the missing GPU, and the commands that work for this spec without one."""
-    common = f"{shlex.quote(str(spec))} --arch {arch or 'sm_90a'}"
+    """Advice about the missing GPU, and the commands that work for this spec without one.
+
+    options: what else was asked for, and the other commands take as well.
+    """
+    common = shlex.join([str(spec), "--arch", arch or "sm_90a", *options])
     if kernels is not None:
         common += f" --kernels {shlex.quote(str(kernels))}"
     rows = [

@@ -125,6 +125,16 @@ def test_with_nvrtc_compiling_is_offered(attnsweep, spec, monkeypatch):
 
 
 @pytest.mark.usefixtures("without_gpu")
+def test_what_works_repeats_shapes_and_settings(attnsweep, spec, monkeypatch):
+    monkeypatch.setattr(doctor, "why_no_compiling", lambda: None)
+    asked = ("--problem", "1,2,256,64 bf16", "--set", "measure.rounds=7")
+    said = attnsweep("run", spec, *asked, width=10_000).stderr
+    for command in re.findall(r"attnsweep ((?:run --dry-run|compile) .*?)  ", said):
+        assert command.endswith("--problem '1,2,256,64 bf16' --set measure.rounds=7")
+    assert said.count("--set") == 2
+
+
+@pytest.mark.usefixtures("without_gpu")
 def test_what_works_repeats_the_users_families_in_columns(attnsweep, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "nvrtc_version", lambda: (13, 0))
     path = tmp_path / "own.yaml"

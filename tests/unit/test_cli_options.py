@@ -185,7 +185,8 @@ def test_inspect_of_a_run_takes_its_winner(attnsweep, monkeypatch):
         return Found()
 
     monkeypatch.setattr(inspect_tool, "inspect", inspected)
-    assert attnsweep("inspect", RUN).returncode == 0
+    done = attnsweep("inspect", RUN)
+    assert (done.returncode, "--problem picks one of 7 others" in done.stderr) == (0, True)
     attnsweep("inspect", RUN, "BLOCK_N=64", "--problem", "1,8,512,64", "--arch", "sm_90")
     first, second = seen
     assert first[0] == "flash_fwd_wgmma"
@@ -223,6 +224,10 @@ def test_report_writes_the_tables_of_a_finished_run(attnsweep, tmp_path):
     assert facts == {"run": "results/replay/quickstart", "csv": "a.csv"}
     done = attnsweep("report", "--csv", "nowhere/a.csv")
     assert (done.returncode, "nowhere/a.csv: cannot be written" in done.stderr) == (2, True)
+    before = (directory / "trials.jsonl").read_bytes()
+    done = attnsweep("report", "--csv", directory / "trials.jsonl")
+    assert (done.returncode, "is part of a run" in done.stderr) == (2, True)
+    assert (directory / "trials.jsonl").read_bytes() == before
 
 
 def test_a_damaged_environment_is_named_without_an_empty_place(attnsweep, tmp_path):
@@ -371,11 +376,14 @@ def test_the_schema_is_printed_and_is_in_the_wheel(attnsweep):
         ("check h10", {"h100"}),
         ("profile nowhere/", set()),
         ("cac", {"cache"}),
+        ("tune shap", {"shapes.csv"}),
+        ("tune 1,2,3,64 --replay res", {"results/replay/quickstart"}),
     ],
 )
 def test_a_shell_completes_names(attnsweep, tmp_path, typed, completed):
     (tmp_path / "own.yaml").write_text("")
     (tmp_path / "own.txt").write_text("")
+    (tmp_path / "shapes.csv").write_text("")
     (tmp_path / "dir").mkdir()
     (tmp_path / "dir" / "two.yml").write_text("")
     run = tmp_path / "results" / "replay" / "quickstart"
