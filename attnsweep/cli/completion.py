@@ -1,4 +1,4 @@
-"""What a shell completes: names of specs, runs, families and architectures.
+"""Names that a shell completes: specs, runs, families and architectures.
 
 Each function takes what is typed so far. A fault of a file only completes nothing.
 """
@@ -52,12 +52,12 @@ def runs(incomplete: str) -> list[str]:
 
 
 def specs_and_runs(incomplete: str) -> list[str]:
-    """What `check` takes."""
+    """Specs, and runs: `check` takes both."""
     return [*specs(incomplete), *runs(incomplete)]
 
 
 def families_and_runs(incomplete: str) -> list[str]:
-    """What `inspect` takes."""
+    """Families, and runs: `inspect` takes both."""
     return [*families(incomplete), *runs(incomplete)]
 
 

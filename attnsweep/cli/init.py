@@ -43,7 +43,7 @@ def init(
     """Write a commented spec for this GPU, to edit and to run."""
     from attnsweep.family.declare import discover
     from attnsweep.spec.shapes import read_shapes
-    from attnsweep.spec.starter import Plan, example, starter
+    from attnsweep.spec.starter import Request, example, starter, with_more
     from attnsweep.tools import target as cards
 
     families = discover()
@@ -55,7 +55,10 @@ def init(
         hint = f"{error.hint}\n  {hint}" if error.hint else hint
         raise NoGpuError(error.what, hint=hint) from error
     name = re.sub("[^a-z0-9_-]+", "-", file.stem.lower()).strip("-") or "sweep"
-    text = starter(Plan(problems, name), target, families) if problems else example(target, name)
+    if problems:
+        text = with_more(starter(Request(problems, name), target, families))
+    else:
+        text = example(target, name)
     if target.untried:
         errors.print(Text(f"note: {target.untried}"), soft_wrap=True)
     if str(file) == "-":

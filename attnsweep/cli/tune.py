@@ -124,7 +124,7 @@ def tune(
     from attnsweep.spec.load import spec_of
     from attnsweep.spec.plan import plan, plan_facts
     from attnsweep.spec.shapes import read_shapes
-    from attnsweep.spec.starter import Plan, run_name, starter
+    from attnsweep.spec.starter import Request, run_name, starter
     from attnsweep.spec.yaml_file import Document, nearest
 
     if dtype not in DTYPE_BYTES:
@@ -139,7 +139,7 @@ def tune(
         raise _without_gpu(error, shapes, causal, dtype) from error
     search: dict[str, Any] = {"strategy": "exhaustive" if exhaustive else STRATEGY}
     search |= {} if budget_s is None else {"budget_s": budget_s}
-    asked = Plan(problems, run_name(problems, kernel or ()), kernel or (), search)
+    asked = Request(problems, run_name(problems, kernel or ()), kernel or (), kernels, search)
     text = starter(asked, target, families)
     spec = spec_of(Document.parse(Path(f"{asked.name}.yaml"), text), families)
     if target.untried:

@@ -20,7 +20,7 @@ _TITLES = {
     "flash_attn_3_fp8": "FlashAttention-3 in FP8",
     "flash_attn_4": "FlashAttention-4",
 }
-"""What a reader calls each peer."""
+"""The name that a reader has for each peer."""
 
 
 def sentence(section: Section) -> str:
@@ -33,44 +33,47 @@ def sentence(section: Section) -> str:
     if row is None:
         return f"No candidate is right and timed on {label}."
     ours, us = str(row["kernel"]), figure(row["time_us"], 3)
+    unit = "µs" if row["timed_as"] == "warm" else f"µs {row['timed_as']}"
     if best is None or row["ratio_to_best_baseline"] is None:
-        return f"{ours} takes {us} µs on {label}{_where(row)}; no peer was timed with it."
+        return f"{ours} takes {us} {unit} on {label}{_where(row)}; no peer was timed with it."
     peer = _TITLES.get(best["provider"], best["provider"])
     noisy = row["ratio_of"] == "bound"
     peer_us = Base(best["trial"], noisy=True).us if noisy else best["time_us"]
     times, ratio = (us, figure(peer_us, 3)), row["ratio_to_best_baseline"]
     low, high = row["ratio_low"], row["ratio_high"]
     on = f" on {label}{_where(row)}"
+    if best["over_limit"]:
+        on += f"; the error of {peer} is over the limit"
     if noisy:
         if ratio <= 1:
             return (
-                f"{peer} was too noisy to compare with {ours} ({times[0]} against {times[1]} µs in "
-                f"its fastest round){on}."
+                f"{peer} was too noisy to compare with {ours} ({times[0]} against {times[1]} "
+                f"{unit} in its fastest round){on}."
             )
         return (
             f"{ours} is at least {_floored(ratio)} times as fast as {peer}, which was noisy "
-            f"({times[0]} against {times[1]} µs in its fastest round){on}."
+            f"({times[0]} against {times[1]} {unit} in its fastest round){on}."
         )
     if low is None or high is None:
         first, second, factor = (ours, peer, ratio) if ratio >= 1 else (peer, ours, 1 / ratio)
         both = times if ratio >= 1 else times[::-1]
         return (
             f"{first} is about {factor:.2f} times as fast as {second} ({both[0]} against {both[1]} "
-            f"µs, not in the same rounds){on}."
+            f"{unit}, not in the same rounds){on}."
         )
     if low <= 1 <= high:
         return (
-            f"{ours} and {peer} are equally fast within the noise ({times[0]} against {times[1]} "
-            f"µs, a ratio of {_pm(ratio, low, high)}){on}."
+            f"No difference between {ours} and {peer} was shown ({times[0]} against {times[1]} "
+            f"{unit}, a ratio of {_pm(ratio, low, high)}){on}."
         )
     if ratio > 1:
         return (
             f"{ours} is {_pm(ratio, low, high)} times as fast as {peer} ({times[0]} against "
-            f"{times[1]} µs){on}."
+            f"{times[1]} {unit}){on}."
         )
     return (
         f"{peer} is {_pm(1 / ratio, 1 / high, 1 / low)} times as fast as {ours}, the best of ours "
-        f"({times[1]} against {times[0]} µs){on}."
+        f"({times[1]} against {times[0]} {unit}){on}."
     )
 
 

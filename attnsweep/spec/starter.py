@@ -67,18 +67,20 @@ class Target:
         )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a starter spec is made of."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A spec that somebody asks for: its problems, and how they are searched."""
 
     problems: Sequence[Problem]
     name: str
     kernels: Sequence[str] = ()
     """Families to sweep in place of the shipped spec's choice."""
+    kernel_dir: Path | None = None
+    """Where families of the user's own are."""
     search: Mapping[str, Any] = field(default_factory=dict)
 
 
-def starter(plan: Plan, target: Target, families: Mapping[str, Kernel]) -> str:
+def starter(request: Request, target: Target, families: Mapping[str, Kernel]) -> str:
     """The text of a spec for these problems on this card.
 
     Each problem gets the families that the card's shipped spec sweeps on all of its problems, in
@@ -86,10 +88,15 @@ def starter(plan: Plan, target: Target, families: Mapping[str, Kernel]) -> str:
     problem.
     """
     sources = [load_spec(shipped_specs()[name]) for name in (target.spec, _WIDE)]
-    chosen = {p: _families_for(p, plan.kernels, sources, target, families) for p in plan.problems}
+    chosen = {
+        p: _families_for(p, request.kernels, sources, target, families) for p in request.problems
+    }
     used = list(dict.fromkeys(name for names in chosen.values() for name in names))
     base = next((s for s in sources if any(name in s.kernels for name in used)), sources[0])
-    lines = [_head(plan.name, target, f"its space is that of {base.name}.yaml"), "problems:"]
+    lines = [_head(request.name, target, f"its space is that of {base.name}.yaml")]
+    if request.kernel_dir is not None:
+        lines.append(_line("kernel_dir", str(request.kernel_dir.resolve())))
+    lines.append("problems:")
     for problem, names in chosen.items():
         entry = _entry(problem) | ({} if [*names] == used else {"kernels": [*names]})
         lines.append(f"  - {_flow(entry)}")
@@ -97,8 +104,8 @@ def starter(plan: Plan, target: Target, families: Mapping[str, Kernel]) -> str:
     for name in used:
         lines += _block(name, sources)
     lines.append(f"baselines: [{', '.join(base.baselines)}]")
-    if plan.search:
-        lines.append(f"search: {_flow(dict(plan.search))}")
+    if request.search:
+        lines.append(f"search: {_flow(dict(request.search))}")
     lines.append(f"measure: {_flow({'replay_us': base.measure.replay_us})}")
     return _sized("\n".join(lines) + "\n", target)
 
@@ -109,11 +116,22 @@ def example(target: Target, name: str) -> str:
     text = path.read_text(encoding="utf-8")
     body = text[text.index("\nproblems:") + 1 :]
     head = _head(name, target, f"after {target.spec}.yaml")
-    return _sized(f"{head}\n{body.rstrip()}\n{_MORE}", target)
+    return _sized(with_more(f"{head}\n{body.rstrip()}\n"), target)
+
+
+def with_more(text: str) -> str:
+    """A spec, and as comments the sections that it leaves out."""
+    there = {line.partition(":")[0] for line in text.splitlines()}
+    more = [
+        line
+        for line in _MORE.splitlines(keepends=True)
+        if line.removeprefix("# ").partition(":")[0] not in there
+    ]
+    return text + "".join(more)
 
 
 _MORE = """\
-# What else a spec can say, with its defaults; `attnsweep schema` describes every key:
+# A spec can say more; `attnsweep schema` describes every key:
 # search: {strategy: exhaustive} # or {strategy: random, candidates: 50}, or {budget_s: 60}
 # limits: {workspace_bytes: 2 GiB, spill_bytes: 0} # candidates above are pruned
 # require: {spill_bytes: 0} # of the compiled code

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from attnsweep.errors import NoGpuError, SpecError, StoreError
 from attnsweep.family.declare import Kernel
-from attnsweep.gpu.worker import Worker
+from attnsweep.gpu.worker import Worker, WorkerError
 from attnsweep.hardware import ARCHS, arch_named
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
@@ -15,6 +15,7 @@ from attnsweep.spec.shipped import shipped_specs
 from attnsweep.spec.starter import Target, what_runs
 from attnsweep.spec.yaml_file import nearest
 from attnsweep.store.run import open_run
+from attnsweep.trial import Status
 
 
 def named(arch: str, families: Mapping[str, Kernel]) -> Target:
@@ -35,6 +36,10 @@ def here(families: Mapping[str, Kernel]) -> Target:
         if "compute capability" not in error.what:
             raise
         raise NoGpuError(error.what, hint=what_runs(families)) from error
+    except WorkerError as error:
+        why = "did not answer" if error.status is Status.TIMEOUT else f"failed: {error.detail}"
+        hint = "check that nvidia-smi works, then try again"
+        raise NoGpuError(f"the GPU {why}", hint=hint) from error
     return Target(arch_named(found.arch), found.gpu, found.sm_count)
 
 

@@ -15,12 +15,15 @@ from attnsweep import sweep
 from attnsweep.choose import start
 from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import discover
+from attnsweep.gpu.worker import WorkerError
 from attnsweep.hardware import ARCHS
 from attnsweep.spec.load import load_spec
 from attnsweep.spec.plan import plan
 from attnsweep.store.run import open_run
 from attnsweep.tools import target
+from attnsweep.trial import Status
 
+FAMILIES = Path(__file__).parent.parent / "families"
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "THREADS=256": 50.0}
 TIMES["flash_attn_3"] = 25.0
 # A family with four candidates, so that a sweep is short.
@@ -226,6 +229,28 @@ def test_a_card_that_is_too_old_is_answered_with_what_runs_where(attnsweep, monk
         assert "specs: a100 (sm_80" in done.stderr
 
 
+def test_a_gpu_that_does_not_answer_is_no_traceback(attnsweep, monkeypatch):
+    class Dead(FakeGpu):
+        def describe(self, *, preload=None):
+            raise WorkerError(Status.TIMEOUT, "no answer in 60 s")
+
+    monkeypatch.setattr(target, "Worker", Dead())
+    for command in (("tune", "1,2,64,64"), ("init",)):
+        done = attnsweep(*command)
+        assert done.returncode == 3
+        assert "the GPU did not answer" in done.stderr
+        assert "nvidia-smi" in done.stderr
+
+
+def test_families_of_the_users_own_are_in_the_saved_spec(attnsweep, gpu, tmp_path):
+    asked = ("--kernel", "twice", "--kernels", FAMILIES, "--save-spec", "mine.yaml")
+    done = attnsweep("tune", "1,2,64,64", *asked, "--dry-run", "--arch", "sm_90a")
+    assert done.returncode == 0, done.stderr
+    assert load_spec(tmp_path / "mine.yaml").kernel_dir == FAMILIES
+    again = attnsweep("run", "mine.yaml", "--dry-run")
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+
+
 class TestInit:
     @pytest.mark.parametrize("arch", ARCHS)
     def test_a_spec_for_every_architecture_has_candidates(self, attnsweep, arch):
@@ -253,7 +278,7 @@ class TestInit:
         attnsweep("init", "--arch", "sm_90a")
         path = Path("sweep.yaml")
         text = path.read_text()
-        before, _, rest = text.partition("# What else")
+        before, _, rest = text.partition("# A spec can say more")
         lines = [line.removeprefix("# ") for line in rest.splitlines()[1:]]
         Path("kernels").mkdir()
         path.write_text(before + "\n".join(lines))
@@ -263,6 +288,7 @@ class TestInit:
 
     def test_problems_of_the_users(self, attnsweep):
         attnsweep("init", "--arch", "sm_90a", "--problem", "4,32/8,1x4096,128 bf16")
+        assert "# A spec can say more" in Path("sweep.yaml").read_text()
         (entry,) = load_spec(Path("sweep.yaml"), discover()).problems
         assert entry.problem.label == "(4,32/8,1x4096,128) bf16 full"
 

@@ -12,7 +12,7 @@ from samples import H200, baseline, candidate, failed, rounds_of
 from attnsweep.choose.ranking import rank
 from attnsweep.show.comparison import _pm, sentence
 from attnsweep.show.sentences import by_problem
-from attnsweep.trial import Status
+from attnsweep.trial import Accuracy, Status
 
 LABEL = "(4,16,1024,64) fp16 full"
 
@@ -47,8 +47,9 @@ def test_no_difference_is_claimed_where_the_interval_holds_one():
     time = ours.time_us.model_copy(update={"rounds": rounds})
     text = said(ours.with_(time_us=time), peer)
     assert text.startswith(
-        "flash and FlashAttention-3 are equally fast within the noise (20.0 against"
+        "No difference between flash and FlashAttention-3 was shown (20.0 against"
     )
+    assert "a ratio of 1.00 ± 0.0" in text
 
 
 def test_times_of_different_rounds_are_only_about():
@@ -80,6 +81,21 @@ def test_without_a_peer_and_without_a_winner():
     )
     wrong = failed("flash", Status.WRONG, "error")
     assert said(wrong, baseline("cudnn", 20.0)) == f"No candidate is right and timed on {LABEL}."
+
+
+def test_a_peer_over_the_limit_of_error_is_said_to_be():
+    wrong = Accuracy(rel_err=0.1, limit=0.01)
+    text = said(candidate("flash", 20.0), baseline("cudnn", 30.0).with_(accuracy=wrong))
+    assert text.endswith(f"on {LABEL}; the error of cuDNN is over the limit.")
+
+
+def test_another_kind_of_time_is_named():
+    def cold(trial, us):
+        time = trial.time_us.model_copy(update={"l2": "cold"})
+        return trial.with_(time_us=time, warm_us=us)
+
+    text = said(cold(candidate("flash", 20.0), 19.0), cold(baseline("cudnn", 30.0), 29.0))
+    assert "(20.0 against 30.0 µs cold)" in text
 
 
 def test_a_recorded_time_says_so():

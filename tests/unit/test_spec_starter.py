@@ -14,7 +14,7 @@ from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec, spec_of
 from attnsweep.spec.shipped import shipped_specs
-from attnsweep.spec.starter import Plan, Target, run_name, starter, what_runs
+from attnsweep.spec.starter import Request, Target, run_name, starter, what_runs, with_more
 from attnsweep.spec.yaml_file import Document
 
 FAMILIES = discover()
@@ -23,7 +23,7 @@ SHAPE = Problem(4, 32, 8, 1, 4096, 128, "bf16")
 
 
 def made(*problems, target=HOPPER, kernels=(), **search):
-    text = starter(Plan(problems, "mine", kernels, search), target, FAMILIES)
+    text = starter(Request(problems, "mine", kernels, search=search), target, FAMILIES)
     return spec_of(Document.parse(Path("mine.yaml"), text), FAMILIES), text
 
 
@@ -94,6 +94,13 @@ def test_a_shape_that_no_space_has_is_answered_with_why_and_what_runs_it():
         made(SHAPE, target=Target(ARCHS["sm_80"]), kernels=("flash_fwd_wgmma",))
 
 
+def test_only_sections_that_are_left_out_are_added_as_comments():
+    more = with_more("name: mine\nsearch: {seed: 3}\n")
+    assert more.startswith("name: mine\nsearch: {seed: 3}\n# ")
+    assert "# limits: " in more
+    assert "# search: " not in more
+
+
 def test_the_search_is_written_out():
     spec, _ = made(SHAPE, strategy="random", candidates=7, seed=3)
     assert (spec.search.strategy, spec.search.candidates, spec.search.seed) == ("random", 7, 3)
@@ -124,7 +131,7 @@ def test_a_name_is_of_the_set_of_problems(problems, random):
     assert run_name(others) == name
     assert run_name(problems, ["naive"]) not in (name, run_name(problems, ["flash_fwd_mma"]))
     spec_of(  # a name that a spec may have
-        Document.parse(Path("mine.yaml"), starter(Plan(problems, name), HOPPER, FAMILIES)),
+        Document.parse(Path("mine.yaml"), starter(Request(problems, name), HOPPER, FAMILIES)),
         FAMILIES,
     )
 
