@@ -37,12 +37,15 @@ def families(directory: str | Path | None = None) -> dict[str, Kernel]:
 def load_spec(path: str | Path, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
     """Read a YAML sweep spec: a file, or the name of a shipped one.
 
-    kernels: the families (default: the shipped ones). Raises SpecError, which says
-    `file:line:column: what` and how to fix it.
+    kernels: the families (default: the shipped ones, and those in the spec's `kernel_dir`). Raises
+    SpecError, which says `file:line:column: what` and how to fix it.
     """
     from attnsweep.spec import load
+    from attnsweep.spec.against import check_against
 
-    return load.load_spec(Path(path), families() if kernels is None else kernels)
+    spec = load.load_spec(Path(path))
+    check_against(spec, _families(spec, kernels))
+    return spec
 
 
 def plan(
@@ -57,7 +60,7 @@ def plan(
     """
     from attnsweep.spec.plan import plan as plan_on
 
-    return plan_on(spec, families() if kernels is None else kernels, _target(spec, arch))
+    return plan_on(spec, _families(spec, kernels), _target(spec, arch))
 
 
 def run(
@@ -79,7 +82,7 @@ def run(
 
     return sweep.run(
         spec,
-        families() if kernels is None else kernels,
+        _families(spec, kernels),
         results=Path(results),
         fresh=fresh,
         limit=limit,
@@ -103,7 +106,7 @@ def compile_spec(
     from attnsweep.tools.compile import compile_all
 
     target = _target(spec, arch)
-    return compile_all(spec, families() if kernels is None else kernels, target, limit=limit)
+    return compile_all(spec, _families(spec, kernels), target, limit=limit)
 
 
 def builds(
@@ -273,6 +276,12 @@ def schema() -> str:
     from attnsweep.spec.schema import schema_text
 
     return schema_text()
+
+
+def _families(spec: SweepSpec, kernels: Mapping[str, Kernel] | None) -> Mapping[str, Kernel]:
+    from attnsweep.spec.against import families_of
+
+    return families_of(spec) if kernels is None else kernels
 
 
 def _target(spec: SweepSpec, arch: Arch | str | None) -> Arch:

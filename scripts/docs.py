@@ -44,10 +44,12 @@ PAGES = {
     "measuring": "docs/measuring.md",
     "numerics": "docs/explanation/numerics.md",
     "tried": "docs/tried.md",
+    "tune": "docs/how-to/tune.md",
     "tutorial": "docs/tutorials/without-a-gpu.md",
 }
 TEMPLATES = ("benchmarks", "claims", "kernels", "performance")
 NOTE = "<!-- Written by scripts/docs.py; change scripts/pages, scripts/claims or the code. -->\n\n"
+TUNED = ("tune", "4,32,4096,64", "--dtype", "bf16", "--replay", "quickstart", "--top", "3")
 QUICKSTART = ("run", "configs/quickstart.yaml", "--top", "3")
 
 
@@ -82,7 +84,13 @@ def output_of(app: typer.Typer, *arguments: str) -> str:
 
 def cli() -> str:
     """The commands, by Typer's own generator."""
-    return NOTE + output_of(typer.cli.app, "attnsweep.cli", "utils", "docs", "--name", "attnsweep")
+    text = output_of(typer.cli.app, "attnsweep.cli", "utils", "docs", "--name", "attnsweep")
+
+    def block(found: re.Match[str]) -> str:
+        commands = "".join(f"$ {line}\n" for line in found[1].split("\n") if line)
+        return f"**Examples**:\n\n```console\n{commands}```\n"
+
+    return NOTE + re.sub(r"Examples:\n((?:\nattnsweep .*\n)+)", block, text)
 
 
 def with_blocks(page: str, blocks: dict[str, str]) -> str:
@@ -105,15 +113,19 @@ def shares_used(runs: Iterable[attnsweep.Run]) -> str:
 
 
 def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The README and the first tutorial, with what their commands print."""
+    """The README, a how-to and the first tutorial, with what their commands print."""
     with contextlib.chdir(ROOT):
         printed = output_of(attnsweep.app, *QUICKSTART)
+        tuned = output_of(attnsweep.app, *TUNED)
         counted = output_of(attnsweep.app, "run", "configs/h100.yaml", "--dry-run")
     readme = {
         "quickstart": f"```\n$ attnsweep {' '.join(QUICKSTART)}\n{printed}```\n",
         "systems": render("readme_systems", "readme", known),
     }
     yield PAGES["readme"], with_blocks("readme", readme)
+    shown = [line for line in tuned.splitlines() if line]
+    tune = f"```console\n$ attnsweep {' '.join(TUNED)}\n…\n{shown[-1]}\n```\n"
+    yield PAGES["tune"], with_blocks("tune", {"tune": tune})
     first, second = (text.splitlines() for text in (printed, counted))
     later = next(n for n, line in enumerate(second[1:], 1) if line.startswith("("))
     tutorial = {

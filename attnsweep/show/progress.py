@@ -21,7 +21,9 @@ from rich.progress import (
 
 from attnsweep.build.observer import Observer
 from attnsweep.problem import Problem
-from attnsweep.trial import Status, Trial
+from attnsweep.show import terminal
+from attnsweep.show.terminal import counted
+from attnsweep.trial import OURS, Status, Trial
 
 # Without a terminal, print a line at most this often: a CI log shows progress but stays short.
 _PLAIN_INTERVAL_S = 10.0
@@ -29,7 +31,13 @@ _PLAIN_INTERVAL_S = 10.0
 
 @contextmanager
 def watch(console: Console) -> Iterator[Observer]:
-    """An observer that draws on `console`: bars on a terminal, a line now and then elsewhere."""
+    """An observer that draws on `console`: bars on a terminal, a line now and then elsewhere.
+
+    With --quiet it draws nothing, with --verbose also a line for each candidate.
+    """
+    if terminal.talk is terminal.Talk.QUIET:
+        yield Observer()
+        return
     if not console.is_terminal:
         yield _Plain(console)
         return
@@ -59,6 +67,8 @@ class _Best(Observer):
 
     def tried(self, trial: Trial) -> None:
         self.counts[trial.status] += 1
+        if terminal.talk is terminal.Talk.VERBOSE:
+            self.note(_row(trial))
         if trial.provider != "attnsweep" or trial.time_us is None or trial.status is not Status.OK:
             return
         if self.best is None or trial.time_us.median <= _median(self.best):
@@ -70,6 +80,16 @@ class _Best(Observer):
         bad = sum(self.counts[s] for s in (Status.WRONG, Status.LAUNCH_ERROR, Status.TIMEOUT))
         failed = f"{bad + self.counts[Status.COMPILE_ERROR]} failed" if bad else ""
         return "  ".join(filter(None, (best, failed)))
+
+
+def _row(trial: Trial) -> str:
+    """A candidate and what became of it."""
+    name = trial.kernel if trial.provider == OURS else trial.provider
+    config = " ".join(f"{key}={value}" for key, value in trial.config.items())
+    time_us = f"{trial.time_us.median:.2f} µs" if trial.time_us else ""
+    why = (trial.detail or "").partition("\n")[0]
+    words = (f"  {name}", config, trial.status.value, time_us, why)
+    return "  ".join(word for word in words if word)
 
 
 def _median(trial: Trial) -> float:
@@ -98,7 +118,9 @@ class _Bars(_Best):
             for name in ("compile", "check")
         }
         resumed = f" [dim]({kept} kept)[/]" if kept else ""
-        self._progress.console.print(f"[bold]{problem.label}[/]: {candidates} candidates{resumed}")
+        self._progress.console.print(
+            f"[bold]{problem.label}[/]: {counted(candidates, 'candidate')}{resumed}"
+        )
 
     def compiled(self, done: int, total: int) -> None:
         self._progress.update(self._tasks["compile"], completed=done, total=total)
@@ -136,7 +158,9 @@ class _Plain(_Best):
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
         resumed = f", {kept} kept" if kept else ""
-        self._console.print(f"{problem.label}: {candidates} candidates{resumed}", soft_wrap=True)
+        self._console.print(
+            f"{problem.label}: {counted(candidates, 'candidate')}{resumed}", soft_wrap=True
+        )
 
     def compiled(self, done: int, total: int) -> None:
         self._say(f"compile, check {done}/{total}")

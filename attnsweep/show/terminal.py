@@ -7,6 +7,7 @@ exit codes, Ctrl-C, output that cannot be written.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import io
 import os
@@ -86,12 +87,36 @@ def wrap(text: str, width: int) -> list[str]:
     return [line.replace(GLUE, " ") for line in lines]
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 candidate`, `2 candidates`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 class _Stopped(Exception):
     """Carries Ctrl-C and failing output past Click, which would end the program in its own way."""
 
 
+class Talk(enum.IntEnum):
+    """How much a command says besides its result."""
+
+    QUIET = -1
+    NORMAL = 0
+    VERBOSE = 1
+
+
+talk = Talk.NORMAL
+_TALKING = ("-q", "--quiet", "-v", "--verbose")
+
+
 class Commands(TyperGroup):
     """Commands that leave Ctrl-C and failing output to `to_the_end`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As Click does, but `attnsweep run SPEC --quiet` is `attnsweep --quiet run SPEC`."""
+        own = args[: args.index("--")] if "--" in args else args
+        moved = [word for word in own if word in _TALKING]
+        rest = [word for word in own if word not in _TALKING] + args[len(own) :]
+        return super().parse_args(ctx, moved + rest)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command as Click does, but raise _Stopped for these errors."""

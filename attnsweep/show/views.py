@@ -14,7 +14,7 @@ from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.family.declare import BLOCK_LIMITS, Kernel
 from attnsweep.gpu.peers import PACKAGES
 from attnsweep.hardware import Arch
-from attnsweep.show.terminal import GLUE, aligned, wrap
+from attnsweep.show.terminal import GLUE, aligned, counted, wrap
 from attnsweep.spec.plan import PlannedProblem
 from attnsweep.trial import Status, Trial
 
@@ -101,7 +101,7 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
         out += [*said(item.problem.label, width, "bold"), *header]
         for _ in range(len(item.spaces) + len(item.refused)):
             out += next(left)
-    out += said(f"{total} candidates; nothing was compiled", width)
+    out += said(f"{counted(total, 'candidate')}; nothing was compiled", width)
     for space in {space.kernel.name: space for item in items for space in item.spaces}.values():
         for rule, (description, _) in space.kernel.rules.items():
             out += said(f"{space.kernel.name}.{rule}: {description}", width, "dim")
@@ -114,7 +114,10 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
 
 
 def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int) -> list[Text]:
-    """Every family with its parameters and rules, then the baselines, and how to get each."""
+    """Every family with its parameters and rules, then the baselines, and how to get each.
+
+    Without baselines it is the families alone.
+    """
     out: list[Text] = []
     baselines = list(baselines)
     for kernel in kernels.values():
@@ -131,6 +134,8 @@ def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int
         rows += [(f"  {name}", "rule", text) for name, (text, _) in kernel.rules.items()]
         out += _parameters(rows, width)
         out.append(Text())
+    if not baselines:
+        return out[:-1]
     out += _titled("modes", "for every family, if a spec names them", width)
     rows = [(f"  {mode.name}", ", ".join(map(str, mode.values)), mode.help) for mode in MODES]
     out += _parameters(rows, width)
@@ -206,7 +211,7 @@ def compiled(trials: Sequence[Trial], arch: Arch, every: bool, width: int) -> li
     out = _each(trials, width) if every else _by_stage(trials, width)
     counts = Counter(trial.status.value for trial in trials)
     out += said(
-        f"{len(trials)} candidates for {arch.name}: "
+        f"{counted(len(trials), 'candidate')} for {arch.name}: "
         + ", ".join(f"{n} {status}" for status, n in counts.most_common())
         + "; nothing was timed",
         width,
@@ -308,7 +313,8 @@ def _by_stage(trials: Sequence[Trial], width: int) -> list[Text]:
 
 def _each(trials: Sequence[Trial], width: int) -> list[Text]:
     """A heading per problem, and a line per candidate."""
-    trials = sorted(trials, key=lambda trial: trial.problem.label)  # stable
+    order = {problem: n for n, problem in enumerate(dict.fromkeys(t.problem for t in trials))}
+    trials = sorted(trials, key=lambda trial: order[trial.problem])  # stable
     header = "kernel,status,registers,spill B,smem B,occupancy,limited by,cubin"
     rows = [header.split(",")]
     for trial in trials:

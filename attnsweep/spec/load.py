@@ -10,8 +10,8 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,11 +25,11 @@ from pydantic import (
     model_validator,
 )
 
-from attnsweep.errors import ProblemError
-from attnsweep.family.chunks import MODES
-from attnsweep.family.declare import Kernel, Param
+from attnsweep.errors import ProblemError, SpecError
+from attnsweep.family.declare import Kernel
 from attnsweep.family.space import Selection, Values
 from attnsweep.problem import Dtype, Problem
+from attnsweep.spec.against import check_against
 from attnsweep.spec.model import (
     BASELINES,
     ArchName,
@@ -41,9 +41,10 @@ from attnsweep.spec.model import (
     Size,
     Slower,
 )
+from attnsweep.spec.overrides import apply
 from attnsweep.spec.require import Requirements, RequireSpec, requirements
 from attnsweep.spec.shipped import find, shipped_hint
-from attnsweep.spec.yaml_file import Document, Flow, Loc, Many, dump, nearest, wrong
+from attnsweep.spec.yaml_file import Document, Flow, Many, dump, nearest, wrong
 from attnsweep.trial import Value
 
 Device = Literal["cuda", "replay"]
@@ -225,6 +226,11 @@ class SpecFile(_Model):
     arch: ArchName | None = Field(
         default=None, description="Architecture of the spec; other GPUs are refused."
     )
+    kernel_dir: Annotated[StrictStr, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Directory with kernel families of your own, relative to this file; "
+        "--kernels replaces it.",
+    )
     problems: Annotated[list[ProblemSpec], Field(min_length=1)] = Field(
         description="Attention shapes."
     )
@@ -281,6 +287,8 @@ class SweepSpec:
     recording: Path | None
     """Absolute; set if and only if device is `replay`."""
     arch: str | None
+    kernel_dir: Path | None
+    """Absolute; families besides the shipped ones. It may be missing: `families_of` looks."""
     problems: tuple[ProblemEntry, ...]
     kernels: dict[str, Selection]
     """Family to the parameter values that replace its own."""
@@ -295,17 +303,19 @@ class SweepSpec:
     def resolved(self, relative_to: Path | None = None) -> str:
         """YAML of this spec with every default written out; `load_spec` reads it back equal.
 
-        relative_to: the directory that the text will be written to; `recording` is then relative to
-        it.
+        relative_to: the directory that the text will be written to; paths are then relative to it.
         """
-        recording = self.recording
-        if recording is not None and relative_to is not None:
-            recording = Path(os.path.relpath(recording, relative_to.resolve()))
+        places = {"recording": self.recording, "kernel_dir": self.kernel_dir}
+        base = None if relative_to is None else relative_to.resolve()
         data = {
             "name": self.name,
             "device": self.device,
-            **({"recording": str(recording)} if recording else {}),
             **({"arch": self.arch} if self.arch else {}),
+            **{
+                name: str(path) if base is None else os.path.relpath(path, base)
+                for name, path in places.items()
+                if path is not None
+            },
             "problems": [
                 Flow(
                     {name: getattr(entry.problem, name) for name in Problem.__dataclass_fields__}
@@ -349,14 +359,27 @@ def _dumped(selection: Selection) -> dict[str, Any]:
     return {**{name: [*of] for name, of in selection.values.items()}, "variants": axes}
 
 
-def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
+def load_spec(
+    path: Path, kernels: Mapping[str, Kernel] | None = None, settings: Sequence[str] = ()
+) -> SweepSpec:
     """Read a spec, or the shipped spec of that name if there is no such file.
 
-    kernels: the families, with which `check_against` checks the spec. Raises SpecError with
-    `file:line:column: what` and a correction, for up to five errors at once.
+    kernels: the families, with which `check_against` checks the spec. settings: `PATH=VALUE` each,
+    which replace values of the file. Raises SpecError with `file:line:column: what` and a
+    correction, for up to five errors at once.
     """
-    path = find(path)
-    document = Document.read(path, hint=shipped_hint())
+    document = Document.read(find(path), hint=shipped_hint())
+    apply(document, settings)
+    return spec_of(document, kernels)
+
+
+def spec_of(document: Document, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
+    """The spec of a document, checked as `load_spec` says."""
+    path = document.path
+
+    def place(text: str) -> Path:
+        return (path.parent / Path(text).expanduser()).resolve()
+
     try:
         file = SpecFile.model_validate(document.data)
     except ValidationError as error:
@@ -377,12 +400,13 @@ def load_spec(path: Path, kernels: Mapping[str, Kernel] | None = None) -> SweepS
         what = f"the file's stem {path.stem!r} cannot name a run"
         document.report(what, "add name: of a-z, 0-9, _ and - only", document.at())
     document.raise_issues()
-    recording = file.recording and (path.parent / Path(file.recording).expanduser()).resolve()
+
     spec = SweepSpec(
         name=file.name or path.stem,
         device=file.device,
-        recording=recording or None,
+        recording=None if file.recording is None else place(file.recording),
         arch=file.arch,
+        kernel_dir=None if file.kernel_dir is None else place(file.kernel_dir),
         problems=entries,
         kernels={
             family: Selection(
@@ -435,62 +459,26 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
     )
 
 
-def check_against(spec: SweepSpec, kernels: Mapping[str, Kernel]) -> None:
-    """Raise SpecError if the spec names a family, parameter or value that does not exist."""
-    document = spec.document
-    for family, selection in spec.kernels.items():
-        loc: Loc = ("kernels", family)
-        if family not in kernels:
-            hint = nearest(family, kernels)
-            document.report(f"unknown kernel {family!r}", hint, document.keys[loc])
-            continue
-        declared = {param.name: param for param in (*kernels[family].params, *MODES)}
-        _check_values(document, family, loc, selection.values, declared)
-        axis_of: dict[str, str] = {}
-        for axis, variants in selection.variants.items():
-            for name, values in variants.items():
-                at = (*loc, "variants", axis, name)
-                _check_values(document, family, at, values, declared)
-                for parameter in values:
-                    other = axis_of.setdefault(parameter, axis)
-                    if other != axis:
-                        what = f"{parameter} is in the variants of {other!r} and of {axis!r}"
-                        hint = "a parameter belongs to one axis"
-                        document.report(what, hint, document.keys[(*at, parameter)])
-            if not variants:
-                at = (*loc, "variants", axis)
-                document.report(f"axis {axis!r} has no variant", None, document.keys[at])
-    document.raise_issues()
+def with_problems(spec: SweepSpec, problems: Sequence[Problem]) -> SweepSpec:
+    """The spec with these problems in place of its own.
+
+    A problem that the spec has keeps its families and its `slower`; another one gets every family.
+    Raises SpecError if a setting changed the spec's own problems, which would do nothing.
+    """
+    for place, mark in spec.document.keys.items():
+        if place[0] == "problems" and isinstance(mark, str):
+            raise SpecError(
+                "--problem replaces the spec's problems, so that this would do nothing",
+                where=mark,
+                hint="drop one of the two",
+            )
+    own = {entry.problem: entry for entry in spec.problems}
+    every = tuple(spec.kernels)
+    entries = tuple(own.get(problem) or ProblemEntry(problem, every) for problem in problems)
+    return replace(spec, problems=entries)
 
 
-def _check_values(
-    document: Document, family: str, loc: Loc, values: Values, declared: Mapping[str, Param]
-) -> None:
-    for name, chosen in values.items():
-        if name not in declared:
-            what, hint = f"{family} has no parameter {name!r}", nearest(name, declared)
-            document.report(what, hint, document.keys[(*loc, name)])
-            continue
-        for value in chosen:
-            refusal = _refusal(declared[name], value)
-            if refusal is not None:
-                document.report(
-                    f"{family}: {refusal[0]}", refusal[1], document.find(value, *loc, name)
-                )
-
-
-def _refusal(param: Param, value: Value) -> tuple[str, str] | None:
-    """Why `value` cannot be a value of `param`, and a hint; None if it can."""
-    alike = [declared for declared in param.values if type(declared) is type(value)]
-    hint = f"its own values: {', '.join(map(_yaml_text, param.values))}"
-    if not alike:
-        return f"{param.name} cannot be {_yaml_text(value)}", hint
-    if isinstance(value, str) and value not in alike:
-        # A text selects a branch of the template, so an unknown one is always a mistake.
-        return f"{param.name} cannot be {value!r}", nearest(value, map(str, alike))
-    wrong = param.why_not(value) if type(value) is int else None
-    return (wrong, hint) if wrong else None
-
-
-def _yaml_text(value: Value) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+def with_every_candidate(spec: SweepSpec) -> SweepSpec:
+    """The spec with an exhaustive search, without a cap and without a budget."""
+    every = {"strategy": "exhaustive", "candidates": None, "budget_s": None}
+    return replace(spec, search=spec.search.model_copy(update=every))

@@ -7,11 +7,15 @@ from typing import Any
 
 from attnsweep.spec.load import SpecFile
 
+SCHEMA_ID = "urn:attnsweep:spec.schema.json"
+"""A name, not an address: the text is in the package, and `attnsweep schema` prints it."""
+
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a spec, for editors."""
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": SCHEMA_ID,
         **SpecFile.model_json_schema(),
     }
     return {**_untitled(schema), "title": "attnsweep sweep spec"}

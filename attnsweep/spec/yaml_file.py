@@ -24,8 +24,8 @@ _MAX_VALUES = 100_000  # aliases can expand a short file without end
 
 Loc = tuple[str | int, ...]
 """Keys and indices from the document's root, as in pydantic's errors."""
-Mark = tuple[int, int]
-"""Line and column, from 1."""
+Mark = tuple[int, int] | str
+"""Line and column, from 1; or the option that set a value which is not in the file."""
 
 
 def wrong(what: str, hint: str | None = None) -> PydanticCustomError:
@@ -148,7 +148,7 @@ def _read_text(path: Path, hint: str) -> str:
         raise SpecError(f"cannot be read: {error.strerror}", where=str(path)) from None
 
 
-def _mark(mark: yaml.Mark) -> Mark:
+def _mark(mark: yaml.Mark) -> tuple[int, int]:
     return mark.line + 1, mark.column + 1
 
 
@@ -182,8 +182,12 @@ class Document:
 
         hint: advice if the file is empty, a directory, or not a regular file.
         """
+        return cls.parse(path, _read_text(path, hint), hint)
+
+    @classmethod
+    def parse(cls, path: Path, text: str, hint: str | None = None) -> Document:
+        """The document of a text, which is or will be in the file `path`. Raises SpecError."""
         document = cls(path)
-        text = _read_text(path, hint)
         try:
             root = yaml.compose(text, _Loader)
             if root is None or root.start_mark.index == root.end_mark.index:
@@ -241,8 +245,11 @@ class Document:
             if not isinstance(name, str):
                 self.report("a key must be text, not a list or a mapping", None, at)
             elif name in out:
-                line = self.keys[(*loc, name)][0]
-                self.report(f"duplicate key {name!r}", f"first in line {line}: drop one", at)
+                first = self.keys[(*loc, name)][0]
+                self.report(f"duplicate key {name!r}", f"first in line {first}: drop one", at)
+            elif name == "<<" and not key.style:
+                hint = "write the keys out, or give a whole value an anchor: {a: &x [1, 2], b: *x}"
+                self.report("merge keys (<<) are not supported", hint, at)
             else:
                 self.keys[(*loc, name)] = at
                 out[name] = self._walk(value, (*loc, name), parents)
@@ -253,6 +260,23 @@ class Document:
         while loc and loc not in self.values:
             loc = loc[:-1]
         return self.values.get(loc)
+
+    def put(self, loc: Loc, other: Document, source: str) -> None:
+        """Set the value at `loc` to that of another document; `source` is its place in errors.
+
+        All of `loc` but its last part is there.
+        """
+        for places in (self.values, self.keys, self.texts):
+            for old in [place for place in places if place[: len(loc)] == loc]:
+                del places[old]
+        into = self.data
+        for part in loc[:-1]:
+            into = into[part]
+        into[loc[-1]] = other.data
+        self.keys[loc] = source
+        self.values |= {(*loc, *inner): source for inner in other.values}
+        self.keys |= {(*loc, *inner): source for inner in other.keys}
+        self.texts |= {(*loc, *inner): text for inner, text in other.texts.items()}
 
     def find(self, value: object, *loc: str | int) -> Mark | None:
         """Position of `value` in the list at `loc`, or of the scalar in place of that list."""
@@ -274,11 +298,13 @@ class Document:
 
     def raise_issues(self) -> None:
         """Raise one SpecError with the first MAX_ERRORS issues, in file order, if there are any."""
-        issues = sorted(dict.fromkeys(self._issues), key=lambda issue: issue.mark or (0, 0))
+        issues = sorted(dict.fromkeys(self._issues), key=lambda issue: _order(issue.mark))
         self._issues = []
         errors = []
         for issue in issues:
             where = ":".join([str(self.path), *map(str, issue.mark or ())])
+            if isinstance(issue.mark, str):
+                where = issue.mark
             errors.append(SpecError(issue.what, where=where, hint=issue.hint))
         if len(errors) == 1:
             raise errors[0]
@@ -332,6 +358,11 @@ class Document:
             return "a mapping" if isinstance(value, dict) else "a list"
         text = "null" if value is None else self.texts.get(loc, repr(value))
         return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _order(mark: Mark | None) -> tuple[bool, tuple[int, int]]:
+    """File order; what an option set comes last."""
+    return (True, (0, 0)) if isinstance(mark, str) else (False, mark or (0, 0))
 
 
 _BOUNDS = {

@@ -419,7 +419,8 @@ def _read_environment(path: Path) -> tuple[Environment | None, str | None]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
-        return None, f"{path}: not an environment: {place}: {first['msg']}"
+        what = f"{place}: {first['msg']}" if place else first["msg"]
+        return None, f"{path}: not an environment: {what}"
 
 
 def being_written(directory: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from attnsweep.build.candidate import builds_of, compiled_row, workspace_limit
+from attnsweep.build.candidate import Build, builds_of, compiled_row, workspace_limit
 from attnsweep.build.observer import Observer
 from attnsweep.build.prune import compiler_for
 from attnsweep.choose.queue import as_ready
@@ -19,6 +19,14 @@ from attnsweep.store.run import open_run
 from attnsweep.trial import Status, Trial
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while compiling. done: candidates of `total` whose machine code is in the cache."""
+
+    def __init__(self, done: int, total: int) -> None:
+        self.done, self.total = done, total
+        super().__init__()
+
+
 def compile_all(
     spec: SweepSpec,
     kernels: Mapping[str, Kernel],
@@ -28,18 +36,21 @@ def compile_all(
     cache_dir: Path | None = None,
     observer: Observer | None = None,
 ) -> list[Trial]:
-    """Compile every candidate of a spec for `arch`, without a GPU. The rows have no times.
+    """Compile every candidate of a spec for `arch`, without a GPU: rows in order, without times.
 
     Status is ok, pruned (ptxas warnings, limits, requirements, does not fit an SM) or
     compile_error. The cubins stay in the cache, where a machine with a GPU finds them. Raises
-    ToolchainError without NVRTC, or without nvdisasm if the spec has requirements that need it.
+    ToolchainError without NVRTC, or without nvdisasm if the spec has requirements that need it, and
+    Interrupted for Ctrl-C.
     """
     observer = observer or Observer()
     planned = plan(spec, kernels, arch)
     cap = limit or spec.search.candidates
-    observer.planned(candidate_count(planned, cap))
+    total = candidate_count(planned, cap)
+    observer.planned(total)
     compiler = compiler_for(spec, arch, cache_dir)
-    trials = []
+    trials: list[Trial] = []
+    asked: list[Build] = []
     try:
         for item in planned:
             builds = [
@@ -47,13 +58,18 @@ def compile_all(
                 for space in item.spaces
                 for build in builds_of(space, space.configs[:cap], compiler, workspace_limit(spec))
             ]
+            asked += builds
             for build in builds:
                 build.submit()
             observer.opening(item.problem, len(builds), 0)
+            rows: dict[int, Trial] = {}
             for done, build in enumerate(as_ready(builds), 1):
-                trials.append(compiled_row(build, spec))
+                row = rows[id(build)] = compiled_row(build, spec)
                 observer.compiled(done, len(builds))
-                observer.tried(trials[-1])
+                observer.tried(row)
+            trials += [rows[id(build)] for build in builds]
+    except KeyboardInterrupt:
+        raise Interrupted(sum(build.compiled for build in asked), total) from None
     finally:
         compiler.close()
     return trials

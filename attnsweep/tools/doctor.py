@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import shlex
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -15,7 +13,8 @@ from pathlib import Path
 from rich.text import Text
 
 from attnsweep import __version__
-from attnsweep.build.nvrtc import default_cache_dir, nvrtc_version
+from attnsweep.build import cache
+from attnsweep.build.nvrtc import CACHE_VARIABLE, default_cache_dir, nvrtc_version
 from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.files import install_command
 from attnsweep.gpu.device import driver_cuda
@@ -24,6 +23,8 @@ from attnsweep.gpu.worker import Worker, WorkerError, driver_version
 from attnsweep.show.terminal import aligned
 from attnsweep.show.views import suggestions, with_tails
 from attnsweep.trial import Status
+
+_CACHE_FIX = f"set {CACHE_VARIABLE} to a writable directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +67,23 @@ def examine() -> list[Finding]:
     return [*base, *on_gpu, *extras, _cache()]
 
 
-def can_compile() -> bool:
-    """Whether NVRTC loads; `compile` needs nothing else."""
+def why_no_compiling() -> str | None:
+    """How to make `compile` work here, or None if it does: it needs NVRTC and a cache."""
     try:
         nvrtc_version()
     except AttnsweepError:
-        return False
-    return True
+        return install_command("compile")
+    return None if cache.fault(default_cache_dir()) is None else _CACHE_FIX
 
 
 def verdict(findings: Sequence[Finding]) -> str:
     """One line: the things that this machine can do as it is."""
     if all(finding.ok for finding in findings if finding.needed):
         return "ready to measure"
-    if can_compile():
+    fix = why_no_compiling()
+    if fix is None:
         return "cannot measure here; compile, report and replay work"
-    return f"cannot measure here; report and replay work; for compile: {install_command('compile')}"
+    return f"cannot measure here; report and replay work; for compile: {fix}"
 
 
 def lines_of(rows: Sequence[Finding], width: int) -> list[Text]:
@@ -100,10 +102,18 @@ def lines_of(rows: Sequence[Finding], width: int) -> list[Text]:
 
 
 def without_gpu(
-    error: NoGpuError, spec: Path, arch: str | None, kernels: Path | None, width: int
+    error: NoGpuError,
+    spec: Path,
+    arch: str | None,
+    kernels: Path | None,
+    width: int,
+    options: Sequence[str] = (),
 ) -> str:
-    """Advice about the missing GPU, and the commands that work for this spec without one."""
-    common = f"{shlex.quote(str(spec))} --arch {arch or 'sm_90a'}"
+    """Advice about the missing GPU, and the commands that work for this spec without one.
+
+    options: what else was asked for, and the other commands take as well.
+    """
+    common = shlex.join([str(spec), "--arch", arch or "sm_90a", *options])
     if kernels is not None:
         common += f" --kernels {shlex.quote(str(kernels))}"
     rows = [
@@ -113,9 +123,10 @@ def without_gpu(
         ("attnsweep doctor", "what is missing, and how to fix it"),
     ]
     lines = [error.hint] if error.hint else []
-    if not can_compile():
+    fix = why_no_compiling()
+    if fix is not None:
         del rows[2]
-        lines.append(f"To compile here, without a GPU: {install_command('compile')}")
+        lines.append(f"To compile here, without a GPU: {fix}")
     shown = suggestions(rows, width - 4)
     return "\n  ".join([*lines, "What works here:", *(f"  {line}" for line in shown)])
 
@@ -189,25 +200,9 @@ def _package(names: tuple[str, ...], label: str, fix: str, *, needed: bool) -> F
 
 def _cache() -> Finding:
     path = default_cache_dir()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        return Finding(
-            "cache",
-            False,
-            f"{path} cannot be written ({error.strerror})",
-            "set ATTNSWEEP_CACHE_DIR to a writable directory",
-        )
-    entries = list(path.glob("*/*/*/stage.cubin"))
-    size = sum(_size(entry) for entry in entries)
-    return Finding(
-        "cache", True, f"{path}: {len(entries)} cubins, {size / 2**20:.0f} MiB", needed=False
-    )
-
-
-def _size(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return os.stat(path).st_size
-    return 0
+    why = cache.fault(path)
+    if why is not None:
+        return Finding("cache", False, f"{path} cannot be written ({why})", _CACHE_FIX)
+    found = cache.entries(path)
+    size = sum(entry.size_bytes for entry in found) / 2**20
+    return Finding("cache", True, f"{path}: {len(found)} cubins, {size:.0f} MiB", needed=False)

@@ -16,7 +16,9 @@ from attnsweep.build.candidate import Build
 from attnsweep.build.cubin import resources
 from attnsweep.build.nvrtc import Compiler, nvrtc_version
 from attnsweep.build.prune import with_instructions
-from attnsweep.errors import KernelError, SpaceError, ToolchainError
+from attnsweep.choose.ranking import rank, winners
+from attnsweep.errors import KernelError, SpaceError, StoreError, ToolchainError
+from attnsweep.family.chunks import MODES
 from attnsweep.family.declare import Config, Kernel, Launch, Param, values_in
 from attnsweep.family.space import Selection, Space
 from attnsweep.hardware import Arch, bounds
@@ -24,8 +26,8 @@ from attnsweep.problem import Problem
 from attnsweep.show.terminal import GLUE, aligned, wrap
 from attnsweep.spec.require import INSTRUCTIONS
 from attnsweep.spec.yaml_file import nearest
-from attnsweep.store.run import ENVIRONMENT, find_runs
-from attnsweep.trial import Environment, Resources, Value
+from attnsweep.store.run import ENVIRONMENT, Run, find_runs
+from attnsweep.trial import Environment, Resources, Trial, Value
 
 _HEADERS = {
     "registers": "registers",
@@ -186,6 +188,28 @@ def inspect(
         return Inspection(kernel, config, problem, arch, used, build.launches, uncounted, card)
     finally:
         compiler.close()
+
+
+def winner_of(run: Run, problem: Problem | None) -> Trial:
+    """The winner of a run on a problem, or on its first one. Raises StoreError if it has none."""
+    found = {trial.problem: trial for trial in winners(rank(run.trials, run.environment))}
+    if problem is None and found:
+        return next(iter(found.values()))
+    if problem not in found:
+        there = "\n  ".join(["it has those of:", *(known.label for known in found)])
+        what = "no winner" if problem is None else f"no winner of {problem.label}"
+        raise StoreError(what, where=str(run.directory), hint=there if found else None)
+    return found[problem]
+
+
+def texts(config: Mapping[str, Value]) -> dict[str, str]:
+    """A recorded config as `inspect` takes one: without modes, which no cubin depends on."""
+    modes = {param.name for param in MODES}
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in config.items()
+        if name not in modes
+    }
 
 
 def card_of(arch: Arch, results: Path) -> Environment | None:

@@ -18,6 +18,7 @@ from attnsweep.build import nvrtc
 from attnsweep.errors import NoGpuError, ToolchainError
 from attnsweep.gpu.peers import Package
 from attnsweep.spec import plan, yaml_file
+from attnsweep.store.run import open_run
 from attnsweep.tools import compile as compile_tool
 from attnsweep.tools import doctor
 
@@ -121,6 +122,16 @@ def test_with_nvrtc_compiling_is_offered(attnsweep, spec, monkeypatch):
     out = attnsweep("doctor").stdout
     assert "compile, report and replay work" in out
     assert "pip install" not in out
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_what_works_repeats_shapes_and_settings(attnsweep, spec, monkeypatch):
+    monkeypatch.setattr(doctor, "why_no_compiling", lambda: None)
+    asked = ("--problem", "1,2,256,64 bf16", "--set", "measure.rounds=7")
+    said = attnsweep("run", spec, *asked, width=10_000).stderr
+    for command in re.findall(r"attnsweep ((?:run --dry-run|compile) .*?)  ", said):
+        assert command.endswith("--problem '1,2,256,64 bf16' --set measure.rounds=7")
+    assert said.count("--set") == 2
 
 
 @pytest.mark.usefixtures("without_gpu")
@@ -281,6 +292,71 @@ def test_dry_run_counts_and_compiles_nothing(attnsweep, spec, tmp_path):
     data = json.loads(attnsweep("run", spec, "--dry-run", "--json").stdout)
     assert data[0]["removed"]["no_idle_block"] == 1
     assert not (tmp_path / "results").exists()
+
+
+# -- on top of a spec -------------------------------------------------------------------------
+
+
+def test_problems_and_settings_make_a_run_of_their_own(attnsweep, tmp_path):
+    asked = ("run", "quickstart", "--problem", "4,32,4096,64 bf16")
+    done = attnsweep(*asked)
+    assert done.returncode == 0, done.stderr
+    (directory,) = (tmp_path / "results" / "replay").iterdir()
+    assert re.fullmatch("quickstart-[0-9a-f]{8}", directory.name)
+    assert {trial.problem.label for trial in open_run(directory).trials} == {
+        "(4,32,4096,64) bf16 full"
+    }
+    attnsweep(*asked, "--set", "kernels.flash_fwd_wgmma.BLOCK_N=[64]")
+    attnsweep("run", "quickstart")
+    names = {path.name for path in directory.parent.iterdir()}
+    assert len(names) == 3
+    assert "quickstart" in names
+    attnsweep("run", "quickstart", "--problem", "B=4 H=32 S=4096 D=64 bf16")
+    assert {path.name for path in directory.parent.iterdir()} == names
+
+
+def test_exhaustive_tries_what_the_search_of_a_spec_leaves_out(attnsweep, tmp_path):
+    path = tmp_path / "some.yaml"
+    text = (ROOT / "configs" / "quickstart.yaml").read_text()
+    text = text.replace("../results", str(ROOT / "results")).replace("quickstart\n", "some\n")
+    path.write_text(text + "search: {strategy: random, candidates: 5}\n")
+
+    def tried(*options):
+        assert attnsweep("run", path, *options).returncode == 0
+        rows = open_run(tmp_path / "results" / "replay" / "some").trials
+        return sum(row.provider == "attnsweep" for row in rows)
+
+    assert tried() < 20 < 100 < tried("--exhaustive")
+
+
+@pytest.mark.parametrize("command", [("run", "--dry-run"), ("compile",)])
+def test_a_wrong_shape_or_setting_is_exit_code_2(attnsweep, spec, command):
+    for option, value, words in (
+        ("--problem", "4,32,4096", "--problem '4,32,4096'"),
+        ("--problem", "nowhere.csv", "nowhere.csv: cannot be read"),
+        ("--set", "measure.rounds=x", "--set measure.rounds=x: rounds must be"),
+    ):
+        done = attnsweep(*command, spec, option, value)
+        assert done.returncode == 2
+        assert words in done.stderr
+
+
+def test_settings_change_what_a_dry_run_counts(attnsweep, spec):
+    (one,) = json.loads(attnsweep("run", spec, "--dry-run", "--json").stdout)
+    asked = ("--set", "kernels.naive.THREADS=[64]", "--problem", "1,1,4096,128")
+    (other,) = json.loads(attnsweep("run", spec, "--dry-run", "--json", *asked).stdout)
+    assert (other["problem"], other["candidates"]) == ("(1,1,4096,128) fp16 full", 1)
+    assert one["candidates"] > 1
+
+
+def test_a_spec_may_name_its_kernels(attnsweep, tmp_path):
+    path = tmp_path / "own.yaml"
+    own = f"kernel_dir: {os.path.relpath(FAMILIES, tmp_path)}\n"
+    path.write_text(own + SPEC.replace("naive: {}", "twice: {SCORE_THREADS: 64}"))
+    assert "2 candidates" in attnsweep("run", path, "--dry-run").stdout
+    (tmp_path / "none").mkdir()
+    said = attnsweep("run", path, "--dry-run", "--kernels", tmp_path / "none").stderr
+    assert "unknown kernel 'twice'" in said
 
 
 def test_list_holds_every_family_rule_and_baseline(attnsweep):

@@ -11,7 +11,7 @@ import attnsweep
 from attnsweep.files import shipped
 
 PACKAGE = Path(attnsweep.__file__).parent
-# Lowest first: a room imports lower rooms and its own files. A module in none of them either
+# Lowest first: a room imports lower rooms and its own files. A room in none of them either
 # imports nothing of the package (errors, files), or nothing imports it (cli).
 LAYERS = (
     *("problem", "hardware", "trial", "family", "spec", "build"),

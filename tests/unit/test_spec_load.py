@@ -507,13 +507,13 @@ class TestErrors:
             (
                 "baseline: all",
                 "1: unknown key 'baseline'\n  did you mean 'baselines'? there are: name, device, "
-                "recording, arch, problems, kernels, baselines, search, measure, limits, require, "
-                "check",
+                "recording, arch, kernel_dir, problems, kernels, baselines, search, measure, "
+                "limits, require, check",
             ),
             (
                 "<<: {a: 1}",
-                "1: unknown key '<<'\n  there are: name, device, recording, arch, "
-                "problems, kernels, baselines, search, measure, limits, require, check",
+                "1: merge keys (<<) are not supported\n  write the keys out, or give a whole value "
+                "an anchor: {a: &x [1, 2], b: *x}",
             ),
             (
                 "baselines: [unfused, torch_flsh]",

@@ -1,0 +1,81 @@
+"""`attnsweep cache`: size of the compiled code that is kept, and pruning it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from attnsweep.cli.app import JsonOption, app, examples, print_result
+from attnsweep.errors import SpecError
+
+cache = typer.Typer(
+    invoke_without_command=True,
+    epilog=examples("attnsweep cache", "attnsweep cache prune --days 7"),
+)
+app.add_typer(cache, name="cache")
+
+_DAY_S = 86400
+
+
+@cache.callback()
+def show(ctx: typer.Context, json_: JsonOption = False) -> None:
+    """Show where compiled code is kept and how much; `prune` removes what is old."""
+    if ctx.invoked_subcommand is not None:
+        return
+    from attnsweep.build.cache import entries, fault
+    from attnsweep.build.nvrtc import default_cache_dir
+
+    directory = default_cache_dir()
+    found = entries(directory)
+    size = sum(entry.size_bytes for entry in found)
+    archs = sorted({entry.arch for entry in found})
+    lines = [f"{directory}: {len(found)} cubins, {size / 2**20:.1f} MiB"]
+    for arch in archs:
+        of = [entry.size_bytes for entry in found if entry.arch == arch]
+        lines.append(f"  {arch}: {len(of)} cubins, {sum(of) / 2**20:.1f} MiB")
+    why = fault(directory)
+    if why is not None:
+        lines.append(f"it cannot be written ({why})")
+    data = {
+        "directory": str(directory),
+        "cubins": len(found),
+        "bytes": size,
+        "by_arch": {arch: sum(entry.arch == arch for entry in found) for arch in archs},
+        "writable": why is None,
+    }
+    print_result([Text(line) for line in lines], data, json_)
+
+
+@cache.command(epilog=examples("attnsweep cache prune", "attnsweep cache prune --all"))
+def prune(
+    days: Annotated[
+        float | None,
+        typer.Option("--days", min=0.0, help="Remove code that was not used for so many days."),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Remove all of it.")] = False,
+    json_: JsonOption = False,
+) -> None:
+    """Remove compiled code that was not used for a month, or as long as --days says.
+
+    Code that is needed again is compiled again. Do not prune while a sweep runs: it may be about
+    to load what is removed.
+    """
+    from attnsweep.build.cache import entries
+    from attnsweep.build.cache import prune as remove
+    from attnsweep.build.nvrtc import default_cache_dir
+
+    if every and days is not None:
+        raise SpecError("--all and --days exclude each other", hint="give one of them")
+    directory = default_cache_dir()
+    age_s = 0.0 if every else _DAY_S * (30.0 if days is None else days)
+    gone = remove(directory, age_s)
+    left = entries(directory)
+    size, rest = (sum(entry.size_bytes for entry in some) for some in (gone, left))
+    text = (
+        f"{directory}: removed {len(gone)} cubins, {size / 2**20:.1f} MiB; "
+        f"{len(left)} are left, {rest / 2**20:.1f} MiB"
+    )
+    data = {"directory": str(directory), "removed": len(gone), "bytes": size, "left": len(left)}
+    print_result([Text(text)], data, json_)

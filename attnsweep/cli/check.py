@@ -1,0 +1,184 @@
+"""`attnsweep check` and `accept`: compare with a baseline, and replace it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.text import Text
+
+from attnsweep.cli import completion
+from attnsweep.cli.app import JsonOption, KernelsOption, app, examples, load, print_result, warn
+from attnsweep.errors import SpecError
+from attnsweep.show.terminal import console, errors
+
+
+@app.command(
+    epilog=examples(
+        "attnsweep check ci --against baselines/ci --junit check.xml",
+        "attnsweep check my.yaml --against results/h200/my --slower 0.01",
+        "attnsweep check --recorded baselines/ci results/h200/ci",
+    )
+)
+def check(
+    subject: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SPEC|OLD",
+            help="With --against: a spec. With --recorded: the run to compare with.",
+            show_default=False,
+            autocompletion=completion.specs_and_runs,
+        ),
+    ],
+    new: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="NEW",
+            help="With --recorded: the run to judge.",
+            autocompletion=completion.runs,
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="RUN",
+            help="Time this run's winners against today's kernels, in turns; needs a GPU.",
+            autocompletion=completion.runs,
+        ),
+    ] = None,
+    recorded: Annotated[
+        bool,
+        typer.Option("--recorded", help="Compare two runs as recorded; nothing is measured."),
+    ] = False,
+    slower: Annotated[
+        float | None,
+        typer.Option(
+            "--slower",
+            min=0.0,
+            max=10.0,
+            help="Slowdown that counts as a regression: 0.02 is 2 % (default: the spec's; "
+            "with --recorded 0.03).",
+        ),
+    ] = None,
+    budget_s: Annotated[
+        float | None,
+        typer.Option(
+            "--budget-s",
+            min=0.0,
+            help="With --against: seconds of rounds per problem, after which the verdict is "
+            "inconclusive (default: the spec's).",
+        ),
+    ] = None,
+    other_driver: Annotated[
+        bool,
+        typer.Option(
+            "--other-driver", help="With --against: accept a run measured with another driver."
+        ),
+    ] = False,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML for a CI job.")
+    ] = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            "--markdown",
+            metavar="FILE",
+            help="Write the table as Markdown (default: add it to $GITHUB_STEP_SUMMARY, if set).",
+        ),
+    ] = None,
+    json_: JsonOption = False,
+    kernels: KernelsOption = None,
+) -> None:
+    """Check whether the best candidate of a problem got slower.
+
+    SPEC --against RUN takes the winners of RUN: their kept machine code and the same configs
+    compiled from today's kernels take turns in one process on one GPU. New code must first be right
+    on every case; unchanged code passes without timing.
+
+    --recorded OLD NEW compares two recorded runs and needs no GPU.
+
+    Exit code 1 if one regressed or is wrong, 4 if one is inconclusive, 0 otherwise.
+    """
+    from attnsweep.check import live, verdicts
+    from attnsweep.check import recorded as recordings
+    from attnsweep.show import progress
+    from attnsweep.store.run import open_run
+
+    if recorded == (against is not None) or recorded == (new is None):
+        raise SpecError(
+            "check needs either a spec and --against RUN, or --recorded and two runs",
+            hint="attnsweep check SPEC --against RUN   measures, on a GPU\n  "
+            "attnsweep check --recorded OLD NEW   compares what was measured",
+        )
+    if recorded:
+        idle = {"--budget-s": budget_s, "--other-driver": other_driver, "--kernels": kernels}
+        given = [name for name, value in idle.items() if value is not None and value is not False]
+        if given:
+            raise SpecError(
+                f"{' and '.join(given)} {'does' if len(given) == 1 else 'do'} nothing with "
+                "--recorded: nothing is measured",
+                hint="leave it out, or measure: attnsweep check SPEC --against RUN",
+            )
+    if against is None or new is not None:
+        old_run, new_run = open_run(subject), open_run(new or subject)
+        compared = recordings.compare(old_run, new_run, slower=0.03 if slower is None else slower)
+    else:
+        baseline = open_run(against)
+        loaded, families = load(subject, kernels)
+        with progress.watch(errors) as observer:
+            compared = live.check(
+                loaded,
+                families,
+                baseline,
+                slower=slower,
+                budget_s=budget_s,
+                other_driver=other_driver,
+                observer=observer,
+            )
+    if junit is not None:
+        verdicts.write(junit, compared.to_junit())
+    if markdown is not None:
+        verdicts.write(markdown, compared.to_markdown())
+    else:
+        verdicts.summarise(compared.to_markdown())
+    lines = [Text(line, style) for line, style in compared.lines(console.width)]
+    with contextlib.suppress(BrokenPipeError):  # `check … | head`: the exit code is the verdict
+        print_result(lines, compared.to_json(), json_)
+    raise typer.Exit(compared.exit_code)
+
+
+@app.command(epilog=examples("attnsweep accept results/h200/ci baselines/ci"))
+def accept(
+    run_: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The run to accept.", autocompletion=completion.runs),
+    ],
+    baseline: Annotated[
+        Path,
+        typer.Argument(metavar="BASELINE", help="The directory to replace or create."),
+    ],
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Accept a run that is unfinished, or of another spec or GPU."),
+    ] = False,
+    json_: JsonOption = False,
+) -> None:
+    """Replace BASELINE with a copy of RUN.
+
+    A run that lacks a winner or its machine code, or that is of another spec or GPU than the
+    baseline, is refused with exit code 2.
+    """
+    from attnsweep.check.accept import accept as accept_run
+    from attnsweep.store.run import open_run
+
+    read = open_run(run_)
+    warn(read)
+    overridden = accept_run(read, baseline, force=force)
+    for objection in overridden:
+        errors.print(f"[yellow]warning:[/] accepted although {escape(objection)}")
+    data = {"run": str(run_), "baseline": str(baseline), "overridden": overridden}
+    print_result([Text(f"{baseline} is now {run_}: {len(read.trials)} trials")], data, json_)

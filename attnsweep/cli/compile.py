@@ -1,0 +1,82 @@
+"""`attnsweep compile`: every candidate of a spec, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from attnsweep.cli import completion
+from attnsweep.cli.app import (
+    JsonOption,
+    KernelsOption,
+    LimitOption,
+    ProblemsOption,
+    SetOption,
+    SpecArgument,
+    app,
+    examples,
+    load,
+    print_result,
+)
+from attnsweep.hardware import ARCHS
+from attnsweep.show.terminal import console, errors
+
+
+@app.command(
+    name="compile",
+    epilog=examples(
+        "attnsweep compile h100",
+        "attnsweep compile my.yaml --arch sm_90a --arch sm_100a",
+        "attnsweep compile a100 --limit 20 --all",
+    ),
+)
+def compile_(
+    spec: SpecArgument,
+    problem: ProblemsOption = None,
+    set_: SetOption = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arch",
+            help=f"One of {', '.join(ARCHS)} (default: the spec's); may be repeated.",
+            autocompletion=completion.archs,
+        ),
+    ] = None,
+    json_: JsonOption = False,
+    limit: LimitOption = None,
+    kernels: KernelsOption = None,
+    every: Annotated[bool, typer.Option("--all", help="List every candidate.")] = False,
+) -> None:
+    """Compile every candidate of SPEC without a GPU; show spills, fit and occupancy.
+
+    The cubins stay in the cache, where a GPU machine with the same NVRTC finds them. Exit code 1
+    if any stage does not compile, or if a problem has no candidate left. With several --arch the
+    JSON is an object, with the rows of each.
+    """
+    from attnsweep.show import progress, views
+    from attnsweep.tools.compile import Interrupted, compile_all, target_arch, without_candidates
+
+    loaded, families = load(spec, kernels, set_ or (), problem or ())
+    targets = [target_arch(loaded, name) for name in dict.fromkeys(arch or [])]
+    targets = targets or [target_arch(loaded, None)]
+    rows: dict[str, list[Any]] = {}
+    failed = False
+    for target in targets:
+        try:
+            with progress.watch(errors) as observer:
+                trials = compile_all(loaded, families, target, limit=limit, observer=observer)
+        except Interrupted as stop:
+            done = f"{stop.done} of {stop.total} are cached"
+            errors.print(f"interrupted: {done} for {target.name}; the same command goes on")
+            raise typer.Exit(130) from None
+        rows[target.name] = [trial.model_dump(mode="json", exclude_none=True) for trial in trials]
+        if not json_:
+            print_result(views.compiled(trials, target, every, console.width), None, False)
+        for label in (empty := without_candidates(trials)):
+            errors.print(f"[red]{escape(label)}: no candidate is left on {target.name}[/]")
+        failed |= bool(empty) or any(trial.status == "compile_error" for trial in trials)
+    if json_:
+        print_result([], rows if len(targets) > 1 else rows[targets[0].name], True)
+    raise typer.Exit(1 if failed else 0)

@@ -1,0 +1,157 @@
+"""`attnsweep inspect` and `list`: one compiled config, and the families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from attnsweep.cli import completion
+from attnsweep.cli.app import (
+    JsonOption,
+    KernelsOption,
+    ResultsOption,
+    app,
+    examples,
+    print_result,
+    warn,
+)
+from attnsweep.errors import KernelError, ProblemError
+from attnsweep.hardware import ARCHS, arch_named
+from attnsweep.show.terminal import console, errors
+
+if TYPE_CHECKING:
+    from attnsweep.problem import Problem
+    from attnsweep.store.run import Run
+
+
+@app.command(
+    epilog=examples(
+        "attnsweep inspect flash_fwd_wgmma",
+        "attnsweep inspect flash_fwd_wgmma BLOCK_N=128 --problem 4,16,4096,128",
+        "attnsweep inspect results/h200/h200 --problem '1,16,1024,64 causal'",
+    )
+)
+def inspect(
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="KERNEL|RUN",
+            help="A kernel family, or a run, whose winner is taken.",
+            show_default=False,
+            autocompletion=completion.families_and_runs,
+        ),
+    ],
+    config: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="'BLOCK_M=64 BLOCK_N=128'; other parameters are those of the first valid config, "
+            "or of the run's winner.",
+        ),
+    ] = None,
+    problem: Annotated[
+        str | None,
+        typer.Option(
+            "--problem",
+            metavar="SHAPE",
+            help="'1,16,1024,64' or '2,32/8,2048,128 bf16 causal'; of a run by default the first.",
+        ),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            "--arch",
+            help=f"One of {', '.join(ARCHS)} (default: sm_90a, or the run's).",
+            autocompletion=completion.archs,
+        ),
+    ] = None,
+    json_: JsonOption = False,
+    kernels: KernelsOption = None,
+    results: ResultsOption = Path("results"),
+) -> None:
+    """Analyse one compiled config without a GPU: resources, occupancy, instructions, bound.
+
+    Per stage: registers, spills, shared memory, what limits the occupancy, cubin size, and the
+    number of instructions of each kind (this needs nvdisasm: the `inspect` extra).
+    """
+    from attnsweep.family.declare import discover, values_in
+    from attnsweep.spec.shapes import read_shapes
+    from attnsweep.spec.yaml_file import nearest
+    from attnsweep.tools import inspect as inspection
+
+    families = discover(kernels)
+    asked: list[Problem | None] = [None]
+    if problem is not None:
+        asked = [*read_shapes([problem], option="--problem")]
+    if len(asked) != 1:
+        raise ProblemError(f"{len(asked)} shapes, of which one is inspected", where="--problem")
+    given, shape, card = " ".join(config or ()), asked[0], None
+    if subject not in families and (run := _run(subject)) is not None:
+        winner = inspection.winner_of(run, shape)
+        changed = inspection.texts(winner.config) | values_in(given)
+        subject, shape = winner.kernel, winner.problem
+        given = " ".join(f"{name}={value}" for name, value in changed.items())
+        card = run.environment
+        if arch is None and card is not None:
+            arch = card.arch
+        warn(run)
+        others = len({trial.problem for trial in run.trials}) - 1
+        if others and problem is None:
+            text = f"note: the winner of {shape.label}; --problem picks one of {others} others"
+            errors.print(text, soft_wrap=True)
+    if subject not in families:
+        raise KernelError(
+            f"unknown kernel {subject!r}", hint=f"{nearest(subject, families)}; or give a run"
+        )
+    target = arch_named(arch or "sm_90a")
+    if card is None or card.arch != target.name:
+        card = inspection.card_of(target, results)
+    found = inspection.inspect(families[subject], given, shape, target, card=card)
+    print_result([Text(line) for line in found.lines(console.width)], found.to_json(), json_)
+
+
+def _run(subject: str) -> Run | None:
+    """The run in this directory, or None if the text names no file."""
+    from attnsweep.store.run import open_run
+
+    return open_run(Path(subject)) if Path(subject).exists() else None
+
+
+@app.command(
+    name="list",
+    epilog=examples(
+        "attnsweep list", "attnsweep list flash_fwd_wgmma", "attnsweep list --kernels my_kernels"
+    ),
+)
+def list_(
+    name: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Only these families.",
+            autocompletion=completion.families,
+        ),
+    ] = None,
+    kernels: KernelsOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """List kernel families with their parameters and rules, and the baselines."""
+    from attnsweep.family.declare import discover
+    from attnsweep.show import views
+    from attnsweep.spec.model import BASELINES
+    from attnsweep.spec.yaml_file import nearest
+
+    families = discover(kernels)
+    for word in name or ():
+        if word not in families:
+            raise KernelError(f"unknown kernel {word!r}", hint=nearest(word, families))
+    if name:
+        families = {word: families[word] for word in dict.fromkeys(name)}
+        shown = views.families(families, (), console.width)
+        print_result(shown, {"kernels": views.families_json(families, ())["kernels"]}, json_)
+        return
+    shown = views.families(families, BASELINES, console.width)
+    print_result(shown, views.families_json(families, BASELINES), json_)

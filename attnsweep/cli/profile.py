@@ -1,0 +1,61 @@
+"""`attnsweep profile`: hardware counters of the best candidates of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnsweep.cli import completion
+from attnsweep.cli.app import JsonOption, KernelsOption, app, examples, print_result
+from attnsweep.hardware import arch_named
+from attnsweep.show.terminal import console
+
+
+@app.command(
+    epilog=examples(
+        "attnsweep profile results/h200/h200",
+        "attnsweep profile results/h200/h200 --top 3 --where BLOCK_N=128",
+    )
+)
+def profile(
+    run_: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run's directory.", autocompletion=completion.runs),
+    ],
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--where", help="Only 'NAME=value …': a parameter, kernel or variant (_ for a space)."
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="Candidates per problem.")] = 1,
+    json_: JsonOption = False,
+    kernels: KernelsOption = None,
+) -> None:
+    """Read hardware counters of a run's best candidates through Nsight Compute (ncu).
+
+    Per stage: memory and L2 traffic, use of tensor cores and issue slots, why warps waited. The run
+    keeps them in counters.json.
+    """
+    from attnsweep.family.declare import discover
+    from attnsweep.gpu.worker import Worker
+    from attnsweep.show import views
+    from attnsweep.store.run import open_run
+    from attnsweep.tools import profile as counters
+
+    stored, families = open_run(run_), discover(kernels)
+    picked = counters.chosen(stored, where or (), top)
+    counters.check(picked, families)
+    if counters.find_ncu() is None:  # checked before it asks for a GPU
+        counters.count([])
+    with Worker(timeout_s=60) as worker:
+        here = worker.describe()
+    limit = here.memory_bytes // 4
+    built = counters.compiled(picked, families, arch_named(here.arch), limit)
+    counted = list(zip(picked, counters.count(built), strict=True))
+    kept = counters.write(
+        stored.directory, counted, f"{here.gpu}, driver {here.driver}, {here.date[:10]}"
+    )
+    print_result(views.counters(kept, console.width), kept, json_)

@@ -1,0 +1,145 @@
+"""`attnsweep report`: the tables of a stored run, or its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from attnsweep.cli import completion
+from attnsweep.cli.app import (
+    JsonOption,
+    ResultsOption,
+    app,
+    examples,
+    no_collection,
+    print_result,
+    print_run,
+    warn,
+)
+from attnsweep.errors import SpecError, StoreError
+from attnsweep.files import write_file
+from attnsweep.show.terminal import console
+
+
+@app.command(
+    name="report",
+    epilog=examples(
+        "attnsweep report",
+        "attnsweep report results/h200/h200 --top 20",
+        "attnsweep report results/h200/h200 --html page.html",
+        "attnsweep report --csv ranking.csv --markdown -",
+    ),
+)
+def report_(
+    run_: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A run's directory (default: the latest).",
+            autocompletion=completion.runs,
+        ),
+    ] = None,
+    json_: JsonOption = False,
+    results: ResultsOption = Path("results"),
+    top: Annotated[
+        int | None, typer.Option("--top", min=1, help="Rows per table (default: 10).")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a self-contained page to FILE."),
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="Write every row to FILE; - prints them."),
+    ] = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option("--markdown", metavar="FILE", help="Write the tables to FILE; - prints them."),
+    ] = None,
+    target_us: Annotated[
+        float | None,
+        typer.Option(
+            "--target-us",
+            min=0.001,
+            help="With --html: reference time for the ladder (default: the fastest peer).",
+        ),
+    ] = None,
+) -> None:
+    """Print the ranked tables of a stored run, or write them to files; needs no GPU and no CUDA.
+
+    The page holds tables, plots and provenance in one file that needs no network.
+    """
+    from attnsweep.show import html as page
+    from attnsweep.show import tables
+    from attnsweep.show.plots import PlotLibrary
+    from attnsweep.store.run import latest_run, open_run
+
+    _refuse_idle(json_, top, html, csv, markdown, target_us)
+    plots = None if html is None else PlotLibrary()
+    with no_collection():
+        read = latest_run(results) if run_ is None else open_run(run_)
+        if html is None and csv is None and markdown is None:
+            print_run(read, json_, top or 10)
+            return
+        warn(read)
+        facts: dict[str, Any] = {"run": str(read.directory)}
+        lines = []
+        if html is not None:
+            size = page.write(read, html, top=top or 10, target_us=target_us, plots=plots)
+            facts |= {"page": str(html), "bytes": size}
+            lines.append(f"{html}: {size / 1e6:.1f} MB")
+        if csv is not None or markdown is not None:
+            texts = tables.files(read)
+            asked = (("csv", "ranking.csv", csv), ("markdown", "ranking.md", markdown))
+            for key, name, path in asked:
+                if path is not None and write_text(path, texts[name]):
+                    facts[key] = str(path)
+                    lines.append(str(path))
+    said = [Text(f"{line}, {len(read.trials)} trials of {read.directory}") for line in lines]
+    print_result(said, facts, json_)
+
+
+def write_text(path: Path, text: str) -> bool:
+    """Write a file in one step, or print it if its name is -; returns whether it is a file.
+
+    Raises StoreError if it cannot be written, or is what a run was recorded in.
+    """
+    from attnsweep.store.run import ENVIRONMENT, PACKED, SPACES, SPEC, TRIALS
+
+    if str(path) == "-":
+        console.file.write(text)
+        return False
+    if path.name in (TRIALS, PACKED, SPEC, ENVIRONMENT, SPACES) and path.exists():
+        raise StoreError("is part of a run", where=str(path), hint="choose another name")
+    try:
+        write_file(path, text.encode("utf-8", "replace"))
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise StoreError(f"cannot be written: {why}", where=str(path)) from error
+    return True
+
+
+def _refuse_idle(
+    json_: bool,
+    top: int | None,
+    html: Path | None,
+    csv: Path | None,
+    markdown: Path | None,
+    target_us: float | None,
+) -> None:
+    """Refuse options that would do nothing."""
+    if target_us is not None and html is None:
+        raise SpecError(
+            "--target-us does nothing without --html", hint="it draws the ladder of the page"
+        )
+    printed = [str(path) for path in (csv, markdown) if path is not None].count("-")
+    if printed + json_ > 1:
+        raise SpecError("only one of --csv -, --markdown - and --json can be printed")
+    if html is None and top is not None and (json_ or csv is not None or markdown is not None):
+        raise SpecError(
+            "--top does nothing here: --json, --csv and --markdown have their own rows",
+            hint="leave it out",
+        )

@@ -1,0 +1,18 @@
+"""`attnsweep schema`: the JSON Schema of a spec."""
+
+from __future__ import annotations
+
+from attnsweep.cli.app import app, examples
+from attnsweep.show.terminal import console
+
+
+@app.command(epilog=examples("attnsweep schema > spec.schema.json"))
+def schema() -> None:
+    """Print the JSON Schema of a spec, with which editors complete and check it.
+
+    An editor with a YAML language server reads the first line of a spec:
+    `# yaml-language-server: $schema=spec.schema.json`.
+    """
+    from attnsweep.spec.schema import schema_text
+
+    console.file.write(schema_text())

@@ -1,0 +1,241 @@
+"""`attnsweep tune`: sweep shapes in the shipped space of a card, without a spec."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from attnsweep.cli import completion
+from attnsweep.cli.app import (
+    JsonOption,
+    KernelsOption,
+    LimitOption,
+    ResultsOption,
+    app,
+    examples,
+    print_result,
+    warn,
+)
+from attnsweep.errors import AttnsweepError, NoGpuError, SpecError
+from attnsweep.hardware import ARCHS
+from attnsweep.show.terminal import console, errors
+
+if TYPE_CHECKING:
+    from attnsweep.family.declare import Kernel
+    from attnsweep.problem import Problem
+    from attnsweep.spec.starter import Target
+    from attnsweep.sweep import Outcome
+
+STRATEGY = "exhaustive"
+"""The search of `tune` unless --exhaustive is given."""
+
+
+@app.command(
+    epilog=examples(
+        "attnsweep tune 4,32,4096,128 --causal --dtype bf16",
+        "attnsweep tune B=4 H=32 Hkv=8 S=4096 D=128 --save-spec mine.yaml",
+        "attnsweep tune 1,16,1024,64 2,32/8,1x4096,128 shapes.csv --budget-s 60",
+        "attnsweep tune 1,16,1024,64 --replay quickstart",
+        "attnsweep tune 4,32,4096,128 --dry-run --arch sm_90a",
+    )
+)
+def tune(
+    shapes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SHAPE",
+            help="batch,heads,seqlen,head_dim: 4,32,4096,128; or B=4 H=32 Hkv=8 S=4096 D=128 (Sq "
+            "and Sk for two lengths); or a CSV file of such rows.",
+            show_default=False,
+            autocompletion=completion.tables,
+        ),
+    ],
+    causal: Annotated[bool, typer.Option("--causal", help="Mask shapes that do not say.")] = False,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="fp16, bf16 or fp32, of shapes that do not say.")
+    ] = "fp16",
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kernel",
+            help="Sweep this family in place of the shipped choice; may be repeated.",
+            autocompletion=completion.families,
+        ),
+    ] = None,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Try every candidate of the space.")
+    ] = False,
+    budget_s: Annotated[
+        int | None,
+        typer.Option(
+            "--budget-s", min=1, help="Seconds for a shape's candidates; the finals follow."
+        ),
+    ] = None,
+    limit: LimitOption = None,
+    save_spec: Annotated[
+        Path | None,
+        typer.Option("--save-spec", metavar="FILE", help="Write the spec that this runs to FILE."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --save-spec: replace FILE if it is there.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count the candidates.")] = False,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            "--arch",
+            help=f"With --dry-run: one of {', '.join(ARCHS)}.",
+            autocompletion=completion.archs,
+        ),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            "--replay",
+            metavar="RUN",
+            help="Take times from a recorded run, or from that of `quickstart`; needs no GPU.",
+            autocompletion=completion.runs,
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh/--resume", help="Start over, or keep the rows that are still valid."),
+    ] = False,
+    results: ResultsOption = Path("results"),
+    kernels: KernelsOption = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 5,
+    json_: JsonOption = False,
+) -> None:
+    """Find the fastest kernel for SHAPE on this GPU; needs no spec.
+
+    Sweeps the shipped space of this kind of GPU next to the peers that are installed, and ends in
+    a sentence for each shape: which is faster, and by how much. The run is stored in
+    RESULTS/<gpu>/tune-<shape>; the same command again continues there.
+    """
+    from attnsweep import sweep
+    from attnsweep.family.declare import discover
+    from attnsweep.problem import DTYPE_BYTES
+    from attnsweep.show import progress, views
+    from attnsweep.spec.load import spec_of
+    from attnsweep.spec.plan import plan, plan_facts
+    from attnsweep.spec.shapes import read_shapes
+    from attnsweep.spec.starter import Request, run_name, starter
+    from attnsweep.spec.yaml_file import Document, nearest
+
+    if dtype not in DTYPE_BYTES:
+        hint = nearest(dtype, DTYPE_BYTES)
+        raise SpecError(f"unknown dtype {dtype!r}", where="--dtype", hint=hint)
+    _refuse_idle(arch, dry_run, replay, fresh, save_spec, force)
+    problems = read_shapes(shapes, dtype=dtype, causal=causal)
+    families = discover(kernels)
+    try:
+        target = _target(arch, replay, problems, families)
+    except NoGpuError as error:
+        raise _without_gpu(error, shapes, causal, dtype) from error
+    search: dict[str, Any] = {"strategy": "exhaustive" if exhaustive else STRATEGY}
+    search |= {} if budget_s is None else {"budget_s": budget_s}
+    asked = Request(problems, run_name(problems, kernel or ()), kernel or (), kernels, search)
+    text = starter(asked, target, families)
+    spec = spec_of(Document.parse(Path(f"{asked.name}.yaml"), text), families)
+    if target.untried:
+        errors.print(Text(f"note: {target.untried}"), soft_wrap=True)
+    if save_spec is not None:
+        write_spec(save_spec, text, force)
+    if dry_run:
+        planned = plan(spec, families, target.arch)
+        print_result(
+            views.planned(planned, limit, console.width), plan_facts(planned, limit), json_
+        )
+        return
+    with progress.watch(errors) as observer:
+        outcome = sweep.run(
+            spec, families, results=results, fresh=fresh, limit=limit, observer=observer
+        )
+    if outcome.interrupted:
+        errors.print("interrupted: all rows are kept; the same command continues from here")
+    _show(outcome, top, json_)
+    raise typer.Exit(outcome.exit_code)
+
+
+def write_spec(path: Path, text: str, force: bool) -> None:
+    """Write a spec, but not over a file unless it is forced. Raises SpecError."""
+    from attnsweep.files import write_file
+
+    if path.exists() and not force:
+        raise SpecError("is there already", where=str(path), hint="--force replaces it")
+    try:
+        write_file(path, text.encode())
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise SpecError(f"cannot be written: {why}", where=str(path)) from error
+
+
+def _refuse_idle(
+    arch: str | None,
+    dry_run: bool,
+    replay: Path | None,
+    fresh: bool,
+    save_spec: Path | None,
+    force: bool,
+) -> None:
+    """Refuse options that would do nothing."""
+    if arch is not None and replay is not None:
+        raise SpecError("--arch and --replay exclude each other: a recording has its own")
+    if arch is not None and not dry_run:
+        raise SpecError("--arch needs --dry-run; this run takes the architecture of the GPU")
+    if fresh and (replay is not None or dry_run):
+        raise SpecError("--fresh does nothing here: a replay and a dry run keep no rows")
+    if force and save_spec is None:
+        raise SpecError("--force goes with --save-spec; --fresh measures everything again")
+
+
+def _target(
+    arch: str | None, replay: Path | None, problems: Sequence[Problem], families: dict[str, Kernel]
+) -> Target:
+    from attnsweep.tools import target
+
+    if replay is not None:
+        return target.recorded(replay, problems)
+    return target.here(families) if arch is None else target.named(arch, families)
+
+
+def _without_gpu(
+    error: NoGpuError, shapes: Sequence[str], causal: bool, dtype: str
+) -> AttnsweepError:
+    """The error with the commands that work without a GPU."""
+    from attnsweep.show.views import suggestions
+
+    same = f"attnsweep tune {shlex.join(shapes)}{' --causal' * causal}"
+    same += f" --dtype {dtype}" if dtype != "fp16" else ""
+    rows = [
+        (f"{same} --dry-run --arch sm_90a", "count the candidates"),
+        ("attnsweep tune 1,16,1024,64 --replay quickstart", "replay a run of an H100"),
+        ("attnsweep doctor", "what is missing, and how to fix it"),
+    ]
+    lines = [error.hint] if error.hint else []
+    shown = suggestions(rows, errors.width - 4)
+    hint = "\n  ".join([*lines, "What works here:", *(f"  {line}" for line in shown)])
+    return NoGpuError(f"{error.what}. Nothing was measured.", hint=hint)
+
+
+def _show(outcome: Outcome, top: int, json_: bool) -> None:
+    """The tables, and the sentence about each problem, last."""
+    from attnsweep.choose.ranking import rank
+    from attnsweep.show import tables
+    from attnsweep.show.comparison import sentence
+    from attnsweep.show.sentences import by_problem
+
+    run = outcome.run
+    warn(run)
+    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+    said = [sentence(section) for section in sections]
+    if json_:
+        print_result([], tables.to_json(run) | {"sentences": said}, True)
+        return
+    tables.print_run(run, console, top=top)
+    print_result([Text(), *(Text(line, "bold") for line in said)], None, False)

@@ -1,0 +1,73 @@
+"""The card that `tune` and `init` make a spec for: this machine's, a recorded one, or one named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from attnsweep.errors import NoGpuError, SpecError, StoreError
+from attnsweep.family.declare import Kernel
+from attnsweep.gpu.worker import Worker, WorkerError
+from attnsweep.hardware import ARCHS, arch_named
+from attnsweep.problem import Problem
+from attnsweep.spec.load import load_spec
+from attnsweep.spec.shipped import shipped_specs
+from attnsweep.spec.starter import Target, what_runs
+from attnsweep.spec.yaml_file import nearest
+from attnsweep.store.run import open_run
+from attnsweep.trial import Status
+
+
+def named(arch: str, families: Mapping[str, Kernel]) -> Target:
+    """A card of this architecture. Raises SpecError, which says what runs on which."""
+    try:
+        return Target(arch_named(arch))
+    except SpecError as error:
+        hint = f"{nearest(arch, ARCHS)}\n  {what_runs(families)}"
+        raise SpecError(error.what, where=f"--arch {arch}", hint=hint) from error
+
+
+def here(families: Mapping[str, Kernel]) -> Target:
+    """This machine's card. Raises NoGpuError if there is none, or it is too old or too new."""
+    try:
+        with Worker(timeout_s=60) as worker:
+            found = worker.describe()
+    except NoGpuError as error:
+        if "compute capability" not in error.what:
+            raise
+        raise NoGpuError(error.what, hint=what_runs(families)) from error
+    except WorkerError as error:
+        why = "did not answer" if error.status is Status.TIMEOUT else f"failed: {error.detail}"
+        hint = "check that nvidia-smi works, then try again"
+        raise NoGpuError(f"the GPU {why}", hint=hint) from error
+    return Target(arch_named(found.arch), found.gpu, found.sm_count)
+
+
+def recorded(run: Path, problems: Sequence[Problem]) -> Target:
+    """The card of a recorded run, or of the one that a shipped spec of that name replays.
+
+    Raises SpecError if the run lacks one of the problems, StoreError if it is no run.
+    """
+    specs = shipped_specs()
+    if not run.exists() and run.name in specs:
+        recording = load_spec(specs[run.name]).recording
+        if recording is None:
+            raise SpecError(
+                "is a spec that measures", where=f"--replay {run}", hint="give a recorded run"
+            )
+        run = recording
+    read = open_run(run)
+    if read.environment is None:
+        raise StoreError("no environment.json: its GPU is unknown", where=str(run))
+    there = list(dict.fromkeys(trial.problem for trial in read.trials))
+    for problem in problems:
+        if problem not in there:
+            some = "\n  ".join(known.label for known in there[:8])
+            more = f"\n  and {len(there) - 8} more" if len(there) > 8 else ""
+            raise SpecError(
+                f"{problem.label} is not recorded there",
+                where=f"--replay {run}",
+                hint=f"it has:\n  {some}{more}",
+            )
+    card = read.environment
+    return Target(arch_named(card.arch), card.gpu, card.sm_count, run.resolve())

@@ -1,0 +1,399 @@
+"""Options and commands beside the sweep: quiet, examples, lists, caches, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+from fake_compiler import FakeCompiler
+from samples import full_run
+from typer.testing import CliRunner
+
+from attnsweep import cli
+from attnsweep.build import nvrtc
+from attnsweep.build.cache import entries, fault, prune
+from attnsweep.errors import StoreError
+from attnsweep.show.terminal import counted
+from attnsweep.store.run import open_run
+from attnsweep.tools import compile as compile_tool
+from attnsweep.tools import doctor
+from attnsweep.tools import inspect as inspect_tool
+
+ROOT = Path(__file__).parent.parent.parent
+RUN = ROOT / "results" / "h100-80gb-hbm3" / "h100"
+GROUP = typer.main.get_command(cli.app)
+SPEC = """
+problems:
+  - {batch: 1, heads: 2, seqlen: [512, 64], head_dim: 64}
+kernels: {naive: {THREADS: [128, 32, 64]}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def spec(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(SPEC)
+    return path
+
+
+@pytest.fixture
+def fake_nvrtc(monkeypatch):
+    monkeypatch.setattr(
+        compile_tool, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+    )
+
+
+def commands(group=GROUP, before=()):
+    """Every command with the words that call it."""
+    for name, command in group.commands.items():
+        yield (*before, name), command
+        if hasattr(command, "commands"):
+            yield from commands(command, (*before, name))
+
+
+COMMANDS = dict(commands())
+
+
+# -- --help ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [(), *COMMANDS], ids=" ".join)
+def test_every_help_ends_in_examples_that_can_be_called(attnsweep, words):
+    done = attnsweep(*words, "--help")
+    assert done.returncode == 0
+    lines = [line.strip() for line in done.stdout.partition("Examples:")[2].splitlines()]
+    shown = [line for line in lines if line]
+    assert shown
+    for line in shown:
+        first, *arguments = shlex.split(line.partition(" > ")[0])
+        assert first == "attnsweep"
+        assert not words or tuple(arguments[: len(words)]) == words
+        names, command = (), GROUP
+        while arguments and hasattr(command, "commands") and arguments[0] in command.commands:
+            name = arguments.pop(0)
+            names, command = (*names, name), command.commands[name]
+        command.make_context(" ".join(names), arguments)  # raises UsageError
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "other"),
+    [
+        ("run", "--arch", "--dry-run"),
+        ("tune", "--arch", "--dry-run"),
+        ("tune", "--force", "--save-spec"),
+        ("report", "--target-us", "--html"),
+        ("check", "--budget-s", "--against"),
+        ("check", "--other-driver", "--against"),
+    ],
+)
+def test_an_option_that_goes_with_another_says_so(command, option, other):
+    (found,) = (p for p in COMMANDS[command,].params if option in p.opts)
+    assert found.help.startswith(f"With {other}: ")
+
+
+# -- how much is said -----------------------------------------------------------------------
+
+
+def test_quiet_prints_the_result_alone(attnsweep):
+    loud = attnsweep("run", "quickstart")
+    assert "79 candidates" in loud.stderr
+    for asked in (("--quiet", "run", "quickstart"), ("run", "quickstart", "-q")):
+        quiet = attnsweep(*asked)
+        assert (quiet.returncode, quiet.stderr, quiet.stdout) == (0, "", loud.stdout)
+    assert attnsweep("run", "quickstart").stderr == loud.stderr, "it stayed quiet"
+    assert "no such file" in attnsweep("run", "nowhere", "--quiet").stderr
+
+
+def test_verbose_prints_a_line_for_each_candidate(attnsweep, spec, fake_nvrtc):
+    said = attnsweep("compile", spec, "--verbose", "--arch", "sm_80").stderr.splitlines()
+    rows = [line for line in said if line.startswith("  naive")]
+    assert len(rows) == 5
+    assert "  naive  THREADS=128  ok" in rows
+    assert "exclude each other" in attnsweep("list", "-q", "-v").stderr
+
+
+def test_words_after_two_dashes_are_no_options(attnsweep):
+    done = attnsweep("list", "--", "-q")
+    assert (done.returncode, "unknown kernel '-q'" in done.stderr) == (2, True)
+
+
+# -- options that would do nothing ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("report RUN --target-us 3", "--target-us does nothing without --html"),
+        ("report RUN --json --top 3", "--top does nothing here"),
+        ("report RUN --csv x.csv --top 3", "--top does nothing here"),
+        ("report RUN --csv - --markdown -", "only one of"),
+        ("report RUN --csv - --json", "only one of"),
+        ("check --recorded RUN RUN --budget-s 3", "--budget-s does nothing with --recorded"),
+        ("check --recorded RUN RUN --other-driver", "--other-driver does nothing with"),
+        ("check --recorded RUN RUN --kernels .", "--kernels does nothing with --recorded"),
+        (
+            "check --recorded RUN RUN --kernels . --budget-s 0",
+            "--budget-s and --kernels do nothing with --recorded",
+        ),
+        ("cache prune --all --days 3", "--all and --days exclude each other"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(attnsweep, tmp_path, asked, words):
+    done = attnsweep(*(str(RUN) if word == "RUN" else word for word in asked.split()))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+# -- list, inspect, report ------------------------------------------------------------------
+
+
+def test_list_of_a_family_is_that_family(attnsweep):
+    data = json.loads(attnsweep("list", "naive", "flash_fwd_mma", "naive", "--json").stdout)
+    assert [kernel["name"] for kernel in data["kernels"]] == ["naive", "flash_fwd_mma"]
+    printed = attnsweep("list", "naive").stdout
+    assert printed.startswith("naive  ")
+    assert "baselines" not in printed
+    assert "flash_fwd_mma" not in printed
+    done = attnsweep("list", "naiv")
+    assert (done.returncode, "did you mean 'naive'?" in done.stderr) == (2, True)
+
+
+def test_inspect_of_a_run_takes_its_winner(attnsweep, monkeypatch):
+    seen = []
+
+    class Found:
+        def lines(self, width):
+            return []
+
+        def to_json(self):
+            return {}
+
+    def inspected(kernel, given, problem, arch, *, card):
+        seen.append((kernel.name, given, problem.label, arch.name, card.gpu))
+        return Found()
+
+    monkeypatch.setattr(inspect_tool, "inspect", inspected)
+    done = attnsweep("inspect", RUN)
+    assert (done.returncode, "--problem picks one of 7 others" in done.stderr) == (0, True)
+    attnsweep("inspect", RUN, "BLOCK_N=64", "--problem", "1,8,512,64", "--arch", "sm_90")
+    first, second = seen
+    assert first[0] == "flash_fwd_wgmma"
+    assert first[2:] == ("(1,16,1024,64) fp16 full", "sm_90a", "NVIDIA H100 80GB HBM3")
+    rows = open_run(RUN)
+    winner = inspect_tool.winner_of(rows, None)
+    assert first[1] == " ".join(f"{name}={value}" for name, value in winner.config.items())
+    assert second[2] == "(1,8,512,64) fp16 full"
+    assert re.search(r"BLOCK_N=64\b", second[1])
+    done = attnsweep("inspect", RUN, "--problem", "1,8,513,64")
+    assert done.returncode == 2
+    assert "no winner of (1,8,513,64)" in done.stderr
+    assert "(16,8,256,64) fp16 full" in done.stderr
+    done = attnsweep("inspect", "flash_fwd_wgma")
+    assert (done.returncode, "did you mean 'flash_fwd_wgmma'?" in done.stderr) == (2, True)
+    assert "2 shapes" in attnsweep("inspect", RUN, "--problem", "1,8,1,64 1,8,2,64").stderr
+
+
+def test_a_run_without_a_winner_has_none_to_inspect():
+    trials = [trial for trial in full_run().trials if trial.provider != "attnsweep"]
+    with pytest.raises(StoreError, match="no winner"):
+        inspect_tool.winner_of(full_run(trials=trials), None)
+
+
+def test_report_writes_the_tables_of_a_finished_run(attnsweep, tmp_path):
+    attnsweep("run", "quickstart")
+    directory = tmp_path / "results" / "replay" / "quickstart"
+    done = attnsweep("report", "--csv", "a.csv", "--markdown", "b.md")
+    assert done.returncode == 0, done.stderr
+    assert Path("a.csv").read_bytes() == (directory / "ranking.csv").read_bytes()
+    assert Path("b.md").read_bytes() == (directory / "ranking.md").read_bytes()
+    assert [line.split(",")[0] for line in done.stdout.splitlines()] == ["a.csv", "b.md"]
+    assert attnsweep("report", "--csv", "-").stdout == Path("a.csv").read_text()
+    facts = json.loads(attnsweep("report", "--csv", "a.csv", "--json").stdout)
+    assert facts == {"run": "results/replay/quickstart", "csv": "a.csv"}
+    done = attnsweep("report", "--csv", "nowhere/a.csv")
+    assert (done.returncode, "nowhere/a.csv: cannot be written" in done.stderr) == (2, True)
+    before = (directory / "trials.jsonl").read_bytes()
+    done = attnsweep("report", "--csv", directory / "trials.jsonl")
+    assert (done.returncode, "is part of a run" in done.stderr) == (2, True)
+    assert (directory / "trials.jsonl").read_bytes() == before
+
+
+def test_a_damaged_environment_is_named_without_an_empty_place(attnsweep, tmp_path):
+    attnsweep("run", "quickstart")
+    (tmp_path / "results" / "replay" / "quickstart" / "environment.json").write_text("{")
+    said = attnsweep("report").stderr
+    assert "not an environment: Invalid JSON" in said
+    assert ": :" not in said
+
+
+def test_one_is_no_plural(attnsweep, spec):
+    assert (counted(1, "candidate"), counted(2, "candidate")) == ("1 candidate", "2 candidates")
+    done = attnsweep("run", spec, "--dry-run", "--problem", "1,1,32,64", "--arch", "sm_80")
+    assert "1 candidate; nothing was compiled" in done.stdout
+
+
+# -- compile --------------------------------------------------------------------------------
+
+
+def test_all_lists_candidates_in_the_order_of_the_spec(attnsweep, spec, fake_nvrtc, monkeypatch):
+    monkeypatch.setattr(compile_tool, "as_ready", lambda builds: reversed(list(builds)))
+    out = attnsweep("compile", spec, "--all", "--arch", "sm_80").stdout
+    assert re.findall(r"THREADS=(\d+)|(\(1,2,\d+,64\))", out) == [
+        *(("", "(1,2,512,64)"), ("128", ""), ("32", ""), ("64", "")),
+        *(("", "(1,2,64,64)"), ("32", ""), ("64", "")),
+    ]
+
+
+def test_several_architectures_at_once(attnsweep, spec, fake_nvrtc):
+    asked = ("compile", spec, "--arch", "sm_80", "--arch", "sm_90")
+    done = attnsweep(*asked)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"candidates for (\w+)", done.stdout) == ["sm_80", "sm_90a"]
+    rows = json.loads(attnsweep(*asked, "--json").stdout)
+    assert {arch: len(of) for arch, of in rows.items()} == {"sm_80": 5, "sm_90a": 5}
+    assert len(json.loads(attnsweep(*asked[:4], "--json").stdout)) == 5
+    assert attnsweep(*asked, "--arch", "sm_1").returncode == 2
+
+
+def test_ctrl_c_while_compiling_says_how_much_is_kept(attnsweep, spec, fake_nvrtc, monkeypatch):
+    def interrupted(builds):
+        yield builds[0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_tool, "as_ready", interrupted)
+    done = attnsweep("compile", spec, "--arch", "sm_80")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert "interrupted: 3 of 5 are cached for sm_80; the same command goes on" in done.stderr
+
+
+# -- the cache ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache with one old and one new entry, half of one, and files of somebody else."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(directory))
+    for number, age_days in enumerate((100, 1)):
+        key = f"{number:02x}" * 32
+        entry = directory / "sm_80" / key[:2] / key
+        entry.mkdir(parents=True)
+        for name in ("stage.cubin", "meta.json"):
+            (entry / name).write_bytes(bytes(512))
+            then = (entry / name).stat().st_mtime - 86400 * age_days
+            os.utime(entry / name, (then, then))
+    left = directory / "sm_80" / "00" / ".new-dead"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    (directory / "sm_80" / "00" / ".new-alive").mkdir()
+    theirs = directory / "photos" / "aa" / ("aa" * 32)
+    theirs.mkdir(parents=True)
+    (theirs / "stage.cubin").write_text("precious")
+    (theirs / "meta.json").write_text("precious")
+    (directory / "sm_80" / "aa").mkdir()
+    (directory / "sm_80" / "aa" / ("aa" * 32)).symlink_to(theirs)
+    return directory
+
+
+def test_the_cache_tells_its_size(attnsweep, cache):
+    printed = attnsweep("cache").stdout
+    assert printed.splitlines()[0] == f"{cache}: 2 cubins, 0.0 MiB"
+    facts = json.loads(attnsweep("cache", "--json").stdout)
+    assert (facts["cubins"], facts["bytes"], facts["writable"]) == (2, 2048, True)
+
+
+def test_pruning_removes_old_entries_and_nothing_else(attnsweep, cache):
+    others = {path for path in cache.rglob("*") if "01" in path.parts or "photos" in path.parts}
+    facts = json.loads(attnsweep("cache", "prune", "--json").stdout)
+    assert (facts["removed"], facts["bytes"], facts["left"]) == (1, 1024, 1)
+    assert all(path.exists() for path in others)
+    assert [path.name for path in (cache / "sm_80" / "00").iterdir()] == [".new-alive"]
+    assert "removed 1 cubins" in attnsweep("cache", "prune", "--all").stdout
+    assert entries(cache) == []
+    assert (cache / "sm_80" / "aa" / ("aa" * 32) / "stage.cubin").read_text() == "precious"
+
+
+def test_an_empty_cache_is_no_error(attnsweep, tmp_path, monkeypatch):
+    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path / "none"))
+    assert attnsweep("cache", "prune", "--all").returncode == 0
+    assert prune(tmp_path / "never", 0) == []
+
+
+def test_doctor_and_compile_agree_about_a_cache_that_cannot_be_written(
+    attnsweep, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(doctor, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(doctor, "driver_cuda", lambda: None)
+    assert fault(tmp_path / "file" / "cache")
+    out = attnsweep("doctor").stdout
+    assert "compile, report and replay work" not in out
+    assert f"for compile: set {nvrtc.CACHE_VARIABLE} to a writable directory" in out
+    with pytest.raises(nvrtc.ToolchainError) as caught:
+        nvrtc._write_entry(tmp_path / "file" / "cache" / "aa" / "key", b"", "")
+    assert f"set {nvrtc.CACHE_VARIABLE} to a writable directory" in str(caught.value)
+    assert "it cannot be written" in attnsweep("cache").stdout
+
+
+# -- schema and completion --------------------------------------------------------------------
+
+
+def test_the_schema_is_printed_and_is_in_the_wheel(attnsweep):
+    printed = attnsweep("schema").stdout
+    assert printed == (ROOT / "docs" / "spec.schema.json").read_text(encoding="utf-8")
+    assert json.loads(printed)["$id"].startswith("urn:attnsweep:")
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    included = wheel["targets"]["wheel"]["force-include"]
+    assert included["docs/spec.schema.json"] == "attnsweep/spec.schema.json"
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("run qui", {"quickstart"}),
+        ("run own", {"own.yaml"}),
+        ("run dir/", {"dir/two.yml"}),
+        ("tune 1,2,3,64 --kernel flash_fwd_mm", {"flash_fwd_mma"}),
+        ("list nai", {"naive"}),
+        ("compile h100 --arch sm_8", {"sm_80", "sm_86", "sm_89"}),
+        ("report res", {"results/replay/quickstart"}),
+        ("report results/re", {"results/replay/quickstart"}),
+        ("inspect nai", {"naive"}),
+        ("inspect results", {"results/replay/quickstart"}),
+        ("check h10", {"h100"}),
+        ("profile nowhere/", set()),
+        ("cac", {"cache"}),
+        ("tune shap", {"shapes.csv"}),
+        ("tune 1,2,3,64 --replay res", {"results/replay/quickstart"}),
+    ],
+)
+def test_a_shell_completes_names(attnsweep, tmp_path, typed, completed):
+    (tmp_path / "own.yaml").write_text("")
+    (tmp_path / "own.txt").write_text("")
+    (tmp_path / "shapes.csv").write_text("")
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir" / "two.yml").write_text("")
+    run = tmp_path / "results" / "replay" / "quickstart"
+    run.mkdir(parents=True)
+    (run / "trials.jsonl").write_text("")
+    words = typed.split(" ")
+    asked = {
+        "_ATTNSWEEP_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"attnsweep {typed}",
+        "COMP_CWORD": str(len(words)),
+    }
+    done = CliRunner().invoke(cli.app, [], prog_name="attnsweep", env=asked)
+    assert set(done.stdout.split()) == completed

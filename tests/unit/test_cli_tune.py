@@ -1,0 +1,314 @@
+"""`attnsweep tune` and `init`: a shape without a spec, on a stand-in for the GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from fake_compiler import FakeCompiler
+from fake_gpu import FakeGpu
+from samples import TEST_GPU
+
+from attnsweep import sweep
+from attnsweep.choose import start
+from attnsweep.errors import NoGpuError
+from attnsweep.family.declare import discover
+from attnsweep.gpu.worker import WorkerError
+from attnsweep.hardware import ARCHS
+from attnsweep.spec.load import load_spec
+from attnsweep.spec.plan import plan
+from attnsweep.store.run import open_run
+from attnsweep.tools import target
+from attnsweep.trial import Status
+
+FAMILIES = Path(__file__).parent.parent / "families"
+TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "THREADS=256": 50.0}
+TIMES["flash_attn_3"] = 25.0
+# A family with four candidates, so that a sweep is short.
+NAIVE = ("tune", "1,2,256,64", "--kernel", "naive")
+ENDING = "naive is 1.250 ± 0.000 times as fast as FlashAttention-3 (20.0 against 25.0 µs) on"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = FakeGpu(TIMES)
+    monkeypatch.setattr(sweep, "Worker", gpu)
+    monkeypatch.setattr(target, "Worker", gpu)
+    monkeypatch.setattr(
+        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+    )
+    return gpu
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    gpu = FakeGpu(environment=NoGpuError("no driver", hint="get one"))
+    monkeypatch.setattr(sweep, "Worker", gpu)
+    monkeypatch.setattr(target, "Worker", gpu)
+
+
+def on(monkeypatch, **facts):
+    """A GPU of other facts."""
+    gpu = FakeGpu(TIMES, environment=TEST_GPU.model_copy(update=facts))
+    monkeypatch.setattr(target, "Worker", gpu)
+
+
+def rows_of(tmp_path, name):
+    return open_run(tmp_path / "results" / "test-1" / name).trials
+
+
+def test_it_ends_in_the_sentence_and_stores_a_run(attnsweep, gpu, tmp_path):
+    done = attnsweep(*NAIVE, "--causal", "--dtype", "bf16")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{ENDING} (1,2,256,64) bf16 causal."
+    rows = rows_of(tmp_path, "tune-1-2-256-64-bf16-causal-naive")
+    assert {row.problem.label for row in rows} == {"(1,2,256,64) bf16 causal"}
+    assert {row.kernel for row in rows if row.provider == "attnsweep"} == {"naive"}
+
+
+def test_the_same_command_measures_nothing_twice_and_fresh_all(attnsweep, gpu, tmp_path):
+    first = attnsweep(*NAIVE)
+    tried = len(gpu.names("trial"))
+    assert tried == 4
+    again = attnsweep(*NAIVE)
+    assert len(gpu.names("trial")) == tried
+    assert again.stdout == first.stdout
+    attnsweep("tune", "B=1 H=2 S=256 D=64", "--kernel", "naive")
+    assert len(gpu.names("trial")) == tried, "the named form is another run"
+    attnsweep(*NAIVE, "--fresh")
+    assert len(gpu.names("trial")) == 2 * tried
+    directory = tmp_path / "results" / "test-1" / "tune-1-2-256-64-fp16-full-naive"
+    assert len([*directory.glob("trials.*.jsonl")]) == 1, "the older rows are set aside"
+
+
+def test_several_shapes_are_one_run_with_a_sentence_each(attnsweep, gpu, tmp_path):
+    (tmp_path / "more.csv").write_text("B,H,S,D,causal\n1,2,512,64,true\n")
+    shapes = ("1,2,256,64", "more.csv")
+    done = attnsweep("tune", *shapes, "--kernel", "naive")
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-2:]
+    assert [line.removeprefix(f"{ENDING} ") for line in last] == [
+        "(1,2,256,64) fp16 full.",
+        "(1,2,512,64) fp16 causal.",
+    ]
+    (directory,) = (tmp_path / "results" / "test-1").iterdir()
+    assert re.fullmatch("tune-2-shapes-[0-9a-f]{8}-naive", directory.name)
+    attnsweep("tune", *shapes[::-1], "--kernel", "naive")
+    assert [*directory.parent.iterdir()] == [directory], "the order makes another run"
+
+
+def test_a_faster_peer_is_named_first(attnsweep, gpu):
+    gpu.times["flash_attn_3"] = 10.0
+    last = attnsweep(*NAIVE).stdout.splitlines()[-1]
+    assert last.startswith("FlashAttention-3 is 2.000 ± 0.000 times as fast as naive, the best of")
+
+
+def test_json_has_the_sentence(attnsweep, gpu):
+    data = json.loads(attnsweep(*NAIVE, "--json").stdout)
+    assert data["sentences"] == [f"{ENDING} (1,2,256,64) fp16 full."]
+    assert data["problems"][0]["winner"]
+
+
+def test_the_saved_spec_is_what_was_run(attnsweep, gpu, tmp_path):
+    attnsweep(*NAIVE, "--save-spec", "mine.yaml", "--budget-s", "60")
+    spec = load_spec(tmp_path / "mine.yaml", discover())
+    stored = tmp_path / "results" / "test-1" / spec.name
+    assert spec == load_spec(stored / "spec.yaml", discover())
+    assert spec.search.budget_s == 60
+    before = len(gpu.names("trial"))
+    assert attnsweep("run", "mine.yaml").returncode == 0
+    assert len(gpu.names("trial")) == before
+
+
+def test_a_spec_is_not_written_over_a_file_unless_it_is_forced(attnsweep, gpu, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("precious")
+    done = attnsweep(*NAIVE, "--save-spec", path)
+    assert done.returncode == 2
+    assert "is there already" in done.stderr
+    assert path.read_text() == "precious"
+    assert gpu.names("trial") == [], "it measured before it looked"
+    assert attnsweep(*NAIVE, "--save-spec", path, "--force").returncode == 0
+    assert path.read_text() != "precious"
+    done = attnsweep(*NAIVE, "--save-spec", "nowhere/mine.yaml")
+    assert (done.returncode, "cannot be written" in done.stderr) == (2, True)
+
+
+def test_the_shipped_space_of_the_card_is_taken(attnsweep, gpu, monkeypatch):
+    def counted(*shape, **facts):
+        if facts:
+            on(monkeypatch, **facts)
+        done = attnsweep("tune", *shape, "--dry-run", "--json")
+        assert done.returncode == 0, done.stderr
+        return {fact["kernel"] for fact in json.loads(done.stdout)}, done.stderr
+
+    shape = ("4,32,4096,128",)
+    assert counted(*shape) == ({"flash_fwd_wgmma"}, "")
+    assert counted(*shape, gpu="NVIDIA A100-SXM4-80GB", arch="sm_80") == ({"flash_fwd_mma"}, "")
+    found, said = counted(*shape, gpu="NVIDIA GeForce RTX 5090", arch="sm_120a")
+    assert found == {"flash_fwd_mma"}
+    assert "no shipped spec was made on sm_120a; the space of l4 runs there" in said
+    found, _ = counted("1,4,16,2048", "--dtype", "fp32", gpu="NVIDIA H200", arch="sm_90a")
+    assert found == {"flash_fwd_fp32_wide", "flash_fwd_fp32_wgmma"}
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_it_says_what_works(attnsweep, tmp_path):
+    done = attnsweep("tune", "B=4", "H=32", "S=4096", "D=128", "--causal", "--dtype", "bf16")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "no driver. Nothing was measured" in done.stderr
+    commands = re.findall(r"attnsweep (tune .*?)(?:  |\n)", done.stderr)
+    assert commands[0].startswith("tune B=4 H=32 S=4096 D=128 --causal --dtype bf16 --dry-run")
+    for command in commands:
+        works = attnsweep(*command.split())
+        assert works.returncode == 0, works.stderr
+    assert not (tmp_path / "results" / "h100-80gb-hbm3").exists()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_replay_says_that_it_is_recorded(attnsweep, tmp_path):
+    done = attnsweep("tune", "4,32,4096,64", "--dtype", "bf16", "--replay", "quickstart")
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(
+        r"flash_fwd_wgmma is 1\.\d+ ± 0\.\d+ times as fast as FlashAttention-3 \(\d+ against "
+        r"\d+ µs\) on \(4,32,4096,64\) bf16 full, recorded on NVIDIA H100 80GB HBM3, [\d-]+\.",
+        last,
+    )
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["replay"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("4,32,4096",), ["'4,32,4096'", "four numbers, not 3"]),
+        (("4,32,4096,128", "--dtype", "float16"), ["--dtype: unknown dtype 'float16'", "fp16"]),
+        (("1,2,64,64", "--arch", "sm_90a"), ["--arch needs --dry-run"]),
+        (("1,2,64,64", "--arch", "sm_90a", "--replay", "quickstart"), ["exclude each other"]),
+        (("1,2,64,64", "--fresh", "--replay", "quickstart"), ["--fresh does nothing here"]),
+        (("1,2,64,64", "--force"), ["--force goes with --save-spec"]),
+        (("1,2,64,64", "--kernel", "naiv", "--dry-run", "--arch", "sm_80"), ["'naive'"]),
+        (("1,2,64,64", "--dry-run", "--arch", "sm_100b"), ["--arch sm_100b", "mean 'sm_100a'?"]),
+        (("1,2,64,64", "--dry-run", "--arch", "sm_75"), ["flash_fwd_mma", "specs: a100 (sm_80"]),
+        (("1,2,64,64", "--replay", "quickstart"), ["is not recorded there", "(1,16,1024,64)"]),
+        (("1,2,64,64", "--replay", "h100"), ["is a spec that measures"]),
+        (("1,2,64,64", "--replay", "nowhere"), ["nowhere: no such run"]),
+        (
+            ("1,2,64,80", "--dry-run", "--arch", "sm_90a"),
+            ["no family of h100.yaml runs (1,2,64,80)", "head_dim 80 is not one of"],
+        ),
+        (
+            ("1,2,64,64", "--kernel", "flash_fwd_wgmma", "--dry-run", "--arch", "sm_80"),
+            ["flash_fwd_wgmma: needs sm_90a", "naive", "--kernel"],
+        ),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)
+@pytest.mark.usefixtures("no_gpu")
+def test_what_cannot_be_is_exit_code_2_and_says_what_fits(attnsweep, arguments, words):
+    done = attnsweep("tune", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    for word in words:
+        assert word in done.stderr
+
+
+def test_a_card_that_is_too_old_is_answered_with_what_runs_where(attnsweep, monkeypatch):
+    error = NoGpuError("Tesla T4 has compute capability 7.5, which attnsweep does not support")
+    monkeypatch.setattr(target, "Worker", FakeGpu(environment=error))
+    for command in (("tune", "1,2,64,64"), ("init",)):
+        done = attnsweep(*command)
+        assert done.returncode == 3
+        assert "families of sm_80 and later: " in done.stderr
+        assert "specs: a100 (sm_80" in done.stderr
+
+
+def test_a_gpu_that_does_not_answer_is_no_traceback(attnsweep, monkeypatch):
+    class Dead(FakeGpu):
+        def describe(self, *, preload=None):
+            raise WorkerError(Status.TIMEOUT, "no answer in 60 s")
+
+    monkeypatch.setattr(target, "Worker", Dead())
+    for command in (("tune", "1,2,64,64"), ("init",)):
+        done = attnsweep(*command)
+        assert done.returncode == 3
+        assert "the GPU did not answer" in done.stderr
+        assert "nvidia-smi" in done.stderr
+
+
+def test_families_of_the_users_own_are_in_the_saved_spec(attnsweep, gpu, tmp_path):
+    asked = ("--kernel", "twice", "--kernels", FAMILIES, "--save-spec", "mine.yaml")
+    done = attnsweep("tune", "1,2,64,64", *asked, "--dry-run", "--arch", "sm_90a")
+    assert done.returncode == 0, done.stderr
+    assert load_spec(tmp_path / "mine.yaml").kernel_dir == FAMILIES
+    again = attnsweep("run", "mine.yaml", "--dry-run")
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+
+
+class TestInit:
+    @pytest.mark.parametrize("arch", ARCHS)
+    def test_a_spec_for_every_architecture_has_candidates(self, attnsweep, arch):
+        done = attnsweep("init", "own/../mine.yaml", "--arch", arch)
+        assert done.returncode == 2, "its directory does not exist"
+        assert attnsweep("init", "mine.yaml", "--arch", arch).returncode == 0
+        families = discover()
+        spec = load_spec(Path("mine.yaml"), families)
+        assert (spec.name, spec.arch) == ("mine", arch)
+        assert all(item.spaces for item in plan(spec, families, ARCHS[arch]))
+        assert "\n# " in Path("mine.yaml").read_text()
+
+    def test_it_is_for_this_card(self, attnsweep, gpu, monkeypatch):
+        on(monkeypatch, gpu="NVIDIA H100 PCIe", sm_count=114)
+        said = attnsweep("init").stdout
+        assert said == "sweep.yaml: a sweep for NVIDIA H100 PCIe; next: attnsweep run sweep.yaml\n"
+        text = Path("sweep.yaml").read_text()
+        assert "after h100.yaml" in text
+        assert "PERSISTENT: [0, 114]" in text
+        assert "132" not in text
+        on(monkeypatch, gpu="NVIDIA H200", sm_count=132)
+        assert "after h200.yaml" in attnsweep("init", "-").stdout
+
+    def test_what_it_comments_out_is_valid_too(self, attnsweep):
+        attnsweep("init", "--arch", "sm_90a")
+        path = Path("sweep.yaml")
+        text = path.read_text()
+        before, _, rest = text.partition("# A spec can say more")
+        lines = [line.removeprefix("# ") for line in rest.splitlines()[1:]]
+        Path("kernels").mkdir()
+        path.write_text(before + "\n".join(lines))
+        spec = load_spec(path)
+        assert (spec.limits.spill_bytes, spec.check.slower) == (0, 0.02)
+        assert spec.kernel_dir == Path("kernels").resolve()
+
+    def test_problems_of_the_users(self, attnsweep):
+        attnsweep("init", "--arch", "sm_90a", "--problem", "4,32/8,1x4096,128 bf16")
+        assert "# A spec can say more" in Path("sweep.yaml").read_text()
+        (entry,) = load_spec(Path("sweep.yaml"), discover()).problems
+        assert entry.problem.label == "(4,32/8,1x4096,128) bf16 full"
+
+    def test_it_replaces_no_file_unless_it_is_forced(self, attnsweep):
+        Path("sweep.yaml").write_text("precious")
+        done = attnsweep("init", "--arch", "sm_90a")
+        assert (done.returncode, "--force replaces it" in done.stderr) == (2, True)
+        assert Path("sweep.yaml").read_text() == "precious"
+        assert attnsweep("init", "--arch", "sm_90a", "--force").returncode == 0
+        assert Path("sweep.yaml").read_text() != "precious"
+
+    @pytest.mark.usefixtures("no_gpu")
+    def test_without_a_gpu_it_asks_for_which(self, attnsweep):
+        done = attnsweep("init")
+        assert done.returncode == 3
+        assert "attnsweep init --arch sm_90a" in done.stderr
+        assert not Path("sweep.yaml").exists()
+
+    def test_an_unknown_architecture_is_answered_with_the_nearest(self, attnsweep):
+        done = attnsweep("init", "--arch", "sm_95")
+        assert done.returncode == 2
+        assert "did you mean 'sm_9" in done.stderr or "did you mean 'sm_8" in done.stderr
+        assert "families of sm_90a: " in done.stderr
