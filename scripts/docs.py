@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    os.environ["COLUMNS"] = "118"  # as wide as the README shows a table; the console reads it once
+    os.environ["COLUMNS"] = "120"  # as wide as a pipe prints; the console reads it once
 
 import typer.cli
 from cards import cards

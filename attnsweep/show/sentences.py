@@ -219,6 +219,17 @@ def apart(row: Row) -> bool:
     return not row["rounds"]
 
 
+def faster_peer(section: Section) -> str | None:
+    """`torch_cudnn is faster (1.12×)`, if the fastest peer ranks before the best of ours."""
+    won, best = section.winner, section.best_baseline
+    if won is None or best is None or not best["rank"] or best["rank"] >= won["rank"]:
+        return None
+    ratio = won["ratio_to_best_baseline"]
+    if ratio is None or ratio >= 1:
+        return None
+    return f"{who(best)} is faster ({1 / ratio:.2f}×)"
+
+
 def winner_lines(section: Section) -> list[str]:
     """The winner in full, then the stages of the best pipeline of each family."""
     row = section.winner
@@ -254,7 +265,9 @@ def winner_lines(section: Section) -> list[str]:
     chained = row["trial"].chained_us
     said += [] if chained is None else [f"chained{GLUE}{figure(chained, 3)}{GLUE}µs"]
     config = f" {row['config']}" if row["config"] else ""
-    lines = [f"* winner {who(row)}{config}: {', '.join(said)}"]
+    peer = faster_peer(section)
+    title = f"* best of ours; {peer}:" if peer else "* winner"
+    lines = [f"{title} {who(row)}{config}: {', '.join(said)}"]
     lines += _chained(section) if chained is None else []
     for row in section.best_of_families:
         stages = row["trial"].stages_us

@@ -27,6 +27,7 @@ from attnsweep.show.sentences import (
     conditions_line,
     decimals_for,
     failures,
+    faster_peer,
     figure,
     heading,
     marks,
@@ -53,6 +54,8 @@ LEGEND = (
     "timed once · × base: time of the fastest peer known over this one, paired by rounds; ~ of "
     f"medians, ≥ at least, because that peer is noisy · 95{GLUE}%: interval of × base, of fewer "
     f"than 6 rounds their range · regs, smem: the largest stage · %{GLUE}bound: 100 is at the bound"
+    " · eager: host time to issue one call, next to which the device works · ranks follow the "
+    "paired rounds, so a row with a lower median can rank below another"
 )
 
 
@@ -272,11 +275,11 @@ def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str]
 
 
 def _summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]:
-    """Header and one line per problem: winner, its time, the ratio to the fastest peer, the peer.
+    """Header and one line per problem: the best of ours, its time, the ratio to the fastest peer.
 
     intervals: whether the ratios have theirs, for which a narrow terminal has no room.
     """
-    lines = [["problem", "µs", "µs/head", "× base", "base", "winner"]]
+    lines = [["problem", "µs", "µs/head", "× base", "base", "best of ours"]]
     for section in sections:
         won, best = section.winner, section.best_baseline
         ratio = ratio_text(won, name=False, interval=intervals) if won else NONE
@@ -311,7 +314,8 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
         (header, *lines), legend = _table(section, shown, width)
         out.append((header, "bold"))
         for row, line in zip(shown, lines, strict=True):
-            style = "bold green" if row["winner"] else "cyan" if row["baseline"] else ""
+            best = "bold" if faster_peer(section) else "bold green"
+            style = best if row["winner"] else "cyan" if row["baseline"] else ""
             out.append((line, style))
     for line in winner_lines(section):
         say(line, "bold" if section.winner else "bold red")

@@ -5,8 +5,11 @@ And what other pages say of names and links.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from attnsweep import cli
 from attnsweep.spec.model import CheckSpec
 
 ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
 TEXT = (ROOT / "docs" / "ci.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", TEXT, re.DOTALL)
 WORKFLOWS = [yaml.safe_load(block) for language, block in BLOCKS if language == "yaml"]
@@ -95,3 +99,25 @@ def test_the_names_of_elements_are_those_of_their_header():
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]*)(?:#[^)]*)?\)", (ROOT / "docs" / page).read_text()):
         assert (ROOT / "docs" / (target or page)).exists(), target
+
+
+def test_the_readme_shows_what_a_pipe_prints(tmp_path):
+    block = re.search(r"<!-- quickstart.*?-->\n```\n\$ (.*?)\n(.*?)```", README, re.DOTALL)
+    assert block is not None
+    command = shlex.split(block[1])[1:]
+    results = tmp_path / "results"
+    plain = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
+    done = subprocess.run(
+        [sys.executable, "-m", "attnsweep", *command, "--results", str(results)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=plain,
+    )
+    # The name of the directory is the only difference, and it decides where lines break.
+    told = [line for line in done.stdout.splitlines() if str(tmp_path) not in line]
+    shown = [line for line in block[2].splitlines() if "results/replay" not in line]
+    begin = next(i for i, line in enumerate(told) if " · recorded on " in line)
+    kept = [line.rstrip() for line in told[begin:]]
+    assert [line for line in shown if line in kept] == shown

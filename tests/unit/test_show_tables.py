@@ -513,3 +513,28 @@ def test_wrap_breaks_between_words_but_not_before_a_unit() -> None:
     assert wrap("it took 12.5\u00a0µs in all", 14) == ["it took", "    12.5 µs in", "    all"]
     assert cut("abcdef", 4) == "abc…"
     assert cut("abcd", 4) == "abcd"
+
+
+def test_the_best_of_ours_is_no_winner_where_a_peer_is_faster() -> None:
+    run = full_run()
+    ahead = full_run(trials=[*run.trials, baseline("flash_attn_3", 25.0)])
+    text = " ".join(printed(ahead, 120).split())
+    assert "* best of ours; flash_attn_3 is faster (1.12×): three_kernel_wgmma QK_BLOCK_M" in text
+    assert "* winner" not in text
+    styled = printed(ahead, 120, terminal=True)
+    assert "\x1b[1;32m" not in styled  # green is a winner's
+    assert "\x1b[1;32m" in printed(run, 120, terminal=True)
+    markdown = report.to_markdown(rank(ahead.trials, ahead.environment), ahead.environment)
+    assert "- best of ours; flash_attn_3 is faster (1.12×): three_kernel" in markdown
+
+
+def test_a_tie_with_a_peer_or_a_peer_of_another_format_is_still_won() -> None:
+    run = full_run()
+    for peer in (baseline("torch_flash", 28.1), baseline("flash_attn_3_fp8", 20.0)):
+        assert "* winner three_kernel" in printed(full_run(trials=[*run.trials, peer]), 120)
+
+
+def test_the_legend_explains_eager_and_ranks_that_medians_do_not_follow() -> None:
+    text = " ".join(printed(full_run(), 120).split())
+    assert "eager: host time to issue one call" in text
+    assert "a row with a lower median can rank below another" in text

@@ -1,0 +1,240 @@
+"""Which parameters mattered: the effect of each, by the rows of one family on one problem.
+
+Two figures for each parameter, both from the first times of candidates (`Trial.screened_us`), which
+every candidate got in the same way; later rounds time only the best again.
+
+- Pairs: candidates that differ in this parameter only. Nothing else can explain the ratio of their
+  times, but the values of the others are those that rules and the search left.
+- Share of variance: how much of the variance of the logarithm of all times lies between the groups
+  of equal value. Rules tie parameters together, so shares need not sum to 1.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnsweep.choose.columns import value_text
+from attnsweep.trial import OURS, Status, Trial, Value
+
+# Statuses whose first time is that of a right candidate.
+_TIMED = (Status.OK, Status.NOISY)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueEffect:
+    """One value of a parameter next to the reference value.
+
+    ratio: median over the pairs of this value's time over the reference's, None without pairs.
+    faster: the pairs in which this value was faster.
+    """
+
+    value: Value
+    candidates: int
+    pairs: int
+    ratio: float | None
+    faster: int
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """The effect of one parameter. reference: the winner's value.
+
+    share: share of the variance of log time between the groups of equal value, adjusted for their
+    number (0 if chance alone would explain as much), None if no group has two candidates. pairs:
+    all pairs that differ in this parameter only. spread: median over these pairs of the slower time
+    over the faster, None without pairs.
+    """
+
+    name: str
+    reference: Value
+    candidates: int
+    share: float | None
+    pairs: int
+    spread: float | None
+    values: tuple[ValueEffect, ...]
+    sets: tuple[str, ...] = ()
+    """The parameters that it sets together, if it is an axis of the spec's variants."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The effect as plain data; unknown values are None."""
+        return {
+            "parameter": self.name,
+            "sets": list(self.sets),
+            "reference": self.reference,
+            "candidates": self.candidates,
+            "share_of_variance": self.share,
+            "pairs": self.pairs,
+            "median_ratio_of_pairs": self.spread,
+            "values": [
+                {
+                    "value": each.value,
+                    "candidates": each.candidates,
+                    "pairs": each.pairs,
+                    "ratio": each.ratio,
+                    "faster": each.faster,
+                }
+                for each in self.values
+            ],
+        }
+
+
+def timed(trials: Iterable[Trial], kernel: str) -> list[Trial]:
+    """The candidates of a family with a usable first time, of trials of one problem."""
+    return [
+        trial
+        for trial in trials
+        if trial.provider == OURS
+        and trial.kernel == kernel
+        and trial.status in _TIMED
+        and trial.screened_us is not None
+        and 0 < trial.screened_us < math.inf
+    ]
+
+
+def effects(
+    trials: Sequence[Trial],
+    reference: Trial,
+    axes: Mapping[str, Sequence[str]] | None = None,
+) -> list[Effect]:
+    """The effect of each parameter, the largest share of variance first.
+
+    trials: those of one problem. reference: the winner, whose family is described. axes: each axis
+    of the spec's variants with the parameters that it alone sets; such an axis has an effect as a
+    parameter has, with the names of its variants as values. A parameter with one value in all timed
+    candidates is left out: the run says nothing about it.
+    """
+    rows = timed(trials, reference.kernel)
+    found = []
+    for name, own in reference.config.items():
+        found += _effect(
+            [(t.config[name], _others(t.config, (name,)), t) for t in rows if name in t.config],
+            name,
+            own,
+        )
+    for axis, names in (axes or {}).items():
+        if axis in reference.variant and len(names) > 1:
+            settings = [(t.variant[axis], _others(t.config, names), t) for t in rows
+                        if axis in t.variant]  # fmt: skip
+            of_axis = _effect(settings, axis, reference.variant[axis], names)
+            # What changes with its axis only has no pairs of its own: the axis speaks for it.
+            told = set(names) if any(e.pairs for e in of_axis) else set()
+            found = [e for e in found if e.pairs or e.name not in told] + of_axis
+    return sorted(found, key=lambda e: (-(e.share or 0.0), -(e.spread or 1.0), e.name))
+
+
+def axes_of(variants: object) -> dict[str, list[str]]:
+    """Axis to the parameters that have one value in each of its variants, and not always the same.
+
+    variants: those of a family in a resolved spec. Empty for anything else.
+    """
+    found: dict[str, list[str]] = {}
+    if not isinstance(variants, Mapping):
+        return found
+    for axis, choices in variants.items():
+        if not isinstance(choices, Mapping) or not all(
+            isinstance(values, Mapping) for values in choices.values()
+        ):
+            continue
+        names = dict.fromkeys(name for values in choices.values() for name in values)
+        for name in names:
+            lists = [values.get(name) for values in choices.values()]
+            single = all(isinstance(each, list) and len(each) == 1 for each in lists)
+            if single and len({str(each) for each in lists}) > 1:
+                found.setdefault(str(axis), []).append(str(name))
+    return found
+
+
+def _effect(
+    rows: Sequence[tuple[Value, tuple[object, ...], Trial]],
+    name: str,
+    reference: Value,
+    sets: Sequence[str] = (),
+) -> list[Effect]:
+    """The effect of one setting, none if it has one value. rows: its value, all others, the row."""
+    groups: dict[tuple[object, ...], dict[tuple[str, str], float]] = defaultdict(dict)
+    logs: dict[tuple[str, str], list[float]] = defaultdict(list)
+    values: dict[tuple[str, str], Value] = {}
+    for own_value, others, trial in rows:
+        time_us = trial.screened_us
+        assert time_us is not None  # `timed` keeps only rows with one
+        value = _key(own_value)
+        values.setdefault(value, own_value)
+        groups[others][value] = time_us
+        logs[value].append(math.log(time_us))
+    if len(values) < 2:
+        return []
+    spreads: list[float] = []
+    ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
+    own = _key(reference)
+    for times in groups.values():
+        each = list(times.values())
+        spreads += [max(a, b) / min(a, b) for i, a in enumerate(each) for b in each[:i]]
+        if own in times:
+            for value, time_us in times.items():
+                if value != own:
+                    ratios[value].append(time_us / times[own])
+    shown = tuple(
+        ValueEffect(
+            value,
+            len(logs[key]),
+            len(ratios[key]),
+            statistics.median(ratios[key]) if ratios[key] else None,
+            sum(ratio < 1 for ratio in ratios[key]),
+        )
+        for key, value in sorted(values.items(), key=lambda item: _order(item[1]))
+    )
+    return [
+        Effect(
+            name,
+            reference,
+            len(rows),
+            _share([*logs.values()]),
+            len(spreads),
+            statistics.median(spreads) if spreads else None,
+            shown,
+            tuple(sets),
+        )
+    ]
+
+
+def _share(groups: Sequence[Sequence[float]]) -> float | None:
+    """Share of the variance that lies between groups (epsilon squared), at least 0.
+
+    Unlike eta squared, it does not grow with the number of groups alone. None if every group is a
+    single row, or if nothing varies.
+    """
+    everything = [value for group in groups for value in group]
+    count = len(everything)
+    if count <= len(groups):
+        return None
+    mean = statistics.fmean(everything)
+    total = sum((value - mean) ** 2 for value in everything)
+    if total == 0:
+        return None
+    within = sum(
+        (value - center) ** 2
+        for group in groups
+        for center in [statistics.fmean(group)]
+        for value in group
+    )
+    left = (within / (count - len(groups))) / (total / (count - 1))
+    return max(0.0, 1.0 - left)
+
+
+def _others(config: Mapping[str, Value], names: Collection[str]) -> tuple[object, ...]:
+    """All of a config but these parameters."""
+    return tuple(sorted((n, _key(v)) for n, v in config.items() if n not in names))
+
+
+def _key(value: Value) -> tuple[str, str]:
+    """A value without Python's equality of True and 1."""
+    return type(value).__name__, value_text(value)
+
+
+def _order(value: Value) -> tuple[bool, int, str]:
+    return (True, 0, value) if isinstance(value, str) else (False, int(value), "")

@@ -1,0 +1,59 @@
+"""`attnsweep explain`: why a candidate won or lost, and which parameters mattered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from attnsweep.cli.app import JsonOption, KernelsOption, app, no_collection, print_result, warn
+from attnsweep.show.terminal import console
+
+
+@app.command()
+def explain(
+    run_: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    config: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="'BLOCK_N=64 WARPGROUPS=4', a kernel, or the values that tables print, '64/4' "
+            "(default: the winner).",
+        ),
+    ] = None,
+    problem: Annotated[
+        str | None,
+        typer.Option(
+            "--problem",
+            help="'1,16,1024,64' or '(2,32/8,2048,128) bf16 causal' (default: every problem).",
+        ),
+    ] = None,
+    json_: JsonOption = False,
+    kernels: KernelsOption = None,
+) -> None:
+    """Explain why a candidate of RUN won or lost, and which parameters mattered; needs no GPU.
+
+    Shows its time next to the winner's, the next ones' and the fastest peer's, with stages,
+    registers, shared memory and occupancy; what one parameter more or less would have been, or
+    which rule removes it; and the effect of every parameter by the run's own rows. Of several
+    candidates that fit CONFIG, the best ranked is explained.
+
+    Examples: attnsweep explain results/h200/ladder · attnsweep explain results/h200/ladder
+    BLOCK_N=64 --problem 1,16,1024,64
+    """
+    from attnsweep.family.declare import discover
+    from attnsweep.store.run import open_run
+    from attnsweep.tools.explain import explain as explained
+    from attnsweep.tools.explain_lines import lines
+
+    families = discover(kernels)
+    with no_collection():
+        read = open_run(run_)
+        found = explained(read, config or (), problem, families)
+    warn(read)
+    shown: list[Text] = []
+    for each in found:
+        shown += [Text()] * bool(shown) + lines(each, console.width)
+    print_result(shown, [each.to_json() for each in found], json_)
