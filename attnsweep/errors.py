@@ -7,6 +7,8 @@ inconclusive.
 
 from __future__ import annotations
 
+import re
+
 
 class AttnsweepError(Exception):
     """Base of all errors. `where`: a file:line:column or a command; `hint`: what to do next."""
@@ -51,8 +53,35 @@ class CompileError(AttnsweepError):
     """NVRTC or ptxas refused one stage. `log` is the whole compiler log."""
 
     def __init__(self, what: str, *, log: str, where: str | None = None) -> None:
-        super().__init__(what, where=where)
         self.log = log
+        super().__init__(what, where=where)
+
+    def render(self) -> str:
+        """Every error of the log, each with its source line and caret."""
+        found = compiler_errors(self.log)
+        first = super().render()
+        return "\n".join(found if any(self.what in each for each in found) else [first, *found])
+
+
+_ERROR = re.compile(r"\berror\b[^:\n]{0,16}:")
+
+
+def compiler_errors(log: str) -> list[str]:
+    """Each error of a log of NVRTC or ptxas with the source line and the caret below it.
+
+    Warnings, and equal errors, are left out.
+    """
+    found: list[list[str]] = []
+    inside = False
+    for line in log.splitlines():
+        if _ERROR.search(line) and not line[:1].isspace():
+            found.append([line.rstrip()])
+            inside = True
+        elif inside and line[:1].isspace() and line.strip():
+            found[-1].append(line.rstrip())
+        else:
+            inside = False
+    return list(dict.fromkeys("\n".join(lines) for lines in found))
 
 
 class NoGpuError(AttnsweepError):

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from attnsweep.build.advice import spilling, unused_parameters
 from attnsweep.build.candidate import Build, compiled_row, workspace_limit
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
@@ -79,6 +80,10 @@ def run(
     with Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu, ExitStack() as at_end:
         environment, planned, compiler = start(spec, kernels, gpu, cache_dir, at_end)
         observer.planned(candidate_count(planned, spec.search.candidates))
+        for warning in unused_parameters(
+            (space for item in planned for space in item.spaces), compiler.arch
+        ):
+            observer.note(warning)
         directory = results / environment.slug / spec.name
         elsewhere = not fresh and measured_elsewhere(directory, environment)
         if elsewhere:
@@ -93,6 +98,9 @@ def run(
             took_s = time.monotonic() - began
             observer.note(f"took {took_s:.0f} s; {proof_s:.0f} s of them proved outputs right")
         sweep.keep_winners(missing=not interrupted)
+        spills = spilling(store.trials, spec)
+        if spills is not None:
+            observer.note(spills)
         return Outcome(store.finish(tables.files), interrupted)
 
 

@@ -215,8 +215,9 @@ def workspace(config: Config, problem: Problem) -> dict[str, int]:
     return {"partial": 4 * rows * (c.SLICES // c.CLUSTER) * KEYS * key_tiles(p)}
 
 
-FIRST = ("SLICES", "CLUSTER", "BLOCK_M", "WARPGROUPS", "NUM_STAGES", "PDL")
-OUTPUT = (*FIRST, "OUTPUT_SLICES", "OUTPUT_WARPGROUPS", "OUTPUT_ALONE")
+# SLICES, WARPGROUPS and NUM_STAGES differ between launches, so `launch` defines them.
+FIRST = ("BLOCK_M", "PDL")
+OUTPUT = (*FIRST, "CLUSTER", "OUTPUT_SLICES", "OUTPUT_WARPGROUPS", "OUTPUT_ALONE")
 
 
 @kernel.stage("fwd", params=FIRST)

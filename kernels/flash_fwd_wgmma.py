@@ -146,7 +146,8 @@ def workspace(c, p):
     return {"lse": 4 * rows if c.LSE else 16} | (split if combines(c) else {})
 
 
-@kernel.stage("fwd")
+# The launch defines CLUSTER, because the splits of a tile can be a cluster too.
+@kernel.stage("fwd", params=tuple(p.name for p in kernel.params if p.name != "CLUSTER"))
 def fwd(c, p, arch):
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
     tiles_m = ceil_div(p.seqlen_q, c.CLUSTER * block_m(c)) * c.CLUSTER

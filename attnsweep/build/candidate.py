@@ -12,7 +12,7 @@ from attnsweep.build.cubin import check_arguments, resources
 from attnsweep.build.launches import Candidate, CompiledStage, Launches
 from attnsweep.build.nvrtc import Compiler, Cubin
 from attnsweep.build.prune import why_not, with_instructions
-from attnsweep.errors import CompileError, KernelError
+from attnsweep.errors import CompileError, KernelError, compiler_errors
 from attnsweep.family.chunks import Schedule, schedule_of
 from attnsweep.family.declare import Config, Kernel, Launch
 from attnsweep.family.space import Space
@@ -23,6 +23,8 @@ from attnsweep.spec import require
 from attnsweep.spec.load import SweepSpec
 from attnsweep.trial import OURS, Status, Trial
 
+# Most characters of a compiler's log in a row.
+_LOG_LENGTH = 4000
 # The key of the empty kernel among a build's futures; no stage can have this name.
 _EMPTY = ""
 
@@ -229,8 +231,24 @@ def compiled_row(build: Build, spec: SweepSpec) -> Trial:
 
 
 def _uncompiled(build: Build, error: CompileError) -> Trial:
-    detail = f"{error.what}\n{error.log[:4000]}"
+    detail = f"{error.what}\n{_shortened(error.log)}"
     return build.row(status=Status.COMPILE_ERROR, detail=detail)
+
+
+def _shortened(log: str) -> str:
+    """The log if a row can hold it; otherwise as many whole errors as fit, and how many do not."""
+    errors = compiler_errors(log)
+    if len(log) <= _LOG_LENGTH or not errors:
+        return log[:_LOG_LENGTH]
+    kept: list[str] = []
+    length = 0
+    for text in errors:
+        length += len(text) + 2
+        if kept and length > _LOG_LENGTH:
+            break
+        kept.append(text)
+    rest = len(errors) - len(kept)
+    return "\n\n".join([*kept, *([f"and {rest} more errors"] if rest else [])])
 
 
 def workspace_limit(spec: SweepSpec, memory_bytes: int | None = None) -> int | None:

@@ -39,11 +39,12 @@ def start(
     Raises NoGpuError, SpaceError or ToolchainError.
     """
     with ThreadPoolExecutor(1) as aside:
-        early = aside.submit(_compile_early, spec, kernels, cache_dir, at_end)
-        environment = gpu.describe(preload="torch" if spec.baselines else None)
+        described = aside.submit(gpu.describe, preload="torch" if spec.baselines else None)
+        # In this thread, where a rule that never returns meets its time limit, or Ctrl-C.
+        begun = _compile_early(spec, kernels, cache_dir, at_end)
+    environment = described.result()
     arch = arch_of(spec, environment)
     _check_memory(spec, environment)
-    begun = early.result()
     if begun is None or begun[1].arch != arch:
         begun = _planned(spec, kernels, arch, cache_dir, at_end)
     return environment, *begun

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.errors import KernelError
-from attnsweep.family import validate
+from attnsweep.family import patience, validate
 from attnsweep.family.launch import Arg as Arg
 from attnsweep.family.launch import Launch as Launch
 from attnsweep.family.launch import TensorMap as TensorMap
@@ -117,6 +117,8 @@ def _no_workspace(config: Config, problem: Problem) -> dict[str, int]:
 BLOCK_LIMITS = "block_limits"
 # The rule of chunks.MODES.
 CHUNKS = "chunks_are_used"
+# Ctrl-C names the function that has run for so long; it is then why nothing else happened.
+_SLOW_S = 0.5
 
 # Compile-time facts of a problem that a stage may ask for.
 PROBLEM_CONSTANTS: dict[str, Callable[[Problem], int]] = {
@@ -331,14 +333,19 @@ class Kernel:
                 raise self._fault(f"rule {name}", fault, rule, config, problem)
             if not passed:
                 return name
-        for launch in self.launches(config, problem, arch).values():
-            if (
-                launch.threads > arch.max_threads_per_block
-                or launch.smem_bytes > arch.smem_per_block
-                or launch.grid[0] >= 2**31
-                or max(launch.grid[1:]) > 65535
+        return BLOCK_LIMITS if self.excess(config, problem, arch) is not None else None
+
+    def excess(self, config: Config, problem: Problem, arch: Arch) -> tuple[str, int, int] | None:
+        """The limit of CUDA that a config exceeds, its value and the maximum, or None."""
+        for name, launch in self.launches(config, problem, arch).items():
+            for what, value, most in (
+                ("threads per block", launch.threads, arch.max_threads_per_block),
+                ("bytes of shared memory", launch.smem_bytes, arch.smem_per_block),
+                ("blocks in x of the grid", launch.grid[0], 2**31 - 1),
+                ("blocks in y or z of the grid", max(launch.grid[1:]), 65535),
             ):
-                return BLOCK_LIMITS
+                if value > most:
+                    return f"{what} of stage {name}", value, most
         return None
 
     def launches(self, config: Config, problem: Problem, arch: Arch) -> dict[str, Launch]:
@@ -349,7 +356,7 @@ class Kernel:
             launch = self._ask(f"stage {name}", stage.launch, config, problem, arch)
             if launch is None:
                 continue
-            fault = validate.of_launch(launch, buffers)
+            fault = validate.of_launch(launch, buffers, {*stage.params, *stage.constants})
             if fault is not None:
                 raise self._fault(f"stage {name}", fault, stage.launch, config, problem)
             launches[name] = launch
@@ -384,8 +391,18 @@ class Kernel:
         """Call the declaration's function; what it raises becomes a KernelError with its line."""
         try:
             return function(*args)
-        except KeyboardInterrupt:
-            raise
+        except (KeyboardInterrupt, patience.TooLong) as error:
+            where = _place(function, self.declared_at, error)
+            asked = f"config {args[0].label}, problem {args[1].label}"
+            if isinstance(error, patience.TooLong):
+                raise KernelError(
+                    f"{what} of {self.name} did not return within {patience.LIMIT_S:g} s",
+                    where=where,
+                    hint=f"{asked}\n  look for a loop that does not end",
+                ) from error
+            if patience.elapsed_s() < _SLOW_S:
+                raise
+            raise KeyboardInterrupt(f"{where}: in {what} of {self.name}\n  {asked}") from error
         except BaseException as error:  # a user's declaration may raise anything, or exit
             raise KernelError(
                 f"{what} of {self.name} raised {type(error).__name__}: {error}",

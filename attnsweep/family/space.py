@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from attnsweep.errors import SpaceError
+from attnsweep.family import patience
 from attnsweep.family.chunks import CHUNKS, MODES, is_used
 from attnsweep.family.declare import BLOCK_LIMITS, Config, Kernel
 from attnsweep.hardware import Arch
@@ -60,6 +61,17 @@ class Space:
     """Rule name to the number of configs that it removed first, in rule order."""
     variants: Mapping[Config, Mapping[str, str]] = field(default_factory=dict)
     """Each config to axis to variant name; no axes if the spec has no variants."""
+    excess: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Each limit that BLOCK_LIMITS found exceeded: the least and most value, and the maximum."""
+
+    @property
+    def excess_text(self) -> str:
+        """`bytes of shared memory of stage fwd 262,144 to 327,680, at most 232,448`, or nothing."""
+        said = []
+        for what, (low, high, most) in self.excess.items():
+            values = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+            said.append(f"{what} {values}, at most {most:,}")
+        return "; ".join(said)
 
     @classmethod
     def build(
@@ -85,19 +97,29 @@ class Space:
         removed = dict.fromkeys(rules, 0)
         kept: dict[Config, dict[str, str]] = {}
         seen: set[Config] = set()
-        for chosen, values in groups:
-            for combination in itertools.product(*values.values()):
-                config = Config(dict(zip(values, combination, strict=True)))
-                if config in seen:
-                    continue
-                seen.add(config)
-                used = not modes or is_used(config, problem)
-                refused_by = kernel.refused_by(config, problem, arch) if used else CHUNKS
-                if refused_by is None:
-                    kept[config] = chosen
-                else:
+        over: dict[str, tuple[int, int, int]] = {}
+        with patience.limited():
+            for chosen, values in groups:
+                for combination in itertools.product(*values.values()):
+                    config = Config(dict(zip(values, combination, strict=True)))
+                    if config in seen:
+                        continue
+                    seen.add(config)
+                    patience.begin()
+                    used = not modes or is_used(config, problem)
+                    refused_by = kernel.refused_by(config, problem, arch) if used else CHUNKS
+                    if refused_by is None:
+                        kept[config] = chosen
+                        continue
                     removed[refused_by] += 1
-        return cls(kernel, problem, tuple(kept), len(seen), removed, kept)
+                    excess = (
+                        kernel.excess(config, problem, arch) if refused_by == BLOCK_LIMITS else None
+                    )
+                    if excess is not None:
+                        what, value, most = excess
+                        low, high, _ = over.get(what, (value, value, most))
+                        over[what] = (min(low, value), max(high, value), most)
+        return cls(kernel, problem, tuple(kept), len(seen), removed, kept, over)
 
 
 def _refuse_too_many(

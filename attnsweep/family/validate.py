@@ -210,8 +210,13 @@ def of_workspaces(sizes: object) -> Fault | None:
     return None
 
 
-def of_launch(launch: object, buffers: Collection[str]) -> Fault | None:
-    """The fault of what a stage returned, or None."""
+def of_launch(
+    launch: object, buffers: Collection[str], taken: Collection[str] = ()
+) -> Fault | None:
+    """The fault of what a stage returned, or None.
+
+    taken: names that the stage's parameters and constants define already.
+    """
     if not isinstance(launch, Launch):
         return Fault(f"must return a Launch or None, not {launch!r}", "None leaves the stage out")
     if not isinstance(launch.function, str) or _macro(launch.function) is not None:
@@ -246,6 +251,9 @@ def of_launch(launch: object, buffers: Collection[str]) -> Fault | None:
         return Fault(what, 'write defines={"MIN_BLOCKS": 2}')
     for name in defines:
         why = _macro(name) if isinstance(name, str) else "is not text"
+        if why is None and name in taken:
+            what = f"has defines of {name!r}, which would override the stage's own {name}"
+            return Fault(what, "choose another name; a row would report a value that was not used")
         if why is None and name.startswith("STAGE_"):
             why = "attnsweep defines"
         if why is not None:

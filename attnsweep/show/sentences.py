@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import pandas
 
 from attnsweep.choose.base import Base
 from attnsweep.choose.columns import bounds_of
+from attnsweep.errors import compiler_errors
 from attnsweep.problem import Problem
 from attnsweep.show.terminal import GLUE
 from attnsweep.spec.model import OTHER_FORMATS
@@ -25,6 +26,8 @@ from attnsweep.trial import Environment, Status
 Row = dict[str, Any]
 # Each reason takes one line; a problem lists at most this many.
 MAX_REASONS = 6
+# Errors of the compiler, of a few lines each, below a reason.
+MAX_ERRORS = 20
 _FAILED = ("damaged", "noisy", "wrong", "launch_error", "timeout", "compile_error")
 
 
@@ -326,10 +329,30 @@ def first_line(detail: str | None) -> str:
     return next((line.strip() for line in (detail or "").splitlines() if line.strip()), "")
 
 
-def _short_reason(detail: str | None) -> str:
-    """The part that rows of one cause share: `spills` of `spills 24 bytes, the spec allows 0`."""
-    cut = re.split(r"[,:;]| as ", first_line(detail))[0]
-    return re.sub(r"\s*\b\d[\d.e+-]*\b(\s*(bytes|[KMG]iB)\b)?(\s*of\b)?", "", cut).strip()
+_NUMBER = re.compile(r"(?<![\w.])\d[\d.]*(?:e[+-]?\d+)?(?!\w)")
+_LAST_NUMBER = re.compile(r"\s*#(\s*(bytes|[KMG]iB))?(\s*of)?$")
+
+
+def _short_reasons(details: Iterable[str | None]) -> Counter[str]:
+    """The part of each detail that rows of one cause share, and the number of such rows.
+
+    `spills` of `spills 24 bytes, the spec allows 0`. A figure that does not end the part is a range
+    over these rows: `takes at least 31.2–55 us by its stages`.
+    """
+    groups: dict[str, list[list[str]]] = {}
+    for detail in details:
+        part = re.split(r"[,:;(]| as ", first_line(detail))[0].strip()
+        key = _LAST_NUMBER.sub("", _NUMBER.sub("#", part))
+        groups.setdefault(key, []).append(_NUMBER.findall(part))
+    said: Counter[str] = Counter()
+    for key, figures in groups.items():
+        text = key
+        for column in range(key.count("#")):
+            values = sorted((row[column] for row in figures), key=float)
+            span = "–".join(dict.fromkeys([values[0], values[-1]]))
+            text = text.replace("#", span, 1)
+        said[text] += len(figures)
+    return said
 
 
 def rest_line(section: Section, shown: Sequence[Row], more: str) -> str | None:
@@ -342,7 +365,7 @@ def rest_line(section: Section, shown: Sequence[Row], more: str) -> str | None:
     for status, count in Counter(row["status"] for row in rest).items():
         words = f"{count}{GLUE}{status.replace('_', ' ')}"
         if status == Status.PRUNED:
-            why = Counter(_short_reason(row["detail"]) for row in rest if row["status"] == status)
+            why = _short_reasons(row["detail"] for row in rest if row["status"] == status)
             named_ones = [f"{reason} {n}" for reason, n in why.most_common(3) if reason]
             named_ones += ["…"] if len(why) > 3 else []
             words += f" ({', '.join(named_ones)})" if named_ones else ""
@@ -367,18 +390,34 @@ def searched_lines(section: Section) -> list[str]:
 
 def failures(section: Section) -> list[str]:
     """One line per cause, with its first candidate as the example."""
+    return [line for line, _ in failures_in_full(section)]
+
+
+def failures_in_full(section: Section) -> list[tuple[str, list[str]]]:
+    """The same lines; below each, every error of the compiler with its source line and caret."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in section.rows:
         if row["status"] in _FAILED and not row["baseline"]:
             cause = re.sub(r"\d[\d.e+-]*", "#", first_line(row["detail"]))
             groups.setdefault((row["status"], row["kernel"], cause), []).append(row)
-    lines = []
+    out = []
     for (status, kernel, _), rows in groups.items():
         config = f" ({'first: ' * (len(rows) > 1)}{rows[0]['config']})" if rows[0]["config"] else ""
         what = f"{len(rows)} {status.replace('_', ' ')}"
-        lines.append(f"{what}: {kernel}: {first_line(rows[0]['detail'])}{config}")
-    hidden = len(lines) - MAX_REASONS
-    return lines[:MAX_REASONS] + ([f"and {hidden} more causes"] if hidden > 0 else [])
+        line = f"{what}: {kernel}: {first_line(rows[0]['detail'])}{config}"
+        compiler = status == Status.COMPILE_ERROR
+        out.append((line, errors_of(row["detail"] for row in rows) if compiler else []))
+    hidden = len(out) - MAX_REASONS
+    return out[:MAX_REASONS] + ([(f"and {hidden} more causes", [])] if hidden > 0 else [])
+
+
+def errors_of(details: Iterable[str | None]) -> list[str]:
+    """The lines of every error that a compiler reported in these details, each error once."""
+    logs = ["\n".join((detail or "").splitlines()[1:]) for detail in details]
+    found = list(dict.fromkeys(error for log in logs for error in compiler_errors(log)))
+    lines = [line for error in found[:MAX_ERRORS] for line in error.splitlines()]
+    rest = len(found) - MAX_ERRORS
+    return lines + ([f"and {rest} more errors; --json has all"] if rest > 0 else [])
 
 
 def peer_lines(section: Section) -> list[str]:

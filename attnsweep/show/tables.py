@@ -27,6 +27,7 @@ from attnsweep.show.sentences import (
     conditions_line,
     decimals_for,
     failures,
+    failures_in_full,
     faster_peer,
     figure,
     heading,
@@ -325,8 +326,9 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
     say(rest_line(section, shown, more))
     for line in searched_lines(section):
         say(line)
-    for line in failures(section):
+    for line, errors in failures_in_full(section):
         out.append((cut(line, width), "yellow"))
+        out += [(cut(f"    {text}", width), "") for text in errors]
     for line in peer_lines(section):
         say(line)
     for line in [*absent_baselines(section), *recorded_lines(section)]:

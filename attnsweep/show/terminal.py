@@ -142,8 +142,9 @@ def to_the_end(app: Callable[[], object]) -> None:
             sys.exit(error.exit_code)
         except _Stopped as stopped:
             raise stopped.__cause__ or stopped from None
-    except KeyboardInterrupt:
-        errors.print("interrupted")
+    except KeyboardInterrupt as stop:
+        said = f"interrupted: {stop}" if str(stop) else "interrupted"
+        errors.print(escape(said), soft_wrap=not errors.is_terminal)
         sys.exit(130)
     except OSError as error:
         if error.filename is not None or error.errno not in _OUTPUT_ERRORS:

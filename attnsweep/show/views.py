@@ -14,6 +14,7 @@ from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.family.declare import BLOCK_LIMITS, Kernel
 from attnsweep.gpu.peers import PACKAGES
 from attnsweep.hardware import Arch
+from attnsweep.show.sentences import errors_of
 from attnsweep.show.terminal import GLUE, aligned, counted, wrap
 from attnsweep.spec.plan import PlannedProblem
 from attnsweep.trial import Status, Trial
@@ -81,6 +82,8 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
     for item in items:
         for space in item.spaces:
             removed = [f"{rule}{GLUE}{n}" for rule, n in space.removed.items() if n]
+            if space.excess:  # BLOCK_LIMITS is the last rule
+                removed[-1] += f" ({space.excess_text})"
             kept = min(len(space.configs), limit or len(space.configs))
             total += kept
             rows.append([space.kernel.name, str(space.total), str(kept)])
@@ -216,13 +219,15 @@ def compiled(trials: Sequence[Trial], arch: Arch, every: bool, width: int) -> li
         + "; nothing was timed",
         width,
     )
-    reasons = Counter(
-        (trial.kernel, trial.status.value, ((trial.detail or "").splitlines() or [""])[0])
-        for trial in trials
-        if trial.status is not Status.OK
-    )
-    for (kernel, status, reason), n in reasons.most_common(12):
-        out += said(f"  {n} × {kernel} {status}: {reason}", width)
+    reasons: dict[tuple[str, str, str], list[Trial]] = {}
+    for trial in trials:
+        if trial.status is not Status.OK:
+            first = ((trial.detail or "").splitlines() or [""])[0]
+            reasons.setdefault((trial.kernel, trial.status.value, first), []).append(trial)
+    for (kernel, status, reason), those in sorted(reasons.items(), key=lambda i: -len(i[1]))[:12]:
+        out += said(f"  {len(those)} × {kernel} {status}: {reason}", width)
+        if status == Status.COMPILE_ERROR:
+            out += [Text(f"    {line}") for line in errors_of(trial.detail for trial in those)]
     return out
 
 

@@ -71,4 +71,5 @@ def plan_facts(planned: Sequence[PlannedProblem], cap: int | None = None) -> lis
 def _removals(spaces: Sequence[Space]) -> Iterator[str]:
     for space in spaces:
         removed = ", ".join(f"{name} removed {n}" for name, n in space.removed.items() if n)
+        removed += f" ({space.excess_text})" if space.excess else ""
         yield f"{space.kernel.name}: all {space.total} configs are ruled out: {removed}"

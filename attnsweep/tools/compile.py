@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from attnsweep.build.advice import spilling, unused_parameters
 from attnsweep.build.candidate import Build, builds_of, compiled_row, workspace_limit
 from attnsweep.build.observer import Observer
 from attnsweep.build.prune import compiler_for
@@ -48,6 +49,8 @@ def compile_all(
     cap = limit or spec.search.candidates
     total = candidate_count(planned, cap)
     observer.planned(total)
+    for warning in unused_parameters((s for item in planned for s in item.spaces), arch):
+        observer.note(warning)
     compiler = compiler_for(spec, arch, cache_dir)
     trials: list[Trial] = []
     asked: list[Build] = []
@@ -72,6 +75,9 @@ def compile_all(
         raise Interrupted(sum(build.compiled for build in asked), total) from None
     finally:
         compiler.close()
+    spills = spilling(trials, spec)
+    if spills is not None:
+        observer.note(spills)
     return trials
 
 

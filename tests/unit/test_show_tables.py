@@ -538,3 +538,53 @@ def test_the_legend_explains_eager_and_ranks_that_medians_do_not_follow() -> Non
     text = " ".join(printed(full_run(), 120).split())
     assert "eager: host time to issue one call" in text
     assert "a row with a lower median can rank below another" in text
+
+
+def test_a_reason_keeps_the_figures_within_it() -> None:
+    details = [
+        "takes at least 31.2 us by its stages in other configs (scores 4.1, pv 2)",
+        "takes at least 55 us by its stages in other configs (scores 4.4, pv 3)",
+        "stages too slow in other configs: at least 12.0 us (qk 3.1)",
+        "spills 24 bytes, the spec allows 0",
+        "spills 8 bytes, the spec allows 0",
+    ]
+    rows = [
+        failed("flash", Status.PRUNED, detail, BLOCK_M=number)
+        for number, detail in enumerate(details)
+    ]
+    text = " ".join(printed(full_run(trials=[candidate("flash", 5.0, BLOCK_M=9), *rows])).split())
+    assert "takes at least 31.2–55 us by its stages in other configs 2" in text
+    assert "stages too slow in other configs 1" in text
+    assert "spills 2" in text
+    assert "at least us" not in text
+
+
+LOG = """k.cu(3): warning #177-D: variable "a" was declared but never referenced
+  int a;
+      ^
+
+k.cu(5): error: identifier "y" is undefined
+      int x = y;
+              ^
+
+k.cu(6): error: identifier "foo" is undefined
+      o[0] = foo(x);
+             ^
+
+2 errors detected in the compilation of "k.cu".
+"""
+
+
+def test_every_error_of_the_compiler_is_shown_with_its_line_and_caret() -> None:
+    first = 'k.cu(5): error: identifier "y" is undefined'
+    broken = failed("naive", Status.COMPILE_ERROR, f"{first}\n{LOG}", N=1)
+    other = failed("naive", Status.COMPILE_ERROR, f"{first}\n{LOG.replace('foo', 'bar')}", N=2)
+    run = full_run(trials=[candidate("flash", 5.0, BLOCK_M=9), broken, other])
+    lines = printed(run).splitlines()
+    assert sum(line.startswith("2 compile error: naive: k.cu(5)") for line in lines) == 1
+    at = lines.index("          int x = y;")
+    assert lines[at + 1] == "                  ^"
+    text = "\n".join(lines)
+    for name in ("y", "foo", "bar"):
+        assert text.count(f'    k.cu({5 if name == "y" else 6}): error: identifier "{name}"') == 1
+    assert "warning #177" not in text

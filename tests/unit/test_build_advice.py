@@ -1,0 +1,107 @@
+"""Warnings of parameters without use and of spills, and errors of the compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from samples import PROBLEM, candidate, full_run
+from test_show_tables import LOG
+
+from attnsweep.build.advice import spilling, unused_parameters
+from attnsweep.build.candidate import _LOG_LENGTH, _shortened
+from attnsweep.errors import CompileError, compiler_errors
+from attnsweep.family.declare import discover, load_kernel
+from attnsweep.family.space import Selection, Space
+from attnsweep.hardware import arch_named
+from attnsweep.spec.load import load_spec
+from attnsweep.trial import Resources, Status
+
+ARCH = arch_named("sm_90a")
+DECLARATION = """
+from attnsweep.family.declare import Kernel, Launch, Param
+kernel = Kernel("mine", summary="", params=(
+    Param("THREADS", (32, 64), ""), Param("UNROLL", (1, 2), ""), Param("NEVER", (1, 2, 3), ""),
+    Param("ORDER", ("rows", "columns"), ""), Param("FIXED", (1,), ""),
+))
+@kernel.stage("fwd")
+def fwd(c, p, a):
+    return Launch("mine", (1, 1, 1), c.THREADS, ("o",))
+"""
+
+
+def space(tmp_path: Path, template: str) -> Space:
+    (tmp_path / "mine.py").write_text(DECLARATION)
+    (tmp_path / "mine.cuh").write_text("#if ORDER_ROWS\n#endif\n")
+    (tmp_path / "mine.cu").write_text('#include "mine.cuh"\n' + template)
+    return Space.build(load_kernel(tmp_path / "mine.py"), PROBLEM, ARCH)
+
+
+def test_a_swept_parameter_that_nothing_uses_is_warned_of_once(tmp_path) -> None:
+    made = space(tmp_path, "// NEVER\n/* NEVER\n NEVER */\nint x = UNROLL, NEVERMORE;\n")
+    (warning,) = unused_parameters([made, made], ARCH)
+    assert "neither mine.cu nor a launch uses NEVER, so its 3 values are the same" in warning
+    # THREADS is a launch's, ORDER a header's, FIXED is not swept.
+    both = list(unused_parameters([space(tmp_path, "")], ARCH))
+    assert [w.split(" uses ")[1].split(",")[0] for w in both] == ["UNROLL", "NEVER"]
+
+
+def test_one_selected_value_is_not_warned_of(tmp_path) -> None:
+    made = space(tmp_path, "int x = UNROLL;")
+    one = Space.build(made.kernel, PROBLEM, ARCH, Selection({"NEVER": (2,)}))
+    assert list(unused_parameters([one], ARCH)) == []
+
+
+def test_no_shipped_family_is_warned_of() -> None:
+    for kernel in discover().values():
+        if kernel.refusal(PROBLEM, ARCH) is None:
+            assert list(unused_parameters([Space.build(kernel, PROBLEM, ARCH)], ARCH)) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "warned"),
+    [
+        ("", True),
+        ("limits: {spill_bytes: 0}\n", False),
+        ("require: {spill_bytes: '<= 8'}\n", False),
+    ],
+)
+def test_spills_that_the_spec_does_not_mention_are_warned_of(tmp_path, more, warned) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "name: s\nproblems: [{batch: 1, heads: 2, seqlen: 64, head_dim: 64}]\n"
+        f"kernels: {{naive: {{}}}}\n{more}"
+    )
+    spec = load_spec(path, discover())
+    used = Resources(registers=255, spill_bytes=96, smem_bytes=0, occupancy=0.1)
+    spills = candidate("naive", 9.0, N=1).with_(resources=used)
+    pruned = spills.with_(status=Status.PRUNED, config={"N": 2})
+    trials = [*full_run().trials[:2], spills, pruned]
+    said = spilling(trials, spec)
+    assert (said is not None) == warned
+    if said:
+        assert "1 of 4 candidates spill registers, up to 96 bytes a thread; `require: {" in said
+    assert spilling(full_run().trials, spec) is None
+
+
+def test_an_error_of_the_compiler_renders_every_error() -> None:
+    error = CompileError('k.cu(5): error: identifier "y" is undefined', log=LOG)
+    assert error.render().count("error: identifier") == 2
+    assert "      int x = y;\n              ^" in error.render()
+    assert "#177" not in error.render()
+    other = CompileError("stage fwd has no function f", log="")
+    assert other.render() == "stage fwd has no function f"
+    (ptxas,) = compiler_errors("ptxas error   : Entry function 'f' uses too much shared data\n")
+    assert ptxas.startswith("ptxas error")
+
+
+def test_a_long_log_is_cut_between_errors() -> None:
+    log = "\n".join(
+        f'k.cu({n}): error: identifier "v{n}" is undefined\n  v{n}\n  ^\n' for n in range(200)
+    )
+    kept = _shortened(log)
+    assert len(kept) < _LOG_LENGTH + 100
+    shown = len(compiler_errors(kept))
+    assert kept.endswith(f"and {200 - shown} more errors")
+    assert kept.count("  ^") == shown
+    assert _shortened(LOG) == LOG
