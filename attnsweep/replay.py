@@ -14,7 +14,7 @@ from attnsweep.family.declare import Kernel
 from attnsweep.hardware import arch_named
 from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec
-from attnsweep.spec.plan import candidate_count, plan, plan_facts
+from attnsweep.spec.plan import candidate_counts, plan, plan_facts
 from attnsweep.store.run import TRIALS, Run, Store, open_run
 from attnsweep.trial import OURS, Status, Trial
 
@@ -35,7 +35,7 @@ def replay(
     if environment is None:
         raise SpaceError("the recording has no environment.json", where=str(spec.recording))
     planned = plan(spec, kernels, arch_named(environment.arch))
-    observer.planned(candidate_count(planned, spec.search.candidates))
+    observer.planned(candidate_counts(planned, spec.search.candidates))
     by_key = {trial.key: trial for trial in recording.trials}
     where = f"{environment.gpu}, {environment.date[:10]}"
     directory = results / "replay" / spec.name
@@ -56,7 +56,8 @@ def replay(
             return row
 
         for item in planned:
-            observer.opening(item.problem, candidate_count([item], spec.search.candidates), 0)
+            [count] = candidate_counts([item], spec.search.candidates)
+            observer.opening(item.problem, count, 0)
             missing = {"problem": item.problem, "status": Status.NO_RECORD}
             for space in item.spaces:
                 search = search_of(spec, space)

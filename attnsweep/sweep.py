@@ -32,7 +32,7 @@ from attnsweep.replay import replay
 from attnsweep.resume import Kept, measured_elsewhere, retire
 from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec
-from attnsweep.spec.plan import PlannedProblem, candidate_count, plan_facts
+from attnsweep.spec.plan import PlannedProblem, candidate_counts, plan_facts
 from attnsweep.store.code import keep_code, read_code
 from attnsweep.store.run import Run, Store
 from attnsweep.trial import OURS, Environment, Measurement, Status, Trial
@@ -79,7 +79,7 @@ def run(
         return Outcome(replay(spec, kernels, results, observer), False)
     with Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu, ExitStack() as at_end:
         environment, planned, compiler = start(spec, kernels, gpu, cache_dir, at_end)
-        observer.planned(candidate_count(planned, spec.search.candidates))
+        observer.planned(candidate_counts(planned, spec.search.candidates))
         for warning in unused_parameters(
             (space for item in planned for space in item.spaces), compiler.arch
         ):
@@ -158,7 +158,7 @@ class Sweep:
                     rows[row.key] = (of, row)
                 twins.add(build, row)
                 self._skips.learn(build, row)
-                self._observer.tried(row)
+                self._observer.tried(row, kept=id(build) in kept)
                 if id(build) not in told:
                     queue.tell(build, row)
             queue.ask()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from attnsweep.problem import Problem
 from attnsweep.trial import Trial
 
@@ -9,8 +11,8 @@ from attnsweep.trial import Trial
 class Observer:
     """Base of all observers. Every method may be overridden; none needs to be."""
 
-    def planned(self, candidates: int) -> None:
-        """The number of all candidates, before anything is compiled."""
+    def planned(self, candidates: Sequence[int]) -> None:
+        """The number of candidates of each problem, in order, before anything is compiled."""
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         """A problem begins; an earlier run has done `kept` of its candidates."""
@@ -18,8 +20,8 @@ class Observer:
     def compiled(self, done: int, total: int) -> None:
         """`done` of the open problem's `total` candidates have compiled."""
 
-    def tried(self, trial: Trial) -> None:
-        """A candidate became a row."""
+    def tried(self, trial: Trial, *, kept: bool = False) -> None:
+        """A candidate became a row. kept: an earlier run measured it."""
 
     def racing(self, alive: int, entrants: int) -> None:
         """A round of the race is over; `alive` of the entrants are left."""

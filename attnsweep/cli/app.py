@@ -22,6 +22,7 @@ from attnsweep import __version__
 from attnsweep.cli import completion
 from attnsweep.errors import SpecError
 from attnsweep.show import terminal
+from attnsweep.show.forms import Form
 from attnsweep.show.terminal import console, errors
 
 if TYPE_CHECKING:
@@ -83,6 +84,14 @@ ProblemsOption = Annotated[
 LimitOption = Annotated[
     int | None,
     typer.Option("--limit", min=1, help="Most candidates to try per family and problem."),
+]
+
+ProgressOption = Annotated[
+    Form,
+    typer.Option(
+        "--progress",
+        help="Bars on a terminal and lines elsewhere, always lines, or JSON lines on stderr.",
+    ),
 ]
 
 

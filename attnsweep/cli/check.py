@@ -11,8 +11,18 @@ from rich.markup import escape
 from rich.text import Text
 
 from attnsweep.cli import completion
-from attnsweep.cli.app import JsonOption, KernelsOption, app, examples, load, print_result, warn
+from attnsweep.cli.app import (
+    JsonOption,
+    KernelsOption,
+    ProgressOption,
+    app,
+    examples,
+    load,
+    print_result,
+    warn,
+)
 from attnsweep.errors import SpecError
+from attnsweep.show.forms import Form
 from attnsweep.show.terminal import console, errors
 
 
@@ -91,6 +101,7 @@ def check(
         ),
     ] = None,
     json_: JsonOption = False,
+    form: ProgressOption = Form.AUTO,
     kernels: KernelsOption = None,
 ) -> None:
     """Check whether the best candidate of a problem got slower.
@@ -129,7 +140,7 @@ def check(
     else:
         baseline = open_run(against)
         loaded, families = load(subject, kernels)
-        with progress.watch(errors) as observer:
+        with progress.watch(errors, form) as observer:
             compared = live.check(
                 loaded,
                 families,

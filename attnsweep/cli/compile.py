@@ -13,6 +13,7 @@ from attnsweep.cli.app import (
     KernelsOption,
     LimitOption,
     ProblemsOption,
+    ProgressOption,
     SetOption,
     SpecArgument,
     app,
@@ -21,6 +22,7 @@ from attnsweep.cli.app import (
     print_result,
 )
 from attnsweep.hardware import ARCHS
+from attnsweep.show.forms import Form
 from attnsweep.show.terminal import console, errors
 
 
@@ -45,6 +47,7 @@ def compile_(
         ),
     ] = None,
     json_: JsonOption = False,
+    form: ProgressOption = Form.AUTO,
     limit: LimitOption = None,
     kernels: KernelsOption = None,
     every: Annotated[bool, typer.Option("--all", help="List every candidate.")] = False,
@@ -65,7 +68,7 @@ def compile_(
     failed = False
     for target in targets:
         try:
-            with progress.watch(errors) as observer:
+            with progress.watch(errors, form) as observer:
                 trials = compile_all(loaded, families, target, limit=limit, observer=observer)
         except Interrupted as stop:
             done = f"{stop.done} of {stop.total} are cached"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import (
@@ -13,6 +15,7 @@ from attnsweep.cli.app import (
     KernelsOption,
     LimitOption,
     ProblemsOption,
+    ProgressOption,
     ResultsOption,
     SetOption,
     SpecArgument,
@@ -24,7 +27,13 @@ from attnsweep.cli.app import (
 )
 from attnsweep.errors import NoGpuError, SpecError
 from attnsweep.hardware import ARCHS
+from attnsweep.show.forms import Form
 from attnsweep.show.terminal import console, errors
+
+if TYPE_CHECKING:
+    from attnsweep.family.declare import Kernel
+    from attnsweep.spec.load import SweepSpec
+    from attnsweep.sweep import Outcome
 
 
 @app.command(
@@ -41,6 +50,7 @@ def run(
     problem: ProblemsOption = None,
     set_: SetOption = None,
     json_: JsonOption = False,
+    form: ProgressOption = Form.AUTO,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Only count the candidates and what each rule removes."),
@@ -70,25 +80,33 @@ def run(
         ),
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 10,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="At the end, write the run's page to FILE."),
+    ] = None,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Sweep again whenever the spec or a family's file is edited."),
+    ] = False,
 ) -> None:
     """Sweep: compile, check, time and rank every candidate of SPEC.
 
     An interrupted or repeated run continues where it stopped, unless --fresh is given. Ctrl-C
     prints the ranking so far. With --problem or --set the run is stored beside the spec's own, as
-    SPEC-<digits>; the same command continues there.
+    SPEC-<digits>; the same command continues there. The time left is said once it can be measured:
+    `about`, or `at least` before the final rounds of a problem were seen.
     """
-    from attnsweep import sweep
-    from attnsweep.show import progress, views
+    from attnsweep.show import views
     from attnsweep.spec.load import with_every_candidate
     from attnsweep.spec.plan import plan, plan_facts
     from attnsweep.tools.compile import target_arch
-    from attnsweep.tools.doctor import without_gpu
 
-    options = [word for text in problem or () for word in ("--problem", text)]
-    options += [word for text in set_ or () for word in ("--set", text)]
-    loaded, families = load(spec, kernels, set_ or (), problem or ())
-    if exhaustive:
-        loaded = with_every_candidate(loaded)
+    def read() -> tuple[SweepSpec, dict[str, Kernel]]:
+        loaded, families = load(spec, kernels, set_ or (), problem or ())
+        return (with_every_candidate(loaded) if exhaustive else loaded), families
+
+    loaded, families = read()
+    _refuse_combinations(loaded, dry_run=dry_run, json_=json_, html=html, watch=watch, fresh=fresh)
     if dry_run:
         planned = plan(loaded, families, target_arch(loaded, arch))
         shown = views.planned(planned, limit, console.width)
@@ -97,8 +115,85 @@ def run(
     if arch is not None:
         source = "its recording" if loaded.device == "replay" else "the GPU"
         raise SpecError(f"--arch needs --dry-run; this run takes the architecture of {source}")
+
+    options = [word for text in problem or () for word in ("--problem", text)]
+    options += [word for text in set_ or () for word in ("--set", text)]
+
+    def once() -> int:
+        loaded, families = read()
+        outcome = _sweep(
+            spec, loaded, families, kernels, results, fresh, limit, form, html, options
+        )
+        print_run(outcome.run, json_, top)
+        return outcome.exit_code
+
+    def files() -> Sequence[Path]:
+        from attnsweep.watch import files_of
+
+        loaded, families = read()
+        return files_of(_file_of(spec), [families[name] for name in loaded.kernels])
+
+    if not watch:
+        raise typer.Exit(once())
+    from attnsweep.watch import keep_running
+
+    def once_more() -> None:
+        if once() == 130:
+            raise KeyboardInterrupt
+
+    keep_running(once_more, files, lambda text: errors.print(escape(text), soft_wrap=True))
+
+
+def _refuse_combinations(
+    loaded: SweepSpec, *, dry_run: bool, json_: bool, html: Path | None, watch: bool, fresh: bool
+) -> None:
+    """Raise SpecError for options that would do nothing, or not what they say."""
+    if dry_run and (html is not None or watch):
+        raise SpecError(f"{'--html' if html else '--watch'} needs a run, and --dry-run makes none")
+    if watch and json_:
+        raise SpecError("--watch prints a table after each edit, not one JSON document")
+    if watch and fresh:
+        raise SpecError(
+            "--watch keeps the rows of unchanged kernels, and --fresh would drop them each time",
+            hint="run once with --fresh, then with --watch",
+        )
+    if watch and loaded.device == "replay":
+        raise SpecError("--watch needs a GPU; this spec replays a recording, which no edit changes")
+
+
+def _file_of(spec: Path) -> Path:
+    """The file of a spec, which may be the name of a shipped one."""
+    from attnsweep.spec.shipped import find
+
+    return find(spec)
+
+
+def _sweep(
+    spec: Path,
+    loaded: SweepSpec,
+    families: dict[str, Kernel],
+    kernels: Path | None,
+    results: Path,
+    fresh: bool,
+    limit: int | None,
+    form: Form,
+    html: Path | None,
+    options: Sequence[str],
+) -> Outcome:
+    """Run the sweep and write its page. Raises NoGpuError with the commands that do work."""
+    from attnsweep import sweep
+    from attnsweep.show import progress
+    from attnsweep.tools.doctor import without_gpu
+
+    plots = None
+    if html is not None:  # what the page needs is missing before the sweep, not after it
+        from attnsweep.show import html as page
+        from attnsweep.show.plots import PlotLibrary
+
+        page.check(html)
+        plots = PlotLibrary()
     try:
-        with progress.watch(errors) as observer:
+        with progress.watch(errors, form) as observer:
             outcome = sweep.run(
                 loaded, families, results=results, fresh=fresh, limit=limit, observer=observer
             )
@@ -109,5 +204,7 @@ def run(
         ) from error
     if outcome.interrupted:
         errors.print("interrupted: all rows are kept; the same command continues from here")
-    print_run(outcome.run, json_, top)
-    raise typer.Exit(outcome.exit_code)
+    if html is not None and outcome.run.trials:
+        size = page.write(outcome.run, html, plots=plots)
+        errors.print(f"{escape(str(html))}: {size / 1e6:.1f} MB", soft_wrap=True)
+    return outcome

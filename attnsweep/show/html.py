@@ -10,21 +10,21 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from attnsweep import __version__
-from attnsweep.choose.columns import named, value_text
+from attnsweep.choose.columns import named
 from attnsweep.choose.ranking import rank
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.files import install_command, write_file
-from attnsweep.problem import Problem
+from attnsweep.show.html_data import data_of, own_settings, reason_of
 from attnsweep.show.plots import PlotLibrary
 from attnsweep.show.sentences import (
     Row,
@@ -35,7 +35,6 @@ from attnsweep.show.sentences import (
     conditions_line,
     faster_peer,
     figure,
-    first_line,
     heading,
     peer_lines,
     ratio_text,
@@ -59,10 +58,8 @@ _MAX_ROWS = 1500
 _INLINE = 60
 # Columns of numbers before a table's configs: time, its spread, × base, its interval.
 _BEFORE = 4
-# Most bars of the stage breakdown; most reasons listed per problem; most characters of a reason.
-_MAX_STAGES = 10
+# Most reasons listed per problem.
 _MAX_REASONS = 40
-_REASON_LENGTH = 200
 
 
 def write(
@@ -92,6 +89,30 @@ def write(
     return len(data)
 
 
+def check(path: Path) -> None:
+    """Raise what `write` would raise, before the work that the page is about.
+
+    ToolchainError without Jinja2, StoreError if `path` cannot be written.
+    """
+    _jinja()
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = "is a directory" if path.is_dir() else f"{folder} is no writable directory"
+        raise StoreError(
+            f"cannot write the page: {why}",
+            where=str(path),
+            hint="give --html a file in a writable directory",
+        )
+
+
+def _jinja() -> Any:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ToolchainError("an HTML page needs Jinja2", hint=install_command("html")) from error
+    return jinja2
+
+
 def render(
     run: Run,
     *,
@@ -100,10 +121,7 @@ def render(
     plots: PlotLibrary | None = None,
 ) -> str:
     """The page's text; the same run gives the same text."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ToolchainError("an HTML page needs Jinja2", hint=install_command("html")) from error
+    jinja2 = _jinja()
     plots = plots or PlotLibrary()
     sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
     rungs = _kernel_order(run)
@@ -118,7 +136,7 @@ def render(
     problems = [_problem(section, per_problem, rungs, target_us, run) for section in sections]
     one = templates.get_template("problem.html")
     later = [one.render(p=p, index=i) for i, p in enumerate(problems) if i >= _INLINE]
-    return templates.get_template("page.html").render(
+    text: str = templates.get_template("page.html").render(
         run=run,
         name=run.directory.resolve().name,
         environment=run.environment,
@@ -132,8 +150,9 @@ def render(
         plots=plots.text(),
         script=(ASSETS / "page.js").read_text(),
         inline=_INLINE,
-        packed=_packed({"run": _data(sections), "problems": later}),
+        packed=_packed({"run": data_of(sections), "problems": later}),
     )
+    return text
 
 
 def _packed(data: object) -> str:
@@ -263,16 +282,16 @@ def _reasons(section: Section) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in section.rows:
         if row["status"] != Status.OK and not row["baseline"]:
-            cause = re.sub(r"\d[\d.e+-]*", "#", _reason(row))
+            cause = re.sub(r"\d[\d.e+-]*", "#", reason_of(row))
             groups.setdefault((row["status"], row["kernel"], cause), []).append(row)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     out = [
         {
             "status": status.replace("_", " "),
             "kernel": kernel,
-            "reason": _reason(rows[0]) or "no reason given",
+            "reason": reason_of(rows[0]) or "no reason given",
             "count": len(rows),
-            "config": named(_own(section, rows[0])) or rows[0]["config"],
+            "config": named(own_settings(section, rows[0])) or rows[0]["config"],
         }
         for (status, kernel, _), rows in ordered[:_MAX_REASONS]
     ]
@@ -303,10 +322,6 @@ def _ruled_out(run: Run, label: str) -> list[dict[str, Any]]:
                 }
             )
     return out
-
-
-def _reason(row: Row) -> str:
-    return first_line(row["detail"])[:_REASON_LENGTH]
 
 
 def _ladder(section: Section, rungs: Sequence[str], target_us: float | None) -> dict[str, Any]:
@@ -373,113 +388,3 @@ def _distance(us: float, target: float) -> str:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.2f}×" if ratio < 10 else f"{figure(ratio, 3)}×"
-
-
-# -- the data of the plots ------------------------------------------------------------------
-
-
-def _data(sections: Sequence[Section]) -> dict[str, Any]:
-    """The run for the page's script: every candidate as one short array.
-
-    The axes of a spec's variants are parameters too, with the name of the variant as value. trials:
-    [problem, kernel, status, µs or null, index of its reason or null, [value of each parameter]];
-    the first three are indices too.
-    """
-    kernels: dict[str, dict[str, None]] = {}
-    statuses: dict[str, int] = {}
-    reasons: dict[str, int] = {}
-    for section in sections:
-        for row in section.rows:
-            if not row["baseline"]:
-                kernels.setdefault(row["kernel"], {}).update(dict.fromkeys(_settings(row)))
-    number = {kernel: index for index, kernel in enumerate(kernels)}
-    trials = []
-    for index, section in enumerate(sections):
-        for row in section.rows:
-            if row["baseline"]:
-                continue
-            config = _settings(row)
-            reason = _reason(row)
-            trials.append(
-                [
-                    index,
-                    number[row["kernel"]],
-                    statuses.setdefault(row["status"], len(statuses)),
-                    _short(row["time_us"]) if row["rank"] else None,
-                    reasons.setdefault(reason, len(reasons)) if reason else None,
-                    [
-                        value_text(config[name]) if type(config.get(name)) is bool
-                        else config.get(name)
-                        for name in kernels[row["kernel"]]
-                    ],
-                ]
-            )  # fmt: skip
-    return {
-        "problems": [_drawn(section) for section in sections],
-        "kernels": [{"name": name, "params": [*params]} for name, params in kernels.items()],
-        "statuses": [*statuses],
-        "reasons": [*reasons],
-        "trials": trials,
-    }
-
-
-def _settings(row: Row) -> dict[str, Any]:
-    return {**row["trial"].variant, **row["trial"].config}
-
-
-def _drawn(section: Section) -> dict[str, Any]:
-    """One problem: its size, its bounds, its peers, and the stages of its best pipelines."""
-    problem: Problem = section.problem
-    bests = {id(row) for row in section.best_of_families}
-    ranked = [row for row in section.rows if row["rank"]]
-    in_stages = [row for row in ranked if row["trial"].stages_us]
-    first = [row for row in in_stages if id(row) in bests]
-    others = [row for row in in_stages if id(row) not in bests]
-    staged = sorted([*first, *others][:_MAX_STAGES], key=lambda row: float(row["time_us"]))
-    binds = next((row["bound"] for row in section.rows if row["bound"]), None)
-    return {
-        "label": problem.label,
-        "axes": asdict(problem),
-        "flops": problem.flops,
-        "bytes": problem.min_bytes,
-        "bounds": {unit: _short(us) for unit, us in section.bounds_us.items()},
-        "binds": binds,
-        "peers": [_peer(row) for row in ranked if row["baseline"] or id(row) in bests],
-        "staged": [
-            {
-                "who": who(row),
-                "config": named(_own(section, row)) or row["config"],
-                "us": _short(row["time_us"]),
-                "launches": _short(row["launch_us"]),
-                "stages": {n: _short(us) for n, us in row["trial"].stages_us.items()},
-            }
-            for row in staged
-        ],
-    }
-
-
-def _own(section: Section, row: Row) -> Mapping[str, object]:
-    """The part of a config that differs within its family."""
-    config = row["trial"].config
-    names = section.differing.get(row["kernel"], [])
-    return {name: config[name] for name in names if name in config}
-
-
-def _peer(row: Row) -> dict[str, Any]:
-    time = row["trial"].time_us
-    return {
-        "who": who(row),
-        "kind": "winner" if row["winner"] else "baseline" if row["baseline"] else "kernel",
-        "us": _short(row["time_us"]),
-        "low": _short(time.low),
-        "high": _short(time.high),
-        "cold": _short(row["cold_us"]),
-        "eager": _short(row["eager_us"]),
-        "chained": _short(row["trial"].chained_us),
-        "config": row["config"],
-    }
-
-
-def _short(value: float | None) -> float | None:
-    """Five significant digits, more than any plot shows."""
-    return None if value is None else float(f"{value:.5g}")

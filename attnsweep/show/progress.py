@@ -1,11 +1,17 @@
-"""Progress of a sweep: bars on a terminal, a line now and then in a log."""
+"""Progress of a sweep: bars on a terminal, a line now and then in a log, JSON for programs.
+
+JSON: one object a line on standard error, each with `event` and `elapsed_s`. docs/how-to/watch.md
+lists the fields. Lines that do not begin with `{` are messages for people.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,72 +19,124 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+from rich.text import Text
 
 from attnsweep.build.observer import Observer
 from attnsweep.problem import Problem
 from attnsweep.show import terminal
+from attnsweep.show.eta import Eta
+from attnsweep.show.forms import Form
 from attnsweep.show.terminal import counted
 from attnsweep.trial import OURS, Status, Trial
 
 # Without a terminal, print a line at most this often: a CI log shows progress but stays short.
 _PLAIN_INTERVAL_S = 10.0
+_JSON_INTERVAL_S = 1.0
 
 
 @contextmanager
-def watch(console: Console) -> Iterator[Observer]:
+def watch(console: Console, form: Form = Form.AUTO) -> Iterator[Observer]:
     """An observer that draws on `console`: bars on a terminal, a line now and then elsewhere.
 
     With --quiet it draws nothing, with --verbose also a line for each candidate.
     """
+    if form is Form.JSON:
+        lines = _Json(console)
+        try:
+            yield lines
+        finally:
+            lines.end()
+        return
     if terminal.talk is terminal.Talk.QUIET:
         yield Observer()
         return
-    if not console.is_terminal:
+    if form is Form.PLAIN or not console.is_terminal:
         yield _Plain(console)
         return
+    eta = Eta()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        _LeftColumn(eta),
         TextColumn("{task.fields[best]}"),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield _Bars(progress)
+        yield _Bars(progress, eta)
+
+
+class _LeftColumn(ProgressColumn):
+    """The time left of the whole run, on its own bar only."""
+
+    def __init__(self, eta: Eta) -> None:
+        super().__init__()
+        self._eta = eta
+
+    def render(self, task: Task) -> Text:
+        left = self._eta.left if task.fields.get("whole") else None
+        return Text("" if left is None else str(left), style="progress.remaining")
 
 
 class _Best(Observer):
-    """Keeps the best time of the open problem, and the number of rows by status."""
+    """Keeps the best time of the open problem, the number of rows by status, and the time left."""
 
-    def __init__(self) -> None:
+    def __init__(self, eta: Eta | None = None) -> None:
         self.problem: Problem | None = None
         self.best: Trial | None = None
         self.counts: Counter[Status] = Counter()
+        self.eta = eta or Eta()
+
+    def planned(self, candidates: Sequence[int]) -> None:
+        self.eta.planned(candidates)
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:  # noqa: ARG002
         self.problem, self.best = problem, None
         self.counts.clear()
+        self.eta.opening()
 
-    def tried(self, trial: Trial) -> None:
+    def compiled(self, done: int, total: int) -> None:  # noqa: ARG002
+        self.eta.compiled(done)
+
+    def tried(self, trial: Trial, *, kept: bool = False) -> None:
+        if trial.provider == OURS:
+            self.eta.tried(trial.key, kept=kept)
         self.counts[trial.status] += 1
         if terminal.talk is terminal.Talk.VERBOSE:
             self.note(_row(trial))
-        if trial.provider != "attnsweep" or trial.time_us is None or trial.status is not Status.OK:
+        if trial.provider != OURS or trial.time_us is None or trial.status is not Status.OK:
             return
         if self.best is None or trial.time_us.median <= _median(self.best):
             self.best = trial
 
+    def racing(self, alive: int, entrants: int) -> None:  # noqa: ARG002
+        self.eta.finals()
+
+    def timing(self, done: int, total: int) -> None:
+        self.eta.finals(done, total)
+
+    @property
+    def failed(self) -> int:
+        """Number of candidates that did not compile, failed or gave wrong results."""
+        bad = (Status.WRONG, Status.LAUNCH_ERROR, Status.TIMEOUT, Status.COMPILE_ERROR)
+        return sum(self.counts[status] for status in bad)
+
+    @property
+    def left(self) -> str:
+        """`about 5 min left`, or nothing while it is unknown."""
+        left = self.eta.left
+        return "" if left is None else str(left)
+
     @property
     def summary(self) -> str:
         best = f"best {_median(self.best):.2f} µs {self.best.kernel}" if self.best else ""
-        bad = sum(self.counts[s] for s in (Status.WRONG, Status.LAUNCH_ERROR, Status.TIMEOUT))
-        failed = f"{bad + self.counts[Status.COMPILE_ERROR]} failed" if bad else ""
+        failed = f"{self.failed} failed" if self.failed else ""
         return "  ".join(filter(None, (best, failed)))
 
 
@@ -99,15 +157,16 @@ def _median(trial: Trial) -> float:
 class _Bars(_Best):
     """The whole sweep with its ETA, then a bar each for compiling, checking and timing."""
 
-    def __init__(self, progress: Progress) -> None:
-        super().__init__()
+    def __init__(self, progress: Progress, eta: Eta) -> None:
+        super().__init__(eta)
         self._progress = progress
-        self._whole = progress.add_task("sweep", total=None, best="")
+        self._whole = progress.add_task("sweep", total=None, best="", whole=True)
         self._tasks: dict[str, TaskID] = {}
         self._checked: set[tuple[object, ...]] = set()
 
-    def planned(self, candidates: int) -> None:
-        self._progress.update(self._whole, total=candidates)
+    def planned(self, candidates: Sequence[int]) -> None:
+        super().planned(candidates)
+        self._progress.update(self._whole, total=sum(candidates))
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
@@ -123,22 +182,25 @@ class _Bars(_Best):
         )
 
     def compiled(self, done: int, total: int) -> None:
+        super().compiled(done, total)
         self._progress.update(self._tasks["compile"], completed=done, total=total)
 
-    def tried(self, trial: Trial) -> None:
-        super().tried(trial)
-        if trial.provider == "attnsweep" and trial.key not in self._checked:
+    def tried(self, trial: Trial, *, kept: bool = False) -> None:
+        super().tried(trial, kept=kept)
+        if trial.provider == OURS and trial.key not in self._checked:
             self._checked.add(trial.key)
             self._progress.advance(self._tasks["check"])
             self._progress.advance(self._whole)
         self._progress.update(self._whole, best=escape(self.summary))
 
     def racing(self, alive: int, entrants: int) -> None:
+        super().racing(alive, entrants)
         if "race" not in self._tasks:
             self._tasks["race"] = self._progress.add_task("  race", total=entrants, best="")
         self._progress.update(self._tasks["race"], completed=entrants - alive)
 
     def timing(self, done: int, total: int) -> None:
+        super().timing(done, total)
         if "time" not in self._tasks:
             self._tasks["time"] = self._progress.add_task("  time", total=total, best="")
         self._progress.update(self._tasks["time"], completed=done)
@@ -163,12 +225,16 @@ class _Plain(_Best):
         )
 
     def compiled(self, done: int, total: int) -> None:
-        self._say(f"compile, check {done}/{total}")
+        super().compiled(done, total)
+        checked = min(total, sum(self.counts.values()))
+        self._say(f"compiled {done}, checked {checked} of {total}")
 
     def racing(self, alive: int, entrants: int) -> None:
+        super().racing(alive, entrants)
         self._say(f"race {alive} of {entrants} left")
 
     def timing(self, done: int, total: int) -> None:
+        super().timing(done, total)
         self._say(f"time in rounds {done}/{total}")
 
     def note(self, text: str) -> None:
@@ -177,4 +243,82 @@ class _Plain(_Best):
     def _say(self, text: str) -> None:
         if time.monotonic() - self._last >= _PLAIN_INTERVAL_S:
             self._last = time.monotonic()
-            self._console.print(f"  {text}  {escape(self.summary)}".rstrip(), soft_wrap=True)
+            parts = (text, self.left, escape(self.summary))
+            self._console.print("  " + "  ".join(filter(None, parts)), soft_wrap=True)
+
+
+class _Json(_Best):
+    """For programs: an object a line."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self._begun = time.monotonic()
+        self._last = -_JSON_INTERVAL_S
+        self._phase = ""
+        self._compiled = self._done = self._of = 0
+
+    def planned(self, candidates: Sequence[int]) -> None:
+        super().planned(candidates)
+        self._write("planned", problems=len(candidates), candidates=sum(candidates))
+
+    def opening(self, problem: Problem, candidates: int, kept: int) -> None:
+        super().opening(problem, candidates, kept)
+        self._phase, self._compiled, self._done, self._of = "", 0, 0, candidates
+        self._tried: set[object] = set()
+        self._write("problem", problem=problem.label, candidates=candidates, kept=kept)
+
+    def compiled(self, done: int, total: int) -> None:
+        super().compiled(done, total)
+        self._compiled, self._of = done, max(total, self._of)
+        self._tell("search", self._done, self._of)
+
+    def tried(self, trial: Trial, *, kept: bool = False) -> None:
+        super().tried(trial, kept=kept)
+        if trial.provider == OURS and trial.key not in self._tried:
+            self._tried.add(trial.key)
+            self._done += 1
+            self._tell("search", self._done, self._of)
+
+    def racing(self, alive: int, entrants: int) -> None:
+        super().racing(alive, entrants)
+        self._tell("race", entrants - alive, entrants)
+
+    def timing(self, done: int, total: int) -> None:
+        super().timing(done, total)
+        self._tell("finals", done, total)
+
+    def note(self, text: str) -> None:
+        self._write("note", text=text)
+
+    def end(self) -> None:
+        """Nothing more will be told."""
+        self._write("end")
+
+    def _tell(self, phase: str, done: int, total: int) -> None:
+        """One line a second, and one for each new phase."""
+        now = time.monotonic()
+        if phase == self._phase and now - self._last < _JSON_INTERVAL_S:
+            return
+        self._phase, self._last = phase, now
+        left, best = self.eta.left, self.best
+        self._write(
+            "progress",
+            problem=self.problem.label if self.problem else None,
+            phase=phase,
+            done=done,
+            total=total,
+            compiled=self._compiled,
+            failed=self.failed,
+            best_us=_median(best) if best else None,
+            best_kernel=best.kernel if best else None,
+            best_config=dict(best.config) if best else None,
+            left_s=None if left is None else round(left.seconds, 1),
+            left_is_at_least=None if left is None else left.at_least,
+        )
+
+    def _write(self, event: str, **facts: Any) -> None:
+        elapsed_s = round(time.monotonic() - self._begun, 3)
+        line = json.dumps({"event": event, "elapsed_s": elapsed_s, **facts})
+        self._console.file.write(f"{line}\n")
+        self._console.file.flush()

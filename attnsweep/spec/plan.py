@@ -43,10 +43,9 @@ def plan(spec: SweepSpec, kernels: Mapping[str, Kernel], arch: Arch) -> tuple[Pl
     return tuple(planned)
 
 
-def candidate_count(planned: Sequence[PlannedProblem], cap: int | None) -> int:
-    """Number of candidates of a plan, at most `cap` of each family and problem."""
-    spaces = (space for item in planned for space in item.spaces)
-    return sum(len(space.configs[:cap]) for space in spaces)
+def candidate_counts(planned: Sequence[PlannedProblem], cap: int | None) -> list[int]:
+    """Number of candidates of each problem of a plan, at most `cap` of each family."""
+    return [sum(len(space.configs[:cap]) for space in item.spaces) for item in planned]
 
 
 def plan_facts(planned: Sequence[PlannedProblem], cap: int | None = None) -> list[dict[str, Any]]:

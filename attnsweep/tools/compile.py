@@ -15,7 +15,7 @@ from attnsweep.family.declare import Kernel
 from attnsweep.gpu.worker import Worker
 from attnsweep.hardware import ARCHS, Arch, arch_named
 from attnsweep.spec.load import SweepSpec
-from attnsweep.spec.plan import candidate_count, plan
+from attnsweep.spec.plan import candidate_counts, plan
 from attnsweep.store.run import open_run
 from attnsweep.trial import Status, Trial
 
@@ -47,8 +47,8 @@ def compile_all(
     observer = observer or Observer()
     planned = plan(spec, kernels, arch)
     cap = limit or spec.search.candidates
-    total = candidate_count(planned, cap)
-    observer.planned(total)
+    counts = candidate_counts(planned, cap)
+    observer.planned(counts)
     for warning in unused_parameters((s for item in planned for s in item.spaces), arch):
         observer.note(warning)
     compiler = compiler_for(spec, arch, cache_dir)
@@ -72,7 +72,7 @@ def compile_all(
                 observer.tried(row)
             trials += [rows[id(build)] for build in builds]
     except KeyboardInterrupt:
-        raise Interrupted(sum(build.compiled for build in asked), total) from None
+        raise Interrupted(sum(build.compiled for build in asked), sum(counts)) from None
     finally:
         compiler.close()
     spills = spilling(trials, spec)

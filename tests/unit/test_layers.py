@@ -15,7 +15,7 @@ PACKAGE = Path(attnsweep.__file__).parent
 # imports nothing of the package (errors, files), or nothing imports it (cli).
 LAYERS = (
     *("problem", "hardware", "trial", "family", "spec", "build"),
-    *("gpu", "store", "choose", "show", "tools", "replay", "resume", "sweep", "check"),
+    *("gpu", "store", "choose", "show", "tools", "replay", "resume", "sweep", "watch", "check"),
 )
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 CODE = [path for path in FILES if path.name not in ("__init__.py", "__main__.py")]

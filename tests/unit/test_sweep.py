@@ -18,7 +18,8 @@ from attnsweep import sweep
 from attnsweep.build.launches import FirstTimes
 from attnsweep.build.observer import Observer
 from attnsweep.choose import queue, search, start
-from attnsweep.errors import NoGpuError, SpaceError
+from attnsweep.errors import KernelError, NoGpuError, SpaceError
+from attnsweep.family import patience
 from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.spec.load import load_spec
@@ -473,7 +474,7 @@ def test_the_observer_sees_each_row_once_tried(go):
         def opening(self, problem, candidates, kept):
             self.opened.append((problem.label, candidates, kept))
 
-        def tried(self, trial):
+        def tried(self, trial, *, kept=False):
             self.rows.append(trial)
 
         def timing(self, done, total):
@@ -566,3 +567,19 @@ def test_a_sweep_next_to_a_packed_run_says_which_rows_are_read(go, tmp_path):
     again = Notes()
     go(observer=again)
     assert again.notes == []
+
+
+def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gpu, monkeypatch):
+    """The plan was made in a thread of its own, where no time limit and no Ctrl-C reached it."""
+    monkeypatch.setattr(patience, "LIMIT_S", 0.2)
+    monkeypatch.setattr(start, "installed_arch", lambda: TEST_GPU.arch)
+    kernels = discover()
+    naive = kernels["naive"]
+
+    def endless(config, problem, arch):
+        while True:
+            pass
+
+    naive.rule("never ends")(endless)
+    with pytest.raises(KernelError, match=r"rule endless of naive did not return within 0.2 s"):
+        go(kernels=kernels)

@@ -1,0 +1,127 @@
+"""The data of a page's plots: what the script of assets/page.js draws. Times are microseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from attnsweep.choose.columns import named, value_text
+from attnsweep.problem import Problem
+from attnsweep.show.sentences import Row, Section, first_line, who
+
+# Most bars of the stage breakdown; most characters of a reason.
+_MAX_STAGES = 10
+_REASON_LENGTH = 200
+
+
+def reason_of(row: Row) -> str:
+    """The first line of a row's detail, cut."""
+    return first_line(row["detail"])[:_REASON_LENGTH]
+
+
+def data_of(sections: Sequence[Section]) -> dict[str, Any]:
+    """The run for the page's script: every candidate as one short array.
+
+    The axes of a spec's variants are parameters too, with the name of the variant as value. trials:
+    [problem, kernel, status, µs or null, index of its reason or null, [value of each parameter]];
+    the first three are indices too.
+    """
+    kernels: dict[str, dict[str, None]] = {}
+    statuses: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    for section in sections:
+        for row in section.rows:
+            if not row["baseline"]:
+                kernels.setdefault(row["kernel"], {}).update(dict.fromkeys(_settings(row)))
+    number = {kernel: index for index, kernel in enumerate(kernels)}
+    trials = []
+    for index, section in enumerate(sections):
+        for row in section.rows:
+            if row["baseline"]:
+                continue
+            config = _settings(row)
+            reason = reason_of(row)
+            trials.append(
+                [
+                    index,
+                    number[row["kernel"]],
+                    statuses.setdefault(row["status"], len(statuses)),
+                    short(row["time_us"]) if row["rank"] else None,
+                    reasons.setdefault(reason, len(reasons)) if reason else None,
+                    [
+                        value_text(config[name]) if type(config.get(name)) is bool
+                        else config.get(name)
+                        for name in kernels[row["kernel"]]
+                    ],
+                ]
+            )  # fmt: skip
+    return {
+        "problems": [_drawn(section) for section in sections],
+        "kernels": [{"name": name, "params": [*params]} for name, params in kernels.items()],
+        "statuses": [*statuses],
+        "reasons": [*reasons],
+        "trials": trials,
+    }
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    return {**row["trial"].variant, **row["trial"].config}
+
+
+def _drawn(section: Section) -> dict[str, Any]:
+    """One problem: its size, its bounds, its peers, and the stages of its best pipelines."""
+    problem: Problem = section.problem
+    bests = {id(row) for row in section.best_of_families}
+    ranked = [row for row in section.rows if row["rank"]]
+    in_stages = [row for row in ranked if row["trial"].stages_us]
+    first = [row for row in in_stages if id(row) in bests]
+    others = [row for row in in_stages if id(row) not in bests]
+    staged = sorted([*first, *others][:_MAX_STAGES], key=lambda row: float(row["time_us"]))
+    binds = next((row["bound"] for row in section.rows if row["bound"]), None)
+    return {
+        "label": problem.label,
+        "axes": asdict(problem),
+        "flops": problem.flops,
+        "bytes": problem.min_bytes,
+        "bounds": {unit: short(us) for unit, us in section.bounds_us.items()},
+        "binds": binds,
+        "peers": [_peer(row) for row in ranked if row["baseline"] or id(row) in bests],
+        "staged": [
+            {
+                "who": who(row),
+                "config": named(own_settings(section, row)) or row["config"],
+                "us": short(row["time_us"]),
+                "launches": short(row["launch_us"]),
+                "stages": {n: short(us) for n, us in row["trial"].stages_us.items()},
+            }
+            for row in staged
+        ],
+    }
+
+
+def own_settings(section: Section, row: Row) -> Mapping[str, object]:
+    """The part of a config that differs within its family."""
+    config = row["trial"].config
+    names = section.differing.get(row["kernel"], [])
+    return {name: config[name] for name in names if name in config}
+
+
+def _peer(row: Row) -> dict[str, Any]:
+    time = row["trial"].time_us
+    return {
+        "who": who(row),
+        "kind": "winner" if row["winner"] else "baseline" if row["baseline"] else "kernel",
+        "us": short(row["time_us"]),
+        "low": short(time.low),
+        "high": short(time.high),
+        "cold": short(row["cold_us"]),
+        "eager": short(row["eager_us"]),
+        "chained": short(row["trial"].chained_us),
+        "config": row["config"],
+    }
+
+
+def short(value: float | None) -> float | None:
+    """Five significant digits, more than any plot shows."""
+    return None if value is None else float(f"{value:.5g}")

@@ -1,0 +1,113 @@
+"""Progress without a terminal: lines for a log, JSON for a program."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from samples import PROBLEM, baseline, candidate, failed
+
+from attnsweep.show import eta, progress
+from attnsweep.show.forms import Form
+from attnsweep.trial import Status
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 50.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    made = Clock()
+    fake = SimpleNamespace(monotonic=made.monotonic)
+    monkeypatch.setattr(progress, "time", fake)
+    monkeypatch.setattr(eta.Eta.__init__, "__defaults__", (made.monotonic,))
+    return made
+
+
+def watched(clock, form: Form) -> str:
+    out = io.StringIO()
+    with progress.watch(Console(file=out, width=100), form) as observer:
+        observer.planned([40])
+        observer.opening(PROBLEM, 40, 0)
+        for number in range(20):
+            clock.now += 1.0
+            observer.compiled(number + 1, 40)
+            observer.tried(candidate("flash", 30.0 - number, N=number))
+        observer.tried(failed("flash", Status.WRONG, "no", N=99))
+        observer.tried(baseline("torch_flash", 3.0))
+        observer.note("a [note]")
+        observer.racing(5, 10)
+        observer.timing(1, 30)
+    return out.getvalue()
+
+
+def test_a_log_says_how_long_the_run_still_takes(clock) -> None:
+    lines = watched(clock, Form.PLAIN).splitlines()
+    assert lines[0].endswith("40 candidates")
+    said = [line for line in lines if "compiled" in line]
+    assert said == [
+        "  compiled 10, checked 9 of 40  at least 40 s left  best 22.00 µs flash",
+        "  compiled 20, checked 19 of 40  at least 30 s left  best 12.00 µs flash",
+    ]
+    assert "a [note]" in lines
+
+
+def test_json_is_an_object_a_line_with_documented_fields(clock) -> None:
+    events = [json.loads(line) for line in watched(clock, Form.JSON).splitlines()]
+    names = [event["event"] for event in events]
+    assert names[:2] == ["planned", "problem"]
+    assert names[-1] == "end"
+    assert events[0] == {"event": "planned", "elapsed_s": 0.0, "problems": 1, "candidates": 40}
+    assert events[1]["problem"] == PROBLEM.label
+    told = [event for event in events if event["event"] == "progress"]
+    assert [event["phase"] for event in told[-2:]] == ["race", "finals"]
+    search = [event for event in told if event["phase"] == "search"]
+    assert 15 <= len(search) <= 21  # one a second
+    last = search[-1]
+    assert set(last) == {
+        *("event", "elapsed_s", "problem", "phase", "done", "total", "compiled", "failed"),
+        *("best_us", "best_kernel", "best_config", "left_s", "left_is_at_least"),
+    }
+    assert last["left_s"] == pytest.approx(21.0, rel=0.1)  # told before the 20th was tried
+    assert last["left_is_at_least"] is True
+    assert (last["total"], last["best_kernel"]) == (40, "flash")
+    assert told[-1]["failed"] == 1
+    assert {"event": "note", "elapsed_s": 20.0, "text": "a [note]"} in events
+
+
+def test_json_ends_with_its_end_although_the_run_fails(clock) -> None:
+    out = io.StringIO()
+
+    def fails() -> None:
+        with progress.watch(Console(file=out), Form.JSON) as observer:
+            observer.planned([1])
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert json.loads(out.getvalue().splitlines()[-1])["event"] == "end"
+
+
+def test_bars_show_the_time_left_of_the_whole_run(clock) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=160, force_terminal=True, color_system=None)
+    with progress.watch(console) as observer:
+        observer.planned([40])
+        observer.opening(PROBLEM, 40, 0)
+        for number in range(20):
+            clock.now += 1.0
+            observer.compiled(number + 1, 40)
+            observer.tried(candidate("flash", 30.0 - number, N=number))
+        observer._progress.refresh()
+    shown = out.getvalue()
+    assert "at least 20 s left" in shown or "at least 30 s left" in shown
+    assert "best 11.00 µs flash" in shown
+    bars = [line for line in shown.splitlines() if "compile" in line]
+    assert bars
+    assert not [line for line in bars if "left" in line]
