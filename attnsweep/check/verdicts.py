@@ -6,7 +6,6 @@ Times are microseconds of one call.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
@@ -31,7 +30,6 @@ class Verdict(StrEnum):
 
 
 EXIT = {Verdict.REGRESSION: 1, Verdict.WRONG: 1, Verdict.INCONCLUSIVE: 4}
-SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +165,9 @@ class Comparison:
         """Markdown for a page or a job's summary."""
         header, *body = self._rows()
         rows = [header, ["---", *["---:"] * 5, "---"], *body]
-        table = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in r)} |" for r in rows]
-        notes = [f"- {note}" for note in self._notes()]
-        title = f"# {self.old} → {self.new}"
+        table = [f"| {' | '.join(map(markdown, r))} |" for r in rows]
+        notes = [f"- {markdown(note)}" for note in self._notes()]
+        title = f"# {markdown(f'{self.old} → {self.new}')}"
         text = "\n".join(
             [title, "", *table, "", *notes, "", f"{self.proves} {self.does_not_prove}"]
         )
@@ -213,6 +211,14 @@ class Comparison:
         return text.decode("utf-8")
 
 
+_MARKDOWN = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|"} | {"<": "&lt;", "&": "&amp;"})
+
+
+def markdown(text: str) -> str:
+    """The text on one line, as Markdown that shows it literally: compilers and files write it."""
+    return " ".join(text.split()).translate(_MARKDOWN)
+
+
 def _xml(text: str) -> str:
     """The text without characters that XML cannot hold, which compilers and damaged files print."""
     return "".join(c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
@@ -227,22 +233,6 @@ def write(path: Path, text: str) -> None:
             f"cannot write: {error.strerror}",
             where=str(path),
             hint="give a file in a writable directory",
-        ) from error
-
-
-def summarise(text: str) -> None:
-    """Add Markdown to the job's summary on GitHub Actions. Raises StoreError."""
-    path = os.environ.get(SUMMARY_VARIABLE)
-    if not path:
-        return
-    try:
-        with open(path, "a", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-    except OSError as error:
-        raise StoreError(
-            f"cannot write the job's summary: {error.strerror}",
-            where=path,
-            hint=f"unset {SUMMARY_VARIABLE}, or give --markdown FILE",
         ) from error
 
 

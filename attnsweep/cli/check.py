@@ -112,9 +112,11 @@ def check(
 
     --recorded OLD NEW compares two recorded runs and needs no GPU.
 
+    On GitHub Actions, each such problem becomes an annotation, and the table the job's summary.
+
     Exit code 1 if one regressed or is wrong, 4 if one is inconclusive, 0 otherwise.
     """
-    from attnsweep.check import live, verdicts
+    from attnsweep.check import github, live, verdicts
     from attnsweep.check import recorded as recordings
     from attnsweep.show import progress
     from attnsweep.store.run import open_run
@@ -155,7 +157,9 @@ def check(
     if markdown is not None:
         verdicts.write(markdown, compared.to_markdown())
     else:
-        verdicts.summarise(compared.to_markdown())
+        github.summarise(compared.to_markdown())
+    for command in github.commands(compared):  # on stderr, which GitHub reads too
+        errors.file.write(f"{command}\n")
     lines = [Text(line, style) for line, style in compared.lines(console.width)]
     with contextlib.suppress(BrokenPipeError):  # `check … | head`: the exit code is the verdict
         print_result(lines, compared.to_json(), json_)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import JsonOption, KernelsOption, app, examples, print_result
 from attnsweep.hardware import arch_named
-from attnsweep.show.terminal import console
+from attnsweep.show.terminal import console, errors
 
 
 @app.command(
@@ -31,6 +32,10 @@ def profile(
         ),
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Candidates per problem.")] = 1,
+    keep: Annotated[
+        bool,
+        typer.Option("--keep", help="Leave ncu's report, which Nsight Compute opens, in the run."),
+    ] = False,
     json_: JsonOption = False,
     kernels: KernelsOption = None,
 ) -> None:
@@ -54,8 +59,11 @@ def profile(
         here = worker.describe()
     limit = here.memory_bytes // 4
     built = counters.compiled(picked, families, arch_named(here.arch), limit)
-    counted = list(zip(picked, counters.count(built), strict=True))
+    report = counters.report_path(stored.directory) if keep else None
+    counted = list(zip(picked, counters.count(built, keep=report), strict=True))
     kept = counters.write(
         stored.directory, counted, f"{here.gpu}, driver {here.driver}, {here.date[:10]}"
     )
     print_result(views.counters(kept, console.width), kept, json_)
+    if report is not None:
+        errors.print(f"kept {escape(str(report))}: ncu-ui opens it", soft_wrap=True)

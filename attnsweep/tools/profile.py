@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import pickle
 import shutil
@@ -36,6 +37,7 @@ from attnsweep.trial import Trial
 
 FILE = "counters.json"
 _SECTOR_BYTES = 32
+_NO_PERMISSION = "ERR_NVGPUCTRPERM"
 _STALL = "smsp__average_warps_issue_stalled_"
 # Figure to ncu's metric and the factor to our unit. Names: Nsight Compute's metrics reference and
 # `ncu --query-metrics`; metrics that a chip lacks are left out.
@@ -81,11 +83,13 @@ def find_ncu() -> Path | None:
     return max(places, default=None)
 
 
-def count(candidates: Sequence[Candidate], ncu: Path | None = None) -> list[list[StageCounters]]:
+def count(
+    candidates: Sequence[Candidate], ncu: Path | None = None, *, keep: Path | None = None
+) -> list[list[StageCounters]]:
     """The counters of every launch of each candidate's timed call, in order of issue.
 
-    Raises NoGpuError without `ncu` or without the right to read counters, ToolchainError if ncu
-    fails.
+    keep: where ncu writes its report, `NAME.ncu-rep`, which Nsight Compute opens. Raises NoGpuError
+    without `ncu` or without the right to read counters, ToolchainError if ncu fails.
     """
     ncu = ncu or find_ncu()
     if ncu is None:
@@ -107,11 +111,17 @@ def count(candidates: Sequence[Candidate], ncu: Path | None = None) -> list[list
             *("--replay-mode", "application"),
             *("--profile-from-start", "off", "--target-processes", "all"),
             *("--metrics", ",".join(metrics.values())),
+            *(() if keep is None else ("--export", str(keep))),
             *(sys.executable, "-m", "attnsweep.tools.profile", str(work)),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
+    refused = _NO_PERMISSION in done.stdout + done.stderr
+    if keep is not None and not done.returncode and not refused:  # the report holds the counters
+        shown = [str(ncu), "--import", str(keep), "--csv", "--page", "raw"]
+        shown += ["--print-units", "base"]
+        done = subprocess.run(shown, capture_output=True, text=True, check=False)
     said = done.stdout + done.stderr
-    if "ERR_NVGPUCTRPERM" in said:
+    if refused:
         raise NoGpuError(
             "the driver lets only root read hardware counters",
             hint="run as root, or see https://developer.nvidia.com/ERR_NVGPUCTRPERM",
@@ -286,6 +296,15 @@ def write(
     lines = ",\n".join(json.dumps(facts, ensure_ascii=False) for facts in kept.values())
     (directory / FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     return list(kept.values())
+
+
+def report_path(directory: Path) -> Path:
+    """Where to keep ncu's next report of a run: `profile.ncu-rep`, or a numbered one after it."""
+    numbers = itertools.count(2)
+    path = directory / "profile.ncu-rep"
+    while path.exists():  # a report is never overwritten
+        path = directory / f"profile-{next(numbers)}.ncu-rep"
+    return path
 
 
 def _key(facts: Mapping[str, Any]) -> tuple[object, ...]:

@@ -32,6 +32,13 @@ if "--query-metrics" in sys.argv:
         print(name.split(".")[0] + "  Counter  what it is")
     sys.exit(0)
 {behaviour}
+if "--export" in sys.argv:
+    report = sys.argv[sys.argv.index("--export") + 1]
+    open(report, "x").write(" ".join(sys.argv))
+    print("==PROF== Report: " + report)
+    sys.exit(0)
+if "--import" in sys.argv:
+    sys.argv = open(sys.argv[sys.argv.index("--import") + 1]).read().split()
 asked = sys.argv[sys.argv.index("--metrics") + 1].split(",")
 assert set(asked) == set(metrics), asked
 print("==PROF== Connected to process 1")
@@ -148,3 +155,15 @@ def test_damaged_counters_are_no_traceback(tmp_path: Path, content) -> None:
     (tmp_path / counters.FILE).write_bytes(content)
     with pytest.raises(StoreError, match=r"counters\.json: cannot be read"):
         counters.read(tmp_path)
+
+
+def test_a_kept_report_is_written_by_ncu_and_read_back(ncu, tmp_path: Path) -> None:
+    report = counters.report_path(tmp_path)
+    assert report.name == "profile.ncu-rep"
+    kept = counters.count([candidate("qk", "pv")], ncu(), keep=report)
+    assert kept == counters.count([candidate("qk", "pv")], ncu())
+    assert report.is_file()
+    again = counters.report_path(tmp_path)
+    assert again.name == "profile-2.ncu-rep"
+    again.touch()
+    assert counters.report_path(tmp_path).name == "profile-3.ncu-rep"
