@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,18 +109,24 @@ def effects(
     candidates is left out: the run says nothing about it.
     """
     rows = timed(trials, reference.kernel)
-    found = []
+    settings = [tuple(sorted((n, _key(v)) for n, v in t.config.items())) for t in rows]
+    found: list[Effect] = []
     for name, own in reference.config.items():
         found += _effect(
-            [(t.config[name], _others(t.config, (name,)), t) for t in rows if name in t.config],
+            [
+                (t.config[name], tuple(s for s in each if s[0] != name), t)
+                for t, each in zip(rows, settings, strict=True)
+                if name in t.config
+            ],
             name,
             own,
         )
     for axis, names in (axes or {}).items():
         if axis in reference.variant and len(names) > 1:
-            settings = [(t.variant[axis], _others(t.config, names), t) for t in rows
-                        if axis in t.variant]  # fmt: skip
-            of_axis = _effect(settings, axis, reference.variant[axis], names)
+            varied = [(t.variant[axis], tuple(s for s in each if s[0] not in names), t)
+                      for t, each in zip(rows, settings, strict=True)
+                      if axis in t.variant]  # fmt: skip
+            of_axis = _effect(varied, axis, reference.variant[axis], names)
             # What changes with its axis only has no pairs of its own: the axis speaks for it.
             told = set(names) if any(e.pairs for e in of_axis) else set()
             found = [e for e in found if e.pairs or e.name not in told] + of_axis
@@ -224,11 +230,6 @@ def _share(groups: Sequence[Sequence[float]]) -> float | None:
     )
     left = (within / (count - len(groups))) / (total / (count - 1))
     return max(0.0, 1.0 - left)
-
-
-def _others(config: Mapping[str, Value], names: Collection[str]) -> tuple[object, ...]:
-    """All of a config but these parameters."""
-    return tuple(sorted((n, _key(v)) for n, v in config.items() if n not in names))
 
 
 def _key(value: Value) -> tuple[str, str]:

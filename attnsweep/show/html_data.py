@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import yaml
+
 from attnsweep.choose.columns import named, value_text
+from attnsweep.choose.effects import axes_of, effects
 from attnsweep.problem import Problem
 from attnsweep.show.sentences import Row, Section, first_line, who
 
@@ -20,13 +23,14 @@ def reason_of(row: Row) -> str:
     return first_line(row["detail"])[:_REASON_LENGTH]
 
 
-def data_of(sections: Sequence[Section]) -> dict[str, Any]:
+def data_of(sections: Sequence[Section], spec_text: str | None = None) -> dict[str, Any]:
     """The run for the page's script: every candidate as one short array.
 
     The axes of a spec's variants are parameters too, with the name of the variant as value. trials:
     [problem, kernel, status, µs or null, index of its reason or null, [value of each parameter]];
     the first three are indices too.
     """
+    variants = variants_of(spec_text)
     kernels: dict[str, dict[str, None]] = {}
     statuses: dict[str, int] = {}
     reasons: dict[str, int] = {}
@@ -57,7 +61,7 @@ def data_of(sections: Sequence[Section]) -> dict[str, Any]:
                 ]
             )  # fmt: skip
     return {
-        "problems": [_drawn(section) for section in sections],
+        "problems": [_drawn(section, variants) for section in sections],
         "kernels": [{"name": name, "params": [*params]} for name, params in kernels.items()],
         "statuses": [*statuses],
         "reasons": [*reasons],
@@ -69,8 +73,8 @@ def _settings(row: Row) -> dict[str, Any]:
     return {**row["trial"].variant, **row["trial"].config}
 
 
-def _drawn(section: Section) -> dict[str, Any]:
-    """One problem: its size, its bounds, its peers, and the stages of its best pipelines."""
+def _drawn(section: Section, variants: Mapping[str, Any]) -> dict[str, Any]:
+    """One problem: its size, bounds, peers, the stages of its best pipelines, and the effects."""
     problem: Problem = section.problem
     bests = {id(row) for row in section.best_of_families}
     ranked = [row for row in section.rows if row["rank"]]
@@ -87,6 +91,7 @@ def _drawn(section: Section) -> dict[str, Any]:
         "bounds": {unit: short(us) for unit, us in section.bounds_us.items()},
         "binds": binds,
         "peers": [_peer(row) for row in ranked if row["baseline"] or id(row) in bests],
+        "effects": _effects(section, variants),
         "staged": [
             {
                 "who": who(row),
@@ -98,6 +103,45 @@ def _drawn(section: Section) -> dict[str, Any]:
             for row in staged
         ],
     }
+
+
+def _effects(section: Section, variants: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Which parameters of the best family mattered: see choose.effects. None without a winner."""
+    won = section.winner
+    if won is None:
+        return None
+    trials = [row["trial"] for row in section.rows if row["kernel"] == won["kernel"]]
+    found = effects(trials, won["trial"], axes_of(variants.get(won["kernel"])))
+    return {
+        "kernel": won["kernel"],
+        "parameters": [
+            {
+                "name": effect.name,
+                "share": short(effect.share),
+                "pairs": effect.pairs,
+                "values": [
+                    {
+                        "value": value_text(each.value),
+                        "ratio": short(each.ratio),
+                        "pairs": each.pairs,
+                        "faster": each.faster,
+                        "own": each.value == effect.reference,
+                    }
+                    for each in effect.values
+                ],
+            }
+            for effect in found
+        ],
+    }
+
+
+def variants_of(spec_text: str | None) -> dict[str, Any]:
+    """Family to the variants in a run's resolved spec; empty if it cannot be read."""
+    try:
+        kernels = yaml.safe_load(spec_text or "")["kernels"]
+        return {str(name): (facts or {}).get("variants") for name, facts in kernels.items()}
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError):
+        return {}
 
 
 def own_settings(section: Section, row: Row) -> Mapping[str, object]:

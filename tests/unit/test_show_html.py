@@ -20,6 +20,7 @@ from attnsweep.problem import Problem
 from attnsweep.show import html as page
 from attnsweep.show import plots as library
 from attnsweep.store.run import Run, open_run
+from attnsweep.tools.explain import explain
 from attnsweep.trial import Accuracy, Status
 
 pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")
@@ -342,7 +343,7 @@ def test_a_browser_draws_every_plot_without_errors_or_requests(tmp_path):
     assert asked == []
     assert DRAWN in document
     drawn = plots(document, 1)
-    assert set(drawn) == {"peers", "stages", "heatmap", "scaling", "roofline"}
+    assert set(drawn) == {"peers", "stages", "effects", "heatmap", "scaling", "roofline"}
     for name, svg in drawn.items():
         assert marks(svg) >= 2, f"{name} is empty: {svg[:400]}"
         assert "NaN" not in svg, name
@@ -358,7 +359,7 @@ def test_the_recorded_run_is_drawn_in_both_schemes(tmp_path, dark):
     assert (said, asked) == ([], [])
     drawn = plots(document, 0)
     # Its problems differ in more than one way each, so that nothing is drawn along a shape.
-    assert set(drawn) == {"peers", "stages", "heatmap", "roofline"}
+    assert set(drawn) == {"peers", "stages", "effects", "heatmap", "roofline"}
     assert all(marks(svg) >= 2 for svg in drawn.values())
     for kernel in ("flash_fwd_mma", "three_kernel_mma", "torch_cudnn"):
         assert kernel in drawn["peers"]
@@ -436,3 +437,58 @@ def test_a_noisy_base_and_a_peer_over_the_limit_are_marked_on_the_page() -> None
     assert "at least 2.04×" in text
     assert "torch_cudnn stayed noisy" in text
     assert "unfused: error 7.1e-06, over the limit 5.0e-06" in text
+
+
+def narrow_tables(text: str) -> list[str]:
+    return re.findall(r'<table class="summary">.*?</table>', text, re.DOTALL)
+
+
+def test_the_time_is_next_to_the_problem_where_a_narrow_window_shows_it() -> None:
+    (summary,) = narrow_tables(page.render(full_run()))
+    header = re.findall(r"<th [^>]*>([^<]*)</th>", summary.split("</thead>")[0])
+    assert header[:3] == ["problem", "µs", "best of ours"]
+    row = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", summary.split("<tbody>")[1], re.DOTALL)
+    assert row[1] == "28.10"
+    assert row[2] == "three_kernel_wgmma"
+
+
+def test_a_peer_that_is_faster_wins_no_card_for_us() -> None:
+    run = full_run()
+    text = page.render(full_run(trials=[*run.trials, baseline("flash_attn_3", 25.0)]))
+    assert "is the best of ours; flash_attn_3 is faster (1.12×)" in text
+    assert "</b> wins" not in text
+    assert "</b> wins" in page.render(run)
+
+
+SEVERAL = ROOT / "results" / "h100-80gb-hbm3" / "h100"
+
+
+def test_the_page_has_the_effects_that_explain_tells() -> None:
+    run = open_run(SEVERAL)
+    drawn = data_of(page.render(run))["problems"]
+    for shown, told in zip(drawn, explain(run, [], None, {}), strict=True):
+        assert shown["effects"]["kernel"] == told.kernel
+        names = [effect["name"] for effect in shown["effects"]["parameters"]]
+        assert names == [effect.name for effect in told.effects]
+        assert shown["effects"]["parameters"][0]["pairs"] == told.effects[0].pairs
+
+
+@browser
+def test_every_dashed_line_has_its_name_and_whiskers_end_before_the_labels(tmp_path):
+    document, said, _ = opened(open_run(SEVERAL), tmp_path, "#problem=0")
+    assert said == []
+    drawn = plots(document, 0)
+    peers = re.sub(r"<title>.*?</title>", "", drawn["peers"])
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", peers)
+    assert {"memory", "matrix, exp2"} <= set(texts)
+    whisker = r'<line aria-label="low: [^"]*who: ([^;]*);[^"]*"[^>]*\(([\d.]+),[^>]*x2="([\d.]+)"'
+    ends = {who: float(at) + float(end) for who, at, end in re.findall(whisker, peers)}
+    labels = re.findall(
+        r'<text aria-label="end: [^"]*who: ([^;]*);[^"]*"[^>]*translate\(([\d.]+),', peers
+    )
+    assert len(labels) == len(ends) >= 8
+    for who, at in labels:
+        assert float(at) > ends[who] + 4
+    assert marks(drawn["effects"]) > 10
+    for name in ("BLOCKS_PER_SM", "WARPGROUPS"):
+        assert name in drawn["effects"]

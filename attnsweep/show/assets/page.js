@@ -68,9 +68,16 @@ function peers(box, problem) {
   const most = Math.min(CUT * least, Math.max(...problem.peers.map((peer) => peer.us)));
   const values = problem.peers.map((peer) => ({
     ...peer, shown: Math.min(peer.us, most), low: Math.min(peer.low, most), high: Math.min(peer.high, most),
-    said: `${figure(peer.us)}${peer.us > most ? " →" : ""}`,
+    end: Math.max(Math.min(peer.us, most), Math.min(peer.high, most)), said: `${figure(peer.us)}${peer.us > most ? " →" : ""}`,
   }));
   const bounds = Object.entries(problem.bounds).filter(([, us]) => us <= most).map(([unit, us]) => ({ unit, us }));
+  // Every line has its name; lines in one place share a label, and neighbours take turns in height.
+  const labels = [];
+  for (const bound of [...bounds].sort((a, b) => a.us - b.us)) {
+    const last = labels.at(-1);
+    if (last && bound.us < last.us * 1.02) last.unit += `, ${bound.unit}`;
+    else labels.push({ ...bound });
+  }
   const tooltip = [
     { field: "who", title: "kernel" }, { field: "us", title: "µs", format: ".4~g" }, { field: "cold", title: "cold L2 µs", format: ".4~g" },
     { field: "eager", title: "host µs", format: ".3~g" }, { field: "config", title: "config" },
@@ -90,17 +97,43 @@ function peers(box, problem) {
         },
       },
       { mark: { type: "rule", strokeWidth: 1.5, color: color("ink"), tooltip: null }, encoding: { y, x: { field: "low", type: "quantitative" }, x2: { field: "high" } } },
-      { mark: { type: "text", align: "left", dx: 6 }, encoding: { y, x: { field: "shown", type: "quantitative" }, text: { field: "said" } } },
+      { mark: { type: "text", align: "left", dx: 6 }, encoding: { y, x: { field: "end", type: "quantitative" }, text: { field: "said" } } },
       {
         data: { values: bounds }, mark: { type: "rule", strokeDash: [4, 3], strokeWidth: 1.3, color: color("bound") },
         encoding: { x: { field: "us", type: "quantitative" }, tooltip: [{ field: "unit", title: "bound" }, { field: "us", title: "µs", format: ".4~g" }] },
       },
-      {
-        data: { values: bounds.filter((bound) => bound.unit === problem.binds) }, mark: { type: "text", align: "left", baseline: "bottom", y: -3, dx: -2, color: color("bound") },
+      ...[0, 1].map((row) => ({
+        data: { values: labels.filter((_, index) => (labels.length - 1 - index) % 2 === row) },
+        mark: { type: "text", align: "left", baseline: "bottom", y: -3 - 14 * row, dx: -2, color: color("bound"), tooltip: null },
         encoding: { x: { field: "us", type: "quantitative" }, text: { field: "unit" } },
-      },
+      })),
     ],
   }, `Time of the best of each family next to the baselines, ${problem.label}`);
+}
+
+function effects(box, problem) {
+  const rows = (problem.effects?.parameters ?? []).filter((parameter) => parameter.values.some((value) => value.ratio !== null));
+  if (!rows.length) { box.closest("figure").remove(); return null; }
+  const label = (row) => (row.share === null ? row.name : `${row.name}  ${Math.round(100 * row.share)} %`);
+  const values = rows.flatMap((row) => row.values.filter((value) => value.ratio !== null).map((value) => ({
+    ...value, who: label(row), name: row.name, said: String(value.value), of: `${value.faster} of ${value.pairs}`,
+  })));
+  const own = rows.map((row) => ({ who: label(row), ratio: 1, said: String(row.values.find((value) => value.own)?.value ?? "") }));
+  const all = [...values.map((value) => value.ratio), 1];
+  const [low, high] = [Math.min(...all) / 1.04, Math.max(...all) * 1.06];
+  const y = { field: "who", type: "nominal", sort: rows.map(label), title: null, axis: { domain: false, ticks: false, labelColor: color("ink"), labelPadding: 6, grid: true } };
+  const x = { field: "ratio", type: "quantitative", title: "× the time of the best candidate's value", scale: { type: "log", domain: [low, high], nice: false }, axis: { labelExpr: "format(datum.value, '.3~r') + '×'", tickCount: 5 } };
+  const tooltip = [{ field: "name", title: "parameter" }, { field: "said", title: "value" }, { field: "ratio", title: "×", format: ".4~g" }, { field: "of", title: "faster, of pairs" }];
+  // Names of variants are too long to stand beside each other; the dot tells them.
+  const text = (rows, shade, mark) => ({ data: { values: rows.filter((row) => row.said.length < 9) }, mark: { type: "text", fontSize: 10.5, color: color(shade), tooltip: null, ...mark }, encoding: { y, x, text: { field: "said" } } });
+  return draw(box, {
+    height: 34 * rows.length, data: { values },
+    layer: [
+      { data: { values: [{ ratio: 1 }] }, mark: { type: "rule", strokeWidth: 1.3, color: color("accent"), tooltip: null }, encoding: { x } },
+      { mark: { type: "point", filled: true, opacity: 0.85, color: color("s0") }, encoding: { y, x, tooltip, size: { field: "pairs", type: "quantitative", legend: null, scale: { range: [30, 160] } } } },
+      text(values, "soft", { dy: -12 }), text(own, "accent", { dy: 11, dx: 4, align: "left" }),
+    ],
+  }, `Effect of each parameter of ${problem.effects.kernel}, ${problem.label}`);
 }
 
 function stages(box, problem) {
@@ -449,7 +482,7 @@ async function show(index) {
   });
   const details = article.querySelector("details.every");
   details.addEventListener("toggle", () => details.open && !details.dataset.filled && (details.dataset.filled = "yes") && every(details, index));
-  await Promise.all([peers(box(parts.peers), problem), stages(box(parts.stages), problem), explore()]);
+  await Promise.all([peers(box(parts.peers), problem), stages(box(parts.stages), problem), effects(box(parts.effects), problem), explore()]);
 }
 
 function asked() {
