@@ -8,6 +8,7 @@ inconclusive.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 
 class AttnsweepError(Exception):
@@ -82,6 +83,19 @@ def compiler_errors(log: str) -> list[str]:
         else:
             inside = False
     return list(dict.fromkeys("\n".join(lines) for lines in found))
+
+
+# Errors of a compiler, of a few lines each, that are shown for one cause.
+_MOST = 20
+
+
+def errors_of(details: Iterable[str | None]) -> list[str]:
+    """The lines of every error that a compiler reported in these rows' details, each error once."""
+    logs = ["\n".join((detail or "").splitlines()[1:]) for detail in details]
+    found = list(dict.fromkeys(error for log in logs for error in compiler_errors(log)))
+    lines = [line for error in found[:_MOST] for line in error.splitlines()]
+    rest = len(found) - _MOST
+    return lines + ([f"and {rest} more errors; --json has all"] if rest > 0 else [])
 
 
 class NoGpuError(AttnsweepError):

@@ -17,7 +17,7 @@ import pandas
 
 from attnsweep.choose.base import Base
 from attnsweep.choose.columns import bounds_of
-from attnsweep.errors import compiler_errors
+from attnsweep.errors import errors_of
 from attnsweep.problem import Problem
 from attnsweep.show.terminal import GLUE
 from attnsweep.spec.model import OTHER_FORMATS
@@ -26,8 +26,6 @@ from attnsweep.trial import Environment, Status
 Row = dict[str, Any]
 # Each reason takes one line; a problem lists at most this many.
 MAX_REASONS = 6
-# Errors of the compiler, of a few lines each, below a reason.
-MAX_ERRORS = 20
 _FAILED = ("damaged", "noisy", "wrong", "launch_error", "timeout", "compile_error")
 
 
@@ -409,15 +407,6 @@ def failures_in_full(section: Section) -> list[tuple[str, list[str]]]:
         out.append((line, errors_of(row["detail"] for row in rows) if compiler else []))
     hidden = len(out) - MAX_REASONS
     return out[:MAX_REASONS] + ([(f"and {hidden} more causes", [])] if hidden > 0 else [])
-
-
-def errors_of(details: Iterable[str | None]) -> list[str]:
-    """The lines of every error that a compiler reported in these details, each error once."""
-    logs = ["\n".join((detail or "").splitlines()[1:]) for detail in details]
-    found = list(dict.fromkeys(error for log in logs for error in compiler_errors(log)))
-    lines = [line for error in found[:MAX_ERRORS] for line in error.splitlines()]
-    rest = len(found) - MAX_ERRORS
-    return lines + ([f"and {rest} more errors; --json has all"] if rest > 0 else [])
 
 
 def peer_lines(section: Section) -> list[str]:

@@ -10,11 +10,11 @@ from typing import Any
 from rich.cells import cell_len
 from rich.text import Text
 
+from attnsweep.errors import errors_of
 from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES
 from attnsweep.family.declare import BLOCK_LIMITS, Kernel
 from attnsweep.gpu.peers import PACKAGES
 from attnsweep.hardware import Arch
-from attnsweep.show.sentences import errors_of
 from attnsweep.show.terminal import GLUE, aligned, counted, wrap
 from attnsweep.spec.plan import PlannedProblem
 from attnsweep.trial import Status, Trial

@@ -27,6 +27,20 @@ H200 = Environment(
 TEST_GPU = H200.model_copy(update={"gpu": "NVIDIA Test 1", "date": "2026-01-01T00:00:00Z"})
 """The GPU of a sweep on FakeGpu: its run is in results/test-1."""
 PROBLEM = Problem(4, 16, 16, 1024, 1024, 64)
+NVRTC_LOG = """k.cu(3): warning #177-D: variable "a" was declared but never referenced
+  int a;
+      ^
+
+k.cu(5): error: identifier "y" is undefined
+      int x = y;
+              ^
+
+k.cu(6): error: identifier "foo" is undefined
+      o[0] = foo(x);
+             ^
+
+2 errors detected in the compilation of "k.cu".
+"""
 
 
 def numbered(number: int, **changes: object) -> Trial:

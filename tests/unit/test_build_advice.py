@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from samples import PROBLEM, candidate, full_run
-from test_show_tables import LOG
+from samples import NVRTC_LOG, PROBLEM, candidate, full_run
 
 from attnsweep.build.advice import spilling, unused_parameters
 from attnsweep.build.candidate import _LOG_LENGTH, _shortened
@@ -85,7 +84,7 @@ def test_spills_that_the_spec_does_not_mention_are_warned_of(tmp_path, more, war
 
 
 def test_an_error_of_the_compiler_renders_every_error() -> None:
-    error = CompileError('k.cu(5): error: identifier "y" is undefined', log=LOG)
+    error = CompileError('k.cu(5): error: identifier "y" is undefined', log=NVRTC_LOG)
     assert error.render().count("error: identifier") == 2
     assert "      int x = y;\n              ^" in error.render()
     assert "#177" not in error.render()
@@ -104,4 +103,4 @@ def test_a_long_log_is_cut_between_errors() -> None:
     shown = len(compiler_errors(kept))
     assert kept.endswith(f"and {200 - shown} more errors")
     assert kept.count("  ^") == shown
-    assert _shortened(LOG) == LOG
+    assert _shortened(NVRTC_LOG) == NVRTC_LOG

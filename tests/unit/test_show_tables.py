@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from samples import H200, PROBLEM, baseline, candidate, failed, full_run, rounds_of, unrecorded
+from samples import (
+    H200,
+    NVRTC_LOG,
+    PROBLEM,
+    baseline,
+    candidate,
+    failed,
+    full_run,
+    rounds_of,
+    unrecorded,
+)
 
 from attnsweep.choose.ranking import rank
 from attnsweep.problem import Problem
@@ -559,26 +569,12 @@ def test_a_reason_keeps_the_figures_within_it() -> None:
     assert "at least us" not in text
 
 
-LOG = """k.cu(3): warning #177-D: variable "a" was declared but never referenced
-  int a;
-      ^
-
-k.cu(5): error: identifier "y" is undefined
-      int x = y;
-              ^
-
-k.cu(6): error: identifier "foo" is undefined
-      o[0] = foo(x);
-             ^
-
-2 errors detected in the compilation of "k.cu".
-"""
-
-
 def test_every_error_of_the_compiler_is_shown_with_its_line_and_caret() -> None:
     first = 'k.cu(5): error: identifier "y" is undefined'
-    broken = failed("naive", Status.COMPILE_ERROR, f"{first}\n{LOG}", N=1)
-    other = failed("naive", Status.COMPILE_ERROR, f"{first}\n{LOG.replace('foo', 'bar')}", N=2)
+    broken = failed("naive", Status.COMPILE_ERROR, f"{first}\n{NVRTC_LOG}", N=1)
+    other = failed(
+        "naive", Status.COMPILE_ERROR, f"{first}\n{NVRTC_LOG.replace('foo', 'bar')}", N=2
+    )
     run = full_run(trials=[candidate("flash", 5.0, BLOCK_M=9), broken, other])
     lines = printed(run).splitlines()
     assert sum(line.startswith("2 compile error: naive: k.cu(5)") for line in lines) == 1
