@@ -35,7 +35,7 @@ def replay(
     if environment is None:
         raise SpaceError("the recording has no environment.json", where=str(spec.recording))
     planned = plan(spec, kernels, arch_named(environment.arch))
-    observer.planned(candidate_counts(planned, spec.search.candidates))
+    observer.planned(candidate_counts(planned, spec.search.candidates), finals=False)
     by_key = {trial.key: trial for trial in recording.trials}
     where = f"{environment.gpu}, {environment.date[:10]}"
     directory = results / "replay" / spec.name

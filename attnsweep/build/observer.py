@@ -11,8 +11,11 @@ from attnsweep.trial import Trial
 class Observer:
     """Base of all observers. Every method may be overridden; none needs to be."""
 
-    def planned(self, candidates: Sequence[int]) -> None:
-        """The number of candidates of each problem, in order, before anything is compiled."""
+    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
+        """The number of candidates of each problem, in order, before anything is compiled.
+
+        finals: whether each problem ends in a race and final rounds.
+        """
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         """A problem begins; an earlier run has done `kept` of its candidates."""

@@ -73,6 +73,7 @@ class Eta:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._planned: list[int] = []
+        self._finals = True
         self._closed = 0
         """Problems that are done."""
         self._open = False
@@ -92,9 +93,9 @@ class Eta:
 
     # -- what happened ----------------------------------------------------------------------
 
-    def planned(self, candidates: Sequence[int]) -> None:
-        """The number of candidates of each problem, in order."""
-        self._planned = list(candidates)
+    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
+        """The number of candidates of each problem, in order; whether finals follow."""
+        self._planned, self._finals = list(candidates), finals
 
     def opening(self) -> None:
         """The next problem begins."""
@@ -179,6 +180,8 @@ class Eta:
 
     def _deciding(self, now: float) -> tuple[float, bool]:
         """Seconds of races and finals to come, and whether some of them are unknown."""
+        if not self._finals:
+            return 0.0, False
         mean = sum(self._finals_s) / len(self._finals_s) if self._finals_s else None
         later = len(self._planned) - self._closed - 1
         here: float | None = mean

@@ -93,8 +93,8 @@ class _Best(Observer):
         self.counts: Counter[Status] = Counter()
         self.eta = eta or Eta()
 
-    def planned(self, candidates: Sequence[int]) -> None:
-        self.eta.planned(candidates)
+    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
+        self.eta.planned(candidates, finals=finals)
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:  # noqa: ARG002
         self.problem, self.best = problem, None
@@ -164,8 +164,8 @@ class _Bars(_Best):
         self._tasks: dict[str, TaskID] = {}
         self._checked: set[tuple[object, ...]] = set()
 
-    def planned(self, candidates: Sequence[int]) -> None:
-        super().planned(candidates)
+    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
+        super().planned(candidates, finals=finals)
         self._progress.update(self._whole, total=sum(candidates))
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
@@ -258,8 +258,8 @@ class _Json(_Best):
         self._phase = ""
         self._compiled = self._done = self._of = 0
 
-    def planned(self, candidates: Sequence[int]) -> None:
-        super().planned(candidates)
+    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
+        super().planned(candidates, finals=finals)
         self._write("planned", problems=len(candidates), candidates=sum(candidates))
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:

@@ -48,7 +48,7 @@ def compile_all(
     planned = plan(spec, kernels, arch)
     cap = limit or spec.search.candidates
     counts = candidate_counts(planned, cap)
-    observer.planned(counts)
+    observer.planned(counts, finals=False)
     for warning in unused_parameters((s for item in planned for s in item.spaces), arch):
         observer.note(warning)
     compiler = compiler_for(spec, arch, cache_dir)

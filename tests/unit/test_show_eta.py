@@ -51,7 +51,7 @@ def test_a_steady_rate_is_met_and_finals_are_missing_until_seen(clock) -> None:
     search(eta, clock, 40, 0.5)
     assert eta.left is not None
     assert eta.left.seconds == pytest.approx(30.0, rel=0.02)
-    assert str(eta.left) == "at least 40 s left" or str(eta.left) == "at least 30 s left"
+    assert eta.left.at_least
 
 
 def test_the_estimate_of_several_problems_comes_true(clock) -> None:
@@ -160,3 +160,13 @@ def test_rounds_under_way_are_counted_down(clock) -> None:
 def test_it_is_said_in_round_figures(seconds, said) -> None:
     assert str(Left(seconds, False)) == f"about {said} left"
     assert str(Left(seconds, True)) == f"at least {said} left"
+
+
+def test_compiling_alone_has_no_finals_to_wait_for(clock) -> None:
+    eta = Eta(clock)
+    eta.planned([100, 50], finals=False)
+    eta.opening()
+    search(eta, clock, 40, 0.5)
+    assert eta.left is not None
+    assert eta.left.seconds == pytest.approx(55.0, rel=0.02)
+    assert not eta.left.at_least
