@@ -114,6 +114,9 @@ class Sweep:
                     queue.submit()
             for queue in queues:
                 self._problem(queue)
+                self._store.end_searches(queue.problem.label, queue.endings)
+                for kernel, why in queue.endings.items():
+                    self._observer.note(f"{kernel}: the search ended: {why}")
         except KeyboardInterrupt:
             compiler.close()
             return True

@@ -125,10 +125,11 @@ class ProblemSpec(_Model):
 class SearchSpec(_Model):
     """Which candidates are tried, and in which order."""
 
-    strategy: Literal["exhaustive", "random", "staged", "tpe"] = Field(
+    strategy: Literal["exhaustive", "gp", "random", "staged", "tpe"] = Field(
         default="exhaustive",
-        description="exhaustive: all, in order. random: a sample without repeats. staged: each "
-        "stage alone, then combinations of the best. tpe: model-based (attnsweep[search]).",
+        description="exhaustive: all, in order. gp: a model that begins with recorded runs, and "
+        "stops by itself. random: a sample without repeats. staged: each stage alone, then "
+        "combinations of the best. tpe: model-based (attnsweep[search]).",
     )
     candidates: Size | None = Field(
         default=None,
@@ -140,7 +141,7 @@ class SearchSpec(_Model):
         "follow.",
     )
     seed: Annotated[int, Field(strict=True, ge=0)] = Field(
-        default=0, description="Seed of strategies random and tpe."
+        default=0, description="Seed of strategies gp, random and tpe."
     )
     skip_by_bound: StrictBool = Field(
         default=True,
