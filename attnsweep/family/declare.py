@@ -322,24 +322,27 @@ class Kernel:
 
     def refused_by(self, config: Config, problem: Problem, arch: Arch) -> str | None:
         """Name of the first rule that refuses the config, or None. BLOCK_LIMITS comes last."""
-        for name, (_, rule) in self.rules.items():
-            passed = self._ask(f"rule {name}", rule, config, problem, arch)
-            if not isinstance(passed, int):
-                returned = "nothing" if passed is None else repr(passed)
-                fix = "return True to keep a config, False to prune it"
-                fault = Fault(f"returned {returned}", fix)
-                raise self._fault(f"rule {name}", fault, rule, config, problem)
-            if not passed:
-                return name
-        for launch in self.launches(config, problem, arch).values():
-            if (
-                launch.threads > arch.max_threads_per_block
-                or launch.smem_bytes > arch.smem_per_block
-                or launch.grid[0] >= 2**31
-                or max(launch.grid[1:]) > 65535
-            ):
-                return BLOCK_LIMITS
-        return None
+        names = (*self.rules, BLOCK_LIMITS)
+        return next((n for n in names if not self.passes(n, config, problem, arch)), None)
+
+    def passes(self, name: str, config: Config, problem: Problem, arch: Arch) -> bool:
+        """Whether a rule keeps a config that all earlier rules keep."""
+        if name == BLOCK_LIMITS:
+            return all(
+                launch.threads <= arch.max_threads_per_block
+                and launch.smem_bytes <= arch.smem_per_block
+                and launch.grid[0] < 2**31
+                and max(launch.grid[1:]) <= 65535
+                for launch in self.launches(config, problem, arch).values()
+            )
+        _, rule = self.rules[name]
+        passed = self._ask(f"rule {name}", rule, config, problem, arch)
+        if not isinstance(passed, int):
+            returned = "nothing" if passed is None else repr(passed)
+            fix = "return True to keep a config, False to prune it"
+            fault = Fault(f"returned {returned}", fix)
+            raise self._fault(f"rule {name}", fault, rule, config, problem)
+        return bool(passed)
 
     def launches(self, config: Config, problem: Problem, arch: Arch) -> dict[str, Launch]:
         """Stage name to its Launch, in running order. Raises KernelError for a faulty launch."""
