@@ -35,7 +35,8 @@ Floats = NDArray[np.float64]
 # most BATCH, which a host compiles at once.
 BATCH = 16
 LEAST = 4
-FEW = 12  # as many finalists as a problem has
+# A space of no more candidates is tried whole: a host compiles it in a few seconds.
+FEW = 48
 # The search goes on while some candidate is expected to lower the best time by this share, or while
 # the best is younger than so many trials, twice as many without history.
 EXPECTED = 0.0005
@@ -67,16 +68,17 @@ def gp(
 
     history: times of this family on other problems (default: what the package ships). seed breaks
     ties, and picks the pool of a space of more than POOL candidates. A failed candidate counts as
-    the slowest so far. A space of no more than FEW candidates is tried whole.
+    the slowest so far. A space of no more than FEW candidates is tried whole, in batches of BATCH.
     """
     count = len(space.configs) if candidates is None else min(candidates, len(space.configs))
     tried: set[Config] = set()
-    if len(space.configs) > FEW:
+    few = len(space.configs) <= FEW
+    if space.configs:
         known = shipped_history(space.kernel.name) if history is None else history
         model = Model.of(space, known, seed)
-        size = min(BATCH, max(LEAST, len(space.configs) // BATCH))
+        size = BATCH if few else min(BATCH, max(LEAST, len(space.configs) // BATCH))
         while len(tried) < min(count, len(model.configs)):
-            if model.settled():
+            if not few and model.settled():
                 return model.why()
             batch = model.choose(min(size, count - len(tried), len(model.configs) - len(tried)))
             told: list[Trial] = []

@@ -122,6 +122,12 @@ def test_equal_seeds_ask_alike_in_whatever_order_they_are_told_and_other_seeds_o
     assert searched(space, valley, seed=2)[0] != first
 
 
+def test_a_space_of_few_is_tried_whole():
+    batches, why = searched(space_of(12, 4), valley)
+    assert (len(flat(batches)), why) == (FEW, "all are tried")
+    assert len(batches[0]) == BATCH
+
+
 def test_it_stops_far_from_the_end_and_later_if_it_knows_nothing():
     space = space_of(12, 10, 5)
     history = [History("toy", OTHER, "x/y", space.configs, tuple(map(valley, space.configs)))]
