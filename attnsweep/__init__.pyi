@@ -23,6 +23,8 @@ from .build.observer import Observer
 from .check.verdicts import Verdict
 from .choose.evidence import proportion_interval, ratio_interval
 from .choose.finals import select
+from .choose.gp import gp
+from .choose.history import History, recorded_history, shipped_history
 from .choose.search import Search
 from .choose.skips import Skips
 from .cli import app
@@ -71,6 +73,7 @@ __all__ = [
     "Environment",
     "FirstTimes",
     "Gpu",
+    "History",
     "Kernel",
     "KernelError",
     "Launch",
@@ -109,6 +112,7 @@ __all__ = [
     "counters",
     "families",
     "find_runs",
+    "gp",
     "latest_run",
     "load_spec",
     "open_run",
@@ -117,10 +121,12 @@ __all__ = [
     "rank",
     "ratio_interval",
     "rebuild",
+    "recorded_history",
     "report",
     "run",
     "schema",
     "select",
+    "shipped_history",
     "winners",
     "write_page",
 ]

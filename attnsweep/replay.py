@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from attnsweep.build.observer import Observer
-from attnsweep.choose.search import search_of
+from attnsweep.choose.search import Search, search_of
 from attnsweep.errors import SpaceError
 from attnsweep.family.declare import Kernel
+from attnsweep.family.space import Space
 from attnsweep.hardware import arch_named
 from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec
@@ -28,7 +30,11 @@ def _shown(path: Path) -> str:
 def replay(
     spec: SweepSpec, kernels: Mapping[str, Kernel], results: Path, observer: Observer
 ) -> Run:
-    """Sweep a recorded run: every row is marked recorded, and none is invented."""
+    """Sweep a recorded run: every row is marked recorded, and none is invented.
+
+    With a strategy that stops by itself, every candidate that the recording holds is taken: where
+    the run stopped depends on the history that it began with, and another one might miss its best.
+    """
     assert spec.recording is not None  # load_spec checks it
     recording = open_run(spec.recording)
     environment = recording.environment
@@ -60,14 +66,29 @@ def replay(
             observer.opening(item.problem, count, 0)
             missing = {"problem": item.problem, "status": Status.NO_RECORD}
             for space in item.spaces:
-                search = search_of(spec, space)
+                asked = {"kernel": space.kernel.name, "provider": OURS}
+                search = _search(spec, space, by_key, missing | asked)
                 while (config := search.ask()) is not None:
-                    name = space.kernel.name
-                    asked = {"kernel": name, "provider": OURS, "config": dict(config)}
-                    search.tell(stored(Trial.model_validate(asked | missing)))
+                    row = Trial.model_validate(missing | asked | {"config": dict(config)})
+                    search.tell(stored(row))
             for name in spec.baselines:
-                asked = {"kernel": name, "provider": name, "config": {}}
-                stored(Trial.model_validate(asked | missing))
+                peer = {"kernel": name, "provider": name, "config": {}}
+                stored(Trial.model_validate(missing | peer))
         return store.finish(tables.files)
     finally:
         store.close()
+
+
+def _search(
+    spec: SweepSpec,
+    space: Space,
+    recorded: Collection[tuple[object, ...]],
+    facts: Mapping[str, object],
+) -> Search:
+    """The spec's search; of a model, every candidate that is recorded. facts: of its rows."""
+    if spec.search.strategy != "gp":
+        return search_of(spec, space)
+    rows = (Trial.model_validate({**facts, "config": dict(config)}) for config in space.configs)
+    held = [config for config, row in zip(space.configs, rows, strict=True) if row.key in recorded]
+    there = replace(space, configs=tuple(held) or space.configs)
+    return Search("exhaustive", there, candidates=spec.search.candidates)

@@ -1,113 +1,365 @@
-"""Replay search strategies on recorded exhaustive runs: best so far against trials, and regret.
+"""Replay search strategies on recorded exhaustive runs: how soon is one within 1 % of the best?
 
-Usage: python benchmarks/search.py [FILE.json] [--seeds 10] [--results DIR]. Nothing is measured: a
-strategy learns the recorded time of each config that it asks for. For each run, kernel and problem
-the file holds the best time after a number of trials over the best recorded one (median and worst
-of the seeds), and the median number of trials until a strategy was within 1 %.
+Usage: python benchmarks/search.py [FILE.json] [--seeds 20] [--results DIR ...] [--jobs N]
+[--only TEXT]. Nothing is measured: a strategy learns the recorded first time of each config that it
+asks for. A space is what one run tried of one family on one problem. A trial is a success if the
+config took part in the run's rounds and its median there is at most 1 % above the least one, which
+is what the ranking sees; first times alone are not enough.
+
+- `gp` begins without the history of the problem itself, on any card and of any run (of a problem
+  that differs in its mask or its dtype it keeps it).
+- `gp, other shapes` also without the history of problems of the same shape.
+- `gp, no history` knows nothing.
+- `random` and `tpe` are the other strategies of attnsweep that take a number of trials.
+- `kernel_tuner …` are strategies of Kernel Tuner, in its own simulation mode and with its defaults,
+  if it is installed: pip install kernel-tuner scipy scikit-learn. It is told which configs exist.
+  (Of Kernel Tuner 1.5.0, greedy_ils did not end in four minutes on a space of 410, and diff_evo
+  failed with an IndexError on another.)
+
+`gp` and `random` run on every space of LEAST candidates or more, the others on spaces of LARGE or
+more, and no further than TRIALS. `curves` holds the median over the seeds of the best time so far
+over the best one, after each trial, for the spaces in CURVES; null while nothing is timed. Rows do
+not hold how long a candidate took to compile and to check, so there is no axis of seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import math
+import os
+import random
 import statistics
-from collections.abc import Mapping, Sequence
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from setting import RESULTS, console, recorded
+import numpy as np
+from setting import RESULTS, console
 
-from attnsweep import Config, Search, Space, Status, Trial, load_spec, open_run, plan
+from attnsweep import (
+    Config,
+    Problem,
+    Search,
+    Space,
+    Status,
+    Trial,
+    families,
+    find_runs,
+    gp,
+    load_spec,
+    open_run,
+    shipped_history,
+)
 
-RUNS = ("flash_short", "three_kernel", "three_kernel_stages")
-STRATEGIES = ("random", "tpe")
-LEAST_CANDIDATES = 150
-CHECKPOINTS = (10, 25, 50, 75, 100, 150)
+OURS = "attnsweep"
+CARDS = (RESULTS / "h100-80gb-hbm3", RESULTS / "h200")
+LEAST, LARGE, TRIALS = 40, 120, 150
 GOOD = 1.01
+WORST = "worst_trials_to_1_percent"
+HISTORY = ("gp", "gp, other shapes", "gp, no history")
+EVERYWHERE = (*HISTORY, "random")
+# On spaces of LARGE or more `gp` and `random` get all seeds. Others get a quarter of them, and
+# those that take seconds a seed a tenth.
+SLOW = ("tpe", "kernel_tuner bayes_opt")
+KERNEL_TUNER = ("genetic_algorithm", "simulated_annealing", "bayes_opt")
+CURVES = (
+    ("h200/flash_short_h200", "(1,8,512,64) fp16 causal"),
+    ("h200/three_kernel_stages", "(1,16,1024,64) fp16 full"),
+)
 
 
-def curve(space: Space, rows: Mapping[Config, Trial], strategy: str, seed: int) -> list[float]:
-    """The best time so far in microseconds after each trial; infinite while none is ok."""
-    search = Search(strategy, space, candidates=max(CHECKPOINTS), seed=seed)
-    best, out = float("inf"), []
+@dataclass(frozen=True)
+class Recorded:
+    """What one run tried of one family on one problem."""
+
+    run: str
+    space: Space
+    rows: Mapping[Config, Trial]
+
+    @property
+    def finals(self) -> dict[Config, float]:
+        """Microseconds of each config that was in the rounds."""
+        return {
+            config: row.time_us.median
+            for config, row in self.rows.items()
+            if row.status is Status.OK and row.time_us and row.time_us.rounds
+        }
+
+    def times(self) -> dict[Config, float]:
+        """The same of every config that ran; first times are scaled to those of the rounds."""
+        finals = self.finals
+        firsts = {c: row.screened_us for c, row in self.rows.items() if row.screened_us}
+        scale = statistics.median(us / firsts[c] for c, us in finals.items())
+        return {c: finals.get(c, us * scale) for c, us in firsts.items()}
+
+
+def recorded_spaces(results: Sequence[Path]) -> Iterator[Recorded]:
+    """Every space of LEAST candidates or more that a recorded run tried whole."""
+    kernels = families()
+    for directory in (found for place in results for found in find_runs(place)):
+        if load_spec(directory / "spec.yaml", kernels).search.strategy != "exhaustive":
+            continue
+        groups: dict[tuple[str, Problem], dict[Config, Trial]] = {}
+        for trial in open_run(directory).trials:
+            if trial.provider == OURS:
+                group = groups.setdefault((trial.kernel, trial.problem), {})
+                group[Config(trial.config)] = trial
+        for (kernel, problem), rows in groups.items():
+            space = Space(kernels[kernel], problem, tuple(rows), len(rows), {})
+            found = Recorded(f"{directory.parent.name}/{directory.name}", space, rows)
+            if len(rows) >= LEAST and found.finals:
+                yield found
+
+
+def asked(recorded: Recorded, name: str, seed: int) -> tuple[list[Config], str | None]:
+    """The configs that a strategy asks for, in order, and why it ended."""
+    if name.startswith("kernel_tuner "):
+        return by_kernel_tuner(recorded, name.removeprefix("kernel_tuner "), seed), None
+    strategy: Any = name
+    if name in HISTORY:
+        strategy = partial(gp, history=history_of(recorded.space, name))
+    search = Search(strategy, recorded.space, candidates=cap_of(recorded, name), seed=seed)
+    configs = []
     while (config := search.ask()) is not None:
-        row = rows[config]
-        if row.status is Status.OK and row.time_us is not None:
-            best = min(best, row.time_us.median)
-        out.append(best)
-        search.tell(row)
-    return out
+        configs.append(config)
+        search.tell(recorded.rows[config])
+    return configs, search.why_ended
 
 
-def figures(curves: Sequence[Sequence[float]], best_us: float) -> dict[str, Any]:
-    """The best so far over the best at each checkpoint, and the trials until it is within 1 %."""
-    reached = [next((n for n, us in enumerate(c, 1) if us <= GOOD * best_us), None) for c in curves]
-    known = sorted(float("inf") if n is None else n for n in reached)
-    middle = known[len(known) // 2]
-    at = {n: sorted(c[n - 1] / best_us for c in curves) for n in CHECKPOINTS if n <= len(curves[0])}
+def cap_of(recorded: Recorded, name: str) -> int:
+    """The most trials of a strategy."""
+    count = len(recorded.space.configs)
+    return count if name in EVERYWHERE else min(count, TRIALS)
+
+
+def history_of(space: Space, name: str) -> list[Any]:
+    """The history that a replay may use."""
+
+    def shape(problem: Problem) -> tuple[int, ...]:
+        sizes = (problem.batch, problem.heads, problem.heads_kv, problem.seqlen_q)
+        return (*sizes, problem.seqlen_k, problem.head_dim)
+
+    of, kept = space.problem, []
+    for history in shipped_history(space.kernel.name):
+        same = history.problem == of
+        alike = shape(history.problem) == shape(of)
+        if (name == "gp" and not same) or (name == "gp, other shapes" and not alike):
+            kept.append(history)
+    return kept
+
+
+def by_kernel_tuner(recorded: Recorded, name: str, seed: int) -> list[Config]:
+    """The same of a strategy of Kernel Tuner, on a cache file of the recorded first times."""
+    from kernel_tuner import tune_kernel
+
+    configs = recorded.space.configs
+    names = [n for n in configs[0] if len({config[n] for config in configs}) > 1]
+    params = {n: list(dict.fromkeys(config[n] for config in configs)) for n in names}
+    by_values = {tuple(config[n] for n in names): config for config in configs}
+    cached = {}
+    for values, config in by_values.items():
+        us = recorded.rows[config].screened_us
+        facts = {"time": us / 1e3 if us else "RuntimeFailedConfig", "timestamp": "-"}
+        spent = ("compile_time", "verification_time", "benchmark_time")
+        facts |= dict.fromkeys((*spent, "strategy_time", "framework_time"), 0.0)
+        cached[",".join(map(str, values))] = dict(zip(names, values, strict=True)) | facts
+    content = {"device_name": "Simulation", "kernel_name": "k", "problem_size": 1}
+    content |= {"tune_params_keys": names, "tune_params": params, "objective": "time"}
+
+    def exists(values: Mapping[str, Any]) -> bool:  # Kernel Tuner reads the source of a lambda
+        return tuple(values[n] for n in names) in by_values
+
+    random.seed(seed)
+    np.random.seed(seed)
+    with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
+        file = Path(place) / "cache.json"
+        file.write_text(json.dumps(content | {"cache": cached}))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results, _ = tune_kernel(
+                *("k", "", 1, [], params),
+                restrictions=exists,
+                cache=str(file),
+                simulation_mode=True,
+                strategy=name,
+                strategy_options={"max_fevals": min(TRIALS, len(configs))},
+                lang="CUPY",
+                quiet=True,
+            )
+    # A config that it visits again costs it nothing.
+    visited = (by_values[tuple(result[n] for n in names)] for result in results)
+    return list(dict.fromkeys(visited))
+
+
+@cache
+def kernel_tuner_version() -> str | None:
+    """Its version, or None if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("kernel-tuner")
+    except PackageNotFoundError:
+        return None
+
+
+def strategies_of(recorded: Recorded) -> tuple[str, ...]:
+    """The strategies to replay on a space."""
+    if len(recorded.space.configs) < LARGE:
+        return EVERYWHERE
+    theirs = KERNEL_TUNER if kernel_tuner_version() else ()
+    return (*EVERYWHERE, "tpe", *(f"kernel_tuner {name}" for name in theirs))
+
+
+def first_good(configs: Sequence[Config], finals: Mapping[Config, float]) -> int | None:
+    """The number of trials until one is within 1 % of the best; None if none is."""
+    limit = GOOD * min(finals.values())
+    return next((n for n, c in enumerate(configs, 1) if finals.get(c, math.inf) <= limit), None)
+
+
+def figures(tried: Sequence[Sequence[Config]], finals: Mapping[Config, float]) -> dict[str, Any]:
+    """Trials to 1 % and to the end over the seeds, and the worst regret of the end, in percent."""
+    best = min(finals.values())
+    reached = sorted(first_good(configs, finals) or math.inf for configs in tried)
+    regret = max(
+        min((finals[config] for config in configs if config in finals), default=math.inf)
+        for configs in tried
+    )
+    middle, worst = reached[len(reached) // 2], reached[-1]
     return {
-        "median_ratio": {n: round(statistics.median(ratios), 4) for n, ratios in at.items()},
-        "worst_ratio": {n: round(ratios[-1], 4) for n, ratios in at.items()},
-        "median_trials_to_1_percent": None if middle == float("inf") else int(middle),
-        "seeds_within_1_percent": sum(n is not None for n in reached),
+        "median_trials_to_1_percent": None if middle == math.inf else middle,
+        "worst_trials_to_1_percent": None if worst == math.inf else worst,
+        "seeds_within_1_percent": sum(n != math.inf for n in reached),
+        "median_trials": statistics.median(map(len, tried)),
+        "worst_regret_percent": None if regret == math.inf else round(100 * (regret / best - 1), 2),
     }
 
 
-def replays(directory: Path, seeds: int) -> list[dict[str, Any]]:
-    """Replay every strategy on every space of one recorded run that was tried whole."""
-    run = open_run(directory)
-    assert run.environment is not None
+def curve(tried: Sequence[Sequence[Config]], times: Mapping[Config, float]) -> list[float | None]:
+    """After each trial, the median over the seeds of the best time so far over the best one."""
+    least = min(times.values())
+    after: list[list[float]] = [[] for _ in range(TRIALS)]
+    for configs in tried:
+        best = math.inf
+        for number in range(TRIALS):
+            if number < len(configs):
+                best = min(best, times.get(configs[number], math.inf))
+            after[number].append(best / least)
+    middles = [statistics.median(ratios) for ratios in after]
+    return [None if middle == math.inf else round(middle, 4) for middle in middles]
+
+
+def replays(recorded: Recorded, seeds: int) -> list[dict[str, Any]]:
+    """A row for each strategy on one space."""
     found = []
-    for item in plan(load_spec(directory / "spec.yaml"), arch=run.environment.arch):
-        for space in item.spaces:
-            rows = {
-                Config(t.config): t
-                for t in run.trials
-                if (t.kernel, t.problem) == (space.kernel.name, item.problem)
-            }
-            whole = len(space.configs) >= LEAST_CANDIDATES and set(space.configs) <= set(rows)
-            times = [t.time_us.median for t in rows.values() if t.status is Status.OK and t.time_us]
-            if not whole or not times:
+    problem = recorded.space.problem.label
+    finals = recorded.finals
+    for name in strategies_of(recorded):
+        whole = name in ("gp", "random") and len(recorded.space.configs) >= LARGE
+        count = math.ceil(seeds * (0.1 if name in SLOW else 1 if whole else 0.25))
+        tried, ends = zip(*(asked(recorded, name, seed) for seed in range(count)), strict=True)
+        row = {
+            "run": recorded.run,
+            "kernel": recorded.space.kernel.name,
+            "problem": problem,
+            "candidates": len(recorded.space.configs),
+            "good": sum(us <= GOOD * min(finals.values()) for us in finals.values()),
+            "best_us": min(finals.values()),
+            "strategy": name,
+            "seeds": count,
+            **figures(tried, finals),
+        }
+        if ends[0] is not None:
+            row["ended"] = ends[0]
+        if (recorded.run, problem) in CURVES:
+            row["curve"] = curve(tried, recorded.times())
+        found.append(row)
+    return found
+
+
+@cache
+def chosen(results: tuple[Path, ...], only: str) -> list[Recorded]:
+    """The spaces whose run and problem contain a text; each process reads them once."""
+    found = recorded_spaces(results)
+    return [each for each in found if only in f"{each.run} {each.space.problem.label}"]
+
+
+def nth(results: tuple[Path, ...], only: str, seeds: int, number: int) -> list[dict[str, Any]]:
+    """`replays` of one of the chosen spaces."""
+    return replays(chosen(results, only)[number], seeds)
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each strategy and size of space: the share of the candidates until one is within 1 %."""
+    found = []
+    for name in dict.fromkeys(row["strategy"] for row in rows):
+        for least, below in ((LARGE, math.inf), (LEAST, LARGE)):
+            mine = [
+                row
+                for row in rows
+                if row["strategy"] == name and least <= row["candidates"] < below
+            ]
+            if not mine:
                 continue
-            for strategy in STRATEGIES:
-                curves = [curve(space, rows, strategy, seed) for seed in range(seeds)]
-                found.append(
-                    {
-                        "run": directory.name,
-                        "kernel": space.kernel.name,
-                        "problem": item.problem.label,
-                        "candidates": len(space.configs),
-                        "best_us": min(times),
-                        "strategy": strategy,
-                        **figures(curves, min(times)),
-                    }
-                )
-                said = ("kernel", "problem", "strategy", "median_ratio")
-                console.print("  ".join(str(found[-1][name]) for name in said))
+
+            def shares(which: str, mine: Sequence[Mapping[str, Any]] = mine) -> list[float]:
+                return [(row[which] or math.inf) / row["candidates"] for row in mine]
+
+            middles, worsts = shares("median_trials_to_1_percent"), shares(WORST)
+            middle, worst = statistics.median(middles), max(worsts)
+            regrets = [row["worst_regret_percent"] for row in mine]
+            tried = sum(row["median_trials"] for row in mine)
+            found.append(
+                {
+                    "strategy": name,
+                    "least_candidates": least,
+                    "below": None if below == math.inf else below,
+                    "spaces": len(mine),
+                    "median_share": None if middle == math.inf else round(middle, 4),
+                    "worst_share": None if worst == math.inf else round(worst, 4),
+                    "spaces_median_above_10_percent": sum(share > 0.1 for share in middles),
+                    "spaces_worst_above_20_percent": sum(share > 0.2 for share in worsts),
+                    "share_tried": round(tried / sum(row["candidates"] for row in mine), 4),
+                    "worst_regret_percent": None if None in regrets else max(regrets),
+                }
+            )
     return found
 
 
 def main() -> None:
     """Replay every strategy and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    results = RESULTS / "h200"
-    parser.add_argument("file", nargs="?", type=Path, default=results / "search_replay.json")
-    parser.add_argument("--results", type=Path, default=results)
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("file", nargs="?", type=Path, default=RESULTS / "search_replay.json")
+    parser.add_argument("--results", nargs="+", type=Path, default=CARDS)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", default="", help="spaces whose run and problem contain this text")
     arguments = parser.parse_args()
-    spaces = []
-    for name in RUNS:
-        spaces += replays(recorded(name, arguments.results), arguments.seeds)
-    environment = open_run(recorded(RUNS[0], arguments.results)).environment
-    assert environment is not None
+    spaces = chosen(tuple(arguments.results), arguments.only)
+    rows: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        one = partial(nth, tuple(arguments.results), arguments.only, arguments.seeds)
+        for found in pool.map(one, range(len(spaces))):
+            rows += found
+            for row in found:
+                said = ("run", "problem", "candidates", "strategy", WORST, "median_trials")
+                console.print("  ".join(str(row[name]) for name in said))
+    runs = sorted({each.run for each in spaces})
+    cards = (open_run(RESULTS / run).environment for run in runs)
     result = {
-        "replay_of": [
-            f"results/{arguments.results.name}/{recorded(name, arguments.results).name}"
-            for name in RUNS
-        ],
-        "recorded_on": f"{environment.gpu}, {environment.date[:10]}",
+        "replay_of": runs,
+        "recorded_on": " and ".join(sorted({f"{c.gpu}, {c.date[:10]}" for c in cards if c})),
+        "kernel_tuner": kernel_tuner_version(),
         "seeds": arguments.seeds,
-        "spaces": spaces,
+        "summary": summary(rows),
+        "spaces": rows,
     }
     arguments.file.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -195,7 +195,8 @@ class Sheet(Names):
                 found = self.book.file(section["file"])
                 names = self.within(section["file"], {}, found=found)
                 told = list(verdicts(names, section["claim"]))
-                yield section | {"found": found, "verdicts": told}
+                about = names.text(section.get("about", ""))
+                yield section | {"found": found, "verdicts": told, "about_text": about}
 
 
 def _check(where: str, data: Mapping[str, Any], known: set[str], what: str = "key") -> None:

@@ -1,4 +1,4 @@
-"""Write the README's pictures of recorded runs to docs/pictures, for light and dark pages.
+"""Write pictures of recorded runs to docs/pictures, for light and dark pages.
 
 Usage: python scripts/pictures.py. Needs the `html` extra, no GPU.
 """
@@ -85,6 +85,45 @@ def ladder(theme: str) -> dict[str, Any]:
     )
 
 
+SEARCHES = {
+    "gp": "gp",
+    "gp, no history": "gp without history",
+    "tpe": "tpe",
+    "random": "random",
+    "kernel_tuner bayes_opt": "Kernel Tuner, bayes_opt",
+    "kernel_tuner genetic_algorithm": "Kernel Tuner, genetic_algorithm",
+}
+
+
+def search(theme: str) -> dict[str, Any]:
+    """The best time so far over the best, by trials, of strategies on two recorded spaces."""
+    rows = [row for row in BOOK.file("../search_replay.json")["spaces"] if "curve" in row]
+    values = [
+        {
+            "space": f"{row['kernel']} {row['problem']}, {row['candidates']}",
+            "of": SEARCHES[row["strategy"]],
+            "trial": trial,
+            "slower": round(100 * (ratio - 1), 2),
+        }
+        for row in rows
+        if row["strategy"] in SEARCHES
+        for trial, ratio in enumerate(row["curve"], 1)
+        if ratio is not None
+    ]
+    there = {value["of"] for value in values}
+    series = [name for name in SEARCHES.values() if name in there]
+    ink, _, colors = THEMES[theme]
+    return filled(
+        "search.vl.json",
+        values=values,
+        spaces=list(dict.fromkeys(value["space"] for value in values)),
+        series=series,
+        colors=[*colors, ink][: len(series)],
+        dashes=[[1, 0], [6, 3], [1, 0], [2, 2], [1, 0], [6, 3]][: len(series)],
+        ink=ink,
+    )
+
+
 def svg(spec: dict[str, Any], theme: str) -> str:
     """The picture, on no background of its own."""
     ink, line, _ = THEMES[theme]
@@ -105,7 +144,8 @@ def main() -> None:
     """Write them all."""
     PICTURES.mkdir(exist_ok=True)
     for theme in THEMES:
-        for name, spec in (("speed", speed(theme)), ("ladder", ladder(theme))):
+        drawn = {"speed": speed(theme), "ladder": ladder(theme), "search": search(theme)}
+        for name, spec in drawn.items():
             path = PICTURES / f"{name}-{theme}.svg"
             path.write_text(svg(spec, theme), encoding="utf-8")
             print(path)

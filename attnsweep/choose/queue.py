@@ -66,6 +66,15 @@ class Queue:
             if space.kernel is build.kernel:
                 search.tell(trial)
 
+    @property
+    def endings(self) -> dict[str, str]:
+        """Family to why its search ended, of searches that say so."""
+        return {
+            space.kernel.name: search.why_ended
+            for space, search in self._searches
+            if search.why_ended
+        }
+
     def submit(self) -> None:
         """Start to compile the batch."""
         for build in self.builds:

@@ -1,8 +1,8 @@
 """Search strategies: which candidate of a Space comes next.
 
 A strategy is a generator: it yields a config, and receives the trials that have ended since its
-last yield; it yields None to wait for more trials. It never measures, stops or stores; only the
-sweep does. See `Search` for ask and tell.
+last yield; it yields None to wait for more trials. It may return why it ended. It never measures or
+stores; only the sweep does. See `Search` for ask and tell.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import math
 import random as _random
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from attnsweep.choose.gp import gp
 from attnsweep.errors import SpecError, ToolchainError
 from attnsweep.family.declare import Config
 from attnsweep.family.space import Space
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from attnsweep.spec.load import SweepSpec
 
 Proposals = Generator[Config | None, list[Trial], None]
-Strategy = Callable[[Space, int | None, int], Proposals]
+Explained = Generator[Config | None, list[Trial], str]
+"""Proposals that return why they ended."""
+Strategy = Callable[[Space, int | None, int], Proposals | Explained]
 
 
 def exhaustive(space: Space, candidates: int | None, seed: int) -> Proposals:
@@ -179,8 +183,11 @@ def _path(configs: Sequence[Config], config: Config) -> dict[str, Value]:
     return chosen
 
 
+DEFAULT_STRATEGY = "gp"
+"""The strategy of commands that take no spec, and of shipped specs that record no tables."""
 STRATEGIES: dict[str, Strategy] = {
     "exhaustive": exhaustive,
+    "gp": gp,
     "random": random,
     "staged": staged,
     "tpe": tpe,
@@ -198,11 +205,15 @@ class Search:
     """One strategy at work on one space. Asks may precede tells: compiling overlaps timing."""
 
     def __init__(
-        self, name: str, space: Space, *, candidates: int | None = None, seed: int = 0
+        self, name: str | Strategy, space: Space, *, candidates: int | None = None, seed: int = 0
     ) -> None:
-        self._proposals = strategy(name)(space, candidates, seed)
+        """name: a strategy's name, or a strategy of your own."""
+        chosen = strategy(name) if isinstance(name, str) else name
+        self._proposals = chosen(space, candidates, seed)
         self._told: list[Trial] = []
         self._begun = False
+        self.why_ended: str | None = None
+        """Why it asks for nothing more; None before that, and of strategies that do not say."""
 
     def ask(self) -> Config | None:
         """The next config to try; None if there are no more, or none before a tell."""
@@ -212,7 +223,8 @@ class Search:
                 return self._proposals.send(told)
             self._begun = True
             return next(self._proposals)
-        except StopIteration:
+        except StopIteration as end:
+            self.why_ended = end.value or self.why_ended
             return None
 
     def tell(self, trial: Trial) -> None:
@@ -224,3 +236,9 @@ def search_of(spec: SweepSpec, space: Space) -> Search:
     """The search of a space that a spec asks for."""
     settings = spec.search
     return Search(settings.strategy, space, candidates=settings.candidates, seed=settings.seed)
+
+
+def exhaustively(spec: SweepSpec) -> SweepSpec:
+    """The same spec with every candidate tried, without a cap and without a budget."""
+    update = {"strategy": "exhaustive", "candidates": None, "budget_s": None}
+    return replace(spec, search=spec.search.model_copy(update=update))

@@ -8,11 +8,24 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from attnsweep.cli.app import JsonOption, KernelsOption, app, no_collection, print_result, warn
+from attnsweep.cli.app import (
+    JsonOption,
+    KernelsOption,
+    app,
+    examples,
+    no_collection,
+    print_result,
+    warn,
+)
 from attnsweep.show.terminal import console
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "attnsweep explain results/h200/ladder",
+        "attnsweep explain results/h200/ladder BLOCK_N=64 --problem 1,16,1024,64",
+    )
+)
 def explain(
     run_: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
     config: Annotated[
@@ -39,9 +52,6 @@ def explain(
     registers, shared memory and occupancy; what one parameter more or less would have been, or
     which rule removes it; and the effect of every parameter by the run's own rows. Of several
     candidates that fit CONFIG, the best ranked is explained.
-
-    Examples: attnsweep explain results/h200/ladder · attnsweep explain results/h200/ladder
-    BLOCK_N=64 --problem 1,16,1024,64
     """
     from attnsweep.family.declare import discover
     from attnsweep.store.run import open_run

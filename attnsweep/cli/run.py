@@ -96,14 +96,14 @@ def run(
     SPEC-<digits>; the same command continues there. The time left is said once it can be measured:
     `about`, or `at least` before the final rounds of a problem were seen.
     """
+    from attnsweep.choose.search import exhaustively
     from attnsweep.show import views
-    from attnsweep.spec.load import with_every_candidate
     from attnsweep.spec.plan import plan, plan_facts
     from attnsweep.tools.compile import target_arch
 
     def read() -> tuple[SweepSpec, dict[str, Kernel]]:
         loaded, families = load(spec, kernels, set_ or (), problem or ())
-        return (with_every_candidate(loaded) if exhaustive else loaded), families
+        return (exhaustively(loaded) if exhaustive else loaded), families
 
     loaded, families = read()
     _refuse_combinations(loaded, dry_run=dry_run, json_=json_, html=html, watch=watch, fresh=fresh)

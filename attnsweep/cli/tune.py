@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from attnsweep.spec.starter import Target
     from attnsweep.sweep import Outcome
 
-STRATEGY = "exhaustive"
-"""The search of `tune` unless --exhaustive is given."""
-
 
 @app.command(
     epilog=examples(
@@ -118,6 +115,7 @@ def tune(
     RESULTS/<gpu>/tune-<shape>; the same command again continues there.
     """
     from attnsweep import sweep
+    from attnsweep.choose.search import DEFAULT_STRATEGY
     from attnsweep.family.declare import discover
     from attnsweep.problem import DTYPE_BYTES
     from attnsweep.show import progress, views
@@ -137,7 +135,7 @@ def tune(
         target = _target(arch, replay, problems, families)
     except NoGpuError as error:
         raise _without_gpu(error, shapes, causal, dtype) from error
-    search: dict[str, Any] = {"strategy": "exhaustive" if exhaustive else STRATEGY}
+    search: dict[str, Any] = {"strategy": "exhaustive" if exhaustive else DEFAULT_STRATEGY}
     search |= {} if budget_s is None else {"budget_s": budget_s}
     asked = Request(problems, run_name(problems, kernel or ()), kernel or (), kernels, search)
     text = starter(asked, target, families)

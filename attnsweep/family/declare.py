@@ -324,16 +324,21 @@ class Kernel:
 
     def refused_by(self, config: Config, problem: Problem, arch: Arch) -> str | None:
         """Name of the first rule that refuses the config, or None. BLOCK_LIMITS comes last."""
-        for name, (_, rule) in self.rules.items():
-            passed = self._ask(f"rule {name}", rule, config, problem, arch)
-            if not isinstance(passed, int):
-                returned = "nothing" if passed is None else repr(passed)
-                fix = "return True to keep a config, False to prune it"
-                fault = Fault(f"returned {returned}", fix)
-                raise self._fault(f"rule {name}", fault, rule, config, problem)
-            if not passed:
-                return name
-        return BLOCK_LIMITS if self.excess(config, problem, arch) is not None else None
+        names = (*self.rules, BLOCK_LIMITS)
+        return next((n for n in names if not self.passes(n, config, problem, arch)), None)
+
+    def passes(self, name: str, config: Config, problem: Problem, arch: Arch) -> bool:
+        """Whether a rule keeps a config that all earlier rules keep."""
+        if name == BLOCK_LIMITS:
+            return self.excess(config, problem, arch) is None
+        _, rule = self.rules[name]
+        passed = self._ask(f"rule {name}", rule, config, problem, arch)
+        if not isinstance(passed, int):
+            returned = "nothing" if passed is None else repr(passed)
+            fix = "return True to keep a config, False to prune it"
+            fault = Fault(f"returned {returned}", fix)
+            raise self._fault(f"rule {name}", fault, rule, config, problem)
+        return bool(passed)
 
     def excess(self, config: Config, problem: Problem, arch: Arch) -> tuple[str, int, int] | None:
         """The limit of CUDA that a config exceeds, its value and the maximum, or None."""

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 from attnsweep.errors import SpaceError
 from attnsweep.family import patience
-from attnsweep.family.chunks import CHUNKS, MODES, is_used
+from attnsweep.family.chunks import CHUNKS, MODES
 from attnsweep.family.declare import BLOCK_LIMITS, Config, Kernel
+from attnsweep.family.rules import refused
 from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.trial import Value
 
-# Enumerating takes about 10 us a combination, so this limit takes ten seconds.
+# Enumerating takes about 4 us a combination, so this limit takes four seconds.
 MAX_COMBINATIONS = 1_000_000
 
 Values = Mapping[str, tuple[Value, ...]]
@@ -96,26 +97,23 @@ class Space:
         rules = [*kernel.rules, *([CHUNKS] if modes else []), BLOCK_LIMITS]
         removed = dict.fromkeys(rules, 0)
         kept: dict[Config, dict[str, str]] = {}
-        seen: set[Config] = set()
+        seen: set[tuple[Value, ...]] = set()
         over: dict[str, tuple[int, int, int]] = {}
         with patience.limited():
             for chosen, values in groups:
-                for combination in itertools.product(*values.values()):
-                    config = Config(dict(zip(values, combination, strict=True)))
-                    if config in seen:
+                refusals = refused(kernel, problem, arch, values, chunks=bool(modes))
+                combinations = itertools.product(*values.values())
+                for combination, by in zip(combinations, refusals, strict=True):
+                    if combination in seen:
                         continue
-                    seen.add(config)
-                    patience.begin()
-                    used = not modes or is_used(config, problem)
-                    refused_by = kernel.refused_by(config, problem, arch) if used else CHUNKS
-                    if refused_by is None:
+                    seen.add(combination)
+                    if by is not None:
+                        removed[by] += 1
+                    if by in (None, BLOCK_LIMITS):
+                        config = Config(dict(zip(values, combination, strict=True)))
+                    if by is None:
                         kept[config] = chosen
-                        continue
-                    removed[refused_by] += 1
-                    excess = (
-                        kernel.excess(config, problem, arch) if refused_by == BLOCK_LIMITS else None
-                    )
-                    if excess is not None:
+                    elif by == BLOCK_LIMITS and (excess := kernel.excess(config, problem, arch)):
                         what, value, most = excess
                         low, high, _ = over.get(what, (value, value, most))
                         over[what] = (min(low, value), max(high, value), most)

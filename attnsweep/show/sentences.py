@@ -38,6 +38,8 @@ class Section:
     environment: Environment | None
     planned: Mapping[str, int] = field(default_factory=dict)
     """Family to its number of candidates, tried or not."""
+    endings: Mapping[str, str] = field(default_factory=dict)
+    """Family to why its search ended, if it said so."""
 
     @property
     def winner(self) -> Row | None:
@@ -98,12 +100,22 @@ def by_problem(
     for row in plain.to_dict("records"):
         groups.setdefault(str(row["problem"]), []).append({str(k): v for k, v in row.items()})
     there: dict[str, dict[str, int]] = {}
+    endings: dict[str, dict[str, str]] = {}
     for facts in spaces:
+        if isinstance(facts.get("ended"), str):
+            of_problem = endings.setdefault(str(facts.get("problem")), {})
+            of_problem[str(facts.get("kernel"))] = facts["ended"]
         if isinstance(facts.get("candidates"), int):
-            of_problem = there.setdefault(str(facts.get("problem")), {})
-            of_problem[str(facts.get("kernel"))] = facts["candidates"]
+            counts = there.setdefault(str(facts.get("problem")), {})
+            counts[str(facts.get("kernel"))] = facts["candidates"]
     return [
-        Section(rows[0]["trial"].problem, rows, environment, there.get(label, {}))
+        Section(
+            rows[0]["trial"].problem,
+            rows,
+            environment,
+            there.get(label, {}),
+            endings.get(label, {}),
+        )
         for label, rows in groups.items()
     ]
 
@@ -377,10 +389,12 @@ def rest_line(section: Section, shown: Sequence[Row], more: str) -> str | None:
 
 
 def searched_lines(section: Section) -> list[str]:
-    """For each family that was searched in part: how many of its candidates were tried."""
+    """For each family that was searched in part: how many of its candidates were tried, and why."""
     tried = Counter(row["kernel"] for row in section.rows if not row["baseline"])
+    why = {kernel: f": {text}" for kernel, text in section.endings.items()}
     return [
         f"{kernel}: {tried[kernel]} of {there} candidates tried, {there - tried[kernel]} left out"
+        + why.get(kernel, "")
         for kernel, there in section.planned.items()
         if 0 < tried[kernel] < there
     ]

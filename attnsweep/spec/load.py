@@ -126,10 +126,11 @@ class ProblemSpec(_Model):
 class SearchSpec(_Model):
     """Which candidates are tried, and in which order."""
 
-    strategy: Literal["exhaustive", "random", "staged", "tpe"] = Field(
+    strategy: Literal["exhaustive", "gp", "random", "staged", "tpe"] = Field(
         default="exhaustive",
-        description="exhaustive: all, in order. random: a sample without repeats. staged: each "
-        "stage alone, then combinations of the best. tpe: model-based (attnsweep[search]).",
+        description="exhaustive: all, in order. gp: a model that begins with recorded runs, and "
+        "stops by itself. random: a sample without repeats. staged: each stage alone, then "
+        "combinations of the best. tpe: model-based (attnsweep[search]).",
     )
     candidates: Size | None = Field(
         default=None,
@@ -141,7 +142,7 @@ class SearchSpec(_Model):
         "follow.",
     )
     seed: Annotated[int, Field(strict=True, ge=0)] = Field(
-        default=0, description="Seed of strategies random and tpe."
+        default=0, description="Seed of strategies gp, random and tpe."
     )
     skip_by_bound: StrictBool = Field(
         default=True,
@@ -476,9 +477,3 @@ def with_problems(spec: SweepSpec, problems: Sequence[Problem]) -> SweepSpec:
     every = tuple(spec.kernels)
     entries = tuple(own.get(problem) or ProblemEntry(problem, every) for problem in problems)
     return replace(spec, problems=entries)
-
-
-def with_every_candidate(spec: SweepSpec) -> SweepSpec:
-    """The spec with an exhaustive search, without a cap and without a budget."""
-    every = {"strategy": "exhaustive", "candidates": None, "budget_s": None}
-    return replace(spec, search=spec.search.model_copy(update=every))

@@ -149,7 +149,7 @@ class Run:
     spec_text: str | None
     warnings: list[str]
     spaces: list[dict[str, Any]] = field(default_factory=list)
-    """Number of candidates per family and problem: spec.plan.plan_facts."""
+    """Candidates per family and problem (spec.plan.plan_facts), and why a search `ended`."""
 
 
 class Store:
@@ -164,6 +164,7 @@ class Store:
         self.directory = directory
         self.path = directory / TRIALS
         self._lock = lock
+        self._spaces: list[dict[str, Any]] = []
         if fresh:
             self._move_aside()
         try:
@@ -278,7 +279,19 @@ class Store:
         """Write the resolved spec.yaml, environment.json and spaces.json, replacing old ones."""
         self._write_text(SPEC, spec)
         self._write_text(ENVIRONMENT, environment.model_dump_json(indent=2) + "\n")
-        lines = ",\n".join(json.dumps(facts, ensure_ascii=False) for facts in spaces)
+        self._spaces = [dict(facts) for facts in spaces]
+        self._write_spaces()
+
+    def end_searches(self, problem: str, endings: Mapping[str, str]) -> None:
+        """Note in spaces.json why the searches of a problem ended, by family."""
+        for facts in self._spaces:
+            if facts.get("problem") == problem and facts.get("kernel") in endings:
+                facts["ended"] = endings[facts["kernel"]]
+        if endings:
+            self._write_spaces()
+
+    def _write_spaces(self) -> None:
+        lines = ",\n".join(json.dumps(facts, ensure_ascii=False) for facts in self._spaces)
         self._write_text(SPACES, f"[\n{lines}\n]\n")
 
     def finish(self, render: Callable[[Run], Mapping[str, str]] | None = None) -> Run:

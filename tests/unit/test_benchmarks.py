@@ -15,11 +15,13 @@ from samples import H200, candidate, full_run
 
 from attnsweep.build.launches import Candidate
 from attnsweep.choose.evidence import proportion_interval
-from attnsweep.family.declare import Config, discover
+from attnsweep.family.declare import Config, Kernel, Launch, Param, discover
+from attnsweep.family.space import Space
 from attnsweep.gpu.worker import WorkerError
-from attnsweep.hardware import arch_named
+from attnsweep.hardware import ARCHS, arch_named
+from attnsweep.problem import Problem
 from attnsweep.spec.plan import plan
-from attnsweep.trial import Accuracy, Status
+from attnsweep.trial import Accuracy, Measurement, Status
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -148,16 +150,64 @@ def test_a_stopped_tool_has_a_row(module, monkeypatch, tmp_path):
     assert row["all_s"] > row["wall_s"] >= 1.5
 
 
-def test_search_curves_become_ratios_and_trials(module):
+def recorded_toy(search, spec=""):
+    """A space of 50 with one candidate within 1 % of the best, and one whose first time lies."""
+    kernel = Kernel("toy", summary="", params=(Param("A", tuple(range(50)), ""),))
+    kernel.stage("fwd")(lambda *_: Launch("toy", (1, 1, 1), 32, ()))
+    space = Space.build(kernel, Problem(1, 2, 2, 64, 64, 64), ARCHS["sm_90a"])
+    rows = {}
+    for config in space.configs:
+        us = 10.0 + config.A
+        time = Measurement(median=us, low=us, high=us, samples=4, rounds=[us] * 4)
+        row = candidate("toy", us, A=config.A).with_(first_us=2 * us, time_us=time)
+        rows[config] = row
+    liar = space.configs[40]  # its first time is the least, and it was in no round
+    rows[liar] = rows[liar].with_(
+        first_us=1.0, time_us=rows[liar].time_us.model_copy(update={"rounds": []})
+    )
+    return search.Recorded("card/run", space, rows)
+
+
+def test_a_replay_counts_trials_until_the_rounds_were_within_1_percent(module):
     search = module("search")
-    falling = [float("inf")] + [20.0] * 20 + [10.05] * 79
-    never = [12.0] * 100
-    found = search.figures([falling, falling, never], 10.0)
-    assert found["median_ratio"][10] == 2.0
-    assert found["worst_ratio"][100] == 1.2
-    assert found["median_trials_to_1_percent"] == 22
-    assert found["seeds_within_1_percent"] == 2
-    assert max(found["median_ratio"]) == 100
+    toy = recorded_toy(search)
+    configs = toy.space.configs
+    finals = toy.finals
+    assert configs[40] not in finals
+    assert search.first_good([configs[40], configs[3], configs[0], configs[1]], finals) == 3
+    assert search.first_good(configs[1:], finals) is None
+    found = search.figures([configs[::-1], configs, configs[1:]], finals)
+    assert found["median_trials_to_1_percent"] == 50
+    assert (found["worst_trials_to_1_percent"], found["seeds_within_1_percent"]) == (None, 2)
+    assert found["worst_regret_percent"] == 10.0
+    assert toy.times()[configs[40]] == 0.5  # first times are twice as long as the rounds'
+    assert search.curve([configs[5:9]], finals)[:5] == [1.5, 1.5, 1.5, 1.5, 1.5]
+
+
+def test_a_replay_asks_each_strategy_and_summarises_by_size(module):
+    search = module("search")
+    toy = recorded_toy(search)
+    rows = search.replays(toy, 4)
+    assert [row["strategy"] for row in rows] == list(search.EVERYWHERE)
+    (gp,) = (row for row in rows if row["strategy"] == "gp, no history")
+    assert gp["worst_trials_to_1_percent"] <= 50
+    assert "no better" in gp["ended"] or gp["ended"] == "all are tried"
+    big = [row | {"candidates": 200, "worst_trials_to_1_percent": None} for row in rows]
+    for line in search.summary([*rows, *big]):
+        assert line["spaces"] == 1
+        assert (line["worst_share"] is None) == (line["least_candidates"] == search.LARGE)
+
+
+@pytest.mark.parametrize("name", ["gp", "gp, other shapes", "gp, no history"])
+def test_a_replay_never_uses_the_problem_that_it_searches(module, name):
+    search = module("search")
+    kernel = discover()["flash_fwd_wgmma"]
+    problem = Problem(1, 8, 8, 512, 512, 64)
+    space = Space(kernel, problem, (), 0, {})
+    labels = {history.problem.label for history in search.history_of(space, name)}
+    assert problem.label not in labels
+    assert ("(1,8,512,64) fp16 causal" in labels) == (name == "gp")
+    assert bool(labels) == (name != "gp, no history")
 
 
 # -- processes.py -----------------------------------------------------------------------------
@@ -274,7 +324,7 @@ def test_a_recorded_run_is_found_under_its_name_or_an_earlier_one(module, tmp_pa
         assert recorded("other", tmp_path) == tmp_path / "other"
         (tmp_path / "short").mkdir()
         assert recorded("short", tmp_path) == tmp_path / "short"
-    named = [*module("gate").RUNS, *module("search").RUNS, *module("skips").RUNS]
+    named = [*module("gate").RUNS, *module("skips").RUNS]
     assert all(recorded(name).is_dir() for name in named)
 
 

@@ -173,7 +173,7 @@ def test_the_spec_offers_the_strategies_there_are():
 def test_an_unknown_strategy_names_the_known():
     with pytest.raises(SpecError, match="unknown strategy 'bayes'") as caught:
         strategy("bayes")
-    assert caught.value.hint == "there are: exhaustive, random, staged, tpe"
+    assert caught.value.hint == "there are: exhaustive, gp, random, staged, tpe"
 
 
 def pipeline_space(sizes, forbidden=frozenset()):

@@ -541,7 +541,7 @@ class TestErrors:
             (
                 "search: {strategy: randm, seed: -1}",
                 "20: strategy cannot be randm\n"
-                "  did you mean 'random'? there are: exhaustive, random, staged, tpe\n"
+                "  did you mean 'random'? there are: exhaustive, gp, random, staged, tpe\n"
                 "sweep.yaml:3:33: seed must be at least 0, not -1",
             ),
             (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from samples import TEST_GPU
 from attnsweep import sweep
 from attnsweep.build.launches import FirstTimes
 from attnsweep.build.observer import Observer
-from attnsweep.choose import queue, search, start
+from attnsweep.choose import gp, queue, search, start
 from attnsweep.errors import KernelError, NoGpuError, SpaceError
 from attnsweep.family import patience
 from attnsweep.family.declare import discover
@@ -253,6 +254,46 @@ def test_a_model_based_search_goes_on_as_if_it_had_not_stopped(go, model, tmp_pa
     model.stop = None
     go(MANY)
     assert sorted(model.tried) == sorted(whole)
+
+
+SEARCHED = MANY.replace("{strategy: tpe, candidates: 6, seed: 4}", "{strategy: gp}")
+
+
+def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
+    go, model, gpu, monkeypatch, tmp_path
+):
+    for name, value in {"FEW": 2, "LEAST": 2, "PATIENCE": 1, "EXPECTED": 0.1}.items():
+        monkeypatch.setattr(gp, name, value)
+    monkeypatch.setattr(Observer, "note", lambda self, text: said.append(text))
+    monkeypatch.setattr(gpu, "sample", lambda name, kind: 20.0)
+    said: list[str] = []
+    outcome = go(SEARCHED)
+    tried = len(model.tried)
+    assert 2 <= tried < 8
+    (facts,) = json.loads((outcome.run.directory / "spaces.json").read_text())
+    assert re.fullmatch(
+        r"the last \d were no better, and another one is expected to gain \d\.\d\d % at most",
+        facts["ended"],
+    )
+    assert said == [f"naive: the search ended: {facts['ended']}"]
+    left = f"{tried} of 8 candidates tried, {8 - tried} left out: {facts['ended']}"
+    assert left in (outcome.run.directory / "ranking.md").read_text()
+
+    # A replay takes what is recorded, wherever a search would stop today.
+    monkeypatch.setattr(gp, "LEAST", 1)
+    recording = f"name: again\ndevice: replay\nrecording: {outcome.run.directory}\n"
+    again = go(recording + SEARCHED).run.trials
+    assert {t.key for t in again} == {t.key for t in outcome.run.trials}
+    assert all(row.recorded for row in again)
+
+    monkeypatch.setattr(gp, "LEAST", 2)
+    model.tried.clear()
+    go(SEARCHED)
+    assert model.tried == []
+    go(SEARCHED.replace("gp", "exhaustive"))
+    assert len(model.tried) == 8 - tried
+    (facts,) = json.loads((outcome.run.directory / "spaces.json").read_text())
+    assert "ended" not in facts
 
 
 PIPELINES = """

@@ -1,0 +1,132 @@
+"""Which rule refuses which config, each rule asked once for all configs that it cannot tell apart.
+
+A rule is a function of the config, the problem and the architecture, and reads few parameters. It
+is asked with one config that notes what it reads; every other config with the same values of those
+parameters would be read alike, and so has the same answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from attnsweep.errors import KernelError
+from attnsweep.family import patience
+from attnsweep.family.chunks import CHUNKS, is_used
+from attnsweep.family.declare import BLOCK_LIMITS, Config, Kernel
+from attnsweep.hardware import Arch
+from attnsweep.problem import Problem
+from attnsweep.trial import Value
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Rows = NDArray[np.intp]
+
+Values = Mapping[str, tuple[Value, ...]]
+
+
+class _Noting(Config):
+    """A config that notes the names of the parameters that are read, in order."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        super().__init__(values)
+        self.read: dict[str, None] = {}
+
+    def __getitem__(self, name: str) -> Value:
+        value = super().__getitem__(name)
+        self.read[name] = None
+        return value
+
+    def __getattr__(self, name: str) -> int:
+        value = super().__getattr__(name)
+        self.read[name] = None
+        return value
+
+    def _read_all(self) -> None:
+        self.read.update(dict.fromkeys(self._values))
+
+    def __hash__(self) -> int:
+        self._read_all()
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        self._read_all()
+        return super().__eq__(other)
+
+    def __getstate__(self) -> dict[str, Value]:
+        self._read_all()
+        return super().__getstate__()
+
+
+def refused(
+    kernel: Kernel, problem: Problem, arch: Arch, values: Values, *, chunks: bool
+) -> Iterator[str | None]:
+    """The rule that refuses each combination of values first, or None, in itertools.product order.
+
+    chunks: whether the configs name modes, so that CHUNKS is asked before the family's rules.
+    """
+
+    def passes(rule: str, config: Config) -> bool:
+        patience.begin()
+        if rule == CHUNKS:
+            return is_used(config, problem)
+        return kernel.passes(rule, config, problem, arch)
+
+    rules = (*([CHUNKS] if chunks else []), *kernel.rules, BLOCK_LIMITS)
+    try:
+        return iter(_at_once(rules, passes, values))
+    except KernelError:
+        # Ask one config after the other, so that the error names the first one.
+        return _one_by_one(rules, passes, values)
+
+
+def _one_by_one(
+    rules: tuple[str, ...], passes: Callable[[str, Config], bool], values: Values
+) -> Iterator[str | None]:
+    for combination in itertools.product(*values.values()):
+        config = Config(dict(zip(values, combination, strict=True)))
+        yield next((rule for rule in rules if not passes(rule, config)), None)
+
+
+def _at_once(
+    rules: tuple[str, ...], passes: Callable[[str, Config], bool], values: Values
+) -> list[str | None]:
+    import numpy as np
+
+    count = math.prod(map(len, values.values()))
+    # [combinations] for each parameter: which of its values a combination has.
+    columns, stride = {}, count
+    for name, options in values.items():
+        stride //= len(options)
+        columns[name] = (np.arange(count) // stride % len(options)).astype(np.int16)
+
+    def config_of(row: int) -> _Noting:
+        return _Noting({name: values[name][column[row]] for name, column in columns.items()})
+
+    verdicts: Any = np.full(count, None, dtype=object)
+    for rule in rules:
+        waiting: list[Rows] = [np.flatnonzero(verdicts == None)]  # noqa: E711
+        while waiting:
+            alike = waiting.pop()
+            if not len(alike):
+                continue
+            first = int(alike[0])
+            config = config_of(first)
+            keeps = passes(rule, config)
+            for name in config.read:
+                codes = columns[name][alike]
+                # They agree in all that was read before, so that each would be asked for this one.
+                for code in np.unique(codes):
+                    if code != columns[name][first]:
+                        waiting.append(alike[codes == code])
+                alike = alike[codes == columns[name][first]]
+            if not keeps:
+                verdicts[alike] = rule
+    found: list[str | None] = verdicts.tolist()
+    return found

@@ -1,0 +1,37 @@
+"""Write attnsweep/choose/history.json.gz: the times with which strategy `gp` begins.
+
+Usage: python scripts/history.py [--check]. With --check it writes nothing and returns 1 if the file
+is not what results/ gives.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from attnsweep import History, families, find_runs, open_run, recorded_history
+
+ROOT = Path(__file__).parent.parent
+FILE = ROOT / "attnsweep" / "choose" / "history.json.gz"
+
+
+def main() -> int:
+    """Write the file, or compare it."""
+    histories = [
+        history
+        for run in find_runs(ROOT / "results")
+        for history in recorded_history(
+            open_run(run).trials, f"{run.parent.name}/{run.name}", families()
+        )
+    ]
+    data = History.pack(histories)
+    if "--check" not in sys.argv[1:]:
+        FILE.write_bytes(data)
+    elif History.unpack(FILE.read_bytes()) != History.unpack(data):  # compressors differ
+        print(f"{FILE.name} is not what results/ gives: run python scripts/history.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
