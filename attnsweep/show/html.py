@@ -150,7 +150,7 @@ def render(
         plots=plots.text(),
         script=(ASSETS / "page.js").read_text(),
         inline=_INLINE,
-        packed=_packed({"run": data_of(sections, run.spec_text), "problems": later}),
+        packed=_packed({"run": data_of(sections, run.spec_text, run.trials), "problems": later}),
     )
     return text
 

@@ -11,7 +11,9 @@ import yaml
 from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.effects import axes_of, effects
 from attnsweep.problem import Problem
+from attnsweep.show.curve import best_so_far
 from attnsweep.show.sentences import Row, Section, first_line, who
+from attnsweep.trial import Trial
 
 # Most bars of the stage breakdown; most characters of a reason.
 _MAX_STAGES = 10
@@ -23,10 +25,13 @@ def reason_of(row: Row) -> str:
     return first_line(row["detail"])[:_REASON_LENGTH]
 
 
-def data_of(sections: Sequence[Section], spec_text: str | None = None) -> dict[str, Any]:
+def data_of(
+    sections: Sequence[Section], spec_text: str | None = None, in_order: Sequence[Trial] = ()
+) -> dict[str, Any]:
     """The run for the page's script: every candidate as one short array.
 
-    The axes of a spec's variants are parameters too, with the name of the variant as value. trials:
+    in_order: the rows as they were tried. The axes of a spec's variants are parameters too, with
+    the name of the variant as value. trials:
     [problem, kernel, status, µs or null, index of its reason or null, [value of each parameter]];
     the first three are indices too.
     """
@@ -61,7 +66,11 @@ def data_of(sections: Sequence[Section], spec_text: str | None = None) -> dict[s
                 ]
             )  # fmt: skip
     return {
-        "problems": [_drawn(section, variants) for section in sections],
+        "problems": [
+            _drawn(section, variants)
+            | {"search": best_so_far([t for t in in_order if t.problem == section.problem])}
+            for section in sections
+        ],
         "kernels": [{"name": name, "params": [*params]} for name, params in kernels.items()],
         "statuses": [*statuses],
         "reasons": [*reasons],

@@ -1,10 +1,10 @@
-"""The figure of a search."""
+"""The course of a search."""
 
 from __future__ import annotations
 
 from samples import baseline, candidate
 
-from attnsweep.show.curve import best_so_far, figure
+from attnsweep.show.curve import best_so_far
 from attnsweep.trial import Status
 
 
@@ -13,19 +13,16 @@ def rows_of(*times):
     return [row if row.first_us else row.with_(status=Status.WRONG, time_us=None) for row in rows]
 
 
-def test_the_best_so_far_never_rises_and_counts_what_failed():
+def test_the_best_so_far_only_falls_and_counts_what_failed():
     other = candidate("b", 3.0, N=1).with_(first_us=3.0)
-    points = best_so_far([*rows_of(9.0, None, 12.0, 7.0), baseline("cudnn", 1.0), other])
+    points = best_so_far([*rows_of(9.0, None, 12.0, 7.0, 8.0), baseline("cudnn", 1.0), other])
     assert points == [
         {"kernel": "a", "trial": 1, "us": 9.0},
-        {"kernel": "a", "trial": 3, "us": 9.0},
         {"kernel": "a", "trial": 4, "us": 7.0},
         {"kernel": "b", "trial": 1, "us": 3.0},
+        {"kernel": "a", "trial": 5, "us": 7.0},
     ]
 
 
-def test_there_is_no_figure_of_one_point():
-    assert figure(rows_of(None, 9.0)) is None
-    drawn = figure(rows_of(9.0, 8.0))
-    assert drawn is not None
-    assert [point["us"] for point in drawn["data"]["values"]] == [9.0, 8.0]
+def test_what_has_no_time_has_no_point():
+    assert best_so_far(rows_of(None, None)) == []

@@ -343,7 +343,7 @@ def test_a_browser_draws_every_plot_without_errors_or_requests(tmp_path):
     assert asked == []
     assert DRAWN in document
     drawn = plots(document, 1)
-    assert set(drawn) == {"peers", "stages", "effects", "heatmap", "scaling", "roofline"}
+    assert set(drawn) == {"peers", "stages", "effects", "search", "heatmap", "scaling", "roofline"}
     for name, svg in drawn.items():
         assert marks(svg) >= 2, f"{name} is empty: {svg[:400]}"
         assert "NaN" not in svg, name
@@ -359,7 +359,7 @@ def test_the_recorded_run_is_drawn_in_both_schemes(tmp_path, dark):
     assert (said, asked) == ([], [])
     drawn = plots(document, 0)
     # Its problems differ in more than one way each, so that nothing is drawn along a shape.
-    assert set(drawn) == {"peers", "stages", "effects", "heatmap", "roofline"}
+    assert set(drawn) == {"peers", "stages", "effects", "search", "heatmap", "roofline"}
     assert all(marks(svg) >= 2 for svg in drawn.values())
     for kernel in ("flash_fwd_mma", "three_kernel_mma", "torch_cudnn"):
         assert kernel in drawn["peers"]

@@ -136,6 +136,18 @@ function effects(box, problem) {
   }, `Effect of each parameter of ${problem.effects.kernel}, ${problem.label}`);
 }
 
+function search(box, problem) {
+  if (problem.search.length < 2) { box.closest("figure").remove(); return null; }
+  const kernels = [...new Set(problem.search.map((point) => point.kernel))];
+  const [x, y] = [{ field: "trial", type: "quantitative", title: "candidates tried" }, { field: "us", type: "quantitative", title: "µs", scale: { zero: false } }];
+  const tooltip = [{ field: "kernel" }, { field: "trial", title: "candidate" }, { field: "us", title: "best so far, µs", format: ".4~g" }];
+  const shade = { field: "kernel", type: "nominal", title: null, legend: kernels.length > 1 ? { orient: "top" } : null, scale: { domain: kernels, range: kernels.map((_, index) => color(`s${index % 4}`)) } };
+  return draw(box, {
+    height: 180, data: { values: problem.search }, encoding: { x, y, color: shade },
+    layer: [{ mark: { type: "line", interpolate: "step-after", strokeWidth: 1.6 } }, { mark: { type: "point", filled: true, size: 28 }, encoding: { tooltip } }],
+  }, `Best time so far against candidates tried, ${problem.label}`);
+}
+
 function stages(box, problem) {
   if (!problem.staged.length) { box.closest("figure").remove(); return null; }
   const names = [...new Set(problem.staged.flatMap((row) => Object.keys(row.stages)))];
@@ -482,7 +494,7 @@ async function show(index) {
   });
   const details = article.querySelector("details.every");
   details.addEventListener("toggle", () => details.open && !details.dataset.filled && (details.dataset.filled = "yes") && every(details, index));
-  await Promise.all([peers(box(parts.peers), problem), stages(box(parts.stages), problem), effects(box(parts.effects), problem), explore()]);
+  await Promise.all([peers(box(parts.peers), problem), stages(box(parts.stages), problem), effects(box(parts.effects), problem), search(box(parts.search), problem), explore()]);
 }
 
 function asked() {
