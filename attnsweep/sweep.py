@@ -129,6 +129,9 @@ class Sweep:
             after = [queue.problem for queue in queues[1:]]
             for queue, then in itertools.zip_longest(queues, after):
                 self._problem(queue, then)
+                if then is not None:
+                    rows = [t for t in self._store.trials if t.problem == queue.problem]
+                    self._observer.ranked(rows, self._environment)
                 self._store.end_searches(queue.problem.label, queue.endings)
                 for kernel, why in queue.endings.items():
                     self._observer.note(f"{kernel}: the search ended: {why}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnsweep.problem import Problem
-from attnsweep.trial import Trial
+from attnsweep.trial import Environment, Trial
 
 
 class Observer:
@@ -31,6 +31,9 @@ class Observer:
 
     def timing(self, done: int, total: int) -> None:
         """`done` of at most `total` rounds of the finalists are over."""
+
+    def ranked(self, trials: Sequence[Trial], environment: Environment) -> None:
+        """A problem is over, and others follow; these are all its rows."""
 
     def note(self, text: str) -> None:
         """A text that is worth a line."""

@@ -33,7 +33,7 @@ from attnsweep.show import terminal
 from attnsweep.show.eta import Eta
 from attnsweep.show.forms import Form
 from attnsweep.show.terminal import counted
-from attnsweep.trial import OURS, Status, Trial
+from attnsweep.trial import OURS, Environment, Status, Trial
 
 # Without a terminal, print a line at most this often: a CI log shows progress but stays short.
 _PLAIN_INTERVAL_S = 10.0
@@ -115,6 +115,18 @@ class _Best(Observer):
         if self.best is None or trial.time_us.median <= _median(self.best):
             self.best = trial
 
+    def ranked(self, trials: Sequence[Trial], environment: Environment) -> None:
+        from attnsweep.show import tables
+
+        lines = tables.first_rows(trials, environment, self.width)
+        self.lines([Text(f"  {line}" if line else "", style=style) for line, style in lines])
+
+    width = 120
+    """Columns of a table that is printed while the sweep goes on."""
+
+    def lines(self, texts: Sequence[Text]) -> None:
+        """Print lines above the bars."""
+
     def racing(self, alive: int, entrants: int) -> None:  # noqa: ARG002
         self.eta.finals()
 
@@ -163,6 +175,11 @@ class _Bars(_Best):
         self._whole = progress.add_task("sweep", total=None, best="", whole=True)
         self._tasks: dict[str, TaskID] = {}
         self._checked: set[tuple[object, ...]] = set()
+        self.width = progress.console.width - 2
+
+    def lines(self, texts: Sequence[Text]) -> None:
+        for text in texts:
+            self._progress.console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
 
     def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
         super().planned(candidates, finals=finals)
@@ -216,6 +233,11 @@ class _Plain(_Best):
         super().__init__()
         self._console = console
         self._last = time.monotonic()
+        self.width = console.width - 2
+
+    def lines(self, texts: Sequence[Text]) -> None:
+        for text in texts:
+            self._console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
@@ -287,6 +309,12 @@ class _Json(_Best):
     def timing(self, done: int, total: int) -> None:
         super().timing(done, total)
         self._tell("finals", done, total)
+
+    def ranked(self, trials: Sequence[Trial], environment: Environment) -> None:
+        from attnsweep.show import tables
+
+        rows = tables.ranked_rows(trials, environment)
+        self._write("ranked", problem=trials[0].problem.label, rows=rows)
 
     def note(self, text: str) -> None:
         self._write("note", text=text)

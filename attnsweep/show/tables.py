@@ -6,7 +6,7 @@ Needs no GPU and no CUDA. Times are microseconds of one call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ from attnsweep.show.sentences import (
 )
 from attnsweep.show.terminal import GLUE, aligned, cut, wrap
 from attnsweep.store.run import Run
-from attnsweep.trial import Environment
+from attnsweep.trial import Environment, Trial
 
 NONE = "–"
 MARKDOWN_TOP = 20
@@ -87,6 +87,24 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
             say(line, "" if number else "bold")
     for line in wrap(LEGEND, width):
         say(line, "dim")
+
+
+def first_rows(
+    trials: Sequence[Trial], environment: Environment, width: int, top: int = 3
+) -> list[tuple[str, str]]:
+    """The table of one problem's best rows and its peers: lines with their rich styles."""
+    (section,) = by_problem(rank(trials, environment), environment)
+    shown = section.shown(top)
+    if not shown:
+        return []
+    (header, *lines), _ = _table(section, shown, width)
+    return [(header, "bold"), *_styled(section, shown, lines)]
+
+
+def ranked_rows(trials: Sequence[Trial], environment: Environment, top: int = 3) -> list[Row]:
+    """The same rows as plain data."""
+    (section,) = by_problem(rank(trials, environment), environment)
+    return [_json_row(row) for row in section.shown(top)]
 
 
 def files(run: Run) -> dict[str, str]:
@@ -300,6 +318,14 @@ def _summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]
 # -- terminal and Markdown ------------------------------------------------------------------
 
 
+def _styled(
+    section: Section, rows: Sequence[Row], lines: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    best = "bold" if faster_peer(section) else "bold green"
+    for row, line in zip(rows, lines, strict=True):
+        yield line, best if row["winner"] else "cyan" if row["baseline"] else ""
+
+
 def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[str, str]]:
     """The section's lines with their rich styles; each line is no wider than `width`."""
     out = [(line, "bold") for line in wrap(" · ".join(heading(section)), width)]
@@ -313,11 +339,7 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
     legend: list[str] = []
     if shown:
         (header, *lines), legend = _table(section, shown, width)
-        out.append((header, "bold"))
-        for row, line in zip(shown, lines, strict=True):
-            best = "bold" if faster_peer(section) else "bold green"
-            style = best if row["winner"] else "cyan" if row["baseline"] else ""
-            out.append((line, style))
+        out += [(header, "bold"), *_styled(section, shown, lines)]
     for line in winner_lines(section):
         say(line, "bold" if section.winner else "bold red")
     say(tie_line(section, shown))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from samples import PROBLEM, baseline, candidate, failed
+from samples import PROBLEM, baseline, candidate, failed, full_run
 
 from attnsweep.show import eta, progress
 from attnsweep.show.forms import Form
@@ -111,3 +111,22 @@ def test_bars_show_the_time_left_of_the_whole_run(clock) -> None:
     bars = [line for line in shown.splitlines() if "compile" in line]
     assert bars
     assert not [line for line in bars if "left" in line]
+
+
+@pytest.mark.parametrize("form", [Form.PLAIN, Form.JSON])
+def test_a_problem_that_is_over_shows_its_best_at_once(form):
+    run = full_run()
+    problem = run.trials[0].problem
+    rows = [trial for trial in run.trials if trial.problem == problem]
+    console = Console(file=io.StringIO(), width=110)
+    with progress.watch(console, form) as observer:
+        observer.ranked(rows, run.environment)
+    text = console.file.getvalue()
+    if form is Form.JSON:
+        told = json.loads(text.splitlines()[0])
+        assert (told["event"], told["problem"]) == ("ranked", problem.label)
+        assert told["rows"][0]["rank"] == 1
+    else:
+        assert "× base" in text.splitlines()[0]
+        assert text.splitlines()[1].split()[0].strip("*=") == "1"
+        assert max(map(len, text.splitlines())) <= 110
