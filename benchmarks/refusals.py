@@ -3,8 +3,7 @@
 Usage: python benchmarks/refusals.py [FILE.json] [--trials 1000] [--seconds 300]. Every problem is
 opened with new inputs again and again, and in each opening every candidate is checked as a sweep
 checks it: on both sets of inputs of the problem and on all small cases. The file holds the counts,
-and for each measure the largest share of its limit that the largest-but-right error of a candidate
-took. Needs a GPU.
+and for each measure the largest share of its limit that a right candidate took, and which one. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ def count(trials: int, seconds: float, seed: int) -> dict[str, Any]:
     begun, done = time.monotonic(), 0
     refused: list[dict[str, object]] = []
     nearest: dict[str, float] = defaultdict(float)
+    of: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as place, Worker(timeout_s=60) as worker:
         arch = worker.describe().arch
         cases = []
@@ -68,13 +68,16 @@ def count(trials: int, seconds: float, seed: int) -> dict[str, Any]:
                         console.print(f"refused: {name}: {error.detail} (seed {inputs})")
                         continue
                     for name, share in accuracy.shares.items():
-                        nearest[name] = max(nearest[name], share)
+                        if share > nearest[name]:
+                            nearest[name] = share
+                            of[name] = f"{setting.label_of(build)}, {accuracy.case}, seed {inputs}"
                 console.print(f"{done} tried, {len(refused)} refused: {problem.label}")
     return {
         "trials": done,
         "refused": refused,
         "refused_bounds": proportion_interval(len(refused), done),
         "nearest": dict(nearest),
+        "nearest_of": of,
         "seconds": round(time.monotonic() - begun, 1),
     }
 
