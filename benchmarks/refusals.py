@@ -2,9 +2,9 @@
 
 Usage: python benchmarks/refusals.py [FILE.json] [--trials 1000] [--seconds 300]. Every problem is
 opened with new inputs again and again, and in each opening every candidate is checked as a sweep
-checks it: on both sets of inputs of the problem and on all small cases. The file holds the counts, and
-for each measure the largest share of its limit that a right candidate took, and which one that was.
-Needs a GPU.
+checks it: on both sets of inputs of the problem and on all small cases. The file holds the counts,
+and for each measure the largest share of its limit that a right candidate took, and which one it
+was. Needs a GPU.
 """
 
 from __future__ import annotations
