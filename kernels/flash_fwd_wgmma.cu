@@ -10,6 +10,7 @@
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/launch.cuh"
+#include "common/ptx/mma.cuh"
 #include "common/ptx/shared.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -71,8 +72,8 @@ constexpr unsigned KV_PANEL = BLOCK_N * 128, KV_BYTES = PANELS * KV_PANEL;
 constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL,
                    P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
-static_assert(!OVERLAP || P_SHARED || MAXIMA == 1,
-              "P beside the one being read goes over its scores");
+// With P over its scores in registers, MAXIMA 2 computes them again from K where it needs them.
+constexpr bool SCORES_AGAIN = OVERLAP && !P_SHARED && MAXIMA == 2;
 constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES<HEAD_DIM>;
 // Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer
 // already fills for the next tile; others over Q, and merge over the ring. What splits send each

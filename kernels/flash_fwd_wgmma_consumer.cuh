@@ -63,7 +63,30 @@ struct Consumer {
     __device__ __forceinline__ void end_qk(Scores& s) {
         wgmma_wait<PENDING>();
         pin(s);
+        if (!SCORES_AGAIN || PENDING == 0) release_k();
+    }
+    __device__ __forceinline__ void release_k() {
         release(at.barriers.k_empty(k_at.stage)), k_at.skip<KEY_GROUPS>();
+    }
+    // s = Q K^T once more of this warp's 16 rows alone, which is rare: the others do not take part.
+    __device__ __forceinline__ void qk_again(Scores& s) const {
+        unsigned q = own_q + warp % 4 * 2048 + lane % 16 * 128;
+        unsigned k = at.k + k_at.stage * KV_BYTES + (lane / 16 * 8 + lane % 8) * 128;
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 16; ++n) {
+            float d[2][4] = {};
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 16; ++i) {
+                unsigned a[4], b[4];
+                ldmatrix_x4(a, q + i / 4 * Q_PANEL + ((i % 4 * 2 + lane / 16 ^ lane % 8) << 4));
+                ldmatrix_x4(b, k + n * 2048 + i / 4 * KV_PANEL +
+                                   ((i % 4 * 2 + lane / 8 % 2 ^ lane % 8) << 4));
+                mma_16816<IS_BF16>(d[0], a, b[0], b[1]);
+                mma_16816<IS_BF16>(d[1], a, b[2], b[3]);
+            }
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s[n * 8 + i] = d[i / 4][i % 4];
+        }
     }
     // out += P V, with P in registers or in shared memory.
     // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
@@ -129,10 +152,10 @@ struct Consumer {
         if (grew) scale_rows(out, by);
     }
     // The same beside P V of the tile before, which is then waited for. The P before is being read,
-    // so the new one goes elsewhere: to the other buffer, or, since with MAXIMA 1 the tile is not
-    // done again, over the scores.
+    // so the new one goes elsewhere: to the other buffer, or over the scores. With MAXIMA 1 no tile
+    // is done again; with 2 its scores are then computed again, so that K must still be there.
     __device__ __forceinline__ void softmax_beside_pv(Scores& s, Weights& p, Output& out,
-                                                      Softmax& rows, float (&by)[2]) {
+                                                      Softmax& rows, float (&by)[2], int j) {
         bool grew;
         if constexpr (P_SHARED) {
             p_buffer ^= 1;
@@ -140,10 +163,19 @@ struct Consumer {
             shared_p_written();
             end_pv(out, p);
         } else {
-            grew = rows.tile(s, call.factor, false, by, [&s](int i, const float (&e)[8]) {
+            if constexpr (SCORES_AGAIN) {
+                grew = rows.tile_over(s, call.factor, by, [this, j](Scores& s) {
+                    qk_again(s);
+                    mask(s, j);
+                    __syncwarp();
+                });
+                release_k();
+            } else {
+                grew = rows.tile(s, call.factor, false, by, [&s](int i, const float (&e)[8]) {
 #pragma unroll
-                for (int j = 0; j < 8; ++j) s[i + j] = e[j];
-            });
+                    for (int j = 0; j < 8; ++j) s[i + j] = e[j];
+                });
+            }
             pin(s);
             end_pv(out, p);
 #pragma unroll
@@ -189,7 +221,7 @@ struct Consumer {
                 begin_pv(out, p), pass_turn();  // O += P V, of the tile before
                 end_qk<1>(s);
                 mask(s, j);
-                softmax_beside_pv(s, p, out, rows, by);  // P = softmax(S)
+                softmax_beside_pv(s, p, out, rows, by, j);  // P = softmax(S)
             }
             release_q();
             wait_for_v();

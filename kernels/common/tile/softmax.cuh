@@ -60,6 +60,31 @@ struct OnlineSoftmax {
         sum[0] = part[0] + part[1], sum[1] = part[2] + part[3];
     }
 
+    // Whether exponentials and their sum are within what P can hold; false of a NaN.
+    __device__ static __forceinline__ bool fit(const float (&sum)[2]) {
+        return sum[0] <= MOST && sum[1] <= MOST;
+    }
+    // The largest score of each of this thread's two rows.
+    template <int N>
+    __device__ static __forceinline__ void maxima(const float (&s)[N], float (&largest)[2]) {
+        float x[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+        for (int i = 4; i < N; ++i) x[i % 4] = fmaxf(x[i % 4], s[i]);
+        largest[0] = fmaxf(x[0], x[1]), largest[1] = fmaxf(x[2], x[3]);
+    }
+    // Exponents refer to the largest score so far from now on; the sums are multiplied by `by`.
+    __device__ __forceinline__ void refer_to(const float (&largest)[2], float factor,
+                                             float (&offset)[2], float (&by)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float from = m[r];
+            m[r] = fmaxf(from, quad_max(largest[r]));
+            offset[r] = m[r] == minus_infinity() ? 0.f : -m[r] * factor;  // a row without a key
+            by[r] = exp2_approx(fmaf(from, factor, offset[r]));
+            l[r] *= by[r];
+        }
+    }
+
     // One tile: `put` gets its exponentials, and may get them twice. Returns whether what was
     // summed before must be multiplied by `by`. `first`: nothing was. Maxima 1: the reference is
     // the largest score of the first tile, until one has outgrown it by 2^8. 2: the exponentials
@@ -82,7 +107,7 @@ struct OnlineSoftmax {
         if (Maxima == 2) {
             offset[0] = -m[0] * factor, offset[1] = -m[1] * factor;
             exponentials(s, factor, offset, sum, put);
-            bool fits = sum[0] <= MOST && sum[1] <= MOST;  // false of a NaN
+            bool fits = fit(sum);
             if (first) {
                 // By row if a mask may leave a lane nothing.
                 float low = Causal ? quad_sum(sum[0]) : sum[0],
@@ -95,27 +120,42 @@ struct OnlineSoftmax {
             }
             if (first) m[0] = m[1] = minus_infinity();
         }
-        float x[4] = {s[0], s[1], s[2], s[3]};
-#pragma unroll
-        for (int i = 4; i < N; ++i) x[i % 4] = fmaxf(x[i % 4], s[i]);
-        float largest[2] = {fmaxf(x[0], x[1]), fmaxf(x[2], x[3])};
+        float largest[2];
+        maxima(s, largest);
         bool keep = (largest[0] - m[0]) * factor <= 8.f && (largest[1] - m[1]) * factor <= 8.f;
         bool grew = Maxima == 2 || !__all_sync(0xffffffffu, keep);
         if (grew) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float from = m[r];
-                m[r] = fmaxf(from, quad_max(largest[r]));
-                offset[r] = m[r] == minus_infinity() ? 0.f : -m[r] * factor;  // a row without a key
-                by[r] = exp2_approx(fmaf(from, factor, offset[r]));
-                l[r] *= by[r];
-            }
+            refer_to(largest, factor, offset, by);
         } else {
             offset[0] = -m[0] * factor, offset[1] = -m[1] * factor;
         }
         exponentials(s, factor, offset, sum, put);
         l[0] += sum[0], l[1] += sum[1];
         return grew && !first;
+    }
+
+    // A later tile with Maxima 2 whose exponentials go over its scores, so that P needs no room of
+    // its own next to them. If their sums are too large, again(s) computes the scores anew, and the
+    // tile is done from its maxima as in tile().
+    template <int N, class Again>
+    __device__ __forceinline__ bool tile_over(float (&s)[N], float factor, float (&by)[2],
+                                              Again again) {
+        float offset[2] = {-m[0] * factor, -m[1] * factor}, sum[2];
+        auto over = [&s](int i, const float (&e)[8]) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) s[i + j] = e[j];
+        };
+        exponentials(s, factor, offset, sum, over);
+        bool all = __all_sync(0xffffffffu, fit(sum));
+        if (__builtin_expect(!all, 0)) {
+            again(s);
+            float largest[2];
+            maxima(s, largest);
+            refer_to(largest, factor, offset, by);
+            exponentials(s, factor, offset, sum, over);
+        }
+        l[0] += sum[0], l[1] += sum[1];
+        return !all;
     }
 
     // Takes in another's state of row r, from other keys. What was summed must be multiplied by
