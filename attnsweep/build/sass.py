@@ -28,7 +28,7 @@ _BRANCHES = {"BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU"}
 _PREDICATE = re.compile(r"!?U?P\d")
 _TIMEOUT_S = 60.0
 _KEPT = "sass.json"
-_FORMAT = 1
+_FORMAT = 2
 """Format of the kept counts; other formats are disassembled again."""
 
 
@@ -99,6 +99,7 @@ def count(instructions: list[Mapping[str, Any]]) -> dict[str, int]:
     end.
     """
     found: Counter[str] = Counter()
+    beside: int | None = None  # exponentials since a wait for wgmma, if no product began since
     for index, instruction in enumerate(instructions):
         predicate = str(instruction.get("predicate", ""))
         opcode = str(instruction["opcode"]).split(".")[0]
@@ -111,9 +112,16 @@ def count(instructions: list[Mapping[str, Any]]) -> dict[str, int]:
         found["instructions"] += 1
         if opcode in _KINDS:
             found[_KINDS[opcode]] += 1
+        if instruction["opcode"] == "MUFU.EX2" and beside is not None:
+            beside += 1
+        elif opcode == "HGMMA":
+            beside = None
+        elif str(instruction["opcode"]).startswith("WARPGROUP.DEPBAR"):
+            found["ex2_before_wait"] += beside or 0
+            beside = 0
         if opcode in _BRANCHES:
             found["branches"] += 1
             if predicate or _PREDICATE.search(operands):
                 found["predicated_branches"] += 1
-    kinds = ("instructions", *_KINDS.values(), "branches", "predicated_branches")
+    kinds = ("instructions", *_KINDS.values(), "ex2_before_wait", "branches", "predicated_branches")
     return {kind: found[kind] for kind in kinds}

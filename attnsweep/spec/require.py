@@ -35,6 +35,11 @@ INSTRUCTIONS: dict[str, tuple[Callable[[Iterable[float]], float], str]] = {
     "hmma": (sum, "HMMA: warp matrix instructions."),
     "ffma": (sum, "FFMA: fp32 multiply-adds."),
     "mufu": (sum, "MUFU: exp2, reciprocals, roots."),
+    "ex2_before_wait": (
+        sum,
+        "Exponentials between two waits for wgmma, with no product begun between: they run next to "
+        "the product of the second wait.",
+    ),
     "ldl": (sum, "LDL: loads from local memory, used by spills and indexed arrays."),
     "stl": (sum, "STL: stores to local memory."),
     "bar": (sum, "BAR: barriers of a block or of named warps."),

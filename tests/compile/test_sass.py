@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnsweep.build import sass
+from attnsweep.build.candidate import Build
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.errors import KernelError, SpaceError, ToolchainError
 from attnsweep.family.declare import Config, discover
@@ -260,3 +261,27 @@ def test_the_command_prints_one_document(attnsweep):
     assert data["config"] == {"THREADS": 128}
     assert data["problem"]["seqlen_k"] == 2048
     assert data["stages"]["fwd"]["threads"] == 128
+
+
+def test_exponentials_count_as_beside_a_product_only_before_its_wait():
+    def ops(text):
+        names = {"p": "HGMMA.64x64x16.F32", "w": "WARPGROUP.DEPBAR.LE", "e": "MUFU.EX2"}
+        return [{"opcode": names.get(letter, "MUFU.RCP")} for letter in text]
+
+    # Scores' product and PV begin, scores are waited for, the softmax runs, PV is waited for.
+    assert sass.count(ops("ppweeerwe"))["ex2_before_wait"] == 3
+    assert sass.count(ops("ppwweeep"))["ex2_before_wait"] == 0  # sunk below the wait
+    assert sass.count(ops("eeepwpeeew"))["ex2_before_wait"] == 0
+
+
+@pytest.mark.parametrize(("maxima", "all_of_them"), [(1, False), (2, True)])
+def test_only_without_maxima_the_softmax_stays_beside_pv(maxima, all_of_them, compiler):
+    kernel = discover()["flash_fwd_wgmma"]
+    config = Config({param.name: param.values[0] for param in kernel.params})
+    values = {"BLOCK_N": 128, "WARPGROUPS": 2, "MAXIMA": maxima, "P_SHARED": 0}
+    config = Config({**config, **values})
+    build = Build.of(kernel, config, Problem.parse("4,16,4096,128 fp16 full"), compiler)
+    build.submit()
+    (found,) = sass.counts(build.cubins()["fwd"]).values()
+    # A thread has 64 exponentials of a tile; those of the rare path are as many again.
+    assert (found["ex2_before_wait"] >= 64) == all_of_them
