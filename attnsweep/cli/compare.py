@@ -1,0 +1,40 @@
+"""`attnsweep compare`: two recorded runs side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnsweep.cli.app import JsonOption, app, examples, no_collection, print_result, warn
+from attnsweep.show.terminal import console
+
+
+@app.command(
+    epilog=examples(
+        "attnsweep compare results/h100-80gb-hbm3/batched results/h200/batched",
+        "attnsweep compare before/h100/mine after/h100/mine --json",
+    )
+)
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run's directory.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another run's directory.")],
+    json_: JsonOption = False,
+) -> None:
+    """Set two runs side by side: two cards, two kinds of GPU, two versions. Needs no GPU.
+
+    For each problem that both have timed: the winners, whether they agree, what each costs in the
+    other run, and the ratios to the same peer. Whatever differs in GPU and software comes first.
+    To judge a change of code on one card, take `check`.
+    """
+    from attnsweep.store.run import open_run
+    from attnsweep.tools.compare import compare as compared
+    from attnsweep.tools.compare_lines import lines
+
+    with no_collection():
+        runs = open_run(first), open_run(second)
+        found = compared(*runs)
+    for run in runs:
+        warn(run)
+    print_result(lines(found, console.width), found.to_json(), json_)

@@ -1,0 +1,204 @@
+"""Two recorded runs side by side: the same problems, their winners, and what changed around them.
+
+Needs no GPU. Times are microseconds of one call. Nothing here is a verdict on a regression: times
+of two cards differ for many reasons, so only ratios to peers of the same rounds are comparable;
+`attnsweep check` judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnsweep.choose.columns import named
+from attnsweep.choose.ranking import rank
+from attnsweep.errors import SpecError
+from attnsweep.problem import Problem
+from attnsweep.show.sentences import Row, Section, by_problem
+from attnsweep.store.run import Run
+from attnsweep.trial import Environment
+
+# What of an environment is told if it differs, in this order.
+_FACTS = (
+    *("gpu", "uuid", "driver", "cuda", "nvrtc", "attnsweep", "protocol", "power_limit_w", "host"),
+    "date",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One run's part of a problem. winner: its best of ours. peers: name to time_us of the peer."""
+
+    winner: Row
+    peers: Mapping[str, float]
+    of_the_others: float | None
+    """How many times as long as the winner the other run's winner takes here; None if it has no
+    ranked row."""
+    tied: bool
+    """Whether the other run's winner shares the best rank here."""
+
+    @property
+    def us(self) -> float:
+        """Median of the winner."""
+        return float(self.winner["time_us"])
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One problem in both runs."""
+
+    problem: Problem
+    first: Side
+    second: Side
+
+    @property
+    def same_winner(self) -> bool:
+        """Whether both runs chose the same config of the same family."""
+        return _key(self.first.winner) == _key(self.second.winner)
+
+    @property
+    def agree(self) -> bool:
+        """Whether the winners are the same, or each is in the other's tie for the first place."""
+        return self.same_winner or (self.first.tied and self.second.tied)
+
+    @property
+    def over_peers(self) -> dict[str, tuple[float, float]]:
+        """Peer to its time over the winner's, in the first run and in the second."""
+        shared = [name for name in self.first.peers if name in self.second.peers]
+        return {
+            name: (
+                self.first.peers[name] / self.first.us,
+                self.second.peers[name] / self.second.us,
+            )
+            for name in shared
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The pair as plain data."""
+
+        def side(one: Side) -> dict[str, Any]:
+            trial = one.winner["trial"]
+            return {
+                "kernel": trial.kernel,
+                "config": dict(trial.config),
+                "time_us": one.us,
+                "peers_us": dict(one.peers),
+                "others_winner_ratio": one.of_the_others,
+                "others_winner_tied": one.tied,
+            }
+
+        return {
+            "problem": self.problem.label,
+            "same_winner": self.same_winner,
+            "agree": self.agree,
+            "first": side(self.first),
+            "second": side(self.second),
+            "over_peers": {name: list(both) for name, both in self.over_peers.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two runs. only: labels of problems that one run alone has timed, by run."""
+
+    first: Run
+    second: Run
+    pairs: tuple[Pair, ...]
+    only: tuple[tuple[str, ...], tuple[str, ...]]
+
+    @property
+    def differences(self) -> dict[str, tuple[Any, Any]]:
+        """Fact of the environments to its value in each run, where they differ."""
+        one, other = _facts(self.first.environment), _facts(self.second.environment)
+        names = [name for name in (*_FACTS, *one, *other) if one.get(name) != other.get(name)]
+        return {name: (one.get(name), other.get(name)) for name in dict.fromkeys(names)}
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as plain data."""
+        return {
+            "first": str(self.first.directory),
+            "second": str(self.second.directory),
+            "differences": {name: list(both) for name, both in self.differences.items()},
+            "problems": [pair.to_json() for pair in self.pairs],
+            "only_first": list(self.only[0]),
+            "only_second": list(self.only[1]),
+        }
+
+
+def compare(first: Run, second: Run) -> Comparison:
+    """Set two runs side by side. Raises SpecError if no problem was timed in both."""
+    one, other = _sections(first), _sections(second)
+    shared = [problem for problem in one if problem in other]
+    if not shared:
+        raise SpecError(
+            "the runs have no timed problem in common",
+            where=f"{first.directory}, {second.directory}",
+            hint=f"the first has {_some(one)}; the second has {_some(other)}",
+        )
+    pairs = tuple(
+        Pair(p, _side(one[p], other[p].winner), _side(other[p], one[p].winner)) for p in shared
+    )
+    only = tuple(
+        tuple(problem.label for problem in mine if problem not in shared) for mine in (one, other)
+    )
+    return Comparison(first, second, pairs, (only[0], only[1]))
+
+
+def _sections(run: Run) -> dict[Problem, Section]:
+    """The problems that have a winner."""
+    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+    return {each.problem: each for each in sections if each.winner is not None}
+
+
+def _side(section: Section, others: Row | None) -> Side:
+    winner = section.winner
+    assert winner is not None
+    assert others is not None
+    there = next(
+        (row for row in section.rows if row["rank"] and _key(row) == _key(others)),
+        None,
+    )
+    peers = {
+        str(row["provider"]): float(row["time_us"])
+        for row in section.rows
+        if row["baseline"] and row["rank"]
+    }
+    return Side(
+        winner,
+        peers,
+        None if there is None else float(there["time_us"]) / float(winner["time_us"]),
+        there is not None and there["rank"] == winner["rank"],
+    )
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    trial = row["trial"]
+    return (trial.kernel, *sorted(trial.config.items()))
+
+
+def _some(sections: Mapping[Problem, Section]) -> str:
+    labels = [problem.label for problem in sections]
+    more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+    return (", ".join(labels[:3]) + more) or "none"
+
+
+def _facts(environment: Environment | None) -> dict[str, Any]:
+    if environment is None:
+        return {}
+    facts = {name: getattr(environment, name) for name in _FACTS}
+    facts["date"] = environment.date[:10]
+    return facts | dict(environment.packages)
+
+
+def config_changes(pair: Pair) -> Sequence[str]:
+    """`BLOCK_N 64 → 128`: parameters in which the second winner differs from the first."""
+    one, other = pair.first.winner["trial"], pair.second.winner["trial"]
+    if one.kernel != other.kernel:
+        return [f"{one.kernel} → {other.kernel} {named(other.config)}"]
+    names = dict.fromkeys((*one.config, *other.config))
+    return [
+        f"{name} {one.config.get(name, '–')} → {other.config.get(name, '–')}"
+        for name in names
+        if one.config.get(name) != other.config.get(name)
+    ]
