@@ -16,7 +16,7 @@ from attnsweep.family.space import Space
 from attnsweep.hardware import arch_named
 from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec
-from attnsweep.spec.plan import candidate_counts, plan, plan_facts
+from attnsweep.spec.plan import Shard, candidate_counts, plan, plan_facts, run_name
 from attnsweep.store.run import TRIALS, Run, Store, open_run
 from attnsweep.trial import OURS, Status, Trial
 
@@ -28,7 +28,11 @@ def _shown(path: Path) -> str:
 
 
 def replay(
-    spec: SweepSpec, kernels: Mapping[str, Kernel], results: Path, observer: Observer
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel],
+    results: Path,
+    observer: Observer,
+    shard: Shard | None = None,
 ) -> Run:
     """Sweep a recorded run: every row is marked recorded, and none is invented.
 
@@ -41,10 +45,11 @@ def replay(
     if environment is None:
         raise SpaceError("the recording has no environment.json", where=str(spec.recording))
     planned = plan(spec, kernels, arch_named(environment.arch))
+    planned = planned if shard is None else shard.take(planned)
     observer.planned(candidate_counts(planned, spec.search.candidates), finals=False)
     by_key = {trial.key: trial for trial in recording.trials}
     where = f"{environment.gpu}, {environment.date[:10]}"
-    directory = results / "replay" / spec.name
+    directory = results / "replay" / run_name(spec, shard)
     with contextlib.suppress(OSError):  # a replay is derived, so nothing is set aside
         (directory / TRIALS).unlink()
     store = Store.open(directory)

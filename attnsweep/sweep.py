@@ -32,7 +32,7 @@ from attnsweep.replay import replay
 from attnsweep.resume import Kept, measured_elsewhere, retire
 from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec
-from attnsweep.spec.plan import PlannedProblem, candidate_counts, plan_facts
+from attnsweep.spec.plan import PlannedProblem, Shard, candidate_counts, plan_facts, run_name
 from attnsweep.store.code import keep_code, read_code
 from attnsweep.store.run import Run, Store
 from attnsweep.trial import OURS, Environment, Measurement, Status, Trial
@@ -63,28 +63,31 @@ def run(
     results: Path,
     fresh: bool = False,
     limit: int | None = None,
+    shard: Shard | None = None,
     cache_dir: Path | None = None,
     observer: Observer | None = None,
 ) -> Outcome:
     """Run a sweep and store it under `results`/<gpu>/<spec name>. Same spec again: resume.
 
-    limit: at most this many candidates per family and problem. Ctrl-C returns an Outcome with the
-    rows measured so far. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
+    limit: at most this many candidates per family and problem. shard: sweep this part of the
+    problems alone, and store it under `results`/<gpu>/<spec name>-<part>. Ctrl-C returns an Outcome
+    with the rows measured so far. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
     """
     observer = observer or Observer()
     if limit is not None:
         cap = min(limit, spec.search.candidates or limit)
         spec = replace(spec, search=spec.search.model_copy(update={"candidates": cap}))
     if spec.device == "replay":
-        return Outcome(replay(spec, kernels, results, observer), False)
+        return Outcome(replay(spec, kernels, results, observer, shard), False)
     with Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu, ExitStack() as at_end:
         environment, planned, compiler = start(spec, kernels, gpu, cache_dir, at_end)
+        planned = planned if shard is None else shard.take(planned)
         observer.planned(candidate_counts(planned, spec.search.candidates))
         for warning in unused_parameters(
             (space for item in planned for space in item.spaces), compiler.arch
         ):
             observer.note(warning)
-        directory = results / environment.slug / spec.name
+        directory = results / environment.slug / run_name(spec, shard)
         elsewhere = not fresh and measured_elsewhere(directory, environment)
         if elsewhere:
             observer.note(f"set aside earlier rows, measured with {elsewhere}")

@@ -5,7 +5,7 @@ A file is named after its command; `app` has what they share.
 
 # Importing a command adds it to the app; this is the order of `attnsweep --help`.
 from attnsweep.cli import tune, init, run, report, explain, compare, check  # noqa: F401, I001
-from attnsweep.cli import compile, profile, inspect, cache, doctor, schema  # noqa: F401
+from attnsweep.cli import compile, profile, inspect, merge, cache, doctor, schema  # noqa: F401
 from attnsweep.cli.app import app, main
 
 __all__ = ["app", "main"]

@@ -33,6 +33,7 @@ from attnsweep.show.terminal import console, errors
 if TYPE_CHECKING:
     from attnsweep.family.declare import Kernel
     from attnsweep.spec.load import SweepSpec
+    from attnsweep.spec.plan import Shard
     from attnsweep.sweep import Outcome
 
 
@@ -80,6 +81,14 @@ def run(
         ),
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 10,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            "--shard",
+            metavar="I/N",
+            help="Only part I of N of the problems, of about equal cost; `merge` joins the parts.",
+        ),
+    ] = None,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="At the end, write the run's page to FILE."),
@@ -98,17 +107,19 @@ def run(
     """
     from attnsweep.choose.search import exhaustively
     from attnsweep.show import views
-    from attnsweep.spec.plan import plan, plan_facts
+    from attnsweep.spec.plan import Shard, plan, plan_facts
     from attnsweep.tools.compile import target_arch
 
     def read() -> tuple[SweepSpec, dict[str, Kernel]]:
         loaded, families = load(spec, kernels, set_ or (), problem or ())
         return (exhaustively(loaded) if exhaustive else loaded), families
 
+    part = None if shard is None else Shard.parse(shard)
     loaded, families = read()
     _refuse_combinations(loaded, dry_run=dry_run, json_=json_, html=html, watch=watch, fresh=fresh)
     if dry_run:
         planned = plan(loaded, families, target_arch(loaded, arch))
+        planned = planned if part is None else part.take(planned)
         shown = views.planned(planned, limit, console.width)
         print_result(shown, plan_facts(planned, limit), json_)
         return
@@ -122,7 +133,7 @@ def run(
     def once() -> int:
         loaded, families = read()
         outcome = _sweep(
-            spec, loaded, families, kernels, results, fresh, limit, form, html, options
+            spec, loaded, families, kernels, results, fresh, limit, form, html, options, part
         )
         print_run(outcome.run, json_, top)
         return outcome.exit_code
@@ -179,6 +190,7 @@ def _sweep(
     form: Form,
     html: Path | None,
     options: Sequence[str],
+    part: Shard | None,
 ) -> Outcome:
     """Run the sweep and write its page. Raises NoGpuError with the commands that do work."""
     from attnsweep import sweep
@@ -195,7 +207,13 @@ def _sweep(
     try:
         with progress.watch(errors, form) as observer:
             outcome = sweep.run(
-                loaded, families, results=results, fresh=fresh, limit=limit, observer=observer
+                loaded,
+                families,
+                results=results,
+                fresh=fresh,
+                limit=limit,
+                shard=part,
+                observer=observer,
             )
     except NoGpuError as error:
         raise NoGpuError(

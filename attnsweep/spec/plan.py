@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnsweep.errors import SpaceError
+from attnsweep.errors import SpaceError, SpecError
 from attnsweep.family.declare import Kernel
 from attnsweep.family.space import Space
 from attnsweep.hardware import Arch
@@ -46,6 +47,57 @@ def plan(spec: SweepSpec, kernels: Mapping[str, Kernel], arch: Arch) -> tuple[Pl
 def candidate_counts(planned: Sequence[PlannedProblem], cap: int | None) -> list[int]:
     """Number of candidates of each problem of a plan, at most `cap` of each family."""
     return [sum(len(space.configs[:cap]) for space in item.spaces) for item in planned]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part `number` of `of` equal parts of a spec's problems, counted from 1."""
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """`2/4`. Raises SpecError."""
+        found = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text)
+        number, of = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= number <= of:
+            hint = "write i/n with 1 <= i <= n: --shard 2/4 is the second of four parts"
+            raise SpecError(f"not a part: {text!r}", where="--shard", hint=hint)
+        return cls(number, of)
+
+    def __str__(self) -> str:
+        return f"{self.number}of{self.of}"
+
+    def take(self, planned: Sequence[PlannedProblem]) -> tuple[PlannedProblem, ...]:
+        """This part of a plan, in the spec's order; every problem is in exactly one part.
+
+        Problems go to the part with the least cost so far, the costliest first. A candidate costs
+        one unit, and one more for every 5e11 FLOPs, which take a Hopper GPU about a millisecond.
+        Raises SpecError if nothing is left for this part.
+        """
+        if self.number > len(planned):
+            problems = f"{len(planned)} problem{'s' * (len(planned) != 1)}"
+            raise SpecError(
+                f"part {self.number} of {self.of} is empty: the spec has {problems}",
+                where="--shard",
+                hint=f"split it into at most {len(planned)} parts",
+            )
+        costs = [
+            sum(len(space.configs) for space in item.spaces) * (1 + item.problem.flops / 5e11)
+            for item in planned
+        ]
+        load, mine = [0.0] * self.of, []
+        for index in sorted(range(len(planned)), key=lambda index: (-costs[index], index)):
+            part = min(range(self.of), key=lambda part: (load[part], part))
+            load[part] += costs[index]
+            mine += [index] if part == self.number - 1 else []
+        return tuple(planned[index] for index in sorted(mine))
+
+
+def run_name(spec: SweepSpec, shard: Shard | None) -> str:
+    """The directory of a run: the spec's name, and which part of it was swept."""
+    return spec.name if shard is None else f"{spec.name}-{shard}"
 
 
 def plan_facts(planned: Sequence[PlannedProblem], cap: int | None = None) -> list[dict[str, Any]]:

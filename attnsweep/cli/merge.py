@@ -1,0 +1,39 @@
+"""`attnsweep merge`: runs of parts of one spec, as one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnsweep.cli.app import JsonOption, app, examples, no_collection, print_run, warn
+from attnsweep.show.terminal import errors
+
+
+@app.command(
+    epilog=examples(
+        "attnsweep merge h100/mine-1of2 h100/mine-2of2 --out h100/mine",
+        "attnsweep merge h100/mine-*of8 --out h100/mine --json",
+    )
+)
+def merge(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Directories of runs.")],
+    out: Annotated[Path, typer.Option("--out", metavar="RUN", help="Where the whole run goes.")],
+    json_: JsonOption = False,
+    top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 3,
+) -> None:
+    """Make one run of runs of parts of a spec, as `run --shard i/n` writes them.
+
+    They must have the same spec, kind of GPU, driver and versions, and no problem in common. The
+    whole reports, checks and is accepted like any other run. RUN… stay as they are.
+    """
+    from attnsweep.store.run import open_run
+    from attnsweep.tools.merge import merge as merged
+
+    with no_collection():
+        parts = [open_run(path) for path in runs]
+        for part in parts:
+            warn(part)
+        whole = merged(parts, out, lambda text: errors.print(f"note: {text}", soft_wrap=True))
+        print_run(whole, json_, top)

@@ -1,0 +1,119 @@
+"""Runs of parts of one spec, as one run: rows, machine code and counters of all of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from attnsweep.errors import SpecError, StoreError
+from attnsweep.problem import Problem
+from attnsweep.show import tables
+from attnsweep.spec.load import SweepSpec, load_spec
+from attnsweep.store.run import CUBINS, SPEC, Run, Store, trials_of
+from attnsweep.tools.profile import FILE as COUNTERS
+from attnsweep.trial import Environment
+
+# What the runs must have in common, besides their spec and the versions of the peers. Cards and
+# hosts may differ: every row says its own.
+_ALIKE = ("gpu", "arch", "protocol", "driver", "cuda", "nvrtc", "attnsweep", "power_limit_w")
+_OF_ONE_CARD = ("uuid", "sku", "host")
+
+
+def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
+    """Write the runs to `out` as one run, and return it. note: told what the run still lacks.
+
+    Raises StoreError if they do not belong together: other specs, GPUs, protocols or versions, or a
+    problem that two of them have measured; and if `out` has rows already.
+    """
+    if trials_of(out).is_file():
+        hint = "choose another place with --out, or remove it"
+        raise StoreError("a run is there already", where=str(out), hint=hint)
+    spec = _one_spec(runs)
+    environment = _one_environment(runs)
+    measured: dict[Problem, Run] = {}
+    for run in runs:
+        for problem in dict.fromkeys(trial.problem for trial in run.trials):
+            other = measured.setdefault(problem, run)
+            if other is not run:
+                raise StoreError(
+                    f"{problem.label} is in two of the runs, and candidates of one problem are "
+                    "compared on one card only",
+                    where=f"{other.directory}, {run.directory}",
+                    hint="leave one of them out, or sweep each part once: --shard i/n",
+                )
+    missing = [entry.problem for entry in spec.problems if entry.problem not in measured]
+    if missing:
+        labels = ", ".join(problem.label for problem in missing)
+        note(f"not measured in any of them: {labels}")
+    with Store.open(out) as store:
+        wanted = [entry.problem.label for entry in spec.problems]
+        spaces = list(itertools.chain.from_iterable(run.spaces for run in runs))
+        spaces.sort(key=lambda facts: _place(wanted, facts.get("problem")))
+        store.describe(spec.resolved(store.directory), environment, spaces)
+        for problem in (entry.problem for entry in spec.problems):
+            if problem in measured:
+                for trial in measured[problem].trials:
+                    if trial.problem == problem:
+                        store.append(trial)
+        for run in runs:
+            for file in sorted((run.directory / CUBINS).glob("*")):
+                store.keep(file.name, file.read_bytes())
+        counters = [each for run in runs for each in _counters(run)]
+        if counters:
+            (out / COUNTERS).write_text(json.dumps(counters) + "\n", encoding="utf-8")
+        return store.finish(tables.files)
+
+
+def _place(labels: Sequence[str], label: object) -> int:
+    return labels.index(label) if label in labels else len(labels)
+
+
+def _one_spec(runs: Sequence[Run]) -> SweepSpec:
+    specs = []
+    for run in runs:
+        try:
+            specs.append(load_spec(run.directory / SPEC))
+        except SpecError as error:
+            what = f"its spec cannot be read ({error.what})"
+            raise StoreError(what, where=str(run.directory)) from error
+    texts = [spec.resolved() for spec in specs]
+    for run, text in zip(runs, texts, strict=True):
+        if text != texts[0]:
+            lines = zip(texts[0].splitlines(), text.splitlines(), strict=False)
+            one, other = next((p for p in lines if p[0] != p[1]), ("its end", "its end"))
+            raise StoreError(
+                f"its spec is another: {other.strip()!r}, not {one.strip()!r}",
+                where=f"{run.directory / SPEC}",
+                hint=f"the first run is {runs[0].directory}",
+            )
+    return specs[0]
+
+
+def _one_environment(runs: Sequence[Run]) -> Environment:
+    environments = []
+    for run in runs:
+        if run.environment is None:
+            raise StoreError("it has no environment.json", where=str(run.directory))
+        environments.append(run.environment)
+    first = environments[0]
+    for run, here in zip(runs, environments, strict=True):
+        facts = {name: (getattr(here, name), getattr(first, name)) for name in _ALIKE}
+        names = dict.fromkeys((*first.packages, *here.packages))
+        facts |= {name: (here.packages.get(name), first.packages.get(name)) for name in names}
+        for name, (this, that) in facts.items():
+            if this != that:
+                raise StoreError(
+                    f"measured with another {name}: {this}, not {that}",
+                    where=str(run.directory),
+                    hint=f"the first run is {runs[0].directory}; attnsweep compare sets runs side "
+                    "by side that cannot be one",
+                )
+    differing = [n for n in _OF_ONE_CARD if len({getattr(e, n) for e in environments}) > 1]
+    return first.model_copy(update=dict.fromkeys(differing))
+
+
+def _counters(run: Run) -> list[object]:
+    path = run.directory / COUNTERS
+    return list(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []

@@ -1,0 +1,162 @@
+"""Parts of a spec, and the whole run that they make."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import PROBLEM, TEST_GPU, candidate
+from typer.testing import CliRunner
+
+from attnsweep.cli import app
+from attnsweep.errors import SpecError, StoreError
+from attnsweep.family.declare import discover
+from attnsweep.family.space import Space
+from attnsweep.hardware import ARCHS
+from attnsweep.problem import Problem
+from attnsweep.spec.plan import PlannedProblem, Shard
+from attnsweep.store.run import Store, open_run
+from attnsweep.tools.merge import merge
+
+OTHER = Problem.parse("1,2,128,64 fp16 full")
+SPEC = """
+name: mine
+problems:
+  - {batch: 1, heads: 2, seqlen: 128, head_dim: 64}
+  - {batch: %d, heads: %d, seqlen: %d, head_dim: %d}
+kernels: {naive: {THREADS: [32, 64]}}
+baselines: []
+"""
+
+
+def planned_of(flops: list[int]) -> tuple[PlannedProblem, ...]:
+    """Problems of these sizes, each with a space of one config of `naive`."""
+    kernel = discover()["naive"]
+    found = []
+    for heads in flops:
+        problem = Problem(1, heads, heads, 64, 64, 64)
+        space = Space.build(kernel, problem, ARCHS["sm_90a"])
+        found.append(PlannedProblem(problem, (space,), {}))
+    return tuple(found)
+
+
+def written(directory: Path, *problems: Problem, spec: str | None = None, **facts: object):
+    """A run of these problems."""
+    p = PROBLEM
+    text = spec or SPEC % (p.batch, p.heads, p.seqlen_q, p.head_dim)
+    with Store.open(directory) as store:
+        store.describe(text, TEST_GPU.model_copy(update=facts))
+        for number, problem in enumerate(problems, 1):
+            store.append(candidate("naive", 10.0 * number, THREADS=32).with_(problem=problem))
+        store.keep(f"{directory.name}.cubin", directory.name.encode())
+        return store.finish()
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9, unique=True), st.integers(1, 6))
+def test_every_problem_is_in_exactly_one_part(heads, of):
+    planned = planned_of(heads)
+    parts = [Shard(number, of).take(planned) for number in range(1, min(of, len(planned)) + 1)]
+    together = [item for part in parts for item in part]
+    assert sorted(map(planned.index, together)) == sorted(map(planned.index, planned))
+    for part in parts:
+        assert [planned.index(item) for item in part] == sorted(map(planned.index, part))
+        assert part  # no part is empty while there are problems left
+
+
+def test_parts_are_of_about_equal_cost():
+    planned = planned_of([40, 1, 1, 1, 39, 1])
+    first, second = (Shard(number, 2).take(planned) for number in (1, 2))
+    assert {40, 39} & {item.problem.heads for item in first} != {40, 39}
+    assert abs(len(first) - len(second)) <= 2
+
+
+def test_a_part_without_problems_says_so():
+    with pytest.raises(SpecError, match="part 3 of 4 is empty: the spec has 2 problems"):
+        Shard(3, 4).take(planned_of([1, 2]))
+
+
+@pytest.mark.parametrize("text", ["3/2", "0/2", "1", "a/b", "1/0", "-1/2", "1/2/3"])
+def test_what_is_no_part_is_refused(text):
+    with pytest.raises(SpecError, match="not a part"):
+        Shard.parse(text)
+    assert Shard.parse(" 2 / 4 ") == Shard(2, 4)
+
+
+# -- merging --------------------------------------------------------------------------------------
+
+
+def test_parts_make_the_whole_run(tmp_path):
+    notes: list[str] = []
+    two = [written(tmp_path / "b", PROBLEM), written(tmp_path / "a", OTHER)]
+    whole = merge(two, tmp_path / "whole", notes.append)
+    assert notes == []
+    assert [trial.problem for trial in whole.trials] == [OTHER, PROBLEM]  # as in the spec
+    assert {p.name for p in (tmp_path / "whole/cubins").iterdir()} == {"a.cubin", "b.cubin"}
+    assert (tmp_path / "whole/ranking.md").is_file()
+    assert open_run(tmp_path / "whole").environment == TEST_GPU
+
+
+def test_cards_may_differ_and_then_the_run_names_none(tmp_path):
+    two = [written(tmp_path / "a", OTHER, uuid="x"), written(tmp_path / "b", PROBLEM, uuid="y")]
+    assert merge(two, tmp_path / "whole", print).environment.uuid is None
+
+
+def test_what_is_missing_is_told(tmp_path):
+    notes: list[str] = []
+    merge([written(tmp_path / "a", OTHER)], tmp_path / "whole", notes.append)
+    assert notes == [f"not measured in any of them: {PROBLEM.label}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpu": "NVIDIA X"}, "another gpu: NVIDIA X"),
+        ({"driver": "1.2"}, "another driver: 1.2"),
+        ({"protocol": 1}, "another protocol: 1"),
+        ({"packages": {"torch": "9.9"}}, "another"),
+        ({"spec": "name: x\nproblems: [{batch: 1, heads: 1, seqlen: 64, head_dim: 64}]\n"
+                  "kernels: {naive: {}}\n"}, "its spec is another"),
+    ],
+)  # fmt: skip
+def test_what_does_not_belong_together_is_refused(changes, said, tmp_path):
+    two = [written(tmp_path / "a", OTHER), written(tmp_path / "b", PROBLEM, **changes)]
+    with pytest.raises(StoreError) as caught:
+        merge(two, tmp_path / "whole", print)
+    assert said in caught.value.render()
+    assert str(tmp_path / "b") in caught.value.render()
+    assert not (tmp_path / "whole").exists()
+
+
+def test_one_problem_of_two_cards_is_refused(tmp_path):
+    two = [written(tmp_path / "a", OTHER, PROBLEM), written(tmp_path / "b", PROBLEM)]
+    with pytest.raises(StoreError, match="is in two of the runs"):
+        merge(two, tmp_path / "whole", print)
+
+
+def test_a_run_that_is_there_is_not_overwritten(tmp_path):
+    one = written(tmp_path / "a", OTHER)
+    with pytest.raises(StoreError, match="a run is there already"):
+        merge([one], tmp_path / "a", print)
+
+
+def test_a_replay_in_parts_is_the_replay(tmp_path):
+    def ran(*words: str) -> None:
+        done = CliRunner().invoke(app, [*words, "--results", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+
+    ran("run", "quickstart")
+    ran("run", "quickstart", "--shard", "1/2")
+    ran("run", "quickstart", "--shard", "2/2")
+    parts = [str(tmp_path / f"replay/quickstart-{n}of2") for n in (1, 2)]
+    done = CliRunner().invoke(app, ["merge", *parts, "--out", str(tmp_path / "replay/whole"), "--json"])
+    assert done.exit_code == 0, done.output
+    whole, once = open_run(tmp_path / "replay/whole"), open_run(tmp_path / "replay/quickstart")
+    assert {t.key: t for t in whole.trials} == {t.key: t for t in once.trials}
+    assert (whole.spec_text, whole.spaces) == (once.spec_text, once.spaces)
+    assert json.loads(done.stdout)["problems"]
