@@ -154,7 +154,9 @@ def test_a_replay_in_parts_is_the_replay(tmp_path):
     ran("run", "quickstart", "--shard", "1/2")
     ran("run", "quickstart", "--shard", "2/2")
     parts = [str(tmp_path / f"replay/quickstart-{n}of2") for n in (1, 2)]
-    done = CliRunner().invoke(app, ["merge", *parts, "--out", str(tmp_path / "replay/whole"), "--json"])
+    done = CliRunner().invoke(
+        app, ["merge", *parts, "--out", str(tmp_path / "replay/whole"), "--json"]
+    )
     assert done.exit_code == 0, done.output
     whole, once = open_run(tmp_path / "replay/whole"), open_run(tmp_path / "replay/quickstart")
     assert {t.key: t for t in whole.trials} == {t.key: t for t in once.trials}
