@@ -50,7 +50,7 @@ PAGES = {
 TEMPLATES = ("benchmarks", "claims", "kernels", "performance")
 NOTE = "<!-- Written by scripts/docs.py; change scripts/pages, scripts/claims or the code. -->\n\n"
 TUNED = ("tune", "4,32,4096,64", "--dtype", "bf16", "--replay", "quickstart", "--top", "3")
-QUICKSTART = ("run", "configs/quickstart.yaml", "--top", "3")
+QUICKSTART = ("run", "quickstart", "--top", "3")
 
 
 def sheets(book: Book) -> dict[str, Sheet]:
@@ -112,6 +112,17 @@ def shares_used(runs: Iterable[attnsweep.Run]) -> str:
     return f"\n{text.strip()}\n"
 
 
+def first_screen(printed: str) -> str:
+    """The first problem's rows and the summary of what `run` printed, with … for the rest."""
+    lines = printed.splitlines()
+    said = ("* winner ", "* best of ours")
+    winner = next(at for at, line in enumerate(lines) if line.startswith(said))
+    summary = next(at for at, line in enumerate(lines) if line.startswith("problem "))
+    legend = next(at for at, line in enumerate(lines) if line.startswith("~ "))
+    shown = [*lines[:winner], "…", *lines[summary:legend]]
+    return f"```\n$ attnsweep {' '.join(QUICKSTART)}\n" + "\n".join(shown) + "\n```\n"
+
+
 def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The README, a how-to and the first tutorial, with what their commands print."""
     with contextlib.chdir(ROOT):
@@ -119,8 +130,8 @@ def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
         tuned = output_of(attnsweep.app, *TUNED)
         counted = output_of(attnsweep.app, "run", "configs/h100.yaml", "--dry-run")
     readme = {
-        "quickstart": f"```\n$ attnsweep {' '.join(QUICKSTART)}\n{printed}```\n",
-        "systems": render("readme_systems", "readme", known),
+        "headline": render("headline", "readme", known),
+        "quickstart": first_screen(printed),
     }
     yield PAGES["readme"], with_blocks("readme", readme)
     shown = [line for line in tuned.splitlines() if line]

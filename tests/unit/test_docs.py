@@ -95,10 +95,23 @@ def test_the_names_of_elements_are_those_of_their_header():
     assert len(names) == 9
 
 
-@pytest.mark.parametrize("page", ["ci.md", "measuring.md", "writing-a-kernel.md"])
-def test_links_between_pages_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]*)(?:#[^)]*)?\)", (ROOT / "docs" / page).read_text()):
-        assert (ROOT / "docs" / (target or page)).exists(), target
+def anchor_of(heading):
+    """The anchor that a code host gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+PAGES = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *map(str, PAGES)])
+def test_links_lead_somewhere(page):
+    home = (ROOT / page).parent
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", (ROOT / page).read_text()):
+        there = home / target if target else ROOT / page
+        assert there.exists(), target
+        if anchor and there.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            assert anchor in map(anchor_of, headings), f"{target}#{anchor}"
 
 
 def test_the_readme_shows_what_a_pipe_prints(tmp_path):
@@ -115,9 +128,28 @@ def test_the_readme_shows_what_a_pipe_prints(tmp_path):
         check=True,
         env=plain,
     )
-    # The name of the directory is the only difference, and it decides where lines break.
-    told = [line for line in done.stdout.splitlines() if str(tmp_path) not in line]
-    shown = [line for line in block[2].splitlines() if "results/replay" not in line]
-    begin = next(i for i, line in enumerate(told) if " · recorded on " in line)
-    kept = [line.rstrip() for line in told[begin:]]
-    assert [line for line in shown if line in kept] == shown
+    # The name of the directory is the only difference.
+    told = done.stdout.replace(f"{tmp_path}/", "")
+    told = "\n" + "\n".join(line.rstrip() for line in told.splitlines()) + "\n"
+    at = 0
+    for piece in block[2].split("…\n"):  # … stands for lines that are left out
+        assert piece.count("\n") >= 3
+        at = told.index(f"\n{piece}", at) + len(piece)
+
+
+def test_the_first_screen_is_short_and_has_every_problem():
+    before, _ = README.split("## Read on")
+    assert len(before.splitlines()) <= 60
+    assert before.count("<picture>") == 1
+    commands = re.findall(r"^pip install .*$", before, re.MULTILINE)
+    assert [command.split(" && ")[1].split()[1] for command in commands] == ["run", "tune"]
+    for problem in yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())["problems"]:
+        named = f"({problem['batch']},{problem['heads']},{problem['seqlen']},{problem['head_dim']})"
+        assert re.search(rf"^{re.escape(named)} .*×", before, re.MULTILINE)
+
+
+def test_the_table_of_commands_has_them_all():
+    index = (ROOT / "docs" / "index.md").read_text()
+    shown = set(re.findall(r"`attnsweep (\w+)", index))
+    group = typer.main.get_command(cli.app)
+    assert shown >= set(group.list_commands(group.make_context("attnsweep", ["doctor"])))
