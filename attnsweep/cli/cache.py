@@ -9,8 +9,10 @@ from rich.text import Text
 
 from attnsweep.cli.app import JsonOption, app, examples, print_result
 from attnsweep.errors import SpecError
+from attnsweep.show import terminal
 
 cache = typer.Typer(
+    cls=terminal.Group,
     invoke_without_command=True,
     epilog=examples("attnsweep cache", "attnsweep cache prune --days 7"),
 )

@@ -8,26 +8,36 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from attnsweep.cli import completion
 from attnsweep.cli.app import (
     JsonOption,
     KernelsOption,
+    ResultsOption,
     app,
     examples,
     no_collection,
     print_result,
     warn,
 )
-from attnsweep.show.terminal import console
+from attnsweep.show.terminal import console, errors
 
 
 @app.command(
     epilog=examples(
+        "attnsweep explain",
         "attnsweep explain results/h200/ladder",
         "attnsweep explain results/h200/ladder BLOCK_N=64 --problem 1,16,1024,64",
     )
 )
 def explain(
-    run_: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    run_: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A run's directory (default: the latest).",
+            autocompletion=completion.runs,
+        ),
+    ] = None,
     config: Annotated[
         list[str] | None,
         typer.Argument(
@@ -44,6 +54,7 @@ def explain(
         ),
     ] = None,
     json_: JsonOption = False,
+    results: ResultsOption = Path("results"),
     kernels: KernelsOption = None,
 ) -> None:
     """Explain why a candidate of RUN won or lost, and which parameters mattered; needs no GPU.
@@ -54,15 +65,17 @@ def explain(
     candidates that fit CONFIG, the best ranked is explained.
     """
     from attnsweep.family.declare import discover
-    from attnsweep.store.run import open_run
+    from attnsweep.store.run import latest_run, open_run
     from attnsweep.tools.explain import explain as explained
     from attnsweep.tools.explain_lines import lines
 
     families = discover(kernels)
     with no_collection():
-        read = open_run(run_)
+        read = latest_run(results) if run_ is None else open_run(run_)
         found = explained(read, config or (), problem, families)
     warn(read)
+    if run_ is None:
+        errors.print(Text(f"the latest run: {read.directory}"), soft_wrap=True)
     shown: list[Text] = []
     for each in found:
         shown += [Text()] * bool(shown) + lines(each, console.width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,9 @@ from attnsweep.hardware import ARCHS
 from attnsweep.show.terminal import console, errors
 
 
+DEFAULT = "sweep.yaml"
+
+
 @app.command(
     epilog=examples(
         "attnsweep init",
@@ -27,7 +31,7 @@ from attnsweep.show.terminal import console, errors
 def init(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="File to write; - prints it.")
-    ] = Path("sweep.yaml"),
+    ] = Path(DEFAULT),
     arch: Annotated[
         str | None,
         typer.Option(
@@ -51,7 +55,10 @@ def init(
     try:
         target = cards.here(families) if arch is None else cards.named(arch, families)
     except NoGpuError as error:
-        hint = f"say for which: attnsweep init --arch sm_90a; there are: {', '.join(ARCHS)}"
+        given = [] if str(file) == DEFAULT else [str(file)]
+        given += [word for shape in problem or () for word in ("--problem", shape)]
+        again = shlex.join(["attnsweep", "init", *given, "--arch", "sm_90a"])
+        hint = f"say for which: {again}; there are: {', '.join(ARCHS)}"
         hint = f"{error.hint}\n  {hint}" if error.hint else hint
         raise NoGpuError(error.what, hint=hint) from error
     name = re.sub("[^a-z0-9_-]+", "-", file.stem.lower()).strip("-") or "sweep"

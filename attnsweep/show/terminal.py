@@ -11,6 +11,7 @@ import enum
 import errno
 import io
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -108,8 +109,19 @@ talk = Talk.NORMAL
 _TALKING = ("-q", "--quiet", "-v", "--verbose")
 
 
-class Commands(TyperGroup):
-    """Commands that leave Ctrl-C and failing output to `to_the_end`."""
+class Group(TyperGroup):
+    """Commands whose help breaks at the width of the terminal, not where its source does."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command, each paragraph of its help in one line."""
+        found = super().get_command(ctx, cmd_name)
+        if found is not None and found.help:
+            found.help = re.sub(r"(?<!\n)\n(?!\n)", " ", found.help)
+        return found
+
+
+class Commands(Group):
+    """All commands. They leave Ctrl-C and failing output to `to_the_end`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As Click does, but `attnsweep run SPEC --quiet` is `attnsweep --quiet run SPEC`."""

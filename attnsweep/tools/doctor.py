@@ -117,7 +117,7 @@ def without_gpu(
     if kernels is not None:
         common += f" --kernels {shlex.quote(str(kernels))}"
     rows = [
-        ("attnsweep run configs/quickstart.yaml", "replay a recorded run"),
+        ("attnsweep run quickstart", "replay a recorded run"),
         (f"attnsweep run --dry-run {common}", "count the candidates"),
         (f"attnsweep compile {common}", "compile, prune, resources"),
         ("attnsweep doctor", "what is missing, and how to fix it"),

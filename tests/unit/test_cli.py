@@ -94,7 +94,7 @@ def test_run_without_a_gpu_says_what_works_and_writes_nothing(attnsweep, spec, t
     assert done.returncode == 3
     assert done.stdout == ""
     assert "Nothing was measured" in done.stderr
-    for command in ("attnsweep run configs/quickstart.yaml", "compile", "attnsweep doctor"):
+    for command in ("attnsweep run quickstart", "compile", "attnsweep doctor"):
         assert command in done.stderr
     assert not (tmp_path / "results").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -66,6 +67,17 @@ COMMANDS = dict(commands())
 
 
 # -- --help ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_breaks_only_lines_that_are_full(attnsweep, words):
+    text = attnsweep(*words, "--help").stdout.partition("Usage:")[2].partition("╭")[0]
+    paragraphs = re.split(r"\n\s*\n", text)[1:]
+    assert paragraphs
+    for paragraph in paragraphs:
+        lines = [line.strip() for line in paragraph.splitlines()]
+        for line, after in itertools.pairwise(lines):
+            assert len(line) + 1 + len(after.split()[0]) > 76, line
 
 
 @pytest.mark.parametrize("words", [(), *COMMANDS], ids=" ".join)

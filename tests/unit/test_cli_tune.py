@@ -306,6 +306,8 @@ class TestInit:
         assert done.returncode == 3
         assert "attnsweep init --arch sm_90a" in done.stderr
         assert not Path("sweep.yaml").exists()
+        said = attnsweep("init", "-", "--problem", "1,2,64,64 bf16").stderr
+        assert "attnsweep init - --problem '1,2,64,64 bf16' --arch sm_90a" in said
 
     def test_an_unknown_architecture_is_answered_with_the_nearest(self, attnsweep):
         done = attnsweep("init", "--arch", "sm_95")

@@ -204,3 +204,6 @@ def test_the_command_prints_text_and_json(tmp_path: Path) -> None:
     assert {"problem", "config", "beside", "neighbours", "parameters", "counters"} <= set(data[0])
     for effect in data[0]["parameters"]:
         assert len(effect["values"]) > 1
+    latest = CliRunner().invoke(app, ["explain", "--results", run])
+    assert latest.stdout == shown.stdout
+    assert latest.stderr == f"the latest run: {run}\n"
