@@ -17,7 +17,6 @@ from attnsweep.errors import NoGpuError
 from attnsweep.hardware import ARCHS
 from attnsweep.show.terminal import console, errors
 
-
 DEFAULT = "sweep.yaml"
 
 
