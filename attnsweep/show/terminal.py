@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
@@ -97,6 +97,19 @@ class _Stopped(Exception):
     """Carries Ctrl-C and failing output past Click, which would end the program in its own way."""
 
 
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Raise _Stopped for Ctrl-C and an OSError, also if rich made exit code 1 of a closed pipe."""
+    try:
+        yield
+    except (KeyboardInterrupt, OSError) as error:
+        raise _Stopped from error
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):
+            raise _Stopped from error.__context__
+        raise
+
+
 class Talk(enum.IntEnum):
     """How much a command says besides its result."""
 
@@ -123,6 +136,11 @@ class Group(TyperGroup):
 class Commands(Group):
     """All commands. They leave Ctrl-C and failing output to `to_the_end`."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the command line as Click does, and print help; raise _Stopped as `invoke`."""
+        with _stoppable():
+            return super().make_context(*args, **kwargs)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As Click does, but `attnsweep run SPEC --quiet` is `attnsweep --quiet run SPEC`."""
         own = args[: args.index("--")] if "--" in args else args
@@ -131,11 +149,9 @@ class Commands(Group):
         return super().parse_args(ctx, moved + rest)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command as Click does, but raise _Stopped for these errors."""
-        try:
+        """Run the command as Click does, but raise _Stopped for Ctrl-C and an OSError."""
+        with _stoppable():
             return super().invoke(ctx)
-        except (KeyboardInterrupt, OSError) as error:
-            raise _Stopped from error
 
 
 def to_the_end(app: Callable[[], object]) -> None:

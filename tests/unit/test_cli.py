@@ -228,6 +228,15 @@ def test_a_closed_pipe_is_quiet(environment, asked, begins, code):
     assert done.returncode == code
 
 
+@pytest.mark.parametrize("asked", ["--help", "--version", "tune --help"])
+def test_help_for_a_reader_that_is_gone_is_no_failure(environment, asked):
+    command = f"{sys.executable} -m attnsweep {asked} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_an_ascii_terminal_gets_question_marks_not_a_traceback(environment):
     for arguments in (("list",), ("run", "quickstart"), ("run", "µ.yaml")):
         done = subprocess.run(
