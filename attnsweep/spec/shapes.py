@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,7 +162,8 @@ def _words(text: str) -> list[str]:
 def _shapes(words: Iterable[str]) -> list[_Shape]:
     """Words as shapes: a list of numbers begins one, and so does a field that is there already."""
     shapes: list[_Shape] = []
-    for word in words:
+    words = list(words)
+    for number, word in enumerate(words):
         bare = word.strip(",")
         if not bare:
             continue
@@ -174,6 +176,12 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
         elif bare.lower() in DTYPE_BYTES:
             given = [("dtype", bare.lower())]
         elif bare[:1].isdigit() or bare[:1] in "-+.":
+            apart = list(itertools.takewhile(str.isdigit, words[number:]))
+            if len(apart) >= 4:
+                raise ProblemError(
+                    f"{' '.join(apart)!r}: the numbers of a shape stand together",
+                    hint=f"write commas and no spaces: {','.join(apart[:4])}",
+                )
             shapes.append(_positional(bare))
             continue
         else:

@@ -185,3 +185,11 @@ class TestCsv:
         path = tmp_path / "more.CSV"
         path.write_text("4,32,4096,128\n")
         assert labels("1,2,3,64", str(path), "1,2,4,64")[1] == "(4,32,4096,128) fp16 full"
+
+
+def test_numbers_that_stand_apart_are_joined_in_the_hint():
+    with pytest.raises(ProblemError, match="stand together") as caught:
+        read_shapes(["4", "32", "4096", "128", "causal"])
+    assert "4,32,4096,128" in caught.value.render()
+    with pytest.raises(ProblemError, match="a shape has four numbers, not 1"):
+        read_shapes(["4", "32"])
