@@ -69,6 +69,8 @@ def explain(
     from attnsweep.tools.explain import explain as explained
     from attnsweep.tools.explain_lines import lines
 
+    if run_ is not None and "=" in run_.name and not run_.exists():
+        run_, config = None, [str(run_), *(config or [])]  # a CONFIG of the latest run
     families = discover(kernels)
     with no_collection():
         read = latest_run(results) if run_ is None else open_run(run_)

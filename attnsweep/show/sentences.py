@@ -444,9 +444,15 @@ def peer_lines(section: Section) -> list[str]:
 
 def absent_baselines(section: Section) -> list[str]:
     """The baselines without a rank, and why."""
+
+    def reason(row: Row) -> str:
+        said = first_line(row["detail"]) or "no reason given"
+        if is_recorded(row) and " is not installed" in said:  # there, whatever is installed here
+            return f"{said.partition(' is not installed')[0]} was not installed there"
+        return said
+
     return [
-        f"baseline {who(row)} {row['status'].replace('_', ' ')}: "
-        f"{first_line(row['detail']) or 'no reason given'}"
+        f"baseline {who(row)} {row['status'].replace('_', ' ')}: {reason(row)}"
         for row in section.rows
         if row["baseline"] and not row["rank"]
     ]
