@@ -50,6 +50,7 @@ from .spec.load import SweepSpec
 from .store.run import Run, find_runs, latest_run
 from .sweep import Outcome
 from .trial import Accuracy, Environment, Measurement, Resources, Status, Trial
+from .use.shapes import shapes
 
 __version__: str
 __all__ = [
@@ -126,6 +127,7 @@ __all__ = [
     "run",
     "schema",
     "select",
+    "shapes",
     "shipped_history",
     "winners",
     "write_page",

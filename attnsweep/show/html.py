@@ -24,6 +24,7 @@ from attnsweep.choose.columns import named
 from attnsweep.choose.ranking import rank
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.files import install_command, write_file
+from attnsweep.show import gains
 from attnsweep.show.html_data import data_of, own_settings, reason_of
 from attnsweep.show.plots import PlotLibrary
 from attnsweep.show.sentences import (
@@ -144,6 +145,7 @@ def render(
         counts=Counter(row["status"] for s in sections for row in s.rows if not row["baseline"]),
         candidates=sum(not row["baseline"] for s in sections for row in s.rows),
         problems=problems,
+        gains=_gains(sections, run),
         legend=LEGEND.replace(GLUE, " "),
         version=__version__,
         styles=(ASSETS / "page.css").read_text(),
@@ -241,6 +243,17 @@ def _problem(
         "ladder": _ladder(section, rungs, target_us),
         "ruled_out": _ruled_out(run, section.problem.label),
     }
+
+
+def _gains(sections: Sequence[Section], run: Run) -> dict[str, Any] | None:
+    """What a program gains: the table's header, rows and total, and its sentences."""
+    found = gains.gains(sections, run.spec_text)
+    if found is None:
+        return None
+    header, *rows, total = gains.table(found)
+    said = [_plain(line).strip() for line in gains.sentences(found)]
+    sides = ["r" if side == "r" else "" for side in gains.ALIGN]
+    return {"header": header, "rows": rows, "total": total, "said": said, "sides": sides}
 
 
 def _in_order(cells: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.ranking import rank
+from attnsweep.show import gains
 from attnsweep.show.sentences import (
     Row,
     Section,
@@ -85,6 +86,7 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
         table = aligned([header, *body], "lrrrll", width, shrink=(5, 4, 0))
         for number, line in enumerate(table):
             say(line, "" if number else "bold")
+    _print_gains(gains.gains(sections, run.spec_text), width, say)
     for line in wrap(LEGEND, width):
         say(line, "dim")
 
@@ -107,12 +109,26 @@ def ranked_rows(trials: Sequence[Trial], environment: Environment, top: int = 3)
     return [_json_row(row) for row in section.shown(top)]
 
 
+def _print_gains(found: gains.Gains | None, width: int, say: Callable[[str, str], None]) -> None:
+    if found is None:
+        return
+    say("", "")
+    say("gain of the program", "bold")
+    lines = aligned(gains.table(found), gains.ALIGN, width, shrink=gains.SHRINK)
+    for number, line in enumerate(lines):
+        say(line, "bold" if number in (0, len(lines) - 1) else "")
+    first, *rest = gains.sentences(found)
+    for sentence in (first, *rest):
+        for line in wrap(sentence, width):
+            say(line, "bold" if sentence is first else "")
+
+
 def files(run: Run) -> dict[str, str]:
     """Names and texts of the files that a finished run keeps: ranking.csv and ranking.md."""
     ranking = rank(run.trials, run.environment)
     return {
         "ranking.csv": to_csv(ranking),
-        "ranking.md": to_markdown(ranking, run.environment, run.spaces),
+        "ranking.md": to_markdown(ranking, run.environment, run.spaces, spec_text=run.spec_text),
     }
 
 
@@ -128,9 +144,11 @@ def to_json(run: Run) -> dict[str, Any]:
     """The run as plain data: stable keys, None for unknown values. Times in microseconds.
 
     {"run", "environment", "problems": [{"problem", "label", "bounds_us", "winner", "ranking",
-    "counts"}], "warnings"}; ranking holds every row, with rank None for a row without one.
+    "counts"}], "warnings"}; ranking holds every row, with rank None for a row without one. A run
+    whose spec counts a program's calls has "gains" too.
     """
     sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+    found = gains.gains(sections, run.spec_text)
     return {
         "run": str(run.directory),
         "environment": run.environment.model_dump(mode="json") if run.environment else None,
@@ -146,6 +164,7 @@ def to_json(run: Run) -> dict[str, Any]:
             for section in sections
         ],
         "warnings": list(run.warnings),
+        **({} if found is None else {"gains": gains.to_json(found)}),
     }
 
 
@@ -364,12 +383,21 @@ def to_markdown(
     spaces: Sequence[Mapping[str, Any]] = (),
     *,
     top: int = MARKDOWN_TOP,
+    spec_text: str | None = None,
 ) -> str:
-    """The same tables in Markdown; recorded rows are marked there too."""
+    """The same tables in Markdown; recorded rows are marked there too.
+
+    spec_text: the run's spec, which may count a program's calls.
+    """
     sections = by_problem(ranking, environment, spaces)
     out = ["# Ranking", ""]
     if len(sections) > 1:
         out += [*_pipes(_summary(sections, intervals=True), "lrrrll"), ""]
+    found = gains.gains(sections, spec_text)
+    if found is not None:
+        first, *rest = map(_escaped, gains.sentences(found))
+        out += ["## Gain of the program", "", *_pipes(gains.table(found), gains.ALIGN), ""]
+        out += [first, "", *(f"- {line.strip()}" for line in rest), ""]
     for section in sections:
         label, *facts = heading(section)
         out += [f"## {label}", "", " · ".join(facts), ""]

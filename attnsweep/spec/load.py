@@ -35,11 +35,13 @@ from attnsweep.spec.model import (
     ArchName,
     Baselines,
     Bytes,
+    Calls,
     CheckSpec,
     KernelChoice,
     ParameterValues,
     Size,
     Slower,
+    UnservedCalls,
 )
 from attnsweep.spec.overrides import apply
 from attnsweep.spec.require import Requirements, RequireSpec, requirements
@@ -87,6 +89,9 @@ class ProblemSpec(_Model):
     )
     slower: Slower | None = Field(
         default=None, description="Replaces check.slower for the problems of this entry."
+    )
+    calls: Calls | None = Field(
+        default=None, description="How often a program calls this; reports then say what it gains."
     )
 
     @model_validator(mode="after")
@@ -251,6 +256,9 @@ class SpecFile(_Model):
     check: CheckSpec = Field(
         default=CheckSpec(), description="When check calls a kernel slower than its baseline."
     )
+    unserved: list[UnservedCalls] = Field(
+        default=[], description="A program's calls that are none of the problems, for the report."
+    )
 
 
 _MODELS: dict[str, type[BaseModel]] = {
@@ -261,6 +269,7 @@ _MODELS: dict[str, type[BaseModel]] = {
     "limits": LimitsSpec,
     "require": RequireSpec,
     "check": CheckSpec,
+    "unserved": UnservedCalls,
 }
 
 
@@ -271,12 +280,14 @@ _MODELS: dict[str, type[BaseModel]] = {
 class ProblemEntry:
     """One problem and the families swept on it, in the spec's order.
 
-    slower: share by which a check lets it become slower (default: the spec's).
+    slower: share by which a check lets it become slower (default: the spec's). calls: how often a
+    program calls it, which changes no sweep.
     """
 
     problem: Problem
     kernels: tuple[str, ...]
     slower: float | None = None
+    calls: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +310,7 @@ class SweepSpec:
     limits: LimitsSpec
     require: Requirements
     check: CheckSpec
+    unserved: tuple[UnservedCalls, ...] = field(compare=False)
     document: Document = field(compare=False, repr=False)
 
     def resolved(self, relative_to: Path | None = None) -> str:
@@ -322,6 +334,7 @@ class SweepSpec:
                     {name: getattr(entry.problem, name) for name in Problem.__dataclass_fields__}
                     | ({} if [*entry.kernels] == [*self.kernels] else {"kernels": [*entry.kernels]})
                     | ({} if entry.slower is None else {"slower": entry.slower})
+                    | ({} if entry.calls is None else {"calls": entry.calls})
                 )
                 for entry in self.problems
             ],
@@ -333,6 +346,7 @@ class SweepSpec:
             },
             **({"require": _required(self.require)} if self.require else {}),
             "check": Flow(self.check.model_dump()),
+            **({"unserved": [Flow(dict(c)) for c in self.unserved]} if self.unserved else {}),
         }
         return dump(data)
 
@@ -425,6 +439,7 @@ def spec_of(document: Document, kernels: Mapping[str, Kernel] | None = None) -> 
         limits=file.limits,
         require=requirements(file.require),
         check=file.check,
+        unserved=tuple(file.unserved),
         document=document,
     )
     if kernels is not None:
@@ -433,9 +448,10 @@ def spec_of(document: Document, kernels: Mapping[str, Kernel] | None = None) -> 
 
 
 def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
-    """Each problem once. One that several entries name gets all kernels and the least `slower`."""
+    """Each problem once. Several entries give it all kernels and calls, and the least `slower`."""
     chosen: dict[Problem, set[str]] = {}
     slower: dict[Problem, float] = {}
+    calls: dict[Problem, int] = {}
     for index, entry in enumerate(file.problems):
         for name in entry.kernels or ():
             if name not in file.kernels:
@@ -447,6 +463,8 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
             chosen.setdefault(problem, set()).update(entry.kernels or file.kernels)
             if entry.slower is not None:
                 slower[problem] = min(entry.slower, slower.get(problem, entry.slower))
+            if entry.calls is not None:
+                calls[problem] = calls.get(problem, 0) + entry.calls
     if len(chosen) > MAX_PROBLEMS:
         what = f"{len(chosen)} problems; a spec may have {MAX_PROBLEMS}"
         document.report(what, None, document.at("problems"))
@@ -455,6 +473,7 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
             problem,
             tuple(family for family in file.kernels if family in families),
             slower.get(problem),
+            calls.get(problem),
         )
         for problem, families in chosen.items()
     )

@@ -83,6 +83,7 @@ def _bytes(value: object) -> object:
 
 
 Size = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+Calls = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
 # A share by which a check lets code become slower. Rounds hardly resolve less than 0.5 %.
 Slower = Annotated[float, Field(strict=True, ge=0.001, le=10.0)]
 ParameterValue = Annotated[
@@ -143,3 +144,15 @@ class CheckSpec(BaseModel):
         default=60.0,
         description="Seconds of rounds per problem and process; then the verdict is inconclusive.",
     )
+
+
+class UnservedCalls(BaseModel):
+    """Attention calls of a program that no problem stands for; `attnsweep shapes` notes them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    call: StrictStr = Field(description="The call's shape.")
+    calls: Annotated[int, Field(strict=True, ge=0)] = Field(
+        description="How often the program called it; 0 if that is unknown."
+    )
+    reason: StrictStr = Field(description="Why no family can serve it.")

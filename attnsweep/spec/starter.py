@@ -6,6 +6,7 @@ spec's comments, which say why its spaces are as they are.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from attnsweep.family.declare import Kernel
 from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec, load_spec
+from attnsweep.spec.model import UnservedCalls
 from attnsweep.spec.shipped import shipped_specs
 from attnsweep.spec.yaml_file import Flow, dump, nearest
 
@@ -78,6 +80,12 @@ class Request:
     kernel_dir: Path | None = None
     """Where families of the user's own are."""
     search: Mapping[str, Any] = field(default_factory=dict)
+    calls: Mapping[Problem, int] = field(default_factory=dict)
+    """How often a program calls each problem."""
+    notes: Mapping[Problem, str] = field(default_factory=dict)
+    """What its line says behind it."""
+    unserved: Sequence[UnservedCalls] = ()
+    """The program's other calls."""
 
 
 def starter(request: Request, target: Target, families: Mapping[str, Kernel]) -> str:
@@ -87,7 +95,7 @@ def starter(request: Request, target: Target, families: Mapping[str, Kernel]) ->
     the shipped space. Raises KernelError for an unknown family, SpaceError if no family can run a
     problem.
     """
-    sources = [load_spec(shipped_specs()[name]) for name in (target.spec, _WIDE)]
+    sources = _sources(target)
     chosen = {
         p: _families_for(p, request.kernels, sources, target, families) for p in request.problems
     }
@@ -99,7 +107,9 @@ def starter(request: Request, target: Target, families: Mapping[str, Kernel]) ->
     lines.append("problems:")
     for problem, names in chosen.items():
         entry = _entry(problem) | ({} if [*names] == used else {"kernels": [*names]})
-        lines.append(f"  - {_flow(entry)}")
+        entry |= {"calls": request.calls[problem]} if problem in request.calls else {}
+        note = request.notes.get(problem)
+        lines.append(f"  - {_flow(entry)}{f' # {note}' if note else ''}")
     lines.append("kernels:")
     for name in used:
         lines += _block(name, sources)
@@ -107,7 +117,32 @@ def starter(request: Request, target: Target, families: Mapping[str, Kernel]) ->
     if request.search:
         lines.append(f"search: {_flow(dict(request.search))}")
     lines.append(f"measure: {_flow({'replay_us': base.measure.replay_us})}")
+    if request.unserved:
+        lines.append("unserved: # calls of the program that are none of the problems")
+        lines += [f"  - {_flow(each.model_dump())}" for each in request.unserved]
     return _sized("\n".join(lines) + "\n", target)
+
+
+def refusal(problem: Problem, target: Target, families: Mapping[str, Kernel]) -> str | None:
+    """Why no family that `starter` would choose can run a problem, or None if one can."""
+    reasons = {}
+    for spec in _sources(target):
+        for name in _on_every_problem(spec):
+            reason = families[name].refusal(problem, target.arch)
+            if reason is None:
+                return None
+            reasons[reason] = name
+    return "; ".join(f"{name}: {reason}" for reason, name in reasons.items())
+
+
+def _sources(target: Target) -> list[SweepSpec]:
+    """The shipped specs whose families a problem may get, in this order."""
+    return [_shipped(name) for name in (target.spec, _WIDE)]
+
+
+@functools.cache
+def _shipped(name: str) -> SweepSpec:
+    return load_spec(shipped_specs()[name])
 
 
 def example(target: Target, name: str) -> str:

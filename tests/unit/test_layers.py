@@ -15,7 +15,19 @@ PACKAGE = Path(attnsweep.__file__).parent
 # imports nothing of the package (errors, files), or nothing imports it (cli).
 LAYERS = (
     *("problem", "hardware", "trial", "family", "spec", "build"),
-    *("gpu", "store", "choose", "show", "tools", "replay", "resume", "sweep", "watch", "check"),
+    *(
+        "gpu",
+        "store",
+        "choose",
+        "show",
+        "tools",
+        "use",
+        "replay",
+        "resume",
+        "sweep",
+        "watch",
+        "check",
+    ),
 )
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 CODE = [path for path in FILES if path.name not in ("__init__.py", "__main__.py")]
@@ -76,7 +88,7 @@ def test_what_is_in_no_layer_is_below_all_or_above_all():
     ("package", "allowed"),
     [
         ("cupy", {"gpu"}),
-        ("torch", {"gpu"}),
+        ("torch", {"gpu", "use"}),
         ("triton", {"gpu"}),
         ("cuda", {"build", "gpu"}),
     ],

@@ -453,7 +453,7 @@ class TestErrors:
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, head_kv: 1",
                 "51: unknown key 'head_kv'\n  did you mean 'heads_kv'? there are: batch, heads, "
                 "heads_kv, seqlen, seqlen_q, seqlen_k, head_dim, dtype, causal, kernels, "
-                "slower",
+                "slower, calls",
             ),
             (
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, kernels: [naive, naiv]",
@@ -508,7 +508,7 @@ class TestErrors:
                 "baseline: all",
                 "1: unknown key 'baseline'\n  did you mean 'baselines'? there are: name, device, "
                 "recording, arch, kernel_dir, problems, kernels, baselines, search, measure, "
-                "limits, require, check",
+                "limits, require, check, unserved",
             ),
             (
                 "<<: {a: 1}",

@@ -1,0 +1,113 @@
+"""`attnsweep shapes`: run a program, and write its attention calls as a spec."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from attnsweep.cli import completion
+from attnsweep.cli.app import app, examples
+from attnsweep.errors import SpecError
+from attnsweep.hardware import ARCHS
+from attnsweep.show.terminal import errors
+
+
+@app.command(
+    epilog=examples(
+        "attnsweep shapes model.yaml -- python generate.py --tokens 128",
+        "attnsweep shapes model.yaml --arch sm_90a -- python -m my.training",
+        "attnsweep shapes model.yaml --force -- torchrun --nproc-per-node 8 train.py",
+    )
+)
+def shapes(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Spec to write.")],
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="-- COMMAND...", help="Program to run.", show_default=False),
+    ],
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            "--arch",
+            help=f"Architecture of the spec, one of {', '.join(ARCHS)} (default: this GPU's).",
+            autocompletion=completion.archs,
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")] = False,
+    top: Annotated[
+        int, typer.Option("--top", min=1, max=1000, help="Most problems: the costliest shapes.")
+    ] = 50,
+) -> None:
+    """Run a PyTorch program unchanged, and write its attention calls to OUT as a spec.
+
+    Every shape that `scaled_dot_product_attention` is called with, in eager or compiled code and
+    in all processes, becomes a problem with the number of its calls; `attnsweep run OUT` then says
+    what the whole program gains. Calls that no family can serve are listed with the reason. The
+    exit code is the program's; 1 if it is 0 but no problem was found.
+    """
+    from attnsweep.family.declare import discover
+    from attnsweep.tools import target as cards
+    from attnsweep.use.shapes import lines_of, read, refuse, write
+
+    refuse(out, force)
+    families = discover()
+    target = cards.here(families) if arch is None else cards.named(arch, families)
+    with tempfile.TemporaryDirectory(prefix="attnsweep-shapes-") as folder:
+        code = run_recorded(command, Path(folder))
+        recorded = read(Path(folder))
+    found = write(out, recorded, target, top)
+    for line in lines_of(found, recorded):
+        errors.print(line, markup=False, soft_wrap=True)
+    if found.problems:
+        errors.print(f"{out}: next: attnsweep run {out}", markup=False, soft_wrap=True)
+    else:
+        errors.print(f"{out}: not written: no call can be served", markup=False, soft_wrap=True)
+    raise typer.Exit(code or (0 if found.problems else 1))
+
+
+def run_recorded(command: Sequence[str], folder: Path) -> int:
+    """Run a command whose Python processes record into a folder; returns its exit code.
+
+    A command that a signal ended has 128 and the signal's number. Ctrl-C and SIGTERM reach the
+    command; this process waits until it ends. Raises SpecError if it cannot be started.
+    """
+    from attnsweep.use import record
+
+    # Python imports sitecustomize when it starts, whatever launches it.
+    shutil.copyfile(record.__file__, folder / "sitecustomize.py")
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    try:
+        child = subprocess.Popen([*command], env=environment)
+    except OSError as error:
+        hint = "write the command as in a shell, behind --: -- python script.py"
+        why = error.strerror or str(error)
+        raise SpecError(f"cannot be started: {why}", where=command[0], hint=hint) from error
+
+    def wait_on(number: int, frame: FrameType | None) -> None:
+        pass  # a terminal sends Ctrl-C to both processes
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            child.send_signal(number)
+
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, wait_on),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
+    }
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code

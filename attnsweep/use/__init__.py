@@ -1,0 +1,1 @@
+"""Winners in a model: which attention calls a program makes."""
