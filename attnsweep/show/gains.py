@@ -172,7 +172,9 @@ def sentences(found: Gains) -> list[str]:
         f"{_ms(found.gain_us)}{GLUE}ms less ({100 * share:.1f}{GLUE}%)."
     ]
     if found.others or found.unserved:
-        out.append(f"Not in this: {found.others:,} calls that nothing here serves.")
+        out.append(
+            f"Not in this: {found.others:,} calls that nothing serves, or that have no time."
+        )
     out += [
         f"  {each['calls'] or '?'} × {each['call']}: {each['reason']}" for each in found.unserved
     ]

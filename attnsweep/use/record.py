@@ -132,7 +132,7 @@ class Recording:
             own = torch.library.get_kernel(f"aten::{name}", "CPU" if key == _ALIAS else key)
         except RuntimeError:
             return  # this build of PyTorch has none
-        log, note, add, call = self.log, self._note, self.graphs.add, own.call_boxed
+        log, note, graphs, call = self.log, self._note, self.graphs, own.call_boxed
         mask_at, causal_at, last, plain = op.mask, op.causal, op.dropout, torch.Tensor
 
         def counted(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +155,10 @@ class Recording:
                     slot = log.known.get(seen)
                     if slot is None:
                         slot = note(torch, seen, (q, k, v), mask, kwargs)
-                    add(slot, seen[7] == "cuda")
+                    if graphs.capturing is None:
+                        log.add(slot)
+                    else:
+                        graphs.add(slot, seen[7] == "cuda")
                 except Exception:
                     log.fail()
             return call(keys, *args, **kwargs)

@@ -83,7 +83,7 @@ def test_what_has_no_time_is_named_and_not_in_the_total():
     assert why[third.label] == "not measured"
     assert (got.calls, got.others) == (1, 7 + 5 + 30)
     assert sentences(got)[1:] == [
-        "Not in this: 42 calls that nothing here serves.",
+        "Not in this: 42 calls that nothing serves, or that have no time.",
         "  30 × (1,8,77,64) fp16 full: dropout",
     ]
     assert to_json(got)["unserved"] == [lost]
