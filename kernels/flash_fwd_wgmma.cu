@@ -15,13 +15,31 @@
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/tile/arithmetic.cuh"
+#include "common/tile/layout.cuh"
 #include "common/tile/rows.cuh"
+
+// 1: tensors have any strides, and the launch says how many heads a batch has and where the output
+// lies, for code that serves a model; a sweep times contiguous tensors.
+#ifndef STRIDED
+#define STRIDED 0
+#endif
+#if STRIDED
+#define LAYOUT_PARAMETERS , int heads_of_batch, int o_batch, int o_head, int o_row
+#define LAYOUT heads_of_batch, o_batch, o_head, o_row
+#define ROWS_PARAMETERS , int seqlen_q LAYOUT_PARAMETERS
+#else
+#define LAYOUT_PARAMETERS
+#define LAYOUT
+#define ROWS_PARAMETERS
+#endif
+using TensorLayout = Layout<STRIDED, HEAD_DIM>;
 
 #if STAGE_COMBINE
 #include "common/tile/combine.cuh"
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     flash_fwd_wgmma_combine(const float* partial, const float* partial_lse,
-                            element_t* __restrict__ o, float* __restrict__ lse, int rows) {
+                            element_t* __restrict__ o, float* __restrict__ lse,
+                            int rows ROWS_PARAMETERS) {
 #if PDL
     grid_launch_dependents();
     grid_wait();
@@ -29,7 +47,17 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     constexpr int CHUNKS = HEAD_DIM / 4;
     int at = blockIdx.x * COMBINE_THREADS + threadIdx.x, row = at / CHUNKS, chunk = at % CHUNKS;
     if (row >= rows) return;
-    float whole = combine_splits<HEAD_DIM>(partial, partial_lse, o, SPLITS, rows, row, chunk);
+    auto row_of_o = [&]() -> long long {
+#if STRIDED
+        const TensorLayout layout{LAYOUT};
+        int head = row / seqlen_q;
+        return layout.of_output(row, head, row - head * seqlen_q);
+#else
+        return static_cast<long long>(row) * HEAD_DIM;
+#endif
+    };
+    float whole =
+        combine_splits<HEAD_DIM>(partial, partial_lse, o, row_of_o, SPLITS, rows, row, chunk);
     if (LSE && chunk == 0) lse[row] = whole * LN2;
 }
 #else
@@ -148,6 +176,7 @@ struct Memory {
 struct Call {
     int heads, queries_per_key_head, heads_together, seqlen_q, seqlen_k;
     float factor;  // of the scores: scale * log2(e)
+    TensorLayout layout;
     __device__ __forceinline__ Tiles schedule(int seqlen_q) const {
         int tiles_m = ceil_div<MULTICAST * BLOCK_M>(seqlen_q) * MULTICAST;
         return {tiles_m, heads, seqlen_q, seqlen_k, heads_together};
@@ -156,22 +185,23 @@ struct Call {
 
 // ---- the producer: one thread loads Q, K and V ----
 __device__ __forceinline__ void load_queries(unsigned target, const TensorMap& map,
-                                             unsigned barrier, int row, int head) {
+                                             unsigned barrier, int row,
+                                             const TensorLayout::Head& head) {
     mbarrier_expect(barrier, Q_BYTES);
 #pragma unroll
     for (int i = 0; i < PANELS; ++i)
-        tma_load(target + i * Q_PANEL, map, barrier, i * 64, row, head);
+        load_box(target + i * Q_PANEL, map, barrier, i * 64, row, head);
 }
 __device__ __forceinline__ void load_keys(unsigned target, const TensorMap& map, unsigned barrier,
-                                          int key, int head, int rank) {
+                                          int key, const TensorLayout::Head& head, int rank) {
     mbarrier_expect(barrier, KV_BYTES);
     constexpr int PART = BLOCK_N / MULTICAST;
 #pragma unroll
     for (int i = 0; i < PANELS; ++i)
         if constexpr (MULTICAST > 1)
-            tma_load_multicast(target + i * KV_PANEL + rank * PART * 128, map, barrier, i * 64,
+            load_box_multicast(target + i * KV_PANEL + rank * PART * 128, map, barrier, i * 64,
                                key + rank * PART, head, (1 << MULTICAST) - 1);
-        else tma_load(target + i * KV_PANEL, map, barrier, i * 64, key, head);
+        else load_box(target + i * KV_PANEL, map, barrier, i * 64, key, head);
 }
 // K of a tile comes before Q of the first, and V of the tile before.
 __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& k,
@@ -185,8 +215,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
     for (int turn = 0;; ++turn) {
         TileOfQueries work = schedule.of(turn);
         if (PERSISTENT && work.row < 0) break;
-        int head_kv =
-            call.queries_per_key_head == 1 ? work.head : work.head / call.queries_per_key_head;
+        auto head_kv = call.layout.of_keys(work.head, call.queries_per_key_head);
 #pragma unroll 1
         for (int j = 0; j <= work.tiles; ++j) {
             if (j < work.tiles) {
@@ -201,7 +230,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
 #pragma unroll
                 for (int i = 0; i < ROW_GROUPS; ++i)
                     load_queries(at.q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64,
-                                 work.head);
+                                 call.layout.of_queries(work.head));
                 continue;
             }
             mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
@@ -259,7 +288,8 @@ __device__ __forceinline__ void store_joined(const Consumer& self, const Place& 
         if (to.row + r * 8 >= self.call.seqlen_q) continue;
         long long at = static_cast<long long>(to.head) * self.call.seqlen_q + to.row + r * 8;
         float by = 1.f / rows.l[r];
-        element_t* o = joined + at * HEAD_DIM + rank * (HEAD_DIM / SPLITS) + self.lane % 4 * 2;
+        element_t* o = joined + self.call.layout.of_output(at, to.head, to.row + r * 8) +
+                       rank * (HEAD_DIM / SPLITS) + self.lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < Join::SLICE; i += 4)
             *reinterpret_cast<unsigned*>(o + i * 2) =
@@ -310,8 +340,8 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
     if (self.lane == 0 && to.first_row < self.call.seqlen_q) {
 #pragma unroll
         for (int i = 0; i < PANELS; ++i)
-            tma_store(o, staged + self.warp % 4 * 2048 + i * Q_PANEL, i * 64, to.first_row,
-                      to.head);
+            store_box(o, staged + self.warp % 4 * 2048 + i * Q_PANEL, i * 64, to.first_row,
+                      self.call.layout.of_queries(to.head));
         tma_store_commit();
     }
     if (LSE && self.lane % 4 == 0) {
@@ -407,10 +437,11 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
                     float* __restrict__ lse, void* __restrict__ of_split, int heads,
                     int queries_per_key_head, int heads_together, int seqlen_q, int seqlen_k,
-                    float factor) {
+                    float factor LAYOUT_PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
-    const Call call{heads, queries_per_key_head, heads_together, seqlen_q, seqlen_k, factor};
+    const Call call{heads,   queries_per_key_head, heads_together, seqlen_q, seqlen_k, factor,
+                    {LAYOUT}};
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
     if (warp >= CONSUMERS / 32) {
         if constexpr (PRODUCER_WARPS == 4) registers_decrease<PRODUCER_REGISTERS>();

@@ -1,1 +1,1 @@
-"""Winners in a model: which attention calls a program makes."""
+"""Winners in a model: the calls that a program makes, and the operator that serves them."""

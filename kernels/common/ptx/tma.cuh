@@ -52,6 +52,32 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, unsigned source,
         "r"(source), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
         : "memory");
 }
+// The same for maps of four dimensions.
+__device__ __forceinline__ void tma_load_4d(unsigned target, const TensorMap& map, unsigned barrier,
+                                            int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
+        "{%3,%4,%5,%6}], [%2];" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+__device__ __forceinline__ void tma_load_multicast_4d(unsigned target, const TensorMap& map,
+                                                      unsigned barrier, int c0, int c1, int c2,
+                                                      int c3, unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3,%4,%5,%6}], [%2], %7;" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
+        : "memory");
+}
+__device__ __forceinline__ void tma_store_4d(const TensorMap& map, unsigned source, int c0, int c1,
+                                             int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(
+            &map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
 __device__ __forceinline__ void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

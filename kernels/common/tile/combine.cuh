@@ -4,12 +4,12 @@
 
 // Columns 4 `chunk` .. of one row. partial: (splits, rows, HeadDim), each normalised by its own
 // sum; partial_lse: (splits, rows), the base-2 logarithm of that sum with its reference, -inf of no
-// key. Returns the logarithm of the whole row. What is read is not __restrict__: see
-// common/ptx/launch.cuh.
-template <int HeadDim>
+// key. row_of_o(): where the row begins in o. Returns the logarithm of the whole row. What is read
+// is not __restrict__: see common/ptx/launch.cuh.
+template <int HeadDim, class RowOfO>
 __device__ __forceinline__ float combine_splits(const float* partial, const float* partial_lse,
-                                                element_t* __restrict__ o, int splits, int rows,
-                                                int row, int chunk) {
+                                                element_t* __restrict__ o, const RowOfO& row_of_o,
+                                                int splits, int rows, int row, int chunk) {
     float largest = minus_infinity();
     for (int i = 0; i < splits; ++i)
         largest = fmaxf(largest, partial_lse[static_cast<long long>(i) * rows + row]);
@@ -26,6 +26,6 @@ __device__ __forceinline__ float combine_splits(const float* partial, const floa
     }
     float by = 1.f / weights;
     uint2 out = {pack(sum.x * by, sum.y * by), pack(sum.z * by, sum.w * by)};
-    reinterpret_cast<uint2*>(o + static_cast<long long>(row) * HeadDim)[chunk] = out;
+    reinterpret_cast<uint2*>(o + row_of_o())[chunk] = out;
     return largest + log2f(weights);
 }

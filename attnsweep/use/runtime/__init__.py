@@ -1,0 +1,1 @@
+"""The code of an exported package: copied as it is, it imports torch and cuda.bindings alone."""

@@ -1,0 +1,199 @@
+"""How a kernel of flash_fwd_wgmma is launched on a shape: grid, arguments, workspaces, rules.
+
+The declaration of the family says the same for a sweep; a test holds that both agree.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from .table import Kernel, Shape
+
+LOG2E = math.log2(math.e)
+# Bytes of K and V that blocks which run at the same time should share.
+_L2_BYTES = 32 * 2**20
+# Runs of equally long tiles for which groups of heads are weighed: above, in 50 ms of host time.
+_MOST_RUNS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """A tensor map of a buffer, (batch, heads, seqlen, head_dim): columns and rows of its box."""
+
+    buffer: str
+    box: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """The address of a buffer; `` for a null pointer."""
+
+    buffer: str
+
+
+Arg = Map | Pointer | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One launch. An int passes as int32, a float as float32."""
+
+    stage: str
+    grid: tuple[int, int, int]
+    threads: int
+    smem_bytes: int
+    args: tuple[Arg, ...]
+    programmatic: bool = False
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The smallest whole number that is at least a / b."""
+    return -(-a // b)
+
+
+def workspaces(kernel: Kernel, shape: Shape) -> dict[str, int]:
+    """Floats of each workspace by name."""
+    if not kernel.combines:
+        return {}
+    rows = shape.batch * shape.heads * shape.seqlen_q
+    return {"partial": kernel.splits * rows * shape.head_dim, "partial_lse": kernel.splits * rows}
+
+
+def calls(
+    kernel: Kernel, shape: Shape, scale: float, lse: bool, o_strides: tuple[int, ...]
+) -> tuple[Call, ...]:
+    """The launches of one attention call, in order.
+
+    scale: of the scores. lse: whether the kernel writes the log-sum-exp, float32 (batch, heads,
+    seqlen_q), contiguous. o_strides: elements from batch to batch, head to head and row to row of
+    the output. Buffers are q, k, v, o, lse and the workspaces.
+    """
+    heads = shape.batch * shape.heads
+    tiles_m = ceil_div(shape.seqlen_q, kernel.cluster * kernel.block_m) * kernel.cluster
+    turns = kernel.persistent * kernel.blocks_per_sm
+    together = heads_together(shape, kernel.block_m, kernel.block_n, turns)
+    grid = (tiles_m, heads, kernel.splits)
+    if kernel.persistent:
+        grid = (min(turns, tiles_m * heads), 1, 1)
+    elif kernel.order:
+        grid = (together, tiles_m, heads // together)
+    elif kernel.split_cluster:
+        grid = (tiles_m * kernel.splits, heads, 1)
+    whole = Pointer("lse" if lse else "")
+    outputs: tuple[Arg, ...] = (whole, Pointer("o" if kernel.split_cluster else ""))
+    if kernel.combines:
+        outputs = (Pointer("partial_lse"), Pointer("partial"))
+    keys = (64, kernel.block_n // kernel.cluster)
+    layout = (shape.heads, *o_strides[:3])
+    maps = (Map("q", (64, 64)), Map("k", keys), Map("v", keys), Map("o", (64, 16)))
+    sizes = (heads, shape.heads // shape.heads_kv, together, shape.seqlen_q, shape.seqlen_k)
+    args: tuple[Arg, ...] = (*maps, *outputs, *sizes, scale * LOG2E, *layout)
+    first = Call("fwd", grid, kernel.threads, kernel.smem_bytes, args)
+    if not kernel.combines:
+        return (first,)
+    rows = heads * shape.seqlen_q
+    blocks = ceil_div(rows * shape.head_dim, 4 * kernel.combine_threads)
+    joined = (Pointer("partial"), Pointer("partial_lse"), Pointer("o"), whole)
+    join_args: tuple[Arg, ...] = (*joined, rows, shape.seqlen_q, *layout)
+    join = Call("combine", (blocks, 1, 1), kernel.combine_threads, 0, join_args, kernel.pdl > 0)
+    return (first, join)
+
+
+def refused_by(kernel: Kernel, shape: Shape) -> str | None:
+    """Name of the family's rule that a shape breaks for a kernel, or None.
+
+    Only rules that depend on more of the shape than head_dim, dtype and mask: the others hold for
+    the shape that the kernel won. The kernels' grid counts on 132 SMs, as its rules do.
+    """
+    tiles = shape.batch * shape.heads * ceil_div(shape.seqlen_q, kernel.block_m)
+    long_q, long_k = max(64, shape.seqlen_q), max(64, shape.seqlen_k)
+    most_stages = min(ceil_div(shape.seqlen_k, kernel.block_n), 384 // kernel.block_n)
+    waves = 132 * kernel.blocks_per_sm // kernel.splits + 1
+    flops = 4 * shape.head_dim * shape.batch * shape.heads * pairs(shape)
+    lengths_differ = shape.causal and shape.seqlen_q > kernel.block_m
+    rules = {
+        "no_idle_tile": kernel.block_m < 2 * long_q
+        and kernel.block_n < 2 * long_k
+        and kernel.num_stages <= max(2, most_stages),
+        "block_order": lengths_differ
+        if kernel.order
+        else not (lengths_differ and kernel.persistent),
+        "turns_of_blocks": tiles >= 2 * kernel.persistent * kernel.blocks_per_sm,
+        "split_keys": kernel.key_groups == 1 or tiles <= 640,
+        "short_calls": kernel.pdl == 0 or flops < 2e11,
+        "split_grid": kernel.splits == 1
+        or (
+            tiles < min(132, waves) and kernel.splits * kernel.key_groups * kernel.block_n <= long_k
+        ),
+        "clusters": kernel.cluster == 1 or shape.seqlen_q > (kernel.cluster - 1) * kernel.block_m,
+    }
+    broken = next((name for name, holds in rules.items() if not holds), None)
+    if broken is not None:
+        return broken
+    grids = [call.grid for call in calls(kernel, shape, 1.0, False, (0, 0, 0))]
+    fits = all(x < 2**31 and max(y, z) <= 65535 for x, y, z in grids)
+    return None if fits else "block_limits"
+
+
+def pairs(shape: Shape) -> int:
+    """Pairs of a query and a key that it sees, of one head."""
+    all_pairs = shape.seqlen_q * shape.seqlen_k
+    return all_pairs - (shape.seqlen_q * (shape.seqlen_q - 1) // 2 if shape.causal else 0)
+
+
+def heads_together(shape: Shape, block_m: int, block_n: int, blocks: int) -> int:
+    """Number of heads to process as a group, so that they share K and V in L2.
+
+    blocks: those that take turns at all tiles; 0 if each block has one tile.
+    """
+    heads, group = shape.batch * shape.heads, shape.heads // shape.heads_kv
+    fit = min(heads, max(1, _L2_BYTES * group // (4 * shape.seqlen_k * shape.head_dim)))
+    if not blocks:
+        return next(n for n in range(fit, 0, -1) if heads % n == 0)
+    if not shape.causal:
+        return fit
+    rows = range(ceil_div(shape.seqlen_q, block_m) * block_m, 0, -block_m)
+    seen = (shape.seqlen_k - max(0, shape.seqlen_q - row) for row in rows)
+    costs = tuple(2 * ceil_div(max(0, keys), block_n) + 3 for keys in seen)
+    if len(set(costs)) == 1 or heads * len(costs) > _MOST_RUNS:
+        return fit
+    return _even_turns(heads, fit, costs, blocks)
+
+
+@functools.lru_cache(maxsize=1024)
+def _even_turns(heads: int, fit: int, costs: tuple[int, ...], blocks: int) -> int:
+    """The size of a group, from fit / 2 to fit heads, that gives the busiest block least work."""
+    return min(range(fit, (fit - 1) // 2, -1), key=lambda n: _busiest(heads, n, costs, blocks))
+
+
+def _busiest(heads: int, together: int, costs: tuple[int, ...], blocks: int) -> int:
+    """Work of the busiest block, which take turns in order, then in reverse order.
+
+    Tiles of one cost are a run of items in a row, so that a run's whole turns count for all blocks.
+    """
+    everyone = 0
+    steps = [0] * (blocks + 1)  # differences of the work from block to block
+    item = 0
+    for first in range(0, heads, together):
+        count = min(together, heads - first)
+        for cost in costs:
+            left = count
+            while left:
+                turn, at = divmod(item, blocks)
+                if at == 0 and left >= blocks:
+                    whole = left // blocks
+                    everyone += whole * cost
+                    item, left = item + whole * blocks, left - whole * blocks
+                    continue
+                taken = min(left, blocks - at)
+                begin = blocks - at - taken if turn % 2 else at
+                steps[begin] += cost
+                steps[begin + taken] -= cost
+                item, left = item + taken, left - taken
+    most = load = 0
+    for step in steps[:-1]:
+        load += step
+        most = max(most, load)
+    return everyone + most

@@ -1,0 +1,209 @@
+"""The table of a package: which compiled kernel serves which shape on which GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FORMAT = 1
+"""Raise it if older code would misread the table. Code reads its own format only."""
+TABLE = "table.json"
+CUBINS = "cubins"
+
+
+class PackageError(Exception):
+    """A package cannot be used: its table or a cubin is missing, damaged or foreign."""
+
+
+class Shape(NamedTuple):
+    """One attention call. q, o: (batch, heads, seqlen_q, head_dim); k, v: heads_kv, seqlen_k."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    dtype: str
+    causal: bool
+
+    @property
+    def label(self) -> str:
+        """`(1,16,1024,64) fp16 causal`, `(2,32/8,64x80,128) bf16 full`."""
+        heads = str(self.heads) + (f"/{self.heads_kv}" if self.heads != self.heads_kv else "")
+        seqlen = str(self.seqlen_q) + (
+            f"x{self.seqlen_k}" if self.seqlen_q != self.seqlen_k else ""
+        )
+        mask = "causal" if self.causal else "full"
+        return f"({self.batch},{heads},{seqlen},{self.head_dim}) {self.dtype} {mask}"
+
+
+class GpuKey(NamedTuple):
+    """What decides whether times of one GPU hold on another. l2_bytes: of the whole L2."""
+
+    compute_capability: tuple[int, int]
+    sm_count: int
+    l2_bytes: int
+
+    @property
+    def label(self) -> str:
+        """`sm_90, 132 SMs, 50 MiB of L2`."""
+        major, minor = self.compute_capability
+        return f"sm_{major}{minor}, {self.sm_count} SMs, {self.l2_bytes / 2**20:.0f} MiB of L2"
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """The machine code of one stage: a file below CUBINS, its SHA-256, and the function in it."""
+
+    file: str
+    sha256: str
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One compiled config. Names and meanings of the fields are those of flash_fwd_wgmma.
+
+    stages: without and with the log-sum-exp, stage name to its code. block_m: queries of a block.
+    block_n: keys of a tile. smem_bytes: dynamic shared memory of stage fwd. threads: of a block.
+    combine_threads: of a block of stage `combine`.
+    """
+
+    head_dim: int
+    dtype: str
+    causal: bool
+    block_m: int
+    block_n: int
+    key_groups: int
+    num_stages: int
+    blocks_per_sm: int
+    order: int
+    persistent: int
+    splits: int
+    split_cluster: int
+    cluster: int
+    pdl: int
+    threads: int
+    smem_bytes: int
+    combine_threads: int
+    config: str
+    stages: tuple[Mapping[str, Code], Mapping[str, Code]]
+
+    @property
+    def combines(self) -> bool:
+        """Whether a second launch joins the splits of the keys."""
+        return self.splits > 1 and not self.split_cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Winner:
+    """The kernel that won a shape, and how it compares with PyTorch's own attention there.
+
+    gain: time of scaled_dot_product_attention over the kernel's, medians. gain_low: the lower end
+    of its 95 % interval where the run has one, otherwise the gain.
+    """
+
+    shape: Shape
+    kernel: Kernel
+    time_us: float
+    sdpa_us: float
+    gain: float
+    gain_low: float
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """When a shape that was not tuned is served: see dispatch.choose.
+
+    per_octave: share of the gain that a factor of two in a dimension may cost. reach: octaves at
+    most to the tuned shape. weight_group: weight of the ratio heads / heads_kv in the distance.
+    """
+
+    per_octave: float = 0.02
+    reach: float = 3.0
+    weight_group: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What is known of one kind of GPU. names: of the cards that were measured."""
+
+    key: GpuKey
+    names: tuple[str, ...]
+    guard: Guard
+    winners: tuple[Winner, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A package's table. attnsweep: the version that wrote it."""
+
+    directory: Path
+    attnsweep: str
+    digest: str
+    gpus: Mapping[GpuKey, Gpu]
+
+    def code(self, code: Code) -> bytes:
+        """A cubin's bytes. Raises PackageError if it is missing, or not what was exported."""
+        path = self.directory / CUBINS / code.file
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise PackageError(f"{path}: cannot be read: {error.strerror}; export again") from error
+        if hashlib.sha256(data).hexdigest() != code.sha256:
+            raise PackageError(f"{path}: damaged: its SHA-256 is not the table's; export again")
+        return data
+
+
+def read_table(directory: Path) -> Table:
+    """The table of a package. Raises PackageError if there is none that this code can read."""
+    path = directory / TABLE
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise PackageError(f"{path}: cannot be read: {error.strerror}; export again") from error
+    try:
+        raw = json.loads(data)
+        found = raw["format"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise PackageError(f"{path}: damaged: {error!r}; export again") from error
+    if found != FORMAT:
+        by = raw.get("attnsweep", "?")
+        raise PackageError(
+            f"{path}: its format is {found}, by attnsweep {by}, and the code next to it reads "
+            f"{FORMAT}; export again with one version of attnsweep"
+        )
+    try:
+        kernels = [_kernel(each) for each in raw["kernels"]]
+        gpus = [_gpu(each, kernels) for each in raw["gpus"]]
+        by = str(raw["attnsweep"])
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise PackageError(f"{path}: damaged: {error!r}; export again") from error
+    digest = hashlib.sha256(data).hexdigest()
+    return Table(directory, by, digest, {gpu.key: gpu for gpu in gpus})
+
+
+def _kernel(raw: Mapping[str, Any]) -> Kernel:
+    plain, lse = ({name: Code(**code) for name, code in stages.items()} for stages in raw["stages"])
+    for code in (*plain.values(), *lse.values()):
+        if Path(code.file).name != code.file:
+            raise ValueError(f"{code.file!r} is no file name")
+    return Kernel(**{**raw, "stages": (plain, lse)})
+
+
+def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
+    major, minor = raw["compute_capability"]
+    key = GpuKey((int(major), int(minor)), int(raw["sm_count"]), int(raw["l2_bytes"]))
+    winners = []
+    for each in raw["winners"]:
+        facts = dict(each)
+        shape, number = Shape(**facts.pop("shape")), facts.pop("kernel")
+        if number < 0:
+            raise IndexError(f"kernel {number}")
+        winners.append(Winner(shape, kernels[number], **facts))
+    return Gpu(key, tuple(raw["names"]), Guard(**raw["guard"]), tuple(winners))

@@ -1,0 +1,125 @@
+"""STRIDED=1, which serves models: tensors with any strides, as a package launches them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from attnsweep.build.numerics import (
+    Case,
+    error_limit,
+    from_bits,
+    log_sum_exp,
+    make_inputs,
+    reference,
+    row_error,
+)
+from attnsweep.family.declare import Config, discover
+from attnsweep.problem import Problem
+from attnsweep.use import compiled
+
+from .harness import ARCH, COMPILER, LSE_LIMIT, _request, _run, config_of, sources
+from .unusual import FLASH_FWD_WGMMA
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+FAMILY = discover()[compiled.FAMILY]
+# Which dimension lies where: the order of (batch, heads, seqlen) from the outermost, and how many
+# heads lie in a row that belong to others, as in slices of one tensor of q, k and v.
+LAYOUTS = {
+    "heads_first": ((0, 1, 2), 0),
+    "rows_first": ((0, 2, 1), 0),
+    "packed": ((0, 2, 1), 3),
+    "rows_outermost": ((2, 0, 1), 1),
+}
+PLAIN = (
+    "BLOCK_N=64 WARPGROUPS=2",
+    "BLOCK_N=96 WARPGROUPS=1 SPLITS=2 PDL=2",
+    "BLOCK_N=64 WARPGROUPS=2 ORDER=1",
+)
+CONFIGS = (*PLAIN, *FLASH_FWD_WGMMA)
+POISON = 0xFFFF
+
+
+def spread(array: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """Memory of (batch, heads, seqlen, head_dim) with a layout, full of NaN; and the view in it."""
+    order, others = LAYOUTS[layout]
+    sizes = list(array.shape)
+    sizes[1] += others
+    memory = np.full([*(sizes[i] for i in order), sizes[3]], POISON, np.uint16)
+    back = [order.index(i) for i in range(3)]
+    return memory, memory.transpose(*back, 3)[:, : array.shape[1]]
+
+
+def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, lse: bool) -> None:
+    """Runs the launches of a package, and compares output, log-sum-exp, and what lies between."""
+    config = Config({**config_of(FAMILY, words), "LSE": int(lse)})
+    case = Case(problem)
+    inputs = make_inputs(case, 1)
+    memory, views, strides = {}, {}, {}
+    for tensor in ("q", "k", "v", "o"):
+        like = inputs["q" if tensor == "o" else tensor]
+        memory[tensor], views[tensor] = spread(like, layouts[tensor])
+        if tensor != "o":
+            views[tensor][:] = like
+        strides[tensor] = tuple(stride // 2 for stride in views[tensor].strides[:3])
+    own = compiled.facts(FAMILY, config, problem, ARCH)
+    launches = compiled.launches_of(own, problem, strides, lse=lse)
+    declared = FAMILY.launches(config, problem, ARCH)
+    sizes = {**FAMILY.workspaces(config, problem)}
+    rows = np.arange(problem.seqlen_q)
+    expected, texts = reference(inputs, problem, rows), sources(FAMILY)
+    for schedule in (0, 1):
+        with simulator._lock:
+            simulator._runs += 1
+            place = simulator.root / f"strided{simulator._runs}"
+        place.mkdir()
+        for name, array in memory.items():
+            array.tofile(place / name)
+        for name, nbytes in sizes.items():
+            np.full(nbytes, 0xFF, np.uint8).tofile(place / name)
+        kinds = dict.fromkeys("qkv", "input") | {"o": "output"}
+        kinds |= dict.fromkeys(sizes, "workspace")
+        for name, made in launches.items():
+            defines = FAMILY.stages[name].defines(config, problem, declared[name])
+            defines["STRIDED"] = "1"
+            stage = simulator._stage(FAMILY, texts, made.function, defines, False)
+            made = replace(made, defines=declared[name].defines)
+            request = place / f"{name}.request"
+            request.write_text(_request(made, kinds, place, schedule))
+            _run((simulator._runner(False).result(), stage.result()), request, 120)
+        whole = np.fromfile(place / "o", np.uint16).reshape(memory["o"].shape)
+        view = np.ndarray(views["o"].shape, np.uint16, whole, strides=views["o"].strides)
+        error = row_error(from_bits(view, problem.dtype).astype(np.float64), expected)
+        assert error <= error_limit(case, FAMILY.rounds_scores)
+        view[:] = POISON
+        assert (whole == POISON).all(), "written between the output's rows"
+        if lse:
+            got = np.fromfile(place / "lse", np.float32)
+            right = log_sum_exp(inputs, problem, rows).ravel()
+            assert np.max(np.abs(got - right) / np.maximum(1, np.abs(right))) <= LSE_LIMIT
+
+
+@pytest.mark.nightly(push=4)
+@pytest.mark.parametrize("number", range(len(CONFIGS)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_is_right(simulator, layout, number):
+    words = CONFIGS[number]
+    causal = "ORDER=1" in words or (
+        "CLUSTER=" not in words.replace("SPLIT_CLUSTER", "") and number % 2 == 0
+    )
+    dtype = FAMILY.dtypes[number % 2]
+    problem = Problem(3, 4, 2, 150, 330, (64, 128)[number % 3 == 0], dtype, causal)
+    words = words.replace("LSE=1", "").strip()
+    layouts = {"q": layout, "k": "packed", "v": "rows_first", "o": layout}
+    check(simulator, words, problem, layouts, lse=bool(number % 2) or "SPLIT" in words)
+
+
+def test_the_usual_layouts_of_models(simulator):
+    """Every push: slices of one packed tensor, an output of (batch, seqlen, heads, head_dim)."""
+    problem = Problem(2, 4, 2, 100, 100, 64, "bf16", True)
+    layouts = dict.fromkeys("qkv", "packed") | {"o": "rows_first"}
+    for words in PLAIN[:2]:
+        check(simulator, words, problem, layouts, lse=True)

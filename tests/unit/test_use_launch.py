@@ -1,0 +1,159 @@
+"""What a package works out at run time is what the family declares for a sweep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnsweep.family.declare import Config, TensorMap, discover
+from attnsweep.family.hopper import heads_sharing_l2
+from attnsweep.family.space import Space
+from attnsweep.hardware import ARCHS
+from attnsweep.problem import Problem
+from attnsweep.use import compiled
+from attnsweep.use.runtime import launch
+
+FAMILY = discover()[compiled.FAMILY]
+ARCH = ARCHS["sm_90a"]
+FIRST = {param.name: param.values[0] for param in FAMILY.params}
+# Each with a problem where its rules hold: splits, clusters, and programmatic launches.
+UNUSUAL = [
+    (Config(FIRST | values), problem)
+    for values, problem in (
+        ({"WARPGROUPS": 2, "CLUSTER": 2}, Problem(1, 16, 16, 1024, 1024, 64)),
+        (
+            {"WARPGROUPS": 2, "CLUSTER": 4, "PERSISTENT": 132},
+            Problem(8, 16, 4, 4096, 4096, 64),
+        ),
+        (
+            {"WARPGROUPS": 2, "SPLITS": 2, "SPLIT_CLUSTER": 1},
+            Problem(1, 8, 2, 100, 4096, 128, "bf16"),
+        ),
+        ({"WARPGROUPS": 2, "SPLITS": 3, "PDL": 2}, Problem(1, 16, 16, 100, 8192, 128)),
+        ({"BLOCKS_PER_SM": 2, "SPLITS": 5, "PDL": 1}, Problem(2, 5, 5, 100, 9000, 64)),
+    )
+]
+
+
+def _space() -> list[tuple[Config, Problem]]:
+    found = list(UNUSUAL)
+    for causal in (False, True):
+        for shape in ((1, 16, 16, 1024, 1024), (4, 32, 8, 4096, 4096), (1, 4, 1, 64, 16384)):
+            for head_dim in (64, 128, 256):
+                problem = Problem(*shape, head_dim, "fp16", causal)
+                configs = Space.build(FAMILY, problem, ARCH).configs
+                found += [(config, problem) for config in configs[:: len(configs) // 12 + 1]]
+    return found
+
+
+SPACE = _space()
+LENGTHS = st.one_of(st.integers(1, 300), st.integers(1, 8000))
+
+
+@st.composite
+def others(draw) -> tuple[Config, Problem, Problem]:
+    """A config, a problem that it suits, and any problem that its machine code could be run on."""
+    config, suits = draw(st.sampled_from(SPACE))
+    heads_kv = draw(st.sampled_from((1, 2, 3, 4, 8, 12)))
+    seqlen_q = draw(LENGTHS)
+    other = replace(
+        suits,
+        batch=draw(st.sampled_from((1, 2, 3, 16))),
+        heads=heads_kv * draw(st.sampled_from((1, 2, 4, 7))),
+        heads_kv=heads_kv,
+        seqlen_q=seqlen_q,
+        seqlen_k=max(seqlen_q, draw(LENGTHS)) if suits.causal else draw(LENGTHS),
+    )
+    return config, suits, other
+
+
+@pytest.mark.parametrize(("config", "problem"), UNUSUAL, ids=str)
+def test_rules_hold_for_the_unusual(config, problem):
+    assert FAMILY.refused_by(config, problem, ARCH) is None
+
+
+@settings(max_examples=80, deadline=None)
+@given(others(), st.booleans())
+def test_launches_are_the_declarations(what, lse):
+    config, suits, problem = what
+    own = compiled.facts(FAMILY, config, suits, ARCH)
+    strides = compiled.contiguous(problem)
+    got = compiled.launches_of(own, problem, strides, lse=lse)
+    declared = FAMILY.launches(Config({**config, "LSE": int(lse)}), problem, ARCH)
+    assert list(got) == list(declared)
+    layout = (problem.heads, *strides["o"])
+    for name, one in declared.items():
+        other = got[name]
+        assert (other.function, other.grid, other.threads, other.smem_bytes) == (
+            one.function,
+            one.grid,
+            one.threads,
+            one.smem_bytes,
+        )
+        # A first launch has an ordinary dependency, as in Build.launches_for.
+        assert other.programmatic == (one.programmatic and name != "fwd")
+        added = layout if name == "fwd" else (problem.seqlen_q, *layout)
+        assert other.args[len(one.args) :] == added
+        for mine, theirs in zip(other.args, one.args, strict=False):
+            if isinstance(theirs, TensorMap):
+                columns, rows, heads, batch = mine.dims
+                assert (mine.buffer, mine.box, mine.swizzle_bytes) == (
+                    theirs.buffer,
+                    (*theirs.box, 1),
+                    theirs.swizzle_bytes,
+                )
+                assert (columns, rows, heads * batch) == theirs.dims
+                assert mine.strides[:2] == theirs.strides
+                assert mine.strides[2] == heads * mine.strides[1]
+            elif isinstance(theirs, str):
+                # With LSE=0 the kernel takes a pointer that it never uses.
+                assert mine == theirs or (theirs == "lse" and (mine == "o" or not lse))
+            else:
+                assert mine == theirs
+    floats = {k: 4 * v for k, v in launch.workspaces(own, compiled.shape_of(problem)).items()}
+    declared_bytes = FAMILY.workspaces(config, problem)
+    assert floats == {name: n for name, n in declared_bytes.items() if name != "lse"}
+
+
+@settings(max_examples=80, deadline=None)
+@given(others())
+def test_rules_are_the_declarations(what):
+    config, suits, problem = what
+    own = compiled.facts(FAMILY, config, suits, ARCH)
+    refused = FAMILY.refused_by(config, problem, ARCH)
+    assert launch.refused_by(own, compiled.shape_of(problem)) == refused
+
+
+def test_the_rules_meet_both_answers():
+    """Otherwise the test above would compare nothing."""
+    answers = {
+        FAMILY.refused_by(config, replace(suits, batch=batch, seqlen_q=q, seqlen_k=q), ARCH)
+        for config, suits in SPACE
+        for batch, q in ((1, 16), (1, 700), (64, 8192), (400, 300))
+    }
+    assert {None, "block_order", "turns_of_blocks", "split_keys", "split_grid"} <= answers
+    assert {"clusters", "short_calls", "no_idle_tile"} <= answers
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 24),
+    st.sampled_from((1, 2, 4)),
+    st.integers(1, 4000),
+    st.sampled_from((132, 264)),
+)
+def test_groups_of_heads_are_the_declarations(heads_kv, group, seqlen, blocks):
+    problem = Problem(1, heads_kv * group, heads_kv, seqlen, seqlen, 128, causal=True)
+    expected = heads_sharing_l2(problem, 128, 96, blocks, 32 * 2**20)
+    assert launch.heads_together(compiled.shape_of(problem), 128, 96, blocks) == expected
+
+
+def test_a_huge_shape_costs_no_seconds():
+    """Weighing groups of 4,096 heads of 2,048 tiles would; any group gives the right output."""
+    shape = compiled.shape_of(Problem(64, 64, 64, 262144, 262144, 128, causal=True))
+    assert launch.heads_together(shape, 128, 128, 132) == 1
+    shape = compiled.shape_of(Problem(64, 64, 64, 8192, 8192, 128, causal=True))
+    assert launch.heads_together(shape, 128, 128, 132) == 8
