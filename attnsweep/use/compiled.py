@@ -132,7 +132,7 @@ class Compiling:
             for name, future in futures.items():
                 cubin, launch = future.result(), launches[name]
                 check_arguments(name, cubin, launch)
-                spills += functions(cubin.log)[launch.function]["spill_bytes"]
+                spills += sum(f["spill_bytes"] for f in functions(cubin.log).values())
                 data = cubin.path.read_bytes()
                 code = Code(**_named(data), function=launch.function)
                 codes[name] = code

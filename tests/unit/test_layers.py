@@ -90,7 +90,7 @@ def test_what_is_in_no_layer_is_below_all_or_above_all():
         ("cupy", {"gpu"}),
         ("torch", {"gpu", "use"}),
         ("triton", {"gpu"}),
-        ("cuda", {"build", "gpu"}),
+        ("cuda", {"build", "gpu", "use"}),
     ],
 )
 def test_gpu_libraries_stay_where_they_belong(package, allowed):

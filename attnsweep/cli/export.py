@@ -1,0 +1,73 @@
+"""`attnsweep export`: the winners of runs as a package that PyTorch can call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from attnsweep.cli import completion
+from attnsweep.cli.app import JsonOption, KernelsOption, app, examples, print_result
+from attnsweep.show.terminal import console, errors
+
+
+@app.command(
+    name="export",
+    epilog=examples(
+        "attnsweep export results/h100-80gb-hbm3/my_model --out my_attention",
+        "attnsweep export results/*/my_model --out dist/kernels --name my_attention",
+    ),
+)
+def export_(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Directories of runs, of one or several GPUs.",
+            show_default=False,
+            autocompletion=completion.runs,
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Directory to write, made anew each time.")],
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="Import name of the package (default: that of --out)."),
+    ] = None,
+    json_: JsonOption = False,
+    kernels: KernelsOption = None,
+) -> None:
+    """Write the winners of RUN... as a package: cubins, a table and a launcher for PyTorch.
+
+    The package needs PyTorch and cuda-bindings alone, neither attnsweep nor a compiler. Winners are
+    compiled anew for tensors with any strides, with and without the log-sum-exp, so this needs
+    NVRTC but no GPU. A problem is left out if the run has no time of PyTorch's own attention, which
+    is what a winner must beat.
+    """
+    from attnsweep.family.declare import discover
+    from attnsweep.use.package import export
+
+    done = export(runs, out, discover(kernels), name=name)
+    for note in done.notes:
+        errors.print(f"[yellow]note:[/] {escape(note)}")
+    if not json_:
+        for reason in done.left_out:
+            errors.print(f"[yellow]left out:[/] {escape(reason)}")
+    data = {
+        "directory": str(done.directory),
+        "name": done.name,
+        "winners": done.winners,
+        "kernels": done.kernels,
+        "bytes": done.nbytes,
+        "gpus": list(done.gpus),
+        "left_out": done.left_out,
+    }
+    if json_:
+        print_result([], data, True)
+        return
+    for gpu in done.gpus:
+        console.print(f"for {escape(gpu)}")
+    size = f"{done.nbytes / 2**20:.1f} MiB"
+    console.print(f"{done.directory}: {done.winners} problems, {done.kernels} kernels, {size}")
+    console.print(f"pip install {done.directory}, then: import {done.name}", markup=False)

@@ -1,0 +1,339 @@
+"""`attnsweep export`: the winners of recorded runs as a package that PyTorch can call.
+
+A package is the runtime's modules, cubins, and one table. Equal runs and an equal NVRTC give equal
+bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from attnsweep import __version__
+from attnsweep.build.nvrtc import Compiler
+from attnsweep.choose.base import common_rounds
+from attnsweep.choose.evidence import ratio_interval
+from attnsweep.choose.ranking import rank
+from attnsweep.errors import SpecError, StoreError
+from attnsweep.family.chunks import changed_since
+from attnsweep.family.declare import Config, Kernel
+from attnsweep.hardware import Arch, arch_named
+from attnsweep.store.run import Run, open_run
+from attnsweep.trial import OURS, Environment, Trial
+from attnsweep.use.compiled import FAMILY, Compiling, compile_for_models, shape_of
+from attnsweep.use.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
+
+_RUNTIME = Path(__file__).parent / "runtime"
+MODULES = ("dispatch.py", "driver.py", "launch.py", "operator.py", "registered.py", "table.py")
+"""The runtime's files that a package has under the same name; package.py is its __init__.py."""
+# Providers of PyTorch's own attention: what a call gets without a package.
+_SDPA = "torch_"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a package takes of one recorded problem. gain: of `trial` over PyTorch's attention."""
+
+    trial: Trial
+    gpu: GpuKey
+    sdpa_us: float
+    gain: float
+    gain_low: float
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A package that was written. left_out: a problem and why it is not in the package."""
+
+    directory: Path
+    name: str
+    winners: int
+    kernels: int
+    nbytes: int
+    gpus: tuple[str, ...]
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def package_name(out: Path, asked: str | None) -> str:
+    """The package's import name: the one asked for, or the directory's. Raises SpecError."""
+    name = asked if asked is not None else re.sub(r"[-.\s]", "_", out.resolve().name)
+    taken = {"torch", "attnsweep", "cuda", "numpy"}
+    if not name.isidentifier() or keyword.iskeyword(name) or name in taken or not name.isascii():
+        raise SpecError(
+            f"{name!r} cannot be the name of a Python package here",
+            where="--name" if asked is not None else "--out",
+            hint="give another with --name, like --name my_attention",
+        )
+    return name
+
+
+def export(
+    directories: Sequence[Path],
+    out: Path,
+    families: Mapping[str, Kernel],
+    *,
+    name: str | None = None,
+    compilers: Mapping[str, Compiler] | None = None,
+) -> Exported:
+    """Write the winners of these runs to `out`, which becomes a project that pip can install.
+
+    out: is made, or replaced if it is an earlier export. compilers: by name of the architecture
+    (default: made here). Raises StoreError, SpecError, ToolchainError or CompileError.
+    """
+    called = package_name(out, name)
+    _check_free(out)
+    family = families[FAMILY]
+    left_out: list[str] = []
+    names: dict[GpuKey, set[str]] = {}
+    found: dict[tuple[object, ...], Chosen] = {}
+    for directory in directories:
+        run = open_run(directory)
+        key, environment = _gpu_of(run)
+        names.setdefault(key, set()).add(environment.gpu)
+        for chosen in _chosen(run, environment, key, family, left_out):
+            of = (key, chosen.trial.problem)
+            if of not in found or _order(chosen) < _order(found[of]):
+                found[of] = chosen
+    if not found:
+        raise StoreError(
+            "the runs have no winner that a package could hold",
+            where=", ".join(map(str, directories)),
+            hint="\n  ".join(left_out) or "run a spec with flash_fwd_wgmma and torch_* baselines",
+        )
+    winners = sorted(found.values(), key=lambda c: (c.gpu, shape_of(c.trial.problem)))
+    kernels, files, notes, numbers = _compiled(winners, family, compilers or {})
+    table = {
+        "format": FORMAT,
+        "attnsweep": __version__,
+        "kernels": kernels,
+        "gpus": [
+            {
+                "compute_capability": list(key.compute_capability),
+                "sm_count": key.sm_count,
+                "l2_bytes": key.l2_bytes,
+                "names": sorted(names[key]),
+                "guard": asdict(Guard()),
+                "winners": [
+                    _row(chosen, numbers[_code_key(chosen.trial)])
+                    for chosen in winners
+                    if chosen.gpu == key
+                ],
+            }
+            for key in sorted({chosen.gpu for chosen in winners})
+        ],
+    }
+    text = json.dumps(table, indent=1, sort_keys=True) + "\n"
+    contents = _contents(called, text, files)
+    _write(out, contents)
+    return Exported(
+        out,
+        called,
+        len(winners),
+        len(kernels),
+        sum(map(len, contents.values())),
+        tuple(key.label for key in sorted(names)),
+        left_out,
+        notes,
+    )
+
+
+def _gpu_of(run: Run) -> tuple[GpuKey, Environment]:
+    environment = run.environment
+    if environment is None:
+        raise StoreError(
+            "the run does not say on which GPU it was measured",
+            where=str(run.directory),
+            hint="record it anew: attnsweep run SPEC --fresh",
+        )
+    capability = arch_named(environment.arch).compute_capability
+    return GpuKey(capability, environment.sm_count, environment.l2_bytes), environment
+
+
+def _chosen(
+    run: Run, environment: Environment, key: GpuKey, family: Kernel, left_out: list[str]
+) -> list[Chosen]:
+    """The best config of the family on each problem, if it can be compared with PyTorch's."""
+    ranking = rank(run.trials, environment)
+    arch = arch_named(environment.arch)
+    chosen = []
+    for problem, rows in ranking[ranking["rank"].notna()].groupby("problem", sort=False):
+        trials: list[Trial] = list(rows["trial"])
+        own = [t for t in trials if t.provider == OURS and t.kernel == FAMILY]
+        peers = [t for t in trials if t.provider.startswith(_SDPA)]
+        peer = min(peers, key=_median, default=None)
+        won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == FAMILY]
+        best = won[0] if won else min(own, key=_median, default=None)
+        reason = _why_not(best, peer, family, arch)
+        if reason is not None or best is None or peer is None:
+            left_out.append(f"{problem} ({run.directory.name}): {reason}")
+            continue
+        ours, theirs = common_rounds(best, peer)
+        gain = low = _median(peer) / _median(best)
+        if ours and all(us > 0 for us in ours):
+            gain = median(a / b for a, b in zip(theirs, ours, strict=True))
+            low, _ = ratio_interval(theirs, ours)
+        chosen.append(Chosen(best, key, _median(peer), gain, low))
+    return chosen
+
+
+def _median(trial: Trial) -> float:
+    return trial.time_us.median if trial.time_us is not None else float("inf")
+
+
+def _why_not(best: Trial | None, peer: Trial | None, family: Kernel, arch: Arch) -> str | None:
+    if best is None:
+        return f"no correct candidate of {FAMILY}, the family that a package can call"
+    if peer is None:
+        return "no time of PyTorch's own attention; add baselines: [torch_flash, torch_cudnn]"
+    if best.schedule.get("chunks", 1) > 1:
+        return "its calls are cut into chunks"
+    changed = changed_since(family, Config(best.config))
+    if changed is not None:
+        return changed
+    own = {name: best.config[name] for name in best.config if name in _names(family)}
+    refused = family.refusal(best.problem, arch) or family.refused_by(
+        Config(own), best.problem, arch
+    )
+    return f"today's rules refuse its config: {refused}" if refused else None
+
+
+def _names(family: Kernel) -> set[str]:
+    return {param.name for param in family.params}
+
+
+def _order(chosen: Chosen) -> tuple[float, str]:
+    return _median(chosen.trial), Config(chosen.trial.config).label
+
+
+def _config(trial: Trial, family: Kernel) -> Config:
+    """The family's own parameters, in declared order; LSE is chosen per call."""
+    return Config({p.name: trial.config[p.name] for p in family.params} | {"LSE": 0})
+
+
+def _code_key(trial: Trial) -> tuple[object, ...]:
+    problem = trial.problem
+    config = tuple(sorted((k, str(v)) for k, v in trial.config.items() if k != "LSE"))
+    return (problem.head_dim, problem.dtype, problem.causal, config)
+
+
+def _compiled(
+    winners: Sequence[Chosen], family: Kernel, compilers: Mapping[str, Compiler]
+) -> tuple[list[dict[str, Any]], dict[str, bytes], list[str], dict[tuple[object, ...], int]]:
+    """Rows of the table's kernels, files, notes, and the number of each machine code."""
+    made = dict(compilers)
+    asked: dict[tuple[object, ...], Compiling] = {}
+    try:
+        for chosen in winners:
+            # Any GPU of the family: it is declared for one architecture.
+            compiler = made.get(family.min_arch)
+            if compiler is None:
+                compiler = made[family.min_arch] = Compiler(arch_named(family.min_arch))
+            key = _code_key(chosen.trial)
+            if key not in asked:
+                config = _config(chosen.trial, family)
+                asked[key] = compile_for_models(family, config, chosen.trial.problem, compiler)
+        rows: list[dict[str, Any]] = []
+        files: dict[str, bytes] = {}
+        notes: list[str] = []
+        numbers = {key: number for number, key in enumerate(sorted(asked, key=repr))}
+        for key in numbers:
+            compiled, own, spills = asked[key].done()
+            rows.append(asdict(compiled))
+            files |= own
+            if spills:
+                notes.append(f"{compiled.config}: {spills} bytes of spills")
+    finally:
+        for name, compiler in made.items():
+            if name not in compilers:
+                compiler.close()
+    return rows, files, notes, numbers
+
+
+def _row(chosen: Chosen, kernel: int) -> dict[str, Any]:
+    return {
+        "shape": shape_of(chosen.trial.problem)._asdict(),
+        "kernel": kernel,
+        "time_us": round(_median(chosen.trial), 4),
+        "sdpa_us": round(chosen.sdpa_us, 4),
+        "gain": round(chosen.gain, 4),
+        "gain_low": round(chosen.gain_low, 4),
+    }
+
+
+def _contents(name: str, table: str, cubins: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Every file of the project by its path."""
+    project = _PROJECT.format(name=name, version=__version__, cubins=CUBINS, table=TABLE)
+    inside = {"__init__.py": (_RUNTIME / "package.py").read_bytes()}
+    inside |= {module: (_RUNTIME / module).read_bytes() for module in MODULES}
+    inside |= {TABLE: table.encode(), "py.typed": b""}
+    inside |= {f"{CUBINS}/{file}": data for file, data in cubins.items()}
+    files = {f"{name}/{path}": data for path, data in inside.items()}
+    return {"pyproject.toml": project.encode(), **files}
+
+
+_PROJECT = """\
+# Written by attnsweep export.
+[build-system]
+requires = ["setuptools>=61"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "{name}"
+version = "{version}"
+description = "Tuned attention kernels for PyTorch, exported by attnsweep"
+requires-python = ">=3.10"
+dependencies = ["torch>=2.5", "cuda-bindings>=12.9"]
+
+[tool.setuptools]
+packages = ["{name}"]
+
+[tool.setuptools.package-data]
+{name} = ["{table}", "py.typed", "{cubins}/*.cubin"]
+"""
+
+
+def _check_free(out: Path) -> None:
+    """Raise StoreError unless `out` can be written: absent, empty, or an earlier export."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise StoreError("is not a directory", where=str(out), hint="choose another --out")
+    names = {path.name for path in out.iterdir()}
+    earlier = "pyproject.toml" in names and (out / "pyproject.toml").read_bytes().startswith(
+        _PROJECT.splitlines()[0].encode()
+    )
+    if names and not earlier:
+        raise StoreError(
+            "there are files, and they are no earlier export",
+            where=str(out),
+            hint="choose an empty or a new directory with --out",
+        )
+
+
+def _write(out: Path, contents: Mapping[str, bytes]) -> None:
+    """Write all files next to `out`, then put them in its place."""
+    aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
+    old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.old")
+    try:
+        for path, data in contents.items():
+            (aside / path).parent.mkdir(parents=True, exist_ok=True)
+            (aside / path).write_bytes(data)
+        if out.exists():
+            out.rename(old)
+        aside.rename(out)
+    except OSError as error:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise StoreError(f"cannot be written: {error.strerror}", where=str(out)) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

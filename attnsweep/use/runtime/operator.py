@@ -1,0 +1,482 @@
+"""The operator: scaled_dot_product_attention's meaning, by a package's kernels where they serve."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from .dispatch import Choice, choose
+from .driver import Device, DriverError, Form, Ready, Tensor, cuda_driver
+from .launch import Call, calls, workspaces
+from .registered import register
+from .table import Code, Gpu, GpuKey, PackageError, Shape, Table
+
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+# Entries of a cache: more are met only by calls whose shapes or addresses keep changing, and then
+# the cache starts anew, so that it never grows.
+_MOST_PLANS = 4096
+_MOST_READY = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a call is served as it is. kernel: its config, or None for PyTorch's own attention.
+
+    code: the reason's short name, as in the counters. gain: expected time of PyTorch's attention
+    over the kernel's, 0 if nothing is known.
+    """
+
+    kernel: str | None
+    code: str
+    reason: str
+    gain: float
+    gpu: str | None
+
+    def __str__(self) -> str:
+        by = self.kernel or "scaled_dot_product_attention"
+        gain = f", expected gain {self.gain:.3f}" if self.gain else ""
+        return f"{by}: {self.reason}{gain} [{self.gpu or 'no known GPU'}]"
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """All of a call that does not depend on addresses. calls is empty if PyTorch serves it.
+
+    floats: elements of the workspaces. forms: once the kernels are loaded.
+    """
+
+    choice: Choice
+    calls: tuple[Call, ...] = ()
+    stages: Mapping[str, Code] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    floats: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    forms: tuple[Form, ...] = ()
+
+
+class Operator:
+    """The operators `forward` and `forward_lse` of one table, and the function that calls them.
+
+    namespace: of the operators in torch.ops, unlike any other package's. cuda: the driver's binding
+    (default: cuda.bindings.driver); devices: the device types that are served. Tests give others.
+    """
+
+    def __init__(
+        self, table: Table, namespace: str, cuda: Any = None, devices: tuple[str, ...] = ("cuda",)
+    ) -> None:
+        self.table, self.namespace = table, namespace
+        self._cuda, self._types = cuda, devices
+        self._log = logging.getLogger(namespace)
+        self._said: set[str] = set()
+        self._counts: Counter[str] = Counter()
+        self._plans: dict[Any, Plan] = {}
+        self._ready: dict[Any, tuple[Ready, ...]] = {}
+        self._gpus: dict[int, Gpu | None] = {}
+        self._devices: dict[int, Device] = {}
+        self._forked = False
+        self._head_dims = frozenset(
+            winner.shape.head_dim for gpu in table.gpus.values() for winner in gpu.winners
+        )
+        self._fast_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
+        self._library = register(namespace, devices, self._impl_forward, self._impl_forward_lse)
+        ops = getattr(torch.ops, namespace)
+        self._forward, self._forward_lse = ops.forward.default, ops.forward_lse.default
+
+    def _after_fork(self) -> None:
+        self._forked = bool(self._devices)
+
+    # ---- the operators ----
+    def _impl_forward(
+        self, query: Any, key: Any, value: Any, causal: bool, scale: float
+    ) -> torch.Tensor:
+        done = self._served(query, key, value, causal, scale, False)
+        if done is not None:
+            return done[0]
+        grouped = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+        return _like(out, query)
+
+    def _impl_forward_lse(
+        self, query: Any, key: Any, value: Any, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        done = self._served(query, key, value, causal, scale, True)
+        if done is not None:
+            return done[0], done[1]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = flash(query, key, value, 0.0, causal, False, scale=scale)
+        return _like(out, query), lse.contiguous()
+
+    # ---- one call ----
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        """torch.nn.functional.scaled_dot_product_attention, by a tuned kernel where one serves.
+
+        query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k,
+        head_dim); any strides with contiguous head_dim. causal: another name of is_causal, which is
+        aligned top-left as PyTorch's. What no kernel serves, or is not known to be faster, goes to
+        PyTorch's own attention; `explain` says why.
+        """
+        is_causal = is_causal or causal
+        given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if torch.compiler.is_compiling():
+            return self._traced(*given)
+        if torch.is_autocast_enabled(self._types[0]) and query.device.type in self._types:
+            query, key, value = _autocast(query), _autocast(key), _autocast(value)
+        choice = _never(attn_mask, dropout_p)
+        if choice is None:
+            grad = torch.is_grad_enabled() and (
+                query.requires_grad or key.requires_grad or value.requires_grad
+            )
+            plan = self._plan(query, key, value, is_causal, scale, enable_gqa, grad)
+            if not plan.calls:
+                choice = plan.choice
+            elif grad or _watched():
+                by = scale if scale is not None else query.shape[3] ** -0.5
+                if grad:
+                    return self._forward_lse(query, key, value, is_causal, by)[0]
+                return self._forward(query, key, value, is_causal, by)
+            else:  # nobody looks at operators, so the dispatcher's time is saved
+                done = self._run(plan, query, key, value)
+                if done is not None:
+                    return done[0]
+        if choice is not None:
+            self._fell_back(choice)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    def _traced(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        """A call as torch.compile sees it: one operator, which finds its kernel at run time."""
+        kind = query.device.type
+        if kind in self._types and torch.is_autocast_enabled(kind):
+            query, key, value = _autocast(query), _autocast(key), _autocast(value)
+        given = (query, key, value)
+        if _never(attn_mask, dropout_p) or self._unserved(*given, is_causal, scale, enable_gqa):
+            return F.scaled_dot_product_attention(
+                *(*given, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
+            )
+        by = scale if scale is not None else query.shape[3] ** -0.5
+        grad = query.requires_grad or key.requires_grad or value.requires_grad
+        if grad and torch.is_grad_enabled():
+            return self._forward_lse(query, key, value, is_causal, by)[0]
+        return self._forward(query, key, value, is_causal, by)
+
+    def explain(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        causal: bool = False,
+    ) -> Explanation:
+        """Which kernel `attention` would call with these arguments, and why; launches nothing."""
+        kind = query.device.type
+        if kind in self._types and torch.is_autocast_enabled(kind):
+            query, key, value = _autocast(query), _autocast(key), _autocast(value)
+        choice = _never(attn_mask, dropout_p)
+        if choice is None:
+            grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+            plan = self._plan(query, key, value, is_causal or causal, scale, enable_gqa, grad)
+            choice = plan.choice
+            if plan.calls and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
+                choice = _UNALIGNED
+        gpu = self._gpu(query.device) if kind in self._types else None
+        name = gpu.key.label if gpu is not None else None
+        config = choice.winner.kernel.config if choice.winner is not None else None
+        return Explanation(config, choice.code, choice.reason, choice.gain, name)
+
+    def counters(self) -> dict[str, int]:
+        """Calls so far by what served them: `kernel`, or the reason for PyTorch's own attention.
+
+        Calls of a replayed CUDA graph are not seen.
+        """
+        return dict(self._counts)
+
+    def _fell_back(self, choice: Choice) -> None:
+        self._counts[choice.code] += 1
+        if choice.code not in self._said:
+            self._said.add(choice.code)
+            level = logging.INFO if choice.code in _EXPECTED else logging.WARNING
+            self._log.log(level, "scaled_dot_product_attention: %s (said once)", choice.reason)
+
+    # ---- what can be served ----
+    def _unserved(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Choice | None:
+        """Why no kernel serves tensors of this kind, by what a compiler knows too; or None."""
+        if query.device.type not in self._types:
+            return Choice(None, "device", f"tensors are on {query.device.type}")
+        if not query.device == key.device == value.device:
+            return Choice(None, "device", "tensors are on several devices")
+        if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+            return Choice(None, "dtype", f"{query.dtype}, {key.dtype}, {value.dtype}")
+        if not query.dim() == key.dim() == value.dim() == 4:
+            return Choice(None, "rank", "tensors are not (batch, heads, seqlen, head_dim)")
+        head_dim = query.shape[3]
+        if head_dim not in self._head_dims:
+            return Choice(None, "head_dim", f"head_dim {head_dim} was not tuned")
+        batch, heads, heads_kv = query.shape[0], query.shape[1], key.shape[1]
+        if not (
+            key.shape == value.shape
+            and key.shape[0] == batch
+            and key.shape[3] == head_dim
+            and (heads == heads_kv or (enable_gqa and heads_kv > 0 and heads % heads_kv == 0))
+        ):
+            return Choice(None, "shapes", "shapes do not agree, or need broadcasting")
+        if is_causal and query.shape[2] != key.shape[2]:
+            return Choice(None, "causal_alignment", "is_causal with seqlen_q != seqlen_k")
+        if scale is not None and not 0.0 < scale < float("inf"):
+            return Choice(None, "scale", f"scale is {scale}, not a positive number")
+        return None
+
+    def _gpu(self, device: torch.device) -> Gpu | None:
+        index = device.index or 0
+        if index not in self._gpus:
+            facts = torch.cuda.get_device_properties(index)
+            capability = (facts.major, facts.minor)
+            key = GpuKey(capability, facts.multi_processor_count, facts.L2_cache_size)
+            self._gpus[index] = self.table.gpus.get(key)
+        return self._gpus[index]
+
+    def _plan(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        lse: bool,
+    ) -> Plan:
+        """The plan of a call, from the cache if its shapes and strides were met before."""
+        if self._forked:
+            return _FORKED
+        if forward_ad._current_level >= 0:
+            return _FORWARD_AD
+        try:
+            what = (
+                *(type(query), query.shape, query.stride(), query.dtype, query.get_device()),
+                *(type(key), key.shape, key.stride(), key.dtype, key.get_device()),
+                *(type(value), value.shape, value.stride(), value.dtype, value.get_device()),
+                *(causal, scale, enable_gqa, lse),
+            )
+            plan = self._plans.get(what)
+        except (RuntimeError, TypeError):  # no strides, or symbolic ones
+            return _SUBCLASS
+        if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = self._made(query, key, value, causal, scale, enable_gqa, lse)
+            self._plans[what] = plan
+        return plan
+
+    def _made(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        lse: bool,
+    ) -> Plan:
+        if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
+            return _SUBCLASS
+        unserved = self._unserved(query, key, value, causal, scale, enable_gqa)
+        if unserved is not None:
+            return Plan(unserved)
+        gpu = self._gpu(query.device)
+        if gpu is None:
+            known = "; ".join(key.label for key in self.table.gpus) or "none"
+            return Plan(Choice(None, "gpu", f"this GPU was not tuned; the package knows {known}"))
+        out = torch.empty_like(query, device="meta")  # as the operator allocates it
+        tensors = {
+            name: Tensor(tuple(each.shape), tuple(each.stride()))
+            for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
+        }
+        for name, tensor in tensors.items():
+            fault = _unmapped(tensor)
+            if fault is not None:
+                return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
+        batch, heads, seqlen_q, head_dim = query.shape
+        seqlen_k, dtype = key.shape[2], DTYPES[query.dtype]
+        shape = Shape(batch, heads, key.shape[1], seqlen_q, seqlen_k, head_dim, dtype, causal)
+        choice = choose(gpu, shape)
+        if choice.winner is None:
+            return Plan(choice)
+        kernel = choice.winner.kernel
+        by = scale if scale is not None else head_dim**-0.5
+        made = calls(kernel, shape, by, lse, tensors["o"].strides)
+        spaces = workspaces(kernel, shape)
+        names = ("q", "k", "v", "o", *(["lse"] if lse else []), *spaces)
+        return Plan(choice, made, kernel.stages[lse], tensors, tuple(spaces.values()), names)
+
+    # ---- launching ----
+    def _served(
+        self, query: Any, key: Any, value: Any, causal: bool, scale: float, lse: bool
+    ) -> tuple[torch.Tensor, ...] | None:
+        """What `_run` returns; None, which is counted, if no kernel serves the call."""
+        grouped = query.shape[1] != key.shape[1]
+        plan = self._plan(query, key, value, causal, scale, grouped, lse)
+        if plan.calls:
+            return self._run(plan, query, key, value)
+        self._fell_back(plan.choice)
+        return None
+
+    def _run(self, plan: Plan, query: Any, key: Any, value: Any) -> tuple[torch.Tensor, ...] | None:
+        """The output, and the log-sum-exp if the plan has it; None if nothing could be launched."""
+        index = query.get_device()
+        if index >= 0 and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return self._run(plan, query, key, value)
+        made = [torch.empty_like(query)]
+        if "lse" in plan.names:
+            made.append(query.new_empty(query.shape[:3], dtype=torch.float32))
+        spaces = [query.new_empty(count, dtype=torch.float32) for count in plan.floats]
+        stream = self._stream(index)
+        q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        if (q | k | v) & 15:
+            self._fell_back(_UNALIGNED)
+            return None
+        addresses = (q, k, v, *[t.data_ptr() for t in made], *[t.data_ptr() for t in spaces])
+        what = (plan, stream, addresses)
+        ready = self._ready.get(what)
+        try:
+            if ready is None:
+                ready = self._prepared(plan, index, addresses, stream)
+                if len(self._ready) >= _MOST_READY:
+                    self._ready.clear()
+                self._ready[what] = ready
+            self._devices[index].issue(ready)
+        except (DriverError, PackageError) as error:
+            code = "damaged" if isinstance(error, PackageError) else "driver"
+            plan.choice = Choice(None, code, str(error), plan.choice.gain)
+            plan.calls = ()  # not tried again
+            self._fell_back(plan.choice)
+            return None
+        self._counts["kernel"] += 1
+        return tuple(made)
+
+    def _prepared(
+        self, plan: Plan, index: int, addresses: tuple[int, ...], stream: int
+    ) -> tuple[Ready, ...]:
+        if index not in self._devices:
+            self._devices[index] = Device(self.table, self._cuda or cuda_driver())
+        device = self._devices[index]
+        if not plan.forms:
+            plan.forms = device.prepare(plan.calls, plan.stages, plan.tensors)
+        return device.ready(plan.forms, dict(zip(plan.names, addresses, strict=True)), stream)
+
+    def _stream(self, index: int) -> int:
+        if "cuda" not in self._types:
+            return 0
+        if self._fast_stream is not None:
+            return int(self._fast_stream(index))
+        return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+_UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")
+_FORKED = Plan(Choice(None, "fork", "this process was forked after CUDA was used"))
+_FORWARD_AD = Plan(Choice(None, "forward_ad", "forward-mode derivatives are asked for"))
+_SUBCLASS = Plan(Choice(None, "subclass", "an argument is no plain tensor"))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Reasons that say nothing is wrong with the caller's tensors.
+_EXPECTED = frozenset({"not_faster", "far", "not_tuned", "mask", "dropout", "head_dim"})
+
+
+def _watched() -> bool:
+    """Whether a dispatch mode or a functional transform must see operators."""
+    modes = torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined, unused-ignore]
+    return modes > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _never(attn_mask: Any, dropout_p: float) -> Choice | None:
+    """Why no kernel serves a call, whatever its tensors are."""
+    if attn_mask is not None:
+        return Choice(None, "mask", "attn_mask is given")
+    if dropout_p != 0.0:
+        return Choice(None, "dropout", f"dropout_p is {dropout_p:g}")
+    return None
+
+
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as scaled_dot_product_attention would get it under autocast."""
+    kind = tensor.device.type
+    if tensor.is_floating_point() and tensor.dtype is not torch.float64:
+        return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor
+
+
+def _unmapped(tensor: Tensor) -> tuple[str, str] | None:
+    """Code and reason if no tensor map can describe a tensor, or None."""
+    sizes, strides = tensor
+    if 0 in sizes:
+        return "empty", f"has no elements: {sizes}"
+    if strides[3] != 1:
+        return "layout", f"has no contiguous head_dim: strides {strides}"
+    extent = 1
+    for size, stride in zip(sizes[:3], strides[:3], strict=True):
+        if size > 1 and (stride % 8 or stride < sizes[3]):
+            return "layout", f"has strides {strides}: no multiples of 16 bytes, or overlapping"
+        extent += (size - 1) * stride
+    if extent + sizes[3] >= 2**31:
+        return "too_large", "spans 2^31 elements or more"
+    return None
+
+
+def _like(out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """The output in the layout that the fake kernel promises: that of torch.empty_like(query)."""
+    promised = torch.empty_like(query)
+    return out if out.stride() == promised.stride() else promised.copy_(out)
+
+
+def open_package(directory: Path, namespace: str) -> Operator:
+    """The operator of a package's directory. Raises PackageError."""
+    from .table import read_table
+
+    return Operator(read_table(directory), namespace)

@@ -1,0 +1,77 @@
+"""The operators in torch.ops: schemas, fake kernels, and the gradient by PyTorch's own backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_FORWARD = "forward(Tensor query, Tensor key, Tensor value, bool causal, float scale) -> Tensor"
+_FORWARD_LSE = (
+    "forward_lse(Tensor query, Tensor key, Tensor value, bool causal, float scale)"
+    " -> (Tensor, Tensor)"
+)
+
+
+def register(
+    namespace: str,
+    devices: Sequence[str],
+    forward: Callable[..., torch.Tensor],
+    forward_lse: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> Any:
+    """Define `forward` and `forward_lse`; returns the library, with which they live.
+
+    The output has the layout of torch.empty_like(query); the log-sum-exp is float32 (batch, heads,
+    seqlen_q), contiguous. devices: types, as `cuda`.
+    """
+    library = torch.library.Library(namespace, "DEF")
+    tags = [torch.Tag.pt2_compliant_tag]
+    for name in ("needs_exact_strides", "needs_fixed_stride_order"):  # the output's follow query's
+        if hasattr(torch.Tag, name):
+            tags.append(getattr(torch.Tag, name))
+            break
+    library.define(_FORWARD, tags=tuple(tags))
+    library.define(_FORWARD_LSE, tags=tuple(tags))
+    for kind in devices:
+        library.impl("forward", forward, kind.upper())
+        library.impl("forward_lse", forward_lse, kind.upper())
+    torch.library.register_fake(f"{namespace}::forward", _fake_forward, lib=library)
+    torch.library.register_fake(f"{namespace}::forward_lse", _fake_forward_lse, lib=library)
+    torch.library.register_autograd(
+        f"{namespace}::forward_lse", _backward, setup_context=_save_for_backward, lib=library
+    )
+    return library
+
+
+def _fake_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+def _fake_forward_lse(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return torch.empty_like(query), lse
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    query, key, value, ctx.causal, ctx.scale = inputs
+    out, lse = output
+    ctx.save_for_backward(query, key, value, out, lse)
+    ctx.mark_non_differentiable(lse)
+
+
+def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    """PyTorch's own flash backward, from our output and log-sum-exp. No dropout, so no seed."""
+    query, key, value, out, lse = ctx.saved_tensors
+    none = grad.new_empty((), dtype=torch.int64)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    grads = backward(
+        *(grad, query, key, value, out, lse, None, None, query.shape[2], key.shape[2]),
+        *(0.0, ctx.causal, none, none),
+        scale=ctx.scale,
+    )
+    return (*grads, None, None)

@@ -1,0 +1,116 @@
+"""A CUDA driver that records what it is asked: stands in for cuda.bindings.driver in tests."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+
+class Status(IntEnum):
+    """Results of driver calls."""
+
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_INVALID_IMAGE = 200
+
+
+class EncodedMap:
+    """The 128 bytes of a tensor map: here a number, by which the driver knows what it encoded."""
+
+    def __init__(self, number: int) -> None:
+        self._bytes = ctypes.create_string_buffer(struct.pack("=Q", number), 128)
+
+    def getPtr(self) -> int:
+        """Address of the bytes."""
+        return ctypes.addressof(self._bytes)
+
+
+class FakeDriver:
+    """Records loaded modules, encoded maps and launches; `on_launch` may compute something.
+
+    refuses: names of calls that return an error. Nothing that a launch says is kept by address: its
+    parameters are read at once, as the driver does.
+    """
+
+    CUtensorMapDataType = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_UINT16=1)
+    CUtensorMapInterleave = SimpleNamespace(CU_TENSOR_MAP_INTERLEAVE_NONE=0)
+    CUtensorMapSwizzle = SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_128B=3)
+    CUtensorMapL2promotion = SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_256B=3)
+    CUtensorMapFloatOOBfill = SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE=0)
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
+    CUlaunchConfig = SimpleNamespace
+    cuuint64_t = cuuint32_t = CUstream = staticmethod(int)
+
+    def __init__(self, on_launch: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.modules: list[bytes] = []
+        self.maps: list[dict[str, Any]] = []
+        self.launches: list[dict[str, Any]] = []
+        self.shared: dict[str, int] = {}
+        self.capture_modes = [0]
+        self.refuses: set[str] = set()
+        self.on_launch = on_launch
+
+    @staticmethod
+    def CUlaunchAttribute() -> SimpleNamespace:
+        """One attribute of a launch."""
+        return SimpleNamespace(value=SimpleNamespace())
+
+    def _status(self, name: str) -> Status:
+        refused = name in self.refuses
+        return Status.CUDA_ERROR_INVALID_VALUE if refused else Status.CUDA_SUCCESS
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> tuple[Any, ...]:
+        """The mode before."""
+        self.capture_modes.append(mode)
+        return Status.CUDA_SUCCESS, self.capture_modes[-2]
+
+    def cuModuleLoadData(self, data: bytes) -> tuple[Any, ...]:
+        """A module."""
+        self.modules.append(data)
+        return self._status("cuModuleLoadData"), len(self.modules) - 1
+
+    def cuModuleGetFunction(self, module: int, name: bytes) -> tuple[Any, ...]:
+        """A function, here the module's number and the name."""
+        return self._status("cuModuleGetFunction"), (module, name.decode())
+
+    def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> tuple[Any, ...]:
+        """Shared memory is the only attribute asked for."""
+        self.shared[function] = value
+        return (self._status("cuFuncSetAttribute"),)
+
+    def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[Any, ...]:
+        """Checks what the driver checks of sizes, strides and addresses."""
+        _, rank, pointer, dims, strides, box, steps, *_ = arguments
+        sound = pointer % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+        sound = sound and all(0 < stride < 2**40 for stride in strides) and all(dims)
+        sound = sound and len(dims) == len(box) == len(steps) == rank == len(strides) + 1
+        if not sound or "cuTensorMapEncodeTiled" in self.refuses:
+            return Status.CUDA_ERROR_INVALID_VALUE, None
+        self.maps.append({"pointer": pointer, "dims": dims, "strides": strides, "box": box})
+        return Status.CUDA_SUCCESS, EncodedMap(len(self.maps) - 1)
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> Any:
+        """Reads the parameters as the function's signature says."""
+        if "cuLaunchKernelEx" in self.refuses:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        kinds: Sequence[str] = "mmmmpp" + "iiiii" + "f" + "iiii"
+        if function[1].endswith("_combine"):
+            kinds = "pppp" + "ii" + "iiii"
+        addresses = (ctypes.c_uint64 * len(kinds)).from_address(parameters)
+        values: list[Any] = []
+        for kind, address in zip(kinds, addresses, strict=True):
+            size, code = {"m": (8, "=Q"), "p": (8, "=Q"), "i": (4, "=i"), "f": (4, "=f")}[kind]
+            (value,) = struct.unpack(code, ctypes.string_at(address, size))
+            assert kind != "m" or address % 64 == 0
+            values.append(self.maps[value] if kind == "m" else value)
+        launch = {"function": function, "config": config, "values": values}
+        self.launches.append(launch)
+        if self.on_launch is not None:
+            self.on_launch(launch)
+        return (Status.CUDA_SUCCESS,)

@@ -1,0 +1,97 @@
+"""Small tables of exported packages, without compiling."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from attnsweep.use.runtime.table import (
+    CUBINS,
+    Code,
+    Gpu,
+    GpuKey,
+    Guard,
+    Kernel,
+    Shape,
+    Table,
+    Winner,
+)
+
+H100 = GpuKey((9, 0), 132, 52428800)
+PLAIN = Kernel(
+    head_dim=64,
+    dtype="bf16",
+    causal=False,
+    block_m=128,
+    block_n=64,
+    key_groups=1,
+    num_stages=2,
+    blocks_per_sm=1,
+    order=0,
+    persistent=0,
+    splits=1,
+    split_cluster=0,
+    cluster=1,
+    pdl=0,
+    threads=384,
+    smem_bytes=100_000,
+    combine_threads=0,
+    config="BLOCK_N=64 WARPGROUPS=2",
+    stages=({}, {}),
+)
+SPLIT = replace(PLAIN, splits=2, pdl=2, combine_threads=128, config="BLOCK_N=64 SPLITS=2")
+
+
+def shape(
+    batch: int = 1,
+    heads: int = 4,
+    seqlen: int = 256,
+    *,
+    heads_kv: int | None = None,
+    seqlen_k: int | None = None,
+    head_dim: int = 64,
+    dtype: str = "bf16",
+    causal: bool = False,
+) -> Shape:
+    """A shape with the defaults of PLAIN."""
+    return Shape(
+        *(batch, heads, heads_kv or heads, seqlen, seqlen_k or seqlen, head_dim, dtype, causal)
+    )
+
+
+def with_code(kernel: Kernel, directory: Path) -> Kernel:
+    """The kernel with cubins of a few bytes on the disk, other ones for each stage."""
+    (directory / CUBINS).mkdir(parents=True, exist_ok=True)
+
+    def code(stage: str, lse: int) -> Code:
+        data = f"{kernel.config} {stage} {lse} {kernel.causal} {kernel.dtype}".encode()
+        digest = hashlib.sha256(data).hexdigest()
+        file = f"{digest[:16]}.cubin"
+        (directory / CUBINS / file).write_bytes(data)
+        suffix = "_combine" if stage == "combine" else ""
+        return Code(file, digest, f"flash_fwd_wgmma{suffix}")
+
+    names = ("fwd", "combine") if kernel.combines else ("fwd",)
+    both: list[Mapping[str, Code]] = [{name: code(name, lse) for name in names} for lse in (0, 1)]
+    return replace(kernel, stages=(both[0], both[1]))
+
+
+def winner(
+    of: Shape, kernel: Kernel = PLAIN, gain: float = 1.2, low: float | None = None
+) -> Winner:
+    """A winner whose kernel is made for the shape's head_dim, dtype and mask."""
+    own = replace(kernel, head_dim=of.head_dim, dtype=of.dtype, causal=of.causal)
+    return Winner(of, own, 10.0, 10.0 * gain, gain, gain if low is None else low)
+
+
+def gpu(*winners: Winner, guard: Guard | None = None) -> Gpu:
+    """An H100 with these winners."""
+    return Gpu(H100, ("NVIDIA H100 80GB HBM3",), guard or Guard(), winners)
+
+
+def table(directory: Path, *winners: Winner) -> Table:
+    """A table for an H100 whose kernels have cubins on the disk."""
+    known = gpu(*(replace(w, kernel=with_code(w.kernel, directory)) for w in winners))
+    return Table(directory, "0.0", "0" * 64, {H100: known})

@@ -1,0 +1,332 @@
+"""The operator of a package in PyTorch, with a fake driver whose kernels are NumPy's."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import logging
+import math
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from fake_driver import FakeDriver  # noqa: E402
+from packages import H100, PLAIN, SPLIT, shape, table, winner  # noqa: E402
+
+from attnsweep.use.runtime import operator as of_package  # noqa: E402
+from attnsweep.use.runtime.operator import Operator  # noqa: E402
+from attnsweep.use.runtime.table import CUBINS  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NUMBERS = itertools.count()
+
+
+def at(tensor_map):
+    """The tensor that a map describes: (batch, heads, seqlen, head_dim), in bf16."""
+    sizes, strides = tensor_map["dims"][::-1], (*tensor_map["strides"][::-1], 2)
+    extent = 2 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    memory = (ctypes.c_uint8 * extent).from_address(tensor_map["pointer"])
+    view = np.ndarray(sizes, np.int16, memory, strides=strides)
+    return torch.from_numpy(view).view(torch.bfloat16)
+
+
+def computes(launch):
+    """What the forward kernel of a launch computes."""
+    q, k, v, o = map(at, launch["values"][:4])
+    lse, _, heads, group, _, seqlen_q, seqlen_k, factor, per_batch = launch["values"][4:13]
+    assert (heads, per_batch) == (q.shape[0] * q.shape[1], q.shape[1])
+    assert (seqlen_q, seqlen_k) == (q.shape[2], k.shape[2])
+    k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
+    scores = q.float() @ k.mT * (factor / math.log2(math.e))
+    if computes.causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
+    o.copy_(torch.softmax(scores, -1) @ v)
+    if lse:
+        memory = (ctypes.c_float * (heads * seqlen_q)).from_address(lse)
+        np.ndarray((heads * seqlen_q,), np.float32, memory)[:] = scores.logsumexp(-1).ravel()
+
+
+@pytest.fixture
+def driver():
+    computes.causal = False
+    return FakeDriver(computes)
+
+
+@pytest.fixture
+def operator(tmp_path, driver):
+    causal = shape(causal=True)
+    grouped = shape(heads=4, heads_kv=2)
+    return make(tmp_path, driver, winner(shape()), winner(causal), winner(grouped))
+
+
+def make(directory, driver, *winners):
+    made = Operator(table(directory, *winners), f"t{next(NUMBERS)}", driver, devices=("cpu",))
+    made._gpus[0] = made.table.gpus[H100]
+    return made
+
+
+def tensors(batch=1, heads=4, seqlen=256, heads_kv=None, layout="bhsd", dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    heads_kv = heads_kv or heads
+    if layout == "packed":
+        both = torch.randn(batch, seqlen, heads + 2 * heads_kv, 64).to(dtype)
+        return tuple(t.transpose(1, 2) for t in both.split([heads, heads_kv, heads_kv], 2))
+    made = [torch.randn(batch, seqlen, n, 64).to(dtype) for n in (heads, heads_kv, heads_kv)]
+    made = [t.transpose(1, 2) for t in made]
+    return tuple(t.contiguous() if layout == "bhsd" else t for t in made)
+
+
+def close(got, expected):
+    return torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_layouts_without_copies(operator, driver, layout, heads_kv):
+    q, k, v = tensors(heads_kv=heads_kv, layout=layout)
+    out = operator.attention(q, k, v, enable_gqa=heads_kv != 4)
+    assert close(out, F.scaled_dot_product_attention(q, k, v, enable_gqa=heads_kv != 4))
+    assert out.stride() == torch.empty_like(q).stride()
+    assert [m["pointer"] for m in driver.maps] == [t.data_ptr() for t in (q, k, v, out)]
+    assert operator.counters() == {"kernel": 1}
+
+
+def test_causal_scale_and_the_alias(operator, driver):
+    computes.causal = True
+    q, k, v = tensors()
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    assert close(operator.attention(q, k, v, causal=True, scale=0.3), expected)
+    assert close(operator.attention(q, k, v, None, 0.0, True, scale=0.3), expected)
+    assert len(driver.launches) == 2
+
+
+def test_splits_are_joined_by_a_second_programmatic_launch(tmp_path, driver):
+    driver.on_launch = None
+    made = make(tmp_path, driver, winner(shape(), SPLIT))
+    made.attention(*tensors())
+    first, second = driver.launches
+    assert (first["config"].numAttrs, second["config"].numAttrs) == (0, 1)
+    assert second["values"][:2] == [first["values"][5], first["values"][4]]
+    assert second["values"][4:6] == [1024, 256]
+
+
+REFUSED = {
+    "mask": lambda q, k, v: ((q, k, v, torch.zeros(256, 256).bfloat16()), {}),
+    "dropout": lambda q, k, v: ((q, k, v, None, 0.5), {}),
+    "dtype": lambda q, k, v: ((q.float(), k.float(), v.float()), {}),
+    "rank": lambda q, k, v: ((q[0], k[0], v[0]), {}),
+    "head_dim": lambda q, k, v: ((q[..., :32], k[..., :32], v[..., :32]), {}),
+    "shapes": lambda q, k, v: ((q, k, v[..., :32]), {}),
+    "causal_alignment": lambda q, k, v: ((q, k[:, :, :128], v[:, :, :128]), {"is_causal": True}),
+    "layout": lambda q, k, v: ((q, k, v.mT.contiguous().mT), {}),
+    "alignment": lambda q, k, v: ((shifted(q), k, v), {}),
+    "empty": lambda q, k, v: ((q[:, :, :0], k, v), {}),
+    "scale": lambda q, k, v: ((q, k, v), {"scale": -1.0}),
+    "far": lambda q, k, v: ((q[:, :, :3], k, v), {}),
+    "subclass": lambda q, k, v: ((q.as_subclass(Own), k, v), {}),
+}
+
+
+class Own(torch.Tensor):
+    """A subclass, as DTensor is one."""
+
+
+def shifted(tensor):
+    """The same values 2 bytes off."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_what_is_not_served_is_pytorchs(operator, driver, caplog, code):
+    arguments, options = REFUSED[code](*tensors())
+    explained = operator.explain(*arguments, **options)
+    assert (explained.kernel, explained.code) == (None, code)
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            torch.manual_seed(1)
+            got = operator.attention(*arguments, **options)
+    torch.manual_seed(1)
+    assert torch.equal(got, F.scaled_dot_product_attention(*arguments, **options))
+    assert driver.launches == []
+    assert operator.counters() == {code: 3}
+    assert len(caplog.records) == 1, "said once"
+
+
+def test_pytorchs_errors_stay(operator):
+    q, k, v = tensors(heads_kv=2)
+    with pytest.raises(RuntimeError):
+        operator.attention(q, k, v)  # without enable_gqa
+    with pytest.raises(RuntimeError):
+        operator.attention(q, q, q.float())
+
+
+def test_more_than_2_31_elements():
+    sizes, strides = (2, 4, 256, 64), (2**31, 64, 256, 1)
+    assert of_package._unmapped(of_package.Tensor(sizes, strides))[0] == "too_large"
+    assert of_package._unmapped(of_package.Tensor(sizes, (2**30, 64, 256, 1))) is None
+    overlapping = of_package.Tensor(sizes, (0, 64, 256, 1))
+    assert of_package._unmapped(overlapping)[0] == "layout"
+
+
+def test_another_gpu(operator, driver):
+    operator._gpus[0] = None
+    q, k, v = tensors()
+    assert operator.explain(q, k, v).code == "gpu"
+    expected = F.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(operator.attention(q, k, v), expected)
+
+
+def test_a_damaged_cubin(operator, driver, caplog):
+    for path in (operator.table.directory / CUBINS).iterdir():
+        path.write_bytes(path.read_bytes() + b"!")
+    q, k, v = tensors()
+    for _ in range(2):
+        got = operator.attention(q, k, v)
+        assert torch.equal(got, F.scaled_dot_product_attention(q, k, v))
+    assert driver.modules == []
+    assert "SHA-256" in caplog.text
+    assert operator.explain(q, k, v).code == "damaged"
+
+
+@pytest.mark.parametrize("name", ["cuModuleLoadData", "cuTensorMapEncodeTiled", "cuLaunchKernelEx"])
+def test_a_driver_that_refuses(operator, driver, name, caplog):
+    driver.refuses = {name}
+    q, k, v = tensors()
+    for _ in range(2):
+        got = operator.attention(q, k, v)
+        assert torch.equal(got, F.scaled_dot_product_attention(q, k, v))
+    assert driver.capture_modes[-1] == 0
+    assert operator.counters()["driver"] == 2
+    assert "CUDA_ERROR_INVALID_VALUE" in caplog.text
+
+
+def test_a_fork_falls_back(operator, driver):
+    q, k, v = tensors()
+    operator.attention(q, k, v)
+    operator._after_fork()
+    operator.attention(q, k, v)
+    assert operator.counters() == {"kernel": 1, "fork": 1}
+
+
+def test_modules_are_loaded_once_and_maps_reused(operator, driver):
+    q, k, v = tensors()
+    outputs = {operator.attention(q, k, v).data_ptr() for _ in range(5)}
+    assert len(driver.modules) == 1
+    assert len(driver.launches) == 5
+    assert len(driver.maps) == 4 * len(outputs)
+    assert driver.shared == {(0, "flash_fwd_wgmma"): PLAIN.smem_bytes}
+    assert set(driver.capture_modes) == {0, 2}
+
+
+def test_caches_stay_bounded(operator, driver, monkeypatch):
+    """With changing shapes and addresses nothing grows."""
+    monkeypatch.setattr(of_package, "_MOST_PLANS", 16)
+    monkeypatch.setattr(of_package, "_MOST_READY", 16)
+    driver.on_launch = None
+    kept = []
+    for seqlen in range(200, 300):
+        q, k, v = tensors(seqlen=seqlen)
+        operator.attention(q, k, v)
+        kept.append(q)
+        assert len(operator._plans) <= 16
+        assert len(operator._ready) <= 16
+    assert operator.counters()["kernel"] == 100
+    assert len(operator._counts) == 1
+    gc.collect()
+
+
+def test_gradients_by_pytorchs_backward(operator, driver):
+    computes.causal = True
+    seen = {}
+
+    def backward(grad, q, k, v, out, lse, _a, _b, max_q, max_k, dropout, causal, *_, scale=None):
+        seen.update(lse=lse, causal=causal, scale=scale, lengths=(max_q, max_k), dropout=dropout)
+        q, k, v, out, grad = (t.double() for t in (q, k, v, out, grad))
+        scores = q @ k.mT * scale
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
+        p = torch.exp(scores - lse.double()[..., None])
+        dv = p.mT @ grad
+        dp = grad @ v.mT
+        ds = p * (dp - (grad * out).sum(-1, keepdim=True)) * scale
+        return tuple(t.bfloat16() for t in (ds @ k, ds.mT @ q, dv))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention_backward", backward, "CPU")
+    try:
+        q, k, v = (t.requires_grad_() for t in tensors())
+        out = operator.attention(q, k, v, is_causal=True)
+        direction = torch.randn_like(out)
+        got = torch.autograd.grad(out, (q, k, v), direction)
+        doubles = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        expected = torch.autograd.grad(
+            F.scaled_dot_product_attention(*doubles, is_causal=True), doubles, direction.double()
+        )
+    finally:
+        library._destroy()
+    for mine, right in zip(got, expected, strict=True):
+        assert torch.allclose(mine.double(), right, atol=3e-2, rtol=3e-2)
+    assert (seen["causal"], seen["lengths"], seen["dropout"]) == (True, (256, 256), 0.0)
+    assert seen["scale"] == pytest.approx(0.125)
+    assert seen["lse"].shape == (1, 4, 256)
+    assert [len(driver.modules), operator.counters()] == [1, {"kernel": 1}]
+
+
+def test_inference_mode_and_autocast(operator, driver):
+    q, k, v = tensors(dtype=torch.float32)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        out = operator.attention(q, k, v)
+        assert out.dtype == F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+    assert operator.counters() == {"kernel": 1}
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "packed"])
+@pytest.mark.parametrize("name", ["forward", "forward_lse"])
+def test_opcheck(operator, layout, name):
+    op = getattr(getattr(torch.ops, operator.namespace), name).default
+    arguments = (*tensors(layout=layout), False, 0.125)
+    utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(op, arguments, test_utils=utilities)
+
+
+def test_compiles_as_one_graph(operator, driver):
+    def block(q, k, v):
+        return operator.attention(q * 1.0, k, v) + 1
+
+    q, k, v = tensors(layout="packed")
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    assert close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v) + 1)
+    assert operator.counters() == {"kernel": 1}
+    masked = torch.compile(
+        lambda q, k, v, m: operator.attention(q, k, v, m), fullgraph=True, backend="aot_eager"
+    )
+    mask = torch.zeros(256, 256, dtype=torch.bfloat16)
+    assert close(masked(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
+    assert operator.counters() == {"kernel": 1}
+
+
+def test_compiled_calls_fall_back_at_run_time(operator, driver):
+    """A graph is kept for shapes that no kernel serves, and for addresses that none can take."""
+    compiled = torch.compile(
+        lambda q, k, v: operator.attention(q, k, v),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=True,
+    )
+    for q, k, v in (tensors(), tensors(seqlen=5), tensors(seqlen=300)):
+        assert close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    q, k, v = tensors()
+    assert close(compiled(shifted(q), k, v), F.scaled_dot_product_attention(q, k, v))
+    assert operator.counters() == {"kernel": 2, "far": 1, "alignment": 1}
+
+
+def test_two_packages_at_once(tmp_path, driver):
+    one = make(tmp_path / "one", driver, winner(shape()))
+    other = make(tmp_path / "other", driver, winner(shape(), gain=0.9))
+    q, k, v = tensors()
+    one.attention(q, k, v), other.attention(q, k, v)
+    assert (one.counters(), other.counters()) == ({"kernel": 1}, {"not_faster": 1})

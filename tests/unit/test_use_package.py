@@ -1,0 +1,280 @@
+"""What `attnsweep export` writes, how it is read again, and which kernel a shape gets."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_compiler import FakeCompiler
+from fake_driver import FakeDriver
+from packages import H100, PLAIN, SPLIT, gpu, shape, table, winner
+
+from attnsweep.errors import SpecError, StoreError
+from attnsweep.family.declare import discover
+from attnsweep.hardware import ARCHS
+from attnsweep.use import package
+from attnsweep.use.runtime.dispatch import choose, distance
+from attnsweep.use.runtime.driver import Device, DriverError, Tensor
+from attnsweep.use.runtime.launch import calls
+from attnsweep.use.runtime.table import CUBINS, TABLE, Guard, PackageError, read_table
+
+FAMILIES = discover()
+RESULTS = Path(__file__).parent.parent.parent / "results"
+H100_RUN, H200_RUN = RESULTS / "h100-80gb-hbm3/h100", RESULTS / "h200/flash_training"
+LADDER = RESULTS / "h200/ladder"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    return export(tmp_path_factory.mktemp("export"), [H100_RUN, H200_RUN, LADDER])
+
+
+def export(place, runs, out="my_attention", **options):
+    compilers = {"sm_90a": FakeCompiler(ARCHS["sm_90a"], place / "cache")}
+    return package.export(runs, place / out, FAMILIES, compilers=compilers, **options)
+
+
+def contents(directory):
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+# ---- the package ----
+def test_a_package_holds_cubins_a_table_and_the_runtime(exported):
+    files = contents(exported.directory)
+    code = {name for name in files if name.endswith(".py")}
+    modules = {"__init__.py", *package.MODULES}
+    assert code == {f"my_attention/{name}" for name in modules}
+    runtime = Path(package.__file__).parent / "runtime"
+    for name in package.MODULES:
+        assert files[f"my_attention/{name}"] == (runtime / name).read_bytes()
+    here = {path.name for path in runtime.glob("*.py")}
+    assert here == {*package.MODULES, "__init__.py", "package.py"}, "a module is not exported"
+    cubins = {name for name in files if name.endswith(".cubin")}
+    assert set(files) - code - cubins == {
+        "pyproject.toml",
+        "my_attention/table.json",
+        "my_attention/py.typed",
+    }
+
+
+def test_the_runtime_imports_nothing_but_torch_and_the_driver():
+    runtime = Path(package.__file__).parent / "runtime"
+    outside = set()
+    for path in runtime.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                outside |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                outside.add(str(node.module).split(".")[0])
+    assert outside - set(sys.stdlib_module_names) == {"torch", "cuda"}
+
+
+def test_every_gpu_of_the_runs_is_in_the_table(exported):
+    made = read_table(exported.directory / "my_attention")
+    assert [key.label for key in made.gpus] == list(exported.gpus)
+    assert {key.l2_bytes for key in made.gpus} == {52428800, 62914560}
+    h100 = made.gpus[H100]
+    assert len(h100.winners) == 8
+    assert all(w.gain > 1 and 0 < w.gain_low <= w.gain for w in h100.winners)
+    one = next(w for w in h100.winners if w.shape == shape(1, 16, 1024, dtype="fp16"))
+    assert one.gain == pytest.approx(1.2766, abs=1e-3)  # as ranked against torch_cudnn
+    for each in made.gpus.values():
+        for w in each.winners:
+            for codes in w.kernel.stages:
+                assert all(made.code(code) for code in codes.values())
+
+
+def test_what_cannot_be_served_is_said(exported):
+    assert len(exported.left_out) == 2
+    assert "no correct candidate of flash_fwd_wgmma" in exported.left_out[0]
+
+
+def test_equal_runs_give_equal_bytes(exported, tmp_path):
+    again = export(tmp_path, [LADDER, H200_RUN, H100_RUN, H100_RUN])
+    assert contents(again.directory) == contents(exported.directory)
+
+
+def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path):
+    done = export(tmp_path, [H100_RUN])
+    stale = done.directory / "my_attention" / CUBINS / "old.cubin"
+    stale.write_bytes(b"")
+    export(tmp_path, [H100_RUN])
+    assert not stale.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "my_attention"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    with pytest.raises(StoreError, match="no earlier export"):
+        export(tmp_path, [H100_RUN], out="mine")
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("name", ["1st", "class", "torch", "my attention", "größe", ""])
+def test_names_that_python_cannot_import(tmp_path, name):
+    with pytest.raises(SpecError, match="--name"):
+        export(tmp_path, [H100_RUN], name=name)
+    assert not (tmp_path / "my_attention").exists()
+
+
+def test_runs_without_anything_to_export(tmp_path):
+    with pytest.raises(StoreError, match="no winner that a package could hold") as error:
+        export(tmp_path, [LADDER])
+    assert "(1,8,512,64) fp16 full" in str(error.value)
+
+
+def test_a_winner_without_a_time_of_pytorch_is_left_out(tmp_path, monkeypatch):
+    """It cannot be known to be faster."""
+    run = package.open_run(H100_RUN)
+    ours = [t for t in run.trials if not t.provider.startswith("torch_")]
+    monkeypatch.setattr(package, "open_run", lambda _: replace(run, trials=ours))
+    with pytest.raises(StoreError, match="torch_flash, torch_cudnn"):
+        export(tmp_path, [H100_RUN])
+
+
+# ---- the table ----
+def test_a_table_of_another_format_says_who_wrote_it(exported, tmp_path):
+    raw = json.loads((exported.directory / "my_attention" / TABLE).read_text())
+    (tmp_path / TABLE).write_text(json.dumps(raw | {"format": 2, "attnsweep": "9.9"}))
+    with pytest.raises(PackageError, match=r"format is 2, by attnsweep 9\.9"):
+        read_table(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda raw: raw.pop("kernels"),
+        lambda raw: raw["kernels"][0].pop("threads"),
+        lambda raw: raw["gpus"][0]["winners"][0].update(kernel=999),
+        lambda raw: raw["gpus"][0]["winners"][0].update(kernel=-1),
+        lambda raw: raw["kernels"][0]["stages"][0]["fwd"].update(file="../../etc/passwd"),
+        lambda raw: raw["gpus"][0].pop("guard"),
+    ],
+)
+def test_a_damaged_table(exported, tmp_path, spoil):
+    raw = json.loads((exported.directory / "my_attention" / TABLE).read_text())
+    spoil(raw)
+    (tmp_path / TABLE).write_text(json.dumps(raw))
+    with pytest.raises(PackageError, match="damaged"):
+        read_table(tmp_path)
+
+
+def test_no_table_and_no_json(tmp_path):
+    with pytest.raises(PackageError, match="cannot be read"):
+        read_table(tmp_path)
+    (tmp_path / TABLE).write_text("[]")
+    with pytest.raises(PackageError, match="damaged"):
+        read_table(tmp_path)
+
+
+# ---- dispatch ----
+def test_a_tuned_shape_gets_its_winner_only_if_that_is_faster():
+    known = gpu(winner(shape()), winner(shape(2), gain=1.01, low=0.99))
+    assert choose(known, shape()).code == "tuned"
+    refused = choose(known, shape(2))
+    assert (refused.winner, refused.code) == (None, "not_faster")
+
+
+def test_a_near_shape_gets_the_nearest_winner():
+    small, large = winner(shape(seqlen=256)), winner(shape(seqlen=2048))
+    chosen = choose(gpu(small, large), shape(seqlen=1500))
+    assert (chosen.winner, chosen.code) == (large, "near")
+    assert 1 < chosen.gain < large.gain
+
+
+def test_the_guard_asks_for_more_the_farther_a_shape_is():
+    known = gpu(winner(shape(seqlen=256), gain=1.03), guard=Guard(per_octave=0.02, reach=3.0))
+    assert choose(known, shape(seqlen=300)).code == "near"
+    assert choose(known, shape(seqlen=512)).code == "not_faster"
+    wide = gpu(winner(shape(seqlen=256), gain=9.0), guard=Guard(per_octave=0.02, reach=3.0))
+    assert choose(wide, shape(seqlen=512)).code == "near"
+    assert choose(wide, shape(seqlen=2048)).code == "far"
+
+
+@pytest.mark.parametrize(
+    "other", [shape(head_dim=128), shape(dtype="fp16"), shape(causal=True)], ids=lambda s: s.label
+)
+def test_other_machine_code_never_serves(other):
+    assert choose(gpu(winner(shape())), other).code == "not_tuned"
+    assert choose(gpu(), other).winner is None
+
+
+def test_a_kernel_whose_rules_do_not_hold_is_passed_over():
+    split = winner(shape(1, 4, 128, seqlen_k=8192), replace(SPLIT, block_m=64))
+    plain = winner(shape(4, 16, 128, seqlen_k=8192))
+    # With 64 heads the queries fill the SMs, where no kernel splits the keys.
+    known = gpu(split, plain, guard=Guard(reach=9.0))
+    asked = shape(1, 80, 128, seqlen_k=8192)
+    assert choose(known, asked).winner is plain
+    assert choose(gpu(split, guard=Guard(reach=9.0)), asked).code == "far"
+
+
+def test_an_exact_shape_comes_before_equally_near_ones():
+    """Batch and heads count as one dimension, so that distances of 0 are no identity."""
+    one, other = shape(1, 16), shape(4, 4)
+    assert distance(one, other, Guard()) == 0
+    losing, winning = winner(one, gain=0.9), winner(other)
+    known = gpu(losing, winning)
+    assert choose(known, one).code == "not_faster"
+    assert choose(known, other).winner is winning
+
+
+# ---- launches ----
+TENSORS = dict.fromkeys("qkvo", Tensor((1, 4, 256, 64), (65536, 16384, 64, 1)))
+POINTERS = {"q": 1 << 20, "k": 2 << 20, "v": 3 << 20, "o": 4 << 20, "lse": 5 << 20}
+POINTERS |= {"partial": 6 << 20, "partial_lse": 7 << 20}
+
+
+def test_a_launch_passes_what_the_template_takes(tmp_path):
+    driver = FakeDriver()
+    made = table(tmp_path, winner(shape(), SPLIT))
+    kernel = made.gpus[H100].winners[0].kernel
+    device = Device(made, driver)
+    todo = calls(kernel, shape(), 0.125, True, (65536, 16384, 64))
+    device.issue(device.ready(device.prepare(todo, kernel.stages[1], TENSORS), POINTERS, 77))
+    fwd, join = driver.launches
+    assert [m["pointer"] for m in fwd["values"][:4]] == [POINTERS[name] for name in "qkvo"]
+    assert fwd["values"][0]["box"] == [64, 64, 1, 1]
+    assert fwd["values"][1]["dims"] == [64, 256, 4, 1]
+    assert fwd["values"][4:6] == [POINTERS["partial_lse"], POINTERS["partial"]]
+    assert fwd["values"][6:11] == [4, 1, 4, 256, 256]
+    assert fwd["values"][11] == pytest.approx(0.125 * 1.4426950408889634)
+    assert fwd["values"][12:] == [4, 65536, 16384, 64]
+    assert join["values"][3] == POINTERS["lse"]
+    config = fwd["config"]
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (2, 4, 2)
+    assert (config.blockDimX, config.sharedMemBytes, config.hStream) == (384, 100_000, 77)
+    functions = (fwd["function"][1], join["function"][1])
+    assert functions == ("flash_fwd_wgmma", "flash_fwd_wgmma_combine")
+
+
+def test_a_stride_that_no_map_takes_is_an_error(tmp_path):
+    driver = FakeDriver()
+    made = table(tmp_path, winner(shape()))
+    kernel = made.gpus[H100].winners[0].kernel
+    device = Device(made, driver)
+    odd = TENSORS | {"k": Tensor((1, 4, 256, 64), (65536, 16384, 65, 1))}
+    forms = device.prepare(calls(kernel, shape(), 1.0, False, (0, 0, 0)), kernel.stages[0], odd)
+    with pytest.raises(DriverError, match="tensor map of k"):
+        device.ready(forms, POINTERS, 0)
+
+
+def test_a_cubin_is_checked_before_it_is_loaded(tmp_path):
+    driver = FakeDriver()
+    made = table(tmp_path, winner(shape(), PLAIN))
+    kernel = made.gpus[H100].winners[0].kernel
+    code = kernel.stages[0]["fwd"]
+    path = tmp_path / CUBINS / code.file
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(PackageError, match=r"SHA-256.*export again"):
+        Device(made, driver).function(code, 0)
+    path.unlink()
+    with pytest.raises(PackageError, match="cannot be read"):
+        Device(made, driver).function(code, 0)
+    assert driver.modules == []
