@@ -20,6 +20,8 @@ from .launch import Call, calls, workspaces
 from .registered import register
 from .table import Code, Gpu, GpuKey, PackageError, Shape, Table
 
+# As it is now, so that a package that replaces it later does not call itself.
+_sdpa = F.scaled_dot_product_attention
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Entries of a cache: more are met only by calls whose shapes or addresses keep changing, and then
 # the cache starts anew, so that it never grows.
@@ -104,9 +106,7 @@ class Operator:
         if done is not None:
             return done[0]
         grouped = query.shape[1] != key.shape[1]
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+        out = _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
         return _like(out, query)
 
     def _impl_forward_lse(
@@ -165,7 +165,7 @@ class Operator:
                     return done[0]
         if choice is not None:
             self._fell_back(choice)
-        return F.scaled_dot_product_attention(
+        return _sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
@@ -186,7 +186,7 @@ class Operator:
             query, key, value = _autocast(query), _autocast(key), _autocast(value)
         given = (query, key, value)
         if _never(attn_mask, dropout_p) or self._unserved(*given, is_causal, scale, enable_gqa):
-            return F.scaled_dot_product_attention(
+            return _sdpa(
                 *(*given, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
             )
         by = scale if scale is not None else query.shape[3] ** -0.5

@@ -1,0 +1,249 @@
+"""An exported package on a GPU: its outputs and gradients are scaled_dot_product_attention's."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+from attnsweep.family.declare import discover  # noqa: E402
+from attnsweep.store.run import find_runs, open_run  # noqa: E402
+from attnsweep.use.package import export  # noqa: E402
+from attnsweep.use.runtime.operator import Operator  # noqa: E402
+from attnsweep.use.runtime.table import Guard, read_table  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+RESULTS = Path(__file__).parent.parent.parent / "results"
+NAME = "exported_for_tests"
+RUNS = {"h100", "flash_training", "flash_long", "flash_long_h200", "flash_dims", "flash_dims_h200"}
+
+
+def _runs_of_this_gpu() -> list[Path]:
+    if not torch.cuda.is_available():
+        return []
+    facts = torch.cuda.get_device_properties(0)
+    found = []
+    for directory in find_runs(RESULTS):
+        made = open_run(directory).environment if directory.name in RUNS else None
+        if made and (made.sm_count, made.l2_bytes) == (
+            facts.multi_processor_count,
+            facts.L2_cache_size,
+        ):
+            found.append(directory)
+    return found
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    runs = _runs_of_this_gpu()
+    if not runs:
+        pytest.skip("no recorded run of this GPU's kind")
+    place = tmp_path_factory.mktemp("package")
+    export(runs, place / NAME, discover(), name=NAME)
+    sys.path.insert(0, str(place / NAME))
+    yield importlib.import_module(NAME)
+    sys.path.remove(str(place / NAME))
+
+
+@pytest.fixture(scope="module")
+def always(package):
+    """The same kernels with a guard that serves whatever the rules allow."""
+    table = read_table(Path(package.__file__).parent)
+    gpus = {
+        key: replace(
+            gpu,
+            guard=Guard(per_octave=0.0, reach=99.0),
+            winners=tuple(replace(w, gain_low=9.0) for w in gpu.winners),
+        )
+        for key, gpu in table.gpus.items()
+    }
+    return Operator(replace(table, gpus=gpus), "exported_always")
+
+
+def tensors(batch, heads, heads_kv, seqlen, head_dim, dtype, layout, seqlen_k=None):
+    torch.manual_seed(1)
+    seqlen_k = seqlen_k or seqlen
+    if layout == "packed":
+        both = torch.randn(batch, seqlen, heads + 2 * heads_kv, head_dim, device="cuda").to(dtype)
+        return [t.transpose(1, 2) for t in both.split([heads, heads_kv, heads_kv], 2)]
+    sizes = ((heads, seqlen), (heads_kv, seqlen_k), (heads_kv, seqlen_k))
+    made = [torch.randn(batch, s, h, head_dim, device="cuda").to(dtype) for h, s in sizes]
+    made = [t.transpose(1, 2) for t in made]
+    return [t.contiguous() for t in made] if layout == "heads_first" else made
+
+
+def error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+def check(operator, given, *, causal=False, scale=None):
+    q, k, v = given
+    grouped = q.shape[1] != k.shape[1]
+    explained = operator.explain(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    assert explained.kernel, str(explained)
+    options = {"is_causal": causal, "scale": scale, "enable_gqa": grouped}
+    got = operator.attention(q, k, v, **options)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), **options)
+    theirs = F.scaled_dot_product_attention(q, k, v, **options)
+    assert got.stride() == torch.empty_like(q).stride()
+    assert error(got, exact) <= 1.5 * error(theirs, exact) + 1e-5, str(explained)
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "rows_first", "packed"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("heads_kv", "head_dim", "dtype"),
+    [(16, 64, torch.float16), (16, 128, torch.bfloat16), (4, 128, torch.bfloat16)],
+)
+@pytest.mark.parametrize("shape", [(1, 1024), (3, 333), (2, 4000)])
+def test_outputs(always, layout, causal, heads_kv, head_dim, dtype, shape):
+    batch, seqlen = shape
+    given = tensors(batch, 16, heads_kv, seqlen, head_dim, dtype, layout)
+    plan = always.explain(*given, is_causal=causal, enable_gqa=heads_kv != 16)
+    if plan.code in ("far", "not_tuned"):
+        pytest.skip(str(plan))
+    check(always, given, causal=causal, scale=0.2 if causal else None)
+
+
+def test_every_kernel_of_the_table(always):
+    """On the shape that it won: splits, clusters and turns among them."""
+    shapes = {
+        winner.kernel.config + str(winner.shape[-3:]): winner.shape
+        for gpu in always.table.gpus.values()
+        for winner in gpu.winners
+        if winner.shape.batch * winner.shape.heads * winner.shape.seqlen_q <= 1 << 17
+        and winner.shape.seqlen_q * winner.shape.seqlen_k <= 1 << 25
+    }
+    assert shapes
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    for s in shapes.values():
+        given = tensors(
+            *(s.batch, s.heads, s.heads_kv, s.seqlen_q, s.head_dim, dtypes[s.dtype], "rows_first"),
+            seqlen_k=s.seqlen_k,
+        )
+        if s.causal and s.seqlen_q != s.seqlen_k:
+            continue  # PyTorch's mask is aligned top-left
+        check(always, given, causal=s.causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [16, 4])
+@pytest.mark.parametrize("layout", ["heads_first", "packed"])
+def test_gradients(always, causal, heads_kv, layout):
+    given = tensors(1, 16, heads_kv, 700, 64, torch.float16, layout)
+    leaves = [t.detach().requires_grad_() for t in given]
+    options = {"is_causal": causal, "enable_gqa": heads_kv != 16}
+    assert always.explain(*leaves, **options).kernel
+    out = always.attention(*leaves, **options)
+    direction = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, direction)
+    doubles = [t.detach().double().requires_grad_() for t in given]
+    exact = torch.autograd.grad(
+        F.scaled_dot_product_attention(*doubles, **options), doubles, direction.double()
+    )
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        flash = F.scaled_dot_product_attention(*leaves, **options)
+    theirs = torch.autograd.grad(flash, leaves, direction)
+    for mine, other, right in zip(got, theirs, exact, strict=True):
+        assert error(mine, right) <= 1.5 * error(other, right) + 1e-4
+
+
+def test_cuda_graphs_and_streams(always):
+    q, k, v = tensors(1, 16, 16, 1024, 64, torch.float16, "packed")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        eager = always.attention(q, k, v)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = always.attention(q, k, v)
+    q.copy_(q.flip(2))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, always.attention(q, k, v))
+    assert error(out, eager.flip(2).double()) < 2e-3
+
+
+def test_a_first_call_in_a_capture(package):
+    """The module is loaded while the stream captures."""
+    table = read_table(Path(package.__file__).parent)
+    fresh = Operator(table, "exported_in_capture")
+    q, k, v = tensors(1, 16, 16, 1024, 64, torch.float16, "heads_first")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fresh.attention(q, k, v)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert fresh.counters() == {"kernel": 1}
+    assert torch.equal(out, fresh.attention(q, k, v))
+
+
+def test_compiled_as_one_graph(always):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = torch.nn.Linear(1024, 3072), torch.nn.Linear(1024, 1024)
+
+        def forward(self, x):
+            parts = self.qkv(x).view(*x.shape[:2], 3, 16, 64).unbind(2)
+            q, k, v = (t.transpose(1, 2) for t in parts)
+            y = always.attention(q, k, v, is_causal=True)
+            return self.out(y.transpose(1, 2).flatten(2))
+
+    block = Block().cuda().half()
+    compiled = torch.compile(block, fullgraph=True)
+    x = torch.randn(2, 512, 1024, device="cuda", dtype=torch.float16)
+    before = always.counters().get("kernel", 0)
+    assert torch.allclose(compiled(x), block(x), atol=4e-3)
+    gradients = []
+    for each in (compiled, block):
+        block.zero_grad()
+        each(x).float().square().sum().backward()
+        gradients.append(block.qkv.weight.grad.clone())
+    assert error(gradients[0], gradients[1].double()) < 1e-2
+    assert always.counters()["kernel"] - before == 4
+
+
+def test_memory_stays_with_changing_shapes(always):
+    def sweep(first):
+        for seqlen in range(first, first + 300):
+            given = tensors(1, 16, 16, seqlen, 64, torch.float16, "packed")
+            always.attention(*given)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    assert sweep(500) == sweep(500) == sweep(900)
+
+
+def test_host_cost_of_an_eager_call(package):
+    given = tensors(1, 16, 16, 1024, 64, torch.float16, "heads_first")
+    assert package.explain(*given).kernel
+
+    def us(call):
+        times = []
+        for _ in range(30):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(20):
+                call(*given)
+            times.append((time.perf_counter() - begin) / 20 * 1e6)
+        return statistics.median(times)
+
+    with torch.no_grad():
+        ours = us(package.attention)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            flash = us(F.scaled_dot_product_attention)
+    print(f"host: ours {ours:.1f} us, flash {flash:.1f} us")
+    assert ours <= flash
