@@ -138,6 +138,23 @@ def test_a_winner_without_a_time_of_pytorch_is_left_out(tmp_path, monkeypatch):
         export(tmp_path, [H100_RUN])
 
 
+def test_the_command_says_what_it_wrote(attnsweep, tmp_path, monkeypatch):
+    monkeypatch.setattr(package, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache"))
+    done = attnsweep("export", H100_RUN, LADDER, "--out", tmp_path / "my-attention")
+    assert done.returncode == 0, done.stderr
+    assert "8 problems, " in done.stdout
+    assert "sm_90, 132 SMs, 50 MiB of L2" in done.stdout
+    assert "import my_attention" in done.stdout
+    assert "left out: (1,8,512,64) fp16 causal (ladder)" in done.stderr
+    assert (tmp_path / "my-attention" / "my_attention" / TABLE).is_file()
+    done = attnsweep("export", H100_RUN, "--out", tmp_path / "my-attention", "--json")
+    assert json.loads(done.stdout)["winners"] == 8
+    (tmp_path / "other").write_text("")
+    done = attnsweep("export", H100_RUN, "--out", tmp_path / "other")
+    assert done.returncode == 2
+    assert "choose another --out" in done.stderr
+
+
 # ---- the table ----
 def test_a_table_of_another_format_says_who_wrote_it(exported, tmp_path):
     raw = json.loads((exported.directory / "my_attention" / TABLE).read_text())
