@@ -1,7 +1,8 @@
 """Declaration of a kernel family: Param, Config, rules, stages, Launch; and how it is found.
 
 A family is `NAME.cu` (the CUDA template) and `NAME.py`, which builds one `kernel = Kernel(...)`.
-Nothing else in attnsweep knows a family by name. See docs/writing-a-kernel.md.
+Only attnsweep.use, which launches one from PyTorch, knows a family by name. See
+docs/writing-a-kernel.md.
 """
 
 from __future__ import annotations

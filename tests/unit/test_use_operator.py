@@ -276,6 +276,31 @@ def test_gradients_by_pytorchs_backward(operator, driver):
     assert [len(driver.modules), operator.counters()] == [1, {"kernel": 1}]
 
 
+def test_flash_serves_what_a_compiled_training_step_cannot(operator, driver):
+    """In compiled code the kernel is refused inside the operator, which owes a log-sum-exp."""
+
+    def flash(q, k, v, dropout=0.0, causal=False, mask=False, scale=None):
+        assert (dropout, causal, mask) == (0.0, False, False)
+        assert all(t.stride(-1) == 1 for t in (q, k, v))
+        scores = q.float() @ k.float().mT * scale
+        out = (torch.softmax(scores, -1) @ v.float()).bfloat16()
+        rest = (torch.empty(0),) * 2 + (q.shape[2], k.shape[2]) + (torch.empty(0),) * 3
+        return out.transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(-1), *rest
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
+    try:
+        q, k, v = tensors()
+        odd = v.mT.contiguous().mT
+        out, lse = operator._forward_lse(q, k, odd, False, 0.125)
+    finally:
+        library._destroy()
+    assert close(out, F.scaled_dot_product_attention(q, k, v))
+    assert out.stride() == q.stride()
+    assert lse.shape == (1, 4, 256)
+    assert (driver.launches, operator.counters()) == ([], {"layout": 1})
+
+
 def test_inference_mode_and_autocast(operator, driver):
     q, k, v = tensors(dtype=torch.float32)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):

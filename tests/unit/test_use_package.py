@@ -271,6 +271,30 @@ def test_a_launch_passes_what_the_template_takes(tmp_path):
     assert functions == ("flash_fwd_wgmma", "flash_fwd_wgmma_combine")
 
 
+def test_the_bindings_own_types_take_what_a_launch_says(tmp_path):
+    """All but the calls, which need a GPU."""
+    binding = pytest.importorskip("cuda.bindings.driver")
+    names = (
+        *("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID", "CUfunction_attribute"),
+        *("CUstreamCaptureMode", "CUtensorMapDataType", "CUtensorMapInterleave", "CUstream"),
+        *("CUtensorMapSwizzle", "CUtensorMapL2promotion", "CUtensorMapFloatOOBfill"),
+    )
+    driver = FakeDriver()
+    for name in names:
+        setattr(driver, name, getattr(binding, name))
+    made = table(tmp_path, winner(shape(), SPLIT))
+    kernel = made.gpus[H100].winners[0].kernel
+    device = Device(made, driver)
+    todo = calls(kernel, shape(), 0.125, True, (65536, 16384, 64))
+    device.issue(device.ready(device.prepare(todo, kernel.stages[1], TENSORS), POINTERS, 77))
+    fwd, join = (launch["config"] for launch in driver.launches)
+    assert (fwd.gridDimX, fwd.gridDimY, fwd.gridDimZ, fwd.numAttrs) == (2, 4, 2, 0)
+    assert (int(fwd.hStream), fwd.sharedMemBytes) == (77, 100_000)
+    assert join.numAttrs == 1
+    assert join.attrs[0].value.programmaticStreamSerializationAllowed == 1
+    assert binding.CUtensorMap().getPtr() > 0
+
+
 def test_a_stride_that_no_map_takes_is_an_error(tmp_path):
     driver = FakeDriver()
     made = table(tmp_path, winner(shape()))

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from .dispatch import Choice, choose
 from .driver import Device, DriverError, Form, Ready, Tensor, cuda_driver
 from .launch import Call, calls, workspaces
-from .registered import register
+from .registered import register, with_contiguous_head_dim
 from .table import Code, Gpu, GpuKey, PackageError, Shape, Table
 
 # As it is now, so that a package that replaces it later does not call itself.
@@ -116,7 +116,8 @@ class Operator:
         if done is not None:
             return done[0], done[1]
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        out, lse, *_ = flash(query, key, value, 0.0, causal, False, scale=scale)
+        given = map(with_contiguous_head_dim, (query, key, value))
+        out, lse, *_ = flash(*given, 0.0, causal, False, scale=scale)
         return _like(out, query), lse.contiguous()
 
     # ---- one call ----

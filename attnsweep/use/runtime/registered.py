@@ -44,6 +44,11 @@ def register(
     return library
 
 
+def with_contiguous_head_dim(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as PyTorch's flash attention takes it: a copy only if it must be."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def _fake_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
 ) -> torch.Tensor:
@@ -66,7 +71,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
 
 def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
     """PyTorch's own flash backward, from our output and log-sum-exp. No dropout, so no seed."""
-    query, key, value, out, lse = ctx.saved_tensors
+    *inputs, out, lse = ctx.saved_tensors
+    query, key, value = map(with_contiguous_head_dim, inputs)
     none = grad.new_empty((), dtype=torch.int64)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     grads = backward(
