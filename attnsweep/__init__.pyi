@@ -4,6 +4,7 @@ from .api import (
     compare_runs,
     compile_spec,
     counters,
+    export,
     families,
     load_spec,
     open_run,
@@ -50,6 +51,7 @@ from .spec.load import SweepSpec
 from .store.run import Run, find_runs, latest_run
 from .sweep import Outcome
 from .trial import Accuracy, Environment, Measurement, Resources, Status, Trial
+from .use.package import Exported
 from .use.shapes import shapes
 
 __version__: str
@@ -72,6 +74,7 @@ __all__ = [
     "Config",
     "Cubin",
     "Environment",
+    "Exported",
     "FirstTimes",
     "Gpu",
     "History",
@@ -111,6 +114,7 @@ __all__ = [
     "compare_runs",
     "compile_spec",
     "counters",
+    "export",
     "families",
     "find_runs",
     "gp",

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from attnsweep.store.run import Run
     from attnsweep.sweep import Outcome
     from attnsweep.trial import Environment, Trial
+    from attnsweep.use.package import Exported
+    from attnsweep.use.runtime.table import Guard
 
 
 def families(directory: str | Path | None = None) -> dict[str, Kernel]:
@@ -262,6 +264,26 @@ def write_page(run: Run, path: str | Path, *, top: int = 10) -> int:
     from attnsweep.show import html
 
     return html.write(run, Path(path), top=top)
+
+
+def export(
+    runs: Iterable[str | Path],
+    out: str | Path,
+    *,
+    name: str | None = None,
+    kernels: Mapping[str, Kernel] | None = None,
+    guard: Guard | None = None,
+) -> Exported:
+    """Write the winners of recorded runs as a package that PyTorch calls; needs NVRTC, no GPU.
+
+    runs: their directories, of one or several GPUs. out: a directory, made or replaced. name: the
+    package's (default: that of `out`). guard: when a shape that was not tuned is served. Raises
+    StoreError if no winner can be exported, SpecError for a bad name, ToolchainError.
+    """
+    from attnsweep.use.package import export as write
+
+    known = families() if kernels is None else kernels
+    return write([Path(run) for run in runs], Path(out), known, name=name, guard=guard)
 
 
 def counters(run: Run) -> list[dict[str, Any]]:

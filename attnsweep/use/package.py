@@ -82,12 +82,14 @@ def export(
     families: Mapping[str, Kernel],
     *,
     name: str | None = None,
+    guard: Guard | None = None,
     compilers: Mapping[str, Compiler] | None = None,
 ) -> Exported:
     """Write the winners of these runs to `out`, which becomes a project that pip can install.
 
-    out: is made, or replaced if it is an earlier export. compilers: by name of the architecture
-    (default: made here). Raises StoreError, SpecError, ToolchainError or CompileError.
+    out: is made, or replaced if it is an earlier export. guard: default: Guard(). compilers: by
+    name of the architecture (default: made here). Raises StoreError, SpecError, ToolchainError or
+    CompileError.
     """
     called = package_name(out, name)
     _check_free(out)
@@ -121,7 +123,7 @@ def export(
                 "sm_count": key.sm_count,
                 "l2_bytes": key.l2_bytes,
                 "names": sorted(names[key]),
-                "guard": asdict(Guard()),
+                "guard": asdict(guard or Guard()),
                 "winners": [
                     _row(chosen, numbers[_code_key(chosen.trial)])
                     for chosen in winners

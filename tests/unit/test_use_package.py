@@ -319,3 +319,9 @@ def test_a_cubin_is_checked_before_it_is_loaded(tmp_path):
     with pytest.raises(PackageError, match="cannot be read"):
         Device(made, driver).function(code, 0)
     assert driver.modules == []
+
+
+def test_a_fitted_guard_is_in_the_table(tmp_path):
+    fitted = Guard(per_octave=0.05, reach=1.5, weight_group=1.0)
+    done = export(tmp_path, [H100_RUN], guard=fitted)
+    assert read_table(done.directory / done.name).gpus[H100].guard == fitted
