@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
 from packages import H100, PLAIN, SPLIT, shape, table, winner  # noqa: E402
 
+from attnsweep.use.runtime import driver as driver_module  # noqa: E402
 from attnsweep.use.runtime import operator as of_package  # noqa: E402
 from attnsweep.use.runtime.operator import Operator  # noqa: E402
 from attnsweep.use.runtime.table import CUBINS  # noqa: E402
@@ -167,10 +168,10 @@ def test_pytorchs_errors_stay(operator):
 
 def test_more_than_2_31_elements():
     sizes, strides = (2, 4, 256, 64), (2**31, 64, 256, 1)
-    assert of_package._unmapped(of_package.Tensor(sizes, strides))[0] == "too_large"
-    assert of_package._unmapped(of_package.Tensor(sizes, (2**30, 64, 256, 1))) is None
-    overlapping = of_package.Tensor(sizes, (0, 64, 256, 1))
-    assert of_package._unmapped(overlapping)[0] == "layout"
+    assert driver_module.unmapped(driver_module.Tensor(sizes, strides))[0] == "too_large"
+    assert driver_module.unmapped(driver_module.Tensor(sizes, (2**30, 64, 256, 1))) is None
+    overlapping = driver_module.Tensor(sizes, (0, 64, 256, 1))
+    assert driver_module.unmapped(overlapping)[0] == "layout"
 
 
 def test_another_gpu(operator, driver):
@@ -347,6 +348,47 @@ def test_compiled_calls_fall_back_at_run_time(operator, driver):
     q, k, v = tensors()
     assert close(compiled(shifted(q), k, v), F.scaled_dot_product_attention(q, k, v))
     assert operator.counters() == {"kernel": 2, "far": 1, "alignment": 1}
+
+
+def test_compiled_code_on_another_gpu_is_pytorchs(operator):
+    operator._gpus[0] = None
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend=backend
+    )
+    q, k, v = tensors()
+    assert torch.equal(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    assert "scaled_dot_product_attention" in graphs[0].code
+    assert operator.namespace not in graphs[0].code
+
+
+def test_transforms_are_pytorchs(operator, driver):
+    q, k, v = tensors(batch=2)
+    batched = [t[:, None] for t in (q, k, v)]
+    out = torch.vmap(operator.attention)(*batched)
+    assert close(out[:, 0], F.scaled_dot_product_attention(q, k, v))
+    assert (driver.launches, operator.counters()) == ([], {"transform": 1})
+
+
+def test_dispatch_modes_see_an_operator(operator, driver):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        operator.attention(*tensors())
+    assert f"{operator.namespace}.forward.default" in seen
+    assert operator.counters() == {"kernel": 1}
 
 
 def test_two_packages_at_once(tmp_path, driver):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -325,3 +326,25 @@ def test_a_fitted_guard_is_in_the_table(tmp_path):
     fitted = Guard(per_octave=0.05, reach=1.5, weight_group=1.0)
     done = export(tmp_path, [H100_RUN], guard=fitted)
     assert read_table(done.directory / done.name).gpus[H100].guard == fitted
+
+
+def test_a_package_runs_without_attnsweep(tmp_path):
+    """In a process of its own; on tensors of the CPU, PyTorch's own attention answers."""
+    pytest.importorskip("torch")
+    done = export(tmp_path, [H100_RUN])
+    code = """
+import copy, pickle, sys, torch
+import my_attention
+q = torch.randn(1, 2, 8, 64)
+expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+assert torch.equal(my_attention.attention(q, q, q, causal=True), expected)
+assert my_attention.explain(q, q, q).code == "device"
+assert my_attention.counters() == {"device": 1}
+assert copy.deepcopy(my_attention.attention) is my_attention.attention
+assert pickle.loads(pickle.dumps(my_attention.attention)) is my_attention.attention
+assert not {"attnsweep", "cupy"} & set(sys.modules)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=done.directory, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr

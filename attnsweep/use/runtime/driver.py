@@ -52,6 +52,23 @@ class Ready(NamedTuple):
     memory: tuple[Any, ...]
 
 
+def unmapped(tensor: Tensor) -> tuple[str, str] | None:
+    """Code and reason if no tensor map can describe a tensor, or None."""
+    sizes, strides = tensor
+    if 0 in sizes:
+        return "empty", f"has no elements: {sizes}"
+    if strides[3] != 1:
+        return "layout", f"has no contiguous head_dim: strides {strides}"
+    extent = 1
+    for size, stride in zip(sizes[:3], strides[:3], strict=True):
+        if size > 1 and (stride % 8 or stride < sizes[3]):
+            return "layout", f"has strides {strides}: no multiples of 16 bytes, or overlapping"
+        extent += (size - 1) * stride
+    if extent + sizes[3] >= 2**31:
+        return "too_large", "spans 2^31 elements or more"
+    return None
+
+
 def cuda_driver() -> Any:
     """cuda.bindings.driver. Raises DriverError without it."""
     try:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from .dispatch import Choice, choose
-from .driver import Device, DriverError, Form, Ready, Tensor, cuda_driver
+from .driver import Device, DriverError, Form, Ready, Tensor, cuda_driver, unmapped
 from .launch import Call, calls, workspaces
 from .registered import register, with_contiguous_head_dim
 from .table import Code, Gpu, GpuKey, PackageError, Shape, Table
@@ -68,14 +68,17 @@ class Plan:
 class Operator:
     """The operators `forward` and `forward_lse` of one table, and the function that calls them.
 
-    namespace: of the operators in torch.ops, unlike any other package's. cuda: the driver's binding
-    (default: cuda.bindings.driver); devices: the device types that are served. Tests give others.
+    namespace: the package's name, also of its logger; unlike any other package's. cuda: the
+    driver's binding (default: cuda.bindings.driver). devices: the device types that are served.
+    Tests give others.
     """
 
     def __init__(
         self, table: Table, namespace: str, cuda: Any = None, devices: tuple[str, ...] = ("cuda",)
     ) -> None:
-        self.table, self.namespace = table, namespace
+        self.table = table
+        # PyTorch has namespaces of its own, such as `quantized`.
+        self.namespace = f"attnsweep_{namespace.replace('.', '_')}"
         self._cuda, self._types = cuda, devices
         self._log = logging.getLogger(namespace)
         self._said: set[str] = set()
@@ -91,8 +94,10 @@ class Operator:
         self._fast_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
-        self._library = register(namespace, devices, self._impl_forward, self._impl_forward_lse)
-        ops = getattr(torch.ops, namespace)
+        self._library = register(
+            self.namespace, devices, self._impl_forward, self._impl_forward_lse
+        )
+        ops = getattr(torch.ops, self.namespace)
         self._forward, self._forward_lse = ops.forward.default, ops.forward_lse.default
 
     def _after_fork(self) -> None:
@@ -186,7 +191,11 @@ class Operator:
         if kind in self._types and torch.is_autocast_enabled(kind):
             query, key, value = _autocast(query), _autocast(key), _autocast(value)
         given = (query, key, value)
-        if _never(attn_mask, dropout_p) or self._unserved(*given, is_causal, scale, enable_gqa):
+        if (
+            _never(attn_mask, dropout_p)
+            or self._unserved(*given, is_causal, scale, enable_gqa)
+            or not self._is_known(query.device.index or 0)
+        ):
             return _sdpa(
                 *(*given, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
             )
@@ -220,7 +229,7 @@ class Operator:
             choice = plan.choice
             if plan.calls and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
                 choice = _UNALIGNED
-        gpu = self._gpu(query.device) if kind in self._types else None
+        gpu = self._gpu(query.device.index or 0) if kind in self._types else None
         name = gpu.key.label if gpu is not None else None
         config = choice.winner.kernel.config if choice.winner is not None else None
         return Explanation(config, choice.code, choice.reason, choice.gain, name)
@@ -275,8 +284,12 @@ class Operator:
             return Choice(None, "scale", f"scale is {scale}, not a positive number")
         return None
 
-    def _gpu(self, device: torch.device) -> Gpu | None:
-        index = device.index or 0
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+    def _is_known(self, index: int) -> bool:
+        """Whether a device's kind is in the table: for a compiler, which need not look into it."""
+        return self._gpu(index) is not None
+
+    def _gpu(self, index: int) -> Gpu | None:
         if index not in self._gpus:
             facts = torch.cuda.get_device_properties(index)
             capability = (facts.major, facts.minor)
@@ -297,8 +310,8 @@ class Operator:
         """The plan of a call, from the cache if its shapes and strides were met before."""
         if self._forked:
             return _FORKED
-        if forward_ad._current_level >= 0:
-            return _FORWARD_AD
+        if forward_ad._current_level >= 0 or _transformed():
+            return _TRANSFORMED
         try:
             what = (
                 *(type(query), query.shape, query.stride(), query.dtype, query.get_device()),
@@ -331,7 +344,7 @@ class Operator:
         unserved = self._unserved(query, key, value, causal, scale, enable_gqa)
         if unserved is not None:
             return Plan(unserved)
-        gpu = self._gpu(query.device)
+        gpu = self._gpu(query.device.index or 0)
         if gpu is None:
             known = "; ".join(key.label for key in self.table.gpus) or "none"
             return Plan(Choice(None, "gpu", f"this GPU was not tuned; the package knows {known}"))
@@ -341,7 +354,7 @@ class Operator:
             for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
         }
         for name, tensor in tensors.items():
-            fault = _unmapped(tensor)
+            fault = unmapped(tensor)
             if fault is not None:
                 return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
         batch, heads, seqlen_q, head_dim = query.shape
@@ -423,7 +436,7 @@ class Operator:
 
 _UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")
 _FORKED = Plan(Choice(None, "fork", "this process was forked after CUDA was used"))
-_FORWARD_AD = Plan(Choice(None, "forward_ad", "forward-mode derivatives are asked for"))
+_TRANSFORMED = Plan(Choice(None, "transform", "inside torch.func, or with forward derivatives"))
 _SUBCLASS = Plan(Choice(None, "subclass", "an argument is no plain tensor"))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Reasons that say nothing is wrong with the caller's tensors.
@@ -431,9 +444,13 @@ _EXPECTED = frozenset({"not_faster", "far", "not_tuned", "mask", "dropout", "hea
 
 
 def _watched() -> bool:
-    """Whether a dispatch mode or a functional transform must see operators."""
-    modes = torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined, unused-ignore]
-    return modes > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a dispatch mode must see operators."""
+    return bool(torch._C._len_torch_dispatch_stack() > 0)
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func, such as vmap, looks at the call."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _never(attn_mask: Any, dropout_p: float) -> Choice | None:
@@ -451,23 +468,6 @@ def _autocast(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point() and tensor.dtype is not torch.float64:
         return tensor.to(torch.get_autocast_dtype(kind))
     return tensor
-
-
-def _unmapped(tensor: Tensor) -> tuple[str, str] | None:
-    """Code and reason if no tensor map can describe a tensor, or None."""
-    sizes, strides = tensor
-    if 0 in sizes:
-        return "empty", f"has no elements: {sizes}"
-    if strides[3] != 1:
-        return "layout", f"has no contiguous head_dim: strides {strides}"
-    extent = 1
-    for size, stride in zip(sizes[:3], strides[:3], strict=True):
-        if size > 1 and (stride % 8 or stride < sizes[3]):
-            return "layout", f"has strides {strides}: no multiples of 16 bytes, or overlapping"
-        extent += (size - 1) * stride
-    if extent + sizes[3] >= 2**31:
-        return "too_large", "spans 2^31 elements or more"
-    return None
 
 
 def _like(out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,46 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from .operator import Explanation, open_package
 from .table import PackageError
 
-_operator = open_package(Path(__file__).parent, __name__.replace(".", "_"))
-attention = _operator.attention
-explain = _operator.explain
-counters = _operator.counters
+_operator = open_package(Path(__file__).parent, __name__)
 __version__ = _operator.table.attnsweep
+
+
+# Functions, since a model that has one as an attribute can be copied and pickled.
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal: bool = False,
+) -> Any:
+    """scaled_dot_product_attention, by a tuned kernel where one is known to be faster.
+
+    query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k, head_dim);
+    any strides with contiguous head_dim. causal: another name of is_causal. `explain` says which
+    kernel a call gets.
+    """
+    masks = (attn_mask, dropout_p, is_causal or causal)
+    return _operator.attention(query, key, value, *masks, scale, enable_gqa)
+
+
+def explain(*args: Any, **options: Any) -> Explanation:
+    """Which kernel `attention` would call with these arguments, and why; launches nothing."""
+    return _operator.explain(*args, **options)
+
+
+def counters() -> dict[str, int]:
+    """Calls so far by what served them: `kernel`, or the reason for PyTorch's own attention."""
+    return _operator.counters()
+
 
 __all__ = ["Explanation", "PackageError", "attention", "counters", "explain"]
