@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
+from rich.text import Text
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import JsonOption, KernelsOption, app, examples, print_result
-from attnsweep.show.terminal import console, errors
+from attnsweep.show.terminal import errors
 
 
 @app.command(
@@ -50,10 +51,10 @@ def export_(
 
     done = export(runs, out, discover(kernels), name=name)
     for note in done.notes:
-        errors.print(f"[yellow]note:[/] {escape(note)}")
+        errors.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     if not json_:
         for reason in done.left_out:
-            errors.print(f"[yellow]left out:[/] {escape(reason)}")
+            errors.print(f"[yellow]left out:[/] {escape(reason)}", soft_wrap=True)
     data = {
         "directory": str(done.directory),
         "name": done.name,
@@ -66,8 +67,10 @@ def export_(
     if json_:
         print_result([], data, True)
         return
-    for gpu in done.gpus:
-        console.print(f"for {escape(gpu)}")
     size = f"{done.nbytes / 2**20:.1f} MiB"
-    console.print(f"{done.directory}: {done.winners} problems, {done.kernels} kernels, {size}")
-    console.print(f"pip install {done.directory}, then: import {done.name}", markup=False)
+    lines = [
+        *(f"for {gpu}" for gpu in done.gpus),
+        f"{done.directory}: {done.winners} problems, {done.kernels} kernels, {size}",
+        f"pip install {done.directory}, then: import {done.name}",
+    ]
+    print_result([Text(line) for line in lines], None, False)

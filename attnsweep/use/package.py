@@ -111,6 +111,7 @@ def export(
             where=", ".join(map(str, directories)),
             hint="\n  ".join(left_out) or "run a spec with flash_fwd_wgmma and torch_* baselines",
         )
+    known = sorted({chosen.gpu for chosen in found.values()})
     winners = sorted(found.values(), key=lambda c: (c.gpu, shape_of(c.trial.problem)))
     kernels, files, notes, numbers = _compiled(winners, family, compilers or {})
     table = {
@@ -130,7 +131,7 @@ def export(
                     if chosen.gpu == key
                 ],
             }
-            for key in sorted({chosen.gpu for chosen in winners})
+            for key in known
         ],
     }
     text = json.dumps(table, indent=1, sort_keys=True) + "\n"
@@ -142,7 +143,7 @@ def export(
         len(winners),
         len(kernels),
         sum(map(len, contents.values())),
-        tuple(key.label for key in sorted(names)),
+        tuple(key.label for key in known),
         left_out,
         notes,
     )
