@@ -6,6 +6,7 @@ import importlib
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,6 +175,15 @@ def test_cuda_graphs_and_streams(always):
     torch.cuda.synchronize()
     assert torch.equal(out, always.attention(q, k, v))
     assert error(out, eager.flip(2).double()) < 2e-3
+
+
+def test_a_new_thread(always):
+    q, k, v = tensors(1, 16, 16, 1024, 64, torch.float16, "packed")
+    expected = always.attention(q, k, v)
+    with ThreadPoolExecutor(1) as threads:
+        got = threads.submit(always.attention, q, k, v).result()
+    assert torch.equal(got, expected)
+    assert "driver" not in always.counters()
 
 
 def test_a_first_call_in_a_capture(package):

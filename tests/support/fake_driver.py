@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from types import SimpleNamespace
@@ -53,6 +54,8 @@ class FakeDriver:
         self.launches: list[dict[str, Any]] = []
         self.shared: dict[str, int] = {}
         self.capture_modes = [0]
+        self.contexts = threading.local()
+        self.retained = 0
         self.refuses: set[str] = set()
         self.on_launch = on_launch
 
@@ -69,6 +72,24 @@ class FakeDriver:
         """The mode before."""
         self.capture_modes.append(mode)
         return Status.CUDA_SUCCESS, self.capture_modes[-2]
+
+    def cuCtxGetCurrent(self) -> tuple[Any, ...]:
+        """The thread's context, 0 for none."""
+        return Status.CUDA_SUCCESS, getattr(self.contexts, "current", 0)
+
+    def cuDeviceGet(self, index: int) -> tuple[Any, ...]:
+        """A device."""
+        return self._status("cuDeviceGet"), index
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
+        """A device's context."""
+        self.retained += 1
+        return Status.CUDA_SUCCESS, 1000 + device
+
+    def cuCtxSetCurrent(self, context: int) -> tuple[Any, ...]:
+        """Of this thread."""
+        self.contexts.current = context
+        return (Status.CUDA_SUCCESS,)
 
     def cuModuleLoadData(self, data: bytes) -> tuple[Any, ...]:
         """A module."""
@@ -97,7 +118,7 @@ class FakeDriver:
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> Any:
         """Reads the parameters as the function's signature says."""
-        if "cuLaunchKernelEx" in self.refuses:
+        if "cuLaunchKernelEx" in self.refuses or not getattr(self.contexts, "current", 0):
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         kinds: Sequence[str] = "mmmmpp" + "iiiii" + "f" + "iiii"
         if function[1].endswith("_combine"):

@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -271,6 +272,21 @@ def test_a_launch_passes_what_the_template_takes(tmp_path):
     assert (config.blockDimX, config.sharedMemBytes, config.hStream) == (384, 100_000, 77)
     functions = (fwd["function"][1], join["function"][1])
     assert functions == ("flash_fwd_wgmma", "flash_fwd_wgmma_combine")
+
+
+def test_a_thread_without_a_context_gets_the_devices(tmp_path):
+    driver = FakeDriver()
+    made = table(tmp_path, winner(shape()))
+    kernel = made.gpus[H100].winners[0].kernel
+    device = Device(made, driver, 3)
+    todo = calls(kernel, shape(), 1.0, False, (0, 0, 0))
+    ready = device.ready(device.prepare(todo, kernel.stages[0], TENSORS), POINTERS, 0)
+    device.issue(ready)
+    assert (driver.contexts.current, driver.retained) == (1003, 1)
+    other = threading.Thread(target=device.issue, args=(ready,))
+    other.start()
+    other.join()
+    assert (len(driver.launches), driver.retained) == (2, 2)
 
 
 def test_the_bindings_own_types_take_what_a_launch_says(tmp_path):

@@ -79,13 +79,14 @@ def cuda_driver() -> Any:
 
 
 class Device:
-    """One device's modules and launches. Its context must be current in every call.
+    """One device's modules and launches. No other device's context may be current in a call.
 
-    cuda: cuda.bindings.driver, or a fake of it.
+    cuda: cuda.bindings.driver, or a fake of it. index: the device's, as PyTorch counts.
     """
 
-    def __init__(self, table: Table, cuda: Any) -> None:
-        self._table, self._cuda = table, cuda
+    def __init__(self, table: Table, cuda: Any, index: int = 0) -> None:
+        self._table, self._cuda, self._index = table, cuda, index
+        self._threads = threading.local()
         self._functions: dict[str, Any] = {}
         self._modules: list[Any] = []
         self._lock = threading.Lock()
@@ -96,6 +97,16 @@ class Device:
             name = getattr(status, "name", str(status))
             raise DriverError(f"the CUDA driver refused {doing}: {name}")
         return values[0] if values else None
+
+    def _enter(self) -> None:
+        """Make the primary context current in a thread that has none: PyTorch may not have yet."""
+        cuda = self._cuda
+        context = self._call(cuda.cuCtxGetCurrent(), "to say its context")
+        if not int(context):
+            device = self._call(cuda.cuDeviceGet(self._index), f"device {self._index}")
+            context = self._call(cuda.cuDevicePrimaryCtxRetain(device), "its primary context")
+            self._call(cuda.cuCtxSetCurrent(context), "its primary context")
+        self._threads.entered = True
 
     def function(self, code: Code, smem_bytes: int) -> Any:
         """The loaded function of a stage, allowed to have its shared memory.
@@ -132,6 +143,7 @@ class Device:
         self, calls: Sequence[Call], stages: Mapping[str, Code], tensors: Mapping[str, Tensor]
     ) -> tuple[Form, ...]:
         """Launches on tensors of these sizes and strides. Raises PackageError or DriverError."""
+        self._enter()
         return tuple(self._form(call, stages[call.stage], tensors) for call in calls)
 
     def _form(self, call: Call, code: Code, tensors: Mapping[str, Tensor]) -> Form:
@@ -214,6 +226,8 @@ class Device:
 
     def issue(self, launches: Sequence[Ready]) -> None:
         """Enqueue launches; nothing waits. Raises DriverError."""
+        if not getattr(self._threads, "entered", False):
+            self._enter()
         launch = self._cuda.cuLaunchKernelEx
         for ready in launches:
             (status,) = launch(ready.config, ready.function, ready.parameters, 0)

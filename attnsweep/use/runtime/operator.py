@@ -420,7 +420,7 @@ class Operator:
         self, plan: Plan, index: int, addresses: tuple[int, ...], stream: int
     ) -> tuple[Ready, ...]:
         if index not in self._devices:
-            self._devices[index] = Device(self.table, self._cuda or cuda_driver())
+            self._devices[index] = Device(self.table, self._cuda or cuda_driver(), index)
         device = self._devices[index]
         if not plan.forms:
             plan.forms = device.prepare(plan.calls, plan.stages, plan.tensors)
