@@ -130,13 +130,15 @@ def test_rules_are_the_declarations(what):
 
 def test_the_rules_meet_both_answers():
     """Otherwise the test above would compare nothing."""
-    answers = {
-        FAMILY.refused_by(config, replace(suits, batch=batch, seqlen_q=q, seqlen_k=q), ARCH)
-        for config, suits in space()
-        for batch, q in ((1, 16), (1, 700), (64, 8192), (400, 300))
-    }
-    assert {None, "block_order", "turns_of_blocks", "split_keys", "split_grid"} <= answers
-    assert {"clusters", "short_calls", "no_idle_tile"} <= answers
+    wanted = {None, "block_order", "turns_of_blocks", "split_keys", "split_grid"}
+    wanted |= {"clusters", "short_calls", "no_idle_tile"}
+    for config, suits in space():
+        for batch, q in ((1, 16), (1, 700), (64, 8192), (400, 300)):
+            other = replace(suits, batch=batch, seqlen_q=q, seqlen_k=q)
+            wanted.discard(FAMILY.refused_by(config, other, ARCH))
+        if not wanted:
+            return
+    raise AssertionError(f"no problem is answered by {wanted}")
 
 
 @settings(max_examples=30, deadline=None)
