@@ -23,7 +23,9 @@ def compiler():
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_recorded_winners_compile_with_strides(compiler, run):
+def test_recorded_winners_compile_with_strides(compiler, run, request):
+    if run != RUNS[0] and not request.config.option.thorough:
+        pytest.skip("takes six seconds: --thorough")
     found = [w for w in winners_of(RESULTS / run, FAMILIES) if w.kernel == FAMILY]
     assert found
     asked = [
