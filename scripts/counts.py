@@ -454,8 +454,8 @@ def _is_own(row: Row, own: Mapping[str, Any], name: str) -> bool:
 def steps(rows: Sequence[Row], own: Mapping[str, Any]) -> list[dict[str, Any]]:
     """From the authors' settings to the winner, one setting at a time, the most helpful next.
 
-    Of several settings to begin with, the one from which more is recorded. Ends early where no row
-    of a next step is recorded. The first item is the start, and has no name.
+    If there are several settings to begin with, it takes the one from which more is recorded. Ends
+    early where no row of a next step is recorded. The first item is the start, and has no name.
     """
     best = rows[0].config
     recorded = {tuple(row.config[name] for name in own): row for row in rows}

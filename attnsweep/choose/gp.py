@@ -37,12 +37,12 @@ BATCH = 16
 LEAST = 4
 # A space of no more candidates is tried whole: a host compiles it in a few seconds.
 FEW = 48
-# The search goes on while some candidate is expected to lower the best time by this share, or while
-# the best is younger than so many trials, twice as many without history.
+# The search goes on while some candidate is expected to lower the best time by EXPECTED, a share of
+# it, or while the best was found within the last PATIENCE trials (twice as many without history).
 EXPECTED = 0.0005
 PATIENCE = 20
-# At most so many candidates of a space are compared with each other, and so many rows of history.
-# Matrices of their squares take 32 MB and 3 MB.
+# The most candidates of a space, and the most rows of history, that the model compares with each
+# other: its square matrices then take 32 MB and 3 MB.
 POOL = 2048
 HISTORY_ROWS = 640
 

@@ -18,7 +18,7 @@ from attnsweep.problem import Problem
 from attnsweep.trial import OURS, Trial, Value
 
 FILE = Path(__file__).with_name("history.json.gz")
-# Rows of a problem that are kept: so many of the fastest, and at most as many of the others.
+# Rows kept of each problem: the ROWS fastest, and at most ROWS of the others.
 ROWS = 24
 
 

@@ -54,7 +54,9 @@ def show(ctx: typer.Context, json_: JsonOption = False) -> None:
 def prune(
     days: Annotated[
         float | None,
-        typer.Option("--days", min=0.0, help="Remove code that was not used for so many days."),
+        typer.Option(
+            "--days", min=0.0, help="Remove code that has not been used for this many days."
+        ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Remove all of it.")] = False,
     json_: JsonOption = False,

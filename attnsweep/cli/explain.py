@@ -61,8 +61,8 @@ def explain(
 
     Shows its time next to the winner's, the next ones' and the fastest peer's, with stages,
     registers, shared memory and occupancy; what one parameter more or less would have been, or
-    which rule removes it; and the effect of every parameter by the run's own rows. Of several
-    candidates that fit CONFIG, the best ranked is explained.
+    which rule removes it; and the effect of every parameter by the run's own rows. If several
+    candidates fit CONFIG, the best ranked is explained.
     """
     from attnsweep.family.declare import discover
     from attnsweep.store.run import latest_run, open_run

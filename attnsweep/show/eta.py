@@ -49,7 +49,7 @@ class _Rate:
         self._events = 0
 
     def passed(self, seconds: float, events: float) -> None:
-        """So many events happened in so many seconds."""
+        """Note that `events` happened in the last `seconds`."""
         keep = math.exp(-seconds / _MEMORY_S)
         self._count = self._count * keep + events
         # The integral of the memory over these seconds, so that a steady rate is met exactly.
@@ -57,7 +57,10 @@ class _Rate:
         self._events += int(events)
 
     def seconds_for(self, events: float, waiting_s: float = 0.0) -> float | None:
-        """Seconds for so many more; None before the rate is known. waiting_s: since the last."""
+        """Seconds that `events` more will take; None before the rate is known.
+
+        waiting_s: seconds since the last one.
+        """
         if events <= 0:
             return 0.0
         if self._events < _FEW or not self._count:
@@ -82,7 +85,7 @@ class Eta:
         self._looked = clock()
         self._compile_looked = self._looked
         self._done = self._kept = self._ready = 0
-        """Of the open problem: candidates done, how many of them were kept, candidates compiled."""
+        """Candidates of the open problem: done, kept from an earlier run, and compiled."""
         self._seen: set[object] = set()
         self._shares: list[float] = []
         """Share of its planned candidates that each closed problem tried."""
