@@ -25,11 +25,18 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
     """Write the runs to `out` as one run, and return it. note: told what the run still lacks.
 
     Raises StoreError if they do not belong together: other specs, GPUs, protocols or versions, or a
-    problem that two of them have measured; and if `out` has rows already.
+    problem that two of them have measured; if rows of one are damaged; if `out` has rows already.
     """
     if trials_of(out).is_file():
         hint = "choose another place with --out, or remove it"
         raise StoreError("a run is there already", where=str(out), hint=hint)
+    for run in runs:
+        if run.warnings:  # the whole run would look sound without the rows that are lost
+            raise StoreError(
+                f"rows of it are damaged: {run.warnings[0]}",
+                where=str(run.directory),
+                hint="run the same command again there: it measures what is lost",
+            )
     spec = _one_spec(runs)
     environment = _one_environment(runs)
     measured: dict[Problem, Run] = {}

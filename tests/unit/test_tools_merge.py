@@ -162,3 +162,12 @@ def test_a_replay_in_parts_is_the_replay(tmp_path):
     assert {t.key: t for t in whole.trials} == {t.key: t for t in once.trials}
     assert (whole.spec_text, whole.spaces) == (once.spec_text, once.spaces)
     assert json.loads(done.stdout)["problems"]
+
+
+def test_a_damaged_part_is_refused(tmp_path):
+    written(tmp_path / "a", OTHER)
+    with (tmp_path / "a/trials.jsonl").open("a") as file:
+        file.write('{"kernel": "na\n{}\n')
+    with pytest.raises(StoreError, match="rows of it are damaged"):
+        merge([open_run(tmp_path / "a")], tmp_path / "whole", print)
+    assert not (tmp_path / "whole").exists()
