@@ -11,7 +11,7 @@ from rich.text import Text
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import JsonOption, KernelsOption, app, examples, print_result
-from attnsweep.show.terminal import errors
+from attnsweep.show.terminal import counted, errors
 
 
 @app.command(
@@ -68,9 +68,11 @@ def export_(
         print_result([], data, True)
         return
     size = f"{done.nbytes / 2**20:.1f} MiB"
+    problems = counted(done.winners, "problem")
+    in_all = counted(done.kernels, "kernel")
     lines = [
         *(f"for {gpu}" for gpu in done.gpus),
-        f"{done.directory}: {done.winners} problems, {done.kernels} kernels, {size}",
+        f"{done.directory}: {problems}, {in_all}, {size}",
         f"pip install {done.directory}, then: import {done.name}",
     ]
     print_result([Text(line) for line in lines], None, False)
