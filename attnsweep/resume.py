@@ -116,7 +116,10 @@ def retire(store: Store, kernels: Mapping[str, Kernel], observer: Observer) -> N
 
 
 def measured_elsewhere(directory: Path, now: Environment) -> str | None:
-    """The GPU, driver and CUDA of an earlier run in `directory`, if they are not today's."""
+    """The GPU, driver and CUDA of an earlier run in `directory`, if they are not today's.
+
+    Another card of the same kind is another GPU: cards differ, and a problem's rows are compared.
+    """
     if not (directory / TRIALS).is_file() or not (directory / TRIALS).stat().st_size:
         return None
     try:
@@ -124,6 +127,10 @@ def measured_elsewhere(directory: Path, now: Environment) -> str | None:
     except StoreError:
         return None  # no rows to set aside
     today = (now.gpu, now.driver, now.cuda)
-    if before is None or (before.gpu, before.driver, before.cuda) == today:
+    if before is None:
         return None
-    return f"{before.gpu}, driver {before.driver}, CUDA {before.cuda}"
+    if (before.gpu, before.driver, before.cuda) != today:
+        return f"{before.gpu}, driver {before.driver}, CUDA {before.cuda}"
+    if None not in (before.uuid, now.uuid) and before.uuid != now.uuid:
+        return f"another {before.gpu}"
+    return None

@@ -16,6 +16,7 @@ from attnsweep.family.declare import Config, discover
 from attnsweep.hardware import arch_named
 from attnsweep.resume import Kept
 from attnsweep.spec.load import MeasureSpec, SearchSpec
+from attnsweep.store.run import Store
 from attnsweep.trial import Measurement, Status
 
 PROBLEM = numbered(0).problem
@@ -136,3 +137,20 @@ def test_a_problem_is_whole_with_all_rows_the_baselines_and_rounds(
         fingerprint = kept.fingerprint(build)
         rows.append(build.row(status=status, time_us=time_us, fingerprint=fingerprint))
     assert kept_of(rows=rows)[0].whole(PROBLEM, [build]) is whole
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        ({"uuid": "a"}, {"uuid": "a"}, None),
+        ({"uuid": "a"}, {"uuid": "b"}, f"another {TEST_GPU.gpu}"),
+        ({"uuid": None}, {"uuid": "b"}, None),  # recorded before rows named their card
+        ({"driver": "1.2"}, {}, f"{TEST_GPU.gpu}, driver 1.2, CUDA {TEST_GPU.cuda}"),
+    ],
+)
+def test_rows_of_another_card_are_set_aside(before, now, found, tmp_path):
+    with Store.open(tmp_path / "run") as store:
+        store.describe("name: x\n", TEST_GPU.model_copy(update=before))
+        store.append(numbered(0))
+    today = TEST_GPU.model_copy(update=now)
+    assert resume.measured_elsewhere(tmp_path / "run", today) == found
