@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -36,6 +37,9 @@ from attnsweep.trial import PROTOCOL, Accuracy, Environment, Status
 # On a slow disk, importing PyTorch and choosing a cuDNN plan take this long.
 START_TIMEOUT_S = 180.0
 
+# Linux ends a child (see `_die_with`) with the thread that started it, so one thread that lasts as
+# long as this process starts them all: whoever calls first may be a thread that soon ends.
+_starter = ThreadPoolExecutor(1, "start-gpu-process")
 
 BenchFactory = Callable[..., Any]
 
@@ -172,6 +176,8 @@ class Worker:
     def open(self, *args: Any, **options: Any) -> None:
         """See `Gpu`; takes the arguments of bench.Bench."""
         options |= self._options
+        if self._process is not None and not self._process.is_alive():
+            self._kill()  # it died between two calls: a new one opens the problem
         self._setup = [("open", args, options)]
         self._request("open", args, options, START_TIMEOUT_S)
 
@@ -275,7 +281,7 @@ class Worker:
             name="attnsweep-gpu",
             daemon=True,
         )
-        self._process.start()
+        _starter.submit(self._process.start).result()
         theirs.close()
         self._pipe = ours
         return ours
@@ -397,7 +403,7 @@ def _where(error: BaseException) -> str:
 
 
 def _die_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent dies, even in the middle of a hung kernel."""
+    """Have Linux kill this process when its parent's thread ends, even amid a hung kernel."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)

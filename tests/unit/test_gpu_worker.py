@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import fake_bench
 import pytest
@@ -43,6 +45,22 @@ def test_a_lost_process_is_replaced_with_its_state(worker, method, status, words
     assert after != before
     assert (problem, admitted) == ("problem", ["a"])
     assert worker.restarts == 1
+
+
+def test_the_process_outlives_the_thread_that_started_it():
+    with Worker(timeout_s=1.0, bench=FakeBench) as worker, ThreadPoolExecutor(1) as aside:
+        aside.submit(worker.open, "problem").result()
+        started, _, _ = worker.call("state")
+        aside.shutdown()
+        time.sleep(0.2)
+        assert worker.call("state")[0] == started
+
+
+def test_a_process_that_died_between_calls_is_replaced(worker):
+    os.kill(worker.call("state")[0], signal.SIGKILL)
+    time.sleep(0.2)
+    worker.open("another")
+    assert worker.call("state")[1] == "another"
 
 
 def test_an_ordinary_refusal_keeps_the_process(worker):
