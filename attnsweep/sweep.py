@@ -150,8 +150,13 @@ class Sweep:
         if not queue.builds:
             return  # every candidate and every round is measured
         try:
-            replay_us, seed = self._spec.measure.replay_us, self._input_seed
-            self._gpu.open(queue.problem, replay_us=replay_us, seed=seed, then=then)
+            self._gpu.open(
+                queue.problem,
+                replay_us=self._spec.measure.replay_us,
+                seed=self._input_seed,
+                then=then,
+                baselines=self._spec.baselines,
+            )
         except WorkerError as error:
             self._unopened(queue.builds, error)
             return

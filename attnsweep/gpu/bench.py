@@ -87,6 +87,7 @@ class Bench:
         replay_us: float,
         seed: int,
         then: Problem | None = None,
+        baselines: Sequence[str] = (),
         cache_dir: Path | None = None,
     ) -> None:
         self.session = Session()
@@ -100,6 +101,7 @@ class Bench:
         self._l2_filler: Buffer | None = None
         self._launch_times: dict[str, float] = {}
         self._launched = 0
+        peers.compile_ahead(baselines, problem)
 
     # -- checking ---------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -299,10 +300,39 @@ def _triton(torch: Any, problem: Problem, session: Session) -> list[Way]:
 
         return Way(forward)
 
+    begun = _begun.pop(problem, None)
+    if begun is None:
+        _compile_triton(torch, problem)
+    else:
+        begun.result()
+    return [way(config) for config in triton_flash.CONFIGS]
+
+
+def _compile_triton(torch: Any, problem: Problem) -> None:
+    from attnsweep.gpu import triton_flash
+
     dtype = getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[problem.dtype])
     shapes = problem.shape_of("q"), problem.shape_of("k")
     triton_flash.compile_all(dtype, *shapes, causal=problem.causal)
-    return [way(config) for config in triton_flash.CONFIGS]
+
+
+_ahead = ThreadPoolExecutor(1, "peers")
+_begun: dict[Problem, Future[None]] = {}
+
+
+def compile_ahead(names: Collection[str], problem: Problem) -> None:
+    """Begin in a thread what these peers will compile for a problem, while others are checked.
+
+    `prepare` waits for it. What fails here fails there again, and says so.
+    """
+    _begun.clear()
+    if "triton_flash" in names and problem.dtype in ("fp16", "bf16"):
+        _begun[problem] = _ahead.submit(_compile_quietly, problem)
+
+
+def _compile_quietly(problem: Problem) -> None:
+    with contextlib.suppress(Exception):
+        _compile_triton(_import_torch(), problem)
 
 
 def _cudnn(torch: Any, problem: Problem, session: Session) -> list[Way]:

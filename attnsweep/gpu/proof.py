@@ -236,8 +236,10 @@ class Proof:
             proven.call.enqueue()
             self._look(proven, 0)
 
+        # A few calls are issued in less time than a graph of them is captured, and timed once.
+        few = most <= _ISSUED
         with self._session.stream:
-            each_us = min(self._session.time_us(once) for _ in range(2))
+            each_us = min(self._session.time_us(once) for _ in range(1 if few else 2))
         slots = max(1, min(most // 2, Judge.SLOTS // 4, int(longest_us / 2 / max(1.0, each_us))))
 
         def issue() -> None:
@@ -245,9 +247,8 @@ class Proof:
                 proven.call.enqueue()
                 self._look(proven, slot)
 
-        # A few calls are issued in less time than a graph of them is captured.
         replay = issue
-        if most > _ISSUED:
+        if not few:
             replay = proven.call.capture(slots, after=lambda slot: self._look(proven, slot))
         done, spent_us = 0, 0.0
         while done < most and (done < 2 * slots or spent_us < longest_us):

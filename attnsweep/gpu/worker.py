@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -85,11 +85,17 @@ class Gpu(Protocol):
         """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA."""
 
     def open(
-        self, problem: Problem, *, replay_us: float, seed: int, then: Problem | None = None
+        self,
+        problem: Problem,
+        *,
+        replay_us: float,
+        seed: int,
+        then: Problem | None = None,
+        baselines: Sequence[str] = (),
     ) -> None:
         """Open a problem: inputs from `seed`, replays of about `replay_us`. Close the last one.
 
-        then: the problem that will be opened next, which can be prepared meanwhile.
+        then: opened next. baselines: asked for later. Both can be prepared meanwhile.
         """
 
     def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:

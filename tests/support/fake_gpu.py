@@ -5,7 +5,7 @@ A test says what entries take, and which calls fail; a test of statistics overri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from samples import TEST_GPU
@@ -74,7 +74,13 @@ class FakeGpu:
         return self.environment
 
     def open(
-        self, problem: Problem, *, replay_us: float, seed: int, then: Problem | None = None
+        self,
+        problem: Problem,
+        *,
+        replay_us: float,
+        seed: int,
+        then: Problem | None = None,
+        baselines: Sequence[str] = (),
     ) -> None:
         self.heard("open", problem.label)
 
