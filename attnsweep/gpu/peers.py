@@ -14,12 +14,12 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.files import install_command
+from attnsweep.gpu.ahead import Ahead
 from attnsweep.problem import DTYPE_BYTES, Problem
 from attnsweep.spec.model import OTHER_FORMATS
 
@@ -300,11 +300,8 @@ def _triton(torch: Any, problem: Problem, session: Session) -> list[Way]:
 
         return Way(forward)
 
-    begun = _begun.pop(problem, None)
-    if begun is None:
-        _compile_triton(torch, problem)
-    else:
-        begun.result()
+    _ahead.wait(problem)
+    _compile_triton(torch, problem)
     return [way(config) for config in triton_flash.CONFIGS]
 
 
@@ -316,23 +313,18 @@ def _compile_triton(torch: Any, problem: Problem) -> None:
     triton_flash.compile_all(dtype, *shapes, causal=problem.causal)
 
 
-_ahead = ThreadPoolExecutor(1, "peers")
-_begun: dict[Problem, Future[None]] = {}
+def compile_triton(problem: Problem) -> None:
+    """Compile all configs of `triton_flash` for a problem, into Triton's cache."""
+    _compile_triton(_import_torch(), problem)
+
+
+_ahead = Ahead()
 
 
 def compile_ahead(names: Collection[str], problem: Problem) -> None:
-    """Begin in a thread what these peers will compile for a problem, while others are checked.
-
-    `prepare` waits for it. What fails here fails there again, and says so.
-    """
-    _begun.clear()
-    if "triton_flash" in names and problem.dtype in ("fp16", "bf16"):
-        _begun[problem] = _ahead.submit(_compile_quietly, problem)
-
-
-def _compile_quietly(problem: Problem) -> None:
-    with contextlib.suppress(Exception):
-        _compile_triton(_import_torch(), problem)
+    """Begin to compile what these peers will need; `prepare` waits for it."""
+    if "triton_flash" in names and problem.dtype in ("fp16", "bf16") and _importable("triton"):
+        _ahead.begin(problem)
 
 
 def _cudnn(torch: Any, problem: Problem, session: Session) -> list[Way]:

@@ -505,26 +505,6 @@ def test_triton_is_tuned_for_the_very_problem_over_24_configs_and_more(torch, tr
         assert (constants["HEAD_DIM"], constants["BLOCK_D"]) == (96, 128)
 
 
-def test_triton_compiles_while_candidates_are_checked_and_only_once(torch, triton, monkeypatch):
-    """Begun with the problem, it took 10 s of the first problem of a sweep otherwise."""
-    monkeypatch.setattr(peers, "_import_torch", lambda: torch)
-    problem = Problem(3, 8, 2, 100, 128, 96, "bf16", True)
-    peers.compile_ahead(["triton_flash"], problem)
-    ways = WAYS["triton_flash"](torch, problem, Session([0.0]))
-    assert len(triton._forward.warmed) == len(ways)
-    other = Problem(1, 8, 2, 100, 128, 96, "bf16", True)
-    WAYS["triton_flash"](torch, other, Session([0.0]))  # not announced: compiled then
-    assert len(triton._forward.warmed) == 2 * len(ways)
-
-
-def test_nothing_is_compiled_ahead_for_peers_that_are_not_asked_for(torch, triton, monkeypatch):
-    monkeypatch.setattr(peers, "_import_torch", lambda: torch)
-    problem = Problem(3, 8, 2, 100, 128, 96, "fp32", True)
-    peers.compile_ahead(["triton_flash", "cudnn"], problem)  # Triton's has no fp32
-    peers.compile_ahead(["cudnn"], problem)
-    assert triton._forward.warmed == []
-
-
 def test_an_older_triton_compiles_at_the_first_call(torch, triton, monkeypatch):
     monkeypatch.delattr(sys.modules["triton"], "AsyncCompileMode")
     triton.compile_all("float16", (1, 2, 64, 64), (1, 2, 64, 64), causal=False)

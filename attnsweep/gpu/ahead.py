@@ -1,0 +1,96 @@
+"""A process beside compiles Triton's configs while the open problem's candidates are checked.
+
+It needs the GPU process's Python otherwise: in a thread of it, candidates took twice as long to be
+proved (H100, 646 candidates), and after them it is what a user waits for (10 s of the first
+problem). Compiled code reaches the GPU process through Triton's own cache on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+
+from attnsweep.problem import Problem
+
+# Longer than all configs take on one core.
+_LONGEST_S = 60.0
+
+
+class Ahead:
+    """The process; it starts with the first problem that wants it, and ends with this one."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._pool = ThreadPoolExecutor(1, "ahead")
+        self._answers: dict[Problem, Future[bool]] = {}
+
+    def begin(self, problem: Problem) -> None:
+        """Have a problem's configs compiled. Whatever fails here fails in `wait`'s caller again."""
+        self._answers.clear()
+        with contextlib.suppress(OSError):
+            if self._process is None or self._process.poll() is not None:
+                self.close()
+                self._process = subprocess.Popen(
+                    _command(),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                )
+            process = self._process
+            line = _line_of(problem)
+            assert process.stdin is not None
+            process.stdin.write(line)
+            process.stdin.flush()
+            self._answers[problem] = self._pool.submit(_answered, process, line)
+
+    def wait(self, problem: Problem) -> bool:
+        """Whether the process has compiled a problem's configs; waits for it."""
+        answer = self._answers.pop(problem, None)
+        if answer is None:
+            return False
+        try:
+            return answer.result(_LONGEST_S)
+        except TimeoutError:
+            self.close()
+            return False
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is None:
+            return
+        with contextlib.suppress(OSError), self._process as process:  # waits, and closes the pipes
+            process.kill()
+        self._process = None
+
+
+def _line_of(problem: Problem) -> str:
+    return json.dumps(asdict(problem)) + "\n"
+
+
+def _command() -> list[str]:
+    return [sys.executable, "-m", __name__]
+
+
+def _answered(process: subprocess.Popen[str], line: str) -> bool:
+    """Whether the process says a problem's line again, which it does when all are compiled."""
+    assert process.stdout is not None
+    return any(said == line for said in process.stdout)
+
+
+def _serve() -> None:
+    from attnsweep.gpu.peers import compile_triton
+
+    for line in sys.stdin:
+        with contextlib.suppress(Exception):
+            compile_triton(Problem(**json.loads(line)))
+        sys.stdout.write(line)
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve()
