@@ -32,7 +32,10 @@ from attnsweep.use.compiled import FAMILY, Compiling, compile_for_models, shape_
 from attnsweep.use.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
 
 _RUNTIME = Path(__file__).parent / "runtime"
-MODULES = ("dispatch.py", "driver.py", "launch.py", "operator.py", "registered.py", "table.py")
+MODULES = (
+    *("dispatch.py", "driver.py", "launch.py", "models.py", "operator.py", "registered.py"),
+    *("routing.py", "table.py"),
+)
 """The runtime's files that a package has under the same name; package.py is its __init__.py."""
 # Providers of PyTorch's own attention: what a call gets without a package.
 _SDPA = "torch_"

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import json
+import shutil
+import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+from attnsweep.use import package
 from attnsweep.use.runtime.table import (
     CUBINS,
+    FORMAT,
+    TABLE,
     Code,
     Gpu,
     GpuKey,
@@ -95,3 +103,39 @@ def table(directory: Path, *winners: Winner) -> Table:
     """A table for an H100 whose kernels have cubins on the disk."""
     known = gpu(*(replace(w, kernel=with_code(w.kernel, directory)) for w in winners))
     return Table(directory, "0.0", "0" * 64, {H100: known})
+
+
+def written(place: Path, name: str, *winners: Winner) -> Path:
+    """A package on the disk, as `attnsweep export` writes it, with cubins of a few bytes."""
+    directory = place / name
+    directory.mkdir(parents=True)
+    runtime = Path(package.__file__).parent / "runtime"
+    for module in package.MODULES:
+        shutil.copy(runtime / module, directory / module)
+    shutil.copy(runtime / "package.py", directory / "__init__.py")
+    made = table(directory, *winners).gpus[H100]
+    kernels = [asdict(winner.kernel) for winner in made.winners]
+    rows = [
+        asdict(winner) | {"shape": winner.shape._asdict(), "kernel": number}
+        for number, winner in enumerate(made.winners)
+    ]
+    known = {"names": made.names, "guard": asdict(made.guard), "winners": rows}
+    raw = {"format": FORMAT, "attnsweep": "0.0", "kernels": kernels}
+    (directory / TABLE).write_text(json.dumps(raw | {"gpus": [H100._asdict() | known]}))
+    return directory
+
+
+def imported(place: Path, name: str, driver: Any, *winners: Winner) -> Any:
+    """A package as a program imports it, for tensors of the CPU and this driver."""
+    directory = written(place, name, *winners)
+    sys.path.insert(0, str(place))
+    try:
+        module: Any = importlib.import_module(name)
+    finally:
+        sys.path.remove(str(place))
+    operators = importlib.import_module(f"{name}.operator")
+    made = operators.Operator(module._operator.table, f"{name}_cpu", driver, devices=("cpu",))
+    made._gpus[0] = next(iter(made.table.gpus.values()))
+    module._operator = made
+    assert Path(module.__file__).parent == directory
+    return module

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import logging
-import math
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from attending import Kernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
 from packages import H100, PLAIN, SPLIT, shape, table, winner  # noqa: E402
 
@@ -26,35 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NUMBERS = itertools.count()
 
 
-def at(tensor_map):
-    """The tensor that a map describes: (batch, heads, seqlen, head_dim), in bf16."""
-    sizes, strides = tensor_map["dims"][::-1], (*tensor_map["strides"][::-1], 2)
-    extent = 2 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-    memory = (ctypes.c_uint8 * extent).from_address(tensor_map["pointer"])
-    view = np.ndarray(sizes, np.int16, memory, strides=strides)
-    return torch.from_numpy(view).view(torch.bfloat16)
-
-
-def computes(launch):
-    """What the forward kernel of a launch computes."""
-    q, k, v, o = map(at, launch["values"][:4])
-    lse, _, heads, group, _, seqlen_q, seqlen_k, factor, per_batch = launch["values"][4:13]
-    assert (heads, per_batch) == (q.shape[0] * q.shape[1], q.shape[1])
-    assert (seqlen_q, seqlen_k) == (q.shape[2], k.shape[2])
-    k, v = (each.float().repeat_interleave(group, 1) for each in (k, v))
-    scores = q.float() @ k.mT * (factor / math.log2(math.e))
-    if computes.causal:
-        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
-    o.copy_(torch.softmax(scores, -1) @ v)
-    if lse:
-        memory = (ctypes.c_float * (heads * seqlen_q)).from_address(lse)
-        np.ndarray((heads * seqlen_q,), np.float32, memory)[:] = scores.logsumexp(-1).ravel()
-
-
 @pytest.fixture
 def driver():
-    computes.causal = False
-    return FakeDriver(computes)
+    return FakeDriver(Kernel())
 
 
 @pytest.fixture
@@ -97,7 +69,7 @@ def test_layouts_without_copies(operator, driver, layout, heads_kv):
 
 
 def test_causal_scale_and_the_alias(operator, driver):
-    computes.causal = True
+    driver.on_launch.causal = True
     q, k, v = tensors()
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
     assert close(operator.attention(q, k, v, causal=True, scale=0.3), expected)
@@ -242,14 +214,16 @@ def test_caches_stay_bounded(operator, driver, monkeypatch):
 
 
 def test_gradients_by_pytorchs_backward(operator, driver):
-    computes.causal = True
+    driver.on_launch.causal = True
     seen = {}
 
     def backward(grad, q, k, v, out, lse, _a, _b, max_q, max_k, dropout, causal, *_, scale=None):
         seen.update(lse=lse, causal=causal, scale=scale, lengths=(max_q, max_k), dropout=dropout)
         q, k, v, out, grad = (t.double() for t in (q, k, v, out, grad))
         scores = q @ k.mT * scale
-        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
+        scores = scores.masked_fill(
+            ~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf")
+        )
         p = torch.exp(scores - lse.double()[..., None])
         dv = p.mT @ grad
         dp = grad @ v.mT

@@ -68,15 +68,21 @@ def test_a_package_holds_cubins_a_table_and_the_runtime(exported):
 
 
 def test_the_runtime_imports_nothing_but_torch_and_the_driver():
+    """And transformers in the one function that a user of it calls."""
     runtime = Path(package.__file__).parent / "runtime"
-    outside = set()
+    outside, at_once = set(), set()
     for path in runtime.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            names = []
             if isinstance(node, ast.Import):
-                outside |= {alias.name.split(".")[0] for alias in node.names}
+                names = [alias.name.split(".")[0] for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                outside.add(str(node.module).split(".")[0])
-    assert outside - set(sys.stdlib_module_names) == {"torch", "cuda"}
+                names = [str(node.module).split(".")[0]]
+            outside |= set(names)
+            at_once |= set(names) if node in tree.body else set()
+    assert outside - set(sys.stdlib_module_names) == {"torch", "cuda", "transformers"}
+    assert at_once - set(sys.stdlib_module_names) == {"torch"}
 
 
 def test_every_gpu_of_the_runs_is_in_the_table(exported):
@@ -359,7 +365,7 @@ assert my_attention.explain(q, q, q).code == "device"
 assert my_attention.counters() == {"device": 1}
 assert copy.deepcopy(my_attention.attention) is my_attention.attention
 assert pickle.loads(pickle.dumps(my_attention.attention)) is my_attention.attention
-assert not {"attnsweep", "cupy"} & set(sys.modules)
+assert not {"attnsweep", "cupy", "transformers"} & set(sys.modules)
 """
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd=done.directory, capture_output=True, text=True

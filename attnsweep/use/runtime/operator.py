@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from .dispatch import Choice, choose
 from .driver import Device, DriverError, Form, Ready, Tensor, cuda_driver, unmapped
 from .launch import Call, calls, workspaces
 from .registered import register, with_contiguous_head_dim
+from .routing import sdpa as _sdpa
 from .table import Code, Gpu, GpuKey, PackageError, Shape, Table
 
-# As it is now, so that a package that replaces it later does not call itself.
-_sdpa = F.scaled_dot_product_attention
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Entries of a cache: more are met only by calls whose shapes or addresses keep changing, and then
 # the cache starts anew, so that it never grows.

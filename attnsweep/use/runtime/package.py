@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from . import models
 from .operator import Explanation, open_package
+from .routing import Routing, Switched, flash_allowed, sdpa
 from .table import PackageError
 
 _operator = open_package(Path(__file__).parent, __name__)
@@ -48,4 +50,66 @@ def counters() -> dict[str, int]:
     return _operator.counters()
 
 
-__all__ = ["Explanation", "PackageError", "attention", "counters", "explain"]
+def _routed(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`attention` while the package is enabled, and otherwise PyTorch's own.
+
+    PyTorch's also where torch.nn.attention.sdpa_kernel asks for other backends than flash.
+    """
+    masks = (attn_mask, dropout_p, is_causal)
+    if _routing.on and flash_allowed():
+        return _operator.attention(query, key, value, *masks, scale, enable_gqa)
+    return sdpa(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
+
+
+_routing = Routing(_routed)
+
+
+def enable() -> Switched:
+    """Send calls of torch.nn.functional.scaled_dot_product_attention to `attention`.
+
+    For all threads, until `disable`; in a `with` statement until its end. Calls may be nested, and
+    each is undone on its own. Modules that imported the function by its name are served as well.
+    Raises PackageError if another package is enabled.
+    """
+    return _routing.enable()
+
+
+def disable() -> Switched:
+    """Undo every `enable`; in a `with` statement until its end."""
+    return _routing.disable()
+
+
+def is_enabled() -> bool:
+    """Whether `attention` stands in the place of PyTorch's."""
+    return _routing.on
+
+
+def register(name: str = __name__) -> str:
+    """Make `attention` an attention implementation of transformers; returns its name.
+
+    After it `model.set_attn_implementation(name)` or `attn_implementation=name` chooses it. Raises
+    PackageError if the name means something else there, ImportError without transformers.
+    """
+    return models.register(name, attention)
+
+
+__all__ = [
+    "Explanation",
+    "PackageError",
+    "attention",
+    "counters",
+    "disable",
+    "enable",
+    "explain",
+    "is_enabled",
+    "register",
+]

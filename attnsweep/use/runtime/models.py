@@ -1,0 +1,96 @@
+"""A package as an attention implementation of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .table import PackageError
+
+# What changes the result and a kernel does not compute.
+_UNKNOWN = ("softcap", "s_aux")
+# What transformers' own function for PyTorch's attention computes.
+_OTHERS = ("position_bias", "cache")
+
+
+def register(name: str, attention: Callable[..., Any]) -> str:
+    """Add `attention` to transformers' AttentionInterface under a name, which is returned.
+
+    Masks are those of `sdpa`: a causal model without padding gets none. Raises
+    PackageError for a name that transformers reads otherwise, ImportError without transformers.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    known = AttentionInterface().get(name)
+    ours = getattr(known, "attention", None) is attention
+    if "flash" in name or "/" in name or "|" in name or name == "eager" or (known and not ours):
+        raise PackageError(
+            f"{name!r} means something else to transformers; give another name, "
+            'like register("tuned")'
+        )
+    if not ours:
+        AttentionMaskInterface.register(name, _masks(AttentionMaskInterface()["sdpa"]))
+        AttentionInterface.register(name, _implementation(attention, AttentionInterface()["sdpa"]))
+    return name
+
+
+def _masks(sdpa: Callable[..., Any]) -> Callable[..., Any]:
+    """Masks for an attention that knows is_causal. sdpa: transformers' own.
+
+    That one gives compiled code a causal mask where eager code gets none, with PyTorch before 2.14:
+    it takes compiling for exporting.
+    """
+
+    def mask(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling() and options.get("allow_is_causal_skip"):
+            hides = [options.get(name) is not None for name in ("attention_mask", "local_size")]
+            seqlen_q, seqlen_k = options.get("q_length"), options.get("kv_length")
+            if not any(hides) and seqlen_q is not None and seqlen_q == seqlen_k:
+                return None
+        return sdpa(*args, **options)
+
+    return mask
+
+
+def _implementation(attention: Callable[..., Any], sdpa: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function as transformers' models call it. sdpa: transformers' own."""
+
+    def forward(
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> tuple[Any, None]:
+        for option in _UNKNOWN:
+            if options.get(option) is not None:
+                raise ValueError(
+                    f"this model's attention has {option}, which scaled_dot_product_attention "
+                    'does not have; use attn_implementation="eager"'
+                )
+        others = any(options.get(name) is not None for name in _OTHERS)
+        others = others or bool(options.get("output_attentions"))
+        head_dims_differ = key.shape[-1] != value.shape[-1] or key.shape[-1] > 256
+        if attention_mask is not None or dropout != 0.0 or others or head_dims_differ:
+            given = (module, query, key, value, attention_mask)
+            return sdpa(  # type: ignore[no-any-return]
+                *given, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
+            )
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        seqlen_q = query.shape[2]
+        causal = bool(seqlen_q > 1 and is_causal)  # a lone query sees all keys
+        if causal and key.shape[2] > seqlen_q:  # an empty static cache: later keys are no one's
+            key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
+        grouped = query.shape[1] != key.shape[1]
+        out = attention(query, key, value, is_causal=causal, scale=scaling, enable_gqa=grouped)
+        return out.transpose(1, 2).contiguous(), None
+
+    forward.attention = attention  # type: ignore[attr-defined]
+    return forward

@@ -1,0 +1,109 @@
+"""Whether torch.nn.functional.scaled_dot_product_attention is PyTorch's own or a package's."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .table import PackageError
+
+NAME = "scaled_dot_product_attention"
+_PLACE = "torch.nn.functional"
+sdpa = torch._C._nn.scaled_dot_product_attention
+"""PyTorch's own attention, also while a package stands in its place."""
+
+
+class Switched:
+    """What `enable` and `disable` return: at the end of a `with` statement the call is undone."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo = undo
+
+    def __enter__(self) -> None:
+        """Nothing: the call itself has switched."""
+
+    def __exit__(self, *error: object) -> None:
+        """Undo the call, unless a later one has already."""
+        self._undo()
+
+
+class Routing:
+    """Puts `routed` in the place of PyTorch's attention, for the whole process, and takes it out.
+
+    routed: what it is replaced with; asks `on`, since a module may have kept it. Each `enable` that
+    is not undone keeps it in place; `disable` takes it out however many there are.
+    """
+
+    def __init__(self, routed: Callable[..., Any]) -> None:
+        self.on = False
+        self._routed = routed
+        self._lock = threading.Lock()
+        self._enabled = 0
+        self._since = object()  # of the last `disable`
+
+    def enable(self) -> Switched:
+        """Route. Raises PackageError if something else already stands in PyTorch's place."""
+        with self._lock:
+            self._put()
+            self._enabled += 1
+            since = self._since
+        return Switched(lambda: self._undo_enable(since))
+
+    def disable(self) -> Switched:
+        """Take the package out, whoever has put it there."""
+        with self._lock:
+            before = self._enabled, self._since
+            self._since = since = object()
+            self._take_out()
+        return Switched(lambda: self._undo_disable(since, *before))
+
+    def _undo_enable(self, since: object) -> None:
+        with self._lock:
+            if self._since is since and self._enabled:
+                self._enabled -= 1
+                if not self._enabled:
+                    self._take_out()
+
+    def _undo_disable(self, since: object, enabled: int, before: object) -> None:
+        with self._lock:
+            if self._since is since and enabled:
+                self._put()
+                self._enabled, self._since = self._enabled + enabled, before
+
+    def _put(self) -> None:
+        found = getattr(sys.modules[_PLACE], NAME)
+        if found is not self._routed:
+            if found is not sdpa:
+                by = f"{getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', found)}"
+                raise PackageError(
+                    f"{_PLACE}.{NAME} is already replaced, by {by}; disable that first, or export "
+                    "the runs of both as one package"
+                )
+            for module in _holders(sdpa):
+                setattr(module, NAME, self._routed)
+        self.on = True
+
+    def _take_out(self) -> None:
+        self.on, self._enabled = False, 0
+        for module in _holders(self._routed):
+            setattr(module, NAME, sdpa)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def flash_allowed() -> bool:
+    """Whether torch.nn.attention.sdpa_kernel leaves flash attention; a compiler asks once."""
+    return bool(torch._C._get_flash_sdp_enabled())
+
+
+def _holders(function: Callable[..., Any]) -> Iterator[ModuleType]:
+    """Modules that have the function under its own name: imported so, or torch.nn.functional."""
+    for path, module in list(sys.modules.items()):
+        if path.startswith("torch.") and path != _PLACE:
+            continue
+        if isinstance(module, ModuleType) and vars(module).get(NAME) is function:
+            yield module

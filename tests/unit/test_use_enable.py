@@ -1,0 +1,286 @@
+"""`enable`, `disable` and `register` of a package, with a fake driver in place of CUDA's."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from attending import Kernel  # noqa: E402
+from fake_driver import FakeDriver  # noqa: E402
+from packages import imported, shape, winner  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NUMBERS = itertools.count()
+SDPA = torch._C._nn.scaled_dot_product_attention
+
+
+@pytest.fixture
+def driver():
+    return FakeDriver(Kernel())
+
+
+@pytest.fixture
+def make(tmp_path, driver):
+    """Imports a package of a new name; afterwards PyTorch is as it was."""
+    made = []
+
+    def new(*winners):
+        name = f"package_{next(NUMBERS)}"
+        made.append(imported(tmp_path, name, driver, *(winners or (winner(shape()),))))
+        return made[-1]
+
+    yield new
+    for package in made:
+        package.disable()
+    for name in [n for n in sys.modules if n.startswith("package_")]:
+        del sys.modules[name]
+    assert F.scaled_dot_product_attention is SDPA
+
+
+@pytest.fixture
+def package(make):
+    return make()
+
+
+def tensors(seqlen=256, heads_kv=4):
+    torch.manual_seed(0)
+    made = [torch.randn(1, seqlen, n, 64).bfloat16() for n in (4, heads_kv, heads_kv)]
+    return tuple(t.transpose(1, 2) for t in made)
+
+
+def close(got, expected):
+    return torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
+
+
+def test_enabled_calls_are_the_packages(package, driver):
+    q, k, v = tensors()
+    assert not package.is_enabled()
+    package.enable()
+    assert package.is_enabled()
+    assert close(F.scaled_dot_product_attention(q, k, v), SDPA(q, k, v))
+    assert close(
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.2, dropout_p=0.0),
+        SDPA(q, k, v, scale=0.2),
+    )
+    assert package.counters() == {"kernel": 2}
+    package.disable()
+    assert F.scaled_dot_product_attention is SDPA
+    F.scaled_dot_product_attention(q, k, v)
+    assert (package.counters(), package.is_enabled()) == ({"kernel": 2}, False)
+
+
+def test_what_no_kernel_serves_is_pytorchs_without_recursion(package, driver):
+    q, k, v = tensors()
+    mask = torch.zeros(256, 256, dtype=torch.bfloat16)
+    with package.enable():
+        got = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        odd = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
+    assert torch.equal(got, SDPA(q, k, v, attn_mask=mask))
+    assert torch.equal(odd, SDPA(q.float(), k.float(), v.float()))
+    assert package.counters() == {"mask": 1, "dtype": 1}
+    assert driver.launches == []
+
+
+def test_statements_nest_and_undo_themselves_alone(package):
+    with package.enable():
+        with package.enable():
+            assert package.is_enabled()
+        assert package.is_enabled()
+        with package.disable():
+            assert F.scaled_dot_product_attention is SDPA
+            with package.enable():
+                assert package.is_enabled()
+            assert not package.is_enabled()
+        assert package.is_enabled()
+    assert not package.is_enabled()
+    with package.disable():
+        pass
+    assert not package.is_enabled()
+
+
+def test_a_plain_call_outlives_a_statement_and_disable_ends_all(package):
+    package.enable()
+    with package.enable():
+        pass
+    assert package.is_enabled()
+    outer = package.enable()
+    package.disable()
+    assert not package.is_enabled()
+    package.enable()
+    outer.__exit__(None, None, None)  # of a call that `disable` has undone
+    assert package.is_enabled()
+
+
+def test_an_error_in_a_statement_ends_it(package):
+    with pytest.raises(ZeroDivisionError), package.enable():
+        raise ZeroDivisionError
+    assert F.scaled_dot_product_attention is SDPA
+
+
+def test_statements_of_threads_overlap(package):
+    """The first to end does not end the other's."""
+    entered, may_end = threading.Event(), threading.Event()
+
+    def other():
+        with package.enable():
+            entered.set()
+            may_end.wait(10)
+
+    thread = threading.Thread(target=other)
+    with package.enable():
+        thread.start()
+        assert entered.wait(10)
+    assert package.is_enabled()
+    may_end.set()
+    thread.join()
+    assert not package.is_enabled()
+
+
+def test_many_threads_leave_pytorch_as_it_was(package):
+    def often():
+        for _ in range(200):
+            with package.enable(), package.disable():
+                pass
+            with package.enable():
+                assert F.scaled_dot_product_attention is not None
+
+    threads = [threading.Thread(target=often) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    package.disable()
+    assert F.scaled_dot_product_attention is SDPA
+
+
+def test_modules_that_imported_the_function_by_name(package):
+    q, k, v = tensors()
+    module = ModuleType("package_user")
+    code = "from torch.nn.functional import scaled_dot_product_attention"
+    exec(code, vars(module))
+    sys.modules["package_user"] = module
+    with package.enable():
+        module.scaled_dot_product_attention(q, k, v)
+        assert package.counters() == {"kernel": 1}
+        exec(code, vars(module))
+    assert module.scaled_dot_product_attention is SDPA
+    assert torch._C._nn.scaled_dot_product_attention is SDPA
+
+
+def test_what_kept_the_replacement_gets_pytorchs_after_the_end(package):
+    q, k, v = tensors()
+    with package.enable():
+        kept = F.scaled_dot_product_attention
+        model = SimpleNamespace(attend=kept)
+        assert copy.deepcopy(model).attend is kept
+        assert pickle.loads(pickle.dumps(kept)) is kept
+    assert torch.equal(kept(q, k, v), SDPA(q, k, v))
+    assert package.counters() == {}
+
+
+def test_two_packages_at_once_are_refused(make):
+    one, other = make(), make(winner(shape(), gain=0.9))
+    with one.enable():
+        with pytest.raises(other.PackageError, match=rf"already replaced, by {one.__name__}\."):
+            other.enable()
+        assert (one.is_enabled(), other.is_enabled()) == (True, False)
+        other.disable()
+        assert one.is_enabled(), "the other cannot take this one out"
+    with other.enable():
+        assert other.is_enabled()
+
+
+def test_a_package_imported_while_another_is_enabled_falls_back_to_pytorchs(make):
+    one = make()
+    q, k, v = (t.float() for t in tensors())
+    with one.enable():
+        other = make()
+        other.attention(q, k, v)
+    assert (one.counters(), other.counters()) == ({}, {"dtype": 1})
+
+
+def test_someone_elses_replacement_is_left_alone(package, monkeypatch):
+    def theirs(*args, **kwargs):
+        return SDPA(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", theirs)
+    with pytest.raises(package.PackageError, match="theirs"):
+        package.enable()
+    monkeypatch.undo()
+    with package.enable():
+        monkeypatch.setattr(F, "scaled_dot_product_attention", theirs)
+    assert F.scaled_dot_product_attention is theirs
+    monkeypatch.undo()
+    # What monkeypatch has put back was ours, and asks whether the package is enabled.
+    q, k, v = tensors()
+    F.scaled_dot_product_attention(q, k, v)
+    assert package.counters() == {}
+    package.enable()
+    package.disable()
+
+
+def test_a_backend_that_was_asked_for_is_kept(package):
+    q, k, v = tensors()
+    with package.enable():
+        with sdpa_kernel(SDPBackend.MATH):
+            got = F.scaled_dot_product_attention(q, k, v)
+            expected = SDPA(q, k, v)
+        assert torch.equal(got, expected)
+        assert package.counters() == {}
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            F.scaled_dot_product_attention(q, k, v)
+    assert package.counters() == {"kernel": 1}
+
+
+class Block(torch.nn.Module):
+    def forward(self, q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q * 1.0, k, v) + 1
+
+
+def test_a_compiled_model_is_one_graph(package, driver):
+    torch._dynamo.reset()
+    q, k, v = tensors()
+    expected = SDPA(q, k, v) + 1
+    with package.enable():
+        compiled = torch.compile(Block(), fullgraph=True, backend="aot_eager")
+        assert close(compiled(q, k, v), expected)
+        assert package.counters() == {"kernel": 1}
+        mask = torch.compile(
+            lambda m: F.scaled_dot_product_attention(q, k, v, m),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        mask(torch.zeros(256, 256, dtype=torch.bfloat16))
+    assert close(compiled(q, k, v), expected)
+    assert package.counters() == {"kernel": 1}, "compiled code follows disable"
+
+
+def test_a_model_compiled_before_follows_enable(package):
+    torch._dynamo.reset()
+    q, k, v = tensors()
+    compiled = torch.compile(Block(), fullgraph=True, backend="aot_eager")
+    compiled(q, k, v)
+    with package.enable():
+        compiled(q, k, v)
+    assert package.counters() == {"kernel": 1}
+
+
+def test_modules_of_pytorch_are_served(package):
+    """nn.MultiheadAttention calls the function in its own module."""
+    attention = torch.nn.MultiheadAttention(256, 4, batch_first=True, dtype=torch.bfloat16)
+    x = torch.randn(1, 256, 256).bfloat16()
+    with torch.no_grad():
+        attention.train()  # in eval mode it is one fused operator
+        expected, _ = attention(x, x, x, need_weights=False)
+        with package.enable():
+            got, _ = attention(x, x, x, need_weights=False)
+    assert close(got, expected)
+    assert package.counters() == {"kernel": 1}
