@@ -5,6 +5,7 @@ from .api import (
     compile_spec,
     counters,
     export,
+    exported_table,
     families,
     load_spec,
     open_run,
@@ -52,7 +53,16 @@ from .store.run import Run, find_runs, latest_run
 from .sweep import Outcome
 from .trial import Accuracy, Environment, Measurement, Resources, Status, Trial
 from .use.package import Exported
+from .use.runtime.table import PackageError
 from .use.shapes import shapes
+from .use.shipped import (
+    attention,
+    attention_counters,
+    disable,
+    enable,
+    explain_attention,
+    register_attention,
+)
 
 __version__: str
 __all__ = [
@@ -86,6 +96,7 @@ __all__ = [
     "NoGpuError",
     "Observer",
     "Outcome",
+    "PackageError",
     "Param",
     "Problem",
     "ProblemError",
@@ -107,6 +118,8 @@ __all__ = [
     "WorkerError",
     "app",
     "arch_named",
+    "attention",
+    "attention_counters",
     "binding",
     "bounds",
     "builds",
@@ -114,7 +127,11 @@ __all__ = [
     "compare_runs",
     "compile_spec",
     "counters",
+    "disable",
+    "enable",
+    "explain_attention",
     "export",
+    "exported_table",
     "families",
     "find_runs",
     "gp",
@@ -127,6 +144,7 @@ __all__ = [
     "ratio_interval",
     "rebuild",
     "recorded_history",
+    "register_attention",
     "report",
     "run",
     "schema",

@@ -286,6 +286,22 @@ def export(
     return write([Path(run) for run in runs], Path(out), known, name=name, guard=guard)
 
 
+def exported_table(
+    runs: Iterable[str | Path],
+    *,
+    kernels: Mapping[str, Kernel] | None = None,
+    guard: Guard | None = None,
+) -> dict[str, Any]:
+    """The table that `export` would write for these runs, without machine code or a compiler.
+
+    The `stages` of each kernel are empty. Raises StoreError if no winner can be exported.
+    """
+    from attnsweep.use.package import outline
+
+    known = families() if kernels is None else kernels
+    return outline([Path(run) for run in runs], known, guard=guard)
+
+
 def counters(run: Run) -> list[dict[str, Any]]:
     """The hardware counters that `attnsweep profile` stored in a run; empty if there are none."""
     from attnsweep.tools.profile import read

@@ -6,6 +6,7 @@ bytes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import keyword
 import re
@@ -18,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from attnsweep import __version__
-from attnsweep.build.nvrtc import Compiler
+from attnsweep.build.nvrtc import Compiler, source_closure
 from attnsweep.choose.base import common_rounds
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.choose.ranking import rank
@@ -26,9 +27,10 @@ from attnsweep.errors import SpecError, StoreError
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel
 from attnsweep.hardware import Arch, arch_named
+from attnsweep.problem import Problem
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import OURS, Environment, Trial
-from attnsweep.use.compiled import FAMILY, Compiling, compile_for_models, shape_of
+from attnsweep.use.compiled import FAMILY, compile_for_models, facts, shape_of
 from attnsweep.use.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
 
 _RUNTIME = Path(__file__).parent / "runtime"
@@ -97,6 +99,52 @@ def export(
     called = package_name(out, name)
     _check_free(out)
     family = families[FAMILY]
+    selected = _selected(directories, family)
+    kernels, files, notes = _compiled(selected.codes, family, compilers or {})
+    table = _table(selected, family, kernels, guard or Guard())
+    contents = _contents(called, _text(table), files)
+    _write(out, contents)
+    return Exported(
+        out,
+        called,
+        len(selected.winners),
+        len(kernels),
+        sum(map(len, contents.values())),
+        tuple(key.label for key in selected.names),
+        selected.left_out,
+        notes,
+    )
+
+
+def outline(
+    directories: Sequence[Path], families: Mapping[str, Kernel], *, guard: Guard | None = None
+) -> dict[str, Any]:
+    """The table that `export` would write, but for its machine code; needs no compiler.
+
+    The stages of each kernel are empty. Raises StoreError.
+    """
+    family = families[FAMILY]
+    selected, arch = _selected(directories, family), arch_named(family.min_arch)
+    kernels = [asdict(facts(family, *code, arch)) for code in selected.codes.values()]
+    made = json.loads(_text(_table(selected, family, kernels, guard or Guard())))
+    return dict(made)
+
+
+@dataclass(frozen=True)
+class _Selected:
+    """What a package takes of runs.
+
+    names: of the GPUs. codes: config and a problem of each machine code, by what tells it from
+    others, in the table's order.
+    """
+
+    winners: list[Chosen]
+    names: dict[GpuKey, list[str]]
+    codes: dict[tuple[object, ...], tuple[Config, Problem]]
+    left_out: list[str]
+
+
+def _selected(directories: Sequence[Path], family: Kernel) -> _Selected:
     left_out: list[str] = []
     names: dict[GpuKey, set[str]] = {}
     found: dict[tuple[object, ...], Chosen] = {}
@@ -114,42 +162,47 @@ def export(
             where=", ".join(map(str, directories)),
             hint="\n  ".join(left_out) or "run a spec with flash_fwd_wgmma and torch_* baselines",
         )
-    known = sorted({chosen.gpu for chosen in found.values()})
     winners = sorted(found.values(), key=lambda c: (c.gpu, shape_of(c.trial.problem)))
-    kernels, files, notes, numbers = _compiled(winners, family, compilers or {})
-    table = {
+    codes: dict[tuple[object, ...], tuple[Config, Problem]] = {}
+    for chosen in winners:
+        code = (_config(chosen.trial, family), chosen.trial.problem)
+        codes.setdefault(_code_key(chosen.trial), code)
+    known = {key: sorted(names[key]) for key in sorted({chosen.gpu for chosen in winners})}
+    in_order = {key: codes[key] for key in sorted(codes, key=repr)}
+    return _Selected(winners, known, in_order, left_out)
+
+
+def _table(
+    selected: _Selected, family: Kernel, kernels: list[dict[str, Any]], guard: Guard
+) -> dict[str, Any]:
+    """The table of a package. source: a digest of the text that its machine code is compiled of."""
+    numbers = {key: number for number, key in enumerate(selected.codes)}
+    source = hashlib.sha256(repr(sorted(source_closure(family.source).items())).encode())
+    return {
         "format": FORMAT,
         "attnsweep": __version__,
+        "source": source.hexdigest(),
         "kernels": kernels,
         "gpus": [
             {
                 "compute_capability": list(key.compute_capability),
                 "sm_count": key.sm_count,
                 "l2_bytes": key.l2_bytes,
-                "names": sorted(names[key]),
-                "guard": asdict(guard or Guard()),
+                "names": names,
+                "guard": asdict(guard),
                 "winners": [
                     _row(chosen, numbers[_code_key(chosen.trial)])
-                    for chosen in winners
+                    for chosen in selected.winners
                     if chosen.gpu == key
                 ],
             }
-            for key in known
+            for key, names in selected.names.items()
         ],
     }
-    text = json.dumps(table, indent=1, sort_keys=True) + "\n"
-    contents = _contents(called, text, files)
-    _write(out, contents)
-    return Exported(
-        out,
-        called,
-        len(winners),
-        len(kernels),
-        sum(map(len, contents.values())),
-        tuple(key.label for key in known),
-        left_out,
-        notes,
-    )
+
+
+def _text(table: Mapping[str, Any]) -> str:
+    return json.dumps(table, indent=1, sort_keys=True) + "\n"
 
 
 def _gpu_of(run: Run) -> tuple[GpuKey, Environment]:
@@ -232,36 +285,29 @@ def _code_key(trial: Trial) -> tuple[object, ...]:
 
 
 def _compiled(
-    winners: Sequence[Chosen], family: Kernel, compilers: Mapping[str, Compiler]
-) -> tuple[list[dict[str, Any]], dict[str, bytes], list[str], dict[tuple[object, ...], int]]:
-    """Rows of the table's kernels, files, notes, and the number of each machine code."""
-    made = dict(compilers)
-    asked: dict[tuple[object, ...], Compiling] = {}
+    codes: Mapping[tuple[object, ...], tuple[Config, Problem]],
+    family: Kernel,
+    compilers: Mapping[str, Compiler],
+) -> tuple[list[dict[str, Any]], dict[str, bytes], list[str]]:
+    """Rows of the table's kernels, files, and notes."""
+    rows: list[dict[str, Any]] = []
+    files: dict[str, bytes] = {}
+    notes: list[str] = []
+    # Any GPU of the family: it is declared for one architecture.
+    given = compilers.get(family.min_arch)
+    compiler = given or Compiler(arch_named(family.min_arch))
     try:
-        for chosen in winners:
-            # Any GPU of the family: it is declared for one architecture.
-            compiler = made.get(family.min_arch)
-            if compiler is None:
-                compiler = made[family.min_arch] = Compiler(arch_named(family.min_arch))
-            key = _code_key(chosen.trial)
-            if key not in asked:
-                config = _config(chosen.trial, family)
-                asked[key] = compile_for_models(family, config, chosen.trial.problem, compiler)
-        rows: list[dict[str, Any]] = []
-        files: dict[str, bytes] = {}
-        notes: list[str] = []
-        numbers = {key: number for number, key in enumerate(sorted(asked, key=repr))}
-        for key in numbers:
-            compiled, own, spills = asked[key].done()
+        asked = [compile_for_models(family, *code, compiler) for code in codes.values()]
+        for each in asked:
+            compiled, own, spills = each.done()
             rows.append(asdict(compiled))
             files |= own
             if spills:
                 notes.append(f"{compiled.config}: {spills} bytes of spills")
     finally:
-        for name, compiler in made.items():
-            if name not in compilers:
-                compiler.close()
-    return rows, files, notes, numbers
+        if given is None:
+            compiler.close()
+    return rows, files, notes
 
 
 def _row(chosen: Chosen, kernel: int) -> dict[str, Any]:

@@ -345,7 +345,8 @@ class Operator:
         gpu = self._gpu(query.device.index or 0)
         if gpu is None:
             known = "; ".join(key.label for key in self.table.gpus) or "none"
-            return Plan(Choice(None, "gpu", f"this GPU was not tuned; the package knows {known}"))
+            why = f"this GPU was not tuned; the package knows {known}. To tune it: attnsweep run"
+            return Plan(Choice(None, "gpu", f"{why} SPEC, then attnsweep export"))
         out = torch.empty_like(query, device="meta")  # as the operator allocates it
         tensors = {
             name: Tensor(tuple(each.shape), tuple(each.stride()))

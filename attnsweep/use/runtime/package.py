@@ -13,7 +13,9 @@ from .operator import Explanation, open_package
 from .routing import Routing, Switched, flash_allowed, sdpa
 from .table import PackageError
 
-_operator = open_package(Path(__file__).parent, __name__)
+# In attnsweep itself this file is a module of the package.
+_name = __name__.removesuffix(".use.runtime.package")
+_operator = open_package(Path(__file__).parent, _name)
 __version__ = _operator.table.attnsweep
 
 
@@ -93,7 +95,7 @@ def is_enabled() -> bool:
     return _routing.on
 
 
-def register(name: str = __name__) -> str:
+def register(name: str = _name) -> str:
     """Make `attention` an attention implementation of transformers; returns its name.
 
     After it `model.set_attn_implementation(name)` or `attn_implementation=name` chooses it. Raises
