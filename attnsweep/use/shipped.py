@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnsweep.use.runtime.operator import Explanation
+    from attnsweep.use.runtime.plans import Explanation
 
 
 def _package() -> Any:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import fake_driver  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from attending import Kernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
@@ -138,6 +144,70 @@ def test_pytorchs_errors_stay(operator):
         operator.attention(q, q, q.float())
 
 
+@pytest.mark.parametrize("dimension", ["batch", "heads", "queries", "keys"])
+def test_empty_tensors(operator, driver, dimension):
+    q, k, v = tensors()
+    if dimension == "keys":
+        k, v = k[:, :, :0], v[:, :, :0]
+    elif dimension == "queries":
+        q = q[:, :, :0]
+    else:
+        at = int(dimension == "heads")
+        q, k, v = (t.narrow(at, 0, 0) for t in (q, k, v))
+    got, expected = operator.attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
+    assert got.shape == expected.shape
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+    assert (driver.launches, operator.counters()) == ([], {"empty": 1})
+
+
+def test_several_devices_are_pytorchs_error(operator, driver):
+    q, k, v = tensors()
+    assert operator.explain(q, k.to("meta"), v).reason == "tensors are on several devices"
+    with pytest.raises(RuntimeError):
+        operator.attention(q, k.to("cpu"), v.float())
+    assert driver.launches == []
+
+
+def test_a_kernel_without_code_for_gradients(tmp_path, driver):
+    own = winner(shape())
+    made = make(tmp_path, driver, own)
+    known = made.table.gpus[H100]
+    bare = replace(
+        known.winners[0],
+        kernel=replace(known.winners[0].kernel, stages=(known.winners[0].kernel.stages[0], {})),
+    )
+    made._gpus[0] = replace(known, winners=(bare,))
+    q, k, v = (t.requires_grad_() for t in tensors())
+    out = made.attention(q, k, v)
+    out.sum().backward()
+    assert made.explain(q, k, v).code == "no_lse"
+    assert made.counters() == {"no_lse": 1}
+    with torch.no_grad():
+        made.attention(q, k, v)
+    assert made.counters() == {"no_lse": 1, "kernel": 1}
+
+
+def test_lazy_negations_and_zeros_are_made_real(operator, driver):
+    """Their memory does not hold what they are; PyTorch's dispatcher sees to that."""
+    q, k, v = tensors()
+    expected = F.scaled_dot_product_attention(q, k, -v)
+    assert close(operator.attention(q, k, torch._neg_view(v)), expected)
+    assert operator.counters() == {"kernel": 1}
+    zeros = torch._efficientzerotensor(v.shape, dtype=v.dtype)
+    assert not operator.attention(q, k, zeros).any()
+
+
+def test_traces_hold_pytorchs_operator(operator, driver):
+    q, k, v = tensors()
+    traced = torch.jit.trace(operator.attention, (q, k, v), check_trace=False)
+    assert "scaled_dot_product_attention" in str(traced.graph)
+    other = torch.randn_like(q)
+    assert torch.equal(traced(other, k, v), F.scaled_dot_product_attention(other, k, v))
+    graph = torch.fx.symbolic_trace(lambda q, k, v: operator.attention(q, k, v))
+    assert torch.equal(graph(other, k, v), F.scaled_dot_product_attention(other, k, v))
+    assert driver.launches == []
+
+
 def test_more_than_2_31_elements():
     sizes, strides = (2, 4, 256, 64), (2**31, 64, 256, 1)
     assert driver_module.unmapped(driver_module.Tensor(sizes, strides))[0] == "too_large"
@@ -178,12 +248,39 @@ def test_a_driver_that_refuses(operator, driver, name, caplog):
     assert "CUDA_ERROR_INVALID_VALUE" in caplog.text
 
 
-def test_a_fork_falls_back(operator, driver):
-    q, k, v = tensors()
-    operator.attention(q, k, v)
-    operator._after_fork()
-    operator.attention(q, k, v)
-    assert operator.counters() == {"kernel": 1, "fork": 1}
+def test_a_fork_falls_back(tmp_path):
+    """The child has no CUDA context; in a process of its own, since a test's has threads."""
+    code = f"""
+import os, sys
+sys.path[:0] = {[str(Path(fake_driver.__file__).parent)]!r}
+import torch
+from pathlib import Path
+from attending import Kernel
+from fake_driver import FakeDriver
+from packages import H100, shape, table, winner
+from attnsweep.use.runtime.operator import Operator
+
+torch.set_num_threads(1)
+driver = FakeDriver(Kernel())
+made = Operator(table(Path({str(tmp_path)!r}), winner(shape())), "forked", driver, ("cpu",))
+made._gpus[0] = made.table.gpus[H100]
+q = torch.randn(1, 4, 256, 64).bfloat16()
+early = os.fork()
+if not early:  # before a kernel was used, a child is as good as any process
+    made.attention(q, q, q)
+    os._exit(made.counters() != {{"kernel": 1}})
+made.attention(q, q, q)
+late = os.fork()
+if not late:
+    got = made.attention(q, q, q)
+    right = torch.equal(got, torch.nn.functional.scaled_dot_product_attention(q, q, q))
+    os._exit(not right or made.counters() != {{"kernel": 1, "fork": 1}})
+assert os.waitpid(early, 0)[1] == os.waitpid(late, 0)[1] == 0
+made.attention(q, q, q)
+assert made.counters() == {{"kernel": 2}}
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_modules_are_loaded_once_and_maps_reused(operator, driver):
@@ -196,21 +293,62 @@ def test_modules_are_loaded_once_and_maps_reused(operator, driver):
     assert set(driver.capture_modes) == {0, 2}
 
 
-def test_caches_stay_bounded(operator, driver, monkeypatch):
-    """With changing shapes and addresses nothing grows."""
-    monkeypatch.setattr(of_package, "_MOST_PLANS", 16)
-    monkeypatch.setattr(of_package, "_MOST_READY", 16)
+class Forgetful(FakeDriver):
+    """Keeps no record, which would grow with the calls."""
+
+    def cuTensorMapEncodeTiled(self, *arguments):
+        self.maps.clear()
+        return super().cuTensorMapEncodeTiled(*arguments)
+
+    def cuLaunchKernelEx(self, *arguments):
+        self.counted = getattr(self, "counted", 0) + 1
+        return (0,)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_no_memory_grows_with_the_calls(tmp_path, monkeypatch, grad):
+    """With changing shapes and addresses. Ten times the caches' sizes, which are smaller here."""
+    monkeypatch.setattr(of_package, "_MOST_PLANS", 64)
+    monkeypatch.setattr(of_package, "_MOST_READY", 64)
+    driver = Forgetful()
+    made = make(tmp_path, driver, winner(shape()), winner(shape(seqlen=1000)))
+    memory = torch.zeros(1 << 20, dtype=torch.bfloat16)
+
+    def some(calls):
+        for n in calls:
+            seqlen, offset = 130 + n % 1307, 8 * (n % 977)  # in step after a million calls
+            q = memory[offset : offset + 256 * seqlen].view(1, 4, seqlen, 64)
+            made._served(q, q, q, False, 0.125, grad)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        some(range(640))
+        before = some(range(640, 1280))
+        after = some(range(1280, 3200))
+    finally:
+        tracemalloc.stop()
+    assert made.counters() == {"kernel": 3200}
+    assert driver.counted == 3200
+    assert max(len(made._plans), len(made._ready)) <= 64
+    assert after - before < 2**18, "what the contents of the caches may differ by"
+
+
+def test_the_caches_have_limits_that_fit_the_memory(operator, driver):
+    """What an entry of the larger cache takes, times its limit: under 64 MiB of the host's."""
     driver.on_launch = None
-    kept = []
-    for seqlen in range(200, 300):
-        q, k, v = tensors(seqlen=seqlen)
-        operator.attention(q, k, v)
-        kept.append(q)
-        assert len(operator._plans) <= 16
-        assert len(operator._ready) <= 16
-    assert operator.counters()["kernel"] == 100
-    assert len(operator._counts) == 1
-    gc.collect()
+    q, k, v = tensors()
+    operator.attention(q, k, v)
+    tracemalloc.start()
+    try:
+        kept = [operator.attention(q, k, v) for _ in range(200)]
+        taken = tracemalloc.get_traced_memory()[0] / 200
+    finally:
+        tracemalloc.stop()
+    assert len(operator._ready) >= len(kept)
+    assert 0 < taken * of_package._MOST_READY < 2**26
+    assert of_package._MOST_PLANS <= of_package._MOST_READY
 
 
 def test_gradients_by_pytorchs_backward(operator, driver):

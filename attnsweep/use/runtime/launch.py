@@ -143,6 +143,7 @@ def pairs(shape: Shape) -> int:
     return all_pairs - (shape.seqlen_q * (shape.seqlen_q - 1) // 2 if shape.causal else 0)
 
 
+@functools.lru_cache(maxsize=1024)
 def heads_together(shape: Shape, block_m: int, block_n: int, blocks: int) -> int:
     """Number of heads to process as a group, so that they share K and V in L2.
 
@@ -162,7 +163,6 @@ def heads_together(shape: Shape, block_m: int, block_n: int, blocks: int) -> int
     return _even_turns(heads, fit, costs, blocks)
 
 
-@functools.lru_cache(maxsize=1024)
 def _even_turns(heads: int, fit: int, costs: tuple[int, ...], blocks: int) -> int:
     """The size of a group, from fit / 2 to fit heads, that gives the busiest block least work."""
     return min(range(fit, (fit - 1) // 2, -1), key=lambda n: _busiest(heads, n, costs, blocks))

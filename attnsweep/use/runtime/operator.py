@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,53 +12,24 @@ import torch
 from torch.autograd import forward_ad
 
 from .dispatch import Choice, choose
-from .driver import Device, DriverError, Form, Ready, Tensor, cuda_driver, unmapped
-from .launch import Call, calls, workspaces
+from .driver import Device, DriverError, Ready, Tensor, cuda_driver, unmapped
+from .launch import calls, workspaces
+from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .registered import register, with_contiguous_head_dim
 from .routing import sdpa as _sdpa
-from .table import Code, Gpu, GpuKey, PackageError, Shape, Table
+from .table import Gpu, GpuKey, PackageError, Shape, Table
 
+# Looked up once: each is asked in every call.
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_is_tracing, _modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_empty_like = torch.empty_like
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Entries of a cache: more are met only by calls whose shapes or addresses keep changing, and then
 # the cache starts anew, so that it never grows.
 _MOST_PLANS = 4096
 _MOST_READY = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Why a call is served as it is. kernel: its config, or None for PyTorch's own attention.
-
-    code: the reason's short name, as in the counters. gain: expected time of PyTorch's attention
-    over the kernel's, 0 if nothing is known.
-    """
-
-    kernel: str | None
-    code: str
-    reason: str
-    gain: float
-    gpu: str | None
-
-    def __str__(self) -> str:
-        by = self.kernel or "scaled_dot_product_attention"
-        gain = f", expected gain {self.gain:.3f}" if self.gain else ""
-        return f"{by}: {self.reason}{gain} [{self.gpu or 'no known GPU'}]"
-
-
-@dataclass(slots=True, eq=False)
-class Plan:
-    """All of a call that does not depend on addresses. calls is empty if PyTorch serves it.
-
-    floats: elements of the workspaces. forms: once the kernels are loaded.
-    """
-
-    choice: Choice
-    calls: tuple[Call, ...] = ()
-    stages: Mapping[str, Code] = field(default_factory=dict)
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    floats: tuple[int, ...] = ()
-    names: tuple[str, ...] = ()
-    forms: tuple[Form, ...] = ()
 
 
 class Operator:
@@ -89,6 +58,8 @@ class Operator:
         self._head_dims = frozenset(
             winner.shape.head_dim for gpu in table.gpus.values() for winner in gpu.winners
         )
+        # Without PyTorch's Python around them, where this build has them.
+        self._current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
         self._fast_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
@@ -100,6 +71,7 @@ class Operator:
 
     def _after_fork(self) -> None:
         self._forked = bool(self._devices)
+        self._plans.clear()  # so that a call asks again
 
     # ---- the operators ----
     def _impl_forward(
@@ -145,20 +117,25 @@ class Operator:
         PyTorch's own attention; `explain` says why.
         """
         is_causal = is_causal or causal
-        given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if torch.compiler.is_compiling():
-            return self._traced(*given)
-        if torch.is_autocast_enabled(self._types[0]) and query.device.type in self._types:
-            query, key, value = _autocast(query), _autocast(key), _autocast(value)
-        choice = _never(attn_mask, dropout_p)
-        if choice is None:
-            grad = torch.is_grad_enabled() and (
+        if _is_compiling():
+            masks = (attn_mask, dropout_p, is_causal)
+            return self._traced(query, key, value, *masks, scale, enable_gqa)
+        if _any_autocast():
+            query, key, value = self._cast(query, key, value)
+        choice: Choice | None = None
+        if attn_mask is not None or dropout_p != 0.0:
+            choice = _never(attn_mask, dropout_p)
+        elif not _plain(query, key, value):
+            choice = SUBCLASS.choice
+        else:
+            grad = _is_grad_enabled() and (
                 query.requires_grad or key.requires_grad or value.requires_grad
             )
             plan = self._plan(query, key, value, is_causal, scale, enable_gqa, grad)
             if not plan.calls:
                 choice = plan.choice
-            elif grad or _watched():
+            elif grad or _modes() or query.is_neg() or key.is_neg() or value.is_neg():
+                # Autograd, a dispatch mode, or what resolves a negation must see an operator.
                 by = scale if scale is not None else query.shape[3] ** -0.5
                 if grad:
                     return self._forward_lse(query, key, value, is_causal, by)[0]
@@ -173,6 +150,14 @@ class Operator:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
+    def _cast(self, *given: Any) -> tuple[Any, Any, Any]:
+        """The tensors as scaled_dot_product_attention gets them under autocast."""
+        kind = given[0].device.type
+        if kind in self._types and torch.is_autocast_enabled(kind):
+            given = tuple(map(_autocast, given))
+        query, key, value = given
+        return query, key, value
+
     def _traced(
         self,
         query: Any,
@@ -185,12 +170,10 @@ class Operator:
         enable_gqa: bool,
     ) -> torch.Tensor:
         """A call as torch.compile sees it: one operator, which finds its kernel at run time."""
-        kind = query.device.type
-        if kind in self._types and torch.is_autocast_enabled(kind):
-            query, key, value = _autocast(query), _autocast(key), _autocast(value)
-        given = (query, key, value)
+        given = query, key, value = self._cast(query, key, value)
         if (
             _never(attn_mask, dropout_p)
+            or not _plain(*given)
             or self._unserved(*given, is_causal, scale, enable_gqa)
             or not self._is_known(query.device.index or 0)
         ):
@@ -217,17 +200,19 @@ class Operator:
         causal: bool = False,
     ) -> Explanation:
         """Which kernel `attention` would call with these arguments, and why; launches nothing."""
-        kind = query.device.type
-        if kind in self._types and torch.is_autocast_enabled(kind):
-            query, key, value = _autocast(query), _autocast(key), _autocast(value)
+        query, key, value = self._cast(query, key, value)
         choice = _never(attn_mask, dropout_p)
+        if choice is None and not _plain(query, key, value):
+            choice = SUBCLASS.choice
         if choice is None:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             plan = self._plan(query, key, value, is_causal or causal, scale, enable_gqa, grad)
             choice = plan.choice
             if plan.calls and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
-                choice = _UNALIGNED
-        gpu = self._gpu(query.device.index or 0) if kind in self._types else None
+                choice = UNALIGNED
+        gpu = None
+        if query.device.type in self._types:
+            gpu = self._gpu(query.device.index or 0)
         name = gpu.key.label if gpu is not None else None
         config = choice.winner.kernel.config if choice.winner is not None else None
         return Explanation(config, choice.code, choice.reason, choice.gain, name)
@@ -306,21 +291,21 @@ class Operator:
         lse: bool,
     ) -> Plan:
         """The plan of a call, from the cache if its shapes and strides were met before."""
-        if self._forked:
-            return _FORKED
-        if forward_ad._current_level >= 0 or _transformed():
-            return _TRANSFORMED
+        if forward_ad._current_level >= 0 or _transform() is not None or _is_tracing():
+            return TRANSFORMED
         try:
             what = (
-                *(type(query), query.shape, query.stride(), query.dtype, query.get_device()),
-                *(type(key), key.shape, key.stride(), key.dtype, key.get_device()),
-                *(type(value), value.shape, value.stride(), value.dtype, value.get_device()),
+                *(query.shape, query.stride(), query.dtype, query.get_device()),
+                *(key.shape, key.stride(), key.dtype, key.get_device()),
+                *(value.shape, value.stride(), value.dtype, value.get_device()),
                 *(causal, scale, enable_gqa, lse),
             )
             plan = self._plans.get(what)
         except (RuntimeError, TypeError):  # no strides, or symbolic ones
-            return _SUBCLASS
+            return SUBCLASS
         if plan is None:
+            if self._forked:
+                return FORKED
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             plan = self._made(query, key, value, causal, scale, enable_gqa, lse)
@@ -337,8 +322,6 @@ class Operator:
         enable_gqa: bool,
         lse: bool,
     ) -> Plan:
-        if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
-            return _SUBCLASS
         unserved = self._unserved(query, key, value, causal, scale, enable_gqa)
         if unserved is not None:
             return Plan(unserved)
@@ -367,7 +350,11 @@ class Operator:
         made = calls(kernel, shape, by, lse, tensors["o"].strides)
         spaces = workspaces(kernel, shape)
         names = ("q", "k", "v", "o", *(["lse"] if lse else []), *spaces)
-        return Plan(choice, made, kernel.stages[lse], tensors, tuple(spaces.values()), names)
+        stages = kernel.stages[lse]
+        if not {call.stage for call in made} <= stages.keys():
+            return Plan(Choice(None, "no_lse", "the kernel has no code that a gradient needs"))
+        index, floats = query.get_device(), tuple(spaces.values())
+        return Plan(choice, made, stages, tensors, index, lse, floats, names)
 
     # ---- launching ----
     def _served(
@@ -383,24 +370,29 @@ class Operator:
 
     def _run(self, plan: Plan, query: Any, key: Any, value: Any) -> tuple[torch.Tensor, ...] | None:
         """The output, and the log-sum-exp if the plan has it; None if nothing could be launched."""
-        index = query.get_device()
-        if index >= 0 and index != torch.cuda.current_device():
+        index = plan.index
+        if index >= 0 and index != self._current_device():
             with torch.cuda.device(index):
                 return self._run(plan, query, key, value)
-        made = [torch.empty_like(query)]
-        if "lse" in plan.names:
-            made.append(query.new_empty(query.shape[:3], dtype=torch.float32))
-        spaces = [query.new_empty(count, dtype=torch.float32) for count in plan.floats]
+        made: tuple[torch.Tensor, ...] = (_empty_like(query),)
+        if plan.lse:
+            made += (query.new_empty(query.shape[:3], dtype=torch.float32),)
+        written = made
+        for count in plan.floats:
+            written += (query.new_empty(count, dtype=torch.float32),)
         stream = self._stream(index)
-        q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        if (q | k | v) & 15:
-            self._fell_back(_UNALIGNED)
-            return None
-        addresses = (q, k, v, *[t.data_ptr() for t in made], *[t.data_ptr() for t in spaces])
+        addresses: tuple[int, ...] = (query.data_ptr(), key.data_ptr(), value.data_ptr())
+        if len(written) == 1:
+            addresses += (written[0].data_ptr(),)
+        else:
+            addresses += tuple(each.data_ptr() for each in written)
         what = (plan, stream, addresses)
         ready = self._ready.get(what)
         try:
             if ready is None:
+                if any(address & 15 or not address for address in addresses[:3]):
+                    self._fell_back(UNALIGNED)
+                    return None
                 ready = self._prepared(plan, index, addresses, stream)
                 if len(self._ready) >= _MOST_READY:
                     self._ready.clear()
@@ -413,7 +405,7 @@ class Operator:
             self._fell_back(plan.choice)
             return None
         self._counts["kernel"] += 1
-        return tuple(made)
+        return made
 
     def _prepared(
         self, plan: Plan, index: int, addresses: tuple[int, ...], stream: int
@@ -433,23 +425,14 @@ class Operator:
         return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-_UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")
-_FORKED = Plan(Choice(None, "fork", "this process was forked after CUDA was used"))
-_TRANSFORMED = Plan(Choice(None, "transform", "inside torch.func, or with forward derivatives"))
-_SUBCLASS = Plan(Choice(None, "subclass", "an argument is no plain tensor"))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Reasons that say nothing is wrong with the caller's tensors.
 _EXPECTED = frozenset({"not_faster", "far", "not_tuned", "mask", "dropout", "head_dim"})
 
 
-def _watched() -> bool:
-    """Whether a dispatch mode must see operators."""
-    return bool(torch._C._len_torch_dispatch_stack() > 0)
-
-
-def _transformed() -> bool:
-    """Whether a transform of torch.func, such as vmap, looks at the call."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def _plain(query: Any, key: Any, value: Any) -> bool:
+    """Whether no argument is of a class that has a say in what is computed."""
+    return type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN
 
 
 def _never(attn_mask: Any, dropout_p: float) -> Choice | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from . import models
-from .operator import Explanation, open_package
+from .operator import open_package
+from .plans import Explanation
 from .routing import Routing, Switched, flash_allowed, sdpa
 from .table import PackageError
 

@@ -1,0 +1,58 @@
+"""What is known of a call before it is made, and how it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .dispatch import Choice
+from .driver import Form, Tensor
+from .launch import Call
+from .table import Code
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a call is served as it is. kernel: its config, or None for PyTorch's own attention.
+
+    code: the reason's short name, as in the counters. gain: expected time of PyTorch's attention
+    over the kernel's, 0 if nothing is known.
+    """
+
+    kernel: str | None
+    code: str
+    reason: str
+    gain: float
+    gpu: str | None
+
+    def __str__(self) -> str:
+        by = self.kernel or "scaled_dot_product_attention"
+        gain = f", expected gain {self.gain:.3f}" if self.gain else ""
+        return f"{by}: {self.reason}{gain} [{self.gpu or 'no known GPU'}]"
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """All of a call that does not depend on addresses. calls is empty if PyTorch serves it.
+
+    index: the device's, -1 for the CPU's. lse: whether the log-sum-exp is an output. floats:
+    elements of the workspaces. forms: once the kernels are loaded.
+    """
+
+    choice: Choice
+    calls: tuple[Call, ...] = ()
+    stages: Mapping[str, Code] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    index: int = -1
+    lse: bool = False
+    floats: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    forms: tuple[Form, ...] = ()
+
+
+UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")
+FORKED = Plan(Choice(None, "fork", "this process was forked after CUDA was used"))
+TRANSFORMED = Plan(
+    Choice(None, "transform", "in torch.func, torch.jit.trace, or with forward derivatives")
+)
+SUBCLASS = Plan(Choice(None, "subclass", "an argument is no plain tensor"))
