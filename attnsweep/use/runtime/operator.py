@@ -16,6 +16,7 @@ from .driver import Device, DriverError, Ready, Tensor, cuda_driver, unmapped
 from .launch import calls, workspaces
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .registered import register, with_contiguous_head_dim
+from .routing import asked_once
 from .routing import sdpa as _sdpa
 from .table import Gpu, GpuKey, PackageError, Shape, Table
 
@@ -267,7 +268,7 @@ class Operator:
             return Choice(None, "scale", f"scale is {scale}, not a positive number")
         return None
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+    @asked_once
     def _is_known(self, index: int) -> bool:
         """Whether a device's kind is in the table: for a compiler, which need not look into it."""
         return self._gpu(index) is not None

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -94,7 +94,16 @@ class Routing:
             setattr(module, NAME, sdpa)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def asked_once(function: _F) -> _F:
+    """torch.compiler.assume_constant_result, without the 1.2 s that importing a compiler takes."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@asked_once
 def flash_allowed() -> bool:
     """Whether torch.nn.attention.sdpa_kernel leaves flash attention; a compiler asks once."""
     return bool(torch._C._get_flash_sdp_enabled())

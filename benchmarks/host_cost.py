@@ -1,0 +1,225 @@
+"""Measure what an attention call costs the host: this package's against PyTorch's backends.
+
+Usage: python benchmarks/host_cost.py [FILE.json] [--package DIR]. Needs a GPU that the package has
+winners for (default: the one that comes with attnsweep; DIR: one that `attnsweep export` wrote).
+Each call is timed alone, without waiting for the GPU, and its output replaces the one before; every
+100 calls the GPU catches up. Callers take turns in random order, 100 calls a turn. Also measured,
+each in fresh processes: what importing takes beyond PyTorch, and the first call on a GPU that
+PyTorch has used already, with its wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import setting
+import torch
+import torch.nn.functional as F
+from setting import console
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attnsweep
+
+TURNS, CALLS = 40, 100
+PROCESSES = 5
+# (batch, heads, seqlen, head_dim), dtype, causal: tuned in the recorded runs.
+SHAPES = (
+    ((1, 16, 1024, 64), torch.float16, False),
+    ((1, 16, 1024, 64), torch.float16, True),
+    ((4, 16, 2048, 128), torch.bfloat16, True),
+)
+BACKENDS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+# More addresses than the package remembers launches of.
+ADDRESSES = 5000
+
+IMPORT = """
+import time, {before}
+begin = time.perf_counter()
+import {name}
+{name}.{first}
+print(time.perf_counter() - begin)
+"""
+FIRST_CALL = """
+import sys, time, torch
+import torch.nn.functional as F
+import {name}
+{name}.{counters}()  # imports what attnsweep imports late
+q, k, v = (torch.randn(1, 16, 1024, 64, device="cuda").half() for _ in range(3))
+expected = F.scaled_dot_product_attention(q, k, v)
+torch.cuda.synchronize()
+begin = time.perf_counter()
+got = {name}.attention(q, k, v)
+torch.cuda.synchronize()
+print(time.perf_counter() - begin)
+assert {name}.{counters}() == {{"kernel": 1}}
+assert torch.allclose(got, expected, atol=1e-2, rtol=1e-2)
+"""
+
+
+class Caller(NamedTuple):
+    """What is timed: gets the number of the call. within: is entered around a turn, untimed."""
+
+    call: Callable[[int], Any]
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def host_us(
+    callers: dict[str, Caller],
+    *,
+    turns: int = TURNS,
+    calls: int = CALLS,
+    wait: Callable[[], Any] = torch.cuda.synchronize,
+) -> dict[str, dict[str, float]]:
+    """Microseconds of one call by name: the median, and the 10th and 90th percentile.
+
+    The first turn of a caller is not counted.
+    """
+    times: dict[str, list[float]] = {name: [] for name in callers}
+    order = list(callers)
+    clock = time.perf_counter_ns
+    for turn in range(turns + 1):
+        random.shuffle(order)
+        for name in order:
+            call, within = callers[name]
+            own, kept = [], None
+            with within():
+                for number in range(turn * calls, (turn + 1) * calls):
+                    begin = clock()
+                    kept = call(number)
+                    own.append((clock() - begin) / 1e3)
+            del kept
+            wait()
+            times[name] += own if turn else []
+    result = {}
+    for name, own in times.items():
+        tenths = statistics.quantiles(own, n=10)
+        found = {"median_us": tenths[4], "low_us": tenths[0], "high_us": tenths[-1]}
+        result[name] = {key: round(value, 3) for key, value in found.items()}
+    return result
+
+
+def callers_of(package: Any, explain: Any, shape: Any) -> dict[str, Caller]:
+    """Everyone who is timed on a shape. Raises SystemExit if the package has no kernel for it."""
+    (batch, heads, seqlen, head_dim), dtype, causal = shape
+    # As a model has them: views of (batch, seqlen, heads, head_dim).
+    tensors = [
+        torch.randn(batch, seqlen, heads, head_dim, device="cuda").to(dtype).transpose(1, 2)
+        for _ in range(3)
+    ]
+    q, k, v = tensors
+    why = explain(q, k, v, is_causal=causal)
+    if why.kernel is None:
+        sys.exit(f"no kernel serves {shape}: {why}")
+    attention = package.attention
+    memory = torch.randn(q.numel() + 8 * ADDRESSES, device="cuda").to(dtype)
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+
+    def moved(number: int) -> torch.Tensor:
+        at = 8 * (number % ADDRESSES)
+        return memory[at : at + q.numel()].view(batch, heads, seqlen, head_dim)
+
+    def called(number: int) -> Any:  # as a model calls it
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def at_new_addresses(number: int) -> Any:
+        view = moved(number)
+        return attention(view, view, view, is_causal=causal)
+
+    callers = {
+        "package": Caller(lambda _: attention(q, k, v, is_causal=causal)),
+        "enabled": Caller(called, package.enable),
+        "sdpa": Caller(called),
+        "package_new_addresses": Caller(at_new_addresses),
+        "view_of_new_addresses": Caller(moved),
+        "package_gradients": Caller(lambda _: attention(*leaves, is_causal=causal)),
+        "sdpa_gradients": Caller(
+            lambda _: F.scaled_dot_product_attention(*leaves, is_causal=causal)
+        ),
+        "empty_like": Caller(lambda _: torch.empty_like(q)),
+        "nothing": Caller(lambda _: None),
+    }
+    for name, backend in BACKENDS.items():
+        callers[name] = Caller(called, partial(sdpa_kernel, backend))
+    return callers
+
+
+def seconds_of(code: str) -> float:
+    """The median of what a program prints, run in fresh processes."""
+    printed = []
+    for _ in range(PROCESSES):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
+        printed.append(float(done.stdout))
+    return statistics.median(printed)
+
+
+def fresh_processes(name: str, path: str | None, *, gpu: bool = True) -> dict[str, float]:
+    """Seconds of importing and milliseconds of the first call."""
+    shipped = name == "attnsweep"
+    begin = "" if path is None else f"import sys\nsys.path.insert(0, {path!r})\n"
+    first = "attention_counters()" if shipped else "counters()"
+    code = begin + IMPORT.format(before="torch", name=name, first=first)
+    found = {"import_s": round(seconds_of(code), 4)}
+    if gpu:
+        code = FIRST_CALL.format(name=name, counters=first.removesuffix("()"))
+        found["first_call_ms"] = round(1e3 * seconds_of(begin + code), 2)
+    return found
+
+
+def main() -> None:
+    """Measure, print, and write the file if one is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", nargs="?", type=Path)
+    parser.add_argument("--package", type=Path)
+    options = parser.parse_args()
+    package: Any = attnsweep
+    explain: Any = attnsweep.explain_attention
+    path = None
+    if options.package is not None:
+        path = str(options.package.resolve())
+        sys.path.insert(0, path)
+        (inside,) = options.package.glob("*/table.json")
+        package = importlib.import_module(inside.parent.name)
+        explain = package.explain
+    with attnsweep.Worker(timeout_s=60) as worker:
+        here = worker.describe()
+    result: dict[str, Any] = {
+        "torch": torch.__version__,
+        "package": package.__name__,
+        **fresh_processes(package.__name__, path),
+        "shapes": [],
+    }
+    console.print(f"import {result['import_s']} s, first call {result['first_call_ms']} ms")
+    for shape in SHAPES:
+        timed = host_us(callers_of(package, explain, shape))
+        mask = "causal" if shape[2] else "full"
+        label = f"{shape[0]} {str(shape[1]).removeprefix('torch.')} {mask}"
+        result["shapes"].append({"shape": label, "callers": timed})
+        console.print(label)
+        for name, own in timed.items():
+            console.print(f"  {name:24} {own['median_us']:8.2f} us")
+    if options.file is not None:
+        setting.write(options.file, here, result)
+    else:
+        console.print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
