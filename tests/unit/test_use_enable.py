@@ -273,6 +273,20 @@ def test_a_model_compiled_before_follows_enable(package):
     assert package.counters() == {"kernel": 1}
 
 
+def test_scripts_and_exported_programs_hold_pytorchs_operator(package):
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    q, k, v = tensors()
+    with package.enable():
+        scripted = torch.jit.script(attend)
+        exported = torch.export.export(Block(), (q, k, v))
+    assert torch.equal(scripted(q, k, v), attend(q, k, v))
+    assert "aten::scaled_dot_product_attention" in str(scripted.graph)
+    assert torch.equal(exported.module()(q, k, v), Block()(q, k, v))
+    assert package.counters().get("kernel", 0) == 0
+
+
 def test_modules_of_pytorch_are_served(package):
     """nn.MultiheadAttention calls the function in its own module."""
     attention = torch.nn.MultiheadAttention(256, 4, batch_first=True, dtype=torch.bfloat16)

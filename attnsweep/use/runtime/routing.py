@@ -84,6 +84,8 @@ class Routing:
                     f"{_PLACE}.{NAME} is already replaced, by {by}; disable that first, or export "
                     "the runs of both as one package"
                 )
+            # In TorchScript, which cannot look into it, it is PyTorch's own by another name.
+            torch.jit._builtins._register_builtin(self._routed, f"aten::{NAME}")
             for module in _holders(sdpa):
                 setattr(module, NAME, self._routed)
         self.on = True
