@@ -294,7 +294,8 @@ def exported_table(
 ) -> dict[str, Any]:
     """The table that `export` would write for these runs, without machine code or a compiler.
 
-    The `stages` of each kernel are empty. Raises StoreError if no winner can be exported.
+    The `stages` of each kernel are empty, and `nvrtc`, the compiler's version, is not there. Raises
+    StoreError if no winner can be exported.
     """
     from attnsweep.use.package import outline
 

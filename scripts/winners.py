@@ -1,8 +1,8 @@
 """Write attnsweep/use/runtime/table.json and cubins.zip.xz: the winners behind attnsweep.attention.
 
-Usage: python scripts/winners.py [--check]. Needs NVRTC. With --check it writes nothing, needs no
-NVRTC, and returns 1 if the table is not what results/ gives, or if the kernels' text has changed
-since they were compiled.
+Usage: python scripts/winners.py [--check]. Needs the NVRTC of the recorded runs, since the machine
+code of another is not what they timed. With --check it writes nothing, needs no NVRTC, and returns
+1 if the table is not what results/ gives, or if the kernels' text has changed since.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from attnsweep import export, exported_table, find_runs
+from attnsweep import export, exported_table, find_runs, open_run
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "use" / "runtime"
@@ -38,23 +38,31 @@ def outline(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, "kernels": kernels, "attnsweep": ""}
 
 
+def stale(shipped: dict[str, Any]) -> list[str]:
+    """The entries of a table that are not what they would be today."""
+    runs = find_runs(ROOT / "results")
+    measured = {environment.nvrtc for run in runs if (environment := open_run(run).environment)}
+    now = outline(exported_table(runs)) | {"nvrtc": ", ".join(sorted(measured))}
+    shipped = outline(shipped)
+    return [key for key in sorted({*now, *shipped}) if now.get(key) != shipped.get(key)]
+
+
 def main() -> int:
     """Write both files, or compare the table."""
-    runs = find_runs(ROOT / "results")
-    if "--check" in sys.argv[1:]:
-        now, shipped = outline(exported_table(runs)), outline(json.loads(TABLE.read_text()))
-        stale = [key for key in sorted({*now, *shipped}) if now.get(key) != shipped.get(key)]
-        if stale:
-            print(f"{TABLE.name} is stale ({', '.join(stale)}): run python scripts/winners.py")
-        return 1 if stale else 0
-    with tempfile.TemporaryDirectory() as place:
-        done = export(runs, Path(place) / "winners")
-        made = done.directory / done.name
-        TABLE.write_bytes((made / TABLE.name).read_bytes())
-        PACKED.write_bytes(packed(made / "cubins"))
-    size = PACKED.stat().st_size / 2**10
-    print(f"{done.winners} winners, {done.kernels} kernels, {size:.0f} KiB of cubins")
-    return 0
+    if "--check" not in sys.argv[1:]:
+        with tempfile.TemporaryDirectory() as place:
+            done = export(find_runs(ROOT / "results"), Path(place) / "winners")
+            made = done.directory / done.name
+            TABLE.write_bytes((made / TABLE.name).read_bytes())
+            PACKED.write_bytes(packed(made / "cubins"))
+        size = PACKED.stat().st_size / 2**10
+        print(f"{done.winners} winners, {done.kernels} kernels, {size:.0f} KiB of cubins")
+    found = stale(json.loads(TABLE.read_text()))
+    if found == ["nvrtc"]:
+        print(f"{TABLE.name}: compile with the NVRTC that the runs were measured with")
+    elif found:
+        print(f"{TABLE.name} is stale ({', '.join(found)}): run python scripts/winners.py")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

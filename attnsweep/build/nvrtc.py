@@ -125,7 +125,7 @@ class Compiler:
     """Compiles stages for one architecture. Processes may share a cache.
 
     threads: concurrent NVRTC programs; NVRTC releases the GIL, so they scale with cores. after:
-    called in the same thread with each Cubin, before it is handed out.
+    called in the same thread with each Cubin, before it is handed out. version: NVRTC's.
     """
 
     def __init__(
@@ -137,6 +137,7 @@ class Compiler:
     ) -> None:
         check_toolchain(arch)
         self.arch = arch
+        self.version = "{}.{}".format(*nvrtc_version())
         self.cache_dir = cache_dir or default_cache_dir()
         self._pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, "nvrtc", _step_back)
         self._futures: dict[str, Future[Cubin]] = {}

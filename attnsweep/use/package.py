@@ -100,8 +100,8 @@ def export(
     _check_free(out)
     family = families[FAMILY]
     selected = _selected(directories, family)
-    kernels, files, notes = _compiled(selected.codes, family, compilers or {})
-    table = _table(selected, family, kernels, guard or Guard())
+    kernels, files, notes, nvrtc = _compiled(selected.codes, family, compilers or {})
+    table = _table(selected, family, kernels, guard or Guard()) | {"nvrtc": nvrtc}
     contents = _contents(called, _text(table), files)
     _write(out, contents)
     return Exported(
@@ -121,7 +121,7 @@ def outline(
 ) -> dict[str, Any]:
     """The table that `export` would write, but for its machine code; needs no compiler.
 
-    The stages of each kernel are empty. Raises StoreError.
+    The stages of each kernel are empty, and `nvrtc` is not there. Raises StoreError.
     """
     family = families[FAMILY]
     selected, arch = _selected(directories, family), arch_named(family.min_arch)
@@ -288,8 +288,8 @@ def _compiled(
     codes: Mapping[tuple[object, ...], tuple[Config, Problem]],
     family: Kernel,
     compilers: Mapping[str, Compiler],
-) -> tuple[list[dict[str, Any]], dict[str, bytes], list[str]]:
-    """Rows of the table's kernels, files, and notes."""
+) -> tuple[list[dict[str, Any]], dict[str, bytes], list[str], str]:
+    """Rows of the table's kernels, files, notes, and NVRTC's version."""
     rows: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
     notes: list[str] = []
@@ -307,7 +307,7 @@ def _compiled(
     finally:
         if given is None:
             compiler.close()
-    return rows, files, notes
+    return rows, files, notes, compiler.version
 
 
 def _row(chosen: Chosen, kernel: int) -> dict[str, Any]:

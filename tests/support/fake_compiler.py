@@ -28,6 +28,7 @@ class FakeCompiler:
     by a pattern that suits the families the tests use, not macros between `void` and the name.
     """
 
+    version = "0.0"
     submitted = 0
     """Stages asked for, by any of them."""
     errors: Mapping[str, CompileError] = {}

@@ -40,7 +40,12 @@ def test_h100_and_h200_are_known_and_every_cubin_is_whole():
 
 def test_they_are_small():
     """Which is why cubins are shipped and nothing is compiled on first use."""
-    assert (PLACE / PACKED).stat().st_size < 512 * 2**10
+    size = (PLACE / PACKED).stat().st_size
+    assert size < 512 * 2**10
+    kernels = len(json.loads((PLACE / TABLE).read_text())["kernels"])
+    page = " ".join((ROOT / "docs" / "how-to" / "use.md").read_text().split())
+    raw = json.loads((PLACE / TABLE).read_text())
+    assert f"{kernels} kernels in {size / 2**10:.0f} KiB, of NVRTC {raw['nvrtc']}" in page
 
 
 def test_they_follow_from_the_recorded_runs(monkeypatch, capsys, tmp_path):
@@ -54,6 +59,10 @@ def test_they_follow_from_the_recorded_runs(monkeypatch, capsys, tmp_path):
     winners.TABLE = tmp_path / TABLE
     assert winners.main() == 1
     assert "stale (gpus, source)" in capsys.readouterr().out
+    raw = json.loads((PLACE / TABLE).read_text())
+    (tmp_path / TABLE).write_text(json.dumps(raw | {"nvrtc": "12.9"}))
+    assert winners.main() == 1
+    assert "compile with the NVRTC" in capsys.readouterr().out
 
 
 def test_equal_cubins_are_packed_to_equal_bytes(tmp_path):
