@@ -13,13 +13,18 @@ if TYPE_CHECKING:
     from attnsweep.use.runtime.plans import Explanation
 
 
+_loaded: Any = None
+
+
 def _package() -> Any:
+    global _loaded
     try:
         from attnsweep.use.runtime import package
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise ImportError("needs PyTorch: pip install 'attnsweep[torch]'") from error
+    _loaded = package
     return package
 
 
@@ -42,8 +47,8 @@ def attention(
     cuda-bindings: pip install 'attnsweep[torch]'. PyTorch's own attention serves GPUs other than
     H100 and H200.
     """
-    masks = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _package().attention(query, key, value, *masks, causal=causal)
+    given = (query, key, value, attn_mask, dropout_p, is_causal or causal, scale, enable_gqa)
+    return (_loaded or _package()).attention(*given)
 
 
 def explain_attention(*args: Any, **options: Any) -> Explanation:
