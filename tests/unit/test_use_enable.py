@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import pickle
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -205,6 +207,27 @@ def test_a_package_imported_while_another_is_enabled_falls_back_to_pytorchs(make
         other = make()
         other.attention(q, k, v)
     assert (one.counters(), other.counters()) == ({}, {"dtype": 1})
+
+
+def test_a_package_that_is_imported_anew(package, driver, monkeypatch):
+    """As after another export in a notebook: the new one takes over, also while enabled."""
+    q, k, v = tensors()
+    package.enable()
+    kept = F.scaled_dot_product_attention
+    before = package._operator.namespace
+    monkeypatch.syspath_prepend(str(Path(package.__file__).parent.parent))
+    anew = importlib.reload(package)
+    operators = importlib.import_module(f"{anew.__name__}.operator")
+    name = before.removeprefix("attnsweep_")
+    anew._operator = operators.Operator(anew._operator.table, name, driver, devices=("cpu",))
+    assert anew._operator.namespace == f"{before}_again2"
+    anew._operator._gpus[0] = next(iter(anew._operator.table.gpus.values()))
+    anew.enable()
+    assert F.scaled_dot_product_attention is not kept
+    assert close(F.scaled_dot_product_attention(q, k, v), SDPA(q, k, v))
+    assert anew.counters() == {"kernel": 1}
+    anew.disable()
+    assert F.scaled_dot_product_attention is SDPA
 
 
 def test_someone_elses_replacement_is_left_alone(package, monkeypatch):

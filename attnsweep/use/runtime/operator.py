@@ -45,8 +45,6 @@ class Operator:
         self, table: Table, namespace: str, cuda: Any = None, devices: tuple[str, ...] = ("cuda",)
     ) -> None:
         self.table = table
-        # PyTorch has namespaces of its own, such as `quantized`.
-        self.namespace = f"attnsweep_{namespace.replace('.', '_')}"
         self._cuda, self._types = cuda, devices
         self._log = logging.getLogger(namespace)
         self._said: set[str] = set()
@@ -64,9 +62,10 @@ class Operator:
         self._fast_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
-        self._library = register(
-            self.namespace, devices, self._impl_forward, self._impl_forward_lse
-        )
+        # PyTorch has namespaces of its own, such as `quantized`.
+        wanted = f"attnsweep_{namespace.replace('.', '_')}"
+        self._library = register(wanted, devices, self._impl_forward, self._impl_forward_lse)
+        self.namespace: str = self._library.ns
         ops = getattr(torch.ops, self.namespace)
         self._forward, self._forward_lse = ops.forward.default, ops.forward_lse.default
 

@@ -22,10 +22,12 @@ def register(
 ) -> Any:
     """Define `forward` and `forward_lse`; returns the library, with which they live.
 
+    A package that is imported again gets another namespace: `ns` of the library is the one.
     The output has the layout of torch.empty_like(query); the log-sum-exp is float32 (batch, heads,
     seqlen_q), contiguous. devices: types, as `cuda`.
     """
-    library = torch.library.Library(namespace, "DEF")
+    library = _defined(namespace)
+    namespace = library.ns
     tags = [torch.Tag.pt2_compliant_tag]
     for name in ("needs_exact_strides", "needs_fixed_stride_order"):  # the output's follow query's
         if hasattr(torch.Tag, name):
@@ -42,6 +44,17 @@ def register(
         f"{namespace}::forward_lse", _backward, setup_context=_save_for_backward, lib=library
     )
     return library
+
+
+def _defined(namespace: str, most: int = 99) -> Any:
+    for number in range(1, most + 1):
+        name = namespace if number == 1 else f"{namespace}_again{number}"
+        try:
+            return torch.library.Library(name, "DEF")
+        except RuntimeError:  # PyTorch has it, from an earlier import
+            if number == most:
+                raise
+    return None
 
 
 def with_contiguous_head_dim(tensor: torch.Tensor) -> torch.Tensor:

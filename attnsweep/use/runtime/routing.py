@@ -78,15 +78,15 @@ class Routing:
     def _put(self) -> None:
         found = getattr(sys.modules[_PLACE], NAME)
         if found is not self._routed:
-            if found is not sdpa:
-                by = f"{getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', found)}"
+            # A package that was imported anew takes the place of what it was before.
+            if found is not sdpa and _named(found) != _named(self._routed):
                 raise PackageError(
-                    f"{_PLACE}.{NAME} is already replaced, by {by}; disable that first, or export "
-                    "the runs of both as one package"
+                    f"{_PLACE}.{NAME} is already replaced, by {_named(found)}; disable that first, "
+                    "or export the runs of both as one package"
                 )
             # In TorchScript, which cannot look into it, it is PyTorch's own by another name.
             torch.jit._builtins._register_builtin(self._routed, f"aten::{NAME}")
-            for module in _holders(sdpa):
+            for module in (*_holders(sdpa), *_holders(found)):
                 setattr(module, NAME, self._routed)
         self.on = True
 
@@ -109,6 +109,10 @@ def asked_once(function: _F) -> _F:
 def flash_allowed() -> bool:
     """Whether torch.nn.attention.sdpa_kernel leaves flash attention; a compiler asks once."""
     return bool(torch._C._get_flash_sdp_enabled())
+
+
+def _named(function: Any) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
 
 
 def _holders(function: Callable[..., Any]) -> Iterator[ModuleType]:
