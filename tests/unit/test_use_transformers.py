@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -208,6 +210,14 @@ def test_names(package):
         with pytest.raises(package.PackageError, match="another name"):
             package.register(name)
     assert transformers.AttentionInterface()["sdpa"].__module__.startswith("transformers.")
+
+
+def test_a_package_that_is_imported_anew(package, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(package.__file__).parent.parent))
+    before = transformers.AttentionInterface()[package.register()]
+    importlib.reload(package).register()
+    now = transformers.AttentionInterface()[package.__name__]
+    assert now.attention is package.attention is not before.attention
 
 
 def test_without_transformers(package, monkeypatch):

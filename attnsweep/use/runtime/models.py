@@ -24,15 +24,14 @@ def register(name: str, attention: Callable[..., Any]) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     known = AttentionInterface().get(name)
-    ours = getattr(known, "attention", None) is attention
+    ours = getattr(getattr(known, "attention", None), "__module__", "") == attention.__module__
     if "flash" in name or "/" in name or "|" in name or name == "eager" or (known and not ours):
         raise PackageError(
             f"{name!r} means something else to transformers; give another name, "
             'like register("tuned")'
         )
-    if not ours:
-        AttentionMaskInterface.register(name, _masks(AttentionMaskInterface()["sdpa"]))
-        AttentionInterface.register(name, _implementation(attention, AttentionInterface()["sdpa"]))
+    AttentionMaskInterface.register(name, _masks(AttentionMaskInterface()["sdpa"]))
+    AttentionInterface.register(name, _implementation(attention, AttentionInterface()["sdpa"]))
     return name
 
 
