@@ -16,6 +16,7 @@ class Status(IntEnum):
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_INVALID_IMAGE = 200
 
 
@@ -107,6 +108,8 @@ class FakeDriver:
 
     def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[Any, ...]:
         """Checks what the driver checks of sizes, strides and addresses."""
+        if not getattr(self.contexts, "current", 0):
+            return Status.CUDA_ERROR_INVALID_CONTEXT, None
         _, rank, pointer, dims, strides, box, steps, *_ = arguments
         sound = pointer % 16 == 0 and all(stride % 16 == 0 for stride in strides)
         sound = sound and all(0 < stride < 2**40 for stride in strides) and all(dims)

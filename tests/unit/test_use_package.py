@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def test_every_gpu_of_the_runs_is_in_the_table(exported):
     assert len(h100.winners) == 8
     assert all(w.gain > 1 and 0 < w.gain_low <= w.gain for w in h100.winners)
     one = next(w for w in h100.winners if w.shape == shape(1, 16, 1024, dtype="fp16"))
-    assert one.gain == pytest.approx(1.2766, abs=1e-3)  # as ranked against torch_cudnn
+    assert one.gain == pytest.approx(1.2746, abs=1e-3)  # as ranked against torch_cudnn
     for each in made.gpus.values():
         for w in each.winners:
             for codes in w.kernel.stages:
@@ -286,13 +286,16 @@ def test_a_thread_without_a_context_gets_the_devices(tmp_path):
     kernel = made.gpus[H100].winners[0].kernel
     device = Device(made, driver, 3)
     todo = calls(kernel, shape(), 1.0, False, (0, 0, 0))
-    ready = device.ready(device.prepare(todo, kernel.stages[0], TENSORS), POINTERS, 0)
+    forms = device.prepare(todo, kernel.stages[0], TENSORS)
+    ready = device.ready(forms, POINTERS, 0)
     device.issue(ready)
     assert (driver.contexts.current, driver.retained) == (1003, 1)
-    other = threading.Thread(target=device.issue, args=(ready,))
-    other.start()
-    other.join()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(device.issue, ready).result()
     assert (len(driver.launches), driver.retained) == (2, 2)
+    with ThreadPoolExecutor(1) as third:  # which meets new addresses, so that maps are made first
+        third.submit(lambda: device.issue(device.ready(forms, POINTERS, 0))).result()
+    assert (len(driver.launches), driver.retained) == (3, 3)
 
 
 def test_the_bindings_own_types_take_what_a_launch_says(tmp_path):

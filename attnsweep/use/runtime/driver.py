@@ -172,6 +172,8 @@ class Device:
         self, forms: Sequence[Form], pointers: Mapping[str, int], stream: int
     ) -> tuple[Ready, ...]:
         """The launches at these addresses and on this stream. Raises DriverError."""
+        if not getattr(self._threads, "entered", False):
+            self._enter()  # encoding a tensor map needs a context too
         return tuple(self._ready(form, pointers, stream) for form in forms)
 
     def _ready(self, form: Form, pointers: Mapping[str, int], stream: int) -> Ready:
