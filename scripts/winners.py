@@ -23,6 +23,11 @@ PLACE = ROOT / "attnsweep" / "use" / "runtime"
 TABLE, PACKED = PLACE / "table.json", PLACE / "cubins.zip.xz"
 
 
+def recorded() -> list[Path]:
+    """The runs that were measured; a replay repeats one of them."""
+    return [run for run in find_runs(ROOT / "results") if run.parent.name != "replay"]
+
+
 def packed(cubins: Path) -> bytes:
     """All cubins as one compressed file; equal cubins give equal bytes."""
     together = io.BytesIO()
@@ -40,7 +45,7 @@ def outline(table: dict[str, Any]) -> dict[str, Any]:
 
 def stale(shipped: dict[str, Any]) -> list[str]:
     """The entries of a table that are not what they would be today."""
-    runs = find_runs(ROOT / "results")
+    runs = recorded()
     measured = {environment.nvrtc for run in runs if (environment := open_run(run).environment)}
     now = outline(exported_table(runs)) | {"nvrtc": ", ".join(sorted(measured))}
     shipped = outline(shipped)
@@ -51,7 +56,7 @@ def main() -> int:
     """Write both files, or compare the table."""
     if "--check" not in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as place:
-            done = export(find_runs(ROOT / "results"), Path(place) / "winners")
+            done = export(recorded(), Path(place) / "winners")
             made = done.directory / done.name
             TABLE.write_bytes((made / TABLE.name).read_bytes())
             PACKED.write_bytes(packed(made / "cubins"))
