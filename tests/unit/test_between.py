@@ -1,0 +1,82 @@
+"""configs/between.yaml: shapes that were not tuned, with every config that dispatch may choose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attnsweep import families, load_spec, open_run, plan
+from attnsweep.family.declare import Config
+from attnsweep.hardware import ARCHS
+from attnsweep.use import package
+from attnsweep.use.compiled import FAMILY, shape_of
+
+ROOT = Path(__file__).parent.parent.parent
+RUNS = ("h100", "flash_training", "flash_short", "batched", "flash_dims", "flash_long")
+KERNEL = families()[FAMILY]
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return plan(load_spec(ROOT / "configs/between.yaml"))
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    chosen = []
+    for name in RUNS:
+        run = open_run(ROOT / "results/h100-80gb-hbm3" / name)
+        key, environment = package._gpu_of(run)
+        chosen += package._chosen(run, environment, key, KERNEL, [])
+    return [each.trial for each in chosen]
+
+
+def test_no_shape_of_the_spec_was_tuned(planned, tuned):
+    assert len(planned) >= 48
+    assert len({item.problem for item in planned}) == len(planned)
+    assert not {item.problem for item in planned} & {trial.problem for trial in tuned}
+
+
+def test_every_winner_that_may_run_on_a_shape_is_a_candidate_there(planned, tuned):
+    configs = {package._config(trial, KERNEL).label: trial for trial in tuned}
+    assert len(configs) > 20
+    for item in planned:
+        candidates = {
+            Config({**config, "LSE": 0}).label for space in item.spaces for config in space.configs
+        }
+        for label, trial in configs.items():
+            config = package._config(trial, KERNEL)
+            if KERNEL.refused_by(config, item.problem, ARCHS["sm_90a"]) is None:
+                assert label in candidates, (str(item.problem), label)
+
+
+def test_the_spec_varies_what_decides_a_time(planned):
+    shapes = [shape_of(item.problem) for item in planned]
+    assert {s.head_dim for s in shapes} == {64, 96, 128, 256}
+    assert {(s.dtype, s.causal) for s in shapes} == {
+        (dtype, causal) for dtype in ("fp16", "bf16") for causal in (False, True)
+    }
+    assert any(s.heads != s.heads_kv for s in shapes)
+    assert any(s.seqlen_q != s.seqlen_k for s in shapes)
+    tiles = [s.batch * s.heads * -(-s.seqlen_q // 128) for s in shapes]
+    assert min(tiles) == 1
+    assert max(tiles) > 1000
+    assert sum(t <= 200 for t in tiles) >= 10
+    assert sum(s.seqlen_q % 64 > 0 for s in shapes) >= 15
+
+
+def test_machine_code_is_shared_by_shapes(planned):
+    codes = set()
+    candidates = 0
+    for item in planned:
+        problem = item.problem
+        for space in item.spaces:
+            for config in space.configs:
+                candidates += 1
+                launches = KERNEL.launches(config, problem, ARCHS["sm_90a"])
+                for name, launch in launches.items():
+                    defines = KERNEL.stages[name].defines(config, problem, launch)
+                    codes.add((name, *sorted(defines.items())))
+    assert candidates <= 1600
+    assert len(codes) <= 450
