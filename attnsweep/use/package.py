@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +36,7 @@ from attnsweep.use.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
 _RUNTIME = Path(__file__).parent / "runtime"
 MODULES = (
     *("dispatch.py", "driver.py", "launch.py", "models.py", "operator.py", "plans.py"),
-    *("registered.py", "routing.py", "table.py"),
+    *("predict.py", "registered.py", "routing.py", "table.py"),
 )
 """The runtime's files that a package has under the same name; package.py is its __init__.py."""
 # Providers of PyTorch's own attention: what a call gets without a package.
@@ -45,13 +45,17 @@ _SDPA = "torch_"
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a package takes of one recorded problem. gain: of `trial` over PyTorch's attention."""
+    """What a package takes of one recorded problem. gain: of `trial` over PyTorch's attention.
+
+    times_us: of each config of the family that was timed there, by its label.
+    """
 
     trial: Trial
     gpu: GpuKey
     sdpa_us: float
     gain: float
     gain_low: float
+    times_us: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -154,8 +158,9 @@ def _selected(directories: Sequence[Path], family: Kernel) -> _Selected:
         names.setdefault(key, set()).add(environment.gpu)
         for chosen in _chosen(run, environment, key, family, left_out):
             of = (key, chosen.trial.problem)
-            if of not in found or _order(chosen) < _order(found[of]):
-                found[of] = chosen
+            both = sorted([chosen, *([found[of]] if of in found else [])], key=_order)
+            times_us = {label: us for each in both[::-1] for label, us in each.times_us.items()}
+            found[of] = replace(both[0], times_us=times_us)
     if not found:
         raise StoreError(
             "the runs have no winner that a package could hold",
@@ -165,8 +170,11 @@ def _selected(directories: Sequence[Path], family: Kernel) -> _Selected:
     winners = sorted(found.values(), key=lambda c: (c.gpu, shape_of(c.trial.problem)))
     codes: dict[tuple[object, ...], tuple[Config, Problem]] = {}
     for chosen in winners:
-        code = (_config(chosen.trial, family), chosen.trial.problem)
-        codes.setdefault(_code_key(chosen.trial), code)
+        config, problem = _config(chosen.trial, family), chosen.trial.problem
+        codes.setdefault(_code_key(config, problem), (config, problem))
+    for config, problem in [*codes.values()]:  # the same code but for the type of the elements
+        twin = replace(problem, dtype="bf16" if problem.dtype == "fp16" else "fp16")
+        codes.setdefault(_code_key(config, twin), (config, twin))
     known = {key: sorted(names[key]) for key in sorted({chosen.gpu for chosen in winners})}
     in_order = {key: codes[key] for key in sorted(codes, key=repr)}
     return _Selected(winners, known, in_order, left_out)
@@ -177,6 +185,7 @@ def _table(
 ) -> dict[str, Any]:
     """The table of a package. source: a digest of the text that its machine code is compiled of."""
     numbers = {key: number for number, key in enumerate(selected.codes)}
+    served = {key: _served(selected.winners, key, family) for key in selected.names}
     source = hashlib.sha256(repr(sorted(source_closure(family.source).items())).encode())
     return {
         "format": FORMAT,
@@ -191,10 +200,11 @@ def _table(
                 "names": names,
                 "guard": asdict(guard),
                 "winners": [
-                    _row(chosen, numbers[_code_key(chosen.trial)])
+                    _row(chosen, family, served[key], numbers)
                     for chosen in selected.winners
                     if chosen.gpu == key
                 ],
+                "twins": _twins(selected.winners, key, family, numbers),
             }
             for key, names in selected.names.items()
         ],
@@ -240,7 +250,8 @@ def _chosen(
         if ours and all(us > 0 for us in ours):
             gain = median(a / b for a, b in zip(theirs, ours, strict=True))
             low, _ = ratio_interval(theirs, ours)
-        chosen.append(Chosen(best, key, _median(peer), gain, low))
+        times_us = {_config(t, family).label: _median(t) for t in own if _is_kept(t, family)}
+        chosen.append(Chosen(best, key, _median(peer), gain, low, times_us))
     return chosen
 
 
@@ -265,6 +276,12 @@ def _why_not(best: Trial | None, peer: Trial | None, family: Kernel, arch: Arch)
     return f"today's rules refuse its config: {refused}" if refused else None
 
 
+def _is_kept(trial: Trial, family: Kernel) -> bool:
+    """Whether the time of a config is that of one whole call of today's code."""
+    whole = trial.time_us is not None and trial.schedule.get("chunks", 1) == 1
+    return whole and changed_since(family, Config(trial.config)) is None
+
+
 def _names(family: Kernel) -> set[str]:
     return {param.name for param in family.params}
 
@@ -278,10 +295,46 @@ def _config(trial: Trial, family: Kernel) -> Config:
     return Config({p.name: trial.config[p.name] for p in family.params} | {"LSE": 0})
 
 
-def _code_key(trial: Trial) -> tuple[object, ...]:
-    problem = trial.problem
-    config = tuple(sorted((k, str(v)) for k, v in trial.config.items() if k != "LSE"))
-    return (problem.head_dim, problem.dtype, problem.causal, config)
+def _code_key(config: Config, problem: Problem) -> tuple[object, ...]:
+    values = tuple(sorted((name, str(value)) for name, value in config.items() if name != "LSE"))
+    return (problem.head_dim, problem.dtype, problem.causal, values)
+
+
+Kind = tuple[int, bool]
+"""head_dim, and whether causal: kernels of one kind are compared on a shape."""
+
+
+def _kind(problem: Problem) -> Kind:
+    return (problem.head_dim, problem.causal)
+
+
+def _served(
+    winners: Sequence[Chosen], key: GpuKey, family: Kernel
+) -> dict[Kind, dict[str, Config]]:
+    """The configs that won on a GPU, by kind and label."""
+    served: dict[Kind, dict[str, Config]] = {}
+    for chosen in winners:
+        if chosen.gpu == key:
+            config = _config(chosen.trial, family)
+            served.setdefault(_kind(chosen.trial.problem), {})[config.label] = config
+    return served
+
+
+def _twins(
+    winners: Sequence[Chosen],
+    key: GpuKey,
+    family: Kernel,
+    numbers: Mapping[tuple[object, ...], int],
+) -> list[int]:
+    """Numbers of the kernels that won on a GPU in the other dtype alone."""
+    won, twins = set(), set()
+    for chosen in winners:
+        if chosen.gpu == key:
+            config, problem = _config(chosen.trial, family), chosen.trial.problem
+            won.add(numbers[_code_key(config, problem)])
+            for dtype in ("fp16", "bf16"):
+                twins.add(numbers[_code_key(config, replace(problem, dtype=dtype))])
+    return sorted(twins - won)
 
 
 def _compiled(
@@ -310,14 +363,27 @@ def _compiled(
     return rows, files, notes, compiler.version
 
 
-def _row(chosen: Chosen, kernel: int) -> dict[str, Any]:
+def _row(
+    chosen: Chosen,
+    family: Kernel,
+    served: Mapping[Kind, Mapping[str, Config]],
+    numbers: Mapping[tuple[object, ...], int],
+) -> dict[str, Any]:
+    """A row of the table. others: the package's other kernels that were timed on the shape."""
+    problem, own = chosen.trial.problem, _config(chosen.trial, family)
+    others = [
+        [numbers[_code_key(config, problem)], round(chosen.times_us[label], 4)]
+        for label, config in served[_kind(problem)].items()
+        if label in chosen.times_us and label != own.label
+    ]
     return {
-        "shape": shape_of(chosen.trial.problem)._asdict(),
-        "kernel": kernel,
+        "shape": shape_of(problem)._asdict(),
+        "kernel": numbers[_code_key(own, problem)],
         "time_us": round(_median(chosen.trial), 4),
         "sdpa_us": round(chosen.sdpa_us, 4),
         "gain": round(chosen.gain, 4),
         "gain_low": round(chosen.gain_low, 4),
+        "others": sorted(others),
     }
 
 

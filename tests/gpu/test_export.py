@@ -64,7 +64,7 @@ def always(package):
     gpus = {
         key: replace(
             gpu,
-            guard=Guard(per_octave=0.0, reach=99.0),
+            guard=Guard(margin=-99.0, per_octave=0.0, reach=99.0),
             winners=tuple(replace(w, gain_low=9.0) for w in gpu.winners),
         )
         for key, gpu in table.gpus.items()

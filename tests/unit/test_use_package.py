@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 from fake_compiler import FakeCompiler
 from fake_driver import FakeDriver
-from packages import H100, PLAIN, SPLIT, gpu, shape, table, winner
+from packages import H100, PLAIN, SPLIT, shape, table, winner
 
 from attnsweep.errors import SpecError, StoreError
 from attnsweep.family.declare import discover
 from attnsweep.hardware import ARCHS
 from attnsweep.use import package
-from attnsweep.use.runtime.dispatch import choose, distance
 from attnsweep.use.runtime.driver import Device, DriverError, Tensor
 from attnsweep.use.runtime.launch import calls
 from attnsweep.use.runtime.table import CUBINS, TABLE, Guard, PackageError, read_table
@@ -100,6 +99,35 @@ def test_every_gpu_of_the_runs_is_in_the_table(exported):
                 assert all(made.code(code) for code in codes.values())
 
 
+def test_every_winner_also_serves_the_other_dtype(exported):
+    made = read_table(exported.directory / "my_attention")
+    for each in made.gpus.values():
+        kernels = [*(w.kernel for w in each.winners), *each.twins]
+        served = {(k.head_dim, k.causal, k.config, k.dtype) for k in kernels}
+        assert {(*kind, dtype) for *kind, _ in served for dtype in ("fp16", "bf16")} == served
+        won = {(w.kernel.config, w.kernel.dtype, w.kernel.causal) for w in each.winners}
+        assert not {(t.config, t.dtype, t.causal) for t in each.twins} & won
+        for twin in each.twins:
+            assert all(made.code(code) for codes in twin.stages for code in codes.values())
+
+
+def test_a_row_has_the_times_of_the_other_kernels(exported):
+    """As the run has them: of the configs that won elsewhere, and of no others."""
+    known = read_table(exported.directory / "my_attention").gpus[H100]
+    one = next(w for w in known.winners if w.shape == shape(1, 16, 1024, dtype="fp16"))
+    configs = {w.kernel.config for w in known.winners}
+    measured = {
+        package._config(t, FAMILIES["flash_fwd_wgmma"]).label: t.time_us.median
+        for t in package.open_run(H100_RUN).trials
+        if t.kernel == "flash_fwd_wgmma" and t.time_us and t.problem.label == one.shape.label
+    }
+    assert one.others
+    for kernel, time_us in one.others:
+        assert (kernel.head_dim, kernel.causal, kernel.dtype) == (64, False, "fp16")
+        assert kernel.config in configs - {one.kernel.config}
+        assert time_us == pytest.approx(measured[kernel.config], abs=1e-4)
+
+
 def test_what_cannot_be_served_is_said(exported):
     assert len(exported.left_out) == 2
     assert "no correct candidate of flash_fwd_wgmma" in exported.left_out[0]
@@ -167,8 +195,8 @@ def test_the_command_says_what_it_wrote(attnsweep, tmp_path, monkeypatch):
 # ---- the table ----
 def test_a_table_of_another_format_says_who_wrote_it(exported, tmp_path):
     raw = json.loads((exported.directory / "my_attention" / TABLE).read_text())
-    (tmp_path / TABLE).write_text(json.dumps(raw | {"format": 2, "attnsweep": "9.9"}))
-    with pytest.raises(PackageError, match=r"format is 2, by attnsweep 9\.9"):
+    (tmp_path / TABLE).write_text(json.dumps(raw | {"format": 99, "attnsweep": "9.9"}))
+    with pytest.raises(PackageError, match=r"format is 99, by attnsweep 9\.9"):
         read_table(tmp_path)
 
 
@@ -181,6 +209,9 @@ def test_a_table_of_another_format_says_who_wrote_it(exported, tmp_path):
         lambda raw: raw["gpus"][0]["winners"][0].update(kernel=-1),
         lambda raw: raw["kernels"][0]["stages"][0]["fwd"].update(file="../../etc/passwd"),
         lambda raw: raw["gpus"][0].pop("guard"),
+        lambda raw: raw["gpus"][0]["winners"][0].update(others=[[999, 1.0]]),
+        lambda raw: raw["gpus"][0]["winners"][0].update(others=[[0]]),
+        lambda raw: raw["gpus"][0].update(twins=[-1]),
     ],
 )
 def test_a_damaged_table(exported, tmp_path, spoil):
@@ -197,58 +228,6 @@ def test_no_table_and_no_json(tmp_path):
     (tmp_path / TABLE).write_text("[]")
     with pytest.raises(PackageError, match="damaged"):
         read_table(tmp_path)
-
-
-# ---- dispatch ----
-def test_a_tuned_shape_gets_its_winner_only_if_that_is_faster():
-    known = gpu(winner(shape()), winner(shape(2), gain=1.01, low=0.99))
-    assert choose(known, shape()).code == "tuned"
-    refused = choose(known, shape(2))
-    assert (refused.winner, refused.code) == (None, "not_faster")
-
-
-def test_a_near_shape_gets_the_nearest_winner():
-    small, large = winner(shape(seqlen=256)), winner(shape(seqlen=2048))
-    chosen = choose(gpu(small, large), shape(seqlen=1500))
-    assert (chosen.winner, chosen.code) == (large, "near")
-    assert 1 < chosen.gain < large.gain
-
-
-def test_the_guard_asks_for_more_the_farther_a_shape_is():
-    known = gpu(winner(shape(seqlen=256), gain=1.03), guard=Guard(per_octave=0.02, reach=3.0))
-    assert choose(known, shape(seqlen=300)).code == "near"
-    assert choose(known, shape(seqlen=512)).code == "not_faster"
-    wide = gpu(winner(shape(seqlen=256), gain=9.0), guard=Guard(per_octave=0.02, reach=3.0))
-    assert choose(wide, shape(seqlen=512)).code == "near"
-    assert choose(wide, shape(seqlen=2048)).code == "far"
-
-
-@pytest.mark.parametrize(
-    "other", [shape(head_dim=128), shape(dtype="fp16"), shape(causal=True)], ids=lambda s: s.label
-)
-def test_other_machine_code_never_serves(other):
-    assert choose(gpu(winner(shape())), other).code == "not_tuned"
-    assert choose(gpu(), other).winner is None
-
-
-def test_a_kernel_whose_rules_do_not_hold_is_passed_over():
-    split = winner(shape(1, 4, 128, seqlen_k=8192), replace(SPLIT, block_m=64))
-    plain = winner(shape(4, 16, 128, seqlen_k=8192))
-    # With 64 heads the queries fill the SMs, where no kernel splits the keys.
-    known = gpu(split, plain, guard=Guard(reach=9.0))
-    asked = shape(1, 80, 128, seqlen_k=8192)
-    assert choose(known, asked).winner is plain
-    assert choose(gpu(split, guard=Guard(reach=9.0)), asked).code == "far"
-
-
-def test_an_exact_shape_comes_before_equally_near_ones():
-    """Batch and heads count as one dimension, so that distances of 0 are no identity."""
-    one, other = shape(1, 16), shape(4, 4)
-    assert distance(one, other, Guard()) == 0
-    losing, winning = winner(one, gain=0.9), winner(other)
-    known = gpu(losing, winning)
-    assert choose(known, one).code == "not_faster"
-    assert choose(known, other).winner is winning
 
 
 # ---- launches ----
@@ -349,7 +328,7 @@ def test_a_cubin_is_checked_before_it_is_loaded(tmp_path):
 
 
 def test_a_fitted_guard_is_in_the_table(tmp_path):
-    fitted = Guard(per_octave=0.05, reach=1.5, weight_group=1.0)
+    fitted = Guard(per_octave=0.05, reach=1.5, margin=0.1)
     done = export(tmp_path, [H100_RUN], guard=fitted)
     assert read_table(done.directory / done.name).gpus[H100].guard == fitted
 

@@ -2,72 +2,102 @@
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .launch import refused_by
-from .table import Gpu, Guard, Shape, Winner
+from .predict import SDPA, SDPA_START_US, Prediction, predict, tiling
+from .table import Gpu, Kernel, Shape, Winner
+
+# Kernels that are predicted within this of the fastest are equal: the nearest winner's is taken.
+_EQUAL = 1.005
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """winner: whose kernel serves the shape, or None. code: a short name of the reason, of few.
+    """kernel: which serves the shape, or None. code: a short name of the reason, of few.
 
     gain: expected time of PyTorch's own attention over the kernel's; 0 if nothing is known.
     """
 
-    winner: Winner | None
+    kernel: Kernel | None
     code: str
     reason: str
     gain: float = 0.0
-
-
-def distance(shape: Shape, tuned: Shape, guard: Guard) -> float:
-    """Octaves between two shapes: factors of two in heads of all batches, queries, and keys."""
-    group, tuned_group = shape.heads // shape.heads_kv, tuned.heads // tuned.heads_kv
-    return (
-        abs(math.log2(shape.batch * shape.heads / (tuned.batch * tuned.heads)))
-        + abs(math.log2(shape.seqlen_q / tuned.seqlen_q))
-        + abs(math.log2(shape.seqlen_k / tuned.seqlen_k))
-        + guard.weight_group * abs(math.log2(group / tuned_group))
-    )
 
 
 def choose(gpu: Gpu, shape: Shape) -> Choice:
     """The kernel for a shape, or why there is none.
 
     A tuned shape gets its winner if the lower end of its gain is at least 1. Any other gets the
-    winner of the nearest tuned shape of its head_dim, dtype and mask whose kernel may run there, if
-    that is within the guard's reach and its gain is above 1 by the guard's share for each octave.
+    kernel that is predicted to be the fastest, if it is predicted to beat PyTorch's own attention
+    by the guard's share and the nearest shape where it was timed is within the guard's reach.
     """
-    kind = (shape.head_dim, shape.dtype, shape.causal)
-    same = [w for w in gpu.winners if (w.shape.head_dim, w.shape.dtype, w.shape.causal) == kind]
-    if not same:
+    alike = (shape.head_dim, shape.causal)
+    known = [w for w in gpu.winners if (w.shape.head_dim, w.shape.causal) == alike]
+    kernels = _kernels(gpu, known, shape)
+    if not kernels:
         mask = "causal" if shape.causal else "full"
         what = f"head_dim {shape.head_dim}, {shape.dtype}, {mask}"
         return Choice(None, "not_tuned", f"no shape with {what} was tuned")
-    for winner in same:
+    for winner in known:
         if winner.shape == shape:
             if winner.gain_low >= 1:
-                return Choice(winner, "tuned", "this shape was tuned", winner.gain)
+                return Choice(winner.kernel, "tuned", "this shape was tuned", winner.gain)
             why = "this shape was tuned, and PyTorch's own attention is as fast"
             return Choice(None, "not_faster", why, winner.gain)
-    near = sorted(((distance(shape, w.shape, gpu.guard), w.shape, w) for w in same), key=_place)
-    for octaves, tuned, winner in near:
-        if octaves > gpu.guard.reach:
-            break
-        if refused_by(winner.kernel, shape) is not None:
-            continue
-        gain = winner.gain_low * (1 - gpu.guard.per_octave) ** octaves
-        if gain >= 1:
-            why = f"near {tuned.label}, which was tuned ({octaves:.2f} octaves)"
-            return Choice(winner, "near", why, gain)
-        why = f"near {tuned.label} ({octaves:.2f} octaves), where we gain too little to be sure"
-        return Choice(None, "not_faster", why, gain)
-    tuned = near[0][1]
-    why = f"no tuned shape is near enough whose kernel may run here; the nearest is {tuned.label}"
-    return Choice(None, "far", why)
+    return _predicted(gpu, shape, known, kernels)
 
 
-def _place(found: tuple[float, Shape, Winner]) -> tuple[float, Shape]:
-    return found[:2]
+def _kernels(gpu: Gpu, known: Sequence[Winner], shape: Shape) -> dict[str, Kernel]:
+    """The kernels of the shape's head_dim, dtype and mask by their configs, in a fixed order."""
+    kernels = [winner.kernel for winner in known]
+    kernels += [kernel for winner in known for kernel, _ in winner.others]
+    made = {each.config: each for each in (*kernels, *gpu.twins) if _made(each, shape)}
+    return dict(sorted(made.items()))
+
+
+def _made(kernel: Kernel, shape: Shape) -> bool:
+    kind = (kernel.head_dim, kernel.dtype, kernel.causal)
+    return kind == (shape.head_dim, shape.dtype, shape.causal)
+
+
+def _predicted(
+    gpu: Gpu, shape: Shape, known: Sequence[Winner], kernels: dict[str, Kernel]
+) -> Choice:
+    """The kernel for a shape that was not tuned. Times in fp16 and bf16 are taken as equal."""
+    sms, guard = gpu.key.sm_count, gpu.guard
+    timed: dict[str, list[tuple[Shape, float]]] = defaultdict(list)
+    for winner in known:
+        for kernel, time_us in ((winner.kernel, winner.time_us), *winner.others):
+            timed[kernel.config].append((winner.shape, time_us))
+    found: list[tuple[Prediction, Kernel]] = []
+    for config, kernel in kernels.items():
+        if refused_by(kernel, shape) is None:
+            prediction = predict(tiling(kernel), timed[config], shape, sms)
+            if prediction is not None:
+                found.append((prediction, kernel))
+    near = [each for each in found if each[0].octaves <= guard.reach]
+    if not near:
+        why = "no tuned shape is near enough whose kernel may run here"
+        if found:
+            nearest = min(found, key=lambda each: each[0].octaves)[0]
+            why += f"; the nearest is {nearest.nearest.label} ({nearest.octaves:.1f} octaves)"
+        return Choice(None, "far", why)
+    least = min(prediction.time_us for prediction, _ in near)
+    equal = [each for each in near if each[0].time_us <= _EQUAL * least]
+    ours, kernel = min(equal, key=lambda each: each[0].octaves)
+    of_sdpa = ((winner.shape, winner.sdpa_us) for winner in known)
+    theirs = predict(SDPA, of_sdpa, shape, sms, SDPA_START_US)
+    if theirs is None:  # there are winners, and each has a time of PyTorch's
+        raise AssertionError
+    gain = theirs.time_us / ours.time_us
+    why = (
+        f"predicted {ours.time_us:.4g} µs from {ours.nearest.label} ({ours.octaves:.1f} octaves)"
+        f"{f' and {ours.shapes - 1} more' if ours.shapes > 1 else ''}, "
+        f"PyTorch's own {theirs.time_us:.4g} µs"
+    )
+    if gain < 1 + guard.margin + guard.per_octave * ours.octaves:
+        return Choice(None, "not_faster", f"{why}: we gain too little to be sure", gain)
+    return Choice(kernel, "near", why, gain)

@@ -165,10 +165,10 @@ def heads_together(shape: Shape, block_m: int, block_n: int, blocks: int) -> int
 
 def _even_turns(heads: int, fit: int, costs: tuple[int, ...], blocks: int) -> int:
     """The size of a group, from fit / 2 to fit heads, that gives the busiest block least work."""
-    return min(range(fit, (fit - 1) // 2, -1), key=lambda n: _busiest(heads, n, costs, blocks))
+    return min(range(fit, (fit - 1) // 2, -1), key=lambda n: busiest_turns(heads, n, costs, blocks))
 
 
-def _busiest(heads: int, together: int, costs: tuple[int, ...], blocks: int) -> int:
+def busiest_turns(heads: int, together: int, costs: tuple[int, ...], blocks: int) -> int:
     """Work of the busiest block, which take turns in order, then in reverse order.
 
     Tiles of one cost are a run of items in a row, so that a run's whole turns count for all blocks.

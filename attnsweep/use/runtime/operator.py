@@ -214,7 +214,7 @@ class Operator:
         if query.device.type in self._types:
             gpu = self._gpu(query.device.index or 0)
         name = gpu.key.label if gpu is not None else None
-        config = choice.winner.kernel.config if choice.winner is not None else None
+        config = choice.kernel.config if choice.kernel is not None else None
         return Explanation(config, choice.code, choice.reason, choice.gain, name)
 
     def counters(self) -> dict[str, int]:
@@ -343,9 +343,9 @@ class Operator:
         seqlen_k, dtype = key.shape[2], DTYPES[query.dtype]
         shape = Shape(batch, heads, key.shape[1], seqlen_q, seqlen_k, head_dim, dtype, causal)
         choice = choose(gpu, shape)
-        if choice.winner is None:
+        if choice.kernel is None:
             return Plan(choice)
-        kernel = choice.winner.kernel
+        kernel = choice.kernel
         by = scale if scale is not None else head_dim**-0.5
         made = calls(kernel, shape, by, lse, tensors["o"].strides)
         spaces = workspaces(kernel, shape)

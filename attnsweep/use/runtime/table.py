@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FORMAT = 1
+FORMAT = 2
 """Raise it if older code would misread the table. Code reads its own format only."""
 TABLE = "table.json"
 CUBINS = "cubins"
@@ -110,7 +110,8 @@ class Winner:
     """The kernel that won a shape, and how it compares with PyTorch's own attention there.
 
     gain: time of scaled_dot_product_attention over the kernel's, medians. gain_low: the lower end
-    of its 95 % interval where the run has one, otherwise the gain.
+    of its 95 % interval where the run has one, otherwise the gain. others: the package's other
+    kernels that the run timed on the shape, with their times in microseconds.
     """
 
     shape: Shape
@@ -119,29 +120,34 @@ class Winner:
     sdpa_us: float
     gain: float
     gain_low: float
+    others: tuple[tuple[Kernel, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
     """When a shape that was not tuned is served: see dispatch.choose.
 
-    per_octave: share of the gain that a factor of two in a dimension may cost. reach: octaves at
-    most to the tuned shape. weight_group: weight of the ratio heads / heads_kv in the distance.
+    margin: share by which a kernel must be predicted to be faster than PyTorch's own attention.
+    per_octave: what each octave to the nearest tuned shape adds to it. reach: octaves at most.
     """
 
+    margin: float = 0.02
     per_octave: float = 0.02
-    reach: float = 3.0
-    weight_group: float = 0.25
+    reach: float = 6.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What is known of one kind of GPU. names: of the cards that were measured."""
+    """What is known of one kind of GPU. names: of the cards that were measured.
+
+    twins: kernels that serve besides the winners': a winner's config for the other dtype.
+    """
 
     key: GpuKey
     names: tuple[str, ...]
     guard: Guard
     winners: tuple[Winner, ...]
+    twins: tuple[Kernel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,13 +221,18 @@ def _kernel(raw: Mapping[str, Any]) -> Kernel:
 
 
 def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
+    def numbered(number: int) -> Kernel:
+        if number < 0:
+            raise IndexError(f"kernel {number}")
+        return kernels[number]
+
     major, minor = raw["compute_capability"]
     key = GpuKey((int(major), int(minor)), int(raw["sm_count"]), int(raw["l2_bytes"]))
     winners = []
     for each in raw["winners"]:
         facts = dict(each)
-        shape, number = Shape(**facts.pop("shape")), facts.pop("kernel")
-        if number < 0:
-            raise IndexError(f"kernel {number}")
-        winners.append(Winner(shape, kernels[number], **facts))
-    return Gpu(key, tuple(raw["names"]), Guard(**raw["guard"]), tuple(winners))
+        shape, kernel = Shape(**facts.pop("shape")), numbered(facts.pop("kernel"))
+        others = tuple((numbered(n), float(us)) for n, us in facts.pop("others"))
+        winners.append(Winner(shape, kernel, **facts, others=others))
+    twins = tuple(numbered(number) for number in raw["twins"])
+    return Gpu(key, tuple(raw["names"]), Guard(**raw["guard"]), tuple(winners), twins)

@@ -1,0 +1,121 @@
+"""benchmarks/dispatch.py: what it says of the rule, on recorded runs and on made-up ones."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from packages import H100, PLAIN, gpu, shape, winner
+
+from attnsweep.use.runtime.table import Guard
+
+ROOT = Path(__file__).parent.parent.parent
+H100_RUNS = ROOT / "results/h100-80gb-hbm3"
+TUNED = [
+    H100_RUNS / name
+    for name in ("h100", "flash_training", "flash_short", "batched", "flash_dims", "flash_long")
+]
+
+
+@pytest.fixture(scope="module")
+def dispatch():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield importlib.import_module("dispatch")
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def left_out(dispatch):
+    return list(dispatch.judged(TUNED, []))
+
+
+def test_each_recorded_shape_from_the_others(dispatch, left_out):
+    """The rule loses little of what the kernels hold, and nothing to PyTorch."""
+    found = dispatch.summary(left_out)
+    assert found["shapes"] > 40
+    assert found["regret"]["median"] <= 0.03
+    assert found["slower_than_sdpa_by_3_percent"] == 0
+    near = [row for row in left_out if row.code == "near" and row.regret is not None]
+    of_the_rule = [(1 + row.regret) / (1 + row.served) - 1 for row in near]
+    assert len(near) >= 25
+    assert dispatch.quantile(of_the_rule, 0.95) <= 0.05
+
+
+def test_a_left_out_shape_is_not_known(dispatch):
+    known = dispatch.tuned(TUNED)[H100]
+    first = known.winners[0]
+    left = dispatch.without(known, first.shape)
+    sizes = first.shape._replace(dtype="")
+    assert not [w for w in left.winners if w.shape._replace(dtype="") == sizes]
+    won = {(w.kernel.head_dim, w.kernel.causal, w.kernel.config) for w in left.winners}
+    kernels = [*left.twins, *(k for w in left.winners for k, _ in w.others)]
+    assert {(k.head_dim, k.causal, k.config) for k in kernels} <= won
+
+
+def one(dispatch, configs_us, **sdpa_us):
+    return dispatch.Swept("run", shape(seqlen=300), configs_us, sdpa_us)
+
+
+def test_regret_and_gain(dispatch):
+    other = replace(PLAIN, config="other")
+    known = gpu(winner(shape(), gain=2.0), winner(shape(2), other, gain=1.5))
+    times = {PLAIN.config: 11.0, "other": 30.0, "not held": 10.0}
+    found = dispatch.judge(known, one(dispatch, times, torch_flash=22.0, torch_cudnn=33.0))
+    assert (found.code, found.config) == ("near", PLAIN.config)
+    assert found.regret == pytest.approx(0.1)
+    assert found.gain == pytest.approx(2.0)
+    assert found.served == pytest.approx(0.1)
+    assert found.expected_gain > 1
+
+
+def test_what_goes_to_pytorch_has_its_fastest_time(dispatch):
+    shy = replace(gpu(winner(shape(), gain=2.0)), guard=Guard(margin=9.0))
+    found = dispatch.judge(shy, one(dispatch, {PLAIN.config: 10.0}, torch_flash=22.0))
+    assert (found.config, found.gain) == (None, 1.0)
+    assert found.regret == pytest.approx(1.2)
+    assert found.served == 0
+
+
+def test_a_choice_without_a_time_is_no_good_choice(dispatch):
+    known = gpu(winner(shape(), gain=2.0))
+    rows = [
+        dispatch.judge(known, one(dispatch, {"not held": 10.0}, torch_flash=20.0)),
+        dispatch.judge(known, one(dispatch, {PLAIN.config: 25.0}, torch_flash=20.0)),
+    ]
+    found = dispatch.summary(rows)
+    assert (found["shapes"], found["not_timed"]) == (2, 1)
+    assert found["regret"]["worst"] == pytest.approx(0.25)
+    assert found["slower_than_sdpa_by_3_percent"] == 1
+    with pytest.raises(SystemExit, match="no shape can be judged"):
+        dispatch.summary(rows[:1])
+
+
+def test_a_tuned_shape_of_a_held_out_run_is_not_judged(dispatch):
+    assert not list(dispatch.judged(TUNED, [H100_RUNS / "h100"]))
+    rows = list(dispatch.judged(TUNED[2:], [H100_RUNS / "flash_training"]))
+    assert rows
+    assert all(row.code != "tuned" for row in rows)
+
+
+def test_the_command(dispatch, tmp_path, capsys):
+    out = tmp_path / "found.json"
+    runs = [str(run) for run in TUNED[2:]]
+    held_out = str(H100_RUNS / "flash_training")
+    dispatch.main([*runs, "--held-out", held_out, "--json", str(out)])
+    found = json.loads(out.read_text())
+    assert found["held_out"] == ["flash_training"]
+    assert found["shapes"] == len(found["rows"]) > 3
+    assert "regret_of_the_best_held" in capsys.readouterr().out
+    for wrong in ([], ["--leave-one-out", "--held-out", held_out]):
+        with pytest.raises(SystemExit):
+            dispatch.main([*runs, *wrong])
+
+
+def test_quantiles_are_interpolated(dispatch):
+    assert dispatch.quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert dispatch.quantile([0.0, 1.0], 0.95) == pytest.approx(0.95)
+    assert dispatch.quantile([4.0], 0.95) == 4.0

@@ -1,0 +1,252 @@
+"""Which kernel of a package a shape gets, and how its time is predicted."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packages import H100, PLAIN, SPLIT, gpu, shape, winner
+
+from attnsweep.use.runtime.dispatch import choose
+from attnsweep.use.runtime.predict import (
+    ALONE,
+    BLOCK_KEYS,
+    BLOCK_TILES,
+    SDPA,
+    Tiling,
+    octaves,
+    predict,
+    tiling,
+    work,
+)
+from attnsweep.use.runtime.table import Guard
+
+SMS = H100.sm_count
+FREE = Guard(margin=-9.0, per_octave=0.0, reach=99.0)
+SMALL = replace(PLAIN, block_m=64, blocks_per_sm=2, config="BLOCK_N=64 WARPGROUPS=1")
+
+
+def timed(of, time_us=10.0, sdpa_us=20.0, kernel=PLAIN, others=()):
+    """A winner with its time, that of PyTorch, and those of other kernels."""
+    made = winner(of, kernel, sdpa_us / time_us)
+    kind = {"head_dim": of.head_dim, "dtype": of.dtype, "causal": of.causal}
+    own = tuple((replace(other, **kind), us) for other, us in others)
+    return replace(made, time_us=time_us, sdpa_us=sdpa_us, others=own)
+
+
+# ---- which kernel ----
+def test_a_tuned_shape_gets_its_winner_only_if_that_is_faster():
+    known = gpu(winner(shape()), winner(shape(2), gain=1.01, low=0.99))
+    assert choose(known, shape()).code == "tuned"
+    refused = choose(known, shape(2))
+    assert (refused.kernel, refused.code) == (None, "not_faster")
+
+
+def test_a_tuned_shape_is_not_predicted():
+    """Even if another kernel were predicted to be faster there."""
+    best = timed(shape(), 10.0, others=((SMALL, 30.0),))
+    luck = timed(shape(seqlen=512), 1.0, kernel=SMALL)
+    assert choose(gpu(best, luck), shape()).kernel is best.kernel
+
+
+def test_the_kernel_that_is_predicted_fastest_serves():
+    """Where 133 tiles of 128 queries are two waves, and 265 of 64 are little more than one."""
+    full = shape(1, 132, 128, seqlen_k=4096)
+    known = gpu(timed(full, 10.0, 20.0, others=((SMALL, 10.5),)), guard=FREE)
+    assert choose(known, shape(1, 131, 128, seqlen_k=4096)).kernel.config == PLAIN.config
+    beyond = choose(known, shape(1, 133, 128, seqlen_k=4096))
+    assert (beyond.kernel.config, beyond.code) == (SMALL.config, "near")
+
+
+def test_near_shapes_count_most():
+    """A kernel that is fast where it was timed far away is not taken for that."""
+    near = timed(shape(8, 16, 1024), 100.0, 150.0, others=((SMALL, 130.0),))
+    far = timed(shape(1, 4, 256), 10.0, 15.0, kernel=SMALL, others=((PLAIN, 12.0),))
+    assert choose(gpu(near, far), shape(8, 16, 1100)).kernel.config == PLAIN.config
+    assert choose(gpu(near, far), shape(1, 4, 300)).kernel.config == SMALL.config
+
+
+def test_a_kernel_of_the_other_dtype_serves_as_its_twin():
+    known = gpu(timed(shape(dtype="fp16"), kernel=replace(PLAIN, dtype="fp16")))
+    asked = shape(seqlen=300, dtype="bf16")
+    assert choose(known, asked).code == "not_tuned"
+    twin = replace(PLAIN, dtype="bf16")
+    chosen = choose(replace(known, twins=(twin,)), asked)
+    assert (chosen.kernel, chosen.code) == (twin, "near")
+    same = choose(replace(known, twins=(twin,)), shape(dtype="bf16"))
+    assert (same.kernel, same.code) == (twin, "near"), "its sizes were tuned, its dtype was not"
+
+
+@pytest.mark.parametrize(
+    "other", [shape(head_dim=128), shape(dtype="fp16"), shape(causal=True)], ids=lambda s: s.label
+)
+def test_other_machine_code_never_serves(other):
+    foreign = replace(PLAIN, dtype="fp16", head_dim=96)
+    assert choose(replace(gpu(timed(shape())), twins=(foreign,)), other).code == "not_tuned"
+    assert choose(gpu(), other).kernel is None
+
+
+def test_a_twin_without_a_time_never_serves():
+    unknown = replace(PLAIN, config="never timed")
+    known = replace(gpu(timed(shape())), twins=(unknown,))
+    assert choose(known, shape(seqlen=300)).kernel.config == PLAIN.config
+
+
+def test_a_kernel_whose_rules_do_not_hold_is_passed_over():
+    split = timed(shape(1, 4, 128, seqlen_k=8192), 1.0, kernel=replace(SPLIT, block_m=64))
+    plain = timed(shape(4, 16, 128, seqlen_k=8192), 50.0, 90.0)
+    # With 80 heads the queries fill the SMs, where no kernel splits the keys.
+    asked = shape(1, 80, 128, seqlen_k=8192)
+    assert choose(gpu(split, plain, guard=FREE), asked).kernel is plain.kernel
+    alone = choose(gpu(split, guard=FREE), asked)
+    assert (alone.kernel, alone.code) == (None, "far")
+
+
+# ---- the guard ----
+def test_the_guard_asks_for_more_the_farther_a_shape_is():
+    guard = Guard(margin=0.02, per_octave=0.05, reach=9.0)
+    known = gpu(timed(shape(4, 16, 1024), 100.0, 112.0), guard=guard)
+    near = choose(known, shape(4, 16, 1100))
+    assert near.code == "near"
+    assert near.gain == pytest.approx(1.12, abs=0.06)
+    far = choose(known, shape(4, 16, 4096))
+    assert (far.kernel, far.code) == (None, "not_faster")
+    assert 1 < far.gain < 1 + guard.margin + guard.per_octave * 4
+    wide = replace(known, guard=Guard(margin=0.02, per_octave=0.0, reach=9.0))
+    assert choose(wide, shape(4, 16, 4096)).code == "near"
+
+
+def test_nothing_is_believed_beyond_the_reach():
+    known = gpu(timed(shape(4, 16, 1024), 10.0, 900.0), guard=Guard(reach=3.0))
+    assert choose(known, shape(4, 16, 1200)).code == "near"
+    far = choose(known, shape(4, 16, 16384))
+    assert (far.kernel, far.code) == (None, "far")
+    assert "(4,16,1024,64) bf16 full (12.0 octaves)" in far.reason
+
+
+def test_what_is_predicted_to_be_slower_goes_to_pytorch():
+    """A gain at one shape is none where one query more makes two waves of one, and three of two."""
+    big = replace(PLAIN, block_m=256, config="big")
+    known = gpu(timed(shape(1, 132, 256, seqlen_k=4096), 100.0, 104.0, kernel=big))
+    found = choose(known, shape(1, 132, 257, seqlen_k=4096))
+    assert (found.kernel, found.code) == (None, "not_faster")
+    assert found.gain < 1
+
+
+def test_a_reason_says_what_is_predicted_and_from_what():
+    known = gpu(timed(shape(4, 16, 1024), 100.0, 150.0), timed(shape(4, 16, 2048), 400.0, 600.0))
+    reason = choose(known, shape(4, 16, 1024, heads_kv=4)).reason
+    assert reason.startswith("predicted ")
+    assert "from (4,16,1024,64) bf16 full (0.0 octaves) and 1 more" in reason
+    assert "PyTorch's own 1" in reason
+
+
+def test_the_order_of_the_table_does_not_matter():
+    shapes = [shape(b, 16, s) for b in (1, 2, 8) for s in (256, 1024, 3000)]
+    rows = [timed(s, 5.0 + i, 9.0 + i, others=((SMALL, 5.2 + i),)) for i, s in enumerate(shapes)]
+    asked = [shape(b, h, s) for b in (1, 3) for h in (4, 20) for s in (300, 777, 5000)]
+    first = [choose(gpu(*rows), each) for each in asked]
+    for seed in range(3):
+        mixed = random.Random(seed).sample(rows, len(rows))
+        again = [choose(gpu(*mixed), each) for each in asked]
+        assert [(c.code, c.kernel and c.kernel.config) for c in again] == [
+            (c.code, c.kernel and c.kernel.config) for c in first
+        ]
+
+
+# ---- the prediction ----
+PLAINLY = tiling(PLAIN)
+EXTRA = BLOCK_TILES + BLOCK_KEYS / 64
+
+
+def test_work_counts_waves_of_blocks():
+    one = work(PLAINLY, shape(1, 1, 128, seqlen_k=640), SMS)
+    assert one == 10 + EXTRA
+    assert work(PLAINLY, shape(1, 132, 128, seqlen_k=640), SMS) == one
+    assert work(PLAINLY, shape(1, 133, 128, seqlen_k=640), SMS) == 2 * one
+    assert work(PLAINLY, shape(1, 133, 129, seqlen_k=640), SMS) == 3 * one, "266 blocks"
+    assert work(PLAINLY, shape(1, 1, 128, seqlen_k=641), SMS) == one + 1
+
+
+def test_a_block_that_is_alone_on_an_sm_is_faster_but_not_twice_as_fast():
+    two = tiling(SMALL)
+    alone = work(two, shape(1, 132, 64, seqlen_k=640), SMS)
+    both = work(two, shape(1, 264, 64, seqlen_k=640), SMS)
+    assert alone == pytest.approx((10 + EXTRA) / ALONE)
+    assert both == pytest.approx(2 * (10 + EXTRA))
+    assert both < 2 * alone
+
+
+def test_blocks_that_share_keys_have_less_work_each():
+    whole, half = (replace(PLAINLY, shares=n, splits=n) for n in (1, 2))
+    long = shape(1, 8, 128, seqlen_k=6400)
+    assert work(whole, long, SMS) == 100 + EXTRA
+    assert work(half, long, SMS) == 50 + EXTRA
+
+
+def dealt(costs, servers):
+    """When the last of some servers ends, each taking the next item once it is free."""
+    free = [0.0] * servers
+    for cost in costs:
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+@pytest.mark.parametrize(("heads", "seqlen"), [(16, 1024), (16, 4096), (64, 2048), (12, 777)])
+def test_work_of_causal_blocks_is_that_of_dealing_them_out(heads, seqlen):
+    ordered = replace(PLAINLY, ordered=True)
+    asked = shape(1, heads, seqlen, causal=True)
+    tiles = -(-seqlen // 128)
+    costs = [EXTRA + -(-min(seqlen, 128 * n) // 64) for n in range(tiles, 0, -1)]
+    true = dealt([cost for cost in costs for _ in range(heads)], SMS)
+    assert work(ordered, asked, SMS) == pytest.approx(true, rel=0.15)
+
+
+def test_work_of_blocks_that_take_turns_is_that_of_the_busiest():
+    """16 heads of 16384 rows in groups that share L2 leave some SMs a fifth more than others."""
+    turns = Tiling(128, 128, 1, 1, 1, True, 132, False)
+    uneven = shape(1, 16, 16384, head_dim=128, causal=True)
+    even = shape(4, 16, 4096, head_dim=128, causal=True)
+
+    def to_mean(of):
+        tiles = of.seqlen_q // 128
+        mean = sum(n + 1 + BLOCK_KEYS / 128 for n in range(1, tiles + 1))
+        return work(turns, of, SMS) / (mean * of.batch * of.heads / SMS)
+
+    assert to_mean(uneven) > 1.15
+    assert 1 <= to_mean(even) < 1.05
+
+
+@given(
+    heads=st.integers(1, 400),
+    seqlen=st.integers(1, 3000),
+    causal=st.booleans(),
+    block_m=st.sampled_from([64, 128, 192]),
+    blocks_per_sm=st.integers(1, 3),
+)
+def test_more_keys_are_more_work(heads, seqlen, causal, block_m, blocks_per_sm):
+    made = Tiling(block_m, 64, 1, 1, blocks_per_sm, causal, 0, False)
+    fewer = shape(1, heads, seqlen, seqlen_k=seqlen, causal=causal)
+    more = fewer._replace(seqlen_k=seqlen + 64)
+    assert 0 < work(made, fewer, SMS) <= work(made, more, SMS)
+
+
+def test_a_time_at_the_same_sizes_is_predicted_as_measured():
+    for made in (PLAINLY, SDPA):
+        found = predict(made, [(shape(4, 16, 1024), 123.0)], shape(4, 16, 1024), SMS)
+        assert found.time_us == pytest.approx(123.0)
+        assert (found.octaves, found.shapes) == (0.0, 1)
+    assert predict(PLAINLY, [], shape(), SMS) is None
+    tiny = predict(PLAINLY, [(shape(), 0.5)], shape(), SMS)
+    assert tiny.time_us > 0, "less than a launch was thought to take"
+
+
+def test_idle_sms_are_no_distance():
+    assert octaves(shape(1, 1, 64), shape(1, 32, 64), SMS) == 0
+    assert octaves(shape(1, 264, 64), shape(1, 528, 64), SMS) == 1
+    assert octaves(shape(1, 264, 64), shape(1, 264, 64, seqlen_k=256), SMS) == 2
+    assert octaves(shape(1, 1, 1, seqlen_k=64), shape(1, 1, 64), SMS) == 6, "few queries are unlike"
