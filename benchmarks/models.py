@@ -150,16 +150,27 @@ def counted(package: Any) -> Iterator[dict[str, int]]:
     calls |= {n: c - before.get(n, 0) for n, c in now.items() if c != before.get(n, 0)}
 
 
-def turns(runs: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Milliseconds of each run in each round; they take turns, and each begins every other time."""
-    for run in runs.values():
-        for _ in range(WARM_UP):
-            run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
+def turns(
+    runs: Mapping[str, Callable[[], Any]], package: Any = None, rounds: int = ROUNDS
+) -> dict[str, list[float]]:
+    """Milliseconds of each run in each round; they take turns, and each begins every other time.
+
+    package: if given, each run has the attention of its name. To enable one is not timed.
+    """
+
+    def attention(who: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if package is None else attention_of(who, package)
+
+    for who, run in runs.items():
+        with attention(who):
+            for _ in range(WARM_UP):
+                run()
+    times: dict[str, list[float]] = {who: [] for who in runs}
     names, began = list(runs), time.perf_counter()
     while len(times[names[0]]) < rounds and time.perf_counter() - began < MOST_S:
-        for name in names if len(times[names[0]]) % 2 else names[::-1]:
-            times[name].append(timed_ms(runs[name]))
+        for who in names if len(times[names[0]]) % 2 else names[::-1]:
+            with attention(who):
+                times[who].append(timed_ms(runs[who]))
     return times
 
 
@@ -178,14 +189,10 @@ def before_and_after(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 def eager(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
     """A prefill, launch by launch."""
 
-    def run(who: str) -> Callable[[], Any]:
-        def prefill() -> None:
-            with attention_of(who, package):
-                model.rows(ids, 1)
+    def prefill() -> None:
+        model.rows(ids, 1)
 
-        return prefill
-
-    return before_and_after(turns({who: run(who) for who in ("sdpa", "package")}))
+    return before_and_after(turns({"sdpa": prefill, "package": prefill}, package))
 
 
 def compiled(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
@@ -283,14 +290,14 @@ def training(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
     """One training step: its gradients, relative to attention in float64, and its time."""
     parameters = [each for each in model.module.parameters() if each.requires_grad]
 
-    def step(who: str) -> float:
-        with attention_of(who, package):
-            loss = model.loss(ids)
-            loss.backward()
+    def step() -> float:
+        loss = model.loss(ids)
+        loss.backward()
         return float(loss.detach())
 
     def gradients(who: str) -> tuple[float, list[torch.Tensor]]:
-        loss = step(who)
+        with attention_of(who, package):
+            loss = step()
         found = [each.grad for each in parameters if each.grad is not None]
         model.module.zero_grad(set_to_none=True)
         return loss, found
@@ -311,14 +318,11 @@ def training(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
         }
     del right, found
 
-    def timed(who: str) -> Callable[[], Any]:
-        def run() -> None:
-            step(who)
-            model.module.zero_grad(set_to_none=True)
+    def whole() -> None:
+        step()
+        model.module.zero_grad(set_to_none=True)
 
-        return run
-
-    result["time"] = before_and_after(turns({who: timed(who) for who in ("sdpa", "package")}))
+    result["time"] = before_and_after(turns({"sdpa": whole, "package": whole}, package))
     return result
 
 

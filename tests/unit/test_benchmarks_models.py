@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,24 @@ def test_a_package_is_enabled_if_it_can_be(models):
         F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))
     assert package.calls == 1
     assert SDPA is F.scaled_dot_product_attention
+
+
+def test_to_enable_a_package_is_not_timed(models):
+    inside = []
+
+    class Slow(Package):
+        @contextlib.contextmanager
+        def enable(self):
+            time.sleep(0.05)
+            inside.append(True)
+            yield
+            inside.pop()
+
+    runs = {"sdpa": lambda: None, "package": lambda: inside[0]}
+    times = models.turns(runs, Slow(), rounds=3)
+    assert len(times["package"]) >= 1
+    assert max(times["package"]) < 50
+    assert not inside
 
 
 def test_before_over_after_is_paired_by_rounds(models):
