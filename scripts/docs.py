@@ -23,6 +23,7 @@ from cards import cards
 from claims import ENV, Sheet
 from records import Book
 from typer.testing import CliRunner
+from used import judged, models
 
 import attnsweep
 
@@ -46,6 +47,7 @@ PAGES = {
     "tried": "docs/tried.md",
     "tune": "docs/how-to/tune.md",
     "tutorial": "docs/tutorials/without-a-gpu.md",
+    "model": "docs/tutorials/your-model.md",
 }
 TEMPLATES = ("benchmarks", "claims", "kernels", "performance")
 NOTE = "<!-- Written by scripts/docs.py; change scripts/pages, scripts/claims or the code. -->\n\n"
@@ -158,6 +160,7 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     yield PAGES["schema"], attnsweep.schema()
     runs = [card.book.run(name) for card in known["cards"] for name in card.tables]
     yield PAGES["numerics"], with_blocks("numerics", {"accuracy": shares_used(runs)})
+    yield PAGES["model"], with_blocks("model", {"models": models(), "dispatch": judged()})
     yield from examples(known)
 
 

@@ -1,0 +1,104 @@
+"""Blocks about exported packages: what models gained, and what dispatch lost on shapes not tuned.
+
+Both come from results/: models.json is what benchmarks/models.py wrote, and the run `between` is of
+configs/between.yaml, which benchmarks/dispatch.py judges.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+import dispatch  # noqa: E402
+
+CARD = "results/h100-80gb-hbm3"
+TUNED = ("h100", "flash_training", "flash_short", "batched", "flash_dims", "flash_long")
+NAMES = {"llama": "Llama", "qwen": "Qwen", "diffusion": "diffusion-like blocks"}
+MODES = {"eager": "eager", "compiled": "compiled", "graph": "CUDA graph"}
+NOT_RECORDED = "Not recorded yet.\n"
+
+
+def models(path: Path = ROOT / CARD / "models.json") -> str:
+    """Prefill before and after for each model, number of tokens and mode; errors and gradients."""
+    if not path.is_file():
+        return NOT_RECORDED
+    found = json.loads(path.read_text(encoding="utf-8"))
+    lines = ["| model | tokens | " + " | ".join(MODES.values()) + " | error, before | after |"]
+    lines.append("|---|---:|" + "---:|" * (len(MODES) + 2))
+    for name, model in found["models"].items():
+        for tokens, prefill in model["prefill"].items():
+            times = [_time(prefill.get(mode)) for mode in MODES]
+            error = prefill.get("error", {})
+            errors = [_percent(error.get(who)) for who in ("sdpa", "package")]
+            lines.append(f"| {' | '.join([NAMES[name], tokens, *times, *errors])} |")
+    lines += ["", *_steps(found["models"]), "", _origin(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _time(found: Mapping[str, Any] | None) -> str:
+    if not found or "failed" in found:
+        return "–"
+    return f"{found['before_ms']:.1f} → {found['after_ms']:.1f} ms, {found['gain']:.2f}×"
+
+
+def _percent(error: float | None) -> str:
+    return "–" if error is None else f"{error:.2%}"
+
+
+def _steps(found: Mapping[str, Any]) -> list[str]:
+    """A line for each model: gradients of a training step, and greedy tokens."""
+    lines = []
+    for name, model in found.items():
+        step = model.get("training", {})
+        words = []
+        if "package" in step:
+            after, before = (_percent(step[who]["error"]) for who in ("package", "sdpa"))
+            words.append(
+                f"gradients of a step on {step['tokens']} tokens {after} off those with attention "
+                f"in float64 (before: {before}), {step['time']['gain']:.2f}× as fast"
+            )
+        greedy = model.get("greedy", {})
+        if "same_as_sdpa" in greedy:
+            same = greedy["same_as_sdpa"]
+            words.append(
+                f"{same['package']} of the first {greedy['tokens']} greedy tokens as before "
+                f"(attention in float64: {same['float64']})"
+            )
+        if words:
+            lines.append(f"- {NAMES[name]}: {'; '.join(words)}.")
+    return lines
+
+
+def _origin(found: Mapping[str, Any]) -> str:
+    made = found["environment"]
+    packages = ", ".join(f"{name} {version}" for name, version in made["packages"].items())
+    card = f"{made.get('gpu', 'CPU')}, driver {made.get('driver', '–')}"
+    return f"{card}, {packages}, {made['date'][:10]}."
+
+
+def judged(card: Path = ROOT / CARD, tuned: Sequence[str] = TUNED) -> str:
+    """What the rule lost on the shapes of `between`."""
+    held_out = card / "between"
+    if not held_out.is_dir():
+        return NOT_RECORDED
+    rows = list(dispatch.judged([card / name for name in tuned], [held_out]))
+    found = dispatch.summary(rows)
+    regret, held = found["regret"], found["regret_of_the_best_held"]
+    lines = [
+        "| of a shape's own sweep | median | 95th percentile | worst |",
+        "|---|---:|---:|---:|",
+        "| slower than its best | " + " | ".join(f"{regret[n]:.1%}" for n in regret) + " |",
+        "| a perfect rule, of the same kernels | "
+        + " | ".join(f"{held[n]:.1%}" for n in held)
+        + " |",
+        "",
+        f"{found['shapes']} shapes that were not tuned, {found['to_sdpa']} of them left to "
+        f"PyTorch's own attention. The package is {found['gain']['median']:.2f} times as fast as "
+        f"that at the median, {found['gain']['least']:.2f} times at worst.",
+    ]
+    return "\n".join(lines) + "\n"

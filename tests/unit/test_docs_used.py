@@ -1,0 +1,75 @@
+"""The tutorial's figures come from what was recorded."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PREFILL = {
+    "eager": {"before_ms": 20.04, "after_ms": 15.96, "gain": 1.25, "rounds": 20},
+    "graph": {"failed": "RuntimeError: no"},
+    "error": {"sdpa": 0.0123, "flash": 0.0123, "package": 0.0121},
+}
+TRAINING = {
+    "tokens": 1024,
+    "sdpa": {"error": 0.01},
+    "package": {"error": 0.0101},
+    "time": {"gain": 1.02},
+}
+RECORDED = {
+    "environment": {
+        "gpu": "NVIDIA H100 80GB HBM3",
+        "driver": "580.1",
+        "packages": {"torch": "2.11.0"},
+        "date": "2026-11-22T07:55:16Z",
+    },
+    "models": {
+        "llama": {
+            "prefill": {"1024": PREFILL, "4096": {}},
+            "training": TRAINING,
+            "greedy": {"tokens": 32, "same_as_sdpa": {"package": 31, "float64": 9}},
+        },
+        "diffusion": {"prefill": {}},
+    },
+}
+
+
+@pytest.fixture
+def used():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    yield importlib.import_module("used")
+    sys.path.remove(str(ROOT / "scripts"))
+
+
+def test_what_was_not_recorded_is_said(used, tmp_path):
+    assert used.models(tmp_path / "models.json") == used.NOT_RECORDED
+    assert used.judged(tmp_path) == used.NOT_RECORDED
+
+
+def test_times_errors_and_steps_of_models(used, tmp_path):
+    path = tmp_path / "models.json"
+    path.write_text(json.dumps(RECORDED))
+    text = used.models(path)
+    assert "| Llama | 1024 | 20.0 → 16.0 ms, 1.25× | – | – | 1.23% | 1.21% |" in text
+    assert "| Llama | 4096 | – | – | – | – | – |" in text
+    assert "gradients of a step on 1024 tokens 1.01% off" in text
+    assert "31 of the first 32 greedy tokens as before (attention in float64: 9)" in text
+    assert "diffusion" not in text
+    assert text.endswith("NVIDIA H100 80GB HBM3, driver 580.1, torch 2.11.0, 2026-11-22.\n")
+
+
+def test_the_rule_is_judged_on_the_recorded_run(used, tmp_path):
+    """With one recorded run in the place of `between`."""
+    for name in ("flash_training", "batched"):
+        shutil.copytree(ROOT / used.CARD / name, tmp_path / name)
+    shutil.copytree(ROOT / used.CARD / "h100", tmp_path / "between")
+    text = used.judged(tmp_path, ["flash_training", "batched"])
+    assert "of a shape's own sweep" in text
+    assert "shapes that were not tuned" in text
+    assert text.count("%") >= 6
