@@ -234,5 +234,5 @@ def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
         shape, kernel = Shape(**facts.pop("shape")), numbered(facts.pop("kernel"))
         others = tuple((numbered(n), float(us)) for n, us in facts.pop("others"))
         winners.append(Winner(shape, kernel, **facts, others=others))
-    twins = tuple(numbered(number) for number in raw["twins"])
+    twins = tuple(numbered(number) for number in raw.get("twins", ()))
     return Gpu(key, tuple(raw["names"]), Guard(**raw["guard"]), tuple(winners), twins)
