@@ -1,7 +1,7 @@
 """Blocks about exported packages: what models gained, and what dispatch lost on shapes not tuned.
 
-Both come from results/: models.json is what benchmarks/models.py wrote, and the run `between` is of
-configs/between.yaml, which benchmarks/dispatch.py judges.
+Both come from results/: models.json is what benchmarks/models.py wrote, and the run `held_out` is
+of configs/held_out.yaml, on which benchmarks/dispatch.py judges a package of the other runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ sys.path.append(str(ROOT / "benchmarks"))
 import dispatch  # noqa: E402
 
 CARD = "results/h100-80gb-hbm3"
-TUNED = ("h100", "flash_training", "flash_short", "batched", "flash_dims", "flash_long")
+TUNED = (
+    *("h100", "flash_training", "flash_short", "batched", "flash_dims", "flash_long"),
+    "between",
+)
+HELD_OUT = "held_out"
 NAMES = {"llama": "Llama", "qwen": "Qwen", "diffusion": "diffusion-like blocks"}
 MODES = {"eager": "eager", "compiled": "compiled", "graph": "CUDA graph"}
 NOT_RECORDED = "Not recorded yet.\n"
@@ -82,11 +86,11 @@ def _origin(found: Mapping[str, Any]) -> str:
 
 
 def judged(card: Path = ROOT / CARD, tuned: Sequence[str] = TUNED) -> str:
-    """What the rule lost on the shapes of `between`."""
-    held_out = card / "between"
-    if not held_out.is_dir():
+    """What the rule lost on the held-out shapes."""
+    runs, held_out = [card / name for name in tuned], card / HELD_OUT
+    if not all(run.is_dir() for run in (*runs, held_out)):
         return NOT_RECORDED
-    rows = list(dispatch.judged([card / name for name in tuned], [held_out]))
+    rows = list(dispatch.judged(runs, [held_out]))
     found = dispatch.summary(rows)
     regret, held = found["regret"], found["regret_of_the_best_held"]
     lines = [

@@ -65,10 +65,10 @@ def test_times_errors_and_steps_of_models(used, tmp_path):
 
 
 def test_the_rule_is_judged_on_the_recorded_run(used, tmp_path):
-    """With one recorded run in the place of `between`."""
+    """With one recorded run in the place of the held-out one."""
     for name in ("flash_training", "batched"):
         shutil.copytree(ROOT / used.CARD / name, tmp_path / name)
-    shutil.copytree(ROOT / used.CARD / "h100", tmp_path / "between")
+    shutil.copytree(ROOT / used.CARD / "h100", tmp_path / "held_out")
     text = used.judged(tmp_path, ["flash_training", "batched"])
     assert "of a shape's own sweep" in text
     assert "shapes that were not tuned" in text

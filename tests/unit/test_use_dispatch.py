@@ -14,10 +14,7 @@ from packages import H100, PLAIN, SPLIT, gpu, shape, winner
 from attnsweep.use.runtime.dispatch import choose
 from attnsweep.use.runtime.predict import (
     ALONE,
-    BLOCK_KEYS,
-    BLOCK_TILES,
     SDPA,
-    Tiling,
     octaves,
     predict,
     tiling,
@@ -160,7 +157,7 @@ def test_the_order_of_the_table_does_not_matter():
 
 # ---- the prediction ----
 PLAINLY = tiling(PLAIN)
-EXTRA = BLOCK_TILES + BLOCK_KEYS / 64
+EXTRA = PLAINLY.block_keys / 64
 
 
 def test_work_counts_waves_of_blocks():
@@ -176,8 +173,10 @@ def test_a_block_that_is_alone_on_an_sm_is_faster_but_not_twice_as_fast():
     two = tiling(SMALL)
     alone = work(two, shape(1, 132, 64, seqlen_k=640), SMS)
     both = work(two, shape(1, 264, 64, seqlen_k=640), SMS)
-    assert alone == pytest.approx((10 + EXTRA) / ALONE)
-    assert both == pytest.approx(2 * (10 + EXTRA))
+    extra = two.block_keys / 64
+    assert extra < EXTRA, "the other block hides some of it"
+    assert alone == pytest.approx((10 + extra) / ALONE)
+    assert both == pytest.approx(2 * (10 + extra))
     assert both < 2 * alone
 
 
@@ -198,7 +197,7 @@ def dealt(costs, servers):
 
 @pytest.mark.parametrize(("heads", "seqlen"), [(16, 1024), (16, 4096), (64, 2048), (12, 777)])
 def test_work_of_causal_blocks_is_that_of_dealing_them_out(heads, seqlen):
-    ordered = replace(PLAINLY, ordered=True)
+    ordered = replace(PLAINLY, tail=0.1)
     asked = shape(1, heads, seqlen, causal=True)
     tiles = -(-seqlen // 128)
     costs = [EXTRA + -(-min(seqlen, 128 * n) // 64) for n in range(tiles, 0, -1)]
@@ -208,13 +207,13 @@ def test_work_of_causal_blocks_is_that_of_dealing_them_out(heads, seqlen):
 
 def test_work_of_blocks_that_take_turns_is_that_of_the_busiest():
     """16 heads of 16384 rows in groups that share L2 leave some SMs a fifth more than others."""
-    turns = Tiling(128, 128, 1, 1, 1, True, 132, False)
+    turns = tiling(replace(PLAIN, block_n=128, order=1, persistent=132))
     uneven = shape(1, 16, 16384, head_dim=128, causal=True)
     even = shape(4, 16, 4096, head_dim=128, causal=True)
 
     def to_mean(of):
         tiles = of.seqlen_q // 128
-        mean = sum(n + 1 + BLOCK_KEYS / 128 for n in range(1, tiles + 1))
+        mean = sum(n + turns.block_keys / 128 for n in range(1, tiles + 1))
         return work(turns, of, SMS) / (mean * of.batch * of.heads / SMS)
 
     assert to_mean(uneven) > 1.15
@@ -229,7 +228,7 @@ def test_work_of_blocks_that_take_turns_is_that_of_the_busiest():
     blocks_per_sm=st.integers(1, 3),
 )
 def test_more_keys_are_more_work(heads, seqlen, causal, block_m, blocks_per_sm):
-    made = Tiling(block_m, 64, 1, 1, blocks_per_sm, causal, 0, False)
+    made = replace(PLAINLY, block_m=block_m, blocks_per_sm=blocks_per_sm)
     fewer = shape(1, heads, seqlen, seqlen_k=seqlen, causal=causal)
     more = fewer._replace(seqlen_k=seqlen + 64)
     assert 0 < work(made, fewer, SMS) <= work(made, more, SMS)
@@ -237,12 +236,26 @@ def test_more_keys_are_more_work(heads, seqlen, causal, block_m, blocks_per_sm):
 
 def test_a_time_at_the_same_sizes_is_predicted_as_measured():
     for made in (PLAINLY, SDPA):
-        found = predict(made, [(shape(4, 16, 1024), 123.0)], shape(4, 16, 1024), SMS)
+        found = predict(made, [(shape(4, 16, 1024), 123.0)], shape(4, 16, 1024), H100)
         assert found.time_us == pytest.approx(123.0)
         assert (found.octaves, found.shapes) == (0.0, 1)
-    assert predict(PLAINLY, [], shape(), SMS) is None
-    tiny = predict(PLAINLY, [(shape(), 0.5)], shape(), SMS)
+    assert predict(PLAINLY, [], shape(), H100) is None
+    tiny = predict(PLAINLY, [(shape(), 0.5)], shape(), H100)
     assert tiny.time_us > 0, "less than a launch was thought to take"
+    far = predict(PLAINLY, [(shape(), 5.0)], shape(4096, 64, 1 << 17, seqlen_k=1 << 20), H100)
+    assert 0 < far.time_us < float("inf"), "no weight may vanish"
+
+
+def test_inputs_beyond_the_l2_take_longer():
+    """As much work in as many blocks, but 16 times the keys and values to read."""
+    alone, grouped = (shape(64, 32, 128, heads_kv=n, seqlen_k=128) for n in (32, 2))
+    known = [(shape(8, 32, 128, seqlen_k=128), 10.0)]
+    slow, fast = (predict(PLAINLY, known, each, H100).time_us for each in (alone, grouped))
+    assert work(PLAINLY, alone, SMS) == work(PLAINLY, grouped, SMS)
+    assert slow > 1.02 * fast
+    small = shape(1, 32, 128, seqlen_k=128)
+    both = [small, small._replace(heads_kv=2)]
+    assert len({predict(PLAINLY, known, each, H100).time_us for each in both}) == 1
 
 
 def test_idle_sms_are_no_distance():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .launch import refused_by
-from .predict import SDPA, SDPA_START_US, Prediction, predict, tiling
+from .predict import SDPA, Prediction, predict, tiling
 from .table import Gpu, Kernel, Shape, Winner
 
 # Kernels that are predicted within this of the fastest are equal: the nearest winner's is taken.
@@ -67,7 +67,7 @@ def _predicted(
     gpu: Gpu, shape: Shape, known: Sequence[Winner], kernels: dict[str, Kernel]
 ) -> Choice:
     """The kernel for a shape that was not tuned. Times in fp16 and bf16 are taken as equal."""
-    sms, guard = gpu.key.sm_count, gpu.guard
+    guard = gpu.guard
     timed: dict[str, list[tuple[Shape, float]]] = defaultdict(list)
     for winner in known:
         for kernel, time_us in ((winner.kernel, winner.time_us), *winner.others):
@@ -75,7 +75,7 @@ def _predicted(
     found: list[tuple[Prediction, Kernel]] = []
     for config, kernel in kernels.items():
         if refused_by(kernel, shape) is None:
-            prediction = predict(tiling(kernel), timed[config], shape, sms)
+            prediction = predict(tiling(kernel), timed[config], shape, gpu.key)
             if prediction is not None:
                 found.append((prediction, kernel))
     near = [each for each in found if each[0].octaves <= guard.reach]
@@ -89,7 +89,7 @@ def _predicted(
     equal = [each for each in near if each[0].time_us <= _EQUAL * least]
     ours, kernel = min(equal, key=lambda each: each[0].octaves)
     of_sdpa = ((winner.shape, winner.sdpa_us) for winner in known)
-    theirs = predict(SDPA, of_sdpa, shape, sms, SDPA_START_US)
+    theirs = predict(SDPA, of_sdpa, shape, gpu.key)
     if theirs is None:  # there are winners, and each has a time of PyTorch's
         raise AssertionError
     gain = theirs.time_us / ours.time_us

@@ -2,11 +2,11 @@
 
 A kernel's blocks each visit some tiles of keys. The busiest SM decides the time, so a time is
 
-    START_US + (work of the busiest SM) x (time of a unit of work),
+    start + traffic + (work of the busiest SM) x (time of a unit of work),
 
 and the last factor is what the kernel took where it was timed, the near shapes counting most. The
-constants are those that predict the recorded runs of an H100 and an H200 best, each shape from the
-others (benchmarks/dispatch.py); which kernel is fast, and how fast, comes from the runs alone.
+constants are those that predict the recorded runs best, each shape from the others
+(benchmarks/dispatch.py); which kernel is fast, and how fast, comes from the runs alone.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .launch import busiest_turns, ceil_div, heads_together
-from .table import Kernel, Shape
+from .table import GpuKey, Kernel, Shape
 
-START_US, SDPA_START_US = 1.0, 4.0
-"""Time of a launch and of all else that does not grow with the work."""
-BLOCK_TILES, BLOCK_KEYS = 1.0, 150.0
-"""Work of a block besides its tiles: so many tiles, and as many more as hold so many keys."""
-ALONE, TWO_OF_THREE = 0.7, 0.7
+ALONE, TWO_OF_THREE = 0.75, 0.85
 """Speed of an SM that holds fewer blocks than it has room for: one of two, two of three."""
-TAIL_ORDERED, TAIL = 0.2, 0.6
-"""Share of the longest block by which SMs end apart: longest first, and in the order of heads."""
-# A shape this much further off, in octaves, counts 1/e as much.
-_FADES = 1.0
-# Tiles of queries that are looked at one by one; of more, the mean is taken from the ends.
+# Of the L2, what holds inputs and outputs from one call to the next. Bytes beyond it cost time
+# that other blocks hide in part: what is left is that of so many bytes per microsecond.
+_L2_SHARE, _BYTES_PER_US = 0.35, 11e6
+# A shape that is one octave off counts e to the power of this less.
+_FADES = 1.3
+# Tiles of queries that are looked at one by one; of more, every second, third and so on.
 _MOST_TILES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a kernel cuts a call. shares: blocks and warpgroups that share a row's keys.
+    """How a kernel cuts a call, and what else its time depends on.
 
-    turns: blocks that take turns at all tiles; 0 if each has one.
+    shares: blocks and warpgroups that share a row's keys. turns: blocks that take turns at all
+    tiles; 0 if each has one. block_keys: work of a block besides its tiles, in keys. tail: share
+    of the longest block by which SMs end apart, if blocks differ. start_us: of a launch, and of
+    all else that does not grow. waits: whether bytes beyond the L2 cost time.
     """
 
     block_m: int
@@ -45,26 +45,31 @@ class Tiling:
     shares: int
     splits: int
     blocks_per_sm: int
-    ordered: bool
     turns: int
-    two_launches: bool
+    block_keys: float
+    tail: float
+    start_us: float
+    waits: bool
 
 
-SDPA = Tiling(128, 128, 1, 1, 1, True, 0, False)
+SDPA = Tiling(128, 128, 1, 1, 1, 0, 70.0, 0.8, 3.75, False)
 """PyTorch's own attention: the faster of cuDNN's and flash, both with tiles of about this size."""
 
 
 def tiling(kernel: Kernel) -> Tiling:
     """What the time depends on, of all that is known of a kernel."""
+    alone = kernel.blocks_per_sm == 1 and not kernel.persistent  # nothing hides its first loads
     return Tiling(
         kernel.block_m,
         kernel.block_n,
         kernel.key_groups * kernel.splits,
         kernel.splits,
         kernel.blocks_per_sm,
-        bool(kernel.order),
         kernel.persistent * kernel.blocks_per_sm,
-        kernel.combines,
+        block_keys=150.0 if alone else 90.0,
+        tail=0.1 if kernel.order else 0.6,
+        start_us=1.6,
+        waits=True,
     )
 
 
@@ -74,7 +79,7 @@ def work(tiling: Tiling, shape: Shape, sm_count: int) -> float:
     heads = shape.batch * shape.heads
     tiles_m = ceil_div(shape.seqlen_q, tiling.block_m)
     visits = _visits(tiling, shape, tiles_m)
-    extra = BLOCK_TILES + BLOCK_KEYS / tiling.block_n
+    extra = tiling.block_keys / tiling.block_n
     longest, mean = max(visits) + extra, math.fsum(visits) / len(visits) + extra
     blocks, room = heads * tiles_m * tiling.splits, sm_count * tiling.blocks_per_sm
     share = blocks * mean / sm_count
@@ -92,7 +97,7 @@ def work(tiling: Tiling, shape: Shape, sm_count: int) -> float:
         together = heads_together(shape, tiling.block_m, tiling.block_n, tiling.turns)
         costs = tuple(round(8 * (n + extra)) for n in reversed(visits))
         return busiest_turns(heads, together, costs, tiling.turns) * tiling.blocks_per_sm / 8
-    tail = 0.0 if tiling.turns else TAIL_ORDERED if tiling.ordered else TAIL
+    tail = 0.0 if tiling.turns else tiling.tail
     return max(share + tail * longest, longest / _speed(1, tiling.blocks_per_sm))
 
 
@@ -128,11 +133,7 @@ class Prediction:
 
 
 def predict(
-    tiling: Tiling,
-    timed: Iterable[tuple[Shape, float]],
-    shape: Shape,
-    sm_count: int,
-    start_us: float = START_US,
+    tiling: Tiling, timed: Iterable[tuple[Shape, float]], shape: Shape, gpu: GpuKey
 ) -> Prediction | None:
     """The time on a shape, from times in microseconds on others; None if there are none.
 
@@ -141,15 +142,23 @@ def predict(
     weights = logs = 0.0
     found: list[tuple[float, Shape]] = []
     for other, time_us in timed:
-        of_a_unit = max(time_us - start_us, 0.1 * time_us) / work(tiling, other, sm_count)
+        left = max(time_us - _fixed_us(tiling, other, gpu), 0.2 * time_us)
         weight = math.exp(-_FADES * _apart(shape, other))
-        weights, logs = weights + weight, logs + weight * math.log(of_a_unit)
-        found.append((octaves(shape, other, sm_count), other))
+        weights += weight
+        logs += weight * math.log(left / work(tiling, other, gpu.sm_count))
+        found.append((octaves(shape, other, gpu.sm_count), other))
     if not found:
         return None
     far, nearest = min(found)
-    time_us = start_us + work(tiling, shape, sm_count) * math.exp(logs / weights)
-    return Prediction(time_us, nearest, far, len(found))
+    growing = work(tiling, shape, gpu.sm_count) * math.exp(logs / weights)
+    return Prediction(_fixed_us(tiling, shape, gpu) + growing, nearest, far, len(found))
+
+
+def _fixed_us(tiling: Tiling, shape: Shape, gpu: GpuKey) -> float:
+    """Time of a launch, and of the bytes beyond the L2: q, k, v and o, of two bytes an element."""
+    rows = 2 * shape.heads * shape.seqlen_q + 2 * shape.heads_kv * shape.seqlen_k
+    beyond = max(0.0, 2.0 * shape.batch * rows * shape.head_dim - _L2_SHARE * gpu.l2_bytes)
+    return tiling.start_us + (beyond / _BYTES_PER_US if tiling.waits else 0.0)
 
 
 def _apart(shape: Shape, other: Shape) -> float:
