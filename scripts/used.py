@@ -19,7 +19,7 @@ import dispatch  # noqa: E402
 CARD = "results/h100-80gb-hbm3"
 TUNED = (
     *("h100", "flash_training", "flash_short", "batched", "flash_dims", "flash_long"),
-    "between",
+    *("between", "between_short"),
 )
 HELD_OUT = "held_out"
 NAMES = {"llama": "Llama", "qwen": "Qwen", "diffusion": "diffusion-like blocks"}

@@ -45,6 +45,19 @@ def test_each_recorded_shape_from_the_others(dispatch, left_out):
     assert dispatch.quantile(of_the_rule, 0.95) <= 0.05
 
 
+def test_each_recorded_shape_of_between_from_all_others(dispatch):
+    """As the constants were fitted, so this shows no more than that they still are."""
+    runs = [*TUNED, H100_RUNS / "between"]
+    rows = [row for row in dispatch.judged(runs, []) if row.run == "between"]
+    found = dispatch.summary(rows)
+    assert found["shapes"] >= 50
+    assert found["shapes"] - found["not_timed"] >= 40
+    assert found["regret"]["median"] <= 0.03
+    assert found["slower_than_sdpa_by_3_percent"] <= 1
+    errors = [abs(row.expected_gain / row.gain - 1) for row in rows if row.config and row.gain]
+    assert dispatch.quantile(errors, 0.5) <= 0.08
+
+
 def test_a_left_out_shape_is_not_known(dispatch):
     known = dispatch.tuned(TUNED)[H100]
     first = known.winners[0]
