@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from attnsweep.store.run import Run
     from attnsweep.sweep import Outcome
     from attnsweep.trial import Environment, Trial
+    from attnsweep.use.judge import Judged
     from attnsweep.use.package import Exported
     from attnsweep.use.runtime.table import Guard
 
@@ -301,6 +302,24 @@ def exported_table(
 
     known = families() if kernels is None else kernels
     return outline([Path(run) for run in runs], known, guard=guard)
+
+
+def judge_dispatch(runs: Iterable[str | Path], held_out: Iterable[str | Path] = ()) -> list[Judged]:
+    """Judge what a package of these runs would call on shapes that were not tuned.
+
+    held_out: runs of the same kind of GPU that swept other shapes (default: each shape of `runs`,
+    by a table without it). Raises StoreError.
+    """
+    from attnsweep.use.judge import judged
+
+    return list(judged([Path(run) for run in runs], [Path(run) for run in held_out]))
+
+
+def dispatch_summary(rows: Sequence[Judged]) -> dict[str, Any]:
+    """Median, 95th percentile and worst of the regrets, and the least gain over PyTorch."""
+    from attnsweep.use.judge import summary
+
+    return summary(rows)
 
 
 def counters(run: Run) -> list[dict[str, Any]]:

@@ -7,15 +7,13 @@ of configs/held_out.yaml, on which benchmarks/dispatch.py judges a package of th
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-import dispatch  # noqa: E402
+import attnsweep
 
+ROOT = Path(__file__).parent.parent
 CARD = "results/h100-80gb-hbm3"
 TUNED = (
     *("h100", "flash_training", "flash_short", "batched", "flash_dims", "flash_long"),
@@ -90,8 +88,7 @@ def judged(card: Path = ROOT / CARD, tuned: Sequence[str] = TUNED) -> str:
     runs, held_out = [card / name for name in tuned], card / HELD_OUT
     if not all(run.is_dir() for run in (*runs, held_out)):
         return NOT_RECORDED
-    rows = list(dispatch.judged(runs, [held_out]))
-    found = dispatch.summary(rows)
+    found = attnsweep.dispatch_summary(attnsweep.judge_dispatch(runs, [held_out]))
     regret, held = found["regret"], found["regret_of_the_best_held"]
     lines = [
         "| of a shape's own sweep | median | 95th percentile | worst |",

@@ -1,4 +1,4 @@
-"""benchmarks/dispatch.py: what it says of the rule, on recorded runs and on made-up ones."""
+"""How good dispatch is, on recorded runs and on made-up ones; benchmarks/dispatch.py prints it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from packages import H100, PLAIN, gpu, shape, winner
 
+from attnsweep.errors import StoreError
+from attnsweep.use import judge
 from attnsweep.use.runtime.table import Guard
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,39 +31,39 @@ def dispatch():
 
 
 @pytest.fixture(scope="module")
-def left_out(dispatch):
-    return list(dispatch.judged(TUNED, []))
+def left_out():
+    return list(judge.judged(TUNED, []))
 
 
-def test_each_recorded_shape_from_the_others(dispatch, left_out):
+def test_each_recorded_shape_from_the_others(left_out):
     """The rule loses little of what the kernels hold, and nothing to PyTorch."""
-    found = dispatch.summary(left_out)
+    found = judge.summary(left_out)
     assert found["shapes"] > 40
     assert found["regret"]["median"] <= 0.03
     assert found["slower_than_sdpa_by_3_percent"] == 0
     near = [row for row in left_out if row.code == "near" and row.regret is not None]
     of_the_rule = [(1 + row.regret) / (1 + row.served) - 1 for row in near]
     assert len(near) >= 25
-    assert dispatch.quantile(of_the_rule, 0.95) <= 0.05
+    assert judge.quantile(of_the_rule, 0.95) <= 0.05
 
 
-def test_each_recorded_shape_of_between_from_all_others(dispatch):
+def test_each_recorded_shape_of_between_from_all_others():
     """As the constants were fitted, so this shows no more than that they still are."""
     runs = [*TUNED, H100_RUNS / "between"]
-    rows = [row for row in dispatch.judged(runs, []) if row.run == "between"]
-    found = dispatch.summary(rows)
+    rows = [row for row in judge.judged(runs, []) if row.run == "between"]
+    found = judge.summary(rows)
     assert found["shapes"] >= 50
     assert found["shapes"] - found["not_timed"] >= 40
     assert found["regret"]["median"] <= 0.03
     assert found["slower_than_sdpa_by_3_percent"] <= 1
     errors = [abs(row.expected_gain / row.gain - 1) for row in rows if row.config and row.gain]
-    assert dispatch.quantile(errors, 0.5) <= 0.08
+    assert judge.quantile(errors, 0.5) <= 0.08
 
 
-def test_a_left_out_shape_is_not_known(dispatch):
-    known = dispatch.tuned(TUNED)[H100]
+def test_a_left_out_shape_is_not_known():
+    known = judge.tuned(TUNED)[H100]
     first = known.winners[0]
-    left = dispatch.without(known, first.shape)
+    left = judge.without(known, first.shape)
     sizes = first.shape._replace(dtype="")
     assert not [w for w in left.winners if w.shape._replace(dtype="") == sizes]
     won = {(w.kernel.head_dim, w.kernel.causal, w.kernel.config) for w in left.winners}
@@ -69,15 +71,15 @@ def test_a_left_out_shape_is_not_known(dispatch):
     assert {(k.head_dim, k.causal, k.config) for k in kernels} <= won
 
 
-def one(dispatch, configs_us, **sdpa_us):
-    return dispatch.Swept("run", shape(seqlen=300), configs_us, sdpa_us)
+def one(configs_us, **sdpa_us):
+    return judge.Swept("run", shape(seqlen=300), configs_us, sdpa_us)
 
 
-def test_regret_and_gain(dispatch):
+def test_regret_and_gain():
     other = replace(PLAIN, config="other")
     known = gpu(winner(shape(), gain=2.0), winner(shape(2), other, gain=1.5))
     times = {PLAIN.config: 11.0, "other": 30.0, "not held": 10.0}
-    found = dispatch.judge(known, one(dispatch, times, torch_flash=22.0, torch_cudnn=33.0))
+    found = judge.judge(known, one(times, torch_flash=22.0, torch_cudnn=33.0))
     assert (found.code, found.config) == ("near", PLAIN.config)
     assert found.regret == pytest.approx(0.1)
     assert found.gain == pytest.approx(2.0)
@@ -85,31 +87,36 @@ def test_regret_and_gain(dispatch):
     assert found.expected_gain > 1
 
 
-def test_what_goes_to_pytorch_has_its_fastest_time(dispatch):
+def test_what_goes_to_pytorch_has_its_fastest_time():
     shy = replace(gpu(winner(shape(), gain=2.0)), guard=Guard(margin=9.0))
-    found = dispatch.judge(shy, one(dispatch, {PLAIN.config: 10.0}, torch_flash=22.0))
+    found = judge.judge(shy, one({PLAIN.config: 10.0}, torch_flash=22.0))
     assert (found.config, found.gain) == (None, 1.0)
     assert found.regret == pytest.approx(1.2)
     assert found.served == 0
 
 
-def test_a_choice_without_a_time_is_no_good_choice(dispatch):
+def test_a_choice_without_a_time_is_no_good_choice():
     known = gpu(winner(shape(), gain=2.0))
     rows = [
-        dispatch.judge(known, one(dispatch, {"not held": 10.0}, torch_flash=20.0)),
-        dispatch.judge(known, one(dispatch, {PLAIN.config: 25.0}, torch_flash=20.0)),
+        judge.judge(known, one({"not held": 10.0}, torch_flash=20.0)),
+        judge.judge(known, one({PLAIN.config: 25.0}, torch_flash=20.0)),
     ]
-    found = dispatch.summary(rows)
+    found = judge.summary(rows)
     assert (found["shapes"], found["not_timed"]) == (2, 1)
     assert found["regret"]["worst"] == pytest.approx(0.25)
     assert found["slower_than_sdpa_by_3_percent"] == 1
-    with pytest.raises(SystemExit, match="no shape can be judged"):
-        dispatch.summary(rows[:1])
+    with pytest.raises(StoreError, match="no shape can be judged"):
+        judge.summary(rows[:1])
 
 
-def test_a_tuned_shape_of_a_held_out_run_is_not_judged(dispatch):
-    assert not list(dispatch.judged(TUNED, [H100_RUNS / "h100"]))
-    rows = list(dispatch.judged(TUNED[2:], [H100_RUNS / "flash_training"]))
+def test_a_run_of_another_gpu_cannot_be_judged():
+    with pytest.raises(StoreError, match="no tuned run is of its kind of GPU"):
+        list(judge.judged(TUNED[:1], [ROOT / "results/h200/flash_training"]))
+
+
+def test_a_tuned_shape_of_a_held_out_run_is_not_judged():
+    assert not list(judge.judged(TUNED, [H100_RUNS / "h100"]))
+    rows = list(judge.judged(TUNED[2:], [H100_RUNS / "flash_training"]))
     assert rows
     assert all(row.code != "tuned" for row in rows)
 
@@ -128,7 +135,7 @@ def test_the_command(dispatch, tmp_path, capsys):
             dispatch.main([*runs, *wrong])
 
 
-def test_quantiles_are_interpolated(dispatch):
-    assert dispatch.quantile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert dispatch.quantile([0.0, 1.0], 0.95) == pytest.approx(0.95)
-    assert dispatch.quantile([4.0], 0.95) == 4.0
+def test_quantiles_are_interpolated():
+    assert judge.quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert judge.quantile([0.0, 1.0], 0.95) == pytest.approx(0.95)
+    assert judge.quantile([4.0], 0.95) == 4.0

@@ -1,0 +1,210 @@
+"""How good the dispatch of an exported package is on shapes that were not tuned.
+
+The table is the one that an export of the tuned runs writes, and the rule is the package's own. A
+held-out run swept other shapes on the same kind of GPU; its times say what a choice costs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from attnsweep.errors import StoreError
+from attnsweep.family.declare import Config, discover
+from attnsweep.hardware import arch_named
+from attnsweep.store.run import open_run
+from attnsweep.trial import OURS, Status, Trial
+from attnsweep.use.compiled import FAMILY, shape_of
+from attnsweep.use.package import outline
+from attnsweep.use.runtime.dispatch import choose
+from attnsweep.use.runtime.launch import refused_by
+from attnsweep.use.runtime.table import TABLE, Gpu, GpuKey, Kernel, Shape, read_table
+
+SDPA = "torch_"
+SLOWER = 1 / 1.03
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a run says of one shape: microseconds of each config, and of PyTorch's backends."""
+
+    run: str
+    shape: Shape
+    configs_us: Mapping[str, float]
+    sdpa_us: Mapping[str, float]
+
+    @property
+    def best_us(self) -> float:
+        """The least time that the run knows."""
+        return min(*self.configs_us.values(), *self.sdpa_us.values())
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One shape. regret and gain are None if the choice was not timed."""
+
+    run: str
+    shape: str
+    code: str
+    config: str | None
+    regret: float | None
+    gain: float | None
+    served: float | None
+    expected_gain: float
+    reason: str
+
+
+def tuned(runs: Sequence[Path]) -> dict[GpuKey, Gpu]:
+    """The table that an export of these runs has."""
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / TABLE).write_text(json.dumps(outline(runs, discover())))
+        return dict(read_table(Path(place)).gpus)
+
+
+def key_of(run: Path) -> GpuKey:
+    """The kind of GPU of a run."""
+    environment = open_run(run).environment
+    if environment is None:
+        raise StoreError(
+            "the run does not say on which GPU it was measured",
+            where=str(run),
+            hint="record it anew: attnsweep run SPEC --fresh",
+        )
+    capability = arch_named(environment.arch).compute_capability
+    return GpuKey(capability, environment.sm_count, environment.l2_bytes)
+
+
+def swept(run: Path) -> list[Swept]:
+    """The shapes that a run can judge: with correct candidates, and with times of PyTorch's."""
+    names = [param.name for param in discover()[FAMILY].params]
+    ours: dict[Shape, dict[str, float]] = {}
+    theirs: dict[Shape, dict[str, float]] = {}
+    for trial in open_run(run).trials:
+        if trial.status is not Status.OK or trial.time_us is None:
+            continue
+        shape, time_us = shape_of(trial.problem), trial.time_us.median
+        if trial.provider.startswith(SDPA):
+            theirs.setdefault(shape, {})[trial.provider] = time_us
+        elif _is_ours(trial) and set(names) <= trial.config.keys():
+            label = Config({**{name: trial.config[name] for name in names}, "LSE": 0}).label
+            ours.setdefault(shape, {})[label] = time_us
+    both = [shape for shape in ours if shape in theirs]
+    return [Swept(run.name, shape, ours[shape], theirs[shape]) for shape in both]
+
+
+def _is_ours(trial: Trial) -> bool:
+    kernel = (trial.provider, trial.kernel) == (OURS, FAMILY)
+    return kernel and trial.schedule.get("chunks", 1) == 1
+
+
+def without(gpu: Gpu, shape: Shape) -> Gpu:
+    """What would be known if neither the shape nor its twin in the other dtype had been tuned."""
+    sizes = shape._replace(dtype="")
+    winners = tuple(w for w in gpu.winners if w.shape._replace(dtype="") != sizes)
+    won = {(w.shape.head_dim, w.shape.causal, w.kernel.config) for w in winners}
+    made = [w.kernel for w in gpu.winners] + [*gpu.twins]
+    twins = tuple(k for k in made if (k.head_dim, k.causal, k.config) in won)
+    left = [
+        replace(w, others=tuple((k, us) for k, us in w.others if _key(k) in won)) for w in winners
+    ]
+    return replace(gpu, winners=tuple(left), twins=twins)
+
+
+def _key(kernel: Kernel) -> tuple[int, bool, str]:
+    return (kernel.head_dim, kernel.causal, kernel.config)
+
+
+def judge(gpu: Gpu, one: Swept) -> Judged:
+    """What the package would call on a shape, and what the shape's own sweep says of it."""
+    choice = choose(gpu, one.shape)
+    sdpa_us = min(one.sdpa_us.values())
+    config = choice.kernel.config if choice.kernel is not None else None
+    time_us = sdpa_us if config is None else one.configs_us.get(config)
+    made = [*(w.kernel for w in gpu.winners), *gpu.twins]
+    kind = (one.shape.head_dim, one.shape.causal, one.shape.dtype)
+    held = [
+        one.configs_us[k.config]
+        for k in made
+        if (k.head_dim, k.causal, k.dtype) == kind
+        and k.config in one.configs_us
+        and refused_by(k, one.shape) is None
+    ]
+    return Judged(
+        one.run,
+        one.shape.label,
+        choice.code,
+        config,
+        None if time_us is None else time_us / one.best_us - 1,
+        None if time_us is None else sdpa_us / time_us,
+        min([*held, sdpa_us]) / one.best_us - 1,
+        choice.gain,
+        choice.reason,
+    )
+
+
+def judged(runs: Sequence[Path], held_out: Sequence[Path]) -> Iterator[Judged]:
+    """Every shape of the held-out runs that was not tuned; of the tuned runs if there are none."""
+    gpus = tuned(runs)
+    for run in held_out or runs:
+        gpu = gpus.get(key_of(run))
+        if gpu is None:
+            raise StoreError(
+                "no tuned run is of its kind of GPU",
+                where=str(run),
+                hint="name runs of this GPU before --held-out",
+            )
+        known = {winner.shape for winner in gpu.winners}
+        for one in swept(run):
+            if not held_out:
+                yield judge(without(gpu, one.shape), one)
+            elif one.shape not in known:
+                yield judge(gpu, one)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """By linear interpolation between the sorted values."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def summary(rows: Sequence[Judged]) -> dict[str, Any]:
+    """Median, 95th percentile and worst of the regrets; how often PyTorch serves; least gain."""
+    known = [row for row in rows if row.regret is not None and row.gain is not None]
+    if not known:
+        raise StoreError(
+            "no shape can be judged",
+            where="the held-out runs",
+            hint="sweep shapes that were not tuned, with baselines: [torch_flash, torch_cudnn]",
+        )
+    regrets = [row.regret for row in known if row.regret is not None]
+    gains = [row.gain for row in known if row.gain is not None]
+    served = [row.served for row in known if row.served is not None]
+    codes: dict[str, int] = {}
+    for row in rows:
+        codes[row.code] = codes.get(row.code, 0) + 1
+    return {
+        "shapes": len(rows),
+        "not_timed": len(rows) - len(known),
+        "codes": dict(sorted(codes.items())),
+        "to_sdpa": sum(row.config is None for row in rows),
+        "regret": _three(regrets),
+        "regret_of_the_best_held": _three(served),
+        "gain": {"median": round(statistics.median(gains), 4), "least": round(min(gains), 4)},
+        "slower_than_sdpa_by_3_percent": sum(gain < SLOWER for gain in gains),
+    }
+
+
+def _three(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "median": round(statistics.median(values), 4),
+        "p95": round(quantile(values, 0.95), 4),
+        "worst": round(max(values), 4),
+    }
