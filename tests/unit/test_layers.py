@@ -27,6 +27,7 @@ LAYERS = (
         "sweep",
         "watch",
         "check",
+        "fleet",
     ),
 )
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

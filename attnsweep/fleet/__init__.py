@@ -1,0 +1,1 @@
+"""Several cards for one sweep: whole problems are handed to child processes, one for each card."""

@@ -1,0 +1,234 @@
+"""Who gets which problem: longest first, a lost one goes to another, and a fleet of 64 simulated."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from attnsweep.fleet.schedule import MOST_FAULTS, Schedule, Task
+from attnsweep.store.run import find_runs, open_run
+
+RESULTS = Path(__file__).parent.parent.parent / "results"
+
+
+def fleet(costs, *workers, **options):
+    schedule = Schedule(costs, **options)
+    for worker in workers or ("a", "b"):
+        schedule.join(worker)
+    return schedule
+
+
+def test_the_costliest_problem_comes_first_and_equal_ones_in_order():
+    schedule = fleet([1, 5, 3, 5], "a")
+    order = []
+    while not schedule.over:
+        order.append(schedule.assign("a").number)
+        assert schedule.finish("a") == order[-1]
+    assert order == [1, 3, 2, 0]
+    assert schedule.assign("a") is None
+
+
+def test_a_task_is_with_one_worker():
+    schedule = fleet([1, 1])
+    assert {schedule.assign("a").number, schedule.assign("b").number} == {0, 1}
+    schedule.finish("a")
+    assert schedule.assign("a") is None
+    assert not schedule.over
+    schedule.finish("b")
+    assert schedule.over
+
+
+def test_what_was_prepared_is_what_comes_next_unless_another_has_taken_it():
+    schedule = fleet([9, 8, 7, 6, 5])
+    assert (schedule.assign("a").number, schedule.assign("b").number) == (0, 1)
+    assert (schedule.ahead("a"), schedule.ahead("b")) == (2, 3)
+    schedule.finish("b")
+    assert schedule.assign("b").number == 3  # prepared, though 2 is longer
+    assert schedule.ahead("b") == 4
+    schedule.join("c")
+    assert schedule.assign("c").number == 2  # nothing else is left: better than to wait
+    schedule.finish("a")
+    assert schedule.assign("a").number == 4
+
+
+def test_a_lost_task_goes_to_another_worker_from_the_start():
+    schedule = fleet([9, 1])
+    assert schedule.assign("a") == Task(0, last=False)
+    loss = schedule.lose("a")
+    assert (loss.task, loss.given_up, loss.left_out) == (0, False, False)
+    assert schedule.assign("a").number == 1  # not what it has just lost
+    assert schedule.assign("b") == Task(0, last=True)
+    schedule.finish("a")
+    schedule.finish("b")
+    assert schedule.over
+    assert sorted(schedule.done) == [0, 1]
+
+
+def test_a_worker_that_lost_the_only_task_waits_for_another_and_has_it_if_there_is_none():
+    schedule = fleet([9])
+    schedule.assign("a")
+    schedule.lose("a")
+    assert schedule.assign("a") is None
+    schedule.lose("b", gone=True)
+    assert schedule.assign("a") == Task(0, last=True)
+
+
+def test_a_task_that_two_workers_lost_is_given_up():
+    schedule = fleet([9, 1], "a", "b", "c")
+    for worker in ("a", "b"):
+        assert schedule.assign(worker).number == 0
+        loss = schedule.lose(worker)
+    assert loss.given_up
+    assert list(schedule.given_up) == [0]
+    assert schedule.assign("c").number == 1
+    schedule.finish("c")
+    assert schedule.over
+
+
+def test_a_worker_is_left_out_after_faults_in_a_row():
+    schedule = fleet([5, 4, 3, 2, 1, 1, 1])
+    for fault in range(MOST_FAULTS):
+        schedule.assign("a")
+        assert schedule.lose("a").left_out is (fault == MOST_FAULTS - 1)
+    assert list(schedule.workers) == ["b"]
+    while (task := schedule.assign("b")) is not None:
+        assert schedule.finish("b") == task.number
+    assert schedule.over
+    assert not schedule.given_up
+
+
+def test_a_finished_task_forgives_faults():
+    schedule = fleet([1] * 3 * MOST_FAULTS)
+    for _ in range(MOST_FAULTS + 1):
+        schedule.assign("a")
+        assert not schedule.lose("a").left_out
+        schedule.assign("a")
+        schedule.finish("a")
+    assert "a" in schedule.workers
+
+
+def test_what_a_card_has_begun_in_an_earlier_run_goes_to_it_alone():
+    schedule = fleet([1, 9, 5], bound={0: "a", 1: "elsewhere"})
+    assert schedule.assign("b").number == 1  # its card is not there
+    schedule.finish("b")
+    assert schedule.assign("b").number == 2
+    schedule.finish("b")
+    assert schedule.assign("b") is None
+    assert schedule.assign("a").number == 0
+
+
+def test_a_begun_problem_of_a_card_that_is_lost_is_free():
+    schedule = fleet([1], bound={0: "a"})
+    assert schedule.assign("b") is None
+    schedule.lose("a", gone=True)
+    assert schedule.assign("b") == Task(0, last=False)
+
+
+# -- a fleet -----------------------------------------------------------------------------------
+
+
+@cache
+def recorded_problems():
+    """(seconds, rows) of each problem of the recorded runs.
+
+    Rows say no wall time, so a row's seconds are those of its work: 20 ms to check, 30 calls for
+    the first time, and 2 ms for each round.
+    """
+    found = []
+    for directory in find_runs(RESULTS / "h100-80gb-hbm3"):
+        work = Counter()
+        rows = Counter()
+        for trial in open_run(directory).trials:
+            rows[trial.problem] += 1
+            if trial.time_us is None:
+                continue
+            seconds = 0.02 + 30e-6 * (trial.first_us or trial.time_us.median)
+            work[trial.problem] += seconds + 2e-3 * len(trial.time_us.rounds)
+        found += [(work[problem], rows[problem]) for problem in work if work[problem]]
+    return found
+
+
+class Fleet:
+    """Workers that take the recorded seconds for a problem, and some that die."""
+
+    def __init__(self, workers, problems, deaths, seed):
+        rng = random.Random(seed)
+        self.problems = [rng.choice(recorded_problems()) for _ in range(problems)]
+        names = [f"card {number}" for number in range(workers)]
+        ideal_s = sum(seconds for seconds, _ in self.problems) / workers
+        dying = rng.sample(names, deaths)
+        self.dies_s = {name: rng.uniform(0, ideal_s) for name in dying}
+        # Estimated as `--gpus` does, by a rule that does not know what a problem really takes.
+        costs = [seconds * rng.uniform(0.5, 2) for seconds, _ in self.problems]
+        self.schedule = Schedule(costs)
+        self.names = names
+        self.store = {}
+        self.lost_s = self.own_s = 0.0
+
+    def timed(self, call, *arguments, **options):
+        began = time.thread_time()  # which a busy machine does not change
+        try:
+            return call(*arguments, **options)
+        finally:
+            self.own_s += time.thread_time() - began
+
+    def run(self):
+        """Returns the makespan in seconds."""
+        events, begun, idle = [], {}, []
+        order = 0
+
+        def ask(name, now):
+            nonlocal order
+            task = self.timed(self.schedule.assign, name)
+            if task is None:
+                idle.append(name)
+                return
+            self.timed(self.schedule.ahead, name)
+            begun[name] = now
+            ends = now + self.problems[task.number][0]
+            dies = self.dies_s.get(name, float("inf"))
+            order += 1
+            heapq.heappush(events, (min(ends, dies), order, name, dies < ends))
+
+        for name in self.names:
+            self.timed(self.schedule.join, name)
+            ask(name, 0.0)
+        now = 0.0
+        while events:
+            now, _, name, died = heapq.heappop(events)
+            number = self.schedule.task_of(name)
+            seconds, rows = self.problems[number]
+            if died:
+                self.lost_s += now - begun[name]
+                self.timed(self.schedule.lose, name, gone=True)
+                waiting, idle[:] = list(idle), []
+                for other in waiting:
+                    ask(other, now)
+            else:
+                assert number not in self.store, "done twice"
+                self.store[number] = (name, rows)
+                self.timed(self.schedule.finish, name)
+                ask(name, now)
+        return now
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_64_workers_do_1000_recorded_problems_though_a_tenth_of_them_die(seed):
+    fleet = Fleet(64, 1000, 6, seed)
+    makespan_s = fleet.run()
+    work_s = sum(seconds for seconds, _ in fleet.problems)
+    there_s = sum(min(fleet.dies_s.get(name, makespan_s), makespan_s) for name in fleet.names)
+    rows = sum(rows for _, rows in fleet.problems)
+    assert fleet.schedule.over
+    assert not fleet.schedule.given_up
+    assert sum(rows for _, rows in fleet.store.values()) == rows  # none is lost
+    assert sorted(fleet.schedule.done) == list(range(1000))
+    assert work_s / there_s >= 0.90
+    assert fleet.lost_s / work_s <= 0.02
+    assert fleet.own_s / rows < 1e-3
