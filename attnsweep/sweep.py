@@ -26,6 +26,7 @@ from attnsweep.choose.skips import Skips
 from attnsweep.choose.start import input_seed, start
 from attnsweep.errors import StoreError
 from attnsweep.family.declare import Kernel
+from attnsweep.gpu.lock import held
 from attnsweep.gpu.worker import Gpu, Worker, WorkerError
 from attnsweep.problem import Problem
 from attnsweep.replay import replay
@@ -65,13 +66,15 @@ def run(
     limit: int | None = None,
     shard: Shard | None = None,
     cache_dir: Path | None = None,
+    wait: bool = False,
     observer: Observer | None = None,
 ) -> Outcome:
     """Run a sweep and store it under `results`/<gpu>/<spec name>. Same spec again: resume.
 
     limit: at most this many candidates per family and problem. shard: sweep this part of the
-    problems alone, and store it under `results`/<gpu>/<spec name>-<part>. Ctrl-C returns an Outcome
-    with the rows measured so far. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
+    problems alone, and store it under `results`/<gpu>/<spec name>-<part>. wait: for another run
+    that times on the card; otherwise BusyError. Ctrl-C returns an Outcome with the rows measured so
+    far. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
     """
     observer = observer or Observer()
     if limit is not None:
@@ -79,8 +82,14 @@ def run(
         spec = replace(spec, search=spec.search.model_copy(update={"candidates": cap}))
     if spec.device == "replay":
         return Outcome(replay(spec, kernels, results, observer, shard), False)
-    with Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu, ExitStack() as at_end:
+    with (
+        ExitStack() as locks,  # until the worker has stopped
+        Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu,
+        ExitStack() as at_end,
+    ):
         environment, planned, compiler = start(spec, kernels, gpu, cache_dir, at_end)
+        card = held(environment.uuid, environment.gpu, wait=wait, say=observer.note)
+        locks.enter_context(card)
         planned = planned if shard is None else shard.take(planned)
         observer.planned(candidate_counts(planned, spec.search.candidates))
         for warning in unused_parameters(

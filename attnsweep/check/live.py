@@ -7,7 +7,8 @@ first be right on every case. Code that did not change passes untimed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,8 +30,8 @@ from attnsweep.choose.start import arch_of, input_seed
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel
+from attnsweep.gpu.lock import held
 from attnsweep.gpu.worker import Gpu, Worker, WorkerError
-from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.show.sentences import Row, by_problem
 from attnsweep.spec.load import SweepSpec
@@ -69,6 +70,7 @@ def check(
     slower: float | None = None,
     budget_s: float | None = None,
     other_driver: bool = False,
+    wait: bool = False,
     cache_dir: Path | None = None,
     observer: Observer | None = None,
 ) -> Comparison:
@@ -77,35 +79,67 @@ def check(
     slower: share by which new code may be slower, for all problems (default: the spec's for each).
     budget_s: seconds of rounds per problem and process, after which an open comparison is
     inconclusive (default: the spec's). other_driver: also compare with a baseline measured with
-    another driver. Raises NoGpuError, SpecError or ToolchainError; any other failure is the verdict
-    of its problem.
+    another driver. wait: for another run that times on the card; otherwise BusyError. Raises
+    NoGpuError, SpecError or ToolchainError; any other failure is the verdict of its problem.
     """
+    observer = observer or Observer()
+    refuse_replay(spec)
+    with (
+        ExitStack() as locks,  # until the worker has stopped
+        Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu,
+    ):
+        try:
+            here = gpu.describe()
+        except NoGpuError as error:
+            raise not_compared(error) from error
+        arch = arch_of(spec, here)
+        locks.enter_context(held(here.uuid, here.gpu, wait=wait, say=observer.note))
+        compiler = compiler_for(spec, arch, cache_dir)
+        gate = Gate(spec, kernels, baseline, gpu, here, compiler, observer)
+        try:
+            findings = gate.run(
+                asked_of(spec, baseline),
+                slower=slower,
+                budget_s=budget_s,
+                other_driver=other_driver,
+            )
+        finally:
+            compiler.close()
+    return comparison(spec, baseline, here, findings, slower)
+
+
+def refuse_replay(spec: SweepSpec) -> None:
+    """Raise SpecError for a spec that measures nothing."""
     if spec.device == "replay":
         raise SpecError(
             "check --against measures, and this spec replays a recording",
             where=str(spec.document.path),
             hint="give a spec with device: cuda; to compare runs: check --recorded OLD NEW",
         )
-    with Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu:
-        try:
-            here = gpu.describe()
-        except NoGpuError as error:
-            lines = [error.hint] if error.hint else []
-            lines.append("without a GPU, attnsweep check --recorded OLD NEW compares two runs")
-            what = f"{error.what}. Nothing was compared."
-            raise NoGpuError(what, where=error.where, hint="\n  ".join(lines)) from error
-        arch = arch_of(spec, here)
-        compiler = compiler_for(spec, arch, cache_dir)
-        elsewhere = other_card(baseline.environment, here)
-        if elsewhere is None and not other_driver:
-            elsewhere = _other_driver(baseline.environment, here)
-        budget_s = spec.check.budget_s if budget_s is None else budget_s
-        gate = _Gate(spec, gpu, budget_s, observer or Observer())
-        try:
-            pairs = _pairs(spec, kernels, baseline, here, elsewhere, slower, arch, compiler)
-            findings = gate.run(pairs)
-        finally:
-            compiler.close()
+
+
+def not_compared(error: NoGpuError) -> NoGpuError:
+    """The error with what works without a GPU."""
+    lines = [error.hint] if error.hint else []
+    lines.append("without a GPU, attnsweep check --recorded OLD NEW compares two runs")
+    what = f"{error.what}. Nothing was compared."
+    return NoGpuError(what, where=error.where, hint="\n  ".join(lines))
+
+
+def asked_of(spec: SweepSpec, baseline: Run) -> list[Problem]:
+    """The spec's problems, then those that only the baseline has a verdict on."""
+    asked = [entry.problem for entry in spec.problems]
+    return list(dict.fromkeys([*asked, *(trial.problem for trial in baseline.trials)]))
+
+
+def comparison(
+    spec: SweepSpec,
+    baseline: Run,
+    here: Environment,
+    findings: Sequence[Finding],
+    slower: float | None,
+) -> Comparison:
+    """The findings with what they rest on."""
     return Comparison(
         baseline.directory,
         spec.document.path,
@@ -129,20 +163,19 @@ def _pairs(
     here: Environment,
     elsewhere: str | None,
     slower: float | None,
-    arch: Arch,
     compiler: Compiler,
+    problems: Sequence[Problem],
 ) -> list[_Pair | Finding]:
-    """For each problem, a pair that is already compiling, or the reason why there is none."""
+    """For each of these problems, a pair that is already compiling, or why there is none."""
     ranking = rank(baseline.trials, baseline.environment)
     before = {s.problem: s.winner for s in by_problem(ranking, baseline.environment)}
     own = {entry.problem: entry.slower for entry in spec.problems}
-    asked = list(own)
     limit = workspace_limit(spec, here.memory_bytes)
     found: list[_Pair | Finding] = []
-    for problem in [*asked, *(problem for problem in before if problem not in asked)]:
+    for problem in problems:
         row = before.get(problem)
         try:
-            if problem not in asked:
+            if problem not in own:
                 raise Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {RECORD}")
             if elsewhere is not None:
                 raise Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {RECORD}")
@@ -151,7 +184,7 @@ def _pairs(
             if row is None:
                 raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
             old = _kept(baseline, row["trial"])
-            build = _today(row["trial"], kernels, arch, compiler, limit)
+            build = _today(row["trial"], kernels, compiler, limit)
             build.submit()
             share = slower if slower is not None else own[problem] or spec.check.slower
             found.append(_Pair(problem, share, row, old, build))
@@ -181,7 +214,6 @@ def _kept(baseline: Run, winner: Trial) -> Launches:
 def _today(
     winner: Trial,
     kernels: Mapping[str, Kernel],
-    arch: Arch,
     compiler: Compiler,
     limit: int | None,
 ) -> Build:
@@ -195,8 +227,8 @@ def _today(
     if changed is not None:
         raise Ended(Verdict.INCONCLUSIVE, f"{changed}; {RECORD}")
     try:
-        refusal = kernel.refusal(winner.problem, arch)
-        rule = None if refusal else kernel.refused_by(config, winner.problem, arch)
+        refusal = kernel.refusal(winner.problem, compiler.arch)
+        rule = None if refusal else kernel.refused_by(config, winner.problem, compiler.arch)
         if refusal is not None or rule is not None:
             why = refusal or f"the rule {rule} refuses {config.label}"
             raise Ended(Verdict.INCONCLUSIVE, f"{kernel.name} cannot run it now: {why}; {RECORD}")
@@ -209,15 +241,48 @@ def _today(
 # -- the comparison -------------------------------------------------------------------------
 
 
-class _Gate:
+class Gate:
     """The problems, one after the other, on one GPU."""
 
-    def __init__(self, spec: SweepSpec, gpu: Gpu, budget_s: float, observer: Observer) -> None:
-        self._spec, self._gpu = spec, gpu
-        self._budget_s, self._observer = budget_s, observer
+    def __init__(
+        self,
+        spec: SweepSpec,
+        kernels: Mapping[str, Kernel],
+        baseline: Run,
+        gpu: Gpu,
+        here: Environment,
+        compiler: Compiler,
+        observer: Observer,
+    ) -> None:
+        """here: what `gpu` says of itself."""
+        self._spec, self._kernels, self._baseline = spec, kernels, baseline
+        self._gpu, self._here, self._compiler = gpu, here, compiler
+        self._observer = observer
+        self._budget_s = 0.0
 
-    def run(self, pairs: list[_Pair | Finding]) -> list[Finding]:
-        """The finding for each problem, in order."""
+    def run(
+        self,
+        problems: Sequence[Problem],
+        *,
+        slower: float | None,
+        budget_s: float | None,
+        other_driver: bool,
+    ) -> list[Finding]:
+        """The finding for each of these problems, in order; the arguments of `check`."""
+        self._budget_s = self._spec.check.budget_s if budget_s is None else budget_s
+        elsewhere = other_card(self._baseline.environment, self._here)
+        if elsewhere is None and not other_driver:
+            elsewhere = _other_driver(self._baseline.environment, self._here)
+        pairs = _pairs(
+            self._spec,
+            self._kernels,
+            self._baseline,
+            self._here,
+            elsewhere,
+            slower,
+            self._compiler,
+            problems,
+        )
         return [pair if isinstance(pair, Finding) else self._judge(pair) for pair in pairs]
 
     def _judge(self, pair: _Pair) -> Finding:

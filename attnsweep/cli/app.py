@@ -86,6 +86,11 @@ LimitOption = Annotated[
     typer.Option("--limit", min=1, help="Most candidates to try per family and problem."),
 ]
 
+WaitOption = Annotated[
+    bool,
+    typer.Option("--wait", help="Wait until no other run times on the card, instead of failing."),
+]
+
 ProgressOption = Annotated[
     Form,
     typer.Option(

@@ -15,6 +15,7 @@ from attnsweep.cli.app import (
     JsonOption,
     KernelsOption,
     ProgressOption,
+    WaitOption,
     app,
     examples,
     load,
@@ -103,6 +104,7 @@ def check(
     json_: JsonOption = False,
     form: ProgressOption = Form.AUTO,
     kernels: KernelsOption = None,
+    wait: WaitOption = False,
 ) -> None:
     """Check whether the best candidate of a problem got slower.
 
@@ -129,6 +131,7 @@ def check(
         )
     if recorded:
         idle = {"--budget-s": budget_s, "--other-driver": other_driver, "--kernels": kernels}
+        idle["--wait"] = wait
         given = [name for name, value in idle.items() if value is not None and value is not False]
         if given:
             raise SpecError(
@@ -150,6 +153,7 @@ def check(
                 slower=slower,
                 budget_s=budget_s,
                 other_driver=other_driver,
+                wait=wait,
                 observer=observer,
             )
     if junit is not None:

@@ -9,7 +9,14 @@ import typer
 from rich.markup import escape
 
 from attnsweep.cli import completion
-from attnsweep.cli.app import JsonOption, KernelsOption, app, examples, print_result
+from attnsweep.cli.app import (
+    JsonOption,
+    KernelsOption,
+    WaitOption,
+    app,
+    examples,
+    print_result,
+)
 from attnsweep.hardware import arch_named
 from attnsweep.show.terminal import console, errors
 
@@ -38,6 +45,7 @@ def profile(
     ] = False,
     json_: JsonOption = False,
     kernels: KernelsOption = None,
+    wait: WaitOption = False,
 ) -> None:
     """Read hardware counters of a run's best candidates through Nsight Compute (ncu).
 
@@ -45,6 +53,7 @@ def profile(
     keeps them in counters.json.
     """
     from attnsweep.family.declare import discover
+    from attnsweep.gpu.lock import held
     from attnsweep.gpu.worker import Worker
     from attnsweep.show import views
     from attnsweep.store.run import open_run
@@ -60,7 +69,8 @@ def profile(
     limit = here.memory_bytes // 4
     built = counters.compiled(picked, families, arch_named(here.arch), limit)
     report = counters.report_path(stored.directory) if keep else None
-    counted = list(zip(picked, counters.count(built, keep=report), strict=True))
+    with held(here.uuid, here.gpu, wait=wait, say=lambda text: errors.print(escape(text))):
+        counted = list(zip(picked, counters.count(built, keep=report), strict=True))
     kept = counters.write(
         stored.directory, counted, f"{here.gpu}, driver {here.driver}, {here.date[:10]}"
     )

@@ -19,6 +19,7 @@ from attnsweep.cli.app import (
     ResultsOption,
     SetOption,
     SpecArgument,
+    WaitOption,
     app,
     examples,
     load,
@@ -97,6 +98,7 @@ def run(
         bool,
         typer.Option("--watch", help="Sweep again whenever the spec or a family's file is edited."),
     ] = False,
+    wait: WaitOption = False,
 ) -> None:
     """Sweep: compile, check, time and rank every candidate of SPEC.
 
@@ -133,7 +135,7 @@ def run(
     def once() -> int:
         loaded, families = read()
         outcome = _sweep(
-            spec, loaded, families, kernels, results, fresh, limit, form, html, options, part
+            spec, loaded, families, kernels, results, fresh, limit, form, html, options, part, wait
         )
         print_run(outcome.run, json_, top)
         return outcome.exit_code
@@ -191,9 +193,11 @@ def _sweep(
     html: Path | None,
     options: Sequence[str],
     part: Shard | None,
+    wait: bool,
 ) -> Outcome:
     """Run the sweep and write its page. Raises NoGpuError with the commands that do work."""
     from attnsweep import sweep
+    from attnsweep.gpu.lock import BusyError
     from attnsweep.show import progress
     from attnsweep.tools.doctor import without_gpu
 
@@ -213,8 +217,11 @@ def _sweep(
                 fresh=fresh,
                 limit=limit,
                 shard=part,
+                wait=wait,
                 observer=observer,
             )
+    except BusyError:
+        raise
     except NoGpuError as error:
         raise NoGpuError(
             f"{error.what}. Nothing was measured.",

@@ -16,6 +16,7 @@ from attnsweep.cli.app import (
     KernelsOption,
     LimitOption,
     ResultsOption,
+    WaitOption,
     app,
     examples,
     print_result,
@@ -107,6 +108,7 @@ def tune(
     kernels: KernelsOption = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 5,
     json_: JsonOption = False,
+    wait: WaitOption = False,
 ) -> None:
     """Find the fastest kernel for SHAPE on this GPU; needs no spec.
 
@@ -152,7 +154,13 @@ def tune(
         return
     with progress.watch(errors) as observer:
         outcome = sweep.run(
-            spec, families, results=results, fresh=fresh, limit=limit, observer=observer
+            spec,
+            families,
+            results=results,
+            fresh=fresh,
+            limit=limit,
+            wait=wait,
+            observer=observer,
         )
     if outcome.interrupted:
         errors.print("interrupted: all rows are kept; the same command continues from here")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from attnsweep.build.launches import CompiledStage
 from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import Launch, TensorMap
 from attnsweep.files import install_command
+from attnsweep.gpu.cards import hashed
 from attnsweep.hardware import Card, arch_of
 
 # A tile of 128 rows of head_dim 256 that is written past the end lands within this.
@@ -396,8 +396,7 @@ class Session:
         with contextlib.suppress(pynvml.NVMLError):
             found["sku"] += f" {_text(pynvml.nvmlDeviceGetBoardPartNumber(card))}"
         with contextlib.suppress(pynvml.NVMLError):
-            uuid = _text(pynvml.nvmlDeviceGetUUID(card))
-            found["uuid"] = hashlib.sha256(uuid.encode()).hexdigest()[:12]
+            found["uuid"] = hashed(_text(pynvml.nvmlDeviceGetUUID(card)))
         with contextlib.suppress(pynvml.NVMLError):
             found["power_limit_w"] = pynvml.nvmlDeviceGetEnforcedPowerLimit(card) / 1e3
         return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import importlib
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -30,6 +30,8 @@ from typing import Any, Protocol
 from attnsweep import __version__
 from attnsweep.build.launches import Candidate, FirstTimes
 from attnsweep.errors import AttnsweepError, NoGpuError
+from attnsweep.gpu.cards import hashed
+from attnsweep.gpu.lock import held
 from attnsweep.hardware import arch_of
 from attnsweep.problem import Problem
 from attnsweep.trial import PROTOCOL, Accuracy, Environment, Status
@@ -147,12 +149,15 @@ class Worker:
         bench: BenchFactory | None = None,
         *,
         cache_dir: Path | None = None,
+        card_held: bool = False,
     ) -> None:
         """Start nothing yet; the first call starts the child.
 
         timeout_s: limit of one ordinary call; opening a problem or adding an entry gets longer.
         bench: factory that opens a problem in the child, importable by name (default: bench.Bench).
         cache_dir: where the child keeps the compiled judge (default: the user's cache).
+        card_held: the card's lock is held by the process that started this one; otherwise `open`
+        takes it until the end of the context, and raises BusyError if another process has it.
         """
         self._timeout_s = timeout_s
         self._bench = bench or open_bench
@@ -161,6 +166,9 @@ class Worker:
         self._process: Any = None
         self._pipe: Connection[Any, Any] | None = None
         self._setup: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._environment: Environment | None = None
+        self._locks = ExitStack()
+        self._locked = card_held or bench is not None
         self.restarts = 0
         self.proof_s = 0.0
 
@@ -169,6 +177,7 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        self._locks.close()
 
     def describe(self, *, preload: str | None = None) -> Environment:
         """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA.
@@ -177,10 +186,15 @@ class Worker:
         """
         options = {"preload": preload}
         environment: Environment = self._request("describe", (), options, START_TIMEOUT_S)
+        self._environment = environment
         return environment
 
     def open(self, *args: Any, **options: Any) -> None:
         """See `Gpu`; takes the arguments of bench.Bench."""
+        if not self._locked:
+            card = self._environment or self.describe()
+            self._locks.enter_context(held(card.uuid, card.gpu))
+            self._locked = True
         options |= self._options
         if self._process is not None and not self._process.is_alive():
             self._kill()  # it died between two calls: a new one opens the problem
@@ -447,14 +461,9 @@ def _describe(preload: str | None) -> Environment:
         memory_bytes_per_second=gpu.memory_bytes_per_second,
         l2_bytes=gpu.l2_bytes,
         protocol=PROTOCOL,
-        host=f"{_cpu_model()}, host {_hashed(platform.node())}",
+        host=f"{_cpu_model()}, host {hashed(platform.node())}",
         **session.identity(),
     )
-
-
-def _hashed(name: str) -> str:
-    """Twelve digits that tell names apart."""
-    return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
 def _cpu_model() -> str:

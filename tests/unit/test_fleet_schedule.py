@@ -1,4 +1,4 @@
-"""Who gets which problem: longest first, a lost one goes to another, and a fleet of 64 simulated."""
+"""Who gets which problem: longest first, a lost one to another; and a fleet of 64, simulated."""
 
 from __future__ import annotations
 
@@ -203,7 +203,6 @@ class Fleet:
         while events:
             now, _, name, died = heapq.heappop(events)
             number = self.schedule.task_of(name)
-            seconds, rows = self.problems[number]
             if died:
                 self.lost_s += now - begun[name]
                 self.timed(self.schedule.lose, name, gone=True)
@@ -212,7 +211,7 @@ class Fleet:
                     ask(other, now)
             else:
                 assert number not in self.store, "done twice"
-                self.store[number] = (name, rows)
+                self.store[number] = (name, self.problems[number][1])
                 self.timed(self.schedule.finish, name)
                 ask(name, now)
         return now
