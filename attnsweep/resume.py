@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from attnsweep.build.candidate import Build
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
+from attnsweep.choose.queue import Queue
+from attnsweep.choose.race import race_entry
 from attnsweep.choose.skips import Skips
 from attnsweep.errors import StoreError
 from attnsweep.family.chunks import MODES
 from attnsweep.family.declare import Kernel
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec
+from attnsweep.spec.plan import PlannedProblem
 from attnsweep.store.run import PACKED, TRIALS, Store, open_run
+from attnsweep.store.writer import Writer
 from attnsweep.trial import OURS, PROTOCOL, Environment, Status, Trial
 
 
@@ -23,7 +28,7 @@ class Kept:
     """The stored rows that still hold: same code, launches, problem, settings, GPU, driver."""
 
     def __init__(
-        self, spec: SweepSpec, environment: Environment, store: Store, skips: Skips
+        self, spec: SweepSpec, environment: Environment, store: Writer, skips: Skips
     ) -> None:
         self._spec, self._environment = spec, environment
         self._store, self._skips = store, skips
@@ -134,3 +139,46 @@ def measured_elsewhere(directory: Path, now: Environment) -> str | None:
     if None not in (before.uuid, now.uuid) and before.uuid != now.uuid:
         return f"another {before.gpu}"
     return None
+
+
+def cards_of(trials: Iterable[Trial]) -> list[str]:
+    """The UUIDs, hashed, of the cards that measured these rows, as far as the rows say them."""
+    return list(dict.fromkeys(t.machine["uuid"] for t in trials if t.machine.get("uuid")))
+
+
+def of_these_cards(environment: Environment, uuids: Iterable[str | None]) -> Environment:
+    """The environment of a run that several cards measured: it names no card, each row does."""
+    several = {uuid for uuid in (environment.uuid, *uuids) if uuid is not None} - {environment.uuid}
+    return environment.model_copy(update={"uuid": None, "sku": None}) if several else environment
+
+
+def begin_anew_if_begun_elsewhere(
+    item: PlannedProblem,
+    spec: SweepSpec,
+    environment: Environment,
+    store: Writer,
+    compiler: Compiler,
+    limit: int | None,
+) -> bool:
+    """Set aside the rows of a problem that another card has begun and not finished.
+
+    Candidates of one problem are compared on one card only. What another card has finished stays.
+    limit: bytes of workspace. Returns whether rows were set aside.
+    """
+    rows = [trial for trial in store.trials if trial.problem == item.problem]
+    if environment.uuid is None or not set(cards_of(rows)) - {environment.uuid}:
+        return False
+    if len(cards_of(rows)) == 1:
+        skips = Skips(finalists=spec.measure.finalists, entry=race_entry(spec))
+        kept = Kept(spec, environment, store, skips)
+        queue = Queue(item, spec, compiler, limit)
+        while builds := queue.ask():
+            if not kept.whole(item.problem, builds):
+                break
+            for build, row in zip(builds, map(kept.rows(builds).get, map(id, builds)), strict=True):
+                assert row is not None  # or the batch would not be whole
+                queue.tell(build, row)
+        else:
+            return False
+    store.set_aside(item.problem)
+    return True

@@ -6,7 +6,6 @@ ready. Every row is on disk before the next candidate begins; only the user ends
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -30,12 +29,20 @@ from attnsweep.gpu.lock import held
 from attnsweep.gpu.worker import Gpu, Worker, WorkerError
 from attnsweep.problem import Problem
 from attnsweep.replay import replay
-from attnsweep.resume import Kept, measured_elsewhere, retire
+from attnsweep.resume import (
+    Kept,
+    begin_anew_if_begun_elsewhere,
+    cards_of,
+    measured_elsewhere,
+    of_these_cards,
+    retire,
+)
 from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import PlannedProblem, Shard, candidate_counts, plan_facts, run_name
 from attnsweep.store.code import keep_code, read_code
 from attnsweep.store.run import Run, Store
+from attnsweep.store.writer import Writer
 from attnsweep.trial import OURS, Environment, Measurement, Status, Trial
 
 
@@ -101,7 +108,8 @@ def run(
         if elsewhere:
             observer.note(f"set aside earlier rows, measured with {elsewhere}")
         store = at_end.enter_context(Store.open(directory, fresh=fresh or bool(elsewhere)))
-        store.describe(spec.resolved(store.directory), environment, plan_facts(planned))
+        where = of_these_cards(environment, cards_of(store.trials))
+        store.describe(spec.resolved(store.directory), where, plan_facts(planned))
         retire(store, kernels, observer)
         sweep = Sweep(spec, gpu, environment, store, observer)
         began = time.monotonic()
@@ -120,7 +128,12 @@ class Sweep:
     """One run on one GPU."""
 
     def __init__(
-        self, spec: SweepSpec, gpu: Gpu, environment: Environment, store: Store, observer: Observer
+        self,
+        spec: SweepSpec,
+        gpu: Gpu,
+        environment: Environment,
+        store: Writer,
+        observer: Observer,
     ) -> None:
         self._spec, self._gpu, self._environment = spec, gpu, environment
         self._store, self._observer = store, observer
@@ -130,18 +143,28 @@ class Sweep:
         self._finalists: dict[tuple[object, ...], Build] = {}
         self._measured: dict[tuple[object, ...], Build] = {}
 
-    def run(self, planned: Sequence[PlannedProblem], compiler: Compiler) -> bool:
-        """Run all problems in turn. Returns whether the user interrupted."""
+    def run(
+        self,
+        planned: Sequence[PlannedProblem],
+        compiler: Compiler,
+        then: Problem | None = None,
+    ) -> bool:
+        """Run all problems in turn. Returns whether the user interrupted.
+
+        then: the problem that this card will probably get after them.
+        """
         limit = workspace_limit(self._spec, self._environment.memory_bytes)
         try:
+            for item in planned:
+                self._begin_anew(item, compiler, limit)
             queues = [Queue(item, self._spec, compiler, limit) for item in planned]
             for queue in queues:  # the first candidates of all problems compile at once
                 if not self._kept.whole(queue.problem, queue.ask()):
                     queue.submit()
-            after = [queue.problem for queue in queues[1:]]
-            for queue, then in itertools.zip_longest(queues, after):
-                self._problem(queue, then)
-                if then is not None:
+            after = [*(queue.problem for queue in queues[1:]), then]
+            for queue, following in zip(queues, after, strict=True):
+                self._problem(queue, following)
+                if following is not None:
                     rows = [t for t in self._store.trials if t.problem == queue.problem]
                     self._observer.ranked(rows, self._environment)
                 self._store.end_searches(queue.problem.label, queue.endings)
@@ -151,6 +174,12 @@ class Sweep:
             compiler.close()
             return True
         return False
+
+    def _begin_anew(self, item: PlannedProblem, compiler: Compiler, limit: int | None) -> None:
+        spec, here = self._spec, self._environment
+        if begin_anew_if_begun_elsewhere(item, spec, here, self._store, compiler, limit):
+            what = f"set aside the rows of {item.problem.label}"
+            self._observer.note(f"{what}: another card began it, and did not finish")
 
     def _problem(self, queue: Queue, then: Problem | None) -> None:
         queue.start()

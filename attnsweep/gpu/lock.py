@@ -12,6 +12,7 @@ import platform
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,11 @@ class BusyError(NoGpuError):
 def lock_dir() -> Path:
     """$ATTNSWEEP_LOCK_DIR, or a directory of this user that ends with the machine's session."""
     named = os.environ.get(LOCK_VARIABLE)
-    return Path(named) if named else platformdirs.user_runtime_path("attnsweep") / "cards"
+    if named:
+        return Path(named)
+    with warnings.catch_warnings():  # that there is no $XDG_RUNTIME_DIR, as in a container
+        warnings.simplefilter("ignore")
+        return platformdirs.user_runtime_path("attnsweep") / "cards"
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from attnsweep.build.candidate import Build
 from attnsweep.build.launches import Launches
 from attnsweep.errors import StoreError
 from attnsweep.problem import Problem
-from attnsweep.store.run import CUBINS, Store
+from attnsweep.store.run import CUBINS
+from attnsweep.store.writer import Writer
 from attnsweep.trial import Trial, Value
 
 _AGAIN = "record again: attnsweep run SPEC --fresh, then attnsweep accept"
@@ -43,7 +44,7 @@ def _name(problem: Problem, kernel: str) -> str:
     return f"{slug}.{kernel}"
 
 
-def keep_code(store: Store, build: Build) -> None:
+def keep_code(store: Writer, build: Build) -> None:
     """Copy a winner's cubins into its run, and write its launches."""
     name = _name(build.problem, build.kernel.name)
     digests = {}

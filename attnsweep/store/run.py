@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -30,6 +31,7 @@ from pydantic_core import to_json
 
 from attnsweep.errors import AttnsweepError, StoreError
 from attnsweep.files import sync_folder, write_file
+from attnsweep.problem import Problem
 from attnsweep.trial import Environment, Trial
 
 TRIALS = "trials.jsonl"
@@ -210,18 +212,39 @@ class Store:
             raise
 
     def _move_aside(self) -> None:
-        stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-        aside = self.path.with_name(f"trials.{stamp}.jsonl")
-        number = 1
+        aside = self._aside()
         try:
             if not self.path.exists() or self.path.stat().st_size == 0:
                 return
-            while aside.exists():
-                number += 1
-                aside = self.path.with_name(f"trials.{stamp}-{number}.jsonl")
             self.path.rename(aside)
         except OSError as error:
             raise _store_error(error, self.path, f"cannot move to {aside.name}") from error
+
+    def _aside(self) -> Path:
+        """A free name for rows that are set aside."""
+        stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
+        paths = (self.path.with_name(f"trials.{name}.jsonl") for name in names)
+        return next(path for path in paths if not path.exists())
+
+    def set_aside(self, problem: Problem) -> None:
+        """Move a problem's rows to trials.<UTC time>.jsonl. Raises StoreError.
+
+        A process that is killed meanwhile leaves them in both files.
+        """
+        out: list[bytes] = []
+        rest: list[bytes] = []
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            row = _parse_row(line)
+            (out if isinstance(row, Trial) and row.problem == problem else rest).append(line)
+        if not out:
+            return
+        _replace(self._aside(), b"".join(out))
+        _replace(self.path, b"".join(rest))
+        os.close(self._fd)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0))
+        self.rows -= len(out)
+        self._trials = {key: t for key, t in self._trials.items() if t.problem != problem}
 
     @property
     def trials(self) -> list[Trial]:

@@ -115,6 +115,15 @@ def test_without_a_place_for_locks_the_card_is_used_and_that_is_said(tmp_path, m
     assert lock.LOCK_VARIABLE in said[0]
 
 
+def test_the_usual_place_needs_no_session(tmp_path, monkeypatch):
+    """In a container there is no $XDG_RUNTIME_DIR; the test turns any warning into an error."""
+    monkeypatch.delenv(lock.LOCK_VARIABLE)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert lock.lock_dir().name == "cards"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert lock.lock_dir() == tmp_path / "attnsweep" / "cards"
+
+
 # -- what takes it ------------------------------------------------------------------------------
 
 SPEC = """

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -535,3 +536,19 @@ def test_a_sweep_in_the_directory_of_a_packed_run_begins_anew(tmp_path):
         assert store.trials == []
         store.append(trial(64))
     assert numbers(open_run(tmp_path).trials) == [64]
+
+
+def test_one_problem_is_set_aside_with_every_line_of_it(tmp_path):
+    other = replace(trial(0).problem, batch=7)
+    with Store.open(tmp_path / "run") as store:
+        for row in (trial(0), trial(1, problem=other), trial(0, detail="again")):
+            store.append(row)
+        before = store.path.read_bytes().splitlines(keepends=True)
+        store.set_aside(trial(0).problem)
+        store.set_aside(trial(0).problem)  # nothing is left of it: no second file
+        assert store.trials == [trial(1, problem=other)]
+        assert store.rows == 1
+        store.append(trial(2))
+    assert read_trials(store.path)[0] == [trial(1, problem=other), trial(2)]
+    [aside] = (tmp_path / "run").glob("trials.2*.jsonl")
+    assert aside.read_bytes() == before[0] + before[2]
