@@ -52,12 +52,18 @@ class Outcome:
 
     run: Run
     interrupted: bool
+    unmeasured: tuple[str, ...] = ()
+    """Labels of problems that the cards of a fleet could not measure."""
+    no_card: bool = False
+    """Whether that is because every card was lost."""
 
     @property
     def exit_code(self) -> int:
-        """130 after Ctrl-C; 1 if no candidate of some problem is ok; otherwise 0."""
-        if self.interrupted:
-            return 130
+        """130 after Ctrl-C; 3 if all cards were lost; 1 if a problem has no result; otherwise 0."""
+        if self.interrupted or self.no_card:
+            return 130 if self.interrupted else 3
+        if self.unmeasured:
+            return 1
         trials = [t for t in self.run.trials if t.provider == OURS]
         problems = {t.problem for t in trials}
         ok = {t.problem for t in trials if t.status in (Status.OK, Status.NOISY)}

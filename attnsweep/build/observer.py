@@ -11,6 +11,10 @@ from attnsweep.trial import Environment, Trial
 class Observer:
     """Base of all observers. Every method may be overridden; none needs to be."""
 
+    def on(self, card: int, name: str) -> Observer:  # noqa: ARG002
+        """The observer of what happens on one of several cards. name: its UUID, hashed, in rows."""
+        return self
+
     def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
         """The number of candidates of each problem, in order, before anything is compiled.
 

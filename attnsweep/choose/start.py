@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 from attnsweep.build.candidate import builds_of, workspace_limit
 from attnsweep.build.nvrtc import Compiler
@@ -16,7 +17,7 @@ from attnsweep.choose.search import search_of
 from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.family.declare import Kernel
 from attnsweep.gpu.judge import judge_source
-from attnsweep.gpu.worker import Gpu, installed_arch
+from attnsweep.gpu.worker import installed_arch
 from attnsweep.hardware import Arch, arch_named
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import PlannedProblem, plan
@@ -27,10 +28,17 @@ _EARLY = 64
 Planned = tuple[Sequence[PlannedProblem], Compiler]
 
 
+class Describes(Protocol):
+    """The part of a Gpu that says what it is."""
+
+    def describe(self, *, preload: str | None = None) -> Environment:
+        """See Gpu."""
+
+
 def start(
     spec: SweepSpec,
     kernels: Mapping[str, Kernel],
-    gpu: Gpu,
+    gpu: Describes,
     cache_dir: Path | None,
     at_end: ExitStack,
 ) -> tuple[Environment, Sequence[PlannedProblem], Compiler]:

@@ -109,10 +109,12 @@ class Schedule:
     def ahead(self, worker: str) -> int | None:
         """The task that a worker will probably get next, to prepare it; no promise."""
         others = {task for who, task in self._ahead.items() if who != worker}
-        found = next((t for t in self._for(worker) if t not in others), None)
-        if found is not None:
-            self._ahead[worker] = found
-        return found
+        free = [task for task in self._for(worker) if task not in others]
+        idle = len(self._workers) - len(self._open)  # these take the costliest first
+        if len(free) <= idle:
+            return None
+        self._ahead[worker] = free[idle]
+        return free[idle]
 
     def finish(self, worker: str) -> int:
         """A worker has done its task; returns which."""

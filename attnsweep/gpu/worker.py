@@ -357,7 +357,7 @@ _PACKAGES = (
 def _serve(pipe: Connection[Any, Any], parent: int, open_problem: BenchFactory) -> None:
     """Answer calls until the pipe closes. Only the parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with(parent)
+    die_with(parent)
     bench: Any = None
     while True:
         try:
@@ -422,7 +422,7 @@ def _where(error: BaseException) -> str:
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have Linux kill this process when its parent's thread ends, even amid a hung kernel."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):

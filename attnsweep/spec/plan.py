@@ -49,6 +49,15 @@ def candidate_counts(planned: Sequence[PlannedProblem], cap: int | None) -> list
     return [sum(len(space.configs[:cap]) for space in item.spaces) for item in planned]
 
 
+def cost(item: PlannedProblem) -> float:
+    """An estimate of the time that a problem takes, without a unit.
+
+    A candidate costs one, and one more for every 5e11 FLOPs, which take a Hopper GPU about a
+    millisecond.
+    """
+    return sum(len(space.configs) for space in item.spaces) * (1 + item.problem.flops / 5e11)
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Part `number` of `of` equal parts of a spec's problems, counted from 1."""
@@ -72,9 +81,8 @@ class Shard:
     def take(self, planned: Sequence[PlannedProblem]) -> tuple[PlannedProblem, ...]:
         """This part of a plan, in the spec's order; every problem is in exactly one part.
 
-        Problems go to the part with the least cost so far, the costliest first. A candidate costs
-        one unit, and one more for every 5e11 FLOPs, which take a Hopper GPU about a millisecond.
-        Raises SpecError if nothing is left for this part.
+        Problems go to the part with the least cost so far, the costliest first. Raises
+        SpecError if nothing is left for this part.
         """
         if self.number > len(planned):
             problems = f"{len(planned)} problem{'s' * (len(planned) != 1)}"
@@ -83,10 +91,7 @@ class Shard:
                 where="--shard",
                 hint=f"split it into at most {len(planned)} parts",
             )
-        costs = [
-            sum(len(space.configs) for space in item.spaces) * (1 + item.problem.flops / 5e11)
-            for item in planned
-        ]
+        costs = [cost(item) for item in planned]
         load, mine = [0.0] * self.of, []
         for index in sorted(range(len(planned)), key=lambda index: (-costs[index], index)):
             part = min(range(self.of), key=lambda part: (load[part], part))

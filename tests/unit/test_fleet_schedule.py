@@ -57,6 +57,17 @@ def test_what_was_prepared_is_what_comes_next_unless_another_has_taken_it():
     assert schedule.assign("a").number == 4
 
 
+def test_what_a_worker_that_is_still_free_will_take_is_not_prepared_elsewhere():
+    schedule = fleet([9, 8, 7, 6])
+    schedule.assign("a")
+    assert schedule.ahead("a") == 2
+    assert schedule.assign("b").number == 1
+    assert schedule.ahead("b") == 3
+    schedule.finish("a")
+    assert schedule.assign("a").number == 2
+    assert schedule.ahead("a") is None
+
+
 def test_a_lost_task_goes_to_another_worker_from_the_start():
     schedule = fleet([9, 1])
     assert schedule.assign("a") == Task(0, last=False)

@@ -1,0 +1,298 @@
+"""One child process for each card: starts them, hands out problems, and survives their faults.
+
+Everything happens in the caller's thread, in the order in which it is told: a lost child's later
+words do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Protocol
+
+from pydantic import ValidationError
+
+from attnsweep.build.nvrtc import Compiler, Cubin
+from attnsweep.errors import CompileError, NoGpuError
+from attnsweep.fleet.process import Child, Message, StartChild
+from attnsweep.fleet.schedule import MOST_FAULTS, Schedule, Task
+from attnsweep.gpu.cards import InstalledCard
+from attnsweep.trial import Environment
+
+_LOOK_S = 0.5
+# How long a child may take to end when it is asked to.
+_END_S = 3.0
+
+
+class Job(Protocol):
+    """What the children work on."""
+
+    def label(self, number: int) -> str:
+        """The name of a problem."""
+
+    def refusal(self, here: Environment) -> str | None:
+        """Why a card does not belong to the others, or None."""
+
+    def opening(self) -> Message:
+        """What a child must know before its first problem."""
+
+    def task(self, task: Task, then: int | None) -> Message:
+        """What a child is told to do."""
+
+    def heard(self, card: InstalledCard, number: int, message: Message) -> None:
+        """A child told something of its problem. Raises KeyError or ValueError for nonsense."""
+
+    def finished(self, number: int, message: Message) -> None:
+        """A problem is done."""
+
+
+@dataclass
+class _Seat:
+    """A card and its child."""
+
+    card: InstalledCard
+    child: Child | None = None
+    number: int = 0
+    """How many children it has had; what another than the last one told does not count."""
+    environment: Environment | None = None
+    task: Task | None = None
+    heard_at: float = 0.0
+    compiling: set[str] = field(default_factory=set)
+    faults: int = 0
+    """Before there is a schedule, which counts them later."""
+
+    @property
+    def name(self) -> str:
+        return self.card.uuid
+
+
+class Engine:
+    """The children of some cards, a context manager that ends them.
+
+    hello: the first message to each child. silence_s: a child that is not heard of for so long, and
+    waits for no compilation, hangs. note: told of each fault.
+    """
+
+    def __init__(
+        self,
+        cards: Sequence[InstalledCard],
+        start_child: StartChild,
+        hello: Message,
+        *,
+        silence_s: float,
+        note: Callable[[str], None],
+    ) -> None:
+        self._seats = [_Seat(card) for card in cards]
+        self._start_child, self._hello = start_child, hello
+        self._silence_s, self._note = silence_s, note
+        self._events: SimpleQueue[tuple[_Seat, int, Message | None]] = SimpleQueue()
+        self._schedule: Schedule | None = None
+        self._job: Job | None = None
+        self._compiler: Compiler | None = None
+
+    def __enter__(self) -> Engine:
+        for seat in self._seats:
+            self._start(seat)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def first(self) -> Environment:
+        """What the first child that is ready says of its card. Raises NoGpuError if none is."""
+        while True:
+            for seat in self._seats:
+                if seat.environment is not None:
+                    return seat.environment
+            self._step()
+            if not self._alive:
+                raise NoGpuError("no child process could use its card", hint=self._last_fault)
+
+    def run(self, schedule: Schedule, job: Job, compiler: Compiler) -> bool:
+        """Work until every problem is done or given up, or every card is lost.
+
+        Returns whether a card is left. Ctrl-C is raised.
+        """
+        self._schedule, self._job, self._compiler = schedule, job, compiler
+        for seat in self._alive:
+            schedule.join(seat.name)
+        for seat in self._alive:
+            if seat.environment is not None:
+                self._ready(seat)
+        while not schedule.over:
+            self._hand_out()
+            if not self._alive:
+                return False
+            self._step()
+        return True
+
+    def stop(self) -> None:
+        """End the children, and hear what they told until then."""
+        ending = [seat for seat in self._seats if seat.child is not None]
+        for seat in ending:
+            assert seat.child is not None
+            seat.child.stop(_END_S)
+            seat.child = None
+        with contextlib.suppress(Empty):
+            while True:
+                seat, number, message = self._events.get_nowait()
+                if message is None or seat not in ending or number != seat.number:
+                    continue
+                if message["say"] not in ("fault", "gone", "cubin", "compile", "ready"):
+                    self._take(seat, message)
+
+    # -- events -----------------------------------------------------------------------------
+
+    @property
+    def _alive(self) -> list[_Seat]:
+        return [seat for seat in self._seats if seat.child is not None]
+
+    def _start(self, seat: _Seat) -> None:
+        seat.number += 1
+        seat.environment, seat.task = None, None
+        seat.compiling.clear()
+        seat.heard_at = time.monotonic()
+        number = seat.number
+        seat.child = self._start_child(
+            seat.card, lambda message: self._events.put((seat, number, message))
+        )
+        seat.child.send({"do": "begin", **self._hello})
+
+    def _step(self) -> None:
+        """Take one event, or look for children that hang."""
+        try:
+            seat, number, message = self._events.get(timeout=_LOOK_S)
+        except Empty:
+            now = time.monotonic()
+            for seat in self._alive:
+                waits = seat.environment is not None and seat.task is None
+                if seat.compiling or waits:
+                    seat.heard_at = now
+                elif now - seat.heard_at > self._silence_s:
+                    self._fault(seat, f"no word for {self._silence_s:g} s; it was killed")
+            return
+        if seat.child is None or number != seat.number:
+            return
+        seat.heard_at = time.monotonic()
+        if message is None:
+            self._fault(seat, seat.child.why)
+            return
+        try:
+            self._take(seat, message)
+        except (KeyError, TypeError, ValidationError, ValueError) as error:
+            self._fault(seat, f"it told nonsense: {type(error).__name__}: {error}")
+
+    def _take(self, seat: _Seat, message: Message) -> None:
+        say = message["say"]
+        if say == "ready":
+            seat.environment = Environment.model_validate(message["environment"])
+            if self._job is not None:
+                self._ready(seat)
+        elif say in ("gone", "fault"):
+            self._fault(seat, message["why"], gone=say == "gone")
+        elif say == "compile":
+            self._compile(seat, message)
+        elif say == "cubin":
+            seat.compiling.discard(message["key"])
+            if seat.child is not None:
+                seat.child.send({"do": "cubin", **message})
+        elif seat.task is None or self._job is None or self._schedule is None:
+            raise ValueError(f"{say} without a problem")
+        elif say == "done":
+            self._job.finished(seat.task.number, message)
+            self._schedule.finish(seat.name)
+            seat.task = None
+        else:
+            self._job.heard(seat.card, seat.task.number, message)
+
+    def _ready(self, seat: _Seat) -> None:
+        assert seat.environment is not None
+        assert seat.child is not None
+        assert self._job is not None
+        here = seat.environment
+        refused = self._job.refusal(here)
+        if here.uuid is not None and here.uuid != seat.card.hashed:
+            refused = "its process sees another card"
+        if refused is not None:
+            self._fault(seat, refused, gone=True)
+            return
+        seat.child.send({"do": "open", **self._job.opening()})
+
+    def _hand_out(self) -> None:
+        assert self._schedule is not None
+        assert self._job is not None
+        for seat in self._alive:
+            if seat.environment is None or seat.task is not None:
+                continue
+            seat.task = self._schedule.assign(seat.name)
+            if seat.task is not None:
+                assert seat.child is not None
+                then = self._schedule.ahead(seat.name)
+                seat.heard_at = time.monotonic()
+                seat.child.send(self._job.task(seat.task, then))
+
+    def _fault(self, seat: _Seat, why: str, *, gone: bool = False) -> None:
+        """A child failed: its problem goes to another card, and it is started again or left out."""
+        assert seat.child is not None
+        seat.child.stop()
+        seat.child = None
+        lost = ""
+        if self._schedule is None or self._job is None:
+            seat.faults += 1
+            left_out = gone or seat.faults >= MOST_FAULTS
+        else:
+            loss = self._schedule.lose(seat.name, gone=gone)
+            left_out = loss.left_out
+            if loss.task is not None and loss.given_up:
+                lost = f"; {self._job.label(loss.task)} was lost twice and is left for a later run"
+            elif loss.task is not None:
+                lost = f"; {self._job.label(loss.task)} goes to another card"
+        self._last_fault = f"{seat.card}: {why}"
+        out = "; the card is left out" if left_out else ""
+        self._note(f"{seat.card}: {why}{lost}{out}")
+        if not left_out:
+            self._start(seat)
+
+    _last_fault = ""
+
+    # -- compiling --------------------------------------------------------------------------
+
+    def _compile(self, seat: _Seat, message: Message) -> None:
+        """Compile for a child; every stage once for all of them, with all cores."""
+        assert self._compiler is not None
+        key, number = message["key"], seat.number
+        seat.compiling.add(key)
+        future = self._compiler.submit(Path(message["source"]), message["defines"])
+
+        def tell(done: Future[Cubin]) -> None:
+            self._events.put((seat, number, {"say": "cubin", "key": key, **_answer(done)}))
+
+        future.add_done_callback(tell)
+
+
+def _answer(done: Future[Cubin]) -> Message:
+    if done.cancelled():
+        return {"why": "the sweep ended", "log": None}
+    error = done.exception()
+    if error is not None:
+        log = error.log if isinstance(error, CompileError) else None
+        return {"why": getattr(error, "what", str(error)), "log": log}
+    cubin = done.result()
+    return {
+        "path": str(cubin.path),
+        "digest": cubin.digest,
+        "log": cubin.log,
+        "seconds": cubin.seconds,
+        "cached": cubin.cached,
+    }

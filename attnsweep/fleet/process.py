@@ -1,0 +1,119 @@
+"""A child process that is talked to in lines of JSON, without ever waiting for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from attnsweep.gpu.cards import VISIBLE, InstalledCard
+
+Message = dict[str, Any]
+Deliver = Callable[[Message | None], None]
+"""Takes each message of a child, and None when there will be no more. Called in any thread."""
+
+
+class Child(Protocol):
+    """The process of one card."""
+
+    def send(self, message: Message) -> None:
+        """Send a message; never waits."""
+
+    def stop(self, wait_s: float = 0.0) -> None:
+        """End it, by force after wait_s; everything that it told has been delivered."""
+
+    @property
+    def why(self) -> str:
+        """How it ended, and its last words."""
+
+
+StartChild = Callable[[InstalledCard, Deliver], Child]
+
+
+def start_child(card: InstalledCard, deliver: Deliver) -> Child:
+    """The child process of a card, which sees that card alone."""
+    command = [sys.executable, "-m", "attnsweep.fleet.child"]
+    return Process(command, {VISIBLE: card.uuid}, deliver)
+
+
+class Process:
+    """A process with threads that read and write its pipes."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], deliver: Deliver
+    ) -> None:
+        """environment: variables added to those of this process."""
+        self._deliver = deliver
+        self._out: SimpleQueue[bytes | None] = SimpleQueue()
+        self._words: deque[str] = deque(maxlen=12)
+        self._popen = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **environment},
+            process_group=0,  # so that Ctrl-C in a terminal reaches the parent alone
+        )
+        self._threads = [
+            threading.Thread(target=target, daemon=True)
+            for target in (self._read, self._write, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Message) -> None:
+        """See Child."""
+        self._out.put(json.dumps(message).encode() + b"\n")
+
+    def stop(self, wait_s: float = 0.0) -> None:
+        """See Child."""
+        self._out.put(None)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if wait_s:
+                self._popen.wait(wait_s)
+        self._popen.kill()
+        self._popen.wait()
+        for thread in self._threads:
+            thread.join(5.0)  # a GPU process that hangs in the driver may still hold a pipe
+
+    @property
+    def why(self) -> str:
+        """See Child."""
+        code = self._popen.poll()
+        how = "it ended" if code is None else f"exit code {code}"
+        if code is not None and code < 0:
+            how = f"signal {signal.Signals(-code).name}"
+        return f"its process died ({how})" + (f": {self._words[-1]}" if self._words else "")
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None
+        with self._popen.stdout as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError):  # a line that it died in
+                    self._deliver(json.loads(line))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(5.0)
+        self._threads[2].join(1.0)
+        self._deliver(None)
+
+    def _write(self) -> None:
+        assert self._popen.stdin is not None
+        with contextlib.suppress(OSError), self._popen.stdin as pipe:
+            while (data := self._out.get()) is not None:
+                pipe.write(data)
+                pipe.flush()
+
+    def _listen(self) -> None:
+        assert self._popen.stderr is not None
+        with self._popen.stderr as lines:
+            for line in lines:
+                if text := line.decode(errors="replace").strip():
+                    self._words.append(text)

@@ -1,0 +1,317 @@
+"""A sweep on several cards of one machine: one run directory, which this process alone writes."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from attnsweep.build.advice import spilling, unused_parameters
+from attnsweep.build.candidate import workspace_limit
+from attnsweep.build.nvrtc import Compiler
+from attnsweep.build.observer import Observer
+from attnsweep.choose.queue import Queue
+from attnsweep.choose.start import start
+from attnsweep.errors import AttnsweepError, SpecError
+from attnsweep.family.declare import Kernel
+from attnsweep.fleet.engine import Engine
+from attnsweep.fleet.process import Message, StartChild, start_child
+from attnsweep.fleet.schedule import Schedule, Task
+from attnsweep.gpu.cards import InstalledCard
+from attnsweep.gpu.lock import BusyError, held
+from attnsweep.gpu.worker import START_TIMEOUT_S
+from attnsweep.problem import Problem
+from attnsweep.resume import cards_of, measured_elsewhere, of_these_cards, retire
+from attnsweep.show import tables
+from attnsweep.spec.load import SweepSpec
+from attnsweep.spec.plan import PlannedProblem, Shard, candidate_counts, cost, plan_facts, run_name
+from attnsweep.store.run import SPEC, Store
+from attnsweep.sweep import Outcome
+from attnsweep.trial import Environment, Trial
+
+# What the cards of a run must have in common.
+_ALIKE = ("gpu", "arch", "driver", "cuda", "power_limit_w", "attnsweep")
+
+
+def run(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel],
+    cards: Sequence[InstalledCard],
+    *,
+    results: Path,
+    fresh: bool = False,
+    limit: int | None = None,
+    shard: Shard | None = None,
+    cache_dir: Path | None = None,
+    wait: bool = False,
+    observer: Observer | None = None,
+    start_child: StartChild = start_child,
+    silence_s: float | None = None,
+) -> Outcome:
+    """Sweep with one child process for each card, each problem on one of them.
+
+    cards: of one kind. start_child: starts the process of a card. silence_s: seconds without a word
+    after which a child hangs (default: longer than any of its calls may take). The other arguments
+    and errors are those of `sweep.run`. A problem that no card could measure, or all cards lost, is
+    said in the Outcome; the same command resumes.
+    """
+    if spec.device == "replay":
+        what = "--gpus needs GPUs, and this spec replays a recording"
+        raise SpecError(what, where=str(spec.document.path))
+    observer = observer or Observer()
+    if limit is not None:
+        cap = min(limit, spec.search.candidates or limit)
+        spec = replace(spec, search=spec.search.model_copy(update={"candidates": cap}))
+    with ExitStack() as locks, ExitStack() as at_end:
+        locks.enter_context(all_held(cards, wait, observer))
+        hello = hello_of(spec, cache_dir)
+        silence_s = silence_s or longest_silence_s(spec)
+        engine = Engine(cards, start_child, hello, silence_s=silence_s, note=observer.note)
+        at_end.enter_context(engine)
+        described = Described(engine)
+        environment, planned, compiler = start(spec, kernels, described, cache_dir, at_end)
+        planned = planned if shard is None else shard.take(planned)
+        observer.planned(candidate_counts(planned, spec.search.candidates))
+        for warning in unused_parameters(
+            (space for item in planned for space in item.spaces), compiler.arch
+        ):
+            observer.note(warning)
+        directory = results / environment.slug / run_name(spec, shard)
+        anywhere = environment.model_copy(update={"uuid": None})
+        elsewhere = not fresh and measured_elsewhere(directory, anywhere)
+        if elsewhere:
+            observer.note(f"set aside earlier rows, measured with {elsewhere}")
+        store = at_end.enter_context(Store.open(directory, fresh=fresh or bool(elsewhere)))
+        uuids = [*(card.hashed for card in cards), *cards_of(store.trials)]
+        where = of_these_cards(environment, uuids)
+        store.describe(spec.resolved(store.directory), where, plan_facts(planned))
+        retire(store, kernels, observer)
+        job = _Sweeps(spec, kernels, environment, planned, store, observer, cards)
+        schedule = Schedule([cost(item) for item in planned], job.begun(cards))
+        at_end.enter_context(_compiling_ahead(job, schedule, compiler, environment))
+        began, interrupted, left = time.monotonic(), False, True
+        try:
+            left = engine.run(schedule, job, compiler)
+        except KeyboardInterrupt:
+            interrupted = True
+        engine.stop()  # which stores what was told meanwhile
+        compiler.close()
+        observer.note(f"took {time.monotonic() - began:.0f} s on {len(cards)} cards")
+        spills = spilling(store.trials, spec)
+        if spills is not None:
+            observer.note(spills)
+        missing = sorted({*range(len(planned))} - {*schedule.done})
+        unmeasured = tuple(planned[number].problem.label for number in missing)
+        return Outcome(store.finish(tables.files), interrupted, unmeasured, not left)
+
+
+# -- for every job of several cards -----------------------------------------------------------
+
+
+class Described:
+    """The first card that is ready, in the place of a Gpu that is only asked what it is."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def describe(self, *, preload: str | None = None) -> Environment:  # noqa: ARG002
+        """See `Gpu`. Raises NoGpuError."""
+        return self._engine.first()
+
+
+def hello_of(spec: SweepSpec, cache_dir: Path | None) -> Message:
+    """The first message to each child."""
+    return {
+        "timeout_s": spec.measure.timeout_s,
+        "cache_dir": None if cache_dir is None else str(cache_dir.absolute()),
+        "preload": "torch" if spec.baselines else None,
+    }
+
+
+def longest_silence_s(spec: SweepSpec) -> float:
+    """Seconds that a child may say nothing: a new process, its problem, and a call."""
+    return 3 * START_TIMEOUT_S + spec.measure.timeout_s
+
+
+def opening_of(spec: Path, kernels: Mapping[str, Kernel], names: Sequence[str]) -> Message:
+    """What a child must know of a spec; families are declared again from where they lie."""
+    places = {name: str(kernels[name].source.parent.absolute()) for name in names}
+    return {
+        "spec": str(spec.absolute()),
+        "directory": str(spec.parent.absolute()),
+        "families": places,
+    }
+
+
+@contextmanager
+def all_held(cards: Sequence[InstalledCard], wait: bool, observer: Observer) -> Iterator[None]:
+    """Hold the locks of all cards. Raises BusyError, which names every card that is in use."""
+    with ExitStack() as locks:
+        busy = []
+        for card in sorted(cards, key=lambda card: card.uuid):  # two that wait never wait in a ring
+            try:
+                lock = held(card.hashed, str(card), wait=wait, say=observer.note)
+                locks.enter_context(lock)
+            except BusyError as error:
+                busy.append(error)
+        if busy:
+            raise BusyError("\n".join(error.what for error in busy), hint=busy[0].hint)
+        yield
+
+
+def refusal_of(here: Environment, first: Environment) -> str | None:
+    """Why a card cannot serve in a run of another one, or None."""
+    for name in _ALIKE:
+        this, that = getattr(here, name), getattr(first, name)
+        if this != that:
+            return f"another {name} than the others: {this}, not {that}"
+    return None
+
+
+# -- the sweep --------------------------------------------------------------------------------
+
+
+class _Sweeps:
+    """What the children are told to do, and what becomes of what they tell."""
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        kernels: Mapping[str, Kernel],
+        environment: Environment,
+        planned: Sequence[PlannedProblem],
+        store: Store,
+        observer: Observer,
+        cards: Sequence[InstalledCard],
+    ) -> None:
+        self.spec, self.kernels, self.planned, self.store = spec, kernels, planned, store
+        self._environment, self._observer = environment, observer
+        self._on = {card: observer.on(card.number, card.hashed) for card in cards}
+        self._last: dict[InstalledCard, Trial] = {}
+        self._left = len(planned)
+        problems = [entry.problem for entry in spec.problems]
+        self._places = [problems.index(item.problem) for item in planned]
+
+    def begun(self, cards: Sequence[InstalledCard]) -> dict[int, str]:
+        """The number of each problem that one of the cards has begun, to that card."""
+        names = {card.hashed: card.uuid for card in cards}
+        found = {}
+        for number, item in enumerate(self.planned):
+            uuids = cards_of(self._rows(item.problem))
+            if len(uuids) == 1 and uuids[0] in names:
+                found[number] = names[uuids[0]]
+        return found
+
+    def has_rows(self, number: int) -> bool:
+        """Whether an earlier run has begun a problem."""
+        return bool(self._rows(self.planned[number].problem))
+
+    def _rows(self, problem: Problem) -> list[Trial]:
+        return [trial for trial in self.store.trials if trial.problem == problem]
+
+    def label(self, number: int) -> str:
+        """See Job."""
+        return self.planned[number].problem.label
+
+    def refusal(self, here: Environment) -> str | None:
+        """See Job."""
+        return refusal_of(here, self._environment)
+
+    def opening(self) -> Message:
+        """See Job."""
+        return opening_of(self.store.directory / SPEC, self.kernels, [*self.spec.kernels])
+
+    def task(self, task: Task, then: int | None) -> Message:
+        """See Job."""
+        rows = self._rows(self.planned[task.number].problem)
+        return {
+            "do": "sweep",
+            "problem": self._places[task.number],
+            "last": task.last,
+            "then": None if then is None else self._places[then],
+            "rows": [row.model_dump(mode="json") for row in rows],
+        }
+
+    def heard(self, card: InstalledCard, number: int, message: Message) -> None:
+        """See Job."""
+        problem, on = self.planned[number].problem, self._on[card]
+        match message["say"]:
+            case "row":
+                row = Trial.model_validate(message["row"])
+                if row.problem != problem:
+                    raise ValueError(f"a row of {row.problem.label}")
+                self.store.append(row)
+                self._last[card] = row
+            case "tried":
+                kept = message["kept"]
+                on.tried(
+                    Trial.model_validate(message["row"]) if kept else self._last[card], kept=kept
+                )
+            case "opening":
+                on.opening(problem, message["candidates"], message["kept"])
+            case "compiled":
+                on.compiled(message["done"], message["total"])
+            case "racing":
+                on.racing(message["alive"], message["entrants"])
+            case "timing":
+                on.timing(message["done"], message["total"])
+            case "note":
+                on.note(message["text"])
+            case "aside":
+                self.store.set_aside(problem)
+            case "ended":
+                self.store.end_searches(message["problem"], message["endings"])
+                for kernel, why in message["endings"].items():
+                    on.note(f"{problem.label}: {kernel}: the search ended: {why}")
+            case "keep":
+                data = base64.b64decode(message["data"], validate=True)
+                self.store.keep(message["name"], data)
+            case other:
+                raise ValueError(f"unknown message {other!r}")
+
+    def finished(self, number: int, message: Message) -> None:  # noqa: ARG002
+        """See Job."""
+        self._left -= 1
+        rows = self._rows(self.planned[number].problem)
+        if self._left and rows:
+            self._observer.ranked(rows, self._environment)
+
+
+@contextmanager
+def _compiling_ahead(
+    job: _Sweeps, schedule: Schedule, compiler: Compiler, environment: Environment
+) -> Iterator[None]:
+    """Compile the first candidates of problems that nobody has begun, while the children start.
+
+    In the order in which they will be asked for: those of the first problems in turns.
+    """
+    order = [number for number in schedule.pending if not job.has_rows(number)]
+    limit = workspace_limit(job.spec, environment.memory_bytes)
+    ended = threading.Event()
+    at_once = max(1, len(schedule.workers) or len(job._on))
+
+    def submit() -> None:
+        try:
+            groups = [order[:at_once], *([number] for number in order[at_once:])]
+            for group in groups:
+                asked = [Queue(job.planned[n], job.spec, compiler, limit).ask() for n in group]
+                for builds in itertools.zip_longest(*asked):
+                    for build in filter(None, builds):
+                        if ended.is_set():
+                            return
+                        build.submit()
+        except (AttnsweepError, RuntimeError):
+            return  # the child whose problem it is meets the same error, or the pool is closed
+
+    thread = threading.Thread(target=submit, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,103 @@
+"""The child process of a fake card: `attnsweep.fleet.child` with FakeGpu in the place of a card.
+
+Run by `fake_cards.start_child` as a program of its own, so that it can be killed, can hang and can
+fail as a real one. The variable FAKE_CARDS holds what happens on which card: see `fake_cards`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from fake_compiler import FakeCompiler
+from fake_gpu import FakeGpu
+from samples import TEST_GPU
+
+from attnsweep.build.launches import Candidate
+from attnsweep.errors import NoGpuError
+from attnsweep.fleet import child
+from attnsweep.gpu.cards import VISIBLE, hashed
+from attnsweep.gpu.worker import WorkerError
+from attnsweep.problem import Problem
+from attnsweep.trial import Status
+
+
+class FaultyGpu(FakeGpu):
+    """A card on which something happens at its n-th candidate, or when it opens a problem."""
+
+    def __init__(self, uuid: str, facts: dict[str, Any], log: Path) -> None:
+        changes = {"uuid": hashed(uuid), **facts.get("environment", {})}
+        super().__init__(facts["times"], environment=TEST_GPU.model_copy(update=changes))
+        self._uuid, self._facts, self._log = uuid, facts, log
+        self._trials = 0
+
+    def _tell(self, what: str) -> None:
+        with self._log.open("a") as log:
+            log.write(f"{self._uuid} {what}\n")
+
+    def describe(self, *, preload: str | None = None) -> Any:
+        self._meet()
+        self._act(self._facts.get("at_start"))
+        return super().describe(preload=preload)
+
+    def _meet(self) -> None:
+        """Wait until every card's first process is here, so that each gets a problem."""
+        self._log.with_name(f"{self._uuid} here").touch()
+        ends = time.monotonic() + 20
+        while len(list(self._log.parent.glob("GPU-* here"))) < self._facts["together"]:
+            assert time.monotonic() < ends, "another card did not start"
+            time.sleep(0.005)
+
+    def open(self, problem: Problem, **options: Any) -> None:
+        self._tell(f"open {problem.label}")
+        if problem.label in self._facts.get("deadly", ()):
+            self._act("kill")
+        if problem.label in self._facts.get("too_large", ()):
+            self._act("no memory")
+        super().open(problem, **options)
+
+    def trial(self, candidate: Candidate) -> Any:
+        self._trials += 1
+        time.sleep(self._facts.get("trial_s", 0.0))
+        self._tell(f"trial {candidate.timed.problem.label}")
+        if self._trials >= self._facts.get("after", 1):
+            self._act(self._facts.get("fault"))
+        return super().trial(candidate)
+
+    def _act(self, fault: str | None) -> None:
+        """Do what a test asks for; what happens `once` does not happen in the next process."""
+        once = self._log.with_name(f"{self._uuid} {fault}")
+        if fault is None or (self._facts.get("once") and once.exists()):
+            return
+        once.touch()
+        match fault:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "sleep":
+                time.sleep(1000)
+            case "memory":
+                raise MemoryError("no memory on the host")
+            case "off":
+                raise NoGpuError("no CUDA GPU found (cudaErrorNoDevice)")
+            case "fails":
+                raise WorkerError(Status.LAUNCH_ERROR, "uncorrectable ECC error encountered")
+            case "no memory":
+                raise WorkerError(Status.LAUNCH_ERROR, "OutOfMemoryError: out of memory")
+            case other:
+                raise AssertionError(other)
+
+
+if __name__ == "__main__":
+    child.RemoteCompiler.key = FakeCompiler.key  # type: ignore[method-assign,assignment]
+    cards = json.loads(os.environ["FAKE_CARDS"])
+    uuid = os.environ[VISIBLE]
+    gpu = FaultyGpu(uuid, cards["all"] | cards.get(uuid, {}), Path(cards["log"]))
+    child.main(lambda begin: gpu)
+    sys.exit("not reached")
