@@ -73,25 +73,34 @@ def run(
     results: str | Path = "results",
     fresh: bool = False,
     limit: int | None = None,
+    gpus: str | None = None,
+    wait: bool = False,
     cache_dir: str | Path | None = None,
     observer: Observer | None = None,
 ) -> Outcome:
     """Sweep: compile, check, time and rank every candidate; stored below `results`.
 
     The same spec again resumes. fresh: set older rows aside. limit: at most this many candidates
-    per family and problem. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
+    per family and problem. gpus: `all`, or numbers or UUIDs of cards as `0,2`, each of which takes
+    whole problems; by default one card takes all. wait: for another run on a card, which otherwise
+    is an error. Raises NoGpuError, SpaceError, SpecError, StoreError or ToolchainError.
     """
     from attnsweep import sweep
+    from attnsweep.fleet import sweeps
+    from attnsweep.gpu.cards import chosen, installed
 
-    return sweep.run(
-        spec,
-        _families(spec, kernels),
-        results=Path(results),
-        fresh=fresh,
-        limit=limit,
-        cache_dir=None if cache_dir is None else Path(cache_dir),
-        observer=observer,
-    )
+    families = _families(spec, kernels)
+    asked: dict[str, Any] = {
+        "results": Path(results),
+        "fresh": fresh,
+        "limit": limit,
+        "wait": wait,
+        "cache_dir": None if cache_dir is None else Path(cache_dir),
+        "observer": observer,
+    }
+    if gpus is None:
+        return sweep.run(spec, families, **asked)
+    return sweeps.run(spec, families, chosen(gpus, installed()), **asked)
 
 
 def compile_spec(

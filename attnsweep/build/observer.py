@@ -39,5 +39,8 @@ class Observer:
     def ranked(self, trials: Sequence[Trial], environment: Environment) -> None:
         """A problem is over, and others follow; these are all its rows."""
 
+    def resting(self, *, done: bool) -> None:
+        """One of several cards has no problem any more. done: it is over, and not lost."""
+
     def note(self, text: str) -> None:
         """A text that is worth a line."""

@@ -86,6 +86,15 @@ LimitOption = Annotated[
     typer.Option("--limit", min=1, help="Most candidates to try per family and problem."),
 ]
 
+GpusOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus",
+        metavar="CARDS",
+        help="Whole problems on several cards of this machine: all, or numbers or UUIDs as 0,2 "
+        "(default: the first visible card).",
+    ),
+]
 WaitOption = Annotated[
     bool,
     typer.Option("--wait", help="Wait until no other run times on the card, instead of failing."),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import (
+    GpusOption,
     JsonOption,
     KernelsOption,
     LimitOption,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         "attnsweep run h100 --dry-run",
         "attnsweep run h100 --problem '4,32,4096,128 bf16 causal'",
         "attnsweep run h100 --set 'kernels.flash_fwd_wgmma.BLOCK_N=[64,128]'",
+        "attnsweep run h100 --gpus all",
         "attnsweep run my.yaml --kernels my_kernels --results /data/results",
     )
 )
@@ -98,6 +100,7 @@ def run(
         bool,
         typer.Option("--watch", help="Sweep again whenever the spec or a family's file is edited."),
     ] = False,
+    gpus: GpusOption = None,
     wait: WaitOption = False,
 ) -> None:
     """Sweep: compile, check, time and rank every candidate of SPEC.
@@ -118,6 +121,7 @@ def run(
 
     part = None if shard is None else Shard.parse(shard)
     loaded, families = read()
+    _refuse_gpus(loaded, gpus, dry_run)
     _refuse_combinations(loaded, dry_run=dry_run, json_=json_, html=html, watch=watch, fresh=fresh)
     if dry_run:
         planned = plan(loaded, families, target_arch(loaded, arch))
@@ -135,7 +139,19 @@ def run(
     def once() -> int:
         loaded, families = read()
         outcome = _sweep(
-            spec, loaded, families, kernels, results, fresh, limit, form, html, options, part, wait
+            spec,
+            loaded,
+            families,
+            kernels,
+            results,
+            fresh,
+            limit,
+            form,
+            html,
+            options,
+            part,
+            wait,
+            gpus,
         )
         print_run(outcome.run, json_, top)
         return outcome.exit_code
@@ -155,6 +171,14 @@ def run(
             raise KeyboardInterrupt
 
     keep_running(once_more, files, lambda text: errors.print(escape(text), soft_wrap=True))
+
+
+def _refuse_gpus(loaded: SweepSpec, gpus: str | None, dry_run: bool) -> None:
+    """Raise SpecError if --gpus would do nothing."""
+    if gpus is not None and dry_run:
+        raise SpecError("--gpus needs a run, and --dry-run makes none")
+    if gpus is not None and loaded.device == "replay":
+        raise SpecError("--gpus needs GPUs; this spec replays a recording")
 
 
 def _refuse_combinations(
@@ -194,11 +218,14 @@ def _sweep(
     options: Sequence[str],
     part: Shard | None,
     wait: bool,
+    gpus: str | None,
 ) -> Outcome:
     """Run the sweep and write its page. Raises NoGpuError with the commands that do work."""
     from attnsweep import sweep
+    from attnsweep.fleet import sweeps
+    from attnsweep.gpu.cards import chosen, installed
     from attnsweep.gpu.lock import BusyError
-    from attnsweep.show import progress
+    from attnsweep.show import fleet_progress, progress
     from attnsweep.tools.doctor import without_gpu
 
     plots = None
@@ -208,18 +235,21 @@ def _sweep(
 
         page.check(html)
         plots = PlotLibrary()
+    asked: dict[str, Any] = {
+        "results": results,
+        "fresh": fresh,
+        "limit": limit,
+        "shard": part,
+        "wait": wait,
+    }
     try:
-        with progress.watch(errors, form) as observer:
-            outcome = sweep.run(
-                loaded,
-                families,
-                results=results,
-                fresh=fresh,
-                limit=limit,
-                shard=part,
-                wait=wait,
-                observer=observer,
-            )
+        if gpus is None:
+            with progress.watch(errors, form) as observer:
+                outcome = sweep.run(loaded, families, **asked, observer=observer)
+        else:
+            cards = chosen(gpus, installed())
+            with fleet_progress.watch(errors, len(cards), form) as observer:
+                outcome = sweeps.run(loaded, families, cards, **asked, observer=observer)
     except BusyError:
         raise
     except NoGpuError as error:
@@ -229,6 +259,11 @@ def _sweep(
         ) from error
     if outcome.interrupted:
         errors.print("interrupted: all rows are kept; the same command continues from here")
+    elif outcome.unmeasured:
+        why = "no card is left" if outcome.no_card else "lost twice"
+        what = f"not measured ({why}): {', '.join(outcome.unmeasured)}"
+        errors.print(f"[yellow]warning:[/] {escape(what)}", soft_wrap=True)
+        errors.print("all rows so far are kept; the same command continues from here")
     if html is not None and outcome.run.trials:
         size = page.write(outcome.run, html, plots=plots)
         errors.print(f"{escape(str(html))}: {size / 1e6:.1f} MB", soft_wrap=True)

@@ -48,8 +48,11 @@ class Job(Protocol):
     def heard(self, card: InstalledCard, number: int, message: Message) -> None:
         """A child told something of its problem. Raises KeyError or ValueError for nonsense."""
 
-    def finished(self, number: int, message: Message) -> None:
+    def finished(self, card: InstalledCard, number: int, message: Message) -> None:
         """A problem is done."""
+
+    def lost(self, card: InstalledCard) -> None:
+        """A card has lost its problem."""
 
 
 @dataclass
@@ -210,7 +213,7 @@ class Engine:
         elif seat.task is None or self._job is None or self._schedule is None:
             raise ValueError(f"{say} without a problem")
         elif say == "done":
-            self._job.finished(seat.task.number, message)
+            self._job.finished(seat.card, seat.task.number, message)
             self._schedule.finish(seat.name)
             seat.task = None
         else:
@@ -254,6 +257,7 @@ class Engine:
         else:
             loss = self._schedule.lose(seat.name, gone=gone)
             left_out = loss.left_out
+            self._job.lost(seat.card)
             if loss.task is not None and loss.given_up:
                 lost = f"; {self._job.label(loss.task)} was lost twice and is left for a later run"
             elif loss.task is not None:

@@ -274,9 +274,14 @@ class _Sweeps:
             case other:
                 raise ValueError(f"unknown message {other!r}")
 
-    def finished(self, number: int, message: Message) -> None:  # noqa: ARG002
+    def lost(self, card: InstalledCard) -> None:
+        """See Job."""
+        self._on[card].resting(done=False)
+
+    def finished(self, card: InstalledCard, number: int, message: Message) -> None:  # noqa: ARG002
         """See Job."""
         self._left -= 1
+        self._on[card].resting(done=True)
         rows = self._rows(self.planned[number].problem)
         if self._left and rows:
             self._observer.ranked(rows, self._environment)

@@ -47,7 +47,7 @@ def watch(console: Console, form: Form = Form.AUTO) -> Iterator[Observer]:
     With --quiet it draws nothing, with --verbose also a line for each candidate.
     """
     if form is Form.JSON:
-        lines = _Json(console)
+        lines = _JsonLines(console)
         try:
             yield lines
         finally:
@@ -57,7 +57,7 @@ def watch(console: Console, form: Form = Form.AUTO) -> Iterator[Observer]:
         yield Observer()
         return
     if form is Form.PLAIN or not console.is_terminal:
-        yield _Plain(console)
+        yield _PlainLines(console)
         return
     eta = Eta()
     columns = (
@@ -226,24 +226,28 @@ class _Bars(_Best):
         self._progress.console.print(escape(text))
 
 
-class _Plain(_Best):
+class _PlainLines(_Best):
     """For logs: each problem as it begins, then at most a line every ten seconds."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
-        self._console = console
+        self.console = console
         self._last = time.monotonic()
         self.width = console.width - 2
 
+    before = ""
+    """What each line begins with: which of several cards it is about."""
+
     def lines(self, texts: Sequence[Text]) -> None:
         for text in texts:
-            self._console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
+            self.console.print(text, no_wrap=True, overflow="ellipsis", crop=True)
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
         resumed = f", {kept} kept" if kept else ""
-        self._console.print(
-            f"{problem.label}: {counted(candidates, 'candidate')}{resumed}", soft_wrap=True
+        self.console.print(
+            f"{self.before}{problem.label}: {counted(candidates, 'candidate')}{resumed}",
+            soft_wrap=True,
         )
 
     def compiled(self, done: int, total: int) -> None:
@@ -260,35 +264,36 @@ class _Plain(_Best):
         self._say(f"time in rounds {done}/{total}")
 
     def note(self, text: str) -> None:
-        self._console.print(escape(text), soft_wrap=True)
+        self.console.print(escape(text), soft_wrap=True)
 
     def _say(self, text: str) -> None:
         if time.monotonic() - self._last >= _PLAIN_INTERVAL_S:
             self._last = time.monotonic()
             parts = (text, self.left, escape(self.summary))
-            self._console.print("  " + "  ".join(filter(None, parts)), soft_wrap=True)
+            said = "  ".join(filter(None, parts))
+            self.console.print(f"  {self.before}{said}", soft_wrap=True)
 
 
-class _Json(_Best):
+class _JsonLines(_Best):
     """For programs: an object a line."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
-        self._console = console
-        self._begun = time.monotonic()
+        self.console = console
+        self.begun = time.monotonic()
         self._last = -_JSON_INTERVAL_S
         self._phase = ""
         self._compiled = self._done = self._of = 0
 
     def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
         super().planned(candidates, finals=finals)
-        self._write("planned", problems=len(candidates), candidates=sum(candidates))
+        self.write("planned", problems=len(candidates), candidates=sum(candidates))
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
         self._phase, self._compiled, self._done, self._of = "", 0, 0, candidates
         self._tried: set[object] = set()
-        self._write("problem", problem=problem.label, candidates=candidates, kept=kept)
+        self.write("problem", problem=problem.label, candidates=candidates, kept=kept)
 
     def compiled(self, done: int, total: int) -> None:
         super().compiled(done, total)
@@ -314,14 +319,14 @@ class _Json(_Best):
         from attnsweep.show import tables
 
         rows = tables.ranked_rows(trials, environment)
-        self._write("ranked", problem=trials[0].problem.label, rows=rows)
+        self.write("ranked", problem=trials[0].problem.label, rows=rows)
 
     def note(self, text: str) -> None:
-        self._write("note", text=text)
+        self.write("note", text=text)
 
     def end(self) -> None:
         """Nothing more will be told."""
-        self._write("end")
+        self.write("end")
 
     def _tell(self, phase: str, done: int, total: int) -> None:
         """One line a second, and one for each new phase."""
@@ -330,7 +335,7 @@ class _Json(_Best):
             return
         self._phase, self._last = phase, now
         left, best = self.eta.left, self.best
-        self._write(
+        self.write(
             "progress",
             problem=self.problem.label if self.problem else None,
             phase=phase,
@@ -345,8 +350,9 @@ class _Json(_Best):
             left_is_at_least=None if left is None else left.at_least,
         )
 
-    def _write(self, event: str, **facts: Any) -> None:
-        elapsed_s = round(time.monotonic() - self._begun, 3)
+    def write(self, event: str, **facts: Any) -> None:
+        """One line."""
+        elapsed_s = round(time.monotonic() - self.begun, 3)
         line = json.dumps({"event": event, "elapsed_s": elapsed_s, **facts})
-        self._console.file.write(f"{line}\n")
-        self._console.file.flush()
+        self.console.file.write(f"{line}\n")
+        self.console.file.flush()

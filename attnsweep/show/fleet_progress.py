@@ -1,0 +1,285 @@
+"""Progress of a sweep on several cards: a bar or a line for each, or JSON events with the card.
+
+The forms are those of progress.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from attnsweep.build.observer import Observer
+from attnsweep.problem import Problem
+from attnsweep.show import terminal
+from attnsweep.show.eta import Eta, Left
+from attnsweep.show.forms import Form
+from attnsweep.show.progress import _Best, _JsonLines, _PlainLines
+from attnsweep.show.terminal import counted
+from attnsweep.trial import OURS, Trial
+
+
+@contextmanager
+def watch(console: Console, cards: int, form: Form = Form.AUTO) -> Iterator[Observer]:
+    """An observer of a sweep on so many cards; see progress.watch."""
+    left = FleetLeft(cards)
+    if form is Form.JSON:
+        lines = _JsonFleet(console, left)
+        try:
+            yield lines
+        finally:
+            lines.end()
+        return
+    if terminal.talk is terminal.Talk.QUIET:
+        yield Observer()
+        return
+    if form is Form.PLAIN or not console.is_terminal:
+        yield _PlainFleet(console, left)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[said]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _BarsFleet(progress, left)
+
+
+class FleetLeft:
+    """The time that is left, from how long a problem takes a card; None before one is over."""
+
+    def __init__(self, cards: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cards, self._clock = cards, clock
+        self._problems = 0
+        self._opened: dict[int, tuple[float, bool]] = {}
+        self._closed = 0
+        self._took_s: list[float] = []
+
+    def planned(self, problems: int) -> None:
+        """There are so many problems."""
+        self._problems = problems
+
+    def opening(self, card: int, *, measures: bool) -> None:
+        """A card begins a problem. measures: whether an earlier run left something to measure."""
+        self._opened[card] = (self._clock(), measures)
+
+    def closing(self, card: int, *, done: bool) -> None:
+        """A card has no problem any more. done: it is over, and not lost."""
+        if card not in self._opened:
+            return
+        began, measures = self._opened.pop(card)
+        self._closed += done
+        if done and measures:
+            self._took_s.append(self._clock() - began)
+
+    @property
+    def left(self) -> Left | None:
+        """Seconds for the problems that are left, shared by the cards."""
+        if not self._took_s:
+            return None
+        mean_s = sum(self._took_s) / len(self._took_s)
+        now = self._clock()
+        waiting = self._problems - self._closed - len(self._opened)
+        running = sum(max(0.0, mean_s - (now - began)) for began, _ in self._opened.values())
+        return Left((waiting * mean_s + running) / min(self._cards, max(1, self._problems)), False)
+
+
+class _FleetEta(Eta):
+    """The time left of all cards, where a card's lines ask for that of a run."""
+
+    def __init__(self, fleet: FleetLeft) -> None:
+        super().__init__()
+        self._fleet = fleet
+
+    @property
+    def left(self) -> Left | None:
+        return self._fleet.left
+
+
+class _Card:
+    """Tells the time left when a card's problem begins and ends."""
+
+    def __init__(self, left: FleetLeft, card: int) -> None:
+        self._left, self._card = left, card
+
+    def opening(self, candidates: int, kept: int) -> None:
+        self._left.closing(self._card, done=True)
+        self._left.opening(self._card, measures=kept < candidates)
+
+    def resting(self, done: bool) -> None:
+        self._left.closing(self._card, done=done)
+
+
+# -- JSON ---------------------------------------------------------------------------------------
+
+
+class _JsonCard(_JsonLines):
+    """The lines of one card, each with `gpu`, its number, and `uuid`, hashed, as in its rows."""
+
+    def __init__(self, fleet: _JsonLines, left: FleetLeft, card: int, name: str) -> None:
+        super().__init__(fleet.console)
+        self.eta = _FleetEta(left)
+        self.begun = fleet.begun
+        self._at, self._names = _Card(left, card), {"gpu": card, "uuid": name}
+
+    def opening(self, problem: Problem, candidates: int, kept: int) -> None:
+        self._at.opening(candidates, kept)
+        super().opening(problem, candidates, kept)
+
+    def resting(self, *, done: bool) -> None:
+        self._at.resting(done)
+
+    def write(self, event: str, **facts: Any) -> None:
+        super().write(event, **self._names, **facts)
+
+
+class _JsonFleet(_JsonLines):
+    def __init__(self, console: Console, left: FleetLeft) -> None:
+        super().__init__(console)
+        self._fleet_left = left
+
+    def on(self, card: int, name: str) -> Observer:
+        return _JsonCard(self, self._fleet_left, card, name)
+
+    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
+        self._fleet_left.planned(len(candidates))
+        super().planned(candidates, finals=finals)
+
+
+# -- lines --------------------------------------------------------------------------------------
+
+
+class _PlainCard(_PlainLines):
+    """The lines of one card."""
+
+    def __init__(self, console: Console, left: FleetLeft, card: int) -> None:
+        super().__init__(console)
+        self.eta = _FleetEta(left)
+        self._at, self.before = _Card(left, card), f"card {card}: "
+
+    def opening(self, problem: Problem, candidates: int, kept: int) -> None:
+        self._at.opening(candidates, kept)
+        super().opening(problem, candidates, kept)
+
+    def resting(self, *, done: bool) -> None:
+        self._at.resting(done)
+
+
+class _PlainFleet(_PlainLines):
+    def __init__(self, console: Console, left: FleetLeft) -> None:
+        super().__init__(console)
+        self._fleet_left = left
+
+    def on(self, card: int, name: str) -> Observer:  # noqa: ARG002
+        return _PlainCard(self.console, self._fleet_left, card)
+
+    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
+        self._fleet_left.planned(len(candidates))
+        super().planned(candidates, finals=finals)
+
+
+# -- bars ---------------------------------------------------------------------------------------
+
+
+class _BarCard(_Best):
+    """The bar of one card: its problem, and how far the phase is."""
+
+    def __init__(self, fleet: _BarsFleet, left: FleetLeft, card: int) -> None:
+        super().__init__(_FleetEta(left))
+        self._fleet, self._at, self._name = fleet, _Card(left, card), f"card {card}"
+        self._bar = fleet.progress.add_task(self._name, total=None, said="starting")
+        self._tried: set[object] = set()
+
+    def opening(self, problem: Problem, candidates: int, kept: int) -> None:
+        self._at.opening(candidates, kept)
+        super().opening(problem, candidates, kept)
+        self._tried.clear()
+        self._show("check", 0, candidates)
+
+    def resting(self, *, done: bool) -> None:
+        self._at.resting(done)
+        self._fleet.tell()
+        self._fleet.progress.update(
+            self._bar, description=self._name, completed=0, total=1, said="waits"
+        )
+
+    def compiled(self, done: int, total: int) -> None:
+        super().compiled(done, total)
+        self._show("check", len(self._tried), max(total, len(self._tried)))
+
+    def tried(self, trial: Trial, *, kept: bool = False) -> None:
+        super().tried(trial, kept=kept)
+        if trial.provider == OURS and trial.key not in self._tried:
+            self._tried.add(trial.key)
+            self._fleet.tried()
+            self._fleet.progress.update(
+                self._bar, completed=len(self._tried), said=escape(self.summary)
+            )
+
+    def racing(self, alive: int, entrants: int) -> None:
+        self._show("race", entrants - alive, entrants)
+
+    def timing(self, done: int, total: int) -> None:
+        self._show("time", done, total)
+
+    def note(self, text: str) -> None:
+        self._fleet.note(text)
+
+    def _show(self, phase: str, done: int, total: int) -> None:
+        label = self.problem.label if self.problem else ""
+        self._fleet.progress.update(
+            self._bar,
+            description=f"{self._name} [bold]{label}[/] {phase}",
+            completed=done,
+            total=total,
+            said=escape(self.summary),
+        )
+
+
+class _BarsFleet(Observer):
+    """A bar for the whole sweep, and below it one for each card."""
+
+    def __init__(self, progress: Progress, left: FleetLeft) -> None:
+        self.progress = progress
+        self._fleet_left = left
+        self._whole = progress.add_task("sweep", total=None, said="")
+
+    def on(self, card: int, name: str) -> Observer:  # noqa: ARG002
+        return _BarCard(self, self._fleet_left, card)
+
+    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:  # noqa: ARG002
+        self._fleet_left.planned(len(candidates))
+        said = counted(len(candidates), "problem")
+        self.progress.update(self._whole, total=sum(candidates), description=f"sweep of {said}")
+
+    def ranked(self, trials: Any, environment: Any) -> None:
+        from attnsweep.show import tables
+
+        for line, style in tables.first_rows(trials, environment, self.progress.console.width - 2):
+            self.progress.console.print(
+                Text(f"  {line}" if line else "", style=style),
+                no_wrap=True,
+                overflow="ellipsis",
+                crop=True,
+            )
+
+    def note(self, text: str) -> None:
+        self.progress.console.print(escape(text))
+
+    def tried(self, trial: Trial | None = None, *, kept: bool = False) -> None:  # noqa: ARG002
+        """One candidate more, on whichever card."""
+        self.progress.advance(self._whole)
+        self.tell()
+
+    def tell(self) -> None:
+        """Show the time left."""
+        left = self._fleet_left.left
+        self.progress.update(self._whole, said="" if left is None else str(left))
