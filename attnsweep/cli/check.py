@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import (
+    GpusOption,
     JsonOption,
     KernelsOption,
     ProgressOption,
@@ -104,6 +105,7 @@ def check(
     json_: JsonOption = False,
     form: ProgressOption = Form.AUTO,
     kernels: KernelsOption = None,
+    gpus: GpusOption = None,
     wait: WaitOption = False,
 ) -> None:
     """Check whether the best candidate of a problem got slower.
@@ -111,6 +113,8 @@ def check(
     SPEC --against RUN takes the winners of RUN: their kept machine code and the same configs
     compiled from today's kernels take turns in one process on one GPU. New code must first be right
     on every case; unchanged code passes without timing.
+
+    --gpus: each card checks its share of the problems.
 
     --recorded OLD NEW compares two recorded runs and needs no GPU.
 
@@ -120,7 +124,9 @@ def check(
     """
     from attnsweep.check import github, live, verdicts
     from attnsweep.check import recorded as recordings
-    from attnsweep.show import progress
+    from attnsweep.fleet import checks
+    from attnsweep.gpu.cards import chosen, installed
+    from attnsweep.show import fleet_progress, progress
     from attnsweep.store.run import open_run
 
     if recorded == (against is not None) or recorded == (new is None):
@@ -130,8 +136,12 @@ def check(
             "attnsweep check --recorded OLD NEW   compares what was measured",
         )
     if recorded:
-        idle = {"--budget-s": budget_s, "--other-driver": other_driver, "--kernels": kernels}
-        idle["--wait"] = wait
+        idle: dict[str, object] = {
+            "--budget-s": budget_s,
+            "--other-driver": other_driver,
+            "--kernels": kernels,
+        }
+        idle |= {"--wait": wait, "--gpus": gpus}
         given = [name for name, value in idle.items() if value is not None and value is not False]
         if given:
             raise SpecError(
@@ -145,17 +155,21 @@ def check(
     else:
         baseline = open_run(against)
         loaded, families = load(subject, kernels)
-        with progress.watch(errors, form) as observer:
-            compared = live.check(
-                loaded,
-                families,
-                baseline,
-                slower=slower,
-                budget_s=budget_s,
-                other_driver=other_driver,
-                wait=wait,
-                observer=observer,
-            )
+        asked: dict[str, Any] = {
+            "slower": slower,
+            "budget_s": budget_s,
+            "other_driver": other_driver,
+            "wait": wait,
+        }
+        if gpus is None:
+            with progress.watch(errors, form) as observer:
+                compared = live.check(loaded, families, baseline, **asked, observer=observer)
+        else:
+            cards = chosen(gpus, installed())
+            with fleet_progress.watch(errors, len(cards), form) as observer:
+                compared = checks.check(
+                    loaded, families, baseline, cards, **asked, observer=observer
+                )
     if junit is not None:
         verdicts.write(junit, compared.to_junit())
     if markdown is not None:

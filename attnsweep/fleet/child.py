@@ -33,12 +33,14 @@ from attnsweep.hardware import Arch, arch_named
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec, load_spec
 from attnsweep.spec.plan import plan
-from attnsweep.store.run import open_run, row_bytes
+from attnsweep.store.run import Run, row_bytes
 from attnsweep.sweep import Sweep
 from attnsweep.trial import Environment, Status, Trial
 
 # If as many candidates fail at the start of a problem and none is right, the card is suspected.
 _FAILURES = 12
+# How long an idle child may take to notice that it should end.
+_IDLE_S = 0.2
 Message = dict[str, Any]
 OpenGpu = Callable[[Message], AbstractContextManager[Gpu]]
 
@@ -236,7 +238,10 @@ class Child:
         assert self._spec is not None
         gpu = self._gpu if message["last"] else cast(Gpu, _Movable(self._gpu))
         observer = Telling(self._pipe, suspect=False)
-        baseline = _baseline(message["baseline"])
+        rows = [Trial.model_validate(row) for row in message["rows"]]
+        known = message["environment"]
+        environment = None if known is None else Environment.model_validate(known)
+        baseline = Run(Path(message["baseline"]), rows, environment, None, [])
         gate = Gate(self._spec, self._kernels, baseline, gpu, self._here, self.compiler, observer)
         problem = Problem(**message["problem"])
         options = {name: message[name] for name in ("slower", "budget_s", "other_driver")}
@@ -253,11 +258,6 @@ def _declared(directory: str) -> dict[str, Kernel]:
     return discover(Path(directory))
 
 
-@cache
-def _baseline(directory: str) -> Any:
-    return open_run(Path(directory))
-
-
 def serve(read: BinaryIO, write: BinaryIO, open_gpu: OpenGpu) -> None:
     """Obey the lines of `read` until they end, which ends the process; or until a fault.
 
@@ -265,6 +265,7 @@ def serve(read: BinaryIO, write: BinaryIO, open_gpu: OpenGpu) -> None:
     """
     pipe = Pipe(write)
     todo: SimpleQueue[Message] = SimpleQueue()
+    ending = threading.Event()
     child: Child | None = None
 
     def listen() -> None:
@@ -275,7 +276,9 @@ def serve(read: BinaryIO, write: BinaryIO, open_gpu: OpenGpu) -> None:
                 child.compiler.answer(message)
             else:
                 todo.put(message)
-        os._exit(0)  # whatever the main thread waits for
+        todo.put({"do": "end"})
+        if not ending.wait(_IDLE_S):
+            os._exit(0)  # whatever the main thread works on or waits for
 
     threading.Thread(target=listen, daemon=True).start()
     begin = todo.get()
@@ -286,8 +289,9 @@ def serve(read: BinaryIO, write: BinaryIO, open_gpu: OpenGpu) -> None:
             place = Path(cache_dir) if cache_dir else default_cache_dir()
             child = Child(pipe, gpu, here, place)
             pipe.tell("ready", environment=here.model_dump(mode="json"))
-            while True:
-                child.do(todo.get())
+            while (message := todo.get())["do"] != "end":
+                child.do(message)
+            ending.set()  # the GPU process ends before this one
     except NoGpuError as error:
         pipe.tell("gone", why=error.what)
     except AttnsweepError as error:
@@ -318,7 +322,3 @@ def main(open_gpu: OpenGpu = worker) -> None:
         traceback.print_exc()  # the parent shows the last line
     sys.stderr.flush()
     os._exit(code)  # the thread that reads cannot be joined
-
-
-if __name__ == "__main__":
-    main()

@@ -23,11 +23,14 @@ from attnsweep.errors import CompileError, NoGpuError
 from attnsweep.fleet.process import Child, Message, StartChild
 from attnsweep.fleet.schedule import MOST_FAULTS, Schedule, Task
 from attnsweep.gpu.cards import InstalledCard
+from attnsweep.gpu.worker import START_TIMEOUT_S
 from attnsweep.trial import Environment
 
 _LOOK_S = 0.5
+# How long a child may take to start: to import, and to wait for its GPU process.
+_START_S = 2 * START_TIMEOUT_S
 # How long a child may take to end when it is asked to.
-_END_S = 3.0
+_END_S = 5.0
 
 
 class Job(Protocol):
@@ -78,8 +81,8 @@ class _Seat:
 class Engine:
     """The children of some cards, a context manager that ends them.
 
-    hello: the first message to each child. silence_s: a child that is not heard of for so long, and
-    waits for no compilation, hangs. note: told of each fault.
+    hello: the first message to each child. silence_s: a child that works and is not heard of for so
+    long, and waits for no compilation, hangs. note: told of each fault.
     """
 
     def __init__(
@@ -143,6 +146,8 @@ class Engine:
     def stop(self) -> None:
         """End the children, and hear what they told until then."""
         ending = [seat for seat in self._seats if seat.child is not None]
+        for child in [seat.child for seat in ending if seat.child is not None]:
+            child.end()
         for seat in ending:
             assert seat.child is not None
             seat.child.stop(_END_S)
@@ -179,11 +184,12 @@ class Engine:
         except Empty:
             now = time.monotonic()
             for seat in self._alive:
-                waits = seat.environment is not None and seat.task is None
-                if seat.compiling or waits:
+                starting = seat.environment is None
+                limit_s = _START_S if starting else self._silence_s
+                if seat.compiling or not (starting or seat.task):
                     seat.heard_at = now
-                elif now - seat.heard_at > self._silence_s:
-                    self._fault(seat, f"no word for {self._silence_s:g} s; it was killed")
+                elif now - seat.heard_at > limit_s:
+                    self._fault(seat, f"no word for {limit_s:g} s; it was killed")
             return
         if seat.child is None or number != seat.number:
             return

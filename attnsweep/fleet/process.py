@@ -27,6 +27,9 @@ class Child(Protocol):
     def send(self, message: Message) -> None:
         """Send a message; never waits."""
 
+    def end(self) -> None:
+        """Ask it to end; never waits."""
+
     def stop(self, wait_s: float = 0.0) -> None:
         """End it, by force after wait_s; everything that it told has been delivered."""
 
@@ -40,7 +43,8 @@ StartChild = Callable[[InstalledCard, Deliver], Child]
 
 def start_child(card: InstalledCard, deliver: Deliver) -> Child:
     """The child process of a card, which sees that card alone."""
-    command = [sys.executable, "-m", "attnsweep.fleet.child"]
+    # Not -m: its GPU process would import the child's module too.
+    command = [sys.executable, "-c", "from attnsweep.fleet.child import main; main()"]
     return Process(command, {VISIBLE: card.uuid}, deliver)
 
 
@@ -73,9 +77,13 @@ class Process:
         """See Child."""
         self._out.put(json.dumps(message).encode() + b"\n")
 
-    def stop(self, wait_s: float = 0.0) -> None:
+    def end(self) -> None:
         """See Child."""
         self._out.put(None)
+
+    def stop(self, wait_s: float = 0.0) -> None:
+        """See Child."""
+        self.end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             if wait_s:
                 self._popen.wait(wait_s)

@@ -165,6 +165,8 @@ def test_each_card_has_a_line(form):
             each.tried(candidate("flash", 7.5, BLOCK_M=64))
             each.racing(1, 2)
             each.timing(1, 4)
+        if form is Form.AUTO:
+            observer.progress.refresh()
         on[0].resting(done=True)
         on[1].resting(done=False)
         observer.note("card 1 [is] lost")

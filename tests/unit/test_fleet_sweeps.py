@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from queue import SimpleQueue
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from attnsweep.choose import start
 from attnsweep.errors import SpecError
 from attnsweep.family.declare import discover
 from attnsweep.fleet import sweeps
+from attnsweep.fleet.process import start_child
 from attnsweep.gpu.lock import LOCK_VARIABLE, BusyError, held
 from attnsweep.resume import cards_of
 from attnsweep.spec.load import load_spec
@@ -199,13 +201,13 @@ def test_a_replay_needs_no_cards(go, tmp_path):
         ("kill", "its process died (signal SIGKILL)"),
         ("memory", "its process died (exit code 1): MemoryError: no memory on the host"),
         ("off", "no CUDA GPU found (cudaErrorNoDevice)"),
-        ("stop", "no word for 1.5 s; it was killed"),
-        ("sleep", "no word for 1.5 s; it was killed"),
+        ("stop", "no word for 3 s; it was killed"),
+        ("sleep", "no word for 3 s; it was killed"),
     ],
 )
 def test_the_problem_of_a_lost_card_goes_to_another_from_the_start(go, cards, fault, said):
     cards.on(0, fault=fault, after=2, once=True)
-    outcome, heard = go(silence_s=1.5)
+    outcome, heard = go(silence_s=3.0 if "no word" in said else None)
     assert is_whole(outcome)
     [note] = [note for note in heard.notes if said in note]
     assert note.startswith("card 0, NVIDIA Test 1 (GPU-00000000): ")
@@ -411,3 +413,17 @@ def test_a_card_in_use_is_named_and_nothing_is_started(go, cards):
     assert heard.notes[0].startswith("waiting for card 1")
     with held(cards.cards[0].hashed, "free again"):
         pass
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
+def test_the_child_of_a_real_card_says_that_there_is_none(cards):
+    """Through its own GPU process, which has no driver here."""
+    told = SimpleQueue()
+    child = start_child(cards.cards[0], told.put)
+    child.send({"do": "begin", "timeout_s": 5, "cache_dir": None, "preload": None})
+    message = told.get(timeout=60)
+    assert message["say"] == "gone"
+    assert "GPU" in message["why"] or "driver" in message["why"]
+    assert told.get(timeout=30) is None
+    child.stop()
+    assert "exit code 0" in child.why

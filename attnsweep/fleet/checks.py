@@ -1,0 +1,170 @@
+"""`check --against` on several cards: each verifies its share of the problems.
+
+Old and new code of one problem are timed in turns on one card, as on a machine with one; which card
+that is does not matter, as long as it is of the baseline's kind.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from attnsweep.build.observer import Observer
+from attnsweep.build.prune import compiler_for
+from attnsweep.check.live import asked_of, comparison, not_compared, refuse_replay
+from attnsweep.check.verdicts import Comparison, Finding, Verdict
+from attnsweep.choose.start import arch_of
+from attnsweep.errors import NoGpuError
+from attnsweep.family.declare import Kernel
+from attnsweep.fleet.engine import Engine
+from attnsweep.fleet.process import Message, StartChild, start_child
+from attnsweep.fleet.schedule import Schedule, Task
+from attnsweep.fleet.sweeps import all_held, hello_of, longest_silence_s, opening_of, refusal_of
+from attnsweep.gpu.cards import InstalledCard
+from attnsweep.problem import Problem
+from attnsweep.spec.load import SweepSpec
+from attnsweep.store.run import SPEC, Run
+from attnsweep.trial import Environment
+
+
+def check(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel],
+    baseline: Run,
+    cards: Sequence[InstalledCard],
+    *,
+    slower: float | None = None,
+    budget_s: float | None = None,
+    other_driver: bool = False,
+    wait: bool = False,
+    cache_dir: Path | None = None,
+    observer: Observer | None = None,
+    start_child: StartChild = start_child,
+    silence_s: float | None = None,
+) -> Comparison:
+    """The verdict on every problem, as `live.check` gives it, with a child process for each card.
+
+    start_child, silence_s: see `sweeps.run`; the other arguments and errors: see `live.check`. A
+    problem that no card could check is inconclusive.
+    """
+    observer = observer or Observer()
+    refuse_replay(spec)
+    with ExitStack() as locks, ExitStack() as at_end:
+        locks.enter_context(all_held(cards, wait, observer))
+        hello = hello_of(spec, cache_dir) | {"preload": None}
+        budget_s = spec.check.budget_s if budget_s is None else budget_s
+        silence_s = silence_s or longest_silence_s(spec) + budget_s
+        engine = Engine(cards, start_child, hello, silence_s=silence_s, note=observer.note)
+        at_end.enter_context(engine)
+        try:
+            here = engine.first()
+        except NoGpuError as error:
+            raise not_compared(error) from error
+        compiler = compiler_for(spec, arch_of(spec, here), cache_dir)
+        at_end.callback(compiler.close)
+        place = Path(at_end.enter_context(tempfile.TemporaryDirectory(prefix="attnsweep-")))
+        (place / SPEC).write_text(spec.resolved(place), encoding="utf-8")
+        options = {"slower": slower, "budget_s": budget_s, "other_driver": other_driver}
+        job = _Checks(spec, kernels, baseline, here, place / SPEC, options, observer, cards)
+        observer.planned([1] * len(job.problems), finals=False)
+        costs = [1 + problem.flops / 5e11 for problem in job.problems]
+        began = time.monotonic()
+        engine.run(Schedule(costs), job, compiler)
+        observer.note(f"took {time.monotonic() - began:.0f} s on {len(cards)} cards")
+    return comparison(spec, baseline, here, job.findings, slower)
+
+
+class _Checks:
+    """What the children are told to check, and what they found."""
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        kernels: Mapping[str, Kernel],
+        baseline: Run,
+        here: Environment,
+        written: Path,
+        options: Mapping[str, Any],
+        observer: Observer,
+        cards: Sequence[InstalledCard],
+    ) -> None:
+        """written: where the spec lies."""
+        self.problems: list[Problem] = asked_of(spec, baseline)
+        self._spec, self._kernels, self._baseline = spec, kernels, baseline
+        self._here, self._written, self._options = here, written, options
+        self._on = {card: observer.on(card.number, card.hashed) for card in cards}
+        self._found: dict[int, Finding] = {}
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The finding for each problem, in order."""
+        why = "no card could check it; run the same command again"
+        return [
+            self._found.get(number) or Finding(problem.label, Verdict.INCONCLUSIVE, why)
+            for number, problem in enumerate(self.problems)
+        ]
+
+    def label(self, number: int) -> str:
+        """See Job, as for the other methods."""
+        return self.problems[number].label
+
+    def refusal(self, here: Environment) -> str | None:
+        """Other kinds of cards are left out."""
+        return refusal_of(here, self._here)
+
+    def opening(self) -> Message:
+        """The spec, and every family that a winner of the baseline may be of."""
+        used = {*self._spec.kernels, *(trial.kernel for trial in self._baseline.trials)}
+        names = [name for name in self._kernels if name in used]
+        return opening_of(self._written, self._kernels, names)
+
+    def task(self, task: Task, then: int | None) -> Message:  # noqa: ARG002
+        """The problem with its rows of the baseline."""
+        problem = self.problems[task.number]
+        rows = [row for row in self._baseline.trials if row.problem == problem]
+        known = self._baseline.environment
+        return {
+            "do": "check",
+            "problem": {name: getattr(problem, name) for name in Problem.__dataclass_fields__},
+            "last": task.last,
+            "baseline": str(self._baseline.directory.absolute()),
+            "rows": [row.model_dump(mode="json") for row in rows],
+            "environment": None if known is None else known.model_dump(mode="json"),
+            **self._options,
+        }
+
+    def heard(self, card: InstalledCard, number: int, message: Message) -> None:
+        """Progress."""
+        on = self._on[card]
+        match message["say"]:
+            case "opening":
+                on.opening(self.problems[number], message["candidates"], message["kept"])
+            case "compiled":
+                on.compiled(message["done"], message["total"])
+            case "timing":
+                on.timing(message["done"], message["total"])
+            case "note":
+                on.note(message["text"])
+            case other:
+                raise ValueError(f"unknown message {other!r}")
+
+    def lost(self, card: InstalledCard) -> None:
+        """Its problem is another card's now."""
+        self._on[card].resting(done=False)
+
+    def finished(self, card: InstalledCard, number: int, message: Message) -> None:
+        """A finding, as `Finding.to_json` wrote it."""
+        told = dict(message["finding"])
+        low, high = told.pop("interval") or (None, None)
+        drift = told.pop("drift")
+        finding = Finding(
+            told.pop("problem"), Verdict(told.pop("verdict")), told.pop("why"), **told
+        )
+        drifted = None if drift is None else (drift[0], drift[1])
+        self._found[number] = replace(finding, low=low, high=high, drift=drifted)
+        self._on[card].resting(done=True)
