@@ -17,7 +17,7 @@ from rich.text import Text
 
 from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.ranking import rank
-from attnsweep.show import gains
+from attnsweep.show import cards, gains
 from attnsweep.show.sentences import (
     Row,
     Section,
@@ -86,6 +86,13 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
         table = aligned([header, *body], "lrrrll", width, shrink=(5, 4, 0))
         for number, line in enumerate(table):
             say(line, "" if number else "bold")
+    several = cards.by_card(run.trials, sections)
+    if several is not None:
+        say("")
+        for number, line in enumerate(aligned(several.rows(), cards.ALIGN, width, shrink=(4, 2))):
+            say(line, "" if number else "bold")
+        for line in wrap(several.sentence, width):
+            say(line)
     _print_gains(gains.gains(sections, run.spec_text), width, say)
     for line in wrap(LEGEND, width):
         say(line, "dim")
@@ -145,10 +152,11 @@ def to_json(run: Run) -> dict[str, Any]:
 
     {"run", "environment", "problems": [{"problem", "label", "bounds_us", "winner", "ranking",
     "counts"}], "warnings"}; ranking holds every row, with rank None for a row without one. A run
-    whose spec counts a program's calls has "gains" too.
+    whose spec counts a program's calls has "gains" too, and one of several cards "by_card".
     """
     sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
     found = gains.gains(sections, run.spec_text)
+    several = cards.by_card(run.trials, sections)
     return {
         "run": str(run.directory),
         "environment": run.environment.model_dump(mode="json") if run.environment else None,
@@ -165,6 +173,7 @@ def to_json(run: Run) -> dict[str, Any]:
         ],
         "warnings": list(run.warnings),
         **({} if found is None else {"gains": gains.to_json(found)}),
+        **({} if several is None else {"by_card": several.to_json()}),
     }
 
 
@@ -398,6 +407,9 @@ def to_markdown(
         first, *rest = map(_escaped, gains.sentences(found))
         out += ["## Gain of the program", "", *_pipes(gains.table(found), gains.ALIGN), ""]
         out += [first, "", *(f"- {line.strip()}" for line in rest), ""]
+    several = cards.by_card(list(ranking["trial"]), sections)
+    if several is not None:
+        out += ["## Cards", "", *_pipes(several.rows(), cards.ALIGN), "", several.sentence, ""]
     for section in sections:
         label, *facts = heading(section)
         out += [f"## {label}", "", " · ".join(facts), ""]
