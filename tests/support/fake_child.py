@@ -95,8 +95,9 @@ class FaultyGpu(FakeGpu):
 
 
 if __name__ == "__main__":
-    child.RemoteCompiler.key = FakeCompiler.key  # type: ignore[method-assign,assignment]
     cards = json.loads(os.environ["FAKE_CARDS"])
+    if not cards["all"].get("nvrtc"):
+        child.RemoteCompiler.key = FakeCompiler.key  # type: ignore[method-assign,assignment]
     uuid = os.environ[VISIBLE]
     gpu = FaultyGpu(uuid, cards["all"] | cards.get(uuid, {}), Path(cards["log"]))
     child.main(lambda begin: gpu)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from attnsweep.build.nvrtc import Cubin, default_cache_dir, source_closure
 from attnsweep.errors import CompileError
+from attnsweep.files import write_file
 from attnsweep.hardware import Arch
 
 REGISTERS = 32
@@ -59,7 +60,8 @@ class FakeCompiler:
         self.cache_dir.mkdir(parents=True, exist_ok=True)
         path = self.cache_dir / f"{key}.cubin"
         code = _EMPTY_ELF + key.encode()
-        path.write_bytes(code)
+        if not path.is_file():  # another thread or process may be reading it
+            write_file(path, code)
         log = "".join(
             f"ptxas info    : Compiling entry function '{name}' for '{self.arch.name}'\n"
             "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"

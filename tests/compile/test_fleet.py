@@ -1,0 +1,51 @@
+"""Several fake cards with the real compiler: it is in one process, and compiles each stage once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fake_cards import FakeCards
+
+from attnsweep.build.nvrtc import Compiler
+from attnsweep.family.declare import discover
+from attnsweep.fleet import sweeps
+from attnsweep.gpu.lock import LOCK_VARIABLE
+from attnsweep.spec.load import load_spec
+from attnsweep.trial import Status
+
+SPEC = """
+problems:
+  - {batch: [1, 2], heads: 2, seqlen: [256, 512], head_dim: 64}
+kernels: {naive: {THREADS: [32, 64, 128]}}
+baselines: []
+measure: {rounds: 4}
+"""
+
+
+def test_a_stage_that_two_cards_need_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
+    times = {f"THREADS={threads}": 10.0 + threads for threads in (32, 64, 128)}
+    cards = FakeCards(tmp_path, times=times, together=2, nvrtc=True)
+    made = Counter()
+    obtain = Compiler._obtain
+
+    def counted(self, key, source, defines):
+        made[key] += 1
+        return obtain(self, key, source, defines)
+
+    monkeypatch.setattr(Compiler, "_obtain", counted)
+    path = tmp_path / "test.yaml"
+    path.write_text(SPEC)
+    kernels = discover()
+    asked = {"results": tmp_path / "results", "cache_dir": tmp_path / "cache"}
+    outcome = sweeps.run(
+        load_spec(path, kernels), kernels, cards.cards, start_child=cards.start_child, **asked
+    )
+    assert outcome.exit_code == 0
+    assert len(outcome.run.trials) == 12
+    assert {t.status for t in outcome.run.trials} == {Status.OK}
+    assert {t.resources.registers > 0 for t in outcome.run.trials} == {True}
+    assert len({t.machine["uuid"] for t in outcome.run.trials}) == 2
+    assert made
+    assert set(made.values()) == {1}
+    assert len(list((tmp_path / "cache").rglob("stage.cubin"))) == len(made)
