@@ -101,6 +101,15 @@ def run(
         typer.Option("--watch", help="Sweep again whenever the spec or a family's file is edited."),
     ] = False,
     gpus: GpusOption = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            "--scheduler",
+            metavar="ADDRESS",
+            help="Whole problems on the workers of this Dask scheduler that have the resource GPU: "
+            "tcp://HOST:8786.",
+        ),
+    ] = None,
     wait: WaitOption = False,
 ) -> None:
     """Sweep: compile, check, time and rank every candidate of SPEC.
@@ -121,7 +130,7 @@ def run(
 
     part = None if shard is None else Shard.parse(shard)
     loaded, families = read()
-    _refuse_gpus(loaded, gpus, dry_run)
+    _refuse_gpus(loaded, gpus, scheduler, dry_run, wait)
     _refuse_combinations(loaded, dry_run=dry_run, json_=json_, html=html, watch=watch, fresh=fresh)
     if dry_run:
         planned = plan(loaded, families, target_arch(loaded, arch))
@@ -152,6 +161,7 @@ def run(
             part,
             wait,
             gpus,
+            scheduler,
         )
         print_run(outcome.run, json_, top)
         return outcome.exit_code
@@ -173,12 +183,26 @@ def run(
     keep_running(once_more, files, lambda text: errors.print(escape(text), soft_wrap=True))
 
 
-def _refuse_gpus(loaded: SweepSpec, gpus: str | None, dry_run: bool) -> None:
-    """Raise SpecError if --gpus would do nothing."""
-    if gpus is not None and dry_run:
-        raise SpecError("--gpus needs a run, and --dry-run makes none")
-    if gpus is not None and loaded.device == "replay":
-        raise SpecError("--gpus needs GPUs; this spec replays a recording")
+def _refuse_gpus(
+    loaded: SweepSpec, gpus: str | None, scheduler: str | None, dry_run: bool, wait: bool
+) -> None:
+    """Raise SpecError if --gpus or --scheduler would do nothing, or not what they say."""
+    if gpus is not None and scheduler is not None:
+        raise SpecError(
+            "--gpus and --scheduler exclude each other",
+            hint="start a Dask worker for each card of this machine to use them too",
+        )
+    if gpus is None and scheduler is None:
+        return
+    option = "--gpus" if scheduler is None else "--scheduler"
+    if dry_run:
+        raise SpecError(f"{option} needs a run, and --dry-run makes none")
+    if loaded.device == "replay":
+        raise SpecError(f"{option} needs GPUs; this spec replays a recording")
+    if scheduler is not None and wait:
+        raise SpecError(
+            "--wait does nothing with --scheduler: a worker whose card is in use is left out"
+        )
 
 
 def _refuse_combinations(
@@ -219,10 +243,11 @@ def _sweep(
     part: Shard | None,
     wait: bool,
     gpus: str | None,
+    scheduler: str | None,
 ) -> Outcome:
     """Run the sweep and write its page. Raises NoGpuError with the commands that do work."""
     from attnsweep import sweep
-    from attnsweep.fleet import sweeps
+    from attnsweep.fleet import cluster, sweeps
     from attnsweep.gpu.cards import chosen, installed
     from attnsweep.gpu.lock import BusyError
     from attnsweep.show import fleet_progress, progress
@@ -243,7 +268,15 @@ def _sweep(
         "wait": wait,
     }
     try:
-        if gpus is None:
+        if scheduler is not None:
+            with cluster.connected(scheduler) as client:
+                workers = cluster.cards_of(client)
+                start = cluster.starter(client)
+                with fleet_progress.watch(errors, len(workers), form) as observer:
+                    outcome = sweeps.run(
+                        loaded, families, workers, **asked, observer=observer, start_child=start
+                    )
+        elif gpus is None:
             with progress.watch(errors, form) as observer:
                 outcome = sweep.run(loaded, families, **asked, observer=observer)
         else:

@@ -97,7 +97,8 @@ class _Checks:
         self.problems: list[Problem] = asked_of(spec, baseline)
         self._spec, self._kernels, self._baseline = spec, kernels, baseline
         self._here, self._written, self._options = here, written, options
-        self._on = {card: observer.on(card.number, card.hashed) for card in cards}
+        names = {card: card.hashed or card.uuid for card in cards}
+        self._on = {card: observer.on(card.number, names[card]) for card in cards}
         self._found: dict[int, Finding] = {}
 
     @property

@@ -301,11 +301,10 @@ def serve(read: BinaryIO, write: BinaryIO, open_gpu: OpenGpu) -> None:
 
 
 def worker(begin: Message) -> AbstractContextManager[Gpu]:
-    """The process that owns this child's card, whose lock the parent holds."""
+    """The process that owns this child's card. A parent on this machine holds the card's lock."""
     cache_dir = begin["cache_dir"]
-    return Worker(
-        begin["timeout_s"], cache_dir=Path(cache_dir) if cache_dir else None, card_held=True
-    )
+    place = Path(cache_dir) if cache_dir else None
+    return Worker(begin["timeout_s"], cache_dir=place, card_held=not begin["remote"])
 
 
 def main(open_gpu: OpenGpu = worker) -> None:

@@ -125,6 +125,13 @@ class Engine:
             if not self._alive:
                 raise NoGpuError("no child process could use its card", hint=self._last_fault)
 
+    def ready(self, wait_s: float) -> dict[InstalledCard, Environment]:
+        """What the cards say of themselves that are ready after at most wait_s."""
+        ends = time.monotonic() + wait_s
+        while any(s.environment is None for s in self._alive) and time.monotonic() < ends:
+            self._step()
+        return {s.card: s.environment for s in self._seats if s.environment is not None}
+
     def run(self, schedule: Schedule, job: Job, compiler: Compiler) -> bool:
         """Work until every problem is done or given up, or every card is lost.
 
@@ -231,7 +238,7 @@ class Engine:
         assert self._job is not None
         here = seat.environment
         refused = self._job.refusal(here)
-        if here.uuid is not None and here.uuid != seat.card.hashed:
+        if here.uuid is not None and seat.card.hashed not in (None, here.uuid):
             refused = "its process sees another card"
         if refused is not None:
             self._fault(seat, refused, gone=True)

@@ -34,6 +34,8 @@ from attnsweep.store.run import SPEC, Store
 from attnsweep.sweep import Outcome
 from attnsweep.trial import Environment, Trial
 
+# How long cards of a cluster are waited for before the first problem.
+_READY_S = 60.0
 # What the cards of a run must have in common.
 _ALIKE = ("gpu", "arch", "driver", "cuda", "power_limit_w", "attnsweep")
 
@@ -69,7 +71,8 @@ def run(
         spec = replace(spec, search=spec.search.model_copy(update={"candidates": cap}))
     with ExitStack() as locks, ExitStack() as at_end:
         locks.enter_context(all_held(cards, wait, observer))
-        hello = hello_of(spec, cache_dir)
+        remote = any(card.hashed is None for card in cards)
+        hello = hello_of(spec, cache_dir, remote)
         silence_s = silence_s or longest_silence_s(spec)
         engine = Engine(cards, start_child, hello, silence_s=silence_s, note=observer.note)
         at_end.enter_context(engine)
@@ -87,12 +90,15 @@ def run(
         if elsewhere:
             observer.note(f"set aside earlier rows, measured with {elsewhere}")
         store = at_end.enter_context(Store.open(directory, fresh=fresh or bool(elsewhere)))
-        uuids = [*(card.hashed for card in cards), *cards_of(store.trials)]
+        known = {card: card.hashed for card in cards}
+        if remote:  # a problem that a card has begun goes to it, so all must say which they are
+            known |= {card: each.uuid for card, each in engine.ready(_READY_S).items()}
+        uuids = [*known.values(), *cards_of(store.trials)]
         where = of_these_cards(environment, uuids)
         store.describe(spec.resolved(store.directory), where, plan_facts(planned))
         retire(store, kernels, observer)
         job = _Sweeps(spec, kernels, environment, planned, store, observer, cards)
-        schedule = Schedule([cost(item) for item in planned], job.begun(cards))
+        schedule = Schedule([cost(item) for item in planned], job.begun(known))
         at_end.enter_context(_compiling_ahead(job, schedule, compiler, environment))
         began, interrupted, left = time.monotonic(), False, True
         try:
@@ -124,11 +130,12 @@ class Described:
         return self._engine.first()
 
 
-def hello_of(spec: SweepSpec, cache_dir: Path | None) -> Message:
-    """The first message to each child."""
+def hello_of(spec: SweepSpec, cache_dir: Path | None, remote: bool = False) -> Message:
+    """The first message to each child. remote: its card is locked there, and it has its cache."""
     return {
         "timeout_s": spec.measure.timeout_s,
-        "cache_dir": None if cache_dir is None else str(cache_dir.absolute()),
+        "cache_dir": None if cache_dir is None or remote else str(cache_dir.absolute()),
+        "remote": remote,
         "preload": "torch" if spec.baselines else None,
     }
 
@@ -191,15 +198,19 @@ class _Sweeps:
     ) -> None:
         self.spec, self.kernels, self.planned, self.store = spec, kernels, planned, store
         self._environment, self._observer = environment, observer
-        self._on = {card: observer.on(card.number, card.hashed) for card in cards}
+        names = {card: card.hashed or card.uuid for card in cards}
+        self._on = {card: observer.on(card.number, names[card]) for card in cards}
         self._last: dict[InstalledCard, Trial] = {}
         self._left = len(planned)
         problems = [entry.problem for entry in spec.problems]
         self._places = [problems.index(item.problem) for item in planned]
 
-    def begun(self, cards: Sequence[InstalledCard]) -> dict[int, str]:
-        """The number of each problem that one of the cards has begun, to that card."""
-        names = {card.hashed: card.uuid for card in cards}
+    def begun(self, known: Mapping[InstalledCard, str | None]) -> dict[int, str]:
+        """The number of each problem that one of the cards has begun, to that card.
+
+        known: the cards' UUIDs as in rows.
+        """
+        names = {uuid: card.uuid for card, uuid in known.items() if uuid is not None}
         found = {}
         for number, item in enumerate(self.planned):
             uuids = cards_of(self._rows(item.problem))

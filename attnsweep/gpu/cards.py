@@ -22,8 +22,8 @@ class InstalledCard:
     name: str
 
     @property
-    def hashed(self) -> str:
-        """The UUID as rows have it: see Environment.uuid."""
+    def hashed(self) -> str | None:
+        """The UUID as rows have it, if it is known: see Environment.uuid."""
         return hashed(self.uuid)
 
     def __str__(self) -> str:

@@ -1,0 +1,228 @@
+"""Cards of a Dask cluster: each worker that has the resource GPU is one.
+
+`attnsweep[cluster]` brings Dask's `distributed`. The scheduler hands out nothing but one long task
+for each card; who gets which problem is decided here, as with `--gpus`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from attnsweep import __version__
+from attnsweep.errors import NoGpuError, ToolchainError
+from attnsweep.files import install_command, shipped
+from attnsweep.fleet import bridge
+from attnsweep.fleet.process import Child, Deliver, Message
+from attnsweep.gpu.cards import InstalledCard
+
+_LOOK_S = 1.0
+# How long a worker that its nanny restarts may be away.
+_AWAY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCard(InstalledCard):
+    """A worker of a cluster. uuid: its name there; the card tells its own when it is ready."""
+
+    @property
+    def hashed(self) -> str | None:
+        """Not known here."""
+        return None
+
+    def __str__(self) -> str:
+        """`worker tcp://10.0.0.2:41235`."""
+        return f"worker {self.uuid}"
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """A client of the scheduler at this address. Raises ToolchainError, or NoGpuError if it does
+    not answer.
+    """
+    try:
+        from distributed import Client
+    except ImportError as error:
+        what = "--scheduler needs Dask's distributed"
+        raise ToolchainError(what, hint=install_command("cluster")) from error
+    try:
+        client = Client(address, timeout="10s", set_as_default=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        hint = "start one: dask scheduler; then workers: see docs/how-to/cluster.md"
+        raise NoGpuError(f"no scheduler answers: {error}", where=address, hint=hint) from error
+    try:
+        yield client
+    finally:
+        with contextlib.suppress(Exception):  # the scheduler may be gone
+            client.close(timeout=5)
+
+
+def cards_of(client: Any) -> list[ClusterCard]:
+    """The workers that have a GPU. Raises NoGpuError if there is none."""
+    workers = client.scheduler_info(n_workers=-1)["workers"].values()
+    names = sorted(str(w["name"]) for w in workers if w.get("resources", {}).get("GPU", 0) >= 1)
+    if not names:
+        raise NoGpuError(
+            f"none of the {len(workers)} workers has a GPU",
+            where=client.scheduler.address,
+            hint="CUDA_VISIBLE_DEVICES=0 dask worker tcp://HOST:8786 --nthreads 1 "
+            "--resources GPU=1, for each card",
+        )
+    return [ClusterCard(number, name, "") for number, name in enumerate(names)]
+
+
+def starter(
+    client: Any, command: Sequence[str] | None = None
+) -> Callable[[InstalledCard, Deliver], Child]:
+    """Starts the child of a cluster's card. command: in place of the real child's."""
+    return lambda card, deliver: ClusterChild(client, card, deliver, command)
+
+
+class _WorkerLost(Exception):
+    """The worker is not there, or cannot run the child; its nanny may bring another."""
+
+
+class ClusterChild:
+    """The child of a worker, through `bridge.serve` there."""
+
+    def __init__(
+        self,
+        client: Any,
+        card: InstalledCard,
+        deliver: Deliver,
+        command: Sequence[str] | None,
+    ) -> None:
+        self._client, self._card, self._deliver = client, card, deliver
+        self._name = uuid.uuid4().hex
+        self._out: SimpleQueue[Message] = SimpleQueue()
+        self._why = "its worker left the cluster"
+        self._over = threading.Event()
+        self._roots: dict[str, Path] = {}
+        self._task: Any = None
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), daemon=True)
+            for work in (self._write, lambda: self._watch(command))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Message) -> None:
+        """See Child."""
+        if message["do"] == "open":
+            message = self._with_texts(message)
+        elif message["do"] == "cubin" and "path" in message:
+            data = Path(message["path"]).read_bytes()
+            message = message | {"data": base64.b64encode(data).decode()}
+        self._out.put(message)
+
+    def end(self) -> None:
+        """See Child."""
+        self._out.put({"do": "end"})
+
+    def stop(self, wait_s: float = 0.0) -> None:
+        """See Child; a child on a worker that does not answer ends itself after a minute."""
+        self.end()
+        self._over.wait(wait_s)
+        self._finish()
+        with contextlib.suppress(Exception):
+            self._client.unsubscribe_topic(bridge.topic_of(self._name))
+            if self._task is not None:
+                self._task.release()
+
+    @property
+    def why(self) -> str:
+        """See Child."""
+        return self._why
+
+    def _finish(self) -> None:
+        if not self._over.is_set():
+            self._over.set()
+            self._deliver(None)
+
+    def _heard(self, event: tuple[float, str]) -> None:
+        message = json.loads(event[1])
+        if message["say"] == "compile":
+            message["source"] = str(self._local(message["source"]))
+        if message["say"] == "ended":
+            self._why = message["why"]
+            self._finish()
+        elif not self._over.is_set():
+            self._deliver(message)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do something with the cluster; what fails there ends this child."""
+        try:
+            work()
+        except Exception as error:  # Dask raises many kinds when the scheduler is gone
+            if self._over.is_set():
+                return
+            self._why = str(error) or type(error).__name__
+            if not isinstance(error, _WorkerLost):
+                self._deliver({"say": "gone", "why": f"the scheduler is lost: {self._why}"})
+            self._finish()
+
+    def _write(self) -> None:
+        """Send lines, and now and then that the asker is alive."""
+        from distributed import Queue
+
+        queue: Any = Queue(bridge.queue_of(self._name), client=self._client)
+        message: Message = {"do": "alive"}
+        while message["do"] != "end":
+            try:
+                message = self._out.get(timeout=bridge.ALIVE_S)
+            except Empty:
+                message = {"do": "alive"}
+            queue.put(json.dumps(message))
+
+    def _watch(self, command: Sequence[str] | None) -> None:
+        """Start the task when the worker is there, and notice if it is lost."""
+        self._client.subscribe_topic(bridge.topic_of(self._name), self._heard)
+        began, at = time.monotonic(), None
+        while not self._over.wait(_LOOK_S if at is not None else 0.05):
+            workers = self._client.scheduler_info(n_workers=-1)["workers"]
+            there = {str(facts["name"]): address for address, facts in workers.items()}
+            address = there.get(self._card.uuid)
+            if at is not None and address != at:
+                raise _WorkerLost("its worker left the cluster")
+            if at is not None and self._task.status == "error":
+                raise _WorkerLost(f"{self._task.exception()!r}")
+            if at is None and address is not None:
+                at = address
+                self._task = self._client.submit(
+                    bridge.serve, self._name, __version__, command,
+                    key=f"attnsweep-{self._name}", workers=[at], pure=False,
+                    allow_other_workers=False, resources={"GPU": 1}, retries=0,
+                )  # fmt: skip
+            if at is None and time.monotonic() - began > _AWAY_S:
+                raise _WorkerLost("its worker did not come back")
+
+    def _with_texts(self, message: Message) -> Message:
+        """The message with the spec and the kernels themselves."""
+        own = str(shipped("kernels"))
+        places = dict.fromkeys(at for at in message["families"].values() if at != own)
+        numbers = {at: str(number) for number, at in enumerate(places)} | {own: bridge.SHIPPED}
+        self._roots = {number: Path(at) for at, number in numbers.items()}
+        return {
+            **message,
+            "text": Path(message["spec"]).read_text(encoding="utf-8"),
+            "families": {family: numbers[at] for family, at in message["families"].items()},
+            "texts": {numbers[at]: bridge.texts_of(Path(at)) for at in places},
+            "shipped": bridge.digest_of(bridge.texts_of(shipped("kernels"))),
+        }
+
+    def _local(self, source: str) -> Path:
+        first, _, rest = source.partition("/")
+        path = (self._roots[first] / rest).resolve()
+        if not path.is_relative_to(self._roots[first].resolve()):
+            raise ValueError(f"{source} is no kernel of this sweep")
+        return path

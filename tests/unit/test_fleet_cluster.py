@@ -1,0 +1,261 @@
+"""A sweep on a Dask cluster of fake cards: LocalCluster with a process for each worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fake_cards import FakeCards
+from fake_compiler import FakeCompiler
+
+import attnsweep
+from attnsweep.build.observer import Observer
+from attnsweep.choose import start
+from attnsweep.errors import NoGpuError
+from attnsweep.family.declare import discover
+from attnsweep.fleet import cluster, sweeps
+from attnsweep.gpu.lock import LOCK_VARIABLE
+from attnsweep.resume import cards_of
+from attnsweep.spec.load import load_spec
+from attnsweep.trial import Status
+
+distributed = pytest.importorskip("distributed")
+pytestmark = pytest.mark.filterwarnings("default")  # of Dask's own code
+SUPPORT = Path(__file__).parent.parent / "support"
+FAMILIES = Path(__file__).parent.parent / "families"
+SPEC = """
+problems:
+  - {batch: 1, heads: 2, seqlen: [256, 512, 1024, 2048], head_dim: 64}
+kernels: {naive: {THREADS: [32, 64, 128]}}
+baselines: []
+measure: {rounds: 4}
+"""
+LABELS = [f"(1,2,{seqlen},64) fp16 full" for seqlen in (256, 512, 1024, 2048)]
+TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "CYCLES=400000": 5.0}
+
+
+class Notes(Observer):
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+        print(text)
+
+
+@pytest.fixture
+def cards(tmp_path, monkeypatch):
+    """Fake cards, whose number is their worker's CUDA_VISIBLE_DEVICES."""
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
+    monkeypatch.setattr(
+        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+    )
+    return FakeCards(tmp_path, times=TIMES, together=2, trial_s=0.05)
+
+
+@pytest.fixture
+def workers(cards, tmp_path, monkeypatch):
+    """Two workers of a local cluster, one for each fake card."""
+    path = [str(SUPPORT), str(Path(attnsweep.__file__).parent.parent), *filter(None, sys.path)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    specification = {
+        f"card{card.number}": {
+            "cls": distributed.Nanny,
+            "options": {
+                "nthreads": 1,
+                "resources": {"GPU": 1},
+                "env": {"CUDA_VISIBLE_DEVICES": card.uuid},
+                "dashboard_address": None,
+                "local_directory": str(tmp_path),
+            },
+        }
+        for card in cards.cards
+    }
+    scheduler = {
+        "cls": distributed.Scheduler,
+        "options": {"dashboard_address": None, "dashboard": False},
+    }
+    with distributed.SpecCluster(
+        workers=specification, scheduler=scheduler, silence_logs=50
+    ) as local:
+        yield local
+
+
+@pytest.fixture
+def go(tmp_path, cards, workers, monkeypatch):
+    def run(text=SPEC, families=None, **options):
+        path = tmp_path / "test.yaml"
+        path.write_text(text)
+        kernels = discover(families)
+        notes = Notes()
+        for met in tmp_path.glob("GPU-* here"):
+            met.unlink()
+        (tmp_path / "cards.json").write_text(json.dumps(cards.facts))
+        script = (
+            f"import os, runpy; os.environ['FAKE_CARDS'] = open({str(tmp_path / 'cards.json')!r})"
+            f".read(); runpy.run_path({str(SUPPORT / 'fake_child.py')!r}, run_name='__main__')"
+        )
+        with cluster.connected(workers.scheduler_address) as client:
+            outcome = sweeps.run(
+                load_spec(path, kernels),
+                kernels,
+                cluster.cards_of(client),
+                results=tmp_path / "results",
+                cache_dir=tmp_path / "cache",
+                observer=notes,
+                start_child=cluster.starter(client, [sys.executable, "-c", script]),
+                **options,
+            )
+        return outcome, notes.notes
+
+    return run
+
+
+def is_whole(outcome):
+    rows = outcome.run.trials
+    assert Counter(t.problem.label for t in rows) == dict.fromkeys(LABELS, 3)
+    assert all(t.status is Status.OK and t.time_us.rounds for t in rows)
+    for label in LABELS:
+        assert len(cards_of(t for t in rows if t.problem.label == label)) == 1
+    return outcome.exit_code == 0
+
+
+def measured(cards):
+    return Counter(label for _, label in cards.calls("trial"))
+
+
+def test_each_worker_takes_whole_problems_and_the_run_is_here(go, cards):
+    outcome, _ = go()
+    assert is_whole(outcome)
+    assert measured(cards) == dict.fromkeys(LABELS, 3)
+    assert {card for card, _ in cards.calls("open")} == {0, 1}
+    assert len(list((outcome.run.directory / "cubins").glob("*.cubin"))) == 4
+    outcome, _ = go()
+    assert is_whole(outcome)
+    assert sum(measured(cards).values()) == 12
+
+
+def test_kernels_of_the_user_travel(go, cards, tmp_path):
+    text = SPEC.replace("naive: {THREADS: [32, 64, 128]}", "burns: {}").replace(
+        "256, 512, 1024, 2048", "64, 128"
+    )
+    outcome, _ = go(text, FAMILIES)
+    assert {t.kernel for t in outcome.run.trials} == {"burns"}
+    assert {t.status for t in outcome.run.trials} == {Status.OK}
+
+
+@pytest.mark.parametrize("fault", ["kill", "off"])
+def test_a_lost_child_costs_its_problem_alone(go, cards, fault):
+    cards.on(0, fault=fault, after=2, once=True)
+    outcome, notes = go()
+    assert is_whole(outcome)
+    assert sum(measured(cards).values()) == 12 + 2
+    assert [n for n in notes if n.startswith("worker card0: ") and "goes to another card" in n]
+
+
+def test_a_killed_worker_is_replaced_by_its_nanny_or_left_out(go, cards, workers):
+    cards.facts["all"]["trial_s"] = 0.3
+
+    def kill():
+        log = Path(cards.facts["log"])
+        while not log.exists() or "GPU-00000000 trial" not in log.read_text():
+            time.sleep(0.02)
+        os.kill(workers.workers["card0"].pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    outcome, notes = go()
+    thread.join()
+    assert is_whole(outcome)
+    assert [n for n in notes if n.startswith("worker card0: ") and "goes to another card" in n]
+
+
+def test_another_version_is_left_out_by_name(go, cards, monkeypatch):
+    monkeypatch.setattr(cluster, "__version__", "9.9")
+    with pytest.raises(NoGpuError) as caught:
+        go()
+    assert "worker card" in caught.value.hint
+    assert "it has attnsweep" in caught.value.hint
+    assert "not 9.9" in caught.value.hint
+
+
+def test_other_shipped_kernels_are_left_out(go, cards, monkeypatch):
+    monkeypatch.setattr(cluster.bridge, "digest_of", lambda texts: "another")
+    outcome, notes = go()
+    assert outcome.no_card
+    assert [n for n in notes if "the kernels of its attnsweep are not those of the asker" in n]
+
+
+def test_no_worker_with_a_gpu_says_how_to_start_one(workers):
+    with cluster.connected(workers.scheduler_address) as client:
+        assert [card.uuid for card in cluster.cards_of(client)] == ["card0", "card1"]
+        workers.scale(0)
+        client.retire_workers()
+        with pytest.raises(NoGpuError, match="--resources GPU=1"):
+            cluster.cards_of(client)
+
+
+def test_no_scheduler_is_an_error():
+    with (
+        pytest.raises(NoGpuError, match="no scheduler answers"),
+        cluster.connected("tcp://127.0.0.1:9"),
+    ):
+        pass
+
+
+def test_ctrl_c_keeps_every_row_and_resumes(go, cards):
+    cards.facts["all"]["trial_s"] = 0.4
+
+    def interrupt():
+        log = Path(cards.facts["log"])
+        while not log.exists() or log.read_text().count("trial") < 5:
+            time.sleep(0.02)
+        signal.raise_signal(signal.SIGINT)
+
+    asked = threading.Thread(target=interrupt)
+    asked.start()
+    outcome, _ = go()
+    asked.join()
+    assert outcome.exit_code == 130
+    stored = len(outcome.run.trials)
+    tried = sum(measured(cards).values())
+    assert stored >= 2
+    assert tried - stored <= 4
+    cards.facts["all"]["trial_s"] = 0.02
+    outcome, _ = go()
+    assert is_whole(outcome)
+    assert sum(measured(cards).values()) <= tried + 12 - stored + 2
+
+
+def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, workers):
+    cards.facts["all"]["trial_s"] = 0.4
+
+    def end():
+        log = Path(cards.facts["log"])
+        while not log.exists() or log.read_text().count("trial") < 5:
+            time.sleep(0.02)
+        workers.sync(workers.scheduler.close)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    outcome, _ = go()
+    thread.join()
+    assert outcome.no_card
+    assert outcome.exit_code == 3
+    assert len(outcome.run.trials) >= 2
+
+
+def test_the_command_line_refuses_what_cannot_be(attnsweep, tmp_path):
+    (tmp_path / "small.yaml").write_text(SPEC)
+    both = attnsweep("run", tmp_path / "small.yaml", "--gpus", "0", "--scheduler", "tcp://h:1")
+    wait = attnsweep("run", tmp_path / "small.yaml", "--wait", "--scheduler", "tcp://h:1")
+    assert both.returncode == wait.returncode == 2
+    assert "exclude each other" in both.stderr
+    assert "--wait does nothing with --scheduler" in wait.stderr
