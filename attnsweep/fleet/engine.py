@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from attnsweep.build.nvrtc import Compiler, Cubin
 from attnsweep.errors import CompileError, NoGpuError
 from attnsweep.fleet.process import Child, Message, StartChild
-from attnsweep.fleet.schedule import MOST_FAULTS, Schedule, Task
+from attnsweep.fleet.schedule import Schedule, Task
 from attnsweep.gpu.cards import InstalledCard
 from attnsweep.gpu.worker import START_TIMEOUT_S
 from attnsweep.trial import Environment
@@ -70,8 +70,7 @@ class _Seat:
     task: Task | None = None
     heard_at: float = 0.0
     compiling: set[str] = field(default_factory=set)
-    faults: int = 0
-    """Before there is a schedule, which counts them later."""
+    left_out: bool = False
 
     @property
     def name(self) -> str:
@@ -138,6 +137,9 @@ class Engine:
         Returns whether a card is left. Ctrl-C is raised.
         """
         self._schedule, self._job, self._compiler = schedule, job, compiler
+        for seat in self._seats:
+            if seat.child is None and not seat.left_out:
+                self._start(seat)
         for seat in self._alive:
             schedule.join(seat.name)
         for seat in self._alive:
@@ -265,8 +267,7 @@ class Engine:
         seat.child = None
         lost = ""
         if self._schedule is None or self._job is None:
-            seat.faults += 1
-            left_out = gone or seat.faults >= MOST_FAULTS
+            left_out = gone
         else:
             loss = self._schedule.lose(seat.name, gone=gone)
             left_out = loss.left_out
@@ -278,7 +279,10 @@ class Engine:
         self._last_fault = f"{seat.card}: {why}"
         out = "; the card is left out" if left_out else ""
         self._note(f"{seat.card}: {why}{lost}{out}")
-        if not left_out:
+        seat.left_out = left_out
+        # Before there is a schedule this may not be the main thread, and a child ends with the
+        # thread that started it: `run` starts it again.
+        if not left_out and self._schedule is not None:
             self._start(seat)
 
     _last_fault = ""
