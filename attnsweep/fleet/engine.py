@@ -33,6 +33,10 @@ _START_S = 2 * START_TIMEOUT_S
 _END_S = 5.0
 
 
+# What a message raises that is none.
+_NONSENSE = (KeyError, TypeError, ValidationError, ValueError)
+
+
 class Job(Protocol):
     """What the children work on."""
 
@@ -166,7 +170,9 @@ class Engine:
                 seat, number, message = self._events.get_nowait()
                 if message is None or seat not in ending or number != seat.number:
                     continue
-                if message["say"] not in ("fault", "gone", "cubin", "compile", "ready"):
+                if message["say"] in ("fault", "gone", "cubin", "compile", "ready"):
+                    continue
+                with contextlib.suppress(*_NONSENSE):
                     self._take(seat, message)
 
     # -- events -----------------------------------------------------------------------------
@@ -208,7 +214,7 @@ class Engine:
             return
         try:
             self._take(seat, message)
-        except (KeyError, TypeError, ValidationError, ValueError) as error:
+        except _NONSENSE as error:
             self._fault(seat, f"it told nonsense: {type(error).__name__}: {error}")
 
     def _take(self, seat: _Seat, message: Message) -> None:
