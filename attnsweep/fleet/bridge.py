@@ -23,7 +23,6 @@ from attnsweep.build.nvrtc import default_cache_dir
 from attnsweep.files import shipped, write_file
 from attnsweep.fleet.process import Message, Process
 
-# An asker that is not heard of for so long is gone, and its card is free again.
 SILENT_S = 60.0
 ALIVE_S = 5.0
 SHIPPED = "shipped"
@@ -55,11 +54,13 @@ def digest_of(texts: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
 
 
-def serve(name: str, version: str, command: Sequence[str] | None) -> None:
+def serve(name: str, version: str, command: Sequence[str] | None, silent_s: float) -> None:
     """Run a child and carry lines, until it ends or the asker is done or gone.
 
-    version: of the asker's attnsweep. command: of the child, in place of the real one.
+    version: of the asker's attnsweep. command: of the child, in place of the real one. silent_s:
+    an asker that is not heard of for so long is gone, and its card is free again.
     """
+    import dask
     from distributed import Queue, get_worker
 
     worker = get_worker()
@@ -77,9 +78,11 @@ def serve(name: str, version: str, command: Sequence[str] | None) -> None:
             "-c",
             "from attnsweep.fleet.child import main; main()",
         ]
-        child = Process(command, {}, carrier.told)
+        # Dask's own, such as one thread for BLAS, would make this child unlike that of --gpus.
+        daskish = dask.config.get("distributed.nanny.pre-spawn-environ", {})
+        child = Process(command, {}, carrier.told, without=daskish)
         try:
-            _carry(Queue(queue_of(name)), carrier, child)
+            _carry(Queue(queue_of(name)), carrier, child, silent_s)
         finally:
             child.stop(2.0)
             if carrier.ended is None:
@@ -87,10 +90,10 @@ def serve(name: str, version: str, command: Sequence[str] | None) -> None:
             tell({"say": "ended", "why": carrier.ended})
 
 
-def _carry(queue: Any, carrier: _Carrier, child: Process) -> None:
+def _carry(queue: Any, carrier: _Carrier, child: Process, silent_s: float) -> None:
     def listen() -> None:
         with contextlib.suppress(Exception):  # the asker is silent, or the scheduler is gone
-            while (message := json.loads(queue.get(timeout=SILENT_S)))["do"] != "end":
+            while (message := json.loads(queue.get(timeout=silent_s)))["do"] != "end":
                 carrier.lines.put(message)
         carrier.lines.put({"do": "end"})
 

@@ -199,7 +199,7 @@ class ClusterChild:
             if at is None and address is not None:
                 at = address
                 self._task = self._client.submit(
-                    bridge.serve, self._name, __version__, command,
+                    bridge.serve, self._name, __version__, command, bridge.SILENT_S,
                     key=f"attnsweep-{self._name}", workers=[at], pure=False,
                     allow_other_workers=False, resources={"GPU": 1}, retries=0,
                 )  # fmt: skip

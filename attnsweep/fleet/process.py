@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -52,9 +52,14 @@ class Process:
     """A process with threads that read and write its pipes."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], deliver: Deliver
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        deliver: Deliver,
+        without: Collection[str] = (),
     ) -> None:
-        """environment: variables added to those of this process."""
+        """environment: variables added to those of this process. without: variables left out."""
+        inherited = {name: text for name, text in os.environ.items() if name not in without}
         self._deliver = deliver
         self._out: SimpleQueue[bytes | None] = SimpleQueue()
         self._words: deque[str] = deque(maxlen=12)
@@ -63,7 +68,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, **environment},
+            env={**inherited, **environment},
             process_group=0,  # so that Ctrl-C in a terminal reaches the parent alone
         )
         self._threads = [

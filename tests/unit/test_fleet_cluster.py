@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from attnsweep.fleet import cluster, sweeps
 from attnsweep.gpu.lock import LOCK_VARIABLE
 from attnsweep.resume import cards_of
 from attnsweep.spec.load import load_spec
+from attnsweep.store.run import read_trials
 from attnsweep.trial import Status
 
 distributed = pytest.importorskip("distributed")
@@ -88,6 +90,14 @@ def workers(cards, tmp_path, monkeypatch):
         yield local
 
 
+def script_of(place):
+    """The fake child, which reads from `place` what happens on which card."""
+    return (
+        f"import os, runpy; os.environ['FAKE_CARDS'] = open({str(place / 'cards.json')!r})"
+        f".read(); runpy.run_path({str(SUPPORT / 'fake_child.py')!r}, run_name='__main__')"
+    )
+
+
 @pytest.fixture
 def go(tmp_path, cards, workers, monkeypatch):
     def run(text=SPEC, families=None, **options):
@@ -98,10 +108,6 @@ def go(tmp_path, cards, workers, monkeypatch):
         for met in tmp_path.glob("GPU-* here"):
             met.unlink()
         (tmp_path / "cards.json").write_text(json.dumps(cards.facts))
-        script = (
-            f"import os, runpy; os.environ['FAKE_CARDS'] = open({str(tmp_path / 'cards.json')!r})"
-            f".read(); runpy.run_path({str(SUPPORT / 'fake_child.py')!r}, run_name='__main__')"
-        )
         with cluster.connected(workers.scheduler_address) as client:
             outcome = sweeps.run(
                 load_spec(path, kernels),
@@ -110,7 +116,7 @@ def go(tmp_path, cards, workers, monkeypatch):
                 results=tmp_path / "results",
                 cache_dir=tmp_path / "cache",
                 observer=notes,
-                start_child=cluster.starter(client, [sys.executable, "-c", script]),
+                start_child=cluster.starter(client, [sys.executable, "-c", script_of(tmp_path)]),
                 **options,
             )
         return outcome, notes.notes
@@ -250,6 +256,51 @@ def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, workers):
     assert outcome.no_card
     assert outcome.exit_code == 3
     assert len(outcome.run.trials) >= 2
+
+
+ASKER = """
+import sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from fake_compiler import FakeCompiler
+from attnsweep.choose import start
+from attnsweep.family.declare import discover
+from attnsweep.fleet import bridge, cluster, sweeps
+from attnsweep.spec.load import load_spec
+bridge.ALIVE_S, bridge.SILENT_S = 0.5, 3.0
+start.compiler_for = lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+place, kernels = Path({place!r}), discover()
+with cluster.connected({address!r}) as client:
+    sweeps.run(load_spec(place / "test.yaml", kernels), kernels, cluster.cards_of(client),
+               results=place / "results", cache_dir=place / "cache",
+               start_child=cluster.starter(client, [sys.executable, "-c", {script!r}]))
+"""
+
+
+def test_a_killed_asker_frees_the_cards_and_resumes(go, cards, workers, tmp_path):
+    cards.facts["all"]["trial_s"] = 0.5
+    (tmp_path / "test.yaml").write_text(SPEC)
+    (tmp_path / "cards.json").write_text(json.dumps(cards.facts))
+    code = ASKER.format(
+        paths=sys.path, place=str(tmp_path), address=workers.scheduler_address,
+        script=script_of(tmp_path),
+    )  # fmt: skip
+    log = Path(cards.facts["log"])
+    with subprocess.Popen([sys.executable, "-c", code]) as asker:
+        while not log.exists() or log.read_text().count("trial") < 4:
+            assert asker.poll() is None
+            time.sleep(0.02)
+        asker.kill()
+    time.sleep(6)
+    tried = sum(measured(cards).values())
+    time.sleep(1.5)
+    assert sum(measured(cards).values()) == tried < 12  # the children have ended
+    rows, _ = read_trials(tmp_path / "results" / "test-1" / "test" / "trials.jsonl")
+    cards.facts["all"]["trial_s"] = 0.02
+    outcome, _ = go()
+    assert is_whole(outcome)
+    done_again = sum(measured(cards).values()) - 12
+    assert done_again == tried - len(rows)  # what its cards told to nobody
 
 
 def test_the_command_line_refuses_what_cannot_be(attnsweep, tmp_path):
