@@ -28,7 +28,8 @@ from attnsweep.build.observer import Observer
 from attnsweep.check.live import Gate
 from attnsweep.errors import AttnsweepError, CompileError, NoGpuError, ToolchainError
 from attnsweep.family.declare import Kernel, discover
-from attnsweep.gpu.worker import Gpu, Worker, WorkerError, die_with
+from attnsweep.gpu.children import die_with
+from attnsweep.gpu.worker import Gpu, Worker, WorkerError
 from attnsweep.hardware import Arch, arch_named
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec, load_spec

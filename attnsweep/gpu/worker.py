@@ -8,7 +8,6 @@ the same entries.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import multiprocessing
 import os
@@ -19,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -30,6 +28,7 @@ from typing import Any, Protocol
 from attnsweep import __version__
 from attnsweep.build.launches import Candidate, FirstTimes
 from attnsweep.errors import AttnsweepError, NoGpuError
+from attnsweep.gpu import children
 from attnsweep.gpu.cards import hashed
 from attnsweep.gpu.lock import held
 from attnsweep.hardware import arch_of
@@ -38,10 +37,6 @@ from attnsweep.trial import PROTOCOL, Accuracy, Environment, Status
 
 # On a slow disk, importing PyTorch and choosing a cuDNN plan take this long.
 START_TIMEOUT_S = 180.0
-
-# Linux ends a child (see `_die_with`) with the thread that started it, so one thread that lasts as
-# long as this process starts them all: whoever calls first may be a thread that soon ends.
-_starter = ThreadPoolExecutor(1, "start-gpu-process")
 
 BenchFactory = Callable[..., Any]
 
@@ -301,7 +296,7 @@ class Worker:
             name="attnsweep-gpu",
             daemon=True,
         )
-        _starter.submit(self._process.start).result()
+        children.start(self._process)
         theirs.close()
         self._pipe = ours
         return ours
@@ -357,7 +352,7 @@ _PACKAGES = (
 def _serve(pipe: Connection[Any, Any], parent: int, open_problem: BenchFactory) -> None:
     """Answer calls until the pipe closes. Only the parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with(parent)
+    children.die_with(parent)
     bench: Any = None
     while True:
         try:
@@ -420,15 +415,6 @@ def _answer(
 def _where(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
-
-
-def die_with(parent: int) -> None:
-    """Have Linux kill this process when its parent's thread ends, even amid a hung kernel."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)
 
 
 def _describe(preload: str | None) -> Environment:
