@@ -61,7 +61,8 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     winner: take the candidates that share the best rank of any candidate. Those whose median paired
     ratio to the fastest of them is at most 1.004 are equally good. The winner is the equally good
     candidate with the least shared memory, then registers, then the first config. Times do not
-    choose among the equally good, so that a rerun picks the same one.
+    choose among the equally good, so that a rerun picks the same one. If every candidate that took
+    part in rounds was noisy, none wins: one that was timed before them was not better, but elsewhere.
 
     time_us is the median; spread_us is half the interquartile range of the rounds (NaN if timed
     once); cycles counts SM clock cycles in the rounds; timed_as is the kind of time_us: warm, cold
@@ -201,13 +202,15 @@ def _rank_problem(
     problem: Problem, trials: Sequence[Trial], environment: Environment | None
 ) -> list[Row]:
     verdicts = {id(trial): judged(trial) for trial in trials}
-    groups = _groups([t for t in trials if verdicts[id(t)][0] is Status.OK])
+    ranked = [t for t in trials if verdicts[id(t)][0] is Status.OK]
+    groups = _groups(ranked)
+    decided = not _all_noisy(trials, ranked)
     places: list[tuple[Trial, int | None, bool, bool]] = []
     winner: Trial | None = None
     for group in groups:
         place = len(places) + 1
         ours = [t for t in group if t.provider == OURS]
-        if winner is None and ours:
+        if winner is None and ours and decided:
             winner = min(_equally_good(ours), key=thrift)
         group.sort(key=lambda t: (t is not winner, _median(t), _identity(t)))
         places += [(t, place, len(group) > 1, t is winner) for t in group]
@@ -226,6 +229,14 @@ def _rank_problem(
         }
         for t, place, tied, won in places
     ]
+
+
+def _all_noisy(trials: Sequence[Trial], ranked: Sequence[Trial]) -> bool:
+    """Whether there were rounds of candidates, and all of these candidates were noisy in them."""
+    raced = [t for t in trials if t.provider == OURS and rounds_of(t)]
+    standing = {id(t) for t in ranked}
+    noisy = any(t.status is Status.NOISY for t in raced)
+    return noisy and not any(id(t) in standing for t in raced)
 
 
 def winners(ranking: pandas.DataFrame) -> list[Trial]:

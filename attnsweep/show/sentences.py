@@ -21,7 +21,7 @@ from attnsweep.errors import errors_of
 from attnsweep.problem import Problem
 from attnsweep.show.terminal import GLUE
 from attnsweep.spec.model import OTHER_FORMATS
-from attnsweep.trial import Environment, Status
+from attnsweep.trial import OURS, Environment, Status
 
 Row = dict[str, Any]
 # Each reason takes one line; a problem lists at most this many.
@@ -247,6 +247,8 @@ def winner_lines(section: Section) -> list[str]:
     """The winner in full, then the stages of the best pipeline of each family."""
     row = section.winner
     if row is None:
+        if any(other["rank"] and other["provider"] == OURS for other in section.rows):
+            return ["no winner: all candidates were noisy in the rounds; run it again to time them"]
         return ["no candidate is ok: see why below"]
     figures = [
         f"{figure(row[name], digits)}{GLUE}{unit}"

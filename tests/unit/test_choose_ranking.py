@@ -487,3 +487,14 @@ def test_no_bound_is_claimed_for_another_gpu() -> None:
     assert bounds_of(there, H200) == {}
     assert bounds_of(here, H200.model_copy(update={"arch": "sm_42"})) == {}
     assert math.isnan(rank([there], H200)["bound_us"].iloc[0])
+
+
+def test_none_wins_where_all_that_were_timed_in_rounds_were_noisy() -> None:
+    """A disturbed card once crowned a candidate of the search (H100, (2,20,1503,128) bf16)."""
+    noisy = [trial(f"k{n}", timed(noisy_rounds(7.0, n)), status=Status.NOISY) for n in (1, 2)]
+    searched = trial("k3", once(8.0))
+    assert [t.config["ID"] for t in winners(rank([searched], None))] == [3]
+    assert winners(rank([*noisy, searched], None)) == []
+    assert places(*noisy, searched) == {"k3": 1, "k1": None, "k2": None}
+    quiet = trial("k4", timed(noisy_rounds(7.5, 4)))
+    assert [t.config["ID"] for t in winners(rank([*noisy, searched, quiet], None))] == [4]

@@ -328,6 +328,11 @@ def test_a_run_without_an_ok_candidate_says_so() -> None:
     assert "no candidate is ok" in text
     assert "71.40" in text
     assert "no candidate is ok" in printed(full_run(trials=rows[:1]))
+    disturbed = candidate("a", 3.0, ID=1).with_(status=Status.NOISY, detail="quartiles 3 to 9")
+    searched = candidate("a", 4.0, ID=2)
+    searched = searched.with_(time_us=searched.time_us.model_copy(update={"rounds": []}))
+    text = printed(full_run(trials=[disturbed, searched]))
+    assert "no winner: all candidates were noisy in the rounds; run it again" in text
     assert "no baseline was timed" in printed(full_run(trials=[candidate("a", 3.0)]), 160)
 
 
