@@ -61,8 +61,8 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     winner: take the candidates that share the best rank of any candidate. Those whose median paired
     ratio to the fastest of them is at most 1.004 are equally good. The winner is the equally good
     candidate with the least shared memory, then registers, then the first config. Times do not
-    choose among the equally good, so that a rerun picks the same one. If every candidate that took
-    part in rounds was noisy, none wins: one that was timed before them was not better, but elsewhere.
+    choose among the equally good, so that a rerun picks the same one. If all candidates that took
+    part in rounds were noisy, none wins, though one that did not may have a lower time.
 
     time_us is the median; spread_us is half the interquartile range of the rounds (NaN if timed
     once); cycles counts SM clock cycles in the rounds; timed_as is the kind of time_us: warm, cold
