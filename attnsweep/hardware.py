@@ -12,7 +12,7 @@ table of the throughput of arithmetic instructions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from attnsweep.errors import SpecError
@@ -35,6 +35,8 @@ class Arch:
     registers_per_sm: int = 65536
     smem_reserved_per_block: int = 1024
     max_threads_per_block: int = 1024
+    sm_count: int = 0
+    """SMs of the card that is planned for; without one, of the largest common card."""
 
     def planned_blocks(self, threads: int, registers: int, smem_bytes: int) -> int:
         """Blocks per SM to plan for before compiling, at least 1.
@@ -60,13 +62,17 @@ _KB = 1024
 ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (
-        Arch("sm_80", (8, 0), 163 * _KB, 164 * _KB, 2048, 32, 2048, fma_per_clock=64),
-        Arch("sm_86", (8, 6), 99 * _KB, 100 * _KB, 1536, 16, 1024),
-        Arch("sm_89", (8, 9), 99 * _KB, 100 * _KB, 1536, 24, 1024),
-        Arch("sm_90a", (9, 0), 227 * _KB, 228 * _KB, 2048, 32, 4096),
-        Arch("sm_100a", (10, 0), 227 * _KB, 228 * _KB, 2048, 32, 8192),
-        Arch("sm_103a", (10, 3), 227 * _KB, 228 * _KB, 2048, 32, 8192, exp2_per_clock=32),
-        Arch("sm_120a", (12, 0), 99 * _KB, 100 * _KB, 1536, 24, 1024),
+        Arch("sm_80", (8, 0), 163 * _KB, 164 * _KB, 2048, 32, 2048, fma_per_clock=64, sm_count=108),
+        Arch("sm_86", (8, 6), 99 * _KB, 100 * _KB, 1536, 16, 1024, sm_count=84),
+        Arch("sm_89", (8, 9), 99 * _KB, 100 * _KB, 1536, 24, 1024, sm_count=58),
+        Arch("sm_90a", (9, 0), 227 * _KB, 228 * _KB, 2048, 32, 4096, sm_count=132),
+        Arch("sm_100a", (10, 0), 227 * _KB, 228 * _KB, 2048, 32, 8192, sm_count=148),
+        Arch(
+            *("sm_103a", (10, 3), 227 * _KB, 228 * _KB, 2048, 32, 8192),
+            exp2_per_clock=32,
+            sm_count=148,
+        ),
+        Arch("sm_120a", (12, 0), 99 * _KB, 100 * _KB, 1536, 24, 1024, sm_count=170),
     )
 }
 
@@ -85,6 +91,23 @@ def arch_of(compute_capability: tuple[int, int]) -> Arch | None:
         if arch.compute_capability == compute_capability:
             return arch
     return None
+
+
+class Described(Protocol):
+    """A card that says what it is; `Card` and `Environment` both do."""
+
+    @property
+    def arch(self) -> str:
+        """Name of its architecture."""
+
+    @property
+    def sm_count(self) -> int:
+        """Streaming multiprocessors."""
+
+
+def arch_on(card: Described) -> Arch:
+    """The architecture of a card, with the card's own number of SMs. Raises SpecError."""
+    return replace(arch_named(card.arch), sm_count=card.sm_count)
 
 
 @dataclass(frozen=True, slots=True)

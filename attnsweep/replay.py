@@ -13,7 +13,7 @@ from attnsweep.choose.search import Search, search_of
 from attnsweep.errors import SpaceError
 from attnsweep.family.declare import Kernel
 from attnsweep.family.space import Space
-from attnsweep.hardware import arch_named
+from attnsweep.hardware import arch_on
 from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import Shard, candidate_counts, plan, plan_facts, run_name
@@ -44,7 +44,7 @@ def replay(
     environment = recording.environment
     if environment is None:
         raise SpaceError("the recording has no environment.json", where=str(spec.recording))
-    planned = plan(spec, kernels, arch_named(environment.arch))
+    planned = plan(spec, kernels, arch_on(environment))
     planned = planned if shard is None else shard.take(planned)
     observer.planned(candidate_counts(planned, spec.search.candidates), finals=False)
     by_key = {trial.key: trial for trial in recording.trials}

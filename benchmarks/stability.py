@@ -55,7 +55,7 @@ kernels:
     WARPGROUPS: [2, 3]
     BLOCKS_PER_SM: 1
     PINGPONG: [0, 1]
-    PERSISTENT: [0, 132]
+    PERSISTENT: [0, sms]
     PDL: 0
     variants:
       p:

@@ -1,7 +1,7 @@
 """flash_fwd_wgmma: fused forward on Hopper: TMA ring, warp-specialised wgmma, online softmax."""
 
 from attnsweep.family import hopper
-from attnsweep.family.declare import Config, Kernel, Launch, Param
+from attnsweep.family.declare import SMS, Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
 from attnsweep.problem import LOG2E, Problem, ceil_div
 
@@ -23,7 +23,7 @@ kernel = Kernel(
         Param("P_SHARED", (0, 1), "P of the second product: 0 in registers, 1 in shared memory"),
         Param("EXP2_POLY", (0,), "exponentials out of 8 by a polynomial on the FMA units"),
         Param("ORDER", (0, 1), "block order: 0 by head; 1 longest first, by heads that fit L2"),
-        Param("PERSISTENT", (0, 132), "SMs whose blocks take turns at tiles; 0: a block per tile"),
+        Param("PERSISTENT", (0, SMS), "SMs whose blocks take turns at tiles; 0: a block per tile"),
         Param("SPLITS", (1, 2), "blocks that share a row's keys; the combine stage joins them"),
         Param("SPLIT_CLUSTER", (0, 1), "1: the splits are a cluster and join in its shared memory"),
         Param("CLUSTER", (1,), "blocks that share loads of K and V by multicast"),
@@ -49,6 +49,11 @@ def block_m(c: Config) -> int:
 def combines(c: Config) -> bool:
     """Whether a second launch joins the splits."""
     return c.SPLITS > 1 and not c.SPLIT_CLUSTER
+
+
+def most_blocks(c: Config, arch: Arch) -> int:
+    """Blocks that the card has room for at once."""
+    return arch.sm_count * c.BLOCKS_PER_SM
 
 
 def merge_bytes(c: Config, p: Problem) -> int:
@@ -127,7 +132,7 @@ kernel.keep_if(
      lambda c, p, arch: c.PDL == 0 or p.flops < 2e11),
     ("split_grid", "the grid splits keys if query tiles leave SMs idle, into at most one wave",
      lambda c, p, arch: c.SPLITS == 1 or (c.SPLITS > 1 and c.ORDER == c.PERSISTENT == 0
-     and p.query_tiles(block_m(c)) < min(132, 132 * c.BLOCKS_PER_SM // c.SPLITS + 1)
+     and p.query_tiles(block_m(c)) < min(arch.sm_count, most_blocks(c, arch) // c.SPLITS + 1)
      and c.SPLITS * c.KEY_GROUPS * c.BLOCK_N <= max(64, p.seqlen_k))),
     ("split_clusters", "a cluster has 2, 4 or 8 splits, which divide the columns in eights",
      lambda c, p, arch: not c.SPLIT_CLUSTER

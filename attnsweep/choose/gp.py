@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from attnsweep.choose.history import History, shipped_history
+from attnsweep.choose.history import History, history_on
 from attnsweep.family.declare import Config
 from attnsweep.family.space import Space
 from attnsweep.problem import Problem
@@ -74,7 +74,7 @@ def gp(
     tried: set[Config] = set()
     few = len(space.configs) <= FEW
     if space.configs:
-        known = shipped_history(space.kernel.name) if history is None else history
+        known = history_on(space.kernel, space.sm_count) if history is None else history
         model = Model.of(space, known, seed)
         size = BATCH if few else min(BATCH, max(LEAST, len(space.configs) // BATCH))
         while len(tried) < min(count, len(model.configs)):

@@ -9,7 +9,7 @@ import functools
 import gzip
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from attnsweep.trial import OURS, Trial, Value
 FILE = Path(__file__).with_name("history.json.gz")
 # Rows kept of each problem: the ROWS fastest, and at most ROWS of the others.
 ROWS = 24
+# SMs of every card in the shipped history.
+_RECORDED_SMS = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,20 @@ class History:
 def shipped_history(kernel: str) -> tuple[History, ...]:
     """What the package knows of a family; empty if it knows nothing."""
     return _shipped().get(kernel, ())
+
+
+def history_on(kernel: Kernel, sm_count: int) -> tuple[History, ...]:
+    """The shipped history of a family for a card: what counts SMs there counts this card's."""
+    histories = shipped_history(kernel.name)
+    names = {param.name for param in kernel.params if param.counts_sms}
+    if sm_count == _RECORDED_SMS or not names:
+        return histories
+
+    def counted(config: Mapping[str, Value]) -> dict[str, Value]:
+        same = {name for name in names if config.get(name) == _RECORDED_SMS}
+        return {**config, **dict.fromkeys(same, sm_count)}
+
+    return tuple(replace(h, configs=tuple(map(counted, h.configs))) for h in histories)
 
 
 @functools.cache

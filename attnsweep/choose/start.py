@@ -18,7 +18,7 @@ from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.family.declare import Kernel
 from attnsweep.gpu.judge import judge_source
 from attnsweep.gpu.worker import installed_arch
-from attnsweep.hardware import Arch, arch_named
+from attnsweep.hardware import Arch, arch_on
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import PlannedProblem, plan
 from attnsweep.trial import Environment
@@ -79,11 +79,11 @@ def _compile_early(
     None if NVML reports no card, the spec is for another card, or the plan fails; the main path
     then fails again and reports it.
     """
-    name = installed_arch()
-    if name is None or spec.arch not in (None, name):
+    arch = installed_arch()
+    if arch is None or spec.arch not in (None, arch.name):
         return None
     try:
-        planned, compiler = _planned(spec, kernels, arch_named(name), cache_dir, at_end)
+        planned, compiler = _planned(spec, kernels, arch, cache_dir, at_end)
         for dtype in {entry.problem.dtype for entry in spec.problems}:
             compiler.submit(*judge_source(dtype))  # the GPU process needs it first
         for space in planned[0].spaces:
@@ -102,7 +102,7 @@ def arch_of(spec: SweepSpec, environment: Environment) -> Arch:
             f"the spec is for {spec.arch}, this machine's {environment.gpu} is {environment.arch}",
             hint=f"use a spec for {environment.arch}, or drop `arch:` to use this GPU's",
         )
-    return arch_named(environment.arch)
+    return arch_on(environment)
 
 
 def input_seed(spec: SweepSpec) -> int:

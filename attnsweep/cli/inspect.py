@@ -19,7 +19,7 @@ from attnsweep.cli.app import (
     warn,
 )
 from attnsweep.errors import KernelError, ProblemError
-from attnsweep.hardware import ARCHS, arch_named
+from attnsweep.hardware import ARCHS, arch_named, arch_on
 from attnsweep.show.terminal import console, errors
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ def inspect(
     target = arch_named(arch or "sm_90a")
     if card is None or card.arch != target.name:
         card = inspection.card_of(target, results)
+    elif card is not None:
+        target = arch_on(card)
     found = inspection.inspect(families[subject], given, shape, target, card=card)
     print_result([Text(line) for line in found.lines(console.width)], found.to_json(), json_)
 

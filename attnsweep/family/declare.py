@@ -21,29 +21,13 @@ from attnsweep.family import patience, validate
 from attnsweep.family.launch import Arg as Arg
 from attnsweep.family.launch import Launch as Launch
 from attnsweep.family.launch import TensorMap as TensorMap
+from attnsweep.family.param import SMS as SMS
+from attnsweep.family.param import Param as Param
 from attnsweep.family.validate import Fault
 from attnsweep.files import shipped
 from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.trial import Value
-
-
-@dataclass(frozen=True, slots=True)
-class Param:
-    """One tunable parameter of a family, with the values that a sweep tries by default."""
-
-    name: str
-    values: tuple[Value, ...]
-    help: str
-
-    def why_not(self, value: int) -> str | None:
-        """Why a spec may not use this whole number as a value, or None.
-
-        A value is at least 1, or the smallest declared value if that is less: rules divide by sizes
-        and counts.
-        """
-        least = min([1, *(int(own) for own in self.values if not isinstance(own, str))])
-        return f"{self.name} must be at least {least}, not {value}" if value < least else None
 
 
 class Config(Mapping[str, Value]):

@@ -43,6 +43,17 @@ class Selection:
                 merged.update(self.variants[axis][name])
             yield chosen, merged
 
+    def on(self, kernel: Kernel, arch: Arch) -> Selection:
+        """The selection on a card: `sms` is the number of its SMs."""
+        params = {param.name: param for param in kernel.params}
+
+        def expanded(values: Values) -> dict[str, tuple[Value, ...]]:
+            return {n: params[n].on(arch, own) if n in params else own for n, own in values.items()}
+
+        axes = self.variants.items()
+        of_axes = {axis: {n: expanded(v) for n, v in variants.items()} for axis, variants in axes}
+        return Selection(expanded(self.values), of_axes)
+
     @property
     def names(self) -> set[str]:
         """Every parameter that the selection names."""
@@ -64,6 +75,8 @@ class Space:
     """Each config to axis to variant name; no axes if the spec has no variants."""
     excess: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     """Each limit that BLOCK_LIMITS found exceeded: the least and most value, and the maximum."""
+    sm_count: int = 0
+    """SMs of the card that it is planned for."""
 
     @property
     def excess_text(self) -> str:
@@ -84,15 +97,8 @@ class Space:
     ) -> Space:
         """Every combination of selected values that all rules keep, each config once."""
         selection = selection or Selection()
-        named = selection.names
-        # If one variant names a mode, every config contains it, so that all have the same
-        # parameters.
-        own = {param.name: param.values for param in kernel.params}
-        modes = {param.name: param.values[:1] for param in MODES if param.name in named}
-        groups = [
-            (chosen, {name: values.get(name, default) for name, default in (own | modes).items()})
-            for chosen, values in selection.groups()
-        ]
+        modes = selection.names & {param.name for param in MODES}
+        groups = list(selected(kernel, selection, arch))
         _refuse_too_many(kernel, groups)
         rules = [*kernel.rules, *([CHUNKS] if modes else []), BLOCK_LIMITS]
         removed = dict.fromkeys(rules, 0)
@@ -117,7 +123,21 @@ class Space:
                         what, value, most = excess
                         low, high, _ = over.get(what, (value, value, most))
                         over[what] = (min(low, value), max(high, value), most)
-        return cls(kernel, problem, tuple(kept), len(seen), removed, kept, over)
+        made = (tuple(kept), len(seen), removed, kept, over)
+        return cls(kernel, problem, *made, sm_count=arch.sm_count)
+
+
+def selected(
+    kernel: Kernel, selection: Selection, arch: Arch
+) -> Iterator[tuple[dict[str, str], dict[str, tuple[Value, ...]]]]:
+    """Each choice of variants with the values of every parameter, `sms` as the card's SMs.
+
+    If one variant names a mode, every config contains it, so that all have the same parameters.
+    """
+    own = {param.name: param.on(arch) for param in kernel.params}
+    modes = {param.name: param.values[:1] for param in MODES if param.name in selection.names}
+    for chosen, values in selection.on(kernel, arch).groups():
+        yield chosen, {name: values.get(name, default) for name, default in (own | modes).items()}
 
 
 def _refuse_too_many(

@@ -30,7 +30,7 @@ from attnsweep.errors import AttnsweepError, CompileError, NoGpuError, Toolchain
 from attnsweep.family.declare import Kernel, discover
 from attnsweep.gpu.children import die_with
 from attnsweep.gpu.worker import Gpu, Worker, WorkerError
-from attnsweep.hardware import Arch, arch_named
+from attnsweep.hardware import Arch, arch_on
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec, load_spec
 from attnsweep.spec.plan import plan
@@ -205,7 +205,7 @@ class Child:
 
     def __init__(self, pipe: Pipe, gpu: Gpu, here: Environment, cache_dir: Path) -> None:
         self._pipe, self._gpu, self._here = pipe, gpu, here
-        self.compiler = RemoteCompiler(arch_named(here.arch), cache_dir, pipe)
+        self.compiler = RemoteCompiler(arch_on(here), cache_dir, pipe)
         self._spec: SweepSpec | None = None
         self._kernels: dict[str, Kernel] = {}
         self._directory = Path()

@@ -31,7 +31,7 @@ from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.gpu import children
 from attnsweep.gpu.cards import hashed
 from attnsweep.gpu.lock import held
-from attnsweep.hardware import arch_of
+from attnsweep.hardware import Arch, arch_of
 from attnsweep.problem import Problem
 from attnsweep.trial import PROTOCOL, Accuracy, Environment, Status
 
@@ -472,21 +472,23 @@ def driver_version() -> str | None:
         return None
 
 
-def installed_arch() -> str | None:
+def installed_arch() -> Arch | None:
     """The architecture of this machine's GPUs if all have the same one, without starting CUDA.
 
-    From NVML; None without nvidia-ml-py, a driver, or a known card.
+    From NVML, with the number of SMs; None without nvidia-ml-py, a driver, or a known card.
     """
     try:
-        import pynvml
+        import pynvml as nvml
 
-        pynvml.nvmlInit()
-        cards = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        (capability,) = {tuple(pynvml.nvmlDeviceGetCudaComputeCapability(card)) for card in cards}
-        arch = arch_of(capability)
+        nvml.nvmlInit()
+        cards = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
+        (capability,) = {tuple(map(int, nvml.nvmlDeviceGetCudaComputeCapability(c))) for c in cards}
+        (cores,) = {int(nvml.nvmlDeviceGetNumGpuCores(card)) for card in cards}
+        arch = arch_of((capability[0], capability[1]))
     except Exception:  # as above, or cards of several kinds
         return None
-    return None if arch is None else arch.name
+    # A core is what makes an fp32 multiply-add a clock.
+    return None if arch is None else replace(arch, sm_count=cores // arch.fma_per_clock)
 
 
 def _installed(*names: str) -> Iterator[tuple[str, str]]:

@@ -37,8 +37,6 @@ _OF_ARCH = {
 _CARDS = {"a100": "sm_80", "l4": "sm_89", "h100": "sm_90a", "h200": "sm_90a"}
 """Each card with a spec of its own, and the architecture that it must have: a name is no proof."""
 _WIDE = "wide_head"  # of head dims that no card's own spec has, on every card
-_SMS = 132
-"""SMs of the card that the Hopper specs were made on: persistent blocks are one for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,6 @@ class Target:
 
     arch: Arch
     gpu: str = ""
-    sm_count: int = 0
     recording: Path | None = None
     """A run to replay in place of measuring."""
 
@@ -120,7 +117,7 @@ def starter(request: Request, target: Target, families: Mapping[str, Kernel]) ->
     if request.unserved:
         lines.append("unserved: # calls of the program that are none of the problems")
         lines += [f"  - {_flow(each.model_dump())}" for each in request.unserved]
-    return _sized("\n".join(lines) + "\n", target)
+    return "\n".join(lines) + "\n"
 
 
 def refusal(problem: Problem, target: Target, families: Mapping[str, Kernel]) -> str | None:
@@ -151,7 +148,7 @@ def example(target: Target, name: str) -> str:
     text = path.read_text(encoding="utf-8")
     body = text[text.index("\nproblems:") + 1 :]
     head = _head(name, target, f"after {target.spec}.yaml")
-    return _sized(with_more(f"{head}\n{body.rstrip()}\n"), target)
+    return with_more(f"{head}\n{body.rstrip()}\n")
 
 
 def with_more(text: str) -> str:
@@ -289,10 +286,3 @@ def _block(family: str, sources: Sequence[SweepSpec]) -> list[str]:
             block.pop()
         return block
     return [f"  {family}: {{}}"]
-
-
-def _sized(text: str, target: Target) -> str:
-    """The text with as many persistent blocks as the card has SMs."""
-    if target.sm_count in (0, _SMS):
-        return text
-    return re.sub(rf"(PERSISTENT: \[0, ){_SMS}\]", rf"\g<1>{target.sm_count}]", text)

@@ -12,8 +12,8 @@ from attnsweep.build.prune import compiler_for
 from attnsweep.choose.queue import as_ready
 from attnsweep.errors import NoGpuError, SpecError
 from attnsweep.family.declare import Kernel
-from attnsweep.gpu.worker import Worker
-from attnsweep.hardware import ARCHS, Arch, arch_named
+from attnsweep.gpu.worker import Worker, installed_arch
+from attnsweep.hardware import ARCHS, Arch, arch_named, arch_on
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import candidate_counts, plan
 from attnsweep.store.run import open_run
@@ -92,15 +92,18 @@ def without_candidates(trials: Sequence[Trial]) -> list[str]:
 
 def target_arch(spec: SweepSpec, asked: str | None) -> Arch:
     """The architecture asked for, the spec's, the recording's, or the GPU's. Raises SpecError."""
-    if asked is not None or spec.arch is not None:
-        return arch_named(asked or spec.arch or "")
+    if asked is not None:
+        return arch_named(asked)
+    if spec.arch is not None:  # with the SMs of the card here, as a run would have them
+        here = installed_arch()
+        return here if here is not None and here.name == spec.arch else arch_named(spec.arch)
     if spec.recording is not None:
         environment = open_run(spec.recording).environment
         if environment is not None:
-            return arch_named(environment.arch)
+            return arch_on(environment)
     try:
         with Worker(timeout_s=60) as worker:
-            return arch_named(worker.describe().arch)
+            return arch_on(worker.describe())
     except NoGpuError as error:
         raise SpecError(
             "no architecture: the spec names none, and there is no GPU",

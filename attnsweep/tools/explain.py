@@ -16,8 +16,8 @@ from attnsweep.choose.effects import Effect, axes_of, effects, timed
 from attnsweep.choose.ranking import rank
 from attnsweep.errors import AttnsweepError, KernelError, ProblemError, SpecError
 from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES, changed_since
-from attnsweep.family.declare import Config, Kernel
-from attnsweep.hardware import arch_named
+from attnsweep.family.declare import SMS, Config, Kernel
+from attnsweep.hardware import arch_on
 from attnsweep.problem import Problem
 from attnsweep.show.sentences import Row, Section, by_problem, first_line
 from attnsweep.spec.yaml_file import nearest
@@ -214,7 +214,7 @@ def _words(given: Sequence[str], section: Section) -> dict[str, str]:
     for word in " ".join(given).split():
         name, equals, value = word.partition("=")
         if equals and value:
-            wanted[name] = value
+            wanted[name] = value_text(_on_card(value, section))
         elif word in families:
             wanted["kernel"] = word
         else:
@@ -262,15 +262,23 @@ def _checked(
         values = dict.fromkeys(facts[name] for facts in said if name in facts)
         if name != "kernel":
             family = wanted.get("kernel") or (kernel.name if kernel else "")
-            values |= dict.fromkeys(map(value_text, _spec_values(spec, family).get(name, ())))
+            values |= dict.fromkeys(
+                map(value_text, _spec_values(spec, family, section).get(name, ()))
+            )
             declared = {param.name: param.values for param in kernel.params} if kernel else {}
-            values |= dict.fromkeys(map(value_text, declared.get(name, ())))
+            own = [_on_card(value, section) for value in declared.get(name, ())]
+            values |= dict.fromkeys(map(value_text, own))
         if value not in values:
             what = f"no candidate of {section.problem.label} has {name}={value}"
             raise SpecError(what, hint=nearest(value, values))
 
 
-def _spec_values(spec: Mapping[str, Any], kernel: str) -> dict[str, list[Value]]:
+def _on_card(value: Value, section: Section) -> Value:
+    """A value as the run's card has it: `sms` is its number of SMs."""
+    return section.environment.sm_count if value == SMS and section.environment else value
+
+
+def _spec_values(spec: Mapping[str, Any], kernel: str, section: Section) -> dict[str, list[Value]]:
     """Each parameter's values that the spec names for a family, in its variants too."""
     family = spec.get(kernel)
     if not isinstance(family, Mapping):
@@ -282,7 +290,8 @@ def _spec_values(spec: Mapping[str, Any], kernel: str) -> dict[str, list[Value]]
         sets += [values for values in choices.values() if isinstance(values, Mapping)]
     for values in sets:
         for name, each in values.items():
-            found.setdefault(str(name), []).extend(each if isinstance(each, list) else [each])
+            own = [_on_card(v, section) for v in (each if isinstance(each, list) else [each])]
+            found.setdefault(str(name), []).extend(own)
     return found
 
 
@@ -331,7 +340,7 @@ def _explain(
         row,
         rule,
         tuple(_beside(section, row)),
-        tuple(_neighbours(mine, row, config, _spec_values(spec, family), ask)),
+        tuple(_neighbours(mine, row, config, _spec_values(spec, family, section), ask)),
         {n: c for n, c in removed.items() if c} if isinstance(removed, Mapping) else {},
         tuple(effects(trials, best["trial"], axes)) if best is not None else (),
         len(timed(trials, family)),
@@ -387,7 +396,7 @@ class _Rules:
             if changed is not None:
                 self.unknown = f"{changed} since the run, so its rules cannot be asked"
         if self.unknown is None and section.environment is not None:
-            self._arch = arch_named(section.environment.arch)
+            self._arch = arch_on(section.environment)
 
     def removes(self, config: Mapping[str, Value]) -> tuple[str, str] | None:
         """Name and description of the rule that removes a config, or None."""

@@ -19,7 +19,7 @@ from attnsweep.build.prune import with_instructions
 from attnsweep.choose.ranking import rank, winners
 from attnsweep.errors import KernelError, SpaceError, StoreError, ToolchainError
 from attnsweep.family.chunks import MODES
-from attnsweep.family.declare import Config, Kernel, Launch, Param, values_in
+from attnsweep.family.declare import SMS, Config, Kernel, Launch, Param, values_in
 from attnsweep.family.space import Selection, Space
 from attnsweep.hardware import Arch, bounds
 from attnsweep.problem import Problem
@@ -254,7 +254,9 @@ def _config(kernel: Kernel, given: str, problem: Problem, arch: Arch) -> Config:
 
 def _value(param: Param, text: str) -> Value:
     """The text as a value of the parameter's type. Raises KernelError for a wrong one."""
-    sample = param.values[0]
+    if text == SMS and param.counts_sms:
+        return SMS
+    sample = param.values[-1] if param.values[0] == SMS else param.values[0]
     if isinstance(sample, str):
         if text not in param.values:
             raise KernelError(

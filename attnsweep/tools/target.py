@@ -8,7 +8,7 @@ from pathlib import Path
 from attnsweep.errors import NoGpuError, SpecError, StoreError
 from attnsweep.family.declare import Kernel
 from attnsweep.gpu.worker import Worker, WorkerError
-from attnsweep.hardware import ARCHS, arch_named
+from attnsweep.hardware import ARCHS, arch_named, arch_on
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
 from attnsweep.spec.shipped import shipped_specs
@@ -40,7 +40,7 @@ def here(families: Mapping[str, Kernel]) -> Target:
         why = "did not answer" if error.status is Status.TIMEOUT else f"failed: {error.detail}"
         hint = "check that nvidia-smi works, then try again"
         raise NoGpuError(f"the GPU {why}", hint=hint) from error
-    return Target(arch_named(found.arch), found.gpu, found.sm_count)
+    return Target(arch_on(found), found.gpu)
 
 
 def recorded(run: Path, problems: Sequence[Problem]) -> Target:
@@ -70,4 +70,4 @@ def recorded(run: Path, problems: Sequence[Problem]) -> Target:
                 hint=f"it has:\n  {some}{more}",
             )
     card = read.environment
-    return Target(arch_named(card.arch), card.gpu, card.sm_count, run.resolve())
+    return Target(arch_on(card), card.gpu, run.resolve())

@@ -132,7 +132,7 @@ def judge(gpu: Gpu, one: Swept) -> Judged:
         for k in made
         if (k.head_dim, k.causal, k.dtype) == kind
         and k.config in one.configs_us
-        and refused_by(k, one.shape) is None
+        and refused_by(k, one.shape, gpu.key.sm_count) is None
     ]
     return Judged(
         one.run,

@@ -26,7 +26,7 @@ from attnsweep.choose.ranking import rank
 from attnsweep.errors import SpecError, StoreError
 from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel
-from attnsweep.hardware import Arch, arch_named
+from attnsweep.hardware import Arch, arch_named, arch_on
 from attnsweep.problem import Problem
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import OURS, Environment, Trial
@@ -232,7 +232,7 @@ def _chosen(
 ) -> list[Chosen]:
     """The best config of the family on each problem, if it can be compared with PyTorch's."""
     ranking = rank(run.trials, environment)
-    arch = arch_named(environment.arch)
+    arch = arch_on(environment)
     chosen = []
     for problem, rows in ranking[ranking["rank"].notna()].groupby("problem", sort=False):
         trials: list[Trial] = list(rows["trial"])

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,7 @@ def _target_here() -> Target:
     arch = arch_of((facts.major, facts.minor))
     if arch is None:
         raise NoGpuError(f"no family runs on compute capability {facts.major}.{facts.minor}")
-    return Target(arch, facts.name, facts.multi_processor_count)
+    return Target(replace(arch, sm_count=facts.multi_processor_count), facts.name)
 
 
 # -- a call as a problem --------------------------------------------------------------------

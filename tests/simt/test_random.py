@@ -86,7 +86,7 @@ def random_config(kernel: Kernel, rng: random.Random) -> tuple[Problem, Config]:
     head_dim = rng.choice((512, 516, 772) if wide else kernel.head_dims)
     problem = Problem(batch, heads, heads, seqlen, seqlen, head_dim, rng.choice(kernel.dtypes))
     problem = replace(problem, causal=rng.random() < 0.5)
-    own = {param.name: param.values for param in kernel.params}
+    own = {param.name: param.on(ARCH) for param in kernel.params}
     for _ in range(TRIES):  # quicker than the whole space
         config = Config({name: rng.choice(values) for name, values in own.items()})
         if kernel.refused_by(config, problem, ARCH) is None:
@@ -94,7 +94,7 @@ def random_config(kernel: Kernel, rng: random.Random) -> tuple[Problem, Config]:
     else:
         raise AssertionError(f"{kernel.name} has hardly a config for {problem.label}")
     values = {
-        p.name: (*p.values, *MORE.get(kernel.name, {}).get(p.name, ())) for p in kernel.params
+        p.name: (*p.on(ARCH), *MORE.get(kernel.name, {}).get(p.name, ())) for p in kernel.params
     }
     for _ in range(STEPS):
         step = dict(config)

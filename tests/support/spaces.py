@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from attnsweep.family.chunks import MODES, is_used
 from attnsweep.family.declare import Config, Kernel
-from attnsweep.family.space import Selection
+from attnsweep.family.space import Selection, selected
 from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.trial import Value
@@ -28,11 +28,8 @@ def candidates(
     seed: in random order, those of the first 100,000 combinations drawn.
     """
     selection = selection or Selection()
-    own = {param.name: param.values for param in kernel.params}
-    modes = {param.name: param.values[:1] for param in MODES if param.name in selection.names}
-    own |= modes
-    for _, values in selection.groups():
-        lists = {name: values.get(name, default) for name, default in own.items()}
+    modes = selection.names & {param.name for param in MODES}
+    for _, lists in selected(kernel, selection, arch):
         combinations = itertools.product(*lists.values())
         for combination in combinations if seed is None else _drawn(list(lists.values()), seed):
             config = Config(dict(zip(lists, combination, strict=True)))

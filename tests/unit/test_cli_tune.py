@@ -269,7 +269,7 @@ class TestInit:
         assert said == "sweep.yaml: a sweep for NVIDIA H100 PCIe; next: attnsweep run sweep.yaml\n"
         text = Path("sweep.yaml").read_text()
         assert "after h100.yaml" in text
-        assert "PERSISTENT: [0, 114]" in text
+        assert "PERSISTENT: [0, sms]" in text
         assert "132" not in text
         on(monkeypatch, gpu="NVIDIA H200", sm_count=132)
         assert "after h200.yaml" in attnsweep("init", "-").stdout

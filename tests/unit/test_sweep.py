@@ -23,6 +23,7 @@ from attnsweep.errors import KernelError, NoGpuError, SpaceError
 from attnsweep.family import patience
 from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
+from attnsweep.hardware import arch_named, arch_on
 from attnsweep.spec.load import load_spec
 from attnsweep.store.pack import pack
 from attnsweep.store.run import read_trials
@@ -118,7 +119,7 @@ def test_the_first_candidates_compile_while_the_gpu_process_starts(go, gpu, monk
         assert early.wait(10), "nothing is compiled before the GPU process has answered"
         return TEST_GPU
 
-    monkeypatch.setattr(start, "installed_arch", lambda: TEST_GPU.arch)
+    monkeypatch.setattr(start, "installed_arch", lambda: arch_on(TEST_GPU))
     monkeypatch.setattr(FakeCompiler, "submit", told)
     monkeypatch.setattr(gpu, "describe", describe)
     assert by_config(go())[(64,)].status is Status.OK
@@ -133,7 +134,7 @@ def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, gpu, mon
         archs.append(arch.name)
         return made(spec, arch, cache_dir)
 
-    monkeypatch.setattr(start, "installed_arch", lambda: there)
+    monkeypatch.setattr(start, "installed_arch", lambda: there and arch_named(there))
     monkeypatch.setattr(start, "compiler_for", told)
     assert go(f"arch: {TEST_GPU.arch}\n{SPEC}").exit_code == 0
     assert archs == [TEST_GPU.arch]
@@ -613,7 +614,7 @@ def test_a_sweep_next_to_a_packed_run_says_which_rows_are_read(go, tmp_path):
 def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gpu, monkeypatch):
     """The plan was made in a thread of its own, where no time limit and no Ctrl-C reached it."""
     monkeypatch.setattr(patience, "LIMIT_S", 0.2)
-    monkeypatch.setattr(start, "installed_arch", lambda: TEST_GPU.arch)
+    monkeypatch.setattr(start, "installed_arch", lambda: arch_on(TEST_GPU))
     kernels = discover()
     naive = kernels["naive"]
 

@@ -120,12 +120,13 @@ def test_launches_are_the_declarations(what, lse):
 
 
 @settings(max_examples=80, deadline=None)
-@given(others())
-def test_rules_are_the_declarations(what):
+@given(others(), st.sampled_from((78, 114, 132)))
+def test_rules_are_the_declarations(what, sm_count):
     config, suits, problem = what
-    own = compiled.facts(FAMILY, config, suits, ARCH)
-    refused = FAMILY.refused_by(config, problem, ARCH)
-    assert launch.refused_by(own, compiled.shape_of(problem)) == refused
+    arch = replace(ARCH, sm_count=sm_count)
+    own = compiled.facts(FAMILY, config, suits, arch)
+    refused = FAMILY.refused_by(config, problem, arch)
+    assert launch.refused_by(own, compiled.shape_of(problem), arch.sm_count) == refused
 
 
 def test_the_rules_meet_both_answers():

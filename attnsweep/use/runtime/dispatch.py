@@ -74,7 +74,7 @@ def _predicted(
             timed[kernel.config].append((winner.shape, time_us))
     found: list[tuple[Prediction, Kernel]] = []
     for config, kernel in kernels.items():
-        if refused_by(kernel, shape) is None:
+        if refused_by(kernel, shape, gpu.key.sm_count) is None:
             prediction = predict(tiling(kernel), timed[config], shape, gpu.key)
             if prediction is not None:
                 found.append((prediction, kernel))

@@ -101,16 +101,16 @@ def calls(
     return (first, join)
 
 
-def refused_by(kernel: Kernel, shape: Shape) -> str | None:
-    """Name of the family's rule that a shape breaks for a kernel, or None.
+def refused_by(kernel: Kernel, shape: Shape, sm_count: int) -> str | None:
+    """Name of the family's rule that a shape breaks for a kernel on a card, or None.
 
     Only rules that depend on more of the shape than head_dim, dtype and mask: the others hold for
-    the shape that the kernel won. The kernels' grid counts on 132 SMs, as its rules do.
+    the shape that the kernel won.
     """
     tiles = shape.batch * shape.heads * ceil_div(shape.seqlen_q, kernel.block_m)
     long_q, long_k = max(64, shape.seqlen_q), max(64, shape.seqlen_k)
     most_stages = min(ceil_div(shape.seqlen_k, kernel.block_n), 384 // kernel.block_n)
-    waves = 132 * kernel.blocks_per_sm // kernel.splits + 1
+    waves = sm_count * kernel.blocks_per_sm // kernel.splits + 1
     flops = 4 * shape.head_dim * shape.batch * shape.heads * pairs(shape)
     lengths_differ = shape.causal and shape.seqlen_q > kernel.block_m
     rules = {
@@ -125,7 +125,8 @@ def refused_by(kernel: Kernel, shape: Shape) -> str | None:
         "short_calls": kernel.pdl == 0 or flops < 2e11,
         "split_grid": kernel.splits == 1
         or (
-            tiles < min(132, waves) and kernel.splits * kernel.key_groups * kernel.block_n <= long_k
+            tiles < min(sm_count, waves)
+            and kernel.splits * kernel.key_groups * kernel.block_n <= long_k
         ),
         "clusters": kernel.cluster == 1 or shape.seqlen_q > (kernel.cluster - 1) * kernel.block_m,
     }

@@ -1,0 +1,252 @@
+"""`sms`, the number of SMs of the card: in specs, declarations, rules, plans, rows and history."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fake_compiler import FakeCompiler
+from fake_gpu import FakeGpu
+from samples import H200, TEST_GPU
+
+from attnsweep import sweep
+from attnsweep.choose import start
+from attnsweep.choose.history import history_on, shipped_history
+from attnsweep.errors import SpecError
+from attnsweep.family.declare import SMS, Config, Param, discover, load_kernel
+from attnsweep.family.space import Selection, Space
+from attnsweep.gpu.worker import installed_arch
+from attnsweep.hardware import ARCHS, arch_on
+from attnsweep.problem import Problem
+from attnsweep.spec.load import load_spec
+from attnsweep.spec.plan import plan
+from attnsweep.store.run import open_run
+from attnsweep.tools import compile as compile_tool
+from attnsweep.tools.explain import explain
+from attnsweep.tools.inspect import _config
+
+FAMILIES = discover()
+FLASH = FAMILIES["flash_fwd_wgmma"]
+HOPPER = ARCHS["sm_90a"]
+LONG = Problem(4, 32, 32, 4096, 4096, 64)
+CARDS = {"H20": 78, "H100 PCIe": 114, "H100": 132}
+RESULTS = Path(__file__).parents[2] / "results"
+SMALL = {"BLOCK_N": (64,), "WARPGROUPS": (2,), "KEY_GROUPS": (1,), "SPLITS": (1,)}
+
+
+def persistent(space: Space) -> set[object]:
+    return {config["PERSISTENT"] for config in space.configs}
+
+
+@pytest.mark.parametrize("sms", CARDS.values(), ids=CARDS)
+@pytest.mark.parametrize("values", [{}, {"PERSISTENT": (0, SMS)}], ids=["own", "spec"])
+def test_configs_have_the_number_of_the_card(sms, values):
+    space = Space.build(FLASH, LONG, replace(HOPPER, sm_count=sms), Selection(SMALL | values))
+    assert persistent(space) == {0, sms}
+    (config, *_) = (c for c in space.configs if c.PERSISTENT)
+    grid = FLASH.launches(config, LONG, replace(HOPPER, sm_count=sms))["fwd"].grid
+    assert grid == (sms * config.BLOCKS_PER_SM, 1, 1), "all blocks fit the card at once"
+
+
+def test_on_132_sms_the_space_is_that_of_the_number():
+    """Recorded rows keep their labels, so that they are found again."""
+    named, numbered = (
+        Space.build(FLASH, LONG, HOPPER, Selection(SMALL | {"PERSISTENT": (0, value)}))
+        for value in (SMS, 132)
+    )
+    assert named == numbered
+    assert any("PERSISTENT=132" in config.label for config in named.configs)
+
+
+def test_a_number_stays_and_each_value_comes_once():
+    selection = Selection({}, {"turns": {"all": {"PERSISTENT": (66, SMS, 132)}}})
+    assert selection.on(FLASH, HOPPER).variants["turns"]["all"] == {"PERSISTENT": (66, 132)}
+    space = Space.build(FLASH, LONG, HOPPER, Selection(SMALL, selection.variants))
+    assert persistent(space) == {66, 132}
+    assert space.total == Space.build(FLASH, LONG, HOPPER, Selection(SMALL)).total
+
+
+def test_a_text_of_the_same_name_is_a_text():
+    text = Param("WHERE", ("sms", "gpcs"), "which units take turns")
+    assert not text.counts_sms
+    assert text.on(HOPPER) == ("sms", "gpcs")
+    assert Param("BLOCKS", (SMS,), "blocks").on(HOPPER) == (132,)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("{BLOCK_N: sms}", "BLOCK_N cannot be 'sms'"),
+        ("{PERSISTENT: [0, smx]}", "did you mean 'sms'"),
+    ],
+)
+def test_only_what_counts_sms_may_be_sms(tmp_path, values, said):
+    path = tmp_path / "one.yaml"
+    path.write_text(
+        "problems: [{batch: 1, heads: 2, seqlen: 64, head_dim: 64}]\n"
+        f"kernels: {{flash_fwd_wgmma: {values}}}\n"
+    )
+    with pytest.raises(SpecError, match=said):
+        load_spec(path, FAMILIES)
+
+
+def test_a_split_fills_the_sms_of_the_card():
+    """128 blocks leave SMs of an H100 idle, and none of an H20."""
+    values = {param.name: param.values[0] for param in FLASH.params}
+    config = Config(values | {"WARPGROUPS": 2, "SPLITS": 2, "SPLIT_CLUSTER": 1})
+    problem = Problem(1, 8, 8, 1024, 1024, 64)  # 64 tiles of queries
+    answers = [FLASH.refused_by(config, problem, replace(HOPPER, sm_count=n)) for n in (132, 78)]
+    assert answers == [None, "split_grid"]
+
+
+@pytest.mark.parametrize("name", ["h100", "flash_training", "batched"])
+def test_a_shipped_spec_suits_every_hopper_card(name):
+    spec = load_spec(Path(name), FAMILIES)
+    for sms in CARDS.values():
+        for item in plan(spec, FAMILIES, replace(HOPPER, sm_count=sms)):
+            (space, *_) = item.spaces
+            assert persistent(space) <= {0, sms}
+
+
+def test_what_was_recorded_on_another_card_begins_the_search_of_this_one():
+    there, here = shipped_history(FLASH.name), history_on(FLASH, 114)
+    assert history_on(FLASH, 132) is there
+    assert [h.times_us for h in here] == [h.times_us for h in there]
+    counts = {c["PERSISTENT"] for h in here for c in h.configs}
+    assert 114 in counts
+    assert 132 not in counts
+    assert 132 in {c["PERSISTENT"] for h in there for c in h.configs}
+
+
+def test_inspect_takes_sms_and_the_number():
+    arch = replace(HOPPER, sm_count=114)
+    shape = "BLOCK_N=64 WARPGROUPS=2 PERSISTENT="
+    for text in ("sms", "114"):
+        assert _config(FLASH, shape + text, LONG, arch).PERSISTENT == 114
+
+
+def test_explain_takes_sms_for_the_number_of_the_runs_card():
+    run = open_run(RESULTS / "h100-80gb-hbm3" / "flash_training")
+    (one, *_), (other, *_) = (
+        explain(run, [f"PERSISTENT={text}"], None, FAMILIES) for text in ("sms", "132")
+    )
+    assert one.config["PERSISTENT"] == 132
+    assert one.config == other.config
+
+
+class Turns(FakeGpu):
+    """Every config takes as long."""
+
+    def time_us(self, name):
+        return 10.0
+
+
+SPEC = """
+arch: sm_90a
+problems: [{batch: 1, heads: 2, seqlen: 64, head_dim: 64, causal: true}]
+kernels: {turns: {BLOCKS: [0, sms]}}
+baselines: []
+measure: {rounds: 4}
+"""
+# A family of the user's own.
+DECLARATION = """
+from attnsweep.family.declare import SMS, Kernel, Launch, Param
+
+kernel = Kernel(
+    "turns",
+    summary="blocks take turns",
+    params=(Param("BLOCKS", (0, SMS), "blocks that take turns; 0: one each"),),
+    head_dims=(64,),
+)
+
+
+@kernel.stage("fwd")
+def fwd(config, problem, arch):
+    blocks = config.BLOCKS or problem.seqlen_q
+    return Launch("turns", grid=(blocks, 1, 1), threads=64, args=("q", "k", "v", "o"))
+"""
+TEMPLATE = 'extern "C" __global__ void turns(void* q, void* k, void* v, void* o) { BLOCKS; }'
+
+
+@pytest.fixture
+def go(tmp_path, monkeypatch):
+    def run(sms, early=None, value=SMS):
+        gpu = Turns(environment=TEST_GPU.model_copy(update={"sm_count": sms}))
+        monkeypatch.setattr(sweep, "Worker", gpu)
+        monkeypatch.setattr(start, "installed_arch", lambda: early)
+        monkeypatch.setattr(
+            start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+        )
+        path = tmp_path / "turns.yaml"
+        path.write_text(SPEC.replace("sms", str(value)))
+        (tmp_path / "turns.py").write_text(DECLARATION)
+        (tmp_path / "turns.cu").write_text(TEMPLATE)
+        kernels = {"turns": load_kernel(tmp_path / "turns.py")}
+        found = sweep.run(
+            load_spec(path, kernels), kernels, results=tmp_path / "out", cache_dir=tmp_path / "c"
+        )
+        return found.run, gpu
+
+    return run
+
+
+@pytest.mark.parametrize("early", [None, HOPPER], ids=["alone", "after a wrong guess"])
+def test_a_sweep_measures_the_number_of_its_card_and_resumes(go, early):
+    run, gpu = go(114, early)
+    assert {t.config["BLOCKS"] for t in run.trials} == {0, 114}
+    assert gpu.names("trial") == ["BLOCKS=0", "BLOCKS=114"]
+    again, gpu = go(114, early)
+    assert gpu.names("trial") == []
+    assert [t.fingerprint for t in again.trials] == [t.fingerprint for t in run.trials]
+    spec = load_spec(run.directory / "spec.yaml")
+    assert spec.kernels["turns"].values["BLOCKS"] == (0, SMS), "as it was asked"
+
+
+def test_rows_of_the_number_are_those_of_sms(go):
+    """A run begun with `[0, 132]` goes on with `[0, sms]`, and measures nothing again."""
+    before, gpu = go(132, value=132)
+    assert len(gpu.names("trial")) == 2
+    after, gpu = go(132)
+    assert gpu.names("trial") == []
+    assert after.trials == before.trials
+
+
+def nvml(monkeypatch, *cards):
+    """Cards as (compute capability, cores)."""
+    library = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: len(cards),
+        nvmlDeviceGetHandleByIndex=lambda n: cards[n],
+        nvmlDeviceGetCudaComputeCapability=lambda card: card[0],
+        nvmlDeviceGetNumGpuCores=lambda card: card[1],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+
+
+def test_nvml_tells_the_sms_of_the_card(monkeypatch):
+    nvml(monkeypatch, ((9, 0), 114 * 128))
+    assert installed_arch() == replace(HOPPER, sm_count=114)
+    nvml(monkeypatch, ((8, 0), 6912))
+    assert installed_arch().sm_count == 108
+    nvml(monkeypatch, ((9, 0), 114 * 128), ((9, 0), 132 * 128))
+    assert installed_arch() is None, "two kinds of card"
+
+
+def test_a_dry_run_plans_for_the_card_that_a_run_would_have(monkeypatch):
+    spec = load_spec(Path("h100"))
+    monkeypatch.setattr(compile_tool, "installed_arch", lambda: replace(HOPPER, sm_count=114))
+    assert compile_tool.target_arch(spec, None).sm_count == 114
+    assert compile_tool.target_arch(spec, "sm_90a").sm_count == 132
+    monkeypatch.setattr(compile_tool, "installed_arch", lambda: ARCHS["sm_80"])
+    assert compile_tool.target_arch(spec, None) == HOPPER
+    monkeypatch.setattr(compile_tool, "installed_arch", lambda: None)
+    assert compile_tool.target_arch(spec, None) == HOPPER
+
+
+def test_an_environment_gives_its_own_number():
+    assert arch_on(H200) == HOPPER
+    assert arch_on(H200.model_copy(update={"sm_count": 78})).sm_count == 78
+    assert all(arch.sm_count > 0 for arch in ARCHS.values())
