@@ -98,6 +98,7 @@ class Kept:
         settings = self._spec.measure
         card = (environment.gpu, environment.driver, environment.cuda)
         how = (settings.rank_by, settings.rounds, settings.replay_us, settings.cold, settings.eager)
+        parts += ("energy",) if settings.energy else ()
         return hashlib.sha256(repr((PROTOCOL, card, how, parts)).encode()).hexdigest()[:32]
 
 

@@ -64,6 +64,19 @@ class Measurement(_Row):
     """Median over the rounds of the time multiplied by the SM clock that NVML reported then."""
 
 
+class Energy(_Row):
+    """Energy of one warm call in microjoules, of the whole board. low, high: quartiles."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+    rounds: list[float] = Field(default_factory=list)
+    """One value a stretch; those of all finalists of one problem are paired by position."""
+    ranks: bool = False
+    """Whether it ranks the problem's rows in place of their times."""
+
+
 class Accuracy(_Row):
     """Largest row-wise relative error against float64, and the limit that it must not exceed."""
 
@@ -118,6 +131,10 @@ class Trial(_Row):
     """
     eager_us: float | None = None
     """Host time to issue one call eagerly, without waiting for the device."""
+    energy_uj: Energy | None = None
+    """Energy of a call, by NVML's counter; None if it was not asked for, or the card has none."""
+    power_w: float | None = None
+    """Mean power of the board while energy_uj was measured: the median of the stretches."""
     stages_us: dict[str, float] = Field(default_factory=dict)
     """Stage name to the time of that stage of a pipeline, replayed on its own."""
     launch_us: float | None = None
@@ -196,6 +213,8 @@ class Environment(_Row):
     sku: str | None = None
     """PCI device and subsystem, and the board's part number if the card tells it."""
     power_limit_w: float | None = None
+    energy_counter: bool | None = None
+    """Whether NVML counts the card's energy; None of runs that did not ask."""
     host: str | None = None
     """CPU model, and the host's name, hashed."""
 

@@ -112,6 +112,9 @@ def _judge(old: Section, new: Section | None, slower: float, control: str | None
     if won["trial"] == now["trial"]:
         why = "both runs hold the same row"
         return Finding(label, Verdict.PASS, why, won, now, 1.0, 1.0, 1.0)
+    if "energy" in (won["ranked_as"], now["ranked_as"]):
+        why = f"ranked by {won['ranked_as']}, then by {now['ranked_as']}: only times are compared"
+        return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
     kinds = won["timed_as"], now["timed_as"]
     if kinds[0] != kinds[1]:
         why = f"timed {kinds[0]}, then {kinds[1]}"

@@ -32,6 +32,10 @@ COLUMNS = (
     "cold_us",
     "eager_us",
     "launch_us",
+    "energy_uj",
+    "energy_spread_uj",
+    "power_w",
+    "ranked_as",
     "us_per_head",
     "us_per_sequence",
     "tflops",
@@ -70,7 +74,7 @@ def facts(trial: Trial, environment: Environment | None, base: Base | None) -> R
     bound = None
     if environment is not None:
         bound = binding(limits, problem, l2_bytes=environment.l2_bytes, l2=l2)
-    accuracy = trial.accuracy
+    accuracy, energy = trial.accuracy, trial.energy_uj
     error = accuracy.rel_err if accuracy is not None else None
     ratio = base.ratio(trial) if base is not None else Ratio()
     return {
@@ -89,6 +93,10 @@ def facts(trial: Trial, environment: Environment | None, base: Base | None) -> R
         "cold_us": _number(trial.cold_us),
         "eager_us": _number(trial.eager_us),
         "launch_us": _number(trial.launch_us),
+        "energy_uj": energy.median if energy is not None else math.nan,
+        "energy_spread_uj": (energy.high - energy.low) / 2 if energy is not None else math.nan,
+        "power_w": _number(trial.power_w),
+        "ranked_as": "energy" if energy is not None and energy.ranks else kind,
         "us_per_head": median / (problem.batch * problem.heads),
         "us_per_sequence": median / problem.batch,
         "tflops": problem.flops / device_us / 1e6,

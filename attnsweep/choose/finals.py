@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnsweep.build.observer import Observer
+from attnsweep.choose import energy
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.choose.race import Pair, by_time, label_of, race, settled_first, time_of
 from attnsweep.choose.ranking import EQUIVALENT, middle_ratio, thrift
 from attnsweep.choose.rounds import Replay, Round, Rounds, measured
+from attnsweep.gpu.energy import Stretch
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.model import OTHER_FORMATS
@@ -131,30 +133,47 @@ class Finals:
         fewer = max(3, settings.rounds // 3)
         asked = {"warm": fewer, "cold": fewer, "eager": 1, "stages": 3}
         asked |= {"chained": 3} if self._chains else {}
-        asked |= {settings.rank_by: settings.rounds}
+        asked |= {settings.timed_by: settings.rounds}
         kinds = {kind: n for kind, n in asked.items() if getattr(settings, kind, True)}
         ranked: list[Round] = []
         done = 0
         for kind in kinds:
             for this in self._rounds_of(kind, kinds, rounds):
-                ranked += [this] if kind == settings.rank_by else []
+                ranked += [this] if kind == settings.timed_by else []
                 done += 1
                 self._observer.timing(done, sum(kinds.values()))
         self._confirm()
+        energies = self._energies()
         conditions = rounds.summary(ranked)
         self._note(conditions.get("strays", {}), len(ranked))
         pace = self._pace()
         return [
             _row(
-                *(trial, settings.rank_by, self._samples[name], self._noisy.get(name)),
+                *(trial, settings.timed_by, self._samples[name], self._noisy.get(name)),
                 *(ranked, pace, conditions),
-            )
+            ).with_(**energy.fields(energies, name, ranks=settings.rank_by == "energy"))
             for name, trial in self._entries.items()
         ]
 
+    def _energies(self) -> dict[str, list[Stretch]]:
+        """Stretches of each entry, if the spec asks for them."""
+        settings = self._spec.measure
+        if not settings.energy:
+            return {}
+        found = energy.stretches(
+            self._gpu,
+            [*self._entries],
+            ranks=settings.rank_by == "energy",
+            seed=settings.rounds + self._spec.search.seed,
+            fail=lambda name, error: self._fail(name, self._entries.pop(name), error),
+        )
+        if self._entries and not found:
+            self._observer.note("no energies: NVML's counter is missing, or stands still")
+        return found
+
     def _confirm(self) -> None:
         """Check our entries again, those that may win for longer; the wrong ones leave."""
-        kind = self._spec.measure.rank_by
+        kind = self._spec.measure.timed_by
         ours = [name for name, trial in self._entries.items() if trial.provider == OURS]
         ours.sort(key=lambda name: statistics.median(self._samples[name][kind]))
         near = _within({name: self._samples[name][kind] for name in ours}, _NEAR)
@@ -173,7 +192,7 @@ class Finals:
 
     def _rounds_of(self, kind: str, wanted: dict[str, int], rounds: Rounds) -> Iterator[Round]:
         """Rounds of one kind of time. An open border adds to the number that is `wanted` of it."""
-        ranks = kind == self._spec.measure.rank_by
+        ranks = kind == self._spec.measure.timed_by
         names = [n for n in self._entries if self._has(n, kind)]
         last: dict[tuple[str, str], float] = {}
 
@@ -228,7 +247,7 @@ class Finals:
     def _still(self, names: Sequence[str], taken: int) -> list[str]:
         """Those that are not known well enough, and the fastest peer, which × base pairs with."""
         settings, first = self._spec.measure, taken < self._spec.measure.rounds
-        times = {name: self._samples[name][settings.rank_by] for name in names}
+        times = {name: self._samples[name][settings.timed_by] for name in names}
         if not first:
             ours = {n: own for n, own in times.items() if self._entries[n].provider == OURS}
             keep = ours.keys() - shown_slower(ours)
@@ -249,7 +268,7 @@ class Finals:
 
         The last series of a peer replaces its earlier rounds. Those are kept as `discarded`.
         """
-        kind, count = self._spec.measure.rank_by, self._spec.measure.rounds
+        kind, count = self._spec.measure.timed_by, self._spec.measure.rounds
         for _ in range(_TIMES_AGAIN):
             pace = self._pace()
             noisy = [name for name in self._entries if self._is_noisy(name, pace)]
@@ -282,12 +301,12 @@ class Finals:
         return self._noisy[name].first if name in self._noisy else 0
 
     def _pace(self) -> list[float]:
-        kind = self._spec.measure.rank_by
+        kind = self._spec.measure.timed_by
         return _pace([self._samples[name][kind] for name in self._entries])
 
     def _is_noisy(self, name: str, pace: Sequence[float]) -> bool:
         """Whether a peer is noisy in its last series, or much slower in it than it was before."""
-        times = self._samples[name][self._spec.measure.rank_by]
+        times = self._samples[name][self._spec.measure.timed_by]
         trial = self._entries[name]
         return trial.provider != OURS and _scatter(times, self._noisy.get(name), pace) is not None
 

@@ -24,7 +24,7 @@ from attnsweep.choose.base import (
 from attnsweep.choose.columns import COLUMNS, Row, facts
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.problem import Problem
-from attnsweep.trial import OURS, Environment, Status, Trial
+from attnsweep.trial import OURS, Environment, Measurement, Status, Trial
 
 # A time without rounds leads only if it is this factor below the best with rounds: luck may make
 # one sample low, but not that low. Nor may a rank be slower than a later one by more than this.
@@ -63,6 +63,9 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     candidate with the least shared memory, then registers, then the first config. Times do not
     choose among the equally good, so that a rerun picks the same one. If all candidates that took
     part in rounds were noisy, none wins, though one that did not may have a lower time.
+
+    Where a spec ranks by energy (ranked_as is then energy), the energies of a call stand in for
+    times in all of this; × base stays one of times.
 
     time_us is the median; spread_us is half the interquartile range of the rounds (NaN if timed
     once); cycles counts SM clock cycles in the rounds; timed_as is the kind of time_us: warm, cold
@@ -113,6 +116,10 @@ def judged(trial: Trial) -> tuple[Status, str | None]:
     others = ("first_us", "warm_us", "cold_us", "eager_us", "launch_us")
     times |= {name: getattr(trial, name) for name in others if getattr(trial, name) is not None}
     times |= {f"stages_us.{name}": us for name, us in trial.stages_us.items()}
+    if (energy := trial.energy_uj) is not None:
+        times |= {"power_w": math.nan if trial.power_w is None else trial.power_w}
+        times |= {f"energy_uj.{name}": getattr(energy, name) for name in ("median", "low", "high")}
+        times |= {f"energy_uj.rounds[{number}]": uj for number, uj in enumerate(energy.rounds)}
     for name, us in times.items():
         if not 0 < us < math.inf:  # no sweep writes such a time, and NaN compares as false
             return Status.DAMAGED, f"says ok, but {name} is {us}"
@@ -198,13 +205,24 @@ def thrift(trial: Trial) -> tuple[Any, ...]:
     return (*cost, _identity(trial))
 
 
+def _as_ranked(trial: Trial) -> Trial:
+    """The row with its energy in place of its time, if energy ranks it; for its order alone."""
+    energy = trial.energy_uj
+    if energy is None or not energy.ranks:
+        return trial
+    facts = energy.model_dump(include={"median", "low", "high", "samples", "rounds"})
+    return trial.with_(time_us=Measurement(**facts, l2="energy"))
+
+
 def _rank_problem(
     problem: Problem, trials: Sequence[Trial], environment: Environment | None
 ) -> list[Row]:
     verdicts = {id(trial): judged(trial) for trial in trials}
-    ranked = [t for t in trials if verdicts[id(t)][0] is Status.OK]
-    groups = _groups(ranked)
-    decided = not _all_noisy(trials, ranked)
+    good = [t for t in trials if verdicts[id(t)][0] is Status.OK]
+    views = [_as_ranked(trial) for trial in good]
+    own = {id(view): trial for view, trial in zip(views, good, strict=True)}
+    groups = _groups(views)
+    decided = not _all_noisy(trials, good)
     places: list[tuple[Trial, int | None, bool, bool]] = []
     winner: Trial | None = None
     for group in groups:
@@ -213,7 +231,7 @@ def _rank_problem(
         if winner is None and ours and decided:
             winner = min(_equally_good(ours), key=thrift)
         group.sort(key=lambda t: (t is not winner, _median(t), _identity(t)))
-        places += [(t, place, len(group) > 1, t is winner) for t in group]
+        places += [(own[id(t)], place, len(group) > 1, t is winner) for t in group]
     rest = [t for t in trials if verdicts[id(t)][0] is not Status.OK]
     rest.sort(key=lambda t: (_AFTER.index(verdicts[id(t)][0]), _identity(t)))
     places += [(t, None, False, False) for t in rest]

@@ -13,11 +13,12 @@ from typing import Protocol
 from attnsweep.build.candidate import builds_of, workspace_limit
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.prune import compiler_for
+from attnsweep.choose.energy import refuse_without_counter
 from attnsweep.choose.search import search_of
 from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.family.declare import Kernel
+from attnsweep.gpu.cards import installed_arch
 from attnsweep.gpu.judge import judge_source
-from attnsweep.gpu.worker import installed_arch
 from attnsweep.hardware import Arch, arch_on
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import PlannedProblem, plan
@@ -53,6 +54,7 @@ def start(
     environment = described.result()
     arch = arch_of(spec, environment)
     _check_memory(spec, environment)
+    refuse_without_counter(environment, spec.measure.rank_by)
     if begun is None or begun[1].arch != arch:
         begun = _planned(spec, kernels, arch, cache_dir, at_end)
     return environment, *begun

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from attnsweep.build.launches import Candidate, FirstTimes, Launches
-from attnsweep.gpu import peers
+from attnsweep.gpu import energy, peers
 from attnsweep.gpu.device import Buffer, Session, cuda_errors
+from attnsweep.gpu.energy import Stretch
 from attnsweep.gpu.pipeline import Pipeline
 from attnsweep.gpu.proof import Proof, Proven
 from attnsweep.problem import Problem, ceil_div
@@ -355,6 +356,25 @@ class Bench:
         if self._l2_filler is None:
             self._l2_filler = Buffer(_COLD_L2_SIZES * self.session.gpu.l2_bytes)
         self._l2_filler.poison()
+
+    def energy(self, name: str) -> Stretch | None:
+        """Energy of a warm call of an entry, and the power meanwhile; None without a counter."""
+        counter = energy.counter(self.session)
+        if counter is None:
+            return None
+        entry = self._entries[name]
+        if "warm" not in entry.graphs:  # in a new process, after another entry's fault
+            self.replay(name, "warm")
+        replay, calls = entry.graphs["warm"]
+        with self.session.stream:
+            self._proof.begin()
+            entry.call.refresh(1)
+            load = energy.Replays(self.session, replay, calls, entry.warm_us)
+            found = energy.stretch(counter, load)
+            self.session.synchronize()
+            if entry.proven is not None:
+                self._proof.end(entry.proven)
+        return found
 
     def eager_us(self, name: str) -> float:
         """Host time to issue one call, in microseconds, without waiting for the device."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnsweep.errors import NoGpuError, SpecError
 from attnsweep.files import install_command
+from attnsweep.hardware import Arch, arch_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -66,6 +67,25 @@ def installed() -> list[InstalledCard]:
             break
         shown.append(fits[0])
     return [InstalledCard(n, card.uuid, card.name) for n, card in enumerate(shown)]
+
+
+def installed_arch() -> Arch | None:
+    """The architecture of this machine's GPUs if all have the same one, without starting CUDA.
+
+    From NVML, with the number of SMs; None without nvidia-ml-py, a driver, or a known card.
+    """
+    try:
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+        cards = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
+        (capability,) = {tuple(map(int, nvml.nvmlDeviceGetCudaComputeCapability(c))) for c in cards}
+        (cores,) = {int(nvml.nvmlDeviceGetNumGpuCores(card)) for card in cards}
+        arch = arch_of((capability[0], capability[1]))
+    except Exception:  # ImportError, any of NVML's own errors, or cards of several kinds
+        return None
+    # A core is what makes an fp32 multiply-add a clock.
+    return None if arch is None else replace(arch, sm_count=cores // arch.fma_per_clock)
 
 
 def chosen(text: str, cards: Sequence[InstalledCard]) -> list[InstalledCard]:

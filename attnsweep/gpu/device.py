@@ -351,6 +351,16 @@ class Session:
         begin.record(self.stream)
         work()
         end.record(self.stream)
+        return self.elapsed_us(begin, end)
+
+    def record(self) -> Any:
+        """An event that is recorded on the stream now."""
+        event = self._cupy.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def elapsed_us(self, begin: Any, end: Any) -> float:
+        """Device time between two recorded events; waits for the second."""
         end.synchronize()
         return float(self._cupy.cuda.get_elapsed_time(begin, end)) * 1e3
 
@@ -369,7 +379,7 @@ class Session:
             for begin, end in itertools.pairwise(self._marks[: len(work) + 1])
         ]
 
-    def _card(self) -> Any:
+    def nvml(self) -> tuple[Any, Any]:
         """NVML and its handle of this card. Raises ImportError or an NVMLError."""
         import pynvml
 
@@ -380,7 +390,7 @@ class Session:
     def sm_mhz(self) -> float | None:
         """The SM clock now; None without nvidia-ml-py, or if the driver refuses."""
         try:
-            pynvml, card = self._card()
+            pynvml, card = self.nvml()
             return float(pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM))
         except Exception:  # ImportError, or any of NVML's own errors
             return None
@@ -388,7 +398,7 @@ class Session:
     def identity(self) -> dict[str, Any]:
         """uuid (hashed), sku and power_limit_w of this card, as far as NVML tells them."""
         try:
-            pynvml, card = self._card()
+            pynvml, card = self.nvml()
         except Exception:  # as above
             return {}
         pci = pynvml.nvmlDeviceGetPciInfo(card)
@@ -412,7 +422,7 @@ class Session:
         except ImportError:
             return {}
         try:
-            _, card = self._card()
+            _, card = self.nvml()
             reasons = int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(card))
             return {
                 "sm_mhz": pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM),

@@ -28,10 +28,10 @@ from typing import Any, Protocol
 from attnsweep import __version__
 from attnsweep.build.launches import Candidate, FirstTimes
 from attnsweep.errors import AttnsweepError, NoGpuError
-from attnsweep.gpu import children
+from attnsweep.gpu import children, energy
 from attnsweep.gpu.cards import hashed
+from attnsweep.gpu.energy import Stretch
 from attnsweep.gpu.lock import held
-from attnsweep.hardware import Arch, arch_of
 from attnsweep.problem import Problem
 from attnsweep.trial import PROTOCOL, Accuracy, Environment, Status
 
@@ -124,6 +124,9 @@ class Gpu(Protocol):
 
     def eager_us(self, name: str) -> float:
         """Host time to issue one call of an entry, without waiting for the device."""
+
+    def energy(self, name: str) -> Stretch | None:
+        """Energy of a warm call of an entry, in a stretch of about 1 s; None without a counter."""
 
     def confirm(self, name: str, longest_us: float) -> int:
         """Check an entry again, in calls of about longest_us; returns the number compared."""
@@ -232,6 +235,11 @@ class Worker:
     def eager_us(self, name: str) -> float:
         """See `Gpu`."""
         return float(self.call("eager_us", name))
+
+    def energy(self, name: str) -> Stretch | None:
+        """See `Gpu`."""
+        found: Stretch | None = self.call("energy", name, slow=True)
+        return found
 
     def confirm(self, name: str, longest_us: float) -> int:
         """See `Gpu`."""
@@ -448,6 +456,7 @@ def _describe(preload: str | None) -> Environment:
         l2_bytes=gpu.l2_bytes,
         protocol=PROTOCOL,
         host=f"{_cpu_model()}, host {hashed(platform.node())}",
+        energy_counter=energy.counter(session) is not None,
         **session.identity(),
     )
 
@@ -470,25 +479,6 @@ def driver_version() -> str | None:
         return version if isinstance(version, str) else version.decode()
     except Exception:  # ImportError, or any of NVML's own errors
         return None
-
-
-def installed_arch() -> Arch | None:
-    """The architecture of this machine's GPUs if all have the same one, without starting CUDA.
-
-    From NVML, with the number of SMs; None without nvidia-ml-py, a driver, or a known card.
-    """
-    try:
-        import pynvml as nvml
-
-        nvml.nvmlInit()
-        cards = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
-        (capability,) = {tuple(map(int, nvml.nvmlDeviceGetCudaComputeCapability(c))) for c in cards}
-        (cores,) = {int(nvml.nvmlDeviceGetNumGpuCores(card)) for card in cards}
-        arch = arch_of((capability[0], capability[1]))
-    except Exception:  # as above, or cards of several kinds
-        return None
-    # A core is what makes an fp32 multiply-add a clock.
-    return None if arch is None else replace(arch, sm_count=cores // arch.fma_per_clock)
 
 
 def _installed(*names: str) -> Iterator[tuple[str, str]]:

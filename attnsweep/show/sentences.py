@@ -233,8 +233,18 @@ def apart(row: Row) -> bool:
 
 
 def faster_peer(section: Section) -> str | None:
-    """`torch_cudnn is faster (1.12×)`, if the fastest peer ranks before the best of ours."""
+    """`torch_cudnn is faster (1.12×)`, if the fastest peer ranks before the best of ours.
+
+    `torch_cudnn takes less energy (1.12×)`, if energy ranks.
+    """
     won, best = section.winner, section.best_baseline
+    if won is not None and won["ranked_as"] == "energy":
+        before = [r for r in section.rows if r["rank"] and r["rank"] < won["rank"]]
+        before = [r for r in before if r["baseline"] and r["provider"] not in OTHER_FORMATS]
+        least = min(before, key=lambda r: float(r["energy_uj"]), default=None)
+        if least is None:
+            return None
+        return f"{who(least)} takes less energy ({won['energy_uj'] / least['energy_uj']:.2f}×)"
     if won is None or best is None or not best["rank"] or best["rank"] >= won["rank"]:
         return None
     ratio = won["ratio_to_best_baseline"]
@@ -279,6 +289,9 @@ def winner_lines(section: Section) -> list[str]:
     said += others
     chained = row["trial"].chained_us
     said += [] if chained is None else [f"chained{GLUE}{figure(chained, 3)}{GLUE}µs"]
+    if row["energy_uj"] is not None:
+        rank = ", which ranks" if row["ranked_as"] == "energy" else ""
+        said.append(f"{row['energy_uj'] / 1e3:.4g}{GLUE}mJ at {row['power_w']:.0f}{GLUE}W{rank}")
     config = f" {row['config']}" if row["config"] else ""
     peer = faster_peer(section)
     title = f"* best of ours; {peer}:" if peer else "* winner"

@@ -231,6 +231,8 @@ _BY_NEED = [
         mark=lambda row: {"bound": "≥", "medians": "~"}.get(row["ratio_of"], ""),
     ),
     _Column("spread_us", "±", 2),
+    _Column("energy_uj", "mJ", form=lambda uj: f"{uj / 1e3:.4g}"),
+    _Column("power_w", "W", form="{:.0f}".format),
     _Column(
         *("ratio_low", f"95{GLUE}%"),
         form="{:.2f}".format,
@@ -252,7 +254,7 @@ _LESS_THAN_NAMES = ("spill_bytes", "warm_us", "cold_us", "eager_us", "occupancy"
 _ORDER = [
     "time_us", "spread_us", "ratio_to_best_baseline", "ratio_low", "us_per_head", "tflops",
     "bound_share", "rel_err", "registers", "smem_bytes", "spill_bytes", "warm_us", "cold_us",
-    "eager_us", "occupancy",
+    "eager_us", "energy_uj", "power_w", "occupancy",
 ]  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from attnsweep.spec.model import (
     Calls,
     CheckSpec,
     KernelChoice,
+    MeasureSpec,
     ParameterValues,
     Size,
     Slower,
@@ -162,44 +163,6 @@ class SearchSpec(_Model):
                 f"search: strategy {self.strategy} needs candidates",
                 "set the number per kernel and problem, or budget_s: "
                 f"{{strategy: {self.strategy}, candidates: 100}}",
-            )
-        return self
-
-
-class MeasureSpec(_Model):
-    """How candidates are timed. See docs/measuring.md."""
-
-    rank_by: Literal["warm", "cold", "eager"] = Field(
-        default="warm",
-        description="Kind of time that ranks: a call with a warm or a cold L2, or the host's cost "
-        "of issuing one. Tables show the other two next to it.",
-    )
-    rounds: Size = Field(
-        default=15,
-        description="Rounds in which finalists and baselines take turns; up to three times as many "
-        "while the best are undecided.",
-    )
-    finalists: Size = Field(default=12, description="Candidates per problem that enter the rounds.")
-    replay_us: Size = Field(default=1000, description="Shortest timed graph replay, in µs.")
-    cold: StrictBool = Field(
-        default=True, description="Also time with a cold L2, by rotating buffers."
-    )
-    eager: StrictBool = Field(
-        default=True, description="Also time the host's cost of one eager call."
-    )
-    input_seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] | None = Field(
-        default=None, description="Seed of q, k and v (default: another in each run; rows keep it)."
-    )
-    timeout_s: Annotated[float, Field(strict=True, gt=0)] = Field(
-        default=30.0, description="Seconds one candidate may take before its worker is killed."
-    )
-
-    @model_validator(mode="after")
-    def _ranked_by_what_is_timed(self) -> MeasureSpec:
-        if self.rank_by != "warm" and not getattr(self, self.rank_by):
-            raise wrong(
-                f"measure: rank_by {self.rank_by} needs {self.rank_by}: true",
-                f"drop {self.rank_by}: false, or rank by something else",
             )
         return self
 

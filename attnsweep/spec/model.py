@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Annotated, Any, Literal, get_args
 
@@ -11,8 +12,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     StrictStr,
     WithJsonSchema,
+    model_validator,
 )
 
 from attnsweep.errors import SpecError
@@ -130,6 +133,63 @@ Bytes = Annotated[
         | Annotated[str, Field(pattern=f"^{_SIZE.pattern}$")],
     ),
 ]
+
+
+class MeasureSpec(BaseModel):
+    """How candidates are timed. See docs/measuring.md."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    rank_by: Literal["warm", "cold", "eager", "energy"] = Field(
+        default="warm",
+        description="What ranks: the time of a call with a warm or a cold L2, the host's cost of "
+        "issuing one, or the energy of a warm one. Tables show the others next to it.",
+    )
+    rounds: Size = Field(
+        default=15,
+        description="Rounds in which finalists and baselines take turns; up to three times as many "
+        "while the best are undecided.",
+    )
+    finalists: Size = Field(default=12, description="Candidates per problem that enter the rounds.")
+    replay_us: Size = Field(default=1000, description="Shortest timed graph replay, in µs.")
+    cold: StrictBool = Field(
+        default=True, description="Also time with a cold L2, by rotating buffers."
+    )
+    eager: StrictBool = Field(
+        default=True, description="Also time the host's cost of one eager call."
+    )
+    energy: StrictBool = Field(
+        default=False,
+        description="Also measure the energy of a call of each finalist and baseline, by NVML's "
+        "counter: about 2 s each (default: true if rank_by is energy).",
+    )
+    input_seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] | None = Field(
+        default=None, description="Seed of q, k and v (default: another in each run; rows keep it)."
+    )
+    timeout_s: Annotated[float, Field(strict=True, gt=0)] = Field(
+        default=30.0, description="Seconds one candidate may take before its worker is killed."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ranking_by_energy_measures_it(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("rank_by") == "energy":
+            return {"energy": True, **data}
+        return data
+
+    @property
+    def timed_by(self) -> str:
+        """The kind of time that the rounds compare, and `time_us` holds."""
+        return "warm" if self.rank_by == "energy" else self.rank_by
+
+    @model_validator(mode="after")
+    def _ranked_by_what_is_timed(self) -> MeasureSpec:
+        if self.rank_by != "warm" and not getattr(self, self.rank_by):
+            raise wrong(
+                f"measure: rank_by {self.rank_by} needs {self.rank_by}: true",
+                f"drop {self.rank_by}: false, or rank by something else",
+            )
+        return self
 
 
 class CheckSpec(BaseModel):

@@ -12,7 +12,8 @@ from attnsweep.build.prune import compiler_for
 from attnsweep.choose.queue import as_ready
 from attnsweep.errors import NoGpuError, SpecError
 from attnsweep.family.declare import Kernel
-from attnsweep.gpu.worker import Worker, installed_arch
+from attnsweep.gpu.cards import installed_arch
+from attnsweep.gpu.worker import Worker
 from attnsweep.hardware import ARCHS, Arch, arch_named, arch_on
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import candidate_counts, plan

@@ -95,9 +95,11 @@ class Explanation:
 
     @property
     def ratio(self) -> float | None:
-        """Its time over the winner's, None without one of them."""
+        """Its time, or energy if that ranks, over the winner's; None without one of them."""
         if self.row is None or self.winner is None or not self.row["rank"]:
             return None
+        if "energy" == self.row["ranked_as"] == self.winner["ranked_as"]:
+            return float(self.row["energy_uj"] / self.winner["energy_uj"])
         return float(self.row["time_us"] / self.winner["time_us"])
 
     def to_json(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def verdict(found: Explanation) -> list[str]:
     if not row["rank"]:
         status = str(row["status"]).replace("_", " ")
         return [f"It has no rank, {status}: {first_line(row['detail']) or 'no reason given'}"]
-    us = f"{figure(row['time_us'], 4)}{GLUE}µs"
+    us = _cost(row)
     ranked = sum(bool(r["rank"]) and not r["baseline"] for r in found.section.rows)
     if found.won:
         peer = faster_peer(found.section)
@@ -93,16 +93,23 @@ def verdict(found: Explanation) -> list[str]:
         return [f"It takes {us}; the problem has no winner."]
     if row["tied"] and won["tied"] and row["rank"] == won["rank"]:
         return [
-            f"It ties with the winner: {us} against {figure(won['time_us'], 4)}{GLUE}µs; no "
+            f"It ties with the winner: {us} against {_cost(won)}; no "
             "difference above 0.4 % was shown, and the winner has less shared memory, fewer "
             "registers or an earlier config."
         ]
     by = "" if row["rounds"] else "; it did not reach the finals, so this is from fewer rounds"
     return [
         f"It lost: {us} is {found.ratio:.2f} times the winner's "
-        f"{figure(won['time_us'], 4)}{GLUE}µs (rank {place_of(row)}, {ranked} candidates are "
+        f"{_cost(won)} (rank {place_of(row)}, {ranked} candidates are "
         f"ranked{by})."
     ]
+
+
+def _cost(row: Row) -> str:
+    """What ranks a row: `10.8 µs`, or `12.3 mJ` where energy does."""
+    if row["ranked_as"] == "energy":
+        return f"{figure(row['energy_uj'] / 1e3, 4)}{GLUE}mJ"
+    return f"{figure(row['time_us'], 4)}{GLUE}µs"
 
 
 def differences(found: Explanation) -> list[str]:

@@ -12,6 +12,7 @@ from samples import TEST_GPU
 
 from attnsweep.build.launches import Candidate, FirstTimes
 from attnsweep.errors import NoGpuError
+from attnsweep.gpu.energy import Stretch
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy, Environment, Status
@@ -26,7 +27,8 @@ class FakeGpu:
     is not in it is not installed. chaining: entries whose calls can be chained. faults: what a call
     of (method, name) raises. calls: every call but `describe`, as (method, name); the name is the
     entry's, the config's of `trial`, or the problem's of `open`. environment: what `describe`
-    answers, or raises.
+    answers, or raises. watts: mean power by entry (default: 500); None for a card whose counter of
+    energy stands still.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class FakeGpu:
         self.faults: dict[tuple[str, str], BaseException] = {}
         self.calls: list[tuple[str, str]] = []
         self.proof_s = 0.0
+        self.watts: dict[str, float] | None = {}
 
     # -- what a test may override -------------------------------------------------------------
 
@@ -55,6 +58,13 @@ class FakeGpu:
     def first_times(self, candidate: Candidate) -> FirstTimes:
         """What `trial` tells of a right candidate."""
         return FirstTimes(self.time_us(label_of(candidate)), {}, 1.5)
+
+    def stretch(self, name: str) -> Stretch | None:
+        """One measurement of an entry's energy."""
+        if self.watts is None:
+            return None
+        power_w = self.watts.get(name, 500.0)
+        return Stretch(power_w * self.sample(name, "warm"), power_w)
 
     def heard(self, method: str, name: str = "") -> None:
         """Keep a call, and raise what it should raise."""
@@ -119,6 +129,10 @@ class FakeGpu:
     def eager_us(self, name: str) -> float:
         self.heard("eager_us", name)
         return self.sample(name, "eager")
+
+    def energy(self, name: str) -> Stretch | None:
+        self.heard("energy", name)
+        return self.stretch(name)
 
     def confirm(self, name: str, longest_us: float) -> int:
         self.heard("confirm", name)

@@ -18,7 +18,7 @@ from attnsweep.choose.history import history_on, shipped_history
 from attnsweep.errors import SpecError
 from attnsweep.family.declare import SMS, Config, Param, discover, load_kernel
 from attnsweep.family.space import Selection, Space
-from attnsweep.gpu.worker import installed_arch
+from attnsweep.gpu.cards import installed_arch
 from attnsweep.hardware import ARCHS, arch_on
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
