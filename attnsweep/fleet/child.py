@@ -50,6 +50,10 @@ class CardFault(Exception):
     """The card may be at fault, so that another one should have the problem."""
 
 
+class Suspected(CardFault):
+    """Nothing but failures came, so what the card told of the problem does not count."""
+
+
 class Pipe:
     """The way to the parent; lines of several threads do not mix."""
 
@@ -143,11 +147,11 @@ class Told:
 
 
 class Telling(Observer):
-    """Tells progress. suspect: raise CardFault if nothing but failures comes at the start."""
+    """Tells progress. suspect: raise Suspected if nothing but failures comes at the start."""
 
     def __init__(self, pipe: Pipe, *, suspect: bool) -> None:
         self._pipe, self._suspect = pipe, suspect
-        self._failures = 0
+        self._failures, self._last = 0, ""
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:  # noqa: ARG002
         """A problem begins."""
@@ -165,11 +169,15 @@ class Telling(Observer):
             self._suspect = False
         elif trial.status in (Status.LAUNCH_ERROR, Status.TIMEOUT):
             self._failures += 1
-            if self._suspect and self._failures >= _FAILURES:
-                raise CardFault(
-                    f"the first {self._failures} candidates all failed, the last one with: "
-                    f"{(trial.detail or trial.status.value).partition(chr(10))[0]}"
-                )
+            self._last = (trial.detail or trial.status.value).partition("\n")[0]
+            if self._failures >= _FAILURES:
+                self.suspect(f"the first {self._failures}")
+
+    def suspect(self, candidates: str) -> None:
+        """Raise Suspected if nothing but failures has come so far."""
+        if self._suspect and self._failures:
+            what = f"{candidates} candidates all failed, the last one with: {self._last}"
+            raise Suspected(what)
 
     def racing(self, alive: int, entrants: int) -> None:
         """A round of the race is over."""
@@ -231,7 +239,12 @@ class Child:
         then = message["then"]
         observer = Telling(self._pipe, suspect=not message["last"])
         sweep = Sweep(spec, gpu, self._here, store, observer)
-        sweep.run([item], self.compiler, None if then is None else spec.problems[then].problem)
+        try:
+            sweep.run([item], self.compiler, None if then is None else spec.problems[then].problem)
+            observer.suspect("its")
+        except Suspected:
+            store.set_aside(entry.problem)  # all rows may be there: another card would keep them
+            raise
         sweep.keep_winners(entry.problem, missing=True)
         self._pipe.tell("done")
 

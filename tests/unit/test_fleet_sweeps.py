@@ -302,6 +302,26 @@ def test_a_card_on_which_everything_fails_is_suspected(go, cards):
     assert [n for n in heard.notes if "the first 12 candidates all failed" in n]
 
 
+def test_a_card_on_which_every_candidate_of_a_small_problem_fails_is_suspected(go, cards):
+    """It is free again at once, and would take one problem after the other."""
+    cards.on(0, fault="fails")
+    cards.on(1, trial_s=0.2)
+    outcome, heard = go()
+    assert is_whole(outcome)
+    assert cards_of(outcome.run.trials) == [cards.cards[1].hashed]
+    why = "its candidates all failed, the last one with: uncorrectable ECC error"
+    assert [n for n in heard.notes if why in n]
+
+
+def test_a_problem_whose_candidates_all_fail_on_every_card_is_rows(go, cards):
+    for number in (0, 1):
+        cards.on(number, fault="fails")
+    outcome, _ = go()
+    assert outcome.exit_code == 1
+    assert Counter(t.status for t in outcome.run.trials) == {Status.LAUNCH_ERROR: 12}
+    assert not outcome.unmeasured
+
+
 @pytest.mark.parametrize("name", ["gpu", "driver", "power_limit_w"])
 def test_a_card_unlike_the_others_is_left_out_by_name(go, cards, name):
     cards.on(1, environment={name: 1.0 if name == "power_limit_w" else "other"})
