@@ -126,3 +126,12 @@ def attnsweep(
         return Done(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Any]:
+    """Forks the processes of fake cards."""
+    from nursery import Nursery
+
+    with Nursery() as made:
+        yield made

@@ -57,13 +57,17 @@ class Process:
         environment: Mapping[str, str],
         deliver: Deliver,
         without: Collection[str] = (),
+        popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
-        """environment: variables added to those of this process. without: variables left out."""
+        """environment: variables added to those of this process. without: variables left out.
+
+        popen: starts it.
+        """
         inherited = {name: text for name, text in os.environ.items() if name not in without}
         self._deliver = deliver
         self._out: SimpleQueue[bytes | None] = SimpleQueue()
         self._words: deque[str] = deque(maxlen=12)
-        self._popen = subprocess.Popen(
+        self._popen = popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

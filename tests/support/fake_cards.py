@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from nursery import Nursery
 
 import attnsweep
 from attnsweep.fleet.process import Child, Deliver, Process
@@ -15,9 +18,15 @@ from attnsweep.gpu.cards import VISIBLE, InstalledCard
 
 
 class FakeCards:
-    """Some cards. facts: of one card by its number: what `fake_child.FaultyGpu` reads."""
+    """Some cards. facts: of one card by its number: what `fake_child.FaultyGpu` reads.
 
-    def __init__(self, place: Path, count: int = 2, **everywhere: Any) -> None:
+    nursery: forks their processes; without it each is a program that imports everything.
+    """
+
+    def __init__(
+        self, place: Path, count: int = 2, nursery: Nursery | None = None, **everywhere: Any
+    ) -> None:
+        self._nursery = nursery
         self.cards = [
             InstalledCard(number, f"GPU-{number:08d}", "NVIDIA Test 1") for number in range(count)
         ]
@@ -40,7 +49,8 @@ class FakeCards:
         }
         self.started[card.number] += 1
         command = [sys.executable, str(support / "fake_child.py")]
-        self.children.append(Process(command, environment, deliver))
+        popen = subprocess.Popen if self._nursery is None else self._nursery.popen
+        self.children.append(Process(command, environment, deliver, popen=popen))
         return self.children[-1]
 
     def calls(self, what: str) -> list[tuple[int, str]]:

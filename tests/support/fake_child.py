@@ -94,7 +94,8 @@ class FaultyGpu(FakeGpu):
                 raise AssertionError(other)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Be the child of the card that the environment names."""
     cards = json.loads(os.environ["FAKE_CARDS"])
     if not cards["all"].get("nvrtc"):
         child.RemoteCompiler.key = FakeCompiler.key  # type: ignore[method-assign,assignment]
@@ -102,3 +103,7 @@ if __name__ == "__main__":
     gpu = FaultyGpu(uuid, cards["all"] | cards.get(uuid, {}), Path(cards["log"]))
     child.main(lambda begin: gpu)
     sys.exit("not reached")
+
+
+if __name__ == "__main__":
+    main()

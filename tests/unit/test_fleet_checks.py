@@ -34,13 +34,13 @@ def compiler_for(spec, arch, cache_dir=None):
 
 
 @pytest.fixture
-def cards(tmp_path, monkeypatch):
+def cards(tmp_path, monkeypatch, nursery):
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.setattr(checks, "compiler_for", compiler_for)
     monkeypatch.setattr(start, "compiler_for", compiler_for)
     times = {"CYCLES=400000": 20.0, "old": 20.0, "new": 21.0}
-    cards = FakeCards(tmp_path, times=times, together=2, trial_s=0.1)
+    cards = FakeCards(tmp_path, nursery=nursery, times=times, together=2, trial_s=0.1)
     monkeypatch.setattr(installed_cards, "installed", lambda: cards.cards)
     check = checks.check
     monkeypatch.setattr(

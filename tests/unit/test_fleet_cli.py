@@ -30,13 +30,13 @@ TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0}
 
 
 @pytest.fixture
-def cards(tmp_path, monkeypatch):
+def cards(tmp_path, monkeypatch, nursery):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
     monkeypatch.setattr(
         start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
     )
-    cards = FakeCards(tmp_path, times=TIMES, trial_s=0.02, together=2)
+    cards = FakeCards(tmp_path, nursery=nursery, times=TIMES, trial_s=0.02, together=2)
     monkeypatch.setattr(installed_cards, "installed", lambda: cards.cards)
     run = sweeps.run
     monkeypatch.setattr(sweeps, "run", lambda *a, **o: run(*a, **o, start_child=cards.start_child))

@@ -86,8 +86,8 @@ def fake_compiler(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def cards(tmp_path):
-    return FakeCards(tmp_path, times=TIMES, trial_s=0.02)
+def cards(tmp_path, nursery):
+    return FakeCards(tmp_path, nursery=nursery, times=TIMES, trial_s=0.02)
 
 
 @pytest.fixture
@@ -201,13 +201,13 @@ def test_a_replay_needs_no_cards(go, tmp_path):
         ("kill", "its process died (signal SIGKILL)"),
         ("memory", "its process died (exit code 1): MemoryError: no memory on the host"),
         ("off", "no CUDA GPU found (cudaErrorNoDevice)"),
-        ("stop", "no word for 3 s; it was killed"),
-        ("sleep", "no word for 3 s; it was killed"),
+        ("stop", "no word for 1.5 s; it was killed"),
+        ("sleep", "no word for 1.5 s; it was killed"),
     ],
 )
 def test_the_problem_of_a_lost_card_goes_to_another_from_the_start(go, cards, fault, said):
     cards.on(0, fault=fault, after=2, once=True)
-    outcome, heard = go(silence_s=3.0 if "no word" in said else None)
+    outcome, heard = go(silence_s=1.5 if "no word" in said else None)
     assert is_whole(outcome)
     [note] = [note for note in heard.notes if said in note]
     assert note.startswith("card 0, NVIDIA Test 1 (GPU-00000000): ")
@@ -225,7 +225,7 @@ def test_the_problem_of_a_lost_card_goes_to_another_from_the_start(go, cards, fa
 
 def test_a_card_that_fails_again_and_again_is_left_out(go, cards):
     cards.on(0, at_start="kill")
-    cards.on(1, trial_s=0.5)
+    cards.on(1, trial_s=0.1)
     outcome, heard = go()
     assert is_whole(outcome)
     assert cards.started[0] in (3, 4)  # a fault before the plan is made does not count
