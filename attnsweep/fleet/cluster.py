@@ -27,6 +27,8 @@ from attnsweep.fleet.process import Child, Deliver, Message
 from attnsweep.gpu.cards import InstalledCard
 
 _LOOK_S = 1.0
+# How long a scheduler may take to answer.
+CONNECT_S = 10.0
 # How long a worker that its nanny restarts may be away.
 _AWAY_S = 30.0
 
@@ -56,7 +58,7 @@ def connected(address: str) -> Iterator[Any]:
         what = "--scheduler needs Dask's distributed"
         raise ToolchainError(what, hint=install_command("cluster")) from error
     try:
-        client = Client(address, timeout="10s", set_as_default=False)
+        client = Client(address, timeout=CONNECT_S, set_as_default=False)
     except (OSError, ValueError, RuntimeError) as error:
         hint = "start one: dask scheduler; then workers: see docs/how-to/cluster.md"
         raise NoGpuError(f"no scheduler answers: {error}", where=address, hint=hint) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 from fake_cards import FakeCards
 from fake_compiler import FakeCompiler
@@ -29,6 +31,7 @@ from attnsweep.store.run import read_trials
 from attnsweep.trial import Status
 
 distributed = pytest.importorskip("distributed")
+dask = pytest.importorskip("dask")
 pytestmark = pytest.mark.filterwarnings("default")  # of Dask's own code
 SUPPORT = Path(__file__).parent.parent / "support"
 FAMILIES = Path(__file__).parent.parent / "families"
@@ -84,9 +87,13 @@ def workers(cards, tmp_path, monkeypatch):
         "cls": distributed.Scheduler,
         "options": {"dashboard_address": None, "dashboard": False},
     }
-    with distributed.SpecCluster(
-        workers=specification, scheduler=scheduler, silence_logs=50
-    ) as local:
+    quick = {"distributed.comm.timeouts.connect": "2s"}  # at the end, of a scheduler that is gone
+    with (
+        dask.config.set(quick),
+        distributed.SpecCluster(
+            workers=specification, scheduler=scheduler, silence_logs=50
+        ) as local,
+    ):
         yield local
 
 
@@ -208,7 +215,8 @@ def test_no_worker_with_a_gpu_says_how_to_start_one(workers):
             cluster.cards_of(client)
 
 
-def test_no_scheduler_is_an_error():
+def test_no_scheduler_is_an_error(monkeypatch):
+    monkeypatch.setattr(cluster, "CONNECT_S", 0.5)
     with (
         pytest.raises(NoGpuError, match="no scheduler answers"),
         cluster.connected("tcp://127.0.0.1:9"),
@@ -258,6 +266,16 @@ def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, workers):
     assert len(outcome.run.trials) >= 2
 
 
+def fake_children(place):
+    """The processes of fake cards on all workers."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline()[1:] == ["-c", script_of(place)]:
+                found.append(process)
+    return found
+
+
 ASKER = """
 import sys
 sys.path[:0] = {paths!r}
@@ -267,7 +285,7 @@ from attnsweep.choose import start
 from attnsweep.family.declare import discover
 from attnsweep.fleet import bridge, cluster, sweeps
 from attnsweep.spec.load import load_spec
-bridge.ALIVE_S, bridge.SILENT_S = 0.5, 3.0
+bridge.ALIVE_S, bridge.SILENT_S = 0.3, 1.5
 start.compiler_for = lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
 place, kernels = Path({place!r}), discover()
 with cluster.connected({address!r}) as client:
@@ -291,10 +309,12 @@ def test_a_killed_asker_frees_the_cards_and_resumes(go, cards, workers, tmp_path
             assert asker.poll() is None
             time.sleep(0.02)
         asker.kill()
-    time.sleep(6)
+        children = fake_children(tmp_path)
+        assert len(children) == 2
+    psutil.wait_procs(children, timeout=20)
     tried = sum(measured(cards).values())
-    time.sleep(1.5)
-    assert sum(measured(cards).values()) == tried < 12  # the children have ended
+    assert not [child for child in children if child.is_running()]
+    assert tried < 12
     rows, _ = read_trials(tmp_path / "results" / "test-1" / "test" / "trials.jsonl")
     cards.facts["all"]["trial_s"] = 0.02
     outcome, _ = go()
