@@ -116,11 +116,11 @@ def serve(asked: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     codes: dict[int, int] = {}
     while True:
-        ready, _, _ = select.select([asked, woken], [], [])
+        ready, _, _ = select.select([asked.fileno(), woken], [], [])
         if woken in ready:
             os.read(woken, 1024)
             _tell_ends(codes)
-        if asked not in ready:
+        if asked.fileno() not in ready:
             continue
         head, fds, _, _ = socket.recv_fds(asked, 4, 4)
         if not head:
