@@ -7,10 +7,12 @@ import itertools
 import logging
 import subprocess
 import sys
+import threading
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -512,3 +514,66 @@ def test_two_packages_at_once(tmp_path, driver):
     q, k, v = tensors()
     one.attention(q, k, v), other.attention(q, k, v)
     assert (one.counters(), other.counters()) == ({"kernel": 1}, {"not_faster": 1})
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.3), np.float64(0.3), torch.tensor(0.3), 1])
+def test_a_scale_of_any_type_that_pytorch_takes(operator, driver, scale):
+    q, k, v = tensors()
+    expected = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    assert close(operator.attention(q, k, v, scale=scale), expected)
+    assert operator.explain(q, k, v, scale=scale).code == "tuned"
+    assert operator.counters() == {"kernel": 1}
+
+
+def test_a_scale_that_changes_in_place(operator):
+    """A tensor is found in a cache by what it is, not by what it holds."""
+    q, k, v = tensors()
+    scale = torch.tensor(0.05)
+    operator.attention(q, k, v, scale=scale)
+    scale.fill_(0.9)
+    expected = F.scaled_dot_product_attention(q, k, v, scale=0.9)
+    assert close(operator.attention(q, k, v, scale=scale), expected)
+
+
+@pytest.mark.parametrize("scale", [1e39, 3.3e38, 1e300])
+def test_a_scale_beyond_32_bits(operator, scale):
+    q, k, v = tensors()
+    operator.attention(q, k, v, scale=scale)
+    assert operator.counters() == {"scale": 1}
+
+
+def test_what_is_no_scale_is_pytorchs_error(operator):
+    q, k, v = tensors()
+    with pytest.raises(TypeError, match="must be float"):
+        operator.attention(q, k, v, scale="0.3")
+
+
+@pytest.mark.parametrize("stride", [2**31, 2**40])
+def test_the_stride_of_a_lone_sample_is_never_used(operator, stride):
+    """That of the first of a few samples of gigabytes, say."""
+    q, k, v = tensors()
+    far = q.as_strided(q.shape, (stride, *q.stride()[1:]))
+    assert torch.empty_like(far).stride()[0] == stride
+    out = operator.attention(far, k, v)
+    assert close(out, F.scaled_dot_product_attention(q, k, v))
+    assert operator.counters() == {"kernel": 1}
+
+
+def test_a_kernel_that_another_thread_found_damaged_meanwhile(operator, driver, monkeypatch):
+    """Between a thread's question whether a plan has launches and its own launch."""
+    q, k, v = tensors()
+    driver.refuses.add("cuModuleLoadData")
+    empty_like = torch.empty_like
+    other = threading.Thread(target=operator.attention, args=(q, k, v))
+
+    def slowly(tensor):
+        if threading.current_thread() is not other and not other.ident:
+            other.start()
+            other.join(10)
+        return empty_like(tensor)
+
+    monkeypatch.setattr(of_package, "_empty_like", slowly)
+    out = operator.attention(q, k, v)
+    assert close(out, F.scaled_dot_product_attention(q, k, v))
+    assert operator.counters() == {"driver": 2}
+    assert not driver.launches

@@ -27,6 +27,8 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _empty_like = torch.empty_like
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_NUMBERS = (int, float, torch.SymFloat)
+_MOST_SCALE = 1e38  # a kernel gets it as a 32-bit number, times the logarithm of e
 # Entries of a cache: more are met only by calls whose shapes or addresses keep changing, and then
 # the cache starts anew, so that it never grows.
 _MOST_PLANS = 4096
@@ -120,6 +122,8 @@ class Operator:
         if _is_compiling():
             masks = (attn_mask, dropout_p, is_causal)
             return self._traced(query, key, value, *masks, scale, enable_gqa)
+        if scale is not None and type(scale) is not float:
+            scale = _number(scale)
         if _any_autocast():
             query, key, value = self._cast(query, key, value)
         choice: Choice | None = None
@@ -201,6 +205,7 @@ class Operator:
     ) -> Explanation:
         """Which kernel `attention` would call with these arguments, and why; launches nothing."""
         query, key, value = self._cast(query, key, value)
+        scale = _number(scale)
         choice = _never(attn_mask, dropout_p)
         if choice is None and not _plain(query, key, value):
             choice = SUBCLASS.choice
@@ -263,8 +268,8 @@ class Operator:
             return Choice(None, "shapes", "shapes do not agree, or need broadcasting")
         if is_causal and query.shape[2] != key.shape[2]:
             return Choice(None, "causal_alignment", "is_causal with seqlen_q != seqlen_k")
-        if scale is not None and not 0.0 < scale < float("inf"):
-            return Choice(None, "scale", f"scale is {scale}, not a positive number")
+        if scale is not None and not (isinstance(scale, _NUMBERS) and 0.0 < scale < _MOST_SCALE):
+            return Choice(None, "scale", f"scale is {scale}, not a positive number of 32 bits")
         return None
 
     @asked_once
@@ -332,7 +337,7 @@ class Operator:
             return Plan(Choice(None, "gpu", f"{why} SPEC, then attnsweep export"))
         out = torch.empty_like(query, device="meta")  # as the operator allocates it
         tensors = {
-            name: Tensor(tuple(each.shape), tuple(each.stride()))
+            name: Tensor(tuple(each.shape), _strides(each))
             for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
         }
         for name, tensor in tensors.items():
@@ -394,6 +399,9 @@ class Operator:
                     self._fell_back(UNALIGNED)
                     return None
                 ready = self._prepared(plan, index, addresses, stream)
+                if not ready:  # another thread has tried it in vain since this one asked
+                    self._fell_back(plan.choice)
+                    return None
                 if len(self._ready) >= _MOST_READY:
                     self._ready.clear()
                 self._ready[what] = ready
@@ -442,6 +450,21 @@ def _never(attn_mask: Any, dropout_p: float) -> Choice | None:
     if dropout_p != 0.0:
         return Choice(None, "dropout", f"dropout_p is {dropout_p:g}")
     return None
+
+
+def _number(scale: Any) -> Any:
+    """A scale as PyTorch reads it: of NumPy's types and tensors of one element their value.
+
+    What is no number stays as it is; PyTorch's own attention says so.
+    """
+    tensor = isinstance(scale, torch.Tensor) and (scale.dim() or scale.requires_grad)
+    return scale if tensor or not hasattr(scale, "__float__") else float(scale)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides in elements, 0 of dimensions of one element: theirs may be any number."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(stride if size > 1 else 0 for size, stride in pairs)
 
 
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
