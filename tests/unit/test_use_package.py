@@ -8,17 +8,22 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from fake_compiler import FakeCompiler
 from fake_driver import FakeDriver
+from hypothesis import given
+from hypothesis import strategies as st
 from packages import H100, PLAIN, SPLIT, shape, table, winner
 
 from attnsweep.errors import SpecError, StoreError
 from attnsweep.family.declare import discover
 from attnsweep.hardware import ARCHS
 from attnsweep.use import package
+from attnsweep.use.runtime.dispatch import choose
 from attnsweep.use.runtime.driver import Device, DriverError, Tensor
 from attnsweep.use.runtime.launch import calls
 from attnsweep.use.runtime.table import CUBINS, TABLE, Guard, PackageError, read_table
@@ -218,6 +223,73 @@ def test_a_damaged_table(exported, tmp_path, spoil):
     raw = json.loads((exported.directory / "my_attention" / TABLE).read_text())
     spoil(raw)
     (tmp_path / TABLE).write_text(json.dumps(raw))
+    with pytest.raises(PackageError, match="damaged"):
+        read_table(tmp_path)
+
+
+def places(value, path=()):
+    """The way to every value inside a value of JSON."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in inside:
+        yield (*path, key)
+        if isinstance(each, dict | list):
+            yield from places(each, (*path, key))
+
+
+@cache
+def small_table():
+    """The text of a table with one GPU, three winners and their kernels."""
+    raw = json.loads((Path(package.__file__).parent / "runtime" / TABLE).read_text())
+    known = raw["gpus"][0]
+    winners = [{**w, "others": []} for w in known["winners"][:3]]
+    kernels = raw["kernels"][: 1 + max(w["kernel"] for w in winners)]
+    gpus = [{**known, "winners": winners, "twins": [0]}]
+    return json.dumps(raw | {"kernels": kernels, "gpus": gpus})
+
+
+NONSENSE = (None, -1, 0, 2**70, float("inf"), float("nan"), "x", "../x", [], {}, True, [[]], 1.5)
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from(NONSENSE))
+def test_a_table_with_any_value_spoiled_is_refused_or_serves(random, nonsense):
+    raw = json.loads(small_table())
+    *way, last = random.choice(list(places(raw)))
+    within = raw
+    for key in way:
+        within = within[key]
+    within[last] = nonsense
+    with TemporaryDirectory() as place:
+        (Path(place) / TABLE).write_text(json.dumps(raw))
+        try:
+            made = read_table(Path(place))
+        except PackageError:
+            return
+    for known in made.gpus.values():
+        for seqlen, causal in ((1024, False), (777, False), (5000, True)):
+            chosen = choose(known, shape(2, 16, seqlen, dtype="fp16", causal=causal))
+            assert chosen.reason
+
+
+def test_values_that_would_fail_only_in_a_call(exported, tmp_path):
+    text = (exported.directory / "my_attention" / TABLE).read_text()
+    spoiled = [
+        lambda raw: raw["kernels"][0].update(block_n=0),
+        lambda raw: raw["kernels"][0].update(threads="384"),
+        lambda raw: raw["kernels"][0].update(stages=[[], []]),
+        lambda raw: raw["gpus"][0]["winners"][0].update(sdpa_us=0.0),
+        lambda raw: raw["gpus"][0]["winners"][0].update(gain_low=None),
+        lambda raw: raw["gpus"][0]["winners"][0]["shape"].update(heads=-16),
+        lambda raw: raw["gpus"][0]["winners"][0]["shape"].update(head_dim=96),
+        lambda raw: raw["gpus"][0]["guard"].update(reach=float("nan")),
+        lambda raw: raw["gpus"][0].update(sm_count=float("inf")),
+    ]
+    for spoil in spoiled:
+        raw = json.loads(text)
+        spoil(raw)
+        (tmp_path / TABLE).write_text(json.dumps(raw))
+        with pytest.raises(PackageError, match="damaged"):
+            read_table(tmp_path)
+    (tmp_path / TABLE).write_text("[" * 200_000)
     with pytest.raises(PackageError, match="damaged"):
         read_table(tmp_path)
 

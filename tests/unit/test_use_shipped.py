@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import lzma
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -94,6 +97,25 @@ def test_damaged_packed_cubins(tmp_path, spoil):
     code = next(iter(made.gpus.values())).winners[0].kernel.stages[0]["fwd"]
     with pytest.raises(PackageError, match="cannot be read"):
         made.code(code)
+
+
+def test_packed_cubins_that_would_fill_the_memory(tmp_path, monkeypatch):
+    """A file of 150 KiB can hold a gigabyte of zeros."""
+    monkeypatch.setattr(tables, "_MOST_BYTES", 2**20)
+    shutil.copy(PLACE / TABLE, tmp_path)
+    code = next(iter(read_table(tmp_path).gpus.values())).winners[0].kernel.stages[0]["fwd"]
+    (tmp_path / PACKED).write_bytes(lzma.compress(bytes(2**24)))
+    with pytest.raises(PackageError, match="more than 1048576 bytes"):
+        read_table(tmp_path).code(code)
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(PLACE / TABLE, other)
+    inner = io.BytesIO()
+    with zipfile.ZipFile(inner, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(code.file, bytes(2**24))
+    (other / PACKED).write_bytes(lzma.compress(inner.getvalue()))
+    with pytest.raises(PackageError, match="compressed once more"):
+        read_table(other).code(code)
 
 
 def ran(code):

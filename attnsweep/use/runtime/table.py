@@ -6,18 +6,28 @@ import functools
 import hashlib
 import io
 import json
+import math
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+_T = TypeVar("_T")
 FORMAT = 2
 """Raise it if older code would misread the table. Code reads its own format only."""
 TABLE = "table.json"
 CUBINS = "cubins"
 PACKED = "cubins.zip.xz"
 """The cubins as one file, a sixteenth of their size: of the package that comes with attnsweep."""
+
+
+# Of all cubins together: ten times what attnsweep ships.
+_MOST_BYTES = 2**28
+# What reading a table raises that is none.
+_NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+# Fields of a Kernel that may be 0.
+_OPTIONAL = {"order", "persistent", "split_cluster", "pdl", "combine_threads", "smem_bytes"}
 
 
 class PackageError(Exception):
@@ -178,10 +188,16 @@ def _unpacked(path: Path) -> zipfile.ZipFile:
     import lzma  # a Python may have been built without it
 
     try:
-        data = lzma.decompress(path.read_bytes())
-    except lzma.LZMAError as error:
+        reading = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+        data = reading.decompress(path.read_bytes(), _MOST_BYTES)
+    except (lzma.LZMAError, EOFError) as error:
         raise RuntimeError(f"damaged: {error}") from error
-    return zipfile.ZipFile(io.BytesIO(data))
+    if not reading.eof:
+        raise RuntimeError(f"damaged: cut, or more than {_MOST_BYTES} bytes")
+    unpacked = zipfile.ZipFile(io.BytesIO(data))
+    if any(each.compress_type != zipfile.ZIP_STORED for each in unpacked.infolist()):
+        raise RuntimeError("damaged: its files are compressed once more")
+    return unpacked
 
 
 def read_table(directory: Path) -> Table:
@@ -194,7 +210,7 @@ def read_table(directory: Path) -> Table:
     try:
         raw = json.loads(data)
         found = raw["format"]
-    except (ValueError, TypeError, KeyError) as error:
+    except _NONSENSE as error:
         raise PackageError(f"{path}: damaged: {error!r}; export again") from error
     if found != FORMAT:
         by = raw.get("attnsweep", "?")
@@ -206,18 +222,37 @@ def read_table(directory: Path) -> Table:
         kernels = [_kernel(each) for each in raw["kernels"]]
         gpus = [_gpu(each, kernels) for each in raw["gpus"]]
         by = str(raw["attnsweep"])
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+    except _NONSENSE as error:
         raise PackageError(f"{path}: damaged: {error!r}; export again") from error
     digest = hashlib.sha256(data).hexdigest()
     return Table(directory, by, digest, {gpu.key: gpu for gpu in gpus})
 
 
 def _kernel(raw: Mapping[str, Any]) -> Kernel:
-    plain, lse = ({name: Code(**code) for name, code in stages.items()} for stages in raw["stages"])
+    plain, lse = (
+        {name: _sound(Code(**code)) for name, code in stages.items()} for stages in raw["stages"]
+    )
     for code in (*plain.values(), *lse.values()):
         if Path(code.file).name != code.file:
             raise ValueError(f"{code.file!r} is no file name")
-    return Kernel(**{**raw, "stages": (plain, lse)})
+    return _sound(Kernel(**{**raw, "stages": (plain, lse)}))
+
+
+def _sound(made: _T) -> _T:
+    """A row whose fields have their declared types, and numbers that can be calculated with."""
+    for name, kind in type(made).__annotations__.items():
+        kind = getattr(kind, "__forward_arg__", kind)  # of a NamedTuple
+        value, least = getattr(made, name), 0 if name in _OPTIONAL else 1
+        if kind in ("int", "str", "bool"):
+            right = type(value).__name__ == kind and (kind != "int" or least <= value < 2**31)
+        elif kind == "float":
+            positive = isinstance(made, Guard) or value > 0
+            right = type(value) in (int, float) and math.isfinite(value) and positive
+        else:
+            continue
+        if not right:
+            raise ValueError(f"{name} is {value!r}")
+    return made
 
 
 def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
@@ -231,8 +266,14 @@ def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
     winners = []
     for each in raw["winners"]:
         facts = dict(each)
-        shape, kernel = Shape(**facts.pop("shape")), numbered(facts.pop("kernel"))
+        shape, kernel = _sound(Shape(**facts.pop("shape"))), numbered(facts.pop("kernel"))
+        if (kernel.head_dim, kernel.dtype, kernel.causal) != shape[5:]:
+            raise ValueError(f"a kernel of other code serves {shape.label}")
         others = tuple((numbered(n), float(us)) for n, us in facts.pop("others"))
-        winners.append(Winner(shape, kernel, **facts, others=others))
+        if not all(0 < us < math.inf for _, us in others):
+            raise ValueError(f"times on {shape.label}: {others}")
+        winners.append(_sound(Winner(shape, kernel, **facts, others=others)))
     twins = tuple(numbered(number) for number in raw.get("twins", ()))
-    return Gpu(key, tuple(raw["names"]), Guard(**raw["guard"]), tuple(winners), twins)
+    if min(key.sm_count, key.l2_bytes) < 1:
+        raise ValueError(f"{key}")
+    return Gpu(key, tuple(raw["names"]), _sound(Guard(**raw["guard"])), tuple(winners), twins)
