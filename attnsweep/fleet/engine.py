@@ -34,7 +34,7 @@ _END_S = 5.0
 
 
 # What a message raises that is none.
-_NONSENSE = (KeyError, TypeError, ValidationError, ValueError)
+_NONSENSE = (LookupError, TypeError, AttributeError, ArithmeticError, ValidationError, ValueError)
 
 
 class Job(Protocol):
@@ -170,10 +170,9 @@ class Engine:
                 seat, number, message = self._events.get_nowait()
                 if message is None or seat not in ending or number != seat.number:
                     continue
-                if message["say"] in ("fault", "gone", "cubin", "compile", "ready"):
-                    continue
                 with contextlib.suppress(*_NONSENSE):
-                    self._take(seat, message)
+                    if message["say"] not in ("fault", "gone", "cubin", "compile", "ready"):
+                        self._take(seat, message)
 
     # -- events -----------------------------------------------------------------------------
 

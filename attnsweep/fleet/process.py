@@ -115,7 +115,7 @@ class Process:
         with self._popen.stdout as lines:
             for line in lines:
                 with contextlib.suppress(ValueError):  # a line that it died in
-                    self._deliver(json.loads(line))
+                    self._deliver(_message(line))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(5.0)
         self._threads[2].join(1.0)
@@ -134,3 +134,12 @@ class Process:
             for line in lines:
                 if text := line.decode(errors="replace").strip():
                     self._words.append(text)
+
+
+def _message(line: bytes) -> Message:
+    """A line as a message; what is none says so. Raises ValueError for a part of a line."""
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        message = None
+    return message if isinstance(message, dict) and "say" in message else {"say": "no message"}

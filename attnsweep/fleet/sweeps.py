@@ -280,6 +280,8 @@ class _Sweeps:
                 for kernel, why in message["endings"].items():
                     on.note(f"{problem.label}: {kernel}: the search ended: {why}")
             case "keep":
+                if Path(message["name"]).name != message["name"]:
+                    raise ValueError(f"{message['name']!r} is no file name")
                 data = base64.b64decode(message["data"], validate=True)
                 self.store.keep(message["name"], data)
             case other:

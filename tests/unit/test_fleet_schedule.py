@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attnsweep.fleet.schedule import MOST_FAULTS, Schedule, Task
 from attnsweep.store.run import open_run
@@ -154,6 +156,36 @@ def test_a_begun_problem_of_a_card_that_is_lost_is_free():
     assert schedule.assign("b") is None
     schedule.lose("a", gone=True)
     assert schedule.assign("b") == Task(0, last=False)
+
+
+@given(st.data())
+def test_whatever_happens_every_task_is_with_one_worker_done_or_given_up(data):
+    """And a worker that is there always has one, as long as one is left."""
+    workers = ("a", "b", "c", "d")[: data.draw(st.integers(1, 4))]
+    costs = data.draw(st.lists(st.integers(0, 3), max_size=6))
+    owners = st.sampled_from((*workers, "elsewhere", None))
+    bound = {task: owner for task in range(len(costs)) if (owner := data.draw(owners))}
+    schedule = fleet(costs, *workers, bound=bound)
+    while not schedule.over and schedule.workers:
+        for worker in list(schedule.workers):
+            if schedule.task_of(worker) is None:
+                pending = list(schedule.pending)
+                task = schedule.assign(worker)
+                assert task is None or task.number in pending
+                if data.draw(st.booleans()):
+                    schedule.ahead(worker)
+        busy = [worker for worker in schedule.workers if schedule.task_of(worker) is not None]
+        assert busy, "nobody has a task, and some are left"
+        match data.draw(st.sampled_from(("finish", "finish", "lose", "gone"))):
+            case "finish":
+                schedule.finish(data.draw(st.sampled_from(busy)))
+            case how:
+                at = data.draw(st.sampled_from(list(schedule.workers)))
+                schedule.lose(at, gone=how == "gone")
+        held = [schedule.task_of(worker) for worker in schedule.workers]
+        held = [task for task in held if task is not None]
+        everywhere = [*schedule.done, *schedule.given_up, *schedule.pending, *held]
+        assert sorted(everywhere) == list(range(len(costs)))
 
 
 # -- a fleet -----------------------------------------------------------------------------------

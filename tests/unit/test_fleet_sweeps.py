@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -337,6 +338,33 @@ def test_a_process_that_sees_another_card_is_left_out(go, cards):
     assert is_whole(outcome)
     assert cards_of(outcome.run.trials) == [cards.cards[0].hashed]
     assert [n for n in heard.notes if "its process sees another card" in n]
+
+
+NONSENSE = [
+    5,
+    [],
+    {},
+    {"say": []},
+    {"say": "row", "row": None},
+    {"say": "ended", "problem": LABELS[0], "endings": ["a"]},
+    {"say": "keep", "name": "../spec.yaml", "data": ""},
+    {"say": "keep", "name": 5, "data": ""},
+    {"say": "compile"},
+]
+
+
+@pytest.mark.parametrize("message", NONSENSE, ids=str)
+def test_nonsense_costs_its_problem_alone(go, cards, message):
+    cards.on(0, fault="nonsense", tells=json.dumps(message), after=2, once=True)
+    outcome, heard = go()
+    assert is_whole(outcome)
+    assert [n for n in heard.notes if "it told nonsense" in n and "goes to another card" in n]
+
+
+def test_nonsense_at_the_very_end_costs_nothing(go, cards):
+    for number in (0, 1):
+        cards.on(number, last_words="[5]")
+    assert is_whole(go()[0])
 
 
 # -- the end ----------------------------------------------------------------------------------
