@@ -54,10 +54,14 @@ def connected(address: str) -> Iterator[Any]:
     """
     try:
         from distributed import Client
+        from distributed.comm.addressing import parse_address, parse_host_port
     except ImportError as error:
         what = "--scheduler needs Dask's distributed"
         raise ToolchainError(what, hint=install_command("cluster")) from error
     try:
+        scheme, where = parse_address(address)
+        if scheme in ("tcp", "tls"):
+            parse_host_port(where)  # a Client without a port is half made, and ends only after 20 s
         client = Client(address, timeout=CONNECT_S, set_as_default=False)
     except (OSError, ValueError, RuntimeError) as error:
         hint = "start one: dask scheduler; then workers: see docs/how-to/cluster.md"

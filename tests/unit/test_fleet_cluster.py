@@ -224,6 +224,14 @@ def test_no_scheduler_is_an_error(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("address", ["nonsense", "tcp://host", "tls://host", "host:port"])
+def test_an_address_without_a_port_is_refused_at_once(monkeypatch, address):
+    monkeypatch.setattr(distributed, "Client", None)  # which would take 20 s to say so, and to end
+    with pytest.raises(NoGpuError, match=r"port|invalid") as caught, cluster.connected(address):
+        pass
+    assert caught.value.where == address
+
+
 def test_ctrl_c_keeps_every_row_and_resumes(go, cards):
     cards.facts["all"]["trial_s"] = 0.4
 
