@@ -171,7 +171,7 @@ def rebuild(
 
     from attnsweep.build.candidate import Build
     from attnsweep.build.nvrtc import Compiler
-    from attnsweep.family.chunks import changed_since
+    from attnsweep.family.chunks import changed_since, of_today
     from attnsweep.family.declare import Config
     from attnsweep.hardware import arch_named
 
@@ -180,9 +180,10 @@ def rebuild(
     found = []
     try:
         for trial in trials:
-            kernel, config = known.get(trial.kernel), Config(trial.config)
-            if kernel is None or changed_since(kernel, config) is not None:
+            kernel = known.get(trial.kernel)
+            if kernel is None or changed_since(kernel, Config(trial.config)) is not None:
                 continue
+            config = of_today(kernel, trial.config)
             if kernel.refusal(trial.problem, compiler.arch) is None and (
                 kernel.refused_by(config, trial.problem, compiler.arch) is None
             ):

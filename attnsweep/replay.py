@@ -11,6 +11,7 @@ from pathlib import Path
 from attnsweep.build.observer import Observer
 from attnsweep.choose.search import Search, search_of
 from attnsweep.errors import SpaceError
+from attnsweep.family.chunks import row_of_today
 from attnsweep.family.declare import Kernel
 from attnsweep.family.space import Space
 from attnsweep.hardware import arch_on
@@ -47,7 +48,7 @@ def replay(
     planned = plan(spec, kernels, arch_on(environment))
     planned = planned if shard is None else shard.take(planned)
     observer.planned(candidate_counts(planned, spec.search.candidates), finals=False)
-    by_key = {trial.key: trial for trial in recording.trials}
+    by_key = {row.key: row for row in (row_of_today(kernels, t) for t in recording.trials)}
     where = f"{environment.gpu}, {environment.date[:10]}"
     directory = results / "replay" / run_name(spec, shard)
     with contextlib.suppress(OSError):  # a replay is derived, so nothing is set aside

@@ -28,7 +28,7 @@ from attnsweep.check.verdicts import (
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.start import arch_of, input_seed
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
-from attnsweep.family.chunks import changed_since
+from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.declare import Config, Kernel
 from attnsweep.gpu.lock import held
 from attnsweep.gpu.worker import Gpu, Worker, WorkerError
@@ -222,10 +222,10 @@ def _today(
     if kernel is None:
         what = f"the baseline's winner, kernel {winner.kernel!r}, no longer exists"
         raise Ended(Verdict.INCONCLUSIVE, f"{what}; give its directory with --kernels, or {RECORD}")
-    config = Config(winner.config)
-    changed = changed_since(kernel, config)
+    changed = changed_since(kernel, Config(winner.config))
     if changed is not None:
         raise Ended(Verdict.INCONCLUSIVE, f"{changed}; {RECORD}")
+    config = of_today(kernel, winner.config)
     try:
         refusal = kernel.refusal(winner.problem, compiler.arch)
         rule = None if refusal else kernel.refused_by(config, winner.problem, compiler.arch)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from attnsweep.family.chunks import row_of_today
 from attnsweep.family.declare import Kernel
 from attnsweep.problem import Problem
 from attnsweep.trial import OURS, Trial, Value
@@ -79,12 +80,12 @@ def recorded_history(
 ) -> list[History]:
     """The history of each family and problem of a run: ROWS of the fastest and ROWS others.
 
-    Rows whose config lacks a parameter that their family has today are left out, and so are rows
-    that were replayed.
+    Rows whose config lacks a parameter that their family has today are left out (unless
+    Param.absent says its value), and so are rows that were replayed.
     """
     params = {name: {param.name for param in kernel.params} for name, kernel in kernels.items()}
     groups: dict[tuple[str, Problem], list[tuple[float, str, Trial]]] = {}
-    for trial in trials:
+    for trial in (row_of_today(kernels, trial) for trial in trials):
         today = trial.kernel in params and params[trial.kernel] <= set(trial.config)
         if trial.provider == OURS and today and trial.screened_us and not trial.recorded:
             timed = (trial.screened_us, repr(trial.key), trial)

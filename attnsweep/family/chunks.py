@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from attnsweep.family.declare import CHUNKS as CHUNKS
 from attnsweep.family.declare import Config, Kernel, Param
 from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
+from attnsweep.trial import OURS, Trial, Value
 
 MODES = (
     Param("LAUNCH", ("graph", "eager"), "calls are replayed from a graph, or launched by the host"),
@@ -36,13 +37,28 @@ _ALIGNMENT = 1024
 
 
 def changed_since(kernel: Kernel, recorded: Config) -> str | None:
-    """The parameters that the family gained or lost since a config was recorded, or None."""
+    """The parameters that the family gained or lost since a config was recorded, or None.
+
+    One that it gained does not count where the config means the same without it: see of_today.
+    """
     own, modes = {param.name for param in kernel.params}, {param.name for param in MODES}
     gone = [repr(name) for name in recorded if name not in own | modes]
-    new = [repr(name) for name in sorted(own - set(recorded))]
+    new = [repr(name) for name in sorted(own - set(of_today(kernel, recorded)))]
     facts = [f"lost parameter{'s' * (len(gone) > 1)} {', '.join(gone)}"] if gone else []
     facts += [f"gained parameter{'s' * (len(new) > 1)} {', '.join(new)}"] if new else []
     return f"{kernel.name} {', '.join(facts)}" if facts else None
+
+
+def of_today(kernel: Kernel, recorded: Mapping[str, Value]) -> Config:
+    """A recorded config in declared order, with what Param.absent says of parameters it lacks."""
+    own = {p.name: recorded.get(p.name, p.absent) for p in kernel.params}
+    return Config({name: v for name, v in (own | dict(recorded)).items() if v is not None})
+
+
+def row_of_today(kernels: Mapping[str, Kernel], row: Trial) -> Trial:
+    """A recorded row with its config as of_today says it, if its family is among these."""
+    kernel = kernels.get(row.kernel) if row.provider == OURS else None
+    return row if kernel is None else row.with_(config=dict(of_today(kernel, row.config)))
 
 
 @dataclass(frozen=True, slots=True)

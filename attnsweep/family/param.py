@@ -13,11 +13,16 @@ SMS = "sms"
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One tunable parameter of a family, with the values that a sweep tries by default."""
+    """One tunable parameter of a family, with the values that a sweep tries by default.
+
+    absent: of a parameter that the family got later: the value at which it does what it did
+    without, so that configs recorded before are still its own. None: they are not.
+    """
 
     name: str
     values: tuple[Value, ...]
     help: str
+    absent: Value | None = None
 
     @property
     def counts_sms(self) -> bool:

@@ -15,7 +15,7 @@ from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.effects import Effect, axes_of, effects, timed
 from attnsweep.choose.ranking import rank
 from attnsweep.errors import AttnsweepError, KernelError, ProblemError, SpecError
-from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES, changed_since
+from attnsweep.family.chunks import CHUNKS, CHUNKS_RULE, MODES, changed_since, of_today
 from attnsweep.family.declare import SMS, Config, Kernel
 from attnsweep.hardware import arch_on
 from attnsweep.problem import Problem
@@ -405,7 +405,8 @@ class _Rules:
         if self.unknown is not None or self._kernel is None:
             return None
         try:
-            name = self._kernel.refused_by(Config(config), self._problem, self._arch)
+            today = of_today(self._kernel, config)
+            name = self._kernel.refused_by(today, self._problem, self._arch)
         except (KernelError, AttnsweepError):
             return None  # a rule that fails for a value that no spec named
         if name is None:

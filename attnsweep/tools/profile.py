@@ -28,7 +28,7 @@ from attnsweep.build.nvrtc import Compiler
 from attnsweep.choose.columns import value_text
 from attnsweep.choose.ranking import rank
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
-from attnsweep.family.chunks import changed_since
+from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.declare import Config, Kernel, values_in
 from attnsweep.hardware import Arch
 from attnsweep.spec.yaml_file import nearest
@@ -245,7 +245,8 @@ def compiled(
     try:
         builds = []
         for trial in trials:
-            kernel, config = kernels[trial.kernel], Config(trial.config)
+            kernel = kernels[trial.kernel]
+            config = of_today(kernel, trial.config)
             builds.append(Build.of(kernel, config, trial.problem, compiler, workspace_limit=limit))
             builds[-1].submit()
         return [build.candidate() for build in builds]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.errors import StoreError
+from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.declare import Config, discover
 from attnsweep.hardware import arch_named
 from attnsweep.store.run import open_run
@@ -81,7 +82,8 @@ def key_of(run: Path) -> GpuKey:
 
 def swept(run: Path) -> list[Swept]:
     """The shapes that a run can judge: with correct candidates, and with times of PyTorch's."""
-    names = [param.name for param in discover()[FAMILY].params]
+    family = discover()[FAMILY]
+    names = [param.name for param in family.params]
     ours: dict[Shape, dict[str, float]] = {}
     theirs: dict[Shape, dict[str, float]] = {}
     for trial in open_run(run).trials:
@@ -90,8 +92,9 @@ def swept(run: Path) -> list[Swept]:
         shape, time_us = shape_of(trial.problem), trial.time_us.median
         if trial.provider.startswith(SDPA):
             theirs.setdefault(shape, {})[trial.provider] = time_us
-        elif _is_ours(trial) and set(names) <= trial.config.keys():
-            label = Config({**{name: trial.config[name] for name in names}, "LSE": 0}).label
+        elif _is_ours(trial) and changed_since(family, Config(trial.config)) is None:
+            config = of_today(family, trial.config)
+            label = Config({**{name: config[name] for name in names}, "LSE": 0}).label
             ours.setdefault(shape, {})[label] = time_us
     both = [shape for shape in ours if shape in theirs]
     return [Swept(run.name, shape, ours[shape], theirs[shape]) for shape in both]

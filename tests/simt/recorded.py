@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnsweep.choose.ranking import rank
-from attnsweep.family.chunks import changed_since
+from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.declare import Config, Kernel
 from attnsweep.problem import Problem
 from attnsweep.store.run import find_runs, open_run
@@ -49,7 +49,8 @@ def winners_of(directory: Path, families: Mapping[str, Kernel]) -> Iterator[Winn
         if trial.provider != OURS or trial.time_us is None or what in seen:
             continue
         seen.add(what)
-        kernel, config = families.get(trial.kernel), Config(trial.config)
-        if kernel is None or changed_since(kernel, config):
+        kernel = families.get(trial.kernel)
+        if kernel is None or changed_since(kernel, Config(trial.config)):
             continue
+        config = of_today(kernel, trial.config)
         yield Winner(directory.name, kernel.name, config, trial.problem, arch)

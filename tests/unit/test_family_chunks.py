@@ -11,11 +11,21 @@ from hypothesis import strategies as st
 from spaces import candidates
 
 from attnsweep.build.numerics import Case, from_bits, make_inputs, reference
-from attnsweep.family.chunks import CHUNKS, MODES, ROW_UNIT, is_used, schedule_of
+from attnsweep.family.chunks import (
+    CHUNKS,
+    MODES,
+    ROW_UNIT,
+    changed_since,
+    is_used,
+    of_today,
+    row_of_today,
+    schedule_of,
+)
 from attnsweep.family.declare import Config, Kernel, Launch, Param, discover
 from attnsweep.family.space import Selection, Space
 from attnsweep.hardware import ARCHS
 from attnsweep.problem import DTYPE_BYTES, Problem
+from attnsweep.trial import OURS, Status, Trial
 
 
 def family():
@@ -238,3 +248,31 @@ def test_candidates_one_by_one_are_those_of_the_space(selection):
     assert tuple(dict.fromkeys(found)) == space.configs != ()
     drawn = candidates(kernel, PROBLEM, ARCHS["sm_90a"], selection, seed=0)
     assert set(drawn) == set(space.configs)
+
+
+# ---- configs recorded before their family had a parameter ----
+def grown(absent=None):
+    """A family of A that has got B since."""
+    return Kernel("toy", summary="", params=(Param("B", (1, 0), "", absent), Param("A", (1,), "")))
+
+
+def test_a_config_recorded_before_a_parameter_has_what_the_family_did_without():
+    assert changed_since(grown(0), Config({"A": 7})) is None
+    assert of_today(grown(0), {"A": 7}) == {"A": 7, "B": 0}
+    assert list(of_today(grown(0), {"A": 7})) == ["B", "A"], "in declared order"
+    assert of_today(grown(0), {"A": 7, "B": 1, "STREAMS": 2}) == {"A": 7, "B": 1, "STREAMS": 2}
+
+
+def test_a_config_recorded_before_a_parameter_that_says_nothing_is_another():
+    assert changed_since(grown(), Config({"A": 7})) == "toy gained parameter 'B'"
+    assert of_today(grown(), {"A": 7}) == {"A": 7}
+    assert changed_since(grown(0), Config({"A": 7, "C": 1})) == "toy lost parameter 'C'"
+
+
+def test_a_recorded_row_of_today():
+    kernels = {"toy": grown(0)}
+    facts = {"problem": Problem(1, 1, 1, 1, 1, 64), "status": Status.OK, "config": {"A": 7}}
+    row = Trial(kernel="toy", provider=OURS, **facts)
+    assert row_of_today(kernels, row).config == {"A": 7, "B": 0}
+    for other in (row.with_(provider="torch"), row.with_(kernel="gone")):
+        assert row_of_today(kernels, other) is other

@@ -12,6 +12,7 @@ import pytest
 
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.search import DEFAULT_STRATEGY, exhaustively
+from attnsweep.family.chunks import row_of_today
 from attnsweep.family.declare import discover
 from attnsweep.hardware import arch_named, arch_on
 from attnsweep.show import tables as report
@@ -128,7 +129,8 @@ def test_what_won_before_is_still_swept(name):
         spec = exhaustively(spec)
     before = open_run(ROOT / "results" / "h200" / RENAMED[name])
     ranked = rank(before.trials, before.environment)
-    won = {row.trial.problem: row.trial.config for row in ranked[ranked["winner"]].itertuples()}
+    rows = (row_of_today(kernels, row.trial) for row in ranked[ranked["winner"]].itertuples())
+    won = {row.problem: row.config for row in rows}
     for item in plan(spec, kernels, arch_named("sm_90a")):
         (space,) = item.spaces
         assert {**won[item.problem], "PDL": 0} in [dict(config) for config in space.configs]
