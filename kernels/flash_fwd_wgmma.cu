@@ -5,7 +5,9 @@
 // KEY_GROUPS of them share their queries and take tiles of keys in turn, and what they have is
 // merged last. Tiles of keys are taken right to left, so that those with a mask come first. With
 // SPLITS, as many blocks share queries too. The combine stage joins what they store; or, with
-// SPLIT_CLUSTER, they are a cluster, and join through its shared memory.
+// SPLIT_CLUSTER, they are a cluster, and join through its shared memory. With PACK_GQA, the query
+// heads of a key head are one head: its rows are the queries of the first, then of the second, and
+// so on, as they lie in memory, so that few queries fill a tile together.
 #include "common/element.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
@@ -91,6 +93,8 @@ static_assert(SPLITS == 1 || (!PERSISTENT && !ORDER),
               "the splits of a tile are a dimension of the grid");
 static_assert(!PINGPONG || (OVERLAP && KEY_GROUPS == 1 && WARPGROUPS > 1),
               "turns are of equal length");
+static_assert(!PACK_GQA || (!STRIDED && !ORDER),
+              "packed heads lie one behind the other, and their tiles are of equal length");
 // Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second
 // panel is half empty: its columns are outside the tensor, so nothing is moved for them.
 constexpr int PANELS = (HEAD_DIM + 63) / 64;
@@ -115,8 +119,9 @@ constexpr int PRODUCER_REGISTERS = 0, CONSUMER_REGISTERS = 0;
 #endif
 constexpr int START_BARRIER = 1, MERGE_BARRIER = 2, MERGED_BARRIER = 3, TURN_BARRIER = 4;
 
-using Tiles =
-    Schedule<BLOCK_M, BLOCK_N, KEY_GROUPS, SPLITS, SPLIT_CLUSTER, ORDER, (PERSISTENT > 0), CAUSAL>;
+// A tile of packed heads takes all keys: it has some head's last query, which sees them all.
+using Tiles = Schedule<BLOCK_M, BLOCK_N, KEY_GROUPS, SPLITS, SPLIT_CLUSTER, ORDER, (PERSISTENT > 0),
+                       CAUSAL && !PACK_GQA>;
 using Softmax = OnlineSoftmax<MAXIMA, EXP2_POLY, CAUSAL>;
 
 // Barriers: full and empty of each stage of K and of V, of Q: full of each 64 rows, empty of all.
@@ -174,9 +179,20 @@ struct Memory {
 // Each role makes its own schedule: what both keep from before they part is spilled by the
 // producer, which has 24 registers.
 struct Call {
-    int heads, queries_per_key_head, heads_together, seqlen_q, seqlen_k;
-    float factor;  // of the scores: scale * log2(e)
+    int heads, queries_per_key_head, heads_together;
+    int seqlen_q, seqlen_k;  // rows of a head; with PACK_GQA of all the query heads that it packs
+    float factor;            // of the scores: scale * log2(e)
     TensorLayout layout;
+    int queries;  // of one query head
+    __device__ __forceinline__ int keys_of_row(int row) const {
+        return keys_of<CAUSAL>(PACK_GQA ? row % queries : row, queries, seqlen_k);
+    }
+    // Keys that all 16 rows from this one on see: where a head ends among them, the next one's
+    // first query sees fewest.
+    __device__ __forceinline__ int keys_of_rows(int row) const {
+        bool next = PACK_GQA && row % queries + 15 >= queries;
+        return next ? keys_of<CAUSAL>(0, queries, seqlen_k) : keys_of_row(row);
+    }
     __device__ __forceinline__ Tiles schedule(int seqlen_q) const {
         int tiles_m = ceil_div<MULTICAST * BLOCK_M>(seqlen_q) * MULTICAST;
         return {tiles_m, heads, seqlen_q, seqlen_k, heads_together};
@@ -215,7 +231,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
     for (int turn = 0;; ++turn) {
         TileOfQueries work = schedule.of(turn);
         if (PERSISTENT && work.row < 0) break;
-        auto head_kv = call.layout.of_keys(work.head, call.queries_per_key_head);
+        auto head_kv = call.layout.of_keys(work.head, PACK_GQA ? 1 : call.queries_per_key_head);
 #pragma unroll 1
         for (int j = 0; j <= work.tiles; ++j) {
             if (j < work.tiles) {
@@ -387,10 +403,9 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         if (PERSISTENT && work.row < 0) break;
         int first_row = work.row + row_group * 64 + warp % 4 * 16;
         Place to{work.head, first_row, first_row + lane / 4};
-        self.all_keys = work.all,
-        self.unmasked = keys_of<CAUSAL>(first_row, call.seqlen_q, call.seqlen_k);
-        self.limit = keys_of<CAUSAL>(to.row, call.seqlen_q, call.seqlen_k);
-        self.limit_8 = keys_of<CAUSAL>(to.row + 8, call.seqlen_q, call.seqlen_k);
+        self.all_keys = work.all, self.unmasked = call.keys_of_rows(first_row);
+        self.limit = call.keys_of_row(to.row);
+        self.limit_8 = call.keys_of_row(to.row + 8);
         float out[HEAD_DIM / 2];
         Softmax rows;
 #pragma unroll
@@ -431,7 +446,8 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
 }
 
 // of_split: what a split stores of a row is no box of TMA's. With SPLIT_CLUSTER it is the output,
-// of element_t, otherwise partial outputs of float.
+// of element_t, otherwise partial outputs of float. heads, heads_together: with PACK_GQA, of k and
+// v; seqlen_q is of one query head all the same.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_fwd_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
@@ -440,8 +456,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM
                     float factor LAYOUT_PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
-    const Call call{heads,   queries_per_key_head, heads_together, seqlen_q, seqlen_k, factor,
-                    {LAYOUT}};
+    int rows = PACK_GQA ? queries_per_key_head * seqlen_q : seqlen_q;
+    const Call call{heads,   queries_per_key_head, heads_together, rows, seqlen_k, factor, {LAYOUT},
+                    seqlen_q};
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
     if (warp >= CONSUMERS / 32) {
         if constexpr (PRODUCER_WARPS == 4) registers_decrease<PRODUCER_REGISTERS>();

@@ -1,5 +1,7 @@
 """flash_fwd_wgmma: fused forward on Hopper: TMA ring, warp-specialised wgmma, online softmax."""
 
+from dataclasses import replace
+
 from attnsweep.family import hopper
 from attnsweep.family.declare import SMS, Config, Kernel, Launch, Param
 from attnsweep.hardware import Arch
@@ -28,6 +30,7 @@ kernel = Kernel(
         Param("SPLIT_CLUSTER", (0, 1), "1: the splits are a cluster and join in its shared memory"),
         Param("CLUSTER", (1,), "blocks that share loads of K and V by multicast"),
         Param("PDL", (0,), "programmatic launch: next may begin 1 after the loads, 2 at once"),
+        Param("PACK_GQA", (0,), "1: a tile has rows of all query heads of a key head", absent=0),
         Param("LSE", (0,), "1: the log-sum-exp of every row goes to the workspace `lse`"),
     ),
     min_arch="sm_90a",
@@ -44,6 +47,23 @@ AGAIN = 8  # more of them where scores are computed again: with 0 to 7, 8 to 36 
 def block_m(c: Config) -> int:
     """Query rows of a block."""
     return 64 * c.WARPGROUPS // c.KEY_GROUPS
+
+
+def in_tiles(c: Config, p: Problem) -> Problem:
+    """The problem as tiles are cut of it: with PACK_GQA, the query heads of a key head are one.
+
+    The rows of that one are the queries of the first head, then of the second, and so on, as they
+    lie in memory. Every tile has a last query, and takes all keys: for tiles there is no mask.
+    """
+    if not c.PACK_GQA:
+        return p
+    rows = p.heads // p.heads_kv * p.seqlen_q
+    return replace(p, heads=p.heads_kv, seqlen_q=rows, causal=False)
+
+
+def tiles_of_queries(c: Config, p: Problem) -> int:
+    """Tiles of queries of all heads."""
+    return in_tiles(c, p).query_tiles(block_m(c))
 
 
 def combines(c: Config) -> bool:
@@ -97,7 +117,8 @@ def registers_needed(c: Config, p: Problem) -> int:
 kernel.keep_if(
     ("known_values", "switches are 0 or 1, MAXIMA 1 or 2, PRODUCER_WARPS 1 or 4, PDL 0 to 2",
      lambda c, p, arch: c.MAXIMA in (1, 2) and c.PRODUCER_WARPS in (1, 4) and c.EXP2_POLY <= 8
-     and c.PDL < 3 and max(c.OVERLAP, c.PINGPONG, c.P_SHARED, c.ORDER, c.SPLIT_CLUSTER, c.LSE) < 2),
+     and c.PDL < 3 and max(c.OVERLAP, c.PINGPONG, c.P_SHARED, c.ORDER, c.SPLIT_CLUSTER, c.PACK_GQA,
+                           c.LSE) < 2),
     ("groups", "there are 1 to 4 warpgroups; key groups divide warpgroups and ring stages",
      lambda c, p, arch: c.WARPGROUPS in (1, 2, 3, 4) and c.BLOCK_N in range(64, 257, 16)
      and c.WARPGROUPS % c.KEY_GROUPS == 0 == c.NUM_STAGES % c.KEY_GROUPS),
@@ -116,8 +137,11 @@ kernel.keep_if(
      and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM),
     ("merge_fits", "the merge of key groups fits the ring", lambda c, p, arch: c.PERSISTENT > 0
      or merge_bytes(c, p) <= 2 * c.NUM_STAGES * c.BLOCK_N * hopper.panels(p.head_dim) * 128),
+    ("packed_heads", "grouped heads are packed where one has fewer queries than a block's rows",
+     lambda c, p, arch: c.PACK_GQA == 0 or (p.heads > p.heads_kv and p.seqlen_q < block_m(c))),
     ("no_idle_tile", "a tile is under twice its sequence; a ring holds at most it, and 384 keys",
-     lambda c, p, arch: block_m(c) < 2 * max(64, p.seqlen_q) and c.BLOCK_N < 2 * max(64, p.seqlen_k)
+     lambda c, p, arch: block_m(c) < 2 * max(64, in_tiles(c, p).seqlen_q)
+     and c.BLOCK_N < 2 * max(64, p.seqlen_k)
      and c.NUM_STAGES <= max(2, min(ceil_div(p.seqlen_k, c.BLOCK_N), 384 // c.BLOCK_N))),
     ("p_in_shared_memory", "P is in shared memory up to head_dim 128: wider K and V need the room",
      lambda c, p, arch: c.P_SHARED == 0 or p.head_dim <= 128),
@@ -125,14 +149,14 @@ kernel.keep_if(
      lambda c, p, arch: (p.causal and p.seqlen_q > block_m(c)) in ([True] if c.ORDER else
                                                                    [False, not c.PERSISTENT])),
     ("turns_of_blocks", "blocks that take turns have at least two tiles of queries each",
-     lambda c, p, arch: p.query_tiles(block_m(c)) >= 2 * c.PERSISTENT * c.BLOCKS_PER_SM),
+     lambda c, p, arch: tiles_of_queries(c, p) >= 2 * c.PERSISTENT * c.BLOCKS_PER_SM),
     ("split_keys", "key groups split keys only with at most 640 tiles of queries",
-     lambda c, p, arch: c.KEY_GROUPS == 1 or p.query_tiles(block_m(c)) <= 640),
+     lambda c, p, arch: c.KEY_GROUPS == 1 or tiles_of_queries(c, p) <= 640),
     ("short_calls", "a programmatic launch is for short calls, under 2e11 FLOPs",
      lambda c, p, arch: c.PDL == 0 or p.flops < 2e11),
     ("split_grid", "the grid splits keys if query tiles leave SMs idle, into at most one wave",
      lambda c, p, arch: c.SPLITS == 1 or (c.SPLITS > 1 and c.ORDER == c.PERSISTENT == 0
-     and p.query_tiles(block_m(c)) < min(arch.sm_count, most_blocks(c, arch) // c.SPLITS + 1)
+     and tiles_of_queries(c, p) < min(arch.sm_count, most_blocks(c, arch) // c.SPLITS + 1)
      and c.SPLITS * c.KEY_GROUPS * c.BLOCK_N <= max(64, p.seqlen_k))),
     ("split_clusters", "a cluster has 2, 4 or 8 splits, which divide the columns in eights",
      lambda c, p, arch: not c.SPLIT_CLUSTER
@@ -140,7 +164,7 @@ kernel.keep_if(
     ("clusters", "a cluster has 1, 2 or 4 equally long, unsplit blocks, each with queries",
      lambda c, p, arch: c.CLUSTER == 1 or (c.CLUSTER in (2, 4) and not p.causal and c.ORDER == 0
      and c.SPLITS == 1 and c.PERSISTENT % c.CLUSTER == 0 == c.BLOCK_N % (8 * c.CLUSTER)
-     and p.seqlen_q > (c.CLUSTER - 1) * block_m(c))),
+     and in_tiles(c, p).seqlen_q > (c.CLUSTER - 1) * block_m(c))),
 )
 # fmt: on
 
@@ -155,10 +179,11 @@ def workspace(c, p):
 # The launch defines CLUSTER, because the splits of a tile can be a cluster too.
 @kernel.stage("fwd", params=tuple(p.name for p in kernel.params if p.name != "CLUSTER"))
 def fwd(c, p, arch):
-    heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
-    tiles_m = ceil_div(p.seqlen_q, c.CLUSTER * block_m(c)) * c.CLUSTER
+    cut = in_tiles(c, p)
+    heads, heads_kv = p.batch * cut.heads, p.batch * p.heads_kv
+    tiles_m = ceil_div(cut.seqlen_q, c.CLUSTER * block_m(c)) * c.CLUSTER
     turns = c.PERSISTENT * c.BLOCKS_PER_SM
-    together = hopper.heads_sharing_l2(p, block_m(c), c.BLOCK_N, turns, L2_BYTES)
+    together = hopper.heads_sharing_l2(cut, block_m(c), c.BLOCK_N, turns, L2_BYTES)
     grid = (tiles_m, heads, c.SPLITS)
     if c.PERSISTENT:
         grid = (min(turns, tiles_m * heads), 1, 1)
@@ -180,10 +205,10 @@ def fwd(c, p, arch):
         grid=grid,
         threads=128 * c.WARPGROUPS + 32 * c.PRODUCER_WARPS,
         args=(
-            hopper.tensor_map("q", heads, p.seqlen_q, p.head_dim, box=(64, 64)),
+            hopper.tensor_map("q", heads, cut.seqlen_q, p.head_dim, box=(64, 64)),
             hopper.tensor_map("k", heads_kv, p.seqlen_k, p.head_dim, box=box),
             hopper.tensor_map("v", heads_kv, p.seqlen_k, p.head_dim, box=box),
-            hopper.tensor_map("o", heads, p.seqlen_q, p.head_dim, box=(64, 16)),
+            hopper.tensor_map("o", heads, cut.seqlen_q, p.head_dim, box=(64, 16)),
             *(*outputs, heads, p.heads // p.heads_kv, together),
             *(p.seqlen_q, p.seqlen_k, p.scale * LOG2E),
         ),

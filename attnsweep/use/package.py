@@ -24,7 +24,7 @@ from attnsweep.choose.base import common_rounds
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.choose.ranking import rank
 from attnsweep.errors import SpecError, StoreError
-from attnsweep.family.chunks import changed_since
+from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.declare import Config, Kernel
 from attnsweep.hardware import Arch, arch_named, arch_on
 from attnsweep.problem import Problem
@@ -269,10 +269,10 @@ def _why_not(best: Trial | None, peer: Trial | None, family: Kernel, arch: Arch)
     changed = changed_since(family, Config(best.config))
     if changed is not None:
         return changed
-    own = {name: best.config[name] for name in best.config if name in _names(family)}
-    refused = family.refusal(best.problem, arch) or family.refused_by(
-        Config(own), best.problem, arch
-    )
+    own = _config(best, family)
+    if own.get("PACK_GQA"):
+        return "its config packs grouped heads (PACK_GQA=1), which a package cannot: strides vary"
+    refused = family.refusal(best.problem, arch) or family.refused_by(own, best.problem, arch)
     return f"today's rules refuse its config: {refused}" if refused else None
 
 
@@ -282,17 +282,14 @@ def _is_kept(trial: Trial, family: Kernel) -> bool:
     return whole and changed_since(family, Config(trial.config)) is None
 
 
-def _names(family: Kernel) -> set[str]:
-    return {param.name for param in family.params}
-
-
 def _order(chosen: Chosen) -> tuple[float, str]:
     return _median(chosen.trial), Config(chosen.trial.config).label
 
 
 def _config(trial: Trial, family: Kernel) -> Config:
     """The family's own parameters, in declared order; LSE is chosen per call."""
-    return Config({p.name: trial.config[p.name] for p in family.params} | {"LSE": 0})
+    config = of_today(family, trial.config)
+    return Config({p.name: config[p.name] for p in family.params} | {"LSE": 0})
 
 
 def _code_key(config: Config, problem: Problem) -> tuple[object, ...]:

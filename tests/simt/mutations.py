@@ -26,6 +26,7 @@ CASES = {
     "rows end in a tile": Case(Problem(1, 2, 1, 200, 333, 64, causal=True)),
     "causal, 300 rows": Case(Problem(1, 1, 1, 300, 500, 64, causal=True)),
     "heads in groups": Case(Problem(1, 5, 5, 150, 200, 64, causal=True)),
+    "packed heads": Case(Problem(2, 12, 2, 5, 131, 64, causal=True)),
     "over 16 units": Case(Problem(1, 1, 1, 17, 4000, 64), "large_scores"),
 }
 

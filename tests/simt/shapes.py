@@ -58,6 +58,11 @@ def cases(compiled: Problem, config: Config) -> list[Case]:
     if config.get("STATS") == 3:
         # Lanes join 16 units of 128 keys at once: here twice.
         shapes[1, 1, 1, 17, 4000] = "large_scores"
+    if config.get("PACK_GQA"):
+        # A warp's rows are of several heads, a tile ends within a group, and next to it another.
+        shapes[2, 16, 2, 5, longest] = "normal"
+        shapes[1, 2 * queries, 2, 1, keys + 1] = "large_scores"
+        shapes[1, 6, 2, queries // 2 - 1, keys + 64] = "normal"
     if config.get("PERSISTENT", 0):
         # Blocks take turns at the tiles where there are more tiles than blocks; few keys, else it
         # takes minutes.

@@ -35,6 +35,7 @@ MORE = {
         "SPLITS": (3, 4, 8),
         "CLUSTER": (2, 4),
         "PDL": (1, 2),
+        "PACK_GQA": (1,),
         "LSE": (1,),
     },
     "three_kernel_wgmma": {
@@ -79,14 +80,22 @@ TRIES, STEPS = 100_000, 24
 MOST = 5e8
 
 
-def random_config(kernel: Kernel, rng: random.Random) -> tuple[Problem, Config]:
-    """What is compiled in, as a problem, and a config that the rules allow for it."""
+def random_config(
+    kernel: Kernel, rng: random.Random, packed: bool = False
+) -> tuple[Problem, Config]:
+    """What is compiled in, as a problem, and a config that the rules allow for it.
+
+    packed: the problem has few queries of grouped heads, and the config packs them.
+    """
     wide = isinstance(kernel.head_dims, range)
     batch, heads, seqlen = rng.choice(SIZES) if not wide else (1, 4, 128)
     head_dim = rng.choice((512, 516, 772) if wide else kernel.head_dims)
     problem = Problem(batch, heads, heads, seqlen, seqlen, head_dim, rng.choice(kernel.dtypes))
     problem = replace(problem, causal=rng.random() < 0.5)
     own = {param.name: param.on(ARCH) for param in kernel.params}
+    if packed:
+        problem = replace(problem, heads_kv=1, seqlen_q=rng.choice((1, 5, 40, 63)))
+        own |= {"PACK_GQA": (1,)}
     for _ in range(TRIES):  # quicker than the whole space
         config = Config({name: rng.choice(values) for name, values in own.items()})
         if kernel.refused_by(config, problem, ARCH) is None:
@@ -100,6 +109,8 @@ def random_config(kernel: Kernel, rng: random.Random) -> tuple[Problem, Config]:
         step = dict(config)
         for name in rng.sample(sorted(values), min(len(values), rng.choice((1, 1, 2, 3)))):
             step[name] = rng.choice(values[name])
+        if packed:
+            step["PACK_GQA"] = 1
         if kernel.refused_by(Config(step), problem, ARCH) is None:
             config = Config(step)
     return problem, config
@@ -127,16 +138,30 @@ def random_case(problem: Problem, config: Config, rng: random.Random) -> Case:
             return Case(shape, rng.choice(get_args(Inputs)))
 
 
-def drawn(kernel: Kernel, seed: str) -> tuple[Config, Case]:
+def drawn(kernel: Kernel, seed: str, packed: bool = False) -> tuple[Config, Case]:
     """The same for the same seed."""
     rng = random.Random(seed)
-    problem, config = random_config(kernel, rng)
-    return config, random_case(problem, config, rng)
+    problem, config = random_config(kernel, rng, packed)
+    if not packed:
+        return config, random_case(problem, config, rng)
+    # Heads of few queries that end anywhere in a tile, and of more than a tile, which rules refuse.
+    seqlen_k, seqlen_q = rng.randint(1, 700), rng.choice((1, 2, 7, 16, rng.randint(1, 150)))
+    seqlen_k = max(seqlen_k, seqlen_q) if problem.causal else seqlen_k
+    group, heads_kv = rng.choice((2, 3, 8, 17)), rng.choice((1, 2))
+    shape = replace(
+        problem,
+        batch=rng.choice((1, 2)),
+        heads=heads_kv * group,
+        heads_kv=heads_kv,
+        seqlen_q=max(1, min(seqlen_q, 300 // group)),
+        seqlen_k=seqlen_k,
+    )
+    return config, Case(shape, rng.choice(get_args(Inputs)))
 
 
-def run(simulator, name, number, seed):
+def run(simulator, name, number, seed, packed=False):
     kernel = KERNELS[name]
-    config, case = drawn(kernel, f"{seed} {name} {number}")
+    config, case = drawn(kernel, f"{seed} {name} {number}", packed)
     p = case.problem
     shape = f"{p.batch},{p.heads},{p.heads_kv},{p.seqlen_q},{p.seqlen_k},{p.head_dim}"
     again = f"{name} '{config.label}' --problem {shape} --dtype {p.dtype} --inputs {case.inputs}"
@@ -156,6 +181,12 @@ HOPPER, OTHERS = ("flash_fwd_wgmma", "three_kernel_wgmma"), sorted(set(KERNELS) 
 @pytest.mark.parametrize("name", HOPPER)
 def test_random_config_is_right(simulator, drawn_by, name, number):
     run(simulator, name, number, drawn_by)
+
+
+@pytest.mark.nightly(push=2)
+@pytest.mark.parametrize("number", range(60))
+def test_random_config_of_packed_heads_is_right(simulator, drawn_by, number):
+    run(simulator, "flash_fwd_wgmma", number, drawn_by, packed=True)
 
 
 @pytest.mark.nightly(push=2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from attnsweep.family.declare import Config, discover
+from attnsweep.family.declare import Config, TensorMap, discover
 from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 
@@ -118,3 +120,79 @@ def test_splits_of_a_cluster_share_columns_by_eights():
         for splits in (2, 4, 8)
     }
     assert refused == {2: None, 4: None, 8: "split_clusters"}
+
+
+# ---- query heads of a key head in one tile ----
+DECODE = Problem(1, 32, 4, 1, 32768, 128, "bf16")
+
+
+def packed(**values: int) -> Config:
+    """These values, and 64 rows of all query heads of a key head."""
+    first = {param.name: param.values[0] for param in FAMILY.params}
+    return Config(first | {"BLOCKS_PER_SM": 2, "PACK_GQA": 1} | values)
+
+
+def test_packed_heads_are_one_head_of_more_rows():
+    launches = FAMILY.launches(packed(SPLITS=32), DECODE, ARCHS["sm_90a"])
+    fwd = launches["fwd"]
+    assert fwd.grid == (1, 4, 32)  # not (1, 32, 32)
+    assert FAMILY.stages["fwd"].defines(packed(SPLITS=32), DECODE, fwd)["PACK_GQA"] == "1"
+    maps = {arg.buffer: arg for arg in fwd.args if isinstance(arg, TensorMap)}
+    assert maps["q"].dims == maps["o"].dims == (128, 8, 4)
+    assert maps["q"].strides == (256, 8 * 256)
+    assert maps["k"].dims == (128, 32768, 4)
+    # Heads, query heads of a key head, heads whose K and V fit L2, and queries of a query head.
+    assert [arg for arg in fwd.args if isinstance(arg, int)] == [4, 8, 2, 1, 32768]
+    assert launches["combine"].args[-1] == 32
+    assert FAMILY.workspaces(packed(SPLITS=32), DECODE)["partial_lse"] == 4 * 32 * 32
+
+
+@pytest.mark.parametrize(("splits", "alone"), [(8, None), (16, "split_grid"), (64, "split_grid")])
+def test_packed_heads_leave_room_for_more_splits(splits, alone):
+    """Four tiles instead of 32: of each, 64 splits can be at work at once, not 8."""
+    arch = ARCHS["sm_90a"]
+    assert FAMILY.refused_by(packed(SPLITS=splits, PACK_GQA=0), DECODE, arch) == alone
+    assert FAMILY.refused_by(packed(SPLITS=splits), DECODE, arch) is None
+
+
+def test_packed_heads_make_one_wave_of_splits():
+    """128 tiles for 264 blocks, where there were 1024."""
+    batched, arch = replace(DECODE, batch=32), ARCHS["sm_90a"]
+    assert FAMILY.launches(packed(SPLITS=2), batched, arch)["fwd"].grid == (1, 128, 2)
+    refused = {n: FAMILY.refused_by(packed(SPLITS=n), batched, arch) for n in (1, 2, 4)}
+    assert refused == {1: None, 2: None, 4: "split_grid"}
+    assert FAMILY.refused_by(packed(SPLITS=2, PACK_GQA=0), batched, arch) == "split_grid"
+
+
+def test_rows_of_packed_heads_fill_larger_blocks():
+    """Of 8 heads with 20 queries, 160 rows are two blocks of 128; a head alone fills none."""
+    problem, arch = replace(DECODE, seqlen_q=20, seqlen_k=4096), ARCHS["sm_90a"]
+    larger = packed(WARPGROUPS=2, BLOCKS_PER_SM=1, SPLITS=2)
+    assert FAMILY.refused_by(larger, problem, arch) is None
+    assert FAMILY.launches(larger, problem, arch)["fwd"].grid == (2, 4, 2)
+    alone = packed(WARPGROUPS=2, BLOCKS_PER_SM=1, SPLITS=2, PACK_GQA=0)
+    assert FAMILY.refused_by(alone, problem, arch) == "no_idle_tile"
+
+
+def test_packed_causal_heads_have_more_rows_than_there_are_keys():
+    """8 heads of 40 queries are 320 rows and see 40 keys; as one causal head they could not be."""
+    problem = replace(DECODE, seqlen_q=40, seqlen_k=40, causal=True)
+    config, arch = packed(BLOCK_N=64), ARCHS["sm_90a"]
+    assert FAMILY.refused_by(config, problem, arch) is None
+    assert FAMILY.launches(config, problem, arch)["fwd"].grid == (5, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "values", "rule"),
+    [
+        (replace(DECODE, heads_kv=32), {}, "packed_heads"),  # nothing is grouped
+        (replace(DECODE, seqlen_q=64), {}, "packed_heads"),  # a head fills its blocks alone
+        (replace(DECODE, seqlen_q=63), {}, None),
+        (replace(DECODE, seqlen_q=64), {"WARPGROUPS": 2, "BLOCKS_PER_SM": 1}, None),
+        (DECODE, {"PACK_GQA": 2}, "known_values"),
+        # All tiles take all keys, so that none is longer.
+        (replace(DECODE, seqlen_q=63, causal=True), {"ORDER": 1}, "block_order"),
+    ],
+)
+def test_where_packed_heads_are_refused(problem, values, rule):
+    assert FAMILY.refused_by(packed(**values), problem, ARCHS["sm_90a"]) == rule

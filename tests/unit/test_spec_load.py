@@ -828,6 +828,21 @@ class TestShipped:
         peers = ("torch_cudnn", "cudnn", "torch_flash", "triton_flash", "flash_attn_3")
         assert spec.baselines == peers
 
+    def test_decoding_packs_grouped_heads_and_sweeps_them_apart_too(self):
+        kernels = discover()
+        spec = load_spec(Path("decode"), kernels)
+        assert spec.baselines == ("flash_attn_3", "torch_flash", "torch_cudnn", "cudnn")
+        for item in plan(spec, kernels, arch_named("sm_90a")):
+            p, (space,) = item.problem, item.spaces
+            assert p.heads == 8 * p.heads_kv
+            most = [max(c.SPLITS for c in space.configs if c.PACK_GQA == n) for n in (0, 1)]
+            if p.seqlen_q == 64:  # which fill a tile of 64 rows alone
+                assert {c.WARPGROUPS for c in space.configs if c.PACK_GQA} == {2}
+            elif p.batch == 1:  # eight times fewer tiles, so that more splits fit
+                assert most == ([8, 32] if p.heads_kv == 4 else [2, 32])
+            else:
+                assert most == ([1, 2] if p.heads_kv == 4 else [1, 1])
+
     @pytest.mark.parametrize("name", ["flash_short", "batched"])
     def test_one_tile_of_short_calls_may_be_chained(self, name):
         kernels = discover()

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packages import H100, PLAIN, SPLIT, shape, table, winner
 
+from attnsweep.choose.ranking import rank
 from attnsweep.errors import SpecError, StoreError
 from attnsweep.family.declare import discover
 from attnsweep.hardware import ARCHS
@@ -177,6 +178,19 @@ def test_a_winner_without_a_time_of_pytorch_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(package, "open_run", lambda _: replace(run, trials=ours))
     with pytest.raises(StoreError, match="torch_flash, torch_cudnn"):
         export(tmp_path, [H100_RUN])
+
+
+def test_a_winner_that_packs_grouped_heads_is_left_out(tmp_path, monkeypatch):
+    """A package's calls have any strides, and packed heads need those of contiguous tensors."""
+    run = package.open_run(H100_RUN)
+    won = rank(run.trials, run.environment).query("winner")["trial"].iloc[0]
+    packed = won.with_(config=won.config | {"PACK_GQA": 1})
+    trials = [packed if trial is won else trial for trial in run.trials]
+    monkeypatch.setattr(package, "open_run", lambda _: replace(run, trials=trials))
+    done = export(tmp_path, [H100_RUN])
+    (said,) = (line for line in done.left_out if won.problem.label in line)
+    assert "packs grouped heads (PACK_GQA=1)" in said
+    assert done.winners == 7
 
 
 def test_the_command_says_what_it_wrote(attnsweep, tmp_path, monkeypatch):
