@@ -109,7 +109,7 @@ def test_packed_heads_of_any_strides_are_refused(simulator):
         check(simulator, "PACK_GQA=1", Problem(1, 2, 1, 5, 70, 64), layouts, lse=False)
 
 
-@pytest.mark.nightly(push=4)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("number", range(len(CONFIGS)))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_right(simulator, layout, number):
