@@ -68,7 +68,7 @@ class Model:
         return self.module(input_ids=ids, use_cache=False, logits_to_keep=last).logits
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of a training step."""
+        """The loss of a training step."""
         if not self.vocabulary:
             return self.module(ids).float().pow(2).mean()
         return self.module(input_ids=ids, labels=ids, use_cache=False).loss

@@ -27,7 +27,7 @@ from attnsweep.trial import OURS, Trial
 
 @contextmanager
 def watch(console: Console, cards: int, form: Form = Form.AUTO) -> Iterator[Observer]:
-    """An observer of a sweep on so many cards; see progress.watch."""
+    """An observer of a sweep on `cards` cards; see progress.watch."""
     left = FleetLeft(cards)
     if form is Form.JSON:
         lines = _JsonFleet(console, left)
@@ -64,7 +64,7 @@ class FleetLeft:
         self._took_s: list[float] = []
 
     def planned(self, problems: int) -> None:
-        """There are so many problems."""
+        """Say how many problems there are."""
         self._problems = problems
 
     def opening(self, card: int, *, measures: bool) -> None:

@@ -49,7 +49,7 @@ OPS = {
     "_scaled_dot_product_efficient_attention": _Op(("CUDA",), 3, 5, 6),
     "_scaled_dot_product_cudnn_attention": _Op(("CUDA",), 3, 5, 6),
     "_scaled_dot_product_flash_attention_for_cpu": _Op(("CPU",), None, 3, 4),
-    # Of plain operations, on every device; a compiler takes it apart while it traces.
+    # Made of plain operations, for every device; a compiler takes it apart while it traces.
     "_scaled_dot_product_attention_math": _Op(("CompositeImplicitAutograd",), 3, 4, 5),
 }
 _ALIAS = "CompositeImplicitAutograd"

@@ -21,8 +21,8 @@ from .table import GpuKey, Kernel, Shape
 
 ALONE, TWO_OF_THREE = 0.75, 0.85
 """Speed of an SM that holds fewer blocks than it has room for: one of two, two of three."""
-# Of the L2, what holds inputs and outputs from one call to the next. Bytes beyond it cost time
-# that other blocks hide in part: what is left is that of so many bytes per microsecond.
+# The share of the L2 that keeps inputs and outputs from one call to the next, and the rate at which
+# bytes beyond it add to the time. Both are fitted: other blocks hide a part of that time.
 _L2_SHARE, _BYTES_PER_US = 0.35, 11e6
 # A shape that is one octave off counts e to the power of this less.
 _FADES = 1.3
@@ -116,7 +116,7 @@ def _visits(tiling: Tiling, shape: Shape, tiles_m: int) -> list[int]:
 
 
 def _speed(blocks: int, room: int) -> float:
-    """Speed of an SM with so many blocks, of that of one that is full."""
+    """Speed of an SM that holds `blocks` blocks, relative to a full one, which holds `room`."""
     if blocks >= room:
         return 1.0
     return {(1, 2): ALONE, (2, 3): TWO_OF_THREE}.get((blocks, room), 0.6 * ALONE)
