@@ -1,8 +1,7 @@
 """A process beside compiles Triton's configs while the open problem's candidates are checked.
 
-It needs the GPU process's Python otherwise: in a thread of it, candidates took twice as long to be
-proved (H100, 646 candidates), and after them it is what a user waits for (10 s of the first
-problem). Compiled code reaches the GPU process through Triton's own cache on disk.
+After them it is what a user waits for; in a thread of the GPU process it would wait for Python with
+the checks. Compiled code reaches the GPU process through Triton's own cache on disk.
 """
 
 from __future__ import annotations

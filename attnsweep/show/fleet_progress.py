@@ -64,7 +64,7 @@ class FleetLeft:
         self._took_s: list[float] = []
 
     def planned(self, problems: int) -> None:
-        """Say how many problems there are."""
+        """The whole run has this many problems."""
         self._problems = problems
 
     def opening(self, card: int, *, measures: bool) -> None:

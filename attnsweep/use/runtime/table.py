@@ -22,7 +22,7 @@ PACKED = "cubins.zip.xz"
 """The cubins as one file, a sixteenth of their size: of the package that comes with attnsweep."""
 
 
-# The most bytes of all cubins together: ten times what attnsweep ships.
+# The most bytes of all cubins together: 22 times what attnsweep ships.
 _MOST_BYTES = 2**28
 # What reading a table raises that is none.
 _NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
