@@ -12,15 +12,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TextColumn
 from rich.text import Text
 
 from attnsweep.build.observer import Observer
 from attnsweep.problem import Problem
-from attnsweep.show import terminal
 from attnsweep.show.eta import Eta, Left
 from attnsweep.show.forms import Form
-from attnsweep.show.progress import _Best, _JsonLines, _PlainLines
+from attnsweep.show.progress import _Best, _JsonLines, _PlainLines, drawn
 from attnsweep.show.terminal import counted
 from attnsweep.trial import OURS, Trial
 
@@ -29,28 +28,15 @@ from attnsweep.trial import OURS, Trial
 def watch(console: Console, cards: int, form: Form = Form.AUTO) -> Iterator[Observer]:
     """An observer of a sweep on `cards` cards; see progress.watch."""
     left = FleetLeft(cards)
-    if form is Form.JSON:
-        lines = _JsonFleet(console, left)
-        try:
-            yield lines
-        finally:
-            lines.end()
-        return
-    if terminal.talk is terminal.Talk.QUIET:
-        yield Observer()
-        return
-    if form is Form.PLAIN or not console.is_terminal:
-        yield _PlainFleet(console, left)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[said]}"),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield _BarsFleet(progress, left)
+    with drawn(
+        console,
+        form,
+        lines=lambda: _JsonFleet(console, left),
+        plain=lambda: _PlainFleet(console, left),
+        last=[TextColumn("{task.fields[said]}")],
+        bars=lambda progress: _BarsFleet(progress, left),
+    ) as observer:
+        yield observer
 
 
 class FleetLeft:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,30 +46,52 @@ def watch(console: Console, form: Form = Form.AUTO) -> Iterator[Observer]:
 
     With --quiet it draws nothing, with --verbose also a line for each candidate.
     """
+    eta = Eta()
+    last = (_LeftColumn(eta), TextColumn("{task.fields[best]}"))
+    with drawn(
+        console,
+        form,
+        lines=lambda: _JsonLines(console),
+        plain=lambda: _PlainLines(console),
+        last=last,
+        bars=lambda progress: _Bars(progress, eta),
+    ) as observer:
+        yield observer
+
+
+@contextmanager
+def drawn(
+    console: Console,
+    form: Form,
+    *,
+    lines: Callable[[], _JsonLines],
+    plain: Callable[[], Observer],
+    last: Sequence[ProgressColumn],
+    bars: Callable[[Progress], Observer],
+) -> Iterator[Observer]:
+    """The observer of the form that is asked for, or that suits the console. last: columns."""
     if form is Form.JSON:
-        lines = _JsonLines(console)
+        events = lines()
         try:
-            yield lines
+            yield events
         finally:
-            lines.end()
+            events.end()
         return
     if terminal.talk is terminal.Talk.QUIET:
         yield Observer()
         return
     if form is Form.PLAIN or not console.is_terminal:
-        yield _PlainLines(console)
+        yield plain()
         return
-    eta = Eta()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        _LeftColumn(eta),
-        TextColumn("{task.fields[best]}"),
+        *last,
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield _Bars(progress, eta)
+        yield bars(progress)
 
 
 class _LeftColumn(ProgressColumn):
