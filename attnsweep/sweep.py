@@ -100,7 +100,8 @@ def run(
         Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu,
         ExitStack() as at_end,
     ):
-        environment, planned, compiler = start(spec, kernels, gpu, cache_dir, at_end)
+        seed = input_seed(spec)
+        environment, planned, compiler = start(spec, kernels, gpu, cache_dir, at_end, seed)
         card = held(environment.uuid, environment.gpu, wait=wait, say=observer.note)
         locks.enter_context(card)
         planned = planned if shard is None else shard.take(planned)
@@ -117,7 +118,7 @@ def run(
         where = of_these_cards(environment, cards_of(store.trials))
         store.describe(spec.resolved(store.directory), where, plan_facts(planned))
         retire(store, kernels, observer)
-        sweep = Sweep(spec, gpu, environment, store, observer)
+        sweep = Sweep(spec, gpu, environment, store, observer, seed)
         began = time.monotonic()
         interrupted = sweep.run(planned, compiler)
         if proof_s := gpu.proof_s:
@@ -140,12 +141,14 @@ class Sweep:
         environment: Environment,
         store: Writer,
         observer: Observer,
+        seed: int | None = None,
     ) -> None:
+        """seed: of the inputs (default: the spec's, or one drawn now)."""
         self._spec, self._gpu, self._environment = spec, gpu, environment
         self._store, self._observer = store, observer
         self._skips = Skips(finalists=spec.measure.finalists, entry=race_entry(spec))
         self._kept = Kept(spec, environment, store, self._skips)
-        self._input_seed = input_seed(spec)
+        self._input_seed = input_seed(spec) if seed is None else seed
         self._finalists: dict[tuple[object, ...], Build] = {}
         self._measured: dict[tuple[object, ...], Build] = {}
 

@@ -20,6 +20,7 @@ from attnsweep.family.declare import Kernel
 from attnsweep.gpu.cards import installed_arch
 from attnsweep.gpu.judge import judge_source
 from attnsweep.hardware import Arch, arch_on
+from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import PlannedProblem, plan
 from attnsweep.trial import Environment
@@ -32,7 +33,9 @@ Planned = tuple[Sequence[PlannedProblem], Compiler]
 class Describes(Protocol):
     """The part of a Gpu that says what it is."""
 
-    def describe(self, *, preload: str | None = None) -> Environment:
+    def describe(
+        self, *, preload: str | None = None, first: tuple[Problem, int] | None = None
+    ) -> Environment:
         """See Gpu."""
 
 
@@ -42,13 +45,18 @@ def start(
     gpu: Describes,
     cache_dir: Path | None,
     at_end: ExitStack,
+    seed: int | None = None,
 ) -> tuple[Environment, Sequence[PlannedProblem], Compiler]:
-    """Describe the GPU and plan the sweep on it. at_end: closes the compiler.
+    """Describe the GPU and plan the sweep on it.
+
+    at_end: closes the compiler. seed: of the inputs with which this GPU opens the first problem.
 
     Raises NoGpuError, SpaceError or ToolchainError.
     """
     with ThreadPoolExecutor(1) as aside:
-        described = aside.submit(gpu.describe, preload="torch" if spec.baselines else None)
+        preload = "torch" if spec.baselines else None
+        first = None if seed is None else (spec.problems[0].problem, seed)
+        described = aside.submit(gpu.describe, preload=preload, first=first)
         # In this thread, where a rule that never returns meets its time limit, or Ctrl-C.
         begun = _compile_early(spec, kernels, cache_dir, at_end)
     environment = described.result()

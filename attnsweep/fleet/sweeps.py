@@ -125,7 +125,7 @@ class Described:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def describe(self, *, preload: str | None = None) -> Environment:  # noqa: ARG002
+    def describe(self, **_: object) -> Environment:
         """See `Gpu`. Raises NoGpuError."""
         return self._engine.first()
 

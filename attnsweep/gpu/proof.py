@@ -43,6 +43,9 @@ class Proven:
     lse_digests: npt.NDArray[np.uint64] | None = None
 
 
+Digests = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64] | None]
+
+
 def _counted(method: Callable[Concatenate[Proof, P], T]) -> Callable[Concatenate[Proof, P], T]:
     """Add a method's seconds to Proof.spent_s. The device is idle when it is called."""
 
@@ -76,8 +79,8 @@ _pool = ThreadPoolExecutor(4, "known")
 _ahead: dict[tuple[Problem, int], _Ahead] = {}
 
 
-def _begin(problem: Problem, seed: int) -> _Ahead:
-    """Begin what the host computes of a problem, if it has not been begun."""
+def compute_ahead(problem: Problem, seed: int) -> _Ahead:
+    """Begin what the host computes of a problem, in threads, if it has not been begun."""
     if (problem, seed) not in _ahead:
         timed, small = Case(problem), numerics.small_cases(problem)
         _ahead[problem, seed] = _Ahead(
@@ -106,7 +109,7 @@ class Proof:
     ) -> None:
         """then: the problem that will be opened next; its inputs are made meanwhile."""
         self._session, self._seed = session, seed
-        known = _begin(problem, seed)
+        known = compute_ahead(problem, seed)
         self._judge = judge = Judge(session, problem.dtype, cache_dir)
         self.timed = Fixture(
             Case(problem), seed, session, judge, two_sided=True, known=known.timed.result()
@@ -116,7 +119,7 @@ class Proof:
         for limit in known.limits:
             limit.result()
         _ahead.clear()
-        self._next = _begin(then, seed) if then is not None else None
+        self._next = compute_ahead(then, seed) if then is not None else None
         self._poisons = False
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
@@ -195,9 +198,9 @@ class Proof:
         if damaged:
             raise WrongResult(f"wrote to its inputs, or next to them ({damaged[0]})")
         accuracies = []
-        for (fixture, launches, _), values, (begin, names) in zip(cases, found, slots, strict=True):
-            end = begin + len(names)
-            outside = dict(zip(names, map(int, counts[begin:end]), strict=True))
+        for (fixture, launches, _), values, (first, names) in zip(cases, found, slots, strict=True):
+            end = first + len(names)
+            outside = dict(zip(names, map(int, counts[first:end]), strict=True))
             lse = float(counts[end : end + 1].view(np.float64)[0]) if launches.lse else 0.0
             one = Found(values, outside, lse)
             accuracies.append(fixture.accuracy(one, candidate.rounds_scores))
@@ -205,6 +208,21 @@ class Proof:
         how = (candidate.deterministic, candidate.rounds_scores)
         proven = Proven(call, *how, digests[0], kept, digests[1])
         return worst.model_copy(update={"seed": self._seed}), proven
+
+    def proved_before(
+        self,
+        candidate: Candidate,
+        call: Pipeline,
+        workspaces: Mapping[tuple[str, int], Buffer],
+        digests: Digests,
+    ) -> Proven:
+        """A candidate of the very launches that gave these digests when they were proved right.
+
+        Nothing is launched: the outputs of its replays are compared with what was right then.
+        """
+        lse = workspaces.get(("lse", 4 * self.timed.rows)) if candidate.timed.lse else None
+        how = (candidate.deterministic, candidate.rounds_scores)
+        return Proven(call, *how, digests[0], lse, digests[1])
 
     @_counted
     def of_peer(self, output: np.ndarray[Any, Any], rounds_scores: int) -> Accuracy:
@@ -224,22 +242,25 @@ class Proof:
     # -- many calls -------------------------------------------------------------------------
 
     @_counted
-    def repeat(self, proven: Proven, most: int, longest_us: float) -> int:
+    def repeat(
+        self, proven: Proven, most: int, longest_us: float, each_us: float | None = None
+    ) -> int:
         """Make calls one by one into a poisoned output, and compare each with the checked output.
 
         Takes at most `most` calls and about longest_us, on two mixes of inputs or more; returns the
-        number of calls. Raises WrongResult if one differs in a bit, or, if the family need not
-        give equal bits, if one is wrong.
+        number of calls. each_us: about what a call takes, if that is known. Raises WrongResult if
+        one differs in a bit, or, if the family need not give equal bits, if one is wrong.
         """
 
         def once() -> None:
             proven.call.enqueue()
             self._look(proven, 0)
 
-        # A few calls are issued in less time than a graph of them is captured, and timed once.
+        # A few calls are issued in less time than a graph of them is captured.
         few = most <= _ISSUED
-        with self._session.stream:
-            each_us = min(self._session.time_us(once) for _ in range(1 if few else 2))
+        if each_us is None:
+            with self._session.stream:
+                each_us = min(self._session.time_us(once) for _ in range(2))
         slots = max(1, min(most // 2, Judge.SLOTS // 4, int(longest_us / 2 / max(1.0, each_us))))
 
         def issue() -> None:
@@ -254,6 +275,7 @@ class Proof:
         while done < most and (done < 2 * slots or spent_us < longest_us):
             with self._session.stream:
                 self.begin()
+                self._judge.clear()
                 self._poison(proven)
                 spent_us += self._session.time_us(replay)
                 self._compare(proven, slots, lse=True)
@@ -268,7 +290,6 @@ class Proof:
         finds it written has yet to compute.
         """
         self.timed.draw()
-        self._judge.clear()
         self._poisons = not self._poisons
         if self._poisons:
             self.output.poison()
@@ -283,7 +304,6 @@ class Proof:
     def begin_cold(self, copies: Sequence[Mapping[str, Buffer]]) -> None:
         """The same before calls that rotate over copies, whose inputs are as they were made."""
         self.timed.go_to(PLAIN)
-        self._judge.clear()
         for output in (self.output, *(copy["o"] for copy in copies)):
             output.fill(POISON)
         self._session.settle()
@@ -292,8 +312,8 @@ class Proof:
     def end(self, proven: Proven, copies: Sequence[Mapping[str, Buffer]] = ()) -> None:
         """Raise WrongResult unless the outputs are now the checked one, bit for bit."""
         outputs = [self.output, *(copy["o"] for copy in copies)]
-        for begin in range(0, len(outputs), Judge.SLOTS):
-            some = outputs[begin : begin + Judge.SLOTS]
+        for first in range(0, len(outputs), Judge.SLOTS):
+            some = outputs[first : first + Judge.SLOTS]
             self._judge.clear()
             for number, output in enumerate(some):
                 if proven.deterministic:

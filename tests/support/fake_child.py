@@ -46,10 +46,10 @@ class FaultyGpu(FakeGpu):
         with self._log.open("a") as log:
             log.write(f"{self._uuid} {what}\n")
 
-    def describe(self, *, preload: str | None = None) -> Any:
+    def describe(self, *, preload: str | None = None, first: Any = None) -> Any:
         self._meet()
         self._act(self._facts.get("at_start"))
-        return super().describe(preload=preload)
+        return super().describe(preload=preload, first=first)
 
     def _meet(self) -> None:
         """Wait until every card's first process is here, so that each gets a problem."""

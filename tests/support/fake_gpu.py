@@ -78,7 +78,7 @@ class FakeGpu:
 
     # -- the protocol -------------------------------------------------------------------------
 
-    def describe(self, *, preload: str | None = None) -> Environment:
+    def describe(self, *, preload: str | None = None, first: object = None) -> Environment:
         if isinstance(self.environment, NoGpuError):
             raise self.environment
         return self.environment

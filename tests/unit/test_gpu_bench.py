@@ -133,6 +133,7 @@ def bench(monkeypatch):
     made = Bench.__new__(Bench)
     made.session, made.problem = FakeSession(), PROBLEM
     made._workspaces, made._entries, made._cold_copies = {}, {}, []
+    made._right = {}
     made._proof = proof_of(lambda look, side: 100 + side)
 
     def of_candidate(candidate, call, bind, workspaces, *, small):
@@ -307,3 +308,24 @@ def test_one_call_that_outlasts_a_replay_is_no_mistake(bench):
     bench._graph = lambda call, target_us, *, rotate, stage=None: (lambda: None, 1)
     assert Bench._screen(bench, PROVEN.call) == 10_000.0
     assert bench.session.asked == 3
+
+
+def test_what_a_trial_proved_is_not_proved_again_but_other_launches_are(bench, monkeypatch):
+    proofs, prove = [], bench._proof.of_candidate
+
+    def of_candidate(candidate, *args, **how):
+        proofs.append(candidate.timed)
+        return prove(candidate, *args, **how)
+
+    monkeypatch.setattr(bench._proof, "of_candidate", of_candidate)
+    bench._launch_times, bench._cold_copies = {}, [bench._timed]
+    monkeypatch.setattr(Proof, "repeat", lambda *_: 8)
+    tried, other = candidate(64), candidate(128)
+    bench.trial(tried)
+    bench.add("tried", candidate(64), cold=True)
+    assert proofs == [tried.timed]
+    entry = bench._entries["tried"]
+    assert len(entry.call.copies) == 2
+    assert (entry.proven.digests == PROVEN.digests).all()
+    bench.add("other", other, cold=False)
+    assert proofs == [tried.timed, other.timed]

@@ -115,7 +115,7 @@ def test_the_first_candidates_compile_while_the_gpu_process_starts(go, gpu, monk
         early.set()
         return submit(self, source, defines)
 
-    def describe(*, preload=None):
+    def describe(*, preload=None, first=None):
         assert early.wait(10), "nothing is compiled before the GPU process has answered"
         return TEST_GPU
 
@@ -123,6 +123,23 @@ def test_the_first_candidates_compile_while_the_gpu_process_starts(go, gpu, monk
     monkeypatch.setattr(FakeCompiler, "submit", told)
     monkeypatch.setattr(gpu, "describe", describe)
     assert by_config(go())[(64,)].status is Status.OK
+
+
+def test_the_first_problems_inputs_begin_while_the_gpu_process_starts(go, gpu, monkeypatch):
+    describe, open_, asked = gpu.describe, gpu.open, []
+
+    def described(*, preload=None, first=None):
+        asked.append(first)
+        return describe()
+
+    def opened(problem, *, seed, **options):
+        asked.append((problem, seed))
+        return open_(problem, seed=seed, **options)
+
+    monkeypatch.setattr(gpu, "describe", described)
+    monkeypatch.setattr(gpu, "open", opened)
+    go()
+    assert asked[0] == asked[1]  # also of a seed that was drawn
 
 
 @pytest.mark.parametrize("there", ["sm_80", None], ids=str)
