@@ -2,6 +2,8 @@
 
 Usage: python benchmarks/gate.py [FILE.json] [--kernels 10] [--pairs 20] [--seconds 540]
        [--runs DIR ...]. It needs a GPU, and about 9 minutes of it.
+       python benchmarks/gate.py FILE.json --pool ONE.json OTHER.json ... counts together what
+       several series gave, which may be of other hosts; it needs no GPU.
 
 The kernels are winners of recorded runs, compiled anew. They are compared as `check` compares code
 that changed: in turns, in two processes, and in up to eight while these do not decide. Each side
@@ -22,7 +24,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import queue
 import shutil
 import tempfile
@@ -35,7 +36,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from rich.console import Console
+from gate_counts import console, pooled, show, summary, write
 from setting import recorded
 
 from attnsweep import (
@@ -53,12 +54,10 @@ from attnsweep import (
     compare_candidates,
     families,
     open_run,
-    proportion_interval,
     rebuild,
     winners,
 )
 
-console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
 SOURCE = Path(__file__).with_name("burn.cu")
 RUNS = (
     *("flash_short", "batched", "three_kernel_tuned", "wide_head", "ladder"),
@@ -193,12 +192,6 @@ class Series:
             "process_sd": round(stdev(ratios), 5) if len(ratios) > 1 else None,
             "ratios": [round(ratio, 5) for ratio in ratios],
         }
-
-
-def spoken(count: int, trials: int) -> str:
-    """`0 of 300 (0.0 to 1.2 %)`."""
-    low, high = (100 * limit for limit in proportion_interval(count, trials))
-    return f"{count} of {trials} ({low:.1f} to {high:.1f} %)"
 
 
 def cases(runs: Sequence[Path], arch: Arch, place: Path, count: int) -> list[Case]:
@@ -362,97 +355,6 @@ def measure(
     return series, opened_s
 
 
-def counted(count: int, trials: int) -> dict[str, Any]:
-    """A count with the 95 % bounds of its share."""
-    return {"count": count, "bounds": [round(p, 5) for p in proportion_interval(count, trials)]}
-
-
-def summary(series: Sequence[Series], opened_s: Sequence[float]) -> dict[str, Any]:
-    """All figures: false alarms and misses with bounds, detections, and each series."""
-
-    def total(rows: Sequence[dict[str, Any]], verdict: Verdict) -> int:
-        return sum(row["verdicts"].get(verdict.value, 0) for row in rows)
-
-    rows = [one.row() for one in series]
-    itself = [row for row in rows if not row["share"]]
-    comparisons = sum(row["comparisons"] for row in itself)
-    false_alarms = total(itself, Verdict.REGRESSION)
-    inconclusive = total(itself, Verdict.INCONCLUSIVE)
-    spread = [row["process_sd"] for row in rows if row["process_sd"] is not None]
-    totals = {}
-    for share in SHARES:
-        of = [row for row in rows if row["share"] == share]
-        tried = sum(row["comparisons"] for row in of)
-        totals[f"{100 * share:g} %"] = {
-            "comparisons": tried,
-            "detected": total(of, Verdict.REGRESSION),
-            "detected_bounds": counted(total(of, Verdict.REGRESSION), tried)["bounds"],
-            "passed": counted(total(of, Verdict.PASS), tried),
-            "inconclusive": counted(total(of, Verdict.INCONCLUSIVE), tried),
-            "unfinished": sum(row["unfinished"] for row in of),
-            "seconds_most": max((row["seconds_most"] or 0.0 for row in of), default=None),
-        }
-    return {
-        "processes": len(opened_s) - CALIBRATION_PROCESSES,
-        # Standard deviation of a process's ratio, of all kernels and slowdowns together.
-        "process_sd": round(fmean(sd**2 for sd in spread) ** 0.5, 5) if spread else None,
-        "process_sd_most": max(spread, default=None),
-        "itself": {
-            "comparisons": comparisons,
-            "false_alarms": false_alarms,
-            "false_alarms_bounds": counted(false_alarms, comparisons)["bounds"],
-            "false_improvements": total(itself, Verdict.IMPROVEMENT),
-            "inconclusive": inconclusive,
-            "inconclusive_bounds": counted(inconclusive, comparisons)["bounds"],
-            "unfinished": sum(row["unfinished"] for row in itself),
-            "cases": itself,
-        },
-        "slowed": {
-            "totals": totals,
-            "opening_a_second_process_s": round(max(opened_s), 2) if opened_s else None,
-            "cases": [row for row in rows if row["share"]],
-        },
-    }
-
-
-def show(facts: dict[str, Any]) -> None:
-    """Print a line for each series, and the totals."""
-    head = f"{'slowed':>6}  {'kernel':54} {'pass':>5} {'slower':>6} {'open':>5} {'faster':>6}"
-    console.print(f"{head} {'ratio':>8} {'sd':>7}")
-    for row in [*facts["itself"]["cases"], *facts["slowed"]["cases"]]:
-        counts = [
-            row["verdicts"].get(verdict, 0)
-            for verdict in ("pass", "regression", "inconclusive", "improvement")
-        ]
-        said = f"{100 * row['share']:>4g} %  {row['case']:54} "
-        said += "{:>5} {:>6} {:>5} {:>6} ".format(*counts)
-        console.print(f"{said} {row['ratio'] or 0:>7.4f} {100 * (row['process_sd'] or 0):>5.2f} %")
-    itself = facts["itself"]
-    console.print(
-        f"{itself['comparisons']} comparisons of a kernel with itself: "
-        f"{spoken(itself['false_alarms'], itself['comparisons'])} false alarms, "
-        f"{itself['false_improvements']} false improvements, "
-        f"{spoken(itself['inconclusive'], itself['comparisons'])} inconclusive"
-    )
-    for share, of in facts["slowed"]["totals"].items():
-        console.print(
-            f"slower by {share}: detected {spoken(of['detected'], of['comparisons'])}, "
-            f"passed {spoken(of['passed']['count'], of['comparisons'])}"
-        )
-    if facts["process_sd"] is not None:
-        console.print(
-            f"a process's ratio: standard deviation {100 * facts['process_sd']:.2f} %, "
-            f"at most {100 * facts['process_sd_most']:.2f} % of one kernel"
-        )
-
-
-def write(file: Path | None, facts: dict[str, Any]) -> None:
-    """Write the figures so far if a file is named."""
-    if file is not None:
-        text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
-        file.write_text(text, encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the file if one is named."""
     parser = argparse.ArgumentParser(description="How often `attnsweep check` is wrong.")
@@ -461,20 +363,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=20, help="half the number of processes")
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--runs", type=Path, nargs="+", metavar="DIR")
+    parser.add_argument("--pool", type=Path, nargs="+", metavar="FILE.json")
     asked = parser.parse_args(arguments)
+    if asked.pool:
+        facts = pooled(asked.pool)
+        show(facts)
+        write(asked.file, facts)
+        return
     begin = time.monotonic()
     runs = asked.runs or [recorded(name) for name in RUNS]
     with Worker(timeout_s=60) as worker:
         here = worker.describe()
     arch = arch_named(here.arch)
     compiler = Compiler(arch)
-    facts: dict[str, Any] = {"environment": here.model_dump(mode="json"), "slower": SLOWER}
+    facts = {"environment": here.model_dump(mode="json"), "slower": SLOWER}
     try:
         cubin = str(compiler.compile(SOURCE, {}).path)
         with tempfile.TemporaryDirectory() as place:
             found = cases(runs, arch, Path(place), asked.kernels)
             until = begin + asked.seconds
-            facts |= summary(*measure(found, cubin, here, asked.pairs, until))
+            series, opened_s = measure(found, cubin, here, asked.pairs, until)
+            rows = [one.row() for one in series]
+            counted_in = len(opened_s) - CALIBRATION_PROCESSES
+            longest_s = round(max(opened_s), 2) if opened_s else None
+            facts |= summary(rows, counted_in, longest_s)
             facts["seconds"] = round(time.monotonic() - begin, 1)
             show(facts)
             write(asked.file, facts)

@@ -165,3 +165,25 @@ def test_the_runs_that_it_takes_kernels_from_are_there(benchmark, tmp_path):
     found = module.cases(runs[4:7], arch_named("sm_90a"), tmp_path, 5)
     assert len({case.label for case in found}) == 5
     assert len({case.label.split()[0] for case in found}) == 3  # runs take turns
+
+
+def test_two_series_are_counted_together(benchmark, tmp_path):
+    one = benchmark("--pairs", "6")
+    (tmp_path / "gate.json").rename(tmp_path / "one.json")
+    other = benchmark("--pairs", "4")
+    (tmp_path / "gate.json").rename(tmp_path / "other.json")
+    files = [str(tmp_path / name) for name in ("one.json", "other.json")]
+    both = benchmark("--pool", *files)
+    assert both["processes"] == one["processes"] + other["processes"] == 20
+    assert both["itself"]["comparisons"] == 20
+    assert both["itself"]["false_alarms_bounds"] == pytest.approx([0, 0.1684], abs=1e-4)
+    for share, of in both["slowed"]["totals"].items():
+        parts = [series["slowed"]["totals"][share] for series in (one, other)]
+        assert of["comparisons"] == sum(part["comparisons"] for part in parts)
+        assert of["detected"] == sum(part["detected"] for part in parts)
+    assert [series["processes"] for series in both["series"]] == [12, 8]
+    again = json.loads((tmp_path / "one.json").read_text())
+    again["environment"]["gpu"] = "another"
+    (tmp_path / "one.json").write_text(json.dumps(again))
+    with pytest.raises(ValueError, match="belong together"):
+        benchmark("--pool", *files)
