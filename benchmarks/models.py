@@ -17,7 +17,8 @@ model while the package is enabled. DIR is what `attnsweep export --out DIR` wro
   by the norm of the difference; also of PyTorch's flash backend, so that one sees what two
   implementations in bf16 differ by. `top`: share of rows with the reference's most likely token.
 - greedy: how many of the first NEW tokens are those of PyTorch's own attention.
-- training: the gradients of one step, relative to those with attention in float64.
+- training: the gradients of one step, relative to those with attention in float64, and its time,
+  also with PyTorch's flash backend.
 - served: what the package's counters say of one prefill, and why.
 
 A measurement that would begin after --seconds is left out, and named under `left_out`.
@@ -322,7 +323,11 @@ def training(model: Model, ids: torch.Tensor, package: Any) -> dict[str, Any]:
         step()
         model.module.zero_grad(set_to_none=True)
 
-    result["time"] = before_and_after(turns({"sdpa": whole, "package": whole}, package))
+    times = turns({"sdpa": whole, "flash": whole, "package": whole}, package)
+    # The package's gradient is that of PyTorch's flash backend: what that alone costs or gains.
+    result["time"] = before_and_after(times) | {
+        "flash_ms": round(statistics.median(times["flash"]), 4)
+    }
     return result
 
 

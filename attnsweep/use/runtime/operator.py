@@ -15,7 +15,7 @@ from .dispatch import Choice, choose
 from .driver import Device, DriverError, Ready, Tensor, cuda_driver, unmapped
 from .launch import calls, workspaces
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
-from .registered import register, with_contiguous_head_dim
+from .registered import Gradient, register, with_contiguous_head_dim
 from .routing import asked_once
 from .routing import sdpa as _sdpa
 from .table import Gpu, GpuKey, PackageError, Shape, Table
@@ -138,12 +138,17 @@ class Operator:
             plan = self._plan(query, key, value, is_causal, scale, enable_gqa, grad)
             if not plan.calls:
                 choice = plan.choice
-            elif grad or _modes() or query.is_neg() or key.is_neg() or value.is_neg():
-                # Autograd, a dispatch mode, or what resolves a negation must see an operator.
+            elif _modes() or query.is_neg() or key.is_neg() or value.is_neg():
+                # A dispatch mode, or what resolves a negation, must see an operator.
                 by = scale if scale is not None else query.shape[3] ** -0.5
                 if grad:
                     return self._forward_lse(query, key, value, is_causal, by)[0]
                 return self._forward(query, key, value, is_causal, by)
+            elif grad:
+                by = scale if scale is not None else query.shape[3] ** -0.5
+                run = self._impl_forward_lse
+                out: torch.Tensor = Gradient.apply(query, key, value, is_causal, by, run)
+                return out
             else:  # nobody looks at operators, so the dispatcher's time is saved
                 done = self._run(plan, query, key, value)
                 if done is not None:

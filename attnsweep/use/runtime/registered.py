@@ -75,6 +75,35 @@ def _fake_forward_lse(
     return torch.empty_like(query), lse
 
 
+class Gradient(torch.autograd.Function):  # type: ignore[misc]
+    """`forward_lse` and its gradient, for calls that no compiler or dispatch mode looks at.
+
+    An operator's own autograd takes more of the host: 164 µs instead of 101 for a forward and a
+    backward, without their kernels.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float,
+        run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """run: computes the output and the log-sum-exp, as `forward_lse` does."""
+        out, lse = run(query, key, value, causal, scale)
+        ctx.causal, ctx.scale = causal, scale
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """PyTorch's own flash backward."""
+        return (*_backward(ctx, grads[0], None), None)
+
+
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     query, key, value, ctx.causal, ctx.scale = inputs
     out, lse = output
@@ -87,7 +116,7 @@ def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
     *inputs, out, lse = ctx.saved_tensors
     query, key, value = map(with_contiguous_head_dim, inputs)
     none = grad.new_empty((), dtype=torch.int64)
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
     grads = backward(
         *(grad, query, key, value, out, lse, None, None, query.shape[2], key.shape[2]),
         *(0.0, ctx.causal, none, none),
