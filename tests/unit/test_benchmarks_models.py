@@ -61,7 +61,7 @@ def test_a_right_package_has_the_error_of_pytorch(models):
     assert not result["left_out"]
     for name, model in result["models"].items():
         prefill = model["prefill"]["64"]
-        assert prefill["eager"]["rounds"] > 1, name
+        assert prefill["eager"]["rounds"] >= 1, name
         assert 0 < prefill["error"]["package"] == prefill["error"]["sdpa"] < 0.02
         assert 0 < model["training"]["package"]["error"] == model["training"]["sdpa"]["error"]
         assert prefill["served"]["calls"] == {"kernel": 2}, "one call for each of two blocks"
