@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -17,7 +16,8 @@ from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.numerics import Case
 from attnsweep.gpu.device import POISON, Buffer, Session
-from attnsweep.gpu.judge import OPPOSITE, PLAIN, Fixture, Found, Judge, Known, WrongResult
+from attnsweep.gpu.judge import OPPOSITE, PLAIN, Fixture, Found, Judge, WrongResult
+from attnsweep.gpu.known_ahead import Ahead
 from attnsweep.gpu.pipeline import Pipeline
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy
@@ -60,36 +60,12 @@ def _counted(method: Callable[Concatenate[Proof, P], T]) -> Callable[Concatenate
     return counted
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """What the host computes of a problem's cases, in threads."""
-
-    timed: Future[Known]
-    small: list[Future[Known]]
-    limits: list[Future[object]]
-
-    def wait(self) -> None:
-        """Wait until all of it is known."""
-        wait((self.timed,))
-        wait(self.small)
-        wait(self.limits)
+_ahead = Ahead()
 
 
-_pool = ThreadPoolExecutor(4, "known")
-_ahead: dict[tuple[Problem, int], _Ahead] = {}
-
-
-def compute_ahead(problem: Problem, seed: int) -> _Ahead:
-    """Begin what the host computes of a problem, in threads, if it has not been begun."""
-    if (problem, seed) not in _ahead:
-        timed, small = Case(problem), numerics.small_cases(problem)
-        _ahead[problem, seed] = _Ahead(
-            _pool.submit(Known.of, timed, seed, two_sided=True),
-            [_pool.submit(Known.of, case, seed) for case in small],
-            # So that a trial's time limit covers the candidate's work only.
-            [_pool.submit(numerics.limits, case, 0) for case in (timed, *small)],
-        )
-    return _ahead[problem, seed]
+def compute_ahead(problem: Problem, seed: int) -> None:
+    """Begin what the host computes of a problem, beside this process, if it has not been begun."""
+    _ahead.begin(problem, seed)
 
 
 class Proof:
@@ -109,25 +85,23 @@ class Proof:
     ) -> None:
         """then: the problem that will be opened next; its inputs are made meanwhile."""
         self._session, self._seed = session, seed
-        known = compute_ahead(problem, seed)
+        compute_ahead(problem, seed)
         self._judge = judge = Judge(session, problem.dtype, cache_dir)
-        self.timed = Fixture(
-            Case(problem), seed, session, judge, two_sided=True, known=known.timed.result()
-        )
+        known = _ahead.take(problem, seed)
+        numerics.tell(known.maths)
+        timed = known.timed
+        self.timed = Fixture(Case(problem), seed, session, judge, two_sided=True, known=timed)
         cases = zip(numerics.small_cases(problem), known.small, strict=True)
-        self._small = [Fixture(c, seed, session, judge, known=k.result()) for c, k in cases]
-        for limit in known.limits:
-            limit.result()
-        _ahead.clear()
-        self._next = compute_ahead(then, seed) if then is not None else None
+        self._small = [Fixture(c, seed, session, judge, known=k) for c, k in cases]
+        if then is not None:
+            compute_ahead(then, seed)
         self._poisons = False
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
 
     def settle(self) -> None:
         """Wait until the host computes nothing, so that its own times can be taken."""
-        if self._next is not None:
-            self._next.wait()
+        _ahead.wait()
 
     @property
     def output(self) -> Buffer:

@@ -1,0 +1,122 @@
+"""A process beside computes what is right for a problem while another problem is timed.
+
+In threads of the GPU process, NumPy's many small steps would take Python from the thread that gives
+the GPU its work. Answers come as pickles through a pipe, up to some hundred megabytes of inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from attnsweep.build import numerics
+from attnsweep.build.numerics import Case, Measures
+from attnsweep.gpu.judge import Known
+from attnsweep.problem import Problem
+
+# What a smaller problem needs is computed before the process could be asked.
+_LEAST_BYTES = 2**22
+# Imported, not run: what is pickled must be this module's, not __main__'s.
+_COMMAND = [sys.executable, "-c", f"from {__name__} import main; main()"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What NumPy knows of all cases of a problem with one seed."""
+
+    timed: Known
+    small: list[Known]
+    maths: dict[tuple[Case, int], Measures]
+    """Errors of the rounded maths, which give the limits: see numerics.limits."""
+
+    @classmethod
+    def of(cls, problem: Problem, seed: int) -> Answer:
+        """Compute it here."""
+        timed, small = Case(problem), numerics.small_cases(problem)
+
+        def known(case: Case) -> Known:
+            return Known.of(case, seed, two_sided=case is timed)
+
+        # So that a trial's time limit covers the candidate's work only.
+        def maths(case: Case) -> Measures:
+            return numerics.same_maths(case, 0)
+
+        with ThreadPoolExecutor(1) as aside:  # each of the two has steps that take one core
+            errors = aside.submit(maths, timed)
+            first = known(timed)
+        found = {(timed, 0): errors.result()} | {(case, 0): maths(case) for case in small}
+        return cls(first, [known(case) for case in small], found)
+
+
+class Ahead:
+    """The process; it starts with the first large problem, and ends with this one."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pool = ThreadPoolExecutor(1, "known")
+        self._answers: dict[tuple[Problem, int], Future[Answer]] = {}
+
+    def begin(self, problem: Problem, seed: int) -> None:
+        """Have it computed, if it is not being computed."""
+        if (problem, seed) not in self._answers:
+            self._answers[problem, seed] = self._pool.submit(self._answer, problem, seed)
+
+    def take(self, problem: Problem, seed: int) -> Answer:
+        """The answer, which is not kept, nor are others that nobody took."""
+        self.begin(problem, seed)
+        answer = self._answers.pop((problem, seed)).result()
+        self._answers.clear()
+        return answer
+
+    def wait(self) -> None:
+        """Wait until nothing is being computed."""
+        for answer in self._answers.values():
+            answer.result()
+
+    def _answer(self, problem: Problem, seed: int) -> Answer:
+        if problem.min_bytes >= _LEAST_BYTES:
+            with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+                return self._asked(problem, seed)
+            self.close()  # it died, as for want of memory: what fails here too is reported
+        return Answer.of(problem, seed)
+
+    def _asked(self, problem: Problem, seed: int) -> Answer:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._process = subprocess.Popen(
+                _COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pickle.dump((problem, seed), process.stdin)
+        process.stdin.flush()
+        answer: Answer = pickle.load(process.stdout)
+        return answer
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is None:
+            return
+        with contextlib.suppress(OSError), self._process as process:  # waits, and closes the pipes
+            process.kill()
+        self._process = None
+
+
+def main() -> None:
+    """Answer what standard input asks, until it ends."""
+    asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not come between
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            problem, seed = pickle.load(asked)
+            pickle.dump(Answer.of(problem, seed), answers, protocol=5)
+            answers.flush()

@@ -1,0 +1,66 @@
+"""What is right of a problem, computed by a process beside."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from attnsweep.gpu import known_ahead
+from attnsweep.gpu.known_ahead import Ahead, Answer
+from attnsweep.problem import Problem
+
+PROBLEM, OTHER = Problem(1, 2, 1, 64, 64, 16), Problem(1, 1, 1, 32, 48, 16, "bf16")
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    monkeypatch.setattr(known_ahead, "_LEAST_BYTES", 0)
+    made = Ahead()
+    yield made
+    made.close()
+
+
+def equal(one, other):
+    for known, again in zip([one.timed, *one.small], [other.timed, *other.small], strict=True):
+        for name, bits in known.inputs.items():
+            assert (bits == again.inputs[name]).all()
+        assert (known.rows == again.rows).all()
+        for side, same in zip(known.sides, again.sides, strict=True):
+            assert all((a == b).all() for a, b in zip(side, same, strict=True))
+    assert one.maths == other.maths
+
+
+def test_the_process_answers_what_this_one_would(ahead):
+    ahead.begin(PROBLEM, 3)
+    ahead.begin(OTHER, 3)
+    equal(ahead.take(PROBLEM, 3), Answer.of(PROBLEM, 3))
+    first = ahead._process.pid
+    equal(ahead.take(OTHER, 4), Answer.of(OTHER, 4))
+    assert ahead._process.pid == first
+    one, other = (ahead.take(PROBLEM, seed).timed.inputs["q"] for seed in (3, 4))
+    assert (one != other).any()
+
+
+def test_a_process_that_died_is_done_without_and_replaced(ahead):
+    ahead.take(PROBLEM, 3)
+    first = ahead._process
+    first.kill()
+    first.wait()
+    equal(ahead.take(PROBLEM, 4), Answer.of(PROBLEM, 4))
+    equal(ahead.take(PROBLEM, 5), Answer.of(PROBLEM, 5))
+    assert ahead._process.pid != first.pid
+
+
+def test_a_process_that_says_nonsense_is_done_without(ahead, monkeypatch):
+    monkeypatch.setattr(known_ahead, "_COMMAND", [sys.executable, "-c", "import this"])
+    equal(ahead.take(PROBLEM, 3), Answer.of(PROBLEM, 3))
+
+
+def test_small_problems_start_no_process(monkeypatch):
+    monkeypatch.setattr(known_ahead.subprocess, "Popen", None)
+    ahead = Ahead()
+    ahead.begin(PROBLEM, 3)
+    ahead.wait()
+    assert np.isfinite(ahead.take(PROBLEM, 3).timed.sides[0][0]).all()
