@@ -168,7 +168,7 @@ class Simulator:
     def _runner(self, asan: bool) -> Future[Path]:
         """The program that runs stages: simt's runtime."""
         runtime = sorted(str(path) for path in HERE.glob("*.cpp"))
-        flags = [*FLAGS, "-g1", "-O2", "-Wall", "-Werror", "-rdynamic", "-pthread"]
+        flags = [*FLAGS, "-g1", "-O3", "-Wall", "-Werror", "-rdynamic", "-pthread"]
         flags += ["-fsanitize=address"] if asan else []
         return self._made(
             ("runner", asan), lambda to: _compile([*flags, *runtime, "-ldl", "-o", str(to)]), ""

@@ -28,7 +28,7 @@ unsigned char* at(Cta& own, unsigned address, unsigned bytes, unsigned align, co
     if (offset > smem_bytes || offset + bytes > smem_bytes)
         fail(where, "%s: %u bytes at offset %d of %zu bytes of shared memory", what, bytes,
              static_cast<int>(offset), smem_bytes);
-    if (&cta != &own && !alive(cta))
+    if (&cta != &own && !cta.alive)
         fail(where, "%s: the block of rank %u has ended", what, cta.rank);
     if (address % align) fail(where, "%s: offset %u is not a multiple of %u", what, offset, align);
     return cta.smem + offset;
@@ -100,15 +100,15 @@ Mbarrier& mbarrier_at(Cta& own, unsigned address, Where where) {
     return found->second;
 }
 const char MBARRIER_WAIT[] = "mbarrier_wait";
-bool waits_for(const Fiber* fiber, unsigned barrier) {
-    return fiber->state == BLOCKED && fiber->what == MBARRIER_WAIT && fiber->first == barrier;
+bool is_waited_for(const Load& load) {
+    auto found = load.cta->mbarriers.find(load.barrier);
+    return found != load.cta->mbarriers.end() && !found->second.waiting.empty();
 }
-static void settle(Cta& own, unsigned address, Mbarrier& barrier) {
+static void settle(Mbarrier& barrier) {
     if (barrier.pending || barrier.bytes) return;
     barrier.phase ^= 1, barrier.pending = barrier.count;
-    Cta& cta = cta_of(address, own);
-    for (Fiber* fiber : cta.fibers)
-        if (waits_for(fiber, address & 0xffffff)) wake(fiber);
+    std::for_each(barrier.waiting.begin(), barrier.waiting.end(), wake);
+    barrier.waiting.clear();
 }
 void mbarrier_init(unsigned address, unsigned arrivals, Where where) {
     if (me().cta->mbarriers.count(address))
@@ -116,7 +116,7 @@ void mbarrier_init(unsigned address, unsigned arrivals, Where where) {
     if (!arrivals) fail(where, "an mbarrier of no arrivals");
     uint64_t mark = mark_of(address);
     memcpy(at(*me().cta, address, 8, 8, "mbarrier_init", where), &mark, 8);
-    me().cta->mbarriers[address] = {arrivals, arrivals, 0, 0};
+    me().cta->mbarriers[address] = {arrivals, arrivals, 0, 0, {}};
 }
 void mbarrier_arrive(unsigned address, long bytes, unsigned arrivals, Where where) {
     Mbarrier& barrier = mbarrier_at(*me().cta, address, where);
@@ -124,12 +124,17 @@ void mbarrier_arrive(unsigned address, long bytes, unsigned arrivals, Where wher
         fail(where, "the mbarrier at offset %u has more arrivals than its %u in one phase",
              (address & 0xffffff) - SMEM_BASE, barrier.count);
     barrier.bytes += bytes, barrier.pending -= arrivals;
-    settle(*me().cta, address, barrier);
+    settle(barrier);
 }
 void mbarrier_wait(unsigned address, unsigned parity, Where where) {
     if (parity > 1) fail(where, "mbarrier_wait: parity %u", parity);
-    while (mbarrier_at(*me().cta, address, where).phase == parity)
+    for (;;) {
+        Mbarrier& barrier = mbarrier_at(*me().cta, address, where);
+        if (barrier.phase != parity) return;
+        // Nobody waits for an mbarrier of another block.
+        if (&cta_of(address, *me().cta) == me().cta) barrier.waiting.push_back(&me());
         block(MBARRIER_WAIT, where, address & 0xffffff, parity);
+    }
 }
 
 // ---- TMA ----
@@ -182,7 +187,7 @@ static void check_copy(const char* what, const TensorMap& map, unsigned address,
 }
 void deliver(const Load& load) {
     const char* what = load.data.empty() ? "tma_load" : "store_async";
-    if (!alive(*load.cta)) fail(load.where, "this %s arrives at a block that has ended", what);
+    if (!load.cta->alive) fail(load.where, "this %s arrives at a block that has ended", what);
     if (!load.data.empty())
         memcpy(at(*load.cta, load.target, 16, 16, what, load.where), load.data.data(), 16);
     else
@@ -195,7 +200,7 @@ void deliver(const Load& load) {
         });
     Mbarrier& barrier = mbarrier_at(*load.cta, load.barrier, load.where);
     barrier.bytes -= load.data.empty() ? box_bytes(load.map) : load.data.size();
-    settle(*load.cta, load.barrier, barrier);
+    settle(barrier);
 }
 void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank, const int* from,
               unsigned multicast, Where where) {

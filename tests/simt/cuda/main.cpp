@@ -123,11 +123,7 @@ static void run_block(uint3 first, unsigned ranks, unsigned threads) {
             for (unsigned i = 0; i < threads; ++i) cta.fibers.push_back(new Fiber());
         }
         memset(cta.smem, 0xff, smem_bytes);
-        cta.warps.assign((threads + 31) / 32, {});
-        cta.warpgroups.assign((threads + 127) / 128, {});
-        for (Barrier& bar : cta.barriers) bar = Barrier();
-        cta.mbarriers.clear();
-        cta.writer.assign(smem_bytes / GRANULE + 1, 0);
+        clear(cta, threads);
         for (unsigned i = 0; i < threads; ++i) {
             Fiber& f = *cta.fibers[i];
             f.index = {i, 0, 0}, f.block = cta.index, f.lane = i % 32, f.warp = i / 32,

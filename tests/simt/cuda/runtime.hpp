@@ -82,6 +82,7 @@ struct Warp {
     std::vector<Product> open;
     std::deque<std::vector<Product>> groups;
     std::map<float*, Accumulator> accumulators;  // of products under way, by lane 0's registers
+    std::array<unsigned, DONE + 1> threads{};    // how many are in each state
     bool fenced = false;
     std::size_t logged = 0;
 };
@@ -97,6 +98,7 @@ struct Mbarrier {
     unsigned count, pending;
     long bytes;
     unsigned phase;
+    std::vector<Fiber*> waiting;
 };
 struct Load {
     struct Cta* cta;
@@ -110,6 +112,7 @@ struct Cta {
     uint3 index;
     unsigned rank;
     unsigned char* smem;
+    unsigned alive;  // threads that have not ended
     std::vector<Fiber*> fibers;
     std::vector<Warp> warps;
     std::vector<std::vector<Event>> warpgroups;  // what all warps of one must do alike
@@ -128,18 +131,20 @@ void describe(FILE* to);  // the thread that runs
 
 // ---- threads.cpp ----
 extern Fiber main_fiber;
-extern std::vector<Cta> cluster;  // the blocks that run now
+extern std::vector<Cta> cluster;         // the blocks that run now
+void clear(Cta& cta, unsigned threads);  // for its next block
 void start(Fiber& fiber);
 void run_cluster();
 void leave(State state);
 void block(const char* what, Where where, unsigned long first = 0, unsigned long second = 0);
-inline void wake(Fiber* fiber) { fiber->state = RUNNABLE; }
-inline Fiber& me() { return static_cast<Fiber&>(*self); }
-// Threads of the block that have not ended.
-inline int alive(Cta& cta) {
-    return std::count_if(cta.fibers.begin(), cta.fibers.end(),
-                         [](Fiber* f) { return f->state != DONE; });
+inline void set_state(Fiber& fiber, State state) {
+    auto& threads = fiber.cta->warps[fiber.warp].threads;
+    --threads[fiber.state], ++threads[state];
+    if (state == DONE) --fiber.cta->alive;
+    fiber.state = state;
 }
+inline void wake(Fiber* fiber) { set_state(*fiber, RUNNABLE); }
+inline Fiber& me() { return static_cast<Fiber&>(*self); }
 inline bool late_reads() { return schedule == 1 || (schedule > 1 && random_bits() % 2); }
 inline float value_of(unsigned bits, bool bf16) {
     return bf16 ? __uint_as_float(bits << 16) : half_values[bits & 0xffff];
@@ -153,6 +158,6 @@ unsigned char* at(Cta& own, unsigned address, unsigned bytes, unsigned align, co
 void written(Cta& own, unsigned address);
 const unsigned char* async_read(Cta& own, unsigned address, const char* what, Where where);
 Mbarrier& mbarrier_at(Cta& own, unsigned address, Where where);
-bool waits_for(const Fiber* fiber, unsigned barrier);
+bool is_waited_for(const Load& load);
 void deliver(const Load& load);
 }  // namespace simt

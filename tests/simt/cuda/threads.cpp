@@ -47,7 +47,7 @@ std::vector<Cta> cluster;
 #endif
 }
 void leave(State state) {
-    me().state = state;
+    set_state(me(), state);
     switch_to(me(), main_fiber, state == DONE);
 }
 void block(const char* what, Where where, unsigned long first, unsigned long second) {
@@ -65,6 +65,14 @@ static void fiber_main() {
     simt_kernel(arguments.data());
     thread_ends();
     leave(DONE);
+}
+void clear(Cta& cta, unsigned threads) {
+    cta.alive = 0;
+    cta.warps.assign((threads + 31) / 32, {});
+    cta.warpgroups.assign((threads + 127) / 128, {});
+    for (Barrier& bar : cta.barriers) bar = Barrier();
+    cta.mbarriers.clear();
+    cta.writer.assign(smem_bytes / GRANULE + 1, 0);
 }
 void start(Fiber& fiber) {
     if (!fiber.stack) {
@@ -91,6 +99,7 @@ void start(Fiber& fiber) {
     makecontext(context, fiber_main, 0);
 #endif
     fiber.state = RUNNABLE;
+    ++fiber.cta->warps[fiber.warp].threads[RUNNABLE], ++fiber.cta->alive;
 }
 
 // ---- warps and barriers ----
@@ -123,7 +132,7 @@ void barrier(int id, int threads, bool wait, const char* name, Where where) {
     if (threads % 32 || threads < 0 || threads > static_cast<int>(fiber.cta->warps.size()) * 32)
         fail(where, "%s of %d threads in a block of %zu", name, threads, fiber.cta->fibers.size());
     Barrier& bar = fiber.cta->barriers[id];
-    int expected = threads ? threads : alive(*fiber.cta);
+    int expected = threads ? threads : static_cast<int>(fiber.cta->alive);
     if (threads && bar.arrived && bar.expected != expected)
         fail(where, "%s: barrier %d of %d threads, where others said %d", name, id, expected,
              bar.expected);
@@ -141,7 +150,7 @@ static std::map<Fiber*, bool> cluster_passed;
 static const char CLUSTER_WAIT[] = "cluster_wait";
 static void settle_cluster(std::size_t ending = 0) {
     std::size_t expected = 0;
-    for (Cta& cta : cluster) expected += alive(cta);
+    for (Cta& cta : cluster) expected += cta.alive;
     if (cluster_came.empty() || cluster_came.size() != expected - ending) return;
     for (Fiber* fiber : cluster_came) {
         cluster_passed[fiber] = true;
@@ -302,7 +311,8 @@ static void thread_ends() {
     Warp& warp = fiber.cta->warps[fiber.warp];
     if (!warp.accumulators.empty()) fail(NOWHERE, "the warp ends while a wgmma is under way");
     Barrier& all = fiber.cta->barriers[0];
-    if (all.arrived && !all.expected && all.arrived == alive(*fiber.cta) - 1) complete(all);
+    if (all.arrived && !all.expected && all.arrived == static_cast<int>(fiber.cta->alive) - 1)
+        complete(all);
     settle_cluster(1);
 }
 [[noreturn]] static void deadlock() {
@@ -363,37 +373,33 @@ static void run_warp(Cta& cta, unsigned warp) {
         if (schedule > 1 && random_bits() % 4 == 0) return;
     }
 }
-// Schedule 0 delivers nothing but what somebody waits for, as long as there is any.
-static bool is_waited_for(const std::unique_ptr<Load>& load) {
-    return std::any_of(load->cta->fibers.begin(), load->cta->fibers.end(),
-                       [&](Fiber* f) { return waits_for(f, load->barrier); });
-}
 void run_cluster() {
     cluster_came.clear(), cluster_passed.clear();
     struct Ready {
         Cta* cta;
         unsigned warp;
     };
+    std::vector<Ready> runnable, deferred;
     for (;;) {
-        std::vector<Ready> runnable, deferred;
-        bool all_done = true;
-        for (Cta& cta : cluster)
+        runnable.clear(), deferred.clear();
+        unsigned alive = 0;
+        for (Cta& cta : cluster) {
+            alive += cta.alive;
             for (unsigned warp = 0; warp < cta.warps.size(); ++warp) {
-                bool run = false, wait = false;
-                for (unsigned i = warp * 32;
-                     i < std::min<std::size_t>(warp * 32 + 32, cta.fibers.size()); ++i) {
-                    State state = cta.fibers[i]->state;
-                    run |= state == RUNNABLE, wait |= state == DEFERRED, all_done &= state == DONE;
-                }
-                if (run) runnable.push_back({&cta, warp});
-                else if (wait) deferred.push_back({&cta, warp});
+                const auto& threads = cta.warps[warp].threads;
+                if (threads[RUNNABLE]) runnable.push_back({&cta, warp});
+                else if (threads[DEFERRED]) deferred.push_back({&cta, warp});
             }
-        if (all_done) return;
+        }
+        if (!alive) return;
         if (Ready* next = choose(runnable)) {
             run_warp(*next->cta, next->warp);
         } else if (!loads.empty() && (deferred.empty() || schedule < 2 || random_bits() % 2)) {
+            // Schedule 0 delivers nothing but what somebody waits for, as long as there is any.
             auto next = schedule > 1 ? loads.begin() + random_bits() % loads.size()
-                                     : std::find_if(loads.begin(), loads.end(), is_waited_for);
+                                     : std::find_if(loads.begin(), loads.end(), [](auto& load) {
+                                           return is_waited_for(*load);
+                                       });
             if (next == loads.end()) --next;
             const std::unique_ptr<Load> load = std::move(*next);
             loads.erase(next);

@@ -20,24 +20,30 @@ static unsigned operand_address(uint64_t descriptor, bool transposed, int i, int
                        across % per_row * bytes;
     return address ^ (address >> 7 & (width / 16 - 1)) << 4;
 }
-static float operand(Cta& cta, uint64_t descriptor, bool transposed, bool bf16, int i, int k,
-                     Where where) {
-    unsigned address = operand_address(descriptor, transposed, i, k);
-    const unsigned char* p = async_read(cta, address & ~15u, "wgmma", where) + address % 16;
-    unsigned short bits;
-    memcpy(&bits, p, 2);
-    return value_of(bits, bf16);
+// Calls use(i, k, value) for `rows` rows i and 16 columns k, eight values at a time: they lie
+// beside each other whatever the swizzle.
+template <class Use>
+static void for_operand(Cta& cta, uint64_t descriptor, bool transposed, bool bf16, int begin,
+                        int rows, Where where, Use use) {
+    for (int across = 0; across < (transposed ? rows : 16); across += 8)
+        for (int down = 0; down < (transposed ? 16 : rows); ++down) {
+            int i = transposed ? across : down, k = transposed ? down : across;
+            unsigned short bits[8];
+            unsigned address = operand_address(descriptor, transposed, begin + i, k);
+            memcpy(bits, async_read(cta, address, "wgmma", where), 16);
+            for (int e = 0; e < 8; ++e)
+                use(transposed ? i + e : i, transposed ? k : k + e, value_of(bits[e], bf16));
+        }
 }
 static float tf32(unsigned bits) { return __uint_as_float(bits & 0xffffe000u); }
 static void multiply_tf32(Cta& cta, unsigned warp, const Product& product) {
     const Wgmma& of = product.of;
     static float b[8][256];
-    for (int k = 0; k < 8; ++k)
+    for (int k = 0; k < 8; k += 4)
         for (int n = 0; n < of.columns; ++n) {
-            unsigned address = operand_address(of.descriptor_b, false, n, k, 4), bits;
-            memcpy(&bits, async_read(cta, address & ~15u, "wgmma", product.where) + address % 16,
-                   4);
-            b[k][n] = tf32(bits);
+            unsigned address = operand_address(of.descriptor_b, false, n, k, 4), bits[4];
+            memcpy(bits, async_read(cta, address, "wgmma", product.where), 16);
+            for (int e = 0; e < 4; ++e) b[k + e][n] = tf32(bits[e]);
         }
     Accumulator& to = cta.warps[warp].accumulators.at(product.d[0]);
     for (int lane = 0; lane < 32; ++lane)
@@ -56,16 +62,16 @@ static void multiply(Cta& cta, unsigned warp, const Product& product) {
     const Wgmma& of = product.of;
     if (of.tf32) return multiply_tf32(cta, warp, product);
     static float a[16][16], b[16][256];
-    for (int k = 0; k < 16; ++k) {
-        for (int n = 0; n < of.columns; ++n)
-            b[k][n] = operand(cta, of.descriptor_b, of.transpose_b, of.bf16, n, k, product.where);
-        for (int m = 0; m < 16; ++m) {
+    for_operand(cta, of.descriptor_b, of.transpose_b, of.bf16, 0, of.columns, product.where,
+                [](int n, int k, float value) { b[k][n] = value; });
+    if (!product.a[0])
+        for_operand(cta, of.descriptor_a, of.transpose_a, of.bf16, warp % 4 * 16, 16, product.where,
+                    [](int m, int k, float value) { a[m][k] = value; });
+    for (int m = 0; product.a[0] && m < 16; ++m)
+        for (int k = 0; k < 16; ++k) {
             int lane = m % 8 * 4 + k % 8 / 2, j = m / 8 + k / 8 * 2;
-            a[m][k] = product.a[0] ? value_of(product.a[lane][j] >> k % 2 * 16 & 0xffff, of.bf16)
-                                   : operand(cta, of.descriptor_a, of.transpose_a, of.bf16,
-                                             warp % 4 * 16 + m, k, product.where);
+            a[m][k] = value_of(product.a[lane][j] >> k % 2 * 16 & 0xffff, of.bf16);
         }
-    }
     Accumulator& to = cta.warps[warp].accumulators.at(product.d[0]);
     for (int m = 0; m < 16; ++m) {
         float row[256] = {};

@@ -44,9 +44,7 @@ static void run_block(uint3 index, unsigned threads) {
     cta.index = index, cta.rank = 0;
     std::size_t size = (smem_bytes + PAGE - 1) / PAGE * PAGE;
     memset(cta.smem, 0xff, size);
-    cta.warps.assign((threads + 31) / 32, {});
-    cta.warpgroups.assign((threads + 127) / 128, {});
-    for (Barrier& bar : cta.barriers) bar = Barrier();
+    clear(cta, threads);
     for (unsigned i = 0; i < threads; ++i) {
         Fiber& f = *cta.fibers[i];
         f.index = {i, 0, 0}, f.block = index, f.lane = i % 32, f.warp = i / 32, f.cta = &cta;
