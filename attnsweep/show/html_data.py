@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -65,10 +66,12 @@ def data_of(
                     ],
                 ]
             )  # fmt: skip
+    of_problem: dict[Problem, list[Trial]] = defaultdict(list)
+    for trial in in_order:
+        of_problem[trial.problem].append(trial)
     return {
         "problems": [
-            _drawn(section, variants)
-            | {"search": best_so_far([t for t in in_order if t.problem == section.problem])}
+            _drawn(section, variants) | {"search": best_so_far(of_problem[section.problem])}
             for section in sections
         ],
         "kernels": [{"name": name, "params": [*params]} for name, params in kernels.items()],
