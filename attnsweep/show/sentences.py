@@ -95,10 +95,17 @@ def by_problem(
     spaces: Sequence[Mapping[str, Any]] = (),
 ) -> list[Section]:
     """The ranking split into its problems, with None for NaN. spaces: those of its Run."""
-    plain = ranking.astype(object).where(ranking.notna(), None)
+    plain = {
+        str(name): [
+            value if there else None
+            for value, there in zip(column.tolist(), column.notna().tolist(), strict=True)
+        ]
+        for name, column in ranking.items()
+    }
     groups: dict[str, list[Row]] = {}
-    for row in plain.to_dict("records"):
-        groups.setdefault(str(row["problem"]), []).append({str(k): v for k, v in row.items()})
+    for values in zip(*plain.values(), strict=True):
+        row = dict(zip(plain, values, strict=True))
+        groups.setdefault(str(row["problem"]), []).append(row)
     there: dict[str, dict[str, int]] = {}
     endings: dict[str, dict[str, str]] = {}
     for facts in spaces:
