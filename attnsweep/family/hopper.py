@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 
 from attnsweep.family.declare import TensorMap
 from attnsweep.hardware import Arch
@@ -92,10 +93,12 @@ def even_turns(heads: int, fit: int, costs: tuple[int, ...], blocks: int) -> int
 
     def most(together: int) -> int:
         groups = (min(together, heads - first) for first in range(0, heads, together))
+        items = [cost for n in groups for cost in costs for _ in range(n)]
         load = [0] * blocks
-        for item, cost in enumerate(cost for n in groups for cost in costs for _ in range(n)):
-            turn, block = divmod(item, blocks)
-            load[blocks - 1 - block if turn % 2 else block] += cost
+        for turn, first in enumerate(range(0, len(items), blocks)):
+            dealt = items[first : first + blocks]
+            dealt += [0] * (blocks - len(dealt))
+            load = [*map(operator.add, load, dealt[::-1] if turn % 2 else dealt)]
         return max(load)
 
     if len(set(costs)) == 1:
