@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attnsweep.problem import Problem
-from attnsweep.store.run import Run
+from attnsweep.store.run import Run, Store
 from attnsweep.trial import Accuracy, Environment, Measurement, Resources, Status, Trial
 
 H200 = Environment(
@@ -131,3 +131,16 @@ def full_run(directory: Path = Path("results/h200/h100"), **changes: object) -> 
     ]
     facts = {"trials": trials, "environment": H200, "spec_text": None, "warnings": [], **changes}
     return Run(directory, **facts)  # type: ignore[arg-type]
+
+
+def numbers(trials: list[Trial]) -> list[object]:
+    """What `numbered` gave each of them."""
+    return [row.config["BLOCK_M"] for row in trials]
+
+
+def filled(directory: Path, count: int) -> Path:
+    """The file of a run of so many rows."""
+    with Store.open(directory) as store:
+        for number in range(count):
+            store.append(numbered(number))
+    return directory / "trials.jsonl"

@@ -1,41 +1,28 @@
 import errno
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import samples
 from samples import H200 as ENVIRONMENT
+from samples import filled, numbers
 from samples import numbered as trial
 
 from attnsweep.errors import StoreError
 from attnsweep.problem import Problem
 from attnsweep.store import run as store_module
-from attnsweep.store.pack import pack
-from attnsweep.store.run import MAX_WARNINGS, Store, find_runs, latest_run, open_run, read_trials
-from attnsweep.trial import Accuracy, Measurement, Status, Trial
+from attnsweep.store.run import MAX_WARNINGS, Store, open_run, read_trials
+from attnsweep.trial import Accuracy, Measurement, Status
 
 # Where `python -c` finds the package even if it is not installed.
 SOURCE = Path(store_module.__file__).parents[2]
 PROBLEM = Problem(1, 16, 16, 1024, 1024, 64)
-
-
-def numbers(trials: list[Trial]) -> list[object]:
-    return [row.config["BLOCK_M"] for row in trials]
-
-
-def filled(directory: Path, count: int) -> Path:
-    with Store.open(directory) as store:
-        for number in range(count):
-            store.append(trial(number))
-    return directory / "trials.jsonl"
 
 
 # -- rows -----------------------------------------------------------------------------------
@@ -210,6 +197,7 @@ WRITER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
+from samples import filled, numbers
 from samples import numbered as trial
 from attnsweep.store.run import Store
 with Store.open(Path({directory!r})) as store:
@@ -425,130 +413,3 @@ def test_a_cubin_is_kept_under_its_name_and_nowhere_else(tmp_path: Path) -> None
             store.keep_cubin(tmp_path / "gone", "flash.cubin")
     assert kept == tmp_path / "run" / "cubins" / "flash.cubin"
     assert kept.read_bytes() == b"\x7fELF"
-
-
-# -- reading runs ---------------------------------------------------------------------------
-
-
-def test_open_run_says_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no such run"):
-        open_run(tmp_path / "gone")
-    with pytest.raises(StoreError, match=r"not a run directory: it has no trials\.jsonl"):
-        open_run(tmp_path)
-    run = tmp_path / "h200" / "quick"
-    filled(run, 1)
-    with pytest.raises(StoreError, match="not a run directory") as raised:
-        open_run(tmp_path)
-    assert str(run) in str(raised.value)
-    (run / "spec.yaml").write_text("name: quick\n")
-    with pytest.raises(StoreError, match="not a run: neither") as raised:
-        open_run(run / "spec.yaml")
-    assert str(run) in (raised.value.hint or "")
-
-
-def test_a_run_without_rows_names_the_command(tmp_path: Path) -> None:
-    with Store.open(tmp_path) as store:
-        with pytest.raises(StoreError, match="nothing is recorded yet") as raised:
-            open_run(tmp_path)
-        assert "attnsweep run SPEC" in str(raised.value)
-        store.describe("name: quick\n", ENVIRONMENT)
-        with pytest.raises(StoreError) as raised:
-            open_run(tmp_path)
-        assert f"attnsweep run {tmp_path / 'spec.yaml'}" in str(raised.value)
-
-
-def test_a_broken_environment_is_a_warning(tmp_path: Path) -> None:
-    filled(tmp_path, 1)
-    (tmp_path / "environment.json").write_text('{"gpu": "NVIDIA H200"}')
-    run = open_run(tmp_path)
-    assert run.environment is None
-    assert "arch: Field required" in run.warnings[0]
-
-
-def test_latest_run_is_the_one_written_last(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no runs here"):
-        latest_run(tmp_path)
-    for age, name in ((300, "h200/a"), (100, "h100/b"), (200, "h200/c")):
-        path = filled(tmp_path / name, 1)
-        os.utime(path, (1_000_000 - age, 1_000_000 - age))
-    with Store.open(tmp_path / "h200/empty"):  # newest, but without a row
-        assert latest_run(tmp_path).directory == tmp_path / "h100/b"
-    with Store.open(tmp_path / "h200/a") as store:
-        store.append(trial(5))
-    assert latest_run(tmp_path).directory == tmp_path / "h200/a"
-    assert find_runs(tmp_path)[0] == tmp_path / "h100/b"
-
-
-@pytest.mark.parametrize("text", ["{}", "[3]", "[{", "\xff"])
-def test_a_plan_that_cannot_be_read_is_a_warning(tmp_path: Path, text: str) -> None:
-    with Store.open(tmp_path) as store:
-        store.append(trial(1))
-    (tmp_path / "spaces.json").write_text(text, encoding="latin-1")
-    run = open_run(tmp_path)
-    assert run.spaces == []
-    assert "spaces.json: not" in run.warnings[0]
-
-
-def test_the_spaces_of_a_run_of_an_older_version_are_read(tmp_path: Path) -> None:
-    with Store.open(tmp_path) as store:
-        store.append(trial(1))
-    (tmp_path / "planned.json").write_text('[{"candidates": 3}]')
-    assert open_run(tmp_path).spaces == [{"candidates": 3}]
-    (tmp_path / "spaces.json").write_text('[{"candidates": 4}]')
-    assert open_run(tmp_path).spaces == [{"candidates": 4}]
-
-
-def test_a_packed_run_has_the_same_rows_and_the_same_bytes_each_time(tmp_path):
-    first, again = trial(32), trial(64)
-    for name in ("one", "two"):
-        with Store.open(tmp_path / name) as store:
-            for row in (first, again, first.with_(detail="replaced", fingerprint="abc")):
-                store.append(row)
-        (tmp_path / name / "ranking.csv").write_text("derived")
-    before = open_run(tmp_path / "one").trials
-    sizes = {pack(tmp_path / name) for name in ("one", "two")}
-    packed = [(tmp_path / name / "trials.jsonl.gz").read_bytes() for name in ("one", "two")]
-    assert packed[0] == packed[1]
-    assert sizes == {len(packed[0])}
-    assert open_run(tmp_path / "one").trials == [t.with_(fingerprint=None) for t in before]
-    assert not list((tmp_path / "one").glob("*.jsonl"))
-    assert not (tmp_path / "one" / "ranking.csv").exists()
-    assert pack(tmp_path / "one") == len(packed[0])
-    assert find_runs(tmp_path) == [tmp_path / "one", tmp_path / "two"]
-
-
-@pytest.mark.parametrize("damage", [b"", b"not gzip", None], ids=["empty", "foreign", "cut"])
-def test_a_damaged_packed_run_is_an_error_that_names_it(tmp_path, damage):
-    with Store.open(tmp_path) as store:
-        store.append(trial(32))
-    pack(tmp_path)
-    path = tmp_path / "trials.jsonl.gz"
-    path.write_bytes(path.read_bytes()[:-20] if damage is None else damage)
-    with pytest.raises(StoreError, match=re.escape(str(tmp_path))):
-        open_run(tmp_path)
-
-
-def test_a_sweep_in_the_directory_of_a_packed_run_begins_anew(tmp_path):
-    with Store.open(tmp_path) as store:
-        store.append(trial(32))
-    pack(tmp_path)
-    with Store.open(tmp_path) as store:
-        assert store.trials == []
-        store.append(trial(64))
-    assert numbers(open_run(tmp_path).trials) == [64]
-
-
-def test_one_problem_is_set_aside_with_every_line_of_it(tmp_path):
-    other = replace(trial(0).problem, batch=7)
-    with Store.open(tmp_path / "run") as store:
-        for row in (trial(0), trial(1, problem=other), trial(0, detail="again")):
-            store.append(row)
-        before = store.path.read_bytes().splitlines(keepends=True)
-        store.set_aside(trial(0).problem)
-        store.set_aside(trial(0).problem)  # nothing is left of it: no second file
-        assert store.trials == [trial(1, problem=other)]
-        assert store.rows == 1
-        store.append(trial(2))
-    assert read_trials(store.path)[0] == [trial(1, problem=other), trial(2)]
-    [aside] = (tmp_path / "run").glob("trials.2*.jsonl")
-    assert aside.read_bytes() == before[0] + before[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import subprocess
 import sys
@@ -19,50 +18,15 @@ torch = pytest.importorskip("torch")
 
 import fake_driver  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from attending import Kernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from packages import H100, PLAIN, SPLIT, shape, table, winner  # noqa: E402
+from operators import close, make, shifted, tensors  # noqa: E402
+from packages import H100, PLAIN, SPLIT, shape, winner  # noqa: E402
 
 from attnsweep.use.runtime import driver as driver_module  # noqa: E402
 from attnsweep.use.runtime import operator as of_package  # noqa: E402
-from attnsweep.use.runtime.operator import Operator  # noqa: E402
 from attnsweep.use.runtime.table import CUBINS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NUMBERS = itertools.count()
-
-
-@pytest.fixture
-def driver():
-    return FakeDriver(Kernel())
-
-
-@pytest.fixture
-def operator(tmp_path, driver):
-    causal = shape(causal=True)
-    grouped = shape(heads=4, heads_kv=2)
-    return make(tmp_path, driver, winner(shape()), winner(causal), winner(grouped))
-
-
-def make(directory, driver, *winners):
-    made = Operator(table(directory, *winners), f"t{next(NUMBERS)}", driver, devices=("cpu",))
-    made._gpus[0] = made.table.gpus[H100]
-    return made
-
-
-def tensors(batch=1, heads=4, seqlen=256, heads_kv=None, layout="bhsd", dtype=torch.bfloat16):
-    torch.manual_seed(0)
-    heads_kv = heads_kv or heads
-    if layout == "packed":
-        both = torch.randn(batch, seqlen, heads + 2 * heads_kv, 64).to(dtype)
-        return tuple(t.transpose(1, 2) for t in both.split([heads, heads_kv, heads_kv], 2))
-    made = [torch.randn(batch, seqlen, n, 64).to(dtype) for n in (heads, heads_kv, heads_kv)]
-    made = [t.transpose(1, 2) for t in made]
-    return tuple(t.contiguous() if layout == "bhsd" else t for t in made)
-
-
-def close(got, expected):
-    return torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
@@ -114,12 +78,6 @@ REFUSED = {
 
 class Own(torch.Tensor):
     """A subclass, as DTensor is one."""
-
-
-def shifted(tensor):
-    """The same values 2 bytes off."""
-    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    return memory[1:].view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.parametrize("code", REFUSED)
@@ -262,6 +220,7 @@ import torch
 from pathlib import Path
 from attending import Kernel
 from fake_driver import FakeDriver
+from operators import close, make, shifted, tensors  # noqa: E402
 from packages import H100, shape, table, winner
 from attnsweep.use.runtime.operator import Operator
 
@@ -424,87 +383,6 @@ def test_inference_mode_and_autocast(operator, driver):
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         out = operator.attention(q, k, v)
         assert out.dtype == F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
-    assert operator.counters() == {"kernel": 1}
-
-
-@pytest.mark.parametrize("layout", ["bhsd", "packed"])
-@pytest.mark.parametrize("name", ["forward", "forward_lse"])
-def test_opcheck(operator, layout, name):
-    op = getattr(getattr(torch.ops, operator.namespace), name).default
-    arguments = (*tensors(layout=layout), False, 0.125)
-    utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(op, arguments, test_utils=utilities)
-
-
-def test_compiles_as_one_graph(operator, driver):
-    def block(q, k, v):
-        return operator.attention(q * 1.0, k, v) + 1
-
-    q, k, v = tensors(layout="packed")
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    assert close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v) + 1)
-    assert operator.counters() == {"kernel": 1}
-    masked = torch.compile(
-        lambda q, k, v, m: operator.attention(q, k, v, m), fullgraph=True, backend="aot_eager"
-    )
-    mask = torch.zeros(256, 256, dtype=torch.bfloat16)
-    assert close(masked(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
-    assert operator.counters() == {"kernel": 1}
-
-
-def test_compiled_calls_fall_back_at_run_time(operator, driver):
-    """A graph is kept for shapes that no kernel serves, and for addresses that none can take."""
-    compiled = torch.compile(
-        lambda q, k, v: operator.attention(q, k, v),
-        fullgraph=True,
-        backend="aot_eager",
-        dynamic=True,
-    )
-    for q, k, v in (tensors(), tensors(seqlen=5), tensors(seqlen=300)):
-        assert close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    q, k, v = tensors()
-    assert close(compiled(shifted(q), k, v), F.scaled_dot_product_attention(q, k, v))
-    assert operator.counters() == {"kernel": 2, "far": 1, "alignment": 1}
-
-
-def test_compiled_code_on_another_gpu_is_pytorchs(operator):
-    operator._gpus[0] = None
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(
-        lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend=backend
-    )
-    q, k, v = tensors()
-    assert torch.equal(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    assert "scaled_dot_product_attention" in graphs[0].code
-    assert operator.namespace not in graphs[0].code
-
-
-def test_transforms_are_pytorchs(operator, driver):
-    q, k, v = tensors(batch=2)
-    batched = [t[:, None] for t in (q, k, v)]
-    out = torch.vmap(operator.attention)(*batched)
-    assert close(out[:, 0], F.scaled_dot_product_attention(q, k, v))
-    assert (driver.launches, operator.counters()) == ([], {"transform": 1})
-
-
-def test_dispatch_modes_see_an_operator(operator, driver):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        operator.attention(*tensors())
-    assert f"{operator.namespace}.forward.default" in seen
     assert operator.counters() == {"kernel": 1}
 
 

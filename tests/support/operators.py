@@ -1,0 +1,51 @@
+"""Operators of a package over fake drivers, and tensors to call them with. Needs PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from packages import H100, table
+
+from attnsweep.use.runtime.operator import Operator
+
+NUMBERS = itertools.count()
+
+
+def make(directory: Path, driver: Any, *winners: Any) -> Operator:
+    """An operator over a package of these winners, on the CPU as on an H100."""
+    made = Operator(table(directory, *winners), f"t{next(NUMBERS)}", driver, devices=("cpu",))
+    made._gpus[0] = made.table.gpus[H100]
+    return made
+
+
+def tensors(
+    batch: int = 1,
+    heads: int = 4,
+    seqlen: int = 256,
+    heads_kv: int | None = None,
+    layout: str = "bhsd",
+    dtype: Any = torch.bfloat16,
+) -> tuple[Any, ...]:
+    """q, k and v. layout: bhsd is contiguous; bshd, heads beside each other; packed, in one."""
+    torch.manual_seed(0)
+    heads_kv = heads_kv or heads
+    if layout == "packed":
+        both = torch.randn(batch, seqlen, heads + 2 * heads_kv, 64).to(dtype)
+        return tuple(t.transpose(1, 2) for t in both.split([heads, heads_kv, heads_kv], 2))
+    made = [torch.randn(batch, seqlen, n, 64).to(dtype) for n in (heads, heads_kv, heads_kv)]
+    made = [t.transpose(1, 2) for t in made]
+    return tuple(t.contiguous() if layout == "bhsd" else t for t in made)
+
+
+def close(got: Any, expected: Any) -> bool:
+    """Within what bf16 rounds."""
+    return bool(torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2))
+
+
+def shifted(tensor: Any) -> Any:
+    """The same values 2 bytes off."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return memory[1:].view(tensor.shape).copy_(tensor)
