@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from attnsweep.errors import SpecError
+from attnsweep.spec.load import load_spec
+
 
 @pytest.fixture
 def driver():
@@ -22,3 +25,28 @@ def operator(tmp_path, driver):
 
     winners = (winner(shape()), winner(shape(causal=True)), winner(shape(heads=4, heads_kv=2)))
     return make(tmp_path, driver, *winners)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads a spec given as text (or bytes) from sweep.yaml."""
+
+    def load(text, kernels=None, name="sweep.yaml"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return load_spec(path, kernels)
+
+    return load
+
+
+@pytest.fixture
+def error_of(load, tmp_path):
+    """The message for a wrong spec, with the directory left out."""
+
+    def error_of(text, kernels=None, name="sweep.yaml"):
+        with pytest.raises(SpecError) as caught:
+            load(text, kernels, name)
+        assert caught.value.exit_code == 2
+        return str(caught.value).replace(f"{tmp_path}/", "")
+
+    return error_of
