@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from fake_compiler import FakeCompiler
+from fake_gpu import FakeGpu
+from sweeping import SPEC, TIMES
 
+from attnsweep import sweep
+from attnsweep.choose import start
 from attnsweep.errors import SpecError
+from attnsweep.family.declare import discover
 from attnsweep.spec.load import load_spec
 
 
@@ -50,3 +56,34 @@ def error_of(load, tmp_path):
         return str(caught.value).replace(f"{tmp_path}/", "")
 
     return error_of
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A fake GPU and a fake compiler for sweeps."""
+    gpu = FakeGpu(TIMES)
+    monkeypatch.setattr(sweep, "Worker", gpu)
+    monkeypatch.setattr(
+        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+    )
+    return gpu
+
+
+@pytest.fixture
+def go(tmp_path):
+    """Sweeps `sweeping.SPEC` or another, in tmp_path."""
+
+    def run(text=SPEC, kernels=None, **options):
+        path = tmp_path / "test.yaml"
+        path.write_text(text)
+        kernels = kernels or discover()
+        spec = load_spec(path, kernels)
+        return sweep.run(
+            spec,
+            kernels,
+            results=tmp_path / "results",
+            cache_dir=tmp_path / "cache",
+            **options,
+        )
+
+    return run

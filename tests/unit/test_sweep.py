@@ -4,74 +4,30 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from fake_compiler import FakeCompiler
-from fake_gpu import FakeGpu
 from samples import TEST_GPU
+from sweeping import SPEC, by_config
 
 from attnsweep import sweep
 from attnsweep.build.launches import FirstTimes
 from attnsweep.build.observer import Observer
-from attnsweep.choose import gp, queue, search, start
+from attnsweep.choose import queue, start
 from attnsweep.errors import KernelError, NoGpuError, SpaceError
 from attnsweep.family import patience
 from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.hardware import arch_named, arch_on
-from attnsweep.spec.load import load_spec
 from attnsweep.store.pack import pack
 from attnsweep.store.run import read_trials
 from attnsweep.trial import Status
 
+pytestmark = pytest.mark.usefixtures("gpu")
 FAMILIES = Path(__file__).parent.parent / "families"
-TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "torch_flash": 25.0}
-
-
-@pytest.fixture(autouse=True)
-def gpu(monkeypatch):
-    gpu = FakeGpu(TIMES)
-    monkeypatch.setattr(sweep, "Worker", gpu)
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
-    return gpu
-
-
-SPEC = """
-problems:
-  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
-kernels: {naive: {THREADS: [32, 64, 128]}}
-baselines: [torch_flash, flash_attn_3]
-measure: {rounds: 4}
-"""
-
-
-@pytest.fixture
-def go(tmp_path):
-    def run(text=SPEC, kernels=None, **options):
-        path = tmp_path / "test.yaml"
-        path.write_text(text)
-        kernels = kernels or discover()
-        spec = load_spec(path, kernels)
-        return sweep.run(
-            spec,
-            kernels,
-            results=tmp_path / "results",
-            cache_dir=tmp_path / "cache",
-            **options,
-        )
-
-    return run
-
-
-def by_config(outcome):
-    return {tuple(t.config.values()) or t.provider: t for t in outcome.run.trials}
 
 
 def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
@@ -171,147 +127,6 @@ def test_of_the_same_code_the_first_asked_for_is_measured(go, gpu, monkeypatch, 
     gpu.calls.clear()
     go()
     assert gpu.calls == []
-
-
-@pytest.fixture
-def slow_trials(gpu, monkeypatch):
-    """A clock that stands still but while a candidate is tried, which takes 0.7 s."""
-    now, trial = [0.0], gpu.trial
-
-    def slow(candidate):
-        now[0] += 0.7
-        return trial(candidate)
-
-    monkeypatch.setattr(gpu, "trial", slow)
-    monkeypatch.setattr(queue, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-
-@pytest.mark.usefixtures("slow_trials")
-@pytest.mark.parametrize("lookahead", [1, 64])
-def test_a_budget_in_time_is_kept_to_one_candidate_and_the_finals_still_come(
-    go, gpu, monkeypatch, lookahead
-):
-    monkeypatch.setattr(queue, "_LOOKAHEAD_IN_TIME", lookahead)
-    spec = SPEC + "search: {strategy: random, budget_s: 1}\n"
-    rows = by_config(go(spec))
-    tried = [row for key, row in rows.items() if isinstance(key, tuple)]
-    assert len(tried) == 2
-    assert all(row.time_us.rounds for row in tried)
-    # Run again: what was left out is tried, and what is known is not, and takes no time.
-    gpu.calls.clear()
-    rows = by_config(go(spec))
-    assert len(gpu.names("trial")) == 1
-    assert [row.status for key, row in rows.items() if isinstance(key, tuple)] == [Status.OK] * 3
-
-
-def test_a_budget_that_compiling_used_up_is_enough_for_one_candidate(go, monkeypatch):
-    clock = itertools.count(0.0, 1.5)
-    monkeypatch.setattr(queue, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    rows = by_config(go(SPEC + "search: {budget_s: 1}\n"))
-    assert len([1 for key in rows if isinstance(key, tuple)]) == 1
-
-
-MANY = """
-problems:
-  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
-kernels: {naive: {THREADS: [32, 64, 96, 128, 160, 192, 224, 256]}}
-baselines: []
-measure: {rounds: 4, finalists: 3}
-search: {strategy: tpe, candidates: 6, seed: 4}
-"""
-
-
-@pytest.fixture
-def model(gpu, monkeypatch):
-    """A small model-based search on a card whose clock is another one in races and finals.
-
-    tried: THREADS of each trial. stop: the number of trials after which Ctrl-C comes.
-    """
-    pytest.importorskip("optuna", reason="needs Optuna: pip install 'attnsweep[search]'")
-    monkeypatch.setattr(search, "STARTUP", 2)
-    monkeypatch.setattr(search, "BATCH", 2)
-    drift = itertools.cycle([1.0, 1.02, 0.97])
-    found = SimpleNamespace(tried=[], stop=None)
-
-    def first_times(candidate):
-        if len(found.tried) == found.stop:
-            raise KeyboardInterrupt
-        threads = candidate.config["THREADS"]
-        found.tried.append(threads)
-        return FirstTimes(20.0 + abs(threads - 160) / 10, {}, 1.0)
-
-    def sample(name, kind):
-        return 9.0 if kind == "eager" else 50.0 * next(drift) - int(name.split("=")[1]) / 10
-
-    monkeypatch.setattr(gpu, "first_times", first_times)
-    monkeypatch.setattr(gpu, "sample", sample)
-    return found
-
-
-def test_a_model_based_search_that_is_done_asks_for_nothing_when_run_again(go, model):
-    go(MANY)
-    assert len(model.tried) == len(set(model.tried)) == 6
-    model.tried.clear()
-    go(MANY)
-    assert model.tried == []
-
-
-@pytest.mark.parametrize("before", ["stop at 1", "stop at 3", "stop at 5", "candidates: 4"])
-def test_a_model_based_search_goes_on_as_if_it_had_not_stopped(go, model, tmp_path, before):
-    """Its rows say what the model was told, though finals of another clock changed their times."""
-    go(MANY)
-    whole = set(model.tried)
-    model.tried.clear()
-    (path,) = tmp_path.rglob("trials.jsonl")
-    path.unlink()
-    if before == "candidates: 4":
-        go(MANY.replace("candidates: 6", before))
-    else:
-        model.stop = int(before.split()[-1])
-        assert go(MANY).interrupted
-    model.stop = None
-    go(MANY)
-    assert sorted(model.tried) == sorted(whole)
-
-
-SEARCHED = MANY.replace("{strategy: tpe, candidates: 6, seed: 4}", "{strategy: gp}")
-
-
-def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
-    go, model, gpu, monkeypatch, tmp_path
-):
-    for name, value in {"FEW": 2, "LEAST": 2, "PATIENCE": 1, "EXPECTED": 0.1}.items():
-        monkeypatch.setattr(gp, name, value)
-    monkeypatch.setattr(Observer, "note", lambda self, text: said.append(text))
-    monkeypatch.setattr(gpu, "sample", lambda name, kind: 20.0)
-    said: list[str] = []
-    outcome = go(SEARCHED)
-    tried = len(model.tried)
-    assert 2 <= tried < 8
-    (facts,) = json.loads((outcome.run.directory / "spaces.json").read_text())
-    assert re.fullmatch(
-        r"the last \d were no better, and another one is expected to gain \d\.\d\d % at most",
-        facts["ended"],
-    )
-    assert said == [f"naive: the search ended: {facts['ended']}"]
-    left = f"{tried} of 8 candidates tried, {8 - tried} left out: {facts['ended']}"
-    assert left in (outcome.run.directory / "ranking.md").read_text()
-
-    # A replay takes what is recorded, wherever a search would stop today.
-    monkeypatch.setattr(gp, "LEAST", 1)
-    recording = f"name: again\ndevice: replay\nrecording: {outcome.run.directory}\n"
-    again = go(recording + SEARCHED).run.trials
-    assert {t.key for t in again} == {t.key for t in outcome.run.trials}
-    assert all(row.recorded for row in again)
-
-    monkeypatch.setattr(gp, "LEAST", 2)
-    model.tried.clear()
-    go(SEARCHED)
-    assert model.tried == []
-    go(SEARCHED.replace("gp", "exhaustive"))
-    assert len(model.tried) == 8 - tried
-    (facts,) = json.loads((outcome.run.directory / "spaces.json").read_text())
-    assert "ended" not in facts
 
 
 PIPELINES = """
