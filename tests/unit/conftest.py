@@ -87,3 +87,14 @@ def go(tmp_path):
         )
 
     return run
+
+
+@pytest.fixture
+def accept(attnsweep):
+    """The command, which returns its exit code, output and errors on one line."""
+
+    def run(*arguments):
+        done = attnsweep("accept", *arguments)
+        return done.returncode, done.stdout, " ".join(done.stderr.split())
+
+    return run

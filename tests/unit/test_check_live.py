@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
-import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from fake_comparison import Card, compiler_for
 from fake_compiler import REGISTERS, FakeCompiler
 from fake_gpu import FakeGpu
 from samples import TEST_GPU
@@ -22,10 +21,9 @@ from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.spec.load import load_spec
 from attnsweep.store.run import open_run
-from attnsweep.trial import PROTOCOL, Status
+from attnsweep.trial import Status
 
 FAMILIES = Path(__file__).parent.parent / "families"
-RESULTS = FAMILIES.parent.parent / "results"
 SPEC = """
 problems:
   - {batch: 1, heads: 2, seqlen: 64, head_dim: 64}
@@ -35,42 +33,6 @@ baselines: []
 check: {slower: 0.02, budget_s: 0.5}
 """
 LABELS = ["(1,2,64,64) fp16 full", "(1,2,128,64) fp16 full"]
-
-
-class Card(FakeGpu):
-    """A GPU with old and new code. ratios: new over old, of each process in turn.
-
-    A fault of ("trial", "any") is one of every candidate.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.ratios, self.noise, self.replay_s = (1.0,) * 20, 0.002, 0.0
-        self._process, self._random = 0, random.Random(7)
-
-    def __call__(self, timeout_s, *, cache_dir=None):
-        """A command begins."""
-        self._process, self._random = 0, random.Random(7)
-        return self
-
-    def stop(self):
-        self._process += 1
-
-    def heard(self, method, name=""):
-        super().heard(method, name)
-        if (method, "any") in self.faults:
-            raise self.faults[method, "any"]
-
-    def time_us(self, name):
-        return 20.0 * (self.ratios[self._process] if name == "new" else 1.0)
-
-    def sample(self, name, kind):
-        time.sleep(self.replay_s)
-        return self.time_us(name) * self._random.gauss(1, self.noise)
-
-
-def compiler_for(spec, arch, cache_dir=None):
-    return FakeCompiler(arch, cache_dir)
 
 
 @pytest.fixture(autouse=True)
@@ -463,18 +425,6 @@ def test_one_way_of_checking_must_be_chosen(options, attnsweep, baseline):
     assert "--against RUN" in done.stderr
 
 
-# -- accept -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def accept(attnsweep):
-    def run(*arguments):
-        done = attnsweep("accept", *arguments)
-        return done.returncode, done.stdout, " ".join(done.stderr.split())
-
-    return run
-
-
 def files(directory):
     return {p.relative_to(directory): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
@@ -527,24 +477,6 @@ def test_what_is_no_next_baseline_is_refused_and_nothing_changes(
     code, _, err = accept(candidate, baseline, "--force")
     assert code == 0
     assert "accepted although" in err
-
-
-RUNS = sorted(path.parent for path in RESULTS.glob("*/*/trials.jsonl.gz"))
-
-
-@pytest.mark.parametrize("directory", RUNS, ids=lambda path: path.name)
-def test_a_recorded_run_is_accepted_or_is_an_older_version_s(accept, directory, tmp_path):
-    """Those that an older version wrote say so, and how to go on; nothing else is refused."""
-    code, out, err = accept(directory, tmp_path / "baseline")
-    if code == 0:
-        assert err == ""
-        assert "is now" in out
-    else:
-        assert open_run(directory).environment.protocol != PROTOCOL
-        assert code == 2
-        assert "not accepted: recorded by an older version of attnsweep" in err
-        assert f"record it anew: attnsweep run {directory}/spec.yaml --fresh" in err
-        assert not (tmp_path / "baseline").exists()
 
 
 def test_accept_spares_what_is_no_run(accept, recorded, tmp_path):

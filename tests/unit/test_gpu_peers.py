@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_torch import Tensor, torch_of
 
 from attnsweep.gpu import cudnn_graph, peers
 from attnsweep.gpu.peers import PACKAGES, WAYS, Baseline, Unavailable, Way, prepare
@@ -16,80 +17,6 @@ from attnsweep.problem import Problem
 from attnsweep.spec.model import BASELINES, OTHER_FORMATS
 
 PROBLEM = Problem(2, 8, 2, 64, 128, 64, "fp16", True)
-
-
-class Tensor:
-    """The part of a torch tensor that peers use, on NumPy."""
-
-    def __init__(self, array, dtype="float16"):
-        self.array, self.dtype, self.device = np.asarray(array), dtype, "cuda"
-
-    shape = property(lambda self: self.array.shape)
-
-    def element_size(self):
-        return 2
-
-    def view(self, *shape):
-        return self if isinstance(shape[0], str) else Tensor(self.array.reshape(shape), self.dtype)
-
-    def transpose(self, one, other):
-        return Tensor(np.swapaxes(self.array, one, other), self.dtype)
-
-    def contiguous(self):
-        return Tensor(np.ascontiguousarray(self.array), self.dtype)
-
-    def to(self, dtype):
-        return Tensor(self.array, dtype)
-
-    def float(self):
-        return Tensor(self.array.astype(np.float32), "float32")
-
-    def abs(self):
-        return Tensor(np.abs(self.array), self.dtype)
-
-    def amax(self, dim):
-        return Tensor(self.array.max(axis=dim), self.dtype)
-
-    def clamp(self, min):
-        return Tensor(np.maximum(self.array, min), self.dtype)
-
-    def repeat_interleave(self, count, dim):
-        return Tensor(np.repeat(self.array, count, axis=dim), self.dtype)
-
-    def copy_(self, other):
-        self.array[...] = other.array
-
-    def cpu(self):
-        return self
-
-    def numpy(self):
-        return self.array.astype(np.float16).view(np.int16)
-
-    def __truediv__(self, other):
-        value = other.array if isinstance(other, Tensor) else other
-        return Tensor(self.array / value, self.dtype)
-
-    def __getitem__(self, index):
-        return Tensor(self.array[index], self.dtype)
-
-
-def torch_of():
-    """A PyTorch whose graphs replay what they hold."""
-    names = ("float16", "bfloat16", "float32", "float8_e4m3fn", "int16", "int32", "uint8")
-    torch = SimpleNamespace(**{name: name for name in names})
-    torch.from_dlpack = lambda array: array
-    torch.set_float32_matmul_precision = lambda precision: None
-    torch.empty = lambda size, dtype, device: SimpleNamespace(size=size)
-    torch.empty_like = lambda tensor: tensor
-    torch.empty_strided = lambda shape, strides, dtype, device: SimpleNamespace(strides=strides)
-    torch.backends = SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 91900))
-    torch.cuda = SimpleNamespace(
-        ExternalStream=lambda pointer: SimpleNamespace(pointer=pointer, synchronize=lambda: None),
-        stream=lambda stream: nullcontext(),
-        CUDAGraph=lambda: SimpleNamespace(replay=lambda: None),
-        graph=lambda graph, stream: nullcontext(),
-    )
-    return torch
 
 
 class Stream(nullcontext):

@@ -104,10 +104,11 @@ def test_gpu_libraries_stay_where_they_belong(package, allowed):
 KERNELS = [
     path for path in sorted(shipped("kernels").rglob("*")) if path.suffix in (".cu", ".cuh", ".py")
 ]
+TESTS = sorted(Path(__file__).parent.parent.rglob("*.py"))
 
 
 @pytest.mark.parametrize(
-    "path", [*(PACKAGE / path for path in CODE), *KERNELS], ids=lambda p: p.name
+    "path", [*(PACKAGE / path for path in CODE), *KERNELS, *TESTS], ids=lambda p: p.name
 )
 def test_no_file_is_long(path):
     assert len(path.read_text().splitlines()) <= 500
