@@ -8,9 +8,9 @@ fails. gpu/judge.py takes the same measures of every element on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache
+from functools import cache
 from itertools import product
 from typing import Any, Literal
 
@@ -413,19 +413,14 @@ def measures(
 def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
     """Largest ‖out - expected‖ / ‖expected‖ over rows; NaN if any element is NaN.
 
-    A row whose expected norm is under a thousandth of the typical one is divided by that thousandth
-    instead. The computation is in the dtype of `expected`.
+    A row whose expected norm is under a thousandth of the typical one is divided by that. The
+    computation is in the dtype of `expected`.
     """
     norms = np.sqrt(np.einsum("...d,...d->...", expected, expected))
     floor = 1e-3 * float(np.sqrt(np.mean(norms.astype(np.float64) ** 2)))
     difference = out.astype(expected.dtype, copy=False) - expected
     errors = np.sqrt(np.einsum("...d,...d->...", difference, difference))
     return float((errors / np.maximum(norms, floor)).max())
-
-
-def error_limit(case: Case, rounds_scores: int) -> float:
-    """The limit of a row's error: see limits."""
-    return limits(case, rounds_scores).row
 
 
 def limits(case: Case, rounds_scores: int) -> Measures:
@@ -460,21 +455,15 @@ def limits(case: Case, rounds_scores: int) -> Measures:
     )
 
 
-_told: dict[tuple[Case, int], Measures] = {}
-
-
-def tell(found: Mapping[tuple[Case, int], Measures]) -> None:
-    """Keep what `same_maths` gave in another process."""
-    _told.update(found)
+FOUND: dict[tuple[Case, int], Measures] = {}  # by same_maths, here or in a process beside
 
 
 def same_maths(case: Case, rounds_scores: int) -> Measures:
     """Largest measures of the rounded maths with scores rounded 0, 1 or 2 times."""
-    told = _told.get((case, rounds_scores))
-    return _same_maths(case, rounds_scores) if told is None else told
+    key = case, rounds_scores
+    return FOUND[key] if key in FOUND else FOUND.setdefault(key, _same_maths(*key))
 
 
-@lru_cache(maxsize=256)
 def _same_maths(case: Case, rounds_scores: int) -> Measures:
     # Heads are alike, so four of them show the dtype's error: 7.5 s less at (4,16,4096,128).
     heads = min(case.problem.heads, 4)

@@ -365,7 +365,11 @@ def _flash_attention(name: str, *modules: str) -> Builder:
             return [_in_fp8(torch, m, problem, spare=m != there[0]) for m in there]
         if not able:
             raise Unavailable(f"{_NO_FP16[there[0]]} does not do fp16: {_FP16_FIX}")
-        return [_in_own(module, problem, spare=module != able[0]) for module in able]
+        ways = [_in_own(module, problem, spare=module != able[0]) for module in able]
+        if name == "flash_attn_3" and problem.seqlen_q < problem.seqlen_k:
+            # Few queries: 0 lets it choose how many splits of the keys fill the SMs.
+            ways.insert(1, _in_own(able[0], problem, num_splits=0))
+        return ways
 
     return build
 
@@ -381,11 +385,12 @@ def _attention_of(module: str) -> Callable[[], Any]:
     return functools.cache(lambda: importlib.import_module(module).flash_attn_func)
 
 
-def _in_own(module: str, problem: Problem, *, spare: bool) -> Way:
+def _in_own(module: str, problem: Problem, *, spare: bool = False, **how: int) -> Way:
     attention = _attention_of(module)
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        out = attention()(*(x.transpose(1, 2) for x in (q, k, v)), causal=problem.causal)
+        given = (x.transpose(1, 2) for x in (q, k, v))
+        out = attention()(*given, causal=problem.causal, **how)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return Way(forward, spare=spare)

@@ -88,7 +88,7 @@ class Proof:
         compute_ahead(problem, seed)
         self._judge = judge = Judge(session, problem.dtype, cache_dir)
         known = _ahead.take(problem, seed)
-        numerics.tell(known.maths)
+        numerics.FOUND.update(known.maths)
         timed = known.timed
         self.timed = Fixture(Case(problem), seed, session, judge, two_sided=True, known=timed)
         cases = zip(numerics.small_cases(problem), known.small, strict=True)

@@ -20,8 +20,8 @@ import numpy as np
 from attnsweep.build.numerics import (
     HALF_ULP,
     Case,
-    error_limit,
     from_bits,
+    limits,
     log_sum_exp,
     make_inputs,
     reference,
@@ -294,7 +294,7 @@ class Simulator:
             shutil.rmtree(place)
             error = row_error(from_bits(got, problem.dtype).astype(np.float64), expected)
             if not error <= limit:  # only then: it takes longer than a small run
-                limit = error_limit(case, kernel.rounds_scores)
+                limit = limits(case, kernel.rounds_scores).row
             if not error <= limit:
                 return Result(case, error, limit)
             worst = max(worst, error)

@@ -124,7 +124,7 @@ def test_one_wrong_row_among_many_shows():
 @pytest.mark.parametrize("inputs", get_args(numerics.Inputs))
 def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
     case = Case(Problem(1, 1, 1, 32, 32, 2048, "fp32"), inputs)
-    limit, rows = numerics.error_limit(case, 0), np.arange(32)
+    limit, rows = numerics.limits(case, 0).row, np.arange(32)
     made = numerics.make_inputs(case, 5)
     exact = numerics.reference(made, case.problem, rows)
     backwards = made | {name: made[name][..., ::-1].copy() for name in "qk"}
@@ -140,7 +140,7 @@ def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
 def test_limits_admit_honest_rounding_and_refuse_a_shifted_mask(dtype, rounds_scores, causal):
     problem = Problem(2, 4, 2, 97, 161, 64, dtype, causal)
     for case in (*numerics.small_cases(problem), Case(problem)):
-        limit = numerics.error_limit(case, rounds_scores)
+        limit = numerics.limits(case, rounds_scores).row
         rows = np.arange(case.problem.seqlen_q)
         for seed in range(3):
             inputs = numerics.make_inputs(case, seed)
