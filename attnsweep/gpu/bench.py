@@ -213,9 +213,13 @@ class Bench:
                 self._proof.begin()
             call.refresh(1)
             replay()
-            time_us = self.session.time_us(replay) / calls
+            if proven is None or cold:
+                time_us = self.session.time_us(replay) / calls
+            else:
+                look = functools.partial(self._proof.look, proven)
+                time_us = self.session.time_us(replay, look) / calls
             if proven is not None:
-                self._proof.end(proven, copies)
+                self._proof.end(proven, copies, looked=not cold)
         return time_us
 
     def _graph(

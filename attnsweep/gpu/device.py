@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -301,8 +302,7 @@ class Session:
         launch = stage.launch
         values = [np.ascontiguousarray(value) for value in packed]
         pointers = np.array([value.ctypes.data for value in values], np.uint64)
-        ids = driver.CUlaunchAttributeID
-        attribute = driver.CUlaunchAttribute()
+        attribute, ids = driver.CUlaunchAttribute(), driver.CUlaunchAttributeID
         attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         config = driver.CUlaunchConfig()
@@ -322,9 +322,8 @@ class Session:
 
     def pinned(self, shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
         """A host array in page-locked memory."""
-        count = int(np.prod(shape))
-        memory = self._cupy.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
-        return np.frombuffer(memory, dtype, count).reshape(tuple(shape))
+        memory = self._cupy.cuda.alloc_pinned_memory(math.prod(shape) * np.dtype(dtype).itemsize)
+        return np.frombuffer(memory, dtype, math.prod(shape)).reshape(tuple(shape))
 
     @contextlib.contextmanager
     def profiled(self) -> Iterator[None]:
@@ -345,12 +344,14 @@ class Session:
         """Wait for all work of the device, such as copies that the host only began."""
         self._cupy.cuda.runtime.deviceSynchronize()
 
-    def time_us(self, work: Callable[[], None]) -> float:
-        """Device time of the work that `work` enqueues on the stream, between two events."""
+    def time_us(self, work: Callable[[], None], then: Callable[[], None] | None = None) -> float:
+        """Device time of the work that `work` enqueues on the stream. then: enqueues more work."""
         begin, end = self._events
         begin.record(self.stream)
         work()
         end.record(self.stream)
+        if then is not None:
+            then()
         return self.elapsed_us(begin, end)
 
     def record(self) -> Any:

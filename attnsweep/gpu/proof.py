@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -47,7 +48,7 @@ Digests = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64] | None]
 
 
 def _counted(method: Callable[Concatenate[Proof, P], T]) -> Callable[Concatenate[Proof, P], T]:
-    """Add a method's seconds to Proof.spent_s. The device is idle when it is called."""
+    """Add a method's seconds to Proof.spent_s. The device is idle when it is called, or nearly."""
 
     @functools.wraps(method)
     def counted(proof: Proof, /, *args: P.args, **options: P.kwargs) -> T:
@@ -96,6 +97,7 @@ class Proof:
         if then is not None:
             compute_ahead(then, seed)
         self._poisons = False
+        self._preparation: tuple[Any, Any] | None = None
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
 
@@ -248,7 +250,7 @@ class Proof:
         done, spent_us = 0, 0.0
         while done < most and (done < 2 * slots or spent_us < longest_us):
             with self._session.stream:
-                self.begin()
+                self._draw()
                 self._judge.clear()
                 self._poison(proven)
                 spent_us += self._session.time_us(replay)
@@ -256,45 +258,80 @@ class Proof:
             done += slots
         return done
 
-    @_counted
     def begin(self) -> None:
         """Enqueue other inputs than before, and an output that every call must write anew.
 
         In turns it is poisoned, and still holds what was right for the inputs before: a kernel that
         finds it written has yet to compute.
         """
+        with self._prepared():
+            self._draw()
+
+    def _draw(self) -> None:
         self.timed.draw()
         self._poisons = not self._poisons
         if self._poisons:
             self.output.poison()
-        self._session.settle()
+
+    @contextlib.contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Count the device time of what is enqueued, from when the device waited for it.
+
+        The host does not wait here, so that it gives the device the replay meanwhile.
+        """
+        self._count_prepared()
+        begin = self._session.record()
+        yield
+        self._preparation = begin, self._session.record()
+
+    def _count_prepared(self) -> None:
+        if self._preparation is not None:
+            Proof.spent_s += self._session.elapsed_us(*self._preparation) / 1e6
+            self._preparation = None
 
     def _poison(self, proven: Proven) -> None:
         self.output.fill(POISON)
         if proven.lse is not None:
             proven.lse.fill(POISON)
 
-    @_counted
     def begin_cold(self, copies: Sequence[Mapping[str, Buffer]]) -> None:
         """The same before calls that rotate over copies, whose inputs are as they were made."""
-        self.timed.go_to(PLAIN)
-        for output in (self.output, *(copy["o"] for copy in copies)):
-            output.fill(POISON)
-        self._session.settle()
+        with self._prepared():
+            self.timed.go_to(PLAIN)
+            for output in (self.output, *(copy["o"] for copy in copies)):
+                output.fill(POISON)
+
+    def look(self, proven: Proven) -> None:
+        """Enqueue a look at the output; `end` is then to be told that it is `looked` at.
+
+        To be called while the device replays calls, next to which it takes no time.
+        """
+        self._look_at([self.output], proven)
 
     @_counted
-    def end(self, proven: Proven, copies: Sequence[Mapping[str, Buffer]] = ()) -> None:
+    def end(
+        self,
+        proven: Proven,
+        copies: Sequence[Mapping[str, Buffer]] = (),
+        *,
+        looked: bool = False,
+    ) -> None:
         """Raise WrongResult unless the outputs are now the checked one, bit for bit."""
+        self._count_prepared()
         outputs = [self.output, *(copy["o"] for copy in copies)]
         for first in range(0, len(outputs), Judge.SLOTS):
             some = outputs[first : first + Judge.SLOTS]
-            self._judge.clear()
-            for number, output in enumerate(some):
-                if proven.deterministic:
-                    self._judge.digest(output, number)
-                else:
-                    self.timed.compare(number, output.pointer)
+            if not looked:
+                self._look_at(some, proven)
             self._compare(proven, len(some))
+
+    def _look_at(self, outputs: Sequence[Buffer], proven: Proven) -> None:
+        self._judge.clear()
+        for number, output in enumerate(outputs):
+            if proven.deterministic:
+                self._judge.digest(output, number)
+            else:
+                self.timed.compare(number, output.pointer)
 
     def _look(self, proven: Proven, slot: int) -> None:
         """Enqueue a look at what a call wrote into a slot, and poison it."""

@@ -118,9 +118,17 @@ class Device:
     def capture(self, issue: Callable[[], None]) -> Callable[[], None]:
         return issue
 
-    def time_us(self, work: Callable[[], None]) -> float:
+    def time_us(self, work: Callable[[], None], then: Callable[[], None] | None = None) -> float:
         work()
+        if then is not None:
+            then()
         return 100.0
+
+    def record(self) -> float:
+        return 0.0
+
+    def elapsed_us(self, begin: float, end: float) -> float:
+        return end - begin
 
     def synchronize(self) -> None:
         """A launch has ended when it returns."""

@@ -49,9 +49,17 @@ class FakeSession:
 
     settle = synchronize
 
-    def time_us(self, work):
+    def time_us(self, work, then=None):
         work()
+        if then is not None:
+            then()
         return 10.0
+
+    def record(self):
+        return 0.0
+
+    def elapsed_us(self, begin, end):
+        return end - begin
 
     def sm_mhz(self):
         return 1980.0
@@ -117,7 +125,7 @@ def proof_of(outputs):
     """A Proof whose judge sees these digests; outputs gets the number of the look, and the mix."""
     made = Proof.__new__(Proof)
     made._session, made._seed, made._poisons = FakeSession(), 0, False
-    made._next = None
+    made._preparation = None
     made.timed = FakeFixture({name: FakeBuffer(8) for name in "qkvo"})
     made._judge = FakeJudge(lambda look: outputs(look, made.timed.mix))
     return made
@@ -329,3 +337,38 @@ def test_what_a_trial_proved_is_not_proved_again_but_other_launches_are(bench, m
     assert (entry.proven.digests == PROVEN.digests).all()
     bench.add("other", other, cold=False)
     assert proofs == [tried.timed, other.timed]
+
+
+def test_the_output_is_looked_at_before_the_host_waits_for_the_replay(bench, monkeypatch):
+    """So that the look is ready when the time is: nothing is launched between."""
+    order = []
+
+    def time_us(work, then=None):
+        work()
+        order.append("replayed")
+        then()
+        order.append("waited")
+        return 10.0
+
+    monkeypatch.setattr(bench.session, "time_us", time_us, raising=False)
+    judge, digest = bench._proof._judge, bench._proof._judge.digest
+
+    def looked(*args, **how):
+        order.append("look")
+        digest(*args, **how)
+
+    monkeypatch.setattr(judge, "digest", looked)
+    bench._sample(PROVEN.call, lambda: None, 1, PROVEN)
+    assert order == ["replayed", "look", "waited"]
+
+
+def test_what_preparing_inputs_takes_of_the_device_is_counted(bench, monkeypatch):
+    times = iter([0.0, 40.0, 100.0, 130.0])
+    monkeypatch.setattr(bench._proof._session, "record", lambda: next(times), raising=False)
+    monkeypatch.setattr(Proof, "spent_s", 0.0)
+    bench._proof.begin()
+    bench._proof.begin()
+    assert Proof.spent_s == pytest.approx(40e-6)
+    bench._proof._count_prepared()
+    bench._proof._count_prepared()
+    assert Proof.spent_s == pytest.approx(70e-6)
