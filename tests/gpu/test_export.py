@@ -141,14 +141,19 @@ def test_every_kernel_of_the_table(always):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads_kv", [16, 4])
 @pytest.mark.parametrize("layout", ["heads_first", "packed"])
-def test_gradients(always, causal, heads_kv, layout):
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
+def test_gradients(always, causal, heads_kv, layout, backend):
+    """By the backward of the backend that PyTorch would have called."""
     given = tensors(1, 16, heads_kv, 700, 64, torch.float16, layout)
     leaves = [t.detach().requires_grad_() for t in given]
     options = {"is_causal": causal, "enable_gqa": heads_kv != 16}
     assert always.explain(*leaves, **options).kernel
-    out = always.attention(*leaves, **options)
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        out = always.attention(*leaves, **options)
     direction = torch.randn_like(out)
     got = torch.autograd.grad(out, leaves, direction)
+    ours, name = out.grad_fn, backend.split("_")[0].lower()
+    assert (ours.by_cudnn, name) in [(False, "flash"), (True, "cudnn")]
     doubles = [t.detach().double().requires_grad_() for t in given]
     exact = torch.autograd.grad(
         F.scaled_dot_product_attention(*doubles, **options), doubles, direction.double()

@@ -24,6 +24,7 @@ from packages import H100, PLAIN, SPLIT, shape, winner  # noqa: E402
 
 from attnsweep.use.runtime import driver as driver_module  # noqa: E402
 from attnsweep.use.runtime import operator as of_package  # noqa: E402
+from attnsweep.use.runtime import registered  # noqa: E402
 from attnsweep.use.runtime.table import CUBINS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -315,12 +316,24 @@ def test_the_caches_have_limits_that_fit_the_memory(operator, driver):
     assert of_package._MOST_PLANS <= of_package._MOST_READY
 
 
-def test_gradients_by_pytorchs_backward(operator, driver):
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_gradients_by_pytorchs_backward(operator, driver, name, monkeypatch):
+    """By the backend that PyTorch would have called."""
+    monkeypatch.setattr(registered, "_choice", lambda *_, **how: 3 if name == "cudnn" else 1)
     driver.on_launch.causal = True
     seen = {}
 
-    def backward(grad, q, k, v, out, lse, _a, _b, max_q, max_k, dropout, causal, *_, scale=None):
+    def flash(grad, q, k, v, out, lse, _a, _b, max_q, max_k, dropout, causal, *_, scale=None):
         seen.update(lse=lse, causal=causal, scale=scale, lengths=(max_q, max_k), dropout=dropout)
+        return backward(grad, q, k, v, out, lse, scale)
+
+    def cudnn(grad, q, k, v, out, lse, *rest, scale=None):
+        assert lse.shape == (*q.shape[:3], 1)
+        lse, (max_q, max_k, dropout, causal) = lse[..., 0], rest[5:]
+        seen.update(lse=lse, causal=causal, scale=scale, lengths=(max_q, max_k), dropout=dropout)
+        return backward(grad, q, k, v, out, lse, scale)
+
+    def backward(grad, q, k, v, out, lse, scale):
         q, k, v, out, grad = (t.double() for t in (q, k, v, out, grad))
         scores = q @ k.mT * scale
         scores = scores.masked_fill(
@@ -333,7 +346,8 @@ def test_gradients_by_pytorchs_backward(operator, driver):
         return tuple(t.bfloat16() for t in (ds @ k, ds.mT @ q, dv))
 
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention_backward", backward, "CPU")
+    called = {"flash": flash, "cudnn": cudnn}[name]
+    library.impl(f"_scaled_dot_product_{name}_attention_backward", called, "CPU")
     try:
         q, k, v = (t.requires_grad_() for t in tensors())
         out = operator.attention(q, k, v, is_causal=True)

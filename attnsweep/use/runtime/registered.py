@@ -75,6 +75,10 @@ def _fake_forward_lse(
     return torch.empty_like(query), lse
 
 
+_choice = torch._fused_sdp_choice
+_CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
+
+
 class Gradient(torch.autograd.Function):  # type: ignore[misc]
     """`forward_lse` and its gradient, for calls that no compiler or dispatch mode looks at.
 
@@ -93,15 +97,18 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
         run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
         """run: computes the output and the log-sum-exp, as `forward_lse` does."""
+        grouped = query.shape[1] != key.shape[1]
+        chosen = _choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped)
         out, lse = run(query, key, value, causal, scale)
-        ctx.causal, ctx.scale = causal, scale
+        ctx.causal, ctx.scale, ctx.by_cudnn = causal, scale, chosen == _CUDNN
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """PyTorch's own flash backward."""
-        return (*_backward(ctx, grads[0], None), None)
+        """PyTorch's own backward: cuDNN's where it would have called cuDNN, or else flash's."""
+        backward = _cudnn_backward if ctx.by_cudnn else _backward
+        return (*backward(ctx, grads[0], None), None)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -120,6 +127,19 @@ def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
     grads = backward(
         *(grad, query, key, value, out, lse, None, None, query.shape[2], key.shape[2]),
         *(0.0, ctx.causal, none, none),
+        scale=ctx.scale,
+    )
+    return (*grads, None, None)
+
+
+def _cudnn_backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    """The same by cuDNN, which takes the log-sum-exp as (batch, heads, seqlen_q, 1)."""
+    query, key, value, out, lse = ctx.saved_tensors
+    none = grad.new_empty((), dtype=torch.int64)
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    grads = backward(
+        *(grad, query, key, value, out, lse.unsqueeze(-1), none, none, None, None, None),
+        *(query.shape[2], key.shape[2], 0.0, ctx.causal),
         scale=ctx.scale,
     )
     return (*grads, None, None)
