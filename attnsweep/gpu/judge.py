@@ -149,11 +149,13 @@ class Judge:
         tilted: Buffer | None,
         floor: float,
         slot: int,
+        *,
+        exact: bool = False,
     ) -> None:
         """Compare every element at the pointer `output`; findings go to a slot.
 
         expected: float64 outputs for the inputs as they were made, and, if `mix` says which of the
-        heads are negated, for all of them negated.
+        heads are negated, for all of them negated. exact: the output is in float64 too.
         """
         tiles = problem.batch * problem.heads * ceil_div(problem.seqlen_q, _TILE)
         record = 8 * len(_FOUND)
@@ -166,7 +168,7 @@ class Judge:
         group = problem.heads // problem.heads_kv
         sizes = map(np.int32, (group, problem.seqlen_q, problem.head_dim))
         args = [*map(np.uint64, pointers), *sizes, np.float64(floor)]
-        self._launch("judge", tiles, args, record * _THREADS // 32)
+        self._launch("judge_exact" if exact else "judge", tiles, args, record * _THREADS // 32)
         to = np.uint64(self._found.pointer + slot * record)
         all_of = [np.uint64(self._tiles.pointer), np.int64(tiles), to]
         self._launch("summary", 1, all_of, record * _THREADS)
@@ -302,7 +304,7 @@ class Fixture:
         self.floor = 1e-3 * float(np.sqrt(norm / rows))
         for side, (exact, lse) in zip(self._sides, known.sides, strict=True):
             self._prove(side, known.rows, exact, lse)
-        self.format_err = known.format_err
+        self.format_err: float | None = None
         self._drawn = self._unrounded(known)
 
     def _unrounded(self, known: Known) -> Buffer | None:
@@ -319,7 +321,9 @@ class Fixture:
         with self._session.stream:
             judge = self.judge.of_dtype("fp32")
             judge.reference(inputs, problem, made.expected, made.lse)
-            self._session.synchronize()
+            plain = self._sides[PLAIN].expected.pointer
+            judge.compare(plain, problem, [made.expected], None, None, self.floor, 0, exact=True)
+            self.format_err = judge.found(1)[0]["row"]
         lse = numerics.log_sum_exp(known.drawn, problem, known.rows)
         self._prove(made, known.rows, known.exact, lse)
         return made.expected

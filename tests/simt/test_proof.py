@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -461,6 +462,11 @@ def test_what_the_format_costs_is_shown_beside_what_the_kernel_adds(in_fp8):
         out = numerics.reference(inputs_in(problem, buffers), problem, rows)
         buffers["o"].upload(numerics.to_bits(out.astype(np.float32), "bf16"))
 
+    problem, rows = in_fp8.problem, np.arange(in_fp8.problem.seqlen_q)
+    drawn = numerics.draw(Case(problem), 3)
+    before = numerics.reference(drawn, replace(problem, dtype="fp32"), rows)
+    rounded = numerics.reference(numerics.make_inputs(Case(problem), 3), problem, rows)
+    assert accuracy.format_err == pytest.approx(numerics.row_error(rounded, before), rel=0.05)
     better, _ = in_fp8.prove(exact)
     assert better.rel_err <= 2.0**-8
     assert better.format_err == accuracy.format_err
