@@ -499,6 +499,21 @@ def test_a_call_that_takes_another_heads_scale_is_refused(name, device, monkeypa
         Bench(device, FP8[0]).prove(write)
 
 
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_a_call_that_takes_another_blocks_scale_is_refused(name, head_dim, device, monkeypatch):
+    monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
+
+    def write(problem, buffers, number=0):
+        inputs = inputs_in(problem, buffers)
+        inputs[name] = np.roll(inputs[name], 1, axis=2)
+        out = numerics.reference(inputs, problem, np.arange(problem.seqlen_q))
+        buffers["o"].upload(numerics.to_bits(out.astype(np.float32), "bf16"))
+
+    with pytest.raises(WrongResult, match="over the limit"):
+        Bench(device, Problem(1, 2, 2, 65, 300, head_dim, "e4m3_block")).prove(write)
+
+
 def test_a_call_that_writes_to_a_scale_is_refused(in_fp8):
     def write(problem, buffers, number=0):
         attend(problem, buffers)
