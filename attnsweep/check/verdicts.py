@@ -14,7 +14,8 @@ from typing import Any
 
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.files import install_command, write_file
-from attnsweep.show.sentences import Row, figure
+from attnsweep.show.figures import figure
+from attnsweep.show.sentences import Row
 from attnsweep.show.terminal import GLUE, aligned, wrap
 from attnsweep.trial import Environment
 

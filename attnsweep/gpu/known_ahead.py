@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from attnsweep.build import numerics
 from attnsweep.build.numerics import Case, Measures
-from attnsweep.gpu.judge import Known
+from attnsweep.gpu.known import Known
 from attnsweep.problem import Problem
 
 # What a smaller problem needs is computed before the process could be asked.

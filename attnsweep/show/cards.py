@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnsweep.choose.ranking import rank
-from attnsweep.show.sentences import Row, Section, by_problem, figure
+from attnsweep.show.figures import figure
+from attnsweep.show.sentences import Row, Section, by_problem
 from attnsweep.show.terminal import counted
 from attnsweep.trial import Trial
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from attnsweep.choose.base import Base
-from attnsweep.show.sentences import Row, Section, figure, is_recorded
+from attnsweep.show.figures import figure
+from attnsweep.show.sentences import Row, Section, is_recorded
 
 _TITLES = {
     "torch_flash": "PyTorch's flash attention",
@@ -19,6 +20,7 @@ _TITLES = {
     "flash_attn_3": "FlashAttention-3",
     "flash_attn_3_fp8": "FlashAttention-3 in FP8",
     "flash_attn_4": "FlashAttention-4",
+    "attnsweep_bf16": "attnsweep's own attention in bf16",
 }
 """The name that a reader has for each peer."""
 

@@ -13,7 +13,8 @@ import yaml
 
 from attnsweep.choose.base import Base
 from attnsweep.problem import Problem
-from attnsweep.show.sentences import Section, figure, who
+from attnsweep.show.figures import figure
+from attnsweep.show.sentences import Section, who
 from attnsweep.show.terminal import GLUE
 from attnsweep.trial import Status
 

@@ -6,7 +6,6 @@ The terminal and the Markdown report use the same sentences; only their tables d
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +18,9 @@ from attnsweep.choose.base import Base
 from attnsweep.choose.columns import bounds_of
 from attnsweep.errors import errors_of
 from attnsweep.problem import Problem
+from attnsweep.show.figures import figure
 from attnsweep.show.terminal import GLUE
-from attnsweep.spec.model import OTHER_FORMATS
+from attnsweep.spec.model import in_other_format
 from attnsweep.trial import OURS, Environment, Status
 
 Row = dict[str, Any]
@@ -247,7 +247,7 @@ def faster_peer(section: Section) -> str | None:
     won, best = section.winner, section.best_baseline
     if won is not None and won["ranked_as"] == "energy":
         before = [r for r in section.rows if r["rank"] and r["rank"] < won["rank"]]
-        before = [r for r in before if r["baseline"] and r["provider"] not in OTHER_FORMATS]
+        before = [r for r in before if r["baseline"] and not foreign(section, r)]
         least = min(before, key=lambda r: float(r["energy_uj"]), default=None)
         if least is None:
             return None
@@ -266,6 +266,8 @@ def winner_lines(section: Section) -> list[str]:
     if row is None:
         if any(other["rank"] and other["provider"] == OURS for other in section.rows):
             return ["no winner: all candidates were noisy in the rounds; run it again to time them"]
+        if any(other["status"] == Status.INACCURATE for other in section.rows):
+            return ["no candidate is as accurate as max_error asks"]
         return ["no candidate is ok: see why below"]
     figures = [
         f"{figure(row[name], digits)}{GLUE}{unit}"
@@ -458,10 +460,15 @@ def peer_lines(section: Section) -> list[str]:
     for row in section.rows:
         if row["over_limit"] and row["status"] in (Status.OK, Status.NOISY):
             said = f"{who(row)}: error {row['rel_err']:.1e}, over the limit {row['limit']:.1e}"
-            if row["provider"] in OTHER_FORMATS:
+            if foreign(section, row):
                 said += f"; it does not compute in {section.problem.dtype}, so it is no base"
             lines.append(said)
     return lines
+
+
+def foreign(section: Section, row: Row) -> bool:
+    """Whether a peer computes in another format than the problem's."""
+    return in_other_format(row["provider"], section.problem)
 
 
 def absent_baselines(section: Section) -> list[str]:
@@ -483,16 +490,3 @@ def absent_baselines(section: Section) -> list[str]:
 def recorded_lines(section: Section) -> list[str]:
     """Where and when recorded rows were measured."""
     return [f"† recorded on {origin}, not measured in this run" for origin in origins(section)]
-
-
-# -- tables ---------------------------------------------------------------------------------
-
-
-def figure(value: float, digits: int) -> str:
-    """At least this many significant digits, never in powers of ten."""
-    return f"{value:.{decimals_for(value, digits)}f}"
-
-
-def decimals_for(value: float | None, digits: int, most: int = 5) -> int:
-    """Decimals that give the value this many significant digits; at most `most`."""
-    return min(most, max(0, digits - 1 - math.floor(math.log10(value or 1.0))))

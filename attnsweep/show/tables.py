@@ -18,6 +18,8 @@ from rich.text import Text
 from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.ranking import rank
 from attnsweep.show import cards, gains
+from attnsweep.show.figures import decimals_for, figure
+from attnsweep.show.frontier import frontier_lines, frontier_points
 from attnsweep.show.sentences import (
     Row,
     Section,
@@ -26,11 +28,9 @@ from attnsweep.show.sentences import (
     bound_line,
     by_problem,
     conditions_line,
-    decimals_for,
     failures,
     failures_in_full,
     faster_peer,
-    figure,
     heading,
     marks,
     peer_lines,
@@ -168,6 +168,7 @@ def to_json(run: Run) -> dict[str, Any]:
                 "winner": _json_row(section.winner) if section.winner else None,
                 "ranking": [_json_row(row) for row in section.rows],
                 "counts": dict(Counter(row["status"] for row in section.rows)),
+                **({"frontier": points} if (points := frontier_points(section)) else {}),
             }
             for section in sections
         ],
@@ -375,6 +376,8 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
     say(tie_line(section, shown))
     for line in legend:
         say(line, "dim")
+    for line in frontier_lines(section):
+        say(line)
     say(rest_line(section, shown, more))
     for line in searched_lines(section):
         say(line)
@@ -426,6 +429,7 @@ def to_markdown(
             *winner_lines(section),
             tie_line(section, shown),
             *legend,
+            *frontier_lines(section),
             rest_line(section, shown, "all of them: ranking.csv"),
             *searched_lines(section),
             *failures(section),

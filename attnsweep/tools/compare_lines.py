@@ -6,7 +6,7 @@ import math
 
 from rich.text import Text
 
-from attnsweep.show.sentences import figure
+from attnsweep.show.figures import figure
 from attnsweep.show.terminal import aligned, counted, wrap
 from attnsweep.tools.compare import Comparison, Pair, Side, config_changes
 

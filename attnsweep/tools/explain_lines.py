@@ -9,7 +9,8 @@ from rich.text import Text
 
 from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.effects import Effect
-from attnsweep.show.sentences import Row, faster_peer, figure, first_line, heading, place_of, who
+from attnsweep.show.figures import figure
+from attnsweep.show.sentences import Row, faster_peer, first_line, heading, place_of, who
 from attnsweep.show.terminal import GLUE, aligned, wrap
 from attnsweep.show.views import counters, with_tails
 from attnsweep.tools.explain import Explanation, Neighbour

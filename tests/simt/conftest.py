@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import pytest
 
+from .device import Device
 from .harness import Simulator
 
 SEED_VARIABLE = "SIMT_SEED"
@@ -22,6 +23,14 @@ T = TypeVar("T")
 def simulator():
     with Simulator() as simulator:
         yield simulator
+
+
+@pytest.fixture
+def device(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A session of the judge and the proof, whose kernels run here."""
+    made = Device(simulator)
+    made.take_place(monkeypatch)
+    return made
 
 
 @pytest.fixture(scope="session")

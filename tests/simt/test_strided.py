@@ -9,8 +9,8 @@ import pytest
 
 from attnsweep.build.numerics import (
     Case,
-    error_limit,
     from_bits,
+    limits,
     log_sum_exp,
     make_inputs,
     reference,
@@ -94,7 +94,7 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
         whole = np.fromfile(place / "o", np.uint16).reshape(memory["o"].shape)
         view = np.ndarray(views["o"].shape, np.uint16, whole, strides=views["o"].strides)
         error = row_error(from_bits(view, problem.dtype).astype(np.float64), expected)
-        assert error <= error_limit(case, FAMILY.rounds_scores)
+        assert error <= limits(case, FAMILY.rounds_scores).row
         view[:] = POISON
         assert (whole == POISON).all(), "written between the output's rows"
         if lse:

@@ -78,7 +78,9 @@ class FakeGpu:
 
     # -- the protocol -------------------------------------------------------------------------
 
-    def describe(self, *, preload: str | None = None, first: object = None) -> Environment:
+    def describe(
+        self, *, preload: str | None = None, first: tuple[Problem, int] | None = None
+    ) -> Environment:
         if isinstance(self.environment, NoGpuError):
             raise self.environment
         return self.environment

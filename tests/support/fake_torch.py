@@ -56,6 +56,15 @@ class Tensor:
     def numpy(self) -> Any:
         return self.array.astype(np.float16).view(np.int16)
 
+    def reshape(self, *shape: int) -> Tensor:
+        return Tensor(self.array.reshape(shape), self.dtype)
+
+    def __rtruediv__(self, value: Any) -> Tensor:
+        return Tensor(value / self.array, self.dtype)
+
+    def __mul__(self, other: Tensor) -> Tensor:
+        return Tensor(self.array * other.array, self.dtype)
+
     def __truediv__(self, other: Any) -> Tensor:
         value = other.array if isinstance(other, Tensor) else other
         return Tensor(self.array / value, self.dtype)
@@ -70,9 +79,12 @@ def torch_of() -> Any:
     torch: Any = SimpleNamespace(**{name: name for name in names})
     torch.from_dlpack = lambda array: array
     torch.set_float32_matmul_precision = lambda precision: None
-    torch.empty = lambda size, dtype, device: SimpleNamespace(size=size)
+    torch.empty = lambda size, dtype, device: SimpleNamespace(size=size, dtype=dtype)
+    torch.full = lambda shape, value, dtype, device: Tensor(np.full(shape, value), dtype)
     torch.empty_like = lambda tensor: tensor
-    torch.empty_strided = lambda shape, strides, dtype, device: SimpleNamespace(strides=strides)
+    torch.empty_strided = lambda shape, strides, dtype, device: SimpleNamespace(
+        strides=strides, dtype=dtype
+    )
     torch.backends = SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 91900))
     torch.cuda = SimpleNamespace(
         ExternalStream=lambda pointer: SimpleNamespace(pointer=pointer, synchronize=lambda: None),

@@ -9,35 +9,15 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_peers import Attention, Cudnn, Session, installed
 from fake_torch import Tensor, torch_of
 
 from attnsweep.gpu import cudnn_graph, peers
 from attnsweep.gpu.peers import PACKAGES, WAYS, Baseline, Unavailable, Way, prepare
 from attnsweep.problem import Problem
-from attnsweep.spec.model import BASELINES, OTHER_FORMATS
+from attnsweep.spec.model import BASELINES, KNOWN_BASELINES, OWN_BF16
 
 PROBLEM = Problem(2, 8, 2, 64, 128, 64, "fp16", True)
-
-
-class Stream(nullcontext):
-    ptr = 77
-
-
-class Session:
-    """Its clock is moved by the calls that it times."""
-
-    free_bytes = 1 << 40
-
-    def __init__(self, clock):
-        self.stream, self.clock = Stream(), clock
-
-    def synchronize(self):
-        pass
-
-    def time_us(self, work):
-        before = self.clock[0]
-        work()
-        return self.clock[0] - before
 
 
 @pytest.fixture
@@ -132,33 +112,11 @@ def test_converted_inputs_are_converted_again_where_they_are(torch):
 
 
 def test_every_baseline_has_ways_and_says_how_to_get_it():
-    assert set(WAYS) == set(PACKAGES) == set(BASELINES)
-    assert set(BASELINES) >= OTHER_FORMATS
+    assert set(WAYS) == set(PACKAGES) == set(KNOWN_BASELINES) == {*BASELINES, OWN_BF16}
     assert all(package.fix for package in PACKAGES.values())
 
 
 # -- FlashAttention -------------------------------------------------------------------------
-
-
-class Attention(ModuleType):
-    """A package whose flash_attn_func keeps what it was called with, or raises."""
-
-    def __init__(self, name, error=None):
-        super().__init__(name)
-        self.calls, self.error = [], error
-
-    def flash_attn_func(self, *tensors, **options):
-        if self.error:
-            raise self.error
-        self.calls.append((tensors, options))
-        return tensors[0], "lse"
-
-
-def installed(monkeypatch, *packages):
-    for name in ("flash_attn_interface", "fa3_fwd_interface"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    for package in packages:
-        monkeypatch.setitem(sys.modules, package.__name__, package)
 
 
 def flash_3(torch, name="flash_attn_3", dtype="fp16"):
@@ -220,88 +178,6 @@ def test_fp8_inputs_are_scaled_by_batch_and_head_of_k_before_any_call(torch, mon
 
 
 # -- cuDNN ----------------------------------------------------------------------------------
-
-
-class Cudnn(ModuleType):
-    """cuDNN's frontend: the methods that a forward needs, with the names of their arguments."""
-
-    def __init__(self, version=91900, unsupported=()):
-        super().__init__("cudnn")
-        self.graphs, self.streams, self.destroyed = [], {}, []
-        self.version, self.unsupported = version, unsupported
-        self.data_type = SimpleNamespace(HALF="half", BFLOAT16="bf16", FLOAT="float")
-        self.diagonal_alignment = SimpleNamespace(TOP_LEFT="top", BOTTOM_RIGHT="bottom")
-        self.heur_mode = SimpleNamespace(A="A", FALLBACK="fallback")
-
-    def backend_version(self):
-        return self.version
-
-    def create_handle(self):
-        return 1000 + len(self.graphs)
-
-    def destroy_handle(self, handle):
-        self.destroyed.append(handle)
-
-    def set_stream(self, handle, stream):
-        self.streams[handle] = stream
-
-    def pygraph(self, *, handle, io_data_type, intermediate_data_type, compute_data_type):
-        graph = Graph(self, handle, (io_data_type, intermediate_data_type, compute_data_type))
-        self.graphs.append(graph)
-        return graph
-
-
-class Graph:
-    def __init__(self, cudnn, handle, types):
-        self.cudnn, self.handle, self.types = cudnn, handle, types
-        self.tensors, self.steps, self.executed = {}, [], []
-
-    def tensor(self, dim, stride, data_type=None, name="", uid=-1):
-        self.tensors[name] = {"dim": dim, "stride": stride, "type": data_type, "uid": uid}
-        return name
-
-    def sdpa(
-        self, q, k, v, attn_scale=None, generate_stats=None, diagonal_alignment="top",
-        diagonal_band_right_bound=None, compute_data_type=None, name="",
-    ):  # fmt: skip
-        self.options = dict(locals())
-        self.out = Output()
-        return self.out, None
-
-    def check_support(self):
-        self.steps.append("check_support")
-        if self.tensors["q"]["stride"][1] in self.cudnn.unsupported:
-            raise RuntimeError("No valid engine configs\nfor this graph")
-
-    def validate(self):
-        self.steps.append("validate")
-
-    def build_operation_graph(self):
-        self.steps.append("build_operation_graph")
-
-    def create_execution_plans(self, modes):
-        self.steps.append(tuple(modes))
-
-    def build_plans(self):
-        self.steps.append("build_plans")
-
-    def get_workspace_size(self):
-        return 0
-
-    def execute(self, buffers, workspace, handle=None):
-        self.executed.append((buffers, workspace, handle))
-
-
-class Output:
-    def __init__(self):
-        self.told = {}
-
-    def __getattr__(self, name):
-        def tell(value):
-            self.told[name.removeprefix("set_")] = value
-            return self
-
-        return tell
 
 
 STRIDES = {"bhsd": (32768, 4096, 64, 1), "bshd": (32768, 64, 512, 1)}  # q of PROBLEM

@@ -13,6 +13,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from fp8_rows import fp8_run
+from pages import visible
 from samples import baseline, candidate, failed, full_run
 
 from attnsweep import cli
@@ -22,7 +24,7 @@ from attnsweep.show import html as page
 from attnsweep.show import plots as library
 from attnsweep.store.run import Run, open_run
 from attnsweep.tools.explain import explain
-from attnsweep.trial import Accuracy, Status
+from attnsweep.trial import Status
 
 pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")
 pytest.importorskip("jinja2", reason="needs the html extra: Jinja2")
@@ -44,12 +46,6 @@ class Elements(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
         self.ids += [value for name, value in attrs if name == "id" and value]
-
-
-def visible(text: str) -> str:
-    """The page as its reader sees it before any script: no scripts, styles or tags."""
-    text = re.sub(r"<(script|style)\b.*?</\1>", " ", text, flags=re.DOTALL)
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text))
 
 
 def data_of(text: str) -> dict:
@@ -372,6 +368,18 @@ def test_the_recorded_run_is_drawn_in_both_schemes(tmp_path, dark):
 
 
 @browser
+def test_candidates_that_differ_in_accuracy_are_drawn_by_time_and_error(tmp_path):
+    document, said, asked = opened(fp8_run(0.03), tmp_path)
+    assert (said, asked) == ([], [])
+    assert DRAWN in document
+    svg = plots(document, 0)["frontier"]
+    assert "Time against error, (1,16,4096,128) e4m3 causal" in svg
+    assert len(re.findall('aria-roledescription="point"', svg)) == 5
+    assert "NaN" not in svg
+    assert all(kind in svg for kind in ("inaccurate", "baseline", "flash_attn_3_fp8"))
+
+
+@browser
 def test_the_reader_chooses_the_two_parameters(tmp_path):
     fragment = "#problem=0&kernel=flash&x=N&y=M"
     document, said, _ = opened(scaled_run(), tmp_path, fragment)
@@ -430,38 +438,6 @@ def test_a_request_would_be_seen(tmp_path):
     assert any("Content Security Policy" in line for line in said)
     (tmp_path / "page.html").write_text(re.sub('<meta http-equiv="Content[^>]*>', "", text))
     assert browsed(tmp_path / "page.html")[2] == ["http://example.invalid/x.png"]
-
-
-def test_a_noisy_base_and_a_peer_over_the_limit_are_marked_on_the_page() -> None:
-    noisy = baseline("torch_cudnn", 57.4).with_(status=Status.NOISY, detail="quartiles")
-    over = baseline("unfused", 71.0).with_(accuracy=Accuracy(rel_err=7.1e-6, limit=5.0e-6))
-    run = full_run(trials=[candidate("flash_fwd_wgmma", 28.1, BLOCK_M=64), noisy, over])
-    text = visible(page.render(run))
-    assert "base, noisy" in text
-    assert "at least 2.04×" in text
-    assert "torch_cudnn stayed noisy" in text
-    assert "unfused: error 7.1e-06, over the limit 5.0e-06" in text
-
-
-def narrow_tables(text: str) -> list[str]:
-    return re.findall(r'<table class="summary">.*?</table>', text, re.DOTALL)
-
-
-def test_the_time_is_next_to_the_problem_where_a_narrow_window_shows_it() -> None:
-    (summary,) = narrow_tables(page.render(full_run()))
-    header = re.findall(r"<th [^>]*>([^<]*)</th>", summary.split("</thead>")[0])
-    assert header[:3] == ["problem", "µs", "best of ours"]
-    row = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", summary.split("<tbody>")[1], re.DOTALL)
-    assert row[1] == "28.10"
-    assert row[2] == "three_kernel_wgmma"
-
-
-def test_a_peer_that_is_faster_wins_no_card_for_us() -> None:
-    run = full_run()
-    text = page.render(full_run(trials=[*run.trials, baseline("flash_attn_3", 25.0)]))
-    assert "is the best of ours; flash_attn_3 is faster (1.12×)" in text
-    assert "</b> wins" not in text
-    assert "</b> wins" in page.render(run)
 
 
 SEVERAL = ROOT / "results" / "h100-80gb-hbm3" / "h100"

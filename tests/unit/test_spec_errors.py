@@ -9,10 +9,8 @@ from specs import MINIMAL, PROBLEM, toy, with_problem
 
 from attnsweep.family.space import Selection
 from attnsweep.hardware import ARCHS
-from attnsweep.spec.load import (
-    BASELINES,
-    check_against,
-)
+from attnsweep.spec.load import check_against
+from attnsweep.spec.model import KNOWN_BASELINES
 from attnsweep.spec.shipped import shipped_specs
 
 
@@ -159,7 +157,8 @@ class TestErrors:
             ),
             (
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: bf61",
-                "58: dtype cannot be bf61\n  did you mean 'bf16'? there are: fp16, bf16, fp32",
+                "58: dtype cannot be bf61\n  did you mean 'bf16'? there are: fp16, bf16, fp32, "
+                "e4m3, e4m3_tensor, e4m3_block",
             ),
             (
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, head_kv: 1",
@@ -230,7 +229,7 @@ class TestErrors:
             (
                 "baselines: [unfused, torch_flsh]",
                 "22: baselines[1] cannot be torch_flsh\n"
-                f"  did you mean 'torch_flash'? there are: {', '.join(BASELINES)}",
+                f"  did you mean 'torch_flash'? there are: {', '.join(KNOWN_BASELINES)}",
             ),
             (
                 "baselines: none",
@@ -259,7 +258,7 @@ class TestErrors:
             (
                 "measure: {round: 3}",
                 "11: unknown key 'round'\n  did you mean 'rounds'? there are: rank_by, rounds, "
-                "finalists, replay_us, cold, eager, energy, input_seed, timeout_s",
+                "finalists, replay_us, cold, eager, energy, max_error, input_seed, timeout_s",
             ),
             ("measure: {timeout_s: 0}", "22: timeout_s must be more than 0, not 0"),
             ("measure: {timeout_s: true}", "22: timeout_s must be a number, not true"),

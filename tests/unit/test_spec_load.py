@@ -13,10 +13,8 @@ from specs import MINIMAL, PROBLEM, SCHEMA, with_problem
 from attnsweep.family.space import Selection
 from attnsweep.hardware import ARCHS
 from attnsweep.problem import DTYPE_BYTES, Problem
-from attnsweep.spec.load import (
-    BASELINES,
-    load_spec,
-)
+from attnsweep.spec.load import BASELINES, load_spec
+from attnsweep.spec.model import KNOWN_BASELINES
 
 
 class TestWhatItBecomes:
@@ -141,11 +139,13 @@ def problem_entries(draw, families):
     def field(name, of):
         return draw(one_or_many(of) if name in lists else of)
 
-    heads_kv = draw(st.integers(1, 4))
+    heads_kv, scaled = draw(st.integers(1, 4)), draw(st.booleans())
     entry = {
         "batch": field("batch", sizes),
         "heads": field("heads", st.integers(1, 9).map(lambda n: n * heads_kv)),
-        "head_dim": field("head_dim", st.integers(1, 512)),
+        "head_dim": field(
+            "head_dim", st.integers(1, 32).map(lambda n: 16 * n) if scaled else st.integers(1, 512)
+        ),
     }
     if draw(st.booleans()):
         entry["heads_kv"] = heads_kv
@@ -155,7 +155,8 @@ def problem_entries(draw, families):
         entry["seqlen_q"] = field("seqlen", st.integers(1, 99))
         entry["seqlen_k"] = field("seqlen", st.integers(99, 999))
     if draw(st.booleans()):
-        entry["dtype"] = field("dtype", st.sampled_from(sorted(DTYPE_BYTES)))
+        fits = (name for name in DTYPE_BYTES if scaled or not name.startswith("e4m3"))
+        entry["dtype"] = field("dtype", st.sampled_from(sorted(fits)))
     if draw(st.booleans()):
         entry["causal"] = field("causal", st.booleans())
     if draw(st.booleans()):
@@ -178,7 +179,7 @@ def specs(draw):
     optional = {
         "name": st.text("abz09_-", min_size=1),
         "arch": st.sampled_from([*ARCHS, "sm_90"]),
-        "baselines": st.just("all") | st.lists(st.sampled_from(BASELINES)),
+        "baselines": st.just("all") | st.lists(st.sampled_from(KNOWN_BASELINES)),
         "search": random | st.fixed_dictionaries({"seed": st.integers(0)}),
         "measure": st.fixed_dictionaries(
             {"timeout_s": st.floats(1e-3, 1e30) | st.integers(1, 10**6)},
@@ -241,7 +242,7 @@ class TestRoundTrip:
             + "search: {strategy: exhaustive, candidates: null, budget_s: null, seed: 0, "
             "skip_by_bound: true}\n"
             "measure: {rank_by: warm, rounds: 15, finalists: 12, replay_us: 1000, cold: true, "
-            "eager: true, energy: false, input_seed: null, timeout_s: 30.0}\n"
+            "eager: true, energy: false, max_error: null, input_seed: null, timeout_s: 30.0}\n"
             "limits: {workspace_bytes: null, spill_bytes: null}\n"
             "check: {slower: 0.02, budget_s: 60.0}\n"
         )

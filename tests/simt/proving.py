@@ -1,0 +1,87 @@
+"""Calls in Python that a Proof on the CPU judges, and the bench that binds them to buffers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from attnsweep.build import numerics
+from attnsweep.build.launches import Candidate, Launches
+from attnsweep.gpu.proof import Proof
+
+from .device import HostBuffer
+
+KIND = {"fp16": np.uint16, "bf16": np.uint16, "fp32": np.uint32}
+
+
+class Call:
+    """One call bound to buffers: `write` gets the problem, the buffers, and the call's number."""
+
+    stage_names = ("fwd",)
+
+    def __init__(self, write, launches, buffers):
+        self.write, self.problem, self.buffers = write, launches.problem, buffers
+        self.number = 0
+
+    def enqueue(self):
+        self.write(self.problem, self.buffers, self.number)
+        self.number += 1
+
+    def capture(self, calls, *, after):
+        def replay():
+            for number in range(calls):
+                self.enqueue()
+                after(number)
+
+        return replay
+
+
+def inputs_in(problem, buffers):
+    return {
+        name: buffers[name]
+        .of(np.float32 if name.endswith("_scale") else KIND.get(problem.dtype, np.uint8))
+        .reshape(problem.shape_of(name))
+        for name in problem.inputs
+    }
+
+
+def attend(problem, buffers, number=0):
+    """A right call: the rounded maths."""
+    rows = np.arange(problem.seqlen_q)
+    out = numerics.reference(inputs_in(problem, buffers), problem, rows, numerics.Maths(True))
+    buffers["o"].upload(numerics.to_bits(out.astype(np.float32), problem.out_dtype))
+
+
+def attend_with_lse(problem, buffers, number=0):
+    attend(problem, buffers)
+    rows = np.arange(problem.seqlen_q)
+    lse = numerics.log_sum_exp(inputs_in(problem, buffers), problem, rows)
+    buffers["lse"].of(np.float32)[: lse.size] = lse.ravel()
+
+
+class Bench:
+    """A Proof, and the workspaces of the candidates that it is given."""
+
+    def __init__(self, device, problem, seed=3):
+        self.proof, self.problem = Proof(problem, seed, device), problem
+        self.calls = []
+
+    def prove(self, write, *, small=False, workspaces=None, **facts):
+        workspaces, lse = workspaces or {}, facts.pop("lse", False)
+        own = {item: HostBuffer(item[1]) for item in workspaces.items()}
+
+        def bind(launches, copies):
+            named = {name: own[name, nbytes] for name, nbytes in launches.workspaces.items()}
+            return Call(write, launches, {**copies[0], **named})
+
+        def launches(problem):
+            return Launches(problem, (), workspaces, lse=lse)
+
+        timed = launches(self.problem)
+        self.call = bind(timed, [self.proof.timed.buffers])
+        checks = tuple(launches(case.problem) for case in numerics.small_cases(self.problem))
+        candidate = Candidate("k", {}, timed, checks, 0, **facts)
+        return self.proof.of_candidate(candidate, self.call, bind, own, small=small)
+
+    def repeat(self, write, calls=12, **how):
+        _, proven = self.prove(write, **how)
+        return self.proof.repeat(proven, calls, 1e3)
