@@ -34,7 +34,7 @@ class Describes(Protocol):
     """The part of a Gpu that says what it is."""
 
     def describe(
-        self, *, preload: str | None = None, first: tuple[Problem, int] | None = None
+        self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None
     ) -> Environment:
         """See Gpu."""
 
@@ -54,9 +54,8 @@ def start(
     Raises NoGpuError, SpaceError or ToolchainError.
     """
     with ThreadPoolExecutor(1) as aside:
-        preload = "torch" if spec.baselines else None
         first = None if seed is None else (spec.problems[0].problem, seed)
-        described = aside.submit(gpu.describe, preload=preload, first=first)
+        described = aside.submit(gpu.describe, preload=spec.baselines, first=first)
         # In this thread, where a rule that never returns meets its time limit, or Ctrl-C.
         begun = _compile_early(spec, kernels, cache_dir, at_end)
     environment = described.result()

@@ -56,7 +56,7 @@ def check(
     refuse_replay(spec)
     with ExitStack() as locks, ExitStack() as at_end:
         locks.enter_context(all_held(cards, wait, observer))
-        hello = hello_of(spec, cache_dir) | {"preload": None}
+        hello = hello_of(spec, cache_dir) | {"preload": []}
         budget_s = spec.check.budget_s if budget_s is None else budget_s
         silence_s = silence_s or longest_silence_s(spec) + budget_s
         engine = Engine(cards, start_child, hello, silence_s=silence_s, note=observer.note)

@@ -136,7 +136,7 @@ def hello_of(spec: SweepSpec, cache_dir: Path | None, remote: bool = False) -> M
         "timeout_s": spec.measure.timeout_s,
         "cache_dir": None if cache_dir is None or remote else str(cache_dir.absolute()),
         "remote": remote,
-        "preload": "torch" if spec.baselines else None,
+        "preload": list(spec.baselines),
     }
 
 

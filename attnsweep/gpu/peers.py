@@ -402,6 +402,28 @@ def _in_own(module: str, problem: Problem, *, spare: bool = False, **how: int) -
 
 
 _FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
+# What a baseline imports besides PyTorch: the first that is there.
+_IMPORTS = {
+    "cudnn": ("cudnn",),
+    "triton_flash": ("triton",),
+    "flash_attn_2": ("flash_attn",),
+    "flash_attn_3": _FLASH_3,
+    "flash_attn_3_fp8": _FLASH_3,
+    "flash_attn_4": ("flash_attn.cute",),
+}
+
+
+def load(names: Sequence[str]) -> None:
+    """Import the packages of these baselines, before the first problem has to wait for them.
+
+    Whatever fails here fails in `prepare` again.
+    """
+    wanted = dict.fromkeys([("torch",), *(_IMPORTS.get(name, ()) for name in names)])
+    for modules in wanted:
+        with contextlib.suppress(Exception):
+            importlib.import_module(next(filter(_importable, modules)))
+
+
 _NO_FP16 = {"fa3_fwd_interface": "fa3-fwd"}
 _FP16_FIX = "pip install tokenspeed-fa3, or build FlashAttention's hopper/ directory"
 

@@ -8,7 +8,6 @@ the same entries.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import platform
@@ -79,7 +78,7 @@ class Gpu(Protocol):
     """Seconds that proving outputs right has taken so far."""
 
     def describe(
-        self, *, preload: str | None = None, first: tuple[Problem, int] | None = None
+        self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None
     ) -> Environment:
         """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA."""
 
@@ -180,15 +179,15 @@ class Worker:
         self._locks.close()
 
     def describe(
-        self, *, preload: str | None = None, first: tuple[Problem, int] | None = None
+        self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None
     ) -> Environment:
         """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA.
 
-        preload: a package that the child imports in a thread meanwhile (PyTorch takes 2.4 s).
+        preload: peers whose packages the child imports in a thread meanwhile (2.4 s for PyTorch).
         first: the problem and the seed that will be opened first; the child begins to compute what
         is right for them, which takes 2.4 s of (1,16,1024,64).
         """
-        options = {"preload": preload, "first": first}
+        options = {"preload": tuple(preload), "first": first}
         environment: Environment = self._request("describe", (), options, START_TIMEOUT_S)
         self._environment = environment
         return environment
@@ -431,13 +430,9 @@ def _where(error: BaseException) -> str:
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
-def _describe(preload: str | None, first: tuple[Problem, int] | None) -> Environment:
+def _describe(preload: Sequence[str], first: tuple[Problem, int] | None) -> Environment:
     from attnsweep.build.nvrtc import nvrtc_version
     from attnsweep.gpu.device import Session
-
-    def load(name: str) -> None:
-        with contextlib.suppress(Exception):  # the first real import reports the error
-            importlib.import_module(name)
 
     session = Session()
     gpu = session.gpu
@@ -446,7 +441,9 @@ def _describe(preload: str | None, first: tuple[Problem, int] | None) -> Environ
         from attnsweep.gpu.proof import compute_ahead
 
         compute_ahead(*first)
-    if preload is not None:
+    if preload:
+        from attnsweep.gpu.peers import load
+
         threading.Thread(target=load, args=(preload,), daemon=True).start()
     return Environment(
         gpu=gpu.name,

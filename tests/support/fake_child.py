@@ -46,7 +46,7 @@ class FaultyGpu(FakeGpu):
         with self._log.open("a") as log:
             log.write(f"{self._uuid} {what}\n")
 
-    def describe(self, *, preload: str | None = None, first: Any = None) -> Any:
+    def describe(self, *, preload: Any = (), first: Any = None) -> Any:
         self._meet()
         self._act(self._facts.get("at_start"))
         return super().describe(preload=preload, first=first)

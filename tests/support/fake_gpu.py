@@ -79,7 +79,7 @@ class FakeGpu:
     # -- the protocol -------------------------------------------------------------------------
 
     def describe(
-        self, *, preload: str | None = None, first: tuple[Problem, int] | None = None
+        self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None
     ) -> Environment:
         if isinstance(self.environment, NoGpuError):
             raise self.environment

@@ -231,7 +231,7 @@ def test_a_card_that_is_too_old_is_answered_with_what_runs_where(attnsweep, monk
 
 def test_a_gpu_that_does_not_answer_is_no_traceback(attnsweep, monkeypatch):
     class Dead(FakeGpu):
-        def describe(self, *, preload=None, first=None):
+        def describe(self, *, preload=(), first=None):
             raise WorkerError(Status.TIMEOUT, "no answer in 60 s")
 
     monkeypatch.setattr(target, "Worker", Dead())

@@ -312,3 +312,18 @@ def test_an_older_triton_compiles_at_the_first_call(torch, triton, monkeypatch):
     monkeypatch.delattr(sys.modules["triton"], "AsyncCompileMode")
     triton.compile_all("float16", (1, 2, 64, 64), (1, 2, 64, 64), causal=False)
     assert triton._forward.warmed == []
+
+
+def test_packages_are_imported_ahead_each_once_and_none_that_is_not_asked_for(monkeypatch):
+    there = ["torch", "triton", "cudnn", "fa3_fwd_interface", "flash_attn"]
+    imported = []
+
+    def imports(module):
+        imported.append(module)
+        if module == "cudnn":
+            raise RuntimeError("no driver")
+
+    monkeypatch.setattr(peers, "_importable", lambda module: module in there)
+    monkeypatch.setattr(peers.importlib, "import_module", imports)
+    peers.load(["torch_flash", "cudnn", "flash_attn_3", "flash_attn_3_fp8", "flash_attn_4"])
+    assert imported == ["torch", "cudnn", "fa3_fwd_interface"]

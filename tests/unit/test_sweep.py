@@ -71,7 +71,7 @@ def test_the_first_candidates_compile_while_the_gpu_process_starts(go, gpu, monk
         early.set()
         return submit(self, source, defines)
 
-    def describe(*, preload=None, first=None):
+    def describe(*, preload=(), first=None):
         assert early.wait(10), "nothing is compiled before the GPU process has answered"
         return TEST_GPU
 
@@ -84,7 +84,7 @@ def test_the_first_candidates_compile_while_the_gpu_process_starts(go, gpu, monk
 def test_the_first_problems_inputs_begin_while_the_gpu_process_starts(go, gpu, monkeypatch):
     describe, open_, asked = gpu.describe, gpu.open, []
 
-    def described(*, preload=None, first=None):
+    def described(*, preload=(), first=None):
         asked.append(first)
         return describe()
 
