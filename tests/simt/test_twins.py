@@ -68,10 +68,13 @@ def test_constants_are_the_same():
     assert dict(constant.findall(text)) == dict(constant.findall(twin)) != {}
 
 
-def test_the_twin_multiplies_the_widths_that_there_are():
-    text = (KERNELS / "common/ptx/wgmma.cuh").read_text()
-    there = {int(width) for width in re.findall(r"^WGMMA_DEFINE\((\d+),", text, re.MULTILINE)}
-    twin = (HERE / "common/ptx/wgmma.cuh").read_text()
+@pytest.mark.parametrize(
+    ("header", "define"), [("wgmma.cuh", "WGMMA_DEFINE"), ("fp8.cuh", "WGMMA_E4M3_DEFINE")]
+)
+def test_the_twin_multiplies_the_widths_that_there_are(header, define):
+    text = (KERNELS / "common/ptx" / header).read_text()
+    there = {int(width) for width in re.findall(rf"^{define}\((\d+),", text, re.MULTILINE)}
+    twin = (HERE / "common/ptx" / header).read_text()
     (condition,) = re.findall(r"static_assert\((.*),\n", twin)
     words = condition.replace("||", "or").replace("&&", "and")
     assert {n for n in range(1, 300) if eval(words, {"N": n})} == there
