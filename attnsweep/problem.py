@@ -9,8 +9,12 @@ from typing import Any, Literal, get_args
 
 from attnsweep.errors import ProblemError
 
-Dtype = Literal["fp16", "bf16", "fp32"]
-DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+Dtype = Literal["fp16", "bf16", "fp32", "e4m3", "e4m3_tensor", "e4m3_block"]
+DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4} | dict.fromkeys(
+    ("e4m3", "e4m3_tensor", "e4m3_block"), 1
+)
+SCALE_BLOCK = 128
+"""Keys that share one k_scale and one v_scale in e4m3_block; the last block may have fewer."""
 LOG2E = math.log2(math.e)
 """log2(e). Kernels scale scores by it, because the hardware computes exp2, not exp."""
 
@@ -32,6 +36,13 @@ class Problem:
     q, o: (batch, heads, seqlen_q, head_dim) · k, v: (batch, heads_kv, seqlen_k, head_dim), all
     contiguous. Query head h reads key head h // (heads // heads_kv). The causal mask is aligned
     bottom-right: query i sees keys 0 .. i + seqlen_k - seqlen_q (FlashAttention >= 2.1).
+
+    In e4m3, e4m3_tensor and e4m3_block, q, k and v are FP8 (1 sign, 4 exponent, 3 mantissa bits,
+    no infinity) and o is bf16. A stored value times its scale is the value. The scales are three
+    more inputs of a call, float32 and above 0, which a launch names as it names q, k and v:
+    q_scale, k_scale, v_scale, each (batch, heads_kv). The query heads of a key head share a scale.
+    e4m3_tensor: all scales of a tensor are equal. e4m3_block: k_scale and v_scale are
+    (batch, heads_kv, ceil(seqlen_k / SCALE_BLOCK)), one of each block of SCALE_BLOCK keys.
     Raises ProblemError for a shape that cannot exist.
     """
 
@@ -50,6 +61,11 @@ class Problem:
                 raise ProblemError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.dtype not in get_args(Dtype):
             raise ProblemError(f"unknown dtype {self.dtype!r}: use one of {', '.join(DTYPE_BYTES)}")
+        if self.scaled and self.head_dim % 16:
+            raise ProblemError(
+                f"{self.dtype} with head_dim {self.head_dim}: FP8 tiles have rows of 16 bytes",
+                hint="use a multiple of 16",
+            )
         if self.heads % self.heads_kv:
             raise ProblemError(
                 f"heads_kv must divide heads: {self.heads} is not a multiple of {self.heads_kv}"
@@ -96,6 +112,28 @@ class Problem:
         return cls(*sizes, dtype=known, causal=mask == "causal")
 
     @property
+    def scaled(self) -> bool:
+        """Whether q, k and v are FP8 with scales."""
+        return self.dtype.startswith("e4m3")
+
+    @property
+    def out_dtype(self) -> str:
+        """Type of o: bf16 if q, k and v are FP8, otherwise theirs."""
+        return "bf16" if self.scaled else self.dtype
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of a call's inputs: q, k, v, and their scales if there are any."""
+        return ("q", "k", "v", *(("q_scale", "k_scale", "v_scale") if self.scaled else ()))
+
+    def bytes_of(self, tensor: str) -> int:
+        """Bytes of an input or of `o`."""
+        item = 4 if tensor.endswith("_scale") else DTYPE_BYTES[self.dtype]
+        if tensor == "o":
+            item = DTYPE_BYTES[self.out_dtype]
+        return math.prod(self.shape_of(tensor)) * item
+
+    @property
     def scale(self) -> float:
         """The softmax scale, 1 / sqrt(head_dim)."""
         return 1.0 / math.sqrt(self.head_dim)
@@ -115,12 +153,15 @@ class Problem:
 
     @property
     def min_bytes(self) -> int:
-        """Bytes of q, k, v read once and o written once."""
-        rows = 2 * self.heads * self.seqlen_q + 2 * self.heads_kv * self.seqlen_k
-        return self.batch * rows * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of the inputs read once and o written once."""
+        return sum(map(self.bytes_of, (*self.inputs, "o")))
 
-    def shape_of(self, tensor: str) -> tuple[int, int, int, int]:
-        """Shape of `q`, `k`, `v` or `o`."""
+    def shape_of(self, tensor: str) -> tuple[int, ...]:
+        """Shape of an input or of `o`: four sizes, but of scales two or three."""
+        if tensor.endswith("_scale"):
+            blocks = self.dtype == "e4m3_block" and tensor != "q_scale"
+            per = (ceil_div(self.seqlen_k, SCALE_BLOCK),) if blocks else ()
+            return (self.batch, self.heads_kv, *per)
         if tensor in ("q", "o"):
             return (self.batch, self.heads, self.seqlen_q, self.head_dim)
         return (self.batch, self.heads_kv, self.seqlen_k, self.head_dim)

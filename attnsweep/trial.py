@@ -88,6 +88,13 @@ class Accuracy(_Row):
     """Each measure of the error in that case, as a share of its limit: see numerics.Measures."""
     seed: int | None = None
     """Seed of the inputs and of the rows that proved the reference."""
+    format_err: float | None = None
+    """In FP8, the error of exact maths on the rounded inputs against those before rounding.
+
+    It is what the format costs, of some rows of the timed problem; rel_err is what the kernel adds.
+    """
+    total_err: float | None = None
+    """In FP8, the output's largest error of a row against the inputs before rounding."""
     calls: int | None = None
     """Calls whose whole outputs were compared with the checked one, one by one."""
 

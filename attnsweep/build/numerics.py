@@ -1,4 +1,4 @@
-"""Inputs, the float64 reference, and the limits of error. NumPy only: testable anywhere.
+"""The float64 reference, and the limits of error. NumPy only: testable anywhere.
 
 A candidate is right if, on every case, each of its Measures is within a limit that comes from the
 errors of the same maths in the candidate's dtypes. Code compares by `value <= limit`, so that a NaN
@@ -8,23 +8,29 @@ fails. gpu/judge.py takes the same measures of every element on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from attnsweep.build.inputs import Case as Case
+from attnsweep.build.inputs import Inputs as Inputs
+from attnsweep.build.inputs import draw as draw
+from attnsweep.build.inputs import make_inputs as make_inputs
+from attnsweep.build.inputs import small_cases as small_cases
+from attnsweep.build.storage import INFINITY_BITS as INFINITY_BITS
+from attnsweep.build.storage import Bits as Bits
+from attnsweep.build.storage import Float as Float
+from attnsweep.build.storage import from_bits as from_bits
+from attnsweep.build.storage import round_to as round_to
+from attnsweep.build.storage import to_bits as to_bits
+from attnsweep.build.storage import values_of
 from attnsweep.build.threads import one_blas_thread, parallel
 from attnsweep.problem import Problem, ceil_div
-
-Float = npt.NDArray[np.float64]
-Bits = npt.NDArray[Any]
-Inputs = Literal[
-    "normal", "large_scores", "equal_keys", "far_below", "far_above", "tiny_ends", "one_hot", "wide"
-]
 
 # No limit of a row is below the error of rounding the output alone: half an ulp of 1. For fp32 it
 # is that of sums of up to 2048 products in any order, and grows with the root of head_dim beyond:
@@ -35,15 +41,18 @@ HALF_ULP_OUT = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
 # The largest factor that all outputs may be wrong by. Rounding is unbiased: of 1,068 right
 # candidates on an H100 none used more than 51 % of it (benchmarks/refusals.py).
 SYSTEMATIC = {"fp16": 1e-4, "bf16": 1e-4, "fp32": 3e-6}
+# The same in FP8, at least: probabilities of 3 bits are not spread evenly between two neighbours.
+# More where sums of products have few bits: see limits.
+_SYSTEMATIC_FP8 = 1e-3
+# A kernel multiplies probabilities by this before it rounds them to e4m3, so that more are normal.
+_P_SCALE = 256.0
+# Hopper's FP8 products are added 32 at a time, and sums keep 13 bits of fraction, cut towards 0.
+_FP8_K, _FP8_CUT = 32, np.uint32(~np.uint32(0x3FF))
 # The share by which `tilted` outputs have another scale, to tell a wrong scale from rounding.
 TILT = 2.0**-10
-# Storage of +infinity; a larger magnitude is a NaN.
-INFINITY_BITS = {"fp16": 0x7C00, "bf16": 0x7F80, "fp32": 0x7F800000}
 # FLOPs of NumPy's reference of one case. On the device every row is judged; these rows prove the
 # device's reference: all of (1,8,512,64), 15 of (4,16,4096,128), others in each run.
 _REFERENCE_FLOPS = 2e9
-# exp overflows float32 at 88 and underflows to 0 at -104: scores of this size are beyond both.
-_FAR = 200.0
 # Exponents up to this: e^9 is 8103, and sums of such probabilities fit fp16.
 _MOST = 9.0
 # Rows of a tile: common/judge.cu takes gains of this many rows together.
@@ -55,135 +64,6 @@ _LIMIT_ROWS = (256, 1024)
 _BLOCK_ROWS = 128
 # Over fewer rows, rounding does not average out, and gains have no limit.
 _AVERAGES = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One shape with one kind of input that a candidate must get right."""
-
-    problem: Problem
-    inputs: Inputs = "normal"
-
-    @property
-    def label(self) -> str:
-        """`(1,16,1024,64) fp16 full, normal`."""
-        return f"{self.problem.label}, {self.inputs}"
-
-
-def small_cases(problem: Problem) -> tuple[Case, ...]:
-    """Small, odd and hard cases with the compile-time facts of `problem`, none with more keys.
-
-    Tails in both directions, one query, one key, grouped heads, seqlen_q != seqlen_k; and every
-    kind of hard input that make_inputs has.
-    """
-
-    def case(
-        heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, inputs: Inputs, batch: int = 1
-    ) -> Case:
-        seqlen_k = min(seqlen_k, problem.seqlen_k)
-        seqlen_q = min(seqlen_q, seqlen_k) if problem.causal else seqlen_q
-        shape = replace(
-            problem,
-            batch=batch,
-            heads=heads,
-            heads_kv=heads_kv,
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-        )
-        return Case(shape, inputs)
-
-    return (
-        case(1, 1, 1, 1, "normal"),
-        case(2, 1, 1, 17, "normal"),
-        case(4, 2, 97, 161, "normal", batch=2),
-        case(3, 1, 129, 129, "large_scores"),
-        case(1, 1, 65, 200, "equal_keys"),
-        case(1, 1, 130, 255, "far_below"),
-        case(2, 1, 70, 200, "far_above"),
-        case(1, 1, 67, 640, "tiny_ends"),
-        case(2, 2, 65, 131, "one_hot"),
-        case(1, 1, 64, 321, "wide"),
-    )
-
-
-def round_to(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    """`values` rounded to nearest even in `dtype`, as float32."""
-    single = np.ascontiguousarray(values, np.float32)
-    if dtype == "fp16":
-        return single.astype(np.float16).astype(np.float32)
-    if dtype == "bf16":
-        return from_bits(to_bits(single, dtype), dtype)
-    return single
-
-
-def to_bits(values: npt.NDArray[Any], dtype: str) -> Bits:
-    """The storage of `values` in `dtype`: uint16, or uint32 for fp32."""
-    single = np.ascontiguousarray(values, np.float32)
-    if dtype == "fp16":
-        return single.astype(np.float16).view(np.uint16)
-    bits = single.view(np.uint32)
-    if dtype == "fp32":
-        return bits
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # Rounding would carry a NaN's payload into the sign, so NaNs are written as such.
-    return np.where(np.isnan(single), np.uint32(0x7FC0), rounded).astype(np.uint16)
-
-
-def from_bits(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
-    """Inverse of to_bits."""
-    if dtype == "fp16":
-        return bits.view(np.float16).astype(np.float32)
-    if dtype == "fp32":
-        return bits.view(np.float32)
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
-    """q, k, v of the case in storage form; the same seed gives the same inputs.
-
-    normal: independent normal values. large_scores: a softmax that is nearly one-hot. equal_keys:
-    a uniform softmax. far_below, far_above: normal scores shifted beyond what exp can take.
-    tiny_ends: the first and the last keys are far below those between, so that whichever tile comes
-    first has no weight. one_hot: every query selects one key. wide: values whose sums over the keys
-    overflow fp16 (and which fp16 cannot hold at all, if the dtype is wider).
-    """
-    problem = case.problem
-    rng_q, rng_k, rng_v = np.random.default_rng(seed).spawn(3)
-    sized = problem.min_bytes > 2**20
-
-    def one(name: str, rng: np.random.Generator) -> npt.NDArray[np.float32]:
-        return rng.standard_normal(problem.shape_of(name), dtype=np.float32)
-
-    made = (parallel if sized else map)(one, "qkv", (rng_q, rng_k, rng_v))
-    q, k, v = made
-    if case.inputs == "large_scores":
-        q *= 8
-    elif case.inputs == "equal_keys":
-        k[:] = k[:, :, :1]
-    elif case.inputs in ("far_below", "far_above", "tiny_ends"):
-        # Every product is near ±each², so scores are near ±_FAR, and spread by about one.
-        each = np.float32(np.sqrt(_FAR / np.sqrt(problem.head_dim)))
-        sign = 1 if case.inputs == "far_above" else -1
-        shift = np.full((problem.seqlen_k, 1), sign * each, np.float32)
-        if case.inputs == "tiny_ends":
-            end = min(256, 2 * problem.seqlen_k // 5)
-            shift[end : problem.seqlen_k - end] = 0
-        q, k = q * np.float32(0.5 / each) + each, k * np.float32(0.5) + shift
-    elif case.inputs == "one_hot":
-        # The longest of some keys: beside a short one others matter, and what rounding their scores
-        # costs is then as rare as it is large. A causal row sees no key after the last.
-        shape, keys = (problem.seqlen_q, 32), problem.seqlen_k
-        last = np.arange(problem.seqlen_q) + max(0, keys - problem.seqlen_q)
-        drawn = rng_q.integers(0, np.minimum(last, keys - 1)[:, None] + 1, shape)
-        heads = np.repeat(k, problem.heads // problem.heads_kv, axis=1)
-        longest = np.square(heads).sum(-1)[:, :, drawn].argmax(-1)[..., None]
-        chosen = np.take_along_axis(np.broadcast_to(drawn, (*q.shape[:3], 32)), longest, -1)
-        q = np.float32(max(8, 256 / problem.head_dim)) * np.take_along_axis(heads, chosen, 2)
-    elif case.inputs == "wide":
-        scale = 2.0**12 if problem.dtype == "fp16" else 2.0**18
-        v = (1 + v * np.float32(0.25)) * np.float32(scale)
-    bits = (parallel if sized else map)(lambda x: to_bits(x, problem.dtype), (q, k, v))
-    return dict(zip("qkv", bits, strict=True))
 
 
 def sampled_rows(problem: Problem, seed: int) -> npt.NDArray[np.int64]:
@@ -208,7 +88,8 @@ class Maths:
 
     rounding: bool = False
     """Round probabilities and output to the problem's dtype; its error sets the limit. For fp32 all
-    is done in fp32, because a kernel's sums are no more exact than their terms."""
+    is done in fp32, because a kernel's sums are no more exact than their terms. In FP8, sums of
+    products keep the bits that Hopper's tensor cores keep, and other fields have no effect."""
     rounds_scores: int = 0
     """Round scores as well: once if they are stored, twice if they are stored before and after
     scaling, as plain PyTorch does."""
@@ -221,14 +102,14 @@ EXACT = Maths()
 
 
 def reference(
-    inputs: dict[str, Bits], problem: Problem, rows: npt.NDArray[np.int64], maths: Maths = EXACT
+    inputs: Mapping[str, Bits], problem: Problem, rows: npt.NDArray[np.int64], maths: Maths = EXACT
 ) -> Float:
     """The attention rows (batch, heads, len(rows), head_dim) in float64."""
     return references(inputs, problem, rows, [maths])[0]
 
 
 def references(
-    inputs: dict[str, Bits],
+    inputs: Mapping[str, Bits],
     problem: Problem,
     rows: npt.NDArray[np.int64],
     maths: Sequence[Maths],
@@ -240,14 +121,8 @@ def references(
 
     def one(batch: int, head: int, begin: int) -> None:
         some = rows[begin : begin + _BLOCK_ROWS]
-        q, k, v = (
-            from_bits(bits, problem.dtype)
-            for bits in (
-                inputs["q"][batch, head, some],
-                inputs["k"][batch, head // group],
-                inputs["v"][batch, head // group],
-            )
-        )
+        q = values_of(inputs, problem, "q", batch, head, some)
+        k, v = (values_of(inputs, problem, name, batch, head // group) for name in "kv")
         for out, rounded in zip(outs, _attend(q, k, v, some, problem, maths), strict=True):
             out[batch, head, begin : begin + _BLOCK_ROWS] = rounded
 
@@ -260,9 +135,9 @@ def references(
 
 
 def _attend(
-    q: npt.NDArray[np.float32],
-    k: npt.NDArray[np.float32],
-    v: npt.NDArray[np.float32],
+    q: npt.NDArray[Any],
+    k: npt.NDArray[Any],
+    v: npt.NDArray[Any],
     rows: npt.NDArray[np.int64],
     problem: Problem,
     maths: Sequence[Maths],
@@ -295,6 +170,9 @@ def _attend(
         return np.exp(scores, out=scores), np.exp(largest - first)
 
     for one in maths:
+        if one.rounding and problem.scaled:
+            yield _attend_in_fp8(q, k, v, hidden, problem)
+            continue
         kind: Any = np.float32 if one.rounding and dtype == "fp32" else np.float64
         p, to_first = exponentials(kind, one.rounds_scores if one.rounding else 0)
         if one.from_first:
@@ -309,8 +187,34 @@ def _attend(
             yield round_to(round_to(p, dtype) @ v / total, dtype)
 
 
+def _attend_in_fp8(
+    q: npt.NDArray[Any],
+    k: npt.NDArray[Any],
+    v: npt.NDArray[Any],
+    hidden: npt.NDArray[np.bool_] | None,
+    problem: Problem,
+) -> npt.NDArray[np.float32]:
+    """Rows of one head as FP8 tensor cores compute them, without a second level of sums."""
+    scores = _added_in_fp8(q, k.T) * problem.scale
+    if hidden is not None:
+        scores[hidden] = -np.inf
+    p = np.exp(scores - scores.max(axis=1, keepdims=True))
+    rounded = round_to(p * _P_SCALE, "e4m3") / _P_SCALE
+    return round_to(_added_in_fp8(rounded, v) / p.sum(axis=1, keepdims=True), problem.out_dtype)
+
+
+def _added_in_fp8(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Float:
+    """a @ b with sums as Hopper's FP8 products have them."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for at in range(0, a.shape[1], _FP8_K):
+        total = (total + a[:, at : at + _FP8_K] @ b[at : at + _FP8_K]).astype(np.float32)
+        total = (total.view(np.uint32) & _FP8_CUT).view(np.float32)
+    return total.astype(np.float64)
+
+
 def log_sum_exp(
-    inputs: dict[str, Bits], problem: Problem, rows: npt.NDArray[np.int64]
+    inputs: Mapping[str, Bits], problem: Problem, rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
     """ln(sum(exp(score))) of the rows over the keys that each sees, (batch, heads, len(rows)).
 
@@ -321,10 +225,8 @@ def log_sum_exp(
     out = np.empty((problem.batch, problem.heads, len(rows)))
 
     def one(batch: int, head: int) -> None:
-        queries, keys = (
-            from_bits(bits, problem.dtype).astype(np.float64)
-            for bits in (inputs["q"][batch, head, rows], inputs["k"][batch, head // group])
-        )
+        queries = values_of(inputs, problem, "q", batch, head, rows).astype(np.float64)
+        keys = values_of(inputs, problem, "k", batch, head // group).astype(np.float64)
         scores = queries @ keys.T * problem.scale
         if last_key is not None:
             scores[np.arange(problem.seqlen_k) > last_key[:, None]] = -np.inf
@@ -436,7 +338,7 @@ def limits(case: Case, rounds_scores: int) -> Measures:
     scale are limited for normal inputs of many rows alone, where rounding averages out: equal
     probabilities, for instance, are all rounded alike.
     """
-    problem, dtype = case.problem, case.problem.dtype
+    problem, dtype = case.problem, case.problem.out_dtype
     rounded = 0 if dtype == "fp32" else rounds_scores  # storing fp32 scores does not round them
     same, times, half = _same_maths(case, rounded), _TIMES[rounds_scores > 0], HALF_ULP[dtype]
     if dtype == "fp32":
@@ -449,14 +351,17 @@ def limits(case: Case, rounds_scores: int) -> Measures:
         raise ArithmeticError(f"the rounded maths of {case.label} has no finite error")
     if case.inputs != "normal" or problem.batch * problem.heads * problem.seqlen_q < _AVERAGES:
         return Measures(row, element, *[np.inf] * 5)
+    gain, scale = SYSTEMATIC[dtype], SYSTEMATIC[dtype]
+    if problem.scaled:  # sums that are cut towards 0 shrink, the more the longer they are
+        gain, scale = max(_SYSTEMATIC_FP8, 2 * same.gain), max(_SYSTEMATIC_FP8, 2 * same.scale)
     return Measures(
         row,
         element,
         max(times.rms * same.rms, half if dtype == "fp32" else half / 4),
         max(times.row_gain * same.row_gain, half / 2),
         max(times.tile_gain * same.tile_gain, half / 8),
-        times.gain * SYSTEMATIC[dtype],
-        times.scale * SYSTEMATIC[dtype],
+        times.gain * gain,
+        times.scale * scale,
     )
 
 
@@ -470,14 +375,20 @@ def _same_maths(case: Case, rounds_scores: int) -> Measures:
     found: list[Measures] = []
     rows_seen, seed = 0, 0
     wanted = _LIMIT_ROWS[case.inputs == "normal" and problem.seqlen_q >= TILE]
-    ways = (EXACT, Maths(True, rounds_scores), Maths(True, rounds_scores, from_first=True))
+    ways = [EXACT, Maths(True, rounds_scores), Maths(True, rounds_scores, from_first=True)]
     while rows_seen < wanted:
         inputs = make_inputs(case, 1000 + seed)
         rows = _tiles_of_rows(problem, seed, wanted // heads)
-        exact, largest, first = references(inputs, problem, rows, ways)
-        found.append(measures(largest, exact, problem.dtype))
+        tilted = None
+        if problem.scaled:  # `first` has no meaning there, and the scale of scores is q's
+            del ways[2:]
+            other = inputs | {"q_scale": inputs["q_scale"] * np.float32(1 + TILT)}
+            tilted = reference(other, problem, rows)
+        exact, largest, *firsts = references(inputs, problem, rows, ways)
+        found.append(measures(largest, exact, problem.out_dtype, tilted))
         # Another reference hardly adds to the error of a row, but makes its parts alike.
-        found.append(replace(measures(first, exact, problem.dtype), row=0.0))
+        for first in firsts:
+            found.append(replace(measures(first, exact, problem.out_dtype), row=0.0))
         rows_seen += heads * len(rows)
         seed += 1
     return Measures(*(max(getattr(one, f.name) for one in found) for f in fields(Measures)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from attnsweep.family.declare import CHUNKS as CHUNKS
 from attnsweep.family.declare import Config, Kernel, Param
-from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
+from attnsweep.problem import Problem, ceil_div
 from attnsweep.trial import OURS, Trial, Value
 
 MODES = (
@@ -221,7 +221,11 @@ def _chunk(
         seqlen_q=rows,
         seqlen_k=seqlen_k,
     )
-    row_bytes = problem.head_dim * DTYPE_BYTES[problem.dtype]
-    queries = (head * problem.seqlen_q + row) * row_bytes
-    keys = head // group * problem.seqlen_k * row_bytes
-    return chunk, {"q": queries, "o": queries, "k": keys, "v": keys}
+    offsets = {}
+    for name in ("q", "o", *problem.inputs[1:]):
+        _, of_tensor, *_ = problem.shape_of(name)
+        own = problem.bytes_of(name) // (problem.batch * of_tensor)  # bytes of a head
+        offsets[name] = own * (head if name in "qo" else head // group)
+        if name in "qo":
+            offsets[name] += own // problem.seqlen_q * row
+    return chunk, offsets

@@ -340,7 +340,7 @@ class Kernel:
 
     def launches(self, config: Config, problem: Problem, arch: Arch) -> dict[str, Launch]:
         """Stage name to its Launch, in running order. Raises KernelError for a faulty launch."""
-        buffers = {*validate.TENSORS, *self.workspaces(config, problem)}
+        buffers = {*problem.inputs, "o", *self.workspaces(config, problem)}
         launches = {}
         for name, stage in self.stages.items():
             launch = self._ask(f"stage {name}", stage.launch, config, problem, arch)
@@ -363,7 +363,7 @@ class Kernel:
     def workspaces(self, config: Config, problem: Problem) -> dict[str, int]:
         """Bytes of each workspace by name."""
         made: dict[str, int] = self._ask("workspace", self.workspace_of, config, problem)
-        fault = validate.of_workspaces(made)
+        fault = validate.of_workspaces(made, (*problem.inputs, "o"))
         if fault is not None:
             raise self._fault("workspace", fault, self.workspace_of, config, problem)
         return made

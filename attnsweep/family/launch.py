@@ -29,10 +29,11 @@ Arg = str | int | float | TensorMap
 class Launch:
     """One kernel launch of a stage, fully determined.
 
-    args: a str names a buffer (`q`, `k`, `v`, `o`, or a workspace) and passes its pointer; an int
-    passes as int32, a float as float32, a TensorMap by value. `defines` are extra compile-time
-    integers that follow from the problem. `min_blocks_per_sm` is the occupancy that the family
-    plans for. `programmatic`: the launch uses programmatic stream serialization, so that it may
+    args: a str names a buffer (`q`, `k`, `v`, `o`, or a workspace) and passes its pointer; of a
+    problem in FP8 also `q_scale`, `k_scale` or `v_scale`, float32 (see Problem). An int passes as
+    int32, a float as float32, a TensorMap by value. `defines` are extra compile-time integers that
+    follow from the problem. `min_blocks_per_sm` is the occupancy that the family plans for.
+    `programmatic`: the launch uses programmatic stream serialization, so that it may
     begin before the launch ahead of it ends (sm_90; the template must wait with
     griddepcontrol.wait). `carveout`: percentage of the memory shared with L1 that the launch asks
     for as shared memory; -1 leaves it to the driver, which decides by what each launch needs.

@@ -193,15 +193,18 @@ def of_stage(
     return None
 
 
-def of_workspaces(sizes: object) -> Fault | None:
-    """The fault of what a workspace builder returned, or None."""
+def of_workspaces(sizes: object, tensors: Collection[str] = TENSORS) -> Fault | None:
+    """The fault of what a workspace builder returned, or None.
+
+    tensors: names of the call's inputs and of its output.
+    """
     example = 'return a mapping of names to bytes, like {"scores": 4096}, or {} for none'
     if not isinstance(sizes, Mapping):
         return Fault(f"returned {sizes!r}", example)
     for name, size in sizes.items():
         if not isinstance(name, str) or _macro(name) is not None:
             return Fault(f"names a buffer {name!r}", 'name it by a C identifier, like "scores"')
-        if name in TENSORS:
+        if name in tensors:
             what = f"names a buffer {name!r}, which is one of the call's own tensors"
             return Fault(what, "choose another name")
         if type(size) is not int or not 0 <= size <= _MOST_BYTES:

@@ -25,7 +25,7 @@ from attnsweep.gpu.device import Buffer, Session, cuda_errors
 from attnsweep.gpu.energy import Stretch
 from attnsweep.gpu.pipeline import Pipeline
 from attnsweep.gpu.proof import Proof, Proven
-from attnsweep.problem import Problem, ceil_div
+from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
 from attnsweep.trial import Accuracy
 
 # Before a cold call, at least this many L2 sizes of traffic follow the last use of its inputs.
@@ -94,7 +94,7 @@ class Bench:
         self.session = Session()
         self.problem = problem
         self._replay_us = replay_us
-        self._dtype = np.uint32 if problem.dtype == "fp32" else np.uint16
+        self._dtype = {1: np.uint8, 2: np.uint16, 4: np.uint32}[DTYPE_BYTES[problem.dtype]]
         self._proof = Proof(problem, seed, self.session, cache_dir, then)
         self._workspaces: dict[tuple[str, int], Buffer] = {}
         self._cold_copies: list[dict[str, Buffer]] | None = None
@@ -281,8 +281,11 @@ class Bench:
         """Prepare, check and add a baseline. Raises peers.Unavailable with the reason."""
         copies = [
             {
-                tensor: copy[tensor].view(self.problem.shape_of(tensor), self._dtype)
-                for tensor in "qkv"
+                tensor: copy[tensor].view(
+                    self.problem.shape_of(tensor),
+                    np.float32 if tensor.endswith("_scale") else self._dtype,
+                )
+                for tensor in self.problem.inputs
             }
             for copy in (self._timed, *self._cold())
         ]

@@ -8,7 +8,7 @@ output, which NumPy's reference proves on some rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,16 @@ import numpy.typing as npt
 from attnsweep.build import numerics
 from attnsweep.build.numerics import TILT, Case, Measures
 from attnsweep.build.nvrtc import Compiler
+from attnsweep.build.storage import check_scales
 from attnsweep.files import shipped
 from attnsweep.gpu.device import GUARD_BYTES, POISON, Buffer
+from attnsweep.gpu.known import OPPOSITE as OPPOSITE
+from attnsweep.gpu.known import PLAIN as PLAIN
+from attnsweep.gpu.known import Known as Known
+from attnsweep.gpu.known import negated_heads as negated_heads
+from attnsweep.gpu.known import sign_bits
 from attnsweep.hardware import arch_named
-from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
+from attnsweep.problem import DTYPE_BYTES, SCALE_BLOCK, Problem, ceil_div
 from attnsweep.trial import Accuracy
 
 if TYPE_CHECKING:
@@ -41,8 +47,6 @@ _THREADS = 256
 _PITCH, _CHUNK, _TILE = 65, 16, numerics.TILE
 # Blocks along the heads; each then takes several.
 _PARTS = 1024
-# Mixes of inputs: as they were made, and with k and v negated. Other numbers negate some heads.
-PLAIN, OPPOSITE = 0, 1
 
 
 class WrongResult(Exception):
@@ -57,20 +61,10 @@ class BrokenJudge(Exception):
     """The device's float64 reference differs from NumPy's: nothing can be judged here."""
 
 
-def negated_heads(mix: int, heads_kv: int) -> npt.NDArray[np.bool_]:
-    """Which of all heads of keys are negated in a mix; the same function as judge.cu's."""
-    if mix in (PLAIN, OPPOSITE):
-        return np.full(heads_kv, bool(mix))
-    x = np.uint64(mix) ^ np.arange(heads_kv, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    found: npt.NDArray[np.bool_] = (x ^ x >> np.uint64(31)) >> np.uint64(63) != 0
-    return found
-
-
 def judge_source(dtype: str) -> tuple[Path, dict[str, str]]:
     """The source and the defines of the judge of a dtype."""
-    return shipped("kernels") / "common" / "judge.cu", {f"DTYPE_{dtype.upper()}": "1"}
+    name = "E4M3" if dtype.startswith("e4m3") else dtype.upper()
+    return shipped("kernels") / "common" / "judge.cu", {f"DTYPE_{name}": "1"}
 
 
 @cache
@@ -98,7 +92,7 @@ class Judge:
 
     def __init__(self, session: Session, dtype: str, cache_dir: Path | None = None) -> None:
         self.dtype = dtype
-        self._session = session
+        self._session, self._cache_dir = session, cache_dir
         self._path = _cubin(session.gpu.arch, dtype, cache_dir)
         self._tiles: Buffer | None = None
         self._found = Buffer(self.SLOTS * 8 * len(_FOUND))
@@ -127,6 +121,11 @@ class Judge:
         tiles = ceil_div(problem.seqlen_q, _TILE) * ceil_div(problem.head_dim, columns)
         pointers = [np.uint64(inputs[name].pointer) for name in "qkv"]
         sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
+        scales, per, blocks = [0, 0, 0], 2**31 - 1, 1
+        if problem.scaled:
+            scales = [inputs[name].pointer for name in problem.inputs[3:]]
+            if problem.dtype == "e4m3_block":
+                per, blocks = SCALE_BLOCK, problem.shape_of("k_scale")[2]
         self._launch(
             f"reference_{columns}",
             tiles * problem.batch * problem.heads,
@@ -134,9 +133,14 @@ class Judge:
                 *(*pointers, np.uint64(out.pointer), np.uint64(lse.pointer)),
                 *map(np.int32, (*sizes, problem.head_dim)),
                 *(np.float64(problem.scale * (1 + tilt)), np.int32(problem.causal)),
+                *(*map(np.uint64, scales), np.int32(per), np.int32(blocks)),
             ],
             8 * doubles,
         )
+
+    def of_dtype(self, dtype: str) -> Judge:
+        """The judge of another dtype on the same GPU."""
+        return Judge(self._session, dtype, self._cache_dir)
 
     def compare(
         self,
@@ -193,7 +197,7 @@ class Judge:
 
     def negate(self, buffer: Buffer, heads: int, mix: Buffer, old: int, new: int) -> None:
         """Take a tensor from one mix to another, and write it to `mix`; see `negated_heads`."""
-        sign = np.uint32(0x80000000 if self.dtype == "fp32" else 0x80008000)
+        sign = np.uint32(sign_bits(self.dtype))
         sizes = (np.int64(buffer.nbytes), np.int32(heads))
         mixes = map(np.uint64, (old, new, mix.pointer))
         args = [np.uint64(buffer.pointer), *sizes, sign, *mixes]
@@ -236,29 +240,6 @@ class _Side:
     lse: Buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What NumPy knows of a case: its inputs and, on some rows of every head, what is right."""
-
-    inputs: dict[str, numerics.Bits]
-    rows: npt.NDArray[np.int64]
-    sides: list[tuple[numerics.Float, numerics.Float]]
-    """Output and log-sum-exp of the rows, on the inputs as they were made and on their opposite."""
-
-    @classmethod
-    def of(cls, case: Case, seed: int, *, two_sided: bool = False) -> Known:
-        """Compute it on the host."""
-        problem, inputs = case.problem, numerics.make_inputs(case, seed)
-        rows, sides = numerics.sampled_rows(problem, seed), []
-        for mix in (PLAIN, OPPOSITE)[: 1 + two_sided]:
-            mixed = dict(inputs)
-            if mix == OPPOSITE:
-                mixed |= {name: _negated(inputs[name], problem.dtype) for name in "kv"}
-            exact = numerics.reference(mixed, problem, rows)
-            sides.append((exact, numerics.log_sum_exp(mixed, problem, rows)))
-        return cls(inputs, rows, sides)
-
-
 class Fixture:
     """One case on the device: guarded inputs and output, and the expected float64 output.
 
@@ -284,17 +265,17 @@ class Fixture:
         self.mix = PLAIN
         self._seed, self._rng = seed, np.random.default_rng(seed)
         problem = case.problem
-        self.row_bytes = problem.head_dim * DTYPE_BYTES[problem.dtype]
         # A head with half a word cannot be negated without its neighbour.
-        apart = two_sided and self.row_bytes % 4 == 0
+        apart = two_sided and problem.head_dim * DTYPE_BYTES[problem.dtype] % 4 == 0
         self._heads_kv = problem.batch * problem.heads_kv if apart else 1
         self.parts = problem.batch * problem.heads if apart else 1
         self.buffers: dict[str, Buffer] = {}
+        check_scales(known.inputs, problem)
         for name, bits in known.inputs.items():
             self.buffers[name] = Buffer(bits.nbytes, guard=POISON)
             self.buffers[name].upload(bits)
         size = int(np.prod(problem.shape_of("o")))
-        self.buffers["o"] = Buffer(size * DTYPE_BYTES[problem.dtype])
+        self.buffers["o"] = Buffer(problem.bytes_of("o"))
         self._session = session
         rows = problem.batch * problem.heads * problem.seqlen_q
         self.rows = rows
@@ -323,6 +304,38 @@ class Fixture:
         self.floor = 1e-3 * float(np.sqrt(norm / rows))
         for side, (exact, lse) in zip(self._sides, known.sides, strict=True):
             self._prove(side, known.rows, exact, lse)
+        self.format_err = known.format_err
+        self._drawn = self._unrounded(known)
+
+    def _unrounded(self, known: Known) -> Buffer | None:
+        """The expected output on the inputs before they were rounded, of a timed case in FP8."""
+        if known.drawn is None or known.exact is None:
+            return None
+        problem = replace(self.case.problem, dtype="fp32")
+        inputs = {name: Buffer(values.nbytes) for name, values in known.drawn.items()}
+        for name, values in known.drawn.items():
+            inputs[name].upload(np.ascontiguousarray(values))
+        size = 8 * int(np.prod(problem.shape_of("o")))
+        made = _Side(Buffer(size), Buffer(8 * self.rows))
+        self._session.settle()
+        with self._session.stream:
+            judge = self.judge.of_dtype("fp32")
+            judge.reference(inputs, problem, made.expected, made.lse)
+            self._session.synchronize()
+        lse = numerics.log_sum_exp(known.drawn, problem, known.rows)
+        self._prove(made, known.rows, known.exact, lse)
+        return made.expected
+
+    def compare_format(self, slot: int) -> bool:
+        """Compare the output on the inputs as made with that before they were rounded to FP8.
+
+        Returns whether anything was compared: only a timed case in FP8 has such inputs.
+        """
+        if self._drawn is None:
+            return False
+        at = self.buffers["o"].pointer
+        self.judge.compare(at, self.case.problem, [self._drawn], None, None, self.floor, slot)
+        return True
 
     def _prove(self, side: _Side, rows: Any, exact: numerics.Float, exact_lse: Any) -> None:
         """Raise BrokenJudge unless the device's reference is NumPy's on some rows of every head."""
@@ -371,7 +384,7 @@ class Fixture:
 
     def look_at_inputs(self, slot: int) -> None:
         """Add to a slot a digest of the inputs, and how many bytes of their guards are others."""
-        for name in "qkv":
+        for name in self.case.problem.inputs:
             self.judge.digest(self.buffers[name], slot)
             self.judge.count_outside(self.buffers[name], slot)
 
@@ -464,7 +477,3 @@ _SAID = {
     "gain": "all outputs are scaled by 1 ± {value:.2e}, over the limit {limit:.2e}",
     "scale": "the softmax scale is off by {value:.2e}, over the limit {limit:.2e}",
 }
-
-
-def _negated(bits: Any, dtype: str) -> Any:
-    return bits ^ bits.dtype.type(0x80000000 if dtype == "fp32" else 0x8000)

@@ -176,6 +176,8 @@ class Proof:
                 if launches.lse:
                     fixture.compare_lse(written["lse"], used)
                     used += 1
+                if side == PLAIN:
+                    timed.compare_format(len(cases))
                 if side >= 0:
                     judge.digest_parts(self.output, self._digests, side * parts, parts)
                     if launches.lse and written["lse"].nbytes == 4 * timed.rows:
@@ -187,7 +189,8 @@ class Proof:
             for fixture in checked:
                 fixture.look_at_inputs(used)
                 used += 1
-            counts, found = judge.counts(used), judge.found(len(cases))
+            counts = judge.counts(used)
+            *found, of_format = judge.found(len(cases) + 1)
             digests = np.empty((2, 2, parts), np.uint64)
             self._digests.download(digests)
         looks = zip(checked, counts[looked:], strict=True)
@@ -204,7 +207,17 @@ class Proof:
         worst = max(accuracies, key=lambda each: max(each.shares.values()))
         how = (candidate.deterministic, candidate.rounds_scores)
         proven = Proven(call, *how, digests[0], kept, digests[1])
-        return worst.model_copy(update={"seed": self._seed}), proven
+        return self._named(worst, of_format), proven
+
+    def _named(self, accuracy: Accuracy, of_format: Mapping[str, float]) -> Accuracy:
+        """The accuracy with the seed, and in FP8 with what the format costs.
+
+        of_format: the findings of Fixture.compare_format.
+        """
+        facts: dict[str, Any] = {"seed": self._seed}
+        if self.timed.format_err is not None:
+            facts |= {"format_err": self.timed.format_err, "total_err": of_format["row"]}
+        return accuracy.model_copy(update=facts)
 
     @_counted
     def of_peer(self, output: np.ndarray[Any, Any], rounds_scores: int) -> Accuracy:
@@ -217,9 +230,10 @@ class Proof:
         with self._session.stream:
             self._judge.clear()
             self.timed.compare(0)
-            found = Found(self._judge.found(1)[0], {})
-        accuracy = self.timed.accuracy(found, rounds_scores, peer=True)
-        return accuracy.model_copy(update={"seed": self._seed})
+            self.timed.compare_format(1)
+            found, of_format = self._judge.found(2)
+        accuracy = self.timed.accuracy(Found(found, {}), rounds_scores, peer=True)
+        return self._named(accuracy, of_format)
 
     # -- many calls -------------------------------------------------------------------------
 

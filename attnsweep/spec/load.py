@@ -81,7 +81,11 @@ class ProblemSpec(_Model):
     seqlen_q: Many[Size] | None = Field(default=None, description="Query rows per head.")
     seqlen_k: Many[Size] | None = Field(default=None, description="Key and value rows per head.")
     head_dim: Many[Size] = Field(description="Elements per head and row.")
-    dtype: Many[Dtype] = Field(default=["fp16"], description="Type of q, k, v and o.")
+    dtype: Many[Dtype] = Field(
+        default=["fp16"],
+        description="Type of q, k, v and o. e4m3 is FP8 with a scale of each head, e4m3_tensor of "
+        "each tensor, e4m3_block of each 128 keys; o is then bf16.",
+    )
     causal: Many[StrictBool] = Field(
         default=[False], description="Mask aligned bottom-right; needs seqlen_q <= seqlen_k."
     )

@@ -1,9 +1,10 @@
-// The judge, compiled for one dtype (DTYPE_FP16, DTYPE_BF16 or DTYPE_FP32): attention in float64,
-// and how far an output is from it. It shares no code with the kernels that it judges. gpu/judge.py
+// The judge, compiled for one dtype (DTYPE_FP16, _BF16, _FP32 or _E4M3): attention in float64, and
+// how far an output is from it. It shares no code with the kernels that it judges. gpu/judge.py
 // launches it, and proves `reference` against NumPy's float64 in every process.
 //
 // Tensors are contiguous: q, o (batch * heads, seqlen_q, head_dim), k, v (batch * heads_kv,
-// seqlen_k, head_dim). The causal mask is aligned bottom-right.
+// seqlen_k, head_dim). The causal mask is aligned bottom-right. In e4m3 (q, k and v, while o is
+// bf16), a stored value times its scale is the value.
 
 // ---- storage to float64, exactly ----
 struct Fp16 {
@@ -30,6 +31,38 @@ struct Fp32 {
     static constexpr double HALF_ULP = 1. / (1 << 24);
     static __device__ double value(Bits bits) { return __uint_as_float(bits); }
 };
+struct E4m3 {
+    using Bits = unsigned char;
+    static __device__ double value(Bits bits) {
+        int exponent = bits >> 3 & 15, mantissa = bits & 7;
+        double magnitude = exponent == 0
+                               ? mantissa * (1. / 512)
+                               : __hiloint2double((exponent + 1016) << 20 | mantissa << 17, 0);
+        if ((bits & 127) == 127) magnitude = __hiloint2double(0x7FF80000, 0);
+        return bits & 0x80 ? -magnitude : magnitude;
+    }
+};
+
+// ---- the scales of a head's rows ----
+struct Unscaled {
+    const float *q, *k, *v;
+    int block, blocks;
+    __device__ double of_q(int) const { return 1.; }
+    __device__ double of_k(int) const { return 1.; }
+    __device__ double of_v(int) const { return 1.; }
+    __device__ Unscaled at(long long) const { return *this; }
+};
+// One of each head of keys and its queries, or, of k and v, one of each block of its keys.
+struct Scaled {
+    const float *q, *k, *v;
+    int block, blocks;  // keys of a block; blocks of a head
+    __device__ double of_q(int) const { return *q; }
+    __device__ double of_k(int row) const { return k[row / block]; }
+    __device__ double of_v(int row) const { return v[row / block]; }
+    __device__ Scaled at(long long head_kv) const {
+        return {q + head_kv, k + head_kv * blocks, v + head_kv * blocks, block, blocks};
+    }
+};
 
 // ---- attention in float64 ----
 constexpr int TILE = 64;         // queries of a block, and keys of a step
@@ -39,10 +72,10 @@ constexpr int LANES = 16;        // threads along the keys; each has 4 x 4 score
 
 // `columns` of the output for 64 queries of one head, with the online softmax. `lse`, if there is
 // one, gets the natural logarithm of the sum of the exponentials.
-template <class T, int COLUMNS>
+template <class T, int COLUMNS, class S>
 __device__ void attend(const void* q_all, const void* k_all, const void* v_all, double* out,
                        double* lse, int group, int seqlen_q, int seqlen_k, int head_dim,
-                       double scale, int causal) {
+                       double scale, int causal, S all_scales) {
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
     double *p = shared, *q_chunk = p + TILE * PITCH, *k_chunk = q_chunk + CHUNK * PITCH;
@@ -53,6 +86,7 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
     const Bits* q = static_cast<const Bits*>(q_all) + head * seqlen_q * head_dim;
     const Bits* k = static_cast<const Bits*>(k_all) + head / group * seqlen_k * head_dim;
     const Bits* v = static_cast<const Bits*>(v_all) + head / group * seqlen_k * head_dim;
+    S scales = all_scales.at(head / group);
     int thread = threadIdx.x, y = thread / LANES, x = thread % LANES;
     double sum[4], largest[4], acc[4][COLUMNS / LANES];
 #pragma unroll
@@ -73,11 +107,13 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
                 bool inside = column < head_dim;
                 q_chunk[x * PITCH + row] =
                     inside && first + row < seqlen_q
-                        ? T::value(q[static_cast<long long>(first + row) * head_dim + column])
+                        ? T::value(q[static_cast<long long>(first + row) * head_dim + column]) *
+                              scales.of_q(first + row)
                         : 0.;
                 k_chunk[x * PITCH + row] =
                     inside && key + row < seqlen_k
-                        ? T::value(k[static_cast<long long>(key + row) * head_dim + column])
+                        ? T::value(k[static_cast<long long>(key + row) * head_dim + column]) *
+                              scales.of_k(key + row)
                         : 0.;
             }
             __syncthreads();
@@ -128,7 +164,8 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
             for (int at = thread; at < CHUNK * COLUMNS; at += LANES * LANES) {
                 int row = key + from + at / COLUMNS, column = begin + at % COLUMNS;
                 v_chunk[at] = row < seqlen_k && column < head_dim
-                                  ? T::value(v[static_cast<long long>(row) * head_dim + column])
+                                  ? T::value(v[static_cast<long long>(row) * head_dim + column]) *
+                                        scales.of_v(row)
                                   : 0.;
             }
             __syncthreads();
@@ -262,27 +299,39 @@ __device__ void compare(const void* o, const double* plain, const double* opposi
     }
 }
 
-#if DTYPE_FP16
-using Dtype = Fp16;
-#elif DTYPE_BF16
-using Dtype = Bf16;
+#if DTYPE_E4M3
+using In = E4m3;
+using Out = Bf16;
+using Scales = Scaled;
 #else
-using Dtype = Fp32;
+#if DTYPE_FP16
+using In = Fp16;
+#elif DTYPE_BF16
+using In = Bf16;
+#else
+using In = Fp32;
+#endif
+using Out = In;
+using Scales = Unscaled;
 #endif
 extern "C" __global__ void __launch_bounds__(256)
     reference_64(const void* q, const void* k, const void* v, double* out, double* lse, int group,
-                 int seqlen_q, int seqlen_k, int head_dim, double scale, int causal) {
-    attend<Dtype, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, causal);
+                 int seqlen_q, int seqlen_k, int head_dim, double scale, int causal,
+                 const float* of_q, const float* of_k, const float* of_v, int block, int blocks) {
+    attend<In, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, causal,
+                   Scales{of_q, of_k, of_v, block, blocks});
 }
 extern "C" __global__ void __launch_bounds__(256)
     reference_128(const void* q, const void* k, const void* v, double* out, double* lse, int group,
-                  int seqlen_q, int seqlen_k, int head_dim, double scale, int causal) {
-    attend<Dtype, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, causal);
+                  int seqlen_q, int seqlen_k, int head_dim, double scale, int causal,
+                  const float* of_q, const float* of_k, const float* of_v, int block, int blocks) {
+    attend<In, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, causal,
+                    Scales{of_q, of_k, of_v, block, blocks});
 }
 extern "C" __global__ void __launch_bounds__(256)
     judge(const void* o, const double* plain, const double* opposite, const unsigned long long* mix,
           const double* tilted, Found* found, int group, int seqlen_q, int head_dim, double floor) {
-    compare<Dtype>(o, plain, opposite, mix, tilted, found, group, seqlen_q, head_dim, floor);
+    compare<Out>(o, plain, opposite, mix, tilted, found, group, seqlen_q, head_dim, floor);
 }
 
 // Many tiles' findings as one; one block of at most 256 threads.

@@ -20,7 +20,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from attnsweep.files import shipped
 from attnsweep.gpu import judge as judge_module
 from attnsweep.gpu import proof as proof_module
 from attnsweep.gpu.device import GUARD_BYTES, POISON
@@ -90,10 +89,10 @@ class Device:
 
     def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let gpu/judge.py and gpu/proof.py have host buffers, and the library for a cubin."""
-        source = shipped("kernels") / "common" / "judge.cu"
 
         def library(arch: str, dtype: str, cache_dir: object) -> str:
-            return str(_stage(self._simulator, source, dtype))
+            source, (define,) = judge_module.judge_source(dtype)
+            return str(_stage(self._simulator, source, define))
 
         monkeypatch.setattr(judge_module, "_cubin", library)
         for module in (judge_module, proof_module):
@@ -178,7 +177,7 @@ def _runtime(simulator: Simulator) -> ctypes.CDLL:
 
 
 @cache
-def _stage(simulator: Simulator, source: Path, dtype: str) -> Path:
+def _stage(simulator: Simulator, source: Path, define: str) -> Path:
     _runtime(simulator)  # whose names the library uses
     text = translate(source.read_text(), source.name)
     names = KERNEL.findall(text)
@@ -191,7 +190,7 @@ def _stage(simulator: Simulator, source: Path, dtype: str) -> Path:
 
     def build(to: Path) -> None:
         (to.parent / "wrapper.cpp").write_text(wrapper)
-        flags = [*FLAGS, *STAGE_FLAGS, "-shared", "-fPIC", f"-DDTYPE_{dtype.upper()}=1"]
+        flags = [*FLAGS, *STAGE_FLAGS, "-shared", "-fPIC", f"-D{define}=1"]
         _compile([*flags, "-I", str(HERE), str(to.parent / "wrapper.cpp"), "-o", str(to)])
 
-    return simulator._made((wrapper, dtype, STAGE_FLAGS), build, ".so").result()
+    return simulator._made((wrapper, define, STAGE_FLAGS), build, ".so").result()

@@ -266,14 +266,14 @@ class Simulator:
         # By its name and this parameter: a workspace of other configs is not read.
         lse = log_sum_exp(inputs, problem, rows) if config.get("LSE") else None
         sizes = kernel.workspaces(config, problem)
-        worst, limit, worst_lse = 0.0, HALF_ULP[problem.dtype], 0.0
+        worst, limit, worst_lse = 0.0, HALF_ULP[problem.out_dtype], 0.0
         first = None
         for schedule in schedules:
             with self._lock:
                 self._runs += 1
                 place = self.root / f"run{self._runs}"
             place.mkdir()
-            out = np.full_like(inputs["q"], np.iinfo(inputs["q"].dtype).max)
+            out = np.full(problem.bytes_of("o"), POISON, np.uint8)
             for name, array in {**inputs, "o": out}.items():
                 array.tofile(place / name)
             for name, nbytes in sizes.items():
@@ -284,7 +284,8 @@ class Simulator:
                 request = _request(launch, kinds, place, schedule)
                 (place / f"{name}.request").write_text(request)
                 _run((runner.result(), made.result()), place / f"{name}.request", timeout_s)
-            got = np.fromfile(place / "o", out.dtype).reshape(out.shape)
+            kind = np.uint32 if problem.dtype == "fp32" else np.uint16
+            got = np.fromfile(place / "o", kind).reshape(problem.shape_of("o"))
             if lse is not None:
                 written = np.fromfile(place / "lse", np.float32).reshape(lse.shape)
                 lse_error = float(np.max(np.abs(written - lse) / np.maximum(1, np.abs(lse))))
@@ -292,7 +293,7 @@ class Simulator:
                     return Result(case, worst, limit, lse_error)
                 worst_lse = max(worst_lse, lse_error)
             shutil.rmtree(place)
-            error = row_error(from_bits(got, problem.dtype).astype(np.float64), expected)
+            error = row_error(from_bits(got, problem.out_dtype).astype(np.float64), expected)
             if not error <= limit:  # only then: it takes longer than a small run
                 limit = error_limit(case, kernel.rounds_scores)
             if not error <= limit:

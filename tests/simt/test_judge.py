@@ -24,6 +24,7 @@ from .harness import COMPILER, SimtError
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
 DTYPES = ("fp16", "bf16", "fp32")
+FP8 = ("e4m3", "e4m3_tensor", "e4m3_block")
 # A launch takes milliseconds, and each example some.
 few_examples = functools.partial(
     settings, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -59,6 +60,10 @@ SHAPES = (
     Problem(1, 3, 1, 5, 66, 130, "fp16", True),  # columns in two parts
     Problem(2, 2, 2, 3, 64, 200, "bf16"),
     Problem(1, 1, 1, 129, 129, 3, "fp16", True),  # an odd head
+    Problem(2, 4, 2, 9, 300, 16, "e4m3", True),  # a scale of each head
+    Problem(2, 2, 2, 5, 140, 64, "e4m3_tensor"),
+    Problem(2, 4, 2, 5, 300, 48, "e4m3_block", True),  # of each block of keys, the last short
+    Problem(1, 2, 1, 3, 128, 144, "e4m3_block"),  # one block, and columns in two parts
 )
 
 
@@ -90,12 +95,45 @@ def test_the_reference_is_attention(problem, device):
     assert lse <= 1e-12
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, *FP8])
 def test_the_reference_is_attention_of_hard_inputs(dtype, device):
     for inputs in ("far_below", "far_above", "tiny_ends", "one_hot", "wide"):
         row, lse = differences(device, Case(Problem(1, 2, 1, 3, 150, 16, dtype), inputs), 2)
         assert row <= 1e-12, inputs
         assert lse <= 1e-12, inputs
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+def test_the_reference_takes_each_scale_from_its_place(name, device):
+    """Two of a tensor exchanged, and the reference differs."""
+    problem = Problem(2, 4, 2, 5, 300, 16, "e4m3_block")
+    inputs, rows = numerics.make_inputs(Case(problem), 1), np.arange(5)
+    shape = problem.shape_of("o")
+
+    def reference(inputs):
+        out, lse = HostBuffer(8 * math.prod(shape)), HostBuffer(8 * math.prod(shape[:3]))
+        buffers = {name: uploaded(bits) for name, bits in inputs.items()}
+        device.judge(problem.dtype).reference(buffers, problem, out, lse)
+        return out.of(np.float64).reshape(shape).copy()
+
+    exact = numerics.reference(inputs, problem, rows)
+    turned = inputs | {name: np.roll(inputs[name], 1, axis=-1)}
+    assert numerics.row_error(reference(inputs), exact) <= 1e-12
+    assert numerics.row_error(reference(turned), numerics.reference(turned, problem, rows)) <= 1e-12
+    assert numerics.row_error(reference(turned), exact) > 0.1
+
+
+def test_every_value_of_e4m3_is_read_exactly(device):
+    """One key, whose value is then the output: all codes but NaN, times the scale."""
+    problem = Problem(1, 1, 1, 1, 1, 256, "e4m3")
+    codes = np.arange(256, dtype=np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    inputs = numerics.make_inputs(Case(problem), 1)
+    inputs |= {"v": codes.reshape(1, 1, 1, 256), "v_scale": np.full((1, 1), 3.0, np.float32)}
+    out, lse = HostBuffer(8 * 256), HostBuffer(8)
+    buffers = {name: uploaded(bits) for name, bits in inputs.items()}
+    device.judge("e4m3").reference(buffers, problem, out, lse)
+    assert (out.of(np.float64) == 3.0 * numerics.from_bits(codes, "e4m3")).all()
 
 
 def test_the_reference_at_another_scale_is_that_of_scaled_keys(device):
@@ -394,6 +432,21 @@ def test_heads_are_negated_each_for_itself(dtype, heads, each, device, monkeypat
         assert (buffer.of(bits.dtype).reshape(bits.shape) == expected).all()
     assert (buffer.all[:GUARD_BYTES] == 0xA5).all()
     assert (buffer.all[-GUARD_BYTES:] == 0xA5).all()
+
+
+@pytest.mark.parametrize("heads", [1, 5])
+def test_heads_of_fp8_are_negated_by_their_sign_bits(heads, device):
+    bits = np.random.default_rng(0).integers(0, 256, (heads, 48), dtype=np.uint8)
+    bits[(bits & 0x7F) == 0x7F] ^= 1  # no NaN is ever drawn, and none appears
+    buffer, mix = uploaded(bits), uploaded(np.zeros(1, np.uint64))
+    judge = device.judge("e4m3")
+    for now, to in ((PLAIN, 12345), (12345, OPPOSITE)):
+        judge.negate(buffer, heads, mix, now, to)
+        turned = negated_heads(to, heads)[:, None]
+        expected = np.where(turned, bits ^ np.uint8(0x80), bits)
+        assert (buffer.main.reshape(bits.shape) == expected).all()
+        values = numerics.from_bits(expected, "e4m3")
+        assert (values == np.where(turned, -1, 1) * numerics.from_bits(bits, "e4m3")).all()
 
 
 @pytest.mark.parametrize("nbytes", [5, 6, 64])

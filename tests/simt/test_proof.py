@@ -15,7 +15,8 @@ import pytest
 from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.numerics import Case
-from attnsweep.gpu.judge import OPPOSITE, PLAIN, BrokenJudge, Fixture, Judge, WrongResult
+from attnsweep.errors import ProblemError
+from attnsweep.gpu.judge import OPPOSITE, PLAIN, BrokenJudge, Fixture, Judge, Known, WrongResult
 from attnsweep.gpu.proof import Proof
 from attnsweep.problem import Problem
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 PROBLEM = Problem(2, 4, 2, 9, 20, 16, "bf16")
 ODD = Problem(1, 2, 1, 5, 7, 3, "fp16")  # a head has half a word
 KIND = {"fp16": np.uint16, "bf16": np.uint16, "fp32": np.uint32}
+FP8 = [Problem(2, 4, 2, 65, 130, 16, dtype) for dtype in ("e4m3", "e4m3_tensor", "e4m3_block")]
 
 
 class Call:
@@ -52,15 +54,19 @@ class Call:
 
 
 def inputs_in(problem, buffers):
-    kind = KIND[problem.dtype]
-    return {name: buffers[name].of(kind).reshape(problem.shape_of(name)) for name in "qkv"}
+    return {
+        name: buffers[name]
+        .of(np.float32 if name.endswith("_scale") else KIND.get(problem.dtype, np.uint8))
+        .reshape(problem.shape_of(name))
+        for name in problem.inputs
+    }
 
 
 def attend(problem, buffers, number=0):
     """A right call: the rounded maths."""
     rows = np.arange(problem.seqlen_q)
     out = numerics.reference(inputs_in(problem, buffers), problem, rows, numerics.Maths(True))
-    buffers["o"].upload(numerics.to_bits(out.astype(np.float32), problem.dtype))
+    buffers["o"].upload(numerics.to_bits(out.astype(np.float32), problem.out_dtype))
 
 
 def attend_with_lse(problem, buffers, number=0):
@@ -428,6 +434,81 @@ def test_a_peer_is_refused_for_nan_alone(bench):
     wrong[70] = 0x7FC0
     with pytest.raises(WrongResult, match="1 of 1152 outputs are NaN"):
         bench.proof.of_peer(wrong, 0)
+
+
+# -- FP8 ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=FP8, ids=lambda p: p.dtype)
+def in_fp8(request, device, monkeypatch):
+    monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
+    return Bench(device, request.param)
+
+
+def test_a_right_call_in_fp8_passes_in_every_call(in_fp8):
+    accuracy, _ = in_fp8.prove(attend)
+    assert 0 < accuracy.rel_err <= accuracy.limit
+    assert in_fp8.repeat(attend) >= 12
+
+
+def test_what_the_format_costs_is_shown_beside_what_the_kernel_adds(in_fp8):
+    accuracy, _ = in_fp8.prove(attend)
+    assert accuracy.format_err > accuracy.rel_err  # outlying channels cost more than P's rounding
+    assert abs(accuracy.total_err - accuracy.format_err) <= accuracy.rel_err * 1.01
+
+    def exact(problem, buffers, number=0):
+        rows = np.arange(problem.seqlen_q)
+        out = numerics.reference(inputs_in(problem, buffers), problem, rows)
+        buffers["o"].upload(numerics.to_bits(out.astype(np.float32), "bf16"))
+
+    better, _ = in_fp8.prove(exact)
+    assert better.rel_err <= 2.0**-8
+    assert better.format_err == accuracy.format_err
+    assert better.total_err == pytest.approx(better.format_err, abs=2.0**-8)
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+def test_a_call_that_leaves_out_a_scale_is_refused(name, in_fp8):
+    def write(problem, buffers, number=0):
+        inputs = inputs_in(problem, buffers)
+        inputs[name] = np.ones_like(inputs[name])
+        out = numerics.reference(inputs, problem, np.arange(problem.seqlen_q))
+        buffers["o"].upload(numerics.to_bits(out.astype(np.float32), "bf16"))
+
+    with pytest.raises(WrongResult, match="over the limit"):
+        in_fp8.prove(write)
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+def test_a_call_that_takes_another_heads_scale_is_refused(name, device, monkeypatch):
+    monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
+
+    def write(problem, buffers, number=0):
+        inputs = inputs_in(problem, buffers)
+        inputs[name] = np.roll(inputs[name], 1, axis=1)
+        out = numerics.reference(inputs, problem, np.arange(problem.seqlen_q))
+        buffers["o"].upload(numerics.to_bits(out.astype(np.float32), "bf16"))
+
+    with pytest.raises(WrongResult, match="over the limit"):
+        Bench(device, FP8[0]).prove(write)
+
+
+def test_a_call_that_writes_to_a_scale_is_refused(in_fp8):
+    def write(problem, buffers, number=0):
+        attend(problem, buffers)
+        buffers["v_scale"].of(np.float32)[-1] *= 2
+
+    with pytest.raises(WrongResult, match="wrote to its inputs"):
+        in_fp8.prove(write)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, np.inf, np.nan])
+def test_no_fp8_case_is_opened_with_a_scale_that_cannot_be(wrong, device):
+    case = Case(FP8[0])
+    known = Known.of(case, 3)
+    known.inputs["k_scale"][1, 0] = wrong
+    with pytest.raises(ProblemError, match=r"k_scale\[1, 0\] is .*finite and above 0"):
+        Fixture(case, 3, device, device.judge("e4m3"), known=known)
 
 
 @pytest.mark.parametrize("what", ["reference", "log_sum_exp"])

@@ -347,7 +347,10 @@ class TestBrokenDeclarations:
             ({"min_arch": 80}, "min_arch is one of sm_80, .* not 80"),
             ({"min_arch": "hopper"}, "not 'hopper'"),
             ({"min_arch": "sm_70"}, "not 'sm_70'"),
-            ({"dtypes": None}, "dtypes are a tuple of fp16, bf16, fp32, not None"),
+            (
+                {"dtypes": None},
+                "dtypes are a tuple of fp16, bf16, fp32, e4m3, e4m3_tensor, e4m3_block, not None",
+            ),
             ({"dtypes": "fp16"}, "not 'fp16'"),
             ({"dtypes": ("float16",)}, "float16"),
             ({"head_dims": 64}, "head_dims are a tuple of whole numbers, or a range, not 64"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import assume, given
@@ -18,14 +19,15 @@ small = st.integers(1, 6)
 def problems(draw):
     heads_kv = draw(st.integers(1, 3))
     seqlen_q, seqlen_k = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    dtype = draw(st.sampled_from(sorted(DTYPE_BYTES)))
     return Problem(
         batch=draw(small),
         heads=heads_kv * draw(st.integers(1, 3)),
         heads_kv=heads_kv,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        head_dim=draw(small),
-        dtype=draw(st.sampled_from(sorted(DTYPE_BYTES))),
+        head_dim=draw(small) * (16 if dtype.startswith("e4m3") else 1),
+        dtype=dtype,
         causal=draw(st.booleans()) and seqlen_q <= seqlen_k,
     )
 
@@ -49,14 +51,24 @@ def test_pairs_and_flops_count_what_the_mask_leaves(problem):
 
 @given(problems())
 def test_min_bytes_is_every_tensor_once(problem):
-    elements = 0
+    elements = scales = 0
     for tensor in "qkvo":
         batch, heads, rows, columns = problem.shape_of(tensor)
         assert (batch, columns) == (problem.batch, problem.head_dim)
         assert heads == (problem.heads if tensor in "qo" else problem.heads_kv)
         assert rows == (problem.seqlen_q if tensor in "qo" else problem.seqlen_k)
         elements += batch * heads * rows * columns
-    assert problem.min_bytes == elements * DTYPE_BYTES[problem.dtype]
+    if not problem.scaled:
+        assert problem.min_bytes == elements * DTYPE_BYTES[problem.dtype]
+        return
+    outputs = problem.batch * problem.heads * problem.seqlen_q * problem.head_dim
+    for name in ("q", "k", "v"):
+        batch, heads, *blocks = problem.shape_of(f"{name}_scale")
+        assert (batch, heads) == (problem.batch, problem.heads_kv)
+        blocked = problem.dtype == "e4m3_block" and name != "q"
+        assert blocks == ([-(-problem.seqlen_k // 128)] if blocked else [])
+        scales += batch * heads * math.prod(blocks)
+    assert problem.min_bytes == elements + outputs + 4 * scales  # o has two bytes
 
 
 @given(problems(), problems())
@@ -135,3 +147,18 @@ def test_dtype_and_mask_may_be_left_out():
 def test_what_is_no_label_is_said(text):
     with pytest.raises(ProblemError):
         Problem.parse(text)
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e4m3_tensor", "e4m3_block"])
+def test_an_fp8_row_has_a_multiple_of_16_bytes(dtype):
+    with pytest.raises(ProblemError, match="head_dim 72: FP8 tiles have rows of 16 bytes"):
+        Problem(1, 1, 1, 8, 8, 72, dtype)
+    made = Problem(1, 4, 2, 8, 300, 80, dtype)
+    assert made.inputs == ("q", "k", "v", "q_scale", "k_scale", "v_scale")
+    assert made.out_dtype == "bf16"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_other_dtypes_have_no_scales(dtype):
+    made = Problem(1, 1, 1, 8, 8, 72, dtype)
+    assert (made.inputs, made.out_dtype, made.scaled) == (("q", "k", "v"), dtype, False)

@@ -191,11 +191,13 @@ def problem_entries(draw, families):
     def field(name, of):
         return draw(one_or_many(of) if name in lists else of)
 
-    heads_kv = draw(st.integers(1, 4))
+    heads_kv, scaled = draw(st.integers(1, 4)), draw(st.booleans())
     entry = {
         "batch": field("batch", sizes),
         "heads": field("heads", st.integers(1, 9).map(lambda n: n * heads_kv)),
-        "head_dim": field("head_dim", st.integers(1, 512)),
+        "head_dim": field(
+            "head_dim", st.integers(1, 32).map(lambda n: 16 * n) if scaled else st.integers(1, 512)
+        ),
     }
     if draw(st.booleans()):
         entry["heads_kv"] = heads_kv
@@ -205,7 +207,8 @@ def problem_entries(draw, families):
         entry["seqlen_q"] = field("seqlen", st.integers(1, 99))
         entry["seqlen_k"] = field("seqlen", st.integers(99, 999))
     if draw(st.booleans()):
-        entry["dtype"] = field("dtype", st.sampled_from(sorted(DTYPE_BYTES)))
+        fits = (name for name in DTYPE_BYTES if scaled or not name.startswith("e4m3"))
+        entry["dtype"] = field("dtype", st.sampled_from(sorted(fits)))
     if draw(st.booleans()):
         entry["causal"] = field("causal", st.booleans())
     if draw(st.booleans()):
@@ -447,7 +450,8 @@ class TestErrors:
             ),
             (
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: bf61",
-                "58: dtype cannot be bf61\n  did you mean 'bf16'? there are: fp16, bf16, fp32",
+                "58: dtype cannot be bf61\n  did you mean 'bf16'? there are: fp16, bf16, fp32, "
+                "e4m3, e4m3_tensor, e4m3_block",
             ),
             (
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, head_kv: 1",

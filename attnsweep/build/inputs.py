@@ -1,0 +1,170 @@
+"""The cases that a candidate must get right, and their inputs. NumPy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from attnsweep.build.storage import Bits, stored, to_bits
+from attnsweep.build.threads import parallel
+from attnsweep.problem import SCALE_BLOCK, Problem, ceil_div
+
+Inputs = Literal[
+    "normal", "large_scores", "equal_keys", "far_below", "far_above", "tiny_ends", "one_hot", "wide"
+]
+
+# exp overflows float32 at 88 and underflows to 0 at -104: scores of this size are beyond both.
+_FAR = 200.0
+# Of inputs with scales: octaves by which the magnitude of a head of K, and of V, is above or below
+# 1, the offset of an outlying channel of K, and the channels of which one is an outlier. The small
+# heads of K lose bits if all share one scale. Rows of V's stay above numerics' thousandth.
+_OCTAVES_K, _OCTAVES_V = 7.0, 3.5
+_OUTLIER = 8.0
+_CHANNELS_AN_OUTLIER = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One shape with one kind of input that a candidate must get right."""
+
+    problem: Problem
+    inputs: Inputs = "normal"
+
+    @property
+    def label(self) -> str:
+        """`(1,16,1024,64) fp16 full, normal`."""
+        return f"{self.problem.label}, {self.inputs}"
+
+
+def small_cases(problem: Problem) -> tuple[Case, ...]:
+    """Small, odd and hard cases with the compile-time facts of `problem`, none with more keys.
+
+    Tails in both directions, one query, one key, grouped heads, seqlen_q != seqlen_k; and every
+    kind of hard input that make_inputs has.
+    """
+
+    def case(
+        heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, inputs: Inputs, batch: int = 1
+    ) -> Case:
+        seqlen_k = min(seqlen_k, problem.seqlen_k)
+        seqlen_q = min(seqlen_q, seqlen_k) if problem.causal else seqlen_q
+        shape = replace(
+            problem,
+            batch=batch,
+            heads=heads,
+            heads_kv=heads_kv,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+        )
+        return Case(shape, inputs)
+
+    return (
+        case(1, 1, 1, 1, "normal"),
+        case(2, 1, 1, 17, "normal"),
+        case(4, 2, 97, 161, "normal", batch=2),
+        case(3, 1, 129, 129, "large_scores"),
+        case(1, 1, 65, 200, "equal_keys"),
+        case(1, 1, 130, 255, "far_below"),
+        case(2, 1, 70, 200, "far_above"),
+        case(1, 1, 67, 640, "tiny_ends"),
+        case(2, 2, 65, 131, "one_hot"),
+        case(1, 1, 64, 321, "wide"),
+    )
+
+
+def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
+    """The inputs of the case in storage form; the same seed gives the same inputs: see draw."""
+    values = draw(case, seed)
+    if case.problem.scaled:
+        return stored(values, case.problem)
+    sized = case.problem.min_bytes > 2**20
+    bits = (parallel if sized else map)(
+        lambda name: to_bits(values[name], case.problem.dtype), "qkv"
+    )
+    return dict(zip("qkv", bits, strict=True))
+
+
+def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
+    """q, k, v of the case before they are rounded to its dtype, in float32.
+
+    normal: independent normal values. large_scores: a softmax that is nearly one-hot. equal_keys:
+    a uniform softmax. far_below, far_above: normal scores shifted beyond what exp can take.
+    tiny_ends: the first and the last keys are far below those between, so that whichever tile comes
+    first has no weight. one_hot: every query selects one key. wide: values whose sums over the keys
+    overflow fp16 (and which fp16 cannot hold at all, if the dtype is wider).
+
+    Normal values of a dtype with scales are such that scales matter: see _as_in_models.
+    """
+    problem = case.problem
+    rng_q, rng_k, rng_v = np.random.default_rng(seed).spawn(3)
+    sized = problem.min_bytes > 2**20
+
+    def one(name: str, rng: np.random.Generator) -> npt.NDArray[np.float32]:
+        return rng.standard_normal(problem.shape_of(name), dtype=np.float32)
+
+    made = (parallel if sized else map)(one, "qkv", (rng_q, rng_k, rng_v))
+    q, k, v = made
+    if case.inputs == "normal" and problem.scaled:
+        q, k, v = _as_in_models(q, k, v, problem, np.random.default_rng((seed, 8)))
+    elif case.inputs == "large_scores":
+        q *= 8
+    elif case.inputs == "equal_keys":
+        k[:] = k[:, :, :1]
+    elif case.inputs in ("far_below", "far_above", "tiny_ends"):
+        # Every product is near ±each², so scores are near ±_FAR, and spread by about one.
+        each = np.float32(np.sqrt(_FAR / np.sqrt(problem.head_dim)))
+        sign = 1 if case.inputs == "far_above" else -1
+        shift = np.full((problem.seqlen_k, 1), sign * each, np.float32)
+        if case.inputs == "tiny_ends":
+            end = min(256, 2 * problem.seqlen_k // 5)
+            shift[end : problem.seqlen_k - end] = 0
+        q, k = q * np.float32(0.5 / each) + each, k * np.float32(0.5) + shift
+    elif case.inputs == "one_hot":
+        # The longest of some keys: beside a short one others matter, and what rounding their scores
+        # costs is then as rare as it is large. A causal row sees no key after the last.
+        shape, keys = (problem.seqlen_q, 32), problem.seqlen_k
+        last = np.arange(problem.seqlen_q) + max(0, keys - problem.seqlen_q)
+        drawn = rng_q.integers(0, np.minimum(last, keys - 1)[:, None] + 1, shape)
+        heads = np.repeat(k, problem.heads // problem.heads_kv, axis=1)
+        longest = np.square(heads).sum(-1)[:, :, drawn].argmax(-1)[..., None]
+        chosen = np.take_along_axis(np.broadcast_to(drawn, (*q.shape[:3], 32)), longest, -1)
+        q = np.float32(max(8, 256 / problem.head_dim)) * np.take_along_axis(heads, chosen, 2)
+    elif case.inputs == "wide":
+        scale = 2.0**12 if problem.dtype == "fp16" else 2.0**18
+        v = (1 + v * np.float32(0.25)) * np.float32(scale)
+    return {"q": q, "k": k, "v": v}
+
+
+def _as_in_models(
+    q: npt.NDArray[np.float32],
+    k: npt.NDArray[np.float32],
+    v: npt.NDArray[np.float32],
+    problem: Problem,
+    rng: np.random.Generator,
+) -> tuple[npt.NDArray[np.float32], ...]:
+    """Heads of other magnitudes, blocks of keys too, and a few channels of K far from 0.
+
+    Without their scales, scores and outputs are wrong by large factors. A channel's offset is
+    the same in all keys, as in real K, so it costs K's format bits and hardly changes the softmax.
+    """
+    heads = (problem.batch, problem.heads_kv, 1, 1)
+    blocks = (*heads[:2], ceil_div(problem.seqlen_k, SCALE_BLOCK), 1)
+
+    def factors(octaves: float, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        return np.exp2(rng.uniform(-octaves, octaves, shape)).astype(np.float32)
+
+    def of_keys(octaves: float) -> npt.NDArray[np.float32]:
+        return factors(octaves, blocks).repeat(SCALE_BLOCK, axis=2)[:, :, : problem.seqlen_k]
+
+    of_k, of_v = factors(_OCTAVES_K, heads), factors(_OCTAVES_V, heads)
+    warmth = factors(0.5, heads)
+    offset = np.zeros((*heads[:3], problem.head_dim), np.float32)
+    channels = max(1, problem.head_dim // _CHANNELS_AN_OUTLIER)
+    chosen = rng.permuted(np.broadcast_to(np.arange(problem.head_dim), offset.shape), axis=-1)
+    signs = rng.choice(np.array([-_OUTLIER, _OUTLIER], np.float32), (*heads[:3], channels))
+    np.put_along_axis(offset, chosen[..., :channels], signs, axis=-1)
+    of_q = (warmth / of_k).repeat(problem.heads // problem.heads_kv, axis=1)
+    return q * of_q, (k * of_keys(0.25) + offset) * of_k, v * of_keys(1.0) * of_v

@@ -1,0 +1,75 @@
+"""What the host knows of a case: its inputs, which heads of them are negated, and some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attnsweep.build import numerics
+from attnsweep.build.numerics import Case
+from attnsweep.build.storage import stored
+from attnsweep.problem import DTYPE_BYTES
+
+# Mixes of inputs: as they were made, and with k and v negated. Other numbers negate some heads.
+PLAIN, OPPOSITE = 0, 1
+
+
+def negated_heads(mix: int, heads_kv: int) -> npt.NDArray[np.bool_]:
+    """Which of all heads of keys are negated in a mix; the same function as judge.cu's."""
+    if mix in (PLAIN, OPPOSITE):
+        return np.full(heads_kv, bool(mix))
+    x = np.uint64(mix) ^ np.arange(heads_kv, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    found: npt.NDArray[np.bool_] = (x ^ x >> np.uint64(31)) >> np.uint64(63) != 0
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What NumPy knows of a case: its inputs and, on some rows of every head, what is right."""
+
+    inputs: dict[str, numerics.Bits]
+    rows: npt.NDArray[np.int64]
+    sides: list[tuple[numerics.Float, numerics.Float]]
+    """Output and log-sum-exp of the rows, on the inputs as they were made and on their opposite."""
+    drawn: Mapping[str, npt.NDArray[np.float32]] | None = None
+    """q, k, v before they were rounded, of a timed case in FP8."""
+    exact: numerics.Float | None = None
+    """Output of the rows on them."""
+
+    @classmethod
+    def of(cls, case: Case, seed: int, *, two_sided: bool = False) -> Known:
+        """Compute it on the host. two_sided: as is timed; see Fixture."""
+        problem = case.problem
+        drawn = numerics.draw(case, seed) if two_sided and problem.scaled else None
+        inputs = stored(drawn, problem) if drawn else numerics.make_inputs(case, seed)
+        rows, sides = numerics.sampled_rows(problem, seed), []
+        for mix in (PLAIN, OPPOSITE)[: 1 + two_sided]:
+            mixed = dict(inputs)
+            if mix == OPPOSITE:
+                mixed |= {name: _negated(inputs[name], problem.dtype) for name in "kv"}
+            exact = numerics.reference(mixed, problem, rows)
+            sides.append((exact, numerics.log_sum_exp(mixed, problem, rows)))
+        if drawn is None:
+            return cls(inputs, rows, sides)
+        unrounded = replace(problem, dtype="fp32")
+        return cls(inputs, rows, sides, drawn, numerics.reference(drawn, unrounded, rows))
+
+    @property
+    def format_err(self) -> float | None:
+        """Error of a row by the format alone: exact maths on the rounded inputs, and before."""
+        return None if self.exact is None else numerics.row_error(self.sides[0][0], self.exact)
+
+
+def sign_bits(dtype: str) -> int:
+    """The sign bits of a word of four bytes."""
+    return {1: 0x80808080, 2: 0x80008000, 4: 0x80000000}[DTYPE_BYTES[dtype]]
+
+
+def _negated(bits: Any, dtype: str) -> Any:
+    return bits ^ bits.dtype.type(sign_bits(dtype) >> 8 * (4 - DTYPE_BYTES[dtype]))
