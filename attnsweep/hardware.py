@@ -150,14 +150,16 @@ class Chip(Protocol):
 def bounds(problem: Problem, arch: Arch, gpu: Chip) -> dict[str, float]:
     """Microseconds that each unit needs at least: `matrix`, `exp2` and `memory`.
 
-    matrix: both products at the dense fp16/bf16 tensor rate. An fp32 product counts as three such
-    products, or as fp32 multiply-adds at peak, whichever is faster.
+    matrix: both products at the dense fp16/bf16 tensor rate, in FP8 at twice that. An fp32 product
+    counts as three such products, or as fp32 multiply-adds at peak, whichever is faster.
 
-    exp2: one per unmasked pair. memory: q, k, v and o moved once between device memory and the SMs.
+    exp2: one per unmasked pair. memory: inputs and o moved once between device memory and the SMs.
     The result leaves out a unit whose rate the card does not report.
     """
     clocks_per_us = gpu.sm_count * gpu.clock_hz / 1e6
     flops_per_clock: float = arch.tensor_flops_per_clock
+    if problem.scaled:
+        flops_per_clock *= 2
     if problem.dtype == "fp32":
         flops_per_clock = max(2 * arch.fma_per_clock, flops_per_clock / _PARTS)
     rates = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from attnsweep.choose.evidence import ratio_interval
-from attnsweep.spec.model import OTHER_FORMATS
+from attnsweep.spec.model import in_other_format
 from attnsweep.trial import OURS, Status, Trial
 
 
@@ -95,13 +95,14 @@ class Base:
 def fastest_peer(trials: Sequence[Trial], statuses: Mapping[int, Status]) -> Base | None:
     """The base among the rows of a problem, or None. statuses: by id, as the ranking judges them.
 
-    A peer over the error limit counts, unless it computes in another format (OTHER_FORMATS). A
-    noisy peer counts with its fastest round.
+    A peer over the error limit counts, unless it computes in another format. A noisy peer counts
+    with its fastest round.
     """
     found = []
     for trial in trials:
         time, status = trial.time_us, statuses[id(trial)]
-        if trial.provider == OURS or trial.provider in OTHER_FORMATS or time is None:
+        other = trial.provider == OURS or in_other_format(trial.provider, trial.problem)
+        if other or time is None:
             continue
         known = [time.median, time.low, *time.rounds]
         sound = all(math.isfinite(us) and us > 0 for us in known)

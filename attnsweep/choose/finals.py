@@ -22,7 +22,7 @@ from attnsweep.choose.rounds import Replay, Round, Rounds, measured
 from attnsweep.gpu.energy import Stretch
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
-from attnsweep.spec.model import OTHER_FORMATS
+from attnsweep.spec.model import in_other_format
 from attnsweep.trial import OURS, Measurement, Status, Trial
 
 # At least this many of each family enter the finals, so that each family's best is measured well.
@@ -261,7 +261,8 @@ class Finals:
         return [name for name in names if name in keep]
 
     def _may_be_base(self, name: str) -> bool:
-        return self._entries[name].provider not in (OURS, *OTHER_FORMATS)
+        entry = self._entries[name]
+        return entry.provider != OURS and not in_other_format(entry.provider, entry.problem)
 
     def _again(self, wanted: dict[str, int], rounds: Rounds, replay: Replay) -> Iterator[Round]:
         """More rounds with the peers that are noisy, beside the best entries, until they are not.

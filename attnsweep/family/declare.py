@@ -102,6 +102,8 @@ def _no_workspace(config: Config, problem: Problem) -> dict[str, int]:
 BLOCK_LIMITS = "block_limits"
 # The rule of chunks.MODES.
 CHUNKS = "chunks_are_used"
+# Compute capability of the first cards whose tensor cores take FP8.
+_FIRST_WITH_FP8 = (8, 9)
 # Ctrl-C names the function that has run for so long; it is then why nothing else happened.
 _SLOW_S = 0.5
 
@@ -301,6 +303,8 @@ class Kernel:
             self.min_arch.endswith("a") and self.min_arch != arch.name
         ):
             return f"needs {self.min_arch}, not {arch.name}"
+        if problem.scaled and (major, minor) < _FIRST_WITH_FP8:
+            return f"{arch.name} has no FP8: it needs sm_89 or later"
         if problem.dtype not in self.dtypes:
             return f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}"
         if problem.head_dim not in self.head_dims:

@@ -10,11 +10,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from attnsweep.gpu.way import Way
 from attnsweep.problem import Problem
 
 LAYOUTS = ("bhsd", "bshd")
 """Order of batch, heads, sequence and head_dim in memory: ours, and the one of most models."""
 _Q, _K, _V, _O = 1, 2, 3, 4
+# In FP8: the scales of the inputs, of P and of the output; and its two largest values.
+_SCALES = {"descale_q": 5, "descale_k": 6, "descale_v": 7}
+_SCALES |= {"descale_s": 8, "scale_s": 9, "scale_o": 10}
+_AMAX = (11, 12)
+# Probabilities times this are rounded to e4m3, whose largest number is 448.
+_P_SCALE = 256.0
 
 
 def strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
@@ -34,57 +41,138 @@ def build(
     Raises what cuDNN raises if none of its engines does the problem.
     """
     kind = {"fp16": "HALF", "bf16": "BFLOAT16"}[problem.dtype]
-    io, fp32 = getattr(cudnn.data_type, kind), cudnn.data_type.FLOAT
-    handle = cudnn.create_handle()
-    cudnn.set_stream(handle=handle, stream=stream)
-    graph = cudnn.pygraph(
-        handle=handle, io_data_type=io, intermediate_data_type=fp32, compute_data_type=fp32
-    )
-
-    def tensor(name: str, uid: int) -> Any:
-        shape = tuple(problem.shape_of(name))
-        return graph.tensor(
-            name=name,
-            dim=list(shape),
-            stride=list(strides(shape, layout)),
-            data_type=io,
-            uid=uid,
-        )
-
-    alignment = cudnn.diagonal_alignment
-    last = problem.seqlen_q != problem.seqlen_k  # the last query sees the last key
-    out, _ = graph.sdpa(
-        name="sdpa",
-        q=tensor("q", _Q),
-        k=tensor("k", _K),
-        v=tensor("v", _V),
-        attn_scale=problem.scale,
-        generate_stats=False,
-        diagonal_alignment=alignment.BOTTOM_RIGHT if last else alignment.TOP_LEFT,
+    made = _Graph(torch, cudnn, problem, stream, layout, getattr(cudnn.data_type, kind))
+    out, _ = made.graph.sdpa(
+        **made.options(),
         diagonal_band_right_bound=0 if problem.causal else None,
-        compute_data_type=fp32,
     )
-    shape = tuple(problem.shape_of("o"))
-    own = strides(shape, layout)
-    out.set_uid(_O).set_output(True).set_dim(list(shape)).set_stride(list(own))
-    out.set_data_type(io)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    graph.build_plans()
-    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device="cuda")
+    made.plan(out, made.io)
+    shape, own, execute = made.shape, made.strides, made.execute
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         out = torch.empty_strided(shape, own, dtype=q.dtype, device=q.device)
-        graph.execute({_Q: q, _K: k, _V: v, _O: out}, workspace, handle=handle)
+        execute({_Q: q, _K: k, _V: v, _O: out})
         return out
 
-    weakref.finalize(forward, cudnn.destroy_handle, handle)
-    if layout == "bhsd":
-        return forward, None
+    weakref.finalize(forward, cudnn.destroy_handle, made.handle)
+    return forward, None if layout == "bhsd" else _in_layout
 
-    def convert(*inputs: Any) -> tuple[Any, ...]:
-        return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)
 
-    return forward, convert
+def build_fp8(
+    torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str, output: str
+) -> Way:
+    """A call of a problem in e4m3_tensor. output: name of the type that o is stored in.
+
+    Its inputs are q, k, v, and the six scales. o in FP8_E4M3 is stored with the scale of v. Raises
+    what cuDNN raises if none of its engines does the problem, or writes o so.
+    """
+    fp32 = cudnn.data_type.FLOAT
+    made = _Graph(torch, cudnn, problem, stream, layout, cudnn.data_type.FP8_E4M3)
+    scales = {
+        name: made.graph.tensor(
+            name=name, dim=[1, 1, 1, 1], stride=[1, 1, 1, 1], data_type=fp32, uid=uid
+        )
+        for name, uid in _SCALES.items()
+    }
+    out, _, *largest = made.graph.sdpa_fp8(
+        **made.options(), **scales, right_bound=0 if problem.causal else None
+    )
+    for tensor, uid in zip(largest, _AMAX, strict=True):
+        tensor.set_uid(uid).set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
+        tensor.set_data_type(fp32)
+    made.plan(out, getattr(cudnn.data_type, output))
+    shape, own, execute = made.shape, made.strides, made.execute
+    narrow = output == "FP8_E4M3"
+    dtype = torch.float8_e4m3fn if narrow else torch.bfloat16
+
+    def scalar(value: float) -> Any:
+        return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device="cuda")
+
+    amax = {uid: scalar(0.0) for uid in _AMAX}
+
+    def convert(q: Any, k: Any, v: Any, *given: Any) -> tuple[Any, ...]:
+        # One scale of each tensor: those of all heads are equal.
+        descales = [scale.reshape(-1)[:1].reshape(1, 1, 1, 1).contiguous() for scale in given]
+        of_out = 1.0 / descales[2] if narrow else scalar(1.0)
+        tensors = (q, k, v) if layout == "bhsd" else _in_layout(q, k, v)
+        return (*tensors, *descales, scalar(1 / _P_SCALE), scalar(_P_SCALE), of_out)
+
+    def forward(q: Any, k: Any, v: Any, *scales: Any) -> Any:
+        out = torch.empty_strided(shape, own, dtype=dtype, device=q.device)
+        named = dict(zip(_SCALES.values(), scales, strict=True))
+        execute({_Q: q, _K: k, _V: v, _O: out, **named, **amax})
+        return out
+
+    def finish(out: Any, *inputs: Any) -> Any:
+        return out.float() / inputs[-1]  # by scale_o
+
+    weakref.finalize(forward, cudnn.destroy_handle, made.handle)
+    return Way(forward, convert, finish=finish if narrow else None)
+
+
+def _in_layout(*inputs: Any) -> tuple[Any, ...]:
+    """Tensors (batch, heads, seqlen, head_dim) that lie as (batch, seqlen, heads, head_dim)."""
+    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)
+
+
+class _Graph:
+    """A graph with the inputs q, k and v, and how it is planned and executed."""
+
+    def __init__(
+        self, torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str, io: Any
+    ) -> None:
+        self._torch, self._cudnn, self._problem = torch, cudnn, problem
+        self._layout, self.io = layout, io
+        self.shape = problem.shape_of("o")
+        self.strides = strides(self.shape, layout)
+        self.handle = cudnn.create_handle()
+        cudnn.set_stream(handle=self.handle, stream=stream)
+        fp32 = cudnn.data_type.FLOAT
+        self.graph = cudnn.pygraph(
+            handle=self.handle,
+            io_data_type=io,
+            intermediate_data_type=fp32,
+            compute_data_type=fp32,
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of sdpa and of sdpa_fp8."""
+        problem, alignment = self._problem, self._cudnn.diagonal_alignment
+        last = problem.seqlen_q != problem.seqlen_k  # the last query sees the last key
+        return {
+            "name": "sdpa",
+            **{
+                name: self._tensor(name, uid) for name, uid in zip("qkv", (_Q, _K, _V), strict=True)
+            },
+            "attn_scale": problem.scale,
+            "generate_stats": False,
+            "diagonal_alignment": alignment.BOTTOM_RIGHT if last else alignment.TOP_LEFT,
+            "compute_data_type": self._cudnn.data_type.FLOAT,
+        }
+
+    def _tensor(self, name: str, uid: int) -> Any:
+        shape = self._problem.shape_of(name)
+        return self.graph.tensor(
+            name=name,
+            dim=list(shape),
+            stride=list(strides(shape, self._layout)),
+            data_type=self.io,
+            uid=uid,
+        )
+
+    def plan(self, out: Any, kind: Any) -> None:
+        """Choose a plan for the graph, whose output is `out` in this type."""
+        out.set_uid(_O).set_output(True).set_dim(list(self.shape)).set_stride(list(self.strides))
+        out.set_data_type(kind)
+        graph, modes = self.graph, self._cudnn.heur_mode
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([modes.A, modes.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+        size = max(1, graph.get_workspace_size())
+        self._workspace = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
+
+    def execute(self, buffers: dict[int, Any]) -> None:
+        """Enqueue one call on the stream. buffers: tensors by their uid."""
+        self.graph.execute(buffers, self._workspace, handle=self.handle)

@@ -19,41 +19,22 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.files import install_command
+from attnsweep.gpu import fp8_peers
 from attnsweep.gpu.ahead import Ahead
+from attnsweep.gpu.way import Builder as Builder
+from attnsweep.gpu.way import Unavailable as Unavailable
+from attnsweep.gpu.way import Way as Way
 from attnsweep.problem import DTYPE_BYTES, Problem
-from attnsweep.spec.model import OTHER_FORMATS
+from attnsweep.spec.model import OWN_BF16
 
 if TYPE_CHECKING:
     from attnsweep.gpu.device import Session
-
-Forward = Callable[..., Any]
-"""A call: attention of its inputs, as a tensor (batch, heads, seqlen, head_dim)."""
 
 # The ways to call a peer are compared in graphs of about this length, with at most this many calls.
 _SCREEN_US = 1_500.0
 _SCREEN_CALLS = 50
 # The fastest few are timed again, because the first time is of three replays only.
 _FINALISTS = 3
-
-
-class Unavailable(Exception):
-    """A baseline that cannot run this problem here; the message is the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to call a peer. convert: makes its inputs of q, k, v before any call is timed.
-
-    spare: tried only if no way before it works.
-    """
-
-    forward: Forward
-    convert: Callable[[Any, Any, Any], tuple[Any, ...]] | None = None
-    spare: bool = False
-
-
-Builder = Callable[[Any, Problem, "Session"], list[Way]]
-"""Takes the module torch; raises Unavailable, or anything else, if the peer cannot run here."""
 
 
 class Baseline:
@@ -64,12 +45,15 @@ class Baseline:
     def __init__(
         self,
         way: Way,
-        copies: Sequence[tuple[Any, Any, Any]],
+        copies: Sequence[tuple[Any, ...]],
         session: Session,
         *,
         rounds_scores: int,
+        dtype: Any = None,
     ) -> None:
+        """dtype: the problem's output's (default: q's)."""
         self._torch = _import_torch()
+        self._dtype = copies[0][0].dtype if dtype is None else dtype
         self._way, self._copies = way, copies
         self._stream = self._torch.cuda.ExternalStream(session.stream.ptr)
         self._inputs: list[tuple[Any, ...]] = [*copies]
@@ -114,10 +98,14 @@ class Baseline:
     def output(self) -> Any:
         """The output on copy 0: its storage as a NumPy array of uint16, or uint32 for fp32.
 
-        A peer whose output has another type, as FP8's has, is converted to the problem's.
+        A peer whose output has another type, as FP8's may have, is converted to the problem's.
         """
+        given = self._inputs[0]
         with self._torch.cuda.stream(self._stream):
-            out = self._way.forward(*self._inputs[0]).to(self._copies[0][0].dtype).contiguous()
+            out = self._way.forward(*given)
+            if self._way.finish is not None:
+                out = self._way.finish(out, *given)
+            out = out.to(self._dtype).contiguous()
             self._stream.synchronize()
         bits = self._torch.int32 if out.element_size() == 4 else self._torch.int16
         numbers = out.view(bits).cpu().numpy()
@@ -137,17 +125,28 @@ def _import_torch() -> Any:
 def prepare(
     name: str, problem: Problem, copies: Sequence[Mapping[str, Any]], session: Session
 ) -> Baseline:
-    """The baseline called `name`, after one run. copies: CuPy arrays q, k, v of each, as storage.
+    """The baseline called `name`, after one run. copies: CuPy arrays of each input, as storage.
 
     Raises Unavailable with the reason if anything goes wrong inside the peer.
     """
     torch = _import_torch()
     if problem.dtype == "fp32" and name not in _FP32:
         raise Unavailable(f"no {name} baseline for {problem.dtype}")
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[problem.dtype]
-    bits = "int32" if problem.dtype == "fp32" else "int16"  # types that DLPack knows on both sides
+    if (name not in _FP8) if problem.scaled else (name == OWN_BF16):
+        raise Unavailable(f"{name} is no baseline for {problem.dtype}: {_NOT_FP8[problem.scaled]}")
+    names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    own, out = (
+        getattr(torch, names.get(dtype, "float8_e4m3fn"))
+        for dtype in (problem.dtype, problem.out_dtype)
+    )
+    # Types that DLPack knows on both sides.
+    bits = {1: "uint8", 2: "int16", 4: "int32"}[DTYPE_BYTES[problem.dtype]]
     tensors = [
-        tuple(torch.from_dlpack(copy[t].view(bits)).view(dtype) for t in "qkv") for copy in copies
+        (
+            *(torch.from_dlpack(copy[t].view(bits)).view(own) for t in "qkv"),
+            *(torch.from_dlpack(copy[t]) for t in problem.inputs[3:]),
+        )
+        for copy in copies
     ]
     torch.set_float32_matmul_precision("highest")  # fp32 baselines must not use TF32
     rounds_scores = 2 if name in _STORES_SCORES else 0
@@ -165,7 +164,8 @@ def prepare(
             if way.spare and made:
                 continue
             try:
-                baseline = Baseline(way, tensors, session, rounds_scores=rounds_scores)
+                how = {"rounds_scores": rounds_scores, "dtype": out}
+                baseline = Baseline(way, tensors, session, **how)
                 baseline.enqueue()
                 session.synchronize()
                 made.append(baseline)
@@ -205,8 +205,10 @@ def _screen_us(baseline: Baseline, session: Session, *, replays: int) -> float:
         return min(session.time_us(replay) for _ in range(replays)) / calls
 
 
-# Peers that take fp32, and peers that store scores before and after scaling them.
+# Peers that take fp32, that take FP8, and that store scores before and after scaling them.
 _FP32 = ("torch_efficient", "torch_math", "unfused")
+_FP8 = ("flash_attn_3_fp8", "cudnn", OWN_BF16)
+_NOT_FP8 = {True: "it takes no FP8 inputs", False: "it stands beside FP8 alone"}
 _STORES_SCORES = ("torch_math", "unfused")
 
 # By baseline, the first words of PyTorch's `… kernel not used because:`.
@@ -337,6 +339,8 @@ def _cudnn(torch: Any, problem: Problem, session: Session) -> list[Way]:
     ours, theirs = cudnn.backend_version(), torch.backends.cudnn.version()
     if ours != theirs:
         raise Unavailable(f"its frontend loads cuDNN {ours}, but PyTorch has {theirs}")
+    if problem.scaled:
+        return fp8_peers.cudnn(torch, cudnn, problem, session.stream.ptr)
     ways, failed = [], []
     for layout in cudnn_graph.LAYOUTS:
         try:
@@ -361,8 +365,9 @@ def _flash_attention(name: str, *modules: str) -> Builder:
         if not there:
             raise Unavailable(f"{name} is not installed: {PACKAGES[name].fix}")
         able = [m for m in there if problem.dtype != "fp16" or m not in _NO_FP16]
-        if name in OTHER_FORMATS:
-            return [_in_fp8(torch, m, problem, spare=m != there[0]) for m in there]
+        if name == "flash_attn_3_fp8":
+            calls = [(_attention_of(m), m != there[0]) for m in there]
+            return [fp8_peers.flash_3(torch, call, problem, spare=spare) for call, spare in calls]
         if not able:
             raise Unavailable(f"{_NO_FP16[there[0]]} does not do fp16: {_FP16_FIX}")
         return [_in_own(module, problem, spare=module != able[0]) for module in able]
@@ -391,33 +396,6 @@ def _in_own(module: str, problem: Problem, *, spare: bool) -> Way:
     return Way(forward, spare=spare)
 
 
-def _in_fp8(torch: Any, module: str, problem: Problem, *, spare: bool) -> Way:
-    """q, k, v in e4m3 with a scale for each batch and head of k, converted before it is timed."""
-    attention = _attention_of(module)
-    names = ("q_descale", "k_descale", "v_descale")
-
-    def convert(*inputs: Any) -> tuple[Any, ...]:
-        tensors, descales = [], []
-        for x in inputs:
-            x = x.transpose(1, 2)
-            batch, _, heads, _ = x.shape
-            largest = x.abs().float().amax(dim=(1, 3)).view(batch, problem.heads_kv, -1)
-            descale = (largest.amax(dim=2) / _E4M3_MAX).clamp(min=1e-12)
-            each = descale.repeat_interleave(heads // problem.heads_kv, dim=1)
-            scaled = x.float() / each[:, None, :, None]
-            tensors.append(scaled.to(torch.float8_e4m3fn).contiguous())
-            descales.append(descale.contiguous())
-        return (*tensors, *descales)
-
-    def forward(q: Any, k: Any, v: Any, *descales: Any) -> Any:
-        scales = dict(zip(names, descales, strict=True))
-        out = attention()(q, k, v, causal=problem.causal, **scales)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return Way(forward, convert, spare)
-
-
-_E4M3_MAX = 448.0
 _FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
 _NO_FP16 = {"fa3_fwd_interface": "fa3-fwd"}
 _FP16_FIX = "pip install tokenspeed-fa3, or build FlashAttention's hopper/ directory"
@@ -434,6 +412,7 @@ WAYS: dict[str, Builder] = {
     "flash_attn_3": _flash_attention("flash_attn_3", *_FLASH_3),
     "flash_attn_3_fp8": _flash_attention("flash_attn_3_fp8", *_FLASH_3),
     "flash_attn_4": _flash_attention("flash_attn_4", "flash_attn.cute"),
+    OWN_BF16: fp8_peers.own_bf16,
 }
 
 
@@ -473,5 +452,6 @@ PACKAGES: dict[str, Package] = {
     "flash_attn_3": _FLASH_ATTN_3,
     "flash_attn_3_fp8": _FLASH_ATTN_3,
     "flash_attn_4": Package(("flash-attn-4",), "pip install flash-attn-4"),
+    OWN_BF16: _TORCH,
 }
-"""By baseline: all of `BASELINES`."""
+"""By baseline: all of `KNOWN_BASELINES`."""

@@ -20,7 +20,7 @@ from attnsweep.choose.columns import bounds_of
 from attnsweep.errors import errors_of
 from attnsweep.problem import Problem
 from attnsweep.show.terminal import GLUE
-from attnsweep.spec.model import OTHER_FORMATS
+from attnsweep.spec.model import in_other_format
 from attnsweep.trial import OURS, Environment, Status
 
 Row = dict[str, Any]
@@ -240,7 +240,7 @@ def faster_peer(section: Section) -> str | None:
     won, best = section.winner, section.best_baseline
     if won is not None and won["ranked_as"] == "energy":
         before = [r for r in section.rows if r["rank"] and r["rank"] < won["rank"]]
-        before = [r for r in before if r["baseline"] and r["provider"] not in OTHER_FORMATS]
+        before = [r for r in before if r["baseline"] and not foreign(section, r)]
         least = min(before, key=lambda r: float(r["energy_uj"]), default=None)
         if least is None:
             return None
@@ -451,10 +451,15 @@ def peer_lines(section: Section) -> list[str]:
     for row in section.rows:
         if row["over_limit"] and row["status"] in (Status.OK, Status.NOISY):
             said = f"{who(row)}: error {row['rel_err']:.1e}, over the limit {row['limit']:.1e}"
-            if row["provider"] in OTHER_FORMATS:
+            if foreign(section, row):
                 said += f"; it does not compute in {section.problem.dtype}, so it is no base"
             lines.append(said)
     return lines
+
+
+def foreign(section: Section, row: Row) -> bool:
+    """Whether a peer computes in another format than the problem's."""
+    return in_other_format(row["provider"], section.problem)
 
 
 def absent_baselines(section: Section) -> list[str]:

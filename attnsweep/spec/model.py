@@ -20,6 +20,7 @@ from pydantic import (
 
 from attnsweep.errors import SpecError
 from attnsweep.hardware import ARCHS, arch_named
+from attnsweep.problem import Problem
 from attnsweep.spec.yaml_file import Many, nearest, wrong
 
 BaselineName = Literal[
@@ -34,10 +35,21 @@ BaselineName = Literal[
     "flash_attn_3",
     "flash_attn_3_fp8",
     "flash_attn_4",
+    "attnsweep_bf16",
 ]
-BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
-OTHER_FORMATS = frozenset({"flash_attn_3_fp8"})
-"""Peers that compute in another format than the problem's: they are timed, but are never × base."""
+KNOWN_BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
+OWN_BF16: BaselineName = "attnsweep_bf16"
+"""The winner of the recorded runs in bf16, on what FP8 inputs stand for. It must be asked for."""
+BASELINES = tuple(name for name in KNOWN_BASELINES if name != OWN_BF16)
+"""All peers of other makers: the default."""
+
+
+def in_other_format(provider: str, problem: Problem) -> bool:
+    """Whether a peer computes in another format than the problem's: it is timed, but never × base.
+
+    flash_attn_3_fp8 does so of a problem that is not in FP8, whose inputs it converts.
+    """
+    return provider == OWN_BF16 or (provider == "flash_attn_3_fp8" and not problem.scaled)
 
 
 def _parameter_value(value: object) -> object:

@@ -24,6 +24,7 @@ from attnsweep.spec.load import (
     check_against,
     load_spec,
 )
+from attnsweep.spec.model import KNOWN_BASELINES
 from attnsweep.spec.plan import plan
 from attnsweep.spec.schema import json_schema, schema_text
 from attnsweep.spec.shipped import shipped_specs
@@ -231,7 +232,7 @@ def specs(draw):
     optional = {
         "name": st.text("abz09_-", min_size=1),
         "arch": st.sampled_from([*ARCHS, "sm_90"]),
-        "baselines": st.just("all") | st.lists(st.sampled_from(BASELINES)),
+        "baselines": st.just("all") | st.lists(st.sampled_from(KNOWN_BASELINES)),
         "search": random | st.fixed_dictionaries({"seed": st.integers(0)}),
         "measure": st.fixed_dictionaries(
             {"timeout_s": st.floats(1e-3, 1e30) | st.integers(1, 10**6)},
@@ -522,7 +523,7 @@ class TestErrors:
             (
                 "baselines: [unfused, torch_flsh]",
                 "22: baselines[1] cannot be torch_flsh\n"
-                f"  did you mean 'torch_flash'? there are: {', '.join(BASELINES)}",
+                f"  did you mean 'torch_flash'? there are: {', '.join(KNOWN_BASELINES)}",
             ),
             (
                 "baselines: none",

@@ -28,7 +28,10 @@ def problems(draw):
     causal = draw(st.booleans()) and q <= k
     heads = kv * draw(st.integers(1, 64))
     dtype = draw(st.sampled_from([*DTYPE_BYTES]))
-    return Problem(draw(sizes), heads, kv, q, k, draw(sizes), dtype, causal)
+    head_dim = draw(sizes)
+    if dtype.startswith("e4m3"):
+        head_dim = max(16, head_dim // 16 * 16)
+    return Problem(draw(sizes), heads, kv, q, k, head_dim, dtype, causal)
 
 
 def named(problem):
