@@ -185,18 +185,21 @@ struct Producer {
             TileOfQueries work = schedule.of(turn);
             if (PERSISTENT && work.row < 0) break;
             const int head_kv = call.key_head(work.head);
+            bool begun = false;
+            // Of the tile to load; beyond the last, it is below 0.
 #pragma unroll 1
-            for (int j = -1; j < work.tiles; ++j) {
-                const int key = schedule.key(j + 1, work.all);
-                const bool load_next = loads && j + 1 < work.tiles;
+            for (int key = schedule.key(0, work.all);; key -= BLOCK_N) {
+                const bool load_next = loads && key >= 0;
                 if (load_next) {
-                    load_k(key, head_kv, j >= 0);
-                    if (j < 0) load_q(work.row, work.head);
-                    if (V_STAGES > 1) load_v(key, head_kv, j >= 0);
+                    load_k(key, head_kv, begun);
+                    if (!begun) load_q(work.row, work.head);
+                    if (V_STAGES > 1) load_v(key, head_kv, begun);
                 }
                 __syncwarp();
-                if (j >= 0) transpose();
+                if (begun) transpose();
                 if (V_STAGES == 1 && load_next) load_v(key, head_kv, false);
+                if (key < 0) break;
+                begun = true;
             }
             if (!PERSISTENT) break;
         }
