@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnsweep.build.observer import Observer
+from attnsweep.choose.frontier import held_to
 from attnsweep.choose.search import Search, search_of
 from attnsweep.errors import SpaceError
 from attnsweep.family.chunks import row_of_today
@@ -63,6 +64,7 @@ def replay(
                 row = trial.with_(detail=f"not in {_shown(recording.directory)}")
             else:
                 row = found.with_(recorded=True, recorded_on=where)
+                row = held_to(row, spec.measure.max_error)
             store.append(row)
             observer.tried(row)
             return row

@@ -18,6 +18,7 @@ from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.build.twins import Twins
 from attnsweep.choose.finals import Finals
+from attnsweep.choose.frontier import held_to
 from attnsweep.choose.queue import Queue
 from attnsweep.choose.race import Pair, race, race_entry
 from attnsweep.choose.ranking import rank, winners
@@ -259,7 +260,7 @@ class Sweep:
         except WorkerError as error:
             return row.with_(status=error.status, detail=error.detail, accuracy=error.payload)
         once = Measurement(median=first.time_us, low=first.time_us, high=first.time_us, samples=1)
-        return row.with_(
+        row = row.with_(
             accuracy=accuracy,
             time_us=once,
             first_us=first.time_us,
@@ -267,6 +268,7 @@ class Sweep:
             stages_us=first.stages_us,
             launch_us=first.launch_us,
         )
+        return held_to(row, self._spec.measure.max_error)
 
     # -- what an earlier run left ---------------------------------------------------------------
 

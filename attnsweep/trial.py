@@ -36,6 +36,7 @@ class Status(StrEnum):
     NOISY = "noisy"
     DAMAGED = "damaged"  # never written: the ranking's name for a row that cannot be as it says
     NO_RECORD = "no_record"  # device: replay, and the recording does not hold this config
+    INACCURATE = "inaccurate"  # right, but its error exceeds the spec's measure.max_error
     SKIPPED = "skipped"  # a baseline that cannot run here; detail says why
 
 
@@ -88,6 +89,10 @@ class Accuracy(_Row):
     """Each measure of the error in that case, as a share of its limit: see numerics.Measures."""
     seed: int | None = None
     """Seed of the inputs and of the rows that proved the reference."""
+    timed_err: float | None = None
+    """Largest error of a row of the timed problem; None of older rows."""
+    max_error: float | None = None
+    """The spec's measure.max_error, with which the row was measured."""
     format_err: float | None = None
     """In FP8, the error of exact maths on the rounded inputs against those before rounding.
 
@@ -97,6 +102,11 @@ class Accuracy(_Row):
     """In FP8, the output's largest error of a row against the inputs before rounding."""
     calls: int | None = None
     """Calls whose whole outputs were compared with the checked one, one by one."""
+
+    @property
+    def error(self) -> float | None:
+        """What measure.max_error bounds: the error on the timed problem, else rel_err."""
+        return self.rel_err if self.timed_err is None else self.timed_err
 
 
 class Resources(_Row):

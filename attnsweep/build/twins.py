@@ -25,7 +25,7 @@ class Twins:
 
     def add(self, build: Build, trial: Trial) -> None:
         """Remember a candidate that ran, if it is the first of its twins."""
-        if trial.status in (Status.OK, Status.NOISY):
+        if trial.status in (Status.OK, Status.NOISY, Status.INACCURATE):
             self._measured.setdefault(build.machine_code(), (build, trial))
 
     def of(self, build: Build) -> tuple[Build, Trial] | None:

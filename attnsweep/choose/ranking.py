@@ -23,6 +23,7 @@ from attnsweep.choose.base import (
 )
 from attnsweep.choose.columns import COLUMNS, Row, facts
 from attnsweep.choose.evidence import ratio_interval
+from attnsweep.choose.frontier import too_inaccurate
 from attnsweep.problem import Problem
 from attnsweep.trial import OURS, Environment, Measurement, Status, Trial
 
@@ -36,6 +37,7 @@ EQUIVALENT = 1.004
 _AFTER = [
     Status.DAMAGED,
     Status.NOISY,
+    Status.INACCURATE,
     Status.WRONG,
     Status.LAUNCH_ERROR,
     Status.TIMEOUT,
@@ -55,8 +57,9 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     reaches below 1.004. A row without the rounds of the others ties with none. It leads only if it
     is more than 10 % faster than the best row with rounds and has the same kind of time (warm, cold
     or eager). If baselines lead, the same holds for the first candidates after them; below that,
-    rank is the order of medians and claims no difference. No rank precedes one whose time is less
-    than 1/1.1 of its own.
+    rank is the order of medians and claims no difference. A candidate that was measured under a
+    spec's max_error, and errs by more, is not ranked: its status is inaccurate. No rank precedes
+    one whose time is less than 1/1.1 of its own.
 
     winner: take the candidates that share the best rank of any candidate. Those whose median paired
     ratio to the fastest of them is at most 1.004 are equally good. The winner is the equally good
@@ -109,6 +112,9 @@ def judged(trial: Trial) -> tuple[Status, str | None]:
                 Status.WRONG,
                 f"says ok, but its error {error:.2e} exceeds {accuracy.limit:.2e}",
             )
+    inaccurate = too_inaccurate(trial)
+    if inaccurate is not None:
+        return Status.INACCURATE, inaccurate
     if time is None:
         return Status.DAMAGED, "says ok, but has no time"
     times = {f"time_us.{name}": getattr(time, name) for name in ("median", "low", "high")}

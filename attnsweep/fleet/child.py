@@ -165,7 +165,7 @@ class Telling(Observer):
         """A row is there: that of the last `row` message, or a kept one."""
         row = {"row": json.loads(row_bytes(trial))} if kept else {}
         self._pipe.tell("tried", kept=kept, **row)
-        if trial.status in (Status.OK, Status.NOISY, Status.WRONG):
+        if trial.status in (Status.OK, Status.NOISY, Status.INACCURATE, Status.WRONG):
             self._suspect = False
         elif trial.status in (Status.LAUNCH_ERROR, Status.TIMEOUT):
             self._failures += 1

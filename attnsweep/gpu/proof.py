@@ -207,14 +207,16 @@ class Proof:
         worst = max(accuracies, key=lambda each: max(each.shares.values()))
         how = (candidate.deterministic, candidate.rounds_scores)
         proven = Proven(call, *how, digests[0], kept, digests[1])
-        return self._named(worst, of_format), proven
+        return self._named(worst, found[-2], of_format), proven
 
-    def _named(self, accuracy: Accuracy, of_format: Mapping[str, float]) -> Accuracy:
-        """The accuracy with the seed, and in FP8 with what the format costs.
+    def _named(
+        self, accuracy: Accuracy, timed: Mapping[str, float], of_format: Mapping[str, float]
+    ) -> Accuracy:
+        """The accuracy with the seed and the timed error, and in FP8 with what the format costs.
 
-        of_format: the findings of Fixture.compare_format.
+        timed: the findings on the timed problem. of_format: those of Fixture.compare_format.
         """
-        facts: dict[str, Any] = {"seed": self._seed}
+        facts: dict[str, Any] = {"seed": self._seed, "timed_err": timed["row"]}
         if self.timed.format_err is not None:
             facts |= {"format_err": self.timed.format_err, "total_err": of_format["row"]}
         return accuracy.model_copy(update=facts)
@@ -233,7 +235,7 @@ class Proof:
             self.timed.compare_format(1)
             found, of_format = self._judge.found(2)
         accuracy = self.timed.accuracy(Found(found, {}), rounds_scores, peer=True)
-        return self._named(accuracy, of_format)
+        return self._named(accuracy, found, of_format)
 
     # -- many calls -------------------------------------------------------------------------
 

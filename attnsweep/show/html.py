@@ -25,6 +25,7 @@ from attnsweep.choose.ranking import rank
 from attnsweep.errors import StoreError, ToolchainError
 from attnsweep.files import install_command, write_file
 from attnsweep.show import gains
+from attnsweep.show.frontier import frontier_lines
 from attnsweep.show.html_data import data_of, own_settings, reason_of
 from attnsweep.show.plots import PlotLibrary
 from attnsweep.show.sentences import (
@@ -211,6 +212,7 @@ def _problem(
     notes = [
         *winner_lines(section)[1 if won else 0 :],
         tie_line(section, shown),
+        *frontier_lines(section),
         rest_line(section, shown, "the list below has all of them"),
         *searched_lines(section),
         *peer_lines(section),

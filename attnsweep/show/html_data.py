@@ -12,6 +12,7 @@ from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.effects import axes_of, effects
 from attnsweep.problem import Problem
 from attnsweep.show.curve import best_so_far
+from attnsweep.show.frontier import frontier_points
 from attnsweep.show.sentences import Row, Section, first_line, who
 from attnsweep.trial import Trial
 
@@ -101,6 +102,7 @@ def _drawn(section: Section, variants: Mapping[str, Any]) -> dict[str, Any]:
         "binds": binds,
         "peers": [_peer(row) for row in ranked if row["baseline"] or id(row) in bests],
         "effects": _effects(section, variants),
+        "frontier": frontier_points(section),
         "staged": [
             {
                 "who": who(row),

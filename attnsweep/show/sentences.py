@@ -259,6 +259,8 @@ def winner_lines(section: Section) -> list[str]:
     if row is None:
         if any(other["rank"] and other["provider"] == OURS for other in section.rows):
             return ["no winner: all candidates were noisy in the rounds; run it again to time them"]
+        if any(other["status"] == Status.INACCURATE for other in section.rows):
+            return ["no candidate is as accurate as max_error asks"]
         return ["no candidate is ok: see why below"]
     figures = [
         f"{figure(row[name], digits)}{GLUE}{unit}"

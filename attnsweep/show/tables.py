@@ -18,6 +18,7 @@ from rich.text import Text
 from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.ranking import rank
 from attnsweep.show import cards, gains
+from attnsweep.show.frontier import frontier_lines, frontier_points
 from attnsweep.show.sentences import (
     Row,
     Section,
@@ -168,6 +169,7 @@ def to_json(run: Run) -> dict[str, Any]:
                 "winner": _json_row(section.winner) if section.winner else None,
                 "ranking": [_json_row(row) for row in section.rows],
                 "counts": dict(Counter(row["status"] for row in section.rows)),
+                **({"frontier": points} if (points := frontier_points(section)) else {}),
             }
             for section in sections
         ],
@@ -375,6 +377,8 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
     say(tie_line(section, shown))
     for line in legend:
         say(line, "dim")
+    for line in frontier_lines(section):
+        say(line)
     say(rest_line(section, shown, more))
     for line in searched_lines(section):
         say(line)
@@ -426,6 +430,7 @@ def to_markdown(
             *winner_lines(section),
             tie_line(section, shown),
             *legend,
+            *frontier_lines(section),
             rest_line(section, shown, "all of them: ranking.csv"),
             *searched_lines(section),
             *failures(section),

@@ -175,6 +175,11 @@ class MeasureSpec(BaseModel):
         description="Also measure the energy of a call of each finalist and baseline, by NVML's "
         "counter: about 2 s each (default: true if rank_by is energy).",
     )
+    max_error: Annotated[float, Field(strict=True, gt=0)] | None = Field(
+        default=None,
+        description="Rank only candidates whose error on the timed problem is at most this; the "
+        "others are shown by time and error (default: all that are right).",
+    )
     input_seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] | None = Field(
         default=None, description="Seed of q, k and v (default: another in each run; rows keep it)."
     )

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from fp8_rows import fp8_run
 from samples import baseline, candidate, failed, full_run
 
 from attnsweep import cli
@@ -365,6 +366,18 @@ def test_the_recorded_run_is_drawn_in_both_schemes(tmp_path, dark):
         assert kernel in drawn["peers"]
         assert kernel in drawn["roofline"]
     assert all(bound in drawn["roofline"] for bound in ("matrix", "exp2", "memory"))
+
+
+@browser
+def test_candidates_that_differ_in_accuracy_are_drawn_by_time_and_error(tmp_path):
+    document, said, asked = opened(fp8_run(0.03), tmp_path)
+    assert (said, asked) == ([], [])
+    assert DRAWN in document
+    svg = plots(document, 0)["frontier"]
+    assert "Time against error, (1,16,4096,128) e4m3 causal" in svg
+    assert len(re.findall('aria-roledescription="point"', svg)) == 5
+    assert "NaN" not in svg
+    assert all(kind in svg for kind in ("inaccurate", "baseline", "flash_attn_3_fp8"))
 
 
 @browser

@@ -295,7 +295,7 @@ class TestRoundTrip:
             + "search: {strategy: exhaustive, candidates: null, budget_s: null, seed: 0, "
             "skip_by_bound: true}\n"
             "measure: {rank_by: warm, rounds: 15, finalists: 12, replay_us: 1000, cold: true, "
-            "eager: true, energy: false, input_seed: null, timeout_s: 30.0}\n"
+            "eager: true, energy: false, max_error: null, input_seed: null, timeout_s: 30.0}\n"
             "limits: {workspace_bytes: null, spill_bytes: null}\n"
             "check: {slower: 0.02, budget_s: 60.0}\n"
         )
@@ -552,7 +552,7 @@ class TestErrors:
             (
                 "measure: {round: 3}",
                 "11: unknown key 'round'\n  did you mean 'rounds'? there are: rank_by, rounds, "
-                "finalists, replay_us, cold, eager, energy, input_seed, timeout_s",
+                "finalists, replay_us, cold, eager, energy, max_error, input_seed, timeout_s",
             ),
             ("measure: {timeout_s: 0}", "22: timeout_s must be more than 0, not 0"),
             ("measure: {timeout_s: true}", "22: timeout_s must be a number, not true"),

@@ -136,6 +136,28 @@ function effects(box, problem) {
   }, `Effect of each parameter of ${problem.effects.kernel}, ${problem.label}`);
 }
 
+function frontier(box, problem) {
+  if (problem.frontier.length < 2) { box.closest("figure").remove(); return null; }
+  const points = problem.frontier;
+  const limits = (values) => [Math.min(...values) / 1.1, Math.max(...values) * 1.1];
+  const axis = (name, title, format) => {
+    const [low, high] = limits(points.map((point) => point[name]));
+    return { field: name, type: "quantitative", title, scale: { type: "log", domain: [low, high], nice: false }, axis: { tickCount: 6, labelExpr: format } };
+  };
+  const [x, y] = [axis("us", "µs", PLAIN), axis("error", "error", "format(datum.value, '.2~e')")];
+  const tooltip = [{ field: "who", title: "kernel" }, { field: "us", title: "µs", format: ".4~g" }, { field: "error", format: ".3~e" }, { field: "config" }];
+  const kind = (range) => ({ field: "kind", type: "nominal", title: null, legend: { orient: "top" }, scale: { domain: ["kernel", "inaccurate", "baseline"], range } });
+  const [shade, shape] = [kind(["accent", "s0", "baseline"].map(color)), kind(["circle", "cross", "diamond"])];
+  return draw(box, {
+    height: 260,
+    layer: [
+      { data: { values: points.filter((point) => point.on) }, mark: { type: "line", interpolate: "step-after", strokeWidth: 1.4, color: color("accent"), tooltip: null }, encoding: { x, y } },
+      { data: { values: points }, mark: { type: "point", filled: true, size: 45, opacity: 0.8 }, encoding: { x, y, color: shade, shape, tooltip } },
+      { data: { values: points.filter((point) => point.kind === "baseline") }, mark: { type: "text", dy: -9, color: color("soft"), tooltip: null }, encoding: { x, y, text: { field: "who" } } },
+    ],
+  }, `Time against error, ${problem.label}`);
+}
+
 function search(box, problem) {
   if (problem.search.length < 2) { box.closest("figure").remove(); return null; }
   const kernels = [...new Set(problem.search.map((point) => point.kernel))];
@@ -494,7 +516,7 @@ async function show(index) {
   });
   const details = article.querySelector("details.every");
   details.addEventListener("toggle", () => details.open && !details.dataset.filled && (details.dataset.filled = "yes") && every(details, index));
-  await Promise.all([peers(box(parts.peers), problem), stages(box(parts.stages), problem), effects(box(parts.effects), problem), search(box(parts.search), problem), explore()]);
+  await Promise.all([peers(box(parts.peers), problem), stages(box(parts.stages), problem), effects(box(parts.effects), problem), frontier(box(parts.frontier), problem), search(box(parts.search), problem), explore()]);
 }
 
 function asked() {
