@@ -207,7 +207,8 @@ def fwd(c, p, arch):
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
     tiles_m = ceil_div(p.seqlen_q, block_m(c))
     turns = c.PERSISTENT * c.BLOCKS_PER_SM
-    together = hopper.heads_sharing_l2(p, block_m(c), c.BLOCK_N, turns, L2_BYTES)
+    # Twice as many as that function counts, which is of numbers of two bytes.
+    together = hopper.heads_sharing_l2(p, block_m(c), c.BLOCK_N, turns, 2 * L2_BYTES)
     grid = (tiles_m, heads, 1)
     if c.PERSISTENT:
         grid = (min(turns, tiles_m * heads), 1, 1)
