@@ -96,7 +96,7 @@ class Accuracy(_Row):
     format_err: float | None = None
     """In FP8, the error of exact maths on the rounded inputs against those before rounding.
 
-    It is what the format costs, of some rows of the timed problem; rel_err is what the kernel adds.
+    It is what the format costs, on the timed problem; timed_err is what the kernel adds.
     """
     total_err: float | None = None
     """In FP8, the output's largest error of a row against the inputs before rounding."""

@@ -115,13 +115,19 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         k[:] = k[:, :, :1]
     elif case.inputs in ("far_below", "far_above", "tiny_ends"):
         # Every product is near ±each², so scores are near ±_FAR, and spread by about one.
-        each = np.float32(np.sqrt(_FAR / np.sqrt(problem.head_dim)))
+        # In FP8 few channels have it: shifting every value would leave no bits for others.
+        few = problem.head_dim // 16 if problem.scaled else 0
+        size = _FAR * np.sqrt(problem.head_dim) / (few or problem.head_dim)
+        each = np.float32(np.sqrt(size))
         sign = 1 if case.inputs == "far_above" else -1
         shift = np.full((problem.seqlen_k, 1), sign * each, np.float32)
         if case.inputs == "tiny_ends":
             end = min(256, 2 * problem.seqlen_k // 5)
             shift[end : problem.seqlen_k - end] = 0
-        q, k = q * np.float32(0.5 / each) + each, k * np.float32(0.5) + shift
+        if few:
+            q[..., :few], k[..., :few] = each, shift
+        else:
+            q, k = q * np.float32(0.5 / each) + each, k * np.float32(0.5) + shift
     elif case.inputs == "one_hot":
         # The longest of some keys: beside a short one others matter, and what rounding their scores
         # costs is then as rare as it is large. A causal row sees no key after the last.

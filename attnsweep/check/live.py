@@ -25,6 +25,7 @@ from attnsweep.check.verdicts import (
     differences,
     other_card,
 )
+from attnsweep.choose.frontier import held_to
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.start import arch_of, input_seed
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError
@@ -37,7 +38,7 @@ from attnsweep.show.sentences import Row, by_problem
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.code import read_code, same_code
 from attnsweep.store.run import Run
-from attnsweep.trial import Environment, Status, Trial
+from attnsweep.trial import Accuracy, Environment, Status, Trial
 
 PROVES = (
     "Old and new code took turns in each of two to eight processes on one GPU, so drift affected "
@@ -296,10 +297,13 @@ class Gate:
                 raise Ended(Verdict.WRONG, said(trial.status, trial.detail))
             candidate = pair.build.candidate()
             self._open(pair.problem)
-            self._prove(candidate)
+            accuracy = self._prove(candidate)
             if same_code(pair.old, candidate.timed):
                 why = "same machine code and launches: right, not timed"
                 return Finding(label, Verdict.PASS, why, _row(pair.row), _row(pair.row), slower=own)
+            row = held_to(trial.with_(accuracy=accuracy), self._spec.measure.max_error)
+            if row.status is Status.INACCURATE:
+                raise Ended(Verdict.WRONG, said(row.status, row.detail))
             found = self._compare(pair, candidate)
             return _finding(pair, trial, found, own)
         except Ended as ended:
@@ -313,10 +317,11 @@ class Gate:
             what = f"cannot open the problem: {error.detail}"
             raise Ended(Verdict.INCONCLUSIVE, what) from error
 
-    def _prove(self, candidate: Candidate) -> None:
-        """Check the new code on every case. Raises Ended if it is wrong."""
+    def _prove(self, candidate: Candidate) -> Accuracy:
+        """The accuracy of the new code, checked on every case. Raises Ended if it is wrong."""
         try:
-            self._gpu.trial(candidate)
+            accuracy, _ = self._gpu.trial(candidate)
+            return accuracy
         except WorkerError as error:
             raise Ended(Verdict.WRONG, said(error.status, error.detail)) from error
 

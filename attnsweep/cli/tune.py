@@ -55,7 +55,8 @@ def tune(
     ],
     causal: Annotated[bool, typer.Option("--causal", help="Mask shapes that do not say.")] = False,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="fp16, bf16 or fp32, of shapes that do not say.")
+        str,
+        typer.Option("--dtype", help="fp16, bf16, fp32 or e4m3, of shapes that do not say."),
     ] = "fp16",
     kernel: Annotated[
         list[str] | None,

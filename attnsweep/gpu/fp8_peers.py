@@ -6,6 +6,7 @@ The first two take the same bytes and scales as our kernels. Only `peers` import
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.gpu import cudnn_graph
@@ -57,22 +58,24 @@ def flash_3(torch: Any, attention: Callable[[], Any], problem: Problem, *, spare
 def cudnn(torch: Any, module: Any, problem: Problem, stream: int) -> list[Way]:
     """cuDNN in FP8 through its own API, in either layout, with its output in bf16 if it has that.
 
-    Otherwise the output is e4m3 with the scale of v, which no output exceeds. Raises Unavailable,
-    or what cuDNN raises if none of its engines does the problem.
+    Otherwise, also if such a call fails, the output is e4m3 with the scale of v, which no output
+    exceeds. Raises Unavailable, or what cuDNN raises if none of its engines does the problem.
     """
     if problem.dtype != "e4m3_tensor":
         raise Unavailable("cuDNN has one scale of each tensor: dtype e4m3_tensor")
+    ways: list[Way] = []
     failed: list[Exception] = []
     for kind in ("BFLOAT16", "FP8_E4M3"):
-        ways = []
+        spare = bool(ways)
         for layout in cudnn_graph.LAYOUTS:
             try:
-                ways.append(cudnn_graph.build_fp8(torch, module, problem, stream, layout, kind))
+                way = cudnn_graph.build_fp8(torch, module, problem, stream, layout, kind)
+                ways.append(replace(way, spare=spare))
             except Exception as error:  # cuDNN says here that no engine does this problem
                 failed.append(error)
-        if ways:
-            return ways
-    raise failed[-1]
+    if not ways:
+        raise failed[-1]
+    return ways
 
 
 def own_bf16(torch: Any, problem: Problem, session: Session) -> list[Way]:

@@ -60,11 +60,6 @@ class Known:
         unrounded = replace(problem, dtype="fp32")
         return cls(inputs, rows, sides, drawn, numerics.reference(drawn, unrounded, rows))
 
-    @property
-    def format_err(self) -> float | None:
-        """Error of a row by the format alone: exact maths on the rounded inputs, and before."""
-        return None if self.exact is None else numerics.row_error(self.sides[0][0], self.exact)
-
 
 def sign_bits(dtype: str) -> int:
     """The sign bits of a word of four bytes."""

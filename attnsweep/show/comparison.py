@@ -19,6 +19,7 @@ _TITLES = {
     "flash_attn_3": "FlashAttention-3",
     "flash_attn_3_fp8": "FlashAttention-3 in FP8",
     "flash_attn_4": "FlashAttention-4",
+    "attnsweep_bf16": "attnsweep's own attention in bf16",
 }
 """The name that a reader has for each peer."""
 

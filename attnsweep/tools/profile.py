@@ -333,7 +333,7 @@ def _launch(path: Path) -> None:
         buffers = {name: Buffer(bits.nbytes) for name, bits in inputs.items()}
         for name, bits in inputs.items():
             buffers[name].upload(bits)
-        buffers["o"] = Buffer(inputs["q"].nbytes)
+        buffers["o"] = Buffer(plan.problem.bytes_of("o"))
         buffers |= {name: Buffer(nbytes) for name, nbytes in plan.workspaces.items()}
         call = Pipeline(session, plan, [buffers])
         call.enqueue()

@@ -42,6 +42,13 @@ struct E4m3 {
         return bits & 0x80 ? -magnitude : magnitude;
     }
 };
+struct Fp64 {
+    using Bits = unsigned long long;
+    static constexpr double HALF_ULP = 0.;
+    static __device__ double value(Bits bits) {
+        return __hiloint2double(static_cast<int>(bits >> 32), static_cast<int>(bits));
+    }
+};
 
 // ---- the scales of a head's rows ----
 struct Unscaled {
@@ -332,6 +339,13 @@ extern "C" __global__ void __launch_bounds__(256)
     judge(const void* o, const double* plain, const double* opposite, const unsigned long long* mix,
           const double* tilted, Found* found, int group, int seqlen_q, int head_dim, double floor) {
     compare<Out>(o, plain, opposite, mix, tilted, found, group, seqlen_q, head_dim, floor);
+}
+// Of an output in float64: what exact maths on other inputs gives.
+extern "C" __global__ void __launch_bounds__(256)
+    judge_exact(const void* o, const double* plain, const double* opposite,
+                const unsigned long long* mix, const double* tilted, Found* found, int group,
+                int seqlen_q, int head_dim, double floor) {
+    compare<Fp64>(o, plain, opposite, mix, tilted, found, group, seqlen_q, head_dim, floor);
 }
 
 // Many tiles' findings as one; one block of at most 256 threads.

@@ -41,7 +41,7 @@ def test_a_header_bears_the_names_of_parameters(compiler, header, tmp_path):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-@pytest.mark.parametrize("dtype", ["FP16", "BF16", "FP32"])
+@pytest.mark.parametrize("dtype", ["FP16", "BF16", "FP32", "E4M3"])
 def test_the_judge_compiles_without_spills(dtype, arch, tmp_path):
     compiler = Compiler(ARCHS[arch], tmp_path / "cubins")
     try:

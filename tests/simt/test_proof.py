@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -461,6 +462,11 @@ def test_what_the_format_costs_is_shown_beside_what_the_kernel_adds(in_fp8):
         out = numerics.reference(inputs_in(problem, buffers), problem, rows)
         buffers["o"].upload(numerics.to_bits(out.astype(np.float32), "bf16"))
 
+    problem, rows = in_fp8.problem, np.arange(in_fp8.problem.seqlen_q)
+    drawn = numerics.draw(Case(problem), 3)
+    before = numerics.reference(drawn, replace(problem, dtype="fp32"), rows)
+    rounded = numerics.reference(numerics.make_inputs(Case(problem), 3), problem, rows)
+    assert accuracy.format_err == pytest.approx(numerics.row_error(rounded, before), rel=0.05)
     better, _ = in_fp8.prove(exact)
     assert better.rel_err <= 2.0**-8
     assert better.format_err == accuracy.format_err
@@ -491,6 +497,21 @@ def test_a_call_that_takes_another_heads_scale_is_refused(name, device, monkeypa
 
     with pytest.raises(WrongResult, match="over the limit"):
         Bench(device, FP8[0]).prove(write)
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_a_call_that_takes_another_blocks_scale_is_refused(name, head_dim, device, monkeypatch):
+    monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
+
+    def write(problem, buffers, number=0):
+        inputs = inputs_in(problem, buffers)
+        inputs[name] = np.roll(inputs[name], 1, axis=2)
+        out = numerics.reference(inputs, problem, np.arange(problem.seqlen_q))
+        buffers["o"].upload(numerics.to_bits(out.astype(np.float32), "bf16"))
+
+    with pytest.raises(WrongResult, match="over the limit"):
+        Bench(device, Problem(1, 2, 2, 65, 300, head_dim, "e4m3_block")).prove(write)
 
 
 def test_a_call_that_writes_to_a_scale_is_refused(in_fp8):

@@ -243,6 +243,15 @@ def test_code_that_breaks_what_the_spec_requires_is_wrong(check, changed, tmp_pa
     assert f"the spec requires < {REGISTERS}" in data["problems"][0]["why"]
 
 
+def test_new_code_that_errs_by_more_than_the_spec_allows_is_wrong(check, changed, tmp_path):
+    """FakeGpu says an error of 1e-4."""
+    (tmp_path / "exact.yaml").write_text(SPEC + "measure: {max_error: 0.00005}\n")
+    code, data, _ = check(spec="exact.yaml")
+    assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
+    why = data["problems"][0]["why"]
+    assert why == "inaccurate: error 1.00e-04 exceeds measure: max_error 5.00e-05"
+
+
 # -- baselines that cannot be compared with ---------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,6 +131,29 @@ def test_chunks_compute_the_whole(problem, config, limit):
             own.reshape(-1), flat[begin : begin + own.size], rtol=1e-9, atol=1e-12
         )
     assert from_bits(inputs["q"], problem.dtype).shape == problem.shape_of("q")
+
+
+@given(problems(longest=600, most_heads_kv=2), configs, st.sampled_from(["e4m3", "e4m3_block"]))
+def test_chunks_in_fp8_have_their_own_scales(problem, config, dtype):
+    problem = replace(problem, head_dim=16, dtype=dtype)
+    schedule = schedule_of(FAMILY, used(problem, config), problem)
+    inputs = make_inputs(Case(problem), 0)
+    whole = reference(inputs, problem, np.arange(problem.seqlen_q)).reshape(-1)
+    group = problem.heads // problem.heads_kv
+    for piece in schedule.pieces:
+        chunk, own = piece.problem, {}
+        for name in problem.inputs:
+            flat = inputs[name].reshape(-1)
+            begin, beyond = divmod(piece.offsets.get(name, 0), flat.itemsize)
+            assert beyond == 0
+            # Heads of a whole call's blocks lie as far apart as the whole call's keys say; a chunk
+            # that leaves out keys has one head.
+            shape = chunk.shape_of(name)
+            assert chunk.seqlen_k == problem.seqlen_k or chunk.heads // group <= 1
+            own[name] = flat[begin : begin + np.prod(shape)].reshape(shape)
+        part = reference(own, chunk, np.arange(chunk.seqlen_q)).reshape(-1)
+        begin = piece.offsets.get("o", 0) // 2  # bf16
+        np.testing.assert_allclose(part, whole[begin : begin + part.size], rtol=1e-9, atol=1e-12)
 
 
 PROBLEM = Problem(2, 8, 2, 1024, 1024, 64)

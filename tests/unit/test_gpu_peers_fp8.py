@@ -124,6 +124,14 @@ def test_where_cudnn_writes_no_bf16_its_output_has_the_scale_of_v(torch, monkeyp
         np.testing.assert_allclose(way.finish(stored, *inputs).array, 3.0 * of_v, rtol=1e-6)
 
 
+def test_where_cudnn_writes_bf16_its_other_output_is_spare(torch, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", Cudnn())
+    ways = WAYS["cudnn"](torch, fp8("e4m3_tensor"), Session([0.0]))
+    assert [(way.spare, way.finish is None) for way in ways] == [(False, True)] * 2 + [
+        (True, False)
+    ] * 2
+
+
 def test_cudnn_that_does_neither_is_a_reason(torch, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", Cudnn(unsupported={"bf16", "e4m3"}))
     problem = fp8("e4m3_tensor")

@@ -1,0 +1,59 @@
+"""FP8 on a GPU: the judge proves its reference there, and peers take the same bytes and scales."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnsweep.gpu.worker import WorkerError
+from attnsweep.hardware import arch_named
+from attnsweep.problem import Problem
+from attnsweep.spec.model import OWN_BF16
+from attnsweep.trial import Status
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = ("e4m3", "e4m3_tensor", "e4m3_block")
+
+
+def opened(worker, dtype, causal=True):
+    """Opening proves the device's reference against NumPy's, or raises."""
+    problem = Problem(2, 8, 4, 1024, 1024, 128, dtype, causal)
+    worker.open(problem, replay_us=200, seed=5)
+    return problem
+
+
+def peer(worker, name):
+    """The accuracy of a peer, or why it cannot run."""
+    try:
+        return worker.add_baseline(name)
+    except WorkerError as error:
+        return error.detail if error.status is Status.SKIPPED else f"{error.status}!"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_reference_of_scaled_inputs_is_numpys(worker, dtype, causal):
+    opened(worker, dtype, causal)
+
+
+@pytest.mark.parametrize("name", ["flash_attn_3_fp8", "cudnn", OWN_BF16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_peer_is_near_the_values_that_the_bytes_stand_for_or_says_why_not(worker, name, dtype):
+    if arch_named(worker.describe().arch).compute_capability < (8, 9):
+        pytest.skip("this GPU has no FP8")
+    opened(worker, dtype)
+    found = peer(worker, name)
+    if isinstance(found, str):
+        assert found
+        assert not found.endswith("!"), found
+        pytest.skip(f"{name}: {found}")
+    # A scale that is left out, or another head's, is wrong by far more than a half.
+    assert found.timed_err <= (0.01 if name == OWN_BF16 else 0.25)
+    assert found.format_err > 0.02
+    assert abs(found.total_err - found.format_err) <= 1.1 * found.timed_err
+
+
+def test_peers_that_have_no_such_scales_say_so(worker):
+    opened(worker, "e4m3_block")
+    for name in ("flash_attn_3_fp8", "cudnn", "torch_flash", "unfused"):
+        assert isinstance(peer(worker, name), str)
