@@ -11,14 +11,16 @@ kernel = Kernel(
     params=(
         Param("BLOCK_N", (64, 96, 128, 160, 224), "keys of a tile, a multiple of 32"),
         Param("WARPGROUPS", (2, 3, 1), "consumer warpgroups of a block, 64 queries each"),
-        Param("NUM_STAGES", (2, 3), "tiles of K, and of transposed V, in flight"),
-        Param("V_STAGES", (2, 1), "tiles of V that wait to be transposed"),
+        Param("NUM_STAGES", (2,), "tiles of K, and of transposed V, in flight"),
+        Param("V_STAGES", (2,), "tiles of V that wait to be transposed"),
         Param("BLOCKS_PER_SM", (1, 2), "blocks that an SM has room for"),
         Param(
             "OVERLAP", (1, 2), "1: softmax next to the PV of the tile before; 2: ended before it"
         ),
         Param("PINGPONG", (0, 1), "1: warpgroups take turns to begin their products"),
-        Param("INTERVAL", (0, 96, 128), "keys that the tensor core sums before fp32 does; 0: all"),
+        Param(
+            "INTERVAL", (0, 64, 96, 128), "keys that the tensor core sums before fp32 does; 0: all"
+        ),
         Param("SUMS", (0, 1), "sums of P's rows: 0 by threads, 1 by the tensor core, of rounded P"),
         Param(
             "HEADROOM", (0, 4), "log2 of how far P may outgrow its reference: less is more exact"
@@ -36,7 +38,7 @@ kernel = Kernel(
 )
 L2_BYTES = 32 * 2**20  # bytes of K and V that blocks which run at the same time should share
 # Registers that ptxas 13 needs besides scores, P and accumulators, from compiling the whole space.
-REST = {"one level of sums": 28, "two levels": 20}
+REST = {"sums of whole tiles": 20, "otherwise": 28}
 PRODUCER_REGISTERS = (56, 48, 40, 32)
 
 
@@ -90,111 +92,52 @@ def registers_given(c: Config, p: Problem, arch: Arch) -> tuple[int, int, int]:
 
 def registers_needed(c: Config, p: Problem) -> int:
     """Registers that a consumer thread needs without spills: scores, P, accumulators, the rest."""
-    accumulators = out_columns(c, p) // 2 * (2 if c.INTERVAL else 1)
-    rest = REST["two levels" if c.INTERVAL else "one level of sums"]
-    return c.BLOCK_N // 2 + c.BLOCK_N // 8 + accumulators + rest
+    out = out_columns(c, p)
+    # Of a wide head the tensor core sums 64 columns at a time.
+    part = 0 if not c.INTERVAL else 64 if p.head_dim > 128 else out
+    rest = REST["sums of whole tiles" if c.INTERVAL >= c.BLOCK_N else "otherwise"]
+    return c.BLOCK_N // 2 + c.BLOCK_N // 8 + (out + part) // 2 + rest
 
 
-# fmt : off
+# fmt: off
 kernel.keep_if(
-    (
-        "known_values",
-        "switches are 0 or 1, PDL is 0 to 2, EXP2_POLY and HEADROOM are 0 to 8",
-        lambda c, p, arch: (
-            max(c.EXP2_POLY, c.HEADROOM) <= 8
-            and c.PDL < 3
-            and c.OVERLAP < 3
-            and max(c.PINGPONG, c.SUMS, c.ORDER, c.LSE) < 2
-        ),
-    ),
-    (
-        "tiles",
-        "a block has 1 to 3 warpgroups; a tile has 64 to 256 keys, in thirty-twos",
-        lambda c, p, arch: c.WARPGROUPS in (1, 2, 3) and c.BLOCK_N in range(64, 257, 32),
-    ),
-    (
-        "intervals",
-        "an interval is whole tiles, or a part of one in whole products of 32 keys",
-        lambda c, p, arch: (
-            c.INTERVAL == 0
-            or (
-                c.INTERVAL % 32 == 0
-                and (c.INTERVAL % c.BLOCK_N == 0 or c.BLOCK_N % c.INTERVAL == 0)
-            )
-        ),
-    ),
-    (
-        "one_scale",
-        "a tile of keys has one scale, so it divides a block of keys that share one",
-        lambda c, p, arch: scale_block(p) % c.BLOCK_N == 0,
-    ),
-    (
-        "sums",
-        "rows of ones fit a product's 256 columns, and the log-sum-exp is of P not rounded",
-        lambda c, p, arch: not c.SUMS or (p.head_dim < 256 and not c.LSE),
-    ),
-    (
-        "warpgroups_of_sm",
-        "an SM has 2 to 4 consumer warpgroups, so that their products overlap",
-        lambda c, p, arch: 2 <= c.WARPGROUPS * c.BLOCKS_PER_SM <= 4,
-    ),
-    (
-        "turns",
-        "two or more warpgroups take turns, with OVERLAP",
-        lambda c, p, arch: not c.PINGPONG or (c.OVERLAP and c.WARPGROUPS > 1),
-    ),
-    (
-        "registers",
-        "scores, P and accumulators fit the registers of a thread, so nothing spills",
-        lambda c, p, arch: (
-            registers_needed(c, p) <= registers_given(c, p, arch)[2]
-            # ptxas refuses a wgmma whose accumulators do not fit the registers at entry(C7602).
-            and max(c.BLOCK_N, p.head_dim) // 2 + 26 <= registers_given(c, p, arch)[0]
-        ),
-    ),
-    (
-        "producer_registers",
-        "a producer that loads V after each tile has 48 registers, or spills",
-        lambda c, p, arch: c.V_STAGES > 1 or registers_given(c, p, arch)[1] >= 48,
-    ),
-    (
-        "blocks_fit",
-        "the planned blocks fit the shared memory of an SM",
-        lambda c, p, arch: (
-            smem_bytes(c, p) <= arch.smem_per_block
-            and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block)
-            >= c.BLOCKS_PER_SM
-        ),
-    ),
-    (
-        "no_idle_tile",
-        "a tile is under twice its sequence, and a ring holds at most it",
-        lambda c, p, arch: (
-            block_m(c) < 2 * max(64, p.seqlen_q)
-            and c.BLOCK_N < 2 * max(64, p.seqlen_k)
-            and c.V_STAGES <= c.NUM_STAGES <= max(2, ceil_div(p.seqlen_k, c.BLOCK_N))
-        ),
-    ),
-    (
-        "block_order",
-        "longest first needs blocks of different lengths, and turns then need it",
-        lambda c, p, arch: (
-            (p.causal and p.seqlen_q > block_m(c))
-            in ([True] if c.ORDER else [False, not c.PERSISTENT])
-        ),
-    ),
-    (
-        "turns_of_blocks",
-        "blocks that take turns have at least two tiles of queries each",
-        lambda c, p, arch: p.query_tiles(block_m(c)) >= 2 * c.PERSISTENT * c.BLOCKS_PER_SM,
-    ),
-    (
-        "short_calls",
-        "a programmatic launch is for short calls, under 2e11 FLOPs",
-        lambda c, p, arch: c.PDL == 0 or p.flops < 2e11,
-    ),
+    ("known_values", "switches are 0 or 1, PDL is 0 to 2, EXP2_POLY and HEADROOM are 0 to 8",
+     lambda c, p, arch: max(c.EXP2_POLY, c.HEADROOM) <= 8 and c.PDL < 3
+     and c.OVERLAP < 3 and max(c.PINGPONG, c.SUMS, c.ORDER, c.LSE) < 2),
+    ("tiles", "a block has 1 to 3 warpgroups; a tile has 64 to 256 keys, in thirty-twos",
+     lambda c, p, arch: c.WARPGROUPS in (1, 2, 3) and c.BLOCK_N in range(64, 257, 32)),
+    ("intervals", "an interval is whole tiles, or divides one in thirty-twos, as wide heads need",
+     lambda c, p, arch: c.INTERVAL == 0 or (c.INTERVAL % 32 == 0
+     and (c.BLOCK_N % c.INTERVAL == 0 or (c.INTERVAL % c.BLOCK_N == 0 and p.head_dim <= 128)))),
+    ("one_scale", "a tile of keys has one scale, so it divides a block of keys that share one",
+     lambda c, p, arch: scale_block(p) % c.BLOCK_N == 0),
+    ("sums", "rows of ones fit a product's 256 columns, and the log-sum-exp is of P not rounded",
+     lambda c, p, arch: not c.SUMS or (p.head_dim < 256 and not c.LSE)),
+    ("warpgroups_of_sm", "an SM has 2 to 4 consumer warpgroups, so that their products overlap",
+     lambda c, p, arch: 2 <= c.WARPGROUPS * c.BLOCKS_PER_SM <= 4),
+    ("turns", "two or more warpgroups take turns, with OVERLAP",
+     lambda c, p, arch: not c.PINGPONG or (c.OVERLAP and c.WARPGROUPS > 1)),
+    ("registers", "scores, P and accumulators fit the registers of a thread, so nothing spills",
+     lambda c, p, arch: registers_needed(c, p) <= registers_given(c, p, arch)[2]
+     # ptxas refuses a wgmma whose accumulators do not fit the registers at entry (C7602).
+     and max(c.BLOCK_N, p.head_dim) // 2 + 26 <= registers_given(c, p, arch)[0]),
+    ("producer_registers", "a producer that loads V after each tile has 48 registers, or spills",
+     lambda c, p, arch: c.V_STAGES > 1 or registers_given(c, p, arch)[1] >= 48),
+    ("blocks_fit", "the planned blocks fit the shared memory of an SM",
+     lambda c, p, arch: smem_bytes(c, p) <= arch.smem_per_block
+     and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM),
+    ("no_idle_tile", "a tile is under twice its sequence, and a ring holds at most it",
+     lambda c, p, arch: block_m(c) < 2 * max(64, p.seqlen_q) and c.BLOCK_N < 2 * max(64, p.seqlen_k)
+     and c.V_STAGES <= c.NUM_STAGES <= max(2, ceil_div(p.seqlen_k, c.BLOCK_N))),
+    ("block_order", "longest first needs blocks of different lengths, and turns then need it",
+     lambda c, p, arch: (p.causal and p.seqlen_q > block_m(c)) in ([True] if c.ORDER else
+                                                                   [False, not c.PERSISTENT])),
+    ("turns_of_blocks", "blocks that take turns have at least two tiles of queries each",
+     lambda c, p, arch: p.query_tiles(block_m(c)) >= 2 * c.PERSISTENT * c.BLOCKS_PER_SM),
+    ("short_calls", "a programmatic launch is for short calls, under 2e11 FLOPs",
+     lambda c, p, arch: c.PDL == 0 or p.flops < 2e11),
 )
-# fmt : on
+# fmt: on
 
 
 @kernel.workspace

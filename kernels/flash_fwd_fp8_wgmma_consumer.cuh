@@ -24,11 +24,17 @@ struct Consumer {
     static constexpr int AT_ONCE = INTERVAL == 0 || INTERVAL > BLOCK_N ? BLOCK_N : INTERVAL;
     static constexpr int PARTS = BLOCK_N / AT_ONCE,
                          TILES = INTERVAL > BLOCK_N ? INTERVAL / BLOCK_N : 1;
+    // Next to the output of a wide head there is room for the sums of 64 columns alone: they are
+    // taken one slice of columns after the other.
+    static constexpr int SLICES = INTERVAL > 0 && HEAD_DIM > 128 ? HEAD_DIM / 64 : 1,
+                         COLUMNS = OUT_COLUMNS / SLICES;
+    static_assert(SLICES == 1 || TILES == 1, "a slice does not stay in registers");
     // Without INTERVAL the tensor core adds to the output itself, and there is no `part`.
     struct Sums {
-        Output out, part;
+        Output out;
+        float part[COLUMNS / 2];
         int tiles = 0;  // that part has
-        __device__ __forceinline__ Output& target() {
+        __device__ __forceinline__ auto& target() {
             if constexpr (INTERVAL > 0) return part;
             else return out;
         }
@@ -36,9 +42,9 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < OUT_COLUMNS / 2; ++i) out[i] = 0.f;
         }
-        __device__ __forceinline__ void add() {
+        __device__ __forceinline__ void add(int slice) {
 #pragma unroll
-            for (int i = 0; i < OUT_COLUMNS / 2; ++i) out[i] += part[i];
+            for (int i = 0; i < COLUMNS / 2; ++i) out[slice * (COLUMNS / 2) + i] += part[i];
             tiles = 0;
         }
         // Columns from First to End / 2 - 1 accumulators, for both rows.
@@ -48,7 +54,8 @@ struct Consumer {
             for (int i = First / 2; i < End / 2; ++i) out[i] *= by[i / 2 % 2];
             if (TILES > 1 && tiles > 0) {
 #pragma unroll
-                for (int i = First / 2; i < End / 2; ++i) part[i] *= by[i / 2 % 2];
+                for (int i = First / 2; i < End / 2 && i < COLUMNS / 2; ++i)
+                    part[i] *= by[i / 2 % 2];
             }
         }
     };
@@ -101,36 +108,37 @@ struct Consumer {
         pin(s);
         release(at.barriers.k_empty(at_k<Ahead>().stage));
     }
-    // Adds P V of a part of the tile's keys.
+    // Adds P V of a part of the tile's keys, in a slice of columns.
     // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
-    __device__ __forceinline__ void begin_part(Sums& sums, Weights& p, int part) const {
-        Output& to = sums.target();
+    __device__ __forceinline__ void begin_part(Sums& sums, Weights& p, int part, int slice) const {
+        auto& to = sums.target();
         pin(p), pin(to);
         wgmma_fence();
-        unsigned long long v = t_descriptor + at_v.stage * (T_BYTES / 16);
+        unsigned long long v =
+            t_descriptor + at_v.stage * (T_BYTES / 16) + slice * (COLUMNS * KeyTile::WIDTH / 16);
 #pragma unroll
         for (int i = part * (AT_ONCE / 32); i < (part + 1) * (AT_ONCE / 32); ++i) {
             bool begins = INTERVAL > 0 && i == part * (AT_ONCE / 32);
-            WgmmaE4m3<OUT_COLUMNS>::rs(to, p + i * 4, v + KeyTile::step<OUT_COLUMNS>(i),
-                                       !begins || (TILES > 1 && sums.tiles > 0));
+            WgmmaE4m3<COLUMNS>::rs(to, p + i * 4, v + KeyTile::step<OUT_COLUMNS>(i),
+                                   !begins || (TILES > 1 && sums.tiles > 0));
         }
         wgmma_commit();
     }
     __device__ __forceinline__ void begin_pv(Sums& sums, Weights& p) const {
-        begin_part(sums, p, 0);
+        begin_part(sums, p, 0, 0);
     }
     __device__ __forceinline__ void end_pv(Sums& sums, Weights& p) {
         wgmma_wait<0>();
         pin(sums.target()), pin(p);
 #pragma unroll
-        for (int part = 1; part < PARTS; ++part) {
-            sums.add();
-            begin_part(sums, p, part);
+        for (int n = 1; n < PARTS * SLICES; ++n) {
+            sums.add((n - 1) % SLICES);
+            begin_part(sums, p, n / SLICES, n % SLICES);
             wgmma_wait<0>();
             pin(sums.target()), pin(p);
         }
         release(at.barriers.t_empty(at_v.stage)), at_v.next();
-        if (INTERVAL > 0 && ++sums.tiles == TILES) sums.add();
+        if (INTERVAL > 0 && ++sums.tiles == TILES) sums.add(SLICES - 1);
     }
     // Factors of a tile. With SCALE_BLOCK the output is in units of the v_scale of the tile that
     // was added last, so that a tile is added as it is.
@@ -242,7 +250,7 @@ struct Consumer {
             begin_pv(sums, p);
             end_pv(sums, p);
         }
-        if (TILES > 1 && sums.tiles > 0) sums.add();
+        if (TILES > 1 && sums.tiles > 0) sums.add(0);
         return last.v;
     }
 };

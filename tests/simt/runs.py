@@ -75,7 +75,7 @@ WIDE = {
 MORE_DIMS = {
     "flash_fwd_fp8_wgmma": (
         ("BLOCK_N=96 V_STAGES=1 OVERLAP=2", 256, True),
-        ("BLOCK_N=64 V_STAGES=1 SUMS=0", 256, False),
+        ("BLOCK_N=64 V_STAGES=1 INTERVAL=32", 256, False),
     ),
 }
 # Families of few parts of their own, or that take long to build: of mask, dtype and head_dim every

@@ -27,11 +27,11 @@ KERNELS = discover()
 MORE = {
     "flash_fwd_fp8_wgmma": {
         "BLOCK_N": (192, 256),
-        "NUM_STAGES": (1, 4),
-        "V_STAGES": (3,),
+        "NUM_STAGES": (1, 3, 4),
+        "V_STAGES": (1, 3),
         "OVERLAP": (0,),
-        "INTERVAL": (32, 64, 192, 256),
-        "HEADROOM": (0, 2, 8),
+        "INTERVAL": (32, 192, 256),
+        "HEADROOM": (2, 8),
         "EXP2_POLY": (3, 8),
         "PERSISTENT": (2, 3, 5),
         "PDL": (1, 2),

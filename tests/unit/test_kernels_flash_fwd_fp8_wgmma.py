@@ -7,11 +7,15 @@ column each byte holds. The simulator runs the code itself.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from attnsweep.family.declare import Config, TensorMap, discover
 from attnsweep.files import shipped
+from attnsweep.hardware import ARCHS
+from attnsweep.problem import Problem
 
 HEADER = (shipped("kernels") / "common/tile/bytes.cuh").read_text()
 LANES = range(32)
@@ -135,3 +139,82 @@ def test_products_of_permuted_operands_are_p_v():
     for warp in range(4):
         transposed(v, warp, (0, 0), b)
     assert (a @ b.T == p @ v).all()
+
+
+# -- what it works out on the host ---------------------------------------------------------
+
+FAMILY = discover()["flash_fwd_fp8_wgmma"]
+ARCH = ARCHS["sm_90a"]
+LONG = Problem(4, 16, 8, 4096, 4096, 128, "e4m3")
+
+
+def config(**values: int) -> Config:
+    """The first values, but for these."""
+    return Config({param.name: param.values[0] for param in FAMILY.params} | values)
+
+
+@pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (128, 128), (256, 128)])
+def test_maps_count_pairs_of_bytes(head_dim, width):
+    """A tensor map is of 16-bit numbers; a box is a panel of `width` bytes, swizzled over it."""
+    problem = replace(LONG, head_dim=head_dim)
+    launch = FAMILY.launches(config(BLOCK_N=96), problem, ARCH)["fwd"]
+    q, k, v, o = (arg for arg in launch.args if isinstance(arg, TensorMap))
+    assert (q.dims, q.strides) == ((head_dim // 2, 4096, 64), (head_dim, 4096 * head_dim))
+    assert k.dims == v.dims == (head_dim // 2, 4096, 32)
+    assert [made.box for made in (q, k, v)] == [(width // 2, 64, 1)] + 2 * [(width // 2, 96, 1)]
+    assert {made.swizzle_bytes for made in (q, k, v)} == {width}
+    assert (o.dims, o.strides[0], o.box) == ((head_dim, 4096, 64), 2 * head_dim, (64, 16, 1))
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e4m3_tensor", "e4m3_block"])
+def test_a_tile_has_one_scale(dtype):
+    problem = replace(LONG, dtype=dtype)
+    refused = {n: FAMILY.refused_by(config(BLOCK_N=n), problem, ARCH) for n in (64, 96, 128)}
+    per_block = dtype == "e4m3_block"
+    assert refused == {64: None, 96: "one_scale" if per_block else None, 128: None}
+    launch = FAMILY.launches(config(), problem, ARCH)["fwd"]
+    assert launch.defines["SCALE_BLOCK"] == (128 if per_block else 0)
+    assert {"q_scale", "k_scale", "v_scale"} < {arg for arg in launch.args if isinstance(arg, str)}
+
+
+def test_a_producer_has_what_consumers_can_spare():
+    def given(**values: int) -> tuple[int, int]:
+        defines = FAMILY.launches(config(**values), LONG, ARCH)["fwd"].defines
+        return defines["PRODUCER_REGISTERS"], defines["CONSUMER_REGISTERS"]
+
+    assert given(BLOCK_N=128) == (56, 224)
+    assert given(BLOCK_N=128, INTERVAL=128) == (40, 232)
+    assert given(BLOCK_N=96, WARPGROUPS=3) == (56, 152)
+    for values in ({"BLOCK_N": 128, "INTERVAL": 128}, {"BLOCK_N": 224}):
+        producer, consumer = given(**values)
+        assert producer + 2 * consumer <= 3 * 168  # of each thread at the launch
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        ({"BLOCK_N": 128, "INTERVAL": 96}, "intervals"),
+        ({"BLOCK_N": 128, "INTERVAL": 48}, "intervals"),
+        ({"BLOCK_N": 128, "INTERVAL": 64}, "registers"),
+        ({"BLOCK_N": 224, "V_STAGES": 1}, "producer_registers"),
+        ({"BLOCK_N": 80}, "tiles"),
+        ({"SUMS": 1, "LSE": 1}, "sums"),
+        ({"NUM_STAGES": 2, "V_STAGES": 3}, "no_idle_tile"),
+    ],
+)
+def test_a_config_is_refused_by_its_rule(values, rule):
+    assert FAMILY.refused_by(config(**values), LONG, ARCH) == rule
+
+
+def test_sums_of_a_wide_head_are_of_a_part_of_a_tile():
+    wide = replace(LONG, head_dim=256)
+    for interval, rule in ((64, None), (32, None), (128, "intervals")):
+        values = config(BLOCK_N=64, INTERVAL=interval)
+        assert FAMILY.refused_by(values, wide, ARCH) == rule
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_other_dtypes_are_refused(dtype):
+    assert FAMILY.refusal(replace(LONG, dtype=dtype), ARCH) == (
+        f"dtype {dtype} is not one of e4m3, e4m3_tensor, e4m3_block"
+    )
