@@ -15,7 +15,7 @@ kernel = Kernel(
         Param("V_STAGES", (2,), "tiles of V that wait to be transposed"),
         Param("BLOCKS_PER_SM", (1, 2), "blocks that an SM has room for"),
         Param(
-            "OVERLAP", (1, 2), "1: softmax next to the PV of the tile before; 2: ended before it"
+            "OVERLAP", (1, 2), "1: softmax next to the PV of the tile before; 2: none after it"
         ),
         Param("PINGPONG", (0, 1), "1: warpgroups take turns to begin their products"),
         Param(
@@ -96,7 +96,8 @@ def registers_needed(c: Config, p: Problem) -> int:
     # Of a wide head the tensor core sums 64 columns at a time.
     part = 0 if not c.INTERVAL else 64 if p.head_dim > 128 else out
     rest = REST["sums of whole tiles" if c.INTERVAL >= c.BLOCK_N else "otherwise"]
-    return c.BLOCK_N // 2 + c.BLOCK_N // 8 + (out + part) // 2 + rest
+    of_p = c.BLOCK_N // 8 * (2 if c.OVERLAP == 2 else 1)  # 2: the next P is there beside it
+    return c.BLOCK_N // 2 + of_p + (out + part) // 2 + rest
 
 
 # fmt: off

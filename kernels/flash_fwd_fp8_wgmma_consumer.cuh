@@ -176,6 +176,15 @@ struct Consumer {
             p[i / 4 + 1] = pack_e4m3(e[2], e[3], e[6], e[7]);
         };
     }
+    // ptxas moves exponentials below the wait for P V, beside which they are to run. Nothing moves
+    // them below a vote on all weights. They have no sign, so that the wait here, which is over, is
+    // never met.
+    __device__ __forceinline__ void hold(const Weights& p) const {
+        unsigned all = 0;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 8; ++i) all |= p[i];
+        if (__builtin_expect(__any_sync(0xffffffffu, all & 0x80808080u), 0)) wait_for_v();
+    }
     // P = softmax(S) of a tile that nothing runs beside.
     __device__ __forceinline__ void softmax(Scores& s, Weights& p, Sums& sums, Softmax& rows,
                                             bool first, Factors& last, const Factors& own) const {
@@ -188,13 +197,12 @@ struct Consumer {
     // The same beside P V of the tile before, which is then waited for.
     __device__ __forceinline__ void softmax_beside_pv(Scores& s, Weights& p, Sums& sums,
                                                       Softmax& rows, Factors& last,
-                                                      const Factors& own, bool more) {
+                                                      const Factors& own) {
         float by[2];
         Weights next;
         bool grew = rows.tile(s, own.scores, false, by, to_fragments(next));
         pin(next);
-        // Only a branch holds the exponentials above the wait for P V: ptxas moves them below it.
-        if (OVERLAP == 2 && more) wait_for_k<2>();
+        if (OVERLAP == 2) hold(next);
         end_pv(sums, p);
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 8; ++i) p[i] = next[i];
@@ -236,14 +244,13 @@ struct Consumer {
             for (int j = 1; j < tiles; ++j) {
                 Scores s;
                 const Factors own = factors_of(j);
-                if (OVERLAP < 2 || j == 1) wait_for_k<1>();
-                take_turn();
+                wait_for_k<1>(), take_turn();
                 begin_qk<1>(s);  // S = Q K^T
                 wait_for_v();
                 begin_pv(sums, p), pass_turn();  // O += P V, of the tile before
                 end_qk<1, 1>(s);
                 mask(s, j);
-                softmax_beside_pv(s, p, sums, rows, last, own, j + 1 < tiles);  // P = softmax(S)
+                softmax_beside_pv(s, p, sums, rows, last, own);  // P = softmax(S)
             }
             release_q();
             wait_for_v();
