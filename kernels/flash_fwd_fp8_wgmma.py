@@ -14,9 +14,7 @@ kernel = Kernel(
         Param("NUM_STAGES", (2,), "tiles of K, and of transposed V, in flight"),
         Param("V_STAGES", (2,), "tiles of V that wait to be transposed"),
         Param("BLOCKS_PER_SM", (1, 2), "blocks that an SM has room for"),
-        Param(
-            "OVERLAP", (1, 2), "1: softmax next to the PV of the tile before; 2: none after it"
-        ),
+        Param("OVERLAP", (1, 2), "1: softmax next to the PV of the tile before; 2: none after it"),
         Param("PINGPONG", (0, 1), "1: warpgroups take turns to begin their products"),
         Param(
             "INTERVAL", (0, 64, 96, 128), "keys that the tensor core sums before fp32 does; 0: all"
