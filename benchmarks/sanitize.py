@@ -45,13 +45,26 @@ CASES = (
         "OUTPUT_WARPGROUPS: 4",
         BOTH,
     ),
+    (
+        "flash_fwd_fp8_wgmma",
+        "BLOCK_N: 64, WARPGROUPS: 2, PINGPONG: 1, OVERLAP: 1, INTERVAL: 0, SUMS: 0, PERSISTENT: 0",
+        BOTH,
+    ),
+    (
+        "flash_fwd_fp8_wgmma",
+        "BLOCK_N: 128, WARPGROUPS: 2, OVERLAP: 2, INTERVAL: 128, SUMS: 1, PERSISTENT: 2, "
+        "V_STAGES: 1",
+        BOTH,
+    ),
     ("three_kernel_wgmma", f"{TILES}, QK_BLOCK_N: 64, STATS: 0", BOTH),
     ("three_kernel_wgmma", f"{TILES}, QK_BLOCK_N: 128, STATS: 3, SOFTMAX_THREADS: 32", BOTH),
 )
 PROBLEM = "{{batch: 1, heads: 4, seqlen: 300, head_dim: 64, causal: {}}}"
 PROBLEMS = {
+    "flash_fwd_fp8_wgmma": "{{batch: 1, heads: 4, heads_kv: 2, seqlen: 300, head_dim: 64, "
+    "dtype: e4m3, causal: {}}}",
     "flash_fwd_fp32_wgmma": "{{batch: 1, heads: 2, seqlen: 40, head_dim: 2048, dtype: fp32, "
-    "causal: {}}}"
+    "causal: {}}}",
 }
 
 

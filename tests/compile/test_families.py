@@ -70,6 +70,10 @@ def problems(kernel):
         base = BASE if head_dim <= 256 else WIDE
         if kernel.dtypes == ("fp32",):
             yield replace(base, head_dim=head_dim, dtype="fp32", causal=number % 2 == 0)
+        if not {"fp16", "bf16", "fp32"} & set(kernel.dtypes):  # dtypes in turn, both masks
+            for causal in (False, True):
+                dtype = kernel.dtypes[(2 * number + causal) % len(kernel.dtypes)]
+                yield replace(base, head_dim=head_dim, dtype=dtype, causal=causal)
         for turn in (number, number + 1):
             dtype, causal = turns[turn % len(turns)]
             if dtype in kernel.dtypes:

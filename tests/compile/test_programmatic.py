@@ -30,8 +30,10 @@ ARCH = ARCHS["sm_90a"]
 KERNELS = discover()
 BASE = Problem(1, 16, 16, 1024, 1024, 64)
 FP32 = Problem(1, 4, 4, 64, 64, 2048, "fp32")
+FP8 = Problem(1, 16, 16, 1024, 1024, 64, "e4m3_block")
 # Every kind of programmatic launch that has a pointer to what a launch ahead writes.
 CONFIGS = {
+    "flash_fwd_fp8_wgmma": ("PDL=2 LSE=1",),
     "flash_fwd_wgmma": ("PDL=2 WARPGROUPS=2 SPLITS=2 LSE=1",),
     "three_kernel_wgmma": (
         *("STATS=0 PDL=1 SOFTMAX_THREADS=32", "STATS=0 PDL=1 SOFTMAX_THREADS=32 SOFTMAX_PASSES=3"),
@@ -51,7 +53,7 @@ def launches():
     """Family, config, problem, stage: of every programmatic launch that may meet such a load."""
     for name, texts in CONFIGS.items():
         kernel = KERNELS[name]
-        problem = BASE if "fp16" in kernel.dtypes else FP32
+        problem = next(p for p in (BASE, FP32, FP8) if p.dtype in kernel.dtypes)
         for text in texts:
             values = {param.name: param.values[0] for param in kernel.params}
             for word in text.split():

@@ -2,7 +2,7 @@
 
 A bug of mutations.toml has a config and a case of its own. Here it meets those of the other tests:
 first what every push runs, then what only the night does. Prints the first that finds it, and at
-the end how many each finds. Without names: all bugs of the two Hopper families that are not said
+the end how many each finds. Without names: all bugs of the three Hopper families that are not said
 to be missed, which takes half an hour.
 """
 
@@ -22,7 +22,7 @@ from .mutations import MUTATIONS, mutated
 from .recorded import winners
 from .runs import KERNELS
 
-FAMILIES = ("flash_fwd_wgmma", "three_kernel_wgmma")
+FAMILIES = ("flash_fwd_fp8_wgmma", "flash_fwd_wgmma", "three_kernel_wgmma")
 
 
 def runs(family: str) -> Iterator[tuple[str, str, Config, Iterable[Case]]]:

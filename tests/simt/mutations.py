@@ -27,6 +27,11 @@ CASES = {
     "causal, 300 rows": Case(Problem(1, 1, 1, 300, 500, 64, causal=True)),
     "heads in groups": Case(Problem(1, 5, 5, 150, 200, 64, causal=True)),
     "packed heads": Case(Problem(2, 12, 2, 5, 131, 64, causal=True)),
+    "fp8": Case(Problem(2, 4, 2, 97, 161, 64, "e4m3")),
+    "fp8, equal keys": Case(Problem(1, 2, 1, 97, 333, 128, "e4m3", causal=True), "equal_keys"),
+    "fp8, keys grow": Case(Problem(1, 2, 1, 97, 600, 64, "e4m3"), "large_scores"),
+    "fp8, head_dim 256": Case(Problem(1, 2, 1, 65, 200, 256, "e4m3")),
+    "fp8, blocks": Case(Problem(1, 4, 2, 65, 600, 64, "e4m3_block")),
     "over 16 units": Case(Problem(1, 1, 1, 17, 4000, 64), "large_scores"),
 }
 

@@ -9,10 +9,10 @@ from itertools import cycle, product
 from attnsweep.build.numerics import Case, small_cases
 from attnsweep.family.declare import Config, Kernel, discover
 from attnsweep.family.space import Space
-from attnsweep.problem import Problem
+from attnsweep.problem import Dtype, Problem
 
 from .harness import ARCH, config_of
-from .unusual import FLASH_FWD_WGMMA, THREE_KERNEL_WGMMA
+from .unusual import FLASH_FWD_FP8_WGMMA, FLASH_FWD_WGMMA, THREE_KERNEL_WGMMA
 
 KERNELS = discover()
 BASE = Problem(1, 8, 8, 1024, 1024, 64)
@@ -26,6 +26,7 @@ FEW_ROWS = (
 )
 # Values that no config of a default space has.
 UNUSUAL = {
+    "flash_fwd_fp8_wgmma": FLASH_FWD_FP8_WGMMA,
     "flash_fwd_wgmma": FLASH_FWD_WGMMA,
     "three_kernel_wgmma": THREE_KERNEL_WGMMA,
     "wmma_pipeline": (
@@ -39,7 +40,11 @@ UNUSUAL = {
     ),
 }
 # A push runs these of them, which between them meet most seeded bugs, and as many others as PUSH.
-EACH_PUSH = {"flash_fwd_wgmma": (0, 1, 2, 8), "three_kernel_wgmma": (0, 3, 4, 7)}
+EACH_PUSH = {
+    "flash_fwd_fp8_wgmma": (0, 1, 2),
+    "flash_fwd_wgmma": (0, 1, 2, 8),
+    "three_kernel_wgmma": (0, 3, 4, 7),
+}
 PUSH = 2
 # Families whose head dims are a range: these configs alone, each with its head dim and mask.
 WIDE = {
@@ -66,15 +71,22 @@ WIDE = {
         ("SLICES=6 CLUSTER=2 BLOCK_M=16 WARPGROUPS=1 NUM_STAGES=4 PDL=0", 516, False),
     ),
 }
+# Configs for head dims that are not among a family's first two, each with its mask.
+MORE_DIMS = {
+    "flash_fwd_fp8_wgmma": (
+        ("BLOCK_N=96 V_STAGES=1 OVERLAP=2", 256, True),
+        ("BLOCK_N=64 V_STAGES=1 INTERVAL=32", 256, False),
+    ),
+}
 # Families of few parts of their own, or that take long to build: of mask, dtype and head_dim every
 # third of the eight that there are, which takes each value.
 FEW_CONFIGS = ("ladder_", "wmma_", "three_kernel_mma", "flash_fwd_mma")
 
 
 @lru_cache
-def covering(name: str, causal: bool, head_dim: int) -> list[Config]:
+def covering(name: str, causal: bool, head_dim: int, dtype: Dtype = "fp16") -> list[Config]:
     """Few configs that together take every value which some config of the space has."""
-    problem = replace(BASE, causal=causal, head_dim=head_dim)
+    problem = replace(BASE, causal=causal, head_dim=head_dim, dtype=dtype)
     configs = Space.build(KERNELS[name], problem, ARCH).configs
     left = {item for config in configs for item in config.items()}
     chosen: list[Config] = []
@@ -87,7 +99,10 @@ def covering(name: str, causal: bool, head_dim: int) -> list[Config]:
 def runs():
     """Kernel, problem, config: the values of an unusual one, or the number of a covering one."""
     for kernel in KERNELS.values():
-        for words, head_dim, causal in WIDE.get(kernel.name, ()):
+        for words, head_dim, causal in (
+            *WIDE.get(kernel.name, ()),
+            *MORE_DIMS.get(kernel.name, ()),
+        ):
             facts = {"head_dim": head_dim, "dtype": kernel.dtypes[0], "causal": causal}
             yield kernel, replace(BASE, **facts), words
         if kernel.name in WIDE:
@@ -115,7 +130,8 @@ RUNS = {name_of(*run): run for run in runs()}
 def config_for(kernel: Kernel, problem: Problem, which: int | str) -> Config:
     if isinstance(which, str):
         return config_of(kernel, which)
-    configs = covering(kernel.name, problem.causal, problem.head_dim)
+    dtype = "fp16" if "fp16" in kernel.dtypes else problem.dtype
+    configs = covering(kernel.name, problem.causal, problem.head_dim, dtype)
     # In step with what is compiled in, but shifted: else the first config meets only one dtype.
     return configs[(which + which // len(configs)) % len(configs)]
 

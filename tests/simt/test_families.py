@@ -66,6 +66,7 @@ def test_heads_that_do_not_fit_L2_together_are_taken_in_groups(
 
 
 SANITIZED = {
+    "flash_fwd_fp8_wgmma": "BLOCK_N=96 SUMS=1 INTERVAL=96 OVERLAP=2",
     "flash_fwd_wgmma": "WARPGROUPS=2 KEY_GROUPS=2 P_SHARED=1",
     "flash_fwd_mma": "KEY_GROUPS=2 BLOCK_N=64 NUM_STAGES=2",
     "three_kernel_wgmma": "STATS=2 SOFTMAX_THREADS=32",
@@ -75,8 +76,8 @@ SANITIZED = {
 @pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("family", SANITIZED)
 def test_clean_under_the_sanitizers(simulator, family):
-    case = Case(Problem(1, 2, 1, 97, 161, 64, causal=True))
     kernel = KERNELS[family]
+    case = Case(Problem(1, 2, 1, 97, 161, 64, kernel.dtypes[0], causal=True))
     result = simulator.check(kernel, config_of(kernel, SANITIZED[family]), case, asan=True)
     assert result.ok, str(result)
 

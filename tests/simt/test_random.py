@@ -25,6 +25,18 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 KERNELS = discover()
 # Values beyond those that a declaration has.
 MORE = {
+    "flash_fwd_fp8_wgmma": {
+        "BLOCK_N": (192, 256),
+        "NUM_STAGES": (1, 3, 4),
+        "V_STAGES": (1, 3),
+        "OVERLAP": (0,),
+        "INTERVAL": (32, 192, 256),
+        "HEADROOM": (2, 8),
+        "EXP2_POLY": (3, 8),
+        "PERSISTENT": (2, 3, 5),
+        "PDL": (1, 2),
+        "LSE": (1,),
+    },
     "flash_fwd_wgmma": {
         "BLOCK_N": (80, 112, 176, 192),
         "KEY_GROUPS": (4,),
@@ -173,7 +185,8 @@ def run(simulator, name, number, seed, packed=False):
     assert result.ok, f"{again}: {result}"
 
 
-HOPPER, OTHERS = ("flash_fwd_wgmma", "three_kernel_wgmma"), sorted(set(KERNELS) - {*MORE})
+HOPPER = ("flash_fwd_fp8_wgmma", "flash_fwd_wgmma", "three_kernel_wgmma")
+OTHERS = sorted(set(KERNELS) - {*MORE})
 
 
 @pytest.mark.nightly(push=4)

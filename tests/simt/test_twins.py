@@ -7,12 +7,15 @@ which run here as they are.
 from __future__ import annotations
 
 import re
+import subprocess
 
+import numpy as np
 import pytest
 
+from attnsweep.build.storage import from_bits, to_bits
 from attnsweep.family.declare import discover
 
-from .harness import HERE
+from .harness import COMPILER, FLAGS, HERE, _compile
 
 KERNELS = discover()["naive"].source.parent
 HEADERS = sorted((KERNELS / "common/ptx").iterdir())
@@ -68,13 +71,36 @@ def test_constants_are_the_same():
     assert dict(constant.findall(text)) == dict(constant.findall(twin)) != {}
 
 
-def test_the_twin_multiplies_the_widths_that_there_are():
-    text = (KERNELS / "common/ptx/wgmma.cuh").read_text()
-    there = {int(width) for width in re.findall(r"^WGMMA_DEFINE\((\d+),", text, re.MULTILINE)}
-    twin = (HERE / "common/ptx/wgmma.cuh").read_text()
+@pytest.mark.parametrize(
+    ("header", "define"), [("wgmma.cuh", "WGMMA_DEFINE"), ("fp8.cuh", "WGMMA_E4M3_DEFINE")]
+)
+def test_the_twin_multiplies_the_widths_that_there_are(header, define):
+    text = (KERNELS / "common/ptx" / header).read_text()
+    there = {int(width) for width in re.findall(rf"^{define}\((\d+),", text, re.MULTILINE)}
+    twin = (HERE / "common/ptx" / header).read_text()
     (condition,) = re.findall(r"static_assert\((.*),\n", twin)
     words = condition.replace("||", "or").replace("&&", "and")
     assert {n for n in range(1, 300) if eval(words, {"N": n})} == there
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_e4m3_is_rounded_as_numpy_rounds_it(tmp_path):
+    """Every number of E4M3, halfway to its neighbours, and next to halfway."""
+    numbers = np.sort(from_bits(np.arange(127, dtype=np.uint8), "e4m3"))
+    halfway = (numbers[1:] + numbers[:-1]) / 2
+    x = np.concatenate([numbers, halfway, np.nextafter(halfway, 0), np.nextafter(halfway, 500)])
+    x = np.concatenate([x, [464, 465, 1e9, np.inf, 2.0**-10, 1e-30]]).astype(np.float32)
+    x = np.concatenate([x, -x, x[: -2 * len(x) % 4]])  # in fours
+    (tmp_path / "round.cpp").write_text(
+        '#include "simt.hpp"\n#include "common/ptx/fp8.cuh"\n#include <stdio.h>\n'
+        "int main() {\n    float x[4];\n    while (fread(x, 4, 4, stdin) == 4) {\n"
+        "        unsigned y = pack_e4m3(x[0], x[1], x[2], x[3]);\n"
+        "        fwrite(&y, 4, 1, stdout);\n    }\n}\n"
+    )
+    program = tmp_path / "round"
+    _compile([*FLAGS, "-O1", "-I", str(HERE), str(tmp_path / "round.cpp"), "-o", str(program)])
+    done = subprocess.run([program], input=x.tobytes(), capture_output=True, check=True)
+    assert np.array_equal(np.frombuffer(done.stdout, np.uint8), to_bits(x, "e4m3"))
 
 
 def test_ptx_is_written_in_one_place():

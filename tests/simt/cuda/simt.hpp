@@ -13,6 +13,7 @@ float exp2f(float) noexcept, expf(float) noexcept, logf(float) noexcept, log2f(f
 float fmaf(float, float, float) noexcept, fmaxf(float, float) noexcept,
     fminf(float, float) noexcept;
 float fabsf(float) noexcept, sqrtf(float) noexcept, floorf(float) noexcept, ceilf(float) noexcept;
+float nearbyintf(float) noexcept;
 }
 
 #define __global__
@@ -119,6 +120,7 @@ struct Wgmma {
     const unsigned* a;  // registers, or null: descriptor_a
     uint64_t descriptor_a, descriptor_b;
     bool tf32 = false;  // 8 columns of 4 bytes, not 16 of 2
+    bool e4m3 = false;  // 32 columns of a byte
 };
 void wgmma(float* d, const Wgmma& product, Where where);
 void wgmma_fence(Where where);

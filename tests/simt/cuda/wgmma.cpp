@@ -58,9 +58,47 @@ static void multiply_tf32(Cta& cta, unsigned warp, const Product& product) {
             if (fabsf(d) > (sum < 0 ? -sum : sum)) d = __uint_as_float(__float_as_uint(d) - 1);
         }
 }
+static float e4m3(unsigned bits) {
+    unsigned exponent = bits >> 3 & 15, mantissa = bits & 7;
+    float size = exponent ? __uint_as_float((exponent + 120) << 23 | mantissa << 20)
+                          : static_cast<float>(mantissa) * 0x1p-9f;
+    if ((bits & 127) == 127) size = __uint_as_float(0x7fffffff);
+    return bits & 128 ? -size : size;
+}
+// Sums are fp32's own here, in order; Hopper's keep about 14 bits.
+static void multiply_e4m3(Cta& cta, unsigned warp, const Product& product) {
+    const Wgmma& of = product.of;
+    static float a[16][32], b[32][256];
+    auto shared = [&](uint64_t descriptor, int i, int k) {
+        unsigned address = operand_address(descriptor, false, i, k, 1);
+        return e4m3(async_read(cta, address & ~15u, "wgmma", product.where)[address % 16]);
+    };
+    for (int k = 0; k < 32; ++k) {
+        for (int n = 0; n < of.columns; ++n) b[k][n] = shared(of.descriptor_b, n, k);
+        for (int m = 0; m < 16; ++m) {
+            int lane = m % 8 * 4 + k % 16 / 4, j = m / 8 + k / 16 * 2;
+            a[m][k] = product.a[0] ? e4m3(product.a[lane][j] >> k % 4 * 8 & 255)
+                                   : shared(of.descriptor_a, warp % 4 * 16 + m, k);
+        }
+    }
+    Accumulator& to = cta.warps[warp].accumulators.at(product.d[0]);
+    for (int m = 0; m < 16; ++m) {
+        float row[256] = {};
+        float* values = to.values.data();
+        auto place = [&](int n) {
+            return (m % 8 * 4 + n % 8 / 2) * to.count + n / 8 * 4 + m / 8 * 2 + n % 2;
+        };
+        if (of.accumulate)
+            for (int n = 0; n < of.columns; ++n) row[n] = values[place(n)];
+        for (int k = 0; k < 32; ++k)
+            for (int n = 0; n < of.columns; ++n) row[n] += a[m][k] * b[k][n];
+        for (int n = 0; n < of.columns; ++n) values[place(n)] = row[n];
+    }
+}
 static void multiply(Cta& cta, unsigned warp, const Product& product) {
     const Wgmma& of = product.of;
     if (of.tf32) return multiply_tf32(cta, warp, product);
+    if (of.e4m3) return multiply_e4m3(cta, warp, product);
     static float a[16][16], b[16][256];
     for_operand(cta, of.descriptor_b, of.transpose_b, of.bf16, 0, of.columns, product.where,
                 [](int n, int k, float value) { b[k][n] = value; });

@@ -1,0 +1,326 @@
+// flash_fwd_fp8_wgmma: fused attention forward on Hopper in E4M3: both products by wgmma of bytes,
+// scores and P never leave registers. sm_90a only. q: (batch, heads, seqlen_q, HEAD_DIM); k, v:
+// (batch, heads_kv, seqlen_k, HEAD_DIM), all of E4M3; o: as q, of bf16. Floats say what these
+// numbers are multiplied by: q_scale, k_scale and v_scale (batch, heads_kv); with SCALE_BLOCK, the
+// last two are (batch, heads_kv, blocks of so many keys), and a tile lies in one block. A block has
+// WARPGROUPS consumer warpgroups, 64 queries each, and a producer warpgroup: it loads by TMA, and
+// transposes V, because wgmma of bytes takes only operands whose rows run along the sum: V^T of a
+// tile has a row of keys for each column (see common/tile/bytes.cuh, also for the order of those
+// keys). Tiles of keys are taken right to left, so that those with a mask come first. The tensor
+// core adds with fewer bits than fp32 has, so that with INTERVAL, sums of so many keys are added to
+// the output in fp32 registers. With SUMS, V^T has rows of ones, and the tensor core sums the rows
+// of P, as it is rounded, too.
+#include "common/element.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/fp8.cuh"
+#include "common/ptx/launch.cuh"
+#include "common/ptx/shared.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/tile/arithmetic.cuh"
+#include "common/tile/bytes.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/ring.cuh"
+#include "common/tile/rows.cuh"
+#include "common/tile/scaled_softmax.cuh"
+#include "common/tile/schedule.cuh"
+
+constexpr int BLOCK_M = 64 * WARPGROUPS, CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 128;
+constexpr int PRODUCERS = 4;  // warps
+static_assert(HEAD_DIM % 64 == 0 && BLOCK_N % 32 == 0, "wgmma takes 32 columns or keys at once");
+static_assert(INTERVAL == 0 || INTERVAL % BLOCK_N == 0 || BLOCK_N % INTERVAL == 0,
+              "an interval is whole tiles, or a tile whole intervals");
+static_assert(INTERVAL % 32 == 0, "an interval is whole products of 32 keys");
+static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK % BLOCK_N == 0, "a tile has one scale");
+static_assert(!PINGPONG || (OVERLAP && WARPGROUPS > 1),
+              "warpgroups take turns at overlapped tiles");
+
+using RowTile = ByteTile<HEAD_DIM>;                     // of Q, K and V, as TMA brings them
+using KeyTile = ByteTile<BLOCK_N>;                      // of V^T
+constexpr int OUT_COLUMNS = HEAD_DIM + (SUMS ? 8 : 0);  // rows of V^T; wgmma counts them in eights
+constexpr unsigned Q_BYTES = RowTile::BYTES<64>, KV_BYTES = RowTile::BYTES<BLOCK_N>,
+                   T_BYTES = KeyTile::BYTES<OUT_COLUMNS>;
+// The output of a warpgroup on its way, in panels of 64 columns of bf16. Blocks that take turns at
+// tiles stage it beside the rings, which are already filled for the next tile, others over V, whose
+// last tile has been transposed when its product begins.
+constexpr unsigned O_PANEL = 64 * 128, O_BYTES = HEAD_DIM / 64 * O_PANEL;
+constexpr unsigned STAGED_BYTES = WARPGROUPS * O_BYTES, V_RING = V_STAGES * KV_BYTES;
+constexpr unsigned V_BYTES = PERSISTENT || V_RING > STAGED_BYTES ? V_RING : STAGED_BYTES;
+constexpr int START_BARRIER = 1, TURN_BARRIER = 2;
+
+using Tiles = Schedule<BLOCK_M, BLOCK_N, 1, 1, false, ORDER, (PERSISTENT > 0), CAUSAL>;
+using Softmax = ScaledSoftmax<HEADROOM, EXP2_POLY>;
+
+// Barriers: full and empty of each stage of K, of V and of V^T; of Q: full of each 64 rows, empty
+// of all.
+struct Barriers {
+    unsigned base;
+    __device__ __forceinline__ unsigned k_full(unsigned stage) const { return base + 32 * stage; }
+    __device__ __forceinline__ unsigned k_empty(unsigned stage) const { return k_full(stage) + 8; }
+    __device__ __forceinline__ unsigned t_full(unsigned stage) const { return k_full(stage) + 16; }
+    __device__ __forceinline__ unsigned t_empty(unsigned stage) const { return k_full(stage) + 24; }
+    __device__ __forceinline__ unsigned v_full(unsigned stage) const {
+        return base + 32 * NUM_STAGES + 16 * stage;
+    }
+    __device__ __forceinline__ unsigned v_empty(unsigned stage) const { return v_full(stage) + 8; }
+    __device__ __forceinline__ unsigned q_empty() const { return v_full(V_STAGES); }
+    __device__ __forceinline__ unsigned q_full(int group) const {
+        return q_empty() + 8 + 8 * group;
+    }
+    __device__ __forceinline__ void init() const {
+#pragma unroll
+        for (int i = 0; i < NUM_STAGES; ++i) {
+            mbarrier_init(k_full(i), 1);
+            mbarrier_init(k_empty(i), CONSUMERS / 32);
+            mbarrier_init(t_full(i), PRODUCERS);
+            mbarrier_init(t_empty(i), CONSUMERS / 32);
+        }
+#pragma unroll
+        for (int i = 0; i < V_STAGES; ++i) {
+            mbarrier_init(v_full(i), 1);
+            mbarrier_init(v_empty(i), PRODUCERS);
+        }
+        mbarrier_init(q_empty(), CONSUMERS / 32);
+#pragma unroll
+        for (int i = 0; i < WARPGROUPS; ++i) mbarrier_init(q_full(i), 1);
+        mbarrier_init_fence();
+    }
+};
+// Where everything lies in shared memory.
+struct Memory {
+    unsigned q, k, v, staging, transposed;
+    Barriers barriers;
+    __device__ __forceinline__ explicit Memory(unsigned base)
+        : q(base),
+          k(q + WARPGROUPS * Q_BYTES),
+          v(k + NUM_STAGES * KV_BYTES),
+          staging(PERSISTENT ? v + V_BYTES : v),
+          transposed(v + V_BYTES + (PERSISTENT ? STAGED_BYTES : 0)),
+          barriers{transposed + NUM_STAGES * T_BYTES} {}
+};
+struct Call {
+    int heads, queries_per_key_head, heads_together, seqlen_q, seqlen_k;
+    float factor;  // of the scores, besides the heads' own: scale * log2(e)
+    __device__ __forceinline__ int key_head(int head) const {
+        return queries_per_key_head == 1 ? head : head / queries_per_key_head;
+    }
+    __device__ __forceinline__ Tiles schedule(int seqlen_q) const {
+        return {ceil_div<BLOCK_M>(seqlen_q), heads, seqlen_q, seqlen_k, heads_together};
+    }
+};
+
+// ---- the producer ----
+template <int Rows>
+__device__ __forceinline__ void load(unsigned target, const TensorMap& map, unsigned barrier,
+                                     int row, int head) {
+    mbarrier_expect(barrier, RowTile::BYTES<Rows>);
+#pragma unroll
+    for (int i = 0; i < RowTile::PANELS; ++i)  // a map counts pairs of bytes
+        tma_load(target + i * RowTile::PANEL_BYTES<Rows>, map, barrier, i * RowTile::WIDTH / 2, row,
+                 head);
+}
+// What the producer's warps keep between tiles: where the next tile to transpose is. The first
+// thread of the first warp loads.
+struct Producer {
+    const TensorMap &q, &k, &v;
+    const Memory& at;
+    int warp;
+    bool loads;
+    unsigned q_phase;
+    Ring<NUM_STAGES> k_at;  // of K, and of V^T
+    Ring<V_STAGES> v_at;
+
+    // Of the tile to transpose, or of the one after it.
+    template <class Ring>
+    __device__ __forceinline__ static Ring position(Ring at, bool after) {
+        if (after) at.next();
+        return at;
+    }
+    __device__ __forceinline__ void load_k(int key, int head, bool after) const {
+        const auto to = position(k_at, after);
+        mbarrier_wait(at.barriers.k_empty(to.stage), to.phase ^ 1);
+        load<BLOCK_N>(at.k + to.stage * KV_BYTES, k, at.barriers.k_full(to.stage), key, head);
+    }
+    __device__ __forceinline__ void load_v(int key, int head, bool after) const {
+        const auto to = position(v_at, after);
+        mbarrier_wait(at.barriers.v_empty(to.stage), to.phase ^ 1);
+        load<BLOCK_N>(at.v + to.stage * KV_BYTES, v, at.barriers.v_full(to.stage), key, head);
+    }
+    __device__ __forceinline__ void load_q(int row, int head) {
+        if (PERSISTENT) mbarrier_wait(at.barriers.q_empty(), q_phase ^ 1);
+        q_phase ^= 1;
+#pragma unroll
+        for (int i = 0; i < WARPGROUPS; ++i)
+            load<64>(at.q + i * Q_BYTES, q, at.barriers.q_full(i), row + i * 64, head);
+    }
+    __device__ __forceinline__ void transpose() {
+        mbarrier_wait(at.barriers.t_empty(k_at.stage), k_at.phase ^ 1);
+        mbarrier_wait(at.barriers.v_full(v_at.stage), v_at.phase);
+        transpose_bytes<BLOCK_N, HEAD_DIM, OUT_COLUMNS, 2>(
+            at.v + v_at.stage * KV_BYTES, at.transposed + k_at.stage * T_BYTES, warp);
+        fence_async_proxy();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            mbarrier_arrive(at.barriers.v_empty(v_at.stage));
+            mbarrier_arrive(at.barriers.t_full(k_at.stage));
+        }
+        k_at.next(), v_at.next();
+    }
+    // Rows of ones below V^T in all panels of every stage, which stay there; 512 bytes at a time.
+    __device__ __forceinline__ void write_ones() const {
+        constexpr unsigned ONES = 0x38383838, PARTS = KeyTile::WIDTH * 8 / 512,
+                           PANEL = KeyTile::PANEL_BYTES<OUT_COLUMNS>;
+#pragma unroll 1
+        for (unsigned i = warp; i < NUM_STAGES * KeyTile::PANELS * PARTS; i += PRODUCERS)
+            fill_shared(
+                at.transposed + i / PARTS * PANEL + HEAD_DIM * KeyTile::WIDTH + i % PARTS * 512,
+                ONES);
+    }
+    // K of the first tile comes before Q. Tiles are loaded one ahead of the one that is transposed;
+    // but V after it, if there is room for one alone.
+    __device__ __forceinline__ void run(const Call& call) {
+        Tiles schedule = call.schedule(opaque(call.seqlen_q));
+        if (SUMS) write_ones();
+#pragma unroll 1
+        for (int turn = 0;; ++turn) {
+            TileOfQueries work = schedule.of(turn);
+            if (PERSISTENT && work.row < 0) break;
+            const int head_kv = call.key_head(work.head);
+            bool begun = false;
+            // Of the tile to load; beyond the last, it is below 0.
+#pragma unroll 1
+            for (int key = schedule.key(0, work.all);; key -= BLOCK_N) {
+                const bool load_next = loads && key >= 0;
+                if (load_next) {
+                    load_k(key, head_kv, begun);
+                    if (!begun) load_q(work.row, work.head);
+                    if (V_STAGES > 1) load_v(key, head_kv, begun);
+                }
+                __syncwarp();
+                if (begun) transpose();
+                if (V_STAGES == 1 && load_next) load_v(key, head_kv, false);
+                if (key < 0) break;
+                begun = true;
+            }
+            if (!PERSISTENT) break;
+        }
+    }
+};
+__device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& k, const TensorMap& v,
+                                        const Memory& at, const Call& call, int warp) {
+    const bool first = threadIdx.x % 32 == 0;
+    if (warp == 0) {
+        if (first) at.barriers.init();
+        __syncwarp();
+        named_barrier_arrive(START_BARRIER, THREADS);
+        if (PDL == 2) grid_launch_dependents();
+        if (PDL) grid_wait();
+    } else {
+        named_barrier_sync(START_BARRIER, THREADS);
+    }
+    Producer{q, k, v, at, warp, warp == 0 && first}.run(call);
+    if (PDL == 1) grid_launch_dependents();
+}
+
+#include "flash_fwd_fp8_wgmma_consumer.cuh"
+
+// ---- what becomes of the output ----
+// Each warp stores its own 16 rows, so that none waits for another, in the layout of a swizzled
+// box. low, high: of this thread's rows, what their numbers are multiplied by.
+__device__ __forceinline__ void store_tile(const Consumer& self, int head, int first_row,
+                                           const Consumer::Output& out, float low, float high,
+                                           const TensorMap& o) {
+    const int lane = self.lane;
+    unsigned staged = self.at.staging + self.warp / 4 * O_BYTES + self.warp % 4 * 2048;
+    unsigned lane_at = staged + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
+    if (PERSISTENT) {
+        if (lane == 0) tma_store_wait_read<0>();
+        __syncwarp();
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i)
+        stmatrix_x4((lane_at + i / 4 * O_PANEL) ^ (i % 4 * 32),
+                    pack_bf16(out[i * 8] * low, out[i * 8 + 1] * low),
+                    pack_bf16(out[i * 8 + 2] * high, out[i * 8 + 3] * high),
+                    pack_bf16(out[i * 8 + 4] * low, out[i * 8 + 5] * low),
+                    pack_bf16(out[i * 8 + 6] * high, out[i * 8 + 7] * high));
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0 && first_row < self.call.seqlen_q) {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 64; ++i)
+            tma_store(o, staged + i * O_PANEL, i * 64, first_row, head);
+        tma_store_commit();
+    }
+}
+__device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, const Call& call,
+                                         int warp, const float* q_scale, const float* k_scale,
+                                         const float* v_scale, float* lse) {
+    const int lane = threadIdx.x % 32, row_group = warp / 4;
+    if (threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
+    Consumer self{at, call, warp, lane};
+    self.q_descriptor = RowTile::descriptor(at.q + row_group * Q_BYTES);
+    self.k_descriptor = RowTile::descriptor(at.k);
+    self.t_descriptor = KeyTile::descriptor(at.transposed);
+    named_barrier_sync(START_BARRIER, THREADS);
+    if (PINGPONG && row_group == 0)
+        named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
+    if (PDL) grid_wait();                         // for the scales
+
+    self.schedule = call.schedule(call.seqlen_q);
+    unsigned q_phase = 0;
+#pragma unroll 1
+    for (int turn = 0;; ++turn) {
+        TileOfQueries work = self.schedule.of(turn);
+        if (PERSISTENT && work.row < 0) break;
+        const int first_row = work.row + row_group * 64 + warp % 4 * 16,
+                  head_kv = call.key_head(work.head);
+        const int blocks = SCALE_BLOCK ? ceil_div<SCALE_BLOCK ? SCALE_BLOCK : 1>(call.seqlen_k) : 1;
+        self.k_scale = k_scale + head_kv * blocks, self.v_scale = v_scale + head_kv * blocks;
+        self.factor = call.factor * q_scale[head_kv];
+        if (SCALE_BLOCK == 0) self.factor *= self.k_scale[0];
+        self.all_keys = work.all, self.first_row = first_row;
+        Consumer::Sums sums;
+        Softmax rows;
+        sums.clear();
+
+        mbarrier_wait(at.barriers.q_full(row_group), q_phase);
+        q_phase ^= 1;
+        float units = self.attend(sums, rows, work.tiles);
+
+        if (SUMS)
+            rows.l[0] = sums.out[OUT_COLUMNS / 2 - 4], rows.l[1] = sums.out[OUT_COLUMNS / 2 - 2];
+        else rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
+        if (SCALE_BLOCK == 0) units = self.v_scale[0];
+        store_tile(self, work.head, first_row, sums.out, units / rows.l[0], units / rows.l[1], o);
+        if (LSE && lane % 4 == 0) {
+            const int row = first_row + lane / 4;
+            float* of_row = lse + static_cast<long long>(work.head) * call.seqlen_q + row;
+            if (row < call.seqlen_q) of_row[0] = rows.log_sum_exp(0);
+            if (row + 8 < call.seqlen_q) of_row[8] = rows.log_sum_exp(1);
+        }
+        if (!PERSISTENT) break;
+    }
+    // Takes the last turn, so that no barrier is left half full.
+    if (PINGPONG && row_group == 0) named_barrier_sync(TURN_BARRIER, 256);
+    if (lane == 0)
+        tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    flash_fwd_fp8_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                        const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
+                        const float* q_scale, const float* k_scale, const float* v_scale,
+                        float* __restrict__ lse, int heads, int queries_per_key_head,
+                        int heads_together, int seqlen_q, int seqlen_k, float factor) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const Memory at(smem_address(smem));
+    const Call call{heads, queries_per_key_head, heads_together, seqlen_q, seqlen_k, factor};
+    int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
+    if (warp >= CONSUMERS / 32) {
+        registers_decrease<PRODUCER_REGISTERS>();
+        produce(q, k, v, at, call, warp - CONSUMERS / 32);
+    } else {
+        registers_increase<CONSUMER_REGISTERS>();
+        consumer(o, at, call, warp, q_scale, k_scale, v_scale, lse);
+    }
+}

@@ -1,0 +1,263 @@
+// The consumer of flash_fwd_fp8_wgmma. Its template includes this where its constants, Barriers,
+// Memory and Call are known.
+#pragma once
+
+// ---- a consumer warpgroup: 64 queries ----
+struct Consumer {
+    const Memory& at;
+    const Call& call;
+    int warp, lane;
+    Tiles schedule;
+    unsigned long long q_descriptor, k_descriptor, t_descriptor;
+    // Of the tile of queries: all tiles of keys, the warp's first row, and the factor of its
+    // scores, which the tile's k_scale multiplies if tiles differ in it.
+    int all_keys, first_row;
+    float factor;
+    const float *k_scale, *v_scale;  // of the key head
+    Ring<NUM_STAGES> at_v;           // of the next tile of V^T; K is at the same one, or after it
+
+    using Scores = float[BLOCK_N / 2];
+    using Output = float[OUT_COLUMNS / 2];  // with SUMS, the last four are sums of P's rows
+    using Weights = unsigned[BLOCK_N / 8];  // P as fragments
+
+    // Keys that the tensor core sums before they are added to the output; tiles, if those are more.
+    static constexpr int AT_ONCE = INTERVAL == 0 || INTERVAL > BLOCK_N ? BLOCK_N : INTERVAL;
+    static constexpr int PARTS = BLOCK_N / AT_ONCE,
+                         TILES = INTERVAL > BLOCK_N ? INTERVAL / BLOCK_N : 1;
+    // Next to the output of a wide head there is room for the sums of 64 columns alone: they are
+    // taken one slice of columns after the other.
+    static constexpr int SLICES = INTERVAL > 0 && HEAD_DIM > 128 ? HEAD_DIM / 64 : 1,
+                         COLUMNS = OUT_COLUMNS / SLICES;
+    static_assert(SLICES == 1 || TILES == 1, "a slice does not stay in registers");
+    // Without INTERVAL the tensor core adds to the output itself, and there is no `part`.
+    struct Sums {
+        Output out;
+        float part[COLUMNS / 2];
+        int tiles = 0;  // that part has
+        __device__ __forceinline__ auto& target() {
+            if constexpr (INTERVAL > 0) return part;
+            else return out;
+        }
+        __device__ __forceinline__ void clear() {
+#pragma unroll
+            for (int i = 0; i < OUT_COLUMNS / 2; ++i) out[i] = 0.f;
+        }
+        __device__ __forceinline__ void add(int slice) {
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 2; ++i) out[slice * (COLUMNS / 2) + i] += part[i];
+            tiles = 0;
+        }
+        // Columns from First to End / 2 - 1 accumulators, for both rows.
+        template <int First, int End>
+        __device__ __forceinline__ void scale(const float (&by)[2]) {
+#pragma unroll
+            for (int i = First / 2; i < End / 2; ++i) out[i] *= by[i / 2 % 2];
+            if (TILES > 1 && tiles > 0) {
+#pragma unroll
+                for (int i = First / 2; i < End / 2 && i < COLUMNS / 2; ++i)
+                    part[i] *= by[i / 2 % 2];
+            }
+        }
+    };
+
+    // Of K, so many tiles after that of V.
+    template <int Ahead>
+    __device__ __forceinline__ Ring<NUM_STAGES> at_k() const {
+        Ring<NUM_STAGES> position = at_v;
+#pragma unroll
+        for (int i = 0; i < Ahead; ++i) position.next();
+        return position;
+    }
+    template <int Ahead>
+    __device__ __forceinline__ void wait_for_k() const {
+        const auto k = at_k<Ahead>();
+        mbarrier_wait(at.barriers.k_full(k.stage), k.phase);
+    }
+    __device__ __forceinline__ void wait_for_v() const {
+        mbarrier_wait(at.barriers.t_full(at_v.stage), at_v.phase);
+    }
+    __device__ __forceinline__ void release(unsigned barrier) const {
+        if (lane == 0) mbarrier_arrive(barrier);
+    }
+    __device__ __forceinline__ void release_q() const {
+        if (PERSISTENT) release(at.barriers.q_empty());
+    }
+    // Warpgroups that overlap tiles take turns to begin their products.
+    __device__ __forceinline__ void take_turn() const {
+        if (PINGPONG) named_barrier_sync(TURN_BARRIER + warp / 4, 256);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (PINGPONG) named_barrier_arrive(TURN_BARRIER + (warp / 4 + 1) % WARPGROUPS, 256);
+    }
+
+    // s = Q K^T of 64 queries and BLOCK_N keys.
+    template <int Ahead>
+    __device__ __forceinline__ void begin_qk(Scores& s) const {
+        wgmma_fence();
+        unsigned long long k = k_descriptor + at_k<Ahead>().stage * (KV_BYTES / 16);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 32; ++i)
+            WgmmaE4m3<BLOCK_N>::ss(s, q_descriptor + RowTile::step<64>(i),
+                                   k + RowTile::step<BLOCK_N>(i), i > 0);
+        wgmma_commit();
+    }
+    // PENDING products that began later may go on.
+    template <int Ahead, int PENDING>
+    __device__ __forceinline__ void end_qk(Scores& s) const {
+        wgmma_wait<PENDING>();
+        pin(s);
+        release(at.barriers.k_empty(at_k<Ahead>().stage));
+    }
+    // Adds P V of a part of the tile's keys, in a slice of columns.
+    // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
+    __device__ __forceinline__ void begin_part(Sums& sums, Weights& p, int part, int slice) const {
+        auto& to = sums.target();
+        pin(p), pin(to);
+        wgmma_fence();
+        unsigned long long v =
+            t_descriptor + at_v.stage * (T_BYTES / 16) + slice * (COLUMNS * KeyTile::WIDTH / 16);
+#pragma unroll
+        for (int i = part * (AT_ONCE / 32); i < (part + 1) * (AT_ONCE / 32); ++i) {
+            bool begins = INTERVAL > 0 && i == part * (AT_ONCE / 32);
+            WgmmaE4m3<COLUMNS>::rs(to, p + i * 4, v + KeyTile::step<OUT_COLUMNS>(i),
+                                   !begins || (TILES > 1 && sums.tiles > 0));
+        }
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void begin_pv(Sums& sums, Weights& p) const {
+        begin_part(sums, p, 0, 0);
+    }
+    __device__ __forceinline__ void end_pv(Sums& sums, Weights& p) {
+        wgmma_wait<0>();
+        pin(sums.target()), pin(p);
+#pragma unroll
+        for (int n = 1; n < PARTS * SLICES; ++n) {
+            sums.add((n - 1) % SLICES);
+            begin_part(sums, p, n / SLICES, n % SLICES);
+            wgmma_wait<0>();
+            pin(sums.target()), pin(p);
+        }
+        release(at.barriers.t_empty(at_v.stage)), at_v.next();
+        if (INTERVAL > 0 && ++sums.tiles == TILES) sums.add(SLICES - 1);
+    }
+    // Factors of a tile. With SCALE_BLOCK the output is in units of the v_scale of the tile that
+    // was added last, so that a tile is added as it is.
+    struct Factors {
+        float scores, v;
+    };
+    __device__ __forceinline__ Factors factors_of(int j) const {
+        if constexpr (SCALE_BLOCK == 0) return {factor, 1.f};
+        int block = schedule.key(j, all_keys) / (SCALE_BLOCK ? SCALE_BLOCK : 1);
+        return {factor * k_scale[block], v_scale[block]};
+    }
+    // To the units of the next tile, and to the reference of its exponents if that has grown.
+    __device__ __forceinline__ static void rescale(Sums& sums, bool grew, float (&by)[2],
+                                                   const Factors& from, const Factors& to) {
+        if constexpr (SCALE_BLOCK > 0) {
+            if (grew && SUMS) sums.scale<HEAD_DIM, OUT_COLUMNS>(by);
+            float units = from.v / to.v;
+            by[0] = grew ? by[0] * units : units, by[1] = grew ? by[1] * units : units;
+            sums.scale<0, HEAD_DIM>(by);
+        } else if (grew) {
+            sums.scale<0, OUT_COLUMNS>(by);
+        }
+    }
+    __device__ __forceinline__ void mask(Scores& s, int j) const {
+        const int key = schedule.key(j, all_keys), row = first_row + lane / 4;
+        auto keys = [this](int row) { return keys_of<CAUSAL>(row, call.seqlen_q, call.seqlen_k); };
+        if (__builtin_expect(key + BLOCK_N > keys(first_row), 0))
+            mask_columns(s, keys(row) - key, keys(row + 8) - key);
+    }
+    // Eight exponentials are this thread's part of 16 keys: of its row keys 2 q, 2 q + 1, 8 + 2 q
+    // and 9 + 2 q, and as many of the row 8 further.
+    __device__ __forceinline__ static auto to_fragments(Weights& p) {
+        return [&p](int i, const float (&e)[8]) {
+            p[i / 4] = pack_e4m3(e[0], e[1], e[4], e[5]);
+            p[i / 4 + 1] = pack_e4m3(e[2], e[3], e[6], e[7]);
+        };
+    }
+    // ptxas moves exponentials below the wait for P V, beside which they are to run. Nothing moves
+    // them below a vote on all weights. They have no sign, so that the wait here, which is over, is
+    // never met.
+    __device__ __forceinline__ void hold(const Weights& p) const {
+        unsigned all = 0;
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 8; ++i) all |= p[i];
+        if (__builtin_expect(__any_sync(0xffffffffu, all & 0x80808080u), 0)) wait_for_v();
+    }
+    // P = softmax(S) of a tile that nothing runs beside.
+    __device__ __forceinline__ void softmax(Scores& s, Weights& p, Sums& sums, Softmax& rows,
+                                            bool first, Factors& last, const Factors& own) const {
+        float by[2];
+        bool grew = rows.tile(s, own.scores, first, by, to_fragments(p));
+        if (first) last = own;
+        rescale(sums, grew, by, last, own);
+        last = own;
+    }
+    // The same beside P V of the tile before, which is then waited for.
+    __device__ __forceinline__ void softmax_beside_pv(Scores& s, Weights& p, Sums& sums,
+                                                      Softmax& rows, Factors& last,
+                                                      const Factors& own) {
+        float by[2];
+        Weights next;
+        bool grew = rows.tile(s, own.scores, false, by, to_fragments(next));
+        pin(next);
+        if (OVERLAP == 2) hold(next);
+        end_pv(sums, p);
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 8; ++i) p[i] = next[i];
+        rescale(sums, grew, by, last, own);
+        last = own;
+    }
+
+    // out = softmax(Q K^T) V, not yet divided by the sums of `rows`, in units of the v_scale that
+    // is returned, or of the head's. Tiles of keys come right to left.
+    __device__ __forceinline__ float attend(Sums& sums, Softmax& rows, int tiles) {
+        Weights p;
+        Factors last;
+        if constexpr (!OVERLAP) {
+#pragma unroll 1
+            for (int j = 0; j < tiles; ++j) {
+                Scores s;
+                const Factors own = factors_of(j);
+                wait_for_k<0>();
+                begin_qk<0>(s);  // S = Q K^T
+                end_qk<0, 0>(s);
+                mask(s, j);
+                softmax(s, p, sums, rows, j == 0, last, own);  // P = softmax(S)
+                wait_for_v();
+                begin_pv(sums, p);  // O += P V
+                end_pv(sums, p);
+            }
+            release_q();
+        } else {
+            {
+                Scores s;
+                const Factors own = factors_of(0);
+                wait_for_k<0>();
+                begin_qk<0>(s);
+                end_qk<0, 0>(s);
+                mask(s, 0);
+                softmax(s, p, sums, rows, true, last, own);
+            }
+#pragma unroll 1
+            for (int j = 1; j < tiles; ++j) {
+                Scores s;
+                const Factors own = factors_of(j);
+                wait_for_k<1>(), take_turn();
+                begin_qk<1>(s);  // S = Q K^T
+                wait_for_v();
+                begin_pv(sums, p), pass_turn();  // O += P V, of the tile before
+                end_qk<1, 1>(s);
+                mask(s, j);
+                softmax_beside_pv(s, p, sums, rows, last, own);  // P = softmax(S)
+            }
+            release_q();
+            wait_for_v();
+            begin_pv(sums, p);
+            end_pv(sums, p);
+        }
+        if (TILES > 1 && sums.tiles > 0) sums.add(0);
+        return last.v;
+    }
+};
