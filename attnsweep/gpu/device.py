@@ -19,6 +19,7 @@ from attnsweep.build.launches import CompiledStage
 from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import Launch, TensorMap
 from attnsweep.files import install_command
+from attnsweep.gpu.capturing import uncollected
 from attnsweep.gpu.cards import hashed
 from attnsweep.hardware import Card, arch_of
 
@@ -164,10 +165,9 @@ class Session:
                 "which attnsweep does not support",
                 hint="attnsweep/hardware.py lists the supported ones",
             )
-        # Attributes, not properties: CUDA 13 dropped the clock fields from the structure.
-        attribute = runtime.deviceGetAttribute
-        clock_khz = attribute(runtime.cudaDevAttrClockRate, 0)
-        memory_khz = attribute(runtime.cudaDevAttrMemoryClockRate, 0)
+        attribute = runtime.deviceGetAttribute  # CUDA 13 has no clocks among the properties
+        rates = (runtime.cudaDevAttrClockRate, runtime.cudaDevAttrMemoryClockRate)
+        clock_khz, memory_khz = (attribute(rate, 0) for rate in rates)
         bus_bits = attribute(runtime.cudaDevAttrGlobalMemoryBusWidth, 0)
         return Card(
             name=facts["name"].decode(),
@@ -223,7 +223,7 @@ class Session:
 
     def capture(self, issue: Callable[[], None]) -> Callable[[], None]:
         """A function that replays a graph of what `issue` enqueues on the stream."""
-        with self.stream:
+        with self.stream, uncollected():
             self.stream.begin_capture()
             try:
                 issue()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from attnsweep.files import install_command
 from attnsweep.gpu import fp8_peers
 from attnsweep.gpu.ahead import Ahead
+from attnsweep.gpu.capturing import uncollected
 from attnsweep.gpu.way import Builder as Builder
 from attnsweep.gpu.way import Unavailable as Unavailable
 from attnsweep.gpu.way import Way as Way
@@ -85,7 +86,7 @@ class Baseline:
         if stage is not None:
             raise ValueError(f"a baseline has no stage {stage!r}")
         graph = self._torch.cuda.CUDAGraph()
-        with self._torch.cuda.graph(graph, stream=self._stream):
+        with self._torch.cuda.graph(graph, stream=self._stream), uncollected():
             for call in range(calls):
                 self._way.forward(*self._inputs[call % len(self._inputs) if rotate else 0])
 

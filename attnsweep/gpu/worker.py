@@ -8,6 +8,7 @@ the same entries.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import platform
@@ -375,6 +376,7 @@ def _serve(pipe: Connection[Any, Any], parent: int, open_problem: BenchFactory) 
             os._exit(0)
         if method == "open":
             bench = None  # frees the last problem's memory before the next takes its own
+            gc.collect()  # and what peers hold in cycles, as cuDNN's handles
         reply, bench = _answer(open_problem, bench, method, args, options)
         reply = replace(reply, proof_s=_proof_s())
         pipe.send(reply)

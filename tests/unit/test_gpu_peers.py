@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from contextlib import nullcontext
@@ -327,3 +328,13 @@ def test_packages_are_imported_ahead_each_once_and_none_that_is_not_asked_for(mo
     monkeypatch.setattr(peers.importlib, "import_module", imports)
     peers.load(["torch_flash", "cudnn", "flash_attn_3", "flash_attn_3_fp8", "flash_attn_4"])
     assert imported == ["torch", "cudnn", "fa3_fwd_interface"]
+
+
+def test_no_garbage_is_collected_while_a_peer_is_captured(torch):
+    """A finalizer that waits for the device, as cuDNN's handle's, would end the capture."""
+    seen = []
+    way = Way(lambda *inputs: seen.append(gc.isenabled()) or inputs[0])
+    baseline = Baseline(way, [(Tensor(np.zeros(2)),) * 3], Session([0]), rounds_scores=0)
+    baseline.capture(2)
+    assert seen == [False, False]
+    assert gc.isenabled()
