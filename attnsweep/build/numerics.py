@@ -140,6 +140,48 @@ def references(
     return outs
 
 
+def exact_rows(
+    inputs: Mapping[str, Bits],
+    problem: Problem,
+    rows: npt.NDArray[np.int64],
+    signs: Sequence[int] = (1,),
+) -> list[tuple[Float, Float]]:
+    """`reference` and `log_sum_exp` of the rows, with k and v times each of the signs.
+
+    Few rows cost less than to convert k and v, which happens once here.
+    """
+    group = problem.heads // problem.heads_kv
+    shape = (problem.batch, problem.heads, len(rows))
+    sides = [(np.empty((*shape, problem.head_dim)), np.empty(shape)) for _ in signs]
+
+    def one(batch: int, head_kv: int) -> None:
+        k, v = (
+            values_of(inputs, problem, name, batch, head_kv).astype(np.float64) for name in "kv"
+        )
+        for head in range(head_kv * group, (head_kv + 1) * group):
+            for begin in range(0, len(rows), _BLOCK_ROWS):
+                block = slice(begin, begin + _BLOCK_ROWS)
+                some = rows[block]
+                q = values_of(inputs, problem, "q", batch, head, some).astype(np.float64)
+                scores = q @ k.T * problem.scale
+                for sign, (out, lse) in zip(signs, sides, strict=True):
+                    signed = scores * sign
+                    if problem.causal:
+                        last = some[:, None] + problem.seqlen_k - problem.seqlen_q
+                        signed[np.arange(problem.seqlen_k) > last] = -np.inf
+                    largest = signed.max(axis=1, keepdims=True)
+                    p = np.exp(signed - largest)
+                    total = p.sum(axis=1, keepdims=True)
+                    out[batch, head, block] = p @ v / total * sign
+                    lse[batch, head, block] = (largest + np.log(total))[:, 0]
+
+    heads = list(product(range(problem.batch), range(problem.heads_kv)))
+    with one_blas_thread():
+        small = problem.min_bytes < 2**20
+        list((map if small else parallel)(one, *zip(*heads, strict=True)))
+    return sides
+
+
 def _attend(
     q: npt.NDArray[Any],
     k: npt.NDArray[Any],

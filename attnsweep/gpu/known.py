@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,13 +47,8 @@ class Known:
         problem = case.problem
         drawn = numerics.draw(case, seed) if two_sided and problem.scaled else None
         inputs = stored(drawn, problem) if drawn else numerics.make_inputs(case, seed)
-        rows, sides = numerics.sampled_rows(problem, seed), []
-        for mix in (PLAIN, OPPOSITE)[: 1 + two_sided]:
-            mixed = dict(inputs)
-            if mix == OPPOSITE:
-                mixed |= {name: _negated(inputs[name], problem.dtype) for name in "kv"}
-            exact = numerics.reference(mixed, problem, rows)
-            sides.append((exact, numerics.log_sum_exp(mixed, problem, rows)))
+        rows = numerics.sampled_rows(problem, seed)
+        sides = numerics.exact_rows(inputs, problem, rows, (1, -1) if two_sided else (1,))
         if drawn is None:
             return cls(inputs, rows, sides)
         unrounded = replace(problem, dtype="fp32")
@@ -64,7 +58,3 @@ class Known:
 def sign_bits(dtype: str) -> int:
     """The sign bits of a word of four bytes."""
     return {1: 0x80808080, 2: 0x80008000, 4: 0x80000000}[DTYPE_BYTES[dtype]]
-
-
-def _negated(bits: Any, dtype: str) -> Any:
-    return bits ^ bits.dtype.type(sign_bits(dtype) >> 8 * (4 - DTYPE_BYTES[dtype]))

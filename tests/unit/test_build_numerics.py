@@ -237,3 +237,18 @@ def test_blas_gets_its_threads_back_when_the_last_leaves():
     assert set(limits()) == {1}
     second.__exit__(None, None, None)
     assert limits() == before
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "e4m3", "e4m3_block"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_of_both_signs_are_the_references_of_negated_keys_and_values(dtype, causal):
+    problem = Problem(2, 4, 2, 150, 190, 16, dtype, causal)
+    inputs, rows = numerics.make_inputs(Case(problem), 3), np.arange(0, 150, 7)
+    opposite = dict(inputs)
+    for name in "kv":
+        bits = inputs[name]
+        opposite[name] = bits ^ bits.dtype.type(1 << 8 * bits.itemsize - 1)
+    found = numerics.exact_rows(inputs, problem, rows, (1, -1))
+    for (out, lse), mixed in zip(found, (inputs, opposite), strict=True):
+        assert numerics.row_error(out, numerics.reference(mixed, problem, rows)) < 1e-14
+        assert np.allclose(lse, numerics.log_sum_exp(mixed, problem, rows), rtol=1e-14, atol=1e-13)
