@@ -1,4 +1,4 @@
-"""Write attnsweep/use/runtime/table.json and cubins.zip.xz: the winners behind attnsweep.attention.
+"""Write table.json and cubins/ in attnsweep/use/runtime: the winners behind attnsweep.attention.
 
 Usage: python scripts/winners.py [--check]. Needs the NVRTC of the recorded runs, since the machine
 code of another is not what they timed. With --check it writes nothing, needs no NVRTC, and returns
@@ -10,9 +10,12 @@ from __future__ import annotations
 import io
 import json
 import lzma
+import re
+import shutil
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,10 @@ from attnsweep import export, exported_table, find_runs
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "use" / "runtime"
-TABLE, PACKED = PLACE / "table.json", PLACE / "cubins.zip.xz"
+TABLE, CUBINS = PLACE / "table.json", PLACE / "cubins"
+# Cubins of an archive. A first call unpacks one archive: 16 take 3 ms, all 322 take 40. In groups
+# of 8 they would be a quarter larger together, in groups of 32 a sixth smaller.
+GROUP = 16
 
 
 def recorded() -> list[Path]:
@@ -28,19 +34,49 @@ def recorded() -> list[Path]:
     return [run for run in find_runs(ROOT / "results") if run.parent.name != "replay"]
 
 
-def packed(cubins: Path) -> bytes:
-    """All cubins as one compressed file; equal cubins give equal bytes."""
+def grouped(kernels: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The cubins of each archive: alike ones next to each other, since they share most bytes."""
+
+    def likeness(kernel: Mapping[str, Any]) -> tuple[object, ...]:
+        config = [int(number) for number in re.findall(r"\d+", kernel["config"])]
+        return kernel["head_dim"], config, kernel["causal"], kernel["dtype"]
+
+    codes = (
+        code["file"]
+        for kernel in sorted(kernels, key=likeness)
+        for stages in kernel["stages"]
+        for _, code in sorted(stages.items())
+    )
+    files = list(dict.fromkeys(codes))  # two kernels may have the same code of a stage
+    groups = [files[first : first + GROUP] for first in range(0, len(files), GROUP)]
+    return {f"{number:02}.zip.xz": group for number, group in enumerate(groups)}
+
+
+def packed(cubins: Path, files: Sequence[str]) -> bytes:
+    """Cubins as one compressed file; equal cubins give equal bytes."""
     together = io.BytesIO()
     with zipfile.ZipFile(together, "w", zipfile.ZIP_STORED) as file:
-        for path in sorted(cubins.glob("*.cubin")):
-            file.writestr(zipfile.ZipInfo(path.name), path.read_bytes())
+        for name in files:
+            file.writestr(zipfile.ZipInfo(name), (cubins / name).read_bytes())
     return lzma.compress(together.getvalue(), preset=9 | lzma.PRESET_EXTREME)
+
+
+def write(made: Path) -> None:
+    """Put the table and the cubins of an exported package in their place."""
+    table = json.loads((made / TABLE.name).read_text())
+    table["archives"] = grouped(table["kernels"])
+    if CUBINS.exists():
+        shutil.rmtree(CUBINS)
+    CUBINS.mkdir()
+    for archive, files in table["archives"].items():
+        (CUBINS / archive).write_bytes(packed(made / CUBINS.name, files))
+    TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 
 def outline(table: dict[str, Any]) -> dict[str, Any]:
     """What of a table follows from results/ and the kernels' text, whoever compiles."""
     kernels = [{**kernel, "stages": []} for kernel in table["kernels"]]
-    return {**table, "kernels": kernels, "attnsweep": ""}
+    return {**table, "kernels": kernels, "attnsweep": "", "archives": {}}
 
 
 def stale(shipped: dict[str, Any]) -> list[str]:
@@ -55,14 +91,12 @@ def stale(shipped: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Write both files, or compare the table."""
+    """Write the table and the archives, or compare the table."""
     if "--check" not in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as place:
             done = export(recorded(), Path(place) / "winners")
-            made = done.directory / done.name
-            TABLE.write_bytes((made / TABLE.name).read_bytes())
-            PACKED.write_bytes(packed(made / "cubins"))
-        size = PACKED.stat().st_size / 2**10
+            write(done.directory / done.name)
+        size = sum(path.stat().st_size for path in CUBINS.iterdir()) / 2**10
         print(f"{done.winners} winners, {done.kernels} kernels, {size:.0f} KiB of cubins")
     found = stale(json.loads(TABLE.read_text()))
     if found == ["nvrtc"]:

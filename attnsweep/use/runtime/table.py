@@ -9,7 +9,7 @@ import json
 import math
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,12 +18,11 @@ FORMAT = 2
 """Raise it if older code would misread the table. Code reads its own format only."""
 TABLE = "table.json"
 CUBINS = "cubins"
-PACKED = "cubins.zip.xz"
-"""The cubins as one file, a sixteenth of their size: of the package that comes with attnsweep."""
-
-
-# The most bytes of all cubins together: 22 times what attnsweep ships.
-_MOST_BYTES = 2**28
+"""The directory of a package's cubins, or of archives with several of them each."""
+# The most bytes of an archive, unpacked: 20 times what attnsweep ships.
+_MOST_BYTES = 2**24
+# Archives that are kept unpacked: cubins of one model's calls are mostly next to each other.
+_KEPT = 4
 # What reading a table raises that is none.
 _NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # Fields of a Kernel that may be 0.
@@ -162,19 +161,23 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A package's table. attnsweep: the version that wrote it."""
+    """A package's table. attnsweep: the version that wrote it.
+
+    archives: of each cubin that is packed, the archive below CUBINS; the others are files there.
+    """
 
     directory: Path
     attnsweep: str
     digest: str
     gpus: Mapping[GpuKey, Gpu]
+    archives: Mapping[str, str] = field(default_factory=dict)
 
     def code(self, code: Code) -> bytes:
         """A cubin's bytes. Raises PackageError if it is missing, or not what was exported."""
-        packed = self.directory / PACKED
-        path = packed / code.file if packed.exists() else self.directory / CUBINS / code.file
+        cubins, archive = self.directory / CUBINS, self.archives.get(code.file)
+        path = cubins / code.file if archive is None else cubins / archive / code.file
         try:
-            data = _unpacked(packed).read(code.file) if packed.exists() else path.read_bytes()
+            data = path.read_bytes() if archive is None else _unpacked(path.parent).read(path.name)
         except (OSError, ImportError, KeyError, RuntimeError, zipfile.BadZipFile) as error:
             raise PackageError(f"{path}: cannot be read: {error}; export again") from error
         if hashlib.sha256(data).hexdigest() != code.sha256:
@@ -182,9 +185,9 @@ class Table:
         return data
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_KEPT)
 def _unpacked(path: Path) -> zipfile.ZipFile:
-    """All cubins, in memory. Raises OSError, ImportError, RuntimeError or BadZipFile."""
+    """An archive's cubins, in memory. Raises OSError, ImportError, RuntimeError or BadZipFile."""
     import lzma  # a Python may have been built without it
 
     try:
@@ -221,11 +224,24 @@ def read_table(directory: Path) -> Table:
     try:
         kernels = [_kernel(each) for each in raw["kernels"]]
         gpus = [_gpu(each, kernels) for each in raw["gpus"]]
+        archives = _archives(raw.get("archives", {}))
         by = str(raw["attnsweep"])
     except _NONSENSE as error:
         raise PackageError(f"{path}: damaged: {error!r}; export again") from error
     digest = hashlib.sha256(data).hexdigest()
-    return Table(directory, by, digest, {gpu.key: gpu for gpu in gpus})
+    return Table(directory, by, digest, {gpu.key: gpu for gpu in gpus}, archives)
+
+
+def _archives(raw: Mapping[str, Any]) -> dict[str, str]:
+    """The archive of each cubin, from the cubins of each archive."""
+    archives: dict[str, str] = {}
+    for archive, files in raw.items():
+        if Path(archive).name != archive:
+            raise ValueError(f"{archive!r} is no file name")
+        if type(files) is not list or not all(type(file) is str for file in files):
+            raise TypeError(f"{archive} has {files!r}")
+        archives |= dict.fromkeys(files, archive)
+    return archives
 
 
 def _kernel(raw: Mapping[str, Any]) -> Kernel:
