@@ -161,3 +161,25 @@ def test_a_huge_shape_costs_no_seconds():
     assert launch.heads_together(shape, 128, 128, 132) == 1
     shape = compiled.shape_of(Problem(64, 64, 64, 8192, 8192, 128, causal=True))
     assert launch.heads_together(shape, 128, 128, 132) == 8
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.lists(st.integers(0, 9), min_size=1, max_size=9),
+    st.integers(1, 30),
+)
+def test_the_busiest_block_is_the_one_of_blocks_that_take_turns(heads, together, costs, blocks):
+    """Tile by tile: groups of heads, of each the tiles of one cost, and blocks to and fro."""
+    tiles = [
+        cost
+        for first in range(0, heads, together)
+        for cost in costs
+        for _ in range(min(together, heads - first))
+    ]
+    work = [0] * blocks
+    for item, cost in enumerate(tiles):
+        turn, at = divmod(item, blocks)
+        work[blocks - 1 - at if turn % 2 else at] += cost
+    assert launch.busiest_turns(heads, together, tuple(costs), blocks) == max(work)

@@ -6,6 +6,7 @@ The declaration of the family says the same for a sweep; a test holds that both 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -172,29 +173,31 @@ def _even_turns(heads: int, fit: int, costs: tuple[int, ...], blocks: int) -> in
 def busiest_turns(heads: int, together: int, costs: tuple[int, ...], blocks: int) -> int:
     """Work of the busiest block, which take turns in order, then in reverse order.
 
-    Tiles of one cost are a run of items in a row, so that a run's whole turns count for all blocks.
+    Tiles of one cost are a run of items in a row, and whole turns of a run count for all blocks.
     """
-    everyone = 0
-    steps = [0] * (blocks + 1)  # differences of the work from block to block
-    item = 0
+    steps = [0] * (blocks + 1)  # by how much a block's work differs from the block's before
+    steps[0] = costs[-1]  # as if the last run of a group came before the first one
+    runs = [(cost, cost - before) for cost, before in zip(costs, (costs[-1], *costs), strict=False)]
+    everyone = at = 0
+    reverse = False
     for first in range(0, heads, together):
         count = min(together, heads - first)
-        for cost in costs:
-            left = count
-            while left:
-                turn, at = divmod(item, blocks)
-                if at == 0 and left >= blocks:
-                    whole = left // blocks
-                    everyone += whole * cost
-                    item, left = item + whole * blocks, left - whole * blocks
-                    continue
-                taken = min(left, blocks - at)
-                begin = blocks - at - taken if turn % 2 else at
-                steps[begin] += cost
-                steps[begin + taken] -= cost
-                item, left = item + taken, left - taken
-    most = load = 0
-    for step in steps[:-1]:
-        load += step
-        most = max(most, load)
-    return everyone + most
+        for cost, more in runs:
+            if reverse:
+                steps[blocks - at] -= more
+            else:
+                steps[at] += more
+            at += count
+            if at >= blocks:  # the run fills its turn, and maybe whole turns after it
+                if reverse:
+                    steps[0] += cost
+                whole, at = divmod(at - blocks, blocks)
+                everyone += whole * cost
+                reverse = reverse == bool(whole % 2)
+                if not reverse:
+                    steps[0] += cost
+    if reverse:
+        steps[blocks - at] += costs[-1]
+    else:
+        steps[at] -= costs[-1]
+    return everyone + max(itertools.accumulate(steps[:-1]))

@@ -103,16 +103,13 @@ def work(tiling: Tiling, shape: Shape, sm_count: int) -> float:
 
 def _visits(tiling: Tiling, shape: Shape, tiles_m: int) -> list[int]:
     """Tiles of keys that a block visits, for each tile of queries, the first ones first."""
-
-    def visits(keys: int) -> int:
-        return ceil_div(ceil_div(max(1, keys), tiling.block_n), tiling.shares)
-
+    together = tiling.block_n * tiling.shares
     if not shape.causal or tiles_m == 1:
-        return [visits(shape.seqlen_k)]
+        return [ceil_div(max(1, shape.seqlen_k), together)]
     before = shape.seqlen_k - shape.seqlen_q
-    step = ceil_div(tiles_m, _MOST_TILES)
-    ends = range(tiles_m, 0, -step)
-    return [visits(min(shape.seqlen_k, before + n * tiling.block_m)) for n in ends][::-1]
+    ends = range(tiles_m, 0, -ceil_div(tiles_m, _MOST_TILES))
+    seen = (min(shape.seqlen_k, before + n * tiling.block_m) for n in ends)
+    return [ceil_div(max(1, keys), together) for keys in seen][::-1]
 
 
 def _speed(blocks: int, room: int) -> float:
