@@ -227,6 +227,9 @@ def test_a_table_of_another_format_says_who_wrote_it(exported, tmp_path):
         lambda raw: raw["gpus"][0]["winners"][0].update(kernel=999),
         lambda raw: raw["gpus"][0]["winners"][0].update(kernel=-1),
         lambda raw: raw["kernels"][0]["stages"][0]["fwd"].update(file="../../etc/passwd"),
+        lambda raw: raw["kernels"][0]["stages"][0]["fwd"].update(file=".."),
+        lambda raw: raw["kernels"][0]["stages"][0]["fwd"].update(file="a\0b"),
+        lambda raw: raw.update(archives={"..": []}),
         lambda raw: raw["gpus"][0].pop("guard"),
         lambda raw: raw["gpus"][0]["winners"][0].update(others=[[999, 1.0]]),
         lambda raw: raw["gpus"][0]["winners"][0].update(others=[[0]]),
@@ -258,7 +261,8 @@ def small_table():
     winners = [{**w, "others": []} for w in known["winners"][:3]]
     kernels = raw["kernels"][: 1 + max(w["kernel"] for w in winners)]
     gpus = [{**known, "winners": winners, "twins": [0]}]
-    return json.dumps(raw | {"kernels": kernels, "gpus": gpus})
+    archives = {"00.zip.xz": [kernels[0]["stages"][0]["fwd"]["file"]]}
+    return json.dumps(raw | {"kernels": kernels, "gpus": gpus, "archives": archives})
 
 
 NONSENSE = (None, -1, 0, 2**70, float("inf"), float("nan"), "x", "../x", [], {}, True, [[]], 1.5)

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ _MOST_BYTES = 2**24
 _KEPT = 4
 # What reading a table raises that is none.
 _NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_TYPES: Mapping[str, type] = {"int": int, "str": str, "bool": bool, "float": float}
 # Fields of a Kernel that may be 0.
 _OPTIONAL = {"order", "persistent", "split_cluster", "pdl", "combine_threads", "smem_bytes"}
 
@@ -236,7 +238,7 @@ def _archives(raw: Mapping[str, Any]) -> dict[str, str]:
     """The archive of each cubin, from the cubins of each archive."""
     archives: dict[str, str] = {}
     for archive, files in raw.items():
-        if Path(archive).name != archive:
+        if not _is_name(archive):
             raise ValueError(f"{archive!r} is no file name")
         if type(files) is not list or not all(type(file) is str for file in files):
             raise TypeError(f"{archive} has {files!r}")
@@ -249,23 +251,38 @@ def _kernel(raw: Mapping[str, Any]) -> Kernel:
         {name: _sound(Code(**code)) for name, code in stages.items()} for stages in raw["stages"]
     )
     for code in (*plain.values(), *lse.values()):
-        if Path(code.file).name != code.file:
+        if not _is_name(code.file):
             raise ValueError(f"{code.file!r} is no file name")
     return _sound(Kernel(**{**raw, "stages": (plain, lse)}))
 
 
+def _is_name(file: str) -> bool:
+    """Whether it is the name of a file in a directory, and no path to elsewhere."""
+    return os.path.basename(file) == file and file not in ("", ".", "..") and "\0" not in file
+
+
+@functools.cache
+def _declared(kind: type) -> tuple[tuple[str, type, int], ...]:
+    """Name, type and least value of a row's fields that are numbers or text."""
+    declared = []
+    for name, written in kind.__annotations__.items():
+        of = _TYPES.get(str(getattr(written, "__forward_arg__", written)))  # of a NamedTuple
+        if of is not None:
+            declared.append((name, of, 0 if name in _OPTIONAL else 1))
+    return tuple(declared)
+
+
 def _sound(made: _T) -> _T:
     """A row whose fields have their declared types, and numbers that can be calculated with."""
-    for name, kind in type(made).__annotations__.items():
-        kind = getattr(kind, "__forward_arg__", kind)  # of a NamedTuple
-        value, least = getattr(made, name), 0 if name in _OPTIONAL else 1
-        if kind in ("int", "str", "bool"):
-            right = type(value).__name__ == kind and (kind != "int" or least <= value < 2**31)
-        elif kind == "float":
+    row: type = type(made)
+    for name, kind, least in _declared(row):
+        value: Any = getattr(made, name)
+        found: type = type(value)
+        if kind is float:
             positive = isinstance(made, Guard) or value > 0
-            right = type(value) in (int, float) and math.isfinite(value) and positive
+            right = found in (int, float) and math.isfinite(value) and positive
         else:
-            continue
+            right = found is kind and (kind is not int or least <= value < 2**31)
         if not right:
             raise ValueError(f"{name} is {value!r}")
     return made
