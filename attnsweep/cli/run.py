@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,8 +107,8 @@ def run(
         typer.Option(
             "--scheduler",
             metavar="ADDRESS",
-            help="Whole problems on the workers of this Dask scheduler that have the resource GPU: "
-            "tcp://HOST:8786.",
+            help="Whole problems on the workers of this Dask scheduler that have the resource GPU; "
+            "the others compile: tcp://HOST:8786.",
         ),
     ] = None,
     wait: WaitOption = False,
@@ -247,7 +248,7 @@ def _sweep(
 ) -> Outcome:
     """Run the sweep and write its page. Raises NoGpuError with the commands that do work."""
     from attnsweep import sweep
-    from attnsweep.fleet import cluster, sweeps
+    from attnsweep.fleet import cluster, compiling, sweeps
     from attnsweep.gpu.cards import chosen, installed
     from attnsweep.gpu.lock import BusyError
     from attnsweep.show import fleet_progress, progress
@@ -274,8 +275,9 @@ def _sweep(
                 start = cluster.starter(client)
                 with fleet_progress.watch(errors, len(workers), form) as observer:
                     outcome = sweeps.run(
-                        loaded, families, workers, **asked, observer=observer, start_child=start
-                    )
+                        loaded, families, workers, **asked, observer=observer, start_child=start,
+                        helpers=partial(compiling.shared, client),
+                    )  # fmt: skip
         elif gpus is None:
             with progress.watch(errors, form) as observer:
                 outcome = sweep.run(loaded, families, **asked, observer=observer)

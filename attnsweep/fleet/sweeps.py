@@ -6,8 +6,8 @@ import base64
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +34,8 @@ from attnsweep.store.run import SPEC, Store
 from attnsweep.sweep import Outcome
 from attnsweep.trial import Environment, Trial
 
+Helpers = Callable[[Compiler, Callable[[str], None]], AbstractContextManager[None]]
+"""Lets others compile too while the context lasts, and says in notes what becomes of it."""
 # How long cards of a cluster are waited for before the first problem.
 _READY_S = 60.0
 # What the cards of a run must have in common.
@@ -54,13 +56,15 @@ def run(
     observer: Observer | None = None,
     start_child: StartChild = start_child,
     silence_s: float | None = None,
+    helpers: Helpers | None = None,
 ) -> Outcome:
     """Sweep with one child process for each card, each problem on one of them.
 
     cards: of one kind. start_child: starts the process of a card. silence_s: seconds without a word
-    after which a child hangs (default: longer than any of its calls may take). The other arguments
-    and errors are those of `sweep.run`. A problem that no card could measure, or all cards lost, is
-    said in the Outcome; the same command resumes.
+    after which a child hangs (default: longer than any of its calls may take). helpers: compile
+    besides this process's threads. The other arguments and errors are those of `sweep.run`. A
+    problem that no card could measure, or all cards lost, is said in the Outcome; the same command
+    resumes.
     """
     if spec.device == "replay":
         what = "--gpus needs GPUs, and this spec replays a recording"
@@ -78,6 +82,8 @@ def run(
         at_end.enter_context(engine)
         described = Described(engine)
         environment, planned, compiler = start(spec, kernels, described, cache_dir, at_end)
+        if helpers is not None:
+            at_end.enter_context(helpers(compiler, observer.note))
         planned = planned if shard is None else shard.take(planned)
         observer.planned(candidate_counts(planned, spec.search.candidates))
         for warning in unused_parameters(

@@ -1,0 +1,442 @@
+"""Workers of a Dask cluster without a GPU compile for the asker: real workers, real NVRTC."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_cards import FakeCards
+from spaces import candidates
+
+import attnsweep
+from attnsweep.build.candidate import Build
+from attnsweep.build.nvrtc import CACHE_VARIABLE, Compiler
+from attnsweep.errors import CompileError
+from attnsweep.family.declare import discover
+from attnsweep.fleet import cluster, compiling, sweeps
+from attnsweep.gpu.lock import LOCK_VARIABLE
+from attnsweep.hardware import ARCHS
+from attnsweep.problem import Problem
+from attnsweep.spec.load import load_spec
+from attnsweep.trial import Status
+
+distributed = pytest.importorskip("distributed")
+dask = pytest.importorskip("dask")
+pytestmark = pytest.mark.filterwarnings("default")  # of Dask's own code
+SUPPORT = Path(__file__).parent.parent / "support"
+ARCH = ARCHS["sm_90a"]
+PROBLEM = Problem(2, 16, 16, 1024, 1024, 64)
+LONGEST_S = 60.0
+SOURCE = """#include "part.cuh"
+#include "common/element.cuh"
+extern "C" __global__ void f(float* out) { out[threadIdx.x] = VALUE + PART + to_float(0); }
+"""
+SWEEP = """
+problems:
+  - {batch: 1, heads: 2, seqlen: [256, 512, 1024, 2048], head_dim: 64}
+kernels: {naive: {THREADS: [32, 64, 128]}}
+baselines: []
+measure: {rounds: 4}
+"""
+
+
+def defines(number):
+    return {"IS_BF16": "0", "VALUE": f"{number}.0f"}
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "part.cuh").write_text("#define PART 1.0f\n")
+    (tmp_path / "own" / "f.cu").write_text(SOURCE)
+    return tmp_path / "own" / "f.cu"
+
+
+class Cluster:
+    """Workers, each with its own cache; a worker named `card…` has a GPU."""
+
+    def __init__(self, local, client, place):
+        self.local, self.client, self.place = local, client, place
+
+    def compiled(self, name):
+        """The keys of the stages in a worker's cache."""
+        return {path.parent.name for path in (self.place / name).rglob("??/*/stage.cubin")}
+
+    def began(self, name):
+        path = self.place / f"{name}.began"
+        return path.read_text().split() if path.exists() else []
+
+    def fault(self, name, text):
+        (self.place / f"{name}.fault").write_text(text)
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """Starts workers of these names, two threads each."""
+    path = [str(SUPPORT), str(Path(attnsweep.__file__).parent.parent), *filter(None, sys.path)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    with contextlib.ExitStack() as at_end:
+
+        def start(*names):
+            place = tmp_path / "workers"
+            place.mkdir()
+            specification = {
+                name: {
+                    "cls": distributed.Nanny,
+                    "options": {
+                        "nthreads": 1 if name.startswith("card") else 2,
+                        "resources": {"GPU": 1} if name.startswith("card") else {},
+                        "env": {
+                            CACHE_VARIABLE: str(place / name),
+                            "ATTNSWEEP_TEST_FAULTS": str(place),
+                            "CUDA_VISIBLE_DEVICES": f"GPU-{names.index(name):08d}",
+                        },
+                        "preload": [str(SUPPORT / "faulty_compiling.py")],
+                        "dashboard_address": None,
+                        "local_directory": str(tmp_path),
+                    },
+                }
+                for name in names
+            }
+            scheduler = {
+                "cls": distributed.Scheduler,
+                "options": {"dashboard_address": None, "dashboard": False},
+            }
+            at_end.enter_context(dask.config.set({"distributed.comm.timeouts.connect": "5s"}))
+            local = at_end.enter_context(
+                distributed.SpecCluster(workers=specification, scheduler=scheduler, silence_logs=50)
+            )
+            client = at_end.enter_context(cluster.connected(local.scheduler_address))
+            return Cluster(local, client, place)
+
+        yield start
+
+
+class Asker:
+    """A compiler of one thread with helpers. busy: its thread compiles nothing before `free`."""
+
+    def __init__(self, client, place, at_end, busy):
+        self.notes = []
+        self.compiler = Compiler(ARCH, place / "cache", threads=1)
+        self._gate = threading.Event()
+        if busy:
+            self.compiler._pool.submit(self._gate.wait)
+        at_end.callback(self.compiler.close)
+        at_end.callback(self._gate.set)
+        self.helpers = at_end.enter_context(contextlib.ExitStack())
+        self.helpers.enter_context(
+            compiling.shared(client, self.compiler, lambda text: self.notes.append(text))
+        )
+
+    def free(self):
+        self._gate.set()
+
+    def noted(self, *words):
+        """Wait for a note with all these words."""
+        ends = time.monotonic() + LONGEST_S
+        while not (found := [n for n in self.notes if all(word in n for word in words)]):
+            assert time.monotonic() < ends, self.notes
+            time.sleep(0.02)
+        return found
+
+
+@pytest.fixture
+def asker(tmp_path):
+    with contextlib.ExitStack() as at_end:
+        yield lambda on, busy=True: Asker(on.client, tmp_path, at_end, busy)
+
+
+def test_a_worker_without_a_gpu_compiles_what_would_be_compiled_here(
+    started, asker, source, tmp_path
+):
+    on = started("card0", "host1")
+    asking = asker(on)
+    other = Compiler(ARCH, tmp_path / "alone")
+    futures = [asking.compiler.submit(source, defines(n)) for n in range(6)]
+    made = [future.result(LONGEST_S) for future in futures]
+    here = [other.compile(source, defines(n)) for n in range(6)]
+    assert [cubin.digest for cubin in made] == [cubin.digest for cubin in here]
+    assert [cubin.path.parent.name for cubin in made] == [c.path.parent.name for c in here]
+    assert [cubin.path.read_bytes() for cubin in made] == [c.path.read_bytes() for c in here]
+    assert all("Used" in cubin.log and not cubin.cached for cubin in made)
+    assert on.compiled("host1") == {cubin.path.parent.name for cubin in made}
+    assert not on.compiled("card0")
+    assert not on.began("card0")
+    again = Compiler(ARCH, tmp_path / "cache").compile(source, defines(3))
+    assert (again.cached, again.digest, again.log) == (True, made[3].digest, made[3].log)
+    asking.helpers.close()
+    assert asking.notes == ["compiled by workers without a GPU: 6 on host1"]
+
+
+def test_shipped_families_have_the_same_machine_code_there(started, asker, tmp_path):
+    on = started("host1")
+    asking = asker(on)
+    other = Compiler(ARCH, tmp_path / "alone")
+    kernels = discover()
+    builds = []
+    for name in ("naive", "flash_fwd_mma", "three_kernel_mma", "flash_fwd_wgmma"):
+        config = next(candidates(kernels[name], PROBLEM, ARCH))
+        builds.append(
+            [Build.of(kernels[name], config, PROBLEM, c) for c in (asking.compiler, other)]
+        )
+    for there, here in builds:
+        there.submit()
+        here.submit()
+    for there, here in builds:
+        digests = [{name: f.result(LONGEST_S).digest for name, f in build.futures.items()}
+                   for build in (there, here)]  # fmt: skip
+        assert digests[0] == digests[1]
+    keys = {f.result().path.parent.name for there, _ in builds for f in there.futures.values()}
+    assert sorted(on.began("host1")) == sorted(keys)
+    assert on.compiled("host1") == keys
+
+
+def test_each_stage_is_compiled_once_here_or_there(started, asker, source):
+    on = started("host1", "host2")
+    for name in ("host1", "host2"):
+        on.fault(name, "slow")
+    asking = asker(on, busy=False)
+    here = []
+    obtain = asking.compiler._obtain
+
+    def counted(key, path, values, make=None):
+        if make is None:
+            here.append(key)
+            time.sleep(0.5)
+        return obtain(key, path, values, make)
+
+    asking.compiler._obtain = counted
+    futures = [asking.compiler.submit(source, defines(n)) for n in range(30)]
+    keys = {future.result(LONGEST_S).path.parent.name for future in futures}
+    there = on.began("host1") + on.began("host2")
+    assert len(keys) == 30
+    assert sorted(here + there) == sorted(keys)
+    assert here
+    assert on.began("host1")
+    assert on.began("host2")
+
+
+def test_what_the_cache_has_is_not_sent(started, asker, source, tmp_path):
+    Compiler(ARCH, tmp_path / "cache").compile(source, defines(1))
+    on = started("host1")
+    asking = asker(on)
+    assert asking.compiler.submit(source, defines(1)).result(LONGEST_S).cached
+    assert not asking.compiler.submit(source, defines(2)).result(LONGEST_S).cached
+    assert len(on.began("host1")) == 1
+
+
+@pytest.mark.parametrize("where", ["f.cu", "part.cuh"])
+def test_an_error_of_the_compiler_is_shown_as_from_here(started, asker, source, tmp_path, where):
+    path = source.with_name(where)
+    path.write_text(path.read_text() + "int broken = nothing;\n")
+    on = started("host1")
+    asking = asker(on)
+    with pytest.raises(CompileError) as there:
+        asking.compiler.submit(source, defines(1)).result(LONGEST_S)
+    with pytest.raises(CompileError) as here:
+        Compiler(ARCH, tmp_path / "alone").compile(source, defines(1))
+    assert len(on.began("host1")) == 1
+    assert str(path) in there.value.what
+    assert (there.value.what, there.value.log) == (here.value.what, here.value.log)
+    assert there.value.render() == here.value.render()
+
+
+INCLUDES = {
+    "outside": '#include "../x.cuh"',
+    "computed": "#define N <part.cuh>\n#include N",
+    "link": '#include "link.cuh"',
+    "detour": '#include "folder/../part.cuh"',
+}
+
+
+@pytest.mark.parametrize("form", INCLUDES)
+def test_a_template_that_cannot_travel_is_compiled_here(started, asker, source, form):
+    values = defines(1)
+    (source.parent.parent / "x.cuh").write_text("#define PART 1.0f\n")
+    (source.parent / "link.cuh").symlink_to("part.cuh")
+    (source.parent / "folder").mkdir()
+    source.write_text(f"{INCLUDES[form]}\n" + SOURCE.partition("\n")[2])
+    on = started("host1")
+    asking = asker(on)
+    future = asking.compiler.submit(source, values)
+    ends = time.monotonic() + LONGEST_S
+    while not any(stage.here for stage in asking.compiler._waiting):
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+    asking.free()
+    assert future.result(LONGEST_S).digest
+    assert not on.compiled("host1")
+    assert not asking.notes
+
+
+@pytest.mark.parametrize(
+    ("patched", "value", "words"),
+    [
+        ("_nvrtc", lambda: "1.0", ("it has NVRTC ", "not 1.0", "nvidia-cuda-nvrtc==1.0.*")),
+        ("__version__", "9.9", ("it has attnsweep ", "not 9.9", "pip install")),
+    ],
+)
+def test_another_version_is_left_out_by_name(
+    started, asker, source, monkeypatch, patched, value, words
+):
+    monkeypatch.setattr(compiling, patched, value)
+    on = started("host1")
+    asking = asker(on)
+    future = asking.compiler.submit(source, defines(1))
+    asking.noted("worker host1 compiles nothing for this sweep", *words)
+    asking.free()
+    assert future.result(LONGEST_S).digest
+    assert not on.began("host1")
+
+
+def test_a_killed_worker_costs_a_stage_again_and_comes_back(started, asker, source):
+    on = started("host1")
+    on.fault("host1", "kill once")
+    asking = asker(on)
+    futures = [asking.compiler.submit(source, defines(n)) for n in range(5)]
+    asking.noted("worker host1: ", "left the cluster", "compiled elsewhere")
+    keys = {future.result(LONGEST_S).path.parent.name for future in futures}
+    began = on.began("host1")
+    assert set(began) == keys == on.compiled("host1")
+    assert len(began) <= 5 + 2  # the stages of its two threads
+
+
+def test_a_stage_that_kills_workers_is_compiled_here_after_two(started, asker, source):
+    on = started("host1", "host2")
+    for name in ("host1", "host2"):
+        on.fault(name, "kill")
+    asking = asker(on)
+    future = asking.compiler.submit(source, defines(1))
+    asking.noted("left the cluster")
+    ends = time.monotonic() + LONGEST_S
+    while len(on.began("host1") + on.began("host2")) < 2 or len(asking.notes) < 2:
+        assert time.monotonic() < ends, asking.notes
+        time.sleep(0.05)
+    asking.free()
+    assert future.result(LONGEST_S).digest
+    assert len(on.began("host1") + on.began("host2")) == 2
+
+
+@pytest.mark.parametrize("fault", ["sleep", "stop"])
+def test_a_worker_that_hangs_is_left_out(started, asker, source, monkeypatch, fault):
+    monkeypatch.setattr(compiling, "ANSWER_S", 3.0)
+    on = started("host1", "host2")
+    on.fault("host1", fault)
+    asking = asker(on)
+    futures = [asking.compiler.submit(source, defines(n)) for n in range(8)]
+    keys = {future.result(LONGEST_S).path.parent.name for future in futures}
+    assert len(keys) == 8
+    asking.noted("worker host1 compiles nothing for this sweep", "no answer for 3 s")
+    assert len(on.began("host1")) <= 2
+    assert set(on.began("host2")) == keys
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED and process.environ().get(
+                CACHE_VARIABLE
+            ) == str(on.place / "host1"):
+                process.kill()
+
+
+@pytest.mark.parametrize(
+    ("fault", "word"), [("full", "No space left on device"), ("damaged", "arrived damaged")]
+)
+def test_a_worker_that_fails_again_and_again_is_left_out(started, asker, source, fault, word):
+    on = started("host1")
+    on.fault("host1", fault)
+    asking = asker(on)
+    futures = [asking.compiler.submit(source, defines(n)) for n in range(6)]
+    asking.noted("worker host1 compiles nothing for this sweep", word)
+    asking.free()
+    assert len({future.result(LONGEST_S).digest for future in futures}) == 6
+    assert len(on.began("host1")) <= 2 * 6
+    assert not list((asking.compiler.cache_dir).rglob(".new-*"))
+
+
+def test_a_worker_that_comes_late_helps(started, asker, source):
+    on = started()
+    asking = asker(on)
+    future = asking.compiler.submit(source, defines(1))
+    time.sleep(1.0)
+    assert not future.done()
+    on.local.worker_spec["host1"] = {
+        "cls": distributed.Nanny,
+        "options": {
+            "nthreads": 1,
+            "env": {
+                CACHE_VARIABLE: str(on.place / "host1"),
+                "ATTNSWEEP_TEST_FAULTS": str(on.place),
+            },
+            "dashboard_address": None,
+            "local_directory": str(on.place),
+        },
+    }
+    on.local.scale(1)
+    assert future.result(LONGEST_S).path.parent.name in on.compiled("host1")
+
+
+def test_ctrl_c_waits_for_no_worker(started, asker, source):
+    on = started("host1")
+    on.fault("host1", "sleep")
+    asking = asker(on)
+    futures = [asking.compiler.submit(source, defines(n)) for n in range(4)]
+    ends = time.monotonic() + LONGEST_S
+    while len(on.began("host1")) < 2:
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+    began = time.monotonic()
+    asking.compiler.close()
+    asking.helpers.close()
+    assert time.monotonic() - began < 5
+    assert all(future.cancelled() for future in futures)
+    assert not asking.notes
+
+
+def test_texts_stay_in_their_place(tmp_path, monkeypatch):
+    task = {"key": "", "arch": "sm_90a", "source": "f.cu", "defines": {}}
+    texts = {"../../escaped.cu": "text"}
+    answer = json.loads(compiling.compile_stage(json.dumps(task | {"texts": texts})))
+    assert "leads elsewhere" in answer["why"]
+
+
+def script_of(place):
+    """The fake child, which reads from `place` what happens on which card."""
+    return (
+        f"import os, runpy; os.environ['FAKE_CARDS'] = open({str(place / 'cards.json')!r})"
+        f".read(); runpy.run_path({str(SUPPORT / 'fake_child.py')!r}, run_name='__main__')"
+    )
+
+
+def test_a_sweep_has_its_stages_compiled_by_both(started, tmp_path, monkeypatch):
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
+    on = started("card0", "card1", "host1")
+    times = {f"THREADS={threads}": 10.0 + threads for threads in (32, 64, 128)}
+    cards = FakeCards(tmp_path, times=times, together=2, nvrtc=True)
+    (tmp_path / "cards.json").write_text(json.dumps(cards.facts))
+    (tmp_path / "test.yaml").write_text(SWEEP)
+    kernels = discover()
+    outcome = sweeps.run(
+        load_spec(tmp_path / "test.yaml", kernels),
+        kernels,
+        cluster.cards_of(on.client),
+        results=tmp_path / "results",
+        cache_dir=tmp_path / "cache",
+        start_child=cluster.starter(on.client, [sys.executable, "-c", script_of(tmp_path)]),
+        helpers=partial(compiling.shared, on.client),
+    )
+    assert outcome.exit_code == 0
+    assert {trial.status for trial in outcome.run.trials} == {Status.OK}
+    assert len(outcome.run.trials) == 12
+    there = on.began("host1")
+    ours = {path.parent.name for path in (tmp_path / "cache").rglob("stage.cubin")}
+    assert there
+    assert set(there) <= ours
+    assert len(set(there)) == len(there)
+    assert not on.began("card0") + on.began("card1")
