@@ -204,8 +204,7 @@ struct Consumer {
         pin(next);
         if (OVERLAP == 2) hold(next);
         end_pv(sums, p);
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 8; ++i) p[i] = next[i];
+        move(p, next);
         rescale(sums, grew, by, last, own);
         last = own;
     }

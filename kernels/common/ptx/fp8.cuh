@@ -20,6 +20,13 @@ __device__ __forceinline__ unsigned byte_permute(unsigned low, unsigned high, un
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(selector));
     return y;
 }
+// to = from, by instructions here. Of a plain copy ptxas 13.0 gives both the same registers: if
+// `from` is defined while a product is under way, it then serialises those that read `to` (C7513).
+template <int N>
+__device__ __forceinline__ void move(unsigned (&to)[N], const unsigned (&from)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(to[i]) : "r"(from[i]));
+}
 
 // d += a b; if `accumulate` is 0, d = a b. b is a descriptor of N rows of 32 bytes; a is one of 64
 // (ss), or this thread's part of it in registers (rs): lane l of warp w holds, of rows 16 w + l / 4

@@ -33,6 +33,10 @@ inline unsigned byte_permute(unsigned low, unsigned high, unsigned selector) {
     return y;
 }
 template <int N>
+void move(unsigned (&to)[N], const unsigned (&from)[N]) {
+    for (int i = 0; i < N; ++i) to[i] = from[i];
+}
+template <int N>
 struct WgmmaE4m3 {
     static_assert(N == 72 || N == 136 || (N >= 64 && N <= 256 && N % 32 == 0),
                   "common/ptx/fp8.cuh has no such shape");
