@@ -13,6 +13,11 @@ from attnsweep.trial import Status
 pytestmark = pytest.mark.gpu
 
 DTYPES = ("e4m3", "e4m3_tensor", "e4m3_block")
+# Most that a row of `opened`'s problem may err by because bf16 holds the values of the bytes with 8
+# bits: about twice what NumPy finds. numerics.row_error of float64 attention on q, k and v rounded
+# to bf16 is 0.009 to 0.021 for seeds 0 to 8 and each dtype, nearly all of it K's, whose outlying
+# channels are 8 from 0. A median row errs by 0.004; P and the output in bf16 add up to 0.001.
+OWN_BF16_MOST = 0.04
 
 
 def opened(worker, dtype, causal=True):
@@ -48,7 +53,7 @@ def test_a_peer_is_near_the_values_that_the_bytes_stand_for_or_says_why_not(work
         assert not found.endswith("!"), found
         pytest.skip(f"{name}: {found}")
     # A scale that is left out, or another head's, is wrong by far more than a half.
-    assert found.timed_err <= (0.01 if name == OWN_BF16 else 0.25)
+    assert found.timed_err <= (OWN_BF16_MOST if name == OWN_BF16 else 0.25)
     assert found.format_err > 0.02
     assert abs(found.total_err - found.format_err) <= 1.1 * found.timed_err
 
