@@ -2,12 +2,12 @@
 // scores and P never leave registers. sm_90a only. q: (batch, heads, seqlen_q, HEAD_DIM); k, v:
 // (batch, heads_kv, seqlen_k, HEAD_DIM), all of E4M3; o: as q, of bf16. Floats say what these
 // numbers are multiplied by: q_scale, k_scale and v_scale (batch, heads_kv); with SCALE_BLOCK, the
-// last two are (batch, heads_kv, blocks of so many keys), and a tile lies in one block. A block has
+// last two have one for each block of keys of a head, and a tile lies in one block. A CTA has
 // WARPGROUPS consumer warpgroups, 64 queries each, and a producer warpgroup: it loads by TMA, and
 // transposes V, because wgmma of bytes takes only operands whose rows run along the sum: V^T of a
 // tile has a row of keys for each column (see common/tile/bytes.cuh, also for the order of those
 // keys). Tiles of keys are taken right to left, so that those with a mask come first. The tensor
-// core adds with fewer bits than fp32 has, so that with INTERVAL, sums of so many keys are added to
+// core adds with fewer bits than fp32 has. So sums of INTERVAL keys, if that is not 0, are added to
 // the output in fp32 registers. With SUMS, V^T has rows of ones, and the tensor core sums the rows
 // of P, as it is rounded, too.
 #include "common/element.cuh"
@@ -129,7 +129,7 @@ struct Producer {
     Ring<NUM_STAGES> k_at;  // of K, and of V^T
     Ring<V_STAGES> v_at;
 
-    // Of the tile to transpose, or of the one after it.
+    // Where the tile to transpose lies in a ring, or the one after it.
     template <class Ring>
     __device__ __forceinline__ static Ring position(Ring at, bool after) {
         if (after) at.next();
@@ -186,7 +186,7 @@ struct Producer {
             if (PERSISTENT && work.row < 0) break;
             const int head_kv = call.key_head(work.head);
             bool begun = false;
-            // Of the tile to load; beyond the last, it is below 0.
+            // key: the first key of the tile to load; below 0 after the last tile.
 #pragma unroll 1
             for (int key = schedule.key(0, work.all);; key -= BLOCK_N) {
                 const bool load_next = loads && key >= 0;

@@ -46,7 +46,7 @@ def block_m(c: Config) -> int:
 
 
 def width(columns: int) -> int:
-    """Bytes of a row of a panel of a tile with so many columns of a byte."""
+    """Bytes of a panel's row, in a tile with this many columns of one byte."""
     return 128 if columns % 128 == 0 else 64
 
 
@@ -91,7 +91,7 @@ def registers_given(c: Config, p: Problem, arch: Arch) -> tuple[int, int, int]:
 def registers_needed(c: Config, p: Problem) -> int:
     """Registers that a consumer thread needs without spills: scores, P, accumulators, the rest."""
     out = out_columns(c, p)
-    # Of a wide head the tensor core sums 64 columns at a time.
+    # The tensor core sums a wide head 64 columns at a time.
     part = 0 if not c.INTERVAL else 64 if p.head_dim > 128 else out
     rest = REST["sums of whole tiles" if c.INTERVAL >= c.BLOCK_N else "otherwise"]
     of_p = c.BLOCK_N // 8 * (2 if c.OVERLAP == 2 else 1)  # 2: the next P is there beside it

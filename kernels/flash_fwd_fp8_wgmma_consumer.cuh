@@ -9,8 +9,8 @@ struct Consumer {
     int warp, lane;
     Tiles schedule;
     unsigned long long q_descriptor, k_descriptor, t_descriptor;
-    // Of the tile of queries: all tiles of keys, the warp's first row, and the factor of its
-    // scores, which the tile's k_scale multiplies if tiles differ in it.
+    // The present tile of queries: its tiles of keys, the warp's first row, and the factor of its
+    // scores, which the k_scale of a tile of keys multiplies if tiles differ in it.
     int all_keys, first_row;
     float factor;
     const float *k_scale, *v_scale;  // of the key head
@@ -60,7 +60,7 @@ struct Consumer {
         }
     };
 
-    // Of K, so many tiles after that of V.
+    // The place of the tile of K that is `Ahead` tiles after V's.
     template <int Ahead>
     __device__ __forceinline__ Ring<NUM_STAGES> at_k() const {
         Ring<NUM_STAGES> position = at_v;

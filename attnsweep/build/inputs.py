@@ -18,9 +18,9 @@ Inputs = Literal[
 
 # exp overflows float32 at 88 and underflows to 0 at -104: scores of this size are beyond both.
 _FAR = 200.0
-# Of inputs with scales: octaves by which the magnitude of a head of K, and of V, is above or below
-# 1, the offset of an outlying channel of K, and the channels of which one is an outlier. The small
-# heads of K lose bits if all share one scale. Rows of V's stay above numerics' thousandth.
+# How inputs with scales are drawn. The magnitude of a head of K, and of V, lies within this many
+# octaves of 1: small heads of K lose bits if all heads share one scale, and rows of V stay above
+# numerics' thousandth. One channel of K in 32 is an outlier, and is offset by 8.
 _OCTAVES_K, _OCTAVES_V = 7.0, 3.5
 _OUTLIER = 8.0
 _CHANNELS_AN_OUTLIER = 32

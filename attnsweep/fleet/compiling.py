@@ -41,12 +41,12 @@ from attnsweep.hardware import arch_named
 _LOOK_S = 0.5
 # How long a worker may take for one stage; the slowest of the shipped ones takes a few seconds.
 ANSWER_S = 120.0
-# After so many workers have failed with a stage, it is compiled here.
+# A stage that this many workers have failed with is compiled here.
 _TRIES = 2
-# A worker that fails so many times in a row is left out.
+# A worker that fails this often in a row is left out.
 _STRIKES = 3
 _INSTALL = f"pip install 'attnsweep[cluster,compile]=={__version__}'"
-# In the log, of a header that is not there.
+# What the log says if a header is missing.
 _NOT_FOUND = "open source file"
 # An include that a closure of texts may lack: its name is made by the preprocessor.
 _COMPUTED = re.compile(rb'^\s*#\s*include\s+[^"<\s]|__has_include', re.MULTILINE)

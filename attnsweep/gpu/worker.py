@@ -184,9 +184,9 @@ class Worker:
     ) -> Environment:
         """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA.
 
-        preload: peers whose packages the child imports in a thread meanwhile (2.4 s for PyTorch).
+        preload: peers whose packages the child imports in a thread meanwhile.
         first: the problem and the seed that will be opened first; the child begins to compute what
-        is right for them, which takes 2.4 s of (1,16,1024,64).
+        is right for them.
         """
         options = {"preload": tuple(preload), "first": first}
         environment: Environment = self._request("describe", (), options, START_TIMEOUT_S)

@@ -340,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(256)
           const double* tilted, Found* found, int group, int seqlen_q, int head_dim, double floor) {
     compare<Out>(o, plain, opposite, mix, tilted, found, group, seqlen_q, head_dim, floor);
 }
-// Of an output in float64: what exact maths on other inputs gives.
+// Judges an output in float64, which exact maths on other inputs gave.
 extern "C" __global__ void __launch_bounds__(256)
     judge_exact(const void* o, const double* plain, const double* opposite,
                 const unsigned long long* mix, const double* tilted, Found* found, int group,

@@ -61,7 +61,7 @@ def drawn(items: Iterable[T], name: Callable[[T], str], count: int) -> list[T]:
 
 @pytest.fixture
 def few(pytestconfig: pytest.Config) -> Callable[[list[object], int], list[object]]:
-    """Leaves so many of a list, or all of it at night."""
+    """Leaves a number of items of a list, or all of it at night."""
     if everything(pytestconfig):
         return lambda items, _: items
     return lambda items, count: drawn(items, str, count)
@@ -69,7 +69,7 @@ def few(pytestconfig: pytest.Config) -> Callable[[list[object], int], list[objec
 
 @pytest.fixture
 def some(request: pytest.FixtureRequest) -> Callable[[list[object], int], list[object]]:
-    """Leaves so many of a list, others for each test; or all of it with --thorough, as at night."""
+    """Leaves some items of a list, others for each test; all of it with --thorough, as at night."""
     if request.config.option.thorough or everything(request.config):
         return lambda items, _: items
     return lambda items, count: drawn(items, lambda item: request.node.name + str(item), count)

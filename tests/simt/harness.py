@@ -41,7 +41,7 @@ FLAGS = ("-std=c++17", "-fmax-errors=5")
 TEMPLATE_FLAGS = ("-O1", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
 POISON = 0xFF
-# Of the log-sum-exp, by its size if that is above 1: twice what the polynomial for exp2 errs by.
+# Largest error of a log-sum-exp, relative if it is above 1: twice what exp2's polynomial errs by.
 LSE_LIMIT = 1.5e-4
 SCHEDULES = (0, 1)
 

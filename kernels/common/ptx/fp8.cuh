@@ -20,8 +20,8 @@ __device__ __forceinline__ unsigned byte_permute(unsigned low, unsigned high, un
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(selector));
     return y;
 }
-// to = from, by instructions here. Of a plain copy ptxas 13.0 gives both the same registers: if
-// `from` is defined while a product is under way, it then serialises those that read `to` (C7513).
+// to = from, by instructions here. For a plain copy ptxas 13.0 gives both the same registers. If
+// `from` is then defined during a product, it serialises the products that read `to` (C7513).
 template <int N>
 __device__ __forceinline__ void move(unsigned (&to)[N], const unsigned (&from)[N]) {
 #pragma unroll
