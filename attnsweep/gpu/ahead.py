@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 
+from attnsweep.gpu.beside import Beside
 from attnsweep.problem import Problem
 
 # Longer than all configs take on one core.
@@ -23,7 +23,7 @@ class Ahead:
     """The process; it starts with the first problem that wants it, and ends with this one."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._beside = Beside(lambda: _command())
         self._pool = ThreadPoolExecutor(1, "ahead")
         self._answers: dict[Problem, Future[bool]] = {}
 
@@ -31,21 +31,12 @@ class Ahead:
         """Have a problem's configs compiled. Whatever fails here fails in `wait`'s caller again."""
         self._answers.clear()
         with contextlib.suppress(OSError):
-            if self._process is None or self._process.poll() is not None:
-                self.close()
-                self._process = subprocess.Popen(
-                    _command(),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                )
-            process = self._process
-            line = _line_of(problem)
-            assert process.stdin is not None
-            process.stdin.write(line)
-            process.stdin.flush()
-            self._answers[problem] = self._pool.submit(_answered, process, line)
+            asked, said = self._beside.pipes()
+            line = _line_of(problem).encode()
+            asked.write(line)
+            asked.flush()
+            # The process says a line again when all of the problem's configs are compiled.
+            self._answers[problem] = self._pool.submit(lambda: any(s == line for s in said))
 
     def wait(self, problem: Problem) -> bool:
         """Whether the process has compiled a problem's configs; waits for it."""
@@ -60,11 +51,7 @@ class Ahead:
 
     def close(self) -> None:
         """End the process, if there is one."""
-        if self._process is None:
-            return
-        with contextlib.suppress(OSError), self._process as process:  # waits, and closes the pipes
-            process.kill()
-        self._process = None
+        self._beside.close()
 
 
 def _line_of(problem: Problem) -> str:
@@ -73,12 +60,6 @@ def _line_of(problem: Problem) -> str:
 
 def _command() -> list[str]:
     return [sys.executable, "-m", __name__]
-
-
-def _answered(process: subprocess.Popen[str], line: str) -> bool:
-    """Whether the process says a problem's line again, which it does when all are compiled."""
-    assert process.stdout is not None
-    return any(said == line for said in process.stdout)
 
 
 def _serve() -> None:

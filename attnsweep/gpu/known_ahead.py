@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from attnsweep.build import numerics
 from attnsweep.build.numerics import Case, Measures
+from attnsweep.gpu.beside import Beside
 from attnsweep.gpu.known import Known
 from attnsweep.problem import Problem
 
 # What a smaller problem needs is computed before the process could be asked.
 _LEAST_BYTES = 2**22
+# Longer than it takes, and short enough to compute it here before a problem must be open.
+_LONGEST_S = 90.0
 # Imported, not run: what is pickled must be this module's, not __main__'s.
 _COMMAND = [sys.executable, "-c", f"from {__name__} import main; main()"]
 
@@ -57,7 +59,7 @@ class Ahead:
     """The process; it starts with the first large problem, and ends with this one."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._beside = Beside(lambda: _COMMAND)
         self._pool = ThreadPoolExecutor(1, "known")
         self._answers: dict[tuple[Problem, int], Future[Answer]] = {}
 
@@ -69,7 +71,12 @@ class Ahead:
     def take(self, problem: Problem, seed: int) -> Answer:
         """The answer, which is not kept, nor are others that nobody took."""
         self.begin(problem, seed)
-        answer = self._answers.pop((problem, seed)).result()
+        asked = self._answers.pop((problem, seed))
+        try:
+            answer = asked.result(_LONGEST_S)
+        except TimeoutError:
+            self._beside.kill()  # it is then computed here
+            answer = asked.result()
         self._answers.clear()
         return answer
 
@@ -86,29 +93,15 @@ class Ahead:
         return Answer.of(problem, seed)
 
     def _asked(self, problem: Problem, seed: int) -> Answer:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._process = subprocess.Popen(
-                _COMMAND,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        pickle.dump((problem, seed), process.stdin)
-        process.stdin.flush()
-        answer: Answer = pickle.load(process.stdout)
+        asked, said = self._beside.pipes()
+        pickle.dump((problem, seed), asked)
+        asked.flush()
+        answer: Answer = pickle.load(said)
         return answer
 
     def close(self) -> None:
         """End the process, if there is one."""
-        if self._process is None:
-            return
-        with contextlib.suppress(OSError), self._process as process:  # waits, and closes the pipes
-            process.kill()
-        self._process = None
+        self._beside.close()
 
 
 def main() -> None:

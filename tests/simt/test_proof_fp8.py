@@ -54,45 +54,38 @@ def test_what_the_format_costs_is_shown_beside_what_the_kernel_adds(in_fp8):
     assert better.total_err == pytest.approx(better.format_err, abs=2.0**-8)
 
 
-@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
-def test_a_call_that_leaves_out_a_scale_is_refused(name, in_fp8):
+def with_scale(name, change):
+    """A call that is right, except that it changes one scale first."""
+
     def write(problem, buffers, number=0):
         inputs = inputs_in(problem, buffers)
-        inputs[name] = np.ones_like(inputs[name])
+        inputs[name] = change(inputs[name])
         out = numerics.reference(inputs, problem, np.arange(problem.seqlen_q))
         buffers["o"].upload(numerics.to_bits(out.astype(np.float32), "bf16"))
 
+    return write
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+def test_a_call_that_leaves_out_a_scale_is_refused(name, in_fp8):
     with pytest.raises(WrongResult, match="over the limit"):
-        in_fp8.prove(write)
+        in_fp8.prove(with_scale(name, np.ones_like))
 
 
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
 def test_a_call_that_takes_another_heads_scale_is_refused(name, device, monkeypatch):
     monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
-
-    def write(problem, buffers, number=0):
-        inputs = inputs_in(problem, buffers)
-        inputs[name] = np.roll(inputs[name], 1, axis=1)
-        out = numerics.reference(inputs, problem, np.arange(problem.seqlen_q))
-        buffers["o"].upload(numerics.to_bits(out.astype(np.float32), "bf16"))
-
     with pytest.raises(WrongResult, match="over the limit"):
-        Bench(device, FP8[0]).prove(write)
+        Bench(device, FP8[0]).prove(with_scale(name, lambda scale: np.roll(scale, 1, axis=1)))
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_a_call_that_takes_another_blocks_scale_is_refused(name, head_dim, device, monkeypatch):
     monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
-
-    def write(problem, buffers, number=0):
-        inputs = inputs_in(problem, buffers)
-        inputs[name] = np.roll(inputs[name], 1, axis=2)
-        out = numerics.reference(inputs, problem, np.arange(problem.seqlen_q))
-        buffers["o"].upload(numerics.to_bits(out.astype(np.float32), "bf16"))
-
+    problem = Problem(1, 2, 2, 65, 300, head_dim, "e4m3_block")
     with pytest.raises(WrongResult, match="over the limit"):
-        Bench(device, Problem(1, 2, 2, 65, 300, head_dim, "e4m3_block")).prove(write)
+        Bench(device, problem).prove(with_scale(name, lambda scale: np.roll(scale, 1, axis=2)))
 
 
 def test_a_call_that_writes_to_a_scale_is_refused(in_fp8):

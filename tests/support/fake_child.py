@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
+from faults import happen
 from samples import TEST_GPU
 
 from attnsweep.build.launches import Candidate
@@ -81,13 +81,8 @@ class FaultyGpu(FakeGpu):
         if fault is None or (self._facts.get("once") and once.exists()):
             return
         once.touch()
+        happen(fault)
         match fault:
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "sleep":
-                time.sleep(1000)
             case "memory":
                 raise MemoryError("no memory on the host")
             case "off":

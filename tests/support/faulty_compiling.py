@@ -8,11 +8,12 @@ stages; `once` in a second line: to the first one alone, also after the worker i
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from faults import happen
 
 from attnsweep.fleet import compiling
 
@@ -31,13 +32,8 @@ def dask_setup(worker: Any) -> None:
         fault, *once = said.read_text().split() if said.exists() else [""]
         if once:
             said.unlink()
+        happen(fault)
         match fault:
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "sleep":
-                time.sleep(1000)
             case "slow":
                 time.sleep(0.5)
             case "full":

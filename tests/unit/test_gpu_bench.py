@@ -335,6 +335,10 @@ def test_what_a_trial_proved_is_not_proved_again_but_other_launches_are(bench, m
     entry = bench._entries["tried"]
     assert len(entry.call.copies) == 2
     assert (entry.proven.digests == PROVEN.digests).all()
+    bench._sample(entry.call, lambda: None, 1, entry.proven)
+    monkeypatch.setattr(bench._proof._judge, "outputs", lambda look: 7)  # wrong from now on
+    with pytest.raises(WrongResult):
+        bench._sample(entry.call, lambda: None, 1, entry.proven)
     bench.add("other", other, cold=False)
     assert proofs == [tried.timed, other.timed]
 

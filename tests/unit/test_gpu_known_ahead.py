@@ -36,31 +36,48 @@ def test_the_process_answers_what_this_one_would(ahead):
     ahead.begin(PROBLEM, 3)
     ahead.begin(OTHER, 3)
     equal(ahead.take(PROBLEM, 3), Answer.of(PROBLEM, 3))
-    first = ahead._process.pid
+    first = ahead._beside.process.pid
     equal(ahead.take(OTHER, 4), Answer.of(OTHER, 4))
-    assert ahead._process.pid == first
+    assert ahead._beside.process.pid == first
     one, other = (ahead.take(PROBLEM, seed).timed.inputs["q"] for seed in (3, 4))
     assert (one != other).any()
 
 
 def test_a_process_that_died_is_done_without_and_replaced(ahead):
     ahead.take(PROBLEM, 3)
-    first = ahead._process
+    first = ahead._beside.process
     first.kill()
     first.wait()
     equal(ahead.take(PROBLEM, 4), Answer.of(PROBLEM, 4))
     equal(ahead.take(PROBLEM, 5), Answer.of(PROBLEM, 5))
-    assert ahead._process.pid != first.pid
+    assert ahead._beside.process.pid != first.pid
 
 
-def test_a_process_that_says_nonsense_is_done_without(ahead, monkeypatch):
-    monkeypatch.setattr(known_ahead, "_COMMAND", [sys.executable, "-c", "import this"])
+NONSENSE = {
+    "words": "import this",
+    "half an answer": "import sys, pickle; b = pickle.dumps([0] * 999); "
+    "sys.stdout.buffer.write(b[: len(b) // 2]); sys.stdout.flush()",
+    "a stop": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    "no end": "import time; time.sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("program", NONSENSE.values(), ids=NONSENSE)
+def test_a_process_that_gives_no_answer_is_done_without(program, ahead, monkeypatch):
+    monkeypatch.setattr(known_ahead, "_COMMAND", [sys.executable, "-c", program])
+    monkeypatch.setattr(known_ahead, "_LONGEST_S", 3.0)
+    equal(ahead.take(PROBLEM, 3), Answer.of(PROBLEM, 3))
+
+
+def test_a_machine_that_starts_no_process_computes_it_here(ahead, monkeypatch):
+    monkeypatch.setattr(known_ahead, "_COMMAND", ["/no/such/program"])
     equal(ahead.take(PROBLEM, 3), Answer.of(PROBLEM, 3))
 
 
 def test_small_problems_start_no_process(monkeypatch):
-    monkeypatch.setattr(known_ahead.subprocess, "Popen", None)
+    monkeypatch.setattr(known_ahead, "_COMMAND", ["/no/such/program"])
     ahead = Ahead()
     ahead.begin(PROBLEM, 3)
     ahead.wait()
+    assert ahead._beside.process is None
     assert np.isfinite(ahead.take(PROBLEM, 3).timed.sides[0][0]).all()

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fake_compiler import FakeCompiler
-from fake_gpu import FakeGpu, label_of
+from fake_gpu import label_of
+from sweeping import by_config
 
-from attnsweep import sweep
-from attnsweep.choose import start
-from attnsweep.family.declare import discover
-from attnsweep.spec.load import load_spec
 from attnsweep.trial import Status
 
 SPEC = """
@@ -21,31 +17,12 @@ measure: {rounds: 4}
 """
 
 
+TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "torch_flash": 25.0}
+
+
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch):
-    times = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "torch_flash": 25.0}
-    gpu = FakeGpu(times)
-    monkeypatch.setattr(sweep, "Worker", gpu)
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
-    return gpu
-
-
-@pytest.fixture
-def go(tmp_path):
-    def run(text=SPEC):
-        path = tmp_path / "test.yaml"
-        path.write_text(text)
-        kernels = discover()
-        results, cache_dir = tmp_path / "results", tmp_path / "cache"
-        return sweep.run(load_spec(path, kernels), kernels, results=results, cache_dir=cache_dir)
-
-    return run
-
-
-def by_config(outcome):
-    return {tuple(t.config.values()) or t.provider: t for t in outcome.run.trials}
+def times(gpu):
+    gpu.times = dict(TIMES)
 
 
 @pytest.fixture
@@ -97,7 +74,7 @@ def test_nothing_accurate_enough_is_no_result_and_says_so(go, accuracies):
 
 
 def test_a_replay_can_ask_for_another_accuracy(go, tmp_path, accuracies):
-    recorded = go().run.directory
+    recorded = go(SPEC).run.directory
     text = f"{BOUNDED}device: replay\nrecording: {recorded}\n"
     rows = by_config(go(text))
     assert rows[64,].status is Status.INACCURATE

@@ -58,6 +58,25 @@ static void multiply_tf32(Cta& cta, unsigned warp, const Product& product) {
             if (fabsf(d) > (sum < 0 ? -sum : sum)) d = __uint_as_float(__float_as_uint(d) - 1);
         }
 }
+// Adds 16 rows of a times b to the warp's accumulators, in fp32 and in the order of K.
+template <int K>
+static void accumulate(Cta& cta, unsigned warp, const Product& product, const float (&a)[16][K],
+                       const float (&b)[K][256]) {
+    const Wgmma& of = product.of;
+    Accumulator& to = cta.warps[warp].accumulators.at(product.d[0]);
+    for (int m = 0; m < 16; ++m) {
+        float row[256] = {};
+        float* values = to.values.data();
+        auto place = [&](int n) {
+            return (m % 8 * 4 + n % 8 / 2) * to.count + n / 8 * 4 + m / 8 * 2 + n % 2;
+        };
+        if (of.accumulate)
+            for (int n = 0; n < of.columns; ++n) row[n] = values[place(n)];
+        for (int k = 0; k < K; ++k)
+            for (int n = 0; n < of.columns; ++n) row[n] += a[m][k] * b[k][n];
+        for (int n = 0; n < of.columns; ++n) values[place(n)] = row[n];
+    }
+}
 static float e4m3(unsigned bits) {
     unsigned exponent = bits >> 3 & 15, mantissa = bits & 7;
     float size = exponent ? __uint_as_float((exponent + 120) << 23 | mantissa << 20)
@@ -81,19 +100,7 @@ static void multiply_e4m3(Cta& cta, unsigned warp, const Product& product) {
                                    : shared(of.descriptor_a, warp % 4 * 16 + m, k);
         }
     }
-    Accumulator& to = cta.warps[warp].accumulators.at(product.d[0]);
-    for (int m = 0; m < 16; ++m) {
-        float row[256] = {};
-        float* values = to.values.data();
-        auto place = [&](int n) {
-            return (m % 8 * 4 + n % 8 / 2) * to.count + n / 8 * 4 + m / 8 * 2 + n % 2;
-        };
-        if (of.accumulate)
-            for (int n = 0; n < of.columns; ++n) row[n] = values[place(n)];
-        for (int k = 0; k < 32; ++k)
-            for (int n = 0; n < of.columns; ++n) row[n] += a[m][k] * b[k][n];
-        for (int n = 0; n < of.columns; ++n) values[place(n)] = row[n];
-    }
+    accumulate(cta, warp, product, a, b);
 }
 static void multiply(Cta& cta, unsigned warp, const Product& product) {
     const Wgmma& of = product.of;
@@ -110,19 +117,7 @@ static void multiply(Cta& cta, unsigned warp, const Product& product) {
             int lane = m % 8 * 4 + k % 8 / 2, j = m / 8 + k / 8 * 2;
             a[m][k] = value_of(product.a[lane][j] >> k % 2 * 16 & 0xffff, of.bf16);
         }
-    Accumulator& to = cta.warps[warp].accumulators.at(product.d[0]);
-    for (int m = 0; m < 16; ++m) {
-        float row[256] = {};
-        float* values = to.values.data();
-        auto place = [&](int n) {
-            return (m % 8 * 4 + n % 8 / 2) * to.count + n / 8 * 4 + m / 8 * 2 + n % 2;
-        };
-        if (of.accumulate)
-            for (int n = 0; n < of.columns; ++n) row[n] = values[place(n)];
-        for (int k = 0; k < 16; ++k)
-            for (int n = 0; n < of.columns; ++n) row[n] += a[m][k] * b[k][n];
-        for (int n = 0; n < of.columns; ++n) values[place(n)] = row[n];
-    }
+    accumulate(cta, warp, product, a, b);
 }
 void wgmma(float* d, const Wgmma& product, Where where) {
     struct Lane {
