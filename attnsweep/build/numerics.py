@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from attnsweep.build import fp8_sums
 from attnsweep.build.inputs import Case as Case
 from attnsweep.build.inputs import Inputs as Inputs
 from attnsweep.build.inputs import draw as draw
@@ -46,9 +47,6 @@ SYSTEMATIC = {"fp16": 1e-4, "bf16": 1e-4, "fp32": 3e-6}
 _SYSTEMATIC_FP8 = 1e-3
 # A kernel multiplies probabilities by this before it rounds them to e4m3, so that more are normal.
 _P_SCALE = 256.0
-# Hopper's FP8 products are added 32 at a time, and sums keep 13 bits of fraction, cut towards 0:
-# as others have published, not measured here.
-_FP8_K, _FP8_CUT = 32, np.uint32(~np.uint32(0x3FF))
 # The share by which `tilted` outputs have another scale, to tell a wrong scale from rounding.
 TILT = 2.0**-10
 # Log-sum-exps are float32 sums of float32 exponentials; flash_fwd_wgmma's are off by 2e-5 at most.
@@ -95,13 +93,15 @@ class Maths:
     rounding: bool = False
     """Round probabilities and output to the problem's dtype; its error sets the limit. For fp32 all
     is done in fp32, because a kernel's sums are no more exact than their terms. In FP8, sums of
-    products keep the bits that Hopper's tensor cores keep, and other fields have no effect."""
+    products keep the bits that Hopper's tensor cores keep, and only `by_term` has an effect."""
     rounds_scores: int = 0
     """Round scores as well: once if they are stored, twice if they are stored before and after
     scaling, as plain PyTorch does."""
     from_first: bool = False
     """Exponents refer to the first key's score instead of the largest, within what fp16 can hold,
     as a kernel may that looks for no maximum: the largest probability is then rounded too."""
+    by_term: bool = False
+    """In FP8, cut each product as the tensor cores do, not each sum of 32 alone. See fp8_sums."""
 
 
 EXACT = Maths()
@@ -219,7 +219,7 @@ def _attend(
 
     for one in maths:
         if one.rounding and problem.scaled:
-            yield _attend_in_fp8(q, k, v, hidden, problem)
+            yield _attend_in_fp8(q, k, v, hidden, problem, one.by_term)
             continue
         kind: Any = np.float32 if one.rounding and dtype == "fp32" else np.float64
         p, to_first = exponentials(kind, one.rounds_scores if one.rounding else 0)
@@ -241,24 +241,16 @@ def _attend_in_fp8(
     v: npt.NDArray[Any],
     hidden: npt.NDArray[np.bool_] | None,
     problem: Problem,
+    by_term: bool,
 ) -> npt.NDArray[np.float32]:
     """Rows of one head as FP8 tensor cores compute them, without a second level of sums."""
-    scores = _added_in_fp8(q, k.T) * problem.scale
+    scores = fp8_sums.matmul(q, k.T, by_term=by_term) * problem.scale
     if hidden is not None:
         scores[hidden] = -np.inf
     p = np.exp(scores - scores.max(axis=1, keepdims=True))
     rounded = round_to(p * _P_SCALE, "e4m3") / _P_SCALE
-    return round_to(_added_in_fp8(rounded, v) / p.sum(axis=1, keepdims=True), problem.out_dtype)
-
-
-def _added_in_fp8(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Float:
-    """a @ b with sums as Hopper's FP8 products have them."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    for at in range(0, a.shape[1], _FP8_K):
-        total = (total + a[:, at : at + _FP8_K] @ b[at : at + _FP8_K]).astype(np.float32)
-        total = (total.view(np.uint32) & _FP8_CUT).view(np.float32)
-    return total.astype(np.float64)
+    summed = fp8_sums.matmul(rounded, v, by_term=by_term)
+    return round_to(summed / p.sum(axis=1, keepdims=True), problem.out_dtype)
 
 
 def log_sum_exp(
@@ -266,12 +258,12 @@ def log_sum_exp(
     problem: Problem,
     rows: npt.NDArray[np.int64],
     *,
-    in_fp8: bool = False,
+    in_fp8: Maths | None = None,
 ) -> npt.NDArray[np.float64]:
     """ln(sum(exp(score))) of the rows over the keys that each sees, (batch, heads, len(rows)).
 
     In float64; scores are scaled. What a kernel that writes the log-sum-exp must have written.
-    in_fp8: of scores as Hopper's FP8 products add them.
+    in_fp8: of scores as Hopper's FP8 products add them, by this maths.
     """
     group = problem.heads // problem.heads_kv
     last_key = rows + problem.seqlen_k - problem.seqlen_q if problem.causal else None
@@ -280,7 +272,9 @@ def log_sum_exp(
     def one(batch: int, head: int) -> None:
         queries = values_of(inputs, problem, "q", batch, head, rows).astype(np.float64)
         keys = values_of(inputs, problem, "k", batch, head // group).astype(np.float64)
-        product = _added_in_fp8(queries, keys.T) if in_fp8 else queries @ keys.T
+        product = (
+            fp8_sums.matmul(queries, keys.T, by_term=in_fp8.by_term) if in_fp8 else queries @ keys.T
+        )
         scores = product * problem.scale
         if last_key is not None:
             scores[np.arange(problem.seqlen_k) > last_key[:, None]] = -np.inf
@@ -428,8 +422,13 @@ def lse_limit(case: Case) -> float:
     problem = _few_heads(case).problem
     inputs, rows = make_inputs(_few_heads(case), 1000), _tiles_of_rows(problem, 0, 256)
     exact = log_sum_exp(inputs, problem, rows)
-    off = np.abs(log_sum_exp(inputs, problem, rows, in_fp8=True) - exact)
+    off = np.abs(log_sum_exp(inputs, problem, rows, in_fp8=_in_fp8(case)) - exact)
     return _LSE_LIMIT + 3 * float((off / np.maximum(1, np.abs(exact))).max())
+
+
+def _in_fp8(case: Case) -> Maths:
+    """How a case in FP8 is computed: hard inputs are few, and their scores far from 0."""
+    return Maths(True, by_term=case.inputs != "normal")
 
 
 def _few_heads(case: Case) -> Case:
@@ -457,7 +456,7 @@ def _same_maths(case: Case, rounds_scores: int) -> Measures:
         rows = _tiles_of_rows(problem, seed, wanted // heads)
         tilted = None
         if problem.scaled:  # `first` has no meaning there, and the scale of scores is q's
-            del ways[2:]
+            ways[1:] = [_in_fp8(case)]
             other = inputs | {"q_scale": inputs["q_scale"] * np.float32(1 + TILT)}
             tilted = reference(other, problem, rows)
         exact, largest, *firsts = references(inputs, problem, rows, ways)

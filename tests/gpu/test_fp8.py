@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from attnsweep.build import fp8_sums
+from attnsweep.build.storage import round_to
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.hardware import arch_named
 from attnsweep.problem import Problem
@@ -62,3 +65,26 @@ def test_peers_that_have_no_such_scales_say_so(worker):
     opened(worker, "e4m3_block")
     for name in ("flash_attn_3_fp8", "cudnn", "torch_flash", "unfused"):
         assert isinstance(peer(worker, name), str)
+
+
+@pytest.mark.parametrize("k", [32, 64, 128])
+@pytest.mark.parametrize("spread", [0, 6], ids=["alike", "spread"])
+def test_the_tensor_cores_sum_products_as_fp8_sums_does(k, spread):
+    """Limits count on it: most sums are equal, and the others err by as much on average."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the model is of Hopper's products")
+    rng = np.random.default_rng(k + spread)
+    a, b = (rng.standard_normal((64, k)).astype(np.float32) for _ in range(2))
+    a *= 2.0 ** rng.integers(-spread, spread + 1, a.shape).astype(np.float32)
+    a, b = round_to(a, "e4m3"), round_to(b, "e4m3")
+    left, right = (torch.tensor(x).cuda().to(torch.float8_e4m3fn) for x in (a, b))
+    one = torch.ones((), device="cuda")
+    # Without fast accumulation cuBLAS adds sums of 128 products in fp32.
+    product = torch._scaled_mm(
+        left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
+    )
+    found, exact = product.cpu().numpy().astype(np.float64), a.astype(np.float64) @ b.T
+    model = fp8_sums.matmul(a, b.T, by_term=True)
+    assert (found == model).mean() > 0.5
+    assert abs(found - exact).mean() == pytest.approx(abs(model - exact).mean(), rel=0.15)
