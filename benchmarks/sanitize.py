@@ -1,6 +1,6 @@
 """Run Hopper kernels on small problems under NVIDIA's compute-sanitizer.
 
-Usage: python benchmarks/sanitize.py [FILE.json] [--budget-s 60]. Each of memcheck, racecheck and
+Usage: python benchmarks/sanitize.py [FILE.json] [--budget-s 60] [--kernel FAMILY]. Each of memcheck, racecheck and
 synccheck runs one process that compiles every case and checks it as a sweep does, on its small
 problems with tails too. The file holds each tool's own summary, how many cases it saw and how many
 errors it counted. A tool that ran out of time has not passed, and its row says so. Errors that the
@@ -47,7 +47,14 @@ CASES = (
     ),
     (
         "flash_fwd_fp8_wgmma",
-        "BLOCK_N: 64, WARPGROUPS: 2, PINGPONG: 1, OVERLAP: 1, INTERVAL: 0, SUMS: 0, PERSISTENT: 0",
+        "BLOCK_N: 64, WARPGROUPS: 2, PINGPONG: 1, OVERLAP: 1, INTERVAL: 0, SUMS: 0, MAXIMA: 1, "
+        "PERSISTENT: 0",
+        BOTH,
+    ),
+    (
+        "flash_fwd_fp8_wgmma",
+        "BLOCK_N: 64, WARPGROUPS: 2, PINGPONG: 1, OVERLAP: 1, INTERVAL: 0, SUMS: 2, MAXIMA: 2, "
+        "HEADROOM: 5, PERSISTENT: 2",
         BOTH,
     ),
     (
@@ -108,10 +115,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", type=Path, default=Path("sanitizer.json"))
     parser.add_argument("--budget-s", type=float, default=60.0, help="for each tool")
+    parser.add_argument("--kernel", choices=sorted({c[0] for c in CASES}), help="this one alone")
     parser.add_argument("--child", metavar="ARCH", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    cases = [c for c in CASES if arguments.kernel in (None, c[0])]
     if arguments.child:
-        check(CASES, arguments.child)
+        check(cases, arguments.child)
         return
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     with Worker(timeout_s=60) as worker:
@@ -121,6 +130,7 @@ def main() -> None:
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
         command += ["--report-api-errors", "no"] if tool == "memcheck" else []
         command += [sys.executable, __file__, "--child", environment.arch]
+        command += ["--kernel", arguments.kernel] if arguments.kernel else []
         begun, code = time.monotonic(), None
         try:
             done = subprocess.run(
@@ -134,7 +144,7 @@ def main() -> None:
     setting.write(
         arguments.file,
         environment,
-        {"cases": [f"{kernel} {values}" for kernel, values, _ in CASES], "tools": found},
+        {"cases": [f"{kernel} {values}" for kernel, values, _ in cases], "tools": found},
     )
 
 

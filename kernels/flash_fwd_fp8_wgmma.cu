@@ -8,8 +8,8 @@
 // tile has a row of keys for each column (see common/tile/bytes.cuh, also for the order of those
 // keys). Tiles of keys are taken right to left, so that those with a mask come first. The tensor
 // core adds with fewer bits than fp32 has. So sums of INTERVAL keys, if that is not 0, are added to
-// the output in fp32 registers. With SUMS, V^T has rows of ones, and the tensor core sums the rows
-// of P, as it is rounded, too.
+// the output in fp32 registers. With SUMS 1, V^T has rows of ones, and the tensor core sums the
+// rows of P, as it is rounded, too.
 #include "common/element.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/fp8.cuh"
@@ -34,9 +34,10 @@ static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK % BLOCK_N == 0, "a tile has one sc
 static_assert(!PINGPONG || (OVERLAP && WARPGROUPS > 1),
               "warpgroups take turns at overlapped tiles");
 
-using RowTile = ByteTile<HEAD_DIM>;                     // of Q, K and V, as TMA brings them
-using KeyTile = ByteTile<BLOCK_N>;                      // of V^T
-constexpr int OUT_COLUMNS = HEAD_DIM + (SUMS ? 8 : 0);  // rows of V^T; wgmma counts them in eights
+using RowTile = ByteTile<HEAD_DIM>;  // of Q, K and V, as TMA brings them
+using KeyTile = ByteTile<BLOCK_N>;   // of V^T
+constexpr bool ONES = SUMS == 1;
+constexpr int OUT_COLUMNS = HEAD_DIM + (ONES ? 8 : 0);  // rows of V^T; wgmma counts them in eights
 constexpr unsigned Q_BYTES = RowTile::BYTES<64>, KV_BYTES = RowTile::BYTES<BLOCK_N>,
                    T_BYTES = KeyTile::BYTES<OUT_COLUMNS>;
 // The output of a warpgroup on its way, in panels of 64 columns of bf16. Blocks that take turns at
@@ -48,7 +49,7 @@ constexpr unsigned V_BYTES = PERSISTENT || V_RING > STAGED_BYTES ? V_RING : STAG
 constexpr int START_BARRIER = 1, TURN_BARRIER = 2;
 
 using Tiles = Schedule<BLOCK_M, BLOCK_N, 1, 1, false, ORDER, (PERSISTENT > 0), CAUSAL>;
-using Softmax = ScaledSoftmax<HEADROOM, EXP2_POLY>;
+using Softmax = ScaledSoftmax<HEADROOM, EXP2_POLY, MAXIMA, SUMS == 2>;
 
 // Barriers: full and empty of each stage of K, of V and of V^T; of Q: full of each 64 rows, empty
 // of all.
@@ -179,7 +180,7 @@ struct Producer {
     // but V after it, if there is room for one alone.
     __device__ __forceinline__ void run(const Call& call) {
         Tiles schedule = call.schedule(opaque(call.seqlen_q));
-        if (SUMS) write_ones();
+        if (ONES) write_ones();
 #pragma unroll 1
         for (int turn = 0;; ++turn) {
             TileOfQueries work = schedule.of(turn);
@@ -287,7 +288,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         q_phase ^= 1;
         float units = self.attend(sums, rows, work.tiles);
 
-        if (SUMS)
+        if (ONES)
             rows.l[0] = sums.out[OUT_COLUMNS / 2 - 4], rows.l[1] = sums.out[OUT_COLUMNS / 2 - 2];
         else rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
         if (SCALE_BLOCK == 0) units = self.v_scale[0];

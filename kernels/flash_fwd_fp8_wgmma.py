@@ -19,9 +19,17 @@ kernel = Kernel(
         Param(
             "INTERVAL", (0, 64, 96, 128), "keys that the tensor core sums before fp32 does; 0: all"
         ),
-        Param("SUMS", (0, 1), "sums of P's rows: 0 by threads, 1 by the tensor core, of rounded P"),
         Param(
-            "HEADROOM", (0, 4), "log2 of how far P may outgrow its reference: less is more exact"
+            "SUMS",
+            (0, 1, 2),
+            "sums of P's rows: 0 by threads, before P is rounded; of rounded P: 1 by the tensor "
+            "core, 2 by threads",
+        ),
+        Param(
+            "MAXIMA", (1, 2), "maxima 1 of each tile, 2 only where weights would outgrow the format"
+        ),
+        Param(
+            "HEADROOM", (0, 4, 5), "log2 of how far P may outgrow its reference: less is more exact"
         ),
         Param("EXP2_POLY", (0, 2), "exponentials out of 8 by a polynomial on the FMA units"),
         Param("ORDER", (0, 1), "block order: 0 by head; 1 longest first, by heads that fit L2"),
@@ -56,8 +64,8 @@ def tile_bytes(rows: int, columns: int) -> int:
 
 
 def out_columns(c: Config, p: Problem) -> int:
-    """Columns of P V: V's, and with SUMS eight of ones."""
-    return p.head_dim + 8 * c.SUMS
+    """Columns of P V: V's, and with SUMS 1 eight of ones."""
+    return p.head_dim + 8 * (c.SUMS == 1)
 
 
 def smem_bytes(c: Config, p: Problem) -> int:
@@ -100,9 +108,10 @@ def registers_needed(c: Config, p: Problem) -> int:
 
 # fmt: off
 kernel.keep_if(
-    ("known_values", "switches are 0 or 1, PDL is 0 to 2, EXP2_POLY and HEADROOM are 0 to 8",
+    ("known_values", "switches are 0 or 1, PDL, OVERLAP and SUMS to 2, EXP2_POLY and HEADROOM to 8",
      lambda c, p, arch: max(c.EXP2_POLY, c.HEADROOM) <= 8 and c.PDL < 3
-     and c.OVERLAP < 3 and max(c.PINGPONG, c.SUMS, c.ORDER, c.LSE) < 2),
+     and max(c.OVERLAP, c.SUMS) < 3 and c.MAXIMA in (1, 2)
+     and max(c.PINGPONG, c.ORDER, c.LSE) < 2),
     ("tiles", "a block has 1 to 3 warpgroups; a tile has 64 to 256 keys, in thirty-twos",
      lambda c, p, arch: c.WARPGROUPS in (1, 2, 3) and c.BLOCK_N in range(64, 257, 32)),
     ("intervals", "an interval is whole tiles, or divides one in thirty-twos, as wide heads need",
@@ -111,9 +120,12 @@ kernel.keep_if(
     ("one_scale", "a tile of keys has one scale, so it divides a block of keys that share one",
      lambda c, p, arch: scale_block(p) % c.BLOCK_N == 0),
     ("sums", "rows of ones fit a product's 256 columns, and the log-sum-exp is of P not rounded",
-     lambda c, p, arch: not c.SUMS or (p.head_dim < 256 and not c.LSE)),
+     lambda c, p, arch: not c.SUMS or (not c.LSE and (c.SUMS == 2 or p.head_dim < 256))),
     ("sums_by_interval", "the tensor core cuts sums of many weights: of 16,384 keys it loses 45 %",
-     lambda c, p, arch: not c.SUMS or c.INTERVAL > 0),
+     lambda c, p, arch: c.SUMS != 1 or c.INTERVAL > 0),
+    ("flat_rows", "a tile of equal scores fits without its maxima: a thread has a quarter of a row",
+     lambda c, p, arch: c.MAXIMA == 1
+     or (c.OVERLAP > 0 and c.BLOCK_N // 4 * 2 ** (8 - c.HEADROOM) < 448)),
     ("warpgroups_of_sm", "an SM has 2 to 4 consumer warpgroups, so that their products overlap",
      lambda c, p, arch: 2 <= c.WARPGROUPS * c.BLOCKS_PER_SM <= 4),
     ("turns", "two or more warpgroups take turns, with OVERLAP",

@@ -17,7 +17,7 @@ struct Consumer {
     Ring<NUM_STAGES> at_v;           // of the next tile of V^T; K is at the same one, or after it
 
     using Scores = float[BLOCK_N / 2];
-    using Output = float[OUT_COLUMNS / 2];  // with SUMS, the last four are sums of P's rows
+    using Output = float[OUT_COLUMNS / 2];  // with ONES, the last four are sums of P's rows
     using Weights = unsigned[BLOCK_N / 8];  // P as fragments
 
     // Keys that the tensor core sums before they are added to the output; tiles, if those are more.
@@ -154,7 +154,7 @@ struct Consumer {
     __device__ __forceinline__ static void rescale(Sums& sums, bool grew, float (&by)[2],
                                                    const Factors& from, const Factors& to) {
         if constexpr (SCALE_BLOCK > 0) {
-            if (grew && SUMS) sums.scale<HEAD_DIM, OUT_COLUMNS>(by);
+            if (grew && ONES) sums.scale<HEAD_DIM, OUT_COLUMNS>(by);
             float units = from.v / to.v;
             by[0] = grew ? by[0] * units : units, by[1] = grew ? by[1] * units : units;
             sums.scale<0, HEAD_DIM>(by);
@@ -168,13 +168,8 @@ struct Consumer {
         if (__builtin_expect(key + BLOCK_N > keys(first_row), 0))
             mask_columns(s, keys(row) - key, keys(row + 8) - key);
     }
-    // Eight exponentials are this thread's part of 16 keys: of its row keys 2 q, 2 q + 1, 8 + 2 q
-    // and 9 + 2 q, and as many of the row 8 further.
     __device__ __forceinline__ static auto to_fragments(Weights& p) {
-        return [&p](int i, const float (&e)[8]) {
-            p[i / 4] = pack_e4m3(e[0], e[1], e[4], e[5]);
-            p[i / 4 + 1] = pack_e4m3(e[2], e[3], e[6], e[7]);
-        };
+        return [&p](int i, unsigned low, unsigned high) { p[2 * i] = low, p[2 * i + 1] = high; };
     }
     // ptxas moves exponentials below the wait for P V, beside which they are to run. Nothing moves
     // them below a vote on all weights. They have no sign, so that the wait here, which is over, is
@@ -185,7 +180,7 @@ struct Consumer {
         for (int i = 0; i < BLOCK_N / 8; ++i) all |= p[i];
         if (__builtin_expect(__any_sync(0xffffffffu, all & 0x80808080u), 0)) wait_for_v();
     }
-    // P = softmax(S) of a tile that nothing runs beside.
+    // P = softmax(S) of a tile next to which none of this warpgroup's products runs.
     __device__ __forceinline__ void softmax(Scores& s, Weights& p, Sums& sums, Softmax& rows,
                                             bool first, Factors& last, const Factors& own) const {
         float by[2];
@@ -194,17 +189,28 @@ struct Consumer {
         rescale(sums, grew, by, last, own);
         last = own;
     }
-    // The same beside P V of the tile before, which is then waited for.
+    // The same of a later tile, and the end of P V of the tile before. OVERLAP 1: next to it only
+    // the maxima are taken, so that P needs no second place. 2: all of it.
     __device__ __forceinline__ void softmax_beside_pv(Scores& s, Weights& p, Sums& sums,
                                                       Softmax& rows, Factors& last,
                                                       const Factors& own) {
         float by[2];
-        Weights next;
-        bool grew = rows.tile(s, own.scores, false, by, to_fragments(next));
-        pin(next);
-        if (OVERLAP == 2) hold(next);
-        end_pv(sums, p);
-        move(p, next);
+        bool grew;
+        if constexpr (OVERLAP == 2) {
+            Weights next;
+            grew = rows.tile(s, own.scores, false, by, to_fragments(next));
+            pin(next);
+            hold(next);
+            end_pv(sums, p);
+            move(p, next);
+        } else if constexpr (MAXIMA == 2) {
+            end_pv(sums, p);
+            grew = rows.tile(s, own.scores, false, by, to_fragments(p));
+        } else {
+            grew = rows.refer(s, own.scores, false, by);
+            end_pv(sums, p);
+            rows.add(s, own.scores, to_fragments(p));
+        }
         rescale(sums, grew, by, last, own);
         last = own;
     }

@@ -23,13 +23,13 @@ from attnsweep.build.inputs import Inputs as Inputs
 from attnsweep.build.inputs import draw as draw
 from attnsweep.build.inputs import make_inputs as make_inputs
 from attnsweep.build.inputs import small_cases as small_cases
+from attnsweep.build.storage import E4M3_MAX, values_of
 from attnsweep.build.storage import INFINITY_BITS as INFINITY_BITS
 from attnsweep.build.storage import Bits as Bits
 from attnsweep.build.storage import Float as Float
 from attnsweep.build.storage import from_bits as from_bits
 from attnsweep.build.storage import round_to as round_to
 from attnsweep.build.storage import to_bits as to_bits
-from attnsweep.build.storage import values_of
 from attnsweep.build.threads import one_blas_thread, parallel
 from attnsweep.problem import Problem, ceil_div
 
@@ -47,6 +47,8 @@ SYSTEMATIC = {"fp16": 1e-4, "bf16": 1e-4, "fp32": 3e-6}
 _SYSTEMATIC_FP8 = 1e-3
 # A kernel multiplies probabilities by this before it rounds them to e4m3, so that more are normal.
 _P_SCALE = 256.0
+# The same where the largest is not known, so that there is room for it.
+_P_SCALE_FROM_FIRST = 8.0
 # The share by which `tilted` outputs have another scale, to tell a wrong scale from rounding.
 TILT = 2.0**-10
 # Log-sum-exps are float32 sums of float32 exponentials; flash_fwd_wgmma's are off by 2e-5 at most.
@@ -93,13 +95,14 @@ class Maths:
     rounding: bool = False
     """Round probabilities and output to the problem's dtype; its error sets the limit. For fp32 all
     is done in fp32, because a kernel's sums are no more exact than their terms. In FP8, sums of
-    products keep the bits that Hopper's tensor cores keep, and only `by_term` has an effect."""
+    products keep the bits that Hopper's tensor cores keep, and `rounds_scores` has no effect."""
     rounds_scores: int = 0
     """Round scores as well: once if they are stored, twice if they are stored before and after
     scaling, as plain PyTorch does."""
     from_first: bool = False
-    """Exponents refer to the first key's score instead of the largest, within what fp16 can hold,
-    as a kernel may that looks for no maximum: the largest probability is then rounded too."""
+    """Exponents refer to the first key's score instead of the largest, within what fp16 or E4M3 can
+    hold, as a kernel may that looks for no maximum: the largest probability is then rounded too,
+    and in E4M3 more of the small ones are lost."""
     by_term: bool = False
     """In FP8, cut each product as the tensor cores do, not each sum of 32 alone. See fp8_sums."""
 
@@ -219,7 +222,7 @@ def _attend(
 
     for one in maths:
         if one.rounding and problem.scaled:
-            yield _attend_in_fp8(q, k, v, hidden, problem, one.by_term)
+            yield _attend_in_fp8(q, k, v, hidden, problem, one)
             continue
         kind: Any = np.float32 if one.rounding and dtype == "fp32" else np.float64
         p, to_first = exponentials(kind, one.rounds_scores if one.rounding else 0)
@@ -241,15 +244,19 @@ def _attend_in_fp8(
     v: npt.NDArray[Any],
     hidden: npt.NDArray[np.bool_] | None,
     problem: Problem,
-    by_term: bool,
+    maths: Maths,
 ) -> npt.NDArray[np.float32]:
     """Rows of one head as FP8 tensor cores compute them, without a second level of sums."""
-    scores = fp8_sums.matmul(q, k.T, by_term=by_term) * problem.scale
+    scores = fp8_sums.matmul(q, k.T, by_term=maths.by_term) * problem.scale
     if hidden is not None:
         scores[hidden] = -np.inf
-    p = np.exp(scores - scores.max(axis=1, keepdims=True))
-    rounded = round_to(p * _P_SCALE, "e4m3") / _P_SCALE
-    summed = fp8_sums.matmul(rounded, v, by_term=by_term)
+    reference, scale = scores.max(axis=1, keepdims=True), _P_SCALE
+    if maths.from_first:
+        scale = _P_SCALE_FROM_FIRST
+        reference = np.maximum(reference - math.log(E4M3_MAX / scale), scores[:, :1])
+    p = np.exp(scores - reference)
+    rounded = round_to(p * scale, "e4m3") / scale
+    summed = fp8_sums.matmul(rounded, v, by_term=maths.by_term)
     return round_to(summed / p.sum(axis=1, keepdims=True), problem.out_dtype)
 
 
@@ -397,11 +404,13 @@ def limits(case: Case, rounds_scores: int) -> Measures:
     gain, scale = SYSTEMATIC[dtype], SYSTEMATIC[dtype]
     if problem.scaled:  # sums that are cut towards 0 shrink, the more the longer they are
         gain, scale = max(_SYSTEMATIC_FP8, 2 * same.gain), max(_SYSTEMATIC_FP8, 2 * same.scale)
+    # A row in FP8 may hang on one rounded weight: then its error is a gain.
+    row_gain = max(times.row_gain * same.row_gain, row if problem.scaled else half / 2)
     return Measures(
         row,
         element,
         max(times.rms * same.rms, half if dtype == "fp32" else half / 4),
-        max(times.row_gain * same.row_gain, half / 2),
+        row_gain,
         max(times.tile_gain * same.tile_gain, half / 8),
         times.gain * gain,
         times.scale * scale,
@@ -455,15 +464,17 @@ def _same_maths(case: Case, rounds_scores: int) -> Measures:
         inputs = make_inputs(case, 1000 + seed)
         rows = _tiles_of_rows(problem, seed, wanted // heads)
         tilted = None
-        if problem.scaled:  # `first` has no meaning there, and the scale of scores is q's
-            ways[1:] = [_in_fp8(case)]
+        if problem.scaled:  # the scale of scores is q's
+            ways[1:] = [_in_fp8(case), replace(_in_fp8(case), from_first=True)]
             other = inputs | {"q_scale": inputs["q_scale"] * np.float32(1 + TILT)}
             tilted = reference(other, problem, rows)
         exact, largest, *firsts = references(inputs, problem, rows, ways)
         found.append(measures(largest, exact, problem.out_dtype, tilted))
-        # Another reference hardly adds to the error of a row, but makes its parts alike.
+        # Another reference hardly adds to the error of a row, but makes its parts alike. In FP8 it
+        # does: the largest weight is then rounded like the others.
         for first in firsts:
-            found.append(replace(measures(first, exact, problem.out_dtype), row=0.0))
+            one = measures(first, exact, problem.out_dtype)
+            found.append(one if problem.scaled else replace(one, row=0.0))
         rows_seen += heads * len(rows)
         seed += 1
     return Measures(*(max(getattr(one, f.name) for one in found) for f in fields(Measures)))

@@ -14,6 +14,15 @@ __device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d
         : "f"(a), "f"(b), "f"(c), "f"(d));
     return y;
 }
+// Adds the four numbers of a register to four halves: bytes 0 and 1 to sum[0], the others to
+// sum[1].
+__device__ __forceinline__ void add_e4m3(unsigned (&sum)[2], unsigned x) {
+    asm("{\n.reg .b16 low, high;\n.reg .b32 a, b;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 a, low;\ncvt.rn.f16x2.e4m3x2 b, high;\n"
+        "add.rn.f16x2 %0, %0, a;\nadd.rn.f16x2 %1, %1, b;\n}\n"
+        : "+r"(sum[0]), "+r"(sum[1])
+        : "r"(x));
+}
 // Byte i is the byte that hex digit i of `selector` names: 0 to 3 of `low`, 4 to 7 of `high`.
 __device__ __forceinline__ unsigned byte_permute(unsigned low, unsigned high, unsigned selector) {
     unsigned y;

@@ -1,6 +1,7 @@
 // The twin of kernels/common/ptx/fp8.cuh: E4M3 by the CPU, and wgmma.cpp's products of it, which
 // are summed in fp32.
 #pragma once
+#include "common/ptx/convert.cuh"
 #include "common/ptx/wgmma.cuh"
 
 namespace simt {
@@ -16,10 +17,24 @@ inline unsigned to_e4m3(float x) {
     bits = (bits >> 20) - (120 << 3);
     return sign | (bits < 0x7e ? bits : 0x7e);
 }
+inline float from_e4m3(unsigned x) {
+    unsigned exponent = x >> 3 & 15, fraction = x & 7;
+    if ((x & 0x7f) == 0x7f) return __uint_as_float(0x7fc00000);
+    float size =
+        exponent ? __uint_as_float((exponent + 120) << 23 | fraction << 20) : fraction * 0x1p-9f;
+    return x & 0x80 ? -size : size;
+}
 }  // namespace simt
 inline unsigned pack_e4m3(float a, float b, float c, float d) {
     return simt::to_e4m3(a) | simt::to_e4m3(b) << 8 | simt::to_e4m3(c) << 16 |
            simt::to_e4m3(d) << 24;
+}
+inline void add_e4m3(unsigned (&sum)[2], unsigned x) {
+    for (int i = 0; i < 2; ++i) {
+        float low = from_half(sum[i] & 0xffff) + simt::from_e4m3(x >> 16 * i & 255),
+              high = from_half(sum[i] >> 16) + simt::from_e4m3(x >> (16 * i + 8) & 255);
+        sum[i] = pack_half(low, high);
+    }
 }
 inline unsigned byte_permute(unsigned low, unsigned high, unsigned selector) {
     uint64_t both = low | static_cast<uint64_t>(high) << 32;
