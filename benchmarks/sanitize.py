@@ -1,11 +1,11 @@
 """Run Hopper kernels on small problems under NVIDIA's compute-sanitizer.
 
-Usage: python benchmarks/sanitize.py [FILE.json] [--budget-s 60] [--kernel FAMILY]. Each of memcheck, racecheck and
-synccheck runs one process that compiles every case and checks it as a sweep does, on its small
-problems with tails too. The file holds each tool's own summary, how many cases it saw and how many
-errors it counted. A tool that ran out of time has not passed, and its row says so. Errors that the
-driver's functions return do not count (--report-api-errors no): attnsweep looks at each itself, and
-libraries ask for functions that a driver may not have.
+Usage: python benchmarks/sanitize.py [FILE.json] [--budget-s 60] [--kernel FAMILY]. Each of
+memcheck, racecheck and synccheck runs one process that compiles every case and checks it as a sweep
+does, on its small problems with tails too. The file holds each tool's own summary, how many cases
+it saw and how many errors it counted. A tool that ran out of time has not passed, and its row says
+so. Errors that the driver's functions return do not count (--report-api-errors no): attnsweep looks
+at each itself, and libraries ask for functions that a driver may not have.
 """
 
 from __future__ import annotations
