@@ -48,6 +48,11 @@ def _time(found: Mapping[str, Any] | None) -> str:
     return f"{found['before_ms']:.1f} → {found['after_ms']:.1f} ms, {found['gain']:.2f}×"
 
 
+def _by_flash(found: Mapping[str, Any]) -> str:
+    """The same step with PyTorch's flash backend, if it was timed."""
+    return f" ({found['flash_ms']:.1f} ms by PyTorch's flash)" if "flash_ms" in found else ""
+
+
 def _percent(error: float | None) -> str:
     return "–" if error is None else f"{error:.2%}"
 
@@ -62,7 +67,7 @@ def _steps(found: Mapping[str, Any]) -> list[str]:
             after, before = (_percent(step[who]["error"]) for who in ("package", "sdpa"))
             words.append(
                 f"gradients of a step on {step['tokens']} tokens {after} off those with attention "
-                f"in float64 (before: {before}), {step['time']['gain']:.2f}× as fast"
+                f"in float64 (before: {before}), {_time(step['time'])}{_by_flash(step['time'])}"
             )
         greedy = model.get("greedy", {})
         if "same_as_sdpa" in greedy:
