@@ -71,7 +71,7 @@ EVERYWHERE = (*HISTORY, "random")
 SLOW = ("tpe", "kernel_tuner bayes_opt")
 KERNEL_TUNER = ("genetic_algorithm", "simulated_annealing", "bayes_opt")
 CURVES = (
-    ("h200/flash_short_h200", "(1,8,512,64) fp16 causal"),
+    ("h200/flash_short", "(1,8,512,64) fp16 causal"),
     ("h200/three_kernel_stages", "(1,16,1024,64) fp16 full"),
 )
 
