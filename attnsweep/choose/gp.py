@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from attnsweep.build.threads import one_blas_thread
 from attnsweep.choose.history import History, history_on
 from attnsweep.family.declare import Config
 from attnsweep.family.space import Space
@@ -75,7 +76,8 @@ def gp(
     few = len(space.configs) <= FEW
     if space.configs:
         known = history_on(space.kernel, space.sm_count) if history is None else history
-        model = Model.of(space, known, seed)
+        with one_blas_thread():  # others would wait for each other on cores that compile
+            model = Model.of(space, known, seed)
         size = BATCH if few else min(BATCH, max(LEAST, len(space.configs) // BATCH))
         while len(tried) < min(count, len(model.configs)):
             if not few and model.settled():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from attnsweep.choose import gp as module
 from attnsweep.choose.gp import BATCH, FEW, gp
@@ -260,3 +261,20 @@ def test_the_default_is_a_strategy_and_a_spec_can_be_taken_whole(tmp_path):
     )
     whole = exhaustively(load_spec(path, discover())).search
     assert (whole.strategy, whole.candidates, whole.seed) == ("exhaustive", None, 3)
+
+
+def test_the_model_is_made_in_one_thread_of_blas_whose_others_wait_for_cores_that_compile(
+    monkeypatch,
+):
+    """On two loaded cores, planning eight problems took 13 s, and takes 0.9 s in one thread."""
+    made, threads = module.Model.of.__func__, []
+
+    def looking(cls, *given):
+        threads.extend(each["num_threads"] for each in threadpool_info())
+        return made(cls, *given)
+
+    monkeypatch.setattr(module.Model, "of", classmethod(looking))
+    with threadpool_limits(limits=2, user_api="blas"):
+        next(gp(space_of(8, 8), None, 0, history=[]))
+        assert {each["num_threads"] for each in threadpool_info()} == {2}
+    assert set(threads) == {1}
