@@ -19,6 +19,7 @@ from attnsweep.build.observer import Observer
 from attnsweep.build.twins import Twins
 from attnsweep.choose.finals import Finals
 from attnsweep.choose.frontier import held_to
+from attnsweep.choose.prepared import prepared
 from attnsweep.choose.queue import Queue
 from attnsweep.choose.race import Pair, race, race_entry
 from attnsweep.choose.ranking import rank, winners
@@ -198,13 +199,14 @@ class Sweep:
         if not queue.builds:
             return  # every candidate and every round is measured
         try:
-            self._gpu.open(
-                queue.problem,
-                replay_us=self._spec.measure.replay_us,
-                seed=self._input_seed,
-                then=then,
-                baselines=self._spec.baselines,
-            )
+            with prepared("problem", self._gpu, self._observer):
+                self._gpu.open(
+                    queue.problem,
+                    replay_us=self._spec.measure.replay_us,
+                    seed=self._input_seed,
+                    then=then,
+                    baselines=self._spec.baselines,
+                )
         except WorkerError as error:
             self._unopened(queue.builds, error)
             return

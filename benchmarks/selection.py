@@ -25,7 +25,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,6 +170,7 @@ class Card:
     calls: float = 0.0
     spent_us: float = 0.0
     raced_us: float = 0.0
+    steps_s: dict[str, float] = field(default_factory=dict)
 
     def sample(self, name: str, us: float, noise: float = 1.0) -> tuple[float, int]:
         """One replay of about `us`: microseconds a call, and calls launched."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from attnsweep.problem import Problem
 from attnsweep.trial import Environment, Trial
@@ -32,6 +32,16 @@ class Observer:
 
     def racing(self, alive: int, entrants: int) -> None:
         """A round of the race is over; `alive` of the entrants are left."""
+
+    def preparing(self, peer: str, done: int, total: int) -> None:
+        """A peer is being prepared for the rounds, after `done` of `total` others."""
+
+    def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
+        """The problem is open, or all finalists or a peer are prepared, as far as they can be.
+
+        steps_s: seconds of what the GPU process did since the last time, by step; some of it in a
+        thread beside.
+        """
 
     def timing(self, done: int, total: int) -> None:
         """`done` of at most `total` rounds of the finalists are over."""

@@ -16,6 +16,7 @@ from typing import Any
 from attnsweep.build.observer import Observer
 from attnsweep.choose import energy
 from attnsweep.choose.evidence import ratio_interval
+from attnsweep.choose.prepared import prepared
 from attnsweep.choose.race import Pair, by_time, label_of, race, settled_first, time_of
 from attnsweep.choose.ranking import EQUIVALENT, middle_ratio, thrift
 from attnsweep.choose.rounds import Replay, Round, Rounds, measured
@@ -93,17 +94,20 @@ class Finals:
         """
         chosen = finalists_of(raced, self._spec.measure.finalists)
         finalists = []
-        for build, trial in chosen:
+        with prepared("finalists", self._gpu, self._observer):
+            for build, trial in chosen:
+                try:
+                    if self._gpu.add(label_of(build), build.candidate(), cold=True):
+                        self._chains.add(label_of(build))
+                    self._entries[label_of(build)] = trial
+                    finalists.append((build, trial))
+                except WorkerError as error:
+                    self._fail(label_of(build), trial, error)
+        for done, row in enumerate(peers):
+            self._observer.preparing(row.provider, done, len(peers))
             try:
-                if self._gpu.add(label_of(build), build.candidate(), cold=True):
-                    self._chains.add(label_of(build))
-                self._entries[label_of(build)] = trial
-                finalists.append((build, trial))
-            except WorkerError as error:
-                self._fail(label_of(build), trial, error)
-        for row in peers:
-            try:
-                accuracy = self._gpu.add_baseline(row.provider)
+                with prepared(row.provider, self._gpu, self._observer):
+                    accuracy = self._gpu.add_baseline(row.provider)
                 self._entries[row.provider] = row.with_(status=Status.OK, accuracy=accuracy)
             except WorkerError as error:
                 failed = {"status": error.status, "detail": error.detail}

@@ -183,6 +183,14 @@ class Telling(Observer):
         """A round of the race is over."""
         self._pipe.tell("racing", alive=alive, entrants=entrants)
 
+    def preparing(self, peer: str, done: int, total: int) -> None:
+        """A peer is being prepared."""
+        self._pipe.tell("preparing", peer=peer, done=done, total=total)
+
+    def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
+        """Something is prepared."""
+        self._pipe.tell("prepared", what=what, took_s=took_s, steps_s=dict(steps_s))
+
     def timing(self, done: int, total: int) -> None:
         """Rounds are over."""
         self._pipe.tell("timing", done=done, total=total)

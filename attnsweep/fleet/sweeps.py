@@ -275,6 +275,10 @@ class _Sweeps:
                 on.compiled(message["done"], message["total"])
             case "racing":
                 on.racing(message["alive"], message["entrants"])
+            case "preparing":
+                on.preparing(message["peer"], message["done"], message["total"])
+            case "prepared":
+                on.prepared(message["what"], message["took_s"], message["steps_s"])
             case "timing":
                 on.timing(message["done"], message["total"])
             case "note":

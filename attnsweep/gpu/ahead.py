@@ -1,13 +1,15 @@
-"""A process beside compiles Triton's configs while the open problem's candidates are checked.
+"""A process beside compiles Triton's configs while candidates compile and are checked.
 
-After them it is what a user waits for; in a thread of the GPU process it would wait for Python with
-the checks. Compiled code reaches the GPU process through Triton's own cache on disk.
+It imports PyTorch and takes seconds, so those of the first problem are begun before it is opened.
+In a thread of the GPU process they would wait for Python with the checks. Compiled code reaches the
+GPU process through Triton's own cache on disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -17,6 +19,8 @@ from attnsweep.problem import Problem
 
 # Longer than all configs take on one core.
 _LONGEST_S = 60.0
+# As the threads that compile candidates: those are waited for first.
+_NICE = 10
 
 
 class Ahead:
@@ -26,9 +30,16 @@ class Ahead:
         self._beside = Beside(lambda: _command())
         self._pool = ThreadPoolExecutor(1, "ahead")
         self._answers: dict[Problem, Future[bool]] = {}
+        self._begun: Problem | None = None
 
     def begin(self, problem: Problem) -> None:
-        """Have a problem's configs compiled. Whatever fails here fails in `wait`'s caller again."""
+        """Have a problem's configs compiled, unless they were begun last.
+
+        Whatever fails here fails in `wait`'s caller again.
+        """
+        if problem == self._begun:
+            return
+        self._begun = problem
         self._answers.clear()
         with contextlib.suppress(OSError):
             asked, said = self._beside.pipes()
@@ -37,6 +48,11 @@ class Ahead:
             asked.flush()
             # The process says a line again when all of the problem's configs are compiled.
             self._answers[problem] = self._pool.submit(lambda: any(s == line for s in said))
+
+    def done(self, problem: Problem) -> bool:
+        """Whether the process has compiled a problem's configs by now."""
+        answer = self._answers.get(problem)
+        return answer is not None and answer.done() and not answer.exception() and answer.result()
 
     def wait(self, problem: Problem) -> bool:
         """Whether the process has compiled a problem's configs; waits for it."""
@@ -73,4 +89,6 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
     _serve()

@@ -24,7 +24,9 @@ from attnsweep.gpu import energy, peers
 from attnsweep.gpu.device import Buffer, Session, cuda_errors
 from attnsweep.gpu.energy import Stretch
 from attnsweep.gpu.pipeline import Pipeline
+from attnsweep.gpu.preload import PRELOAD
 from attnsweep.gpu.proof import Digests, Proof, Proven
+from attnsweep.gpu.steps import step
 from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
 from attnsweep.trial import Accuracy
 
@@ -91,6 +93,7 @@ class Bench:
         baselines: Sequence[str] = (),
         cache_dir: Path | None = None,
     ) -> None:
+        peers.compile_ahead(baselines, problem)
         self.session = Session()
         self.problem = problem
         self._replay_us = replay_us
@@ -104,7 +107,6 @@ class Bench:
         self._l2_filler: Buffer | None = None
         self._launch_times: dict[str, float] = {}
         self._launched = 0
-        peers.compile_ahead(baselines, problem)
 
     # -- checking ---------------------------------------------------------------------------
 
@@ -259,6 +261,7 @@ class Bench:
 
         Returns whether its calls can be chained.
         """
+        PRELOAD.end()  # rounds follow
         copies = [self._timed, *(self._cold() if cold else [])]
         right = self._right.get(repr(candidate.timed))
         if right is None:  # tried in an earlier process or run
@@ -291,6 +294,7 @@ class Bench:
 
     def add_baseline(self, name: str) -> Accuracy:
         """Prepare, check and add a baseline. Raises peers.Unavailable with the reason."""
+        PRELOAD.end()
         copies = [
             {
                 tensor: copy[tensor].view(
@@ -306,7 +310,8 @@ class Bench:
             self._proof.timed.go_to(0)
         self.session.synchronize()
         call = peers.prepare(name, self.problem, copies, self.session)
-        accuracy = self._proof.of_peer(call.output(), call.rounds_scores)
+        with step("judge"):
+            accuracy = self._proof.of_peer(call.output(), call.rounds_scores)
         self._entries[name] = _Entry(call)
         return accuracy
 

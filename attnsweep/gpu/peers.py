@@ -22,6 +22,7 @@ from attnsweep.files import install_command
 from attnsweep.gpu import fp8_peers
 from attnsweep.gpu.ahead import Ahead
 from attnsweep.gpu.capturing import uncollected
+from attnsweep.gpu.steps import step
 from attnsweep.gpu.way import Builder as Builder
 from attnsweep.gpu.way import Unavailable as Unavailable
 from attnsweep.gpu.way import Way as Way
@@ -130,7 +131,8 @@ def prepare(
 
     Raises Unavailable with the reason if anything goes wrong inside the peer.
     """
-    torch = _import_torch()
+    with step("PyTorch"):
+        torch = _import_torch()
     if problem.dtype == "fp32" and name not in _FP32:
         raise Unavailable(f"no {name} baseline for {problem.dtype}")
     if (name not in _FP8) if problem.scaled else (name == OWN_BF16):
@@ -156,7 +158,8 @@ def prepare(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            ways = WAYS[name](torch, problem, session)
+            with step("set up"):
+                ways = WAYS[name](torch, problem, session)
         except Unavailable:
             raise
         except Exception as error:
@@ -166,9 +169,10 @@ def prepare(
                 continue
             try:
                 how = {"rounds_scores": rounds_scores, "dtype": out}
-                baseline = Baseline(way, tensors, session, **how)
-                baseline.enqueue()
-                session.synchronize()
+                with step("first calls"):
+                    baseline = Baseline(way, tensors, session, **how)
+                    baseline.enqueue()
+                    session.synchronize()
                 made.append(baseline)
             except Exception as error:  # a peer may raise anything; the reason becomes a row
                 said = [str(warning.message) for warning in caught]
@@ -176,7 +180,10 @@ def prepare(
                 failed.append(Unavailable(reason or why_not(name, error, said)))
     if not made:
         raise failed[0]
-    return made[0] if len(made) == 1 else _fastest(made, session)
+    if len(made) == 1:
+        return made[0]
+    with step(f"choose of {len(made)} ways"):
+        return _fastest(made, session)
 
 
 def _fastest(baselines: Sequence[Baseline], session: Session) -> Baseline:
@@ -303,8 +310,10 @@ def _triton(torch: Any, problem: Problem, session: Session) -> list[Way]:
 
         return Way(forward)
 
-    _ahead.wait(problem)
-    _compile_triton(torch, problem)
+    with step("wait for Triton's process"):
+        _ahead.wait(problem)
+    with step("take up Triton's code"):
+        _compile_triton(torch, problem)
     return [way(config) for config in triton_flash.CONFIGS]
 
 
@@ -317,7 +326,7 @@ def _compile_triton(torch: Any, problem: Problem) -> None:
 
 
 def compile_triton(problem: Problem) -> None:
-    """Compile all configs of `triton_flash` for a problem, into Triton's cache."""
+    """Compile all configs of `triton_flash` for a problem, or read them from Triton's cache."""
     _compile_triton(_import_torch(), problem)
 
 
@@ -326,8 +335,13 @@ _ahead = Ahead()
 
 def compile_ahead(names: Collection[str], problem: Problem) -> None:
     """Begin to compile what these peers will need; `prepare` waits for it."""
-    if "triton_flash" in names and problem.dtype in ("fp16", "bf16") and _importable("triton"):
+    if "triton_flash" in names and problem.dtype in ("fp16", "bf16") and importable("triton"):
         _ahead.begin(problem)
+
+
+def compiled_ahead(problem: Problem) -> bool:
+    """Whether `prepare` would not have to wait for what `compile_ahead` has begun."""
+    return _ahead.done(problem)
 
 
 def _cudnn(torch: Any, problem: Problem, session: Session) -> list[Way]:
@@ -362,7 +376,7 @@ def _flash_attention(name: str, *modules: str) -> Builder:
     """
 
     def build(torch: Any, problem: Problem, session: Session) -> list[Way]:
-        there = [module for module in modules if _importable(module)]
+        there = [module for module in modules if importable(module)]
         if not there:
             raise Unavailable(f"{name} is not installed: {PACKAGES[name].fix}")
         able = [m for m in there if problem.dtype != "fp16" or m not in _NO_FP16]
@@ -380,7 +394,7 @@ def _flash_attention(name: str, *modules: str) -> Builder:
     return build
 
 
-def _importable(module: str) -> bool:
+def importable(module: str) -> bool:
     """Whether a module is there, without loading it (but its parent, of a dotted name)."""
     with contextlib.suppress(ImportError, ValueError):
         return module in sys.modules or importlib.util.find_spec(module) is not None
@@ -402,28 +416,8 @@ def _in_own(module: str, problem: Problem, *, spare: bool = False, **how: int) -
     return Way(forward, spare=spare)
 
 
-_FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
-# What a baseline imports besides PyTorch: the first that is there.
-_IMPORTS = {
-    "cudnn": ("cudnn",),
-    "triton_flash": ("triton",),
-    "flash_attn_2": ("flash_attn",),
-    "flash_attn_3": _FLASH_3,
-    "flash_attn_3_fp8": _FLASH_3,
-    "flash_attn_4": ("flash_attn.cute",),
-}
-
-
-def load(names: Sequence[str]) -> None:
-    """Import the packages of these baselines, before the first problem has to wait for them.
-
-    Whatever fails here fails in `prepare` again.
-    """
-    wanted = dict.fromkeys([("torch",), *(_IMPORTS.get(name, ()) for name in names)])
-    for modules in wanted:
-        with contextlib.suppress(Exception):
-            importlib.import_module(next(filter(_importable, modules)))
-
+FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
+"""Where builds of FlashAttention-3 keep its function."""
 
 _NO_FP16 = {"fa3_fwd_interface": "fa3-fwd"}
 _FP16_FIX = "pip install tokenspeed-fa3, or build FlashAttention's hopper/ directory"
@@ -437,8 +431,8 @@ WAYS: dict[str, Builder] = {
     "cudnn": _cudnn,
     "triton_flash": _triton,
     "flash_attn_2": _flash_attention("flash_attn_2", "flash_attn"),
-    "flash_attn_3": _flash_attention("flash_attn_3", *_FLASH_3),
-    "flash_attn_3_fp8": _flash_attention("flash_attn_3_fp8", *_FLASH_3),
+    "flash_attn_3": _flash_attention("flash_attn_3", *FLASH_3),
+    "flash_attn_3_fp8": _flash_attention("flash_attn_3_fp8", *FLASH_3),
     "flash_attn_4": _flash_attention("flash_attn_4", "flash_attn.cute"),
     OWN_BF16: fp8_peers.own_bf16,
 }

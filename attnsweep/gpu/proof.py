@@ -20,6 +20,7 @@ from attnsweep.gpu.device import POISON, Buffer, Session
 from attnsweep.gpu.judge import OPPOSITE, PLAIN, Fixture, Found, Judge, WrongResult
 from attnsweep.gpu.known_ahead import Ahead
 from attnsweep.gpu.pipeline import Pipeline
+from attnsweep.gpu.steps import step
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy
 
@@ -87,13 +88,16 @@ class Proof:
         """then: the problem that will be opened next; its inputs are made meanwhile."""
         self._session, self._seed = session, seed
         compute_ahead(problem, seed)
-        self._judge = judge = Judge(session, problem.dtype, cache_dir)
-        known = _ahead.take(problem, seed)
+        with step("compile the judge"):
+            self._judge = judge = Judge(session, problem.dtype, cache_dir)
+        with step("wait for NumPy's results"):
+            known = _ahead.take(problem, seed)
         numerics.FOUND.update(known.maths)
         timed = known.timed
-        self.timed = Fixture(Case(problem), seed, session, judge, two_sided=True, known=timed)
-        cases = zip(numerics.small_cases(problem), known.small, strict=True)
-        self._small = [Fixture(c, seed, session, judge, known=k) for c, k in cases]
+        with step("inputs and float64 outputs"):
+            self.timed = Fixture(Case(problem), seed, session, judge, two_sided=True, known=timed)
+            cases = zip(numerics.small_cases(problem), known.small, strict=True)
+            self._small = [Fixture(c, seed, session, judge, known=k) for c, k in cases]
         if then is not None:
             compute_ahead(then, seed)
         self._poisons = False

@@ -150,7 +150,8 @@ def compile_all(dtype: Any, q: Sequence[int], k: Sequence[int], *, causal: bool)
     """Compile every config for q and k of these shapes in threads, as far as Triton can.
 
     Older Triton cannot; then each config is compiled when it is first called, which takes longer.
-    A config that does not compile says so when it is called.
+    A config that does not compile says so when it is called. Their common launcher, for which some
+    versions of Triton run a C compiler, is made too.
     """
     try:
         from triton import AsyncCompileMode
@@ -159,13 +160,19 @@ def compile_all(dtype: Any, q: Sequence[int], k: Sequence[int], *, causal: bool)
     heads, seqlen_q, head_dim = q[1:]
     arguments = (*[dtype] * 4, 1 / math.sqrt(2), heads // k[1], seqlen_q, k[2])
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    made: list[Any] = []
     with (
         contextlib.suppress(Exception),
         ThreadPoolExecutor(threads) as pool,
         AsyncCompileMode(pool, ignore_errors=True),
     ):
         for config in CONFIGS:
-            _forward.warmup(*arguments, grid=(1,), **_constants(head_dim, causal, config))
+            constants = _constants(head_dim, causal, config)
+            made.append(_forward.warmup(*arguments, grid=(1,), **constants))
+    for kernel in made:
+        with contextlib.suppress(Exception):  # also where a config did not compile
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+            break
 
 
 def _constants(head_dim: int, causal: bool, config: triton.Config) -> dict[str, Any]:

@@ -14,13 +14,11 @@ import os
 import platform
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from importlib import metadata
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +29,9 @@ from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.gpu import children, energy
 from attnsweep.gpu.cards import hashed
 from attnsweep.gpu.energy import Stretch
+from attnsweep.gpu.host import cpu_model, driver_version, installed_packages
 from attnsweep.gpu.lock import held
+from attnsweep.gpu.steps import step, taken
 from attnsweep.problem import Problem
 from attnsweep.trial import PROTOCOL, Accuracy, Environment, Status
 
@@ -66,6 +66,7 @@ class _Reply:
     no_gpu: AttnsweepError | None = None
     dying: bool = False
     proof_s: float = 0.0
+    steps_s: dict[str, float] = field(default_factory=dict)
 
 
 class Gpu(Protocol):
@@ -77,6 +78,8 @@ class Gpu(Protocol):
 
     proof_s: float
     """Seconds that proving outputs right has taken so far."""
+    steps_s: dict[str, float]
+    """Seconds of each step of what was prepared once. Whoever shows them clears them."""
 
     def describe(
         self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None
@@ -171,6 +174,7 @@ class Worker:
         self._locked = card_held or bench is not None
         self.restarts = 0
         self.proof_s = 0.0
+        self.steps_s: dict[str, float] = {}
 
     def __enter__(self) -> Worker:
         return self
@@ -330,6 +334,8 @@ class Worker:
                 )
             reply: _Reply = pipe.recv()
             self.proof_s += reply.proof_s
+            for name, spent_s in reply.steps_s.items():
+                self.steps_s[name] = self.steps_s.get(name, 0.0) + spent_s
         except (EOFError, OSError) as error:
             code = self._exit_code()
             self.restarts += 1
@@ -352,14 +358,6 @@ class Worker:
         return f"exit code {code}"
 
 
-# Packages whose versions a run records: they do the timing, or are peers.
-_PACKAGES = (
-    *("cupy-cuda12x", "cupy-cuda13x", "numpy", "torch", "triton", "nvidia-cudnn-cu13"),
-    *("flash-attn", "flash-attn-3", "fa3-fwd", "tokenspeed-fa3"),
-    *("flash-attn-4", "nvidia-cudnn-frontend"),
-)
-
-
 # -- the child ------------------------------------------------------------------------------
 
 
@@ -378,7 +376,7 @@ def _serve(pipe: Connection[Any, Any], parent: int, open_problem: BenchFactory) 
             bench = None  # frees the last problem's memory before the next takes its own
             gc.collect()  # and what peers hold in cycles, as cuDNN's handles
         reply, bench = _answer(open_problem, bench, method, args, options)
-        reply = replace(reply, proof_s=_proof_s())
+        reply = replace(reply, proof_s=_proof_s(), steps_s=taken())
         pipe.send(reply)
         if reply.dying:
             pipe.close()
@@ -436,61 +434,41 @@ def _describe(preload: Sequence[str], first: tuple[Problem, int] | None) -> Envi
     from attnsweep.build.nvrtc import nvrtc_version
     from attnsweep.gpu.device import Session
 
-    session = Session()
+    with step("start CUDA"):
+        session = Session()
     gpu = session.gpu
     versions = session.versions
+    nvrtc = nvrtc_version()  # before a package can bring another one
     if first is not None:
         from attnsweep.gpu.proof import compute_ahead
 
         compute_ahead(*first)
     if preload:
-        from attnsweep.gpu.peers import load
+        from attnsweep.gpu import peers
+        from attnsweep.gpu.preload import PRELOAD
 
-        threading.Thread(target=load, args=(preload,), daemon=True).start()
+        problem = None if first is None else first[0]
+        if problem is not None:
+            peers.compile_ahead(preload, problem)
+        PRELOAD.begin(preload, problem)
     return Environment(
         gpu=gpu.name,
         arch=gpu.arch,
         driver=driver_version() or f"CUDA {versions['cuda_driver']}",
         cuda=versions["cuda_runtime"],
-        nvrtc=".".join(map(str, nvrtc_version())),
+        nvrtc=".".join(map(str, nvrtc)),
         attnsweep=__version__,
         python=platform.python_version(),
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         host_cores=os.cpu_count() or 1,
-        packages=dict(_installed(*_PACKAGES)),
+        packages=installed_packages(),
         sm_count=gpu.sm_count,
         clock_hz=gpu.clock_hz,
         memory_bytes=gpu.memory_bytes,
         memory_bytes_per_second=gpu.memory_bytes_per_second,
         l2_bytes=gpu.l2_bytes,
         protocol=PROTOCOL,
-        host=f"{_cpu_model()}, host {hashed(platform.node())}",
+        host=f"{cpu_model()}, host {hashed(platform.node())}",
         energy_counter=energy.counter(session) is not None,
         **session.identity(),
     )
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def driver_version() -> str | None:
-    """The NVIDIA driver's version from NVML, or None without nvidia-ml-py or a driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        version = pynvml.nvmlSystemGetDriverVersion()
-        return version if isinstance(version, str) else version.decode()
-    except Exception:  # ImportError, or any of NVML's own errors
-        return None
-
-
-def _installed(*names: str) -> Iterator[tuple[str, str]]:
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            yield name, metadata.version(name)

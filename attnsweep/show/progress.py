@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,8 @@ from attnsweep.trial import OURS, Environment, Status, Trial
 # Without a terminal, print a line at most this often: a CI log shows progress but stays short.
 _PLAIN_INTERVAL_S = 10.0
 _JSON_INTERVAL_S = 1.0
+# Steps that take less are not worth a word.
+_SHORT_S = 0.05
 
 
 @contextmanager
@@ -152,6 +154,14 @@ class _Best(Observer):
     def racing(self, alive: int, entrants: int) -> None:  # noqa: ARG002
         self.eta.finals()
 
+    def preparing(self, peer: str, done: int, total: int) -> None:  # noqa: ARG002
+        self.eta.finals()
+
+    def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
+        if terminal.talk is terminal.Talk.VERBOSE:
+            parts = ", ".join(f"{name} {s:.1f} s" for name, s in steps_s.items() if s >= _SHORT_S)
+            self.note(f"  prepared {what} in {took_s:.1f} s" + (f" ({parts})" if parts else ""))
+
     def timing(self, done: int, total: int) -> None:
         self.eta.finals(done, total)
 
@@ -238,6 +248,17 @@ class _Bars(_Best):
             self._tasks["race"] = self._progress.add_task("  race", total=entrants, best="")
         self._progress.update(self._tasks["race"], completed=entrants - alive)
 
+    def preparing(self, peer: str, done: int, total: int) -> None:
+        super().preparing(peer, done, total)
+        if "peers" not in self._tasks:
+            self._tasks["peers"] = self._progress.add_task("  peers", total=total, best="")
+        self._progress.update(self._tasks["peers"], completed=done, best=peer)
+
+    def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
+        super().prepared(what, took_s, steps_s)
+        if "peers" in self._tasks:
+            self._progress.update(self._tasks["peers"], advance=1, best="")
+
     def timing(self, done: int, total: int) -> None:
         super().timing(done, total)
         if "time" not in self._tasks:
@@ -280,6 +301,10 @@ class _PlainLines(_Best):
     def racing(self, alive: int, entrants: int) -> None:
         super().racing(alive, entrants)
         self._say(f"race {alive} of {entrants} left")
+
+    def preparing(self, peer: str, done: int, total: int) -> None:
+        super().preparing(peer, done, total)
+        self._say(f"prepare {peer}, peer {done + 1} of {total}")
 
     def timing(self, done: int, total: int) -> None:
         super().timing(done, total)
@@ -333,6 +358,16 @@ class _JsonLines(_Best):
         super().racing(alive, entrants)
         self._tell("race", entrants - alive, entrants)
 
+    def preparing(self, peer: str, done: int, total: int) -> None:
+        super().preparing(peer, done, total)
+        self._phase = ""  # a line for each: one may take long
+        self._tell("peers", done, total, peer=peer)
+
+    def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
+        steps_s = {name: round(spent_s, 3) for name, spent_s in steps_s.items()}
+        label = self.problem.label if self.problem else None
+        self.write("prepared", problem=label, what=what, took_s=round(took_s, 3), steps_s=steps_s)
+
     def timing(self, done: int, total: int) -> None:
         super().timing(done, total)
         self._tell("finals", done, total)
@@ -350,7 +385,7 @@ class _JsonLines(_Best):
         """Nothing more will be told."""
         self.write("end")
 
-    def _tell(self, phase: str, done: int, total: int) -> None:
+    def _tell(self, phase: str, done: int, total: int, **more: str) -> None:
         """One line a second, and one for each new phase."""
         now = time.monotonic()
         if phase == self._phase and now - self._last < _JSON_INTERVAL_S:
@@ -370,6 +405,7 @@ class _JsonLines(_Best):
             best_config=dict(best.config) if best else None,
             left_s=None if left is None else round(left.seconds, 1),
             left_is_at_least=None if left is None else left.at_least,
+            **more,
         )
 
     def write(self, event: str, **facts: Any) -> None:

@@ -18,8 +18,9 @@ from attnsweep.build.nvrtc import CACHE_VARIABLE, default_cache_dir, nvrtc_versi
 from attnsweep.errors import AttnsweepError, NoGpuError
 from attnsweep.files import install_command
 from attnsweep.gpu.device import driver_cuda
+from attnsweep.gpu.host import driver_version
 from attnsweep.gpu.peers import PACKAGES
-from attnsweep.gpu.worker import Worker, WorkerError, driver_version
+from attnsweep.gpu.worker import Worker, WorkerError
 from attnsweep.show.terminal import aligned
 from attnsweep.show.views import suggestions, with_tails
 from attnsweep.trial import Status

@@ -7,6 +7,7 @@ import signal
 import time
 
 from attnsweep.errors import NoGpuError
+from attnsweep.gpu.steps import step
 
 
 class FakeBench:
@@ -21,6 +22,10 @@ class FakeBench:
 
     def state(self) -> tuple[int, object, list[str]]:
         return os.getpid(), self.problem, self.admitted
+
+    def prepare(self) -> None:
+        with step("import torch"):
+            time.sleep(0.01)
 
     def hang(self) -> None:
         time.sleep(1000)

@@ -43,6 +43,7 @@ class FakeGpu:
         self.faults: dict[tuple[str, str], BaseException] = {}
         self.calls: list[tuple[str, str]] = []
         self.proof_s = 0.0
+        self.steps_s: dict[str, float] = {}
         self.watts: dict[str, float] | None = {}
 
     # -- what a test may override -------------------------------------------------------------

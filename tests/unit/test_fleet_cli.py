@@ -164,6 +164,8 @@ def test_each_card_has_a_line(form):
             each.compiled(1, 3)
             each.tried(candidate("flash", 7.5, BLOCK_M=64))
             each.racing(1, 2)
+            each.preparing("torch_flash", 0, 2)
+            each.prepared("torch_flash", 1.0, {"first calls": 1.0})
             each.timing(1, 4)
         if form is Form.AUTO:
             observer.progress.refresh()

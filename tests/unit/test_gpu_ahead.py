@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -82,10 +83,55 @@ def test_the_process_compiles_and_says_so(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[1] == "damaged"
 
 
+def test_a_problem_that_was_begun_is_not_compiled_again(beside):
+    """The first one is begun before it is opened, and again when it is."""
+    counting = beside(
+        "import sys\n"
+        "for number, line in enumerate(sys.stdin):\n"
+        "    assert number < 2; print(line, end='', flush=True)"
+    )
+    for problem in (ONE, ONE, OTHER, OTHER):
+        counting.begin(problem)
+    assert counting.wait(OTHER)
+
+
+def test_it_tells_without_waiting_whether_a_problem_is_compiled(beside):
+    slow = beside(
+        "import sys, time\nfor line in sys.stdin: time.sleep(0.3); print(line, flush=True)"
+    )
+    assert not slow.done(ONE)
+    slow.begin(ONE)
+    assert not slow.done(ONE)
+    deadline = time.monotonic() + 30
+    while not slow.done(ONE) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert slow.done(ONE)
+    assert slow.wait(ONE)
+
+
+def test_a_process_that_compiled_nothing_is_not_done(beside):
+    ending = beside("")
+    ending.begin(ONE)
+    ending._answers[ONE].result(30)
+    assert not ending.done(ONE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other priorities")
+def test_the_process_steps_back_behind_candidates_as_their_threads_do():
+    real = Ahead()
+    try:
+        real.begin(ONE)
+        assert real.wait(ONE)  # it answers, whatever it could compile
+        own, its = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, real._beside.process.pid))
+    finally:
+        real.close()
+    assert its == min(19, own + 10)
+
+
 def test_only_what_triton_can_take_is_begun(monkeypatch):
     begun = []
     monkeypatch.setattr(peers._ahead, "begin", begun.append)
-    monkeypatch.setattr(peers, "_importable", lambda module: True)
+    monkeypatch.setattr(peers, "importable", lambda module: True)
     peers.compile_ahead(["cudnn"], ONE)
     peers.compile_ahead(["triton_flash"], Problem(1, 2, 2, 100, 128, 96, "fp32", True))
     assert begun == []

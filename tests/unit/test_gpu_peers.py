@@ -309,25 +309,21 @@ def test_triton_is_tuned_for_the_very_problem_over_24_configs_and_more(torch, tr
         assert (constants["HEAD_DIM"], constants["BLOCK_D"]) == (96, 128)
 
 
+def test_the_launcher_that_all_configs_share_is_made_when_they_are_compiled(triton, monkeypatch):
+    """Triton 3.6 runs a C compiler for it at the first launch, which a user then waits for."""
+    made = []
+    driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=lambda *of: made.append(of)))
+    sys.modules["triton"].runtime = SimpleNamespace(driver=driver)
+    kernels = iter([None, *[SimpleNamespace(src="source", metadata="facts")] * 99])
+    monkeypatch.setattr(triton._forward, "warmup", lambda *given, **how: next(kernels))
+    triton.compile_all("float16", (1, 2, 64, 64), (1, 2, 64, 64), causal=False)
+    assert made == [("source", "facts")]  # the first config did not compile
+
+
 def test_an_older_triton_compiles_at_the_first_call(torch, triton, monkeypatch):
     monkeypatch.delattr(sys.modules["triton"], "AsyncCompileMode")
     triton.compile_all("float16", (1, 2, 64, 64), (1, 2, 64, 64), causal=False)
     assert triton._forward.warmed == []
-
-
-def test_packages_are_imported_ahead_each_once_and_none_that_is_not_asked_for(monkeypatch):
-    there = ["torch", "triton", "cudnn", "fa3_fwd_interface", "flash_attn"]
-    imported = []
-
-    def imports(module):
-        imported.append(module)
-        if module == "cudnn":
-            raise RuntimeError("no driver")
-
-    monkeypatch.setattr(peers, "_importable", lambda module: module in there)
-    monkeypatch.setattr(peers.importlib, "import_module", imports)
-    peers.load(["torch_flash", "cudnn", "flash_attn_3", "flash_attn_3_fp8", "flash_attn_4"])
-    assert imported == ["torch", "cudnn", "fa3_fwd_interface"]
 
 
 def test_no_garbage_is_collected_while_a_peer_is_captured(torch):

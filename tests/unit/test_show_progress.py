@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from samples import PROBLEM, baseline, candidate, failed, full_run
 
-from attnsweep.show import eta, progress
+from attnsweep.show import eta, progress, terminal
 from attnsweep.show.forms import Form
 from attnsweep.trial import Status
 
@@ -130,3 +130,64 @@ def test_a_problem_that_is_over_shows_its_best_at_once(form):
         assert "× base" in text.splitlines()[0]
         assert text.splitlines()[1].split()[0].strip("*=") == "1"
         assert max(map(len, text.splitlines())) <= 110
+
+
+STEPS = {"first calls": 1.234, "judge": 0.004}
+
+
+def preparing(form: Form, console: Console) -> None:
+    with progress.watch(console, form) as observer:
+        observer.planned([40])
+        observer.opening(PROBLEM, 40, 0)
+        observer.prepared("problem", 2.0, {"start CUDA": 1.5})
+        for done, peer in enumerate(("torch_cudnn", "triton_flash")):
+            observer.preparing(peer, done, 2)
+            observer.prepared(peer, 1.5, STEPS)
+        observer.timing(1, 30)
+
+
+def test_json_tells_each_peer_that_is_prepared_and_how_long_it_took(clock):
+    """Twelve seconds passed in silence; lines of a phase come once a second at most."""
+    out = io.StringIO()
+    preparing(Form.JSON, Console(file=out))
+    events = [json.loads(line) for line in out.getvalue().splitlines()]
+    told = [e for e in events if e["event"] == "progress"]
+    assert [(e["phase"], e.get("peer"), e["done"], e["total"]) for e in told] == [
+        ("peers", "torch_cudnn", 0, 2),
+        ("peers", "triton_flash", 1, 2),
+        ("finals", None, 1, 30),
+    ]
+    prepared = [e for e in events if e["event"] == "prepared"]
+    assert [e["what"] for e in prepared] == ["problem", "torch_cudnn", "triton_flash"]
+    assert prepared[1] == {
+        "event": "prepared", "elapsed_s": 0.0, "problem": PROBLEM.label, "what": "torch_cudnn",
+        "took_s": 1.5, "steps_s": STEPS,
+    }  # fmt: skip
+
+
+def test_with_verbose_a_line_says_what_took_so_long(clock, monkeypatch):
+    out = io.StringIO()
+    preparing(Form.PLAIN, Console(file=out, width=100))
+    assert "prepared" not in out.getvalue()
+    monkeypatch.setattr(terminal, "talk", terminal.Talk.VERBOSE)
+    preparing(Form.PLAIN, Console(file=out, width=100))
+    assert "  prepared torch_cudnn in 1.5 s (first calls 1.2 s)\n" in out.getvalue()
+
+
+def test_a_bar_and_a_log_name_the_peer_that_is_prepared(clock):
+    out = io.StringIO()
+    console = Console(file=out, width=160, force_terminal=True, color_system=None)
+    with progress.watch(console) as observer:
+        observer.planned([40])
+        observer.opening(PROBLEM, 40, 0)
+        observer.preparing("triton_flash", 3, 8)
+        observer._progress.refresh()
+    bar = next(line for line in out.getvalue().splitlines() if "triton_flash" in line)
+    assert "peers" in bar
+    assert "3/8" in bar
+    log = io.StringIO()
+    with progress.watch(Console(file=log, width=100), Form.PLAIN) as observer:
+        observer.opening(PROBLEM, 40, 0)
+        clock.now += 20
+        observer.preparing("triton_flash", 3, 8)
+    assert "  prepare triton_flash, peer 4 of 8" in log.getvalue()

@@ -1,0 +1,45 @@
+"""What a run records of the machine beside the card: driver, CPU and packages."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from importlib import metadata
+from pathlib import Path
+
+# Packages whose versions a run records: they do the timing, or are peers.
+PACKAGES = (
+    *("cupy-cuda12x", "cupy-cuda13x", "numpy", "torch", "triton", "nvidia-cudnn-cu13"),
+    *("flash-attn", "flash-attn-3", "fa3-fwd", "tokenspeed-fa3"),
+    *("flash-attn-4", "nvidia-cudnn-frontend"),
+)
+
+
+def cpu_model() -> str:
+    """The CPU's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version from NVML, or None without nvidia-ml-py or a driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        return version if isinstance(version, str) else version.decode()
+    except Exception:  # ImportError, or any of NVML's own errors
+        return None
+
+
+def installed_packages() -> dict[str, str]:
+    """The version of each of PACKAGES that is installed."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

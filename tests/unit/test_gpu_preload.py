@@ -1,0 +1,152 @@
+"""Peers' packages are imported in a thread, which is over before rounds are timed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from attnsweep.gpu import bench, device, energy, peers, preload, proof, steps, worker
+from attnsweep.gpu.preload import Preload
+from attnsweep.problem import Problem
+
+PROBLEM = Problem(1, 2, 2, 64, 64, 64)
+NAMES = ("torch_flash", "triton_flash")
+
+
+@pytest.fixture(autouse=True)
+def no_steps():
+    steps.taken()
+    yield
+    steps.taken()
+
+
+def test_packages_are_imported_ahead_each_once_and_none_that_is_not_asked_for(monkeypatch):
+    there = ["torch", "triton", "cudnn", "fa3_fwd_interface", "flash_attn"]
+    imported = []
+
+    def imports(module):
+        imported.append(module)
+        if module == "cudnn":
+            raise RuntimeError("no driver")
+
+    monkeypatch.setattr(peers, "importable", lambda module: module in there)
+    monkeypatch.setattr(preload.importlib, "import_module", imports)
+    preload.load(["torch_flash", "cudnn", "flash_attn_3", "flash_attn_3_fp8", "flash_attn_4"])
+    assert imported == ["torch", "cudnn", "fa3_fwd_interface"]
+
+
+def test_rounds_wait_for_imports(monkeypatch):
+    imported = threading.Event()
+
+    def slowly(names):
+        time.sleep(0.2)
+        imported.set()
+
+    monkeypatch.setattr(preload, "load", slowly)
+    made = Preload()
+    made.end()  # nothing was begun
+    made.begin(["torch_flash"])
+    assert not imported.is_set()
+    made.end()
+    assert imported.is_set()
+    assert steps.taken()["wait for imports"] > 0.1
+    made.end()
+    assert steps.taken() == {}  # it waits once
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_triton_s_code_is_taken_up_if_it_is_there_and_not_waited_for(monkeypatch, compiled):
+    taken = []
+    monkeypatch.setattr(preload, "load", lambda names: None)
+    monkeypatch.setattr(peers, "compiled_ahead", lambda problem: compiled)
+    monkeypatch.setattr(peers, "compile_triton", taken.append)
+    made = Preload()
+    made.begin(NAMES, PROBLEM)
+    thread = made._thread
+    if compiled:
+        thread.join(30)
+    began = time.monotonic()
+    made.end()
+    assert time.monotonic() - began < 5
+    assert not thread.is_alive()
+    assert taken == [PROBLEM] * compiled
+
+
+@pytest.mark.parametrize("names", [NAMES, ("cudnn",)])
+def test_triton_s_code_is_awaited_only_for_a_problem_that_wants_it(monkeypatch, names):
+    monkeypatch.setattr(preload, "load", lambda names: None)
+    monkeypatch.setattr(peers, "compiled_ahead", lambda problem: pytest.fail("asked"))
+    made = Preload()
+    made.begin(names, None if "triton_flash" in names else PROBLEM)
+    made._thread.join(30)
+    assert not made._thread.is_alive()
+
+
+def test_what_fails_in_the_thread_ends_nothing(monkeypatch):
+    def broken(problem):
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(preload, "load", lambda names: None)
+    monkeypatch.setattr(peers, "compiled_ahead", lambda problem: True)
+    monkeypatch.setattr(peers, "compile_triton", broken)
+    made = Preload()
+    made.begin(NAMES, PROBLEM)
+    made.end()
+
+
+def test_the_first_problem_is_compiled_for_triton_before_it_is_opened(monkeypatch):
+    """Its process began when the problem was open, and the first table waited for it."""
+    begun = []
+    session = SimpleNamespace(
+        gpu=SimpleNamespace(
+            name="NVIDIA Test 1", arch="sm_90a", sm_count=132, clock_hz=1e9, memory_bytes=1 << 30,
+            memory_bytes_per_second=1e12, l2_bytes=1 << 20,
+        ),
+        versions={"cuda_driver": "13.0", "cuda_runtime": "13.0"},
+        identity=dict,
+    )  # fmt: skip
+    monkeypatch.setattr(device, "Session", lambda: session)
+    monkeypatch.setattr(energy, "counter", lambda session: None)
+    monkeypatch.setattr(proof, "compute_ahead", lambda *asked: begun.append(("numpy", *asked)))
+    monkeypatch.setattr(peers, "compile_ahead", lambda *asked: begun.append(("triton", *asked)))
+    monkeypatch.setattr(preload.PRELOAD, "begin", lambda *asked: begun.append(("import", *asked)))
+    worker._describe(NAMES, (PROBLEM, 3))
+    assert begun == [
+        *(("numpy", PROBLEM, 3), ("triton", NAMES, PROBLEM), ("import", NAMES, PROBLEM)),
+    ]
+    begun.clear()
+    worker._describe(NAMES, None)  # one of several cards: its problem is not known yet
+    assert begun == [("import", NAMES, None)]
+    begun.clear()
+    worker._describe((), (PROBLEM, 3))
+    assert begun == [("numpy", PROBLEM, 3)]
+
+
+@pytest.mark.parametrize("method", ["add", "add_baseline"])
+def test_nothing_is_imported_while_rounds_are_timed(monkeypatch, method):
+    """An import takes Python from the thread that gives the GPU its work."""
+    made = object.__new__(bench.Bench)
+    order = []
+    monkeypatch.setattr(bench.PRELOAD, "end", lambda: order.append("imported"))
+    arguments = ("a", None, False) if method == "add" else ("torch_flash",)
+    with pytest.raises(AttributeError):  # the bench is empty
+        getattr(made, method)(*arguments)
+    assert order == ["imported"]
+
+
+# -- steps ----------------------------------------------------------------------------------
+
+
+def test_steps_add_up_and_are_told_once():
+    for _ in range(2):
+        with steps.step("first calls"):
+            time.sleep(0.01)
+    with pytest.raises(ValueError, match="no engine"), steps.step("set up"):
+        raise ValueError("no engine")
+    told = steps.taken()
+    assert list(told) == ["first calls", "set up"]
+    assert told["first calls"] >= 0.02
+    assert steps.taken() == {}
