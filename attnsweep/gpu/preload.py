@@ -16,6 +16,8 @@ from attnsweep.gpu.steps import step
 from attnsweep.problem import Problem
 
 _LOOK_S = 0.05
+# An import that takes longer hangs; the first entrant must not be blamed for it.
+_LONGEST_S = 90.0
 # What a baseline imports besides PyTorch: the first that is there.
 _IMPORTS = {
     "cudnn": ("cudnn",),
@@ -44,11 +46,11 @@ class Preload:
         self._thread.start()
 
     def end(self) -> None:
-        """Wait until all packages are imported, but not for Triton's process."""
+        """Wait until all packages are imported, within bounds, but not for Triton's process."""
         if self._thread is not None:
             self._ending.set()
             with step("wait for imports"):
-                self._thread.join()
+                self._thread.join(_LONGEST_S)
             self._thread = None
 
     def _run(self, names: Sequence[str], problem: Problem | None) -> None:

@@ -57,6 +57,19 @@ def test_rounds_wait_for_imports(monkeypatch):
     assert steps.taken() == {}  # it waits once
 
 
+def test_an_import_that_hangs_is_waited_for_within_bounds(monkeypatch):
+    """The call that waits is an entrant's, which would fail in its place."""
+    hanging = threading.Event()
+    monkeypatch.setattr(preload, "load", lambda names: hanging.wait(60))
+    monkeypatch.setattr(preload, "_LONGEST_S", 0.1)
+    made = Preload()
+    made.begin(["torch_flash"])
+    began = time.monotonic()
+    made.end()
+    assert time.monotonic() - began < 5
+    hanging.set()
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_triton_s_code_is_taken_up_if_it_is_there_and_not_waited_for(monkeypatch, compiled):
     taken = []
