@@ -46,7 +46,9 @@ constexpr unsigned Q_BYTES = RowTile::BYTES<64>, KV_BYTES = RowTile::BYTES<BLOCK
 constexpr unsigned O_PANEL = 64 * 128, O_BYTES = HEAD_DIM / 64 * O_PANEL;
 constexpr unsigned STAGED_BYTES = WARPGROUPS * O_BYTES, V_RING = V_STAGES * KV_BYTES;
 constexpr unsigned V_BYTES = PERSISTENT || V_RING > STAGED_BYTES ? V_RING : STAGED_BYTES;
-constexpr int START_BARRIER = 1, TURN_BARRIER = 2;
+// Producers wait for one of their own: synccheck refuses a barrier that is waited for in two
+// places.
+constexpr int START_BARRIER = 1, PRODUCERS_BARRIER = 2, TURN_BARRIER = 3;
 
 using Tiles = Schedule<BLOCK_M, BLOCK_N, 1, 1, false, ORDER, (PERSISTENT > 0), CAUSAL>;
 using Softmax = ScaledSoftmax<HEADROOM, EXP2_POLY, MAXIMA, SUMS == 2>;
@@ -212,11 +214,12 @@ __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& k, 
     if (warp == 0) {
         if (first) at.barriers.init();
         __syncwarp();
-        named_barrier_arrive(START_BARRIER, THREADS);
+        named_barrier_arrive(START_BARRIER, CONSUMERS + 32);
+        named_barrier_arrive(PRODUCERS_BARRIER, PRODUCERS * 32);
         if (PDL == 2) grid_launch_dependents();
         if (PDL) grid_wait();
     } else {
-        named_barrier_sync(START_BARRIER, THREADS);
+        named_barrier_sync(PRODUCERS_BARRIER, PRODUCERS * 32);
     }
     Producer{q, k, v, at, warp, warp == 0 && first}.run(call);
     if (PDL == 1) grid_launch_dependents();
@@ -262,7 +265,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     self.q_descriptor = RowTile::descriptor(at.q + row_group * Q_BYTES);
     self.k_descriptor = RowTile::descriptor(at.k);
     self.t_descriptor = KeyTile::descriptor(at.transposed);
-    named_barrier_sync(START_BARRIER, THREADS);
+    named_barrier_sync(START_BARRIER, CONSUMERS + 32);
     if (PINGPONG && row_group == 0)
         named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
     if (PDL) grid_wait();                         // for the scales

@@ -24,7 +24,7 @@ def no_steps():
 
 
 def test_packages_are_imported_ahead_each_once_and_none_that_is_not_asked_for(monkeypatch):
-    there = ["torch", "triton", "cudnn", "fa3_fwd_interface", "flash_attn"]
+    there = ["torch", "torch._dynamo", "triton", "cudnn", "fa3_fwd_interface", "flash_attn"]
     imported = []
 
     def imports(module):
@@ -35,7 +35,11 @@ def test_packages_are_imported_ahead_each_once_and_none_that_is_not_asked_for(mo
     monkeypatch.setattr(peers, "importable", lambda module: module in there)
     monkeypatch.setattr(preload.importlib, "import_module", imports)
     preload.load(["torch_flash", "cudnn", "flash_attn_3", "flash_attn_3_fp8", "flash_attn_4"])
-    assert imported == ["torch", "cudnn", "fa3_fwd_interface"]
+    assert imported == ["torch", "cudnn", "fa3_fwd_interface", "torch._dynamo"]
+    imported.clear()
+    there.remove("fa3_fwd_interface")
+    preload.load(["flash_attn_3"])
+    assert imported == ["torch"]  # what a missing package would import is not needed
 
 
 def test_rounds_wait_for_imports(monkeypatch):
