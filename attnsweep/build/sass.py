@@ -22,13 +22,14 @@ from attnsweep.errors import ToolchainError
 from attnsweep.files import install_command, write_file
 
 WHEEL = "nvidia-cuda-nvdisasm"
-# Opcode without modifiers to the kind that it is counted as.
+# Opcode without modifiers to the kind that it is counted as. QGMMA is HGMMA of FP8.
 _KINDS = {name.upper(): name for name in ("hgmma", "hmma", "ffma", "mufu", "ldl", "stl", "bar")}
+_KINDS["QGMMA"] = "hgmma"
 _BRANCHES = {"BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU"}
 _PREDICATE = re.compile(r"!?U?P\d")
 _TIMEOUT_S = 60.0
 _KEPT = "sass.json"
-_FORMAT = 2
+_FORMAT = 3
 """Format of the kept counts; other formats are disassembled again."""
 
 
@@ -114,7 +115,7 @@ def count(instructions: list[Mapping[str, Any]]) -> dict[str, int]:
             found[_KINDS[opcode]] += 1
         if instruction["opcode"] == "MUFU.EX2" and beside is not None:
             beside += 1
-        elif opcode == "HGMMA":
+        elif _KINDS.get(opcode) == "hgmma":
             beside = None
         elif str(instruction["opcode"]).startswith("WARPGROUP.DEPBAR"):
             found["ex2_before_wait"] += beside or 0
@@ -124,4 +125,4 @@ def count(instructions: list[Mapping[str, Any]]) -> dict[str, int]:
             if predicate or _PREDICATE.search(operands):
                 found["predicated_branches"] += 1
     kinds = ("instructions", *_KINDS.values(), "ex2_before_wait", "branches", "predicated_branches")
-    return {kind: found[kind] for kind in kinds}
+    return {kind: found[kind] for kind in dict.fromkeys(kinds)}

@@ -31,7 +31,7 @@ RESOURCES: dict[str, tuple[Callable[[Iterable[float]], float], str]] = {
 }
 INSTRUCTIONS: dict[str, tuple[Callable[[Iterable[float]], float], str]] = {
     "instructions": (sum, "SASS instructions of all stages, each counted once."),
-    "hgmma": (sum, "HGMMA: warpgroup matrix instructions."),
+    "hgmma": (sum, "HGMMA, and QGMMA of FP8: warpgroup matrix instructions."),
     "hmma": (sum, "HMMA: warp matrix instructions."),
     "ffma": (sum, "FFMA: fp32 multiply-adds."),
     "mufu": (sum, "MUFU: exp2, reciprocals, roots."),

@@ -274,6 +274,18 @@ def test_exponentials_count_as_beside_a_product_only_before_its_wait():
     assert sass.count(ops("eeepwpeeew"))["ex2_before_wait"] == 0
 
 
+def test_products_in_fp8_are_products_of_a_warpgroup(compiler):
+    kernel = discover()["flash_fwd_fp8_wgmma"]
+    config = Config({param.name: param.values[0] for param in kernel.params})
+    config = Config({**config, "BLOCK_N": 128, "OVERLAP": 1})
+    build = Build.of(kernel, config, Problem.parse("4,16,4096,128 e4m3 full"), compiler)
+    build.submit()
+    (found,) = sass.counts(build.cubins()["fwd"]).values()
+    # The first tile's scores, the loop's scores and PV, and the last PV: each is four products.
+    assert found["hgmma"] == 16
+    assert found["ex2_before_wait"] < 64  # OVERLAP 1 waits for PV first
+
+
 @pytest.mark.parametrize(("maxima", "all_of_them"), [(1, False), (2, True)])
 def test_only_without_maxima_the_softmax_stays_beside_pv(maxima, all_of_them, compiler):
     kernel = discover()["flash_fwd_wgmma"]
