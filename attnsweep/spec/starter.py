@@ -36,7 +36,8 @@ _OF_ARCH = {
 }
 _CARDS = {"a100": "sm_80", "l4": "sm_89", "h100": "sm_90a", "h200": "sm_90a"}
 """Each card with a spec of its own, and the architecture that it must have: a name is no proof."""
-_WIDE = "wide_head"  # of head dims that no card's own spec has, on every card
+# Head dims and dtypes that no card's own spec has, on every card that can.
+_MORE_SPECS = ("wide_head", "fp8_h100")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ def refusal(problem: Problem, target: Target, families: Mapping[str, Kernel]) ->
 
 def _sources(target: Target) -> list[SweepSpec]:
     """The shipped specs whose families a problem may get, in this order."""
-    return [_shipped(name) for name in (target.spec, _WIDE)]
+    return [_shipped(name) for name in (target.spec, *_MORE_SPECS)]
 
 
 @functools.cache

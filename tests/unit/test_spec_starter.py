@@ -75,6 +75,9 @@ def test_each_problem_gets_the_first_spec_that_has_a_family_for_it():
     ]
     spec, _ = made(wide)
     assert spec.baselines == load_spec(shipped_specs()["wide_head"]).baselines
+    fp8 = load_spec(shipped_specs()["fp8_h100"])
+    spec, _ = made(Problem(4, 16, 16, 4096, 4096, 128, "e4m3"))
+    assert (spec.kernels, spec.baselines) == (fp8.kernels, fp8.baselines)
 
 
 def test_families_asked_for_are_taken_from_their_spec_or_whole():
