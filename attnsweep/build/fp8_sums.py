@@ -40,14 +40,18 @@ def matmul(a: npt.NDArray[Any], b: npt.NDArray[Any], *, by_term: bool) -> npt.ND
 def _aligned(total: Float32, a: Float32, b: Float32) -> Float32:
     """total + a @ b of at most 32 products, each cut where the largest ends."""
     of_a, of_b, largest = _power_of_two(a), _power_of_two(b), _power_of_two(total)
+    term = np.empty_like(total)  # a new array for each term costs twice the time
     for i in range(a.shape[1]):
-        np.maximum(largest, of_a[:, i, None] * of_b[i], out=largest)
+        np.multiply(of_a[:, i, None], of_b[i], out=term)
+        np.maximum(largest, term, out=largest)
     # Zeros alone: any unit does.
     largest[largest == 0] = 1
     units = np.float32(2.0**_FRACTION) / largest
     summed = np.trunc(total * units)
     for i in range(a.shape[1]):
-        summed += np.trunc(a[:, i, None] * b[i] * units)
+        np.multiply(a[:, i, None], b[i], out=term)
+        np.multiply(term, units, out=term)
+        summed += np.trunc(term, out=term)
     added: Float32 = summed / units
     return added
 
