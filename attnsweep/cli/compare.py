@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from attnsweep.cli.app import JsonOption, app, examples, no_collection, print_result, warn
+from attnsweep.cli.app import (
+    JsonOption,
+    KernelsOption,
+    app,
+    examples,
+    no_collection,
+    print_result,
+    warn,
+)
 from attnsweep.show.terminal import console
 
 
@@ -21,6 +29,7 @@ def compare(
     first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run's directory.")],
     second: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another run's directory.")],
     json_: JsonOption = False,
+    kernels: KernelsOption = None,
 ) -> None:
     """Set two runs side by side: two cards, two kinds of GPU, two versions. Needs no GPU.
 
@@ -28,13 +37,14 @@ def compare(
     other run, and the ratios to the same peer. Whatever differs in GPU and software comes first.
     To judge a change of code on one card, take `check`.
     """
+    from attnsweep.family.declare import discover
     from attnsweep.store.run import open_run
     from attnsweep.tools.compare import compare as compared
     from attnsweep.tools.compare_lines import lines
 
     with no_collection():
         runs = open_run(first), open_run(second)
-        found = compared(*runs)
+        found = compared(*runs, discover(kernels))
     for run in runs:
         warn(run)
     print_result(lines(found, console.width), found.to_json(), json_)

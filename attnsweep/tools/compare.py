@@ -14,6 +14,8 @@ from typing import Any
 from attnsweep.choose.columns import named
 from attnsweep.choose.ranking import rank
 from attnsweep.errors import SpecError
+from attnsweep.family.chunks import row_of_today
+from attnsweep.family.declare import Kernel
 from attnsweep.problem import Problem
 from attnsweep.show.sentences import Row, Section, by_problem
 from attnsweep.store.run import Run
@@ -126,9 +128,12 @@ class Comparison:
         }
 
 
-def compare(first: Run, second: Run) -> Comparison:
-    """Set two runs side by side. Raises SpecError if no problem was timed in both."""
-    one, other = _sections(first), _sections(second)
+def compare(first: Run, second: Run, families: Mapping[str, Kernel] | None = None) -> Comparison:
+    """Set two runs side by side. Raises SpecError if no problem was timed in both.
+
+    families: what says how configs recorded before a parameter read today; see Param.absent.
+    """
+    one, other = _sections(first, families or {}), _sections(second, families or {})
     shared = [problem for problem in one if problem in other]
     if not shared:
         raise SpecError(
@@ -145,9 +150,10 @@ def compare(first: Run, second: Run) -> Comparison:
     return Comparison(first, second, pairs, (only[0], only[1]))
 
 
-def _sections(run: Run) -> dict[Problem, Section]:
+def _sections(run: Run, families: Mapping[str, Kernel]) -> dict[Problem, Section]:
     """The problems that have a winner."""
-    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+    trials = [row_of_today(families, trial) for trial in run.trials]
+    sections = by_problem(rank(trials, run.environment), run.environment, run.spaces)
     return {each.problem: each for each in sections if each.winner is not None}
 
 

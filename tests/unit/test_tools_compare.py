@@ -9,6 +9,7 @@ import pytest
 from samples import baseline, candidate, full_run
 
 from attnsweep.errors import SpecError
+from attnsweep.family.declare import discover
 from attnsweep.problem import Problem
 from attnsweep.store.run import open_run
 from attnsweep.tools.compare import compare, config_changes
@@ -61,6 +62,20 @@ def test_a_winner_that_the_other_run_never_ranked_costs_an_unknown_share():
     assert config_changes(pair) == ["a → b N=1"]
     assert "–, –" in text(found)
     assert "costs up to" not in text(found)
+
+
+def test_a_parameter_that_a_family_got_later_is_no_difference():
+    family = discover()["flash_fwd_wgmma"]
+    config = {param.name: param.values[0] for param in family.params}
+    assert next(param for param in family.params if param.name == "PACK_GQA").absent == 0
+    now = run(candidate(family.name, 10.0, **config | {"PACK_GQA": 0}))
+    del config["PACK_GQA"]
+    before = run(candidate(family.name, 10.0, **config))
+    assert not compare(before, now).pairs[0].same_winner
+    (pair,) = compare(before, now, {family.name: family}).pairs
+    assert pair.same_winner
+    assert pair.first.of_the_others == 1.0
+    assert config_changes(pair) == []
 
 
 def test_peers_of_one_run_alone_are_not_compared():
