@@ -16,6 +16,7 @@ from typing import Any
 
 from attnsweep.errors import KernelError, SpaceError
 from attnsweep.family.declare import Kernel
+from attnsweep.family.space import Space
 from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec, load_spec
@@ -110,7 +111,8 @@ def starter(request: Request, target: Target, families: Mapping[str, Kernel]) ->
         lines.append(f"  - {_flow(entry)}{f' # {note}' if note else ''}")
     lines.append("kernels:")
     for name in used:
-        lines += _block(name, sources)
+        its = [problem for problem, names in chosen.items() if name in names]
+        lines += _block(name, [s for s in sources if _has_any(s, families[name], its, target.arch)])
     lines.append(f"baselines: [{', '.join(base.baselines)}]")
     if request.search:
         lines.append(f"search: {_flow(dict(request.search))}")
@@ -271,8 +273,19 @@ def _on_every_problem(spec: SweepSpec) -> list[str]:
     return [name for name in spec.kernels if all(name in entry.kernels for entry in spec.problems)]
 
 
+def _has_any(spec: SweepSpec, kernel: Kernel, problems: Sequence[Problem], arch: Arch) -> bool:
+    """Whether a spec's space of a family has a candidate for any of these problems."""
+    space = spec.kernels.get(kernel.name)
+    return space is not None and any(
+        Space.build(kernel, problem, arch, space).configs for problem in problems
+    )
+
+
 def _block(family: str, sources: Sequence[SweepSpec]) -> list[str]:
-    """The lines of a family under `kernels:`, with their comments; `{}` if no spec has it."""
+    """The lines of a family under `kernels:`, with their comments.
+
+    Without a source it is `{}`, the family's whole space.
+    """
     for spec in sources:
         keys = spec.document.keys
         if ("kernels", family) not in keys:

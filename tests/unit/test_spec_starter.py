@@ -13,6 +13,7 @@ from attnsweep.family.declare import discover
 from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec, spec_of
+from attnsweep.spec.plan import plan
 from attnsweep.spec.shipped import shipped_specs
 from attnsweep.spec.starter import Request, Target, run_name, starter, what_runs, with_more
 from attnsweep.spec.yaml_file import Document
@@ -78,6 +79,13 @@ def test_each_problem_gets_the_first_spec_that_has_a_family_for_it():
     fp8 = load_spec(shipped_specs()["fp8_h100"])
     spec, _ = made(Problem(4, 16, 16, 4096, 4096, 128, "e4m3"))
     assert (spec.kernels, spec.baselines) == (fp8.kernels, fp8.baselines)
+
+
+def test_a_shape_without_a_candidate_in_the_shipped_space_gets_the_whole_space():
+    spec, text = made(Problem(4, 16, 16, 2048, 2048, 256, "e4m3"))
+    assert "  flash_fwd_fp8_wgmma: {}\n" in text
+    (item,) = plan(spec, discover(), ARCHS["sm_90a"])
+    assert item.spaces[0].configs
 
 
 def test_families_asked_for_are_taken_from_their_spec_or_whole():
