@@ -134,7 +134,7 @@ class Compiling:
                 check_arguments(name, cubin, launch)
                 spills += sum(f["spill_bytes"] for f in functions(cubin.log).values())
                 data = cubin.path.read_bytes()
-                code = Code(**_named(data), function=launch.function)
+                code = Code(**named(data), function=launch.function)
                 codes[name] = code
                 files[code.file] = data
             stages.append(codes)
@@ -142,7 +142,8 @@ class Compiling:
         return done, files, spills
 
 
-def _named(data: bytes) -> dict[str, str]:
+def named(data: bytes) -> dict[str, str]:
+    """A cubin's file name and SHA-256, as Code has them."""
     digest = hashlib.sha256(data).hexdigest()
     return {"file": f"{digest[:16]}.cubin", "sha256": digest}
 

@@ -30,13 +30,14 @@ from attnsweep.hardware import Arch, arch_named, arch_on
 from attnsweep.problem import Problem
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import OURS, Environment, Trial
+from attnsweep.use import fp8
 from attnsweep.use.compiled import FAMILY, compile_for_models, facts, shape_of
 from attnsweep.use.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
 
 _RUNTIME = Path(__file__).parent / "runtime"
 MODULES = (
-    *("dispatch.py", "driver.py", "launch.py", "models.py", "operator.py", "plans.py"),
-    *("predict.py", "registered.py", "routing.py", "table.py"),
+    *("dispatch.py", "driver.py", "fp8.py", "fp8_operator.py", "launch.py", "models.py"),
+    *("operator.py", "plans.py", "predict.py", "registered.py", "routing.py", "table.py"),
 )
 """The runtime's files that a package has under the same name; package.py is its __init__.py."""
 # Providers of PyTorch's own attention: what a call gets without a package.
@@ -102,19 +103,31 @@ def export(
     """
     called = package_name(out, name)
     _check_free(out)
-    family = families[FAMILY]
-    selected = _selected(directories, family)
-    kernels, files, notes, nvrtc = _compiled(selected.codes, family, compilers or {})
-    table = _table(selected, family, kernels, guard or Guard()) | {"nvrtc": nvrtc}
+    family, of_fp8 = families[FAMILY], families.get(fp8.FAMILY)
+    selected = _selected(directories, family, of_fp8)
+    notes: list[str] = []
+    # Any GPU of the families: both are declared for one architecture.
+    given = (compilers or {}).get(family.min_arch)
+    compiler = given or Compiler(arch_named(family.min_arch))
+    try:
+        kernels, files = _compiled(selected.codes, family, compiler, notes)
+        table = _table(selected, family, kernels, guard or Guard()) | {"nvrtc": compiler.version}
+        if of_fp8 is not None and selected.fp8.winners:
+            in_fp8, own = fp8.compiled(selected.fp8, of_fp8, compiler, notes)
+            table["fp8"], files = fp8.section(selected.fp8, of_fp8, in_fp8), files | own
+            kernels = kernels + in_fp8
+    finally:
+        if given is None:
+            compiler.close()
     contents = _contents(called, _text(table), files)
     _write(out, contents)
     return Exported(
         out,
         called,
-        len(selected.winners),
+        len(selected.winners) + len(selected.fp8.winners),
         len(kernels),
         sum(map(len, contents.values())),
-        tuple(key.label for key in selected.names),
+        tuple(key.label for key in sorted({*selected.names, *selected.fp8.names})),
         selected.left_out,
         notes,
     )
@@ -125,10 +138,11 @@ def outline(
 ) -> dict[str, Any]:
     """The table that `export` would write, but for its machine code; needs no compiler.
 
-    The stages of each kernel are empty, and `nvrtc` is not there. Raises StoreError.
+    The stages of each kernel are empty, `nvrtc` is not there, and FP8 runs have no part in it.
+    Raises StoreError.
     """
     family = families[FAMILY]
-    selected, arch = _selected(directories, family), arch_named(family.min_arch)
+    selected, arch = _selected(directories, family, None), arch_named(family.min_arch)
     kernels = [asdict(facts(family, *code, arch)) for code in selected.codes.values()]
     made = json.loads(_text(_table(selected, family, kernels, guard or Guard())))
     return dict(made)
@@ -139,19 +153,22 @@ class _Selected:
     """What a package takes of runs.
 
     names: of the GPUs. codes: config and a problem of each machine code, by what tells it from
-    others, in the table's order.
+    others, in the table's order. fp8: the same of FP8 problems, and all else of the others.
     """
 
     winners: list[Chosen]
     names: dict[GpuKey, list[str]]
     codes: dict[tuple[object, ...], tuple[Config, Problem]]
     left_out: list[str]
+    fp8: fp8.Selected
 
 
-def _selected(directories: Sequence[Path], family: Kernel) -> _Selected:
+def _selected(directories: Sequence[Path], family: Kernel, of_fp8: Kernel | None) -> _Selected:
+    """of_fp8: the family of FP8 problems; None leaves them out."""
     left_out: list[str] = []
     names: dict[GpuKey, set[str]] = {}
     found: dict[tuple[object, ...], Chosen] = {}
+    in_fp8: list[fp8.Winner] = []
     for directory in directories:
         run = open_run(directory)
         key, environment = _gpu_of(run)
@@ -161,7 +178,12 @@ def _selected(directories: Sequence[Path], family: Kernel) -> _Selected:
             both = sorted([chosen, *([found[of]] if of in found else [])], key=_order)
             times_us = {label: us for each in both[::-1] for label, us in each.times_us.items()}
             found[of] = replace(both[0], times_us=times_us)
-    if not found:
+        scaled = any(trial.problem.scaled for trial in run.trials)
+        if scaled and of_fp8 is not None:
+            in_fp8 += fp8.winners(run, environment, key, of_fp8, left_out)
+        elif scaled:
+            left_out.append(f"{run.directory.name}: FP8 problems need the family {fp8.FAMILY}")
+    if not found and not in_fp8:
         raise StoreError(
             "the runs have no winner that a package could hold",
             where=", ".join(map(str, directories)),
@@ -177,7 +199,8 @@ def _selected(directories: Sequence[Path], family: Kernel) -> _Selected:
         codes.setdefault(_code_key(config, twin), (config, twin))
     known = {key: sorted(names[key]) for key in sorted({chosen.gpu for chosen in winners})}
     in_order = {key: codes[key] for key in sorted(codes, key=repr)}
-    return _Selected(winners, known, in_order, left_out)
+    chosen_fp8 = fp8.NOTHING if of_fp8 is None else fp8.select(in_fp8, names, of_fp8)
+    return _Selected(winners, known, in_order, left_out, chosen_fp8)
 
 
 def _table(
@@ -231,7 +254,7 @@ def _chosen(
     run: Run, environment: Environment, key: GpuKey, family: Kernel, left_out: list[str]
 ) -> list[Chosen]:
     """The best config of the family on each problem, if it can be compared with PyTorch's."""
-    ranking = rank(run.trials, environment)
+    ranking = rank([trial for trial in run.trials if not trial.problem.scaled], environment)
     arch = arch_on(environment)
     chosen = []
     for problem, rows in ranking[ranking["rank"].notna()].groupby("problem", sort=False):
@@ -337,27 +360,20 @@ def _twins(
 def _compiled(
     codes: Mapping[tuple[object, ...], tuple[Config, Problem]],
     family: Kernel,
-    compilers: Mapping[str, Compiler],
-) -> tuple[list[dict[str, Any]], dict[str, bytes], list[str], str]:
-    """Rows of the table's kernels, files, notes, and NVRTC's version."""
+    compiler: Compiler,
+    notes: list[str],
+) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """Rows of the table's kernels, and cubins by file name; spills go to `notes`."""
     rows: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
-    notes: list[str] = []
-    # Any GPU of the family: it is declared for one architecture.
-    given = compilers.get(family.min_arch)
-    compiler = given or Compiler(arch_named(family.min_arch))
-    try:
-        asked = [compile_for_models(family, *code, compiler) for code in codes.values()]
-        for each in asked:
-            compiled, own, spills = each.done()
-            rows.append(asdict(compiled))
-            files |= own
-            if spills:
-                notes.append(f"{compiled.config}: {spills} bytes of spills")
-    finally:
-        if given is None:
-            compiler.close()
-    return rows, files, notes, compiler.version
+    asked = [compile_for_models(family, *code, compiler) for code in codes.values()]
+    for each in asked:
+        compiled, own, spills = each.done()
+        rows.append(asdict(compiled))
+        files |= own
+        if spills:
+            notes.append(f"{compiled.config}: {spills} bytes of spills")
+    return rows, files
 
 
 def _row(

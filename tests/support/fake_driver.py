@@ -40,7 +40,7 @@ class FakeDriver:
 
     CUtensorMapDataType = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_UINT16=1)
     CUtensorMapInterleave = SimpleNamespace(CU_TENSOR_MAP_INTERLEAVE_NONE=0)
-    CUtensorMapSwizzle = SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_128B=3)
+    CUtensorMapSwizzle = SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_64B=2, CU_TENSOR_MAP_SWIZZLE_128B=3)
     CUtensorMapL2promotion = SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_256B=3)
     CUtensorMapFloatOOBfill = SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE=0)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
@@ -110,13 +110,14 @@ class FakeDriver:
         """Checks what the driver checks of sizes, strides and addresses."""
         if not getattr(self.contexts, "current", 0):
             return Status.CUDA_ERROR_INVALID_CONTEXT, None
-        _, rank, pointer, dims, strides, box, steps, *_ = arguments
+        _, rank, pointer, dims, strides, box, steps, _, swizzle, *_ = arguments
         sound = pointer % 16 == 0 and all(stride % 16 == 0 for stride in strides)
         sound = sound and all(0 < stride < 2**40 for stride in strides) and all(dims)
         sound = sound and len(dims) == len(box) == len(steps) == rank == len(strides) + 1
         if not sound or "cuTensorMapEncodeTiled" in self.refuses:
             return Status.CUDA_ERROR_INVALID_VALUE, None
-        self.maps.append({"pointer": pointer, "dims": dims, "strides": strides, "box": box})
+        made = {"pointer": pointer, "dims": dims, "strides": strides, "box": box}
+        self.maps.append(made | {"swizzle": swizzle})
         return Status.CUDA_SUCCESS, EncodedMap(len(self.maps) - 1)
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> Any:
@@ -126,6 +127,8 @@ class FakeDriver:
         kinds: Sequence[str] = "mmmmpp" + "iiiii" + "f" + "iiii"
         if function[1].endswith("_combine"):
             kinds = "pppp" + "ii" + "iiii"
+        elif function[1] == "flash_fwd_fp8_wgmma":
+            kinds = "mmmm" + "pppp" + "iiiii" + "f"
         addresses = (ctypes.c_uint64 * len(kinds)).from_address(parameters)
         values: list[Any] = []
         for kind, address in zip(kinds, addresses, strict=True):

@@ -22,7 +22,10 @@ class DriverError(Exception):
 
 
 class Tensor(NamedTuple):
-    """A 16-bit tensor (batch, heads, seqlen, head_dim). strides: elements; the last one is 1."""
+    """A tensor of 16 bits: (batch, heads, seqlen, head_dim), or pairs of bytes of another shape.
+
+    strides: elements; the last one is 1.
+    """
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -53,7 +56,7 @@ class Ready(NamedTuple):
 
 
 def unmapped(tensor: Tensor) -> tuple[str, str] | None:
-    """Code and reason if no tensor map can describe a tensor, or None."""
+    """Code and reason if no tensor map can describe a tensor of four dimensions, or None."""
     sizes, strides = tensor
     if 0 in sizes:
         return "empty", f"has no elements: {sizes}"
@@ -206,21 +209,23 @@ class Device:
 
     def _described(self, box: Map, tensor: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The arguments of cuTensorMapEncodeTiled before and after the address."""
-        cuda = self._cuda
-        batch, heads, seqlen, head_dim = tensor.sizes
+        cuda, rank = self._cuda, len(tensor.sizes)
+        columns, *outer = tensor.sizes[::-1]
         # The stride of a dimension of one element is never used, but must be one that could be.
         strides = [
-            2 * (stride if size > 1 else head_dim)
-            for size, stride in zip((seqlen, heads, batch), tensor.strides[2::-1], strict=True)
+            2 * (stride if size > 1 else columns)
+            for size, stride in zip(outer, tensor.strides[-2::-1], strict=True)
         ]
-        before = (cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16, 4)
+        of_64 = cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B
+        of_128 = cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+        before = (cuda.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16, rank)
         after = (
-            [cuda.cuuint64_t(size) for size in (head_dim, seqlen, heads, batch)],
+            [cuda.cuuint64_t(size) for size in (columns, *outer)],
             [cuda.cuuint64_t(stride) for stride in strides],
-            [cuda.cuuint32_t(size) for size in (*box.box, 1, 1)],
-            [cuda.cuuint32_t(1)] * 4,
+            [cuda.cuuint32_t(size) for size in (*box.box, *[1] * (rank - 2))],
+            [cuda.cuuint32_t(1)] * rank,
             cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            {32: of_64, 64: of_128}[box.box[0]],
             cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

@@ -1,5 +1,6 @@
 """How a kernel of flash_fwd_wgmma is launched on a shape: grid, arguments, workspaces, rules.
 
+fp8.py says it of flash_fwd_fp8_wgmma.
 The declaration of the family says the same for a sweep; a test holds that both agree.
 """
 
@@ -8,20 +9,21 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .table import Kernel, Shape
 
 LOG2E = math.log2(math.e)
-# Bytes of K and V that blocks which run at the same time should share.
-_L2_BYTES = 32 * 2**20
+L2_BYTES = 32 * 2**20
+"""Bytes of K and V that blocks which run at the same time should share."""
 # Runs of equally long tiles for which groups of heads are weighed: above, in 50 ms of host time.
 _MOST_RUNS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """A tensor map of a buffer, (batch, heads, seqlen, head_dim): columns and rows of its box."""
+    """A tensor map of a buffer. box: columns and rows, the last two of the buffer's dimensions."""
 
     buffer: str
     box: tuple[int, int]
@@ -134,8 +136,12 @@ def refused_by(kernel: Kernel, shape: Shape, sm_count: int) -> str | None:
     broken = next((name for name, holds in rules.items() if not holds), None)
     if broken is not None:
         return broken
-    grids = [call.grid for call in calls(kernel, shape, 1.0, False, (0, 0, 0))]
-    fits = all(x < 2**31 and max(y, z) <= 65535 for x, y, z in grids)
+    return beyond_limits(calls(kernel, shape, 1.0, False, (0, 0, 0)))
+
+
+def beyond_limits(launches: Sequence[Call]) -> str | None:
+    """`block_limits` if a grid is larger than CUDA's largest, or None."""
+    fits = all(x < 2**31 and max(y, z) <= 65535 for x, y, z in (call.grid for call in launches))
     return None if fits else "block_limits"
 
 
@@ -146,13 +152,16 @@ def pairs(shape: Shape) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def heads_together(shape: Shape, block_m: int, block_n: int, blocks: int) -> int:
+def heads_together(
+    shape: Shape, block_m: int, block_n: int, blocks: int, l2_bytes: int = L2_BYTES
+) -> int:
     """Number of heads to process as a group, so that they share K and V in L2.
 
-    blocks: those that take turns at all tiles; 0 if each block has one tile.
+    blocks: those that take turns at all tiles; 0 if each block has one tile. l2_bytes: to share,
+    if a number has two bytes.
     """
     heads, group = shape.batch * shape.heads, shape.heads // shape.heads_kv
-    fit = min(heads, max(1, _L2_BYTES * group // (4 * shape.seqlen_k * shape.head_dim)))
+    fit = min(heads, max(1, l2_bytes * group // (4 * shape.seqlen_k * shape.head_dim)))
     if not blocks:
         return next(n for n in range(fit, 0, -1) if heads % n == 0)
     if not shape.causal:

@@ -66,8 +66,8 @@ class Operator:
             os.register_at_fork(after_in_child=self._after_fork)
         # PyTorch has namespaces of its own, such as `quantized`.
         wanted = f"attnsweep_{namespace.replace('.', '_')}"
-        self._library = register(wanted, devices, self._impl_forward, self._impl_forward_lse)
-        self.namespace: str = self._library.ns
+        self.library = register(wanted, devices, self._impl_forward, self._impl_forward_lse)
+        self.namespace: str = self.library.ns
         ops = getattr(torch.ops, self.namespace)
         self._forward, self._forward_lse = ops.forward.default, ops.forward_lse.default
 
@@ -284,9 +284,7 @@ class Operator:
 
     def _gpu(self, index: int) -> Gpu | None:
         if index not in self._gpus:
-            facts = torch.cuda.get_device_properties(index)
-            capability = (facts.major, facts.minor)
-            key = GpuKey(capability, facts.multi_processor_count, facts.L2_cache_size)
+            key = GpuKey.of(torch.cuda.get_device_properties(index))
             self._gpus[index] = self.table.gpus.get(key)
         return self._gpus[index]
 

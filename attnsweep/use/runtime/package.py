@@ -1,6 +1,7 @@
 """Tuned attention kernels for PyTorch, exported by attnsweep.
 
 `attention` has the signature and the meaning of torch.nn.functional.scaled_dot_product_attention.
+`attention_fp8` serves FP8 tensors, if the package has such kernels.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import models
+from .fp8_operator import Fp8Operator
 from .operator import open_package
 from .plans import Explanation
 from .routing import Routing, Switched, flash_allowed, sdpa
@@ -17,6 +19,7 @@ from .table import PackageError
 # In attnsweep itself this file is a module of the package.
 _name = __name__.removesuffix(".use.runtime.package")
 _operator = open_package(Path(__file__).parent, _name)
+_fp8 = Fp8Operator(_operator.table, _operator.library)
 __version__ = _operator.table.attnsweep
 
 
@@ -48,9 +51,44 @@ def explain(*args: Any, **options: Any) -> Explanation:
     return _operator.explain(*args, **options)
 
 
+def attention_fp8(
+    query: Any,
+    key: Any,
+    value: Any,
+    q_scale: Any,
+    k_scale: Any,
+    v_scale: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention of torch.float8_e4m3fn tensors by a tuned kernel; the output is bfloat16.
+
+    query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k, head_dim);
+    contiguous. A number times its scale is its value. Scales: numbers above 0, or float32 tensors
+    on the same device, of one element or (batch, heads_kv); of k and v also (batch, heads_kv,
+    ceil(seqlen_k / 128)), one of each 128 keys. Values of tensors of scales are not looked at:
+    they must be finite and above 0. causal needs as many queries as keys.
+
+    There is no other way to serve a call, so what no kernel serves raises: TypeError or ValueError
+    for arguments, PackageError for a GPU or a kind of call that was not tuned. No gradients.
+    """
+    given = (query, key, value, q_scale, k_scale, v_scale)
+    return _fp8.attention(*given, causal, scale, enable_gqa)
+
+
+def explain_fp8(*args: Any, **options: Any) -> Explanation:
+    """Which kernel `attention_fp8` would call with these arguments, and why; raises as it does."""
+    return _fp8.explain(*args, **options)
+
+
 def counters() -> dict[str, int]:
-    """Calls so far by what served them: `kernel`, or the reason for PyTorch's own attention."""
-    return _operator.counters()
+    """Calls so far by what served them: `kernel`, or the reason for PyTorch's own attention.
+
+    `kernel_fp8` counts those of `attention_fp8`.
+    """
+    return _operator.counters() | _fp8.counters()
 
 
 def _routed(
@@ -109,10 +147,12 @@ __all__ = [
     "Explanation",
     "PackageError",
     "attention",
+    "attention_fp8",
     "counters",
     "disable",
     "enable",
     "explain",
+    "explain_fp8",
     "is_enabled",
     "register",
 ]

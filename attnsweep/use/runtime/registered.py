@@ -12,6 +12,10 @@ _FORWARD_LSE = (
     "forward_lse(Tensor query, Tensor key, Tensor value, bool causal, float scale)"
     " -> (Tensor, Tensor)"
 )
+_FORWARD_FP8 = (
+    "forward_fp8(Tensor query, Tensor key, Tensor value, Tensor q_scale, Tensor k_scale,"
+    " Tensor v_scale, bool causal, float scale) -> Tensor"
+)
 
 
 def register(
@@ -26,15 +30,10 @@ def register(
     The output has the layout of torch.empty_like(query); the log-sum-exp is float32 (batch, heads,
     seqlen_q), contiguous. devices: types, as `cuda`.
     """
-    library = _defined(namespace)
+    library, tags = _defined(namespace), _tags()
     namespace = library.ns
-    tags = [torch.Tag.pt2_compliant_tag]
-    for name in ("needs_exact_strides", "needs_fixed_stride_order"):  # the output's follow query's
-        if hasattr(torch.Tag, name):
-            tags.append(getattr(torch.Tag, name))
-            break
-    library.define(_FORWARD, tags=tuple(tags))
-    library.define(_FORWARD_LSE, tags=tuple(tags))
+    library.define(_FORWARD, tags=tags)
+    library.define(_FORWARD_LSE, tags=tags)
     for kind in devices:
         library.impl("forward", forward, kind.upper())
         library.impl("forward_lse", forward_lse, kind.upper())
@@ -44,6 +43,30 @@ def register(
         f"{namespace}::forward_lse", _backward, setup_context=_save_for_backward, lib=library
     )
     return library
+
+
+def register_fp8(
+    library: Any, devices: Sequence[str], forward: Callable[..., torch.Tensor], fake: Any
+) -> Any:
+    """Define `forward_fp8` in a library, and return it. It has no gradient.
+
+    fake: what a compiler calls in its place, with tensors that hold nothing.
+    """
+    library.define(_FORWARD_FP8, tags=_tags())
+    for kind in devices:
+        library.impl("forward_fp8", forward, kind.upper())
+    torch.library.register_fake(f"{library.ns}::forward_fp8", fake, lib=library)
+    return getattr(torch.ops, library.ns).forward_fp8.default
+
+
+def _tags() -> tuple[torch.Tag, ...]:
+    """Of operators whose arguments and outputs have the strides of eager code in compiled code."""
+    tags = [torch.Tag.pt2_compliant_tag]
+    for name in ("needs_exact_strides", "needs_fixed_stride_order"):
+        if hasattr(torch.Tag, name):
+            tags.append(getattr(torch.Tag, name))
+            break
+    return tuple(tags)
 
 
 def _defined(namespace: str, most: int = 99) -> Any:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -27,8 +27,9 @@ _KEPT = 4
 # What reading a table raises that is none.
 _NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _TYPES: Mapping[str, type] = {"int": int, "str": str, "bool": bool, "float": float}
-# Fields of a Kernel that may be 0.
+# Fields of a Kernel or an Fp8Kernel that may be 0.
 _OPTIONAL = {"order", "persistent", "split_cluster", "pdl", "combine_threads", "smem_bytes"}
+_OPTIONAL |= {"scale_block"}
 
 
 class PackageError(Exception):
@@ -64,6 +65,12 @@ class GpuKey(NamedTuple):
     compute_capability: tuple[int, int]
     sm_count: int
     l2_bytes: int
+
+    @classmethod
+    def of(cls, properties: Any) -> GpuKey:
+        """Of what torch.cuda.get_device_properties returns."""
+        capability = (properties.major, properties.minor)
+        return cls(capability, properties.multi_processor_count, properties.L2_cache_size)
 
     @property
     def label(self) -> str:
@@ -162,10 +169,58 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8Kernel:
+    """One compiled config. Names and meanings of the fields are those of flash_fwd_fp8_wgmma.
+
+    scale_block: keys that share a scale of k and of v; 0 if all keys of a head do. block_m: queries
+    of a block. block_n: keys of a tile. smem_bytes: dynamic shared memory. threads: of a block.
+    """
+
+    head_dim: int
+    causal: bool
+    scale_block: int
+    block_m: int
+    block_n: int
+    num_stages: int
+    v_stages: int
+    blocks_per_sm: int
+    order: int
+    persistent: int
+    pdl: int
+    threads: int
+    smem_bytes: int
+    config: str
+    code: Code
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Winner:
+    """The kernel that won a shape in FP8. shape.dtype: e4m3, e4m3_tensor or e4m3_block."""
+
+    shape: Shape
+    kernel: Fp8Kernel
+    time_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Gpu:
+    """What is known in FP8 of one kind of GPU. names: of the cards that were measured.
+
+    spare: kernels for shapes where the rules allow no winner to run. They were not timed.
+    """
+
+    key: GpuKey
+    names: tuple[str, ...]
+    winners: tuple[Fp8Winner, ...]
+    spare: tuple[Fp8Kernel, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """A package's table. attnsweep: the version that wrote it.
 
     archives: of each cubin that is packed, the archive below CUBINS; the others are files there.
+    fp8: what is known in FP8, of GPUs that also have winners in 16 bits or have none.
     """
 
     directory: Path
@@ -173,6 +228,7 @@ class Table:
     digest: str
     gpus: Mapping[GpuKey, Gpu]
     archives: Mapping[str, str] = field(default_factory=dict)
+    fp8: Mapping[GpuKey, Fp8Gpu] = field(default_factory=dict)
 
     def code(self, code: Code) -> bytes:
         """A cubin's bytes. Raises PackageError if it is missing, or not what was exported."""
@@ -227,11 +283,12 @@ def read_table(directory: Path) -> Table:
         kernels = [_kernel(each) for each in raw["kernels"]]
         gpus = [_gpu(each, kernels) for each in raw["gpus"]]
         archives = _archives(raw.get("archives", {}))
+        fp8 = _fp8(raw["fp8"]) if "fp8" in raw else {}
         by = str(raw["attnsweep"])
     except _NONSENSE as error:
         raise PackageError(f"{path}: damaged: {error!r}; export again") from error
     digest = hashlib.sha256(data).hexdigest()
-    return Table(directory, by, digest, {gpu.key: gpu for gpu in gpus}, archives)
+    return Table(directory, by, digest, {gpu.key: gpu for gpu in gpus}, archives, fp8)
 
 
 def _archives(raw: Mapping[str, Any]) -> dict[str, str]:
@@ -251,9 +308,13 @@ def _kernel(raw: Mapping[str, Any]) -> Kernel:
         {name: _sound(Code(**code)) for name, code in stages.items()} for stages in raw["stages"]
     )
     for code in (*plain.values(), *lse.values()):
-        if not _is_name(code.file):
-            raise ValueError(f"{code.file!r} is no file name")
+        _check_file(code)
     return _sound(Kernel(**{**raw, "stages": (plain, lse)}))
+
+
+def _check_file(code: Code) -> None:
+    if not _is_name(code.file):
+        raise ValueError(f"{code.file!r} is no file name")
 
 
 def _is_name(file: str) -> bool:
@@ -288,25 +349,56 @@ def _sound(made: _T) -> _T:
     return made
 
 
-def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
-    def numbered(number: int) -> Kernel:
-        if number < 0:
-            raise IndexError(f"kernel {number}")
-        return kernels[number]
+def _numbered(kernels: Sequence[_T], number: int) -> _T:
+    if number < 0:
+        raise IndexError(f"kernel {number}")
+    return kernels[number]
 
+
+def _key(raw: Mapping[str, Any]) -> GpuKey:
     major, minor = raw["compute_capability"]
     key = GpuKey((int(major), int(minor)), int(raw["sm_count"]), int(raw["l2_bytes"]))
+    if min(key.sm_count, key.l2_bytes) < 1:
+        raise ValueError(f"{key}")
+    return key
+
+
+def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
+    key = _key(raw)
     winners = []
     for each in raw["winners"]:
         facts = dict(each)
-        shape, kernel = _sound(Shape(**facts.pop("shape"))), numbered(facts.pop("kernel"))
+        shape, kernel = _sound(Shape(**facts.pop("shape"))), _numbered(kernels, facts.pop("kernel"))
         if (kernel.head_dim, kernel.dtype, kernel.causal) != shape[5:]:
             raise ValueError(f"a kernel of other code serves {shape.label}")
-        others = tuple((numbered(n), float(us)) for n, us in facts.pop("others"))
+        others = tuple((_numbered(kernels, n), float(us)) for n, us in facts.pop("others"))
         if not all(0 < us < math.inf for _, us in others):
             raise ValueError(f"times on {shape.label}: {others}")
         winners.append(_sound(Winner(shape, kernel, **facts, others=others)))
-    twins = tuple(numbered(number) for number in raw.get("twins", ()))
-    if min(key.sm_count, key.l2_bytes) < 1:
-        raise ValueError(f"{key}")
+    twins = tuple(_numbered(kernels, number) for number in raw.get("twins", ()))
     return Gpu(key, tuple(raw["names"]), _sound(Guard(**raw["guard"])), tuple(winners), twins)
+
+
+def _fp8(raw: Mapping[str, Any]) -> dict[GpuKey, Fp8Gpu]:
+    kernels = [_fp8_kernel(each) for each in raw["kernels"]]
+    gpus = [_fp8_gpu(each, kernels) for each in raw["gpus"]]
+    return {gpu.key: gpu for gpu in gpus}
+
+
+def _fp8_kernel(raw: Mapping[str, Any]) -> Fp8Kernel:
+    code = _sound(Code(**raw["code"]))
+    _check_file(code)
+    return _sound(Fp8Kernel(**{**raw, "code": code}))
+
+
+def _fp8_gpu(raw: Mapping[str, Any], kernels: list[Fp8Kernel]) -> Fp8Gpu:
+    winners = []
+    for each in raw["winners"]:
+        shape, kernel = _sound(Shape(**each["shape"])), _numbered(kernels, each["kernel"])
+        if (kernel.head_dim, kernel.causal) != (shape.head_dim, shape.causal) or (
+            kernel.scale_block > 0
+        ) != (shape.dtype == "e4m3_block"):
+            raise ValueError(f"a kernel of other code serves {shape.label}")
+        winners.append(_sound(Fp8Winner(shape, kernel, each["time_us"])))
+    spare = tuple(_numbered(kernels, number) for number in raw["spare"])
+    return Fp8Gpu(_key(raw), tuple(raw["names"]), tuple(winners), spare)
