@@ -148,26 +148,32 @@ def select(found: Sequence[Winner], names: Mapping[GpuKey, set[str]], family: Ke
 def spares(
     config: Config, problem: Problem, family: Kernel, arch: Arch
 ) -> list[tuple[Config, Problem]]:
-    """Configs that the rules allow on any shape, which round as `config` does where they can.
+    """Configs that the rules allow on nearly any shape, which round as `config` does if they can.
 
     Each with a problem where they hold: without a mask one config; with one, a config for calls of
-    one block of queries, and one for longer ones.
+    one block of queries, and one for longer ones. They have blocks of 64 queries, or where those
+    do not fit (head_dim 256) of 128, which no rule allows for 64 queries or fewer.
     """
-    shapes = [(1, 0)] + ([(65, 1)] if problem.causal else [])
-    found = []
-    for seqlen, order in shapes:
-        small = replace(problem, batch=1, heads=1, heads_kv=1, seqlen_q=seqlen, seqlen_k=seqlen)
-        for interval, block_n, v_stages in product(
-            (config.INTERVAL, 64, 0), (96, 64), (config.V_STAGES, 1)
-        ):
-            changed = {"BLOCK_N": block_n, "WARPGROUPS": 1, "BLOCKS_PER_SM": 2, "PINGPONG": 0}
-            changed |= {"INTERVAL": interval, "V_STAGES": v_stages, "NUM_STAGES": 2}
-            changed |= {"ORDER": order, "PERSISTENT": 0, "PDL": 0}
-            made = Config({**config, **changed})
-            if family.refused_by(made, small, arch) is None:
-                found.append((made, small))
-                break
-    return found
+    for warpgroups in (1, 2):
+        block_m = 64 * warpgroups
+        lengths = [(block_m - 63, 0)] + ([(block_m + 1, 1)] if problem.causal else [])
+        found = []
+        for seqlen, order in lengths:
+            small = replace(problem, seqlen_q=seqlen, seqlen_k=seqlen)
+            small = replace(small, batch=1, heads=1, heads_kv=1)
+            fixed = {"WARPGROUPS": warpgroups, "BLOCKS_PER_SM": 2 // warpgroups, "ORDER": order}
+            fixed |= {"PINGPONG": 0, "PERSISTENT": 0, "PDL": 0, "NUM_STAGES": 2}
+            for interval, block_n, v_stages in product(
+                (config.INTERVAL, 64, 0), (96, 64), (config.V_STAGES, 1)
+            ):
+                tile = {"INTERVAL": interval, "BLOCK_N": block_n, "V_STAGES": v_stages}
+                made = Config({**config, **fixed, **tile})
+                if family.refused_by(made, small, arch) is None:
+                    found.append((made, small))
+                    break
+        if len(found) == len(lengths):
+            return found
+    return []
 
 
 # ---- machine code ----

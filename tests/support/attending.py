@@ -41,3 +41,59 @@ class Kernel:
             memory = (ctypes.c_float * (heads * seqlen_q)).from_address(lse)
             rows: Any = np.ndarray((heads * seqlen_q,), np.float32, memory)
             rows[:] = scores.logsumexp(-1).ravel()
+
+
+class Fp8Kernel:
+    """What a launch of flash_fwd_fp8_wgmma computes, on contiguous tensors.
+
+    causal, scale_block: which machine code was compiled.
+    """
+
+    def __init__(self, causal: bool = False, scale_block: int = 0) -> None:
+        self.causal, self.scale_block = causal, scale_block
+
+    def __call__(self, launch: dict[str, Any]) -> None:
+        """Write the output."""
+        q, k, v, o = (_contiguous(each) for each in launch["values"][:4])
+        *scales, lse, heads, group, _, seqlen_q, seqlen_k, factor = launch["values"][4:]
+        assert (lse, heads, heads // group) == (0, len(q), len(k))
+        assert (seqlen_q, seqlen_k) == (q.shape[1], k.shape[1])
+        blocks = -(-seqlen_k // self.scale_block) if self.scale_block else 1
+        q_scale, k_scale, v_scale = (
+            _floats(each, len(k) * count)
+            for each, count in zip(scales, (1, blocks, blocks), strict=True)
+        )
+
+        def values(tensor: Any, scale: Any) -> Any:
+            of_rows = scale.view(len(k), -1).repeat_interleave(self.scale_block or seqlen_k, 1)
+            return _e4m3(tensor) * of_rows[:, :seqlen_k, None]
+
+        keys, of_keys = (
+            each.repeat_interleave(group, 0) for each in (values(k, k_scale), values(v, v_scale))
+        )
+        queries = _e4m3(q) * q_scale.repeat_interleave(group)[:, None, None]
+        scores = queries @ keys.mT * (factor / math.log2(math.e))
+        if self.causal:
+            hidden = ~torch.ones_like(scores, dtype=torch.bool).tril()
+            scores = scores.masked_fill(hidden, -math.inf)
+        o.view(torch.bfloat16).copy_(torch.softmax(scores, -1) @ of_keys)
+
+
+def _contiguous(tensor_map: dict[str, Any]) -> Any:
+    """The numbers of 16 bits that a map of a contiguous (heads, rows, columns) tensor describes."""
+    columns, rows, heads = tensor_map["dims"]
+    assert tensor_map["strides"] == [2 * columns, 2 * columns * rows]
+    assert tensor_map["swizzle"] == {32: 2, 64: 3}[tensor_map["box"][0]]
+    memory = (ctypes.c_int16 * (columns * rows * heads)).from_address(tensor_map["pointer"])
+    view: Any = np.ndarray((heads, rows, columns), np.int16, memory)
+    return torch.from_numpy(view)
+
+
+def _e4m3(tensor: Any) -> Any:
+    return tensor.view(torch.float8_e4m3fn).float()
+
+
+def _floats(address: int, count: int) -> Any:
+    memory = (ctypes.c_float * count).from_address(address)
+    view: Any = np.ndarray((count,), np.float32, memory)
+    return torch.from_numpy(view)
