@@ -54,6 +54,7 @@ class Fp8Operator:
         self, table: Table, library: Any, cuda: Any = None, devices: tuple[str, ...] = ("cuda",)
     ) -> None:
         self.table = table
+        self._library = library  # the operator goes with it
         self._cuda, self._types = cuda, devices
         self._calls = 0
         self._plans: dict[Any, _Plan] = {}

@@ -1,0 +1,304 @@
+"""FP8 kernels of an exported package on a GPU: outputs are those of float64 within the limits."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from attnsweep.build import numerics  # noqa: E402
+from attnsweep.build.nvrtc import Compiler  # noqa: E402
+from attnsweep.family.declare import Config, discover  # noqa: E402
+from attnsweep.hardware import arch_named  # noqa: E402
+from attnsweep.problem import Problem  # noqa: E402
+from attnsweep.store.run import find_runs, open_run  # noqa: E402
+from attnsweep.use import fp8 as made_of  # noqa: E402
+from attnsweep.use.package import export  # noqa: E402
+from attnsweep.use.runtime.fp8_operator import Fp8Operator  # noqa: E402
+from attnsweep.use.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, read_table  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+RESULTS = Path(__file__).parent.parent.parent / "results"
+NAME = "exported_fp8_for_tests"
+RUNS = {"fp8_h100", "fp8_h200"}
+FAMILY = discover()[made_of.FAMILY]
+DEVICE = "cuda"
+DTYPES = ("e4m3_tensor", "e4m3", "e4m3_block")
+
+
+def this_gpu():
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the family is for Hopper")
+    return GpuKey.of(torch.cuda.get_device_properties(0))
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """The recorded run of this GPU's kind, as a program imports it."""
+    key, runs = this_gpu(), []
+    for directory in find_runs(RESULTS):
+        made = open_run(directory).environment if directory.name in RUNS else None
+        if made and (made.sm_count, made.l2_bytes) == (key.sm_count, key.l2_bytes):
+            runs.append(directory)
+    if not runs:
+        pytest.skip("no recorded FP8 run of this GPU's kind")
+    place = tmp_path_factory.mktemp("package")
+    export(runs, place / NAME, discover(), name=NAME)
+    sys.path.insert(0, str(place / NAME))
+    yield importlib.import_module(NAME)
+    sys.path.remove(str(place / NAME))
+
+
+def configs(head_dim, dtype):
+    """Configs that no rule refuses at 1000 tokens, with each way to keep or to save accuracy."""
+    first = {param.name: param.values[0] for param in FAMILY.params} | {"BLOCK_N": 64}
+    first |= {"WARPGROUPS": 2, "OVERLAP": 1, "HEADROOM": 0, "LSE": 0}
+    few = {"MAXIMA": 2, "HEADROOM": 5} if head_dim < 256 else {}
+    return [Config(first | {"INTERVAL": 64}), Config(first | few)]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """A package of every head_dim, mask and kind of scales, for this GPU."""
+    key, arch, place = this_gpu(), arch_named(FAMILY.min_arch), tmp_path_factory.mktemp("made")
+    winners = []
+    for dtype in ("e4m3", "e4m3_block"):
+        for head_dim in FAMILY.head_dims:
+            for causal in (False, True):
+                for seqlen, config in zip((1000, 3000), configs(head_dim, dtype), strict=True):
+                    problem = Problem(2, 8, 8, seqlen, seqlen, head_dim, dtype, causal)
+                    own = Config({**config, "ORDER": int(causal)})
+                    assert FAMILY.refused_by(own, problem, arch) is None, (own.label, problem.label)
+                    winners.append(made_of.Winner(key, problem, own, 1.0))
+    selected = made_of.select(winners, {key: {"this"}}, FAMILY)
+    compiler, notes = Compiler(arch), []
+    try:
+        kernels, files = made_of.compiled(selected, FAMILY, compiler, notes)
+    finally:
+        compiler.close()
+    assert notes == [], "spills"
+    (place / CUBINS).mkdir()
+    for file, data in files.items():
+        (place / CUBINS / file).write_bytes(data)
+    raw = {"format": FORMAT, "attnsweep": "0", "kernels": [], "gpus": []}
+    section = made_of.section(selected, FAMILY, kernels)
+    (place / TABLE).write_text(json.dumps(raw | {"fp8": section}))
+    return read_table(place)
+
+
+@pytest.fixture(scope="module")
+def operator(table):
+    return Fp8Operator(table, torch.library.Library("exported_fp8_every", "DEF"))
+
+
+@cache
+def inputs(problem):
+    """q, k, v and their scales on the GPU, drawn as a sweep draws them."""
+    made = numerics.make_inputs(numerics.Case(problem, "normal"), 7)
+    tensors = [torch.from_numpy(made[n]).to(DEVICE).view(torch.float8_e4m3fn) for n in "qkv"]
+    scales = [torch.from_numpy(made[f"{n}_scale"]).to(DEVICE) for n in "qkv"]
+    if problem.dtype == "e4m3_tensor":  # as a user has them
+        scales = [scale.flatten()[0].clone() for scale in scales]
+    return (*tensors, *scales)
+
+
+def exact_rows(given, problem, rows):
+    """Rows of attention of the dequantised values, in float64 on the GPU."""
+    q, k, v, *scales = given
+    q = q[:, :, rows]
+
+    def values(tensor, scale, heads):
+        if scale.dim() == 3:
+            scale = scale.repeat_interleave(128, 2)[:, :, : tensor.shape[2], None]
+        elif scale.dim() == 2:
+            scale = scale.repeat_interleave(heads // problem.heads_kv, 1)[..., None, None]
+        return tensor.double() * scale
+
+    q = values(q, scales[0], problem.heads)
+    group = problem.heads // problem.heads_kv
+    k, v = (
+        values(t, s, problem.heads_kv).repeat_interleave(group, 1)
+        for t, s in zip((k, v), scales[1:], strict=True)
+    )
+    scores = q @ k.mT * problem.scale
+    if problem.causal:
+        seen = torch.arange(problem.seqlen_k, device=DEVICE) <= rows[:, None]
+        scores.masked_fill_(~seen, float("-inf"))
+    return torch.softmax(scores, -1) @ v
+
+
+def tiles(problem):
+    """Rows of the first tile, the last one and two others."""
+    whole = range(-(-problem.seqlen_q // numerics.TILE))
+    chosen = sorted({0, whole[-1], whole[len(whole) // 3], whole[len(whole) // 2]})
+    rows = torch.cat([numerics.TILE * tile + torch.arange(numerics.TILE) for tile in chosen])
+    return rows[rows < problem.seqlen_q].to(DEVICE)
+
+
+def check(attention, problem, explained):
+    given = inputs(problem)
+    grouped = problem.heads != problem.heads_kv
+    got = attention(*given, causal=problem.causal, enable_gqa=grouped)
+    assert (got.dtype, got.shape) == (torch.bfloat16, given[0].shape)
+    rows = tiles(problem)
+    exact = exact_rows(given, problem, rows).cpu().numpy()
+    found = numerics.measures(got[:, :, rows].double().cpu().numpy(), exact, "bf16")
+    shares = found.shares(numerics.limits(numerics.Case(problem, "normal"), 0))
+    shares.pop("scale", None)
+    assert all(share <= 1 for share in shares.values()), (problem.label, explained, shares)
+
+
+SHAPES = [
+    *((2, 8, 8, 1000, 1000), (1, 8, 2, 333, 333), (1, 4, 4, 2900, 2900), (3, 4, 4, 65, 65)),
+    *((3, 4, 2, 64, 64), (2, 8, 4, 1, 777), (1, 4, 1, 200, 129), (2, 3, 3, 17, 17)),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_outputs(operator, dtype, causal, head_dim, sizes):
+    if causal and sizes[3] != sizes[4]:
+        pytest.skip("such masks are refused")
+    problem = Problem(*sizes, head_dim, dtype, causal)
+    if head_dim == 256 and sizes[3] <= 64:
+        with pytest.raises(Exception, match="no FP8 kernel of the package may run"):
+            operator.attention(*inputs(problem), causal, None, True)
+        return
+    given = inputs(problem)
+    options = {"causal": causal, "enable_gqa": problem.heads != problem.heads_kv}
+    check(operator.attention, problem, operator.explain(*given, **options))
+
+
+def test_every_winner_of_the_recorded_run(package):
+    """On the shape that it won, and half a tile off it."""
+    table = read_table(Path(package.__file__).parent)
+    winners = table.fp8[this_gpu()].winners
+    assert winners
+    for winner in winners:
+        s = winner.shape
+        problem = Problem(*s[:6], s.dtype, s.causal)
+        given = inputs(problem)
+        explained = package.explain_fp8(*given, causal=s.causal)
+        assert (explained.code, explained.kernel) == ("tuned", winner.kernel.config)
+        check(package.attention_fp8, problem, explained)
+        inputs.cache_clear()
+        if s.seqlen_q <= 4096:
+            off = replace(problem, seqlen_q=s.seqlen_q - 37, seqlen_k=s.seqlen_k - 37)
+            check(package.attention_fp8, off, package.explain_fp8(*inputs(off), causal=s.causal))
+            inputs.cache_clear()
+    assert package.counters()["kernel_fp8"] >= len(winners)
+
+
+def test_winners_of_16_bits_are_not_needed(package):
+    q = torch.randn(1, 4, 256, 64, device=DEVICE).bfloat16()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(package.attention(q, q, q), sdpa(q, q, q))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cuda_graphs_and_streams(table, dtype):
+    """The first call is in a capture, and scales are read anew by each replay."""
+    fresh = Fp8Operator(table, torch.library.Library(f"exported_fp8_{dtype}", "DEF"))
+    given = [each.clone() for each in inputs(Problem(2, 8, 8, 1000, 1000, 128, dtype, True))]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fresh.attention(*given, True)
+    graph.replay()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert torch.equal(fresh.attention(*given, True), out)
+    given[5].mul_(2)
+    before = out.clone()
+    graph.replay()
+    assert torch.equal(out, fresh.attention(*given, True))
+    assert torch.equal(out, 2 * before)
+    assert fresh.counters() == {"kernel_fp8": 3}
+
+
+def test_a_new_thread(operator):
+    given = inputs(Problem(2, 8, 8, 1000, 1000, 64, "e4m3"))
+    expected = operator.attention(*given)
+    with ThreadPoolExecutor(1) as threads:
+        assert torch.equal(threads.submit(operator.attention, *given).result(), expected)
+
+
+def test_compiled_as_one_graph(operator):
+    def block(q, k, v):
+        def quantise(x):
+            scale = x.abs().amax().float() / 448
+            return (x / scale).to(torch.float8_e4m3fn).contiguous(), scale
+
+        pairs = [quantise(x) for x in (q, k, v)]
+        return operator.attention(*(x for x, _ in pairs), *(s for _, s in pairs), causal=True) * 2
+
+    torch.manual_seed(0)
+    given = [torch.randn(2, 700, 8, 128, device=DEVICE).bfloat16().transpose(1, 2) for _ in "qkv"]
+    before = operator.counters().get("kernel_fp8", 0)
+    with torch.no_grad():
+        got, expected = torch.compile(block, fullgraph=True)(*given), block(*given)
+    # A compiler may round the quotients of a few numbers otherwise.
+    assert ((got - expected).double().norm() / expected.double().norm()).item() < 0.02
+    assert operator.counters()["kernel_fp8"] == before + 2
+
+
+def test_what_scales_hold_is_not_looked_at_but_a_nan_is_seen(operator):
+    given = list(inputs(Problem(2, 8, 8, 1000, 1000, 64, "e4m3")))
+    for place in (3, 4, 5):
+        spoiled = [each.clone() for each in given]
+        spoiled[place][1, 3] = float("nan")
+        out = operator.attention(*spoiled)
+        assert out[1, 3].isnan().all()
+        assert not out[0].isnan().any()
+
+
+def test_errors(operator):
+    given = inputs(Problem(2, 8, 8, 1000, 1000, 64, "e4m3"))
+    with pytest.raises(ValueError, match="k_scale is on cpu"):
+        operator.attention(*given[:4], given[4].cpu(), given[5])
+    with pytest.raises(ValueError, match="query is on cpu"):
+        operator.attention(*(each.cpu() for each in given))
+    with pytest.raises(ValueError, match="contiguous"):
+        operator.attention(given[0].transpose(1, 2).contiguous().transpose(1, 2), *given[1:])
+
+
+def test_memory_stays_with_changing_shapes(operator):
+    def sweep(first):
+        for seqlen in range(first, first + 200):
+            shape = (1, 8, seqlen, 64)
+            given = torch.zeros(3, *shape, device=DEVICE).to(torch.float8_e4m3fn)
+            operator.attention(*given, 1.0, 1.0, 1.0)
+        del given
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    assert sweep(500) == sweep(500) == sweep(900)
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e4m3_tensor"])
+def test_host_cost_of_an_eager_call(operator, dtype):
+    given = inputs(Problem(2, 8, 8, 1000, 1000, 64, dtype))
+    times = []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(10):
+            operator.attention(*given)
+        times.append((time.perf_counter() - begin) / 10 * 1e6)
+    print(f"host: {statistics.median(times):.1f} us with scales of {dtype}")
+    assert np.median(times) < 100
