@@ -44,7 +44,7 @@ def export_(
     The package needs PyTorch and cuda-bindings alone, neither attnsweep nor a compiler. Winners are
     compiled anew for tensors with any strides, with and without the log-sum-exp, so this needs
     NVRTC but no GPU. A problem is left out if the run has no time of PyTorch's own attention, which
-    is what a winner must beat.
+    is what a winner must beat; FP8 problems need none, since PyTorch has no attention of FP8.
     """
     from attnsweep.family.declare import discover
     from attnsweep.use.package import export

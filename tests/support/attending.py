@@ -84,7 +84,7 @@ def _contiguous(tensor_map: dict[str, Any]) -> Any:
     columns, rows, heads = tensor_map["dims"]
     assert tensor_map["strides"] == [2 * columns, 2 * columns * rows]
     assert tensor_map["swizzle"] == {32: 2, 64: 3}[tensor_map["box"][0]]
-    memory = (ctypes.c_int16 * (columns * rows * heads)).from_address(tensor_map["pointer"])
+    memory: Any = (ctypes.c_int16 * (columns * rows * heads)).from_address(tensor_map["pointer"])
     view: Any = np.ndarray((heads, rows, columns), np.int16, memory)
     return torch.from_numpy(view)
 
@@ -94,6 +94,6 @@ def _e4m3(tensor: Any) -> Any:
 
 
 def _floats(address: int, count: int) -> Any:
-    memory = (ctypes.c_float * count).from_address(address)
+    memory: Any = (ctypes.c_float * count).from_address(address)
     view: Any = np.ndarray((count,), np.float32, memory)
     return torch.from_numpy(view)
