@@ -114,6 +114,27 @@ def inputs(problem):
     return (*tensors, *scales)
 
 
+def large_inputs(problem):
+    """As `inputs`, of one head, whose rows the other heads have in another order: in less time.
+
+    For scales of tensors or of heads.
+    """
+    small = replace(problem, batch=1, heads=1, heads_kv=1, dtype="e4m3_tensor")
+    *tensors, q_scale, k_scale, v_scale = inputs(small)
+    made = []
+    for name, tensor in zip("qkv", tensors, strict=True):
+        batch, heads, rows, head_dim = problem.shape_of(name)
+        shifts = torch.arange(batch * heads, device=DEVICE)[:, None] * 131
+        order = (torch.arange(rows, device=DEVICE) + shifts) % rows
+        bytes_of = tensor[0, 0].view(torch.uint8)[order].view(batch, heads, rows, head_dim)
+        made.append(bytes_of.view(torch.float8_e4m3fn))
+    scales = (q_scale, k_scale, v_scale)
+    if problem.dtype == "e4m3":
+        of_heads = (problem.batch, problem.heads_kv)
+        scales = tuple(scale.expand(of_heads).contiguous() for scale in scales)
+    return (*made, *scales)
+
+
 def exact_rows(given, problem, rows):
     """Rows of attention of the dequantised values, in float64 on the GPU."""
     q, k, v, *scales = given
@@ -147,8 +168,7 @@ def tiles(problem):
     return rows[rows < problem.seqlen_q].to(DEVICE)
 
 
-def check(attention, problem, explained):
-    given = inputs(problem)
+def check(attention, problem, given, explained):
     grouped = problem.heads != problem.heads_kv
     got = attention(*given, causal=problem.causal, enable_gqa=grouped)
     assert (got.dtype, got.shape) == (torch.bfloat16, given[0].shape)
@@ -180,27 +200,25 @@ def test_outputs(operator, dtype, causal, head_dim, sizes):
         return
     given = inputs(problem)
     options = {"causal": causal, "enable_gqa": problem.heads != problem.heads_kv}
-    check(operator.attention, problem, operator.explain(*given, **options))
+    check(operator.attention, problem, given, operator.explain(*given, **options))
 
 
 def test_every_winner_of_the_recorded_run(package):
     """On the shape that it won, and half a tile off it."""
     table = read_table(Path(package.__file__).parent)
-    winners = table.fp8[this_gpu()].winners
+    winners = [w for w in table.fp8[this_gpu()].winners if w.shape.dtype != "e4m3_block"]
     assert winners
     for winner in winners:
         s = winner.shape
-        problem = Problem(*s[:6], s.dtype, s.causal)
-        given = inputs(problem)
-        explained = package.explain_fp8(*given, causal=s.causal)
-        assert (explained.code, explained.kernel) == ("tuned", winner.kernel.config)
-        check(package.attention_fp8, problem, explained)
-        inputs.cache_clear()
-        if s.seqlen_q <= 4096:
-            off = replace(problem, seqlen_q=s.seqlen_q - 37, seqlen_k=s.seqlen_k - 37)
-            check(package.attention_fp8, off, package.explain_fp8(*inputs(off), causal=s.causal))
-            inputs.cache_clear()
-    assert package.counters()["kernel_fp8"] >= len(winners)
+        tuned = Problem(*s[:6], s.dtype, s.causal)
+        off = replace(tuned, seqlen_q=s.seqlen_q - 37, seqlen_k=s.seqlen_k - 37)
+        for problem in (tuned, off):
+            given = large_inputs(problem)
+            explained = package.explain_fp8(*given, causal=s.causal)
+            if problem is tuned:
+                assert (explained.code, explained.kernel) == ("tuned", winner.kernel.config)
+            check(package.attention_fp8, problem, given, explained)
+    assert package.counters()["kernel_fp8"] == 2 * len(winners)
 
 
 def test_winners_of_16_bits_are_not_needed(package):
@@ -242,7 +260,7 @@ def test_compiled_as_one_graph(operator):
     def block(q, k, v):
         def quantise(x):
             scale = x.abs().amax().float() / 448
-            return (x / scale).to(torch.float8_e4m3fn).contiguous(), scale
+            return (x.float() / scale).to(torch.float8_e4m3fn).contiguous(), scale
 
         pairs = [quantise(x) for x in (q, k, v)]
         return operator.attention(*(x for x, _ in pairs), *(s for _, s in pairs), causal=True) * 2
