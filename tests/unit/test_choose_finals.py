@@ -272,6 +272,41 @@ def test_a_finalist_that_fails_in_the_last_round_has_no_say_in_further_ones():
     assert [len(rows[n].time_us.rounds) for n in (0, 1)] == [45, 45]
 
 
+class Confirming(Card):
+    """Notes for how long each finalist is to be confirmed, and after which replays."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.longest_us = {}
+
+    def confirm(self, name, longest_us):
+        self.longest_us[name] = longest_us
+        return super().confirm(name, longest_us)
+
+
+def test_every_finalist_is_confirmed_after_the_rounds_and_the_best_for_longest():
+    card = Confirming({"k 0": 30.0, "k 1": 30.3, "k 2": 40.0}, 0, noise=0.0)
+    store = Rows()
+    run_finals(spec_of(), card, store, Notes(), [pair(str(n), 30.0) for n in range(3)])
+    assert card.longest_us == {"k 0": 200_000.0, "k 1": 50_000.0, "k 2": 5_000.0}
+    methods = [method for method, _ in card.calls]
+    assert "replay" not in methods[methods.index("confirm") :]
+    assert [row.accuracy.calls for row in store.rows.values()] == [100] * 3
+
+
+def test_a_finalist_that_errs_when_it_is_confirmed_is_wrong_and_the_next_one_wins():
+    """A race in one call of a thousand shows here, after it has won the rounds."""
+    card = Card({"k 0": 30.0, "k 1": 31.0}, 0)
+    card.faults = {("confirm", "k 0"): WorkerError(Status.WRONG, "a race")}
+    store = Rows()
+    run_finals(spec_of(), card, store, Notes(), [pair(str(n), 30.0) for n in range(2)])
+    rows = {row.config["A"]: row for row in store.rows.values()}
+    assert (rows[0].status, rows[0].detail) == (Status.WRONG, "while timing: a race")
+    ranking = rank(list(rows.values()), None)
+    (winner,) = ranking.loc[ranking["winner"], "trial"]
+    assert winner.config["A"] == 1
+
+
 def test_progress_counts_the_rounds_that_an_open_border_adds():
     done = sweep([30.0, 30.12, 40.0], noise=0.0)
     assert done.timing[13:16] == [(14, 24), (15, 25), (16, 26)]

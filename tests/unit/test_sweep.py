@@ -98,6 +98,21 @@ def test_the_first_problems_inputs_begin_while_the_gpu_process_starts(go, gpu, m
     assert asked[0] == asked[1]  # also of a seed that was drawn
 
 
+def test_inputs_are_drawn_anew_in_each_run_unless_the_spec_has_their_seed(go, gpu, monkeypatch):
+    open_, seeds = gpu.open, []
+
+    def opened(problem, *, seed, **options):
+        seeds.append(seed)
+        return open_(problem, seed=seed, **options)
+
+    monkeypatch.setattr(gpu, "open", opened)
+    seeded = SPEC.replace("{rounds: 4}", "{rounds: 4, input_seed: 7}")
+    for number, text in enumerate((SPEC, SPEC, seeded, seeded)):
+        go(f"name: run{number}\n{text}")
+    assert len(set(seeds[:2])) == 2
+    assert seeds[2:] == [7, 7]
+
+
 @pytest.mark.parametrize("there", ["sm_80", None], ids=str)
 def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, gpu, monkeypatch, there):
     """The spec names another one, or NVML does not tell."""
