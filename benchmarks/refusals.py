@@ -33,6 +33,8 @@ SPECS = (
      "{three_kernel_mma: {}, ladder_5_swizzled: {}, naive: {}}"),
     ("{batch: 1, heads: 4, seqlen: 64, head_dim: 2048, dtype: fp32}",
      "{flash_fwd_fp32_wgmma: {}, flash_fwd_fp32_wide: {}}"),
+    ("{batch: 2, heads: 8, seqlen: 1000, head_dim: 128, dtype: e4m3_tensor, causal: true}",
+     "{flash_fwd_fp8_wgmma: {}}"),
 )  # fmt: skip
 # Candidates of each problem, spread over their spaces.
 CANDIDATES = 16

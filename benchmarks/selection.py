@@ -139,7 +139,8 @@ def recorded_problems(run: Run, only: str = "") -> Iterator[Recorded]:
         if trial.provider == OURS and trial.time_us and trial.status in (Status.OK, Status.NOISY):
             by_problem.setdefault(trial.problem, []).append(trial)
     for problem, rows in by_problem.items():
-        if only not in f"{run.directory.name} {problem.label}":
+        name = "/".join(run.directory.parts[-2:])  # two cards have runs of one name
+        if only not in f"{name} {problem.label}":
             continue
         finalists = [t for t in rows if t.time_us and t.time_us.rounds]
         residuals = residuals_of(finalists) if finalists else []
@@ -150,7 +151,7 @@ def recorded_problems(run: Run, only: str = "") -> Iterator[Recorded]:
         usual = statistics.median(first) if first else 0.0
         asked = yaml_of(run)
         yield Recorded(
-            *(run.directory.name, problem, rows, levels_of(rows), residuals),
+            *(name, problem, rows, levels_of(rows), residuals),
             *([each - usual for each in first], asked["rounds"], asked["finalists"]),
         )
 

@@ -315,11 +315,11 @@ def test_a_refused_right_candidate_is_counted_with_its_inputs(module, monkeypatc
 
     monkeypatch.setattr(refusals, "Worker", gpu)
     monkeypatch.setattr(refusals, "builds", lambda spec, **how: [build(1), build(2)])
-    found = refusals.count(20, 1e9, seed=3)
-    assert found["trials"] == 20
-    assert [each["candidate"] for each in found["refused"]] == ["k A=2"] * 10
-    assert len({each["seed"] for each in found["refused"]}) == 10
-    assert found["refused_bounds"] == pytest.approx((0.272, 0.728), abs=1e-3)
+    found = refusals.count(24, 1e9, seed=3)
+    assert found["trials"] == 24
+    assert [each["candidate"] for each in found["refused"]] == ["k A=2"] * 12
+    assert len({each["seed"] for each in found["refused"]}) == 12
+    assert found["refused_bounds"] == pytest.approx((0.291, 0.709), abs=1e-3)
 
 
 def test_a_recorded_run_is_found_under_its_name_or_an_earlier_one(module, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import sys
 from pathlib import Path
@@ -86,3 +87,34 @@ def test_the_table_marks_what_was_missed(selection):
     line = selection.markdown([told]).splitlines()[-1]
     assert "**90.0 %**" in line
     assert "**0.70 %**" in line
+
+
+RECORDED = json.loads((ROOT / "results/h200/selection.json").read_text())
+
+
+def test_every_problem_of_every_recorded_run_was_simulated(selection):
+    """Those of two candidates apart, of which the sweep has nothing to choose by a race."""
+    names = {"/".join(path.parent.parts[-2:]) for path in ROOT.glob("results/*/*/trials.jsonl.gz")}
+    assert {each["run"] for each in RECORDED["of"]} == names
+    assert len(RECORDED["of"]) == RECORDED["problems"] == RECORDED["reached"]
+    for name in ("h100-80gb-hbm3/flash_dims", "h200/flash_dims_h200"):  # one, and one of two
+        there = selection.gather([ROOT / "results" / name])
+        best = {each.problem.label: round(each.best_us, 3) for each in there}
+        assert best == {e["problem"]: e["best_us"] for e in RECORDED["of"] if e["run"] == name}
+
+
+def test_the_docs_say_what_was_simulated():
+    text = " ".join((ROOT / "docs/measuring.md").read_text().split())
+    of = RECORDED["of"]
+    usual, worst = (
+        max(each[name] for each in of) for name in ("regret_95_percent", "largest_regret_percent")
+    )
+    held = min(each["held"] for each in of)
+    assert RECORDED["first_noise"] == 0.05
+    assert f"By simulation on {len(of)} recorded problems" in text
+    assert f"first times 5 % off, {RECORDED['runs']} sweeps each" in text
+    assert f"at most {usual:.2f} % slower than the true best in 95 of 100 sweeps" in text
+    assert (
+        f"{worst:.1f} % in the worst of all, and the tie set holds the best in at least {held}"
+        in text
+    )
