@@ -1,7 +1,8 @@
 """How often does a sweep keep the best candidate, and what does its winner cost? By simulation.
 
 Usage: python benchmarks/selection.py [FILE.json] [--results DIR ...] [--runs 200] [--first-noise S]
-[--only TEXT]. Nothing is measured: the race, the finals and the ranking are the sweep's own, on a
+[--only TEXT]. With --only the other problems of FILE.json stay as they are, if their runs are still
+there. Nothing is measured: the race, the finals and the ranking are the sweep's own, on a
 card that draws its samples from recorded rounds. For every recorded problem a candidate's true time
 is its recorded one, relative to the best; a sample is off by a residual of that problem's rounds
 (a time over its entry's median and its round's), drawn anew. First times are off by what recorded
@@ -132,6 +133,11 @@ def residuals_of(finalists: Sequence[Trial]) -> list[float]:
     return [scale * (us - s) for times in own for us, s in zip(times, shared, strict=True)]
 
 
+def name_of(directory: Path) -> str:
+    """Card and name of a run: two cards have runs of one name."""
+    return "/".join(directory.parts[-2:])
+
+
 def recorded_problems(run: Run, only: str = "") -> Iterator[Recorded]:
     """The problems of a run on which at least three finalists have rounds in common."""
     by_problem: dict[Problem, list[Trial]] = {}
@@ -139,7 +145,7 @@ def recorded_problems(run: Run, only: str = "") -> Iterator[Recorded]:
         if trial.provider == OURS and trial.time_us and trial.status in (Status.OK, Status.NOISY):
             by_problem.setdefault(trial.problem, []).append(trial)
     for problem, rows in by_problem.items():
-        name = "/".join(run.directory.parts[-2:])  # two cards have runs of one name
+        name = name_of(run.directory)
         if only not in f"{name} {problem.label}":
             continue
         finalists = [t for t in rows if t.time_us and t.time_us.rounds]
@@ -330,6 +336,22 @@ def _one(task: tuple[Recorded, int, float | None]) -> dict[str, Any]:
     return judge(*task)
 
 
+def kept_of(file: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """What FILE.json tells, simulated alike, of problems that --only leaves out."""
+    told = json.loads(file.read_text()) if file.exists() else {"of": []}
+    if told["of"] and (told["runs"], told["first_noise"]) != (
+        arguments.runs,
+        arguments.first_noise,
+    ):
+        raise SystemExit(f"{file} has {told['runs']} runs, first noise {told['first_noise']}")
+    runs = {name_of(directory) for directory in arguments.results}
+    return [
+        each
+        for each in told["of"]
+        if each["run"] in runs and arguments.only not in f"{each['run']} {each['problem']}"
+    ]
+
+
 def main() -> None:
     """Simulate every recorded problem."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -340,13 +362,15 @@ def main() -> None:
     parser.add_argument("--only", default="", help="problems whose run and label hold this text")
     arguments = parser.parse_args()
     found = gather(arguments.results, arguments.only)
+    kept = kept_of(arguments.file, arguments) if arguments.only else []
     tasks = [(of, arguments.runs, arguments.first_noise) for of in found]
-    told = []
+    told: list[dict[str, Any]] = []
     console.print(markdown([]).rstrip())
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for each in pool.map(_one, tasks):
             told.append(each)
             console.print(markdown([each]).splitlines()[-1])
+    told = sorted([*kept, *told], key=lambda each: str(each["run"]))
     result = {
         "runs": arguments.runs,
         "first_noise": arguments.first_noise,

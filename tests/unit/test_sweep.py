@@ -113,6 +113,13 @@ def test_inputs_are_drawn_anew_in_each_run_unless_the_spec_has_their_seed(go, gp
     assert seeds[2:] == [7, 7]
 
 
+def test_the_output_says_what_proofs_took_of_the_sweep(attnsweep, gpu, tmp_path):
+    gpu.proof_s = 3.2
+    (tmp_path / "test.yaml").write_text(SPEC)
+    done = attnsweep("run", tmp_path / "test.yaml", "--results", tmp_path / "results")
+    assert "3 s of them proved outputs right" in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize("there", ["sm_80", None], ids=str)
 def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, gpu, monkeypatch, there):
     """The spec names another one, or NVML does not tell."""
