@@ -343,6 +343,31 @@ def test_what_a_trial_proved_is_not_proved_again_but_other_launches_are(bench, m
     assert proofs == [tried.timed, other.timed]
 
 
+def test_a_candidate_is_tried_in_8_calls_one_by_one_and_a_finalist_in_7000(bench, monkeypatch):
+    asked = []
+
+    def repeat(proof, proven, most, longest_us, each_us=None):
+        asked.append((most, longest_us))
+        return most
+
+    bench._launch_times, bench._cold_copies = {}, [bench._timed]
+    monkeypatch.setattr(Proof, "repeat", repeat)
+    accuracy, first = bench.trial(candidate(64))
+    assert (accuracy.calls, first.sm_mhz) == (8, 1980.0)
+    bench.add("k", candidate(64), cold=False)
+    assert bench.confirm("k", 200_000.0) == 7_000
+    assert asked == [(8, 1_000.0), (7_000, 200_000.0)]
+
+    def wrong(*_):
+        raise WrongResult("a race")
+
+    monkeypatch.setattr(Proof, "repeat", wrong)
+    with pytest.raises(WrongResult, match="a race"):
+        bench.confirm("k", 200_000.0)
+    with pytest.raises(WrongResult, match="a race"):
+        bench.trial(candidate(128))
+
+
 def test_the_output_is_looked_at_before_the_host_waits_for_the_replay(bench, monkeypatch):
     """So that the look is ready when the time is: nothing is launched between."""
     order = []

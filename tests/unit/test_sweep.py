@@ -113,6 +113,14 @@ def test_inputs_are_drawn_anew_in_each_run_unless_the_spec_has_their_seed(go, gp
     assert seeds[2:] == [7, 7]
 
 
+def test_a_row_keeps_the_clock_of_its_first_time(go, gpu, monkeypatch):
+    """Who races is decided by cycles: at the power cap a time alone says little."""
+    times = gpu.first_times
+    monkeypatch.setattr(gpu, "first_times", lambda each: replace(times(each), sm_mhz=1395.0))
+    rows = by_config(go())
+    assert {rows[threads,].first_mhz for threads in (32, 64, 128)} == {1395.0}
+
+
 def test_the_output_says_what_proofs_took_of_the_sweep(attnsweep, gpu, tmp_path):
     gpu.proof_s = 3.2
     (tmp_path / "test.yaml").write_text(SPEC)
