@@ -23,7 +23,8 @@ Pair = tuple[Build, Trial]
 # apart, in other states of the clock. In 234 recorded problems the best of the finals, or one as
 # good, had a first time of at most 1.11 times the least (1.04 in all but three); relative to the
 # finals' times, the first times of 720 finalists were 0.89 to 1.04 times the usual (99 % of them;
-# two were mistakes). The rest covers other cards. First times are warm, so the best with a cold L2 may be further off.
+# two were mistakes). The rest covers other cards. First times are warm, so the best with a cold L2
+# may be further off.
 _ENTRY = {"warm": 1.25, "cold": 1.5}
 # The largest probability that the race eliminates the fastest entrant.
 _ALPHA = 0.05
