@@ -24,8 +24,8 @@ from attnsweep import export, exported_table, find_runs
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "use" / "runtime"
 TABLE, CUBINS = PLACE / "table.json", PLACE / "cubins"
-# Cubins of an archive. A first call unpacks one archive: 16 take 3 ms, all 322 take 40. In groups
-# of 8 they would be a quarter larger together, in groups of 32 a sixth smaller.
+# Cubins of an archive. A first call unpacks one archive: 16 take 3 ms, all of them 130. In
+# groups of 8 they would be a quarter larger together, in groups of 32 a sixth smaller.
 GROUP = 16
 
 

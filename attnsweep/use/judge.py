@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from attnsweep.hardware import arch_named
 from attnsweep.store.run import open_run
 from attnsweep.trial import OURS, Status, Trial
 from attnsweep.use.compiled import FAMILY, shape_of
-from attnsweep.use.package import outline
+from attnsweep.use.package import held_for, outline
 from attnsweep.use.runtime.dispatch import choose
 from attnsweep.use.runtime.launch import refused_by
 from attnsweep.use.runtime.table import TABLE, Gpu, GpuKey, Kernel, Shape, read_table
@@ -109,11 +110,17 @@ def without(gpu: Gpu, shape: Shape) -> Gpu:
     """What would be known if neither the shape nor its twin in the other dtype had been tuned."""
     sizes = shape._replace(dtype="")
     winners = tuple(w for w in gpu.winners if w.shape._replace(dtype="") != sizes)
-    won = {(w.shape.head_dim, w.shape.causal, w.kernel.config) for w in winners}
+    won = {w.kernel.config for w in winners}
+    held = {_key(w.kernel) for w in winners}
+    shapes = Counter((w.shape.head_dim, w.shape.causal) for w in winners)
+    for w in winners:
+        times_us = {k.config: us for k, us in ((w.kernel, w.time_us), *w.others)}
+        kind = (w.shape.head_dim, w.shape.causal)
+        held |= {(*kind, config) for config in held_for(times_us, won, shapes[kind])}
     made = [w.kernel for w in gpu.winners] + [*gpu.twins]
-    twins = tuple(k for k in made if (k.head_dim, k.causal, k.config) in won)
+    twins = tuple(kernel for kernel in made if _key(kernel) in held)
     left = [
-        replace(w, others=tuple((k, us) for k, us in w.others if _key(k) in won)) for w in winners
+        replace(w, others=tuple((k, us) for k, us in w.others if _key(k) in held)) for w in winners
     ]
     return replace(gpu, winners=tuple(left), twins=twins)
 

@@ -12,7 +12,8 @@ import keyword
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -42,6 +43,11 @@ MODULES = (
 """The runtime's files that a package has under the same name; package.py is its __init__.py."""
 # Providers of PyTorch's own attention: what a call gets without a package.
 _SDPA = "torch_"
+# Configs that a package holds for a tuned shape, and for the shapes near it: the winner, and the
+# next ones of all that won anywhere; more if few shapes of a kind were tuned, so that these share
+# the second number. What the rule loses on each shape of the recorded H100 runs, predicted from the
+# others, at the 95th percentile: 16 % with winners alone, 8 % with 3 for each, 7 % so and with all.
+_HELD, _HELD_OF_A_KIND = 3, 60
 
 
 @dataclass(frozen=True)
@@ -152,11 +158,13 @@ def outline(
 class _Selected:
     """What a package takes of runs.
 
-    names: of the GPUs. codes: config and a problem of each machine code, by what tells it from
-    others, in the table's order. fp8: the same of FP8 problems, and all else of the others.
+    served: configs of a GPU by kind and label. names: of the GPUs. codes: config and a problem of
+    each machine code, by what tells it from others, in the table's order. fp8: the same of FP8
+    problems, and all else of the others.
     """
 
     winners: list[Chosen]
+    served: dict[GpuKey, dict[Kind, dict[str, Config]]]
     names: dict[GpuKey, list[str]]
     codes: dict[tuple[object, ...], tuple[Config, Problem]]
     left_out: list[str]
@@ -194,13 +202,18 @@ def _selected(directories: Sequence[Path], family: Kernel, of_fp8: Kernel | None
     for chosen in winners:
         config, problem = _config(chosen.trial, family), chosen.trial.problem
         codes.setdefault(_code_key(config, problem), (config, problem))
+    served = {key: _served(winners, key, family) for key in names}
+    for chosen in winners:
+        problem = chosen.trial.problem
+        for config in served[chosen.gpu][_kind(problem)].values():
+            codes.setdefault(_code_key(config, problem), (config, problem))
     for config, problem in [*codes.values()]:  # the same code but for the type of the elements
         twin = replace(problem, dtype="bf16" if problem.dtype == "fp16" else "fp16")
         codes.setdefault(_code_key(config, twin), (config, twin))
     known = {key: sorted(names[key]) for key in sorted({chosen.gpu for chosen in winners})}
     in_order = {key: codes[key] for key in sorted(codes, key=repr)}
     chosen_fp8 = fp8.NOTHING if of_fp8 is None else fp8.select(in_fp8, names, of_fp8)
-    return _Selected(winners, known, in_order, left_out, chosen_fp8)
+    return _Selected(winners, served, known, in_order, left_out, chosen_fp8)
 
 
 def _table(
@@ -208,7 +221,7 @@ def _table(
 ) -> dict[str, Any]:
     """The table of a package. source: a digest of the text that its machine code is compiled of."""
     numbers = {key: number for number, key in enumerate(selected.codes)}
-    served = {key: _served(selected.winners, key, family) for key in selected.names}
+    served = selected.served
     source = hashlib.sha256(repr(sorted(source_closure(family.source).items())).encode())
     return {
         "format": FORMAT,
@@ -227,7 +240,7 @@ def _table(
                     for chosen in selected.winners
                     if chosen.gpu == key
                 ],
-                "twins": _twins(selected.winners, key, family, numbers),
+                "twins": _twins(selected, key, family, numbers),
             }
             for key, names in selected.names.items()
         ],
@@ -331,29 +344,40 @@ def _kind(problem: Problem) -> Kind:
 def _served(
     winners: Sequence[Chosen], key: GpuKey, family: Kernel
 ) -> dict[Kind, dict[str, Config]]:
-    """The configs that won on a GPU, by kind and label."""
-    served: dict[Kind, dict[str, Config]] = {}
-    for chosen in winners:
-        if chosen.gpu == key:
-            config = _config(chosen.trial, family)
-            served.setdefault(_kind(chosen.trial.problem), {})[config.label] = config
+    """The configs that serve on a GPU, by kind and label: winners and runners-up."""
+    here = [chosen for chosen in winners if chosen.gpu == key]
+    won = {config.label: config for config in (_config(c.trial, family) for c in here)}
+    shapes = Counter(_kind(chosen.trial.problem) for chosen in here)
+    arch, served = arch_named(family.min_arch), dict[Kind, dict[str, Config]]()
+    for chosen in here:
+        problem, own = chosen.trial.problem, _config(chosen.trial, family)
+        fit = [n for n in won if family.refused_by(won[n], problem, arch) is None]
+        held = [own.label, *held_for(chosen.times_us, fit, shapes[_kind(problem)])]
+        served.setdefault(_kind(problem), {}).update({label: won[label] for label in held})
     return served
 
 
+def held_for(times_us: Mapping[str, float], won: Collection[str], shapes: int) -> list[str]:
+    """Labels of the configs that a package holds for a shape, of those that won anywhere.
+
+    times_us: on the shape. shapes: number of tuned shapes of its head_dim and mask.
+    """
+    fastest = sorted((us, label) for label, us in times_us.items() if label in won)
+    return [label for _, label in fastest[: max(_HELD, -(-_HELD_OF_A_KIND // shapes))]]
+
+
 def _twins(
-    winners: Sequence[Chosen],
-    key: GpuKey,
-    family: Kernel,
-    numbers: Mapping[tuple[object, ...], int],
+    selected: _Selected, key: GpuKey, family: Kernel, numbers: Mapping[tuple[object, ...], int]
 ) -> list[int]:
-    """Numbers of the kernels that won on a GPU in the other dtype alone."""
+    """Numbers of the kernels that serve on a GPU besides the winners: their code is there."""
     won, twins = set(), set()
-    for chosen in winners:
+    for chosen in selected.winners:
         if chosen.gpu == key:
-            config, problem = _config(chosen.trial, family), chosen.trial.problem
-            won.add(numbers[_code_key(config, problem)])
-            for dtype in ("fp16", "bf16"):
-                twins.add(numbers[_code_key(config, replace(problem, dtype=dtype))])
+            problem = chosen.trial.problem
+            won.add(numbers[_code_key(_config(chosen.trial, family), problem)])
+            for config in selected.served[key][_kind(problem)].values():
+                for dtype in ("fp16", "bf16"):
+                    twins.add(numbers[_code_key(config, replace(problem, dtype=dtype))])
     return sorted(twins - won)
 
 

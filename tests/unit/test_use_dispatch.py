@@ -15,8 +15,10 @@ from attnsweep.use.runtime.dispatch import choose
 from attnsweep.use.runtime.predict import (
     ALONE,
     SDPA,
+    learn,
+    memory_us,
+    nearness,
     octaves,
-    predict,
     tiling,
     work,
 )
@@ -25,6 +27,12 @@ from attnsweep.use.runtime.table import Guard
 SMS = H100.sm_count
 FREE = Guard(margin=-9.0, per_octave=0.0, reach=99.0)
 SMALL = replace(PLAIN, block_m=64, blocks_per_sm=2, config="BLOCK_N=64 WARPGROUPS=1")
+
+
+def predict(made, times, asked, key):
+    """The prediction for a shape from times on others."""
+    nearby = nearness(asked, [known for known, _ in times], key)
+    return learn(made, times, key).predict(asked, nearby, key)
 
 
 def timed(of, time_us=10.0, sdpa_us=20.0, kernel=PLAIN, others=()):
@@ -53,7 +61,7 @@ def test_a_tuned_shape_is_not_predicted():
 def test_the_kernel_that_is_predicted_fastest_serves():
     """Where 133 tiles of 128 queries are two waves, and 265 of 64 are little more than one."""
     full = shape(1, 132, 128, seqlen_k=4096)
-    known = gpu(timed(full, 10.0, 20.0, others=((SMALL, 10.5),)), guard=FREE)
+    known = gpu(timed(full, 100.0, 200.0, others=((SMALL, 105.0),)), guard=FREE)
     assert choose(known, shape(1, 131, 128, seqlen_k=4096)).kernel.config == PLAIN.config
     beyond = choose(known, shape(1, 133, 128, seqlen_k=4096))
     assert (beyond.kernel.config, beyond.code) == (SMALL.config, "near")
@@ -197,7 +205,7 @@ def dealt(costs, servers):
 
 @pytest.mark.parametrize(("heads", "seqlen"), [(16, 1024), (16, 4096), (64, 2048), (12, 777)])
 def test_work_of_causal_blocks_is_that_of_dealing_them_out(heads, seqlen):
-    ordered = replace(PLAINLY, tail=0.1)
+    ordered = replace(PLAINLY, tail=0.1, ordered=True)
     asked = shape(1, heads, seqlen, causal=True)
     tiles = -(-seqlen // 128)
     costs = [EXTRA + -(-min(seqlen, 128 * n) // 64) for n in range(tiles, 0, -1)]
@@ -263,3 +271,65 @@ def test_idle_sms_are_no_distance():
     assert octaves(shape(1, 264, 64), shape(1, 528, 64), SMS) == 1
     assert octaves(shape(1, 264, 64), shape(1, 264, 64, seqlen_k=256), SMS) == 2
     assert octaves(shape(1, 1, 1, seqlen_k=64), shape(1, 1, 64), SMS) == 6, "few queries are unlike"
+
+
+def test_memory_bounds_what_computes_little():
+    """Twice the bytes beyond the L2 take twice the time, although a unit of work is free."""
+    some, more = shape(64, 32, 256), shape(128, 32, 256)
+    known = [(some, memory_us(PLAINLY, some, H100) + PLAINLY.start_us)]
+    found = predict(PLAINLY, known, more, H100).time_us
+    assert found == pytest.approx(memory_us(PLAINLY, more, H100), rel=0.1)
+    assert memory_us(PLAINLY, shape(), H100) == 0
+
+
+def test_a_time_that_memory_took_says_least_of_computing():
+    bound, free = shape(64, 32, 256), shape(1, 32, 4096)
+    units = learn(PLAINLY, [(bound, memory_us(PLAINLY, bound, H100)), (free, 900.0)], H100).units
+    trust = {known: share for known, _, share in units}
+    assert trust[bound] < 0.1
+    assert trust[free] > 0.99
+
+
+def test_a_second_launch_takes_time():
+    split = tiling(SPLIT)
+    joined_in_clusters = tiling(replace(SPLIT, split_cluster=1))
+    assert split.start_us == 2 * joined_in_clusters.start_us
+    known = [(shape(1, 8, 64, seqlen_k=8192), 20.0)]
+    short = shape(1, 8, 64, seqlen_k=256)
+    slow, fast = (predict(each, known, short, H100).time_us for each in (split, joined_in_clusters))
+    assert slow > fast + 1.0
+
+
+def test_longest_blocks_of_all_heads_first_share_sms_with_short_ones():
+    """12 heads of 13 blocks: 24 SMs hold two."""
+    asked = shape(2, 6, 777, head_dim=128, causal=True)
+    made = replace(PLAINLY, block_m=64, blocks_per_sm=2)
+    mixed, ordered = (work(replace(made, ordered=each), asked, SMS) for each in (False, True))
+    longest = 13 + made.block_keys / 64
+    assert ordered == pytest.approx(longest / ALONE, rel=0.2)
+    assert mixed > 1.2 * ordered
+
+
+def test_pytorch_divides_the_keys_of_few_blocks():
+    few, many = shape(1, 4, 128, seqlen_k=8192), shape(64, 4, 128, seqlen_k=8192)
+    undivided = replace(SDPA, divides=False)
+    assert work(SDPA, few, SMS) < 0.5 * work(undivided, few, SMS)
+    assert work(SDPA, many, SMS) == work(undivided, many, SMS)
+    square = [(shape(1, 16, n), n / 10) for n in (1024, 2048)]
+    assert predict(SDPA, square, few, H100).time_us < predict(undivided, square, few, H100).time_us
+
+
+def test_of_equal_kernels_the_one_that_was_timed_nearer_serves():
+    near = timed(shape(4, 16, 1024), 100.0, 150.0)
+    far = timed(shape(4, 16, 8192), 6200.0, 9900.0, kernel=replace(PLAIN, config="far"))
+    chosen = choose(gpu(near, far, guard=FREE), shape(4, 16, 1100))
+    assert chosen.kernel.config == PLAIN.config
+
+
+def test_what_is_worked_out_once_does_not_grow():
+    known = gpu(timed(shape()))
+    for n in range(1, 300):
+        choose(known, shape(seqlen=n))
+        choose(known, shape(head_dim=8 * n + 128))
+    assert len(known.kinds) == 1
+    assert replace(known, winners=()).kinds == {}, "it is worked out anew for another table"

@@ -13,6 +13,7 @@ from packages import H100, PLAIN, gpu, shape, winner
 
 from attnsweep.errors import StoreError
 from attnsweep.use import judge
+from attnsweep.use.package import held_for
 from attnsweep.use.runtime.table import Guard
 
 ROOT = Path(__file__).parent.parent.parent
@@ -21,6 +22,7 @@ TUNED = [
     H100_RUNS / name
     for name in ("h100", "flash_training", "flash_short", "batched", "flash_dims", "flash_long")
 ]
+FITTED = [*TUNED, H100_RUNS / "between", H100_RUNS / "between_short"]
 
 
 @pytest.fixture(scope="module")
@@ -36,28 +38,49 @@ def left_out():
 
 
 def test_each_recorded_shape_from_the_others(left_out):
-    """The rule loses little of what the kernels hold, and nothing to PyTorch."""
+    """Few shapes that are far apart: what is lost is some gain, and nothing to PyTorch."""
     found = judge.summary(left_out)
     assert found["shapes"] > 40
     assert found["regret"]["median"] <= 0.03
     assert found["slower_than_sdpa_by_3_percent"] == 0
-    near = [row for row in left_out if row.code == "near" and row.regret is not None]
-    of_the_rule = [(1 + row.regret) / (1 + row.served) - 1 for row in near]
-    assert len(near) >= 25
-    assert judge.quantile(of_the_rule, 0.95) <= 0.05
+    assert found["regret"]["p95"] <= 0.25, "there is no near shape"
 
 
 def test_each_recorded_shape_of_between_from_all_others():
     """As the constants were fitted, so this shows no more than that they still are."""
-    runs = [*TUNED, H100_RUNS / "between"]
-    rows = [row for row in judge.judged(runs, []) if row.run == "between"]
+    rows = [row for row in judge.judged(FITTED, []) if row.run.startswith("between")]
     found = judge.summary(rows)
-    assert found["shapes"] >= 50
-    assert found["shapes"] - found["not_timed"] >= 40
+    assert found["shapes"] >= 65
+    assert found["shapes"] - found["not_timed"] >= 50
     assert found["regret"]["median"] <= 0.03
+    assert found["regret"]["p95"] <= 0.10
     assert found["slower_than_sdpa_by_3_percent"] <= 1
+    near = [row for row in rows if row.code == "near" and row.regret is not None]
+    of_the_rule = [(1 + row.regret) / (1 + row.served) - 1 for row in near]
+    assert len(near) >= 50
+    assert judge.quantile(of_the_rule, 0.95) <= 0.08
     errors = [abs(row.expected_gain / row.gain - 1) for row in rows if row.config and row.gain]
     assert judge.quantile(errors, 0.5) <= 0.08
+
+
+def test_shapes_that_were_drawn_at_random():
+    """What is asked of dispatch, on shapes that nothing was fitted on."""
+    rows = list(judge.judged(FITTED, [H100_RUNS / "held_out"]))
+    found = judge.summary(rows)
+    assert found["shapes"] - found["not_timed"] >= 40
+    assert found["regret"]["median"] <= 0.03
+    assert found["regret"]["p95"] <= 0.10
+    assert found["slower_than_sdpa_by_3_percent"] == 0
+    assert found["to_sdpa"] <= 4
+
+
+def test_runners_up_are_held_of_the_configs_that_won_anywhere():
+    times_us = {"a": 4.0, "b": 1.0, "c": 3.0, "d": 2.0, "e": 5.0, "never won": 0.5}
+    won = "abcdef"
+    assert held_for(times_us, won, 100) == ["b", "d", "c"]
+    assert held_for(times_us, won, 20) == ["b", "d", "c"]
+    assert held_for(times_us, won, 15) == ["b", "d", "c", "a"], "few shapes of a kind hold more"
+    assert held_for(times_us, won, 1) == ["b", "d", "c", "a", "e"]
 
 
 def test_a_left_out_shape_is_not_known():
@@ -66,9 +89,10 @@ def test_a_left_out_shape_is_not_known():
     left = judge.without(known, first.shape)
     sizes = first.shape._replace(dtype="")
     assert not [w for w in left.winners if w.shape._replace(dtype="") == sizes]
-    won = {(w.kernel.head_dim, w.kernel.causal, w.kernel.config) for w in left.winners}
+    won = {w.kernel.config for w in left.winners}
     kernels = [*left.twins, *(k for w in left.winners for k, _ in w.others)]
-    assert {(k.head_dim, k.causal, k.config) for k in kernels} <= won
+    assert {k.config for k in kernels} <= won
+    assert {k.config for k in known.twins} - won, "the shape was left out alone with its winner"
 
 
 def one(configs_us, **sdpa_us):

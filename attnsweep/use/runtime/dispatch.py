@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .launch import refused_by
-from .predict import SDPA, Prediction, predict, tiling
+from .predict import SDPA, Learned, Prediction, learn, nearness, tiling
 from .table import Gpu, Kernel, Shape, Winner
 
 # Kernels that are predicted within this of the fastest are equal: the nearest winner's is taken.
 _EQUAL = 1.005
+# By how much slower a kernel is taken to be for each octave to the nearest shape of its times.
+_DOUBT = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,15 @@ class Choice:
     gain: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is known of calls of one head_dim, dtype and mask. winners: also of the other dtype."""
+
+    winners: Mapping[Shape, Winner]
+    kernels: tuple[tuple[Kernel, Learned], ...]
+    sdpa: Learned
+
+
 def choose(gpu: Gpu, shape: Shape) -> Choice:
     """The kernel for a shape, or why there is none.
 
@@ -34,28 +45,49 @@ def choose(gpu: Gpu, shape: Shape) -> Choice:
     kernel that is predicted to be the fastest, if it is predicted to beat PyTorch's own attention
     by the guard's share and the nearest shape where it was timed is within the guard's reach.
     """
-    alike = (shape.head_dim, shape.causal)
-    known = [w for w in gpu.winners if (w.shape.head_dim, w.shape.causal) == alike]
-    kernels = _kernels(gpu, known, shape)
-    if not kernels:
+    kind = _kind_of(gpu, shape)
+    if not kind.kernels:
         mask = "causal" if shape.causal else "full"
         what = f"head_dim {shape.head_dim}, {shape.dtype}, {mask}"
         return Choice(None, "not_tuned", f"no shape with {what} was tuned")
+    winner = kind.winners.get(shape)
+    if winner is None:
+        return _predicted(gpu, shape, kind)
+    if winner.gain_low >= 1:
+        return Choice(winner.kernel, "tuned", "this shape was tuned", winner.gain)
+    why = "this shape was tuned, and PyTorch's own attention is as fast"
+    return Choice(None, "not_faster", why, winner.gain)
+
+
+def _kind_of(gpu: Gpu, shape: Shape) -> Kind:
+    """What is known of the shape's head_dim, dtype and mask, worked out once for each."""
+    asked = (shape.head_dim, shape.dtype, shape.causal)
+    found: Kind | None = gpu.kinds.get(asked)
+    if found is not None:
+        return found
+    alike = (shape.head_dim, shape.causal)
+    known = [w for w in gpu.winners if (w.shape.head_dim, w.shape.causal) == alike]
+    timed: dict[str, list[tuple[Shape, float]]] = defaultdict(list)
     for winner in known:
-        if winner.shape == shape:
-            if winner.gain_low >= 1:
-                return Choice(winner.kernel, "tuned", "this shape was tuned", winner.gain)
-            why = "this shape was tuned, and PyTorch's own attention is as fast"
-            return Choice(None, "not_faster", why, winner.gain)
-    return _predicted(gpu, shape, known, kernels)
+        for kernel, time_us in ((winner.kernel, winner.time_us), *winner.others):
+            timed[kernel.config].append((winner.shape, time_us))
+    kernels = _kernels(gpu, known, shape)
+    kind = Kind(
+        {winner.shape: winner for winner in reversed(known)},
+        tuple((kernel, learn(tiling(kernel), timed[name], gpu.key)) for name, kernel in kernels),
+        learn(SDPA, ((winner.shape, winner.sdpa_us) for winner in known), gpu.key),
+    )
+    if kernels:  # only then is their number bounded by the table's
+        gpu.kinds[asked] = kind
+    return kind
 
 
-def _kernels(gpu: Gpu, known: Sequence[Winner], shape: Shape) -> dict[str, Kernel]:
+def _kernels(gpu: Gpu, known: Sequence[Winner], shape: Shape) -> list[tuple[str, Kernel]]:
     """The kernels of the shape's head_dim, dtype and mask by their configs, in a fixed order."""
     kernels = [winner.kernel for winner in known]
     kernels += [kernel for winner in known for kernel, _ in winner.others]
     made = {each.config: each for each in (*kernels, *gpu.twins) if _made(each, shape)}
-    return dict(sorted(made.items()))
+    return sorted(made.items())
 
 
 def _made(kernel: Kernel, shape: Shape) -> bool:
@@ -63,19 +95,14 @@ def _made(kernel: Kernel, shape: Shape) -> bool:
     return kind == (shape.head_dim, shape.dtype, shape.causal)
 
 
-def _predicted(
-    gpu: Gpu, shape: Shape, known: Sequence[Winner], kernels: dict[str, Kernel]
-) -> Choice:
+def _predicted(gpu: Gpu, shape: Shape, kind: Kind) -> Choice:
     """The kernel for a shape that was not tuned. Times in fp16 and bf16 are taken as equal."""
     guard = gpu.guard
-    timed: dict[str, list[tuple[Shape, float]]] = defaultdict(list)
-    for winner in known:
-        for kernel, time_us in ((winner.kernel, winner.time_us), *winner.others):
-            timed[kernel.config].append((winner.shape, time_us))
+    nearby = nearness(shape, kind.winners, gpu.key)
     found: list[tuple[Prediction, Kernel]] = []
-    for config, kernel in kernels.items():
+    for kernel, learned in kind.kernels:
         if refused_by(kernel, shape, gpu.key.sm_count) is None:
-            prediction = predict(tiling(kernel), timed[config], shape, gpu.key)
+            prediction = learned.predict(shape, nearby, gpu.key)
             if prediction is not None:
                 found.append((prediction, kernel))
     near = [each for each in found if each[0].octaves <= guard.reach]
@@ -85,11 +112,11 @@ def _predicted(
             nearest = min(found, key=lambda each: each[0].octaves)[0]
             why += f"; the nearest is {nearest.nearest.label} ({nearest.octaves:.1f} octaves)"
         return Choice(None, "far", why)
-    least = min(prediction.time_us for prediction, _ in near)
-    equal = [each for each in near if each[0].time_us <= _EQUAL * least]
+    doubted = [(each[0].time_us * (1 + _DOUBT * each[0].octaves), each) for each in near]
+    least = min(time_us for time_us, _ in doubted)
+    equal = [each for time_us, each in doubted if time_us <= _EQUAL * least]
     ours, kernel = min(equal, key=lambda each: each[0].octaves)
-    of_sdpa = ((winner.shape, winner.sdpa_us) for winner in known)
-    theirs = predict(SDPA, of_sdpa, shape, gpu.key)
+    theirs = kind.sdpa.predict(shape, nearby, gpu.key)
     if theirs is None:  # there are winners, and each has a time of PyTorch's
         raise AssertionError
     gain = theirs.time_us / ours.time_us

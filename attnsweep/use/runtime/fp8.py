@@ -143,4 +143,4 @@ def refused_by(kernel: Fp8Kernel, shape: Shape) -> str | None:
         "short_calls": kernel.pdl == 0 or flops < 2e11,
     }
     broken = next((name for name, holds in rules.items() if not holds), None)
-    return broken or beyond_limits([call(kernel, shape, 1.0)])
+    return broken or beyond_limits([call(kernel, shape, 1.0).grid])

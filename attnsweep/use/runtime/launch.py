@@ -74,16 +74,8 @@ def calls(
     the output. Buffers are q, k, v, o, lse and the workspaces.
     """
     heads = shape.batch * shape.heads
-    tiles_m = ceil_div(shape.seqlen_q, kernel.cluster * kernel.block_m) * kernel.cluster
     turns = kernel.persistent * kernel.blocks_per_sm
     together = heads_together(shape, kernel.block_m, kernel.block_n, turns)
-    grid = (tiles_m, heads, kernel.splits)
-    if kernel.persistent:
-        grid = (min(turns, tiles_m * heads), 1, 1)
-    elif kernel.order:
-        grid = (together, tiles_m, heads // together)
-    elif kernel.split_cluster:
-        grid = (tiles_m * kernel.splits, heads, 1)
     whole = Pointer("lse" if lse else "")
     outputs: tuple[Arg, ...] = (whole, Pointer("o" if kernel.split_cluster else ""))
     if kernel.combines:
@@ -93,15 +85,34 @@ def calls(
     maps = (Map("q", (64, 64)), Map("k", keys), Map("v", keys), Map("o", (64, 16)))
     sizes = (heads, shape.heads // shape.heads_kv, together, shape.seqlen_q, shape.seqlen_k)
     args: tuple[Arg, ...] = (*maps, *outputs, *sizes, scale * LOG2E, *layout)
-    first = Call("fwd", grid, kernel.threads, kernel.smem_bytes, args)
+    first = Call("fwd", _grid(kernel, shape), kernel.threads, kernel.smem_bytes, args)
     if not kernel.combines:
         return (first,)
     rows = heads * shape.seqlen_q
-    blocks = ceil_div(rows * shape.head_dim, 4 * kernel.combine_threads)
     joined = (Pointer("partial"), Pointer("partial_lse"), Pointer("o"), whole)
     join_args: tuple[Arg, ...] = (*joined, rows, shape.seqlen_q, *layout)
-    join = Call("combine", (blocks, 1, 1), kernel.combine_threads, 0, join_args, kernel.pdl > 0)
+    join = Call(
+        "combine", _join_grid(kernel, shape), kernel.combine_threads, 0, join_args, kernel.pdl > 0
+    )
     return (first, join)
+
+
+def _grid(kernel: Kernel, shape: Shape) -> tuple[int, int, int]:
+    heads = shape.batch * shape.heads
+    tiles_m = ceil_div(shape.seqlen_q, kernel.cluster * kernel.block_m) * kernel.cluster
+    if kernel.persistent:
+        return (min(kernel.persistent * kernel.blocks_per_sm, tiles_m * heads), 1, 1)
+    if kernel.order:
+        together = heads_together(shape, kernel.block_m, kernel.block_n, 0)
+        return (together, tiles_m, heads // together)
+    if kernel.split_cluster:
+        return (tiles_m * kernel.splits, heads, 1)
+    return (tiles_m, heads, kernel.splits)
+
+
+def _join_grid(kernel: Kernel, shape: Shape) -> tuple[int, int, int]:
+    elements = shape.batch * shape.heads * shape.seqlen_q * shape.head_dim
+    return (ceil_div(elements, 4 * kernel.combine_threads), 1, 1)
 
 
 def refused_by(kernel: Kernel, shape: Shape, sm_count: int) -> str | None:
@@ -136,12 +147,15 @@ def refused_by(kernel: Kernel, shape: Shape, sm_count: int) -> str | None:
     broken = next((name for name, holds in rules.items() if not holds), None)
     if broken is not None:
         return broken
-    return beyond_limits(calls(kernel, shape, 1.0, False, (0, 0, 0)))
+    grids = [_grid(kernel, shape)]
+    if kernel.combines:
+        grids.append(_join_grid(kernel, shape))
+    return beyond_limits(grids)
 
 
-def beyond_limits(launches: Sequence[Call]) -> str | None:
+def beyond_limits(grids: Sequence[tuple[int, int, int]]) -> str | None:
     """`block_limits` if a grid is larger than CUDA's largest, or None."""
-    fits = all(x < 2**31 and max(y, z) <= 65535 for x, y, z in (call.grid for call in launches))
+    fits = all(x < 2**31 and max(y, z) <= 65535 for x, y, z in grids)
     return None if fits else "block_limits"
 
 
@@ -160,8 +174,7 @@ def heads_together(
     blocks: those that take turns at all tiles; 0 if each block has one tile. l2_bytes: to share,
     if a number has two bytes.
     """
-    heads, group = shape.batch * shape.heads, shape.heads // shape.heads_kv
-    fit = min(heads, max(1, l2_bytes * group // (4 * shape.seqlen_k * shape.head_dim)))
+    heads, fit = shape.batch * shape.heads, heads_that_fit(shape, l2_bytes)
     if not blocks:
         return next(n for n in range(fit, 0, -1) if heads % n == 0)
     if not shape.causal:
@@ -172,6 +185,13 @@ def heads_together(
     if len(set(costs)) == 1 or heads * len(costs) > _MOST_RUNS:
         return fit
     return _even_turns(heads, fit, costs, blocks)
+
+
+def heads_that_fit(shape: Shape, l2_bytes: int = L2_BYTES) -> int:
+    """Number of heads whose K and V fit in the L2 together; see heads_together."""
+    group = shape.heads // shape.heads_kv
+    fit = l2_bytes * group // (4 * shape.seqlen_k * shape.head_dim)
+    return min(shape.batch * shape.heads, max(1, fit))
 
 
 def _even_turns(heads: int, fit: int, costs: tuple[int, ...], blocks: int) -> int:

@@ -1,33 +1,43 @@
 """How long a kernel takes on a shape where it was not timed, from the shapes where it was.
 
-A kernel's blocks each visit some tiles of keys. The busiest SM decides the time, so a time is
+A kernel's blocks each visit some tiles of keys. The busiest SM decides how long they compute, and
+the bytes that do not stay in the L2 how long memory takes. Each hides a part of the other:
 
-    start + traffic + (work of the busiest SM) x (time of a unit of work),
+    time = launches + sqrt(computing^2 + memory^2),
+    computing = (work of the busiest SM) x (time of a unit of work),
 
-and the last factor is what the kernel took where it was timed, the near shapes counting most. The
-constants are those that predict the recorded runs best, each shape from the others
-(benchmarks/dispatch.py); which kernel is fast, and how fast, comes from the runs alone.
+and the last factor is what the kernel took where it was timed, the near shapes counting most, and
+those least where memory took most of the time. The constants are those that predict the recorded
+runs best, each shape from the others (benchmarks/dispatch.py); which kernel is fast, and how fast,
+comes from the runs alone.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .launch import busiest_turns, ceil_div, heads_together
+from .launch import busiest_turns, ceil_div, heads_that_fit
 from .table import GpuKey, Kernel, Shape
 
 ALONE, TWO_OF_THREE = 0.75, 0.85
 """Speed of an SM that holds fewer blocks than it has room for: one of two, two of three."""
-# The share of the L2 that keeps inputs and outputs from one call to the next, and the rate at which
-# bytes beyond it add to the time. Both are fitted: other blocks hide a part of that time.
-_L2_SHARE, _BYTES_PER_US = 0.35, 11e6
+# The share of the L2 that keeps inputs and outputs from one call to the next.
+_L2_SHARE = 0.2
+# The rate of the L2, where splits of the keys leave parts of the output for the second launch.
+_L2_BYTES_PER_US = 5e6
+# The least share of a time, after the launches, that is taken for computing.
+_LEAST_COMPUTING = 0.3
 # A shape that is one octave off counts e to the power of this less.
-_FADES = 1.3
+_FADES = 2.0
 # Tiles of queries that are looked at one by one; of more, every second, third and so on.
 _MOST_TILES = 4096
+# PyTorch's flash backend divides the keys of few blocks among all SMs. In units of `work`: what
+# that costs besides, and each tile of 64 queries and 128 keys, which its kernel takes longer for.
+_DIVIDED, _DIVIDED_TILE = 6.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +45,11 @@ class Tiling:
     """How a kernel cuts a call, and what else its time depends on.
 
     shares: blocks and warpgroups that share a row's keys. turns: blocks that take turns at all
-    tiles; 0 if each has one. block_keys: work of a block besides its tiles, in keys. tail: share
-    of the longest block by which SMs end apart, if blocks differ. start_us: of a launch, and of
-    all else that does not grow. waits: whether bytes beyond the L2 cost time.
+    tiles; 0 if each has one. ordered: whether the longest blocks of all heads start first.
+    block_keys: work of a block besides its tiles, in keys. tail: share of the longest block by
+    which SMs end apart, if blocks differ. start_us: of the launches, and of all else that does
+    not grow. bytes_per_us: of memory. parts: of the output, in float32, that a second launch joins.
+    divides: whether few blocks may be divided as PyTorch does it.
     """
 
     block_m: int
@@ -46,13 +58,16 @@ class Tiling:
     splits: int
     blocks_per_sm: int
     turns: int
+    ordered: bool
     block_keys: float
     tail: float
     start_us: float
-    waits: bool
+    bytes_per_us: float
+    parts: int = 0
+    divides: bool = False
 
 
-SDPA = Tiling(128, 128, 1, 1, 1, 0, 70.0, 0.8, 3.75, False)
+SDPA = Tiling(128, 128, 1, 1, 1, 0, False, 100.0, 0.5, 3.75, 3.2e6, divides=True)
 """PyTorch's own attention: the faster of cuDNN's and flash, both with tiles of about this size."""
 
 
@@ -66,19 +81,30 @@ def tiling(kernel: Kernel) -> Tiling:
         kernel.splits,
         kernel.blocks_per_sm,
         kernel.persistent * kernel.blocks_per_sm,
+        kernel.order > 0,
         block_keys=150.0 if alone else 90.0,
-        tail=0.1 if kernel.order else 0.6,
-        start_us=1.6,
-        waits=True,
+        tail=0.2 if kernel.order else 0.8,
+        start_us=1.6 * (2 if kernel.combines else 1),
+        bytes_per_us=2.6e6,
+        parts=kernel.splits if kernel.combines else 0,
     )
 
 
-@functools.lru_cache(maxsize=16384)
+@functools.lru_cache(maxsize=4096)
 def work(tiling: Tiling, shape: Shape, sm_count: int) -> float:
     """Work of the busiest SM, in tiles of keys at the speed of an SM that is full of blocks."""
+    visits = _visits(tiling, shape, ceil_div(shape.seqlen_q, tiling.block_m))
+    least = _undivided(tiling, shape, visits, sm_count)
+    if tiling.divides:
+        tiles = shape.batch * shape.heads * ceil_div(shape.seqlen_q, 64)
+        share = tiles * math.fsum(visits) / len(visits) / sm_count
+        least = min(least, _DIVIDED + _DIVIDED_TILE * share)
+    return least
+
+
+def _undivided(tiling: Tiling, shape: Shape, visits: list[int], sm_count: int) -> float:
     heads = shape.batch * shape.heads
     tiles_m = ceil_div(shape.seqlen_q, tiling.block_m)
-    visits = _visits(tiling, shape, tiles_m)
     extra = tiling.block_keys / tiling.block_n
     longest, mean = max(visits) + extra, math.fsum(visits) / len(visits) + extra
     blocks, room = heads * tiles_m * tiling.splits, sm_count * tiling.blocks_per_sm
@@ -90,15 +116,41 @@ def work(tiling: Tiling, shape: Shape, sm_count: int) -> float:
         last = ceil_div(rest, sm_count)
         whole = waves * tiling.blocks_per_sm * longest
         return whole + (last * longest / _speed(last, tiling.blocks_per_sm) if rest else 0.0)
+    if sm_count < blocks <= room and not tiling.turns:
+        return _side_by_side(tiling, [n + extra for n in reversed(visits)], heads, sm_count)
     if blocks <= room:
         full = _speed(ceil_div(blocks, sm_count), tiling.blocks_per_sm)
         return max(longest / _speed(1, tiling.blocks_per_sm), share / full)
     if tiling.turns and heads * tiles_m <= _MOST_TILES * 16:
-        together = heads_together(shape, tiling.block_m, tiling.block_n, tiling.turns)
         costs = tuple(round(8 * (n + extra)) for n in reversed(visits))
-        return busiest_turns(heads, together, costs, tiling.turns) * tiling.blocks_per_sm / 8
+        fit = heads_that_fit(shape)  # the launch takes the most even of all groups in this range
+        groups = range(fit, (fit - 1) // 2, -ceil_div(fit, 16))
+        busiest = min(busiest_turns(heads, n, costs, tiling.turns) for n in groups)
+        return busiest * tiling.blocks_per_sm / 8
     tail = 0.0 if tiling.turns else tiling.tail
     return max(share + tail * longest, longest / _speed(1, tiling.blocks_per_sm))
+
+
+def _side_by_side(tiling: Tiling, costs: list[float], heads: int, sm_count: int) -> float:
+    """Work of the busiest SM if all blocks start at once. costs: of a head's, the longest first.
+
+    Blocks go to one SM after another. Those of one SM share it, and the longest ends alone there.
+    """
+    if tiling.ordered:
+        blocks = [cost for cost in costs for _ in range(heads * tiling.splits)]
+        return _shared(blocks[::sm_count], tiling.blocks_per_sm)  # no other SM has longer ones
+    blocks = [cost for cost in costs for _ in range(tiling.splits)] * heads
+    held = {tuple(sorted(blocks[sm::sm_count], reverse=True)) for sm in range(sm_count)}
+    return max(_shared(costs, tiling.blocks_per_sm) for costs in held)
+
+
+def _shared(costs: Sequence[float], room: int) -> float:
+    """When an SM with room for some blocks ends those that it holds, the longest first."""
+    shorter = (*costs[1:], 0.0)
+    return math.fsum(
+        (cost - less) * blocks / _speed(blocks, room)
+        for blocks, (cost, less) in enumerate(zip(costs, shorter, strict=True), 1)
+    )
 
 
 def _visits(tiling: Tiling, shape: Shape, tiles_m: int) -> list[int]:
@@ -129,33 +181,72 @@ class Prediction:
     shapes: int
 
 
-def predict(
-    tiling: Tiling, timed: Iterable[tuple[Shape, float]], shape: Shape, gpu: GpuKey
-) -> Prediction | None:
-    """The time on a shape, from times in microseconds on others; None if there are none.
+class Near(NamedTuple):
+    """How near a timed shape is: octaves, and how much its times count."""
 
-    All must be of one head_dim and mask.
+    octaves: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What the times of one kernel say, of all shapes.
+
+    units: a timed shape, the logarithm of a unit of work there in microseconds, and how far that
+    can be trusted: computing's share of the time's square.
     """
-    weights = logs = 0.0
-    found: list[tuple[float, Shape]] = []
-    for other, time_us in timed:
-        left = max(time_us - _fixed_us(tiling, other, gpu), 0.2 * time_us)
-        weight = math.exp(-_FADES * _apart(shape, other))
-        weights += weight
-        logs += weight * math.log(left / work(tiling, other, gpu.sm_count))
-        found.append((octaves(shape, other, gpu.sm_count), other))
-    if not found:
-        return None
-    far, nearest = min(found)
-    growing = work(tiling, shape, gpu.sm_count) * math.exp(logs / weights)
-    return Prediction(_fixed_us(tiling, shape, gpu) + growing, nearest, far, len(found))
+
+    tiling: Tiling
+    units: tuple[tuple[Shape, float, float], ...]
+
+    def predict(self, shape: Shape, near: Mapping[Shape, Near], gpu: GpuKey) -> Prediction | None:
+        """The time on a shape; None if there are no times. near: of each timed shape."""
+        if not self.units:
+            return None
+        weights = logs = 0.0
+        for other, unit, trust in self.units:
+            weight = trust * near[other].weight
+            weights += weight
+            logs += weight * unit
+        far, nearest = min((near[other].octaves, other) for other, _, _ in self.units)
+        computing = work(self.tiling, shape, gpu.sm_count) * math.exp(logs / weights)
+        time_us = _launches_us(self.tiling, shape) + math.hypot(
+            computing, memory_us(self.tiling, shape, gpu)
+        )
+        return Prediction(time_us, nearest, far, len(self.units))
 
 
-def _fixed_us(tiling: Tiling, shape: Shape, gpu: GpuKey) -> float:
-    """Time of a launch, and of the bytes beyond the L2: q, k, v and o, of two bytes an element."""
+def learn(tiling: Tiling, timed: Iterable[tuple[Shape, float]], gpu: GpuKey) -> Learned:
+    """From times in microseconds on shapes of one head_dim and mask."""
+    units = []
+    for shape, time_us in timed:
+        left = max(time_us - _launches_us(tiling, shape), 0.2 * time_us)
+        memory = memory_us(tiling, shape, gpu)
+        square = max(left**2 - memory**2, (_LEAST_COMPUTING * left) ** 2)
+        unit = 0.5 * math.log(square) - math.log(work(tiling, shape, gpu.sm_count))
+        units.append((shape, unit, square / left**2))
+    return Learned(tiling, tuple(units))
+
+
+def nearness(shape: Shape, others: Iterable[Shape], gpu: GpuKey) -> dict[Shape, Near]:
+    """How near each of other shapes is."""
+    return {
+        other: Near(octaves(shape, other, gpu.sm_count), math.exp(-_FADES * _apart(shape, other)))
+        for other in others
+    }
+
+
+def _launches_us(tiling: Tiling, shape: Shape) -> float:
+    """Time that no computing hides: launches, and writing and reading the parts of an output."""
+    elements = shape.batch * shape.heads * shape.seqlen_q * shape.head_dim
+    return tiling.start_us + 8.0 * tiling.parts * elements / _L2_BYTES_PER_US
+
+
+def memory_us(tiling: Tiling, shape: Shape, gpu: GpuKey) -> float:
+    """Time that the bytes beyond the L2 take: q, k, v and o, of two bytes an element."""
     rows = 2 * shape.heads * shape.seqlen_q + 2 * shape.heads_kv * shape.seqlen_k
-    beyond = max(0.0, 2.0 * shape.batch * rows * shape.head_dim - _L2_SHARE * gpu.l2_bytes)
-    return tiling.start_us + (beyond / _BYTES_PER_US if tiling.waits else 0.0)
+    beyond = 2.0 * shape.batch * rows * shape.head_dim - _L2_SHARE * gpu.l2_bytes
+    return max(0.0, beyond) / tiling.bytes_per_us
 
 
 def _apart(shape: Shape, other: Shape) -> float:

@@ -150,7 +150,7 @@ class Guard:
     """
 
     margin: float = 0.02
-    per_octave: float = 0.02
+    per_octave: float = 0.01
     reach: float = 6.0
 
 
@@ -158,7 +158,8 @@ class Guard:
 class Gpu:
     """What is known of one kind of GPU. names: of the cards that were measured.
 
-    twins: kernels that serve besides the winners': a winner's config for the other dtype.
+    twins: kernels that serve besides the winners': runners-up, and configs for the other dtype.
+    kinds: what dispatch has worked out of them, by head_dim, dtype and whether causal.
     """
 
     key: GpuKey
@@ -166,6 +167,9 @@ class Gpu:
     guard: Guard
     winners: tuple[Winner, ...]
     twins: tuple[Kernel, ...] = ()
+    kinds: dict[tuple[int, str, bool], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
 
 @dataclass(frozen=True, slots=True)
