@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from attnsweep.build.cubin import check_arguments, functions
-from attnsweep.build.nvrtc import Compiler, Cubin
+from attnsweep.build.nvrtc import Compiler, Cubin, source_closure
 from attnsweep.family.declare import Config, Kernel, Launch, TensorMap
 from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.use.runtime import launch as geometry
-from attnsweep.use.runtime.table import Code, Shape
+from attnsweep.use.runtime.table import Code, GpuKey, Shape
 from attnsweep.use.runtime.table import Kernel as Compiled
 
 FAMILY = "flash_fwd_wgmma"
@@ -140,6 +141,17 @@ class Compiling:
             stages.append(codes)
         done = facts(self.family, self.config, self.problem, self.arch, (stages[0], stages[1]))
         return done, files, spills
+
+
+def source_digest(family: Kernel) -> str:
+    """The SHA-256 of all text that the family's machine code is compiled of."""
+    closure = sorted(source_closure(family.source).items())
+    return hashlib.sha256(repr(closure).encode()).hexdigest()
+
+
+def gpu_row(key: GpuKey, names: Sequence[str]) -> dict[str, Any]:
+    """What a table says of a GPU, before its winners."""
+    return key._asdict() | {"names": list(names)}
 
 
 def named(data: bytes) -> dict[str, str]:

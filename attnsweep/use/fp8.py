@@ -5,14 +5,13 @@ They need no time of PyTorch's own attention, which has no FP8 that they could b
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
 from attnsweep.build.cubin import check_arguments, functions
-from attnsweep.build.nvrtc import Compiler, source_closure
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.choose.ranking import rank
 from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.declare import Config, Kernel, Launch, TensorMap
@@ -20,7 +19,7 @@ from attnsweep.hardware import Arch, arch_named, arch_on
 from attnsweep.problem import SCALE_BLOCK, Problem
 from attnsweep.store.run import Run
 from attnsweep.trial import OURS, Environment, Trial
-from attnsweep.use.compiled import named, shape_of
+from attnsweep.use.compiled import gpu_row, named, shape_of, source_digest
 from attnsweep.use.runtime import fp8
 from attnsweep.use.runtime.launch import Arg, Map, Pointer
 from attnsweep.use.runtime.table import Code, Fp8Kernel, GpuKey
@@ -263,16 +262,12 @@ def compiled(
 def section(selected: Selected, family: Kernel, kernels: list[dict[str, Any]]) -> dict[str, Any]:
     """The table's part on FP8. source: a digest of the text its machine code is compiled of."""
     numbers = {key: number for number, key in enumerate(selected.codes)}
-    source = hashlib.sha256(repr(sorted(source_closure(family.source).items())).encode())
     return {
-        "source": source.hexdigest(),
+        "source": source_digest(family),
         "kernels": kernels,
         "gpus": [
-            {
-                "compute_capability": list(key.compute_capability),
-                "sm_count": key.sm_count,
-                "l2_bytes": key.l2_bytes,
-                "names": list(names),
+            gpu_row(key, names)
+            | {
                 "winners": [
                     {
                         "shape": shape_of(winner.problem)._asdict(),

@@ -6,7 +6,6 @@ bytes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import keyword
 import re
@@ -20,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from attnsweep import __version__
-from attnsweep.build.nvrtc import Compiler, source_closure
+from attnsweep.build.nvrtc import Compiler
 from attnsweep.choose.base import common_rounds
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.choose.ranking import rank
@@ -32,7 +31,14 @@ from attnsweep.problem import Problem
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import OURS, Environment, Trial
 from attnsweep.use import fp8
-from attnsweep.use.compiled import FAMILY, compile_for_models, facts, shape_of
+from attnsweep.use.compiled import (
+    FAMILY,
+    compile_for_models,
+    facts,
+    gpu_row,
+    shape_of,
+    source_digest,
+)
 from attnsweep.use.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
 
 _RUNTIME = Path(__file__).parent / "runtime"
@@ -222,18 +228,14 @@ def _table(
     """The table of a package. source: a digest of the text that its machine code is compiled of."""
     numbers = {key: number for number, key in enumerate(selected.codes)}
     served = selected.served
-    source = hashlib.sha256(repr(sorted(source_closure(family.source).items())).encode())
     return {
         "format": FORMAT,
         "attnsweep": __version__,
-        "source": source.hexdigest(),
+        "source": source_digest(family),
         "kernels": kernels,
         "gpus": [
-            {
-                "compute_capability": list(key.compute_capability),
-                "sm_count": key.sm_count,
-                "l2_bytes": key.l2_bytes,
-                "names": names,
+            gpu_row(key, names)
+            | {
                 "guard": asdict(guard),
                 "winners": [
                     _row(chosen, family, served[key], numbers)
