@@ -38,7 +38,7 @@ class Card(FakeGpu):
             raise self.faults[method, "any"]
 
     def time_us(self, name: str) -> float:
-        """Of old or new code."""
+        """Microseconds of a call of the old or the new code."""
         return 20.0 * (self.ratios[self._process] if name == "new" else 1.0)
 
     def sample(self, name: str, kind: str) -> float:

@@ -139,7 +139,7 @@ def numbers(trials: list[Trial]) -> list[object]:
 
 
 def filled(directory: Path, count: int) -> Path:
-    """The file of a run of so many rows."""
+    """The file of a run that has `count` rows."""
     with Store.open(directory) as store:
         for number in range(count):
             store.append(numbered(number))

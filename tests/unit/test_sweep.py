@@ -114,7 +114,7 @@ def test_inputs_are_drawn_anew_in_each_run_unless_the_spec_has_their_seed(go, gp
 
 
 def test_a_row_keeps_the_clock_of_its_first_time(go, gpu, monkeypatch):
-    """Who races is decided by cycles: at the power cap a time alone says little."""
+    """Cycles decide which candidates race: at the power cap a time alone says little."""
     times = gpu.first_times
     monkeypatch.setattr(gpu, "first_times", lambda each: replace(times(each), sm_mhz=1395.0))
     rows = by_config(go())

@@ -195,7 +195,7 @@ def test_damage_to_one_archive_leaves_the_others(copied):
     assert made.code(other)[:4] == b"\x7fELF"
     with pytest.raises(PackageError):
         made.code(code)
-    shutil.copy(PLACE / CUBINS / archive.name, archive)  # mended: the error was not kept
+    shutil.copy(PLACE / CUBINS / archive.name, archive)  # repaired, it is read again
     assert made.code(code)[:4] == b"\x7fELF"
 
 

@@ -60,7 +60,7 @@ def register_fp8(
 
 
 def _tags() -> tuple[torch.Tag, ...]:
-    """Of operators whose arguments and outputs have the strides of eager code in compiled code."""
+    """Tags that make compiled code give the operators the strides that eager code gives them."""
     tags = [torch.Tag.pt2_compliant_tag]
     for name in ("needs_exact_strides", "needs_fixed_stride_order"):
         if hasattr(torch.Tag, name):

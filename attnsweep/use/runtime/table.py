@@ -68,7 +68,7 @@ class GpuKey(NamedTuple):
 
     @classmethod
     def of(cls, properties: Any) -> GpuKey:
-        """Of what torch.cuda.get_device_properties returns."""
+        """The key of a GPU. properties: what torch.cuda.get_device_properties returns."""
         capability = (properties.major, properties.minor)
         return cls(capability, properties.multi_processor_count, properties.L2_cache_size)
 
