@@ -22,10 +22,13 @@ class Observer:
         """
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
-        """A problem begins; an earlier run has done `kept` of its candidates."""
+        """A problem begins; an earlier run has done `kept` of its first `candidates`."""
 
     def compiled(self, done: int, total: int) -> None:
-        """`done` of the open problem's `total` candidates have compiled."""
+        """`done` of the open problem's `total` candidates have compiled.
+
+        total: all that were asked for so far; a search that learns asks for more as it goes on.
+        """
 
     def tried(self, trial: Trial, *, kept: bool = False) -> None:
         """A candidate became a row. kept: an earlier run measured it."""

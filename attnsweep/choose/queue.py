@@ -45,6 +45,8 @@ class Queue:
         self._budget_s = spec.search.budget_s
         self._deadline = math.inf
         self._begun = False
+        self._before = 0
+        """Candidates of earlier batches."""
 
     def start(self) -> None:
         """Start the problem's time."""
@@ -87,20 +89,23 @@ class Queue:
 
         kept: ids of builds that are already measured. The others then get no row, as if they had
         not been asked for, and a later run tries them. The problem's first build always comes.
-        progress: called with the number of ready builds and of all.
+        progress: called with the number of ready builds and of all, of this batch and of those
+        before it: a search that learns asks for a few at a time.
         """
         builds, given, look_at = self.builds, set[int](), 0.0
+        before = self._before
+        self._before += len(builds)
         for build in as_ready(builds):
             if self._begun and time.monotonic() > self._deadline:
                 break
             if time.monotonic() >= look_at:  # counting 582 builds takes 0.5 ms
-                progress(sum(b.ready for b in builds), len(builds))
+                progress(before + sum(b.ready for b in builds), self._before)
                 look_at = time.monotonic() + _PROGRESS_S
             self._begun = True
             given.add(id(build))
             yield build
         yield from as_ready([b for b in builds if id(b) in kept and id(b) not in given])
-        progress(len(builds), len(builds))
+        progress(self._before, self._before)
 
 
 def as_ready(builds: Sequence[Build]) -> Iterator[Build]:

@@ -233,6 +233,7 @@ class _Bars(_Best):
     def compiled(self, done: int, total: int) -> None:
         super().compiled(done, total)
         self._progress.update(self._tasks["compile"], completed=done, total=total)
+        self._progress.update(self._tasks["check"], total=total)
 
     def tried(self, trial: Trial, *, kept: bool = False) -> None:
         super().tried(trial, kept=kept)

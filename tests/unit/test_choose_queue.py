@@ -114,3 +114,13 @@ def test_progress_comes_at_the_start_now_and_then_and_at_the_end(queue_of, clock
         (0.24, 5, 5),
         (0.3, 5, 5),
     ]
+
+
+def test_progress_counts_the_candidates_of_all_batches(queue_of, monkeypatch):
+    """A search that learns asks for a few at a time."""
+    monkeypatch.setattr(queue_module, "_LOOKAHEAD", 2)
+    queue, seen = queue_of(), []
+    while queue.ask():
+        queue.submit()
+        list(queue.compiled((), lambda done, total: seen.append((done, total))))
+    assert seen == [(2, 2), (2, 2), (4, 4), (4, 4), (5, 5), (5, 5)]

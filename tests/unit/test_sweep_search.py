@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from sweeping import SPEC, by_config
 
 from attnsweep.build.launches import FirstTimes
 from attnsweep.build.observer import Observer
 from attnsweep.choose import gp, queue, search
+from attnsweep.show import progress
+from attnsweep.show.forms import Form
 from attnsweep.trial import Status
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -64,6 +68,42 @@ baselines: []
 measure: {rounds: 4, finalists: 3}
 search: {strategy: tpe, candidates: 6, seed: 4}
 """
+
+
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """A search that asks for one candidate at a time, as one that learns may."""
+    monkeypatch.setattr(queue, "_LOOKAHEAD", 1)
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_json_never_tells_of_more_candidates_done_than_there_are(go, monkeypatch):
+    monkeypatch.setattr(progress, "_JSON_INTERVAL_S", -1.0)
+    out = io.StringIO()
+    with progress.watch(Console(file=out), Form.JSON) as observer:
+        go(observer=observer)
+    events = [json.loads(line) for line in out.getvalue().splitlines()]
+    told = [(e["done"], e["total"], e["compiled"]) for e in events if e.get("phase") == "search"]
+    assert told[-1] == (3, 3, 3)
+    assert [each for each in told if each[0] > each[1]] == []
+    assert sorted(told) == told
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_bars_never_show_more_candidates_than_there_are(go, monkeypatch):
+    shown = []
+    console = Console(file=io.StringIO(), width=160, force_terminal=True)
+    with progress.watch(console) as observer:
+        advance = observer._progress.advance
+
+        def watched(task):
+            advance(task)
+            shown.extend((t.completed, t.total) for t in observer._progress.tasks)
+
+        monkeypatch.setattr(observer._progress, "advance", watched)
+        go(observer=observer)
+    assert (3, 3) in shown
+    assert [pair for pair in shown if pair[0] > pair[1]] == []
 
 
 @pytest.fixture
