@@ -206,6 +206,7 @@ class Sweep:
                     seed=self._input_seed,
                     then=then,
                     baselines=self._spec.baselines,
+                    rounds_scores=queue.rounds_scores,
                 )
         except WorkerError as error:
             self._unopened(queue.builds, error)

@@ -389,7 +389,7 @@ def limits(case: Case, rounds_scores: int) -> Measures:
     probabilities, for instance, are all rounded alike.
     """
     problem, dtype = case.problem, case.problem.out_dtype
-    rounded = 0 if dtype == "fp32" else rounds_scores  # storing fp32 scores does not round them
+    rounded = rounded_scores(problem, rounds_scores)
     same, times, half = same_maths(case, rounded), _TIMES[rounds_scores > 0], HALF_ULP[dtype]
     if dtype == "fp32":
         # Sums of more terms, in any order: NumPy adds in blocks, a kernel may add one by one.
@@ -415,6 +415,11 @@ def limits(case: Case, rounds_scores: int) -> Measures:
         times.gain * gain,
         times.scale * scale,
     )
+
+
+def rounded_scores(problem: Problem, rounds_scores: int) -> int:
+    """How often scores are rounded that are stored so often: storing fp32 does not round them."""
+    return 0 if problem.dtype == "fp32" else rounds_scores
 
 
 FOUND: dict[tuple[Case, int], Measures] = {}  # by same_maths, here or in a process beside

@@ -48,6 +48,11 @@ class Queue:
         self._before = 0
         """Candidates of earlier batches."""
 
+    @property
+    def rounds_scores(self) -> set[int]:
+        """How often the families round scores: what their limits come from takes a while."""
+        return {space.kernel.rounds_scores for space, _ in self._searches}
+
     def start(self) -> None:
         """Start the problem's time."""
         self._deadline = time.monotonic() + (self._budget_s or math.inf)

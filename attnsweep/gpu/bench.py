@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -91,6 +91,7 @@ class Bench:
         seed: int,
         then: Problem | None = None,
         baselines: Sequence[str] = (),
+        rounds_scores: Collection[int] = (),
         cache_dir: Path | None = None,
     ) -> None:
         peers.compile_ahead(baselines, problem)
@@ -98,7 +99,8 @@ class Bench:
         self.problem = problem
         self._replay_us = replay_us
         self._dtype = {1: np.uint8, 2: np.uint16, 4: np.uint32}[DTYPE_BYTES[problem.dtype]]
-        self._proof = Proof(problem, seed, self.session, cache_dir, then)
+        rounded = {*rounds_scores, *map(peers.rounds_scores_of, baselines)}
+        self._proof = Proof(problem, seed, self.session, cache_dir, then, rounded)
         self._workspaces: dict[tuple[str, int], Buffer] = {}
         # By their launches: digests of what candidates that passed a trial gave.
         self._right: dict[str, Digests] = {}

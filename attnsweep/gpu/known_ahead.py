@@ -10,14 +10,21 @@ import contextlib
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from attnsweep.build import numerics
 from attnsweep.build.numerics import Case, Measures
 from attnsweep.gpu.beside import Beside
 from attnsweep.gpu.known import Known
 from attnsweep.problem import Problem
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Maths = dict[tuple[Case, int], Measures]
+"""Errors of the rounded maths, which give the limits: see numerics.limits."""
 
 # What a smaller problem needs is computed before the process could be asked.
 _LEAST_BYTES = 2**22
@@ -33,8 +40,8 @@ class Answer:
 
     timed: Known
     small: list[Known]
-    maths: dict[tuple[Case, int], Measures]
-    """Errors of the rounded maths, which give the limits: see numerics.limits."""
+    maths: Maths
+    """For scores that are not rounded."""
 
     @classmethod
     def of(cls, problem: Problem, seed: int) -> Answer:
@@ -55,6 +62,12 @@ class Answer:
         return cls(first, [known(case) for case in small], found)
 
 
+def rounding(problem: Problem, rounds_scores: int) -> Maths:
+    """The rounded maths of all cases of a problem, with scores rounded so often."""
+    cases = Case(problem), *numerics.small_cases(problem)
+    return {(case, rounds_scores): numerics.same_maths(case, rounds_scores) for case in cases}
+
+
 class Ahead:
     """The process; it starts with the first large problem, and ends with this one."""
 
@@ -62,42 +75,61 @@ class Ahead:
         self._beside = Beside(lambda: _COMMAND)
         self._pool = ThreadPoolExecutor(1, "known")
         self._answers: dict[tuple[Problem, int], Future[Answer]] = {}
+        self._maths: dict[tuple[Problem, int], Future[Maths]] = {}
 
     def begin(self, problem: Problem, seed: int) -> None:
         """Have it computed, if it is not being computed."""
         if (problem, seed) not in self._answers:
-            self._answers[problem, seed] = self._pool.submit(self._answer, problem, seed)
+            asked = self._pool.submit(self._answer, problem, Answer.of, problem, seed)
+            self._answers[problem, seed] = asked
 
     def take(self, problem: Problem, seed: int) -> Answer:
         """The answer, which is not kept, nor are others that nobody took."""
         self.begin(problem, seed)
-        asked = self._answers.pop((problem, seed))
-        try:
-            answer = asked.result(_LONGEST_S)
-        except TimeoutError:
-            self._beside.kill()  # it is then computed here
-            answer = asked.result()
+        answer = self._waited(self._answers.pop((problem, seed)))
         self._answers.clear()
         return answer
+
+    def begin_rounding(self, problem: Problem, rounds_scores: int) -> None:
+        """Have `rounding` computed, if it is not being computed."""
+        if (problem, rounds_scores) not in self._maths:
+            asked = self._pool.submit(self._answer, problem, rounding, problem, rounds_scores)
+            self._maths[problem, rounds_scores] = asked
+
+    def rounding(self, problem: Problem, rounds_scores: int) -> Maths:
+        """See the function `rounding`. It is kept until that of another problem is asked for."""
+        self.begin_rounding(problem, rounds_scores)
+        for key in [key for key in self._maths if key[0] != problem]:
+            del self._maths[key]
+        return self._waited(self._maths[problem, rounds_scores])
+
+    def _waited(self, asked: Future[T]) -> T:
+        try:
+            return asked.result(_LONGEST_S)
+        except TimeoutError:
+            self._beside.kill()  # it is then computed here
+            return asked.result()
 
     def wait(self) -> None:
         """Wait until nothing is being computed."""
         for answer in self._answers.values():
             answer.result()
+        for maths in self._maths.values():
+            maths.result()
 
-    def _answer(self, problem: Problem, seed: int) -> Answer:
+    def _answer(
+        self, problem: Problem, function: Callable[P, T], *args: P.args, **options: P.kwargs
+    ) -> T:
+        """What a function of this module returns."""
         if problem.min_bytes >= _LEAST_BYTES:
             with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-                return self._asked(problem, seed)
+                asked, said = self._beside.pipes()
+                pickle.dump((function, args, options), asked)
+                asked.flush()
+                answer: T = pickle.load(said)
+                return answer
             self.close()  # it died, as for want of memory: what fails here too is reported
-        return Answer.of(problem, seed)
-
-    def _asked(self, problem: Problem, seed: int) -> Answer:
-        asked, said = self._beside.pipes()
-        pickle.dump((problem, seed), asked)
-        asked.flush()
-        answer: Answer = pickle.load(said)
-        return answer
+        return function(*args, **options)
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -110,6 +142,6 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints must not come between
     with contextlib.suppress(EOFError, OSError):
         while True:
-            problem, seed = pickle.load(asked)
-            pickle.dump(Answer.of(problem, seed), answers, protocol=5)
+            function, args, options = pickle.load(asked)
+            pickle.dump(function(*args, **options), answers, protocol=5)
             answers.flush()

@@ -152,7 +152,6 @@ def prepare(
         for copy in copies
     ]
     torch.set_float32_matmul_precision("highest")  # fp32 baselines must not use TF32
-    rounds_scores = 2 if name in _STORES_SCORES else 0
     made: list[Baseline] = []
     failed: list[Unavailable] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -168,7 +167,7 @@ def prepare(
             if way.spare and made:
                 continue
             try:
-                how = {"rounds_scores": rounds_scores, "dtype": out}
+                how = {"rounds_scores": rounds_scores_of(name), "dtype": out}
                 with step("first calls"):
                     baseline = Baseline(way, tensors, session, **how)
                     baseline.enqueue()
@@ -218,6 +217,12 @@ _FP32 = ("torch_efficient", "torch_math", "unfused")
 _FP8 = ("flash_attn_3_fp8", "cudnn", OWN_BF16)
 _NOT_FP8 = {True: "it takes no FP8 inputs", False: "it stands beside FP8 alone"}
 _STORES_SCORES = ("torch_math", "unfused")
+
+
+def rounds_scores_of(name: str) -> int:
+    """How often a baseline rounds its scores: one that stores them, before and after scaling."""
+    return 2 if name in _STORES_SCORES else 0
+
 
 # By baseline, the first words of PyTorch's `… kernel not used because:`.
 _TORCH_NAMES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -84,8 +84,13 @@ class Proof:
         session: Session,
         cache_dir: Path | None = None,
         then: Problem | None = None,
+        rounds_scores: Collection[int] = (),
     ) -> None:
-        """then: the problem that will be opened next; its inputs are made meanwhile."""
+        """then: the problem that will be opened next; its inputs are made meanwhile.
+
+        rounds_scores: how often candidates and peers round scores; what their limits come from is
+        computed meanwhile.
+        """
         self._session, self._seed = session, seed
         compute_ahead(problem, seed)
         with step("compile the judge"):
@@ -94,6 +99,8 @@ class Proof:
             known = _ahead.take(problem, seed)
         numerics.FOUND.update(known.maths)
         timed = known.timed
+        for often in {numerics.rounded_scores(problem, each) for each in rounds_scores} - {0}:
+            _ahead.begin_rounding(problem, often)
         with step("inputs and float64 outputs"):
             self.timed = Fixture(Case(problem), seed, session, judge, two_sided=True, known=timed)
             cases = zip(numerics.small_cases(problem), known.small, strict=True)
@@ -104,6 +111,14 @@ class Proof:
         self._preparation: tuple[Any, Any] | None = None
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
+
+    def _know_limits(self, rounds_scores: int) -> None:
+        """Take what the limits come from of the process beside: here, imports would slow it."""
+        case = self.timed.case
+        often = numerics.rounded_scores(case.problem, rounds_scores)
+        if (case, often) not in numerics.FOUND:
+            with step("wait for NumPy's limits"):
+                numerics.FOUND.update(_ahead.rounding(case.problem, often))
 
     def settle(self) -> None:
         """Wait until the host computes nothing, so that its own times can be taken."""
@@ -180,6 +195,7 @@ class Proof:
         damaged = [fixture.case.label for fixture, count in looks if fixture.renew_inputs(count)]
         if damaged:
             raise WrongResult(f"wrote to its inputs, or next to them ({damaged[0]})")
+        self._know_limits(candidate.rounds_scores)
         accuracies = []
         for (fixture, launches, _), values, (first, names) in zip(cases, found, slots, strict=True):
             end = first + len(names)
@@ -225,6 +241,7 @@ class Proof:
 
         output: its storage on the host.
         """
+        self._know_limits(rounds_scores)
         self.output.upload(output)
         self._session.settle()
         with self._session.stream:

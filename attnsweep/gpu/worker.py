@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -94,10 +94,12 @@ class Gpu(Protocol):
         seed: int,
         then: Problem | None = None,
         baselines: Sequence[str] = (),
+        rounds_scores: Collection[int] = (),
     ) -> None:
         """Open a problem: inputs from `seed`, replays of about `replay_us`. Close the last one.
 
-        then: opened next. baselines: asked for later. Both can be prepared meanwhile.
+        then: opened next. baselines: asked for later. rounds_scores: how often the candidates to
+        come round scores. What all these need can be prepared meanwhile.
         """
 
     def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:

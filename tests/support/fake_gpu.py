@@ -5,7 +5,7 @@ A test says what entries take, and which calls fail; a test of statistics overri
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from samples import TEST_GPU
@@ -94,6 +94,7 @@ class FakeGpu:
         seed: int,
         then: Problem | None = None,
         baselines: Sequence[str] = (),
+        rounds_scores: Collection[int] = (),
     ) -> None:
         self.heard("open", problem.label)
 

@@ -12,6 +12,7 @@ import pytest
 from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate, Launches
 from attnsweep.gpu import bench as measure
+from attnsweep.gpu import proof
 from attnsweep.gpu.bench import Bench
 from attnsweep.gpu.judge import WrongResult
 from attnsweep.gpu.proof import Proof, Proven
@@ -401,3 +402,20 @@ def test_what_preparing_inputs_takes_of_the_device_is_counted(bench, monkeypatch
     bench._proof._count_prepared()
     bench._proof._count_prepared()
     assert Proof.spent_s == pytest.approx(70e-6)
+
+
+@pytest.mark.parametrize(("dtype", "asked"), [("bf16", [2]), ("fp32", [])])
+def test_limits_of_rounded_scores_are_asked_of_the_process_beside(dtype, asked, monkeypatch):
+    made, problem = proof_of(lambda look, mix: 0), replace(PROBLEM, dtype=dtype)
+    made.timed.case, said = numerics.Case(problem), []
+
+    def rounding(of, often):
+        said.append(often)
+        return {(numerics.Case(of), often): "errors"}
+
+    monkeypatch.setattr(proof, "_ahead", SimpleNamespace(rounding=rounding))
+    monkeypatch.setattr(numerics, "FOUND", {(made.timed.case, 0): "known"})
+    for _ in range(2):
+        made._know_limits(0)
+        made._know_limits(2)
+    assert said == asked

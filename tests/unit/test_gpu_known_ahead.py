@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+from attnsweep.build import numerics
 from attnsweep.gpu import known_ahead
-from attnsweep.gpu.known_ahead import Ahead, Answer
+from attnsweep.gpu.known_ahead import Ahead, Answer, rounding
 from attnsweep.problem import Problem
 
 PROBLEM, OTHER = Problem(1, 2, 1, 64, 64, 16), Problem(1, 1, 1, 32, 48, 16, "bf16")
@@ -53,6 +54,22 @@ def test_a_process_that_died_is_done_without_and_replaced(ahead):
     assert ahead._beside.process.pid != first.pid
 
 
+def test_the_process_computes_what_limits_of_rounded_scores_come_from(ahead, monkeypatch):
+    expected = rounding(PROBLEM, 1)
+    assert all(often == 1 for _, often in expected)
+    assert {case for case, _ in expected} >= {numerics.Case(PROBLEM)}
+
+    def here(case, rounds_scores):
+        raise AssertionError("computed in this process")
+
+    monkeypatch.setattr(numerics, "same_maths", here)
+    ahead.begin_rounding(PROBLEM, 1)
+    assert ahead.rounding(PROBLEM, 1) == expected
+    assert ahead.rounding(PROBLEM, 1) == expected  # kept, for other candidates and peers
+    assert len(ahead.rounding(OTHER, 2)) == len(expected)
+    assert {problem for problem, _ in ahead._maths} == {OTHER}
+
+
 NONSENSE = {
     "words": "import this",
     "half an answer": "import sys, pickle; b = pickle.dumps([0] * 999); "
@@ -67,6 +84,7 @@ def test_a_process_that_gives_no_answer_is_done_without(program, ahead, monkeypa
     monkeypatch.setattr(known_ahead, "_COMMAND", [sys.executable, "-c", program])
     monkeypatch.setattr(known_ahead, "_LONGEST_S", 3.0)
     equal(ahead.take(PROBLEM, 3), Answer.of(PROBLEM, 3))
+    assert ahead.rounding(PROBLEM, 1) == rounding(PROBLEM, 1)
 
 
 def test_a_machine_that_starts_no_process_computes_it_here(ahead, monkeypatch):

@@ -1,11 +1,14 @@
-"""A sweep under `measure: {max_error: …}`: which rows take part in rounds, and what is said."""
+"""What a sweep makes of errors: which rows take part in rounds under `max_error`, and limits."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 from fake_gpu import label_of
 from sweeping import by_config
 
+from attnsweep.family.declare import discover
 from attnsweep.trial import Status
 
 SPEC = """
@@ -79,3 +82,19 @@ def test_a_replay_can_ask_for_another_accuracy(go, tmp_path, accuracies):
     rows = by_config(go(text))
     assert rows[64,].status is Status.INACCURATE
     assert rows[32,].status is Status.OK
+
+
+def test_the_gpu_process_is_told_how_often_families_round_scores(go, gpu, monkeypatch):
+    """What limits of rounded scores come from took 6 s of a run, beside imports."""
+    kernels, asked = discover(), []
+    open_ = gpu.open
+    kernels["naive"] = copy.copy(kernels["naive"])
+    object.__setattr__(kernels["naive"], "rounds_scores", 2)
+
+    def opened(problem, *, rounds_scores, **options):
+        asked.append(rounds_scores)
+        return open_(problem, **options)
+
+    monkeypatch.setattr(gpu, "open", opened)
+    go(kernels=kernels)
+    assert asked == [{2}]
