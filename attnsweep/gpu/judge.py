@@ -193,7 +193,8 @@ class Judge:
     def _digest(self, buffer: Buffer, parts: int, to: int, poison: bool) -> None:
         sizes = (np.int64(buffer.nbytes), np.int32(parts), np.int32(poison))
         args = [np.uint64(buffer.pointer), *sizes, np.uint64(to)]
-        self._launch("digest", self._blocks(buffer.nbytes // parts), args, 0, parts)
+        sums = 8 * _THREADS // 32  # of each warp
+        self._launch("digest", self._blocks(buffer.nbytes, parts), args, sums, parts)
 
     def negate(self, buffer: Buffer, heads: int, mix: Buffer, old: int, new: int) -> None:
         """Take a tensor from one mix to another, and write it to `mix`; see `negated_heads`."""
@@ -201,7 +202,7 @@ class Judge:
         sizes = (np.int64(buffer.nbytes), np.int32(heads))
         mixes = map(np.uint64, (old, new, mix.pointer))
         args = [np.uint64(buffer.pointer), *sizes, sign, *mixes]
-        self._launch("negate", self._blocks(buffer.nbytes // heads), args, 0, heads)
+        self._launch("negate", self._blocks(buffer.nbytes, heads), args, 0, heads)
 
     def count_outside(self, buffer: Buffer, slot: int) -> None:
         """Add to a slot the number of bytes of the buffer's guards that something changed."""
@@ -210,8 +211,10 @@ class Judge:
         to = np.uint64(self._counts.pointer + 8 * slot)
         self._launch("differing", 16, [np.uint64(before), np.uint64(after), *sizes, to])
 
-    def _blocks(self, nbytes: int) -> int:
-        return max(1, min(4 * self._session.gpu.sm_count, ceil_div(nbytes, 4 * _THREADS)))
+    def _blocks(self, nbytes: int, parts: int) -> int:
+        """Blocks of each part: 16 bytes of it for a thread, or eight blocks an SM of all parts."""
+        most = ceil_div(8 * self._session.gpu.sm_count, parts)
+        return max(1, min(most, ceil_div(nbytes // parts, 16 * _THREADS)))
 
     def clear(self) -> None:
         """Set every count to zero and every finding to NaN: what is not written then is wrong."""

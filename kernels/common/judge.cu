@@ -381,27 +381,73 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // ---- watching many calls ----
+// Sixteen bytes are read and written at once, and STEPS of them by a thread before it needs the
+// first: with one word at a time, a thread waits for each. What lies at another address, and what
+// is left over, goes word by word.
+struct alignas(16) Four {
+    unsigned at[4];
+};
+constexpr int STEPS = 2;
+__device__ bool in_fours(const void* at) {
+    return reinterpret_cast<unsigned long long>(at) % sizeof(Four) == 0;
+}
+// Gives `use` each word from words[first] on, with its place, and writes what it returns if
+// `write`. All threads of gridDim.x blocks share the words.
+template <class Use>
+__device__ void each_word(unsigned* words, long long first, long long end, bool write, Use use) {
+    long long fours = in_fours(words + first) && end > first ? (end - first) / 4 : 0;
+    long long own = blockIdx.x * 256 + threadIdx.x, all = gridDim.x * 256;
+    Four* at = reinterpret_cast<Four*>(words + first);
+    for (long long i = own; i < fours; i += STEPS * all) {
+        Four read[STEPS];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+            if (i + step * all < fours) read[step] = at[i + step * all];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            if (i + step * all >= fours) continue;
+#pragma unroll
+            for (int word = 0; word < 4; ++word)
+                read[step].at[word] = use(read[step].at[word], first + 4 * (i + step * all) + word);
+            if (write) at[i + step * all] = read[step];
+        }
+    }
+    for (long long i = first + 4 * fours + own; i < end; i += all) {
+        unsigned word = use(words[i], i);
+        if (write) words[i] = word;
+    }
+}
+
 // Adds to sums[part] a value of the bits and places of each of `parts` equal parts, which does not
-// depend on the order; all parts' values add up to that of the whole. poison: the bytes are then
-// filled with NaN, so that the next call must write all of them.
+// depend on the order; all parts' values add up to that of the whole. poison: 1 if the bytes are
+// then filled with NaN, so that the next call must write all of them, else 0.
 extern "C" __global__ void __launch_bounds__(256)
     digest(unsigned* words, long long bytes, int parts, int poison, unsigned long long* sums) {
+    extern __shared__ double shared[];
+    unsigned long long* of_warp = reinterpret_cast<unsigned long long*>(shared);
     long long count = bytes / 4, length = (count + parts - 1) / parts;
+    // Not a constant, so that a store waits until its word is read.
+    unsigned poisoned = -poison;
     for (int part = blockIdx.y; part < parts; part += gridDim.y) {
         unsigned long long own = 0;
         long long begin = length * part, end = min(count, begin + length);
-        for (long long i = begin + blockIdx.x * 256 + threadIdx.x; i < end; i += gridDim.x * 256) {
-            own +=
-                mixed(static_cast<unsigned long long>(words[i]) << 32 ^ i * 0x9E3779B97F4A7C15ull);
-            if (poison) words[i] = 0xFFFFFFFFu;
-        }
+        each_word(words, begin, end, poison, [&](unsigned word, long long i) {
+            own += mixed(static_cast<unsigned long long>(word) << 32 ^ i * 0x9E3779B97F4A7C15ull);
+            return word | poisoned;
+        });
         if (part == parts - 1 && blockIdx.x == 0 && threadIdx.x < bytes % 4) {  // half a word
             unsigned char* last = reinterpret_cast<unsigned char*>(words + count) + threadIdx.x;
             own += mixed(*last + ((threadIdx.x + 1ull) << 8));
             if (poison) *last = 0xFF;
         }
         for (int lanes = 16; lanes > 0; lanes /= 2) own += __shfl_xor_sync(0xffffffffu, own, lanes);
-        if (threadIdx.x % 32 == 0) atomicAdd(sums + part, own);
+        if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = own;
+        __syncthreads();
+        if (threadIdx.x == 0) {  // one atomic of a block: those of all warps queue up
+            for (int warp = 1; warp < 8; ++warp) own += of_warp[warp];
+            atomicAdd(sums + part, own);
+        }
+        __syncthreads();
     }
 }
 // Takes a tensor from one mix to another, and says so in *now. `heads` is 1 if a head has half a
@@ -412,20 +458,30 @@ extern "C" __global__ void __launch_bounds__(256)
     long long length = bytes / 4 / heads;
     for (int head = blockIdx.y; head < heads; head += gridDim.y) {
         if (negated(from, head) == negated(to, head)) continue;
-        unsigned* own = words + length * head;
-        for (long long i = blockIdx.x * 256 + threadIdx.x; i < length; i += gridDim.x * 256)
-            own[i] ^= sign;
+        each_word(words, length * head, length * (head + 1), true,
+                  [&](unsigned word, long long) { return word ^ sign; });
         if (bytes % 4 && blockIdx.x == 0 && threadIdx.x == 0)
             reinterpret_cast<unsigned short*>(words)[bytes / 2 - 1] ^= 0x8000;
     }
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *now = to;
 }
-// Counts the bytes of two regions that are not `byte`.
+// Counts the bytes of two regions that are not `byte`. count: of each, a multiple of 16.
 extern "C" __global__ void __launch_bounds__(256)
     differing(const unsigned char* one, const unsigned char* other, int count, int byte,
               unsigned long long* sum) {
     unsigned long long own = 0;
-    for (int i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256)
-        own += (one[i] != byte) + (other[i] != byte);
+    for (const unsigned char* at : {one, other}) {
+        if (!in_fours(at)) {
+            for (int i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256)
+                own += at[i] != byte;
+            continue;
+        }
+        for (int i = blockIdx.x * 256 + threadIdx.x; i < count / 16; i += gridDim.x * 256) {
+            Four read = reinterpret_cast<const Four*>(at)[i];
+#pragma unroll
+            for (int bit = 0; bit < 128; bit += 8)
+                own += (read.at[bit / 32] >> bit % 32 & 255) != byte;
+        }
+    }
     if (own) atomicAdd(sum, own);
 }

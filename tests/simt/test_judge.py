@@ -473,7 +473,7 @@ def test_a_launch_that_fails_says_why_and_the_next_one_runs(device):
         judge._launch("summary", 1, [np.uint64(0), np.int32(0), np.uint64(0)], 8)
     # 40 lanes ask each other for their sums, and eight have no partner.
     args = [np.uint64(buffer.pointer), np.int64(8), np.int32(1), np.int32(0)]
-    launch = device.kernel(judge._path, "digest")
+    launch = device.kernel(judge._path, "digest", 64)
     with pytest.raises(SimtError, match=r"deadlock in digest(.|\n)*shfl"):
-        launch((1, 1, 1), (40, 1, 1), (*args, np.uint64(buffer.pointer)))
+        launch((1, 1, 1), (40, 1, 1), (*args, np.uint64(buffer.pointer)), shared_mem=64)
     assert digest_of(device, np.zeros(8, np.uint8))[0] != [0]
