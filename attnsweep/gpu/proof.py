@@ -236,13 +236,16 @@ class Proof:
         return Proven(call, *how, digests[0], lse, digests[1])
 
     @_counted
-    def of_peer(self, output: np.ndarray[Any, Any], rounds_scores: int) -> Accuracy:
+    def of_peer(self, write: Callable[[Buffer], None], rounds_scores: int) -> Accuracy:
         """The accuracy of a peer's output on the inputs as they were made; only NaN is wrong.
 
-        output: its storage on the host.
+        write: puts it into a buffer, which is poisoned before.
         """
         self._know_limits(rounds_scores)
-        self.output.upload(output)
+        with self._session.stream:
+            self.output.poison()
+        self._session.settle()
+        write(self.output)
         self._session.settle()
         with self._session.stream:
             self._judge.clear()

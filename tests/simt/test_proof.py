@@ -340,15 +340,21 @@ def test_a_log_sum_exp_that_has_no_room_is_refused(bench):
 def test_a_peer_is_refused_for_nan_alone(bench):
     attend(PROBLEM, bench.proof.timed.buffers)
     right = bench.proof.output.of(np.uint16).copy()
-    assert max(bench.proof.of_peer(right, 0).shares.values()) <= 1
+
+    def judged(output):
+        return bench.proof.of_peer(lambda buffer: buffer.upload(output), 0)
+
+    assert max(judged(right).shares.values()) <= 1
     wrong = right.copy()
     wrong[70] ^= 0x4000
-    shown = bench.proof.of_peer(wrong, 0)
+    shown = judged(wrong)
     assert shown.shares["row"] > 1
     assert shown.rel_err > shown.limit
     wrong[70] = 0x7FC0
     with pytest.raises(WrongResult, match="1 of 1152 outputs are NaN"):
-        bench.proof.of_peer(wrong, 0)
+        judged(wrong)
+    with pytest.raises(WrongResult, match="1152 of 1152 outputs are NaN or were never written"):
+        bench.proof.of_peer(lambda buffer: None, 0)
 
 
 @pytest.mark.parametrize("what", ["output", "log_sum_exp"])

@@ -112,6 +112,20 @@ def test_converted_inputs_are_converted_again_where_they_are(torch):
     np.testing.assert_allclose(first.array, copies[1][0].array / 2)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_an_output_is_written_where_it_is_judged_in_the_problems_type(torch, dtype):
+    """Through the host, an output of 64 MiB took 50 ms of each peer."""
+    copies = [tuple(copy.values()) for copy in inputs()]
+    way = Way(lambda q, k, v: q * q, finish=lambda out, q, k, v: out / 2)
+    baseline = Baseline(way, copies, Session([0.0]), rounds_scores=0, dtype=dtype)
+    expected = copies[0][0].array ** 2 / 2
+    into = Tensor(np.zeros(expected.shape), "int16")
+    baseline.output(into)
+    np.testing.assert_allclose(into.array, expected)
+    with pytest.raises(ValueError, match=r"its output has the shape \(2, "):
+        baseline.output(Tensor(np.zeros((1, *expected.shape)), "int16"))
+
+
 def test_every_baseline_has_ways_and_says_how_to_get_it():
     assert set(WAYS) == set(PACKAGES) == set(KNOWN_BASELINES) == {*BASELINES, OWN_BF16}
     assert all(package.fix for package in PACKAGES.values())
