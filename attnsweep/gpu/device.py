@@ -29,9 +29,6 @@ _GUARD = 0xA5
 # 0xFFFF is a NaN in fp16 and bf16, 0xFFFFFFFF in fp32: one byte poisons every dtype.
 POISON = 0xFF
 
-# A copy of one row takes 8 µs, so a tensor of up to this size comes as a whole.
-_WHOLE_BYTES = 64 * 2**20
-
 # Every GPU with clusters has room for clusters of this many blocks.
 _PORTABLE_CLUSTER = 8
 
@@ -107,20 +104,6 @@ class Buffer:
     def download(self, out: np.ndarray[Any, Any]) -> None:
         """Copy the first bytes to a contiguous host array; pinned memory is ten times as fast."""
         self._main.copy_to_host(out.ctypes.data, out.nbytes)
-
-    def rows(self, shape: Sequence[int], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """On the host, some rows of every head: float64 (batch, heads, seqlen, head_dim)."""
-        batch, heads, seqlen, head_dim = shape
-        if self.nbytes <= _WHOLE_BYTES:
-            whole = np.empty(tuple(shape))
-            self.download(whole)
-            return whole[:, :, rows]
-        out = np.empty((batch, heads, len(rows), head_dim))
-        for number, head in enumerate(out.reshape(batch * heads, len(rows), head_dim)):
-            for to, row in zip(head, rows.tolist(), strict=True):
-                offset = 8 * (number * seqlen + row) * head_dim
-                (self._main + offset).copy_to_host(to.ctypes.data, to.nbytes)
-        return out
 
     def copy_from(self, other: Buffer) -> None:
         """Copy another buffer of the same size to this one, on the device."""

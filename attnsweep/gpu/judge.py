@@ -136,6 +136,23 @@ class Judge:
             8 * doubles,
         )
 
+    def rows(
+        self, buffer: Buffer, shape: Sequence[int], rows: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
+        """On the host, some rows of every head of a float64 (batch, heads, seqlen, head_dim)."""
+        out = np.empty((*shape[:2], len(rows), shape[3]))
+        which, some = Buffer(rows.nbytes), Buffer(out.nbytes)
+        which.upload(rows)
+        self._session.settle()
+        args = [np.uint64(buffer.pointer), np.uint64(which.pointer), np.int32(len(rows))]
+        args += [*map(np.int32, shape[2:]), np.int64(out.size), np.uint64(some.pointer)]
+        with self._session.stream:
+            some.poison()
+            self._launch("gather", self._blocks(out.nbytes, 1), args)
+            self._session.synchronize()
+            some.download(out)
+        return out
+
     def of_dtype(self, dtype: str) -> Judge:
         """The judge of another dtype on the same GPU."""
         return Judge(self._session, dtype, self._cache_dir)
@@ -345,10 +362,9 @@ class Fixture:
     def _prove(self, side: _Side, rows: Any, exact: numerics.Float, exact_lse: Any) -> None:
         """Raise BrokenJudge unless the device's reference is NumPy's on some rows of every head."""
         problem = self.case.problem
-        device = side.expected.rows(problem.shape_of("o"), rows)
-        error = numerics.row_error(device, exact)
-        lse = side.lse.rows((*problem.shape_of("o")[:3], 1), rows)[..., 0]
-        wrong_lse = np.abs(lse - exact_lse).max()
+        shape, of_rows = problem.shape_of("o"), self.judge.rows
+        error = numerics.row_error(of_rows(side.expected, shape, rows), exact)
+        wrong_lse = np.abs(of_rows(side.lse, (*shape[:3], 1), rows)[..., 0] - exact_lse).max()
         error = max(error, float(wrong_lse) / 1e3)  # of scores up to a thousand
         if not error <= _PROOF:
             raise BrokenJudge(

@@ -204,6 +204,16 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
     }
 }
 
+// Some rows of every head, one after the other, so that one copy takes them to the host.
+extern "C" __global__ void __launch_bounds__(256)
+    gather(const double* all, const long long* rows, int count, int seqlen, int head_dim,
+           long long elements, double* some) {
+    for (long long i = blockIdx.x * 256 + threadIdx.x; i < elements; i += gridDim.x * 256) {
+        long long row = i / head_dim, head = row / count;
+        some[i] = all[(head * seqlen + rows[row % count]) * head_dim + i % head_dim];
+    }
+}
+
 // ---- which heads of keys are negated ----
 __device__ unsigned long long mixed(unsigned long long x) {  // the finaliser of SplitMix64
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;

@@ -66,9 +66,6 @@ class HostBuffer:
     def copy_from(self, other: HostBuffer) -> None:
         self.main[:] = other.main
 
-    def rows(self, shape: Sequence[int], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return self.of(np.float64).reshape(tuple(shape))[:, :, rows]
-
     def of(self, dtype: Any) -> np.ndarray[Any, Any]:
         """Its bytes as an array, which is no copy."""
         return self.main.view(dtype)

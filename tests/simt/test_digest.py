@@ -1,4 +1,4 @@
-"""common/judge.cu's digest is the sum that numerics.md says, whichever way words are read."""
+"""What common/judge.cu reads of a buffer: digests of all words, and some rows for the host."""
 
 from __future__ import annotations
 
@@ -38,3 +38,13 @@ def test_a_digest_takes_every_word_once_wherever_they_lie(words, offset, poison,
     if poison:
         data[own] = 0xFFFFFFFF
     assert (whole.of(np.uint32) == data).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 70, 9), (2, 2, 40, 64)])
+def test_rows_of_every_head_come_in_the_order_of_asking(shape, device):
+    rng = np.random.default_rng(0)
+    values, buffer = rng.standard_normal(shape), HostBuffer(8 * int(np.prod(shape)))
+    buffer.upload(values)
+    rows = rng.integers(0, shape[2], 13)
+    found = device.judge("fp16").rows(buffer, shape, rows)
+    assert (found == values[:, :, rows]).all()
