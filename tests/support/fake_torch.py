@@ -17,9 +17,6 @@ class Tensor:
 
     shape = property(lambda self: self.array.shape)
 
-    def element_size(self) -> int:
-        return 2
-
     def view(self, *shape: Any) -> Tensor:
         return self if isinstance(shape[0], str) else Tensor(self.array.reshape(shape), self.dtype)
 
@@ -49,12 +46,6 @@ class Tensor:
 
     def copy_(self, other: Tensor) -> None:
         self.array[...] = other.array
-
-    def cpu(self) -> Tensor:
-        return self
-
-    def numpy(self) -> Any:
-        return self.array.astype(np.float16).view(np.int16)
 
     def reshape(self, *shape: int) -> Tensor:
         return Tensor(self.array.reshape(shape), self.dtype)

@@ -120,6 +120,18 @@ def test_a_log_sum_exp_over_its_limit_is_refused(wrong, fixture):
         fixture.accuracy(Found(finding(), {}, wrong), 0)
 
 
+def test_the_limit_of_a_log_sum_exp_is_not_computed_where_none_is_written(fixture, monkeypatch):
+    """In FP8 that took 1.5 s of a problem."""
+
+    def limit(case):
+        raise AssertionError("computed")
+
+    monkeypatch.setattr(numerics, "lse_limit", limit)
+    fixture.accuracy(Found(finding(), {"o": 0}), 0)
+    with pytest.raises(AssertionError, match="computed"):
+        fixture.accuracy(Found(finding(), {"o": 0}, math.nan), 0)
+
+
 @pytest.mark.parametrize("times", [5.0, math.inf])
 def test_of_a_peer_an_error_is_shown(times, fixture):
     shown = fixture.accuracy(Found(finding(row=LIMITS.row * times), {}), 0, peer=True)
