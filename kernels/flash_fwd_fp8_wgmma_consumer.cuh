@@ -215,21 +215,36 @@ struct Consumer {
         last = own;
     }
 
+    // Passes by the tiles that the block's later queries alone see, and returns the first other
+    // one. A stage is given back when it is full: before, its barrier may be one phase behind.
+    __device__ __forceinline__ int pass_unseen(int tiles) {
+        const int last = (first_row / 64 + 1) * 64 - 1;  // of the warpgroup's queries
+        int seen = ceil_div<BLOCK_N>(keys_of<CAUSAL>(last, call.seqlen_q, call.seqlen_k)), j = 0;
+#pragma unroll 1
+        for (; j < min(all_keys - seen, tiles - 1); ++j) {
+            wait_for_k<0>(), release(at.barriers.k_empty(at_v.stage));
+            take_turn(), pass_turn();  // all warpgroups have as many turns
+            wait_for_v(), release(at.barriers.t_empty(at_v.stage)), at_v.next();
+        }
+        return j;
+    }
+
     // out = softmax(Q K^T) V, not yet divided by the sums of `rows`, in units of the v_scale that
     // is returned, or of the head's. Tiles of keys come right to left.
     __device__ __forceinline__ float attend(Sums& sums, Softmax& rows, int tiles) {
         Weights p;
         Factors last;
+        const int first = CAUSAL && WARPGROUPS > 1 ? pass_unseen(tiles) : 0;
         if constexpr (!OVERLAP) {
 #pragma unroll 1
-            for (int j = 0; j < tiles; ++j) {
+            for (int j = first; j < tiles; ++j) {
                 Scores s;
                 const Factors own = factors_of(j);
                 wait_for_k<0>();
                 begin_qk<0>(s);  // S = Q K^T
                 end_qk<0, 0>(s);
                 mask(s, j);
-                softmax(s, p, sums, rows, j == 0, last, own);  // P = softmax(S)
+                softmax(s, p, sums, rows, j == first, last, own);  // P = softmax(S)
                 wait_for_v();
                 begin_pv(sums, p);  // O += P V
                 end_pv(sums, p);
@@ -238,15 +253,15 @@ struct Consumer {
         } else {
             {
                 Scores s;
-                const Factors own = factors_of(0);
+                const Factors own = factors_of(first);
                 wait_for_k<0>();
                 begin_qk<0>(s);
                 end_qk<0, 0>(s);
-                mask(s, 0);
+                mask(s, first);
                 softmax(s, p, sums, rows, true, last, own);
             }
 #pragma unroll 1
-            for (int j = 1; j < tiles; ++j) {
+            for (int j = first + 1; j < tiles; ++j) {
                 Scores s;
                 const Factors own = factors_of(j);
                 wait_for_k<1>(), take_turn();

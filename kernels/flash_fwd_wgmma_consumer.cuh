@@ -16,6 +16,7 @@ struct Consumer {
     // For the tile of queries: keys that all of a warp's rows see, and those of this thread's two
     // rows.
     int all_keys, unmasked, limit, limit_8;
+    int keys_of_last;         // that the last of the warpgroup's 64 queries sees
     unsigned remote;          // from a barrier to that of the block that this lane tells
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
 
@@ -45,22 +46,24 @@ struct Consumer {
         if (PINGPONG) named_barrier_arrive(TURN_BARRIER + (warp / 4 + 1) % WARPGROUPS, 256);
     }
 
-    // s = Q K^T of 64 queries and BLOCK_N keys.
-    __device__ __forceinline__ void begin_qk(Scores& s) const {
+    // s = Q K^T of 64 queries and the first 2 N keys of a tile, BLOCK_N or half of them.
+    template <int N>
+    __device__ __forceinline__ void begin_qk(float (&s)[N]) const {
         wgmma_fence();
         unsigned long long k = k_descriptor + k_at.stage * (KV_BYTES / 16);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; ++i) {
             constexpr int IN_PANEL = 4;  // 16 columns are 32 bytes
             unsigned in = i % IN_PANEL * 32;
-            Wgmma<BLOCK_N>::ss<IS_BF16, 0>(s, q_descriptor + (i / IN_PANEL * Q_PANEL + in) / 16,
-                                           k + (i / IN_PANEL * KV_PANEL + in) / 16, i > 0);
+            Wgmma<2 * N>::template ss<IS_BF16, 0>(s,
+                                                  q_descriptor + (i / IN_PANEL * Q_PANEL + in) / 16,
+                                                  k + (i / IN_PANEL * KV_PANEL + in) / 16, i > 0);
         }
         wgmma_commit();
     }
     // PENDING products that began later may go on.
-    template <int PENDING>
-    __device__ __forceinline__ void end_qk(Scores& s) {
+    template <int PENDING, int N>
+    __device__ __forceinline__ void end_qk(float (&s)[N]) {
         wgmma_wait<PENDING>();
         pin(s);
         if (!SCORES_AGAIN || PENDING == 0) release_k();
@@ -108,9 +111,13 @@ struct Consumer {
         wgmma_wait<0>();
         pin(out);
         if (!P_SHARED) pin(p);
+        release_v();
+    }
+    __device__ __forceinline__ void release_v() {
         release(at.barriers.v_empty(v_at.stage)), v_at.skip<KEY_GROUPS>();
     }
-    __device__ __forceinline__ void mask(Scores& s, int j) const {
+    template <int N>
+    __device__ __forceinline__ void mask(float (&s)[N], int j) const {
         int key = schedule.key(j, all_keys);
         if (__builtin_expect(key + BLOCK_N > unmasked, 0))
             mask_columns(s, limit - key, limit_8 - key);
@@ -140,7 +147,8 @@ struct Consumer {
         for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] *= by[i / 2 % 2];
     }
     // The softmax of a tile that nothing runs beside.
-    __device__ __forceinline__ void softmax(Scores& s, Weights& p, Output& out, Softmax& rows,
+    template <int N>
+    __device__ __forceinline__ void softmax(float (&s)[N], Weights& p, Output& out, Softmax& rows,
                                             float (&by)[2], bool first) const {
         bool grew;
         if constexpr (P_SHARED) {
@@ -184,36 +192,63 @@ struct Consumer {
         if (grew) scale_rows(out, by);
     }
 
+    // Passes by the tiles that the block's later queries alone see, and returns the first other
+    // one. A stage is given back when it is full: before, its barrier may be one phase behind.
+    __device__ __forceinline__ int pass_unseen(int tiles) {
+        int seen = ceil_div<BLOCK_N>(keys_of_last), j = 0;
+#pragma unroll 1
+        for (; j < min(all_keys - seen, tiles - 1); ++j) {
+            wait_for_k(), release_k();
+            take_turn(), pass_turn();  // all warpgroups have as many turns
+            wait_for_v(), release_v();
+        }
+        return j;
+    }
+    // S = Q K^T and P = softmax(S) of the first tile of keys, or of half of it and no weights of
+    // the other half.
+    template <int N>
+    __device__ __forceinline__ void begin(float (&s)[N], Weights& p, Output& out, Softmax& rows,
+                                          float (&by)[2], int j) {
+        begin_qk(s);
+        end_qk<0>(s);
+        mask(s, j);
+        softmax(s, p, out, rows, by, true);
+#pragma unroll
+        for (int i = N / 2; i < BLOCK_N / 4; ++i) p[i] = 0;
+    }
+
     // out = softmax(Q K^T) V, not yet divided by the sums of `rows`. Tiles of keys come right to
     // left.
     __device__ __forceinline__ void attend(Output& out, Softmax& rows, int tiles) {
         Weights p;
         float by[2];
+        const int first = UNSEEN_TILES ? pass_unseen(tiles) : key_group;
         if constexpr (!OVERLAP) {
 #pragma unroll 1
-            for (int j = key_group; j < tiles; j += KEY_GROUPS) {
+            for (int j = first; j < tiles; j += KEY_GROUPS) {
                 Scores s;
                 wait_for_k();
                 begin_qk(s);  // S = Q K^T
                 end_qk<0>(s);
                 mask(s, j);
-                softmax(s, p, out, rows, by, j == key_group);  // P = softmax(S)
+                softmax(s, p, out, rows, by, j == first);  // P = softmax(S)
                 wait_for_v();
                 begin_pv(out, p);  // O += P V
                 end_pv(out, p);
             }
             release_q();
         } else {
-            {
+            wait_for_k();
+            constexpr int PART = HALF_TILES ? BLOCK_N / 2 : BLOCK_N;
+            if (HALF_TILES && keys_of_last <= schedule.key(first, all_keys) + PART) {
+                float s[PART / 2];
+                begin(s, p, out, rows, by, first);
+            } else {
                 Scores s;
-                wait_for_k();
-                begin_qk(s);
-                end_qk<0>(s);
-                mask(s, key_group);
-                softmax(s, p, out, rows, by, true);
+                begin(s, p, out, rows, by, first);
             }
 #pragma unroll 1
-            for (int j = key_group + KEY_GROUPS; j < tiles; j += KEY_GROUPS) {
+            for (int j = first + KEY_GROUPS; j < tiles; j += KEY_GROUPS) {
                 Scores s;
                 wait_for_k(), take_turn();
                 begin_qk(s);  // S = Q K^T

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import statistics
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -241,25 +239,3 @@ def test_memory_stays_with_changing_shapes(always):
         return torch.cuda.memory_allocated()
 
     assert sweep(500) == sweep(500) == sweep(900)
-
-
-def test_host_cost_of_an_eager_call(package):
-    given = tensors(1, 16, 16, 1024, 64, torch.float16, "heads_first")
-    assert package.explain(*given).kernel
-
-    def us(call):
-        times = []
-        for _ in range(30):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(20):
-                call(*given)
-            times.append((time.perf_counter() - begin) / 20 * 1e6)
-        return statistics.median(times)
-
-    with torch.no_grad():
-        ours = us(package.attention)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            flash = us(F.scaled_dot_product_attention)
-    print(f"host: ours {ours:.1f} us, flash {flash:.1f} us")
-    assert ours <= flash

@@ -28,6 +28,7 @@ CASES = {
     "heads in groups": Case(Problem(1, 5, 5, 150, 200, 64, causal=True)),
     "packed heads": Case(Problem(2, 12, 2, 5, 131, 64, causal=True)),
     "fp8": Case(Problem(2, 4, 2, 97, 161, 64, "e4m3")),
+    "fp8, 300 rows": Case(Problem(1, 1, 1, 300, 500, 64, "e4m3", causal=True)),
     "fp8, equal keys": Case(Problem(1, 2, 1, 97, 333, 128, "e4m3", causal=True), "equal_keys"),
     "fp8, keys grow": Case(Problem(1, 2, 1, 97, 600, 64, "e4m3"), "large_scores"),
     "fp8, keys below 0": Case(Problem(1, 2, 1, 130, 130, 64, "e4m3", causal=True), "far_below"),

@@ -64,9 +64,9 @@ def test_the_run_of_fp8_problems_is_exported(exported, known):
     assert made.gpus == {}
     assert len(known.winners) == 12
     one = next(w for w in known.winners if w.shape == shape(4, 16, 4096, 128))
-    assert one.time_us == pytest.approx(508.224, abs=1e-3)  # as ranked
+    assert one.time_us == pytest.approx(510.24, abs=1e-3)  # as ranked
     assert "BLOCK_N=96 WARPGROUPS=3" in one.kernel.config
-    assert (one.kernel.block_m, one.kernel.threads, one.kernel.persistent) == (192, 512, 132)
+    assert (one.kernel.block_m, one.kernel.threads, one.kernel.persistent) == (192, 512, 0)
     for kernel in (*(w.kernel for w in known.winners), *known.spare):
         assert made.code(kernel.code)
         assert kernel.code.function == "flash_fwd_fp8_wgmma"
