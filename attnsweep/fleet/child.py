@@ -225,6 +225,7 @@ class Child:
         self._spec: SweepSpec | None = None
         self._kernels: dict[str, Kernel] = {}
         self._directory = Path()
+        self._input_seed: int | None = None
 
     def do(self, message: Message) -> None:
         """Obey one message. Raises CardFault, NoGpuError or another AttnsweepError."""
@@ -232,6 +233,7 @@ class Child:
 
     def _open(self, message: Message) -> None:
         self._directory = Path(message["directory"])
+        self._input_seed = message.get("input_seed")  # a check has none
         self._spec = load_spec(Path(message["spec"]))
         found = {place: _declared(place) for place in set(message["families"].values())}
         self._kernels = {name: found[at][name] for name, at in message["families"].items()}
@@ -246,7 +248,7 @@ class Child:
         gpu = self._gpu if message["last"] else cast(Gpu, _Movable(self._gpu))
         then = message["then"]
         observer = Telling(self._pipe, suspect=not message["last"])
-        sweep = Sweep(spec, gpu, self._here, store, observer)
+        sweep = Sweep(spec, gpu, self._here, store, observer, self._input_seed)
         try:
             sweep.run([item], self.compiler, None if then is None else spec.problems[then].problem)
             observer.suspect("its")

@@ -16,7 +16,7 @@ from attnsweep.build.candidate import workspace_limit
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.choose.queue import Queue
-from attnsweep.choose.start import start
+from attnsweep.choose.start import input_seed, start
 from attnsweep.errors import AttnsweepError, SpecError
 from attnsweep.family.declare import Kernel
 from attnsweep.fleet.engine import Engine
@@ -207,6 +207,8 @@ class _Sweeps:
         names = {card: card.hashed or card.uuid for card in cards}
         self._on = {card: observer.on(card.number, names[card]) for card in cards}
         self._last: dict[InstalledCard, Trial] = {}
+        # One for all problems: a card computes what is right for its next one ahead.
+        self._input_seed = input_seed(spec)
         self._left = len(planned)
         problems = [entry.problem for entry in spec.problems]
         self._places = [problems.index(item.problem) for item in planned]
@@ -241,7 +243,8 @@ class _Sweeps:
 
     def opening(self) -> Message:
         """See Job."""
-        return opening_of(self.store.directory / SPEC, self.kernels, [*self.spec.kernels])
+        opening = opening_of(self.store.directory / SPEC, self.kernels, [*self.spec.kernels])
+        return opening | {"input_seed": self._input_seed}
 
     def task(self, task: Task, then: int | None) -> Message:
         """See Job."""

@@ -61,6 +61,7 @@ class FaultyGpu(FakeGpu):
 
     def open(self, problem: Problem, **options: Any) -> None:
         self._tell(f"open {problem.label}")
+        self._tell(f"seed {options['seed']}")
         if problem.label in self._facts.get("deadly", ()):
             self._act("kill")
         if problem.label in self._facts.get("too_large", ()):
