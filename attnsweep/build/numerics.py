@@ -220,9 +220,16 @@ def _attend(
         scores -= largest
         return np.exp(scores, out=scores), np.exp(largest - first)
 
+    @cache
+    def fp8_scores(by_term: bool) -> npt.NDArray[Any]:
+        scores = fp8_sums.matmul(q, k.T, by_term=by_term) * problem.scale
+        if hidden is not None:
+            scores[hidden] = -np.inf
+        return scores
+
     for one in maths:
         if one.rounding and problem.scaled:
-            yield _attend_in_fp8(q, k, v, hidden, problem, one)
+            yield _attend_in_fp8(fp8_scores(one.by_term), v, problem, one)
             continue
         kind: Any = np.float32 if one.rounding and dtype == "fp32" else np.float64
         p, to_first = exponentials(kind, one.rounds_scores if one.rounding else 0)
@@ -239,17 +246,9 @@ def _attend(
 
 
 def _attend_in_fp8(
-    q: npt.NDArray[Any],
-    k: npt.NDArray[Any],
-    v: npt.NDArray[Any],
-    hidden: npt.NDArray[np.bool_] | None,
-    problem: Problem,
-    maths: Maths,
+    scores: npt.NDArray[Any], v: npt.NDArray[Any], problem: Problem, maths: Maths
 ) -> npt.NDArray[np.float32]:
     """Rows of one head as FP8 tensor cores compute them, without a second level of sums."""
-    scores = fp8_sums.matmul(q, k.T, by_term=maths.by_term) * problem.scale
-    if hidden is not None:
-        scores[hidden] = -np.inf
     reference, scale = scores.max(axis=1, keepdims=True), _P_SCALE
     if maths.from_first:
         scale = _P_SCALE_FROM_FIRST
@@ -380,17 +379,19 @@ def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
     return float((errors / np.maximum(norms, floor)).max())
 
 
-def limits(case: Case, rounds_scores: int) -> Measures:
+def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Measures:
     """The largest measures of a right output, from the same maths in the candidate's dtypes.
 
     Each is a multiple of the largest in a sample of rows; the whole output has many more rows, so
     its largest is larger. No limit is below what rounding the output costs (HALF_ULP). Gains and
     scale are limited for normal inputs of many rows alone, where rounding averages out: equal
     probabilities, for instance, are all rounded alike.
+
+    same: one of `each_draw` in place of `same_maths`, for limits that are no larger.
     """
     problem, dtype = case.problem, case.problem.out_dtype
-    rounded = rounded_scores(problem, rounds_scores)
-    same, times, half = same_maths(case, rounded), _TIMES[rounds_scores > 0], HALF_ULP[dtype]
+    same = same or same_maths(case, rounds_scores)
+    times, half = _TIMES[rounds_scores > 0], HALF_ULP[dtype]
     if dtype == "fp32":
         # Sums of more terms, in any order: NumPy adds in blocks, a kernel may add one by one.
         half *= max(1.0, math.sqrt(problem.head_dim / 2048))
@@ -453,12 +454,14 @@ def _few_heads(case: Case) -> Case:
 
 def same_maths(case: Case, rounds_scores: int) -> Measures:
     """Largest measures of the rounded maths with scores rounded 0, 1 or 2 times."""
-    key = case, rounds_scores
-    return FOUND[key] if key in FOUND else FOUND.setdefault(key, _same_maths(*key))
+    key = case, rounded_scores(case.problem, rounds_scores)
+    return FOUND[key] if key in FOUND else FOUND.setdefault(key, [*each_draw(*key)][-1])
 
 
-def _same_maths(case: Case, rounds_scores: int) -> Measures:
+def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
+    """Measures of `same_maths` after each draw of inputs: none falls, and the last are its own."""
     case = _few_heads(case)  # 7.5 s less at (4,16,4096,128)
+    rounds_scores = rounded_scores(case.problem, rounds_scores)
     problem, heads = case.problem, case.problem.heads
     found: list[Measures] = []
     rows_seen, seed = 0, 0
@@ -480,9 +483,10 @@ def _same_maths(case: Case, rounds_scores: int) -> Measures:
         for first in firsts:
             one = measures(first, exact, problem.out_dtype)
             found.append(one if problem.scaled else replace(one, row=0.0))
+        found = [Measures(*(max(getattr(x, f.name) for x in found) for f in fields(Measures)))]
+        yield found[0]
         rows_seen += heads * len(rows)
         seed += 1
-    return Measures(*(max(getattr(one, f.name) for one in found) for f in fields(Measures)))
 
 
 def _tiles_of_rows(problem: Problem, seed: int, most: int) -> npt.NDArray[np.int64]:

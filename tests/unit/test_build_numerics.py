@@ -252,3 +252,14 @@ def test_rows_of_both_signs_are_the_references_of_negated_keys_and_values(dtype,
     for (out, lse), mixed in zip(found, (inputs, opposite), strict=True):
         assert numerics.row_error(out, numerics.reference(mixed, problem, rows)) < 1e-14
         assert np.allclose(lse, numerics.log_sum_exp(mixed, problem, rows), rtol=1e-14, atol=1e-13)
+
+
+@pytest.mark.parametrize(("dtype", "inputs"), [("bf16", "large_scores"), ("e4m3", "far_below")])
+def test_limits_of_few_draws_are_no_larger_and_those_of_all_are_the_limits(dtype, inputs):
+    case = Case(Problem(1, 1, 1, 20, 30, 16, dtype), inputs)
+    draws = [*numerics.each_draw(case, 1)]
+    assert len(draws) > 10
+    assert draws[-1] == numerics.same_maths(case, 1)
+    rows = [numerics.limits(case, 1, same).row for same in draws]
+    assert rows == sorted(rows)
+    assert rows[0] < rows[-1] == numerics.limits(case, 1).row
