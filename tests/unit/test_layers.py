@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def room(path: Path) -> str:
     return path.parts[0].removesuffix(".py")
 
 
+@cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(module, whether it is only for type checking) of every import statement."""
     tree = ast.parse((PACKAGE / path).read_text())
