@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`, tests under one path of TOGETHER go to one process, the others to any.
+    """With `-n`, tests under one path of TOGETHER go to one process, as do cases of a unit test.
 
     xdist has groups for that, by marks, but 3.8 loses them with pytest 9.
     """
@@ -52,7 +53,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((path for path in TOGETHER if nodeid.startswith(path)), nodeid)
+            # The cases of a quick test too: xdist takes longer the more it hands out.
+            own = nodeid.split("[")[0] if nodeid.startswith("tests/unit/") else nodeid
+            return next((path for path in TOGETHER if nodeid.startswith(path)), own)
 
     return Scheduling(config, log) if config.option.dist == "load" else None
 
@@ -64,6 +67,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in on_gpu:
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and recorded rows are no garbage: look less often for what is."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def _why_no_gpu() -> str | None:

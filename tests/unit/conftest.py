@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import pytest
 from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
@@ -12,6 +15,26 @@ from attnsweep.choose import start
 from attnsweep.errors import SpecError
 from attnsweep.family.declare import discover
 from attnsweep.spec.load import load_spec
+from attnsweep.store import run as store
+
+RESULTS = Path(__file__).parent.parent.parent / "results"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def recorded_rows():
+    """Each recorded run, which dozens of tests read, is parsed once: rows cannot be changed."""
+    parse = store._parse_trials
+    once = cache(parse)
+
+    def parsed(data, path):
+        if not path.resolve().is_relative_to(RESULTS):
+            return parse(data, path)
+        trials, warnings, rows = once(data, path)
+        return dict(trials), [*warnings], rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_parse_trials", parsed)
+        yield
 
 
 @pytest.fixture
