@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from attnsweep.build.candidate import Build, compiled_row
@@ -47,19 +48,25 @@ def corners(space):
     parameters, so every extreme value that any feasible config has is met.
     """
     configs = space.configs
-    values = {name: sorted({c[name] for c in configs}) for name in configs[0]}
-    aims = []
-    for name, own in values.items():
-        for others in (0, -1):
-            for edge in (own[0], own[-1]):
-                aims.append({n: v[others] for n, v in values.items()} | {name: edge})
-                aims[-1]["!"] = name
+    columns = [[config[name] for config in configs] for name in configs[0]]
+    values = [sorted(set(column)) for column in columns]
+    # [configs, parameters]: whether a config has the least value of each, and the largest.
+    least, most = (
+        np.array(
+            [
+                [value == own[end] for value in column]
+                for own, column in zip(values, columns, strict=True)
+            ]
+        ).T
+        for end in (0, -1)
+    )
     chosen = {}
-    for aim in aims:
-        must = aim.pop("!")
-        candidates = [c for c in configs if c[must] == aim[must]]
-        best = max(candidates, key=lambda c: sum(c[n] == v for n, v in aim.items()))
-        chosen[best.label] = best
+    for own in range(len(values)):
+        for others in (least, most):
+            alike = others.sum(axis=1) - others[:, own]
+            for edge in (least, most):
+                best = configs[np.where(edge[:, own], alike, -1).argmax()]
+                chosen[best.label] = best
     return list(chosen.values())
 
 

@@ -88,11 +88,13 @@ def covering(name: str, causal: bool, head_dim: int, dtype: Dtype = "fp16") -> l
     """Few configs that together take every value which some config of the space has."""
     problem = replace(BASE, causal=causal, head_dim=head_dim, dtype=dtype)
     configs = Space.build(KERNELS[name], problem, ARCH).configs
-    left = {item for config in configs for item in config.items()}
+    items = [set(config.items()) for config in configs]
+    left = set().union(*items)
     chosen: list[Config] = []
     while left:
-        chosen.append(max(configs, key=lambda config: len(left & set(config.items()))))
-        left -= set(chosen[-1].items())
+        best = max(range(len(configs)), key=lambda number: len(left & items[number]))
+        chosen.append(configs[best])
+        left -= items[best]
     return chosen
 
 
