@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import threading
 from collections.abc import Sequence
 
@@ -27,8 +28,7 @@ _IMPORTS = {
     "flash_attn_3_fp8": peers.FLASH_3,
     "flash_attn_4": ("flash_attn.cute",),
 }
-# The first call of an operator that Python declares, as FlashAttention-3's, imports this, and with
-# it 890 modules: 5.8 s before the first table of h100.yaml.
+# What the first call of FlashAttention-3 imports if peers.loaded has not found a function in it.
 _OPERATORS = "torch._dynamo"
 
 
@@ -71,13 +71,15 @@ class Preload:
 def load(names: Sequence[str]) -> None:
     """Import the packages of these baselines. Whatever fails here fails in `prepare` again."""
     wanted = [("torch",), *(_IMPORTS.get(name, ()) for name in names)]
-    if peers.FLASH_3 in wanted and any(map(peers.importable, peers.FLASH_3)):
-        wanted.append((_OPERATORS,))
     for modules in dict.fromkeys(wanted):
         with contextlib.suppress(Exception):
             module = next(filter(peers.importable, modules))
             with step(f"import {module}"):
-                importlib.import_module(module)
+                package = peers.loaded(module)
+            forward = getattr(package, peers.FORWARD_3, None)
+            if modules == peers.FLASH_3 and not inspect.isfunction(forward):
+                with step(f"import {_OPERATORS}"):
+                    importlib.import_module(_OPERATORS)
 
 
 PRELOAD = Preload()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -24,22 +27,85 @@ def no_steps():
 
 
 def test_packages_are_imported_ahead_each_once_and_none_that_is_not_asked_for(monkeypatch):
-    there = ["torch", "torch._dynamo", "triton", "cudnn", "fa3_fwd_interface", "flash_attn"]
+    there = ["torch", "triton", "cudnn", "fa3_fwd_interface", "flash_attn"]
     imported = []
 
     def imports(module):
         imported.append(module)
         if module == "cudnn":
             raise RuntimeError("no driver")
+        return SimpleNamespace(_flash_attn_forward=object())  # no function: an operator
 
     monkeypatch.setattr(peers, "importable", lambda module: module in there)
     monkeypatch.setattr(preload.importlib, "import_module", imports)
     preload.load(["torch_flash", "cudnn", "flash_attn_3", "flash_attn_3_fp8", "flash_attn_4"])
-    assert imported == ["torch", "cudnn", "fa3_fwd_interface", "torch._dynamo"]
+    assert list(dict.fromkeys(imported)) == ["torch", "cudnn", "fa3_fwd_interface", "torch._dynamo"]
     imported.clear()
     there.remove("fa3_fwd_interface")
     preload.load(["flash_attn_3"])
     assert imported == ["torch"]  # what a missing package would import is not needed
+
+
+class Operator:
+    """As torch.library.custom_op makes one; a call of it imports torch._dynamo."""
+
+    def __init__(self, function):
+        self._init_fn = function
+
+    def __call__(self, *given):
+        raise AssertionError("the operator was called")
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_flash_attention_3_is_called_without_its_operator(monkeypatch, declared):
+    def forward(x):
+        return x + 1
+
+    package = SimpleNamespace(_flash_attn_forward=Operator(forward) if declared else forward)
+    package.flash_attn_func = lambda x: package._flash_attn_forward(x)
+    imported = []
+
+    def imports(module):
+        imported.append(module)
+        return package
+
+    monkeypatch.setattr(peers, "importable", lambda module: module in ("torch", *peers.FLASH_3))
+    monkeypatch.setattr(preload.importlib, "import_module", imports)
+    preload.load(["flash_attn_3"])
+    assert set(imported) == {"torch", "flash_attn_interface"}  # and not torch._dynamo
+    assert package.flash_attn_func(1) == 2
+
+
+def test_a_peer_of_flash_attention_3_that_was_not_imported_ahead_has_no_operator(monkeypatch):
+    package = SimpleNamespace(_flash_attn_forward=Operator(lambda x: x + 1))
+    package.flash_attn_func = lambda x: package._flash_attn_forward(x)
+    monkeypatch.setattr(peers.importlib, "import_module", lambda module: package)
+    assert peers._attention_of("flash_attn_interface")()(1) == 2
+
+
+def test_an_operator_of_pytorch_has_a_function(tmp_path):
+    """Which is no public name: without it, the import would be back, and only cost its time."""
+    pytest.importorskip("torch")
+    (tmp_path / "flash_attn_interface.py").write_text(
+        "import torch\n"
+        "@torch.library.custom_op('test::forward', mutates_args=())\n"
+        "def _flash_attn_forward(x: torch.Tensor) -> torch.Tensor:\n"
+        "    return x + 1\n"
+        "def flash_attn_func(x):\n"
+        "    return _flash_attn_forward(x)\n"
+    )
+    done = "import sys, torch; from attnsweep.gpu import peers; "
+    done += "print(peers._attention_of('flash_attn_interface')()(torch.zeros(1)).item(), "
+    done += "'torch._dynamo' in sys.modules)"
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    said = subprocess.run(
+        [sys.executable, "-c", done],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.split() == ["1.0", "False"]
 
 
 def test_rounds_wait_for_imports(monkeypatch):
