@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -227,6 +228,55 @@ def test_compiled_as_one_graph(always):
         gradients.append(block.qkv.weight.grad.clone())
     assert error(gradients[0], gradients[1].double()) < 1e-2
     assert always.counters()["kernel"] - before == 4
+
+
+def memory_of(number, size):
+    """Views of memory at other addresses, as q, k and v of (1, 16, 1024, 64)."""
+    memory = torch.randn(size + 8 * number, device="cuda").half()
+    for n in range(number):
+        yield memory[8 * n : 8 * n + size].view(1, 16, 1024, 64)
+
+
+def test_addresses_that_keep_changing(always):
+    """More than the package remembers, on two streams: launches are moved, not made anew."""
+    before = always.counters().get("kernel", 0)
+    other = torch.cuda.Stream()
+    views = list(memory_of(300, 1 << 20))
+    for n, view in enumerate(views):
+        given = (view, views[-n - 1], views[n // 2])
+        expected = F.scaled_dot_product_attention(*given)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other if n % 3 == 0 else torch.cuda.current_stream()):
+            got = always.attention(*given)
+        torch.cuda.current_stream().wait_stream(other)
+        assert torch.allclose(got, expected, atol=4e-3, rtol=1e-2), n
+    assert always.counters()["kernel"] - before == 300
+    assert always._devices[0]._replaces, "cuTensorMapReplaceAddress does what encoding does"
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "rows_first", "packed"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_replaced_address_is_an_encoded_one(always, layout, head_dim):
+    """Byte by byte, in each map of a call."""
+    given = tensors(2, 16, 4, 1000, head_dim, torch.bfloat16, layout)
+    if always.explain(*given, enable_gqa=True).kernel is None:
+        pytest.skip("no kernel of this kind")
+    always.attention(*given, enable_gqa=True)
+    kind = (given[0].shape, given[0].stride(), given[0].dtype)
+    plan = next(p for what, p in always._plans.items() if what[:3] == kind and p.launches)
+    driver, ready = always._devices[0]._cuda, next(iter(plan.launches._ready.values()))
+    far = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    near = [t.data_ptr() for t in given]
+    places = [at + more for at in (*near, far.data_ptr()) for more in (0, 16, 4096, 1 << 29)]
+    assert len(ready.maps) == 4
+    for _, (_, _, _, before, after) in ready.maps:
+        for first in places:
+            for second in places:
+                _, moved = driver.cuTensorMapEncodeTiled(*before, first, *after)
+                assert not int(driver.cuTensorMapReplaceAddress(moved, second)[0])
+                _, made = driver.cuTensorMapEncodeTiled(*before, second, *after)
+                both = [ctypes.string_at(each.getPtr(), 128) for each in (moved, made)]
+                assert both[0] == both[1], (hex(first), hex(second))
 
 
 def test_memory_stays_with_changing_shapes(always):

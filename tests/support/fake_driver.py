@@ -20,15 +20,20 @@ class Status(IntEnum):
     CUDA_ERROR_INVALID_IMAGE = 200
 
 
-class EncodedMap:
+class TensorMap:
     """The 128 bytes of a tensor map: here a number, by which the driver knows what it encoded."""
 
-    def __init__(self, number: int) -> None:
-        self._bytes = ctypes.create_string_buffer(struct.pack("=Q", number), 128)
+    def __init__(self, _ptr: int = 0) -> None:
+        self._bytes = ctypes.create_string_buffer(128)
+        self._ptr = _ptr or ctypes.addressof(self._bytes)
 
     def getPtr(self) -> int:
         """Address of the bytes."""
-        return ctypes.addressof(self._bytes)
+        return self._ptr
+
+
+# What the bytes say: which encoding made them, and the address. A real map's are not known.
+_NUMBER_AND_ADDRESS = "=24xQ40xQ"
 
 
 class FakeDriver:
@@ -47,11 +52,13 @@ class FakeDriver:
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
     CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
     CUlaunchConfig = SimpleNamespace
+    CUtensorMap = TensorMap
     cuuint64_t = cuuint32_t = CUstream = staticmethod(int)
 
     def __init__(self, on_launch: Callable[[dict[str, Any]], None] | None = None) -> None:
         self.modules: list[bytes] = []
         self.maps: list[dict[str, Any]] = []
+        self.replaced = 0
         self.launches: list[dict[str, Any]] = []
         self.shared: dict[str, int] = {}
         self.capture_modes = [0]
@@ -118,7 +125,22 @@ class FakeDriver:
             return Status.CUDA_ERROR_INVALID_VALUE, None
         made = {"pointer": pointer, "dims": dims, "strides": strides, "box": box}
         self.maps.append(made | {"swizzle": swizzle})
-        return Status.CUDA_SUCCESS, EncodedMap(len(self.maps) - 1)
+        encoded = TensorMap()
+        alike = [
+            made | {"pointer": 0, "swizzle": swizzle} == one | {"pointer": 0} for one in self.maps
+        ]
+        content = struct.pack(_NUMBER_AND_ADDRESS, alike.index(True), pointer)
+        ctypes.memmove(encoded.getPtr(), content, len(content))
+        return Status.CUDA_SUCCESS, encoded
+
+    def cuTensorMapReplaceAddress(self, tensor_map: Any, pointer: int) -> tuple[Any, ...]:
+        """Writes the address, and nothing else."""
+        if pointer % 16 or "cuTensorMapReplaceAddress" in self.refuses:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        self.replaced += 1
+        at = tensor_map.getPtr() + struct.calcsize(_NUMBER_AND_ADDRESS) - 8
+        ctypes.memmove(at, struct.pack("=Q", pointer), 8)
+        return (Status.CUDA_SUCCESS,)
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> Any:
         """Reads the parameters as the function's signature says."""
@@ -132,10 +154,12 @@ class FakeDriver:
         addresses = (ctypes.c_uint64 * len(kinds)).from_address(parameters)
         values: list[Any] = []
         for kind, address in zip(kinds, addresses, strict=True):
-            size, code = {"m": (8, "=Q"), "p": (8, "=Q"), "i": (4, "=i"), "f": (4, "=f")}[kind]
-            (value,) = struct.unpack(code, ctypes.string_at(address, size))
+            code = {"m": _NUMBER_AND_ADDRESS, "p": "=Q", "i": "=i", "f": "=f"}[kind]
+            read = struct.unpack(code, ctypes.string_at(address, struct.calcsize(code)))
             assert kind != "m" or address % 64 == 0
-            values.append(self.maps[value] if kind == "m" else value)
+            values.append(self.maps[read[0]] | {"pointer": read[1]} if kind == "m" else read[0])
+        if isinstance(config, SimpleNamespace):
+            config = SimpleNamespace(**vars(config))  # as it is now
         launch = {"function": function, "config": config, "values": values}
         self.launches.append(launch)
         if self.on_launch is not None:

@@ -6,7 +6,6 @@ import ast
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from fake_compiler import FakeCompiler
 from fake_driver import FakeDriver
 from hypothesis import given
 from hypothesis import strategies as st
-from packages import H100, PLAIN, SPLIT, shape, table, winner
+from packages import H100, PLAIN, shape, table, winner
 
 from attnsweep.choose.ranking import rank
 from attnsweep.errors import SpecError, StoreError
@@ -25,8 +24,7 @@ from attnsweep.family.declare import discover
 from attnsweep.hardware import ARCHS
 from attnsweep.use import package
 from attnsweep.use.runtime.dispatch import choose
-from attnsweep.use.runtime.driver import Device, DriverError, Tensor
-from attnsweep.use.runtime.launch import calls
+from attnsweep.use.runtime.driver import Device
 from attnsweep.use.runtime.table import CUBINS, TABLE, Guard, PackageError, read_table
 
 FAMILIES = discover()
@@ -320,88 +318,7 @@ def test_no_table_and_no_json(tmp_path):
         read_table(tmp_path)
 
 
-# ---- launches ----
-TENSORS = dict.fromkeys("qkvo", Tensor((1, 4, 256, 64), (65536, 16384, 64, 1)))
-POINTERS = {"q": 1 << 20, "k": 2 << 20, "v": 3 << 20, "o": 4 << 20, "lse": 5 << 20}
-POINTERS |= {"partial": 6 << 20, "partial_lse": 7 << 20}
-
-
-def test_a_launch_passes_what_the_template_takes(tmp_path):
-    driver = FakeDriver()
-    made = table(tmp_path, winner(shape(), SPLIT))
-    kernel = made.gpus[H100].winners[0].kernel
-    device = Device(made, driver)
-    todo = calls(kernel, shape(), 0.125, True, (65536, 16384, 64))
-    device.issue(device.ready(device.prepare(todo, kernel.stages[1], TENSORS), POINTERS, 77))
-    fwd, join = driver.launches
-    assert [m["pointer"] for m in fwd["values"][:4]] == [POINTERS[name] for name in "qkvo"]
-    assert fwd["values"][0]["box"] == [64, 64, 1, 1]
-    assert fwd["values"][1]["dims"] == [64, 256, 4, 1]
-    assert fwd["values"][4:6] == [POINTERS["partial_lse"], POINTERS["partial"]]
-    assert fwd["values"][6:11] == [4, 1, 4, 256, 256]
-    assert fwd["values"][11] == pytest.approx(0.125 * 1.4426950408889634)
-    assert fwd["values"][12:] == [4, 65536, 16384, 64]
-    assert join["values"][3] == POINTERS["lse"]
-    config = fwd["config"]
-    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (2, 4, 2)
-    assert (config.blockDimX, config.sharedMemBytes, config.hStream) == (384, 100_000, 77)
-    functions = (fwd["function"][1], join["function"][1])
-    assert functions == ("flash_fwd_wgmma", "flash_fwd_wgmma_combine")
-
-
-def test_a_thread_without_a_context_gets_the_devices(tmp_path):
-    driver = FakeDriver()
-    made = table(tmp_path, winner(shape()))
-    kernel = made.gpus[H100].winners[0].kernel
-    device = Device(made, driver, 3)
-    todo = calls(kernel, shape(), 1.0, False, (0, 0, 0))
-    forms = device.prepare(todo, kernel.stages[0], TENSORS)
-    ready = device.ready(forms, POINTERS, 0)
-    device.issue(ready)
-    assert (driver.contexts.current, driver.retained) == (1003, 1)
-    with ThreadPoolExecutor(1) as other:
-        other.submit(device.issue, ready).result()
-    assert (len(driver.launches), driver.retained) == (2, 2)
-    with ThreadPoolExecutor(1) as third:  # which meets new addresses, so that maps are made first
-        third.submit(lambda: device.issue(device.ready(forms, POINTERS, 0))).result()
-    assert (len(driver.launches), driver.retained) == (3, 3)
-
-
-def test_the_bindings_own_types_take_what_a_launch_says(tmp_path):
-    """All but the calls, which need a GPU."""
-    binding = pytest.importorskip("cuda.bindings.driver")
-    names = (
-        *("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID", "CUfunction_attribute"),
-        *("CUstreamCaptureMode", "CUtensorMapDataType", "CUtensorMapInterleave", "CUstream"),
-        *("CUtensorMapSwizzle", "CUtensorMapL2promotion", "CUtensorMapFloatOOBfill"),
-    )
-    driver = FakeDriver()
-    for name in names:
-        setattr(driver, name, getattr(binding, name))
-    made = table(tmp_path, winner(shape(), SPLIT))
-    kernel = made.gpus[H100].winners[0].kernel
-    device = Device(made, driver)
-    todo = calls(kernel, shape(), 0.125, True, (65536, 16384, 64))
-    device.issue(device.ready(device.prepare(todo, kernel.stages[1], TENSORS), POINTERS, 77))
-    fwd, join = (launch["config"] for launch in driver.launches)
-    assert (fwd.gridDimX, fwd.gridDimY, fwd.gridDimZ, fwd.numAttrs) == (2, 4, 2, 0)
-    assert (int(fwd.hStream), fwd.sharedMemBytes) == (77, 100_000)
-    assert join.numAttrs == 1
-    assert join.attrs[0].value.programmaticStreamSerializationAllowed == 1
-    assert binding.CUtensorMap().getPtr() > 0
-
-
-def test_a_stride_that_no_map_takes_is_an_error(tmp_path):
-    driver = FakeDriver()
-    made = table(tmp_path, winner(shape()))
-    kernel = made.gpus[H100].winners[0].kernel
-    device = Device(made, driver)
-    odd = TENSORS | {"k": Tensor((1, 4, 256, 64), (65536, 16384, 65, 1))}
-    forms = device.prepare(calls(kernel, shape(), 1.0, False, (0, 0, 0)), kernel.stages[0], odd)
-    with pytest.raises(DriverError, match="tensor map of k"):
-        device.ready(forms, POINTERS, 0)
-
-
+# ---- cubins ----
 def test_a_cubin_is_checked_before_it_is_loaded(tmp_path):
     driver = FakeDriver()
     made = table(tmp_path, winner(shape(), PLAIN))

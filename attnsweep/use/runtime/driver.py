@@ -6,7 +6,9 @@ import ctypes
 import struct
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from .launch import Call, Map, Pointer
 from .table import Code, Table
@@ -15,10 +17,18 @@ _MAP_BYTES = 128
 _ALIGNMENT = 64
 # Every kernel may have this much dynamic shared memory without asking.
 _DEFAULT_SMEM = 48 * 1024
+# Launches that are remembered of one kind of call, and in all. More are met by calls whose
+# addresses or shapes keep changing: then the oldest are moved, and at the end all are forgotten.
+_MOST_OF_A_KIND = 64
+_MOST_READY = 4096
 
 
 class DriverError(Exception):
     """The CUDA driver is missing, or refused a call."""
+
+
+class Unaligned(Exception):
+    """A tensor does not begin where a tensor map can."""
 
 
 class Tensor(NamedTuple):
@@ -34,25 +44,33 @@ class Tensor(NamedTuple):
 class Form(NamedTuple):
     """A launch but for addresses and stream. offsets: of each parameter in `constants`.
 
-    maps: offset, buffer, and what the driver is told before and after the address. pointers: offset
-    and buffer.
+    maps: offset, the buffer's name and place among a call's addresses, and what the driver is told
+    before and after the address. pointers: offset and place.
     """
 
     call: Call
     function: Any
     constants: bytes
     offsets: list[int]
-    maps: list[tuple[int, str, tuple[Any, ...], tuple[Any, ...]]]
-    pointers: list[tuple[int, str]]
+    maps: list[tuple[int, str, int, tuple[Any, ...], tuple[Any, ...]]]
+    pointers: list[tuple[int, int]]
 
 
-class Ready(NamedTuple):
-    """A launch that only has to be issued. memory: what its addresses point to, kept alive."""
+@dataclass(slots=True, eq=False)
+class Ready:
+    """Launches that only have to be issued, of one thread at a time: they can be moved.
 
-    config: Any
-    function: Any
-    parameters: int
-    memory: tuple[Any, ...]
+    launches: config, function and address of the parameters. maps: the tensor maps among these,
+    with what a Form says of them. words: 8 bytes of the parameters, and the place of the address
+    that they hold. addresses, stream: where the launches are now. memory: kept alive.
+    """
+
+    launches: list[tuple[Any, Any, int]]
+    maps: list[tuple[Any, tuple[int, str, int, tuple[Any, ...], tuple[Any, ...]]]]
+    words: list[tuple[Any, int]]
+    addresses: tuple[int, ...]
+    stream: int
+    memory: list[Any]
 
 
 def unmapped(tensor: Tensor) -> tuple[str, str] | None:
@@ -92,6 +110,10 @@ class Device:
         self._threads = threading.local()
         self._functions: dict[str, Any] = {}
         self._modules: list[Any] = []
+        # Whether cuTensorMapReplaceAddress does what it should: None until it was tried.
+        self._replaces: bool | None = None
+        self._kept: WeakSet[Launches] = WeakSet()
+        self._readied = 0
         self._lock = threading.Lock()
 
     def _call(self, result: tuple[Any, ...], doing: str) -> Any:
@@ -142,61 +164,98 @@ class Device:
             cuda.cuThreadExchangeStreamCaptureMode(before)
         return function
 
-    def prepare(
-        self, calls: Sequence[Call], stages: Mapping[str, Code], tensors: Mapping[str, Tensor]
-    ) -> tuple[Form, ...]:
-        """Launches on tensors of these sizes and strides. Raises PackageError or DriverError."""
-        self._enter()
-        return tuple(self._form(call, stages[call.stage], tensors) for call in calls)
+    def launches(
+        self,
+        calls: Sequence[Call],
+        stages: Mapping[str, Code],
+        tensors: Mapping[str, Tensor],
+        names: Sequence[str],
+    ) -> Launches:
+        """Launches that `issue` enqueues anywhere; arguments and errors as of `prepare`."""
+        made = Launches(self, self.prepare(calls, stages, tensors, names))
+        with self._lock:
+            self._kept.add(made)
+        return made
 
-    def _form(self, call: Call, code: Code, tensors: Mapping[str, Tensor]) -> Form:
+    def prepare(
+        self,
+        calls: Sequence[Call],
+        stages: Mapping[str, Code],
+        tensors: Mapping[str, Tensor],
+        names: Sequence[str],
+    ) -> tuple[Form, ...]:
+        """Launches on tensors of these sizes and strides. Raises PackageError or DriverError.
+
+        names: of the buffers, in the order in which `ready` and `move` get their addresses.
+        """
+        self._enter()
+        places = {name: place for place, name in enumerate(names)}
+        return tuple(self._form(call, stages[call.stage], tensors, places) for call in calls)
+
+    def _form(
+        self,
+        call: Call,
+        code: Code,
+        tensors: Mapping[str, Tensor],
+        places: Mapping[str, int],
+    ) -> Form:
         offsets: list[int] = []
-        maps: list[tuple[int, str, tuple[Any, ...], tuple[Any, ...]]] = []
-        pointers: list[tuple[int, str]] = []
+        maps: list[tuple[int, str, int, tuple[Any, ...], tuple[Any, ...]]] = []
+        pointers: list[tuple[int, int]] = []
         # Maps first: they are aligned, and everything after them to 8 bytes.
         count = sum(isinstance(arg, Map) for arg in call.args)
         constants = bytearray(count * _MAP_BYTES)
         for arg in call.args:
             if isinstance(arg, Map):
                 offsets.append(len(maps) * _MAP_BYTES)
-                maps.append((offsets[-1], arg.buffer, *self._described(arg, tensors[arg.buffer])))
+                name = arg.buffer
+                told = self._described(arg, tensors[name])
+                maps.append((offsets[-1], name, places[name], *told))
                 continue
             offsets.append(len(constants))
             if isinstance(arg, Pointer):
                 constants += struct.pack("=Q", 0)
                 if arg.buffer:
-                    pointers.append((offsets[-1], arg.buffer))
+                    pointers.append((offsets[-1], places[arg.buffer]))
             else:
                 constants += struct.pack("=f4x" if isinstance(arg, float) else "=i4x", arg)
         function = self.function(code, call.smem_bytes)
         return Form(call, function, bytes(constants), offsets, maps, pointers)
 
-    def ready(
-        self, forms: Sequence[Form], pointers: Mapping[str, int], stream: int
-    ) -> tuple[Ready, ...]:
+    def ready(self, forms: Sequence[Form], addresses: tuple[int, ...], stream: int) -> Ready:
         """The launches at these addresses and on this stream. Raises DriverError."""
         if not getattr(self._threads, "entered", False):
             self._enter()  # encoding a tensor map needs a context too
-        return tuple(self._ready(form, pointers, stream) for form in forms)
+        self._readied += 1
+        if self._readied > _MOST_READY:
+            with self._lock:
+                self._readied = 0
+                for each in self._kept:
+                    each.forget()
+        made = Ready([], [], [], addresses, stream, [])
+        for form in forms:
+            self._add(made, form)
+        return made
 
-    def _ready(self, form: Form, pointers: Mapping[str, int], stream: int) -> Ready:
+    def _add(self, made: Ready, form: Form) -> None:
         cuda, call = self._cuda, form.call
         memory = (ctypes.c_uint8 * (len(form.constants) + _ALIGNMENT))()
         at = ctypes.addressof(memory) + -ctypes.addressof(memory) % _ALIGNMENT
         ctypes.memmove(at, form.constants, len(form.constants))
-        for offset, buffer, before, after in form.maps:
-            status, encoded = cuda.cuTensorMapEncodeTiled(*before, pointers[buffer], *after)
-            if int(status):
-                self._call((status,), f"the tensor map of {buffer}, at {pointers[buffer]:#x}")
-            ctypes.memmove(at + offset, encoded.getPtr(), _MAP_BYTES)
-        for offset, buffer in form.pointers:
-            ctypes.c_uint64.from_address(at + offset).value = pointers[buffer]
-        addresses = (ctypes.c_uint64 * len(form.offsets))(*[at + o for o in form.offsets])
+        for told in form.maps:
+            own = cuda.CUtensorMap(_ptr=at + told[0])
+            self._encode(own, told, made.addresses[told[2]])
+            made.maps.append((own, told))
+        for offset, place in form.pointers:
+            word = ctypes.c_uint64.from_address(at + offset)
+            word.value = made.addresses[place]
+            made.words.append((word, place))
+        parameters = (ctypes.c_uint64 * len(form.offsets))(*[at + o for o in form.offsets])
         config = cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = call.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = call.threads, 1, 1
         config.sharedMemBytes = call.smem_bytes
-        config.hStream = cuda.CUstream(stream)
+        config.hStream = cuda.CUstream(made.stream)
         if call.programmatic:
             attribute = cuda.CUlaunchAttribute()
             ids = cuda.CUlaunchAttributeID
@@ -205,7 +264,67 @@ class Device:
             config.numAttrs, config.attrs = 1, [attribute]
         else:
             config.numAttrs = 0
-        return Ready(config, form.function, ctypes.addressof(addresses), (memory, addresses))
+        made.launches.append((config, form.function, ctypes.addressof(parameters)))
+        made.memory += (memory, parameters)
+
+    def move(self, ready: Ready, addresses: tuple[int, ...], stream: int) -> None:
+        """Take launches to other addresses of tensors that are alike, and to another stream.
+
+        This costs a fraction of `ready`: a launch copies its parameters, so that they are free to
+        change once it is enqueued. Raises DriverError; the launches are of no use then.
+        """
+        if not getattr(self._threads, "entered", False):
+            self._enter()
+        if self._replaces is None:
+            self._replaces = self._can_replace(ready, addresses)
+        replace, before = self._cuda.cuTensorMapReplaceAddress, ready.addresses
+        for own, told in ready.maps:
+            address = addresses[told[2]]
+            if address == before[told[2]]:
+                continue
+            if not self._replaces:
+                self._encode(own, told, address)
+                continue
+            (status,) = replace(own, address)
+            if status:
+                self._call((status,), f"the tensor map of {told[1]}, at {address:#x}")
+        for word, place in ready.words:
+            word.value = addresses[place]
+        if stream != ready.stream:
+            own_stream = self._cuda.CUstream(stream)
+            for config, _, _ in ready.launches:
+                config.hStream = own_stream
+        ready.addresses, ready.stream = addresses, stream
+
+    def _encode(self, own: Any, told: tuple[Any, ...], address: int) -> None:
+        """Write the tensor map of a buffer at an address."""
+        _, name, _, before, after = told
+        status, encoded = self._cuda.cuTensorMapEncodeTiled(*before, address, *after)
+        if int(status):
+            self._call((status,), f"the tensor map of {name}, at {address:#x}")
+        ctypes.memmove(own.getPtr(), encoded.getPtr(), _MAP_BYTES)
+
+    def _can_replace(self, ready: Ready, addresses: tuple[int, ...]) -> bool | None:
+        """Whether a map whose address is replaced has the bytes of one that is encoded there.
+
+        None if no tensor is elsewhere, so that nothing can be compared.
+        """
+        memory = (ctypes.c_uint8 * (2 * _MAP_BYTES + _ALIGNMENT))()
+        at = ctypes.addressof(memory) + -ctypes.addressof(memory) % _ALIGNMENT
+        replaced, encoded = (self._cuda.CUtensorMap(_ptr=at + n * _MAP_BYTES) for n in (0, 1))
+        alike = None
+        for _, told in ready.maps:
+            before, after = ready.addresses[told[2]], addresses[told[2]]
+            if before == after:
+                continue
+            self._encode(replaced, told, before)
+            self._encode(encoded, told, after)
+            (status,) = self._cuda.cuTensorMapReplaceAddress(replaced, after)
+            both = ctypes.string_at(at, 2 * _MAP_BYTES)
+            if int(status) or both[:_MAP_BYTES] != both[_MAP_BYTES:]:
+                return False
+            alike = True
+        return alike
 
     def _described(self, box: Map, tensor: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The arguments of cuTensorMapEncodeTiled before and after the address."""
@@ -231,12 +350,51 @@ class Device:
         )
         return before, after
 
-    def issue(self, launches: Sequence[Ready]) -> None:
+    def issue(self, ready: Ready) -> None:
         """Enqueue launches; nothing waits. Raises DriverError."""
         if not getattr(self._threads, "entered", False):
             self._enter()
         launch = self._cuda.cuLaunchKernelEx
-        for ready in launches:
-            (status,) = launch(ready.config, ready.function, ready.parameters, 0)
-            if int(status):
+        for config, function, parameters in ready.launches:
+            (status,) = launch(config, function, parameters, 0)
+            if status:
                 self._call((status,), "a launch")
+
+
+class Launches:
+    """The launches of one kind of call on a device, remembered by addresses and stream."""
+
+    def __init__(self, device: Device, forms: tuple[Form, ...]) -> None:
+        self._device, self._forms = device, forms
+        # The least recently used first. What a thread uses is not in here, so it has it alone.
+        self._ready: dict[tuple[tuple[int, ...], int], Ready] = {}
+
+    def forget(self) -> None:
+        """Free what is remembered."""
+        self._ready.clear()
+
+    def issue(self, addresses: tuple[int, ...], stream: int) -> None:
+        """Enqueue the launches; nothing waits. Raises DriverError, or Unaligned.
+
+        addresses: in the order of the names that Device.launches got; those of q, k and v first.
+        """
+        what = (addresses, stream)
+        ready = self._ready.pop(what, None)
+        if ready is None:
+            ready = self._at(addresses, stream)
+        self._device.issue(ready)
+        self._ready[what] = ready
+
+    def _at(self, addresses: tuple[int, ...], stream: int) -> Ready:
+        q, k, v = addresses[:3]
+        if (q | k | v) & 15 or not (q and k and v):
+            raise Unaligned
+        if len(self._ready) >= _MOST_OF_A_KIND:
+            try:
+                ready = self._ready.pop(next(iter(self._ready)))
+            except (KeyError, RuntimeError, StopIteration):  # another thread was faster
+                pass
+            else:
+                self._device.move(ready, addresses, stream)
+                return ready
+        return self._device.ready(self._forms, addresses, stream)

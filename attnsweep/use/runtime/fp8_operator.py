@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import fp8
-from .driver import Device, DriverError, Form, Ready, Tensor, cuda_driver
+from .driver import Device, DriverError, Launches, Tensor, cuda_driver
 from .launch import Call
 from .plans import Explanation
 from .registered import register_fp8
@@ -20,9 +20,7 @@ from .table import Fp8Gpu, GpuKey, PackageError, Shape, Table
 _MOST_SCALE = 1e38  # of the scores: a kernel gets it as a 32-bit number, times the logarithm of e
 # The least and the largest number above 0 of 32 bits.
 _LEAST_FLOAT, _MOST_FLOAT = 2.0**-149, (2 - 2.0**-23) * 2.0**127
-# Entries of a cache; see operator.py.
-_MOST_PLANS = 4096
-_MOST_READY = 4096
+_MOST_PLANS = 4096  # as in operator.py
 _NAMES = ("query", "key", "value")
 _SCALES = ("q_scale", "k_scale", "v_scale")
 
@@ -31,7 +29,7 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 class _Plan:
     """All of a call that does not depend on addresses. index: the device's, -1 for the CPU's.
 
-    forms: once the kernel is loaded.
+    launches: once the kernel is loaded.
     """
 
     choice: fp8.Choice
@@ -39,7 +37,7 @@ class _Plan:
     call: Call
     tensors: dict[str, Tensor]
     index: int
-    forms: tuple[Form, ...] = ()
+    launches: Launches | None = None
 
 
 class Fp8Operator:
@@ -58,7 +56,6 @@ class Fp8Operator:
         self._cuda, self._types = cuda, devices
         self._calls = 0
         self._plans: dict[Any, _Plan] = {}
-        self._ready: dict[Any, tuple[Ready, ...]] = {}
         self._gpus: dict[int, Fp8Gpu | None] = {}
         self._devices: dict[int, Device] = {}
         self._forward: Any = None
@@ -169,30 +166,22 @@ class Fp8Operator:
         if plan.index >= 0:
             stream = int(torch.cuda.current_stream(plan.index).cuda_stream)
         addresses = tuple(each.data_ptr() for each in (query, key, value, out, *scales))
-        what = (plan, stream, addresses)
         try:
-            ready = self._ready.get(what)
-            if ready is None:
-                ready = self._prepared(plan, addresses, stream)
-                if len(self._ready) >= _MOST_READY:
-                    self._ready.clear()
-                self._ready[what] = ready
-            self._devices[plan.index].issue(ready)
+            if plan.launches is None:
+                plan.launches = self._prepared(plan)
+            plan.launches.issue(addresses, stream)
         except DriverError as error:
             raise PackageError(f"{plan.shape.label}: {error}") from error
         self._calls += 1
         return out
 
-    def _prepared(self, plan: _Plan, addresses: tuple[int, ...], stream: int) -> tuple[Ready, ...]:
+    def _prepared(self, plan: _Plan) -> Launches:
         if plan.index not in self._devices:
             cuda = self._cuda or cuda_driver()
             self._devices[plan.index] = Device(self.table, cuda, plan.index)
-        device = self._devices[plan.index]
-        if not plan.forms:
-            stages = {plan.call.stage: plan.choice.kernel.code}
-            plan.forms = device.prepare((plan.call,), stages, plan.tensors)
+        stages = {plan.call.stage: plan.choice.kernel.code}
         names = ("q", "k", "v", "o", *_SCALES)
-        return device.ready(plan.forms, dict(zip(names, addresses, strict=True)), stream)
+        return self._devices[plan.index].launches((plan.call,), stages, plan.tensors, names)
 
     def _plan(self, tensors: tuple[Any, ...], causal: bool, scale: float) -> _Plan:
         """The plan of a call, from the cache if its shapes and strides were met before."""

@@ -12,7 +12,15 @@ import torch
 from torch.autograd import forward_ad
 
 from .dispatch import Choice, choose
-from .driver import Device, DriverError, Ready, Tensor, cuda_driver, unmapped
+from .driver import (
+    Device,
+    DriverError,
+    Launches,
+    Tensor,
+    Unaligned,
+    cuda_driver,
+    unmapped,
+)
 from .launch import calls, workspaces
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .registered import Gradient, register, with_contiguous_head_dim
@@ -29,10 +37,9 @@ _empty_like = torch.empty_like
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _NUMBERS = (int, float, torch.SymFloat)
 _MOST_SCALE = 1e38  # a kernel gets it as a 32-bit number, times the logarithm of e
-# Entries of a cache: more are met only by calls whose shapes or addresses keep changing, and then
-# the cache starts anew, so that it never grows.
+# Entries of a cache: more are met only by calls whose shapes keep changing, and then the cache
+# starts anew, so that it never grows.
 _MOST_PLANS = 4096
-_MOST_READY = 4096
 
 
 class Operator:
@@ -52,7 +59,6 @@ class Operator:
         self._said: set[str] = set()
         self._counts: Counter[str] = Counter()
         self._plans: dict[Any, Plan] = {}
-        self._ready: dict[Any, tuple[Ready, ...]] = {}
         self._gpus: dict[int, Gpu | None] = {}
         self._devices: dict[int, Device] = {}
         self._forked = False
@@ -394,39 +400,36 @@ class Operator:
             addresses += (written[0].data_ptr(),)
         else:
             addresses += tuple(each.data_ptr() for each in written)
-        what = (plan, stream, addresses)
-        ready = self._ready.get(what)
         try:
-            if ready is None:
-                if any(address & 15 or not address for address in addresses[:3]):
-                    self._fell_back(UNALIGNED)
-                    return None
-                ready = self._prepared(plan, index, addresses, stream)
-                if not ready:  # another thread has tried it in vain since this one asked
-                    self._fell_back(plan.choice)
-                    return None
-                if len(self._ready) >= _MOST_READY:
-                    self._ready.clear()
-                self._ready[what] = ready
-            self._devices[index].issue(ready)
+            launches = plan.launches
+            if launches is None:
+                launches = self._prepared(plan, index)
+            if launches is None:  # another thread has tried it in vain since this one asked
+                self._fell_back(plan.choice)
+                return None
+            launches.issue(addresses, stream)
+        except Unaligned:
+            self._fell_back(UNALIGNED)
+            return None
         except (DriverError, PackageError) as error:
             code = "damaged" if isinstance(error, PackageError) else "driver"
             plan.choice = Choice(None, code, str(error), plan.choice.gain)
-            plan.calls = ()  # not tried again
+            plan.calls, plan.launches = (), None  # not tried again
             self._fell_back(plan.choice)
             return None
         self._counts["kernel"] += 1
         return made
 
-    def _prepared(
-        self, plan: Plan, index: int, addresses: tuple[int, ...], stream: int
-    ) -> tuple[Ready, ...]:
+    def _prepared(self, plan: Plan, index: int) -> Launches | None:
+        """The plan's launches, or None if it has no calls any more."""
+        calls = plan.calls
+        if not calls:
+            return None
         if index not in self._devices:
             self._devices[index] = Device(self.table, self._cuda or cuda_driver(), index)
-        device = self._devices[index]
-        if not plan.forms:
-            plan.forms = device.prepare(plan.calls, plan.stages, plan.tensors)
-        return device.ready(plan.forms, dict(zip(plan.names, addresses, strict=True)), stream)
+        made = self._devices[index].launches(calls, plan.stages, plan.tensors, plan.names)
+        plan.launches = made
+        return made
 
     def _stream(self, index: int) -> int:
         if "cuda" not in self._types:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .dispatch import Choice
-from .driver import Form, Tensor
+from .driver import Launches, Tensor
 from .launch import Call
 from .table import Code
 
@@ -36,7 +36,7 @@ class Plan:
     """All of a call that does not depend on addresses. calls is empty if PyTorch serves it.
 
     index: the device's, -1 for the CPU's. lse: whether the log-sum-exp is an output. floats:
-    elements of the workspaces. forms: once the kernels are loaded.
+    elements of the workspaces. names: of the buffers. launches: once the kernels are loaded.
     """
 
     choice: Choice
@@ -47,7 +47,7 @@ class Plan:
     lse: bool = False
     floats: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
-    forms: tuple[Form, ...] = ()
+    launches: Launches | None = None
 
 
 UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")
