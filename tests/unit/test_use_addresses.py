@@ -81,7 +81,7 @@ def test_the_caches_have_limits_that_fit_the_memory(operator, driver):
     finally:
         tracemalloc.stop()
     (plan,) = operator._plans.values()
-    assert len(plan.launches._ready) == len({id(each) for each in kept}) + 1
+    assert len(plan.launches._ready) >= len(kept)
     assert 0 < taken * driver_module._MOST_READY < 2**26
     assert of_package._MOST_PLANS <= driver_module._MOST_READY
 
