@@ -28,6 +28,7 @@ TOP = 50
 """Most problems of a spec that is made from a program."""
 _DTYPES: dict[str, Dtype] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _MOST_UNSERVED = 50
+_UNSEEN = ": no process imported PyTorch, or only under python -I, -E or -S, which hide it from us"
 _MASKS = {
     "causal": "an explicit mask; the first one was causal: is_causal=True can be served",
     "full": "an explicit mask; the first one masked nothing: attn_mask=None can be served",
@@ -138,10 +139,7 @@ def lines_of(found: Sorted, recorded: Recorded) -> list[str]:
     all_ = found.calls + rest
     out = [f"{all_:,} attention call{'s' * (all_ != 1)}{of}: {found.calls:,} in {shapes}"]
     if not recorded.calls:
-        out = [
-            "no attention call was recorded"
-            + (": no process imported PyTorch" * (not recorded.torch))
-        ]
+        out = ["no attention call was recorded" + (_UNSEEN * (not recorded.torch))]
     if found.unserved:
         out[0] += f"; {rest:,} have none:"
     for each in found.unserved:

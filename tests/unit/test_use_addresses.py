@@ -51,7 +51,7 @@ def test_no_memory_grows_with_the_calls(tmp_path, monkeypatch, grad):
         for n in calls:
             seqlen, offset = 130 + n % 1307, 8 * (n % 977)  # in step after a million calls
             q = memory[offset : offset + 256 * seqlen].view(1, 4, seqlen, 64)
-            made._served(q, q, q, False, 0.125, grad)
+            made._served(made._plan(q, q, q, False, 0.125, False, grad), q, q, q)
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 

@@ -217,7 +217,8 @@ def test_kinds_beyond_the_slots_are_counted_together(tmp_path, monkeypatch):
 def test_what_is_said_of_a_recording():
     nothing = Recorded([], 0, False)
     assert lines_of(sort(nothing, HOPPER, FAMILIES), nothing) == [
-        "no attention call was recorded: no process imported PyTorch"
+        "no attention call was recorded: no process imported PyTorch, or only under python -I, -E "
+        "or -S, which hide it from us"
     ]
     some = Recorded([(kind(), 1200), (kind(dropout=True), 3)], 2, True, ("RuntimeError: x",))
     assert lines_of(sort(some, HOPPER, FAMILIES), some) == [

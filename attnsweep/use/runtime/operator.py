@@ -12,15 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .dispatch import Choice, choose
-from .driver import (
-    Device,
-    DriverError,
-    Launches,
-    Tensor,
-    Unaligned,
-    cuda_driver,
-    unmapped,
-)
+from .driver import Device, DriverError, Launches, Tensor, Unaligned, cuda_driver, unmapped
 from .launch import calls, workspaces
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .registered import Gradient, register, with_contiguous_head_dim
@@ -85,17 +77,26 @@ class Operator:
     def _impl_forward(
         self, query: Any, key: Any, value: Any, causal: bool, scale: float
     ) -> torch.Tensor:
-        done = self._served(query, key, value, causal, scale, False)
+        grouped = query.shape[1] != key.shape[1]
+        plan = self._plan(query, key, value, causal, scale, grouped, False)
+        done = self._served(plan, query, key, value)
         if done is not None:
             return done[0]
-        grouped = query.shape[1] != key.shape[1]
         out = _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
         return _like(out, query)
 
     def _impl_forward_lse(
         self, query: Any, key: Any, value: Any, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        done = self._served(query, key, value, causal, scale, True)
+        grouped = query.shape[1] != key.shape[1]
+        plan = self._plan(query, key, value, causal, scale, grouped, True)
+        return self._with_lse(plan, query, key, value, causal, scale)
+
+    def _with_lse(
+        self, plan: Plan, query: Any, key: Any, value: Any, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the log-sum-exp: by the plan's kernel, or else by PyTorch's flash."""
+        done = self._served(plan, query, key, value)
         if done is not None:
             return done[0], done[1]
         flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -152,8 +153,8 @@ class Operator:
                 return self._forward(query, key, value, is_causal, by)
             elif grad:
                 by = scale if scale is not None else query.shape[3] ** -0.5
-                run = self._impl_forward_lse
-                out: torch.Tensor = Gradient.apply(query, key, value, is_causal, by, run)
+                what = (query, key, value, is_causal, by, self._with_lse, plan)
+                out: torch.Tensor = Gradient.apply(*what)
                 return out
             else:  # nobody looks at operators, so the dispatcher's time is saved
                 done = self._run(plan, query, key, value)
@@ -167,9 +168,10 @@ class Operator:
 
     def _cast(self, *given: Any) -> tuple[Any, Any, Any]:
         """The tensors as scaled_dot_product_attention gets them under autocast."""
-        kind = given[0].device.type
-        if kind in self._types and torch.is_autocast_enabled(kind):
-            given = tuple(map(_autocast, given))
+        if all(isinstance(each, torch.Tensor) for each in given):
+            kind = given[0].device.type
+            if kind in self._types and torch.is_autocast_enabled(kind):
+                given = tuple(map(_autocast, given))
         query, key, value = given
         return query, key, value
 
@@ -227,7 +229,7 @@ class Operator:
             if plan.calls and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
                 choice = UNALIGNED
         gpu = None
-        if query.device.type in self._types:
+        if isinstance(query, torch.Tensor) and query.device.type in self._types:
             gpu = self._gpu(query.device.index or 0)
         name = gpu.key.label if gpu is not None else None
         config = choice.kernel.config if choice.kernel is not None else None
@@ -372,11 +374,9 @@ class Operator:
 
     # ---- launching ----
     def _served(
-        self, query: Any, key: Any, value: Any, causal: bool, scale: float, lse: bool
+        self, plan: Plan, query: Any, key: Any, value: Any
     ) -> tuple[torch.Tensor, ...] | None:
         """What `_run` returns; None, which is counted, if no kernel serves the call."""
-        grouped = query.shape[1] != key.shape[1]
-        plan = self._plan(query, key, value, causal, scale, grouped, lse)
         if plan.calls:
             return self._run(plan, query, key, value)
         self._fell_back(plan.choice)
@@ -390,7 +390,7 @@ class Operator:
                 return self._run(plan, query, key, value)
         made: tuple[torch.Tensor, ...] = (_empty_like(query),)
         if plan.lse:
-            made += (query.new_empty(query.shape[:3], dtype=torch.float32),)
+            made += (query.new_empty(*query.shape[:3], dtype=torch.float32),)  # a tuple is slow
         written = made
         for count in plan.floats:
             written += (query.new_empty(count, dtype=torch.float32),)

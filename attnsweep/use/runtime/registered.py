@@ -117,11 +117,12 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
         causal: bool,
         scale: float,
         run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        plan: Any,
     ) -> torch.Tensor:
-        """run: computes the output and the log-sum-exp, as `forward_lse` does."""
+        """run: computes the output and the log-sum-exp by a plan, given first."""
         grouped = query.shape[1] != key.shape[1]
         chosen = _choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped)
-        out, lse = run(query, key, value, causal, scale)
+        out, lse = run(plan, query, key, value, causal, scale)
         ctx.causal, ctx.scale, ctx.by_cudnn = causal, scale, chosen == _CUDNN
         ctx.save_for_backward(query, key, value, out, lse)
         return out
@@ -130,7 +131,7 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """PyTorch's own backward: cuDNN's where it would have called cuDNN, or else flash's."""
         backward = _cudnn_backward if ctx.by_cudnn else _backward
-        return (*backward(ctx, grads[0], None), None)
+        return (*backward(ctx, grads[0], None), None, None)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
