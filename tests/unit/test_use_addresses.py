@@ -86,6 +86,20 @@ def test_the_caches_have_limits_that_fit_the_memory(operator, driver):
     assert of_package._MOST_PLANS <= driver_module._MOST_READY
 
 
+def test_all_kinds_of_calls_share_one_limit(operator, driver, monkeypatch):
+    """Few kinds, each at more addresses than are remembered."""
+    driver.on_launch = None
+    monkeypatch.setattr(driver_module, "_MOST_READY", 10)
+    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 4)
+    kinds = [[tensors(seqlen=250 + kind) for _ in range(5)] for kind in range(6)]
+    for n in range(5):
+        for kind in kinds:
+            operator.attention(*kind[n])
+            plans = operator._plans.values()
+            assert sum(len(p.launches._ready) for p in plans if p.launches) <= 10
+    assert operator.counters() == {"kernel": 30}
+
+
 def test_addresses_that_keep_changing(operator, driver, monkeypatch):
     """Whether launches are made, moved or remembered, a call reads and writes its own tensors."""
     monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 4)

@@ -230,6 +230,16 @@ def test_what_cannot_be_served_is_an_error(operator, driver, said):
     assert (driver.launches, operator.counters()) == ([], {})
 
 
+def test_2_31_elements_are_too_many(operator, driver):
+    """Memory that nobody touches."""
+    driver.on_launch = None
+    large = torch.empty(1, 1, 2**25, 64, dtype=E4M3)
+    for given, wrong in (([large] * 3, "query"), ([large[:, :, :100], large, large], "key")):
+        with pytest.raises(ValueError, match=rf"{wrong} has 2\^31 elements or more; cut the batch"):
+            operator.attention(*given, 1.0, 1.0, 1.0)
+    assert driver.launches == []
+
+
 def test_a_call_without_gradients_may_have_leaves(operator):
     tensors, scales = quantised(), scales_of("heads")
     scales[0].requires_grad_()

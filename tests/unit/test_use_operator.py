@@ -217,6 +217,11 @@ def test_a_driver_that_refuses(operator, driver, name, caplog):
     assert driver.capture_modes[-1] == 0
     assert operator.counters()["driver"] == 2
     assert "CUDA_ERROR_INVALID_VALUE" in caplog.text
+    driver.refuses = set()  # it would do now, and is not asked again for such tensors
+    operator.attention(q, k, v)
+    assert (driver.launches, operator.counters()) == ([], {"driver": 3})
+    operator.attention(*tensors(seqlen=250))
+    assert len(driver.launches) == 1
 
 
 def test_a_fork_falls_back(tmp_path):

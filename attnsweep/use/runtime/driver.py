@@ -229,7 +229,7 @@ class Device:
         self._readied += 1
         if self._readied > _MOST_READY:
             with self._lock:
-                self._readied = 0
+                self._readied = 1
                 for each in self._kept:
                     each.forget()
         made = Ready([], [], [], addresses, stream, [])
