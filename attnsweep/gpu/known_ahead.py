@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -75,25 +75,33 @@ class Ahead:
         self._beside = Beside(lambda: _COMMAND)
         self._pool = ThreadPoolExecutor(1, "known")
         self._answers: dict[tuple[Problem, int], Future[Answer]] = {}
+        self._dropped: set[tuple[Problem, int]] = set()
+        """Asked for, and no longer wanted."""
         self._maths: dict[tuple[Problem, int], Future[Maths]] = {}
 
     def begin(self, problem: Problem, seed: int) -> None:
         """Have it computed, if it is not being computed."""
-        if (problem, seed) not in self._answers:
-            asked = self._pool.submit(self._answer, problem, Answer.of, problem, seed)
-            self._answers[problem, seed] = asked
+        key = problem, seed
+        if key not in self._answers:
+            self._dropped.discard(key)
+            asked = self._pool.submit(self._answer, problem, key, Answer.of, problem, seed)
+            self._answers[key] = asked
 
     def take(self, problem: Problem, seed: int) -> Answer:
-        """The answer, which is not kept, nor are others that nobody took."""
+        """The answer, which is not kept, nor are others that nobody took; it waits for none."""
         self.begin(problem, seed)
-        answer = self._waited(self._answers.pop((problem, seed)))
+        asked = self._answers.pop((problem, seed))
+        for other, answer in self._answers.items():  # another problem came than was expected
+            if not (answer.cancel() or answer.done()) and other[0].min_bytes >= _LEAST_BYTES:
+                self._dropped.add(other)
+                self._beside.kill()
         self._answers.clear()
-        return answer
+        return self._waited(asked)
 
     def begin_rounding(self, problem: Problem, rounds_scores: int) -> None:
         """Have `rounding` computed, if it is not being computed."""
         if (problem, rounds_scores) not in self._maths:
-            asked = self._pool.submit(self._answer, problem, rounding, problem, rounds_scores)
+            asked = self._pool.submit(self._answer, problem, None, rounding, problem, rounds_scores)
             self._maths[problem, rounds_scores] = asked
 
     def rounding(self, problem: Problem, rounds_scores: int) -> Maths:
@@ -118,9 +126,14 @@ class Ahead:
             maths.result()
 
     def _answer(
-        self, problem: Problem, function: Callable[P, T], *args: P.args, **options: P.kwargs
+        self,
+        problem: Problem,
+        key: tuple[Problem, int] | None,
+        function: Callable[P, T],
+        *args: P.args,
+        **options: P.kwargs,
     ) -> T:
-        """What a function of this module returns."""
+        """What a function of this module returns. Raises CancelledError if `key` was dropped."""
         if problem.min_bytes >= _LEAST_BYTES:
             with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
                 asked, said = self._beside.pipes()
@@ -129,6 +142,8 @@ class Ahead:
                 answer: T = pickle.load(said)
                 return answer
             self.close()  # it died, as for want of memory: what fails here too is reported
+            if key in self._dropped:
+                raise CancelledError
         return function(*args, **options)
 
     def close(self) -> None:

@@ -434,17 +434,17 @@ def _where(error: BaseException) -> str:
 
 def _describe(preload: Sequence[str], first: tuple[Problem, int] | None) -> Environment:
     from attnsweep.build.nvrtc import nvrtc_version
-    from attnsweep.gpu.device import Session
+    from attnsweep.gpu.device import Session, driver_cuda
 
+    if first is not None and driver_cuda() is not None:  # NumPy computes while CUDA starts
+        from attnsweep.gpu.proof import compute_ahead
+
+        compute_ahead(*first)
     with step("start CUDA"):
         session = Session()
     gpu = session.gpu
     versions = session.versions
     nvrtc = nvrtc_version()  # before a package can bring another one
-    if first is not None:
-        from attnsweep.gpu.proof import compute_ahead
-
-        compute_ahead(*first)
     if preload:
         from attnsweep.gpu import peers
         from attnsweep.gpu.preload import PRELOAD

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -68,6 +69,31 @@ def test_the_process_computes_what_limits_of_rounded_scores_come_from(ahead, mon
     assert ahead.rounding(PROBLEM, 1) == expected  # kept, for other candidates and peers
     assert len(ahead.rounding(OTHER, 2)) == len(expected)
     assert {problem for problem, _ in ahead._maths} == {OTHER}
+
+
+def test_what_was_begun_for_another_problem_is_not_waited_for(ahead, monkeypatch, tmp_path):
+    """A card that was expected to open a problem may get another one first."""
+    met = tmp_path / "met"
+    program = (
+        f"import pathlib, time; met = pathlib.Path({str(met)!r})\n"
+        "if not met.exists():\n    met.touch()\n    time.sleep(1000)\n"
+        f"from {known_ahead.__name__} import main; main()"
+    )
+    monkeypatch.setattr(known_ahead, "_COMMAND", [sys.executable, "-c", program])
+    expected = Answer.of(OTHER, 4)
+
+    def here(*args):
+        raise AssertionError("computed in this process")
+
+    monkeypatch.setattr(numerics, "same_maths", here)
+    ahead.begin(PROBLEM, 3)
+    begun = ahead._answers[PROBLEM, 3]
+    while not met.exists():
+        assert not begun.done()
+    equal(ahead.take(OTHER, 4), expected)
+    with pytest.raises(CancelledError):
+        begun.result(0)
+    equal(ahead.take(PROBLEM, 3), ahead.take(PROBLEM, 3))  # it may be wanted later
 
 
 NONSENSE = {

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from attnsweep.errors import NoGpuError
 from attnsweep.gpu import bench, device, energy, peers, preload, proof, steps, worker
 from attnsweep.gpu.preload import Preload
 from attnsweep.problem import Problem
@@ -180,9 +181,16 @@ def test_what_fails_in_the_thread_ends_nothing(monkeypatch):
     made.end()
 
 
-def test_the_first_problem_is_compiled_for_triton_before_it_is_opened(monkeypatch):
-    """Its process began when the problem was open, and the first table waited for it."""
+def test_what_the_first_problem_needs_is_begun_before_it_is_opened(monkeypatch):
+    """Triton's process began when the problem was open, and the first table waited for it; NumPy's
+    began when CUDA had started, and the first candidate waited for it.
+    """
     begun = []
+
+    def started():
+        begun.append("CUDA")
+        return session
+
     session = SimpleNamespace(
         gpu=SimpleNamespace(
             name="NVIDIA Test 1", arch="sm_90a", sm_count=132, clock_hz=1e9, memory_bytes=1 << 30,
@@ -191,21 +199,29 @@ def test_the_first_problem_is_compiled_for_triton_before_it_is_opened(monkeypatc
         versions={"cuda_driver": "13.0", "cuda_runtime": "13.0"},
         identity=dict,
     )  # fmt: skip
-    monkeypatch.setattr(device, "Session", lambda: session)
+    monkeypatch.setattr(device, "Session", started)
+    monkeypatch.setattr(device, "driver_cuda", lambda: (13, 0))
     monkeypatch.setattr(energy, "counter", lambda session: None)
     monkeypatch.setattr(proof, "compute_ahead", lambda *asked: begun.append(("numpy", *asked)))
     monkeypatch.setattr(peers, "compile_ahead", lambda *asked: begun.append(("triton", *asked)))
     monkeypatch.setattr(preload.PRELOAD, "begin", lambda *asked: begun.append(("import", *asked)))
     worker._describe(NAMES, (PROBLEM, 3))
-    assert begun == [
-        *(("numpy", PROBLEM, 3), ("triton", NAMES, PROBLEM), ("import", NAMES, PROBLEM)),
-    ]
+    numpy = ("numpy", PROBLEM, 3)
+    assert begun == [numpy, "CUDA", ("triton", NAMES, PROBLEM), ("import", NAMES, PROBLEM)]
     begun.clear()
-    worker._describe(NAMES, None)  # one of several cards: its problem is not known yet
-    assert begun == [("import", NAMES, None)]
+    worker._describe(NAMES, None)  # a part of a spec: its problem is not known yet
+    assert begun == ["CUDA", ("import", NAMES, None)]
     begun.clear()
     worker._describe((), (PROBLEM, 3))
-    assert begun == [("numpy", PROBLEM, 3)]
+    assert begun == [numpy, "CUDA"]
+
+
+def test_nothing_is_begun_without_a_driver(monkeypatch):
+    """It would go on for seconds after the command has said why it ended."""
+    monkeypatch.setattr(device, "driver_cuda", lambda: None)
+    monkeypatch.setattr(proof, "compute_ahead", lambda *asked: pytest.fail("begun"))
+    with pytest.raises(NoGpuError, match="no NVIDIA driver"):
+        worker._describe(NAMES, (PROBLEM, 3))
 
 
 @pytest.mark.parametrize("method", ["add", "add_baseline"])
