@@ -103,10 +103,11 @@ def run(
         ExitStack() as at_end,
     ):
         seed = input_seed(spec)
-        environment, planned, compiler = start(spec, kernels, gpu, cache_dir, at_end, seed)
+        environment, planned, compiler = start(
+            spec, kernels, gpu, cache_dir, at_end, seed, shard=shard
+        )
         card = held(environment.uuid, environment.gpu, wait=wait, say=observer.note)
         locks.enter_context(card)
-        planned = planned if shard is None else shard.take(planned)
         observer.planned(candidate_counts(planned, spec.search.candidates))
         for warning in unused_parameters(
             (space for item in planned for space in item.spaces), compiler.arch

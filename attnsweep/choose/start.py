@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
-from attnsweep.build.candidate import builds_of, workspace_limit
+from attnsweep.build.candidate import Build, builds_of, workspace_limit
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.prune import compiler_for
 from attnsweep.choose.energy import refuse_without_counter
@@ -22,7 +22,7 @@ from attnsweep.gpu.judge import judge_source
 from attnsweep.hardware import Arch, arch_on
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec
-from attnsweep.spec.plan import PlannedProblem, plan
+from attnsweep.spec.plan import PlannedProblem, Shard, plan
 from attnsweep.trial import Environment
 
 # Candidates to compile while the GPU process starts, which takes 1.5 s.
@@ -46,24 +46,31 @@ def start(
     cache_dir: Path | None,
     at_end: ExitStack,
     seed: int | None = None,
+    *,
+    shard: Shard | None = None,
+    firsts: Sequence[Problem] = (),
 ) -> tuple[Environment, Sequence[PlannedProblem], Compiler]:
     """Describe the GPU and plan the sweep on it.
 
     at_end: closes the compiler. seed: of the inputs with which this GPU opens the first problem.
+    shard: plan this part of the problems alone. firsts: the problems whose candidates are needed
+    first (default: the first one).
 
-    Raises NoGpuError, SpaceError or ToolchainError.
+    Raises NoGpuError, SpaceError, SpecError or ToolchainError.
     """
     with ThreadPoolExecutor(1) as aside:
-        first = None if seed is None else (spec.problems[0].problem, seed)
+        first = None
+        if seed is not None and shard is None:  # only the plan says which problems a part has
+            first = spec.problems[0].problem, seed
         described = aside.submit(gpu.describe, preload=spec.baselines, first=first)
         # In this thread, where a rule that never returns meets its time limit, or Ctrl-C.
-        begun = _compile_early(spec, kernels, cache_dir, at_end)
+        begun = _compile_early(spec, kernels, cache_dir, at_end, shard, firsts)
     environment = described.result()
     arch = arch_of(spec, environment)
     _check_memory(spec, environment)
     refuse_without_counter(environment, spec.measure.rank_by)
     if begun is None or begun[1].arch != arch:
-        begun = _planned(spec, kernels, arch, cache_dir, at_end)
+        begun = _planned(spec, kernels, arch, cache_dir, at_end, shard)
     return environment, *begun
 
 
@@ -73,15 +80,22 @@ def _planned(
     arch: Arch,
     cache_dir: Path | None,
     at_end: ExitStack,
+    shard: Shard | None,
 ) -> Planned:
     planned = plan(spec, kernels, arch)
+    planned = planned if shard is None else shard.take(planned)
     compiler = compiler_for(spec, arch, cache_dir)
     at_end.callback(compiler.close)
     return planned, compiler
 
 
 def _compile_early(
-    spec: SweepSpec, kernels: Mapping[str, Kernel], cache_dir: Path | None, at_end: ExitStack
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel],
+    cache_dir: Path | None,
+    at_end: ExitStack,
+    shard: Shard | None,
+    firsts: Sequence[Problem],
 ) -> Planned | None:
     """The plan for the card that NVML reports, with the first candidates compiling.
 
@@ -92,16 +106,25 @@ def _compile_early(
     if arch is None or spec.arch not in (None, arch.name):
         return None
     try:
-        planned, compiler = _planned(spec, kernels, arch, cache_dir, at_end)
+        planned, compiler = _planned(spec, kernels, arch, cache_dir, at_end, shard)
         for dtype in {entry.problem.dtype for entry in spec.problems}:
             compiler.submit(*judge_source(dtype))  # the GPU process needs it first
-        for space in planned[0].spaces:
-            asked = itertools.islice(iter(search_of(spec, space).ask, None), _EARLY)
-            for build in builds_of(space, asked, compiler, workspace_limit(spec)):
-                build.submit()
+        asked = []
+        for item in [item for item in planned if item.problem in firsts] or planned[:1]:
+            for space in item.spaces:
+                configs = itertools.islice(iter(search_of(spec, space).ask, None), _EARLY)
+                asked.append(builds_of(space, configs, compiler, workspace_limit(spec)))
+        for build in in_turns(asked):
+            build.submit()
     except AttnsweepError:
         return None
     return planned, compiler
+
+
+def in_turns(groups: Iterable[Iterable[Build]]) -> Iterator[Build]:
+    """The first of every group, then the second of every group, and so on."""
+    for builds in itertools.zip_longest(*groups):
+        yield from filter(None, builds)
 
 
 def arch_of(spec: SweepSpec, environment: Environment) -> Arch:

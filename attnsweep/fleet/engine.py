@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +85,8 @@ class Engine:
     """The children of some cards, a context manager that ends them.
 
     hello: the first message to each child. silence_s: a child that works and is not heard of for so
-    long, and waits for no compilation, hangs. note: told of each fault.
+    long, and waits for no compilation, hangs. note: told of each fault. first: by the name of a
+    card, what its first child is told besides hello.
     """
 
     def __init__(
@@ -96,10 +97,11 @@ class Engine:
         *,
         silence_s: float,
         note: Callable[[str], None],
+        first: Mapping[str, Message] | None = None,
     ) -> None:
         self._seats = [_Seat(card) for card in cards]
         self._start_child, self._hello = start_child, hello
-        self._silence_s, self._note = silence_s, note
+        self._silence_s, self._note, self._first = silence_s, note, first or {}
         self._events: SimpleQueue[tuple[_Seat, int, Message | None]] = SimpleQueue()
         self._schedule: Schedule | None = None
         self._job: Job | None = None
@@ -189,7 +191,8 @@ class Engine:
         seat.child = self._start_child(
             seat.card, lambda message: self._events.put((seat, number, message))
         )
-        seat.child.send({"do": "begin", **self._hello})
+        first = self._first.get(seat.name, {}) if number == 1 else {}
+        seat.child.send({"do": "begin", **self._hello, **first})
 
     def _step(self) -> None:
         """Take one event, or look for children that hang."""

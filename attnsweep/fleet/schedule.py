@@ -42,15 +42,23 @@ class Schedule:
     """The tasks of a run, the costliest first.
 
     costs: of each task, in any unit. bound: task to the worker that has begun it in an earlier run;
-    no other gets it while that worker is there.
+    no other gets it while that worker is there. guesses: worker to the task that it has begun to
+    prepare and gets first, unless that costs less than half of the costliest.
     """
 
-    def __init__(self, costs: Sequence[float], bound: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        costs: Sequence[float],
+        bound: Mapping[int, str] | None = None,
+        guesses: Mapping[str, int] | None = None,
+    ) -> None:
         self._pending = sorted(range(len(costs)), key=lambda task: (-costs[task], task))
         self._rank = {task: place for place, task in enumerate(self._pending)}
         self._bound = dict(bound or {})
         self._open: dict[str, int] = {}
         self._ahead: dict[str, int] = {}
+        most = max(costs, default=0.0)
+        self._guesses = {w: t for w, t in (guesses or {}).items() if 2 * costs[t] >= most}
         self._losers: dict[int, list[str]] = {}
         self._left: Counter[int] = Counter()
         self._faults: Counter[str] = Counter()
@@ -81,6 +89,11 @@ class Schedule:
         return self._pending
 
     @property
+    def expected(self) -> Collection[int]:
+        """What workers have begun to prepare, whether they are there yet or not."""
+        return {*self._guesses.values(), *self._ahead.values()}
+
+    @property
     def over(self) -> bool:
         """Whether every task is done or given up."""
         return not self._pending and not self._open
@@ -94,6 +107,8 @@ class Schedule:
     def join(self, worker: str) -> None:
         """A worker is there."""
         self._workers[worker] = None
+        if worker in self._guesses:
+            self._ahead[worker] = self._guesses.pop(worker)
 
     def assign(self, worker: str) -> Task | None:
         """Hand a free worker its next task; None if there is none for it now.
@@ -115,7 +130,8 @@ class Schedule:
         """The task that a worker will probably get next, to prepare it; no promise."""
         others = {task for who, task in self._ahead.items() if who != worker}
         free = [task for task in self._for(worker) if task not in others]
-        idle = len(self._workers) - len(self._open)  # these take the costliest first
+        # These take the costliest first.
+        idle = len(self._workers.keys() - self._open.keys() - self._ahead.keys() - {worker})
         if len(free) <= idle:
             return None
         self._ahead[worker] = free[idle]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from attnsweep.build.advice import spilling, unused_parameters
@@ -16,7 +15,7 @@ from attnsweep.build.candidate import workspace_limit
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.choose.queue import Queue
-from attnsweep.choose.start import input_seed, start
+from attnsweep.choose.start import in_turns, input_seed, start
 from attnsweep.errors import AttnsweepError, SpecError
 from attnsweep.family.declare import Kernel
 from attnsweep.fleet.engine import Engine
@@ -78,13 +77,20 @@ def run(
         remote = any(card.hashed is None for card in cards)
         hello = hello_of(spec, cache_dir, remote)
         silence_s = silence_s or longest_silence_s(spec)
-        engine = Engine(cards, start_child, hello, silence_s=silence_s, note=observer.note)
+        seed = input_seed(spec)  # one for all problems: a card computes ahead for its next one
+        # Before the plan says which are the longest, so that the cards begin on them as they start.
+        guessed = dict(zip((card.uuid for card in cards), longest(spec, shard), strict=False))
+        first = {name: first_of(problem, seed) for name, problem in guessed.items()}
+        engine = Engine(
+            cards, start_child, hello, silence_s=silence_s, note=observer.note, first=first
+        )
         at_end.enter_context(engine)
-        described = Described(engine)
-        environment, planned, compiler = start(spec, kernels, described, cache_dir, at_end)
+        environment, planned, compiler = start(
+            spec, kernels, Described(engine), cache_dir, at_end,
+            shard=shard, firsts=[*guessed.values()],
+        )  # fmt: skip
         if helpers is not None:
             at_end.enter_context(helpers(compiler, observer.note))
-        planned = planned if shard is None else shard.take(planned)
         observer.planned(candidate_counts(planned, spec.search.candidates))
         for warning in unused_parameters(
             (space for item in planned for space in item.spaces), compiler.arch
@@ -103,8 +109,10 @@ def run(
         where = of_these_cards(environment, uuids)
         store.describe(spec.resolved(store.directory), where, plan_facts(planned))
         retire(store, kernels, observer)
-        job = _Sweeps(spec, kernels, environment, planned, store, observer, cards)
-        schedule = Schedule([cost(item) for item in planned], job.begun(known))
+        job = _Sweeps(spec, kernels, environment, planned, store, observer, cards, seed)
+        numbers = {item.problem: number for number, item in enumerate(planned)}
+        guesses = {name: numbers[problem] for name, problem in guessed.items()}
+        schedule = Schedule([cost(item) for item in planned], job.begun(known), guesses)
         at_end.enter_context(_compiling_ahead(job, schedule, compiler, environment))
         began, interrupted, left = time.monotonic(), False, True
         try:
@@ -144,6 +152,19 @@ def hello_of(spec: SweepSpec, cache_dir: Path | None, remote: bool = False) -> M
         "remote": remote,
         "preload": list(spec.baselines),
     }
+
+
+def longest(spec: SweepSpec, shard: Shard | None) -> list[Problem]:
+    """The problems of a spec that take longest, as far as that can be said without a plan; of a
+    part of a spec none, because the plan says which it has.
+    """
+    problems = [entry.problem for entry in spec.problems] if shard is None else []
+    return sorted(problems, key=lambda problem: -problem.flops)
+
+
+def first_of(problem: Problem, seed: int) -> Message:
+    """What the first message says besides if a card will probably open this problem first."""
+    return {"first": {"problem": asdict(problem), "seed": seed}}
 
 
 def longest_silence_s(spec: SweepSpec) -> float:
@@ -201,14 +222,15 @@ class _Sweeps:
         store: Store,
         observer: Observer,
         cards: Sequence[InstalledCard],
+        seed: int,
     ) -> None:
+        """seed: of the inputs of all problems."""
         self.spec, self.kernels, self.planned, self.store = spec, kernels, planned, store
         self._environment, self._observer = environment, observer
         names = {card: card.hashed or card.uuid for card in cards}
         self._on = {card: observer.on(card.number, names[card]) for card in cards}
         self._last: dict[InstalledCard, Trial] = {}
-        # One for all problems: a card computes what is right for its next one ahead.
-        self._input_seed = input_seed(spec)
+        self._input_seed = seed
         self._left = len(planned)
         problems = [entry.problem for entry in spec.problems]
         self._places = [problems.index(item.problem) for item in planned]
@@ -322,6 +344,7 @@ def _compiling_ahead(
     In the order in which they will be asked for: those of the first problems in turns.
     """
     order = [number for number in schedule.pending if not job.has_rows(number)]
+    order.sort(key=lambda number: number not in schedule.expected)
     limit = workspace_limit(job.spec, environment.memory_bytes)
     ended = threading.Event()
     at_once = max(1, len(schedule.workers) or len(job._on))
@@ -330,12 +353,11 @@ def _compiling_ahead(
         try:
             groups = [order[:at_once], *([number] for number in order[at_once:])]
             for group in groups:
-                asked = [Queue(job.planned[n], job.spec, compiler, limit).ask() for n in group]
-                for builds in itertools.zip_longest(*asked):
-                    for build in filter(None, builds):
-                        if ended.is_set():
-                            return
-                        build.submit()
+                asked = (Queue(job.planned[n], job.spec, compiler, limit).ask() for n in group)
+                for build in in_turns(asked):
+                    if ended.is_set():
+                        return
+                    build.submit()
         except (AttnsweepError, RuntimeError):
             return  # the child whose problem it is meets the same error, or the pool is closed
 

@@ -20,7 +20,7 @@ from samples import TEST_GPU
 
 from attnsweep.build.launches import Candidate
 from attnsweep.errors import NoGpuError
-from attnsweep.fleet import child
+from attnsweep.fleet import child, tasks
 from attnsweep.gpu.cards import VISIBLE, hashed
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.problem import Problem
@@ -47,7 +47,10 @@ class FaultyGpu(FakeGpu):
             log.write(f"{self._uuid} {what}\n")
 
     def describe(self, *, preload: Any = (), first: Any = None) -> Any:
+        if first is not None:
+            self._tell(f"first {first[0].label} with seed {first[1]}")
         self._meet()
+        time.sleep(self._facts.get("start_s", 0.0))
         self._act(self._facts.get("at_start"))
         return super().describe(preload=preload, first=first)
 
@@ -61,7 +64,7 @@ class FaultyGpu(FakeGpu):
 
     def open(self, problem: Problem, **options: Any) -> None:
         self._tell(f"open {problem.label}")
-        self._tell(f"seed {options['seed']}")
+        self._tell(f"opened {problem.label} with seed {options['seed']}")
         if problem.label in self._facts.get("deadly", ()):
             self._act("kill")
         if problem.label in self._facts.get("too_large", ()):
@@ -103,7 +106,7 @@ def main() -> None:
     """Be the child of the card that the environment names."""
     cards = json.loads(os.environ["FAKE_CARDS"])
     if not cards["all"].get("nvrtc"):
-        child.RemoteCompiler.key = FakeCompiler.key  # type: ignore[method-assign,assignment]
+        tasks.RemoteCompiler.key = FakeCompiler.key  # type: ignore[method-assign,assignment]
     uuid = os.environ[VISIBLE]
     gpu = FaultyGpu(uuid, cards["all"] | cards.get(uuid, {}), Path(cards["log"]))
     child.main(lambda begin: gpu)

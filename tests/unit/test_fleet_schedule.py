@@ -75,6 +75,26 @@ def test_what_a_worker_that_is_still_free_will_take_is_not_prepared_elsewhere():
     assert schedule.ahead("a") is None
 
 
+def test_a_worker_first_gets_what_it_was_expected_to_get_unless_that_is_short():
+    schedule = Schedule([9, 8, 7, 4], guesses={"a": 2, "b": 3, "c": 1})
+    assert set(schedule.expected) == {2, 1}
+    for worker in "bac":
+        schedule.join(worker)
+    assert schedule.assign("b").number == 0  # it was expected to get 3, which is short
+    assert schedule.ahead("b") == 3  # 2 is prepared by `a`, and 1 by `c`
+    assert schedule.assign("a").number == 2
+    schedule.finish("b")
+    assert schedule.assign("b").number == 3
+    schedule.finish("b")
+    assert schedule.assign("b").number == 1  # nothing waits for `c`, which is not ready
+
+
+def test_what_a_worker_was_expected_to_get_is_free_when_it_is_lost():
+    schedule = fleet([9, 8, 7], guesses={"a": 1, "b": 0})
+    schedule.lose("b", gone=True)
+    assert (schedule.assign("a").number, schedule.ahead("a")) == (1, 0)
+
+
 def test_a_lost_task_goes_to_another_worker_from_the_start():
     schedule = fleet([9, 1])
     assert schedule.assign("a") == Task(0, last=False)

@@ -10,72 +10,24 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
 import psutil
 import pytest
 from fake_cards import FakeCards
 from fake_compiler import FakeCompiler
+from fleets import LABELS, SPEC, TIMES, is_whole, measured, swept
 from samples import TEST_GPU
 
 import attnsweep
-from attnsweep.build.observer import Observer
 from attnsweep.choose import start
 from attnsweep.errors import SpecError
-from attnsweep.family.declare import discover
-from attnsweep.fleet import sweeps
-from attnsweep.fleet.process import start_child
 from attnsweep.gpu.lock import LOCK_VARIABLE, BusyError, held
 from attnsweep.resume import cards_of
-from attnsweep.spec.load import load_spec
 from attnsweep.spec.plan import Shard
 from attnsweep.store.run import read_trials
 from attnsweep.trial import Status
-
-SPEC = """
-problems:
-  - {batch: 1, heads: 2, seqlen: [256, 512, 1024, 2048], head_dim: 64}
-kernels: {naive: {THREADS: [32, 64, 128]}}
-baselines: []
-measure: {rounds: 4}
-"""
-LABELS = [f"(1,2,{seqlen},64) fp16 full" for seqlen in (256, 512, 1024, 2048)]
-TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0}
-
-
-class Heard(Observer):
-    def __init__(self):
-        self.notes, self.tried_on, self.opened_on = [], Counter(), []
-        self.counts = None
-        self.ranking = []
-
-    def on(self, card, name):
-        return OnCard(self, card)
-
-    def planned(self, candidates, *, finals=True):
-        self.counts = list(candidates)
-
-    def ranked(self, trials, environment):
-        self.ranking.append(trials[0].problem.label)
-
-    def note(self, text):
-        self.notes.append(text)
-        print(text)
-
-
-class OnCard(Observer):
-    def __init__(self, all_, card):
-        self.all, self.card = all_, card
-
-    def opening(self, problem, candidates, kept):
-        self.all.opened_on.append((self.card, problem.label, candidates, kept))
-
-    def tried(self, trial, *, kept=False):
-        self.all.tried_on[self.card] += 1
-
-    def note(self, text):
-        self.all.note(text)
 
 
 @pytest.fixture(autouse=True)
@@ -93,43 +45,7 @@ def cards(tmp_path, nursery):
 
 @pytest.fixture
 def go(tmp_path, cards):
-    def run(text=SPEC, on=None, **options):
-        for met in tmp_path.glob("GPU-* here"):
-            met.unlink()
-        cards.facts["all"]["together"] = len(cards.cards if on is None else on)
-        path = tmp_path / "test.yaml"
-        path.write_text(text)
-        kernels = discover()
-        heard = Heard()
-        outcome = sweeps.run(
-            load_spec(path, kernels),
-            kernels,
-            cards.cards if on is None else [cards.cards[number] for number in on],
-            results=tmp_path / "results",
-            cache_dir=tmp_path / "cache",
-            observer=heard,
-            start_child=cards.start_child,
-            **options,
-        )
-        return outcome, heard
-
-    return run
-
-
-def is_whole(outcome, labels=LABELS):
-    """Every problem has every row, with rounds, and all of a problem are of one card."""
-    rows = outcome.run.trials
-    assert Counter(t.problem.label for t in rows) == dict.fromkeys(labels, 3)
-    assert all(t.status is Status.OK and t.time_us.rounds for t in rows)
-    for label in labels:
-        assert len(cards_of(t for t in rows if t.problem.label == label)) == 1
-    assert outcome.exit_code == 0
-    return True
-
-
-def measured(cards):
-    """How often each problem's candidates were tried, on all cards."""
-    return Counter(label for _, label in cards.calls("trial"))
+    return partial(swept, tmp_path, cards)
 
 
 def test_whole_problems_are_spread_over_the_cards(go, cards, tmp_path):
@@ -150,16 +66,6 @@ def test_whole_problems_are_spread_over_the_cards(go, cards, tmp_path):
     assert sum(heard.tried_on.values()) > 12
     assert {label for _, label, *_ in heard.opened_on} == set(LABELS)
     assert len(heard.ranking) == 3
-
-
-def test_what_is_computed_ahead_for_the_next_problem_is_of_its_seed(go, cards):
-    """A child that drew a seed for each problem computed 1.3 s of each anew on two H100s."""
-    go()
-    seeds = [seed for _, seed in cards.calls("seed")]
-    assert len(seeds) == 4
-    assert len(set(seeds)) == 1
-    go(fresh=True)
-    assert len({seed for _, seed in cards.calls("seed")}) == 2
 
 
 def test_the_same_command_again_measures_nothing(go, cards):
@@ -470,19 +376,3 @@ def test_a_card_in_use_is_named_and_nothing_is_started(go, cards):
     assert heard.notes[0].startswith("waiting for card 1")
     with held(cards.cards[0].hashed, "free again"):
         pass
-
-
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
-def test_the_child_of_a_real_card_says_that_there_is_none(cards, tmp_path):
-    """Through its own GPU process, which has no driver here."""
-    told = SimpleQueue()
-    child = start_child(cards.cards[0], told.put)
-    (tmp_path / "test.yaml").write_text(SPEC)
-    hello = sweeps.hello_of(load_spec(tmp_path / "test.yaml", discover()), None)
-    child.send({"do": "begin", **hello})
-    message = told.get(timeout=60)
-    assert message["say"] == "gone"
-    assert "GPU" in message["why"] or "driver" in message["why"]
-    assert told.get(timeout=30) is None
-    child.stop()
-    assert "exit code 0" in child.why

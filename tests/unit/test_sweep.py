@@ -22,6 +22,7 @@ from attnsweep.family import patience
 from attnsweep.family.declare import discover
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.hardware import arch_named, arch_on
+from attnsweep.spec.plan import Shard
 from attnsweep.store.pack import pack
 from attnsweep.store.run import read_trials
 from attnsweep.trial import Status
@@ -96,6 +97,9 @@ def test_the_first_problems_inputs_begin_while_the_gpu_process_starts(go, gpu, m
     monkeypatch.setattr(gpu, "open", opened)
     go()
     assert asked[0] == asked[1]  # also of a seed that was drawn
+    asked.clear()
+    go(shard=Shard(1, 1))
+    assert asked[0] is None  # a part may not have the spec's first problem
 
 
 def test_inputs_are_drawn_anew_in_each_run_unless_the_spec_has_their_seed(go, gpu, monkeypatch):

@@ -1,0 +1,113 @@
+"""Sweeps on fake cards, and what must hold of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fake_cards import FakeCards
+
+from attnsweep.build.observer import Observer
+from attnsweep.family.declare import discover
+from attnsweep.fleet import sweeps
+from attnsweep.problem import Problem
+from attnsweep.resume import cards_of
+from attnsweep.spec.load import load_spec
+from attnsweep.sweep import Outcome
+from attnsweep.trial import Environment, Status, Trial
+
+SPEC = """
+problems:
+  - {batch: 1, heads: 2, seqlen: [256, 512, 1024, 2048], head_dim: 64}
+kernels: {naive: {THREADS: [32, 64, 128]}}
+baselines: []
+measure: {rounds: 4}
+"""
+LABELS = [f"(1,2,{seqlen},64) fp16 full" for seqlen in (256, 512, 1024, 2048)]
+TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0}
+
+
+class Heard(Observer):
+    """What an observer hears of all cards."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.tried_on: Counter[int] = Counter()
+        self.opened_on: list[tuple[int, str, int, int]] = []
+        self.counts: list[int] | None = None
+        self.ranking: list[str] = []
+
+    def on(self, card: int, name: str) -> Observer:
+        return OnCard(self, card)
+
+    def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
+        self.counts = list(candidates)
+
+    def ranked(self, trials: Sequence[Trial], environment: Environment) -> None:
+        self.ranking.append(trials[0].problem.label)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        print(text)
+
+
+class OnCard(Observer):
+    """What it hears of one card."""
+
+    def __init__(self, everywhere: Heard, card: int) -> None:
+        self.everywhere, self.card = everywhere, card
+
+    def opening(self, problem: Problem, candidates: int, kept: int) -> None:
+        self.everywhere.opened_on.append((self.card, problem.label, candidates, kept))
+
+    def tried(self, trial: Trial, *, kept: bool = False) -> None:
+        self.everywhere.tried_on[self.card] += 1
+
+    def note(self, text: str) -> None:
+        self.everywhere.note(text)
+
+
+def swept(
+    place: Path,
+    cards: FakeCards,
+    text: str = SPEC,
+    on: Sequence[int] | None = None,
+    **options: Any,
+) -> tuple[Outcome, Heard]:
+    """A sweep in a directory. text: of its spec. on: the numbers of some of the cards."""
+    for met in place.glob("GPU-* here"):
+        met.unlink()
+    cards.facts["all"]["together"] = len(cards.cards if on is None else on)
+    path = place / "test.yaml"
+    path.write_text(text)
+    kernels = discover()
+    heard = Heard()
+    outcome = sweeps.run(
+        load_spec(path, kernels),
+        kernels,
+        cards.cards if on is None else [cards.cards[number] for number in on],
+        results=place / "results",
+        cache_dir=place / "cache",
+        observer=heard,
+        start_child=cards.start_child,
+        **options,
+    )
+    return outcome, heard
+
+
+def is_whole(outcome: Outcome, labels: Sequence[str] = LABELS) -> bool:
+    """Every problem has every row, with rounds, and all of a problem are of one card."""
+    rows = outcome.run.trials
+    assert Counter(t.problem.label for t in rows) == dict.fromkeys(labels, 3)
+    assert all(t.status is Status.OK and t.time_us and t.time_us.rounds for t in rows)
+    for label in labels:
+        assert len(cards_of(t for t in rows if t.problem.label == label)) == 1
+    assert outcome.exit_code == 0
+    return True
+
+
+def measured(cards: FakeCards) -> Counter[str]:
+    """How often each problem's candidates were tried, on all cards."""
+    return Counter(label for _, label in cards.calls("trial"))
