@@ -151,8 +151,10 @@ class _Carrier:
         elif message["do"] == "cubin" and "data" in message:
             data = base64.b64decode(message.pop("data"))
             digest = hashlib.sha256(data).hexdigest()
+            if digest != message["digest"]:
+                return "machine code arrived damaged"
             path = self._cache / digest[:2] / digest / "stage.cubin"
-            if not path.is_file():
+            if not path.is_file() or path.read_bytes() != data:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_file(path, data)
             message["path"] = str(path)

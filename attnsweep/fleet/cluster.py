@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from attnsweep import __version__
-from attnsweep.errors import NoGpuError, ToolchainError
+from attnsweep.errors import NoGpuError, SpecError, ToolchainError
 from attnsweep.files import install_command, shipped
 from attnsweep.fleet import bridge
 from attnsweep.fleet.process import Child, Deliver, Message
@@ -49,19 +49,16 @@ class ClusterCard(InstalledCard):
 
 @contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """A client of the scheduler at this address. Raises ToolchainError, or NoGpuError if it does
-    not answer.
+    """A client of the scheduler at this address. Raises SpecError for what is no address,
+    ToolchainError without Dask, or NoGpuError if the scheduler does not answer.
     """
     try:
         from distributed import Client
-        from distributed.comm.addressing import parse_address, parse_host_port
     except ImportError as error:
         what = "--scheduler needs Dask's distributed"
         raise ToolchainError(what, hint=install_command("cluster")) from error
+    _check(address)  # a Client of a wrong one is half made, and ends only after 20 s
     try:
-        scheme, where = parse_address(address)
-        if scheme in ("tcp", "tls"):
-            parse_host_port(where)  # a Client without a port is half made, and ends only after 20 s
         client = Client(address, timeout=CONNECT_S, set_as_default=False)
     except (OSError, ValueError, RuntimeError) as error:
         hint = "start one: dask scheduler; then workers: see docs/how-to/cluster.md"
@@ -73,16 +70,42 @@ def connected(address: str) -> Iterator[Any]:
             client.close(timeout=5)
 
 
+def _check(address: str) -> None:
+    """Raise SpecError if this is no address, or one that needs what Dask is not told."""
+    from distributed.comm.addressing import parse_address, parse_host_port
+    from distributed.security import Security
+
+    try:
+        scheme, where = parse_address(address)
+        host, port = parse_host_port(where)
+        if scheme not in ("tcp", "tls") or not host or not 0 < port < 2**16:
+            raise ValueError("there are tcp://HOST:PORT and tls://HOST:PORT")
+    except ValueError as error:
+        raise SpecError(
+            f"no address of a scheduler: {address!r}: {error}",
+            where="--scheduler",
+            hint="give the one that `dask scheduler` prints: tcp://HOST:8786",
+        ) from error
+    if scheme == "tls" and Security().get_connection_args("client").get("ssl_context") is None:
+        raise SpecError(
+            f"{address} needs certificates, and Dask's settings name none",
+            where="--scheduler",
+            hint="DASK_DISTRIBUTED__COMM__TLS__CA_FILE, …__CLIENT__CERT and …__CLIENT__KEY, or "
+            "~/.config/dask: see https://distributed.dask.org/en/stable/tls.html",
+        )
+
+
 def cards_of(client: Any) -> list[ClusterCard]:
     """The workers that have a GPU. Raises NoGpuError if there is none."""
     workers = client.scheduler_info(n_workers=-1)["workers"].values()
     names = sorted(str(w["name"]) for w in workers if w.get("resources", {}).get("GPU", 0) >= 1)
     if not names:
+        address = client.scheduler.address
+        none = f"none of the {len(workers)} workers of {address} has a GPU"
         raise NoGpuError(
-            f"none of the {len(workers)} workers has a GPU",
-            where=client.scheduler.address,
-            hint="CUDA_VISIBLE_DEVICES=0 dask worker tcp://HOST:8786 --nthreads 1 "
-            "--resources GPU=1, for each card",
+            none if workers else f"no worker has come to {address}",
+            hint=f"CUDA_VISIBLE_DEVICES=0 dask worker {address} --nthreads 1 --resources GPU=1, "
+            "for each card",
         )
     return [ClusterCard(number, name, "") for number, name in enumerate(names)]
 

@@ -21,7 +21,7 @@ from fake_compiler import FakeCompiler
 import attnsweep
 from attnsweep.build.observer import Observer
 from attnsweep.choose import start
-from attnsweep.errors import NoGpuError
+from attnsweep.errors import NoGpuError, SpecError
 from attnsweep.family.declare import discover
 from attnsweep.fleet import cluster, sweeps
 from attnsweep.gpu.lock import LOCK_VARIABLE
@@ -211,8 +211,9 @@ def test_no_worker_with_a_gpu_says_how_to_start_one(workers):
         assert [card.uuid for card in cluster.cards_of(client)] == ["card0", "card1"]
         workers.scale(0)
         client.retire_workers()
-        with pytest.raises(NoGpuError, match="--resources GPU=1"):
+        with pytest.raises(NoGpuError, match="GPU=1") as caught:
             cluster.cards_of(client)
+        assert workers.scheduler_address in caught.value.hint
 
 
 def test_no_scheduler_is_an_error(monkeypatch):
@@ -224,12 +225,22 @@ def test_no_scheduler_is_an_error(monkeypatch):
         pass
 
 
-@pytest.mark.parametrize("address", ["nonsense", "tcp://host", "tls://host", "host:port"])
-def test_an_address_without_a_port_is_refused_at_once(monkeypatch, address):
-    monkeypatch.setattr(distributed, "Client", None)  # which would take 20 s to say so, and to end
-    with pytest.raises(NoGpuError, match=r"port|invalid") as caught, cluster.connected(address):
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        *(("nonsense", "port"), ("tcp://host", "port"), ("tls://host", "port"), ("", "port")),
+        *(("host:port", "invalid"), ("tcp://:8786", "tcp://HOST"), ("tcp://h:99999", "tcp://HOST")),
+        *(("other://h:1", "tcp://HOST"), ("inproc://1", "port"), ("ucx://h:1", "tcp://HOST")),
+        ("tls://host:8786", "needs certificates"),
+    ],
+)
+def test_what_is_no_address_is_refused_at_once(monkeypatch, address, why):
+    """A Client took 20 s to say so and to end, or told of it in a traceback."""
+    monkeypatch.setattr(distributed, "Client", None)
+    with pytest.raises(SpecError, match=why) as caught, cluster.connected(address):
         pass
-    assert caught.value.where == address
+    assert caught.value.where == "--scheduler"
+    assert caught.value.hint
 
 
 def test_ctrl_c_keeps_every_row_and_resumes(go, cards):
