@@ -13,7 +13,7 @@ from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec, load_spec
 from attnsweep.store.run import CUBINS, SPEC, Run, Store, trials_of
 from attnsweep.tools.profile import FILE as COUNTERS
-from attnsweep.trial import Environment
+from attnsweep.trial import Environment, Status
 
 # What the runs must have in common, besides their spec and the versions of the peers. Cards and
 # hosts may differ: every row says its own.
@@ -54,7 +54,14 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
     if missing:
         labels = ", ".join(problem.label for problem in missing)
         note(f"not measured in any of them: {labels}")
-    with Store.open(out) as store:
+    for problem, run in measured.items():
+        right = [t for t in run.trials if t.problem == problem and t.status is Status.OK]
+        if right and not any(t.time_us and t.time_us.rounds for t in right):
+            note(
+                f"begun and not finished in {run.directory}: {problem.label}; what swept it goes "
+                "on there if it is run again"
+            )
+    with _opened(out) as store:
         wanted = [entry.problem.label for entry in spec.problems]
         spaces = list(itertools.chain.from_iterable(run.spaces for run in runs))
         spaces.sort(key=lambda facts: _place(wanted, facts.get("problem")))
@@ -73,6 +80,14 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
         return store.finish(tables.files)
 
 
+def _opened(out: Path) -> Store:
+    try:
+        return Store.open(out)
+    except StoreError as error:  # which speaks of `run`
+        hint = error.hint and error.hint.replace("--results", "--out")
+        raise StoreError(error.what, where=error.where, hint=hint) from error
+
+
 def _place(labels: Sequence[str], label: object) -> int:
     return labels.index(label) if label in labels else len(labels)
 
@@ -84,7 +99,8 @@ def _one_spec(runs: Sequence[Run]) -> SweepSpec:
             specs.append(load_spec(run.directory / SPEC))
         except SpecError as error:
             what = f"its spec cannot be read ({error.what})"
-            raise StoreError(what, where=str(run.directory)) from error
+            hint = "copy the part whole, or sweep it again"
+            raise StoreError(what, where=str(run.directory), hint=hint) from error
     texts = [spec.resolved() for spec in specs]
     for run, text in zip(runs, texts, strict=True):
         if text != texts[0]:
@@ -102,7 +118,8 @@ def _one_environment(runs: Sequence[Run]) -> Environment:
     environments = []
     for run in runs:
         if run.environment is None:
-            raise StoreError("it has no environment.json", where=str(run.directory))
+            hint = "it says what was measured on: copy the part whole, or sweep it again"
+            raise StoreError("it has no environment.json", where=str(run.directory), hint=hint)
         environments.append(run.environment)
     first = environments[0]
     for run, here in zip(runs, environments, strict=True):

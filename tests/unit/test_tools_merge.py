@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from attnsweep.problem import Problem
 from attnsweep.spec.plan import PlannedProblem, Shard
 from attnsweep.store.run import Store, open_run
 from attnsweep.tools.merge import merge
+from attnsweep.trial import Measurement
 
 OTHER = Problem.parse("1,2,128,64 fp16 full")
 SPEC = """
@@ -30,6 +32,7 @@ problems:
 kernels: {naive: {THREADS: [32, 64]}}
 baselines: []
 """
+ONCE = Measurement(median=10.0, low=10.0, high=10.0, samples=1)
 
 
 def planned_of(flops: list[int]) -> tuple[PlannedProblem, ...]:
@@ -111,6 +114,32 @@ def test_what_is_missing_is_told(tmp_path):
     notes: list[str] = []
     merge([written(tmp_path / "a", OTHER)], tmp_path / "whole", notes.append)
     assert notes == [f"not measured in any of them: {PROBLEM.label}"]
+
+
+def test_what_was_interrupted_is_told(tmp_path):
+    """Its best candidate has one time only, and another might have come."""
+    run = written(tmp_path / "a", OTHER, PROBLEM)
+    rows = [t if t.problem == OTHER else t.with_(time_us=ONCE) for t in run.trials]
+    notes: list[str] = []
+    merge([replace(run, trials=rows)], tmp_path / "whole", notes.append)
+    [note] = notes
+    assert note.startswith(f"begun and not finished in {tmp_path / 'a'}: {PROBLEM.label}; ")
+
+
+def test_where_the_whole_run_cannot_be_the_option_that_helps_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError) as caught:
+        merge([written(tmp_path / "a", OTHER, PROBLEM)], tmp_path / "file", print)
+    assert caught.value.hint == "the name is taken: move that file away, or use --out"
+
+
+@pytest.mark.parametrize("lost", ["environment.json", "spec.yaml"])
+def test_a_part_that_was_not_copied_whole_says_what_to_do(lost, tmp_path):
+    written(tmp_path / "a", OTHER, PROBLEM)
+    (tmp_path / "a" / lost).unlink()
+    with pytest.raises(StoreError) as caught:
+        merge([open_run(tmp_path / "a")], tmp_path / "whole", print)
+    assert "copy the part whole, or sweep it again" in caught.value.hint
 
 
 @pytest.mark.parametrize(
