@@ -71,6 +71,7 @@ def serve(name: str, version: str, command: Sequence[str] | None, silent_s: floa
     if version != __version__:
         tell({"say": "gone", "why": f"it has attnsweep {__version__}, not {version}"})
         return
+    tell({"say": "begun"})
     with tempfile.TemporaryDirectory(prefix="attnsweep-") as place:
         carrier = _Carrier(Path(place), tell)
         command = command or [

@@ -31,6 +31,9 @@ _LOOK_S = 1.0
 CONNECT_S = 10.0
 # How long a worker that its nanny restarts may be away.
 _AWAY_S = 30.0
+# A worker that is busy with another run is left out after so long. A run whose asker was killed
+# frees its workers before that.
+_IN_USE_S = bridge.SILENT_S + 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +117,16 @@ def starter(
     client: Any, command: Sequence[str] | None = None
 ) -> Callable[[InstalledCard, Deliver], Child]:
     """Starts the child of a cluster's card. command: in place of the real child's."""
-    return lambda card, deliver: ClusterChild(client, card, deliver, command)
+    run = uuid.uuid4().hex
+    return lambda card, deliver: ClusterChild(client, card, deliver, command, run)
 
 
 class _WorkerLost(Exception):
     """The worker is not there, or cannot run the child; its nanny may bring another."""
+
+
+class _InUse(Exception):
+    """The worker serves another run."""
 
 
 class ClusterChild:
@@ -130,12 +138,16 @@ class ClusterChild:
         card: InstalledCard,
         deliver: Deliver,
         command: Sequence[str] | None,
+        run: str,
     ) -> None:
+        """run: the same for all children of a run."""
         self._client, self._card, self._deliver = client, card, deliver
         self._name = uuid.uuid4().hex
+        self._run = f"attnsweep-{run}-"
         self._out: SimpleQueue[Message] = SimpleQueue()
         self._why = "its worker left the cluster"
         self._over = threading.Event()
+        self._begun = False
         self._roots: dict[str, Path] = {}
         self._task: Any = None
         self._threads = [
@@ -180,6 +192,9 @@ class ClusterChild:
 
     def _heard(self, event: tuple[float, str]) -> None:
         message = json.loads(event[1])
+        self._begun = True
+        if message["say"] == "begun":
+            return
         if message["say"] == "compile":
             message["source"] = str(self._local(message["source"]))
         if message["say"] == "ended":
@@ -196,7 +211,9 @@ class ClusterChild:
             if self._over.is_set():
                 return
             self._why = str(error) or type(error).__name__
-            if not isinstance(error, _WorkerLost):
+            if isinstance(error, _InUse):
+                self._deliver({"say": "gone", "why": self._why})
+            elif not isinstance(error, _WorkerLost):
                 self._deliver({"say": "gone", "why": f"the scheduler is lost: {self._why}"})
             self._finish()
 
@@ -216,7 +233,7 @@ class ClusterChild:
     def _watch(self, command: Sequence[str] | None) -> None:
         """Start the task when the worker is there, and notice if it is lost."""
         self._client.subscribe_topic(bridge.topic_of(self._name), self._heard)
-        began, at = time.monotonic(), None
+        began, at, waiting = time.monotonic(), None, False
         while not self._over.wait(_LOOK_S if at is not None else 0.05):
             workers = self._client.scheduler_info(n_workers=-1)["workers"]
             there = {str(facts["name"]): address for address, facts in workers.items()}
@@ -226,14 +243,28 @@ class ClusterChild:
             if at is not None and self._task.status == "error":
                 raise _WorkerLost(f"{self._task.exception()!r}")
             if at is None and address is not None:
-                at = address
+                began, at = time.monotonic(), address
                 self._task = self._client.submit(
                     bridge.serve, self._name, __version__, command, bridge.SILENT_S,
-                    key=f"attnsweep-{self._name}", workers=[at], pure=False,
+                    key=self._run + self._name, workers=[at], pure=False,
                     allow_other_workers=False, resources={"GPU": 1}, retries=0,
                 )  # fmt: skip
-            if at is None and time.monotonic() - began > _AWAY_S:
+            away_s = time.monotonic() - began
+            if at is None and away_s > _AWAY_S:
                 raise _WorkerLost("its worker did not come back")
+            if at is None or self._begun or not self._busy(at):
+                continue
+            if away_s > _IN_USE_S:
+                raise _InUse("it works for another run; run the same command when that has ended")
+            if not waiting:
+                waiting = True
+                why = "it works for another run, perhaps of a process that was killed"
+                self._deliver({"say": "waiting", "why": f"{why}: waiting up to {_IN_USE_S:.0f} s"})
+
+    def _busy(self, address: str) -> bool:
+        """Whether a worker has a task that is none of this run's."""
+        tasks = self._client.processing().get(address, ())
+        return any(not str(key).startswith(self._run) for key in tasks)
 
     def _with_texts(self, message: Message) -> Message:
         """The message with the spec and the kernels themselves."""

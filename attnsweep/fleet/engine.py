@@ -227,6 +227,8 @@ class Engine:
                 self._ready(seat)
         elif say in ("gone", "fault"):
             self._fault(seat, message["why"], gone=say == "gone")
+        elif say == "waiting":
+            self._note(f"{seat.card}: {message['why']}")
         elif say == "compile":
             self._compile(seat, message)
         elif say == "cubin":

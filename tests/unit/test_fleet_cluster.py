@@ -171,6 +171,7 @@ def test_a_lost_child_costs_its_problem_alone(go, cards, fault):
     assert is_whole(outcome)
     assert sum(measured(cards).values()) == 12 + 2
     assert [n for n in notes if n.startswith("worker card0: ") and "goes to another card" in n]
+    assert not [n for n in notes if "another run" in n]  # that is what is left of the lost child
 
 
 def test_a_killed_worker_is_replaced_by_its_nanny_or_left_out(go, cards, workers):
@@ -188,6 +189,30 @@ def test_a_killed_worker_is_replaced_by_its_nanny_or_left_out(go, cards, workers
     thread.join()
     assert is_whole(outcome)
     assert [n for n in notes if n.startswith("worker card0: ") and "goes to another card" in n]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_worker_of_another_run_is_waited_for_and_then_left_out(
+    go, cards, workers, monkeypatch, ends
+):
+    """The other run may be of an asker that was killed, and its worker free within a minute."""
+    monkeypatch.setattr(cluster, "_IN_USE_S", 60.0 if ends else 2.0)
+    cards.facts["all"]["together"] = 1
+    cards.on(1, trial_s=0.2)
+    with distributed.Client(workers.scheduler_address, set_as_default=False) as other:
+        asked = other.submit(
+            time.sleep, 4.0 if ends else 30.0, key="attnsweep-other", resources={"GPU": 1},
+            workers=["card0"], allow_other_workers=False,
+        )  # fmt: skip
+        while "attnsweep-other" not in str(other.processing()):
+            time.sleep(0.02)
+        outcome, notes = go()
+        asked.cancel()
+    assert is_whole(outcome)
+    assert [n for n in notes if n.startswith("worker card0: it works for another run, perhaps")]
+    out = [n for n in notes if "run the same command" in n and n.endswith("the card is left out")]
+    assert bool(out) is not ends
+    assert {card for card, _ in cards.calls("open")} == ({0, 1} if ends else {1})
 
 
 def test_another_version_is_left_out_by_name(go, cards, monkeypatch):
