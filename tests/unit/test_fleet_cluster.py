@@ -6,12 +6,15 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import socketserver
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -107,7 +110,7 @@ def script_of(place):
 
 @pytest.fixture
 def go(tmp_path, cards, workers, monkeypatch):
-    def run(text=SPEC, families=None, **options):
+    def run(text=SPEC, families=None, through=None, **options):
         path = tmp_path / "test.yaml"
         path.write_text(text)
         kernels = discover(families)
@@ -115,7 +118,7 @@ def go(tmp_path, cards, workers, monkeypatch):
         for met in tmp_path.glob("GPU-* here"):
             met.unlink()
         (tmp_path / "cards.json").write_text(json.dumps(cards.facts))
-        with cluster.connected(workers.scheduler_address) as client:
+        with cluster.connected(through or workers.scheduler_address) as client:
             outcome = sweeps.run(
                 load_spec(path, kernels),
                 kernels,
@@ -153,6 +156,47 @@ def test_each_worker_takes_whole_problems_and_the_run_is_here(go, cards):
     outcome, _ = go()
     assert is_whole(outcome)
     assert sum(measured(cards).values()) == 12
+
+
+class SlowNetwork(socketserver.ThreadingTCPServer):
+    """A way to a scheduler on which whatever is sent arrives late; a context manager."""
+
+    daemon_threads = True
+    late_s = 0.1
+    carried = 0
+
+    def __init__(self, scheduler):
+        self.there = urlsplit(scheduler)
+        super().__init__(("127.0.0.1", 0), self.carry)
+        self.address = f"tcp://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def __exit__(self, *error):
+        self.shutdown()
+        super().__exit__(*error)
+
+    def carry(self, here, *_):
+        with socket.create_connection((self.there.hostname, self.there.port)) as there:
+            back = threading.Thread(target=self.forward, args=(there, here), daemon=True)
+            back.start()
+            self.forward(here, there)
+            back.join()
+
+    def forward(self, one, other):
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                time.sleep(self.late_s)
+                other.sendall(data)
+                self.carried += 1
+            other.shutdown(socket.SHUT_WR)
+
+
+def test_a_slow_network_loses_nothing(go, cards, workers):
+    with SlowNetwork(workers.scheduler_address) as network:
+        outcome, _ = go(through=network.address)
+        assert network.carried > 20
+    assert is_whole(outcome)
+    assert measured(cards) == dict.fromkeys(LABELS, 3)
 
 
 def test_kernels_of_the_user_travel(go, cards, tmp_path):
