@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -30,6 +31,8 @@ def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
     durable: the content and the rename reach the disk before this returns. A killed process may
     leave a file `.NAME.*.tmp`, which nothing reads. Raises OSError.
     """
+    if not path.name:  # `.` and `/`
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         # Not mkstemp: its files need a chmod with the umask, and reading the umask sets it for a

@@ -78,7 +78,7 @@ def keep_running(
     once()
     while True:
         folders = sorted({path.parent for path in watched if path.parent.is_dir()})
-        say(f"watching {len(watched)} files; Ctrl-C ends")
+        say(f"watching {len(watched)} file{'s' * (len(watched) != 1)}; Ctrl-C ends")
         for _ in edits(folders):
             # Again at once if a file was edited while the sweep ran.
             while edited := changes(state, now := state_of(watched)):

@@ -139,11 +139,12 @@ def resources(stages: Sequence[tuple[str, Cubin, Launch]], arch: Arch) -> Resour
     rows: dict[str, dict[str, float]] = {}
     limiters: dict[str, str] = {}
     for name, cubin, launch in stages:
-        facts = functions(cubin.log).get(launch.function)
+        defined = functions(cubin.log)
+        facts = defined.get(launch.function)
         if facts is None:
             raise CompileError(
                 f"stage {name!r} launches {launch.function!r}, which its template does not define "
-                f'as extern "C" __global__',
+                f'as extern "C" __global__; it defines: {", ".join(defined) or "none"}',
                 log=cubin.log,
             )
         smem_bytes = facts["smem_bytes"] + launch.smem_bytes

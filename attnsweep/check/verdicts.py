@@ -12,8 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from attnsweep.errors import StoreError, ToolchainError
-from attnsweep.files import install_command, write_file
+from attnsweep.errors import ToolchainError
+from attnsweep.files import install_command
 from attnsweep.show.figures import figure
 from attnsweep.show.sentences import Row
 from attnsweep.show.terminal import GLUE, aligned, wrap
@@ -223,18 +223,6 @@ def markdown(text: str) -> str:
 def _xml(text: str) -> str:
     """The text without characters that XML cannot hold, which compilers and damaged files print."""
     return "".join(c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def write(path: Path, text: str) -> None:
-    """Write a report of the comparison. Raises StoreError."""
-    try:
-        write_file(path, text.encode("utf-8", "replace"))
-    except OSError as error:
-        raise StoreError(
-            f"cannot write: {error.strerror}",
-            where=str(path),
-            hint="give a file in a writable directory",
-        ) from error
 
 
 def percent(ratio: float) -> str:

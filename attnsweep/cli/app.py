@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -127,16 +127,41 @@ def _options(
     ] = False,
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", "-q", help="Print results and errors only; of every command."),
+        typer.Option("--quiet", "-q", help="In every command, print results and errors only."),
     ] = False,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Print a line for each candidate; of every command."),
+        typer.Option("--verbose", "-v", help="In every command, print a line for each candidate."),
     ] = False,
 ) -> None:
     if quiet and verbose:
         raise SpecError("--quiet and --verbose exclude each other", hint="give one of them")
     terminal.talk = terminal.Talk.QUIET if quiet else terminal.Talk(verbose)
+
+
+def refuse_idle(context: typer.Context, names: Collection[str], why: str, hint: str = "") -> None:
+    """Raise SpecError if one of these parameters was given, because it would do nothing.
+
+    names: of the command's Python parameters. why: completes the sentence `--top does nothing …`.
+    """
+    idle = []
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if param.name in names and source is not None and source.name == "COMMANDLINE":
+            off = context.params[param.name] is False and param.secondary_opts
+            idle.append(max(param.secondary_opts if off else param.opts, key=len))
+    if idle:
+        one = len(idle) == 1
+        raise SpecError(
+            f"{joined(idle)} {'does' if one else 'do'} nothing {why}",
+            hint=hint or f"leave {'it' if one else 'them'} out",
+        )
+
+
+def joined(words: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def load(

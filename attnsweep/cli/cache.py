@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from attnsweep.cli.app import JsonOption, app, examples, print_result
+from attnsweep.cli.app import JsonOption, app, examples, print_result, refuse_idle
 from attnsweep.errors import SpecError
 from attnsweep.show import terminal
+from attnsweep.show.terminal import counted
 
 cache = typer.Typer(
     cls=terminal.Group,
@@ -25,6 +26,7 @@ _DAY_S = 86400
 def show(ctx: typer.Context, json_: JsonOption = False) -> None:
     """Show where compiled code is kept and how much; `prune` removes what is old."""
     if ctx.invoked_subcommand is not None:
+        refuse_idle(ctx, ("json_",), "before a subcommand", "attnsweep cache prune --json")
         return
     from attnsweep.build.cache import entries, fault
     from attnsweep.build.nvrtc import default_cache_dir
@@ -33,10 +35,10 @@ def show(ctx: typer.Context, json_: JsonOption = False) -> None:
     found = entries(directory)
     size = sum(entry.size_bytes for entry in found)
     archs = sorted({entry.arch for entry in found})
-    lines = [f"{directory}: {len(found)} cubins, {size / 2**20:.1f} MiB"]
+    lines = [f"{directory}: {counted(len(found), 'cubin')}, {size / 2**20:.1f} MiB"]
     for arch in archs:
         of = [entry.size_bytes for entry in found if entry.arch == arch]
-        lines.append(f"  {arch}: {len(of)} cubins, {sum(of) / 2**20:.1f} MiB")
+        lines.append(f"  {arch}: {counted(len(of), 'cubin')}, {sum(of) / 2**20:.1f} MiB")
     why = fault(directory)
     if why is not None:
         lines.append(f"it cannot be written ({why})")
@@ -78,8 +80,8 @@ def prune(
     left = entries(directory)
     size, rest = (sum(entry.size_bytes for entry in some) for some in (gone, left))
     text = (
-        f"{directory}: removed {len(gone)} cubins, {size / 2**20:.1f} MiB; "
-        f"{len(left)} are left, {rest / 2**20:.1f} MiB"
+        f"{directory}: removed {counted(len(gone), 'cubin')}, {size / 2**20:.1f} MiB; "
+        f"{len(left)} {'is' if len(left) == 1 else 'are'} left, {rest / 2**20:.1f} MiB"
     )
     data = {"directory": str(directory), "removed": len(gone), "bytes": size, "left": len(left)}
     print_result([Text(text)], data, json_)

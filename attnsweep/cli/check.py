@@ -21,11 +21,12 @@ from attnsweep.cli.app import (
     examples,
     load,
     print_result,
+    refuse_idle,
     warn,
 )
 from attnsweep.errors import SpecError
 from attnsweep.show.forms import Form
-from attnsweep.show.terminal import console, errors
+from attnsweep.show.terminal import console, counted, errors
 
 
 @app.command(
@@ -36,6 +37,7 @@ from attnsweep.show.terminal import console, errors
     )
 )
 def check(
+    context: typer.Context,
     subject: Annotated[
         Path,
         typer.Argument(
@@ -99,7 +101,8 @@ def check(
         typer.Option(
             "--markdown",
             metavar="FILE",
-            help="Write the table as Markdown (default: add it to $GITHUB_STEP_SUMMARY, if set).",
+            help="Write the table as Markdown, or print it for - (default: add it to "
+            "$GITHUB_STEP_SUMMARY, if set).",
         ),
     ] = None,
     json_: JsonOption = False,
@@ -122,11 +125,12 @@ def check(
 
     Exit code 1 if one regressed or is wrong, 4 if one is inconclusive, 0 otherwise.
     """
-    from attnsweep.check import github, live, verdicts
+    from attnsweep.check import github, live
     from attnsweep.check import recorded as recordings
     from attnsweep.fleet import checks
     from attnsweep.gpu.cards import chosen, installed
     from attnsweep.show import fleet_progress, progress
+    from attnsweep.store.outputs import check_output, write_output
     from attnsweep.store.run import open_run
 
     if recorded == (against is not None) or recorded == (new is None):
@@ -136,19 +140,15 @@ def check(
             "attnsweep check --recorded OLD NEW   compares what was measured",
         )
     if recorded:
-        idle: dict[str, object] = {
-            "--budget-s": budget_s,
-            "--other-driver": other_driver,
-            "--kernels": kernels,
-        }
-        idle |= {"--wait": wait, "--gpus": gpus}
-        given = [name for name, value in idle.items() if value is not None and value is not False]
-        if given:
-            raise SpecError(
-                f"{' and '.join(given)} {'does' if len(given) == 1 else 'do'} nothing with "
-                "--recorded: nothing is measured",
-                hint="leave it out, or measure: attnsweep check SPEC --against RUN",
-            )
+        idle = ("budget_s", "other_driver", "kernels", "wait", "gpus", "form")
+        measure = "to measure: attnsweep check SPEC --against RUN"
+        refuse_idle(context, idle, "with --recorded: nothing is measured", measure)
+    printed = markdown is not None and str(markdown) == "-"
+    if printed and json_:
+        raise SpecError("only one of --markdown - and --json can be printed")
+    for path in (junit, None if printed else markdown):
+        if path is not None:
+            check_output(path)
     if against is None or new is not None:
         old_run, new_run = open_run(subject), open_run(new or subject)
         compared = recordings.compare(old_run, new_run, slower=0.03 if slower is None else slower)
@@ -170,17 +170,21 @@ def check(
                 compared = checks.check(
                     loaded, families, baseline, cards, **asked, observer=observer
                 )
-    if junit is not None:
-        verdicts.write(junit, compared.to_junit())
-    if markdown is not None:
-        verdicts.write(markdown, compared.to_markdown())
-    else:
-        github.summarise(compared.to_markdown())
-    for command in github.commands(compared):  # on stderr, which GitHub reads too
-        errors.file.write(f"{command}\n")
+    table = compared.to_markdown()
     lines = [Text(line, style) for line, style in compared.lines(console.width)]
     with contextlib.suppress(BrokenPipeError):  # `check … | head`: the exit code is the verdict
-        print_result(lines, compared.to_json(), json_)
+        if printed:
+            console.file.write(table)
+        else:
+            print_result(lines, compared.to_json(), json_)
+    for command in github.commands(compared):  # on stderr, which GitHub reads too
+        errors.file.write(f"{command}\n")
+    if junit is not None:
+        write_output(junit, compared.to_junit())
+    if markdown is None:
+        github.summarise(table)
+    elif not printed:
+        write_output(markdown, table)
     raise typer.Exit(compared.exit_code)
 
 
@@ -214,4 +218,6 @@ def accept(
     for objection in overridden:
         errors.print(f"[yellow]warning:[/] accepted although {escape(objection)}")
     data = {"run": str(run_), "baseline": str(baseline), "overridden": overridden}
-    print_result([Text(f"{baseline} is now {run_}: {len(read.trials)} trials")], data, json_)
+    print_result(
+        [Text(f"{baseline} is now {run_}: {counted(len(read.trials), 'trial')}")], data, json_
+    )

@@ -20,6 +20,7 @@ from attnsweep.cli.app import (
     examples,
     load,
     print_result,
+    refuse_idle,
 )
 from attnsweep.hardware import ARCHS
 from attnsweep.show.forms import Form
@@ -35,6 +36,7 @@ from attnsweep.show.terminal import console, errors
     ),
 )
 def compile_(
+    context: typer.Context,
     spec: SpecArgument,
     problem: ProblemsOption = None,
     set_: SetOption = None,
@@ -59,11 +61,17 @@ def compile_(
     JSON is an object, with the rows of each.
     """
     from attnsweep.show import progress, views
+    from attnsweep.spec.plan import plan
     from attnsweep.tools.compile import Interrupted, compile_all, target_arch, without_candidates
 
+    if json_:
+        refuse_idle(context, ("every",), "with --json, which has every candidate")
     loaded, families = load(spec, kernels, set_ or (), problem or ())
     targets = [target_arch(loaded, name) for name in dict.fromkeys(arch or [])]
     targets = targets or [target_arch(loaded, None)]
+    if len(targets) > 1:  # a family that one of them lacks is told before the first compiles
+        for target in targets:
+            plan(loaded, families, target)
     rows: dict[str, list[Any]] = {}
     failed = False
     for target in targets:

@@ -17,8 +17,10 @@ from attnsweep.cli.app import (
     examples,
     no_collection,
     print_result,
+    refuse_idle,
     warn,
 )
+from attnsweep.errors import ProblemError
 from attnsweep.show.terminal import console, errors
 
 
@@ -30,6 +32,7 @@ from attnsweep.show.terminal import console, errors
     )
 )
 def explain(
+    context: typer.Context,
     run_: Annotated[
         Path | None,
         typer.Argument(
@@ -50,7 +53,8 @@ def explain(
         str | None,
         typer.Option(
             "--problem",
-            help="'1,16,1024,64' or '(2,32/8,2048,128) bf16 causal' (default: every problem).",
+            metavar="SHAPE",
+            help="'1,16,1024,64' or '2,32/8,2048,128 bf16 causal' (default: every problem).",
         ),
     ] = None,
     json_: JsonOption = False,
@@ -65,12 +69,20 @@ def explain(
     candidates fit CONFIG, the best ranked is explained.
     """
     from attnsweep.family.declare import discover
+    from attnsweep.spec.shapes import read_shapes
     from attnsweep.store.run import latest_run, open_run
     from attnsweep.tools.explain import explain as explained
     from attnsweep.tools.explain_lines import lines
 
     if run_ is not None and "=" in run_.name and not run_.exists():
         run_, config = None, [str(run_), *(config or [])]  # a CONFIG of the latest run
+    if run_ is not None:
+        refuse_idle(context, ("results",), "next to RUN: it is where the latest run is looked for")
+    if problem is not None:
+        shapes = read_shapes([problem], option="--problem")
+        if len(shapes) != 1:
+            raise ProblemError(f"{len(shapes)} shapes", where="--problem", hint="name one")
+        problem = shapes[0].label
     families = discover(kernels)
     with no_collection():
         read = latest_run(results) if run_ is None else open_run(run_)

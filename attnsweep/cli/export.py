@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -73,6 +74,7 @@ def export_(
     lines = [
         *(f"for {gpu}" for gpu in done.gpus),
         f"{done.directory}: {problems}, {in_all}, {size}",
-        f"pip install {done.directory}, then: import {done.name}",
+        # Without a separator, pip would look for a project of that name in the index.
+        f"pip install {os.path.join(os.curdir, done.directory)}, then: import {done.name}",
     ]
     print_result([Text(line) for line in lines], None, False)

@@ -100,7 +100,7 @@ def inspect(
         warn(run)
         others = len({trial.problem for trial in run.trials}) - 1
         if others and problem is None:
-            text = f"note: the winner of {shape.label}; --problem picks one of {others} others"
+            text = f"note: the winner of {shape.label}; --problem picks another of {others + 1}"
             errors.print(text, soft_wrap=True)
     if subject not in families:
         raise KernelError(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from attnsweep.cli.app import JsonOption, app, examples, no_collection, print_run, warn
+from attnsweep.cli.app import JsonOption, app, examples, no_collection, print_run, refuse_idle, warn
 from attnsweep.show.terminal import errors
 
 
@@ -18,6 +18,7 @@ from attnsweep.show.terminal import errors
     )
 )
 def merge(
+    context: typer.Context,
     runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Directories of runs.")],
     out: Annotated[Path, typer.Option("--out", metavar="RUN", help="Where the whole run goes.")],
     json_: JsonOption = False,
@@ -31,6 +32,8 @@ def merge(
     from attnsweep.store.run import open_run
     from attnsweep.tools.merge import merge as merged
 
+    if json_:
+        refuse_idle(context, ("top",), "with --json, which has every row")
     with no_collection():
         parts = [open_run(path) for path in runs]
         for part in parts:

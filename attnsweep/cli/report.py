@@ -17,11 +17,11 @@ from attnsweep.cli.app import (
     no_collection,
     print_result,
     print_run,
+    refuse_idle,
     warn,
 )
-from attnsweep.errors import SpecError, StoreError
-from attnsweep.files import write_file
-from attnsweep.show.terminal import console
+from attnsweep.errors import SpecError
+from attnsweep.show.terminal import console, counted
 
 
 @app.command(
@@ -34,6 +34,7 @@ from attnsweep.show.terminal import console
     ),
 )
 def report_(
+    context: typer.Context,
     run_: Annotated[
         Path | None,
         typer.Argument(
@@ -77,8 +78,13 @@ def report_(
     from attnsweep.show.plots import PlotLibrary
     from attnsweep.store.run import latest_run, open_run
 
-    _refuse_idle(json_, top, html, csv, markdown, target_us)
-    plots = None if html is None else PlotLibrary()
+    if run_ is not None:
+        refuse_idle(context, ("results",), "next to RUN: it is where the latest run is looked for")
+    _refuse_combinations(json_, top, html, csv, markdown, target_us)
+    plots = None
+    if html is not None:
+        page.check(html)
+        plots = PlotLibrary()
     with no_collection():
         read = latest_run(results) if run_ is None else open_run(run_)
         if html is None and csv is None and markdown is None:
@@ -98,31 +104,26 @@ def report_(
                 if path is not None and write_text(path, texts[name]):
                     facts[key] = str(path)
                     lines.append(str(path))
-    said = [Text(f"{line}, {len(read.trials)} trials of {read.directory}") for line in lines]
+    trials = counted(len(read.trials), "trial")
+    said = [Text(f"{line}, {trials} of {read.directory}") for line in lines]
     print_result(said, facts, json_)
 
 
 def write_text(path: Path, text: str) -> bool:
     """Write a file in one step, or print it if its name is -; returns whether it is a file.
 
-    Raises StoreError if it cannot be written, or is what a run was recorded in.
+    Raises StoreError if it cannot be written, or is part of a recorded run.
     """
-    from attnsweep.store.run import ENVIRONMENT, PACKED, SPACES, SPEC, TRIALS
+    from attnsweep.store.outputs import write_output
 
     if str(path) == "-":
         console.file.write(text)
         return False
-    if path.name in (TRIALS, PACKED, SPEC, ENVIRONMENT, SPACES) and path.exists():
-        raise StoreError("is part of a run", where=str(path), hint="choose another name")
-    try:
-        write_file(path, text.encode("utf-8", "replace"))
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise StoreError(f"cannot be written: {why}", where=str(path)) from error
+    write_output(path, text)
     return True
 
 
-def _refuse_idle(
+def _refuse_combinations(
     json_: bool,
     top: int | None,
     html: Path | None,

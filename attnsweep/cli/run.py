@@ -27,6 +27,7 @@ from attnsweep.cli.app import (
     load,
     print_result,
     print_run,
+    refuse_idle,
 )
 from attnsweep.errors import NoGpuError, SpecError
 from attnsweep.hardware import ARCHS
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     )
 )
 def run(
+    context: typer.Context,
     spec: SpecArgument,
     problem: ProblemsOption = None,
     set_: SetOption = None,
@@ -133,6 +135,12 @@ def run(
     loaded, families = read()
     _refuse_gpus(loaded, gpus, scheduler, dry_run, wait)
     _refuse_combinations(loaded, dry_run=dry_run, json_=json_, html=html, watch=watch, fresh=fresh)
+    if dry_run:
+        refuse_idle(context, ("fresh", "wait", "form", "top", "results"), "with --dry-run")
+    if loaded.device == "replay":
+        refuse_idle(context, ("fresh", "wait"), "here: a replay keeps no rows and needs no card")
+    if json_:
+        refuse_idle(context, ("top",), "with --json, which has every row")
     if dry_run:
         planned = plan(loaded, families, target_arch(loaded, arch))
         planned = planned if part is None else part.take(planned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import typer
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import app, examples
-from attnsweep.errors import SpecError
+from attnsweep.errors import NoGpuError, SpecError
 from attnsweep.hardware import ARCHS
 from attnsweep.show.terminal import errors
 
@@ -56,12 +57,20 @@ def shapes(
     exit code is the program's; 1 if it is 0 but no problem was found.
     """
     from attnsweep.family.declare import discover
+    from attnsweep.store.outputs import refuse_recorded
     from attnsweep.tools import target as cards
     from attnsweep.use.shapes import lines_of, read, refuse, write
 
+    refuse_recorded(out)
     refuse(out, force)
     families = discover()
-    target = cards.here(families) if arch is None else cards.named(arch, families)
+    try:
+        target = cards.here(families) if arch is None else cards.named(arch, families)
+    except NoGpuError as error:
+        again = shlex.join(["attnsweep", "shapes", str(out), "--arch", "sm_90a", "--", *command])
+        hint = f"say for which: {again}; there are: {', '.join(ARCHS)}"
+        hint = f"{error.hint}\n  {hint}" if error.hint else hint
+        raise NoGpuError(error.what, hint=hint) from error
     with tempfile.TemporaryDirectory(prefix="attnsweep-shapes-") as folder:
         code = run_recorded(command, Path(folder))
         recorded = read(Path(folder))

@@ -15,15 +15,18 @@ from attnsweep.cli.app import (
     JsonOption,
     KernelsOption,
     LimitOption,
+    ProgressOption,
     ResultsOption,
     WaitOption,
     app,
     examples,
     print_result,
+    refuse_idle,
     warn,
 )
 from attnsweep.errors import AttnsweepError, NoGpuError, SpecError
 from attnsweep.hardware import ARCHS
+from attnsweep.show.forms import Form
 from attnsweep.show.terminal import console, errors
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     )
 )
 def tune(
+    context: typer.Context,
     shapes: Annotated[
         list[str],
         typer.Argument(
@@ -109,6 +113,7 @@ def tune(
     kernels: KernelsOption = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 5,
     json_: JsonOption = False,
+    form: ProgressOption = Form.AUTO,
     wait: WaitOption = False,
 ) -> None:
     """Find the fastest kernel for SHAPE on this GPU; needs no spec.
@@ -120,24 +125,29 @@ def tune(
     from attnsweep import sweep
     from attnsweep.choose.search import DEFAULT_STRATEGY
     from attnsweep.family.declare import discover
-    from attnsweep.problem import DTYPE_BYTES
     from attnsweep.show import progress, views
     from attnsweep.spec.load import spec_of
     from attnsweep.spec.plan import plan, plan_facts
-    from attnsweep.spec.shapes import read_shapes
+    from attnsweep.spec.shapes import read_dtype, read_shapes
     from attnsweep.spec.starter import Request, run_name, starter
-    from attnsweep.spec.yaml_file import Document, nearest
+    from attnsweep.spec.yaml_file import Document
 
-    if dtype not in DTYPE_BYTES:
-        hint = nearest(dtype, DTYPE_BYTES)
-        raise SpecError(f"unknown dtype {dtype!r}", where="--dtype", hint=hint)
-    _refuse_idle(arch, dry_run, replay, fresh, save_spec, force)
+    dtype = read_dtype(dtype, "--dtype")
+    _refuse_combinations(arch, dry_run, replay, save_spec, force)
+    if dry_run:
+        refuse_idle(context, ("fresh", "wait", "form", "top", "results"), "with --dry-run")
+    if replay is not None:
+        refuse_idle(context, ("fresh", "wait"), "here: a replay keeps no rows and needs no card")
+    if json_:
+        refuse_idle(context, ("top",), "with --json, which has every row")
     problems = read_shapes(shapes, dtype=dtype, causal=causal)
     families = discover(kernels)
     try:
         target = _target(arch, replay, problems, families)
     except NoGpuError as error:
-        raise _without_gpu(error, shapes, causal, dtype) from error
+        options = [word for name in kernel or () for word in ("--kernel", name)]
+        options += [] if kernels is None else ["--kernels", str(kernels)]
+        raise _without_gpu(error, [*shapes, *options], causal, dtype) from error
     search: dict[str, Any] = {"strategy": "exhaustive" if exhaustive else DEFAULT_STRATEGY}
     search |= {} if budget_s is None else {"budget_s": budget_s}
     asked = Request(problems, run_name(problems, kernel or ()), kernel or (), kernels, search)
@@ -153,7 +163,7 @@ def tune(
             views.planned(planned, limit, console.width), plan_facts(planned, limit), json_
         )
         return
-    with progress.watch(errors) as observer:
+    with progress.watch(errors, form) as observer:
         outcome = sweep.run(
             spec,
             families,
@@ -170,33 +180,28 @@ def tune(
 
 
 def write_spec(path: Path, text: str, force: bool) -> None:
-    """Write a spec, but not over a file unless it is forced. Raises SpecError."""
-    from attnsweep.files import write_file
+    """Write a spec, but not over a file unless it is forced, and never over a part of a run.
 
+    Raises SpecError or StoreError.
+    """
+    from attnsweep.store.outputs import refuse_recorded, write_output
+
+    refuse_recorded(path)
+    if path.is_dir():
+        raise SpecError("is a directory", where=str(path), hint="name a file in it")
     if path.exists() and not force:
         raise SpecError("is there already", where=str(path), hint="--force replaces it")
-    try:
-        write_file(path, text.encode())
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise SpecError(f"cannot be written: {why}", where=str(path)) from error
+    write_output(path, text)
 
 
-def _refuse_idle(
-    arch: str | None,
-    dry_run: bool,
-    replay: Path | None,
-    fresh: bool,
-    save_spec: Path | None,
-    force: bool,
+def _refuse_combinations(
+    arch: str | None, dry_run: bool, replay: Path | None, save_spec: Path | None, force: bool
 ) -> None:
-    """Refuse options that would do nothing."""
+    """Refuse options that do not go together."""
     if arch is not None and replay is not None:
         raise SpecError("--arch and --replay exclude each other: a recording has its own")
     if arch is not None and not dry_run:
         raise SpecError("--arch needs --dry-run; this run takes the architecture of the GPU")
-    if fresh and (replay is not None or dry_run):
-        raise SpecError("--fresh does nothing here: a replay and a dry run keep no rows")
     if force and save_spec is None:
         raise SpecError("--force goes with --save-spec; --fresh measures everything again")
 
@@ -212,12 +217,12 @@ def _target(
 
 
 def _without_gpu(
-    error: NoGpuError, shapes: Sequence[str], causal: bool, dtype: str
+    error: NoGpuError, arguments: Sequence[str], causal: bool, dtype: str
 ) -> AttnsweepError:
     """The error with the commands that work without a GPU."""
     from attnsweep.show.views import suggestions
 
-    same = f"attnsweep tune {shlex.join(shapes)}{' --causal' * causal}"
+    same = f"attnsweep tune {shlex.join(arguments)}{' --causal' * causal}"
     same += f" --dtype {dtype}" if dtype != "fp16" else ""
     rows = [
         (f"{same} --dry-run --arch sm_90a", "count the candidates"),

@@ -81,7 +81,9 @@ def refused(
     rules = (*([CHUNKS] if chunks else []), *kernel.rules, BLOCK_LIMITS)
     try:
         return iter(_at_once(rules, passes, values))
-    except KernelError:
+    except KernelError as error:
+        if isinstance(error.__cause__, patience.TooLong):
+            raise  # the user has waited once
         # Ask one config after the other, so that the error names the first one.
         return _one_by_one(rules, passes, values)
 

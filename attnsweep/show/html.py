@@ -49,6 +49,7 @@ from attnsweep.show.sentences import (
 )
 from attnsweep.show.tables import LEGEND, table
 from attnsweep.show.terminal import GLUE
+from attnsweep.store.outputs import refuse_recorded
 from attnsweep.store.run import Run
 from attnsweep.trial import Status
 
@@ -79,6 +80,7 @@ def write(
     earlier, to save waiting for it. Raises ToolchainError if the packages of the `html` extra are
     missing, StoreError if `path` cannot be written.
     """
+    refuse_recorded(path)
     data = render(run, top=top, target_us=target_us, plots=plots).encode("utf-8", "replace")
     try:
         write_file(path, data)
@@ -97,6 +99,7 @@ def check(path: Path) -> None:
     ToolchainError without Jinja2, StoreError if `path` cannot be written.
     """
     _jinja()
+    refuse_recorded(path)
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         why = "is a directory" if path.is_dir() else f"{folder} is no writable directory"

@@ -43,7 +43,7 @@ from attnsweep.show.sentences import (
     who,
     winner_lines,
 )
-from attnsweep.show.terminal import GLUE, aligned, cut, wrap
+from attnsweep.show.terminal import GLUE, aligned, counted, cut, wrap
 from attnsweep.store.run import Run
 from attnsweep.trial import Environment, Trial
 
@@ -75,7 +75,7 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
     def say(line: str, style: str = "") -> None:
         console.print(Text(line, style=style), no_wrap=True, overflow="ellipsis", crop=True)
 
-    for line in wrap(f"{run.directory}: {len(run.trials)} trials", width):
+    for line in wrap(f"{run.directory}: {counted(len(run.trials), 'trial')}", width):
         say(line, "dim")
     for section in sections:
         for text, style in _terminal(section, width, top, more):

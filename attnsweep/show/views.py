@@ -225,9 +225,12 @@ def compiled(trials: Sequence[Trial], arch: Arch, every: bool, width: int) -> li
             first = ((trial.detail or "").splitlines() or [""])[0]
             reasons.setdefault((trial.kernel, trial.status.value, first), []).append(trial)
     for (kernel, status, reason), those in sorted(reasons.items(), key=lambda i: -len(i[1]))[:12]:
-        out += said(f"  {len(those)} × {kernel} {status}: {reason}", width)
+        lines = []
         if status == Status.COMPILE_ERROR:
-            out += [Text(f"    {line}") for line in errors_of(trial.detail for trial in those)]
+            lines = errors_of(trial.detail for trial in those)
+        why = "" if reason in lines else f" {reason}"
+        out += said(f"  {len(those)} × {kernel} {status}:{why}", width)
+        out += [Text(f"    {line}") for line in lines]
     return out
 
 

@@ -89,7 +89,7 @@ class Shard:
             raise SpecError(
                 f"part {self.number} of {self.of} is empty: the spec has {problems}",
                 where="--shard",
-                hint=f"split it into at most {len(planned)} parts",
+                hint=f"split it into at most {len(planned)} part{'s' * (len(planned) != 1)}",
             )
         costs = [cost(item) for item in planned]
         load, mine = [0.0] * self.of, []

@@ -39,6 +39,7 @@ _KEYS = {
 _FIELDS = {name.lower(): of for name, of in _KEYS.items()} | {of: of for of in _KEYS.values()}
 _FIELDS |= {"dtype": "dtype", "causal": "causal", "mask": "causal"}
 _MASKS = {"causal": True, "full": False, "true": True, "false": False, "1": True, "0": False}
+_SAID = {"causal": "mask"}
 _EXAMPLES = "4,32,4096,128 or B=4 H=32 Hkv=8 S=4096 D=128"
 
 
@@ -76,6 +77,14 @@ def read_shapes(
     if len(distinct) > MAX_PROBLEMS:
         raise ProblemError(f"{len(distinct)} shapes; a sweep may have {MAX_PROBLEMS}")
     return distinct
+
+
+def read_dtype(text: str, where: str) -> str:
+    """The name of a dtype in any case. where: its option. Raises ProblemError."""
+    try:
+        return _dtype(text)
+    except _Wrong as error:
+        raise ProblemError(error.what, where=where, hint=error.hint) from error
 
 
 def read_csv(path: Path, *, dtype: str = "fp16", causal: bool = False) -> list[Problem]:
@@ -195,7 +204,8 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
             if not shapes or of in shapes[-1].fields:
                 if of in ("dtype", "causal"):
                     raise ProblemError(
-                        f"{piece!r} is the second {of} of one shape", where=repr(shapes[-1].text)
+                        f"{piece!r} is the second {_SAID.get(of, of)} of one shape",
+                        where=repr(shapes[-1].text),
                     )
                 shapes.append(_Shape())
             shapes[-1].fields[of] = text
@@ -218,11 +228,10 @@ def _of_cells(cells: Sequence[str]) -> _Shape:
     while len(texts) > 4 and not texts[-1]:
         texts.pop()
     if not 4 <= len(texts) <= 6:
-        few = f"{len(texts)} number{'s' * (len(texts) != 1)}"
         hint = f"batch, heads, seqlen, head_dim: {_EXAMPLES}"
         if len(texts) == 1 and re.fullmatch(r"\d+(x\d+){3}", texts[0]):
             hint = f"write commas: {texts[0].replace('x', ',')}"
-        raise _Wrong(f"a shape has four numbers, not {few}", hint)
+        raise _Wrong(f"a shape has four numbers, not {len(texts)}", hint)
     batch, heads, seqlen, head_dim, *rest = texts
     query, _, kv = heads.partition("/")
     rows, _, keys = seqlen.lower().partition("x")
@@ -230,11 +239,23 @@ def _of_cells(cells: Sequence[str]) -> _Shape:
     fields |= {"heads_kv": kv} if "/" in heads else {}
     fields |= {"seqlen_q": rows, "seqlen_k": keys} if "x" in seqlen.lower() else {"seqlen": seqlen}
     for text in rest:
-        of = "causal" if text.lower() in _MASKS and text not in DTYPE_BYTES else "dtype"
+        if text.lower() not in (*DTYPE_BYTES, *_MASKS):
+            raise _unknown_cell(text)
+        of = "dtype" if text.lower() in DTYPE_BYTES else "causal"
         if of in fields:
-            raise _Wrong(f"{text!r} is the second {of} of one shape")
+            raise _Wrong(f"{text!r} is the second {_SAID.get(of, of)} of one shape")
         fields[of] = text
     return _Shape([], fields)
+
+
+def _unknown_cell(text: str) -> _Wrong:
+    """The error for a cell after the numbers that is neither a dtype nor a mask."""
+    known = [*DTYPE_BYTES, "causal", "full"]
+    close = difflib.get_close_matches(text.lower().replace("float", "fp"), known, n=1)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    return _Wrong(
+        f"{text!r} is neither a dtype nor a mask", f"{guess}there are: {', '.join(known)}"
+    )
 
 
 def _named(piece: str) -> tuple[str, str]:
@@ -282,7 +303,8 @@ def _sizes(texts: Mapping[str, str]) -> dict[str, int]:
         missing = ["seqlen", *(of for of in missing if not of.startswith("seqlen"))]
     if missing:
         short = {of: name for name, of in _KEYS.items()}
-        lacks = " and ".join(f"{short[of]} ({of})" for of in missing)
+        *first, last = [f"{short[of]} ({of})" for of in missing]
+        lacks = f"{', '.join(first)} and {last}" if first else last
         raise _Wrong(f"{lacks} {'is' if len(missing) == 1 else 'are'} missing", f"as {_EXAMPLES}")
     numbers.setdefault("heads_kv", numbers["heads"])
     return numbers

@@ -21,7 +21,7 @@ from attnsweep.gpu.device import driver_cuda
 from attnsweep.gpu.host import driver_version
 from attnsweep.gpu.peers import PACKAGES
 from attnsweep.gpu.worker import Worker, WorkerError
-from attnsweep.show.terminal import aligned
+from attnsweep.show.terminal import aligned, counted
 from attnsweep.show.views import suggestions, with_tails
 from attnsweep.trial import Status
 
@@ -206,4 +206,6 @@ def _cache() -> Finding:
         return Finding("cache", False, f"{path} cannot be written ({why})", _CACHE_FIX)
     found = cache.entries(path)
     size = sum(entry.size_bytes for entry in found) / 2**20
-    return Finding("cache", True, f"{path}: {len(found)} cubins, {size:.0f} MiB", needed=False)
+    return Finding(
+        "cache", True, f"{path}: {counted(len(found), 'cubin')}, {size:.0f} MiB", needed=False
+    )

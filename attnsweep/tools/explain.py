@@ -272,7 +272,8 @@ def _checked(
             values |= dict.fromkeys(map(value_text, own))
         if value not in values:
             what = f"no candidate of {section.problem.label} has {name}={value}"
-            raise SpecError(what, hint=nearest(value, values))
+            ordered = sorted(values, key=lambda text: text.zfill(9))
+            raise SpecError(what, hint=nearest(value, ordered))
 
 
 def _on_card(value: Value, section: Section) -> Value:

@@ -30,6 +30,7 @@ from attnsweep.choose.ranking import rank
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
 from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.declare import Config, Kernel, values_in
+from attnsweep.files import write_file
 from attnsweep.hardware import Arch
 from attnsweep.spec.yaml_file import nearest
 from attnsweep.store.run import Run
@@ -278,7 +279,8 @@ def write(
 ) -> list[dict[str, Any]]:
     """Add counters to a run's directory; they replace older ones of the same candidates.
 
-    where: GPU, driver and date, stored with each candidate.
+    where: GPU, driver and date, stored with each candidate. Raises StoreError if the file cannot be
+    read or written; it is then as it was.
     """
     kept = {_key(facts): facts for facts in read(directory)}
     for trial, stages in counted:
@@ -295,7 +297,12 @@ def write(
         }
         kept[_key(facts)] = facts
     lines = ",\n".join(json.dumps(facts, ensure_ascii=False) for facts in kept.values())
-    (directory / FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    path = directory / FILE
+    try:
+        write_file(path, f"[\n{lines}\n]\n".encode(), durable=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise StoreError(f"cannot be written: {why}", where=str(path)) from error
     return list(kept.values())
 
 

@@ -9,10 +9,13 @@ from samples import NVRTC_LOG, PROBLEM, candidate, full_run
 
 from attnsweep.build.advice import spilling, unused_parameters
 from attnsweep.build.candidate import _LOG_LENGTH, _shortened
+from attnsweep.build.cubin import resources
+from attnsweep.build.nvrtc import Cubin
 from attnsweep.errors import CompileError, compiler_errors
-from attnsweep.family.declare import discover, load_kernel
+from attnsweep.family.declare import Launch, discover, load_kernel
 from attnsweep.family.space import Selection, Space
 from attnsweep.hardware import arch_named
+from attnsweep.show.views import compiled
 from attnsweep.spec.load import load_spec
 from attnsweep.trial import Resources, Status
 
@@ -92,6 +95,25 @@ def test_an_error_of_the_compiler_renders_every_error() -> None:
     assert other.render() == "stage fwd has no function f"
     (ptxas,) = compiler_errors("ptxas error   : Entry function 'f' uses too much shared data\n")
     assert ptxas.startswith("ptxas error")
+
+
+def test_compiling_alone_prints_each_error_once() -> None:
+    first = 'k.cu(5): error: identifier "y" is undefined'
+    row = full_run().trials[0].with_(status=Status.COMPILE_ERROR, detail=f"{first}\n{NVRTC_LOG}")
+    text = "\n".join(line.plain for line in compiled([row], arch_named("sm_90a"), False, 100))
+    assert text.count("error: identifier") == 2
+    assert text.count(first) == 1
+    plain = row.with_(detail="stage fwd has no function f")
+    lines = compiled([plain], arch_named("sm_90a"), False, 100)
+    assert lines[-1].plain.endswith("compile_error: stage fwd has no function f")
+
+
+def test_a_function_that_is_not_there_is_answered_with_those_that_are(tmp_path) -> None:
+    log = "ptxas info    : Compiling entry function '_Z4minePf' for 'sm_80'\n"
+    cubin = Cubin(tmp_path / "k.cubin", "", log, 0.0, False)
+    launch = Launch("mine", (1, 1, 1), 32, ())
+    with pytest.raises(CompileError, match=r"launches 'mine', .*; it defines: _Z4minePf"):
+        resources([("fwd", cubin, launch)], arch_named("sm_80"))
 
 
 def test_a_long_log_is_cut_between_errors() -> None:

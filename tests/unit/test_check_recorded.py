@@ -434,4 +434,4 @@ def test_no_such_run_is_a_usage_error(main, tmp_path):
 def test_a_report_that_cannot_be_written_says_where(main, tmp_path):
     code, _, err = main("--recorded", RECORDED, RECORDED, "--markdown", tmp_path / "no/c.md")
     assert code == 2
-    assert "no/c.md: cannot write" in " ".join(err.split())
+    assert "no/c.md: cannot be written" in " ".join(err.split())

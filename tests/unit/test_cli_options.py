@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
 import re
 import shlex
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
 from fake_compiler import FakeCompiler
+from rich.console import Console
 from samples import full_run
 from typer.testing import CliRunner
 
@@ -20,6 +23,7 @@ from attnsweep import cli
 from attnsweep.build import nvrtc
 from attnsweep.build.cache import entries, fault, prune
 from attnsweep.errors import StoreError
+from attnsweep.show.tables import print_run
 from attnsweep.show.terminal import counted
 from attnsweep.store.run import open_run
 from attnsweep.tools import compile as compile_tool
@@ -155,9 +159,21 @@ def test_words_after_two_dashes_are_no_options(attnsweep):
         ("check --recorded RUN RUN --other-driver", "--other-driver does nothing with"),
         ("check --recorded RUN RUN --kernels .", "--kernels does nothing with --recorded"),
         (
-            "check --recorded RUN RUN --kernels . --budget-s 0",
-            "--budget-s and --kernels do nothing with --recorded",
+            "check --recorded RUN RUN --kernels . --other-driver --budget-s 0",
+            "--budget-s, --other-driver and --kernels do nothing with --recorded",
         ),
+        ("check --recorded RUN RUN --progress json", "--progress does nothing with --recorded"),
+        ("check --recorded RUN RUN --json --markdown -", "only one of --markdown - and --json"),
+        ("run quickstart --dry-run --resume --wait", "--resume and --wait do nothing with --dry"),
+        ("run quickstart --dry-run --results x", "--results does nothing with --dry-run"),
+        ("run quickstart --fresh", "--fresh does nothing here: a replay keeps no rows"),
+        ("run quickstart --wait", "--wait does nothing here"),
+        ("run quickstart --json --top 3", "--top does nothing with --json"),
+        ("merge RUN RUN --out x --json --top 3", "--top does nothing with --json"),
+        ("compile quickstart --json --all", "--all does nothing with --json"),
+        ("report RUN --results x", "--results does nothing next to RUN"),
+        ("explain RUN --results x", "--results does nothing next to RUN"),
+        ("cache --json prune", "--json does nothing before a subcommand"),
         ("cache prune --all --days 3", "--all and --days exclude each other"),
     ],
 )
@@ -198,7 +214,7 @@ def test_inspect_of_a_run_takes_its_winner(attnsweep, monkeypatch):
 
     monkeypatch.setattr(inspect_tool, "inspect", inspected)
     done = attnsweep("inspect", RUN)
-    assert (done.returncode, "--problem picks one of 7 others" in done.stderr) == (0, True)
+    assert (done.returncode, "--problem picks another of 8" in done.stderr) == (0, True)
     attnsweep("inspect", RUN, "BLOCK_N=64", "--problem", "1,8,512,64", "--arch", "sm_90")
     first, second = seen
     assert first[0] == "flash_fwd_wgmma"
@@ -254,6 +270,10 @@ def test_one_is_no_plural(attnsweep, spec):
     assert (counted(1, "candidate"), counted(2, "candidate")) == ("1 candidate", "2 candidates")
     done = attnsweep("run", spec, "--dry-run", "--problem", "1,1,32,64", "--arch", "sm_80")
     assert "1 candidate; nothing was compiled" in done.stdout
+    printed = io.StringIO()
+    run = full_run()
+    print_run(replace(run, trials=run.trials[:1]), Console(file=printed, width=100), top=1)
+    assert printed.getvalue().splitlines()[0].endswith(": 1 trial")
 
 
 # -- compile --------------------------------------------------------------------------------
@@ -277,6 +297,20 @@ def test_several_architectures_at_once(attnsweep, spec, fake_nvrtc):
     assert {arch: len(of) for arch, of in rows.items()} == {"sm_80": 5, "sm_90a": 5}
     assert len(json.loads(attnsweep(*asked[:4], "--json").stdout)) == 5
     assert attnsweep(*asked, "--arch", "sm_1").returncode == 2
+
+
+def test_an_architecture_that_a_family_lacks_is_told_before_anything_compiles(
+    attnsweep, tmp_path, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(compile_tool, "compiler_for", lambda *about: asked.append(about))
+    (tmp_path / "wide.yaml").write_text(
+        "problems:\n  - {batch: 1, heads: 2, seqlen: 512, head_dim: 64}\n"
+        "kernels: {three_kernel_wgmma: {}}\n"
+    )
+    done = attnsweep("compile", "wide.yaml", "--arch", "sm_90a", "--arch", "sm_80", "--json")
+    assert (done.returncode, done.stdout, asked) == (2, "", [])
+    assert "three_kernel_wgmma: needs sm_90a, not sm_80" in done.stderr
 
 
 def test_ctrl_c_while_compiling_says_how_much_is_kept(attnsweep, spec, fake_nvrtc, monkeypatch):
@@ -329,10 +363,11 @@ def test_the_cache_tells_its_size(attnsweep, cache):
 def test_pruning_removes_old_entries_and_nothing_else(attnsweep, cache):
     others = {path for path in cache.rglob("*") if "01" in path.parts or "photos" in path.parts}
     facts = json.loads(attnsweep("cache", "prune", "--json").stdout)
+    assert attnsweep("cache").stdout.count("1 cubin,") == 2
     assert (facts["removed"], facts["bytes"], facts["left"]) == (1, 1024, 1)
     assert all(path.exists() for path in others)
     assert [path.name for path in (cache / "sm_80" / "00").iterdir()] == [".new-alive"]
-    assert "removed 1 cubins" in attnsweep("cache", "prune", "--all").stdout
+    assert "removed 1 cubin, 0.0 MiB; 0 are left" in attnsweep("cache", "prune", "--all").stdout
     assert entries(cache) == []
     assert (cache / "sm_80" / "aa" / ("aa" * 32) / "stage.cubin").read_text() == "precious"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,39 @@ def test_json_has_the_sentence(attnsweep, gpu):
     assert data["problems"][0]["winner"]
 
 
+@pytest.mark.parametrize("command", [NAIVE, ("run", "mine.yaml")], ids=["tune", "run"])
+def test_its_options_reach_the_sweep(attnsweep, gpu, tmp_path, monkeypatch, command):
+    attnsweep(*NAIVE, "--save-spec", "mine.yaml", "--dry-run")
+    asked, sweeps = {}, sweep.run
+
+    def run(spec, families, **options):
+        asked.update(options, strategy=spec.search.strategy)
+        return sweeps(spec, families, **options)
+
+    monkeypatch.setattr(sweep, "run", run)
+    options = ("--limit", "2", "--wait", "--fresh", "--exhaustive", "--results", "elsewhere")
+    done = attnsweep(*command, *options, "--progress", "json", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["problems"]
+    assert json.loads(done.stderr.splitlines()[-1])["event"] == "end"
+    assert (asked["limit"], asked["wait"], asked["fresh"]) == (2, True, True)
+    assert (asked["results"], asked["strategy"]) == (Path("elsewhere"), "exhaustive")
+    assert len(gpu.names("trial")) == 2
+    attnsweep(*command)
+    assert (asked["limit"], asked["wait"], asked["fresh"]) == (None, False, False)
+
+
+def test_ctrl_c_keeps_what_was_measured_and_is_exit_code_130(attnsweep, gpu, monkeypatch):
+    sweeps = sweep.run
+    monkeypatch.setattr(
+        sweep, "run", lambda *args, **options: replace(sweeps(*args, **options), interrupted=True)
+    )
+    done = attnsweep(*NAIVE)
+    assert done.returncode == 130
+    assert "interrupted: all rows are kept; the same command continues from here" in done.stderr
+    assert done.stdout.splitlines()[-1].startswith(ENDING)
+
+
 def test_the_saved_spec_is_what_was_run(attnsweep, gpu, tmp_path):
     attnsweep(*NAIVE, "--save-spec", "mine.yaml", "--budget-s", "60")
     spec = load_spec(tmp_path / "mine.yaml", discover())
@@ -170,6 +204,11 @@ def test_without_a_gpu_it_says_what_works(attnsweep, tmp_path):
         works = attnsweep(*command.split())
         assert works.returncode == 0, works.stderr
     assert not (tmp_path / "results" / "h100-80gb-hbm3").exists()
+    done = attnsweep("tune", "1,2,64,64", "--kernel", "twice", "--kernels", str(FAMILIES))
+    (command,) = re.findall(r"attnsweep (tune .*--dry-run --arch sm_90a)", done.stderr)
+    assert command == f"tune 1,2,64,64 --kernel twice --kernels {FAMILIES} --dry-run --arch sm_90a"
+    works = attnsweep(*command.split())
+    assert (works.returncode, "twice" in works.stdout) == (0, True)
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -189,10 +228,19 @@ def test_a_replay_says_that_it_is_recorded(attnsweep, tmp_path):
     ("arguments", "words"),
     [
         (("4,32,4096",), ["'4,32,4096'", "four numbers, not 3"]),
-        (("4,32,4096,128", "--dtype", "float16"), ["--dtype: unknown dtype 'float16'", "fp16"]),
+        (
+            ("4,32,4096,128", "--dtype", "float16"),
+            ["--dtype: unknown dtype 'float16'", "mean 'fp16'?"],
+        ),
         (("1,2,64,64", "--arch", "sm_90a"), ["--arch needs --dry-run"]),
         (("1,2,64,64", "--arch", "sm_90a", "--replay", "quickstart"), ["exclude each other"]),
         (("1,2,64,64", "--fresh", "--replay", "quickstart"), ["--fresh does nothing here"]),
+        (("1,2,64,64", "--wait", "--replay", "quickstart"), ["--wait does nothing here"]),
+        (
+            ("1,2,64,64", "--dry-run", "--arch", "sm_90a", "--top", "2", "--progress", "json"),
+            ["--top and --progress do nothing with --dry-run", "leave them out"],
+        ),
+        (("1,2,64,64", "--json", "--top", "2"), ["--top does nothing with --json"]),
         (("1,2,64,64", "--force"), ["--force goes with --save-spec"]),
         (("1,2,64,64", "--kernel", "naiv", "--dry-run", "--arch", "sm_80"), ["'naive'"]),
         (("1,2,64,64", "--dry-run", "--arch", "sm_100b"), ["--arch sm_100b", "mean 'sm_100a'?"]),
@@ -273,6 +321,13 @@ class TestInit:
         assert "132" not in text
         on(monkeypatch, gpu="NVIDIA H200", sm_count=132)
         assert "after h200.yaml" in attnsweep("init", "-").stdout
+
+    def test_printing_writes_no_file_and_the_note_is_apart(self, attnsweep, tmp_path):
+        done = attnsweep("init", "-", "--arch", "sm_100a")
+        assert (done.returncode, [*tmp_path.iterdir()]) == (0, [])
+        assert done.stdout.startswith("# A sweep for sm_100a")
+        assert done.stdout.rstrip().splitlines()[-1].startswith("# ")
+        assert done.stderr.startswith("note: no shipped spec was made on sm_100a")
 
     def test_what_it_comments_out_is_valid_too(self, attnsweep):
         attnsweep("init", "--arch", "sm_90a")

@@ -89,7 +89,7 @@ def test_the_names_of_elements_are_those_of_their_header():
     defined = r"^(?:typedef [\w ]+ (\w+);|constexpr \w+ (\w+) =|__device__ [\w ]+ (\w+)\()"
     names = {name for found in re.findall(defined, header, re.MULTILINE) for name in found if name}
     page = (ROOT / "docs" / "writing-a-kernel.md").read_text()
-    (table,) = re.findall(r"What `common/element.cuh` has:\n\n(.*?)\n\n", page, re.DOTALL)
+    (table,) = re.findall(r"\n`common/element.cuh` has:\n\n(.*?)\n\n", page, re.DOTALL)
     cells = "".join(line.split("|")[1] for line in table.splitlines())
     assert set(re.findall(r"`(\w+)", cells)) == names
     assert len(names) == 9

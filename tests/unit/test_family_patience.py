@@ -52,6 +52,21 @@ def test_an_endless_rule_is_ended_and_named_with_its_line_and_config(monkeypatch
     assert f"config A=2 B=1, problem {PROBLEM.label}" in said
 
 
+def test_the_limit_of_an_endless_rule_is_waited_for_once(monkeypatch) -> None:
+    monkeypatch.setattr(patience, "LIMIT_S", 0.2)
+    asked = []
+
+    def counts(config: Config, problem: object, arch: object) -> bool:
+        asked.append(config.label)
+        return endless(config, problem, arch)
+
+    kernel = family()
+    kernel.rule("never ends")(counts)
+    with pytest.raises(KernelError, match="did not return"):
+        Space.build(kernel, PROBLEM, ARCH)
+    assert asked.count("A=2 B=1") == 1
+
+
 def test_ctrl_c_in_a_slow_rule_names_it_too(monkeypatch) -> None:
     kernel = family()
     kernel.rule("never ends")(endless)

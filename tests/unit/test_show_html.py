@@ -8,11 +8,11 @@ import itertools
 import json
 import re
 import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browsers import browsed, browser
 from fp8_rows import fp8_run
 from pages import visible
 from samples import baseline, candidate, failed, full_run
@@ -283,11 +283,7 @@ def test_the_command_writes_the_page_and_says_what_it_is(monkeypatch, capsys, tm
 
 # -- the browser ------------------------------------------------------------------------------
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 DRAWN = '<html lang="en" data-drawn="yes">'
-browser = pytest.mark.skipif(BROWSER is None, reason="needs a browser: Chromium is not installed")
 
 
 def opened(
@@ -297,24 +293,6 @@ def opened(
     file = tmp_path / "page.html"
     page.write(run, file)
     return browsed(file, fragment, *flags)
-
-
-def browsed(file: Path, fragment: str = "", *flags: str) -> tuple[str, list[str], list[str]]:
-    log = file.with_name("net.json")
-    command = [
-        BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-extensions",
-        "--disable-background-networking", "--disable-component-update", "--no-first-run",
-        "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={file.with_name('profile')}",
-        f"--log-net-log={log}", "--enable-logging=stderr",
-        "--window-size=1280,1000", "--virtual-time-budget=30000", *flags, "--dump-dom",
-        f"file://{file}{fragment}",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    said = re.findall(r'CONSOLE[^"]*"(.*)", source', done.stderr)
-    events = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
-    # The browser asks for things of its own; those have no page that initiated them.
-    asked = {e["url"] for e in events if e.get("initiator", "not an origin") != "not an origin"}
-    return done.stdout, said, sorted(url for url in asked if not url.startswith(("file:", "data:")))
 
 
 def plots(document: str, problem: int) -> dict[str, str]:

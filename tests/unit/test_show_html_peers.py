@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+from browsers import browsed, browser
 from pages import visible
 from samples import baseline, candidate, full_run
 
 from attnsweep.show import html as page
+from attnsweep.store.run import open_run
 from attnsweep.trial import Accuracy, Status
 
 pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")
 pytest.importorskip("jinja2", reason="needs the html extra: Jinja2")
+
+RECORDED = Path(__file__).parent.parent.parent / "results" / "h100-80gb-hbm3" / "h100"
 
 
 def test_a_noisy_base_and_a_peer_over_the_limit_are_marked_on_the_page() -> None:
@@ -45,3 +50,36 @@ def test_a_peer_that_is_faster_wins_no_card_for_us() -> None:
     assert "is the best of ours; flash_attn_3 is faster (1.12×)" in text
     assert "</b> wins" not in text
     assert "</b> wins" in page.render(run)
+
+
+# Loads page.html in a frame as wide as a small phone and writes which text of a plot is cut.
+PHONE = """<body><iframe src="page.html" style="width:360px;height:9000px;border:0"></iframe><p></p>
+<script>
+const frame = document.querySelector("iframe");
+const timer = setInterval(() => {
+  const page = frame.contentDocument;
+  if (page?.documentElement.dataset.drawn !== "yes") return;
+  clearInterval(timer);
+  const said = [];
+  for (const svg of page.querySelectorAll("figure svg")) {
+    const box = svg.getBoundingClientRect();
+    for (const text of svg.querySelectorAll("text")) {
+      const own = text.getBoundingClientRect();
+      if (own.width && (own.left < box.left - 1 || own.right > box.right + 1)) {
+        said.push(text.textContent);
+      }
+    }
+  }
+  const wide = page.documentElement.scrollWidth;
+  document.querySelector("p").textContent = `cut: ${said.join("; ")} width: ${wide}.`;
+}, 100);
+</script>"""
+
+
+@browser
+def test_no_text_of_a_plot_is_cut_on_a_phone(tmp_path) -> None:
+    page.write(open_run(RECORDED), tmp_path / "page.html")
+    phone = tmp_path / "phone.html"
+    phone.write_text(PHONE)
+    document, _, _ = browsed(phone, "", "--allow-file-access-from-files")
+    assert re.search(r"<p>(.*?)</p>", document)[1] == "cut:  width: 360."

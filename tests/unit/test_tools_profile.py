@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 import sys
 from pathlib import Path
@@ -116,6 +118,21 @@ def test_kept_counters_replace_those_of_the_same_candidate(tmp_path: Path) -> No
     text = "\n".join(line.plain for line in view.counters(kept, 100))
     assert "1.2" in text
     assert "wait\u00a02.0" in text.replace(" 2.0", "\u00a02.0")
+
+
+def test_counters_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monkeypatch) -> None:
+    one, two = full_run().trials[:2]
+    stages = [counters.StageCounters("fwd", {"duration_us": 1.0}, {})]
+    counters.write(tmp_path, [(one, stages)], "here")
+    before = (tmp_path / counters.FILE).read_bytes()
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match=r"counters\.json: cannot be written: No space left"):
+        counters.write(tmp_path, [(two, stages)], "here")
+    assert (tmp_path / counters.FILE).read_bytes() == before
 
 
 def test_candidates_are_chosen_by_parameter_and_by_rank() -> None:

@@ -203,6 +203,9 @@ def test_the_command_says_what_it_wrote(attnsweep, tmp_path, monkeypatch):
     assert (tmp_path / "my-attention" / "my_attention" / TABLE).is_file()
     done = attnsweep("export", H100_RUN, "--out", tmp_path / "my-attention", "--json")
     assert json.loads(done.stdout)["winners"] == 8
+    monkeypatch.chdir(tmp_path)
+    done = attnsweep("export", H100_RUN.absolute(), "--out", "here")
+    assert "pip install ./here, then: import here\n" in done.stdout  # not the index's `here`
     (tmp_path / "other").write_text("")
     done = attnsweep("export", H100_RUN, "--out", tmp_path / "other")
     assert done.returncode == 2

@@ -13,13 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from attnsweep.cli import app
-from attnsweep.errors import SpecError
+from attnsweep.errors import NoGpuError, SpecError
 from attnsweep.family.declare import discover
 from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec, spec_of
 from attnsweep.spec.starter import Target
 from attnsweep.spec.yaml_file import Document
+from attnsweep.tools import target
 from attnsweep.use import record
 from attnsweep.use.record import Graphs, Log, layout_of
 from attnsweep.use.shapes import (
@@ -301,6 +302,19 @@ CALLS = (
     f"(folder / '1.jsonl').write_text(json.dumps({kind()!r}) + chr(10))",
     "(folder / '1.counts').write_bytes(struct.pack('QQ', 42, 0))",
 )
+
+
+def test_without_a_gpu_the_command_with_an_architecture_is_said(tmp_path, monkeypatch):
+    def here(families):
+        raise NoGpuError("no NVIDIA driver")
+
+    monkeypatch.setattr(target, "here", here)
+    out = tmp_path / "model.yaml"
+    done = shapes(out, *python("raise SystemExit('it ran')"))
+    assert isinstance(done.exception, NoGpuError)
+    again = f"say for which: attnsweep shapes {out} --arch sm_90a -- {sys.executable} -c"
+    assert again in done.exception.hint
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("code", [0, 3])

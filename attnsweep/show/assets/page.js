@@ -54,6 +54,8 @@ function nothing(box, words) {
 const narrow = (box) => box.clientWidth < 560;
 // A legend of series: beside the plot, or below it where there is no room.
 const legend = (box) => (narrow(box) ? { orient: "bottom", columns: 2, symbolSize: 70, labelLimit: 150 } : { orient: "right", symbolSize: 70, labelLimit: 180 });
+// A legend above the plot, in two columns where one row has no room.
+const above = (box, more) => ({ orient: "top", ...(narrow(box) ? { columns: 2 } : {}), ...more });
 // How much longer than its longest bar a plot is, so that the bar's figure is inside.
 const room = (box) => 1 + 56 / Math.max(90, box.clientWidth - 190);
 
@@ -122,7 +124,7 @@ function effects(box, problem) {
   const all = [...values.map((value) => value.ratio), 1];
   const [low, high] = [Math.min(...all) / 1.04, Math.max(...all) * 1.06];
   const y = { field: "who", type: "nominal", sort: rows.map(label), title: null, axis: { domain: false, ticks: false, labelColor: color("ink"), labelPadding: 6, grid: true } };
-  const x = { field: "ratio", type: "quantitative", title: "× the time of the best candidate's value", scale: { type: "log", domain: [low, high], nice: false }, axis: { labelExpr: "format(datum.value, '.3~r') + '×'", tickCount: 5 } };
+  const x = { field: "ratio", type: "quantitative", title: narrow(box) ? "× the best one's time" : "× the time of the best candidate's value", scale: { type: "log", domain: [low, high], nice: false }, axis: { labelExpr: "format(datum.value, '.3~r') + '×'", tickCount: 5 } };
   const tooltip = [{ field: "name", title: "parameter" }, { field: "said", title: "value" }, { field: "ratio", title: "×", format: ".4~g" }, { field: "of", title: "faster, of pairs" }];
   // Names of variants are too long to stand beside each other; the dot tells them.
   const text = (rows, shade, mark) => ({ data: { values: rows.filter((row) => row.said.length < 9) }, mark: { type: "text", fontSize: 10.5, color: color(shade), tooltip: null, ...mark }, encoding: { y, x, text: { field: "said" } } });
@@ -146,7 +148,7 @@ function frontier(box, problem) {
   };
   const [x, y] = [axis("us", "µs", PLAIN), axis("error", "error", "format(datum.value, '.2~e')")];
   const tooltip = [{ field: "who", title: "kernel" }, { field: "us", title: "µs", format: ".4~g" }, { field: "error", format: ".3~e" }, { field: "config" }];
-  const kind = (range) => ({ field: "kind", type: "nominal", title: null, legend: { orient: "top" }, scale: { domain: ["kernel", "inaccurate", "baseline"], range } });
+  const kind = (range) => ({ field: "kind", type: "nominal", title: null, legend: above(box), scale: { domain: ["kernel", "inaccurate", "baseline"], range } });
   const [shade, shape] = [kind(["accent", "s0", "baseline"].map(color)), kind(["circle", "cross", "diamond"])];
   return draw(box, {
     height: 260,
@@ -163,7 +165,7 @@ function search(box, problem) {
   const kernels = [...new Set(problem.search.map((point) => point.kernel))];
   const [x, y] = [{ field: "trial", type: "quantitative", title: "candidates tried" }, { field: "us", type: "quantitative", title: "µs", scale: { zero: false } }];
   const tooltip = [{ field: "kernel" }, { field: "trial", title: "candidate" }, { field: "us", title: "best so far, µs", format: ".4~g" }];
-  const shade = { field: "kernel", type: "nominal", title: null, legend: kernels.length > 1 ? { orient: "top" } : null, scale: { domain: kernels, range: kernels.map((_, index) => color(`s${index % 4}`)) } };
+  const shade = { field: "kernel", type: "nominal", title: null, legend: kernels.length > 1 ? above(box) : null, scale: { domain: kernels, range: kernels.map((_, index) => color(`s${index % 4}`)) } };
   return draw(box, {
     height: 180, data: { values: problem.search }, encoding: { x, y, color: shade },
     layer: [{ mark: { type: "line", interpolate: "step-after", strokeWidth: 1.6 } }, { mark: { type: "point", filled: true, size: 28 }, encoding: { tooltip } }],
@@ -194,7 +196,7 @@ function stages(box, problem) {
         encoding: {
           y, x: { field: "from", type: "quantitative", title: "µs", scale: { domain: [0, most * room(box)], nice: false }, axis: { tickCount: 5 } }, x2: { field: "to" },
           color: {
-            field: "stage", type: "nominal", title: null, legend: { orient: "top", symbolType: "square" },
+            field: "stage", type: "nominal", title: null, legend: above(box, { symbolType: "square" }),
             scale: { domain: [...names, "rest"], range: [...names.map((_, index) => color(`s${index % 6}`)), color("rest")] },
           },
           tooltip: [{ field: "stage" }, { field: "us", title: "µs", format: ".4~g" }, { field: "config", title: "config" }],

@@ -1,0 +1,52 @@
+"""Writing a file where a user asked for it, but never over a part of a recorded run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from attnsweep.errors import StoreError
+from attnsweep.files import write_file
+from attnsweep.store.run import CUBINS, ENVIRONMENT, PACKED, SPACES, SPEC, TRIALS
+
+_COUNTERS = "counters.json"
+_WRITABLE = "give a file in a writable directory"
+_PARTS = {TRIALS, PACKED, SPEC, ENVIRONMENT, SPACES, _COUNTERS}
+
+
+def refuse_recorded(path: Path) -> None:
+    """Raise StoreError if a file at `path` would replace, or become, a part of a recorded run.
+
+    The tables `ranking.csv` and `ranking.md` are derived from the rows, so they may be written.
+    """
+    folder = path.parent
+    run = folder.parent if folder.name == CUBINS else folder
+    within = folder.name == CUBINS or path.name in _PARTS or path.suffix == ".ncu-rep"
+    if within and any((run / name).is_file() for name in (TRIALS, PACKED)):
+        raise StoreError("is part of a run", where=str(path), hint="choose another name")
+
+
+def check_output(path: Path) -> None:
+    """Raise what `write_output` would raise, before the work whose result it writes."""
+    refuse_recorded(path)
+    folder = path.parent
+    if path.is_dir():
+        raise StoreError("is a directory", where=str(path), hint="name a file in it")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise StoreError(
+            f"cannot be written: {folder} is no writable directory", where=str(path), hint=_WRITABLE
+        )
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file in one step. Raises StoreError if it cannot be, or is part of a recorded run."""
+    refuse_recorded(path)
+    try:
+        write_file(path, text.encode("utf-8", "replace"))
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise StoreError(
+            f"cannot be written: {why}",
+            where=str(path),
+            hint=_WRITABLE,
+        ) from error
