@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+import fleets
 import pytest
+from fake_cards import FakeCards
 from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from sweeping import SPEC, TIMES
@@ -14,6 +16,7 @@ from attnsweep import sweep
 from attnsweep.choose import start
 from attnsweep.errors import SpecError
 from attnsweep.family.declare import discover
+from attnsweep.gpu.lock import LOCK_VARIABLE
 from attnsweep.spec.load import load_spec
 from attnsweep.store import run as store
 
@@ -121,3 +124,13 @@ def accept(attnsweep):
         return done.returncode, done.stdout, " ".join(done.stderr.split())
 
     return run
+
+
+@pytest.fixture
+def cards(monkeypatch, tmp_path, nursery):
+    """Fake cards, each a process of its own, and a compiler that compiles nothing."""
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
+    monkeypatch.setattr(
+        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+    )
+    return FakeCards(tmp_path, nursery=nursery, times=fleets.TIMES, trial_s=0.02)

@@ -16,10 +16,12 @@ from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import fleets
 import psutil
 import pytest
 from fake_cards import FakeCards
 from fake_compiler import FakeCompiler
+from fleets import LABELS, SPEC
 
 import attnsweep
 from attnsweep.build.observer import Observer
@@ -38,15 +40,7 @@ dask = pytest.importorskip("dask")
 pytestmark = pytest.mark.filterwarnings("default")  # of Dask's own code
 SUPPORT = Path(__file__).parent.parent / "support"
 FAMILIES = Path(__file__).parent.parent / "families"
-SPEC = """
-problems:
-  - {batch: 1, heads: 2, seqlen: [256, 512, 1024, 2048], head_dim: 64}
-kernels: {naive: {THREADS: [32, 64, 128]}}
-baselines: []
-measure: {rounds: 4}
-"""
-LABELS = [f"(1,2,{seqlen},64) fp16 full" for seqlen in (256, 512, 1024, 2048)]
-TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "CYCLES=400000": 5.0}
+TIMES = fleets.TIMES | {"CYCLES=400000": 5.0}
 
 
 class Notes(Observer):

@@ -10,9 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from fake_cards import FakeCards
-from fake_compiler import FakeCompiler
-from fleets import LABELS, SPEC, TIMES, is_whole, swept
+from fleets import LABELS, SPEC, is_whole, swept
 from samples import TEST_GPU
 
 from attnsweep.build.candidate import Build
@@ -20,23 +18,11 @@ from attnsweep.choose import start
 from attnsweep.family.declare import discover
 from attnsweep.fleet import sweeps
 from attnsweep.fleet.process import start_child
-from attnsweep.gpu.lock import LOCK_VARIABLE
 from attnsweep.hardware import arch_on
 from attnsweep.spec.load import load_spec
 from attnsweep.spec.plan import Shard
 
-
-@pytest.fixture(autouse=True)
-def fake_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
-
-
-@pytest.fixture
-def cards(tmp_path, nursery):
-    return FakeCards(tmp_path, nursery=nursery, times=TIMES, trial_s=0.02)
+pytestmark = pytest.mark.usefixtures("cards")
 
 
 @pytest.fixture

@@ -15,32 +15,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fake_cards import FakeCards
-from fake_compiler import FakeCompiler
 from fleets import LABELS, SPEC, TIMES, is_whole, measured, swept
 from samples import TEST_GPU
 
 import attnsweep
-from attnsweep.choose import start
 from attnsweep.errors import SpecError
-from attnsweep.gpu.lock import LOCK_VARIABLE, BusyError, held
+from attnsweep.gpu.lock import BusyError, held
 from attnsweep.resume import cards_of
 from attnsweep.spec.plan import Shard
 from attnsweep.store.run import read_trials
 from attnsweep.trial import Status
 
-
-@pytest.fixture(autouse=True)
-def fake_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
-
-
-@pytest.fixture
-def cards(tmp_path, nursery):
-    return FakeCards(tmp_path, nursery=nursery, times=TIMES, trial_s=0.02)
+pytestmark = pytest.mark.usefixtures("cards")
 
 
 @pytest.fixture
