@@ -10,9 +10,11 @@ from typing import Any
 
 from attnsweep.build.cubin import check_arguments, functions
 from attnsweep.build.nvrtc import Compiler, Cubin, source_closure
+from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.declare import Config, Kernel, Launch, TensorMap
 from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
+from attnsweep.trial import Trial
 from attnsweep.use.runtime import launch as geometry
 from attnsweep.use.runtime.table import Code, GpuKey, Shape
 from attnsweep.use.runtime.table import Kernel as Compiled
@@ -71,6 +73,26 @@ def facts(
         config=plain.label,
         stages=stages,
     )
+
+
+def config_of(trial: Trial, family: Kernel) -> Config:
+    """The family's own parameters, in declared order; LSE is chosen per call."""
+    config = of_today(family, trial.config)
+    return Config({p.name: config[p.name] for p in family.params} | {"LSE": 0})
+
+
+def why_not_today(best: Trial, family: Kernel, arch: Arch) -> str | None:
+    """Why a package cannot hold a winner: its form, or what the family has become since."""
+    if best.schedule.get("chunks", 1) > 1:
+        return "its calls are cut into chunks"
+    changed = changed_since(family, Config(best.config))
+    if changed is not None:
+        return changed
+    own = config_of(best, family)
+    if own.get("PACK_GQA"):
+        return "its config packs grouped heads (PACK_GQA=1), which a package cannot: strides vary"
+    refused = family.refusal(best.problem, arch) or family.refused_by(own, best.problem, arch)
+    return f"today's rules refuse its config: {refused}" if refused else None
 
 
 def launches_of(

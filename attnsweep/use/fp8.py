@@ -13,13 +13,19 @@ from typing import Any
 from attnsweep.build.cubin import check_arguments, functions
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.choose.ranking import rank
-from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.declare import Config, Kernel, Launch, TensorMap
 from attnsweep.hardware import Arch, arch_named, arch_on
 from attnsweep.problem import SCALE_BLOCK, Problem
 from attnsweep.store.run import Run
 from attnsweep.trial import OURS, Environment, Trial
-from attnsweep.use.compiled import gpu_row, named, shape_of, source_digest
+from attnsweep.use.compiled import (
+    config_of,
+    gpu_row,
+    named,
+    shape_of,
+    source_digest,
+    why_not_today,
+)
 from attnsweep.use.runtime import fp8
 from attnsweep.use.runtime.launch import Arg, Map, Pointer
 from attnsweep.use.runtime.table import Code, Fp8Kernel, GpuKey
@@ -74,7 +80,7 @@ def winners(
         if reason is not None or best is None or best.time_us is None:
             left_out.append(f"{problem.label} ({run.directory.name}): {reason}")
         else:
-            found.append(Winner(key, problem, _config(best, family), best.time_us.median))
+            found.append(Winner(key, problem, config_of(best, family), best.time_us.median))
     return found
 
 
@@ -92,20 +98,7 @@ def _time_us(trial: Trial) -> float:
 def _why_not(best: Trial | None, family: Kernel, arch: Arch) -> str | None:
     if best is None or best.time_us is None:
         return f"no correct candidate of {FAMILY}, the family of a package's FP8 kernels"
-    if best.schedule.get("chunks", 1) > 1:
-        return "its calls are cut into chunks"
-    changed = changed_since(family, Config(best.config))
-    if changed is not None:
-        return changed
-    own = _config(best, family)
-    refused = family.refusal(best.problem, arch) or family.refused_by(own, best.problem, arch)
-    return f"today's rules refuse its config: {refused}" if refused else None
-
-
-def _config(trial: Trial, family: Kernel) -> Config:
-    """The family's own parameters, in declared order, without the log-sum-exp."""
-    config = of_today(family, trial.config)
-    return Config({p.name: config[p.name] for p in family.params} | {"LSE": 0})
+    return why_not_today(best, family, arch)
 
 
 def _scale_block(problem: Problem) -> int:

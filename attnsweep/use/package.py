@@ -24,7 +24,7 @@ from attnsweep.choose.base import common_rounds
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.choose.ranking import rank
 from attnsweep.errors import SpecError, StoreError
-from attnsweep.family.chunks import changed_since, of_today
+from attnsweep.family.chunks import changed_since
 from attnsweep.family.declare import Config, Kernel
 from attnsweep.hardware import Arch, arch_named, arch_on
 from attnsweep.problem import Problem
@@ -34,10 +34,12 @@ from attnsweep.use import fp8
 from attnsweep.use.compiled import (
     FAMILY,
     compile_for_models,
+    config_of,
     facts,
     gpu_row,
     shape_of,
     source_digest,
+    why_not_today,
 )
 from attnsweep.use.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
 
@@ -206,7 +208,7 @@ def _selected(directories: Sequence[Path], family: Kernel, of_fp8: Kernel | None
     winners = sorted(found.values(), key=lambda c: (c.gpu, shape_of(c.trial.problem)))
     codes: dict[tuple[object, ...], tuple[Config, Problem]] = {}
     for chosen in winners:
-        config, problem = _config(chosen.trial, family), chosen.trial.problem
+        config, problem = config_of(chosen.trial, family), chosen.trial.problem
         codes.setdefault(_code_key(config, problem), (config, problem))
     served = {key: _served(winners, key, family) for key in names}
     for chosen in winners:
@@ -288,7 +290,7 @@ def _chosen(
         if ours and all(us > 0 for us in ours):
             gain = median(a / b for a, b in zip(theirs, ours, strict=True))
             low, _ = ratio_interval(theirs, ours)
-        times_us = {_config(t, family).label: _median(t) for t in own if _is_kept(t, family)}
+        times_us = {config_of(t, family).label: _median(t) for t in own if _is_kept(t, family)}
         chosen.append(Chosen(best, key, _median(peer), gain, low, times_us))
     return chosen
 
@@ -302,16 +304,7 @@ def _why_not(best: Trial | None, peer: Trial | None, family: Kernel, arch: Arch)
         return f"no correct candidate of {FAMILY}, the family that a package can call"
     if peer is None:
         return "no time of PyTorch's own attention; add baselines: [torch_flash, torch_cudnn]"
-    if best.schedule.get("chunks", 1) > 1:
-        return "its calls are cut into chunks"
-    changed = changed_since(family, Config(best.config))
-    if changed is not None:
-        return changed
-    own = _config(best, family)
-    if own.get("PACK_GQA"):
-        return "its config packs grouped heads (PACK_GQA=1), which a package cannot: strides vary"
-    refused = family.refusal(best.problem, arch) or family.refused_by(own, best.problem, arch)
-    return f"today's rules refuse its config: {refused}" if refused else None
+    return why_not_today(best, family, arch)
 
 
 def _is_kept(trial: Trial, family: Kernel) -> bool:
@@ -322,12 +315,6 @@ def _is_kept(trial: Trial, family: Kernel) -> bool:
 
 def _order(chosen: Chosen) -> tuple[float, str]:
     return _median(chosen.trial), Config(chosen.trial.config).label
-
-
-def _config(trial: Trial, family: Kernel) -> Config:
-    """The family's own parameters, in declared order; LSE is chosen per call."""
-    config = of_today(family, trial.config)
-    return Config({p.name: config[p.name] for p in family.params} | {"LSE": 0})
 
 
 def _code_key(config: Config, problem: Problem) -> tuple[object, ...]:
@@ -348,11 +335,11 @@ def _served(
 ) -> dict[Kind, dict[str, Config]]:
     """The configs that serve on a GPU, by kind and label: winners and runners-up."""
     here = [chosen for chosen in winners if chosen.gpu == key]
-    won = {config.label: config for config in (_config(c.trial, family) for c in here)}
+    won = {config.label: config for config in (config_of(c.trial, family) for c in here)}
     shapes = Counter(_kind(chosen.trial.problem) for chosen in here)
     arch, served = arch_named(family.min_arch), dict[Kind, dict[str, Config]]()
     for chosen in here:
-        problem, own = chosen.trial.problem, _config(chosen.trial, family)
+        problem, own = chosen.trial.problem, config_of(chosen.trial, family)
         fit = [n for n in won if family.refused_by(won[n], problem, arch) is None]
         held = [own.label, *held_for(chosen.times_us, fit, shapes[_kind(problem)])]
         served.setdefault(_kind(problem), {}).update({label: won[label] for label in held})
@@ -376,7 +363,7 @@ def _twins(
     for chosen in selected.winners:
         if chosen.gpu == key:
             problem = chosen.trial.problem
-            won.add(numbers[_code_key(_config(chosen.trial, family), problem)])
+            won.add(numbers[_code_key(config_of(chosen.trial, family), problem)])
             for config in selected.served[key][_kind(problem)].values():
                 for dtype in ("fp16", "bf16"):
                     twins.add(numbers[_code_key(config, replace(problem, dtype=dtype))])
@@ -409,7 +396,7 @@ def _row(
     numbers: Mapping[tuple[object, ...], int],
 ) -> dict[str, Any]:
     """A row of the table. others: the package's other kernels that were timed on the shape."""
-    problem, own = chosen.trial.problem, _config(chosen.trial, family)
+    problem, own = chosen.trial.problem, config_of(chosen.trial, family)
     others = [
         [numbers[_code_key(config, problem)], round(chosen.times_us[label], 4)]
         for label, config in served[_kind(problem)].items()

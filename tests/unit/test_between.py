@@ -10,7 +10,7 @@ from attnsweep import families, judge_dispatch, load_spec, open_run, plan
 from attnsweep.family.declare import Config
 from attnsweep.hardware import ARCHS
 from attnsweep.use import package
-from attnsweep.use.compiled import FAMILY, shape_of
+from attnsweep.use.compiled import FAMILY, config_of, shape_of
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = ("h100", "flash_training", "flash_short", "batched", "flash_dims", "flash_long", "between")
@@ -51,7 +51,7 @@ def test_no_shape_of_the_spec_was_tuned(planned, tuned):
 
 @pytest.mark.parametrize("planned", ["between_short", "held_out"], indirect=True)
 def test_every_winner_that_may_run_on_a_shape_is_a_candidate_there(planned, tuned):
-    configs = {package._config(trial, KERNEL).label: trial for trial in tuned}
+    configs = {config_of(trial, KERNEL).label: trial for trial in tuned}
     assert len(configs) > 20
     missing, able = set(), set()
     for item in planned:
@@ -59,7 +59,7 @@ def test_every_winner_that_may_run_on_a_shape_is_a_candidate_there(planned, tune
             Config({**config, "LSE": 0}).label for space in item.spaces for config in space.configs
         }
         for label, trial in configs.items():
-            config = package._config(trial, KERNEL)
+            config = config_of(trial, KERNEL)
             if KERNEL.refused_by(config, item.problem, ARCHS["sm_90a"]) is None:
                 assert label in candidates or label in WON_SINCE, (str(item.problem), label)
                 missing |= {label} - candidates

@@ -23,6 +23,7 @@ from attnsweep.errors import SpecError, StoreError
 from attnsweep.family.declare import discover
 from attnsweep.hardware import ARCHS
 from attnsweep.use import package
+from attnsweep.use.compiled import config_of
 from attnsweep.use.runtime.dispatch import choose
 from attnsweep.use.runtime.driver import Device
 from attnsweep.use.runtime.table import CUBINS, TABLE, Guard, PackageError, read_table
@@ -121,7 +122,7 @@ def test_a_row_has_the_times_of_the_other_kernels(exported):
     one = next(w for w in known.winners if w.shape == shape(1, 16, 1024, dtype="fp16"))
     configs = {w.kernel.config for w in known.winners}
     measured = {
-        package._config(t, FAMILIES["flash_fwd_wgmma"]).label: t.time_us.median
+        config_of(t, FAMILIES["flash_fwd_wgmma"]).label: t.time_us.median
         for t in package.open_run(H100_RUN).trials
         if t.kernel == "flash_fwd_wgmma" and t.time_us and t.problem.label == one.shape.label
     }
