@@ -62,8 +62,13 @@ COLUMNS = (
 Row = dict[str, Any]
 
 
-def facts(trial: Trial, environment: Environment | None, base: Base | None) -> Row:
-    """The columns of one trial, and figures that follow from its time."""
+def facts(
+    trial: Trial, environment: Environment | None, base: Base | None, paced_us: float | None
+) -> Row:
+    """The columns of one trial, and figures that follow from its time.
+
+    paced_us: its time at the pace of the rounds, for a ratio to the base without common rounds.
+    """
     problem, time, used = trial.problem, trial.time_us, trial.resources
     median = time.median if time is not None and time.median > 0 else math.nan
     kind = time_kind(trial)
@@ -76,7 +81,7 @@ def facts(trial: Trial, environment: Environment | None, base: Base | None) -> R
         bound = binding(limits, problem, l2_bytes=environment.l2_bytes, l2=l2)
     accuracy, energy = trial.accuracy, trial.energy_uj
     error = accuracy.rel_err if accuracy is not None else None
-    ratio = base.ratio(trial) if base is not None else Ratio()
+    ratio = base.ratio(trial, paced_us) if base is not None else Ratio()
     return {
         "problem": problem.label,
         "baseline": trial.provider != OURS,

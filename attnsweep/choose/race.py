@@ -91,24 +91,27 @@ def race(
 
     put: stores a row that changed. There is no race if few candidates are near the best.
     """
-    first = entry_times([trial for _, trial in checked])
-    best = min(first, default=0.0)
-    near = [
-        pair for pair, time in zip(checked, first, strict=True) if time <= race_entry(spec) * best
-    ]
+    behind = behind_best([trial for _, trial in checked])
+    near = [pair for pair, ratio in zip(checked, behind, strict=True) if ratio <= race_entry(spec)]
     if len(near) <= spec.measure.finalists:
         return [(build, trial.with_(race={})) for build, trial in checked]
     return _Race(spec, gpu, put, observer).run(checked, near)
 
 
-def entry_times(trials: Sequence[Trial]) -> list[float]:
-    """What decides who races: cycles of the first times, or times where a clock is unknown.
+def behind_best(trials: Sequence[Trial]) -> list[float]:
+    """Each first time over the best one, in time or in clock cycles, whichever is nearer.
 
-    A first time at the power cap is as slow as the clock was then; cycles do not depend on it.
+    A first time at the power cap is as slow as the clock was then; cycles do not depend on it. But
+    the clock that NVML reports may be of another moment: on a hot H100 it said 1380 and 1980 MHz
+    beside calls that took 3127 and 3206 us. A candidate stays out only if both say that it is slow.
     """
-    cycles = [t.first_us * t.first_mhz if t.first_us and t.first_mhz else None for t in trials]
-    known = [each for each in cycles if each is not None]
-    return known if len(known) == len(trials) else [time_of(trial) for trial in trials]
+    times = [time_of(trial) for trial in trials]
+    cycles = [t.first_us * t.first_mhz if t.first_us and t.first_mhz else math.inf for t in trials]
+    best, least = min(times, default=0.0), min(cycles, default=0.0)
+    nearer = [time / best for time in times]
+    if least < math.inf:
+        nearer = [min(ratio, each / least) for ratio, each in zip(nearer, cycles, strict=True)]
+    return nearer
 
 
 class _Race:

@@ -13,6 +13,7 @@ import numpy as np
 import pandas
 
 from attnsweep.choose.base import (
+    at_pace,
     common_rounds,
     fastest_peer,
     last_round,
@@ -59,7 +60,8 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     or eager). If baselines lead, the same holds for the first candidates after them; below that,
     rank is the order of medians and claims no difference. A candidate that was measured under a
     spec's max_error, and errs by more, is not ranked: its status is inaccurate. No rank precedes
-    one whose time is less than 1/1.1 of its own.
+    one whose time is less than 1/1.1 of its own. Wherever times of a row with rounds and of one
+    without are compared, that of the latter is taken at the pace of the rounds (base.at_pace).
 
     winner: take the candidates that share the best rank of any candidate. Those whose median paired
     ratio to the fastest of them is at most 1.004 are equally good. The winner is the equally good
@@ -79,9 +81,10 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     ratio_to_best_baseline is the time of best_baseline, the fastest peer known, over this row's:
     above 1, this one is faster. ratio_of says what it is: `rounds`, the median of the ratios of the
     rounds that both ran, with the 95 % sign interval ratio_low to ratio_high; `medians` if they
-    have no round in common; `bound` if that peer is noisy, so that its fastest round stands for it
-    and the ratio is a lower bound. over_limit: a peer whose error exceeds the limit; it is ranked
-    and serves as base all the same, unless it computes in another format.
+    have no round in common (a row without rounds is taken at the pace of the rounds); `bound` if
+    that peer is noisy, so that its fastest round stands for it and the ratio is a lower bound.
+    over_limit: a peer whose error exceeds the limit; it is ranked and serves as base all the same,
+    unless it computes in another format.
     """
     by_problem: dict[Problem, list[Trial]] = {}
     for trial in {trial.key: trial for trial in trials}.values():
@@ -178,11 +181,12 @@ def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
     """Ok trials in ranking order; those in one list share a rank."""
     # Another kind of time cannot compete with that of the rounds: warm times are below cold ones.
     kinds = {time_kind(trial) for trial in trials if rounds_of(trial)}
+    us = at_pace(trials)
     left = sorted(
         trials,
         key=lambda trial: (
             bool(kinds) and time_kind(trial) not in kinds,
-            _median(trial),
+            us[id(trial)],
             _identity(trial),
         ),
     )
@@ -193,13 +197,13 @@ def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
     while left:
         full = [t for t in left if rounds_of(t) and last_round(t) == most[session(t)]]
         leader = left[0]
-        if full and _median(full[0]) <= MARGIN * _median(leader):
+        if full and us[id(full[0])] <= MARGIN * us[id(leader)]:
             leader = full[0]
         tied = [t for t in full if t is not leader and _tied(t, leader)]
         apart = {id(t) for t in left} - {id(t) for t in (leader, *tied)}
-        fastest = min((_median(t) for t in left if id(t) in apart), default=math.inf)
+        fastest = min((us[id(t)] for t in left if id(t) in apart), default=math.inf)
         # Noisy rounds can tie with rows that are much slower than the next rank's.
-        group = [leader] + [t for t in tied if _median(t) <= MARGIN * fastest]
+        group = [leader] + [t for t in tied if us[id(t)] <= MARGIN * fastest]
         groups.append(group)
         keys = {id(t) for t in group}
         left = [t for t in left if id(t) not in keys]
@@ -246,6 +250,7 @@ def _rank_problem(
     rest.sort(key=lambda t: (_AFTER.index(verdicts[id(t)][0]), _identity(t)))
     places += [(t, None, False, False) for t in rest]
     base = fastest_peer(trials, {number: status for number, (status, _) in verdicts.items()})
+    us = at_pace(good)
     return [
         {
             "rank": place,
@@ -253,7 +258,7 @@ def _rank_problem(
             "winner": won,
             "status": verdicts[id(t)][0].value,
             "detail": verdicts[id(t)][1],
-            **facts(t, environment, base),
+            **facts(t, environment, base, us.get(id(t))),
         }
         for t, place, tied, won in places
     ]

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from samples import candidate, full_run
 
-from attnsweep.choose.base import common_rounds
+from attnsweep.choose.base import at_pace, common_rounds
 from attnsweep.choose.ranking import judged, rank
 from attnsweep.show import tables
 from attnsweep.show.tables import to_csv, to_markdown
@@ -209,3 +209,42 @@ def test_a_row_out_of_the_rounds_of_the_finals_is_marked() -> None:
     text = printed(rows, 100)
     assert "~11.00" in text
     assert "~10.00" not in text
+
+
+def alone(us: float, number: int, first_us: float) -> Trial:
+    """A candidate that was timed once, before the rounds or in a race."""
+    time = Measurement(median=us, low=us, high=us, samples=1)
+    return candidate("flash", 1.0, A=number).with_(time_us=time, first_us=first_us)
+
+
+def test_who_was_not_in_the_rounds_gains_nothing_by_a_card_that_is_slower_in_them() -> None:
+    # Seen on a hot H100: first times of 2900 to 3200 us, rounds of 3400, and one that never raced,
+    # whose first time was one of many, led with 1.28 times the peer.
+    there = [ours([131.0, 130.0, 132.0] * 5, n).with_(first_us=100.0 + n) for n in (1, 2)]
+    rows = [*there, peer("p", [143.0, 143.5, 144.0] * 5), alone(101.0, 3, 101.0)]
+    rows.append(alone(104.0, 4, 102.0))  # lost a race, before the card was hot
+    frame = rank(rows, None)
+    placed = {row.trial.config.get("A", "p"): row for row in frame.itertuples()}
+    assert placed[1].rank == placed[2].rank == 1
+    assert placed[3].rank > 1
+    assert placed[4].rank > 1
+    assert frame.loc[frame["winner"], "rank"].item() == 1
+    assert placed[3].time_us == 101.0
+    pace = (131 / 101 + 131 / 102) / 2
+    assert placed[3].ratio_to_best_baseline == pytest.approx(143.5 / (101 * pace))
+    assert placed[4].ratio_to_best_baseline == pytest.approx(143.5 / (102 * pace))
+    assert placed[3].ratio_of == placed[4].ratio_of == "medians"
+
+
+def test_who_was_clearly_faster_from_the_first_leads_without_rounds_all_the_same() -> None:
+    there = ours([131.0, 130.0, 132.0] * 5, 1).with_(first_us=100.0)
+    assert best(there, alone(88.0, 2, 88.0))["time_us"] == 88.0
+    assert best(there, alone(92.0, 2, 92.0))["time_us"] == 131.0
+
+
+def test_a_card_that_is_faster_in_the_rounds_makes_nobody_faster_who_was_not_there() -> None:
+    there = ours([88.0, 89.0, 90.0] * 5, 1).with_(first_us=100.0)
+    paced = at_pace([there, alone(99.0, 2, 99.0), alone(70.0, 3, 71.0)])
+    assert list(paced.values()) == [89.0, 99.0, 70.0]
+    without = at_pace([there.with_(first_us=None), alone(99.0, 2, 99.0)])
+    assert list(without.values()) == [89.0, 99.0]

@@ -12,7 +12,7 @@ from fake_gpu import FakeGpu
 from attnsweep.build.observer import Observer
 from attnsweep.choose import finals
 from attnsweep.choose.finals import Finals, _pace
-from attnsweep.choose.race import RACE_US, entry_times, race
+from attnsweep.choose.race import RACE_US, behind_best, race
 from attnsweep.choose.ranking import rank
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.problem import Problem
@@ -366,14 +366,18 @@ def test_the_spec_says_what_is_ranked_and_the_others_are_there(kind):
     assert ranking.loc[ranking["winner"], "time_us"].item() == best.time_us.median
 
 
-def test_entry_looks_at_cycles_where_each_clock_is_known():
+def test_entry_looks_at_times_and_at_cycles_and_takes_the_nearer():
     fast, slow = (pair(str(n), us)[1] for n, us in enumerate((30.0, 39.0)))
-    assert entry_times([fast, slow]) == [30.0, 39.0]
+    assert behind_best([fast, slow]) == [1.0, 1.3]
+    assert behind_best([]) == []
     # The second was timed at 1395 MHz, under a power cap: it takes fewer cycles than the first.
     fast = fast.with_(first_us=30.0, first_mhz=1980.0)
     slow = slow.with_(first_us=39.0, first_mhz=1395.0)
-    assert entry_times([fast, slow]) == [30.0 * 1980, 39.0 * 1395]
-    assert entry_times([fast, slow.with_(first_mhz=None)]) == [30.0, 39.0]
+    assert behind_best([fast, slow]) == [1.0, 1.0]
+    assert behind_best([fast, slow.with_(first_mhz=None)]) == [1.0, 1.3]
+    # The clock read beside the second is of another moment: it is as fast as the first.
+    late = pair("1", 30.3)[1].with_(first_us=30.3, first_mhz=1980.0)
+    assert behind_best([fast.with_(first_mhz=1380.0), late]) == pytest.approx([1.0, 1.01])
 
 
 def test_a_slow_clock_at_its_first_time_keeps_no_candidate_out_of_the_race():
