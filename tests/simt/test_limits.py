@@ -16,7 +16,8 @@ from attnsweep.build import numerics
 from attnsweep.build.numerics import TILT, Case, Measures
 from attnsweep.problem import Problem
 
-# Thin, wide, grouped, causal, and one of many rows, whose largest error is the largest.
+# Thin, wide, grouped, causal, one of many rows, whose largest error is the largest, and some of few
+# keys, where one weight counts.
 TIMED = (
     "1,4,512,64",
     "2,8/2,256x384,128",
@@ -26,6 +27,8 @@ TIMED = (
     "3,5,129,40",
     "1,4,1024,32 {} causal",
     "1,2,4096x512,64",
+    "1,4,200x87,64",
+    "1,4,130x3,128",
 )
 # Relative errors of P's exp: of ex2.approx, of a polynomial, and half of what rounding P costs.
 # Factors that rescale sums have that of ex2.approx: an error in them meets a whole tile alike.
