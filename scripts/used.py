@@ -111,7 +111,7 @@ def judged(card: Path = ROOT / CARD, tuned: Sequence[str] = TUNED) -> str:
     ]
     if unknown:
         lines[-1] += (
-            f" On {unknown} of the shapes the choice is a config that won after they were "
-            "recorded: their own sweeps did not time it, and the table leaves them out."
+            f" On {unknown} of the shapes their own sweeps did not time the choice, and the table "
+            "leaves them out."
         )
     return "\n".join(lines) + "\n"

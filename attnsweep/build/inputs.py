@@ -25,6 +25,9 @@ _OCTAVES_K, _OCTAVES_V = 7.0, 3.5
 _OUTLIER = 8.0
 _CHANNELS_AN_OUTLIER = 32
 
+# Rows of a tile: common/judge.cu takes gains of this many rows together.
+TILE = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -174,3 +177,26 @@ def _as_in_models(
     np.put_along_axis(offset, chosen[..., :channels], signs, axis=-1)
     of_q = (warmth / of_k).repeat(problem.heads // problem.heads_kv, axis=1)
     return q * of_q, (k * of_keys(0.25) + offset) * of_k, v * of_keys(1.0) * of_v
+
+
+def tiles_of_rows(problem: Problem, seed: int, most: int) -> npt.NDArray[np.int64]:
+    """At most `most` rows of a head in whole tiles: the first, the last, and random ones."""
+    tiles = ceil_div(problem.seqlen_q, TILE)
+    wanted = max(1, min(tiles, most // TILE))
+    rng = np.random.default_rng(seed)
+    some = rng.choice(tiles, size=wanted, replace=False).tolist()
+    chosen = sorted({0, tiles - 1, *some} if wanted > 2 else {0, *some})
+    rows = np.concatenate([np.arange(TILE * tile, TILE * tile + TILE) for tile in chosen])
+    return rows[rows < problem.seqlen_q]
+
+
+def some_rows(case: Case, seed: int, most: int) -> npt.NDArray[np.int64]:
+    """Rows to learn a dtype's error from: tiles, and of hard inputs a quarter of their rows.
+
+    Those of one draw are alike, so that more draws tell more than more rows. The first rows stay,
+    because they see few keys if the problem is causal.
+    """
+    rows = tiles_of_rows(case.problem, seed, most)
+    if case.inputs == "normal" or case.problem.scaled:
+        return rows
+    return np.unique(np.concatenate([rows[:8], rows[seed % 5 :: 5]]))

@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.build import fp8_sums
+from attnsweep.build.inputs import TILE as TILE
 from attnsweep.build.inputs import Case as Case
 from attnsweep.build.inputs import Inputs as Inputs
 from attnsweep.build.inputs import draw as draw
 from attnsweep.build.inputs import make_inputs as make_inputs
 from attnsweep.build.inputs import small_cases as small_cases
+from attnsweep.build.inputs import some_rows, tiles_of_rows
 from attnsweep.build.storage import E4M3_MAX, values_of
 from attnsweep.build.storage import INFINITY_BITS as INFINITY_BITS
 from attnsweep.build.storage import Bits as Bits
@@ -31,7 +33,7 @@ from attnsweep.build.storage import from_bits as from_bits
 from attnsweep.build.storage import round_to as round_to
 from attnsweep.build.storage import to_bits as to_bits
 from attnsweep.build.threads import one_blas_thread, parallel
-from attnsweep.problem import Problem, ceil_div
+from attnsweep.problem import Problem
 
 # No limit of a row is below the error of rounding the output alone: half an ulp of 1. For fp32 it
 # is that of sums of up to 2048 products in any order, and grows with the root of head_dim beyond:
@@ -48,10 +50,9 @@ _SYSTEMATIC_FP8 = 1e-3
 # What sums may lose for each key, as tensor cores cut them towards 0: twice what was measured. At
 # 32,768 keys each of cuDNN, SDPA, Triton, FlashAttention-3 and ours lost 3.4e-5, at 8192 0.8e-5.
 _CUT_PER_KEY = 2e-9
-# A kernel multiplies probabilities by this before it rounds them to e4m3, so that more are normal.
-_P_SCALE = 256.0
-# The same where the largest is not known, so that there is room for it.
-_P_SCALE_FROM_FIRST = 8.0
+# A kernel multiplies probabilities by this before it rounds them to e4m3, so that more are normal;
+# by the second where the largest is not known, so that there is room for it.
+_P_SCALE, _P_SCALE_FROM_FIRST = 256.0, 8.0
 # The share by which `tilted` outputs have another scale, to tell a wrong scale from rounding.
 TILT = 2.0**-10
 # Log-sum-exps are float32 sums of float32 exponentials; flash_fwd_wgmma's are off by 2e-5 at most.
@@ -61,8 +62,6 @@ _LSE_LIMIT = 1e-4
 _REFERENCE_FLOPS = 2e9
 # Exponents up to this: e^9 is 8103, and sums of such probabilities fit fp16.
 _MOST = 9.0
-# Rows of a tile: common/judge.cu takes gains of this many rows together.
-TILE = 64
 # Rows over which the errors of the same maths are taken, without limits of gains and with them: the
 # largest error of a few rows depends on luck.
 _LIMIT_ROWS = (256, 1024)
@@ -403,10 +402,11 @@ def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Meas
         raise ArithmeticError(f"the rounded maths of {case.label} has no finite error")
     if case.inputs != "normal" or problem.batch * problem.heads * problem.seqlen_q < _AVERAGES:
         return Measures(row, element, *[np.inf] * 5)
-    gain, scale, cut = SYSTEMATIC[dtype], SYSTEMATIC[dtype], _CUT_PER_KEY * problem.seqlen_k
-    if problem.scaled:  # sums that are cut towards 0 shrink, the more the longer they are
+    gain, scale = SYSTEMATIC[dtype], SYSTEMATIC[dtype]
+    cut = 0.0 if problem.scaled else _CUT_PER_KEY * problem.seqlen_k
+    if problem.scaled:  # this maths cuts sums itself
         gain, scale = max(_SYSTEMATIC_FP8, 2 * same.gain), max(_SYSTEMATIC_FP8, 2 * same.scale)
-    # A row in FP8 may hang on one rounded weight: then its error is a gain.
+    # A row in FP8 may hang on one weight: then its error is a gain.
     row_gain = max(times.row_gain * same.row_gain, row if problem.scaled else half / 2)
     return Measures(
         row,
@@ -436,7 +436,7 @@ def lse_limit(case: Case) -> float:
     if not case.problem.scaled:
         return _LSE_LIMIT
     problem = _few_heads(case).problem
-    inputs, rows = make_inputs(_few_heads(case), 1000), _tiles_of_rows(problem, 0, 256)
+    inputs, rows = make_inputs(_few_heads(case), 1000), tiles_of_rows(problem, 0, 256)
     exact = log_sum_exp(inputs, problem, rows)
     off = np.abs(log_sum_exp(inputs, problem, rows, in_fp8=_in_fp8(case)) - exact)
     return _LSE_LIMIT + 3 * float((off / np.maximum(1, np.abs(exact))).max())
@@ -471,7 +471,7 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
     draws = _HARD_DRAWS if case.inputs != "normal" else 1
     while rows_seen < wanted or seed < draws:
         inputs = make_inputs(case, 1000 + seed)
-        rows = _tiles_of_rows(problem, seed, wanted // heads)
+        rows = some_rows(case, seed, wanted // heads)
         tilted = None
         if problem.scaled:  # the scale of scores is q's
             ways[1:] = [_in_fp8(case), replace(_in_fp8(case), from_first=True)]
@@ -487,14 +487,3 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
         yield found[0]
         rows_seen += heads * len(rows)
         seed += 1
-
-
-def _tiles_of_rows(problem: Problem, seed: int, most: int) -> npt.NDArray[np.int64]:
-    """At most `most` rows of a head in whole tiles: the first, the last, and random ones."""
-    tiles = ceil_div(problem.seqlen_q, TILE)
-    wanted = max(1, min(tiles, most // TILE))
-    rng = np.random.default_rng(seed)
-    some = rng.choice(tiles, size=wanted, replace=False).tolist()
-    chosen = sorted({0, tiles - 1, *some} if wanted > 2 else {0, *some})
-    rows = np.concatenate([np.arange(TILE * tile, TILE * tile + TILE) for tile in chosen])
-    return rows[rows < problem.seqlen_q]

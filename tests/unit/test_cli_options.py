@@ -214,7 +214,7 @@ def test_inspect_of_a_run_takes_its_winner(attnsweep, monkeypatch):
 
     monkeypatch.setattr(inspect_tool, "inspect", inspected)
     done = attnsweep("inspect", RUN)
-    assert (done.returncode, "--problem picks another of 8" in done.stderr) == (0, True)
+    assert (done.returncode, "--problem picks another of 9" in done.stderr) == (0, True)
     attnsweep("inspect", RUN, "BLOCK_N=64", "--problem", "1,8,512,64", "--arch", "sm_90")
     first, second = seen
     assert first[0] == "flash_fwd_wgmma"

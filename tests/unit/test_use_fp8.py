@@ -97,8 +97,8 @@ def test_equal_runs_give_equal_bytes_and_one_package_has_both(tmp_path):
     again = export(tmp_path, [H100_RUN, FP8_RUN, FP8_RUN], out="other/my_attention")
     assert contents(again.directory) == contents(both.directory)
     made = read_table(both.directory / both.name)
-    assert (len(made.gpus[H100].winners), len(made.fp8[H100].winners)) == (8, 12)
-    assert (both.winners, both.gpus) == (20, (H100.label,))
+    assert (len(made.gpus[H100].winners), len(made.fp8[H100].winners)) == (9, 12)
+    assert (both.winners, both.gpus) == (21, (H100.label,))
 
 
 def test_runs_without_fp8_have_the_table_that_they_had(tmp_path):

@@ -94,7 +94,7 @@ def test_every_gpu_of_the_runs_is_in_the_table(exported):
     assert [key.label for key in made.gpus] == list(exported.gpus)
     assert {key.l2_bytes for key in made.gpus} == {52428800, 62914560}
     h100 = made.gpus[H100]
-    assert len(h100.winners) == 8
+    assert len(h100.winners) == 9
     assert all(w.gain > 1 and 0 < w.gain_low <= w.gain for w in h100.winners)
     one = next(w for w in h100.winners if w.shape == shape(1, 16, 1024, dtype="fp16"))
     assert one.gain == pytest.approx(1.2746, abs=1e-3)  # as ranked against torch_cudnn
@@ -189,21 +189,21 @@ def test_a_winner_that_packs_grouped_heads_is_left_out(tmp_path, monkeypatch):
     done = export(tmp_path, [H100_RUN])
     (said,) = (line for line in done.left_out if won.problem.label in line)
     assert "packs grouped heads (PACK_GQA=1)" in said
-    assert done.winners == 7
+    assert done.winners == 8
 
 
 def test_the_command_says_what_it_wrote(attnsweep, tmp_path, monkeypatch):
     monkeypatch.setattr(package, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache"))
     done = attnsweep("export", H100_RUN, LADDER, "--out", tmp_path / "my-attention")
     assert done.returncode == 0, done.stderr
-    assert "8 problems, " in done.stdout
+    assert "9 problems, " in done.stdout
     gpus = [line for line in done.stdout.splitlines() if line.startswith("for ")]
     assert gpus == ["for sm_90, 132 SMs, 50 MiB of L2"], "the H200's run has no winner to export"
     assert f"pip install {tmp_path}/my-attention, then: import my_attention\n" in done.stdout
     assert "left out: (1,8,512,64) fp16 causal (ladder)" in done.stderr
     assert (tmp_path / "my-attention" / "my_attention" / TABLE).is_file()
     done = attnsweep("export", H100_RUN, "--out", tmp_path / "my-attention", "--json")
-    assert json.loads(done.stdout)["winners"] == 8
+    assert json.loads(done.stdout)["winners"] == 9
     monkeypatch.chdir(tmp_path)
     done = attnsweep("export", H100_RUN.absolute(), "--out", "here")
     assert "pip install ./here, then: import here\n" in done.stdout  # not the index's `here`
