@@ -25,6 +25,7 @@ from attnsweep.show.terminal import console, errors
     epilog=examples(
         "attnsweep profile results/h200/h200",
         "attnsweep profile results/h200/h200 --top 3 --where BLOCK_N=128",
+        "attnsweep profile results/h200/h200 --problem 1,16,1024,64",
     )
 )
 def profile(
@@ -36,6 +37,14 @@ def profile(
         list[str] | None,
         typer.Option(
             "--where", help="Only 'NAME=value …': a parameter, kernel or variant (_ for a space)."
+        ),
+    ] = None,
+    problem: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--problem",
+            metavar="SHAPE",
+            help="Only '1,16,1024,64' or '2,32/8,2048,128 bf16 causal'; may be repeated.",
         ),
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Candidates per problem.")] = 1,
@@ -50,17 +59,19 @@ def profile(
     """Read hardware counters of a run's best candidates through Nsight Compute (ncu).
 
     Per stage: memory and L2 traffic, use of tensor cores and issue slots, why warps waited. The run
-    keeps them in counters.json.
+    keeps them in counters.json. ncu launches every candidate once for each group of counters.
     """
     from attnsweep.family.declare import discover
     from attnsweep.gpu.lock import held
     from attnsweep.gpu.worker import Worker
     from attnsweep.show import views
+    from attnsweep.spec.shapes import read_shapes
     from attnsweep.store.run import open_run
     from attnsweep.tools import profile as counters
 
+    shapes = [one for text in problem or () for one in read_shapes([text], option="--problem")]
     stored, families = open_run(run_), discover(kernels)
-    picked = counters.chosen(stored, where or (), top)
+    picked = counters.chosen(stored, where or (), top, shapes)
     counters.check(picked, families)
     if counters.find_ncu() is None:  # checked before it asks for a GPU
         counters.count([])
@@ -69,6 +80,8 @@ def profile(
     limit = here.memory_bytes // 4
     built = counters.compiled(picked, families, arch_named(here.arch), limit)
     report = counters.report_path(stored.directory) if keep else None
+    launches = sum(len(candidate.timed.stages) for candidate in built)
+    errors.print(f"{launches} launches of {len(built)} candidates, once for each group of counters")
     with held(here.uuid, here.gpu, wait=wait, say=lambda text: errors.print(escape(text))):
         counted = list(zip(picked, counters.count(built, keep=report), strict=True))
     kept = counters.write(

@@ -32,6 +32,7 @@ from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.declare import Config, Kernel, values_in
 from attnsweep.files import write_file
 from attnsweep.hardware import Arch
+from attnsweep.problem import Problem
 from attnsweep.spec.yaml_file import nearest
 from attnsweep.store.run import Run
 from attnsweep.trial import Trial
@@ -173,19 +174,26 @@ def _parse(
         yield figures, dict(sorted(stalls.items(), key=lambda item: -item[1]))
 
 
-def chosen(run: Run, where: Sequence[str] = (), top: int = 1) -> list[Trial]:
+def chosen(
+    run: Run, where: Sequence[str] = (), top: int = 1, problems: Sequence[Problem] = ()
+) -> list[Trial]:
     """The fastest `top` candidates of each problem, for each text of `where` if there are any.
 
     A text is `NAME=value …`, where NAME is `kernel`, a parameter, or an axis of the spec's
-    variants. Raises KernelError if a text has another form, SpecError if no candidate has one of
-    its names or values, or none has them all.
+    variants. problems: only these. Raises KernelError if a text has another form, SpecError if no
+    candidate has one of its names or values, none has them all, or the run lacks a problem.
     """
     ranked = [
         row["trial"]
         for row in rank(run.trials, run.environment).to_dict("records")
         if row["rank"] == row["rank"] and not row["baseline"]
     ]
-    problems = list(dict.fromkeys(trial.problem for trial in ranked))
+    there = {trial.problem.label: trial.problem for trial in ranked}
+    for problem in problems:
+        if problem.label not in there:
+            what = f"no ranked candidate of the run has the problem {problem.label}"
+            raise SpecError(what, where=str(run.directory), hint=nearest(problem.label, there))
+    asked = [there[problem.label] for problem in problems] or [*there.values()]
     said = [_said(trial) for trial in ranked]
     found: dict[tuple[object, ...], Trial] = {}
     for text in where or ("",):
@@ -193,9 +201,11 @@ def chosen(run: Run, where: Sequence[str] = (), top: int = 1) -> list[Trial]:
         fit = [t for t, facts in zip(ranked, said, strict=True) if wanted <= facts.items()]
         if not fit:
             raise SpecError(f"no ranked candidate of the run is {text!r}", where=str(run.directory))
-        for problem in problems:
+        for problem in asked:
             for trial in [t for t in fit if t.problem == problem][:top]:
                 found[trial.key] = trial
+    if not found:
+        raise SpecError("no such candidate is ranked on these problems", where=str(run.directory))
     return list(found.values())
 
 
