@@ -1,16 +1,18 @@
 """Run Hopper kernels on small problems under NVIDIA's compute-sanitizer.
 
-Usage: python benchmarks/sanitize.py [FILE.json] [--budget-s 60] [--kernel FAMILY]. Each of
-memcheck, racecheck and synccheck runs one process that compiles every case and checks it as a sweep
-does, on its small problems with tails too. The file holds each tool's own summary, how many cases
-it saw and how many errors it counted. A tool that ran out of time has not passed, and its row says
-so. Errors that the driver's functions return do not count (--report-api-errors no): attnsweep looks
-at each itself, and libraries ask for functions that a driver may not have.
+Usage: python benchmarks/sanitize.py [FILE.json] [--budget-s 300] [--jobs N] [--kernel FAMILY].
+Each of memcheck, racecheck and synccheck runs a process for each case, N at a time, which compiles
+it and checks it as a sweep does, on its small problems with tails too. The file holds each tool's
+own summaries, how many cases it saw and how many errors it counted. A tool that ran out of time has
+not passed, and its row says so. Errors that the driver's functions return do not count
+(--report-api-errors no): attnsweep looks at each itself, and libraries ask for functions that a
+driver may not have.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ from setting import console
 
 from attnsweep import Bench, Worker, builds
 
-TOOLS = ("memcheck", "racecheck", "synccheck")
+TOOLS = ("racecheck", "memcheck", "synccheck")  # the slowest first
 # Blocks that take turns need two tiles each, so PERSISTENT is as small as the problem.
 # All blocks of a cluster have the same number of keys, so CLUSTER goes with full attention alone.
 FULL, BOTH = ("false",), ("false", "true")
@@ -92,59 +96,90 @@ def check(cases: Sequence[tuple[str, str, tuple[str, ...]]], arch: str) -> int:
     return seen
 
 
-def row(tool: str, output: str, code: int | None, seconds: float) -> dict[str, Any]:
-    """Read a tool's output. code: its exit status; None if it ran out of time."""
-    summary = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", output, re.MULTILINE)
-    counted = re.search(r"SUMMARY: (\d+) (?:error|hazard)", "\n".join(summary))
-    cases = re.findall(r"^checked (\d+)$", output, re.MULTILINE)
-    errors = int(counted[1]) if counted else None
+@dataclass(frozen=True)
+class Done:
+    """What a tool said of a case. code: its exit status; None if it ran out of time."""
+
+    output: str
+    code: int | None
+    seconds: float
+
+
+def run(command: Sequence[str], budget_s: float) -> Done:
+    """Run a command for at most so long; without time left, not at all."""
+    begun = time.monotonic()
+    if budget_s <= 0:
+        return Done("", None, 0.0)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=budget_s, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        parts = (late.stdout or b"", late.stderr or b"")
+        output = "".join(part.decode(errors="replace") for part in parts)
+        return Done(output, None, time.monotonic() - begun)
+    return Done(done.stdout + done.stderr, done.returncode, time.monotonic() - begun)
+
+
+def row(tool: str, found: Sequence[Done]) -> dict[str, Any]:
+    """Read a tool's outputs, one of each case."""
+    said, seen, counted = [], 0, []
+    for done in found:
+        summary = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", done.output, re.MULTILINE)
+        errors = re.search(r"SUMMARY: (\d+) (?:error|hazard)", "\n".join(summary))
+        cases = re.findall(r"^checked (\d+)$", done.output, re.MULTILINE)
+        said += summary
+        seen += int(cases[-1]) if cases else 0
+        counted.append(int(errors[1]) if errors and cases else None)
+    known = [each for each in counted if each is not None]
+    failed = [d for d, n in zip(found, counted, strict=True) if d.code != 0 or n != 0]
     return {
         "tool": tool,
-        "cases": int(cases[-1]) if cases else 0,
-        "summary": summary,
-        "errors": errors,
-        "finished": code is not None,
-        "clean": code == 0 and errors == 0 and bool(cases),
-        "seconds": round(seconds, 1),
-        "output": None if code == 0 and errors == 0 else output[-2000:],
+        "cases": seen,
+        "summary": sorted(set(said)),
+        "errors": sum(known) if known else None,
+        "finished": all(done.code is not None for done in found),
+        "clean": bool(found) and not failed,
+        "seconds": round(sum(done.seconds for done in found), 1),
+        "output": failed[0].output[-2000:] if failed else None,
     }
 
 
 def main() -> None:
-    """Run every tool, and write what it found."""
+    """Run every tool on every case, and write what they found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", type=Path, default=Path("sanitizer.json"))
-    parser.add_argument("--budget-s", type=float, default=60.0, help="for each tool")
+    parser.add_argument("--budget-s", type=float, default=300.0, help="of all tools")
+    parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--kernel", choices=sorted({c[0] for c in CASES}), help="this one alone")
     parser.add_argument("--child", metavar="ARCH", help=argparse.SUPPRESS)
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    cases = [c for c in CASES if arguments.kernel in (None, c[0])]
     if arguments.child:
-        check(cases, arguments.child)
+        check(CASES[arguments.case : arguments.case + 1], arguments.child)
         return
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     with Worker(timeout_s=60) as worker:
         environment = worker.describe()
-    found = []
-    for tool in TOOLS:
+    numbers = [n for n, case in enumerate(CASES) if arguments.kernel in (None, case[0])]
+    end = time.monotonic() + arguments.budget_s
+
+    def one(tool: str, number: int) -> Done:
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9"]
         command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-        command += [sys.executable, __file__, "--child", environment.arch]
-        command += ["--kernel", arguments.kernel] if arguments.kernel else []
-        begun, code = time.monotonic(), None
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=arguments.budget_s, check=False
-            )
-            output, code = done.stdout + done.stderr, done.returncode
-        except subprocess.TimeoutExpired as late:
-            output = (late.stdout or b"").decode() + (late.stderr or b"").decode()
-        found.append(row(tool, output, code, time.monotonic() - begun))
-        console.print(f"{tool}: {found[-1]['cases']} cases, {found[-1]['summary']}")
+        command += [sys.executable, __file__, "--child", environment.arch, "--case", str(number)]
+        return run(command, end - time.monotonic())
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        running = {tool: [pool.submit(one, tool, n) for n in numbers] for tool in TOOLS}
+        found = []
+        for tool, each in running.items():
+            found.append(row(tool, [future.result() for future in each]))
+            console.print(f"{tool}: {found[-1]['cases']} cases, {found[-1]['summary']}")
     setting.write(
         arguments.file,
         environment,
-        {"cases": [f"{kernel} {values}" for kernel, values, _ in cases], "tools": found},
+        {"cases": [" ".join(CASES[n][:2]) for n in numbers], "tools": found},
     )
 
 
