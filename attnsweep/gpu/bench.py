@@ -21,6 +21,7 @@ import numpy as np
 
 from attnsweep.build.launches import Candidate, FirstTimes, Launches
 from attnsweep.gpu import energy, peers
+from attnsweep.gpu.capturing import lasting
 from attnsweep.gpu.device import Buffer, Session, cuda_errors
 from attnsweep.gpu.energy import Stretch
 from attnsweep.gpu.pipeline import Pipeline
@@ -33,6 +34,7 @@ from attnsweep.trial import Accuracy
 # Before a cold call, at least this many L2 sizes of traffic follow the last use of its inputs.
 _COLD_L2_SIZES = 3
 _SCREEN_US = 300.0
+_MOST_CALLS = 2000  # of a graph
 # Replays of one graph that are further apart than this are taken again, this often at most; then
 # the least counts, because a first time that is too long keeps the best candidate out of the race.
 _SCREEN_APART = 1.5
@@ -243,19 +245,17 @@ class Bench:
             call.enqueue(0, stage)
             once = min(self.session.time_us(lambda: call.enqueue(0, stage)) for _ in range(2))
         self._launched += 3
-        calls = max(1, min(2000, round(target_us / max(once, 1.0))))
         if rotate:
-            calls = max(calls, self._cold_count())
-        replay = capture(calls)
-        if not rotate and once < target_us:
-            # An eager call of a small kernel is mostly launch latency: correct the count once.
+            calls = max(1, self._cold_count(), min(_MOST_CALLS, round(target_us / max(once, 1.0))))
+            return capture(calls), calls
+
+        def time_us(replay: Callable[[], None]) -> float:
             with self.session.stream:
                 replay()
-                per_call = self.session.time_us(replay) / calls
-            self._launched += 2 * calls
-            if calls * per_call < 0.7 * target_us:
-                calls = max(1, min(2000, round(target_us / per_call)))
-                replay = capture(calls)
+                return self.session.time_us(replay)
+
+        replay, calls, launched = lasting(capture, time_us, once, target_us, _MOST_CALLS)
+        self._launched += launched
         return replay, calls
 
     def add(self, name: str, candidate: Candidate, cold: bool) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from attnsweep.files import install_command
 from attnsweep.gpu import fp8_peers
 from attnsweep.gpu.ahead import Ahead
-from attnsweep.gpu.capturing import uncollected
+from attnsweep.gpu.capturing import lasting, uncollected
 from attnsweep.gpu.steps import step
 from attnsweep.gpu.way import Builder as Builder
 from attnsweep.gpu.way import Unavailable as Unavailable
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from attnsweep.gpu.device import Session
 
 # The ways to call a peer are compared in graphs of about this length, with at most this many calls.
-_SCREEN_US = 1_500.0
-_SCREEN_CALLS = 50
+_SCREEN_US, _SCREEN_CALLS = 1_500.0, 50
 # The fastest few are timed again, because the first time is of three replays only.
 _FINALISTS = 3
 
@@ -204,12 +203,15 @@ def _fastest(baselines: Sequence[Baseline], session: Session) -> Baseline:
 
 def _screen_us(baseline: Baseline, session: Session, *, replays: int) -> float:
     """Microseconds of a call from a graph, with a warm L2: the least of some replays."""
+
+    def time_us(replay: Callable[[], None]) -> float:
+        replay()
+        return session.time_us(replay)
+
     with session.stream:
         baseline.enqueue()
         once = session.time_us(baseline.enqueue)
-        calls = max(1, min(_SCREEN_CALLS, round(_SCREEN_US / max(once, 1.0))))
-        replay = baseline.capture(calls)
-        replay()
+        replay, calls, _ = lasting(baseline.capture, time_us, once, _SCREEN_US, _SCREEN_CALLS)
         return min(session.time_us(replay) for _ in range(replays)) / calls
 
 
