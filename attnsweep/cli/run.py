@@ -189,7 +189,11 @@ def run(
         if once() == 130:
             raise KeyboardInterrupt
 
-    keep_running(once_more, files, lambda text: errors.print(escape(text), soft_wrap=True))
+    keep_running(once_more, files, _say)
+
+
+def _say(text: str) -> None:
+    errors.print(escape(text), soft_wrap=True)
 
 
 def _refuse_gpus(
@@ -279,12 +283,13 @@ def _sweep(
     try:
         if scheduler is not None:
             with cluster.connected(scheduler) as client:
-                workers = cluster.cards_of(client)
+                workers = cluster.cards_of(client, _say)
                 start = cluster.starter(client)
                 with fleet_progress.watch(errors, len(workers), form) as observer:
                     outcome = sweeps.run(
                         loaded, families, workers, **asked, observer=observer, start_child=start,
                         helpers=partial(compiling.shared, client),
+                        arrivals=cluster.arrivals(client),
                     )  # fmt: skip
         elif gpus is None:
             with progress.watch(errors, form) as observer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +117,10 @@ class _Checks:
     def refusal(self, here: Environment) -> str | None:
         """Other kinds of cards are left out."""
         return refusal_of(here, self._here)
+
+    def joined(self, card: InstalledCard, here: Environment) -> Collection[int]:  # noqa: ARG002
+        """Nothing is kept of an earlier check."""
+        return ()
 
     def opening(self) -> Message:
         """The spec, and every family that a winner of the baseline may be of."""

@@ -12,25 +12,27 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 from attnsweep import __version__
 from attnsweep.errors import NoGpuError, SpecError, ToolchainError
 from attnsweep.files import install_command, shipped
 from attnsweep.fleet import bridge
+from attnsweep.fleet.engine import AWAY_S
 from attnsweep.fleet.process import Child, Deliver, Message
+from attnsweep.fleet.sweeps import Arrivals
 from attnsweep.gpu.cards import InstalledCard
 
 _LOOK_S = 1.0
 # How long a scheduler may take to answer.
 CONNECT_S = 10.0
-# How long a worker that its nanny restarts may be away.
-_AWAY_S = 30.0
+# How long a run that finds no worker with a GPU waits for the first.
+COMING_S = 60.0
 # A worker that is busy with another run is left out after so long. A run whose asker was killed
 # frees its workers before that.
 _IN_USE_S = bridge.SILENT_S + 15.0
@@ -38,7 +40,12 @@ _IN_USE_S = bridge.SILENT_S + 15.0
 
 @dataclass(frozen=True, slots=True)
 class ClusterCard(InstalledCard):
-    """A worker of a cluster. uuid: its name there; the card tells its own when it is ready."""
+    """A worker of a cluster. uuid: its name there; the card tells its own when it is ready.
+
+    address: of its process; one that is started again has another.
+    """
+
+    address: str
 
     @property
     def hashed(self) -> str | None:
@@ -62,7 +69,9 @@ def connected(address: str) -> Iterator[Any]:
         raise ToolchainError(what, hint=install_command("cluster")) from error
     _check(address)  # a Client of a wrong one is half made, and ends only after 20 s
     try:
-        client = Client(address, timeout=CONNECT_S, set_as_default=False)
+        Client(address, timeout=CONNECT_S, set_as_default=False).close()
+        # Dask connects this one again, for as long, to a scheduler that was started again.
+        client = Client(address, timeout=AWAY_S, set_as_default=False)
     except (OSError, ValueError, RuntimeError) as error:
         hint = "start one: dask scheduler; then workers: see docs/how-to/cluster.md"
         raise NoGpuError(f"no scheduler answers: {error}", where=address, hint=hint) from error
@@ -98,19 +107,74 @@ def _check(address: str) -> None:
         )
 
 
-def cards_of(client: Any) -> list[ClusterCard]:
-    """The workers that have a GPU. Raises NoGpuError if there is none."""
-    workers = client.scheduler_info(n_workers=-1)["workers"].values()
-    names = sorted(str(w["name"]) for w in workers if w.get("resources", {}).get("GPU", 0) >= 1)
-    if not names:
+def cards_of(client: Any, say: Callable[[str], None]) -> list[ClusterCard]:
+    """The workers that have a GPU; waits for the first one. Raises NoGpuError if none comes.
+
+    say: told what is waited for.
+    """
+    ends, waits = time.monotonic() + COMING_S, False
+    while True:
+        workers = _workers(client)
+        found = _with_gpu(workers)
+        if found:
+            return found
         address = client.scheduler.address
-        none = f"none of the {len(workers)} workers of {address} has a GPU"
-        raise NoGpuError(
-            none if workers else f"no worker has come to {address}",
-            hint=f"CUDA_VISIBLE_DEVICES=0 dask worker {address} --nthreads 1 --resources GPU=1, "
-            "for each card",
+        some = f"none of the {len(workers)} workers of {address} has a GPU"
+        none = some if workers else f"no worker has come to {address}"
+        how = (
+            f"CUDA_VISIBLE_DEVICES=0 dask worker {address} --nthreads 1 --resources GPU=1, "
+            "for each card"
         )
-    return [ClusterCard(number, name, "") for number, name in enumerate(names)]
+        if time.monotonic() > ends:
+            raise NoGpuError(f"{none}, waited {COMING_S:g} s", hint=how)
+        if not waits:
+            say(f"{none}: waiting up to {COMING_S:g} s for one; start it: {how}")
+        waits = True
+        time.sleep(_LOOK_S / 2)
+
+
+def arrivals(client: Any) -> Arrivals:
+    """Tells which workers with a GPU are there, once a second."""
+
+    @contextmanager
+    def told(there: Callable[[Sequence[InstalledCard], float], None]) -> Iterator[None]:
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(_LOOK_S):
+                seen_at = time.monotonic()
+                with contextlib.suppress(Exception):  # the scheduler may come back
+                    cards = _with_gpu(_workers(client))
+                    if client.status == "running":
+                        there(cards, seen_at)
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(2 * _LOOK_S)
+
+    return told
+
+
+def _workers(client: Any) -> dict[str, dict[str, Any]]:
+    """Every worker by its address. Raises OSError or another error if the scheduler is away, where
+    Client.scheduler_info tells what it knew last.
+    """
+    found = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
+    return cast(dict[str, dict[str, Any]], found)
+
+
+def _with_gpu(workers: Mapping[str, Mapping[str, Any]]) -> list[ClusterCard]:
+    names = {
+        str(facts["name"]): address
+        for address, facts in workers.items()
+        if facts.get("resources", {}).get("GPU", 0) >= 1
+        and not str(facts.get("status")).startswith("clos")  # `closing_gracefully` among them
+    }
+    return [ClusterCard(number, name, "", names[name]) for number, name in enumerate(sorted(names))]
 
 
 def starter(
@@ -118,11 +182,24 @@ def starter(
 ) -> Callable[[InstalledCard, Deliver], Child]:
     """Starts the child of a cluster's card. command: in place of the real child's."""
     run = uuid.uuid4().hex
-    return lambda card, deliver: ClusterChild(client, card, deliver, command, run)
+
+    def start(card: InstalledCard, deliver: Deliver) -> Child:
+        assert isinstance(card, ClusterCard)
+        return ClusterChild(client, card, deliver, command, run)
+
+    return start
 
 
-class _WorkerLost(Exception):
-    """The worker is not there, or cannot run the child; its nanny may bring another."""
+class _Away(Exception):
+    """The worker is not there; it may come back."""
+
+
+class _SchedulerLost(Exception):
+    """The workers may well be there."""
+
+
+class _CannotServe(Exception):
+    """The worker cannot run the child."""
 
 
 class _InUse(Exception):
@@ -135,7 +212,7 @@ class ClusterChild:
     def __init__(
         self,
         client: Any,
-        card: InstalledCard,
+        card: ClusterCard,
         deliver: Deliver,
         command: Sequence[str] | None,
         run: str,
@@ -213,8 +290,11 @@ class ClusterChild:
             self._why = str(error) or type(error).__name__
             if isinstance(error, _InUse):
                 self._deliver({"say": "gone", "why": self._why})
-            elif not isinstance(error, _WorkerLost):
-                self._deliver({"say": "gone", "why": f"the scheduler is lost: {self._why}"})
+            elif isinstance(error, _Away):
+                self._deliver({"say": "away", "why": self._why})
+            elif not isinstance(error, _CannotServe):
+                self._why = f"the scheduler is lost: {self._why}"
+                self._deliver({"say": "away", "why": self._why, "blame": False})
             self._finish()
 
     def _write(self) -> None:
@@ -231,30 +311,24 @@ class ClusterChild:
             queue.put(json.dumps(message))
 
     def _watch(self, command: Sequence[str] | None) -> None:
-        """Start the task when the worker is there, and notice if it is lost."""
+        """Start the task, and notice if the worker or the scheduler is lost."""
         self._client.subscribe_topic(bridge.topic_of(self._name), self._heard)
-        began, at, waiting = time.monotonic(), None, False
-        while not self._over.wait(_LOOK_S if at is not None else 0.05):
-            workers = self._client.scheduler_info(n_workers=-1)["workers"]
-            there = {str(facts["name"]): address for address, facts in workers.items()}
-            address = there.get(self._card.uuid)
-            if at is not None and address != at:
-                raise _WorkerLost("its worker left the cluster")
-            if at is not None and self._task.status == "error":
-                raise _WorkerLost(f"{self._task.exception()!r}")
-            if at is None and address is not None:
-                began, at = time.monotonic(), address
-                self._task = self._client.submit(
-                    bridge.serve, self._name, __version__, command, bridge.SILENT_S,
-                    key=self._run + self._name, workers=[at], pure=False,
-                    allow_other_workers=False, resources={"GPU": 1}, retries=0,
-                )  # fmt: skip
-            away_s = time.monotonic() - began
-            if at is None and away_s > _AWAY_S:
-                raise _WorkerLost("its worker did not come back")
-            if at is None or self._begun or not self._busy(at):
+        began, at, waiting = time.monotonic(), self._card.address, False
+        self._task = self._client.submit(
+            bridge.serve, self._name, __version__, command, bridge.SILENT_S,
+            key=self._run + self._name, workers=[at], pure=False,
+            allow_other_workers=False, resources={"GPU": 1}, retries=0,
+        )  # fmt: skip
+        while not self._over.wait(_LOOK_S):
+            if self._task.status in ("cancelled", "lost"):
+                raise _SchedulerLost("its client had to connect again")
+            if at not in self._client.scheduler_info(n_workers=-1)["workers"]:
+                raise _Away("its worker left the cluster")
+            if self._task.status == "error":
+                raise _CannotServe(f"{self._task.exception()!r}")
+            if self._begun or not self._busy(at):
                 continue
-            if away_s > _IN_USE_S:
+            if time.monotonic() - began > _IN_USE_S:
                 raise _InUse("it works for another run; run the same command when that has ended")
             if not waiting:
                 waiting = True

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -31,6 +31,8 @@ _LOOK_S = 0.5
 _START_S = 2 * START_TIMEOUT_S
 # How long a child may take to end when it is asked to.
 _END_S = 5.0
+# How long a run that has no card left waits for one that went away to come back, or for another.
+AWAY_S = 60.0
 
 
 # What a message raises that is none.
@@ -45,6 +47,9 @@ class Job(Protocol):
 
     def refusal(self, here: Environment) -> str | None:
         """Why a card does not belong to the others, or None."""
+
+    def joined(self, card: InstalledCard, here: Environment) -> Collection[int]:
+        """A card belongs to the others, perhaps again; returns which problems it has begun."""
 
     def opening(self) -> Message:
         """What a child must know before its first problem."""
@@ -71,10 +76,16 @@ class _Seat:
     number: int = 0
     """How many children it has had; what another than the last one told does not count."""
     environment: Environment | None = None
+    uuid: str | None = None
+    """Of the card that its children had, as in rows."""
     task: Task | None = None
     heard_at: float = 0.0
     compiling: set[str] = field(default_factory=set)
     left_out: bool = False
+    away_at: float | None = None
+    """When it went away, if it may come back."""
+    late: bool = False
+    """Whether it came after the start, and that has not been said."""
 
     @property
     def name(self) -> str:
@@ -106,6 +117,8 @@ class Engine:
         self._schedule: Schedule | None = None
         self._job: Job | None = None
         self._compiler: Compiler | None = None
+        self._there: tuple[float, Sequence[InstalledCard]] = (0.0, ())
+        self._said: set[str] = set()
 
     def __enter__(self) -> Engine:
         for seat in self._seats:
@@ -127,7 +140,7 @@ class Engine:
                 if seat.environment is not None:
                     return seat.environment
             self._step()
-            if not self._alive:
+            if not self._alive and not self._awaits:
                 raise NoGpuError("no child process could use its card", hint=self._last_fault)
 
     def ready(self, wait_s: float) -> dict[InstalledCard, Environment]:
@@ -136,6 +149,14 @@ class Engine:
         while any(s.environment is None for s in self._alive) and time.monotonic() < ends:
             self._step()
         return {s.card: s.environment for s in self._seats if s.environment is not None}
+
+    def there(self, cards: Sequence[InstalledCard], seen_at: float) -> None:
+        """All cards that are there now, in any thread: those that came or came back get a child.
+
+        Their children must outlive the thread that starts them. seen_at: by time.monotonic(),
+        before they were looked for.
+        """
+        self._there = (seen_at, cards)
 
     def run(self, schedule: Schedule, job: Job, compiler: Compiler) -> bool:
         """Work until every problem is done or given up, or every card is lost.
@@ -149,11 +170,11 @@ class Engine:
         for seat in self._alive:
             schedule.join(seat.name)
         for seat in self._alive:
-            if seat.environment is not None:
+            if seat.environment is not None and seat.child is not None:
                 self._ready(seat)
         while not schedule.over:
             self._hand_out()
-            if not self._alive:
+            if not self._alive and not self._awaits:
                 return False
             self._step()
         return True
@@ -173,7 +194,7 @@ class Engine:
                 if message is None or seat not in ending or number != seat.number:
                     continue
                 with contextlib.suppress(*_NONSENSE):
-                    if message["say"] not in ("fault", "gone", "cubin", "compile", "ready"):
+                    if message["say"] not in ("fault", "gone", "away", "cubin", "compile", "ready"):
                         self._take(seat, message)
 
     # -- events -----------------------------------------------------------------------------
@@ -181,6 +202,34 @@ class Engine:
     @property
     def _alive(self) -> list[_Seat]:
         return [seat for seat in self._seats if seat.child is not None]
+
+    @property
+    def _awaits(self) -> bool:
+        """Whether a card went away so lately that it may come back."""
+        since = time.monotonic() - AWAY_S
+        return any(seat.away_at is not None and seat.away_at > since for seat in self._seats)
+
+    def _meet(self) -> None:
+        """Start a child for each card that came, or came back after it was left out."""
+        (seen_at, cards), self._there = self._there, (0.0, ())
+        if not cards:
+            return
+        seats = {seat.name: seat for seat in self._seats}
+        for card in cards:
+            seat = seats.get(card.uuid)
+            if seat is None:
+                seat = _Seat(replace(card, number=len(self._seats)))
+                self._seats.append(seat)
+            elif seat.left_out and not (self._schedule and self._schedule.failing(seat.name)):
+                card = replace(card, number=seat.card.number)
+                back = seat.away_at is not None and seat.away_at < seen_at
+                if not back and card == seat.card:
+                    continue  # it was refused
+                seat.card, seat.left_out, seat.away_at = card, False, None
+            else:
+                continue
+            seat.late = True
+            self._start(seat)
 
     def _start(self, seat: _Seat) -> None:
         seat.number += 1
@@ -195,7 +244,8 @@ class Engine:
         seat.child.send({"do": "begin", **self._hello, **first})
 
     def _step(self) -> None:
-        """Take one event, or look for children that hang."""
+        """Take one event, or look for children that hang; and meet the cards that came."""
+        self._meet()
         try:
             seat, number, message = self._events.get(timeout=_LOOK_S)
         except Empty:
@@ -223,10 +273,12 @@ class Engine:
         say = message["say"]
         if say == "ready":
             seat.environment = Environment.model_validate(message["environment"])
+            seat.uuid = seat.environment.uuid
             if self._job is not None:
                 self._ready(seat)
-        elif say in ("gone", "fault"):
-            self._fault(seat, message["why"], gone=say == "gone")
+        elif say in ("gone", "away", "fault"):
+            away, blame = say == "away", message.get("blame", True)
+            self._fault(seat, message["why"], gone=say != "fault", away=away, blame=blame)
         elif say == "waiting":
             self._note(f"{seat.card}: {message['why']}")
         elif say == "compile":
@@ -248,14 +300,38 @@ class Engine:
         assert seat.environment is not None
         assert seat.child is not None
         assert self._job is not None
-        here = seat.environment
+        assert self._schedule is not None
+        here, before = seat.environment, None
         refused = self._job.refusal(here)
         if here.uuid is not None and seat.card.hashed not in (None, here.uuid):
             refused = "its process sees another card"
+        if refused is None:
+            before = self._before(seat, here)
+            begun = self._job.joined(seat.card, here)
+            self._schedule.join(seat.name, begun, None if before is None else before.name)
+            if self._schedule.failing(seat.name):
+                refused = "its card has lost too many problems in a row"
         if refused is not None:
             self._fault(seat, refused, gone=True)
             return
+        if seat.late:
+            seat.late = False
+            heir = "" if before is None else f" with the card that was {before.card}'s"
+            self._note(f"{seat.card}: it joins the run{heir}")
         seat.child.send({"do": "open", **self._job.opening()})
+
+    def _before(self, seat: _Seat, here: Environment) -> _Seat | None:
+        """The worker that had a card before another one came with it; it has none now."""
+        for other in self._seats:
+            if other is seat or here.uuid is None or other.uuid != here.uuid:
+                continue
+            if other.child is not None:
+                self._fault(other, f"its card is {seat.card}'s now", gone=True)
+            other.uuid, other.away_at = None, None
+            its, mine = other.card.number, seat.card.number
+            seat.card, other.card = replace(seat.card, number=its), replace(other.card, number=mine)
+            return other
+        return None
 
     def _hand_out(self) -> None:
         assert self._schedule is not None
@@ -270,8 +346,19 @@ class Engine:
                 seat.heard_at = time.monotonic()
                 seat.child.send(self._job.task(seat.task, then))
 
-    def _fault(self, seat: _Seat, why: str, *, gone: bool = False) -> None:
-        """A child failed: its problem goes to another card, and it is started again or left out."""
+    def _fault(
+        self,
+        seat: _Seat,
+        why: str,
+        *,
+        gone: bool = False,
+        away: bool = False,
+        blame: bool = True,
+    ) -> None:
+        """A child failed: its problem goes to another card, and it is started again or left out.
+
+        gone: it is left out. away: it may come back. blame: see Schedule.lose.
+        """
         assert seat.child is not None
         seat.child.stop()
         seat.child = None
@@ -279,21 +366,29 @@ class Engine:
         if self._schedule is None or self._job is None:
             left_out = gone
         else:
-            loss = self._schedule.lose(seat.name, gone=gone)
+            loss = self._schedule.lose(seat.name, gone=gone, blame=blame)
             left_out = loss.left_out
+            away = away and not self._schedule.failing(seat.name)
             self._job.lost(seat.card)
             if loss.task is not None and loss.given_up:
                 lost = f"; {self._job.label(loss.task)} was lost twice and is left for a later run"
             elif loss.task is not None:
-                lost = f"; {self._job.label(loss.task)} goes to another card"
+                where = "to another card" if blame else "on when it is back, or on another card"
+                lost = f"; {self._job.label(loss.task)} goes {where}"
         self._last_fault = f"{seat.card}: {why}"
         out = "; the card is left out" if left_out else ""
-        self._note(f"{seat.card}: {why}{lost}{out}")
-        seat.left_out = left_out
+        text = f"{seat.card}: {why}{lost}{out}{' until it comes back' if away else ''}"
+        if text not in self._said:
+            self._note(text)
+        if gone and not away:  # it may be there again, and is refused again
+            self._said.add(text)
+        seat.left_out, seat.away_at = left_out, time.monotonic() if away else None
         # Before there is a schedule this may not be the main thread, and a child ends with the
         # thread that started it: `run` starts it again.
         if not left_out and self._schedule is not None:
             self._start(seat)
+        if not self._alive and self._awaits:
+            self._note(f"no card is left: waiting up to {AWAY_S:.0f} s for one to come")
 
     _last_fault = ""
 

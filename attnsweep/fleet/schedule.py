@@ -104,11 +104,26 @@ class Schedule:
 
     # -- what happens -----------------------------------------------------------------------
 
-    def join(self, worker: str) -> None:
-        """A worker is there."""
+    def join(self, worker: str, begun: Collection[int] = (), heir_of: str | None = None) -> None:
+        """A worker is there, perhaps again, and perhaps late.
+
+        begun: tasks that its card has begun in an earlier run; those that nobody has yet are bound
+        to it. heir_of: a worker that is gone and had the same card, whose losses count on.
+        """
+        if heir_of is not None:
+            self._faults[worker] += self._faults.pop(heir_of, 0)
+            for losers in self._losers.values():
+                losers[:] = [worker if loser == heir_of else loser for loser in losers]
         self._workers[worker] = None
         if worker in self._guesses:
             self._ahead[worker] = self._guesses.pop(worker)
+        for task in begun:
+            if task in self._pending and task not in self._losers:
+                self._bound[task] = worker
+
+    def failing(self, worker: str) -> bool:
+        """Whether a worker has lost so many tasks in a row that it gets no more."""
+        return self._faults[worker] >= MOST_FAULTS
 
     def assign(self, worker: str) -> Task | None:
         """Hand a free worker its next task; None if there is none for it now.
@@ -144,21 +159,25 @@ class Schedule:
         self._faults[worker] = 0
         return task
 
-    def lose(self, worker: str, *, gone: bool = False) -> Loss:
-        """A worker failed, with its task if it has one. gone: it will not come back."""
+    def lose(self, worker: str, *, gone: bool = False, blame: bool = True) -> Loss:
+        """A worker failed, with its task if it has one. gone: it is not there now.
+
+        blame: whether worker or task may be the reason.
+        """
         task = self._open.pop(worker, None)
-        self._faults[worker] += 1
-        left_out = gone or self._faults[worker] >= MOST_FAULTS
+        if blame and (task is not None or not gone):  # an idle worker may come and go
+            self._faults[worker] += 1
+        left_out = gone or self.failing(worker)
         if left_out:
             self._workers.pop(worker, None)
         self._ahead.pop(worker, None)
         if task is None:
             return Loss(None, given_up=False, left_out=left_out)
         self._bound.pop(task, None)  # it begins anew, so any worker may have it
-        losers = self._losers.setdefault(task, [])
-        losers.append(worker)
-        self._left[task] += gone
-        given_up = self._too_often(task)
+        if blame:
+            self._losers.setdefault(task, []).append(worker)
+            self._left[task] += gone
+        given_up = blame and self._too_often(task)
         if given_up:
             self._given_up.append(task)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,6 +35,10 @@ from attnsweep.trial import Environment, Trial
 
 Helpers = Callable[[Compiler, Callable[[str], None]], AbstractContextManager[None]]
 """Lets others compile too while the context lasts, and says in notes what becomes of it."""
+Arrivals = Callable[
+    [Callable[[Sequence[InstalledCard], float], None]], AbstractContextManager[None]
+]
+"""Calls `Engine.there` now and then while the context lasts."""
 # How long cards of a cluster are waited for before the first problem.
 _READY_S = 60.0
 # What the cards of a run must have in common.
@@ -56,14 +60,15 @@ def run(
     start_child: StartChild = start_child,
     silence_s: float | None = None,
     helpers: Helpers | None = None,
+    arrivals: Arrivals | None = None,
 ) -> Outcome:
     """Sweep with one child process for each card, each problem on one of them.
 
     cards: of one kind. start_child: starts the process of a card. silence_s: seconds without a word
     after which a child hangs (default: longer than any of its calls may take). helpers: compile
-    besides this process's threads. The other arguments and errors are those of `sweep.run`. A
-    problem that no card could measure, or all cards lost, is said in the Outcome; the same command
-    resumes.
+    besides this process's threads. arrivals: tells of cards that come later. The
+    other arguments and errors are those of `sweep.run`. A problem that no card could measure, or
+    all cards lost, is said in the Outcome; the same command resumes.
     """
     if spec.device == "replay":
         what = "--gpus needs GPUs, and this spec replays a recording"
@@ -85,6 +90,8 @@ def run(
             cards, start_child, hello, silence_s=silence_s, note=observer.note, first=first
         )
         at_end.enter_context(engine)
+        if arrivals is not None:
+            at_end.enter_context(arrivals(engine.there))
         environment, planned, compiler = start(
             spec, kernels, Described(engine), cache_dir, at_end,
             shard=shard, firsts=[*guessed.values()],
@@ -105,11 +112,9 @@ def run(
         known = {card: card.hashed for card in cards}
         if remote:  # a problem that a card has begun goes to it, so all must say which they are
             known |= {card: each.uuid for card, each in engine.ready(_READY_S).items()}
-        uuids = [*known.values(), *cards_of(store.trials)]
-        where = of_these_cards(environment, uuids)
-        store.describe(spec.resolved(store.directory), where, plan_facts(planned))
-        retire(store, kernels, observer)
         job = _Sweeps(spec, kernels, environment, planned, store, observer, cards, seed)
+        job.describe([*known.values(), *cards_of(store.trials)], plan_facts(planned))
+        retire(store, kernels, observer)
         numbers = {item.problem: number for number, item in enumerate(planned)}
         guesses = {name: numbers[problem] for name, problem in guessed.items()}
         schedule = Schedule([cost(item) for item in planned], job.begun(known), guesses)
@@ -121,7 +126,7 @@ def run(
             interrupted = True
         engine.stop()  # which stores what was told meanwhile
         compiler.close()
-        observer.note(f"took {time.monotonic() - began:.0f} s on {len(cards)} cards")
+        observer.note(f"took {time.monotonic() - began:.0f} s on {job.cards} cards")
         spills = spilling(store.trials, spec)
         if spills is not None:
             observer.note(spills)
@@ -228,12 +233,26 @@ class _Sweeps:
         self.spec, self.kernels, self.planned, self.store = spec, kernels, planned, store
         self._environment, self._observer = environment, observer
         names = {card: card.hashed or card.uuid for card in cards}
-        self._on = {card: observer.on(card.number, names[card]) for card in cards}
-        self._last: dict[InstalledCard, Trial] = {}
+        self._on = {card.number: observer.on(card.number, names[card]) for card in cards}
+        self._last: dict[int, Trial] = {}
+        self._uuids: set[str | None] = set()
         self._input_seed = seed
         self._left = len(planned)
         problems = [entry.problem for entry in spec.problems]
         self._places = [problems.index(item.problem) for item in planned]
+
+    @property
+    def cards(self) -> int:
+        """How many cards there are or were."""
+        return len(self._on)
+
+    def describe(
+        self, uuids: Iterable[str | None], facts: Sequence[Mapping[str, object]] | None = None
+    ) -> None:
+        """Write what the run is of. uuids: more of its cards. facts: of its plan, at first."""
+        self._uuids.update(uuids)
+        where = of_these_cards(self._environment, self._uuids)
+        self.store.describe(self.spec.resolved(self.store.directory), where, facts)
 
     def begun(self, known: Mapping[InstalledCard, str | None]) -> dict[int, str]:
         """The number of each problem that one of the cards has begun, to that card.
@@ -241,9 +260,12 @@ class _Sweeps:
         known: the cards' UUIDs as in rows.
         """
         names = {uuid: card.uuid for card, uuid in known.items() if uuid is not None}
+        rows: dict[Problem, list[Trial]] = {}
+        for trial in self.store.trials:
+            rows.setdefault(trial.problem, []).append(trial)
         found = {}
         for number, item in enumerate(self.planned):
-            uuids = cards_of(self._rows(item.problem))
+            uuids = cards_of(rows.get(item.problem, ()))
             if len(uuids) == 1 and uuids[0] in names:
                 found[number] = names[uuids[0]]
         return found
@@ -263,6 +285,14 @@ class _Sweeps:
         """See Job."""
         return refusal_of(here, self._environment)
 
+    def joined(self, card: InstalledCard, here: Environment) -> Collection[int]:
+        """See Job."""
+        if card.number not in self._on:
+            self._on[card.number] = self._observer.on(card.number, here.uuid or card.uuid)
+        if here.uuid not in self._uuids:
+            self.describe([here.uuid])
+        return self.begun({card: here.uuid})
+
     def opening(self) -> Message:
         """See Job."""
         opening = opening_of(self.store.directory / SPEC, self.kernels, [*self.spec.kernels])
@@ -281,19 +311,18 @@ class _Sweeps:
 
     def heard(self, card: InstalledCard, number: int, message: Message) -> None:
         """See Job."""
-        problem, on = self.planned[number].problem, self._on[card]
+        problem, on = self.planned[number].problem, self._on[card.number]
         match message["say"]:
             case "row":
                 row = Trial.model_validate(message["row"])
                 if row.problem != problem:
                     raise ValueError(f"a row of {row.problem.label}")
                 self.store.append(row)
-                self._last[card] = row
+                self._last[card.number] = row
             case "tried":
                 kept = message["kept"]
-                on.tried(
-                    Trial.model_validate(message["row"]) if kept else self._last[card], kept=kept
-                )
+                row = Trial.model_validate(message["row"]) if kept else self._last[card.number]
+                on.tried(row, kept=kept)
             case "opening":
                 on.opening(problem, message["candidates"], message["kept"])
             case "compiled":
@@ -324,12 +353,13 @@ class _Sweeps:
 
     def lost(self, card: InstalledCard) -> None:
         """See Job."""
-        self._on[card].resting(done=False)
+        if card.number in self._on:
+            self._on[card.number].resting(done=False)
 
     def finished(self, card: InstalledCard, number: int, message: Message) -> None:  # noqa: ARG002
         """See Job."""
         self._left -= 1
-        self._on[card].resting(done=True)
+        self._on[card.number].resting(done=True)
         rows = self._rows(self.planned[number].problem)
         if self._left and rows:
             self._observer.ranked(rows, self._environment)

@@ -53,6 +53,10 @@ class FleetLeft:
         """The whole run has this many problems."""
         self._problems = problems
 
+    def joined(self, card: int) -> None:
+        """A card with this number is there, perhaps late."""
+        self._cards = max(self._cards, card + 1)
+
     def opening(self, card: int, *, measures: bool) -> None:
         """A card begins a problem. measures: whether an earlier run left something to measure."""
         self._opened[card] = (self._clock(), measures)
@@ -133,6 +137,7 @@ class _JsonFleet(_JsonLines):
         self._fleet_left = left
 
     def on(self, card: int, name: str) -> Observer:
+        self._fleet_left.joined(card)
         return _JsonCard(self, self._fleet_left, card, name)
 
     def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
@@ -165,6 +170,7 @@ class _PlainFleet(_PlainLines):
         self._fleet_left = left
 
     def on(self, card: int, name: str) -> Observer:  # noqa: ARG002
+        self._fleet_left.joined(card)
         return _PlainCard(self.console, self._fleet_left, card)
 
     def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
@@ -242,6 +248,7 @@ class _BarsFleet(Observer):
         self._whole = progress.add_task("sweep", total=None, said="")
 
     def on(self, card: int, name: str) -> Observer:  # noqa: ARG002
+        self._fleet_left.joined(card)
         return _BarCard(self, self._fleet_left, card)
 
     def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:  # noqa: ARG002

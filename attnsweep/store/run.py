@@ -297,13 +297,14 @@ class Store:
         return start
 
     def describe(
-        self, spec: str, environment: Environment, spaces: Sequence[Mapping[str, Any]] = ()
+        self, spec: str, environment: Environment, spaces: Sequence[Mapping[str, Any]] | None = ()
     ) -> None:
-        """Write the resolved spec.yaml, environment.json and spaces.json, replacing old ones."""
+        """Write the resolved spec.yaml, environment.json and spaces.json (None: keep that one)."""
         self._write_text(SPEC, spec)
         self._write_text(ENVIRONMENT, environment.model_dump_json(indent=2) + "\n")
-        self._spaces = [dict(facts) for facts in spaces]
-        self._write_spaces()
+        if spaces is not None:
+            self._spaces = [dict(facts) for facts in spaces]
+            self._write_spaces()
 
     def end_searches(self, problem: str, endings: Mapping[str, str]) -> None:
         """Note in spaces.json why the searches of a problem ended, by family."""

@@ -144,6 +144,20 @@ def test_the_time_left_is_that_of_the_problems_left_shared_by_the_cards():
     assert round(left.left.seconds) == 25
 
 
+def test_a_card_that_joins_late_shares_the_problems_that_are_left():
+    now = [0.0]
+    left = FleetLeft(1, lambda: now[0])
+    left.planned(5)
+    left.opening(0, measures=True)
+    now[0] = 10.0
+    left.closing(0, done=True)
+    assert left.left.seconds == 40
+    left.joined(1)
+    assert left.left.seconds == 20
+    left.joined(0)  # again
+    assert left.left.seconds == 20
+
+
 def test_problems_that_an_earlier_run_has_measured_tell_nothing_of_the_rate():
     left = FleetLeft(1, lambda: 0.0)
     left.planned(2)
@@ -172,10 +186,16 @@ def test_each_card_has_a_line(form):
         on[0].resting(done=True)
         on[1].resting(done=False)
         observer.note("card 1 [is] lost")
+        late = observer.on(2, "uuid2")
+        late.opening(PROBLEM, 3, 0)
+        late.tried(candidate("flash", 6.5, BLOCK_M=64))
+        if form is Form.AUTO:
+            observer.progress.refresh()
     shown = out.getvalue()
     assert "card 0" in shown
     assert "card 1" in shown
     assert "card 1 [is] lost" in shown
+    assert "card 2" in shown
     if form is Form.AUTO:
         assert "best 7.50 µs flash" in shown
         assert "sweep of 2 problems" in shown

@@ -23,33 +23,20 @@ from fake_cards import FakeCards
 from fake_compiler import FakeCompiler
 from fleets import LABELS, SPEC
 
-import attnsweep
-from attnsweep.build.observer import Observer
 from attnsweep.choose import start
 from attnsweep.errors import NoGpuError, SpecError
-from attnsweep.family.declare import discover
-from attnsweep.fleet import cluster, sweeps
+from attnsweep.fleet import cluster, engine
 from attnsweep.gpu.lock import LOCK_VARIABLE
 from attnsweep.resume import cards_of
-from attnsweep.spec.load import load_spec
 from attnsweep.store.run import read_trials
 from attnsweep.trial import Status
 
 distributed = pytest.importorskip("distributed")
-dask = pytest.importorskip("dask")
+clusters = pytest.importorskip("clusters")
+script_of = clusters.script_of
 pytestmark = pytest.mark.filterwarnings("default")  # of Dask's own code
-SUPPORT = Path(__file__).parent.parent / "support"
 FAMILIES = Path(__file__).parent.parent / "families"
 TIMES = fleets.TIMES | {"CYCLES=400000": 5.0}
-
-
-class Notes(Observer):
-    def __init__(self):
-        self.notes = []
-
-    def note(self, text):
-        self.notes.append(text)
-        print(text)
 
 
 @pytest.fixture
@@ -65,65 +52,17 @@ def cards(tmp_path, monkeypatch):
 @pytest.fixture
 def workers(cards, tmp_path, monkeypatch):
     """Two workers of a local cluster, one for each fake card."""
-    path = [str(SUPPORT), str(Path(attnsweep.__file__).parent.parent), *filter(None, sys.path)]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    specification = {
-        f"card{card.number}": {
-            "cls": distributed.Nanny,
-            "options": {
-                "nthreads": 1,
-                "resources": {"GPU": 1},
-                "env": {"CUDA_VISIBLE_DEVICES": card.uuid},
-                "dashboard_address": None,
-                "local_directory": str(tmp_path),
-            },
-        }
-        for card in cards.cards
-    }
-    scheduler = {
-        "cls": distributed.Scheduler,
-        "options": {"dashboard_address": None, "dashboard": False},
-    }
-    quick = {"distributed.comm.timeouts.connect": "2s"}  # at the end, of a scheduler that is gone
-    with (
-        dask.config.set(quick),
-        distributed.SpecCluster(
-            workers=specification, scheduler=scheduler, silence_logs=50
-        ) as local,
-    ):
+    clusters.find_fakes(monkeypatch)
+    with clusters.local(cards, tmp_path) as local:
         yield local
 
 
-def script_of(place):
-    """The fake child, which reads from `place` what happens on which card."""
-    return (
-        f"import os, runpy; os.environ['FAKE_CARDS'] = open({str(place / 'cards.json')!r})"
-        f".read(); runpy.run_path({str(SUPPORT / 'fake_child.py')!r}, run_name='__main__')"
-    )
-
-
 @pytest.fixture
-def go(tmp_path, cards, workers, monkeypatch):
+def go(tmp_path, cards, workers):
     def run(text=SPEC, families=None, through=None, **options):
-        path = tmp_path / "test.yaml"
-        path.write_text(text)
-        kernels = discover(families)
-        notes = Notes()
-        for met in tmp_path.glob("GPU-* here"):
-            met.unlink()
-        (tmp_path / "cards.json").write_text(json.dumps(cards.facts))
-        with cluster.connected(through or workers.scheduler_address) as client:
-            outcome = sweeps.run(
-                load_spec(path, kernels),
-                kernels,
-                cluster.cards_of(client),
-                results=tmp_path / "results",
-                cache_dir=tmp_path / "cache",
-                observer=notes,
-                start_child=cluster.starter(client, [sys.executable, "-c", script_of(tmp_path)]),
-                **options,
-            )
-        return outcome, notes.notes
+        address = through or workers.scheduler_address
+        outcome, heard = clusters.swept(tmp_path, cards, address, text, families, **options)
+        return outcome, heard.notes
 
     return run
 
@@ -269,14 +208,21 @@ def test_other_shipped_kernels_are_left_out(go, cards, monkeypatch):
     assert [n for n in notes if "the kernels of its attnsweep are not those of the asker" in n]
 
 
-def test_no_worker_with_a_gpu_says_how_to_start_one(workers):
+def test_no_worker_with_a_gpu_is_waited_for_and_says_how_to_start_one(workers, monkeypatch):
+    monkeypatch.setattr(cluster, "COMING_S", 1.0)
+    said = []
     with cluster.connected(workers.scheduler_address) as client:
-        assert [card.uuid for card in cluster.cards_of(client)] == ["card0", "card1"]
+        assert [card.uuid for card in cluster.cards_of(client, said.append)] == ["card0", "card1"]
+        assert not said
         workers.scale(0)
         client.retire_workers()
-        with pytest.raises(NoGpuError, match="GPU=1") as caught:
-            cluster.cards_of(client)
-        assert workers.scheduler_address in caught.value.hint
+        with pytest.raises(NoGpuError, match=r"no worker has come to tcp.*waited 1 s") as caught:
+            cluster.cards_of(client, said.append)
+    assert f"dask worker {workers.scheduler_address} --nthreads 1" in caught.value.hint
+    (waits,) = said
+    assert "no worker has come" in waits
+    assert "waiting up to 1 s" in waits
+    assert "--resources GPU=1" in waits
 
 
 def test_no_scheduler_is_an_error(monkeypatch):
@@ -330,7 +276,8 @@ def test_ctrl_c_keeps_every_row_and_resumes(go, cards):
     assert sum(measured(cards).values()) <= tried + 12 - stored + 2
 
 
-def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, workers):
+def test_a_scheduler_that_ends_ends_the_run_which_resumes(go, cards, workers, monkeypatch):
+    monkeypatch.setattr(engine, "AWAY_S", 1.0)
     cards.facts["all"]["trial_s"] = 0.4
 
     def end():
@@ -371,7 +318,7 @@ bridge.ALIVE_S, bridge.SILENT_S = 0.3, 1.5
 start.compiler_for = lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
 place, kernels = Path({place!r}), discover()
 with cluster.connected({address!r}) as client:
-    sweeps.run(load_spec(place / "test.yaml", kernels), kernels, cluster.cards_of(client),
+    sweeps.run(load_spec(place / "test.yaml", kernels), kernels, cluster.cards_of(client, print),
                results=place / "results", cache_dir=place / "cache",
                start_child=cluster.starter(client, [sys.executable, "-c", {script!r}]))
 """

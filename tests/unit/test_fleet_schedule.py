@@ -51,6 +51,61 @@ def test_a_task_is_with_one_worker():
     assert schedule.over
 
 
+def test_a_late_worker_gets_what_its_card_had_begun_and_others_get_the_rest():
+    schedule = fleet([9, 8, 7, 6], "a")
+    assert schedule.assign("a").number == 0
+    schedule.join("late", begun=[0, 2])  # 0 is with another one now
+    schedule.finish("a")
+    assert schedule.assign("a").number == 1
+    schedule.finish("a")
+    assert schedule.assign("a").number == 3  # though 2 is longer
+    assert schedule.assign("late").number == 2
+
+
+def test_a_lost_task_is_bound_to_nobody_again():
+    schedule = fleet([9, 8])
+    assert schedule.assign("a").number == 0
+    schedule.lose("a", gone=True)
+    schedule.join("a", begun=[0])
+    assert schedule.assign("a").number == 1
+    assert schedule.assign("b").number == 0
+
+
+@pytest.mark.parametrize("back", ["a", "heir"])
+def test_what_a_worker_has_lost_counts_when_it_comes_back_under_any_name(back):
+    schedule = fleet([9, 8, 7, 6, 5, 4], "a", "b")
+    worker, lost = "a", []
+    for _ in range(MOST_FAULTS):
+        assert not schedule.failing(worker)
+        lost.append(schedule.assign(worker).number)
+        assert schedule.lose(worker, gone=True).left_out
+        before, worker = worker, "a" if back == "a" else worker + "'"
+        schedule.join(worker, heir_of=None if worker == before else before)
+    assert lost == [0, 1, 2]  # none of them twice
+    assert schedule.failing(worker)
+    assert not schedule.given_up
+
+
+def test_a_loss_that_nobody_is_to_blame_for_counts_for_nothing():
+    schedule = fleet([9, 8, 7], "a")
+    for _ in range(MOST_FAULTS + 1):
+        assert schedule.assign("a") == Task(0, last=False)
+        assert not schedule.lose("a", gone=True, blame=False).given_up
+        schedule.join("b")
+        schedule.join("a", begun=[0])
+    assert not schedule.failing("a")
+    assert schedule.assign("b").number == 1  # a has begun 0
+
+
+def test_an_idle_worker_may_come_and_go():
+    schedule = fleet([9], "a")
+    for _ in range(MOST_FAULTS + 1):
+        schedule.lose("a", gone=True)
+        schedule.join("a")
+    assert not schedule.failing("a")
+    assert schedule.assign("a").number == 0
+
+
 def test_what_was_prepared_is_what_comes_next_unless_another_has_taken_it():
     schedule = fleet([9, 8, 7, 6, 5])
     assert (schedule.assign("a").number, schedule.assign("b").number) == (0, 1)

@@ -1,0 +1,128 @@
+"""A Dask cluster of fake cards: a local scheduler, and a process for each worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dask
+import distributed
+import pytest
+from fake_cards import FakeCards
+
+import attnsweep
+from attnsweep.build.observer import Observer
+from attnsweep.family.declare import discover
+from attnsweep.fleet import cluster, sweeps
+from attnsweep.spec.load import load_spec
+from attnsweep.sweep import Outcome
+
+SUPPORT = Path(__file__).parent
+# At the end, of a scheduler that is gone.
+QUICK = {"distributed.comm.timeouts.connect": "2s"}
+
+
+class Notes(Observer):
+    """Keeps what is noted, and which cards have a line."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.lines: dict[int, str] = {}
+
+    def on(self, card: int, name: str) -> Observer:
+        self.lines[card] = name
+        return self
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        print(text)
+
+    def about(self, words: str) -> list[str]:
+        """The notes that have these words."""
+        return [note for note in self.notes if words in note]
+
+
+def find_fakes(patch: pytest.MonkeyPatch) -> None:
+    """Have the processes of workers import the fakes and this package."""
+    path = [str(SUPPORT), str(Path(attnsweep.__file__).parent.parent), *filter(None, sys.path)]
+    patch.setenv("PYTHONPATH", os.pathsep.join(path))
+
+
+@contextmanager
+def local(cards: FakeCards, place: Path) -> Iterator[Any]:
+    """A cluster with a worker for each fake card, whose number is its CUDA_VISIBLE_DEVICES."""
+    specification = {
+        f"card{card.number}": {
+            "cls": distributed.Nanny,
+            "options": {
+                "nthreads": 1,
+                "resources": {"GPU": 1},
+                "env": {"CUDA_VISIBLE_DEVICES": card.uuid},
+                "dashboard_address": None,
+                "local_directory": str(place),
+            },
+        }
+        for card in cards.cards
+    }
+    scheduler = {
+        "cls": distributed.Scheduler,
+        "options": {"dashboard_address": None, "dashboard": False},
+    }
+    with (
+        dask.config.set(QUICK),
+        distributed.SpecCluster(
+            workers=specification, scheduler=scheduler, silence_logs=50
+        ) as started,
+    ):
+        yield started
+
+
+def dask_process(what: str, *arguments: object, uuid: str = "") -> subprocess.Popen[bytes]:
+    """`dask worker` or `dask scheduler`, as users start them."""
+    words = [sys.executable, "-m", "dask", what, *map(str, arguments), "--no-dashboard"]
+    return subprocess.Popen(words, env={**os.environ, "CUDA_VISIBLE_DEVICES": uuid})
+
+
+def script_of(place: Path) -> str:
+    """The fake child, which reads from `place` what happens on which card."""
+    return (
+        f"import os, runpy; os.environ['FAKE_CARDS'] = open({str(place / 'cards.json')!r})"
+        f".read(); runpy.run_path({str(SUPPORT / 'fake_child.py')!r}, run_name='__main__')"
+    )
+
+
+def swept(
+    place: Path,
+    cards: FakeCards,
+    address: str,
+    text: str,
+    families: Path | None = None,
+    **options: Any,
+) -> tuple[Outcome, Notes]:
+    """A sweep on a cluster, as the command line runs it."""
+    path = place / "test.yaml"
+    path.write_text(text)
+    kernels = discover(families)
+    notes = Notes()
+    for met in place.glob("GPU-* here"):
+        met.unlink()
+    (place / "cards.json").write_text(json.dumps(cards.facts))
+    with cluster.connected(address) as client:
+        outcome = sweeps.run(
+            load_spec(path, kernels),
+            kernels,
+            cluster.cards_of(client, notes.note),
+            results=place / "results",
+            cache_dir=place / "cache",
+            observer=notes,
+            start_child=cluster.starter(client, [sys.executable, "-c", script_of(place)]),
+            arrivals=cluster.arrivals(client),
+            **options,
+        )
+    return outcome, notes
