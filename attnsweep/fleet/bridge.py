@@ -88,7 +88,7 @@ def serve(name: str, version: str, command: Sequence[str] | None, silent_s: floa
             child.stop(2.0)
             if carrier.ended is None:
                 carrier.ended = child.why
-            tell({"say": "ended", "why": carrier.ended})
+            tell({"say": "over", "why": carrier.ended})  # a child's `ended` is of its searches
 
 
 def _carry(queue: Any, carrier: _Carrier, child: Process, silent_s: float) -> None:

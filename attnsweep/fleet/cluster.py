@@ -274,7 +274,7 @@ class ClusterChild:
             return
         if message["say"] == "compile":
             message["source"] = str(self._local(message["source"]))
-        if message["say"] == "ended":
+        if message["say"] == "over":
             self._why = message["why"]
             self._finish()
         elif not self._over.is_set():

@@ -91,6 +91,13 @@ def test_each_worker_takes_whole_problems_and_the_run_is_here(go, cards):
     assert sum(measured(cards).values()) == 12
 
 
+def test_why_a_search_ended_comes_back_too(go):
+    outcome, _ = go(SPEC + "search: {strategy: gp}\n")
+    assert is_whole(outcome)
+    spaces = json.loads((outcome.run.directory / "spaces.json").read_text())
+    assert {facts["ended"] for facts in spaces} == {"all are tried"}
+
+
 class SlowNetwork(socketserver.ThreadingTCPServer):
     """A way to a scheduler on which whatever is sent arrives late; a context manager."""
 
