@@ -212,8 +212,8 @@ class Engine:
     def _meet(self) -> None:
         """Start a child for each card that came, or came back after it was left out."""
         (seen_at, cards), self._there = self._there, (0.0, ())
-        if not cards:
-            return
+        if not cards or (self._schedule is not None and not self._schedule.pending):
+            return  # they are told again while there is something for them
         seats = {seat.name: seat for seat in self._seats}
         for card in cards:
             seat = seats.get(card.uuid)

@@ -112,7 +112,8 @@ def run(
         known = {card: card.hashed for card in cards}
         if remote:  # a problem that a card has begun goes to it, so all must say which they are
             known |= {card: each.uuid for card, each in engine.ready(_READY_S).items()}
-        job = _Sweeps(spec, kernels, environment, planned, store, observer, cards, seed)
+        first_cards = {card: known[card] for card in cards}
+        job = _Sweeps(spec, kernels, environment, planned, store, observer, first_cards, seed)
         job.describe([*known.values(), *cards_of(store.trials)], plan_facts(planned))
         retire(store, kernels, observer)
         numbers = {item.problem: number for number, item in enumerate(planned)}
@@ -226,14 +227,18 @@ class _Sweeps:
         planned: Sequence[PlannedProblem],
         store: Store,
         observer: Observer,
-        cards: Sequence[InstalledCard],
+        cards: Mapping[InstalledCard, str | None],
         seed: int,
     ) -> None:
-        """seed: of the inputs of all problems."""
+        """cards: those at the start, with their UUIDs as in rows if they have told them.
+
+        seed: of the inputs of all problems.
+        """
         self.spec, self.kernels, self.planned, self.store = spec, kernels, planned, store
         self._environment, self._observer = environment, observer
-        names = {card: card.hashed or card.uuid for card in cards}
-        self._on = {card.number: observer.on(card.number, names[card]) for card in cards}
+        self._on = {
+            card.number: observer.on(card.number, uuid or card.uuid) for card, uuid in cards.items()
+        }
         self._last: dict[int, Trial] = {}
         self._uuids: set[str | None] = set()
         self._input_seed = seed
