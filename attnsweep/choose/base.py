@@ -12,28 +12,16 @@ from dataclasses import dataclass
 from statistics import median
 
 from attnsweep.choose.evidence import ratio_interval
+from attnsweep.choose.pace import (
+    at_pace,
+    last_round,
+    pace_of_rounds,
+    rounds_at_pace,
+    session,
+    time_kind,
+)
 from attnsweep.spec.model import in_other_format
 from attnsweep.trial import OURS, Status, Trial
-
-
-def time_kind(trial: Trial) -> str:
-    """The kind of its time: warm, cold or eager."""
-    return trial.time_us.l2 if trial.time_us is not None else "warm"
-
-
-def session(trial: Trial) -> tuple[object, ...]:
-    """Rows of one problem pair their rounds only within a session and a kind of time."""
-    return (trial.recorded, trial.recorded_on, time_kind(trial))
-
-
-def rounds_of(trial: Trial) -> list[float]:
-    """Its rounds; empty if it was not in any."""
-    return trial.time_us.rounds if trial.time_us is not None else []
-
-
-def last_round(trial: Trial) -> int:
-    """The number of its problem's rounds when its last one was over."""
-    return (trial.time_us.first_round if trial.time_us else 0) + len(rounds_of(trial))
 
 
 def common_rounds(one: Trial, other: Trial) -> tuple[list[float], list[float]]:
@@ -63,60 +51,40 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The fastest peer known of a problem. noisy: only its fastest round is believed."""
+    """The fastest peer known of a problem, in µs at the usual pace of the rounds (pace.at_pace).
+
+    noisy: only its fastest round is believed, as it was and at that pace, whichever is less.
+    """
 
     trial: Trial
     noisy: bool
-
-    @property
-    def us(self) -> float:
-        """Microseconds: its median, or the fastest round of a noisy one."""
-        time = self.trial.time_us
-        if time is None:
-            return math.inf
-        return min([*time.rounds, *time.discarded, time.low]) if self.noisy else time.median
+    us: float
 
     def ratio(self, trial: Trial, paced_us: float | None = None) -> Ratio:
         """The base's time over the trial's: above 1, the trial is faster.
 
-        paced_us: the trial's time for want of common rounds (at_pace); if None, its median.
+        paced_us: the trial's time at the pace of the rounds; if None, its median.
         """
         time = trial.time_us
         if time is None or not time.median > 0 or time_kind(trial) != time_kind(self.trial):
             return Ratio()
+        base, own = common_rounds(self.trial, trial)
+        paired = zip(base, own, strict=True) if all(us > 0 for us in own) else ()
+        ratios = [a / b for a, b in paired]
+        apart = self.us / (paced_us or time.median)
         if self.noisy:
             # The base itself would be faster than itself.
             same = trial.key == self.trial.key
-            return Ratio() if same else Ratio(self.us / time.median, of="bound")
-        base, own = common_rounds(self.trial, trial)
-        if not base or not all(us > 0 for us in own):
-            return Ratio(self.us / (paced_us or time.median), of="medians")
-        ratios = [a / b for a, b in zip(base, own, strict=True)]
+            return Ratio() if same else Ratio(min([apart, *ratios]), of="bound")
+        if not ratios:
+            return Ratio(apart, of="medians")
         return Ratio(median(ratios), *ratio_interval(base, own), of="rounds")
 
 
-def at_pace(trials: Sequence[Trial]) -> dict[int, float]:
-    """The time of each row of a problem, in µs, at the pace of the last rounds; by id.
-
-    That is the median, but a row without these rounds was timed in another state of the card: on a
-    hot H100 they took up to 1.3 times as long as the first times, and candidates that never raced
-    seemed 20 % faster than the finalists. Its first time, taken in turn with those of the rows with
-    rounds, is multiplied by their usual ratio of a round to a first time. That makes no row faster.
-    """
-    most: dict[tuple[object, ...], int] = {}
-    for trial in trials:
-        most[session(trial)] = max(last_round(trial), most.get(session(trial), 0))
-    paces: dict[tuple[object, ...], list[float]] = {}
-    for trial in trials:
-        whole = rounds_of(trial) and last_round(trial) == most[session(trial)]
-        if whole and trial.first_us and trial.time_us:
-            paces.setdefault(session(trial), []).append(trial.time_us.median / trial.first_us)
-    us = {}
-    for trial in trials:
-        us[id(trial)] = own = trial.time_us.median if trial.time_us is not None else math.inf
-        if session(trial) in paces and trial.first_us and not rounds_of(trial):
-            us[id(trial)] = max(own, trial.first_us * median(paces[session(trial)]))
-    return us
+def fastest_round(trial: Trial) -> float:
+    """The time in µs of the fastest round of a peer, also of those that were discarded."""
+    time = trial.time_us
+    return min([*time.rounds, *time.discarded, time.low]) if time is not None else math.inf
 
 
 def fastest_peer(trials: Sequence[Trial], statuses: Mapping[int, Status]) -> Base | None:
@@ -125,6 +93,8 @@ def fastest_peer(trials: Sequence[Trial], statuses: Mapping[int, Status]) -> Bas
     A peer over the error limit counts, unless it computes in another format. A noisy peer counts
     with its fastest round.
     """
+    good = [trial for trial in trials if statuses[id(trial)] is Status.OK]
+    paced = at_pace(good)
     found = []
     for trial in trials:
         time, status = trial.time_us, statuses[id(trial)]
@@ -133,8 +103,12 @@ def fastest_peer(trials: Sequence[Trial], statuses: Mapping[int, Status]) -> Bas
             continue
         known = [time.median, time.low, *time.rounds]
         sound = all(math.isfinite(us) and us > 0 for us in known)
-        if sound and status in (Status.OK, Status.NOISY):
-            found.append(Base(trial, status is Status.NOISY))
+        if sound and status is Status.OK:
+            found.append(Base(trial, noisy=False, us=paced[id(trial)]))
+        elif sound and status is Status.NOISY:
+            pace = pace_of_rounds([t for t in good if session(t) == session(trial)])
+            us = min([fastest_round(trial), *rounds_at_pace(trial, pace)])
+            found.append(Base(trial, noisy=True, us=us))
     return min(found, key=lambda base: (base.us, base.noisy, base.trial.provider), default=None)
 
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from attnsweep.choose.base import Base, Ratio, over_limit, time_kind
+from attnsweep.choose.base import Base, Ratio, over_limit
+from attnsweep.choose.pace import time_kind
 from attnsweep.errors import SpecError
 from attnsweep.hardware import arch_named, binding, bounds
 from attnsweep.trial import OURS, Environment, Trial

@@ -12,19 +12,11 @@ from typing import Any
 import numpy as np
 import pandas
 
-from attnsweep.choose.base import (
-    at_pace,
-    common_rounds,
-    fastest_peer,
-    last_round,
-    over_limit,
-    rounds_of,
-    session,
-    time_kind,
-)
+from attnsweep.choose.base import common_rounds, fastest_peer, over_limit
 from attnsweep.choose.columns import COLUMNS, Row, facts
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.choose.frontier import too_inaccurate
+from attnsweep.choose.pace import at_pace, last_round, rounds_of, session, time_kind
 from attnsweep.problem import Problem
 from attnsweep.trial import OURS, Environment, Measurement, Status, Trial
 
@@ -60,8 +52,8 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     or eager). If baselines lead, the same holds for the first candidates after them; below that,
     rank is the order of medians and claims no difference. A candidate that was measured under a
     spec's max_error, and errs by more, is not ranked: its status is inaccurate. No rank precedes
-    one whose time is less than 1/1.1 of its own. Wherever times of a row with rounds and of one
-    without are compared, that of the latter is taken at the pace of the rounds (base.at_pace).
+    one whose time is less than 1/1.1 of its own. Wherever rows without common rounds are compared,
+    their times are taken at one pace of the card (pace.at_pace).
 
     winner: take the candidates that share the best rank of any candidate. Those whose median paired
     ratio to the fastest of them is at most 1.004 are equally good. The winner is the equally good
@@ -81,10 +73,10 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     ratio_to_best_baseline is the time of best_baseline, the fastest peer known, over this row's:
     above 1, this one is faster. ratio_of says what it is: `rounds`, the median of the ratios of the
     rounds that both ran, with the 95 % sign interval ratio_low to ratio_high; `medians` if they
-    have no round in common (a row without rounds is taken at the pace of the rounds); `bound` if
-    that peer is noisy, so that its fastest round stands for it and the ratio is a lower bound.
-    over_limit: a peer whose error exceeds the limit; it is ranked and serves as base all the same,
-    unless it computes in another format.
+    have no round in common, both at the pace of the rounds; `bound` if that peer is noisy, so that
+    its fastest round stands for it and the ratio is a lower bound. over_limit: a peer whose error
+    exceeds the limit; it is ranked and serves as base all the same, unless it computes in another
+    format.
     """
     by_problem: dict[Problem, list[Trial]] = {}
     for trial in {trial.key: trial for trial in trials}.values():
@@ -201,8 +193,10 @@ def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
             leader = full[0]
         tied = [t for t in full if t is not leader and _tied(t, leader)]
         apart = {id(t) for t in left} - {id(t) for t in (leader, *tied)}
-        fastest = min((us[id(t)] for t in left if id(t) in apart), default=math.inf)
-        # Noisy rounds can tie with rows that are much slower than the next rank's.
+        # Noisy rounds can tie with rows that are much slower than the next rank's. Another kind of
+        # time says nothing of that: warm times are below cold ones, microseconds below microjoules.
+        alike = [t for t in left if id(t) in apart and time_kind(t) == time_kind(leader)]
+        fastest = min((us[id(t)] for t in alike), default=math.inf)
         group = [leader] + [t for t in tied if us[id(t)] <= MARGIN * fastest]
         groups.append(group)
         keys = {id(t) for t in group}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from attnsweep.choose.base import Base
+from attnsweep.choose.base import fastest_round
 from attnsweep.show.figures import figure
 from attnsweep.show.sentences import Row, Section, is_recorded
 
@@ -40,7 +40,7 @@ def sentence(section: Section) -> str:
         return f"{ours} takes {us} {unit} on {label}{_where(row)}; no peer was timed with it."
     peer = _TITLES.get(best["provider"], best["provider"])
     noisy = row["ratio_of"] == "bound"
-    peer_us = Base(best["trial"], noisy=True).us if noisy else best["time_us"]
+    peer_us = fastest_round(best["trial"]) if noisy else best["time_us"]
     times, ratio = (us, figure(peer_us, 3)), row["ratio_to_best_baseline"]
     low, high = row["ratio_low"], row["ratio_high"]
     on = f" on {label}{_where(row)}"

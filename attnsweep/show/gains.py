@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from attnsweep.choose.base import Base
+from attnsweep.choose.base import fastest_round
 from attnsweep.problem import Problem
 from attnsweep.show.figures import figure
 from attnsweep.show.sentences import Section, who
@@ -104,7 +104,7 @@ def _gain(problem: Problem, calls: int, section: Section | None) -> Gain:
     if best is not None:
         # A noisy peer counts with its fastest round, as × base does.
         noisy = best["status"] == Status.NOISY
-        peer_us = Base(best["trial"], noisy=True).us if noisy else best["time_us"]
+        peer_us = fastest_round(best["trial"]) if noisy else best["time_us"]
     winner_us = row.get("time_us")
     gain, why = 0.0, None
     low, high = row.get("ratio_low"), row.get("ratio_high")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas
 
-from attnsweep.choose.base import Base
+from attnsweep.choose.base import fastest_round
 from attnsweep.choose.columns import bounds_of
 from attnsweep.errors import errors_of
 from attnsweep.problem import Problem
@@ -452,7 +452,7 @@ def peer_lines(section: Section) -> list[str]:
     best = section.best_baseline
     lines = []
     if best is not None and best["status"] == Status.NOISY:
-        us = figure(Base(best["trial"], noisy=True).us, 4)
+        us = figure(fastest_round(best["trial"]), 4)
         lines.append(
             f"{who(best)} stayed noisy: × base takes its fastest round, {us}{GLUE}µs, so that each "
             "ratio is a lower bound"

@@ -11,11 +11,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from samples import candidate, full_run
 
-from attnsweep.choose.base import at_pace, common_rounds
+from attnsweep.choose.base import common_rounds
+from attnsweep.choose.pace import at_pace
 from attnsweep.choose.ranking import judged, rank
 from attnsweep.show import tables
 from attnsweep.show.tables import to_csv, to_markdown
-from attnsweep.trial import Accuracy, Measurement, Status, Trial
+from attnsweep.trial import Accuracy, Energy, Measurement, Status, Trial
 
 
 def timed(rounds: Sequence[float], **changes: object) -> Measurement:
@@ -248,3 +249,110 @@ def test_a_card_that_is_faster_in_the_rounds_makes_nobody_faster_who_was_not_the
     assert list(paced.values()) == [89.0, 99.0, 70.0]
     without = at_pace([there.with_(first_us=None), alone(99.0, 2, 99.0)])
     assert list(without.values()) == [89.0, 99.0]
+
+
+STEP = [1.0] * 15 + [1.3] * 30
+"""A card that is slower from the 16th round on."""
+
+
+def test_who_left_before_the_card_became_slow_does_not_lead_by_it() -> None:
+    whole = [ours([us * pace for pace in STEP], n) for n, us in ((1, 100.0), (2, 100.2))]
+    left = ours([103.0] * 15, 3)
+    frame = rank([*whole, left], None)
+    placed = {row.trial.config["A"]: row for row in frame.itertuples()}
+    assert [placed[n].rank for n in (1, 2, 3)] == [1, 1, 3]
+    assert placed[3].time_us == 103.0
+    assert at_pace([*whole, left])[id(left)] == pytest.approx(103.0 * 1.3)
+    # The same on a card that becomes faster, and of one that came later.
+    whole = [ours([us / pace for pace in STEP], n) for n, us in ((1, 100.0), (2, 100.2))]
+    later = ours([97.0 / 1.3] * 30, 3)
+    later = later.with_(time_us=timed([97.0 / 1.3] * 30, first_round=15))
+    assert at_pace([*whole, later])[id(later)] == pytest.approx(97.0 / 1.3)
+    assert at_pace([*whole, left])[id(left)] == pytest.approx(103.0 / 1.3)
+
+
+def test_the_base_is_the_fastest_at_one_pace_and_not_the_one_that_left_the_slow_rounds() -> None:
+    own = ours([100.0 * pace for pace in STEP])
+    near = peer("flash_attn_3", [101.0 * pace for pace in STEP])
+    left = peer("torch_cudnn", [125.0] * 15)
+    row = best(own, near, left)
+    assert (row["best_baseline"], row["ratio_of"]) == ("flash_attn_3", "rounds")
+    assert row["ratio_to_best_baseline"] == pytest.approx(1.01)
+
+
+def test_a_peer_of_slow_rounds_alone_flatters_no_row_without_rounds() -> None:
+    # All rounds of the peer were on a slow card, which then was as fast as in the first times.
+    own = ours([us * (1.3 if n < 15 else 1.0) for n, us in enumerate([100.0] * 45)])
+    own = own.with_(first_us=100.0)
+    frame = rank([own, peer("torch_cudnn", [112.0 * 1.3] * 15), alone(103.0, 2, 103.0)], None)
+    ratios = {row.trial.config.get("A"): row.ratio_to_best_baseline for row in frame.itertuples()}
+    assert ratios[1] == pytest.approx(1.12)
+    assert ratios[2] == pytest.approx(112 / 103)
+
+
+def test_who_lost_a_race_on_a_faster_card_stays_as_far_behind_as_it_was_there() -> None:
+    # The race alone was on a fast card: first times, and rounds, took 1.3 times as long.
+    there = ours([130.0, 131.0, 129.0] * 5, 1).with_(first_us=130.0)
+    lost = alone(104.0, 2, 134.0).with_(race={"against": "flash A=1", "ratio": [1.03, 1.05]})
+    behind = alone(106.0, 3, 137.0).with_(race={"against": "flash A=2", "ratio": [1.01, 1.03]})
+    unshown = alone(104.0, 4, 134.0).with_(race={"against": "flash A=1", "ratio": [None, None]})
+    rows = [there, lost, behind, unshown]
+    paced = at_pace(rows)
+    assert paced[id(lost)] == pytest.approx(130 * (1.03 * 1.05) ** 0.5)
+    assert paced[id(behind)] == pytest.approx(paced[id(lost)] * (1.01 * 1.03) ** 0.5)
+    assert paced[id(unshown)] == 134.0
+    assert best(*rows)["trial"] is there
+
+
+def test_who_beat_each_other_in_races_of_two_runs_end_the_search() -> None:
+    rows = [ours([100.0] * 6, 1), *(alone(100.0, n, 101.0) for n in (2, 3))]
+    rows[1:] = [
+        row.with_(race={"against": f"flash A={other}", "ratio": [1.1, 1.1]})
+        for row, other in zip(rows[1:], (3, 2), strict=True)
+    ]
+    assert [*at_pace(rows).values()] == pytest.approx([100, 110, 110])
+
+
+def test_first_times_of_two_states_count_at_the_slower_of_time_and_cycles() -> None:
+    there = ours([130.0] * 9, 1).with_(first_us=130.0, first_mhz=1500.0)
+    early = alone(100.0, 2, 100.0).with_(first_mhz=1950.0)  # as many cycles, on a faster card
+    assert at_pace([there, early])[id(early)] == pytest.approx(130.0)
+    late = alone(140.0, 3, 140.0).with_(first_mhz=1200.0)
+    assert at_pace([there, late])[id(late)] == pytest.approx(140.0)
+
+
+def test_a_noisy_peer_bounds_the_ratio_of_a_row_that_never_raced_at_the_pace_of_the_rounds() -> (
+    None
+):
+    there = ours([130.0] * 9, 1).with_(first_us=100.0)
+    noisy = peer("torch_cudnn", [150.0, 210.0] * 4 + [150.0], Status.NOISY)
+    frame = rank([there, noisy, alone(101.0, 2, 101.0)], None)
+    ratios = {row.trial.config.get("A"): row for row in frame.itertuples()}
+    assert ratios[1].ratio_of == ratios[2].ratio_of == "bound"
+    assert ratios[2].ratio_to_best_baseline == pytest.approx(150 / (1.3 * 101))
+
+
+def test_a_noisy_peer_of_slow_rounds_alone_is_no_bound_that_flatters() -> None:
+    pace = [1.3] * 5 + [1.0] * 10
+    own = [ours([us * slow for slow in pace], n) for n, us in ((1, 100.0), (2, 101.0))]
+    noisy = peer("torch_cudnn", [120.0 * 1.3, 180.0, 230.0, 120.0 * 1.3, 230.0], Status.NOISY)
+    row = best(*own, noisy)
+    assert row["ratio_of"] == "bound"
+    assert row["ratio_to_best_baseline"] == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("kind", ["cold", "energy"])
+def test_another_kind_of_time_parts_no_tie(kind: str) -> None:
+    # Warm times of who never raced are below cold ones, and microseconds below microjoules.
+    rounds = [150.0, 151.0, 149.0] * 5
+    if kind == "cold":
+        alike = [
+            candidate("flash", 1.0, A=n).with_(time_us=timed(rounds, l2="cold")) for n in (1, 2)
+        ]
+    else:
+        each = timed([300 * us for us in rounds])
+        facts = each.model_dump(include={"median", "low", "high", "samples", "rounds"})
+        energy = Energy(**facts, ranks=True)
+        alike = [ours([100.0] * 5, n, energy_uj=energy, power_w=300.0) for n in (1, 2)]
+    frame = rank([*alike, alone(130.0, 3, 130.0)], None)
+    assert list(frame["rank"]) == [1, 1, 3]
