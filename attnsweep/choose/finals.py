@@ -16,8 +16,9 @@ from typing import Any
 from attnsweep.build.observer import Observer
 from attnsweep.choose import energy
 from attnsweep.choose.evidence import ratio_interval
+from attnsweep.choose.pace import pace_of
 from attnsweep.choose.prepared import prepared
-from attnsweep.choose.race import Pair, by_time, label_of, race, settled_first, time_of
+from attnsweep.choose.race import Pair, in_order, label_of, race, settled_first, time_of
 from attnsweep.choose.ranking import EQUIVALENT, middle_ratio, thrift
 from attnsweep.choose.rounds import Replay, Round, Rounds, measured
 from attnsweep.gpu.energy import Stretch
@@ -177,10 +178,12 @@ class Finals:
 
     def _confirm(self) -> None:
         """Check our entries again, those that may win for longer; the wrong ones leave."""
-        kind = self._spec.measure.timed_by
+        kind, pace = self._spec.measure.timed_by, self._pace()
         ours = [name for name, trial in self._entries.items() if trial.provider == OURS]
-        ours.sort(key=lambda name: statistics.median(self._samples[name][kind]))
-        near = _within({name: self._samples[name][kind] for name in ours}, _NEAR)
+        # Of those that left early at the pace of all rounds, or the card's best minute would win.
+        us = {name: _at_pace(self._samples[name][kind], None, pace).median for name in ours}
+        ours.sort(key=lambda name: us[name])
+        near = [name for name in ours if us[name] <= _NEAR * us[ours[0]]]
         for place, name in enumerate(ours, 1):
             longest_us = _CONFIRM_NEAR_US / place**2 if name in near else 0.0
             trial = self._entries[name]
@@ -260,8 +263,12 @@ class Finals:
             return [name for name in names if name in keep]
         keep = set(_within(times, _FAR))
         peers = [name for name in names if self._may_be_base(name)]
+        # A noisy peer may be slow in most of five rounds, and look quiet: its fastest one counts.
+        most_us = _FAR * min(map(statistics.median, times.values()))
+        keep |= {name for name in peers if min(times[name]) <= most_us}
         if peers:
             keep.add(min(peers, key=lambda name: statistics.median(times[name])))
+            keep.add(min(peers, key=lambda name: min(times[name])))
         return [name for name in names if name in keep]
 
     def _may_be_base(self, name: str) -> bool:
@@ -344,7 +351,7 @@ def select(checked: Sequence[Pair], spec: SweepSpec, gpu: Gpu) -> list[Trial]:
 
 def finalists_of(raced: Sequence[Pair], asked: int) -> list[Pair]:
     """The fastest `asked`, up to as many thrifty ones that are as good, and each family's best."""
-    ordered = sorted(raced, key=by_time)
+    ordered = in_order(raced)
     chosen = ordered[:asked]
     alive = [pair for pair in ordered[asked:] if pair[1].race.get("survived")]
     good = [pair for pair in alive if time_of(pair[1]) <= _UNDECIDED * time_of(ordered[0][1])]
@@ -354,7 +361,7 @@ def finalists_of(raced: Sequence[Pair], asked: int) -> list[Pair]:
         return pair[0].kernel.name
 
     for _, members in itertools.groupby(sorted(ordered, key=family), key=family):
-        best = sorted(members, key=by_time)[:_FINALISTS_PER_FAMILY]
+        best = list(members)[:_FINALISTS_PER_FAMILY]
         chosen += [pair for pair in best if pair not in chosen]
     return chosen
 
@@ -408,19 +415,18 @@ def _scatter(
 
 
 def _pace(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """The pace of each round: the median of the entries' times over their own medians.
+    """The pace of each round (pace.pace_of), of the entries that were in all rounds.
 
-    Only entries that were in all rounds count; if there are fewer than three, the pace is 1.
+    If only two were, it is what both share: the nearer to 1 of theirs, and 1 where one was faster
+    than usual and the other slower. One alone cannot tell its own noise from the card's.
     """
     count = max(map(len, rounds), default=0)
     whole = [times for times in rounds if len(times) == count]
-    if len(whole) < 3:
+    if len(whole) < 2:
         return [1.0] * count
-    own = [statistics.median(times) for times in whole]
-    return [
-        statistics.median(times[n] / us for times, us in zip(whole, own, strict=True))
-        for n in range(count)
-    ]
+    if len(whole) == 2:
+        whole = [*whole, [1.0] * count]
+    return pace_of(whole)
 
 
 def border_is_open(rounds: Sequence[Sequence[float]]) -> bool:

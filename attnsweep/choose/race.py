@@ -13,6 +13,7 @@ from typing import Any
 from attnsweep.build.candidate import Build
 from attnsweep.build.observer import Observer
 from attnsweep.choose.evidence import Race, interval
+from attnsweep.choose.pace import pace_of
 from attnsweep.choose.rounds import Rounds, measured
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
@@ -63,6 +64,11 @@ def time_of(trial: Trial) -> float:
     return trial.time_us.median if trial.time_us else math.inf
 
 
+def first_of(trial: Trial) -> float:
+    """The trial's first time in microseconds, or its only one; infinite without a time."""
+    return trial.first_us or time_of(trial)
+
+
 def settled_first(trial: Trial, warm_us: float) -> dict[str, float]:
     """The fields that replace a first time which rounds contradict by a factor of two or more.
 
@@ -74,9 +80,17 @@ def settled_first(trial: Trial, warm_us: float) -> dict[str, float]:
     return {"first_us": warm_us, "first_us_before": first}
 
 
-def by_time(pair: Pair) -> tuple[bool, float]:
-    """Sort key: first those that raced, then by time. A race may be cold, first times are warm."""
-    return not pair[1].race, time_of(pair[1])
+def in_order(pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs in the order in which they may be the best.
+
+    First those that raced, by their times in it; a race may be cold, and first times are warm. Then
+    the others, by how far their first times are behind the best (behind_best).
+    """
+    raced = [pair for pair in pairs if pair[1].race]
+    others = [pair for pair in pairs if not pair[1].race]
+    behind = behind_best([trial for _, trial in others])
+    ordered = sorted(zip(behind, others, strict=True), key=lambda each: each[0])
+    return sorted(raced, key=lambda pair: time_of(pair[1])) + [pair for _, pair in ordered]
 
 
 def race(
@@ -105,7 +119,8 @@ def behind_best(trials: Sequence[Trial]) -> list[float]:
     the clock that NVML reports may be of another moment: on a hot H100 it said 1380 and 1980 MHz
     beside calls that took 3127 and 3206 us. A candidate stays out only if both say that it is slow.
     """
-    times = [time_of(trial) for trial in trials]
+    # A row that an earlier run ranked holds another kind of time, or rounds of another day.
+    times = [first_of(trial) for trial in trials]
     cycles = [t.first_us * t.first_mhz if t.first_us and t.first_mhz else math.inf for t in trials]
     best, least = min(times, default=0.0), min(cycles, default=0.0)
     nearer = [time / best for time in times]
@@ -127,7 +142,7 @@ class _Race:
     def run(self, checked: Sequence[Pair], near: Sequence[Pair]) -> list[Pair]:
         """Race those that are near; returns each of `checked` that did not fail, with its row."""
         entrants: dict[str, Pair] = {}
-        for build, trial in sorted(near, key=by_time):
+        for build, trial in in_order([(b, t.with_(race={})) for b, t in near]):
             name = label_of(build)
             try:
                 self._gpu.add(name, build.candidate(), cold=self._kind == "cold")
@@ -142,17 +157,22 @@ class _Race:
             self._fail(name, entrants[name][1], error)
 
         rounds = Rounds(self._gpu, seed=self._spec.search.seed, fail=fail)
-        first_us = {name: time_of(trial) for name, (_, trial) in entrants.items()}
+        first_us = {name: first_of(trial) for name, (_, trial) in entrants.items()}
         launches = self._rounds(race, rounds, first_us)
         told = {}
+        whole = [race.rounds[name] for name in race.alive]
+        pace = pace_of([times for times in whole if times])
         for name, (_, trial) in entrants.items():
             self._drop(name)
             if name not in self._lost and race.rounds[name]:
                 facts = _facts(race, name) | {
                     "launches": launches[name],
-                    "launches_of_100_ms": round(_FULL_US / time_of(trial)),
+                    "launches_of_100_ms": round(_FULL_US / first_us[name]),
                 }
-                time_us = measured(race.rounds[name]).model_copy(update={"l2": self._kind})
+                times = race.rounds[name]
+                if len(times) < len(pace):  # it left while the card was faster, or slower
+                    times = [us / slow for us, slow in zip(times, pace, strict=False)]
+                time_us = measured(times).model_copy(update={"l2": self._kind})
                 first = settled_first(trial, time_us.median) if self._kind == "warm" else {}
                 told[name] = trial.with_(time_us=time_us, race=facts, **first)
                 self._put(told[name])

@@ -12,7 +12,7 @@ from fake_gpu import FakeGpu
 from attnsweep.build.observer import Observer
 from attnsweep.choose import finals
 from attnsweep.choose.finals import Finals, _pace
-from attnsweep.choose.race import RACE_US, behind_best, race
+from attnsweep.choose.race import RACE_US, behind_best, in_order, race
 from attnsweep.choose.ranking import rank
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.problem import Problem
@@ -152,8 +152,11 @@ def test_what_slows_all_rounds_alike_makes_nobody_noisy():
     steps = [1.0] * 8 + [1.3] * 7
     one, other, far = ([us * step for step in steps] for us in (10.0, 11.0, 12.0))
     assert _pace([one, other, far, [90.0] * 5]) == pytest.approx(steps)
-    assert _pace([one, other]) == [1.0] * 15  # two cannot tell who of them is noisy
     noisy = [12.0 * (1.5 if n % 2 else 1.0) for n in range(15)]
+    # Two tell what both share, and not who of them is noisy; one tells nothing.
+    assert _pace([one, other]) == pytest.approx(steps)
+    assert _pace([[10.0] * 15, noisy]) == [1.0] * 15
+    assert _pace([one, [10.0] * 5]) == [1.0] * 15
     assert _pace([one, other, far, noisy]) == pytest.approx(steps, rel=0.2)
 
 
@@ -375,7 +378,7 @@ def test_entry_looks_at_times_and_at_cycles_and_takes_the_nearer():
     slow = slow.with_(first_us=39.0, first_mhz=1395.0)
     assert behind_best([fast, slow]) == [1.0, 1.0]
     assert behind_best([fast, slow.with_(first_mhz=None)]) == [1.0, 1.3]
-    # The clock read beside the second is of another moment: it is as fast as the first.
+    # The clock read beside the second is one of another moment: it is as fast as the first.
     late = pair("1", 30.3)[1].with_(first_us=30.3, first_mhz=1980.0)
     assert behind_best([fast.with_(first_mhz=1380.0), late]) == pytest.approx([1.0, 1.01])
 
@@ -392,3 +395,81 @@ def test_a_slow_clock_at_its_first_time_keeps_no_candidate_out_of_the_race():
     run_finals(spec_of(), card, store, Notes(), checked)
     rows = {row.config["A"]: row for row in store.rows.values()}
     assert rows[0].race["survived"]
+
+
+class Slowing(Card):
+    """A card whose calls take 1.3 times as long after some looks at its state in race or finals."""
+
+    def __init__(self, *args, after, **options):
+        super().__init__(*args, **options)
+        self.phase, self.after, self.looks = "race", after, {"race": 0, "finals": 0}
+
+    def sample(self, name, kind):
+        slow = 1.3 if self.looks[self.phase] > self.after.get(self.phase, math.inf) else 1.0
+        return super().sample(name, kind) * slow
+
+    def replay(self, name, kind):
+        self.phase = "finals"
+        return super().replay(name, kind)
+
+    def conditions(self):
+        self.looks[self.phase] += 1
+        return {}
+
+
+def test_who_left_a_race_before_the_card_became_slow_is_no_faster_by_it():
+    medians = [30.0, 30.09, 30.18, *(30.0 * (1 + 0.02 * n) for n in range(1, 10))]
+    after = {"race": 14}
+    card = Slowing({f"k {n}": us for n, us in enumerate(medians)}, 0, noise=0.004, after=after)
+    checked = [pair(str(n), us) for n, us in enumerate(medians)]
+    spec = spec_of(finalists=2)
+    raced = race(checked, spec, card, put=lambda row: None, observer=Notes())
+    times = [trial.time_us.median for _, trial in raced]
+    rounds = {trial.race["rounds"] for _, trial in raced}
+    assert min(rounds) <= 12
+    assert max(rounds) >= 25  # half of them on a slow card
+    assert [us / times[0] for us in times] == pytest.approx([us / 30 for us in medians], rel=0.02)
+    assert [int(build.config.label) for build, _ in in_order(raced)][3:] == list(range(3, 12))
+
+
+def test_two_that_go_on_while_the_card_becomes_slow_are_not_noisy():
+    card = Slowing({f"k {n}": us for n, us in enumerate((30.0, 30.12, 33.0, 34.0))}, 0, noise=0.0,
+                   after={"finals": 20})  # fmt: skip
+    card.random = SimpleNamespace(gauss=lambda *_: 0.0, random=lambda: 0.5)
+    store = Rows()
+    run_finals(spec_of(), card, store, Notes(), [pair(str(n), 30.0) for n in range(4)])
+    rows = {row.config["A"]: row for row in store.rows.values()}
+    assert [len(rows[n].time_us.rounds) for n in range(4)] == [45, 45, 15, 15]
+    assert max(rows[0].time_us.rounds) > 1.25 * min(rows[0].time_us.rounds)
+    assert [rows[n].status for n in range(4)] == [Status.OK] * 4
+    ranking = rank(list(rows.values()), None)
+    assert [trial.config["A"] for trial in ranking["trial"]] == [0, 1, 2, 3]
+
+
+def test_who_may_win_is_confirmed_for_longest_though_the_card_became_slow():
+    class Card(Slowing, Confirming):
+        pass
+
+    card = Card({f"k {n}": us for n, us in enumerate((30.0, 30.12, 33.0, 34.0))}, 0, noise=0.0,
+                after={"finals": 20})  # fmt: skip
+    card.random = SimpleNamespace(gauss=lambda *_: 0.0, random=lambda: 0.5)
+    run_finals(spec_of(), card, Rows(), Notes(), [pair(str(n), 30.0) for n in range(4)])
+    assert card.longest_us == {"k 0": 2e5, "k 1": 5e4, "k 2": 5e3, "k 3": 5e3}
+
+
+def test_few_that_are_near_by_their_cycles_are_finalists_before_those_that_are_far():
+    # No race: one of two that are near was timed on a slow card, and three that are far were not.
+    first = [(30.0, 1980.0), (42.0, 1395.0), (39.0, 1980.0), (40.0, 1980.0), (41.0, 1980.0)]
+    checked = []
+    for number, (us, mhz) in enumerate(first):
+        build, trial = pair(str(number), us)
+        checked.append((build, trial.with_(first_us=us, first_mhz=mhz)))
+    chosen = finals.finalists_of(checked, 3)
+    assert [int(build.config.label) for build, _ in chosen] == [0, 1, 2]
+
+
+def test_entry_compares_first_times_whatever_an_earlier_run_ranked():
+    # Two rows are kept with eager times of 3 us, and one with those of a race on a hot card.
+    kept = [pair(str(n), 3.0)[1].with_(first_us=30.0) for n in (0, 1)]
+    hot = pair("2", 40.0)[1].with_(first_us=30.3)
+    assert behind_best([*kept, hot, pair("3", 30.6)[1]]) == pytest.approx([1, 1, 1.01, 1.02])

@@ -143,6 +143,20 @@ def test_the_fastest_peer_stays_in_the_rounds_however_slow_it_is():
     assert len(done.rows["flash_attn_3_fp8"].time_us.rounds) == 5
 
 
+def test_a_noisy_peer_that_is_slow_in_most_of_five_rounds_is_not_taken_for_a_slow_one():
+    """Four of five rounds look quiet, and too slow to stay: × base was then a slower peer's."""
+    factors = [1.0, *[1.4] * 4, 1.0, *[1.0, 1.4] * 5, *[1.0, 1.4] * 30]
+    times = {**OURS_THREE, "torch_cudnn": 11.5, "flash_attn_3": 14.0}
+    done = finals(Card(times, torch_cudnn=factors), [10.0, 10.5, 11.0])
+    row = done.rows["torch_cudnn"]
+    assert row.status is Status.NOISY
+    assert len(row.time_us.discarded) >= ROUNDS
+    ranking = rank(list(done.rows.values()), None)
+    assert set(ranking["best_baseline"]) == {"torch_cudnn"}
+    won = ranking[ranking["winner"]].iloc[0]
+    assert (won["ratio_of"], won["ratio_to_best_baseline"]) == ("bound", pytest.approx(1.15))
+
+
 def test_a_noisy_candidate_is_not_timed_again():
     card = Card({**OURS_THREE, "torch_cudnn": 12.0}, **{"k 2": NOISY})
     done = finals(card, [10.0, 10.5, 11.0])
