@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from attnsweep.build.measures import TILE
 from attnsweep.build.storage import Bits, stored, to_bits
 from attnsweep.build.threads import parallel
 from attnsweep.problem import SCALE_BLOCK, Problem, ceil_div
@@ -24,9 +25,6 @@ _FAR = 200.0
 _OCTAVES_K, _OCTAVES_V = 7.0, 3.5
 _OUTLIER = 8.0
 _CHANNELS_AN_OUTLIER = 32
-
-# Rows of a tile: common/judge.cu takes gains of this many rows together.
-TILE = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.build import fp8_sums
-from attnsweep.build.inputs import TILE as TILE
 from attnsweep.build.inputs import Case as Case
 from attnsweep.build.inputs import Inputs as Inputs
 from attnsweep.build.inputs import draw as draw
 from attnsweep.build.inputs import make_inputs as make_inputs
 from attnsweep.build.inputs import small_cases as small_cases
 from attnsweep.build.inputs import some_rows, tiles_of_rows
+from attnsweep.build.measures import HALF_ULP_OUT as HALF_ULP_OUT
+from attnsweep.build.measures import TILE as TILE
+from attnsweep.build.measures import TILT as TILT
+from attnsweep.build.measures import Measures as Measures
+from attnsweep.build.measures import by_chance as by_chance
+from attnsweep.build.measures import fitted_scale as fitted_scale
+from attnsweep.build.measures import measures as measures
+from attnsweep.build.measures import row_error as row_error
 from attnsweep.build.storage import E4M3_MAX, values_of
 from attnsweep.build.storage import INFINITY_BITS as INFINITY_BITS
 from attnsweep.build.storage import Bits as Bits
@@ -39,8 +46,6 @@ from attnsweep.problem import Problem
 # is that of sums of up to 2048 products in any order, and grows with the root of head_dim beyond:
 # PyTorch's paths err by 1e-7 to 3e-6 at 2048, by 7e-6 at 8192, one TF32 product by 3e-4.
 HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 5e-6}
-# Half an ulp of an output, as a share of it: what rounding to the dtype costs at most.
-HALF_ULP_OUT = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
 # The largest factor that all outputs may be wrong by. Rounding is unbiased: of 1,068 right
 # candidates on an H100 none used more than 51 % of it (benchmarks/refusals.py).
 SYSTEMATIC = {"fp16": 1e-4, "bf16": 1e-4, "fp32": 3e-6}
@@ -50,11 +55,10 @@ _SYSTEMATIC_FP8 = 1e-3
 # What sums may lose for each key, as tensor cores cut them towards 0: twice what was measured. At
 # 32,768 keys each of cuDNN, SDPA, Triton, FlashAttention-3 and ours lost 3.4e-5, at 8192 0.8e-5.
 _CUT_PER_KEY = 2e-9
-# A kernel multiplies probabilities by this before it rounds them to e4m3, so that more are normal;
-# by the second where the largest is not known, so that there is room for it.
-_P_SCALE, _P_SCALE_FROM_FIRST = 256.0, 8.0
-# The share by which `tilted` outputs have another scale, to tell a wrong scale from rounding.
-TILT = 2.0**-10
+# A kernel multiplies probabilities by this before it rounds them to e4m3, so that more are normal.
+_P_SCALE = 256.0
+# The same where the largest is not known, so that there is room for it.
+_P_SCALE_FROM_FIRST = 8.0
 # Log-sum-exps are float32 sums of float32 exponentials; flash_fwd_wgmma's are off by 2e-5 at most.
 _LSE_LIMIT = 1e-4
 # FLOPs of NumPy's reference of one case. On the device every row is judged; these rows prove the
@@ -67,9 +71,11 @@ _MOST = 9.0
 _LIMIT_ROWS = (256, 1024)
 # Rows that are computed at once: scores of 32,768 keys then take 32 MB.
 _BLOCK_ROWS = 128
-# Draws of hard inputs: what makes them hard is the same for all queries, so that the rows of a draw
-# err alike. Limits of two draws refused right kernels.
-_HARD_DRAWS = 16
+# Draws of hard inputs, and of fewer keys than a tile: what makes them hard, or those few values, is
+# the same for all queries, so that rows of a draw err alike. Limits of two refused right kernels.
+_DRAWS = 16
+# Errors of gains and scales that limits admit, in halves of a limit and standard errors: 5 of them.
+_BY_CHANCE = 2.5
 # Over fewer rows, rounding does not average out, and gains have no limit.
 _AVERAGES = 512
 
@@ -105,6 +111,8 @@ class Maths:
     """Exponents refer to the first key's score instead of the largest, within what fp16 or E4M3 can
     hold, as a kernel may that looks for no maximum: the largest probability is then rounded too,
     and in E4M3 more of the small ones are lost."""
+    tilted: bool = False
+    """The softmax scale is 1 + TILT times as large."""
     by_term: bool = False
     """In FP8, cut each product as the tensor cores do, not each sum of 32 alone. See fp8_sums."""
 
@@ -207,12 +215,12 @@ def _attend(
         return scores
 
     @cache
-    def exponentials(kind: Any, rounds_scores: int) -> tuple[npt.NDArray[Any], ...]:
+    def exponentials(kind: Any, rounds_scores: int, tilt: float) -> tuple[npt.NDArray[Any], ...]:
         """exp(score - largest), and by what to multiply it to refer to the first key."""
         scores = raw_scores(kind)
         if rounds_scores > 1:
             scores = round_to(scores, dtype).astype(kind)
-        scores = scores * kind(problem.scale)
+        scores = scores * kind(problem.scale * (1 + tilt))
         if rounds_scores:
             scores = round_to(scores, dtype).astype(kind)
         if hidden is not None:
@@ -234,7 +242,8 @@ def _attend(
             yield _attend_in_fp8(fp8_scores(one.by_term), v, problem, one)
             continue
         kind: Any = np.float32 if one.rounding and dtype == "fp32" else np.float64
-        p, to_first = exponentials(kind, one.rounds_scores if one.rounding else 0)
+        tilt = TILT if one.tilted else 0.0
+        p, to_first = exponentials(kind, one.rounds_scores if one.rounding else 0, tilt)
         if one.from_first:
             p = p * to_first
         total = p.sum(axis=1, keepdims=True)
@@ -295,37 +304,6 @@ def log_sum_exp(
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class Measures:
-    """How far an output is from float64, or how far it may be; each compared by `<=`.
-
-    A row's length is its expected norm, or a thousandth of the typical norm if that is more.
-    """
-
-    row: float
-    """Largest ‖out - expected‖ / length of a row."""
-    element: float
-    """Largest |out - expected| beyond half an ulp of `expected`, over length / sqrt(head_dim)."""
-    rms: float = 0.0
-    """Root of the mean square of the rows' errors: of all measures the surest of a precision."""
-    row_gain: float = 0.0
-    """Largest |gain| of a row: <out - expected, expected> / length², an error that scales it."""
-    tile_gain: float = 0.0
-    """|Mean gain| of TILE rows of a head: rounding averages out, a wrong factor does not."""
-    gain: float = 0.0
-    """|Mean gain| of all rows."""
-    scale: float = 0.0
-    """The change of the softmax scale that fits the error best, as a share of the scale."""
-
-    def shares(self, limits: Measures) -> dict[str, float]:
-        """Each measure as a share of its limit, those without a limit left out.
-
-        A NaN stays NaN, also of a limit, so that nothing is within it.
-        """
-        pairs = {f.name: (getattr(self, f.name), getattr(limits, f.name)) for f in fields(self)}
-        return {name: value / limit for name, (value, limit) in pairs.items() if limit != np.inf}
-
-
 # Multiples of the largest error in those rows, for scores that are not rounded and that are: the
 # whole output has up to a thousand times as many rows. benchmarks/accuracy.py prints how much of
 # each limit kernels and peers use.
@@ -333,51 +311,6 @@ _TIMES = (
     Measures(row=2, element=3, rms=1.3, row_gain=3, tile_gain=4, gain=1, scale=2),
     Measures(row=3, element=3, rms=1.3, row_gain=5, tile_gain=4, gain=2, scale=4),
 )
-
-
-def measures(
-    out: npt.NDArray[Any],
-    expected: Float,
-    dtype: str,
-    tilted: Float | None = None,
-) -> Measures:
-    """Measures of an output (batch, heads, rows, head_dim); NaN if any element is NaN.
-
-    tilted: the expected output at the scale (1 + TILT) * scale.
-    """
-    difference = out.astype(np.float64, copy=False) - expected
-    squares = np.einsum("...d,...d->...", expected, expected)
-    length = np.maximum(np.sqrt(squares), 1e-3 * float(np.sqrt(np.mean(squares))))
-    off = np.sqrt(np.einsum("...d,...d->...", difference, difference)) / length
-    beyond = np.maximum(np.abs(difference) - HALF_ULP_OUT[dtype] * np.abs(expected), 0).max(-1)
-    gains = np.einsum("...d,...d->...", difference, expected) / length**2
-    edges = np.arange(0, gains.shape[-1], TILE)
-    rows = np.diff(edges, append=gains.shape[-1])
-    scale = 0.0
-    if tilted is not None:
-        slope = tilted - expected
-        scale = TILT * float((difference * slope).sum()) / float((slope * slope).sum() or 1.0)
-    return Measures(
-        row=float(off.max()),
-        element=float((beyond / length).max()) * math.sqrt(expected.shape[-1]),
-        rms=float(np.sqrt(np.mean(off**2))),
-        row_gain=float(np.abs(gains).max()),
-        tile_gain=float((np.abs(np.add.reduceat(gains, edges, axis=-1)) / rows).max()),
-        gain=abs(float(gains.mean())),
-        scale=abs(scale),
-    )
-
-
-def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
-    """Largest ‖out - expected‖ / ‖expected‖ over rows; NaN if any element is NaN.
-
-    A row whose expected norm is under a thousandth of the typical one is divided by that.
-    """
-    norms = np.sqrt(np.einsum("...d,...d->...", expected, expected))
-    floor = 1e-3 * float(np.sqrt(np.mean(norms.astype(np.float64) ** 2)))
-    difference = out.astype(expected.dtype, copy=False) - expected
-    errors = np.sqrt(np.einsum("...d,...d->...", difference, difference))
-    return float((errors / np.maximum(norms, floor)).max())
 
 
 def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Measures:
@@ -402,11 +335,10 @@ def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Meas
         raise ArithmeticError(f"the rounded maths of {case.label} has no finite error")
     if case.inputs != "normal" or problem.batch * problem.heads * problem.seqlen_q < _AVERAGES:
         return Measures(row, element, *[np.inf] * 5)
-    gain, scale = SYSTEMATIC[dtype], SYSTEMATIC[dtype]
+    # In FP8 sums are cut towards 0, and shrink the more the longer they are: `same` shows it.
+    off = _SYSTEMATIC_FP8 if problem.scaled else SYSTEMATIC[dtype]
     cut = 0.0 if problem.scaled else _CUT_PER_KEY * problem.seqlen_k
-    if problem.scaled:  # this maths cuts sums itself
-        gain, scale = max(_SYSTEMATIC_FP8, 2 * same.gain), max(_SYSTEMATIC_FP8, 2 * same.scale)
-    # A row in FP8 may hang on one weight: then its error is a gain.
+    # A row in FP8 may hang on one rounded weight: then its error is a gain.
     row_gain = max(times.row_gain * same.row_gain, row if problem.scaled else half / 2)
     return Measures(
         row,
@@ -414,8 +346,8 @@ def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Meas
         max(times.rms * same.rms, half if dtype == "fp32" else half / 4),
         row_gain + cut,
         max(times.tile_gain * same.tile_gain, half / 8) + cut,
-        times.gain * gain + cut,
-        times.scale * scale,
+        max(times.gain * off, 2 * same.gain) + cut,
+        max(times.scale * off, 2 * same.scale),
     )
 
 
@@ -461,29 +393,52 @@ def same_maths(case: Case, rounds_scores: int) -> Measures:
 
 def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
     """Measures of `same_maths` after each draw of inputs: none falls, and the last are its own."""
+    in_all = case.problem.batch * case.problem.heads * case.problem.seqlen_q
     case = _few_heads(case)  # 7.5 s less at (4,16,4096,128)
     rounds_scores = rounded_scores(case.problem, rounds_scores)
     problem, heads = case.problem, case.problem.heads
     found: list[Measures] = []
     rows_seen, seed = 0, 0
     wanted = _LIMIT_ROWS[case.inputs == "normal" and problem.seqlen_q >= TILE]
-    ways = [EXACT, Maths(True, rounds_scores), Maths(True, rounds_scores, from_first=True)]
-    draws = _HARD_DRAWS if case.inputs != "normal" else 1
-    while rows_seen < wanted or seed < draws:
+    few = case.inputs != "normal" or problem.seqlen_k < TILE
+    rounded = _in_fp8(case) if problem.scaled else Maths(True, rounds_scores)
+    ways = [EXACT, rounded, replace(rounded, from_first=True)]
+    if case.inputs == "normal" and _takes_scale(problem, in_all, rounds_scores):
+        ways.append(replace(EXACT, tilted=True))
+    while rows_seen < wanted or (few and seed < _DRAWS):
         inputs = make_inputs(case, 1000 + seed)
         rows = some_rows(case, seed, wanted // heads)
-        tilted = None
-        if problem.scaled:  # the scale of scores is q's
-            ways[1:] = [_in_fp8(case), replace(_in_fp8(case), from_first=True)]
-            other = inputs | {"q_scale": inputs["q_scale"] * np.float32(1 + TILT)}
-            tilted = reference(other, problem, rows)
-        exact, largest, *firsts = references(inputs, problem, rows, ways)
-        found.append(measures(largest, exact, problem.out_dtype, tilted))
-        for first in firsts:  # the largest weight is rounded too, which counts where few do
-            one = measures(first, exact, problem.out_dtype)
-            few = problem.scaled or case.inputs != "normal"
-            found.append(one if few else replace(one, row=0.0))
+        exact, largest, first, *rest = references(inputs, problem, rows, ways)
+        tilted = rest[0] if rest else None
+        for out in (largest, first):
+            one = measures(out, exact, problem.out_dtype, tilted)
+            gain, scale = (_BY_CHANCE * off for off in by_chance(out, exact, tilted, in_all))
+            if problem.scaled:  # cut sums shrink: that is no chance
+                gain, scale = max(one.gain, gain), max(one.scale, scale)
+            # It counts only where few weights do that the largest is rounded too.
+            row = one.row if few or problem.scaled or out is largest else 0.0
+            found.append(replace(one, row=row, gain=gain, scale=scale))
         found = [Measures(*(max(getattr(x, f.name) for x in found) for f in fields(Measures)))]
         yield found[0]
         rows_seen += heads * len(rows)
         seed += 1
+
+
+def _takes_scale(problem: Problem, rows: int, rounds_scores: int) -> bool:
+    """Whether `scale` is measured, which it is of small cases, and not as what rounding costs."""
+    return problem.scaled or (rows <= _LIMIT_ROWS[1] and not rounds_scores)
+
+
+@lru_cache(maxsize=16)
+def scale_of_rounding(case: Case, seed: int, rounds_scores: int) -> float:
+    """The change of the softmax scale that fits what rounding the scores of these inputs costs.
+
+    In bf16 it has a standard error of 2e-4, half the limit, but is the same for all right kernels.
+    """
+    rounds_scores = rounded_scores(case.problem, rounds_scores)
+    if case.problem.scaled or not rounds_scores:
+        return 0.0
+    ways = [EXACT, replace(EXACT, tilted=True), Maths(True, rounds_scores)]
+    rows = np.arange(case.problem.seqlen_q)
+    exact, tilted, out = references(make_inputs(case, seed), case.problem, rows, ways)
+    return fitted_scale(out - exact, tilted - exact)

@@ -449,11 +449,13 @@ class Fixture:
         label = self.case.label
         limits = numerics.limits(self.case, rounds_scores)
         values = found.values
+        often = rounds_scores if values["tilt_norm"] > 0 else 0  # of small cases alone
+        of_rounding = numerics.scale_of_rounding(self.case, self._seed, often)
         taken = Measures(
             **{name: values[name] for name in ("row", "element", "row_gain", "tile_gain")},
             rms=float(np.sqrt(values["squares"] / self.rows)),
             gain=abs(values["gains"]) / self.rows,
-            scale=TILT * abs(values["tilt"]) / (values["tilt_norm"] or 1.0),
+            scale=abs(TILT * values["tilt"] / (values["tilt_norm"] or 1.0) - of_rounding),
         )
         shares = taken.shares(limits)
         accuracy = Accuracy(
@@ -476,11 +478,9 @@ class Fixture:
         over = [name for name, share in shares.items() if not share <= 1]  # so that NaN fails
         if over:
             name = over[0]  # the error of a row says most
-            row = int(values["row_at"])
-            at = f"row {row % self.case.problem.seqlen_q} of head "
-            at += f"{row // self.case.problem.seqlen_q}"
+            head, row = divmod(int(values["row_at"]), self.case.problem.seqlen_q)
             value, limit = getattr(taken, name), getattr(limits, name)
-            said = _SAID[name].format(value=value, limit=limit, at=at)
+            said = _SAID[name].format(value=value, limit=limit, at=f"row {row} of head {head}")
             raise WrongResult(f"{said} ({label})", accuracy)
         if found.lse and not found.lse <= (most := numerics.lse_limit(self.case)):
             said = f"log-sum-exp off by {found.lse:.1e}, over the limit {most:.0e}"

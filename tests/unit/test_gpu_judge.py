@@ -33,7 +33,7 @@ class Judge:
 def fixture_of(heads_kv=4, parts=8):
     made = Fixture.__new__(Fixture)
     made.case, made.judge, made.mix, made.rows = Case(PROBLEM), Judge(), PLAIN, ROWS
-    made._rng, made._mix = np.random.default_rng(0), None
+    made._seed, made._rng, made._mix = 0, np.random.default_rng(0), None
     made._heads_kv, made.parts = heads_kv, parts
     made.buffers = {name: name for name in "qkvo"}
     return made
@@ -88,6 +88,25 @@ def test_each_measure_over_its_limit_is_refused_in_its_words(name, words, times,
     assert refused.value.detail == f"{said} ({PROBLEM.label}, normal)"
     share = refused.value.accuracy.shares[name]
     assert math.isnan(share) if math.isnan(times) else share == pytest.approx(times, rel=1e-2)
+
+
+def test_a_scale_is_judged_without_what_rounding_the_scores_of_these_inputs_makes_of_it(
+    fixture, monkeypatch
+):
+    def scale_of_rounding(case, seed, rounds_scores):
+        return -3e-4 * rounds_scores
+
+    monkeypatch.setattr(numerics, "scale_of_rounding", scale_of_rounding)
+    for scale, rounds_scores, share in ((4e-4, 1, 0.5), (6e-4, 2, 0.0), (-1e-4, 0, 0.5)):
+        accuracy = fixture.accuracy(Found(finding(scale=scale), {}), rounds_scores)
+        assert accuracy.shares["scale"] == pytest.approx(share)
+    with pytest.raises(WrongResult, match=r"scale is off by 3\.00e-04"):
+        fixture.accuracy(Found(finding(scale=0.0), {}), 1)
+    # The timed problem has no other scale to compare with, and is too large to compute it.
+    monkeypatch.setattr(numerics, "scale_of_rounding", lambda case, seed, often: 1 / (1 - often))
+    timed = finding(scale=0.0) | {"tilt_norm": 0.0}
+    with pytest.raises(WrongResult, match="scale"):  # 1: it was asked for none
+        fixture.accuracy(Found(timed, {}), 1)
 
 
 def test_of_several_the_error_of_a_row_is_named(fixture):
