@@ -48,8 +48,8 @@ def label_of_row(trial: Trial) -> str:
 def at_pace(trials: Sequence[Trial]) -> dict[int, float]:
     """The time of each row of a problem, in µs, at the usual pace of its session's rounds; by id.
 
-    That is the median of a row that was in all rounds. Of one that left, or came, it is that of its
-    rounds over their pace: the median of what those in all rounds took over their own medians.
+    That is the median of a row that was in all rounds. That of one that left, or came, is divided
+    by what those in all rounds took in the same ones, relative to their own medians.
 
     A row without rounds was timed in another state: on a hot H100 rounds took up to 1.3 times as
     long as first times, and candidates that never raced seemed 20 % faster than the finalists. Its
@@ -93,12 +93,15 @@ def rounds_at_pace(trial: Trial, pace: Sequence[float]) -> list[float]:
 
 
 def _of_session(rows: Sequence[Trial]) -> dict[int, float]:
-    pace = pace_of_rounds(rows)
     us = {id(t): t.time_us.median if t.time_us is not None else math.inf for t in rows}
     timed = [t for t in rows if rounds_of(t)]
-    for trial in timed if pace else ():
-        if len(rounds_of(trial)) < len(pace):
-            us[id(trial)] = median(rounds_at_pace(trial, pace))
+    count = max(map(last_round, timed), default=0)
+    whole = [rounds_of(t) for t in timed if len(rounds_of(t)) == count]
+    for trial in timed:
+        begin, end = first_round(trial), last_round(trial)
+        if whole and end - begin < count:
+            # One factor for all that ran the same rounds, whose medians compare as they are.
+            us[id(trial)] /= median(median(each[begin:end]) / median(each) for each in whole)
     scales: list[tuple[Callable[[Trial], float | None], float]] = []
     for first in (lambda t: t.first_us, _first_cycles):
         known = [us[id(t)] / value for t in timed if (value := first(t))]
