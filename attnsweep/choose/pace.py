@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from attnsweep.trial import Trial
+
+# Rounds whose paces are closer, but for an eighth at either end, are those of one steady card.
+_STEADY = 1.05
 
 
 def time_kind(trial: Trial) -> str:
@@ -97,9 +100,14 @@ def _of_session(rows: Sequence[Trial]) -> dict[int, float]:
     timed = [t for t in rows if rounds_of(t)]
     count = max(map(last_round, timed), default=0)
     whole = [rounds_of(t) for t in timed if len(rounds_of(t)) == count]
+    pace = _steps(whole)
     for trial in timed:
         begin, end = first_round(trial), last_round(trial)
-        if whole and end - begin < count:
+        if pace and end <= count:
+            us[id(trial)] = median(
+                us / slow for us, slow in zip(rounds_of(trial), pace[begin:end], strict=True)
+            )
+        elif whole and end - begin < count:
             # One factor for all that ran the same rounds, whose medians compare as they are.
             us[id(trial)] /= median(median(each[begin:end]) / median(each) for each in whole)
     scales: list[tuple[Callable[[Trial], float | None], float]] = []
@@ -121,6 +129,24 @@ def _of_session(rows: Sequence[Trial]) -> dict[int, float]:
         return max(least, of(other, seen | {id(trial)}) * _behind(trial.race))
 
     return {id(trial): of(trial, frozenset()) for trial in rows}
+
+
+def _steps(whole: Sequence[Sequence[float]]) -> list[float]:
+    """The pace of each round, 1 in the middle, on a card with several; empty for a steady card.
+
+    Where half of the rounds were slow, the medians of two rows may be of either half. Geometric
+    means are of both.
+    """
+    means = [math.exp(fmean(map(math.log, times))) for times in whole]
+    pace = [
+        median(us / mean for us, mean in zip(this, means, strict=True))
+        for this in zip(*whole, strict=True)
+    ]
+    ordered = sorted(pace)
+    if len(pace) < 4 or ordered[-1 - len(pace) // 8] < _STEADY * ordered[len(pace) // 8]:
+        return []
+    usual = median(median(times) / mean for times, mean in zip(whole, means, strict=True))
+    return [each / usual for each in pace]
 
 
 def _first_cycles(trial: Trial) -> float | None:

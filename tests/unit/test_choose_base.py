@@ -356,3 +356,19 @@ def test_another_kind_of_time_parts_no_tie(kind: str) -> None:
         alike = [ours([100.0] * 5, n, energy_uj=energy, power_w=300.0) for n in (1, 2)]
     frame = rank([*alike, alone(130.0, 3, 130.0)], None)
     assert list(frame["rank"]) == [1, 1, 3]
+
+
+def test_rows_of_as_many_slow_as_fast_rounds_are_at_one_pace() -> None:
+    # Their medians are of either half, by chance: a slower row's of the fast one.
+    pace = [1.0] * 15 + [1.3] * 15
+    wobble = [0.001 * (n % 3 - 1) for n in range(30)]
+    rows = [
+        ours([us * slow * (1 + off) for slow, off in zip(pace, wobble, strict=True)], n)
+        for n, us in ((1, 100.0), (2, 103.0), (3, 101.0))
+    ]
+    rows[1] = rows[1].with_(time_us=rows[1].time_us.model_copy(update={"median": 103.2}))
+    base = peer("torch_cudnn", [112.0] * 15)
+    paced = at_pace([*rows, base])
+    assert paced[id(rows[1])] / paced[id(rows[0])] == pytest.approx(1.03, abs=2e-3)
+    assert paced[id(base)] / paced[id(rows[0])] == pytest.approx(1.12, abs=2e-3)
+    assert best(*rows, base)["trial"] is rows[0]
