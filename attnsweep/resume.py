@@ -62,8 +62,22 @@ class Kept:
             old = stored.get(row.key)
             if old is None or old.fingerprint != row.fingerprint:
                 return False
-        timed = [t.time_us for t in kept.values() if t.status is Status.OK]
-        return not timed or any(time.rounds for time in timed if time)
+        timed = [t for t in kept.values() if t.status is Status.OK]
+        return not timed or self._all_rounds(problem, [*kept.values()])
+
+    def _all_rounds(self, problem: Problem, kept: Sequence[Trial]) -> bool:
+        """Whether the last rounds of these rows are there, with all rows that took part in them.
+
+        Rows without that fact, of earlier versions, are believed to be all.
+        """
+        names = {_together(row).get("name") for row in kept if row.time_us and row.time_us.rounds}
+        if len(names) != 1:  # no rounds, or some of an earlier run that was added to
+            return False
+        (name,) = names
+        stored = (t for t in self._store.trials if t.problem == problem)
+        found = [_together(t) for t in stored if t.time_us and t.time_us.rounds]
+        same = [facts for facts in found if facts.get("name") == name]
+        return name is None or all(facts.get("rows") == len(same) for facts in same)
 
     def peers(self, problem: Problem) -> list[Trial]:
         """A row for each baseline, with the status for a baseline that cannot run."""
@@ -101,6 +115,11 @@ class Kept:
         parts += ("energy",) if settings.energy else ()
         parts += () if settings.max_error is None else (f"max_error {settings.max_error!r}",)
         return hashlib.sha256(repr((PROTOCOL, card, how, parts)).encode()).hexdigest()[:32]
+
+
+def _together(row: Trial) -> Mapping[str, Any]:
+    facts = row.conditions.get("together")
+    return facts if isinstance(facts, dict) else {}
 
 
 def retire(store: Store, kernels: Mapping[str, Kernel], observer: Observer) -> None:

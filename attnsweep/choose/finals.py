@@ -20,7 +20,7 @@ from attnsweep.choose.pace import pace_of
 from attnsweep.choose.prepared import prepared
 from attnsweep.choose.race import Pair, in_order, label_of, race, settled_first, time_of
 from attnsweep.choose.ranking import EQUIVALENT, middle_ratio, thrift
-from attnsweep.choose.rounds import Replay, Round, Rounds, measured
+from attnsweep.choose.rounds import Replay, Round, Rounds, measured, together
 from attnsweep.gpu.energy import Stretch
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
@@ -118,7 +118,7 @@ class Finals:
             if trial.time_us and trial.time_us.rounds and trial.key not in asked:
                 alone = trial.time_us.model_copy(update={"rounds": []})
                 self._keep(trial.with_(time_us=alone))
-        for trial in self._timed():
+        for trial in together(self._timed()):
             self._put(trial)
         return finalists
 

@@ -7,6 +7,7 @@ within a round. A round in another state of the card than the usual is repeated,
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnsweep.gpu.worker import Gpu, WorkerError
-from attnsweep.trial import Measurement
+from attnsweep.trial import Measurement, Trial
 
 # SM clocks further apart than this are two states: an H200's steps are 15 MHz of 1980, 0.8 %.
 SAME_CLOCK = 0.02
@@ -194,3 +195,13 @@ def measured(times: Sequence[float]) -> Measurement:
     """The median and the quartiles of one entry's rounds."""
     low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else [*times] * 3
     return Measurement(median=statistics.median(times), low=low, high=high, samples=len(times))
+
+
+def together(rows: Sequence[Trial]) -> list[Trial]:
+    """Rows that were timed in the same rounds, each with how many they are and a name for all.
+
+    They are stored one by one. If that is interrupted, a resumed run sees that some are missing.
+    """
+    rounds = [trial.time_us.rounds for trial in rows if trial.time_us]
+    facts = {"name": hashlib.sha256(repr(rounds).encode()).hexdigest()[:12], "rows": len(rows)}
+    return [trial.with_(conditions={**trial.conditions, "together": facts}) for trial in rows]

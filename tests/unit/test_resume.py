@@ -11,6 +11,7 @@ from samples import TEST_GPU, numbered
 
 from attnsweep import resume
 from attnsweep.build.candidate import Build
+from attnsweep.choose.rounds import together
 from attnsweep.choose.skips import Skip, Skips
 from attnsweep.family.declare import Config, discover
 from attnsweep.hardware import arch_named
@@ -137,6 +138,32 @@ def test_a_problem_is_whole_with_all_rows_the_baselines_and_rounds(
         fingerprint = kept.fingerprint(build)
         rows.append(build.row(status=status, time_us=time_us, fingerprint=fingerprint))
     assert kept_of(rows=rows)[0].whole(PROBLEM, [build]) is whole
+
+
+def test_rounds_whose_rows_were_not_all_stored_are_taken_again(build, tmp_path):
+    """A run that is killed between two rows of its finals has some with rounds and some without."""
+    arch = arch_named("sm_90a")
+    other = Build.of(
+        discover()["naive"], Config({"THREADS": 128}), PROBLEM, FakeCompiler(arch, tmp_path / "b")
+    )
+    kept, builds = kept_of()[0], [build, other]
+    bare = [b.row(status=Status.OK, time_us=ONCE, fingerprint=kept.fingerprint(b)) for b in builds]
+    peers = [row.with_(status=Status.OK) for row in kept.peers(PROBLEM)]
+    timed = together([row.with_(time_us=ROUNDS) for row in (*bare, *peers)])
+    later = ROUNDS.model_copy(update={"rounds": [7.0, 7.1]})
+    again = together([row.with_(time_us=later) for row in (*bare, *peers)])
+
+    def whole(*rows):
+        return kept_of(rows=rows)[0].whole(PROBLEM, builds)
+
+    assert whole(*timed)
+    assert not whole(timed[0], bare[1], peers[0])
+    assert not whole(timed[0], timed[1], peers[0])  # the baseline's is still that of before
+    assert not whole(again[0], *timed[1:])  # killed while a later run's rows replaced these
+    assert not whole(*again[:2], timed[2])
+    assert whole(*again)
+    assert kept_of(rows=[timed[0], bare[1], *timed[2:]])[0].whole(PROBLEM, [build]) is False
+    assert whole(*(row.with_(conditions={}) for row in timed))  # recorded before rows said so
 
 
 @pytest.mark.parametrize(
