@@ -24,6 +24,7 @@ from attnsweep.check.verdicts import (
     differences,
     other_card,
 )
+from attnsweep.choose.base import common_rounds
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.choose.ranking import rank
 from attnsweep.show.sentences import Row, Section, by_problem
@@ -200,25 +201,16 @@ def _compared(old: Section, new: Section) -> Iterator[Peer]:
 
 
 def _beside_winner(section: Section) -> dict[str, tuple[list[float], list[float]]]:
-    """Provider to the rounds of the winner and its own, paired by position."""
+    """Provider to the times of the winner and its own in the rounds that both ran."""
     won = section.winner
     if won is None:
         return {}
-    ours = won["trial"].time_us.rounds
     found = {}
     for row in section.rows:
-        trial = row["trial"]
-        same = (trial.recorded, trial.recorded_on, row["timed_as"]) == (
-            won["trial"].recorded,
-            won["trial"].recorded_on,
-            won["timed_as"],
-        )
-        if not (row["baseline"] and row["rank"] and same):
-            continue
-        # An entry that leaves the rounds early was in the first ones.
-        both = [*zip(ours, trial.time_us.rounds, strict=False)]
-        if len(both) >= _FEWEST_ROUNDS:
-            found[row["provider"]] = [us for us, _ in both], [us for _, us in both]
+        if row["baseline"] and row["rank"]:
+            ours, its = common_rounds(won["trial"], row["trial"])
+            if len(its) >= _FEWEST_ROUNDS:
+                found[row["provider"]] = ours, its
     return found
 
 

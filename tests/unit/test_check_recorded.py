@@ -107,6 +107,21 @@ def test_a_slow_baseline_is_paired_in_its_five_rounds():
     assert found.why == "no baseline has rounds in both runs, so the drift is unknown"
 
 
+def test_a_baseline_that_was_timed_again_is_paired_in_its_own_rounds():
+    """Its last series is of rounds 15 to 29, in which the clock was lower than before."""
+    pace = [1.0] * 15 + [1.2] * 15
+    ours = rounds(candidate("flash", 20.0, M=64), [20 * p for p in pace])
+    peer = rounds(baseline("torch_cudnn", 30.0), [30 * p for p in pace[15:]])
+    late = peer.with_(time_us=peer.time_us.model_copy(update={"first_round": 15}))
+    found = judged(run(ours, late), BEFORE)
+    assert found.verdict is Verdict.PASS
+    assert found.ratio == pytest.approx(1, rel=1e-3)
+    # Without a round in common there is no ratio, whatever the positions say.
+    apart = late.with_(time_us=late.time_us.model_copy(update={"first_round": 30}))
+    found = judged(run(ours, apart), BEFORE)
+    assert found.why == "no baseline has rounds in both runs, so the drift is unknown"
+
+
 def peers(*changes):
     return [regress.Peer(math.log(c), 0.0, 0.0, 1.0) for c in changes]
 
