@@ -53,6 +53,10 @@ class Card:
         """A round that does not count."""
         return TIME_US
 
+    def confirm(self, *_: object) -> int:
+        """Every call is right."""
+        return 0
+
     def add(self, name: str, candidate: object, *, cold: bool) -> None:
         """Nothing is loaded."""
 

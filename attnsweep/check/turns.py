@@ -25,6 +25,8 @@ from attnsweep.trial import Status
 
 # Rounds before the first that counts: clocks rise and caches fill.
 _WARMUP_ROUNDS = 2
+# Calls of the new code that are compared one by one when all is timed: as many as a winner's.
+_CONFIRM_US = 200_000.0
 RECORD = "record a baseline: attnsweep run SPEC --fresh, then attnsweep accept"
 
 
@@ -81,6 +83,7 @@ def compare(
     gpu: has their problem open. another: returns a new process with the problem open; it is called
     at least once, because the places of code and buffers can make one process slower than the next.
     budget_s: seconds of rounds in one process; all of them together take at most twice as many.
+    Raises Ended if one of them does not run, or if repeated calls of the new one differ.
     """
     each: list[PairResult] = []
     left_s = FEWEST * budget_s
@@ -98,6 +101,8 @@ def compare(
             decision = together(known).shows(slower)
         if not each[-1].enough:
             break
+    with _blamed_on("new"):
+        process.confirm("new", _CONFIRM_US)
     shown = PairResult(
         together(known) if known else None,
         statistics.median(one.old_us for one in each),
