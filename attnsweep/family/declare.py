@@ -399,7 +399,7 @@ class Kernel:
             raise KeyboardInterrupt(f"{where}: in {what} of {self.name}\n  {asked}") from error
         except BaseException as error:  # a user's declaration may raise anything, or exit
             raise KernelError(
-                f"{what} of {self.name} raised {type(error).__name__}: {error}",
+                f"{what} of {self.name} raised {_named(error)}",
                 where=_place(function, self.declared_at, error),
                 hint=f"config {args[0].label}, problem {args[1].label}",
             ) from error
@@ -425,6 +425,15 @@ def _place(function: object, otherwise: str, error: BaseException | None = None)
     return f"{file}:{line}"
 
 
+def _named(error: BaseException) -> str:
+    """`ValueError: no such tile`, or the name alone; a user's error may even fail to say itself."""
+    try:
+        said = str(error)
+    except Exception:
+        said = ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
 def load_kernel(path: Path) -> Kernel:
     """The `kernel` that one declaration file builds. Raises KernelError with the fault."""
     path = path.resolve()
@@ -445,7 +454,7 @@ def load_kernel(path: Path) -> Kernel:
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines.append(error.lineno)
         at = f"{path}:{lines[-1]}" if lines else str(path)
-        raise KernelError(f"{type(error).__name__}: {error}", where=at) from error
+        raise KernelError(_named(error), where=at) from error
     kernel = getattr(module, "kernel", None)
     if not isinstance(kernel, Kernel):
         raise KernelError(

@@ -285,6 +285,12 @@ ASKED = {
     "rule exits": (rule(EXIT), 8, "rule no of mine raised SystemExit: 0", ""),
     "rule raises": (rule("1 / 0"), 8, "rule no of mine raised ZeroDivisionError", ""),
     "rule ends a generator": (rule("raise GeneratorExit"), 8, "raised GeneratorExit", ""),
+    "rule raises what cannot be said": (
+        rule("raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})"),
+        8,
+        "rule no of mine raised Mute\n",
+        "config A=1",
+    ),
     "rule returns nothing": (rule("pass"), 6, "returned nothing", "return True to keep"),
     "rule returns text": (rule("return 'no'"), 6, "returned 'no'", "False to prune"),
     "stage exits": (returning(EXIT), 5, "stage fwd of mine raised SystemExit: 0", ""),
