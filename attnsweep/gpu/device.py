@@ -385,9 +385,10 @@ class Session:
             pynvml, card = self.nvml()
         except Exception:  # as above
             return {}
-        pci = pynvml.nvmlDeviceGetPciInfo(card)
-        found: dict[str, Any] = {"sku": f"{pci.pciDeviceId:08x}:{pci.pciSubSystemId:08x}"}
+        found: dict[str, Any] = {}
         with contextlib.suppress(pynvml.NVMLError):
+            pci = pynvml.nvmlDeviceGetPciInfo(card)
+            found["sku"] = f"{pci.pciDeviceId:08x}:{pci.pciSubSystemId:08x}"
             found["sku"] += f" {_text(pynvml.nvmlDeviceGetBoardPartNumber(card))}"
         with contextlib.suppress(pynvml.NVMLError):
             found["uuid"] = hashed(_text(pynvml.nvmlDeviceGetUUID(card)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
+from samples import TEST_GPU
 
 from attnsweep.build.launches import CompiledStage, Launches
 from attnsweep.family.declare import Launch
@@ -145,3 +147,51 @@ def test_a_capture_that_fails_is_ended(session):
     with contextlib.suppress(ValueError):
         Pipeline(session, plan(("fwd", 0)), [{"q": "a"}]).capture(1)
     assert session.log == ["begin", "end"]
+
+
+class NVMLError(Exception):
+    pass
+
+
+def nvml(**refused):
+    """NVML of one card. refused: functions that raise NVMLError."""
+    answers = {
+        "nvmlDeviceGetPciInfo": SimpleNamespace(pciDeviceId=0x233010DE, pciSubSystemId=0x16C110DE),
+        "nvmlDeviceGetBoardPartNumber": b"692-2G520-0200-000",
+        "nvmlDeviceGetUUID": "GPU-01234567-89ab",
+        "nvmlDeviceGetEnforcedPowerLimit": 700_000,  # milliwatts
+    }
+
+    def answer(name):
+        def asked(card):
+            if name in refused:
+                raise NVMLError
+            return answers[name]
+
+        return asked
+
+    module = SimpleNamespace(NVMLError=NVMLError, **{name: answer(name) for name in answers})
+    return SimpleNamespace(nvml=lambda: (module, "card"))
+
+
+def test_a_card_says_which_it_is_and_its_uuid_is_hashed():
+    found = device.Session.identity(nvml())
+    assert found["sku"] == "233010de:16c110de 692-2G520-0200-000"
+    assert found["power_limit_w"] == 700.0
+    assert found["uuid"]
+    assert "0123" not in found["uuid"]
+
+
+def test_what_a_card_does_not_tell_is_left_out_and_ends_nothing():
+    whole = device.Session.identity(nvml())
+    part = device.Session.identity(nvml(nvmlDeviceGetBoardPartNumber=True))
+    assert part == whole | {"sku": "233010de:16c110de"}
+    none = device.Session.identity(nvml(nvmlDeviceGetPciInfo=True, nvmlDeviceGetUUID=True))
+    assert none == {"power_limit_w": 700.0}
+
+
+def test_a_row_names_the_whole_machine():
+    facts = {"uuid": "hashed", "sku": "part", "power_limit_w": 700.0, "host": "a CPU"}
+    named = TEST_GPU.model_copy(update=facts).machine
+    own = ("gpu", "sm_count", "l2_bytes", "driver")
+    assert named == facts | {name: getattr(TEST_GPU, name) for name in own}

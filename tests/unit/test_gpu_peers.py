@@ -37,15 +37,18 @@ def inputs(problem=PROBLEM, copies=2, seed=0):
 
 
 def timed(ways, monkeypatch, torch, name="torch_flash"):
-    """prepare() with these ways to call a peer: name of a way to microseconds, or its error."""
-    clock, called = [0.0], []
+    """prepare() with these ways to call a peer: name of a way to microseconds, or its error.
+
+    A pair is the microseconds of a call that the host launches, and of one in a graph.
+    """
+    clock, called, captured = [0.0], [], [False]
 
     def way(label, us, spare):
         def forward(*_):
             called.append(label)
             if isinstance(us, Exception):
                 raise us
-            clock[0] += us
+            clock[0] += us[captured[0]] if isinstance(us, tuple) else us
             return label
 
         return Way(forward, spare=spare)
@@ -68,10 +71,10 @@ def timed(ways, monkeypatch, torch, name="torch_flash"):
             self.graph = graph
 
         def __enter__(self):
-            self.before = clock[0]
+            self.before, captured[0] = clock[0], True
 
         def __exit__(self, *_):
-            self.graph.us = clock[0] - self.before
+            self.graph.us, captured[0] = clock[0] - self.before, False
 
     torch.cuda.CUDAGraph, torch.cuda.graph = graph_of, Capture
     made = [way(label, us, spare=label.startswith("spare")) for label, us in ways.items()]
@@ -83,6 +86,11 @@ def timed(ways, monkeypatch, torch, name="torch_flash"):
 def test_the_fastest_of_several_ways_is_taken_and_those_that_fail_are_none(torch, monkeypatch):
     ways = {"a": 40.0, "b": RuntimeError("out of resources"), "c": 10.0, "d": 12.0, "e": 11.0}
     assert timed(ways, monkeypatch, torch)[0] == "c"
+
+
+def test_ways_are_compared_in_graphs_as_they_are_then_timed(torch, monkeypatch):
+    ways = {"a": (10.0, 9.0), "launched slowly": (80.0, 4.0), "b": (12.0, 8.0), "c": (9.0, 9.0)}
+    assert timed(ways, monkeypatch, torch)[0] == "launched slowly"
 
 
 def test_a_spare_way_is_tried_only_if_none_before_it_works(torch, monkeypatch):
@@ -150,6 +158,17 @@ def test_flash_attention_3_comes_from_either_package(torch, monkeypatch):
     installed(monkeypatch, forward_only)
     flash_3(torch, dtype="bf16")
     assert forward_only.calls
+
+
+def test_flash_attention_3_may_split_the_keys_where_queries_are_few(torch, monkeypatch):
+    whole = Attention("flash_attn_interface")
+    installed(monkeypatch, whole)
+    ways = WAYS["flash_attn_3"](torch, PROBLEM, Session([0.0]))
+    for way in ways:
+        way.forward(*inputs()[0].values())
+    assert [options.get("num_splits") for _, options in whole.calls] == [None, 0]
+    square = Problem(2, 8, 2, 128, 128, 64, "fp16", True)
+    assert len(WAYS["flash_attn_3"](torch, square, Session([0.0]))) == 1
 
 
 def test_what_one_package_cannot_do_the_other_does(torch, monkeypatch):
