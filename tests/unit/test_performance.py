@@ -136,6 +136,13 @@ def test_the_table_of_systems_says_which_figure_was_timed_once():
     assert times in {f"{row['time_us']['median'] / 16:.2f}" for row in once}
 
 
+def test_every_benchmark_that_a_card_ran_says_by_which_protocol():
+    page = (docs.ROOT / "docs" / "benchmarks.md").read_text()
+    measured = [line for line in page.splitlines() if "NVRTC" in line and "python benchm" in line]
+    assert len(measured) > 5
+    assert all(re.search(r", (before )?protocol \d\.$", line) for line in measured), measured
+
+
 def test_stale_pages_are_named_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     monkeypatch.setattr(docs, "pages", lambda book: iter([("a.md", "new\n"), ("b.md", "b\n")]))
