@@ -14,6 +14,7 @@ import pytest
 from attnsweep import ratio_interval
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
+import claims
 from records import Book
 
 import docs
@@ -141,6 +142,20 @@ def test_every_benchmark_that_a_card_ran_says_by_which_protocol():
     measured = [line for line in page.splitlines() if "NVRTC" in line and "python benchm" in line]
     assert len(measured) > 5
     assert all(re.search(r", (before )?protocol \d\.$", line) for line in measured), measured
+
+
+@pytest.mark.parametrize(
+    ("of", "status", "over", "ratio", "marks"),
+    [
+        ("rounds", "ok", False, "**1.25** (1.20 to 1.30)", ""),
+        ("bound", "noisy", False, "at least **1.25**", ", noisy"),
+        ("medians", "ok", True, "**1.25** (of medians)", ", over the limit"),
+    ],
+)
+def test_pages_mark_a_peer_that_is_noisy_or_over_the_limit(of, status, over, ratio, marks):
+    macros = claims.ENV.get_template("macros.md").module
+    assert macros.ratio({"of": of, "ratio": 1.25, "low": 1.2, "high": 1.3}) == ratio
+    assert macros.marks({"status": status, "over_limit": over}) == marks
 
 
 def test_stale_pages_are_named_and_written(tmp_path, monkeypatch, capsys):

@@ -439,6 +439,14 @@ def test_the_best_of_ours_is_no_winner_where_a_peer_is_faster() -> None:
     assert "- best of ours; flash_attn_3 is faster (1.12×): three_kernel" in markdown
 
 
+def test_a_ratio_that_is_a_bound_or_of_medians_is_marked() -> None:
+    ours, peer = candidate("flash", 20.0), baseline("torch_cudnn", 30.0)
+    once = peer.with_(time_us=peer.time_us.model_copy(update={"rounds": []}))
+    for marked, mark in ((peer.with_(status=Status.NOISY), "≥1.5"), (once, "~1.5"), (peer, "1.5")):
+        header, first, *_ = table(printed(full_run(trials=[ours, marked])))
+        assert first[header.index("× base")].startswith(mark)
+
+
 def test_a_tie_with_a_peer_or_a_peer_of_another_format_is_still_won() -> None:
     run = full_run()
     for peer in (baseline("torch_flash", 28.1), baseline("flash_attn_3_fp8", 20.0)):
