@@ -63,13 +63,14 @@ def recordings(run: Run) -> Iterator[tuple[Trial, Run]]:
 
 
 def pairs(runs: list[Run]) -> list[tuple[Run, Run, Trial]]:
-    """Two recordings of one winner on one GPU, the older first, and the winner of the newer."""
+    """Two recordings of one winner on one GPU by one protocol, in order, and its newer row."""
     found: dict[object, dict[object, tuple[Trial, Run]]] = {}
     for run in runs:
         if run.environment is None:
             continue
         for winner, rows in recordings(run):
-            what = (run.environment.gpu, winner.problem, winner.kernel, str(winner.config))
+            where = run.environment.gpu, run.environment.protocol
+            what = (where, winner.problem, winner.kernel, str(winner.config))
             once = (*winner.time_us.rounds,) if winner.time_us else ()
             found.setdefault(what, {})[once] = (winner, rows)
     out = []

@@ -23,6 +23,7 @@ from attnsweep.check.verdicts import (
     change,
     differences,
     other_card,
+    other_protocol,
 )
 from attnsweep.choose.base import common_rounds
 from attnsweep.choose.evidence import ratio_interval
@@ -57,7 +58,8 @@ def compare(old: Run, new: Run, *, slower: float) -> Comparison:
     """
     before = {s.problem: s for s in by_problem(rank(old.trials, old.environment), old.environment)}
     after = {s.problem: s for s in by_problem(rank(new.trials, new.environment), new.environment)}
-    control = other_card(old.environment, new.environment)
+    both = old.environment, new.environment
+    control = other_card(*both) or other_protocol(*both)
     findings = [
         _judge(section, after.get(problem), slower, control) for problem, section in before.items()
     ]

@@ -249,6 +249,14 @@ def other_card(old: Environment | None, new: Environment | None) -> str | None:
     return None
 
 
+def other_protocol(old: Environment | None, new: Environment | None) -> str | None:
+    """The reason why the times of two runs were taken by other rules, or None."""
+    if old is None or new is None or old.protocol == new.protocol:
+        return None
+    by = [f"protocol {run.protocol}" if run.protocol else "one before 4" for run in (old, new)]
+    return f"timed by another protocol: {by[0]}, then {by[1]}; record the older run anew"
+
+
 def differences(old: Environment | None, new: Environment | None) -> list[str]:
     """`driver 580 → 590`: differences between two environments that could matter."""
     if old is None or new is None:

@@ -317,6 +317,19 @@ def test_in_what_the_runs_differ_is_listed():
     assert found.differences == ("driver 580.95.05 → 590.1", "torch absent → 2.9")
 
 
+def test_times_of_another_protocol_are_not_compared():
+    """Under protocol 3 a call could begin before the one ahead of it had ended."""
+    runs = [
+        run(*BEFORE.trials, environment=H200.model_copy(update={"protocol": p})) for p in (3, 4)
+    ]
+    slower = run(candidate("flash", 25.0, M=64), baseline("torch_cudnn", 30.0))
+    for before, after in (runs, (slower, runs[1])):
+        found = judged(before, after)
+        assert found.verdict is Verdict.INCONCLUSIVE
+        assert found.why.startswith("timed by another protocol: ")
+        assert found.why.endswith(", then protocol 4; record the older run anew")
+
+
 @pytest.mark.parametrize(
     ("verdicts", "code"),
     [
