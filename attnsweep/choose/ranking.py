@@ -26,6 +26,8 @@ MARGIN = 1.1
 # Candidates closer than this are equally good. It is above the intended noise floor, 0.3 %
 # (benchmarks/noise.py), and below the intended regret, 0.5 % (benchmarks/stability.py).
 EQUIVALENT = 1.004
+# A median is that of its rounds, which are stored to four digits: 1e-4 of the shortest.
+_CONTRADICTS = 1e-3
 # Order of the rows after the ranked ones: first those that ran, last those that never did.
 _AFTER = [
     Status.DAMAGED,
@@ -128,6 +130,9 @@ def judged(trial: Trial) -> tuple[Status, str | None]:
     for name, us in times.items():
         if not 0 < us < math.inf:  # no sweep writes such a time, and NaN compares as false
             return Status.DAMAGED, f"says ok, but {name} is {us}"
+    if time.rounds and not abs(time.median / float(np.median(time.rounds)) - 1) < _CONTRADICTS:
+        told = f"says ok, but its median is {time.median:g} and that of its rounds "
+        return Status.DAMAGED, f"{told}{float(np.median(time.rounds)):g}"
     return trial.status, trial.detail
 
 

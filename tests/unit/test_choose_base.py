@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import statistics
 from collections.abc import Sequence
 
 import pytest
@@ -22,7 +23,7 @@ from attnsweep.trial import Accuracy, Energy, Measurement, Status, Trial
 def timed(rounds: Sequence[float], **changes: object) -> Measurement:
     ordered = sorted(rounds)
     time = Measurement(
-        median=ordered[len(ordered) // 2],
+        median=statistics.median(ordered),
         low=ordered[len(ordered) // 4],
         high=ordered[3 * len(ordered) // 4],
         samples=len(rounds),
@@ -134,7 +135,7 @@ def test_a_noisy_peer_bounds_the_ratio_and_is_never_dropped_in_silence() -> None
         assert "at least 1.20× torch_cudnn, the fastest peer" in text
         assert "torch_cudnn stayed noisy: × base takes its fastest round, 12.00 µs" in text
     page = to_markdown(rank(rows, None), None)
-    assert "| – | torch_cudnn | base, noisy | 29.00" in page
+    assert "| – | torch_cudnn | base, noisy | 21.00" in page
     assert "stayed noisy" in page
 
 
@@ -372,3 +373,14 @@ def test_rows_of_as_many_slow_as_fast_rounds_are_at_one_pace() -> None:
     assert paced[id(rows[1])] / paced[id(rows[0])] == pytest.approx(1.03, abs=2e-3)
     assert paced[id(base)] / paced[id(rows[0])] == pytest.approx(1.12, abs=2e-3)
     assert best(*rows, base)["trial"] is rows[0]
+
+
+@pytest.mark.parametrize(("median_us", "status"), [(6.0, "ok"), (6.00001, "ok"), (1e-9, "damaged")])
+def test_a_median_that_is_not_that_of_its_rounds_is_damage(median_us: float, status: str) -> None:
+    row = ours([6.0, 6.1, 5.9])
+    changed = row.with_(time_us=timed([6.0, 6.1, 5.9], median=median_us))
+    found, why = judged(changed)
+    assert found == status
+    assert (why is None) is (status == "ok")
+    if why is not None:
+        assert why == "says ok, but its median is 1e-09 and that of its rounds 6"

@@ -1,6 +1,7 @@
 import itertools
 import math
 import random
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ NAN, INFINITY = float("nan"), float("inf")
 def timed(rounds: Sequence[float]) -> Measurement:
     ordered = sorted(rounds)
     return Measurement(
-        median=ordered[len(ordered) // 2],
+        median=statistics.median(ordered),
         low=ordered[len(ordered) // 4],
         high=ordered[3 * len(ordered) // 4],
         samples=len(rounds),
@@ -75,9 +76,6 @@ def places(*trials: Trial) -> dict[str, object]:
 
 def smem(nbytes: int, registers: int = 128) -> Resources:
     return Resources(registers=registers, spill_bytes=0, smem_bytes=nbytes, occupancy=0.25)
-
-
-# -- ties -----------------------------------------------------------------------------------
 
 
 def test_the_sign_interval_leaves_out_what_the_binomial_allows() -> None:
