@@ -108,7 +108,7 @@ NONSENSE = {
 @pytest.mark.parametrize("program", NONSENSE.values(), ids=NONSENSE)
 def test_a_process_that_gives_no_answer_is_done_without(program, ahead, monkeypatch):
     monkeypatch.setattr(known_ahead, "_COMMAND", [sys.executable, "-c", program])
-    monkeypatch.setattr(known_ahead, "_LONGEST_S", 3.0)
+    monkeypatch.setattr(known_ahead, "_LONGEST_S", 1.0)
     equal(ahead.take(PROBLEM, 3), Answer.of(PROBLEM, 3))
     assert ahead.rounding(PROBLEM, 1) == rounding(PROBLEM, 1)
 
