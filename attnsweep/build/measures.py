@@ -102,7 +102,7 @@ def fitted_scale(difference: Float, slope: Float) -> float:
 def by_chance(
     out: npt.NDArray[Any], expected: Float, tilted: Float | None, rows: int
 ) -> tuple[float, float]:
-    """Standard errors of `gain` and `scale` of so many rows, if each errs by itself, like these."""
+    """Standard errors of `gain` and `scale` over this many rows, if rows err independently."""
     difference = out.astype(np.float64, copy=False) - expected
     squares = np.einsum("...d,...d->...", expected, expected)
     floor = 1e-6 * float(np.mean(squares))

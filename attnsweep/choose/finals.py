@@ -180,7 +180,7 @@ class Finals:
         """Check our entries again, those that may win for longer; the wrong ones leave."""
         kind, pace = self._spec.measure.timed_by, self._pace()
         ours = [name for name, trial in self._entries.items() if trial.provider == OURS]
-        # Of those that left early at the pace of all rounds, or the card's best minute would win.
+        # Entries that left early count at the pace of all rounds: they may have met a fast card.
         us = {name: _at_pace(self._samples[name][kind], None, pace).median for name in ours}
         ours.sort(key=lambda name: us[name])
         near = [name for name in ours if us[name] <= _NEAR * us[ours[0]]]

@@ -77,7 +77,7 @@ class _Seat:
     """How many children it has had; what another than the last one told does not count."""
     environment: Environment | None = None
     uuid: str | None = None
-    """Of the card that its children had, as in rows."""
+    """The UUID of the card that its children had, as rows have it."""
     task: Task | None = None
     heard_at: float = 0.0
     compiling: set[str] = field(default_factory=set)

@@ -122,7 +122,7 @@ class Schedule:
                 self._bound[task] = worker
 
     def failing(self, worker: str) -> bool:
-        """Whether a worker has lost so many tasks in a row that it gets no more."""
+        """Whether a worker has lost too many tasks in a row to get another."""
         return self._faults[worker] >= MOST_FAULTS
 
     def assign(self, worker: str) -> Task | None:

@@ -69,7 +69,7 @@ def dask(tmp_path, cards):
 
 @pytest.fixture
 def go(tmp_path, cards, dask):
-    """A sweep, with something done as soon as so many candidates were tried."""
+    """Runs a sweep, and does something once a given number of candidates were tried."""
 
     def run(*todo):
         def act():

@@ -35,8 +35,8 @@ def again(card, times=1):
 
 @pytest.fixture
 def go(tmp_path, cards, monkeypatch):
-    """A sweep that begins on card 0. present: the cards that are there after so many trials, or
-    None. A child that dies has left with its worker.
+    """Runs a sweep that begins on card 0. present: takes the number of trials so far, and tells the
+    cards that are there, or None. A child that dies has left with its worker.
     """
     start = cards.start_child
 
