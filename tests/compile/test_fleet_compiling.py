@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fake_cards import FakeCards
+from fleets import SPEC
 from spaces import candidates
 
 import attnsweep
@@ -38,13 +39,6 @@ LONGEST_S = 60.0
 SOURCE = """#include "part.cuh"
 #include "common/element.cuh"
 extern "C" __global__ void f(float* out) { out[threadIdx.x] = VALUE + PART + to_float(0); }
-"""
-SWEEP = """
-problems:
-  - {batch: 1, heads: 2, seqlen: [256, 512, 1024, 2048], head_dim: 64}
-kernels: {naive: {THREADS: [32, 64, 128]}}
-baselines: []
-measure: {rounds: 4}
 """
 
 
@@ -420,7 +414,7 @@ def test_a_sweep_has_its_stages_compiled_by_both(started, tmp_path, monkeypatch)
     times = {f"THREADS={threads}": 10.0 + threads for threads in (32, 64, 128)}
     cards = FakeCards(tmp_path, times=times, together=2, nvrtc=True)
     (tmp_path / "cards.json").write_text(json.dumps(cards.facts))
-    (tmp_path / "test.yaml").write_text(SWEEP)
+    (tmp_path / "test.yaml").write_text(SPEC)
     kernels = discover()
     outcome = sweeps.run(
         load_spec(tmp_path / "test.yaml", kernels),
