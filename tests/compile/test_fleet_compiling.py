@@ -419,7 +419,7 @@ def test_a_sweep_has_its_stages_compiled_by_both(started, tmp_path, monkeypatch)
     outcome = sweeps.run(
         load_spec(tmp_path / "test.yaml", kernels),
         kernels,
-        cluster.cards_of(on.client),
+        cluster.cards_of(on.client, print),
         results=tmp_path / "results",
         cache_dir=tmp_path / "cache",
         start_child=cluster.starter(on.client, [sys.executable, "-c", script_of(tmp_path)]),
