@@ -271,7 +271,7 @@ def test_limits_of_few_draws_are_no_larger_and_those_of_all_are_the_limits(dtype
 @pytest.mark.parametrize("inputs", ["far_below", "far_above", "large_scores"])
 def test_limits_of_hard_inputs_admit_other_draws_of_few_keys(dtype, inputs):
     # All queries of such a draw have nearly the same probabilities. Limits of two draws refused
-    # 16 right candidates of (2,12,1635x87,64) on an H100, and 3 % of these.
+    # 16 right candidates of (2,12,1635x87,64) on an H100, and some of these.
     for keys in (87, 3):
         case = Case(Problem(1, 1, 1, 130, keys, 64, dtype), inputs)
         limits, rows = numerics.limits(case, 0), np.arange(130)
