@@ -38,6 +38,11 @@ TILES = "QK_BLOCK_M: 64, QK_BLOCK_K: 32, PV_BLOCK_M: 64, PV_BLOCK_K: 32"
 CASES = (
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 1, PINGPONG: 1", BOTH),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 1, MAXIMA: 2, PERSISTENT: 2", BOTH),
+    (
+        "flash_fwd_wgmma",
+        "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 2, PERSISTENT: 2, Q_REGISTERS: 4",
+        BOTH,
+    ),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, KEY_GROUPS: 2, P_SHARED: 1, PDL: 2", BOTH),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, CLUSTER: 2, MAXIMA: 1, P_SHARED: 0", FULL),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, SPLITS: 2, MAXIMA: 1, P_SHARED: 0", BOTH),

@@ -422,6 +422,8 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
             self.k_at.to(taken + key_group), self.v_at = self.k_at, taken += work.tiles;
         mbarrier_wait(at.barriers.q_full(row_group), q_phase);
         q_phase ^= 1;
+#pragma unroll
+        for (int i = 0; i < Q_REGISTERS; ++i) self.load_q(self.q_columns[i], i);
         self.attend(out, rows, work.tiles);
 
         rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);

@@ -23,6 +23,7 @@ kernel = Kernel(
         Param("PINGPONG", (0, 1), "1: warpgroups take turns to begin their products"),
         Param("MAXIMA", (1, 2), "row maxima: 1 of all tiles, within 2^8; 2 only if a sum is large"),
         Param("P_SHARED", (0, 1), "P of the second product: 0 in registers, 1 in shared memory"),
+        Param("Q_REGISTERS", (0,), "sixteens of Q's columns that stay in registers", absent=0),
         Param("EXP2_POLY", (0,), "exponentials out of 8 by a polynomial on the FMA units"),
         Param("ORDER", (0, 1), "block order: 0 by head; 1 longest first, by heads that fit L2"),
         Param("PERSISTENT", (0, SMS), "SMs whose blocks take turns at tiles; 0: a block per tile"),
@@ -110,7 +111,7 @@ def registers_needed(c: Config, p: Problem) -> int:
     rest = REST["splits combined" if combines(c) else kind]
     if c.OVERLAP and not c.P_SHARED and c.MAXIMA == 2:
         rest += AGAIN
-    return c.BLOCK_N // 2 + of_p + p.head_dim // 2 + rest
+    return c.BLOCK_N // 2 + of_p + p.head_dim // 2 + 4 * c.Q_REGISTERS + rest
 
 
 # fmt: off
@@ -143,6 +144,8 @@ kernel.keep_if(
      lambda c, p, arch: block_m(c) < 2 * max(64, in_tiles(c, p).seqlen_q)
      and c.BLOCK_N < 2 * max(64, p.seqlen_k)
      and c.NUM_STAGES <= max(2, min(ceil_div(p.seqlen_k, c.BLOCK_N), 384 // c.BLOCK_N))),
+    ("q_in_registers", "Q has head_dim / 16 sixteens of columns",
+     lambda c, p, arch: c.Q_REGISTERS <= p.head_dim // 16),
     ("p_in_shared_memory", "P is in shared memory up to head_dim 128: wider K and V need the room",
      lambda c, p, arch: c.P_SHARED == 0 or p.head_dim <= 128),
     ("block_order", "longest first needs blocks of different lengths, and turns then need it",

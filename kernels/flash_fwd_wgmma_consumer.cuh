@@ -19,6 +19,7 @@ struct Consumer {
     int keys_of_last;         // that the last of the warpgroup's 64 queries sees
     unsigned remote;          // from a barrier to that of the block that this lane tells
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
+    unsigned q_columns[Q_REGISTERS > 0 ? Q_REGISTERS : 1][4];  // Q's first, as fragments
 
     using Scores = float[BLOCK_N / 2];
     using Output = float[HEAD_DIM / 2];
@@ -35,6 +36,8 @@ struct Consumer {
         if constexpr (MULTICAST > 1) mbarrier_arrive_remote(remote + barrier, lane, MULTICAST);
         else if (lane == 0) mbarrier_arrive(barrier);
     }
+    // Behind the last product of Q, also if all of Q is in registers: with an arrival right behind
+    // their ldmatrix, the next Q now and then came over this one too early (docs/tried.md).
     __device__ __forceinline__ void release_q() const {
         if (PERSISTENT && lane == 0) mbarrier_arrive(at.barriers.q_empty());
     }
@@ -46,6 +49,11 @@ struct Consumer {
         if (PINGPONG) named_barrier_arrive(TURN_BARRIER + (warp / 4 + 1) % WARPGROUPS, 256);
     }
 
+    // The i-th 16 columns of this warp's 16 rows of Q, as a fragment.
+    __device__ __forceinline__ void load_q(unsigned (&fragment)[4], int i) const {
+        unsigned q = own_q + warp % 4 * 2048 + lane % 16 * 128;
+        ldmatrix_x4(fragment, q + i / 4 * Q_PANEL + ((i % 4 * 2 + lane / 16 ^ lane % 8) << 4));
+    }
     // s = Q K^T of 64 queries and the first 2 N keys of a tile, BLOCK_N or half of them.
     template <int N>
     __device__ __forceinline__ void begin_qk(float (&s)[N]) const {
@@ -55,9 +63,12 @@ struct Consumer {
         for (int i = 0; i < HEAD_DIM / 16; ++i) {
             constexpr int IN_PANEL = 4;  // 16 columns are 32 bytes
             unsigned in = i % IN_PANEL * 32;
-            Wgmma<2 * N>::template ss<IS_BF16, 0>(s,
-                                                  q_descriptor + (i / IN_PANEL * Q_PANEL + in) / 16,
-                                                  k + (i / IN_PANEL * KV_PANEL + in) / 16, i > 0);
+            unsigned long long of_k = k + (i / IN_PANEL * KV_PANEL + in) / 16;
+            if (i < Q_REGISTERS)
+                Wgmma<2 * N>::template rs<IS_BF16, 0>(s, q_columns[i], of_k, i > 0);
+            else
+                Wgmma<2 * N>::template ss<IS_BF16, 0>(
+                    s, q_descriptor + (i / IN_PANEL * Q_PANEL + in) / 16, of_k, i > 0);
         }
         wgmma_commit();
     }
@@ -73,7 +84,6 @@ struct Consumer {
     }
     // s = Q K^T once more of this warp's 16 rows alone, which is rare: the others do not take part.
     __device__ __forceinline__ void qk_again(Scores& s) const {
-        unsigned q = own_q + warp % 4 * 2048 + lane % 16 * 128;
         unsigned k = at.k + k_at.stage * KV_BYTES + (lane / 16 * 8 + lane % 8) * 128;
 #pragma unroll
         for (int n = 0; n < BLOCK_N / 16; ++n) {
@@ -81,7 +91,9 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 16; ++i) {
                 unsigned a[4], b[4];
-                ldmatrix_x4(a, q + i / 4 * Q_PANEL + ((i % 4 * 2 + lane / 16 ^ lane % 8) << 4));
+                if (i >= Q_REGISTERS) load_q(a, i);
+#pragma unroll
+                for (int j = 0; j < (i < Q_REGISTERS ? 4 : 0); ++j) a[j] = q_columns[i][j];
                 ldmatrix_x4(b, k + n * 2048 + i / 4 * KV_PANEL +
                                    ((i % 4 * 2 + lane / 8 % 2 ^ lane % 8) << 4));
                 mma_16816<IS_BF16>(d[0], a, b[0], b[1]);

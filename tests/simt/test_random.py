@@ -42,6 +42,7 @@ MORE = {
         "KEY_GROUPS": (4,),
         "NUM_STAGES": (1, 3),
         "PRODUCER_WARPS": (1,),
+        "Q_REGISTERS": (1, 4, 6),
         "EXP2_POLY": (2, 3, 8),
         "PERSISTENT": (2, 3, 4, 6, 8),
         "SPLITS": (3, 4, 8),

@@ -196,3 +196,20 @@ def test_packed_causal_heads_have_more_rows_than_there_are_keys():
 )
 def test_where_packed_heads_are_refused(problem, values, rule):
     assert FAMILY.refused_by(packed(**values), problem, ARCHS["sm_90a"]) == rule
+
+
+def test_q_in_registers_takes_four_registers_of_each_sixteen_columns():
+    problem = Problem(4, 16, 16, 4096, 4096, 128)
+    values = {param.name: param.values[0] for param in FAMILY.params}
+    values |= {"BLOCK_N": 128, "WARPGROUPS": 2, "MAXIMA": 2, "NUM_STAGES": 2}
+
+    def refused(**changed: int) -> str | None:
+        return FAMILY.refused_by(Config(values | changed), problem, ARCHS["sm_90a"])
+
+    # 64 scores, 32 of P, 64 accumulators and 38 others leave 42 of 240 registers.
+    assert refused(Q_REGISTERS=8) is None
+    assert refused(Q_REGISTERS=8, BLOCK_N=144) == "registers"
+    assert refused(Q_REGISTERS=4, BLOCK_N=144) is None
+    assert refused(Q_REGISTERS=9) == "q_in_registers"
+    assert refused(Q_REGISTERS=2, WARPGROUPS=3, BLOCK_N=64) is None  # of 160
+    assert refused(Q_REGISTERS=4, WARPGROUPS=3, BLOCK_N=64) == "registers"
