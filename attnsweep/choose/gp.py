@@ -8,8 +8,9 @@ unknown factor of its own, so that only ratios of times are transferred, never t
 
 A batch holds the candidates of greatest expected improvement, each chosen as if those before it
 had taken the time that is expected of them ("kriging believer": Ginsbourger, Le Riche and Carraro,
-2010). The search ends when it expects less than EXPECTED from any other candidate and PATIENCE
-trials brought no better one.
+2010). How far times are from what was expected of them scales what is expected of the others: a
+rough space is explored for longer, and a smooth one is left sooner. The search ends when it expects
+less than EXPECTED from any other candidate and PATIENCE trials brought no better one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ Floats = NDArray[np.float64]
 # most BATCH, which a host compiles at once.
 BATCH = 16
 LEAST = 4
-# A space of no more candidates is tried whole: a host compiles it in a few seconds.
+# A space of no more candidates is tried whole: a host compiles it in a few seconds. Its batches
+# double from LEAST to BATCH: the first ones are small, since what they teach orders the rest, and
+# the last ones are not, since the host waits after each.
 FEW = 48
 # The search goes on while some candidate is expected to lower the best time by EXPECTED, a share of
 # it, or while the best was found within the last PATIENCE trials (twice as many without history).
@@ -48,7 +51,7 @@ POOL = 2048
 HISTORY_ROWS = 640
 
 # The process's scales, in logarithms of time: chosen on recorded runs (benchmarks/search.py).
-_AMPLITUDE = 0.2
+_AMPLITUDE = 0.3
 _NOISE = 0.015
 _ALONE = 0.8  # share of the variance that parameters contribute each by itself
 _DECAY = 0.5  # per parameter that differs, of the rest
@@ -57,6 +60,7 @@ _SHARED = 0.7  # correlation of two spaces of the same problem
 _SLOWEST = 0.7  # slower than twice the best teaches no more than that
 _FACTOR = 1.0  # of a space's unknown factor
 _FAILED = 0.3
+_SURE = 16  # trials by whose weight _AMPLITUDE is believed next to those of the space
 
 
 def gp(
@@ -69,7 +73,8 @@ def gp(
 
     history: times of this family on other problems (default: what the package ships). seed breaks
     ties, and picks the pool of a space of more than POOL candidates. A failed candidate counts as
-    the slowest so far. A space of no more than FEW candidates is tried whole, in batches of BATCH.
+    the slowest so far. A space of no more than FEW candidates is tried whole, in batches that
+    double from LEAST to BATCH.
     """
     count = len(space.configs) if candidates is None else min(candidates, len(space.configs))
     tried: set[Config] = set()
@@ -78,10 +83,10 @@ def gp(
         known = history_on(space.kernel, space.sm_count) if history is None else history
         with one_blas_thread():  # others would wait for each other on cores that compile
             model = Model.of(space, known, seed)
-        size = BATCH if few else min(BATCH, max(LEAST, len(space.configs) // BATCH))
         while len(tried) < min(count, len(model.configs)):
             if not few and model.settled():
                 return model.why()
+            size = min(BATCH, max(LEAST, len(tried) if few else len(space.configs) // BATCH))
             batch = model.choose(min(size, count - len(tried), len(model.configs) - len(tried)))
             told: list[Trial] = []
             for number in batch:
@@ -115,6 +120,10 @@ class Model:
     """Every candidate that was told, to the logarithm of its time; of a failed one, to NaN."""
     since_best: int = 0
     """Trials since the best time fell by EXPECTED or more."""
+    variances: dict[int, float] = field(default_factory=dict)
+    """Of each chosen config's time, as it was chosen."""
+    surprises: list[float] = field(default_factory=list)
+    """Squares of (time - expected) over the variance; 1 on average if the model is right."""
 
     @classmethod
     def of(cls, space: Space, history: Sequence[History], seed: int) -> Model:
@@ -139,7 +148,8 @@ class Model:
             # Rounded, so that the last bits of a sum do not choose. The first of equals is taken.
             chosen = int(np.argmax(np.round(worth, 9)))
             column = self.covariance[:, chosen].copy()
-            self.gains[chosen] = column / (column[chosen] + _NOISE**2)
+            self.variances[chosen] = float(column[chosen]) + _NOISE**2
+            self.gains[chosen] = column / self.variances[chosen]
             self.covariance -= np.outer(self.gains[chosen], column)
             batch.append(chosen)
         return batch
@@ -161,8 +171,11 @@ class Model:
             self.tried[number] = value
             worst = max(known) if known else self.mean[number] + _FAILED
             believed = worst if math.isnan(value) else value
+            off = float(believed - self.mean[number])
+            if known and not math.isnan(value):  # the first one teaches the space's factor
+                self.surprises.append(off * off / self.variances[number])
             # The gains were taken in this order, each with the earlier ones as tried.
-            self.mean = self.mean + self.gains[number] * (believed - self.mean[number])
+            self.mean = self.mean + self.gains[number] * off
 
     def worth(self) -> Floats:
         """[configs]: by what share each is expected to lower the best; of tried ones too."""
@@ -170,7 +183,9 @@ class Model:
         good = [number for number in self.gains if number not in failed]
         if not good:
             return -self.mean
-        spread = np.sqrt(np.maximum(np.diag(self.covariance), 1e-12))
+        # The mean of the scale's posterior: an inverse gamma that is worth _SURE trials at 1.
+        scale = (_SURE + sum(self.surprises)) / (_SURE + len(self.surprises))
+        spread = np.sqrt(scale * np.maximum(np.diag(self.covariance), 1e-12))
         below = float(np.min(self.mean[good])) - self.mean
         z = below / spread
         density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
