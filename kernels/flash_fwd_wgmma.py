@@ -120,7 +120,7 @@ kernel.keep_if(
      lambda c, p, arch: c.MAXIMA in (1, 2) and c.PRODUCER_WARPS in (1, 4) and c.EXP2_POLY <= 8
      and c.PDL < 3 and max(c.OVERLAP, c.PINGPONG, c.P_SHARED, c.ORDER, c.SPLIT_CLUSTER, c.PACK_GQA,
                            c.LSE) < 2),
-    ("groups", "there are 1 to 4 warpgroups; key groups divide warpgroups and ring stages",
+    ("groups", "BLOCK_N is 64 to 256, in 16s; key groups divide the 1 to 4 warpgroups, and stages",
      lambda c, p, arch: c.WARPGROUPS in (1, 2, 3, 4) and c.BLOCK_N in range(64, 257, 16)
      and c.WARPGROUPS % c.KEY_GROUPS == 0 == c.NUM_STAGES % c.KEY_GROUPS),
     ("warpgroups_of_sm", "an SM has 2 to 4 consumer warpgroups, so that their products overlap",

@@ -68,8 +68,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="PATH=VALUE",
-        help="Replace a value of the spec: 'kernels.flash_fwd_wgmma.BLOCK_N=[64,128]'; may be "
-        "repeated.",
+        help="Replace a value of the spec: 'problems[0].causal=true'; may be repeated.",
     ),
 ]
 ProblemsOption = Annotated[

@@ -117,13 +117,14 @@ def check(
     compiled from today's kernels take turns in one process on one GPU. New code must first be right
     on every case; unchanged code passes without timing.
 
-    --gpus: each card checks its share of the problems.
+    With --gpus, each card checks its share of the problems.
 
     --recorded OLD NEW compares two recorded runs and needs no GPU.
 
-    On GitHub Actions, each such problem becomes an annotation, and the table the job's summary.
+    On GitHub Actions, each problem that regressed, is wrong or is inconclusive becomes an
+    annotation, and the table the job's summary.
 
-    Exit code 1 if one regressed or is wrong, 4 if one is inconclusive, 0 otherwise.
+    Exit code 1 if a problem regressed or is wrong, 4 if one is inconclusive, 0 otherwise.
     """
     from attnsweep.check import github, live
     from attnsweep.check import recorded as recordings

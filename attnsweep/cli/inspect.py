@@ -57,7 +57,7 @@ def inspect(
         typer.Option(
             "--problem",
             metavar="SHAPE",
-            help="'1,16,1024,64' or '2,32/8,2048,128 bf16 causal'; of a run by default the first.",
+            help="'1,16,1024,64' or '2,32/8,2048,128 bf16 causal'; (default: the run's first).",
         ),
     ] = None,
     arch: Annotated[

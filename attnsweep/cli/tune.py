@@ -57,10 +57,17 @@ def tune(
             autocompletion=completion.tables,
         ),
     ],
-    causal: Annotated[bool, typer.Option("--causal", help="Mask shapes that do not say.")] = False,
+    causal: Annotated[
+        bool,
+        typer.Option("--causal", help="Mask every shape that does not say `causal` or `full`."),
+    ] = False,
     dtype: Annotated[
         str,
-        typer.Option("--dtype", help="fp16, bf16, fp32 or e4m3, of shapes that do not say."),
+        typer.Option(
+            "--dtype",
+            help="Dtype of every shape that does not name one: fp16, bf16, fp32, e4m3, "
+            "e4m3_tensor or e4m3_block.",
+        ),
     ] = "fp16",
     kernel: Annotated[
         list[str] | None,

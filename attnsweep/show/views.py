@@ -105,9 +105,12 @@ def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> l
         for _ in range(len(item.spaces) + len(item.refused)):
             out += next(left)
     out += said(f"{counted(total, 'candidate')}; nothing was compiled", width)
-    for space in {space.kernel.name: space for item in items for space in item.spaces}.values():
-        for rule, (description, _) in space.kernel.rules.items():
-            out += said(f"{space.kernel.name}.{rule}: {description}", width, "dim")
+    every = [space for item in items for space in item.spaces]
+    broken = {(s.kernel.name, rule) for s in every for rule, n in s.removed.items() if n}
+    for name, kernel in {space.kernel.name: space.kernel for space in every}.items():
+        for rule, (description, _) in kernel.rules.items():
+            if (name, rule) in broken:
+                out += said(f"{name}.{rule}: {description}", width, "dim")
     if any(CHUNKS in space.removed for item in items for space in item.spaces):
         out += said(f"{CHUNKS}: {CHUNKS_RULE}", width, "dim")
     return out

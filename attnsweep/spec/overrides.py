@@ -129,7 +129,7 @@ def _no_key(
     where = path or "the spec"
     hint = nearest(part, into)
     if path == "kernels":
-        hint += f"; to add it: --set 'kernels.{part}={{{_dotted([*below])}: …}}'"
+        hint += f"; to add another family: --set 'kernels.{part}={{{_dotted([*below])}: …}}'"
     return SpecError(f"{where} has no {part!r}", where=source, hint=hint)
 
 

@@ -298,6 +298,9 @@ def test_dry_run_counts_and_compiles_nothing(attnsweep, spec, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "no_idle_block 1" in done.stdout
     assert "3 candidates; nothing was compiled" in done.stdout
+    assert "naive.no_idle_block: a block has at most" in done.stdout
+    done = attnsweep("run", spec, "--dry-run", "--problem", "1,2,256,64")
+    assert "naive.no_idle_block" not in done.stdout  # it removes nothing there
     data = json.loads(attnsweep("run", spec, "--dry-run", "--json").stdout)
     assert data[0]["removed"]["no_idle_block"] == 1
     assert not (tmp_path / "results").exists()

@@ -99,7 +99,7 @@ def test_the_rule_that_removed_a_neighbour_is_named_with_its_meaning(short, fami
     (found,) = explain(short, [], SHORT, families)
     near = {(n.name, n.value): n for n in found.neighbours}
     assert near["KEY_GROUPS", 2].fate == "removed"
-    assert near["KEY_GROUPS", 2].why.startswith("groups: there are 1 to 4 warpgroups")
+    assert near["KEY_GROUPS", 2].why.startswith("groups: BLOCK_N is 64 to 256")
     assert found.removed["registers"] == 258
     without = explain(short, [], SHORT, {})[0]
     assert without.unknown == "the family is not here today, so its rules cannot be asked"
