@@ -154,6 +154,7 @@ class Sweep:
         self._input_seed = input_seed(spec) if seed is None else seed
         self._finalists: dict[tuple[object, ...], Build] = {}
         self._measured: dict[tuple[object, ...], Build] = {}
+        self._begun = time.monotonic()
 
     def run(
         self,
@@ -195,6 +196,8 @@ class Sweep:
 
     def _problem(self, queue: Queue, then: Problem | None) -> None:
         queue.start()
+        earlier = (t.tried_s or 0.0 for t in self._store.trials if t.problem == queue.problem)
+        self._begun = time.monotonic() - max(earlier, default=0.0)
         self._observer.opening(queue.problem, len(queue.builds), len(self._rows_of(queue)))
         done = self._take_kept(queue)
         if not queue.builds:
@@ -253,6 +256,8 @@ class Sweep:
             rows = twins.replace(build, row)
         else:
             rows = [(build, self._try(build, row))]
+        tried_s = round(time.monotonic() - self._begun, 3)
+        rows = [(of, r if r.tried_s is not None else r.with_(tried_s=tried_s)) for of, r in rows]
         for _, row in rows:
             self._store.append(row)
         return rows

@@ -136,6 +136,12 @@ class Trial(_Row):
     """The first, cheap time. Strategies learn it; races and finals replace only time_us."""
     first_mhz: float | None = None
     """SM clock in MHz when first_us was taken, if NVML reported it."""
+    tried_s: float | None = None
+    """Seconds from the problem's beginning until first_us, or the reason why there is none, stood.
+
+    A run that goes on counts from the seconds of its earlier rows. None of peers, and of rows of
+    before this was kept.
+    """
     first_us_before: float | None = None
     """A first time that rounds contradicted by a factor of two or more; first_us replaced it."""
     warm_us: float | None = None

@@ -8,7 +8,7 @@ from attnsweep.build.candidate import Build
 from attnsweep.trial import Status, Trial
 
 _MEASURED = ("status", "detail", "accuracy", "time_us", "first_us", "stages_us", "launch_us")
-_KEPT = ("resources", "schedule", "fingerprint", "first_us")
+_KEPT = ("resources", "schedule", "fingerprint", "first_us", "tried_s")
 
 
 class Twins:

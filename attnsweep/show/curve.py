@@ -1,4 +1,4 @@
-"""The course of a search: the best time so far against candidates tried, by family."""
+"""The course of a search: the best time so far against candidates and seconds, by family."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ def best_so_far(trials: Sequence[Trial]) -> list[dict[str, Any]]:
     """The points where the least first time of a family falls, and one at its last candidate.
 
     trials: rows of one problem, in the order of the file, which is the order of first appearance.
-    Times are first times in microseconds: those of rounds come after the search.
+    Times are first times in microseconds: those of rounds come after the search. `s`: the seconds
+    of the search, unless the row is of before they were kept.
     """
     best: dict[str, float] = {}
     number: dict[str, int] = {}
-    points = []
+    points, ends = [], {}
     for trial in trials:
         if trial.provider != OURS:
             continue
@@ -24,10 +25,12 @@ def best_so_far(trials: Sequence[Trial]) -> list[dict[str, Any]]:
         us = trial.screened_us
         if us is not None and us < best.get(trial.kernel, float("inf")):
             best[trial.kernel] = us
-            points.append({"kernel": trial.kernel, "trial": number[trial.kernel], "us": us})
-    ends = [
-        {"kernel": kernel, "trial": number[kernel], "us": us}
-        for kernel, us in best.items()
-        if {"kernel": kernel, "trial": number[kernel], "us": us} not in points
-    ]
-    return points + ends
+            points.append(_point(trial, number[trial.kernel], us))
+        if trial.kernel in best:
+            ends[trial.kernel] = _point(trial, number[trial.kernel], best[trial.kernel])
+    return points + [end for end in ends.values() if end not in points]
+
+
+def _point(trial: Trial, number: int, us: float) -> dict[str, Any]:
+    seconds = {} if trial.tried_s is None else {"s": trial.tried_s}
+    return {"kernel": trial.kernel, "trial": number, "us": us, **seconds}

@@ -330,6 +330,22 @@ def test_a_browser_draws_every_plot_without_errors_or_requests(tmp_path):
 
 
 @browser
+@pytest.mark.parametrize("seconds", [True, False])
+def test_a_search_is_drawn_against_candidates_and_against_seconds_if_rows_have_them(
+    tmp_path, seconds
+):
+    run = scaled_run()
+    if seconds:
+        run.trials[:] = [t.with_(tried_s=0.5 * i) for i, t in enumerate(run.trials)]
+    document, said, _ = opened(run, tmp_path)
+    figure = plots(document, 0)["search"]
+    assert said == []
+    assert "against candidates tried" in figure
+    assert ("against seconds" in figure, "by the seconds" in figure) == (seconds, seconds)
+    assert figure.count('role="graphics-document"') == 1 + seconds
+
+
+@browser
 @pytest.mark.parametrize("dark", [0, 1], ids=["dark", "light"])
 def test_the_recorded_run_is_drawn_in_both_schemes(tmp_path, dark):
     flag = f"--blink-settings=preferredColorScheme={dark}"

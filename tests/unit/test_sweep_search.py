@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from sweeping import SPEC, by_config
 
+from attnsweep import sweep
 from attnsweep.build.launches import FirstTimes
 from attnsweep.build.observer import Observer
 from attnsweep.choose import gp, queue, search
@@ -197,3 +198,13 @@ def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
     assert len(model.tried) == 8 - tried
     (facts,) = json.loads((outcome.run.directory / "spaces.json").read_text())
     assert "ended" not in facts
+
+
+def test_a_row_has_the_seconds_of_its_search_and_a_run_that_goes_on_counts_on(go, monkeypatch):
+    ticks = itertools.count(100)
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    first = {t.key: t.tried_s for t in go(limit=2).run.trials}
+    again = {t.key: t.tried_s for t in go().run.trials}
+    assert sorted(s for s in first.values() if s is not None) == [1, 2]  # peers have none
+    assert {key: again[key] for key in first} == first
+    assert [s for key, s in again.items() if key not in first] == [3]

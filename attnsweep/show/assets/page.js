@@ -161,15 +161,19 @@ function frontier(box, problem) {
 }
 
 function search(box, problem) {
-  if (problem.search.length < 2) { box.closest("figure").remove(); return null; }
+  const figure = box.closest("figure"), bySeconds = figure.querySelector(".plot + .plot");
+  if (problem.search.length < 2) { figure.remove(); return null; }
+  const timed = problem.search.every((point) => point.s !== undefined);
+  if (!timed) { bySeconds.remove(); figure.querySelector("small .seconds").remove(); }
   const kernels = [...new Set(problem.search.map((point) => point.kernel))];
-  const [x, y] = [{ field: "trial", type: "quantitative", title: "candidates tried" }, { field: "us", type: "quantitative", title: "µs", scale: { zero: false } }];
-  const tooltip = [{ field: "kernel" }, { field: "trial", title: "candidate" }, { field: "us", title: "best so far, µs", format: ".4~g" }];
+  const y = { field: "us", type: "quantitative", title: "µs", scale: { zero: false } };
+  const tooltip = [{ field: "kernel" }, { field: "trial", title: "candidate" }, ...(timed ? [{ field: "s", title: "seconds" }] : []), { field: "us", title: "best so far, µs", format: ".4~g" }];
   const shade = { field: "kernel", type: "nominal", title: null, legend: kernels.length > 1 ? above(box) : null, scale: { domain: kernels, range: kernels.map((_, index) => color(`s${index % 4}`)) } };
-  return draw(box, {
-    height: 180, data: { values: problem.search }, encoding: { x, y, color: shade },
+  const against = (plot, field, title) => draw(plot, {
+    height: 180, data: { values: problem.search }, encoding: { x: { field, type: "quantitative", title }, y, color: shade },
     layer: [{ mark: { type: "line", interpolate: "step-after", strokeWidth: 1.6 } }, { mark: { type: "point", filled: true, size: 28 }, encoding: { tooltip } }],
-  }, `Best time so far against candidates tried, ${problem.label}`);
+  }, `Best time so far against ${title}, ${problem.label}`);
+  return Promise.all([against(box, "trial", "candidates tried"), ...(timed ? [against(bySeconds, "s", "seconds")] : [])]);
 }
 
 function stages(box, problem) {
