@@ -387,9 +387,9 @@ class _JsonLines(_Best):
         self.write("end")
 
     def _tell(self, phase: str, done: int, total: int, **more: str) -> None:
-        """One line a second, and one for each new phase."""
+        """One line a second, and one where a phase begins and where all of it is done."""
         now = time.monotonic()
-        if phase == self._phase and now - self._last < _JSON_INTERVAL_S:
+        if phase == self._phase and done < total and now - self._last < _JSON_INTERVAL_S:
             return
         self._phase, self._last = phase, now
         left, best = self.eta.left, self.best

@@ -94,8 +94,9 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
         for line in wrap(several.sentence, width):
             say(line)
     _print_gains(gains.gains(sections, run.spec_text), width, say)
-    for line in wrap(LEGEND, width):
-        say(line, "dim")
+    if any(section.shown(top) for section in sections):
+        for line in wrap(LEGEND, width):
+            say(line, "dim")
 
 
 def first_rows(

@@ -81,6 +81,18 @@ def test_json_is_an_object_a_line_with_documented_fields(clock) -> None:
     assert {"event": "note", "elapsed_s": 20.0, "text": "a [note]"} in events
 
 
+def test_json_tells_the_last_candidate_within_a_second_of_another(clock) -> None:
+    """A quick problem was never seen to be done: 1 of 86, and then the next one."""
+    out = io.StringIO()
+    with progress.watch(Console(file=out), Form.JSON) as observer:
+        observer.opening(PROBLEM, 3, 0)
+        for number in range(3):
+            observer.tried(candidate("flash", 30.0, N=number))
+    events = [json.loads(line) for line in out.getvalue().splitlines()]
+    told = [(e["done"], e["total"]) for e in events if e["event"] == "progress"]
+    assert told == [(1, 3), (3, 3)]
+
+
 def test_json_ends_with_its_end_although_the_run_fails(clock) -> None:
     out = io.StringIO()
 

@@ -324,8 +324,11 @@ def test_a_run_without_an_ok_candidate_says_so() -> None:
     rows = [failed("naive", Status.TIMEOUT, "no answer in 20 s"), baseline("unfused", 71.4)]
     text = printed(full_run(trials=rows))
     assert "no candidate is ok" in text
+    assert "eager: host time" in text
     assert "71.40" in text
-    assert "no candidate is ok" in printed(full_run(trials=rows[:1]))
+    alone = printed(full_run(trials=rows[:1]))
+    assert "no candidate is ok" in alone
+    assert "eager: host time" not in alone  # a legend of no table
     disturbed = candidate("a", 3.0, ID=1).with_(status=Status.NOISY, detail="quartiles 3 to 9")
     searched = candidate("a", 4.0, ID=2)
     searched = searched.with_(time_us=searched.time_us.model_copy(update={"rounds": []}))
