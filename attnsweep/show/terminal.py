@@ -12,8 +12,10 @@ import errno
 import io
 import os
 import re
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -162,8 +164,10 @@ def to_the_end(app: Callable[[], object]) -> None:
     try:
         try:
             app()
-        except SystemExit:
+        except SystemExit as end:
             sys.stdout.flush()
+            if end.code == _INTERRUPTED:
+                _end_at_once_on_ctrl_c()
             raise
         except AttnsweepError as error:
             _error(error.render())
@@ -173,7 +177,8 @@ def to_the_end(app: Callable[[], object]) -> None:
     except KeyboardInterrupt as stop:
         said = f"interrupted: {stop}" if str(stop) else "interrupted"
         errors.print(escape(said), soft_wrap=not errors.is_terminal)
-        sys.exit(130)
+        _end_at_once_on_ctrl_c()
+        sys.exit(_INTERRUPTED)
     except OSError as error:
         if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
             raise
@@ -185,6 +190,13 @@ def to_the_end(app: Callable[[], object]) -> None:
         sys.exit(2)
 
 
+def _end_at_once_on_ctrl_c() -> None:
+    """Python waits for threads that compile when it ends; Ctrl-C there would print a traceback."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+_INTERRUPTED = 130
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
 
 

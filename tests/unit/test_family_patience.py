@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -86,6 +88,26 @@ def test_what_ctrl_c_interrupted_is_printed(capsys) -> None:
         terminal.to_the_end(app)
     assert ended.value.code == 130
     assert "interrupted: toy.py:3: in rule endless of toy" in capsys.readouterr().err
+
+
+def test_a_second_ctrl_c_while_threads_end_prints_no_traceback() -> None:
+    program = """
+import os, signal, threading, time
+from attnsweep.show import terminal
+
+def app():
+    def compiles():
+        threading.main_thread().join()
+        time.sleep(0.2)  # the interpreter waits for this thread now
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+    threading.Thread(target=compiles).start()
+    raise KeyboardInterrupt
+
+terminal.to_the_end(app)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stderr, done.returncode) == ("interrupted\n", -signal.SIGINT)
 
 
 def test_the_alarm_is_given_back() -> None:
