@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 # Candidates between two looks at the times: a sixteenth of the space, but at least LEAST, and at
 # most BATCH, which a host compiles at once.
 BATCH = 16
-LEAST = 4
+LEAST = 5
 # A space of no more candidates is tried whole: a host compiles it in a few seconds. Its batches
 # double from LEAST to BATCH: the first ones are small, since what they teach orders the rest, and
 # the last ones are not, since the host waits after each.

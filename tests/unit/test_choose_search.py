@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnsweep.choose import search
+from attnsweep.choose.gp import LEAST
 from attnsweep.choose.search import STRATEGIES, Search, strategy
 from attnsweep.errors import SpecError, ToolchainError
 from attnsweep.family.declare import Kernel, Launch, Param
@@ -91,12 +92,12 @@ def test_an_empty_space_has_nothing_to_ask(name):
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.usefixtures("optuna_for_tpe")
 def test_asks_may_run_ahead_of_tells(name):
-    at_work = Search(name, space_of(6), candidates=6)
-    ahead = [at_work.ask() for _ in range(4)]
+    at_work = Search(name, space_of(LEAST + 2), candidates=LEAST + 2)
+    ahead = [at_work.ask() for _ in range(LEAST)]
     for config in ahead:
         at_work.tell(trial_of(config))
     later = [at_work.ask(), at_work.ask()]
-    assert len({*ahead, *later} - {None}) == 6
+    assert len({*ahead, *later} - {None}) == LEAST + 2
 
 
 def test_a_strategy_hears_of_every_trial_once_at_the_next_ask(monkeypatch):
