@@ -21,7 +21,7 @@ from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import PlannedProblem
 from attnsweep.store.run import PACKED, TRIALS, Store, open_run
 from attnsweep.store.writer import Writer
-from attnsweep.trial import OURS, PROTOCOL, Environment, Status, Trial
+from attnsweep.trial import OURS, PROTOCOL, Environment, Status, Trial, cards_of
 
 
 class Kept:
@@ -160,11 +160,6 @@ def measured_elsewhere(directory: Path, now: Environment) -> str | None:
     if None not in (before.uuid, now.uuid) and before.uuid != now.uuid:
         return f"another {before.gpu}"
     return None
-
-
-def cards_of(trials: Iterable[Trial]) -> list[str]:
-    """The UUIDs, hashed, of the cards that measured these rows, as far as the rows say them."""
-    return list(dict.fromkeys(t.machine["uuid"] for t in trials if t.machine.get("uuid")))
 
 
 def of_these_cards(environment: Environment, uuids: Iterable[str | None]) -> Environment:

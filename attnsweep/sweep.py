@@ -25,7 +25,7 @@ from attnsweep.choose.race import Pair, race, race_entry
 from attnsweep.choose.ranking import rank, winners
 from attnsweep.choose.skips import Skips
 from attnsweep.choose.start import input_seed, start
-from attnsweep.errors import StoreError
+from attnsweep.errors import NoGpuError, StoreError
 from attnsweep.family.declare import Kernel
 from attnsweep.gpu.lock import held
 from attnsweep.gpu.worker import Gpu, Worker, WorkerError
@@ -34,7 +34,6 @@ from attnsweep.replay import replay
 from attnsweep.resume import (
     Kept,
     begin_anew_if_begun_elsewhere,
-    cards_of,
     measured_elsewhere,
     of_these_cards,
     retire,
@@ -45,7 +44,7 @@ from attnsweep.spec.plan import PlannedProblem, Shard, candidate_counts, plan_fa
 from attnsweep.store.code import keep_code, read_code
 from attnsweep.store.run import Run, Store
 from attnsweep.store.writer import Writer
-from attnsweep.trial import OURS, Environment, Measurement, Status, Trial
+from attnsweep.trial import OURS, Environment, Measurement, Status, Trial, cards_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Outcome:
     run: Run
     interrupted: bool
     unmeasured: tuple[str, ...] = ()
-    """Labels of problems that the cards of a fleet could not measure."""
+    """Labels of problems that no card could measure to the end."""
     no_card: bool = False
     """Whether that is because every card was lost."""
 
@@ -88,8 +87,8 @@ def run(
 
     limit: at most this many candidates per family and problem. shard: sweep this part of the
     problems alone, and store it under `results`/<gpu>/<spec name>-<part>. wait: for another run
-    that times on the card; otherwise BusyError. Ctrl-C returns an Outcome with the rows measured so
-    far. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
+    that times on the card; otherwise BusyError. Ctrl-C, and a card that is lost, return an Outcome
+    with the rows measured so far. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
     """
     observer = observer or Observer()
     if limit is not None:
@@ -123,15 +122,24 @@ def run(
         retire(store, kernels, observer)
         sweep = Sweep(spec, gpu, environment, store, observer, seed)
         began = time.monotonic()
-        interrupted = sweep.run(planned, compiler)
+        interrupted, lost = False, False
+        try:
+            interrupted = sweep.run(planned, compiler)
+        except NoGpuError as error:
+            if not store.trials:
+                raise
+            lost = True
+            observer.note(error.what)
+            compiler.close()
         if proof_s := gpu.proof_s:
             took_s = time.monotonic() - began
             observer.note(f"took {took_s:.0f} s; {proof_s:.0f} s of them proved outputs right")
-        sweep.keep_winners(missing=not interrupted)
+        sweep.keep_winners(missing=not interrupted and not lost)
         spills = spilling(store.trials, spec)
         if spills is not None:
             observer.note(spills)
-        return Outcome(store.finish(tables.files), interrupted)
+        left = [item.problem.label for item in planned if item.problem not in sweep.finished]
+        return Outcome(store.finish(tables.files), interrupted, tuple(left) if lost else (), lost)
 
 
 class Sweep:
@@ -155,6 +163,7 @@ class Sweep:
         self._finalists: dict[tuple[object, ...], Build] = {}
         self._measured: dict[tuple[object, ...], Build] = {}
         self._begun = time.monotonic()
+        self.finished: set[Problem] = set()
 
     def run(
         self,
@@ -177,6 +186,7 @@ class Sweep:
             after = [*(queue.problem for queue in queues[1:]), then]
             for queue, following in zip(queues, after, strict=True):
                 self._problem(queue, following)
+                self.finished.add(queue.problem)
                 if following is not None:
                     rows = [t for t in self._store.trials if t.problem == queue.problem]
                     self._observer.ranked(rows, self._environment)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
 
@@ -209,6 +210,11 @@ class Trial(_Row):
     def with_(self, **changes: Any) -> Trial:
         """A copy with some fields replaced."""
         return self.model_copy(update=changes)
+
+
+def cards_of(trials: Iterable[Trial]) -> list[str]:
+    """The UUIDs, hashed, of the cards that measured these rows, as far as the rows say them."""
+    return list(dict.fromkeys(t.machine["uuid"] for t in trials if t.machine.get("uuid")))
 
 
 class Environment(_Row):

@@ -8,12 +8,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from attnsweep.choose.ranking import rank, winners
 from attnsweep.errors import SpecError, StoreError
 from attnsweep.spec.load import load_spec
 from attnsweep.store.code import read_code
 from attnsweep.store.pack import pack
-from attnsweep.store.run import CUBINS, LOCK, SPEC, Run, being_written, open_run, trials_of
+from attnsweep.store.run import CUBINS, LOCK, SPEC, Run, open_run, trials_of
 from attnsweep.trial import PROTOCOL
 
 _OLDER = "recorded by an older version of attnsweep"
@@ -36,7 +38,7 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
         if not empty:
             hint = "give the directory of a baseline, or a new one"
             raise StoreError("exists, and is not a run", where=where, hint=hint)
-    if being_written(source):
+    if _being_written(source):
         hint = "wait until it ends"
         raise StoreError("the run is still being written", where=str(run.directory), hint=hint)
     against = [*_unfinished(run), *(_unlike(run, baseline) if trials_of(target).is_file() else ())]
@@ -124,3 +126,16 @@ def _replace_directory(source: Path, target: Path) -> None:
     finally:
         if target.exists() or not old.exists():
             shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _being_written(directory: Path) -> bool:
+    """Whether a process holds the lock of this run."""
+    if not (directory / LOCK).exists():
+        return False
+    try:
+        with FileLock(directory / LOCK).acquire(blocking=False):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # if we cannot lock it, we cannot know
+        return False

@@ -25,13 +25,13 @@ from attnsweep.gpu.cards import InstalledCard
 from attnsweep.gpu.lock import BusyError, held
 from attnsweep.gpu.worker import START_TIMEOUT_S
 from attnsweep.problem import Problem
-from attnsweep.resume import cards_of, measured_elsewhere, of_these_cards, retire
+from attnsweep.resume import measured_elsewhere, of_these_cards, retire
 from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import PlannedProblem, Shard, candidate_counts, cost, plan_facts, run_name
 from attnsweep.store.run import SPEC, Store
 from attnsweep.sweep import Outcome
-from attnsweep.trial import Environment, Trial
+from attnsweep.trial import Environment, Trial, cards_of
 
 Helpers = Callable[[Compiler, Callable[[str], None]], AbstractContextManager[None]]
 """Lets others compile too while the context lasts, and says in notes what becomes of it."""
@@ -109,6 +109,7 @@ def run(
         if elsewhere:
             observer.note(f"set aside earlier rows, measured with {elsewhere}")
         store = at_end.enter_context(Store.open(directory, fresh=fresh or bool(elsewhere)))
+        at_end.callback(engine.stop)  # which stores what is told meanwhile, so before that closes
         known = {card: card.hashed for card in cards}
         if remote:  # a problem that a card has begun goes to it, so all must say which they are
             known |= {card: each.uuid for card, each in engine.ready(_READY_S).items()}
@@ -125,7 +126,7 @@ def run(
             left = engine.run(schedule, job, compiler)
         except KeyboardInterrupt:
             interrupted = True
-        engine.stop()  # which stores what was told meanwhile
+        engine.stop()
         compiler.close()
         observer.note(f"took {time.monotonic() - began:.0f} s on {job.cards} cards")
         spills = spilling(store.trials, spec)
@@ -239,6 +240,7 @@ class _Sweeps:
         self._on = {
             card.number: observer.on(card.number, uuid or card.uuid) for card, uuid in cards.items()
         }
+        self._measures_on: dict[int, str | None] = {}
         self._last: dict[int, Trial] = {}
         self._uuids: set[str | None] = set()
         self._input_seed = seed
@@ -265,22 +267,19 @@ class _Sweeps:
         known: the cards' UUIDs as in rows.
         """
         names = {uuid: card.uuid for card, uuid in known.items() if uuid is not None}
-        rows: dict[Problem, list[Trial]] = {}
-        for trial in self.store.trials:
-            rows.setdefault(trial.problem, []).append(trial)
         found = {}
-        for number, item in enumerate(self.planned):
-            uuids = cards_of(rows.get(item.problem, ()))
+        for number in range(len(self.planned)):
+            uuids = cards_of(self._rows(number))
             if len(uuids) == 1 and uuids[0] in names:
                 found[number] = names[uuids[0]]
         return found
 
     def has_rows(self, number: int) -> bool:
         """Whether an earlier run has begun a problem."""
-        return bool(self._rows(self.planned[number].problem))
+        return bool(self._rows(number))
 
-    def _rows(self, problem: Problem) -> list[Trial]:
-        return [trial for trial in self.store.trials if trial.problem == problem]
+    def _rows(self, number: int) -> list[Trial]:
+        return self.store.rows_of(self.planned[number].problem)
 
     def label(self, number: int) -> str:
         """See Job."""
@@ -294,6 +293,7 @@ class _Sweeps:
         """See Job."""
         if card.number not in self._on:
             self._on[card.number] = self._observer.on(card.number, here.uuid or card.uuid)
+        self._measures_on[card.number] = here.uuid
         if here.uuid not in self._uuids:
             self.describe([here.uuid])
         return self.begun({card: here.uuid})
@@ -305,7 +305,7 @@ class _Sweeps:
 
     def task(self, task: Task, then: int | None) -> Message:
         """See Job."""
-        rows = self._rows(self.planned[task.number].problem)
+        rows = self._rows(task.number)
         return {
             "do": "sweep",
             "problem": self._places[task.number],
@@ -322,6 +322,9 @@ class _Sweeps:
                 row = Trial.model_validate(message["row"])
                 if row.problem != problem:
                     raise ValueError(f"a row of {row.problem.label}")
+                measured_on = row.machine.get("uuid")
+                if measured_on not in (None, self._measures_on[card.number]):
+                    raise ValueError(f"a row of card {measured_on}")
                 self.store.append(row)
                 self._last[card.number] = row
             case "tried":
@@ -365,7 +368,7 @@ class _Sweeps:
         """See Job."""
         self._left -= 1
         self._on[card.number].resting(done=True)
-        rows = self._rows(self.planned[number].problem)
+        rows = self._rows(number)
         if self._left and rows:
             self._observer.ranked(rows, self._environment)
 

@@ -112,6 +112,11 @@ class Bench:
         self._launch_times: dict[str, float] = {}
         self._launched = 0
 
+    def card(self) -> str | None:
+        """The card's UUID, hashed, if NVML tells it."""
+        found: str | None = self.session.identity().get("uuid")
+        return found
+
     # -- checking ---------------------------------------------------------------------------
 
     def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:

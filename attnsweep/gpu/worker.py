@@ -2,7 +2,8 @@
 
 A call fails alone if it outlives its time limit, kills the process or poisons the CUDA context: the
 parent kills the child, and the next call starts a new one, opens the same problem in it and adds
-the same entries.
+the same entries. A new one that sees another card is a NoGpuError, because times of one problem are
+of one card, and CUDA counts the cards anew once one has fallen off.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ from attnsweep.trial import PROTOCOL, Accuracy, Environment, Status
 
 # On a slow disk, importing PyTorch and choosing a cuDNN plan take this long.
 START_TIMEOUT_S = 180.0
+
+_ANEW = (
+    "`nvidia-smi -L` lists the cards that are there; the same command begins anew on one of them"
+)
 
 BenchFactory = Callable[..., Any]
 
@@ -73,7 +78,7 @@ class Gpu(Protocol):
     """A GPU on which one problem at a time is open; `Worker` is the real one.
 
     Times are microseconds of one call. Every method but `describe` raises WorkerError with the
-    status that the candidate's row should have.
+    status that the candidate's row should have, or NoGpuError if the card is lost.
     """
 
     proof_s: float
@@ -312,7 +317,7 @@ class Worker:
         ours, theirs = self._context.Pipe()
         self._process = self._context.Process(
             target=_serve,
-            args=(theirs, os.getpid(), self._bench),
+            args=(theirs, os.getpid(), self._bench, self._environment and self._environment.uuid),
             name="attnsweep-gpu",
             daemon=True,
         )
@@ -363,8 +368,13 @@ class Worker:
 # -- the child ------------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection[Any, Any], parent: int, open_problem: BenchFactory) -> None:
-    """Answer calls until the pipe closes. Only the parent handles Ctrl-C."""
+def _serve(
+    pipe: Connection[Any, Any], parent: int, open_problem: BenchFactory, card: str | None
+) -> None:
+    """Answer calls until the pipe closes. Only the parent handles Ctrl-C.
+
+    card: the hashed UUID of the one that an earlier process had.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     children.die_with(parent)
     bench: Any = None
@@ -377,7 +387,7 @@ def _serve(pipe: Connection[Any, Any], parent: int, open_problem: BenchFactory) 
         if method == "open":
             bench = None  # frees the last problem's memory before the next takes its own
             gc.collect()  # and what peers hold in cycles, as cuDNN's handles
-        reply, bench = _answer(open_problem, bench, method, args, options)
+        reply, bench = _answer(open_problem, bench, method, args, options, card)
         reply = replace(reply, proof_s=_proof_s(), steps_s=taken())
         pipe.send(reply)
         if reply.dying:
@@ -400,6 +410,7 @@ def _answer(
     method: str,
     args: tuple[Any, ...],
     options: dict[str, Any],
+    card: str | None,
 ) -> tuple[_Reply, Any]:
     from attnsweep.gpu.judge import WrongResult
     from attnsweep.gpu.peers import Unavailable
@@ -409,6 +420,9 @@ def _answer(
             return _Reply(_describe(**options)), bench
         if method == "open":
             bench = open_problem(*args, **options)
+            if card is not None and (seen := bench.card()) not in (None, card):
+                what = f"the card is lost: a new GPU process sees card {seen}, not {card}"
+                return _Reply(no_gpu=NoGpuError(what, hint=_ANEW), dying=True), bench
             return _Reply(), bench
         return _Reply(getattr(bench, method)(*args)), bench
     except NoGpuError as error:

@@ -180,6 +180,9 @@ class Store:
             os.close(self._fd)
             raise _store_error(error, self.path, "cannot read the trials") from error
         self._trials, self.warnings, self.rows = _parse_trials(data, self.path)
+        self._of: dict[Problem, dict[tuple[object, ...], Trial]] = {}
+        for trial in self._trials.values():
+            self._of.setdefault(trial.problem, {})[trial.key] = trial
         sync_folder(directory)
 
     @classmethod
@@ -244,12 +247,17 @@ class Store:
         os.close(self._fd)
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0))
         self.rows -= len(out)
-        self._trials = {key: t for key, t in self._trials.items() if t.problem != problem}
+        for key in self._of.pop(problem, {}):
+            del self._trials[key]
 
     @property
     def trials(self) -> list[Trial]:
         """The directory's rows, in order of first appearance, including appended ones."""
         return list(self._trials.values())
+
+    def rows_of(self, problem: Problem) -> list[Trial]:
+        """Those of one problem, in the same order, without a look at the others."""
+        return list(self._of.get(problem, {}).values())
 
     def append(self, trial: Trial) -> None:
         """Add one row durably: when this returns, the whole row is on disk, and otherwise nothing.
@@ -275,6 +283,7 @@ class Store:
             ) from error
         self.rows += 1
         self._trials[trial.key] = trial
+        self._of.setdefault(trial.problem, {})[trial.key] = trial
 
     def _end_last_line(self) -> int:
         """The file's length, after ensuring that the file is empty or ends in a newline.
@@ -458,19 +467,6 @@ def _read_environment(path: Path) -> tuple[Environment | None, str | None]:
         place = ".".join(map(str, first["loc"]))
         what = f"{place}: {first['msg']}" if place else first["msg"]
         return None, f"{path}: not an environment: {what}"
-
-
-def being_written(directory: Path) -> bool:
-    """Whether a process holds the lock of this run."""
-    if not (directory / LOCK).exists():
-        return False
-    try:
-        with FileLock(directory / LOCK).acquire(blocking=False):
-            return False
-    except Timeout:
-        return True
-    except OSError:  # if we cannot lock it, we cannot know
-        return False
 
 
 def find_runs(results_dir: Path) -> list[Path]:

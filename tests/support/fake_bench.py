@@ -17,6 +17,9 @@ class FakeBench:
         self.problem = problem
         self.admitted: list[str] = []
 
+    def card(self) -> str | None:
+        return os.environ.get("FAKE_CARD")
+
     def admit(self, name: str) -> None:
         self.admitted.append(name)
 

@@ -13,10 +13,9 @@ from attnsweep.build.observer import Observer
 from attnsweep.family.declare import discover
 from attnsweep.fleet import sweeps
 from attnsweep.problem import Problem
-from attnsweep.resume import cards_of
 from attnsweep.spec.load import load_spec
 from attnsweep.sweep import Outcome
-from attnsweep.trial import Environment, Status, Trial
+from attnsweep.trial import Environment, Status, Trial, cards_of
 
 SPEC = """
 problems:

@@ -27,9 +27,8 @@ from attnsweep.choose import start
 from attnsweep.errors import NoGpuError, SpecError
 from attnsweep.fleet import cluster, engine
 from attnsweep.gpu.lock import LOCK_VARIABLE
-from attnsweep.resume import cards_of
 from attnsweep.store.run import read_trials
-from attnsweep.trial import Status
+from attnsweep.trial import Status, cards_of
 
 distributed = pytest.importorskip("distributed")
 clusters = pytest.importorskip("clusters")

@@ -14,7 +14,7 @@ from fleets import LABELS, SPEC, is_whole, measured
 from attnsweep.choose import start
 from attnsweep.fleet import cluster
 from attnsweep.gpu.lock import LOCK_VARIABLE
-from attnsweep.resume import cards_of
+from attnsweep.trial import cards_of
 
 distributed = pytest.importorskip("distributed")
 clusters = pytest.importorskip("clusters")

@@ -12,7 +12,7 @@ from fleets import LABELS, SPEC, is_whole, measured, swept
 from attnsweep.fleet import engine
 from attnsweep.fleet.schedule import MOST_FAULTS
 from attnsweep.gpu.cards import InstalledCard
-from attnsweep.resume import cards_of
+from attnsweep.trial import cards_of
 
 pytestmark = pytest.mark.usefixtures("cards")
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import fake_bench
 import pytest
 from fake_bench import FakeBench
+from samples import TEST_GPU
 
 from attnsweep.errors import NoGpuError
 from attnsweep.gpu.worker import Worker, WorkerError
@@ -45,6 +46,27 @@ def test_a_lost_process_is_replaced_with_its_state(worker, method, status, words
     assert after != before
     assert (problem, admitted) == ("problem", ["a"])
     assert worker.restarts == 1
+
+
+@pytest.mark.parametrize("seen", ["one", "other", None])
+def test_times_of_a_problem_are_of_one_card(monkeypatch, seen):
+    """CUDA counts the cards anew in a process that starts after one has fallen off."""
+    monkeypatch.setenv("FAKE_CARD", "one")
+    with Worker(timeout_s=1.0, bench=FakeBench) as worker:
+        worker._environment = TEST_GPU.model_copy(update={"uuid": "one"})
+        worker.open("problem")
+        with pytest.raises(WorkerError):
+            worker.call("crash")
+        if seen is None:  # NVML does not tell
+            monkeypatch.delenv("FAKE_CARD")
+        else:
+            monkeypatch.setenv("FAKE_CARD", seen)
+        if seen != "other":
+            assert worker.call("state")[1] == "problem"
+            return
+        for _ in range(2):  # nor does it come in by a second call
+            with pytest.raises(NoGpuError, match="a new GPU process sees card other, not one"):
+                worker.call("state")
 
 
 def test_the_process_outlives_the_thread_that_started_it():

@@ -12,6 +12,7 @@ from samples import TEST_GPU
 from attnsweep import sweep
 from attnsweep.build.observer import Observer
 from attnsweep.choose import start
+from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import discover
 from attnsweep.gpu.lock import LOCK_VARIABLE
 from attnsweep.spec.load import load_spec
@@ -45,8 +46,9 @@ def go(tmp_path, monkeypatch):
     path.write_text(SPEC)
     kernels = discover()
 
-    def run(uuid, **options):
+    def run(uuid, faults=(), **options):
         gpu = FakeGpu(TIMES, environment=TEST_GPU.model_copy(update={"uuid": uuid}))
+        gpu.faults |= dict(faults)
         monkeypatch.setattr(sweep, "Worker", gpu)
         notes = Notes()
         outcome = sweep.run(
@@ -106,3 +108,24 @@ def test_a_problem_whose_rows_are_of_two_cards_begins_anew(go):
     outcome, gpu, _ = go("a")
     assert len(gpu.names("trial")) == 3
     assert {t.machine["uuid"] for t in outcome.run.trials} == {"a"}
+
+
+LOST = NoGpuError("no CUDA GPU found (cudaErrorNoDevice)")
+
+
+def test_a_card_that_is_lost_keeps_its_rows_and_its_tables(go):
+    """The run said "Nothing was measured", and no table was written."""
+    outcome, _, notes = go("a", {("open", "(1,2,512,64) fp16 full"): LOST})
+    assert (outcome.exit_code, outcome.no_card) == (3, True)
+    assert outcome.unmeasured == ("(1,2,512,64) fp16 full",)
+    assert len(outcome.run.trials) == 3
+    assert (outcome.run.directory / "ranking.md").is_file()
+    assert notes[-1] == LOST.what
+    outcome, gpu, _ = go("a")
+    assert outcome.exit_code == 0
+    assert len(gpu.names("trial")) == 3
+
+
+def test_a_card_that_is_lost_at_once_is_an_error(go):
+    with pytest.raises(NoGpuError, match="cudaErrorNoDevice"):
+        go("a", {("open", "(1,2,256,64) fp16 full"): LOST})
