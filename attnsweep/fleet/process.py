@@ -114,7 +114,7 @@ class Process:
         assert self._popen.stdout is not None
         with self._popen.stdout as lines:
             for line in lines:
-                with contextlib.suppress(ValueError):  # a line that it died in
+                if line.endswith(b"\n"):  # not one that it died in
                     self._deliver(_message(line))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(5.0)
@@ -137,9 +137,11 @@ class Process:
 
 
 def _message(line: bytes) -> Message:
-    """A line as a message; what is none says so. Raises ValueError for a part of a line."""
+    """A line as a message; one that is none is a fault, because a row may have been in it."""
     try:
         message = json.loads(line)
-    except RecursionError:
+    except (ValueError, RecursionError):
         message = None
-    return message if isinstance(message, dict) and "say" in message else {"say": "no message"}
+    if isinstance(message, dict) and "say" in message:
+        return message
+    return {"say": "fault", "why": "it told nonsense: a line that is no message"}

@@ -13,7 +13,7 @@ from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec, load_spec
 from attnsweep.store.run import CUBINS, SPEC, Run, Store, trials_of
 from attnsweep.tools.profile import FILE as COUNTERS
-from attnsweep.trial import Environment, Status
+from attnsweep.trial import Environment, Status, cards_of
 
 # What the runs must have in common, besides their spec and the versions of the peers. Cards and
 # hosts may differ: every row says its own.
@@ -25,7 +25,8 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
     """Write the runs to `out` as one run, and return it. note: told what the run still lacks.
 
     Raises StoreError if they do not belong together: other specs, GPUs, protocols or versions, or a
-    problem that two of them have measured; if rows of one are damaged; if `out` has rows already.
+    problem that two runs or two cards have measured; if rows of one are damaged; if `out` has rows
+    already.
     """
     if trials_of(out).is_file():
         hint = "choose another place with --out, or remove it"
@@ -49,6 +50,14 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
                     "compared on one card only",
                     where=f"{other.directory}, {run.directory}",
                     hint="leave one of them out, or sweep each part once: --shard i/n",
+                )
+            cards = cards_of(trial for trial in run.trials if trial.problem == problem)
+            if len(cards) > 1:
+                raise StoreError(
+                    f"{problem.label} has rows of {len(cards)} cards ({', '.join(cards)}), and "
+                    "candidates of one problem are compared on one card only",
+                    where=str(run.directory),
+                    hint="run the same command again there: it begins that problem anew",
                 )
     missing = [entry.problem for entry in spec.problems if entry.problem not in measured]
     if missing:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -16,15 +18,16 @@ from pathlib import Path
 import psutil
 import pytest
 from fleets import LABELS, SPEC, TIMES, is_whole, measured, swept
-from samples import TEST_GPU
+from samples import TEST_GPU, candidate
 
 import attnsweep
-from attnsweep.errors import SpecError
+from attnsweep.errors import SpecError, StoreError
 from attnsweep.gpu.lock import BusyError, held
-from attnsweep.resume import cards_of
+from attnsweep.problem import Problem
 from attnsweep.spec.plan import Shard
+from attnsweep.store import run as store
 from attnsweep.store.run import read_trials
-from attnsweep.trial import Status
+from attnsweep.trial import Status, cards_of
 
 pytestmark = pytest.mark.usefixtures("cards")
 
@@ -61,6 +64,21 @@ def test_the_same_command_again_measures_nothing(go, cards):
     assert is_whole(outcome)
     assert cards.calls("trial") == before
     assert {kept for *_, kept in heard.opened_on} == {3}
+
+
+def test_what_a_problem_costs_here_does_not_grow_with_the_run(go, cards, monkeypatch):
+    """A look at all 85,000 rows of 1,000 problems for each of them took 21 ms."""
+    looked, trials = [], store.Store.trials.fget
+
+    def look(self):
+        looked.append(self)
+        return trials(self)
+
+    monkeypatch.setattr(store.Store, "trials", property(look))
+    go(shard=Shard(1, 4))
+    once = len(looked)
+    go()
+    assert len(looked) - once == once
 
 
 def test_one_card_is_enough(go, cards):
@@ -253,14 +271,28 @@ NONSENSE = [
     {"say": "keep", "name": 5, "data": ""},
     {"say": "compile"},
 ]
+GARBAGE = ["a library prints", '{"say": "row", "row": {"kernel": "na', "\x00", ""]
 
 
-@pytest.mark.parametrize("message", NONSENSE, ids=str)
-def test_nonsense_costs_its_problem_alone(go, cards, message):
-    cards.on(0, fault="nonsense", tells=json.dumps(message), after=2, once=True)
-    outcome, heard = go()
+@pytest.mark.parametrize("tells", [*map(json.dumps, NONSENSE), *GARBAGE])
+def test_nonsense_costs_its_problem_alone(go, cards, tells):
+    """A row may have been in it, so it is not passed over."""
+    cards.on(0, fault="nonsense", tells=tells, after=2, once=True)
+    outcome, heard = go(silence_s=10)
     assert is_whole(outcome)
     assert [n for n in heard.notes if "it told nonsense" in n and "goes to another card" in n]
+
+
+def test_a_row_of_another_card_costs_its_problem_alone(go, cards):
+    row = candidate("naive", 1.0, THREADS=32).with_(
+        problem=Problem.parse(LABELS[3]), machine={"uuid": "0123"}
+    )
+    tells = json.dumps({"say": "row", "row": row.model_dump(mode="json")})
+    cards.on(0, fault="nonsense", tells=tells, after=2, once=True)
+    outcome, heard = go(silence_s=10)
+    assert is_whole(outcome)
+    assert set(cards_of(outcome.run.trials)) == {card.hashed for card in cards.cards}
+    assert [n for n in heard.notes if "a row of card 0123" in n and "goes to another card" in n]
 
 
 def test_nonsense_at_the_very_end_costs_nothing(go, cards):
@@ -270,6 +302,54 @@ def test_nonsense_at_the_very_end_costs_nothing(go, cards):
 
 
 # -- the end ----------------------------------------------------------------------------------
+
+
+def all_ended(cards):
+    return all(child._popen.poll() is not None for child in cards.children)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_full_disk_ends_the_run_with_its_reason_and_resumes(go, cards, monkeypatch, rows):
+    """Rows that children told meanwhile met a store that was closed: "Bad file descriptor"."""
+    write, written = store._write_all, []
+
+    def fill(fd, data):
+        if len(written) == rows:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(data)
+        write(fd, data)
+
+    monkeypatch.setattr(store, "_write_all", fill)
+    with pytest.raises(StoreError, match="No space left on device") as caught:
+        go()
+    assert f"{rows} rows are safe" in caught.value.hint
+    assert all_ended(cards)
+    monkeypatch.setattr(store, "_write_all", write)
+    outcome, _ = go()
+    assert is_whole(outcome)
+
+
+@pytest.mark.parametrize("moment", [1, 8, 14, 30, 50])
+def test_ctrl_c_anywhere_leaves_a_run_that_resumes(go, cards, monkeypatch, moment):
+    """Before the plan is written, between a row and the next, and amid the tables at the end."""
+    sync, synced = os.fsync, []
+
+    def press(fd):
+        synced.append(fd)
+        if len(synced) == moment:
+            signal.raise_signal(signal.SIGINT)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", press)
+    with contextlib.suppress(KeyboardInterrupt):
+        assert go()[0].interrupted
+    assert len(synced) >= moment
+    assert all_ended(cards)
+    monkeypatch.setattr(os, "fsync", sync)
+    outcome, _ = go()
+    assert is_whole(outcome)
+    assert sum(measured(cards).values()) <= 12 + 2  # what each card had in its hands
+    assert not list(outcome.run.directory.glob("trials.2*.jsonl"))
 
 
 def test_ctrl_c_keeps_every_row_and_resumes(go, cards, tmp_path):
@@ -288,8 +368,7 @@ def test_ctrl_c_keeps_every_row_and_resumes(go, cards, tmp_path):
     assert outcome.exit_code == 130
     assert outcome.interrupted
     assert 2 <= len(outcome.run.trials) < 12
-    for child in cards.children:
-        assert child._popen.poll() is not None
+    assert all_ended(cards)
     stored = len(outcome.run.trials)
     before = sum(measured(cards).values())
     assert before - stored <= 2  # at most the one that each card had in its hands

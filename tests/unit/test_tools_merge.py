@@ -168,6 +168,20 @@ def test_one_problem_of_two_cards_is_refused(tmp_path):
         merge(two, tmp_path / "whole", print)
 
 
+def test_one_problem_of_two_cards_in_one_run_is_refused(tmp_path):
+    run = written(tmp_path / "a", OTHER)
+
+    def on(*uuids):
+        rows = [run.trials[0].with_(config={"THREADS": n}) for n in range(len(uuids))]
+        pairs = zip(rows, uuids, strict=True)
+        return [replace(run, trials=[t.with_(machine={"uuid": uuid}) for t, uuid in pairs])]
+
+    with pytest.raises(StoreError, match=r"has rows of 2 cards \(x, y\)"):
+        merge(on("x", "y", "x"), tmp_path / "mixed", print)
+    assert not (tmp_path / "mixed").exists()
+    assert len(merge(on("x", "x"), tmp_path / "whole", print).trials) == 2
+
+
 def test_a_run_that_is_there_is_not_overwritten(tmp_path):
     one = written(tmp_path / "a", OTHER)
     with pytest.raises(StoreError, match="a run is there already"):
