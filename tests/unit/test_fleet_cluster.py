@@ -147,10 +147,10 @@ def test_kernels_of_the_user_travel(go, cards, tmp_path):
     assert {t.status for t in outcome.run.trials} == {Status.OK}
 
 
-@pytest.mark.parametrize("fault", ["kill", "off"])
+@pytest.mark.parametrize("fault", ["kill", "off", "stop", "memory"])
 def test_a_lost_child_costs_its_problem_alone(go, cards, fault):
     cards.on(0, fault=fault, after=2, once=True)
-    outcome, notes = go()
+    outcome, notes = go(silence_s=3.0 if fault == "stop" else None)
     assert is_whole(outcome)
     assert sum(measured(cards).values()) == 12 + 2
     assert [n for n in notes if n.startswith("worker card0: ") and "goes to another card" in n]
@@ -172,6 +172,31 @@ def test_a_killed_worker_is_replaced_by_its_nanny_or_left_out(go, cards, workers
     thread.join()
     assert is_whole(outcome)
     assert [n for n in notes if n.startswith("worker card0: ") and "goes to another card" in n]
+
+
+def test_a_worker_that_hangs_costs_its_problem_alone(go, cards, workers):
+    """What carries the lines hangs too, so the child there is told nothing."""
+    cards.facts["all"]["trial_s"] = 0.3
+    hung = []
+
+    def stop():
+        log = Path(cards.facts["log"])
+        while not log.exists() or "GPU-00000000 trial" not in log.read_text():
+            time.sleep(0.02)
+        hung.append(psutil.Process(workers.workers["card0"].pid))
+        hung[0].suspend()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        outcome, notes = go(silence_s=3.0)
+    finally:
+        thread.join()
+        hung[0].resume()
+    assert is_whole(outcome)
+    [note] = [n for n in notes if "no word for 3 s" in n]
+    assert note.startswith("worker card0: ")
+    assert "goes to another card" in note
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 
 import fleets
@@ -113,11 +114,13 @@ def test_a_run_waits_for_its_first_worker(go, cards, dask):
     assert measured(cards) == dict.fromkeys(LABELS, 3)
 
 
-@pytest.mark.parametrize("options", [(), ("--name", "mine")])
-def test_a_killed_worker_is_replaced_by_a_new_one(go, cards, dask, options):
-    """It is preempted; its card comes back with another process, under another address."""
+@pytest.mark.parametrize(
+    ("options", "how"), [((), signal.SIGKILL), (("--name", "mine"), signal.SIGTERM)]
+)
+def test_a_preempted_worker_is_replaced_by_a_new_one(go, cards, dask, options, how):
+    """Slurm and Kubernetes ask it to end first; its card comes back under another address."""
     first = dask.worker(0, *options)
-    outcome, heard = go((5, first.kill), (5, lambda: dask.worker(0, *options)))
+    outcome, heard = go((5, lambda: first.send_signal(how)), (5, lambda: dask.worker(0, *options)))
     assert is_whole(outcome)
     assert sum(measured(cards).values()) <= 12 + 1
     assert heard.about("its worker left the cluster")
