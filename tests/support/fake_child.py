@@ -75,9 +75,19 @@ class FaultyGpu(FakeGpu):
         self._trials += 1
         time.sleep(self._facts.get("trial_s", 0.0))
         self._tell(f"trial {candidate.timed.problem.label}")
+        self._hold()
         if self._trials >= self._facts.get("after", 1):
             self._act(self._facts.get("fault"))
         return super().trial(candidate)
+
+    def _hold(self) -> None:
+        """If it `holds` its n-th candidate, wait there for `FakeCards.go_on`."""
+        ends = time.monotonic() + 20
+        while (
+            self._trials == self._facts.get("holds") and not self._log.with_name("go on").exists()
+        ):
+            assert time.monotonic() < ends, "nobody said to go on"
+            time.sleep(0.005)
 
     def _act(self, fault: str | None) -> None:
         """Do what a test asks for; what happens `once` does not happen in the next process."""

@@ -15,6 +15,8 @@ from attnsweep.gpu.cards import InstalledCard
 from attnsweep.trial import cards_of
 
 pytestmark = pytest.mark.usefixtures("cards")
+LOOKS = 5
+"""After so many at the same cards, the run has done with them what it will do."""
 
 
 class Worker(InstalledCard):
@@ -36,8 +38,10 @@ def again(card, times=1):
 @pytest.fixture
 def go(tmp_path, cards, monkeypatch):
     """Runs a sweep that begins on card 0. present: takes the number of trials so far, and tells the
-    cards that are there, or None. A child that dies has left with its worker.
+    cards that are there, or None. until: when cards go on that hold a candidate. A child that dies
+    has left with its worker.
     """
+    monkeypatch.setattr(engine, "_LOOK_S", 0.02)
     start = cards.start_child
 
     def start_child(card, deliver):
@@ -49,17 +53,21 @@ def go(tmp_path, cards, monkeypatch):
 
     monkeypatch.setattr(cards, "start_child", start_child)
 
-    def go(present, text=SPEC, seen_at=None, **options):
+    def go(present, text=SPEC, seen_at=None, until=None, **options):
         @contextmanager
         def arrivals(there):
             ended = threading.Event()
 
             def look():
+                looks = 0
                 while not ended.wait(0.02):
                     now = time.monotonic()
                     found = present(len(cards.calls("trial")))
                     if found is not None:
                         there(found, now if seen_at is None else seen_at)
+                    looks = looks + 1 if until is not None and until() else 0
+                    if looks == LOOKS:
+                        cards.go_on()
 
             thread = threading.Thread(target=look)
             thread.start()
@@ -77,9 +85,21 @@ def about(heard, words):
     return [note for note in heard.notes if words in note]
 
 
+def count(cards, what, number):
+    """How often a card was told to `open` a problem, or tried a candidate."""
+    return [card for card, _ in cards.calls(what)].count(number)
+
+
+def has_ended(child):
+    return child._popen.poll() is not None
+
+
 def test_a_card_that_comes_late_gets_problems(go, cards):
-    cards.facts["all"]["trial_s"] = 0.15
-    outcome, heard = go(lambda trials: cards.cards if trials >= 2 else cards.cards[:1])
+    cards.on(0, holds=2)
+    outcome, heard = go(
+        lambda trials: cards.cards if trials >= 2 else cards.cards[:1],
+        until=lambda: count(cards, "open", 1),
+    )
     assert is_whole(outcome)
     assert measured(cards) == dict.fromkeys(LABELS, 3)
     assert {card for card, _ in cards.calls("open")} == {0, 1}
@@ -93,14 +113,17 @@ SEARCHED = SPEC + "search: {strategy: gp}\n"
 
 
 def test_the_run_names_no_card_once_another_one_came(go, cards):
-    cards.facts["all"]["trial_s"] = 0.15
     outcome, _ = go(lambda trials: None, SEARCHED)
     assert outcome.run.environment.uuid == cards.cards[0].hashed
     before = len(cards.calls("trial"))
     spaces = (outcome.run.directory / "spaces.json").read_text()
     assert "ended" in spaces
+    cards.on(0, holds=6)
     outcome, _ = go(
-        lambda trials: cards.cards if trials >= 6 + before else None, SEARCHED, fresh=True
+        lambda trials: cards.cards if trials >= 6 + before else None,
+        SEARCHED,
+        until=lambda: count(cards, "open", 1),
+        fresh=True,
     )
     assert len(cards_of(outcome.run.trials)) == 2
     assert outcome.run.environment.uuid is None
@@ -116,9 +139,12 @@ def test_the_run_names_no_card_once_another_one_came(go, cards):
     ],
 )
 def test_a_late_card_that_does_not_belong_is_left_out_once(go, cards, unlike, why):
-    cards.facts["all"]["trial_s"] = 0.15
+    cards.on(0, holds=1)
     cards.on(1, environment=unlike)
-    outcome, heard = go(lambda trials: cards.cards)
+    outcome, heard = go(
+        lambda trials: cards.cards,
+        until=lambda: len(cards.children) > 1 and has_ended(cards.children[1]),
+    )
     assert is_whole(outcome)
     assert measured(cards) == dict.fromkeys(LABELS, 3)
     assert {card for card, _ in cards.calls("open")} == {0}
@@ -134,8 +160,8 @@ def test_what_a_late_card_began_in_an_earlier_run_goes_to_it(go, cards, tmp_path
     cards.on(1, fault="off", after=2, once=True)
     swept(tmp_path, cards, SPEC.replace(", 1024, 2048", ""), on=[1])
     assert measured(cards) == {LABELS[1]: 2}
-    cards.facts["all"]["trial_s"] = 0.3
-    outcome, heard = go(lambda trials: cards.cards)
+    cards.on(0, holds=1)
+    outcome, heard = go(lambda trials: cards.cards, until=lambda: count(cards, "open", 1) >= 2)
     assert is_whole(outcome)
     on_late = [opened[1:] for opened in heard.opened_on if opened[0] == 1]
     assert on_late[0] == (LABELS[1], 3, 1)  # and not the longest that is left
@@ -143,8 +169,11 @@ def test_what_a_late_card_began_in_an_earlier_run_goes_to_it(go, cards, tmp_path
 
 
 def test_a_card_that_comes_when_nothing_is_left_is_not_started(go, cards):
-    cards.facts["all"]["trial_s"] = 0.15
-    outcome, heard = go(lambda trials: cards.cards if trials >= 10 else None)
+    cards.on(0, holds=10)
+    outcome, heard = go(
+        lambda trials: cards.cards if trials >= 10 else None,
+        until=lambda: count(cards, "trial", 0) >= 10,
+    )
     assert is_whole(outcome)
     assert cards.started == {0: 1}
     assert about(heard, "on 1 cards")
@@ -190,13 +219,13 @@ def test_a_card_that_lost_its_scheduler_goes_on_with_its_problem(go, cards, blam
     """One that left with its worker may have left because of the problem."""
     go.left |= {"blame": blame}
     cards.on(0, fault="kill", after=2, once=True)
-    cards.on(1, trial_s=0.3 if blame else 1.5)  # busy until the other one is back, on a busy host
+    cards.on(1, holds=1)  # busy until the other one is back
 
     def present(trials):
-        both = {card for card, _ in cards.calls("open")} == {0, 1}
-        return [again(cards.cards[0]), cards.cards[1]] if both else cards.cards[1:]
+        lost = has_ended(cards.children[0]) and count(cards, "open", 1)
+        return [again(cards.cards[0]), cards.cards[1]] if lost else cards.cards[1:]
 
-    outcome, heard = go(present)
+    outcome, heard = go(present, until=lambda: count(cards, "open", 0) >= 2)
     assert is_whole(outcome)
     taken = [opened[1:] for opened in heard.opened_on if opened[0] == 0]
     assert taken[0] == (LABELS[3], 3, 0)
@@ -208,15 +237,19 @@ def test_a_card_that_lost_its_scheduler_goes_on_with_its_problem(go, cards, blam
 def test_a_card_that_comes_back_takes_down_no_more_problems_than_one_that_stays(go, cards, named):
     """Each restart of a worker has another name unless its user gives it one."""
     cards.on(0, fault="kill")
-    cards.on(1, trial_s=0.3)
+    cards.on(1, holds=1)
+    started = 1 + MOST_FAULTS + (named is again)  # another name is met before it is refused
 
     def present(trials):
-        died = len([card for card, _ in cards.calls("trial") if card == 0])
-        return [named(cards.cards[0], died), cards.cards[1]]
+        return [named(cards.cards[0], count(cards, "trial", 0)), cards.cards[1]]
 
-    outcome, heard = go(present)
+    def is_left_out():
+        alive = [child for child in cards.children if not has_ended(child)]
+        return len(cards.children) >= started and len(alive) == 1
+
+    outcome, heard = go(present, until=is_left_out)
     assert is_whole(outcome)
-    assert len([card for card, _ in cards.calls("trial") if card == 0]) == MOST_FAULTS
+    assert count(cards, "trial", 0) == MOST_FAULTS
     assert not about(heard, "lost twice")
     if named is again:
         assert about(heard, "its card has lost too many problems in a row; the card is left out")
@@ -226,8 +259,11 @@ def test_a_card_serves_under_one_name_at_a_time(go, cards):
     """The later one has it: the host of the other one was cut off, and the cluster does not know
     yet.
     """
-    cards.facts["all"]["trial_s"] = 0.15
-    outcome, heard = go(lambda trials: [cards.cards[0], again(cards.cards[0])])
+    cards.on(0, holds=1)
+    outcome, heard = go(
+        lambda trials: [cards.cards[0], again(cards.cards[0])],
+        until=lambda: has_ended(cards.children[0]),
+    )
     assert is_whole(outcome)
     (left_out,) = about(heard, f"its card is {again(cards.cards[0])}'s now")
     assert left_out.startswith(str(cards.cards[0]))
