@@ -158,14 +158,14 @@ def test_a_late_card_that_does_not_belong_is_left_out_once(go, cards, unlike, wh
 def test_what_a_late_card_began_in_an_earlier_run_goes_to_it(go, cards, tmp_path):
     """Whoever else gets it begins it anew."""
     cards.on(1, fault="off", after=2, once=True)
-    swept(tmp_path, cards, SPEC.replace(", 1024, 2048", ""), on=[1])
-    assert measured(cards) == {LABELS[1]: 2}
+    swept(tmp_path, cards, SPEC.replace(", 512, 1024, 2048", ""), on=[1])
+    assert measured(cards) == {LABELS[0]: 2}
     cards.on(0, holds=1)
     outcome, heard = go(lambda trials: cards.cards, until=lambda: count(cards, "open", 1) >= 2)
     assert is_whole(outcome)
     on_late = [opened[1:] for opened in heard.opened_on if opened[0] == 1]
-    assert on_late[0] == (LABELS[1], 3, 1)  # and not the longest that is left
-    assert measured(cards)[LABELS[1]] == 2 + 2
+    assert on_late[0] == (LABELS[0], 3, 1)  # though it is the shortest
+    assert measured(cards)[LABELS[0]] == 2 + 2
 
 
 def test_a_card_that_comes_when_nothing_is_left_is_not_started(go, cards):

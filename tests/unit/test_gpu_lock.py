@@ -67,9 +67,15 @@ def test_a_second_process_is_told_who_holds_the_card(other):
 
 def test_waiting_says_so_and_goes_on_when_the_card_is_free(other, monkeypatch):
     monkeypatch.setattr(lock, "_POLL_S", 0.01)
-    said = []
-    threading.Timer(0.3, other.stdin.close).start()
+    said, free = [], threading.Event()
+
+    def end():
+        free.set()
+        other.stdin.close()
+
+    threading.Timer(0.3, end).start()
     with held(UUID, "NVIDIA Test 1", wait=True, say=said.append):
+        assert free.is_set()
         other.wait(10)
     assert said[0].startswith(f"waiting for NVIDIA Test 1, in use by process {other.pid} on ")
     assert said[1].startswith("NVIDIA Test 1 is free after ")
