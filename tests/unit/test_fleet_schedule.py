@@ -352,7 +352,7 @@ class Fleet:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_64_workers_do_1000_recorded_problems_though_a_tenth_of_them_die(seed):
-    fleet = Fleet(64, 1000, 6, seed)
+    fleet = Fleet(64, 1000, 7, seed)
     makespan_s = fleet.run()
     work_s = sum(seconds for seconds, _ in fleet.problems)
     there_s = sum(min(fleet.dies_s.get(name, makespan_s), makespan_s) for name in fleet.names)
