@@ -212,7 +212,7 @@ def test_each_stage_is_compiled_once_here_or_there(started, asker, source):
     keys = {future.result(LONGEST_S).path.parent.name for future in futures}
     there = on.began("host1") + on.began("host2")
     assert len(keys) == 30
-    assert sorted(here + there) == sorted(keys)
+    assert sorted(here + there) == sorted(keys), asking.notes
     assert here
     assert on.began("host1")
     assert on.began("host2")
