@@ -102,3 +102,7 @@ class NoGpuError(AttnsweepError):
     """No usable GPU: no driver, a driver too old, CuPy missing, or the wrong architecture."""
 
     exit_code = 3
+
+
+class CardLostError(NoGpuError):
+    """The GPU was there when the run began, and is not now."""

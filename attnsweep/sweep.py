@@ -25,7 +25,7 @@ from attnsweep.choose.race import Pair, race, race_entry
 from attnsweep.choose.ranking import rank, winners
 from attnsweep.choose.skips import Skips
 from attnsweep.choose.start import input_seed, start
-from attnsweep.errors import NoGpuError, StoreError
+from attnsweep.errors import CardLostError, StoreError
 from attnsweep.family.declare import Kernel
 from attnsweep.gpu.lock import held
 from attnsweep.gpu.worker import Gpu, Worker, WorkerError
@@ -125,7 +125,7 @@ def run(
         interrupted, lost = False, False
         try:
             interrupted = sweep.run(planned, compiler)
-        except NoGpuError as error:
+        except CardLostError as error:
             if not store.trials:
                 raise
             lost = True

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from attnsweep import __version__
 from attnsweep.build.launches import Candidate, FirstTimes
-from attnsweep.errors import AttnsweepError, NoGpuError
+from attnsweep.errors import AttnsweepError, CardLostError, NoGpuError
 from attnsweep.gpu import children, energy
 from attnsweep.gpu.cards import hashed
 from attnsweep.gpu.energy import Stretch
@@ -78,7 +78,7 @@ class Gpu(Protocol):
     """A GPU on which one problem at a time is open; `Worker` is the real one.
 
     Times are microseconds of one call. Every method but `describe` raises WorkerError with the
-    status that the candidate's row should have, or NoGpuError if the card is lost.
+    status that the candidate's row should have, or CardLostError if the card is lost.
     """
 
     proof_s: float
@@ -352,7 +352,9 @@ class Worker:
             self.restarts += 1
             self._kill()
         if reply.no_gpu is not None:
-            raise reply.no_gpu
+            if self._environment is None:
+                raise reply.no_gpu
+            raise CardLostError(reply.no_gpu.what, hint=reply.no_gpu.hint) from reply.no_gpu
         if reply.failure is not None:
             raise WorkerError(reply.failure, reply.detail, reply.value)
         return reply.value

@@ -14,7 +14,7 @@ import pytest
 from fake_bench import FakeBench
 from samples import TEST_GPU
 
-from attnsweep.errors import NoGpuError
+from attnsweep.errors import CardLostError, NoGpuError
 from attnsweep.gpu.worker import Worker, WorkerError
 from attnsweep.trial import Status
 
@@ -65,7 +65,7 @@ def test_times_of_a_problem_are_of_one_card(monkeypatch, seen):
             assert worker.call("state")[1] == "problem"
             return
         for _ in range(2):  # nor does it come in by a second call
-            with pytest.raises(NoGpuError, match="a new GPU process sees card other, not one"):
+            with pytest.raises(CardLostError, match="a new GPU process sees card other, not one"):
                 worker.call("state")
 
 

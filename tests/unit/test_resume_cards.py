@@ -12,7 +12,7 @@ from samples import TEST_GPU
 from attnsweep import sweep
 from attnsweep.build.observer import Observer
 from attnsweep.choose import start
-from attnsweep.errors import NoGpuError
+from attnsweep.errors import CardLostError, NoGpuError
 from attnsweep.family.declare import discover
 from attnsweep.gpu.lock import LOCK_VARIABLE
 from attnsweep.spec.load import load_spec
@@ -110,7 +110,7 @@ def test_a_problem_whose_rows_are_of_two_cards_begins_anew(go):
     assert {t.machine["uuid"] for t in outcome.run.trials} == {"a"}
 
 
-LOST = NoGpuError("no CUDA GPU found (cudaErrorNoDevice)")
+LOST = CardLostError("no CUDA GPU found (cudaErrorNoDevice)")
 
 
 def test_a_card_that_is_lost_keeps_its_rows_and_its_tables(go):
