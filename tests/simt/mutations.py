@@ -48,19 +48,25 @@ def pattern(tokens: str) -> re.Pattern[str]:
 
 
 def mutated(texts: dict[str, str], bug: dict[str, Any]) -> dict[str, str]:
-    """The sources with the bug, which fits in one place."""
+    """The sources with the bug, each part of which fits in one place."""
+    for part in (bug, *bug.get("also", ())):
+        texts = _with_part(texts, part)
+    return texts
+
+
+def _with_part(texts: dict[str, str], part: dict[str, str]) -> dict[str, str]:
     places = []
     for name, text in texts.items():
         begin = 0
-        if "after" in bug:
-            start = pattern(bug["after"]).search(text)
+        if "after" in part:
+            start = pattern(part["after"]).search(text)
             if start is None:
                 continue
             begin = start.end()
-        places += [(name, match) for match in pattern(bug["find"]).finditer(text, begin)]
-    assert len(places) == 1, f"{bug['find']!r} is found {len(places)} times"
+        places += [(name, match) for match in pattern(part["find"]).finditer(text, begin)]
+    assert len(places) == 1, f"{part['find']!r} is found {len(places)} times"
     ((name, match),) = places
     kept = iter(match.groups())
-    put = re.sub("…", lambda _: next(kept), bug["put"])
+    put = re.sub("…", lambda _: next(kept), part["put"])
     text = texts[name]
     return texts | {name: text[: match.start()] + put + text[match.end() :]}
