@@ -172,7 +172,7 @@ def _library(path: str) -> ctypes.CDLL:
 
 @cache
 def _runtime(simulator: Simulator) -> ctypes.CDLL:
-    sources = [str(HERE / name) for name in ("threads.cpp", "copies.cpp", "wgmma.cpp")]
+    sources = [str(HERE / name) for name in ("threads.cpp", "copies.cpp", "reads.cpp", "wgmma.cpp")]
     sources.append(str(OWN / "launch.cpp"))
     flags = [*FLAGS, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-D_exit=simt_exit"]
     made = simulator._made(

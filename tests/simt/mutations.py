@@ -34,6 +34,7 @@ CASES = {
     "fp8, keys below 0": Case(Problem(1, 2, 1, 130, 130, 64, "e4m3", causal=True), "far_below"),
     "fp8, head_dim 256": Case(Problem(1, 2, 1, 65, 200, 256, "e4m3")),
     "fp8, blocks": Case(Problem(1, 4, 2, 65, 600, 64, "e4m3_block")),
+    "one tile of keys": Case(Problem(1, 4, 2, 100, 60, 64)),
     "over 16 units": Case(Problem(1, 1, 1, 17, 4000, 64), "large_scores"),
 }
 

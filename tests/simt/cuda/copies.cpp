@@ -106,7 +106,7 @@ bool is_waited_for(const Load& load) {
 }
 static void settle(Mbarrier& barrier) {
     if (barrier.pending || barrier.bytes) return;
-    barrier.phase ^= 1, barrier.pending = barrier.count;
+    barrier.phase ^= 1, barrier.pending = barrier.count, barrier.complete = barrier.told;
     std::for_each(barrier.waiting.begin(), barrier.waiting.end(), wake);
     barrier.waiting.clear();
 }
@@ -116,7 +116,7 @@ void mbarrier_init(unsigned address, unsigned arrivals, Where where) {
     if (!arrivals) fail(where, "an mbarrier of no arrivals");
     uint64_t mark = mark_of(address);
     memcpy(at(*me().cta, address, 8, 8, "mbarrier_init", where), &mark, 8);
-    me().cta->mbarriers[address] = {arrivals, arrivals, 0, 0, {}};
+    me().cta->mbarriers[address] = {arrivals, arrivals, 0, 0, {}, {}, {}};
 }
 void mbarrier_arrive(unsigned address, long bytes, unsigned arrivals, Where where) {
     Mbarrier& barrier = mbarrier_at(*me().cta, address, where);
@@ -124,13 +124,14 @@ void mbarrier_arrive(unsigned address, long bytes, unsigned arrivals, Where wher
         fail(where, "the mbarrier at offset %u has more arrivals than its %u in one phase",
              (address & 0xffffff) - SMEM_BASE, barrier.count);
     barrier.bytes += bytes, barrier.pending -= arrivals;
+    tell(barrier.told);
     settle(barrier);
 }
 void mbarrier_wait(unsigned address, unsigned parity, Where where) {
     if (parity > 1) fail(where, "mbarrier_wait: parity %u", parity);
     for (;;) {
         Mbarrier& barrier = mbarrier_at(*me().cta, address, where);
-        if (barrier.phase != parity) return;
+        if (barrier.phase != parity) return hear(me(), barrier.complete);
         // Nobody waits for an mbarrier of another block.
         if (&cta_of(address, *me().cta) == me().cta) barrier.waiting.push_back(&me());
         block(MBARRIER_WAIT, where, address & 0xffffff, parity);
@@ -211,6 +212,7 @@ void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int rank,
         Load load{&cta, target & 0xffffff, barrier & 0xffffff, map, {}, where, {}};
         std::copy(from, from + rank, load.at.begin());
         mbarrier_at(cta, load.barrier, where);
+        check_reads(cta, load.target, box_bytes(map), "tma_load", where);
         for_box(map, load.target, load.at, [&](unsigned to, unsigned short**) {
             memset(at(cta, to, 16, 16, "tma_load", where), 0xff, 16);
         });
@@ -224,6 +226,7 @@ void store_async(unsigned target, const float (&values)[4], unsigned barrier, Wh
         fail(where, "store_async: the mbarrier is another block's");
     mbarrier_at(*me().cta, barrier, where);
     memset(at(*me().cta, target, 16, 16, "store_async", where), 0xff, 16);
+    check_reads(cta, target & 0xffffff, 16, "store_async", where);
     Load load{
         &cta, target & 0xffffff, barrier & 0xffffff, {}, {}, where, std::vector<unsigned char>(16)};
     memcpy(load.data.data(), values, 16);

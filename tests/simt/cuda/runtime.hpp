@@ -77,6 +77,12 @@ struct Accumulator {
     int count, uses;
     std::vector<float> values;
 };
+// For each warp of the cluster, by rank and number: how many of its ldmatrix are known to be used.
+using Clock = std::vector<unsigned>;
+struct Read {
+    Where where;
+    std::array<unsigned, 32> rows;  // addresses of 16 bytes
+};
 struct Warp {
     std::vector<Gather> gathers;
     std::vector<Product> open;
@@ -85,6 +91,9 @@ struct Warp {
     std::array<unsigned, DONE + 1> threads{};    // how many are in each state
     bool fenced = false;
     std::size_t logged = 0;
+    std::deque<Read> reads;  // its last ldmatrix
+    unsigned begun = 0;      // ldmatrix so far
+    Clock known;
 };
 struct Event {
     const char* what;
@@ -93,12 +102,14 @@ struct Event {
 struct Barrier {
     int expected = 0, arrived = 0;
     std::vector<Fiber*> waiting;
+    Clock told;
 };
 struct Mbarrier {
     unsigned count, pending;
     long bytes;
     unsigned phase;
     std::vector<Fiber*> waiting;
+    Clock told, complete;  // by those that arrived, and of them up to the last whole phase
 };
 struct Load {
     struct Cta* cta;
@@ -149,6 +160,14 @@ inline bool late_reads() { return schedule == 1 || (schedule > 1 && random_bits(
 inline float value_of(unsigned bits, bool bf16) {
     return bf16 ? __uint_as_float(bits << 16) : half_values[bits & 0xffff];
 }
+
+// ---- reads.cpp ----
+void may_read(const Read& read);                 // an ldmatrix of this warp begins
+void tell(Clock& at);                            // this warp arrives
+void hear(const Fiber& fiber, const Clock& at);  // the fiber's warp has waited
+void tell_cluster();                             // all warps of a cluster have met
+// Fails if a copy that this warp begins writes what another may still read.
+void check_reads(const Cta& cta, unsigned begin, unsigned bytes, const char* what, Where where);
 
 // ---- copies.cpp ----
 extern std::vector<std::unique_ptr<Load>> loads;  // under way

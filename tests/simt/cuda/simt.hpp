@@ -92,6 +92,7 @@ using Act = void (*)(void* const data[32], unsigned mask);
 void collective(const char* name, unsigned mask, void* data, Act act, Where where);
 void barrier(int id, int threads, bool wait, const char* name, Where where);
 void cluster_barrier(bool arrive, bool wait, Where where);
+void use_loaded();  // an instruction of this warp needs what its ldmatrix loaded
 void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where);
 void load_shared(void* to, unsigned address, unsigned bytes, Where where);
 void store_shared(unsigned address, const void* from, unsigned bytes, Where where);
@@ -139,6 +140,7 @@ T shuffle(unsigned mask, T value, unsigned source, Where where) {
     collective(
         "shfl", mask, &own,
         [](void* const data[32], unsigned mask) {
+            use_loaded();
             for (unsigned lane = 0; lane < 32; ++lane) {
                 if (!(mask >> lane & 1)) continue;
                 Lane& mine = *static_cast<Lane*>(data[lane]);
@@ -157,6 +159,7 @@ inline unsigned ballot(unsigned mask, bool predicate, Where where) {
     collective(
         "vote", mask, &own,
         [](void* const data[32], unsigned mask) {
+            use_loaded();
             unsigned all = 0;
             for (unsigned lane = 0; lane < 32; ++lane)
                 if (mask >> lane & 1) all |= unsigned{static_cast<Lane*>(data[lane])->in} << lane;

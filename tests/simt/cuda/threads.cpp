@@ -123,7 +123,7 @@ void collective(const char* name, unsigned mask, void* data, Act act, Where wher
         if (mask >> lane & 1 && lane != fiber.lane) wake(fiber.cta->fibers[fiber.warp * 32 + lane]);
 }
 static void complete(Barrier& barrier) {
-    std::for_each(barrier.waiting.begin(), barrier.waiting.end(), wake);
+    for (Fiber* fiber : barrier.waiting) hear(*fiber, barrier.told), wake(fiber);
     barrier = Barrier();
 }
 void barrier(int id, int threads, bool wait, const char* name, Where where) {
@@ -138,7 +138,11 @@ void barrier(int id, int threads, bool wait, const char* name, Where where) {
              bar.expected);
     bar.expected = threads;
     bar.arrived += 1;
-    if (bar.arrived == expected) return complete(bar);
+    tell(bar.told);
+    if (bar.arrived == expected) {
+        if (wait) hear(fiber, bar.told);
+        return complete(bar);
+    }
     if (!wait) return;
     bar.waiting.push_back(&fiber);
     block(name, where, id, expected);
@@ -152,6 +156,7 @@ static void settle_cluster(std::size_t ending = 0) {
     std::size_t expected = 0;
     for (Cta& cta : cluster) expected += cta.alive;
     if (cluster_came.empty() || cluster_came.size() != expected - ending) return;
+    tell_cluster();
     for (Fiber* fiber : cluster_came) {
         cluster_passed[fiber] = true;
         if (fiber->state == BLOCKED && fiber->what == CLUSTER_WAIT) wake(fiber);
@@ -198,8 +203,10 @@ void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where) 
         "ldmatrix", ~0u, &own,
         [](void* const data[32], unsigned) {
             unsigned short matrix[4][8][8];
+            Read read{static_cast<Lane*>(data[0])->where, {}};
             for (int i = 0; i < 32; ++i) {
                 Lane& lane = *static_cast<Lane*>(data[i]);
+                read.rows[i] = lane.address;
                 memcpy(matrix[i / 8][i % 8],
                        at(*me().cta, lane.address, 16, 16, "ldmatrix", lane.where), 16);
             }
@@ -212,6 +219,7 @@ void ldmatrix(unsigned (&r)[4], unsigned address, bool transposed, Where where) 
                                     : matrix[j][row][column] | matrix[j][row][column + 1] << 16;
                 }
             }
+            may_read(read);
         },
         where);
 }
@@ -224,6 +232,7 @@ void stmatrix(unsigned address, const unsigned (&r)[4], Where where) {
     collective(
         "stmatrix", ~0u, &own,
         [](void* const data[32], unsigned) {
+            use_loaded();
             for (int i = 0; i < 32; ++i) {
                 Lane& row = *static_cast<Lane*>(data[i]);
                 unsigned char* to = at(*me().cta, row.address, 16, 16, "stmatrix", row.where);
@@ -248,6 +257,7 @@ void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, 
     collective(
         "mma.m16n8k16", ~0u, &own,
         [](void* const data[32], unsigned) {
+            use_loaded();
             float a[16][16], b[8][16];
             for (int i = 0; i < 32; ++i) {
                 Lane& lane = *static_cast<Lane*>(data[i]);
@@ -277,6 +287,7 @@ void mma_1688(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, W
     collective(
         "mma.m16n8k8", ~0u, &own,
         [](void* const data[32], unsigned) {
+            use_loaded();
             auto tf32 = [](unsigned bits) { return __uint_as_float(bits & 0xffffe000u); };
             float a[16][8], b[8][8];
             for (int i = 0; i < 32; ++i) {

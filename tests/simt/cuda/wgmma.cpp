@@ -132,6 +132,7 @@ void wgmma(float* d, const Wgmma& product, Where where) {
             Cta& cta = *me().cta;
             Warp& warp = cta.warps[self->warp];
             Product product{lane.of, lane.where, {}, {}};
+            if (lane.of.a) use_loaded();
             auto& log = cta.warpgroups[self->warp / 4];
             Event event{"wgmma", lane.of.a ? 0 : lane.of.descriptor_a, lane.of.descriptor_b};
             if (warp.logged == log.size()) log.push_back(event);
