@@ -36,10 +36,13 @@ struct Consumer {
         if constexpr (MULTICAST > 1) mbarrier_arrive_remote(remote + barrier, lane, MULTICAST);
         else if (lane == 0) mbarrier_arrive(barrier);
     }
-    // Behind the last product of Q, also if all of Q is in registers: with an arrival right behind
-    // their ldmatrix, the next Q now and then came over this one too early (docs/tried.md).
+    // Behind the last instruction that reads Q in shared memory: the last product, or, if all of Q
+    // is in registers, the first, which needed them. Not right behind their ldmatrix: no arrival
+    // waits for these, and the next Q then came over this one in 1 of 1,024 calls (docs/tried.md).
+    template <bool FIRST>
     __device__ __forceinline__ void release_q() const {
-        if (PERSISTENT && lane == 0) mbarrier_arrive(at.barriers.q_empty());
+        if (PERSISTENT && FIRST == (Q_REGISTERS == HEAD_DIM / 16) && lane == 0)
+            mbarrier_arrive(at.barriers.q_empty());
     }
     // Warpgroups that overlap tiles take turns to begin their products.
     __device__ __forceinline__ void take_turn() const {
@@ -223,6 +226,7 @@ struct Consumer {
                                           float (&by)[2], int j) {
         begin_qk(s);
         end_qk<0>(s);
+        release_q<true>();
         mask(s, j);
         softmax(s, p, out, rows, by, true);
 #pragma unroll
@@ -242,13 +246,14 @@ struct Consumer {
                 wait_for_k();
                 begin_qk(s);  // S = Q K^T
                 end_qk<0>(s);
+                if (j == first) release_q<true>();
                 mask(s, j);
                 softmax(s, p, out, rows, by, j == first);  // P = softmax(S)
                 wait_for_v();
                 begin_pv(out, p);  // O += P V
                 end_pv(out, p);
             }
-            release_q();
+            release_q<false>();
         } else {
             wait_for_k();
             constexpr int PART = HALF_TILES ? BLOCK_N / 2 : BLOCK_N;
@@ -270,7 +275,7 @@ struct Consumer {
                 mask(s, j);
                 softmax_beside_pv(s, p, out, rows, by, j);  // P = softmax(S)
             }
-            release_q();
+            release_q<false>();
             wait_for_v();
             begin_pv(out, p);
             end_pv(out, p);
