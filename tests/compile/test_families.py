@@ -92,7 +92,7 @@ def problems(kernel):
 def test_corners_compile_as_planned(kernel, arch, compilers, request):
     """Every corner with --thorough; otherwise a part of them, another one for each problem."""
     # On a push: most families are for sm_90a; what the others add is another ptxas.
-    parts = 1 if request.config.option.thorough else 30
+    parts = 1 if request.config.option.thorough else 48
     step = 2 if arch in ("sm_80", "sm_90a") else 4  # of problems
     step = 1 if parts == 1 else step if arch != "sm_90a" else 1 + (len(kernel.some_head_dims) > 3)
     compiler = compilers(arch)

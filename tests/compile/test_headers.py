@@ -40,8 +40,15 @@ def test_a_header_bears_the_names_of_parameters(compiler, header, tmp_path):
     assert compiler.compile(source, dict.fromkeys(names.split(), "3")).path.is_file()
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-@pytest.mark.parametrize("dtype", ["FP16", "BF16", "FP32", "E4M3"])
+# All dtypes where all families run; elsewhere another ptxas compiles what they share.
+@pytest.mark.parametrize(
+    ("dtype", "arch"),
+    [
+        *((dtype, "sm_90a") for dtype in ("FP16", "BF16", "FP32", "E4M3")),
+        ("FP32", "sm_80"),
+        ("E4M3", "sm_100a"),
+    ],
+)
 def test_the_judge_compiles_without_spills(dtype, arch, tmp_path):
     compiler = Compiler(ARCHS[arch], tmp_path / "cubins")
     try:

@@ -18,7 +18,7 @@ from .harness import ARCH, COMPILER, BuildError, SimtError, config_of
 from .runs import BASE, KERNELS, PUSH, RUNS, cases, config_for, is_of_each_push, is_unusual
 
 # Cases that a push runs of a config; each config has others.
-EACH = 3
+EACH = 2
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
