@@ -237,7 +237,8 @@ def _of_cells(cells: Sequence[str]) -> _Shape:
     rows, _, keys = seqlen.lower().partition("x")
     fields = {"batch": batch, "heads": query, "head_dim": head_dim}
     fields |= {"heads_kv": kv} if "/" in heads else {}
-    fields |= {"seqlen_q": rows, "seqlen_k": keys} if "x" in seqlen.lower() else {"seqlen": seqlen}
+    # An `x` with nothing on one side of it is a word, not two lengths.
+    fields |= {"seqlen_q": rows, "seqlen_k": keys} if rows and keys else {"seqlen": seqlen}
     for text in rest:
         if text.lower() not in (*DTYPE_BYTES, *_MASKS):
             raise _unknown_cell(text)

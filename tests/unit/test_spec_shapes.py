@@ -105,6 +105,8 @@ class TestWhatDoesNot:
             (["4,32,4096,0"], ["head_dim must be 1 to 2147483647, not 0"]),
             (["4,32,4096," + "9" * 5000], ["head_dim must be 1 to 2147483647"]),
             (["4,٣٢,4096,128"], ["heads must be a whole number"]),
+            (["4,32,x,128"], ["seqlen must be a whole number, not 'x'"]),
+            (["4,32,64x,128"], ["seqlen must be a whole number, not '64x'"]),
             (["4,32/5,4096,128"], ["heads_kv must divide heads"]),
             (["4,32,9x8,64", "causal"], ["'4,32,9x8,64 causal'", "drop causal"]),
             (["B=4", "H=32", "S=4096"], ["D (head_dim) is missing"]),
