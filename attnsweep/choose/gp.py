@@ -121,7 +121,7 @@ class Model:
     since_best: int = 0
     """Trials since the best time fell by EXPECTED or more."""
     variances: dict[int, float] = field(default_factory=dict)
-    """Of each chosen config's time, as it was chosen."""
+    """The variance of each chosen config's time, at the moment it was chosen."""
     surprises: list[float] = field(default_factory=list)
     """Squares of (time - expected) over the variance; 1 on average if the model is right."""
 

@@ -175,7 +175,7 @@ def test_a_killed_worker_is_replaced_by_its_nanny_or_left_out(go, cards, workers
 
 
 def test_a_worker_that_hangs_costs_its_problem_alone(go, cards, workers):
-    """What carries the lines hangs too, so the child there is told nothing."""
+    """The whole worker hangs, so nobody there can tell its child to stop."""
     cards.facts["all"]["trial_s"] = 0.3
     hung = []
 

@@ -16,7 +16,7 @@ from attnsweep.trial import cards_of
 
 pytestmark = pytest.mark.usefixtures("cards")
 LOOKS = 5
-"""After so many at the same cards, the run has done with them what it will do."""
+"""Once the list of cards has been the same this often, the run has acted on it."""
 
 
 class Worker(InstalledCard):

@@ -65,7 +65,7 @@ def test_each_recorded_shape_of_between_from_all_others():
 
 @pytest.fixture(scope="module")
 def drawn():
-    """What a package calls on shapes that were drawn at random, and what that costs."""
+    """A package's choices on shapes that were drawn at random, and their cost."""
     return list(judge.judged(FITTED, [H100_RUNS / "held_out"]))
 
 
