@@ -60,7 +60,11 @@ class Mean:
 
 
 class Recordings:
-    """What is recorded of one card. specs: name to title, kernel, and whether it is `fused`."""
+    """What is recorded of one card.
+
+    specs: name to title, kernel, whether it is `fused`, and the problems that are `outdated`: a
+    later run contradicts a peer's time, so that the row is shown, but is in no mean.
+    """
 
     def __init__(self, book: Book, specs: Mapping[str, Mapping[str, Any]]) -> None:
         self.book, self.slug = book, book.results.name
@@ -84,18 +88,24 @@ class Recordings:
         A problem of several specs counts once there, as the first of them has it.
         """
         each = [
-            Mean(name, str(self.book.protocol(name)), records)
-            for name, records in self.tables.items()
+            Mean(name, str(self.book.protocol(name)), self._current(name)) for name in self.tables
         ]
         seen: set[Any] = set()
         pooled: dict[bool, list[Record]] = {}
+        outdated = {label for of in self._specs.values() for label in of.get("outdated", ())}
         for record in self.fused:
+            if record["problem"].label in outdated:
+                continue
             if record["problem"] not in seen:
                 pooled.setdefault(record["protocol"] >= ALONE, []).append(record)
             seen.add(record["problem"])
         for alone, records in pooled.items():
             each.append(Mean("", f"{ALONE} or later" if alone else f"before {ALONE}", records))
         return each
+
+    def _current(self, name: str) -> list[Record]:
+        outdated = self._specs[name].get("outdated", ())
+        return [each for each in self.tables[name] if each["problem"].label not in outdated]
 
     @property
     def fused(self) -> list[Record]:

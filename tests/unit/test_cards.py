@@ -118,6 +118,18 @@ def test_losses_and_lower_bounds_stay_in_the_means(results):
     assert (pooled.protocol, pooled.ratios) == ("4 or later", pytest.approx([1.1]))
 
 
+def test_a_row_that_a_later_run_contradicts_is_shown_and_in_no_mean(results):
+    specs = SPECS | {
+        "flash_short": SPECS["flash_short"] | {"outdated": ["(1,8,1024,64) fp16 full"]}
+    }
+    (before, *_), (after, *_) = cards(results, SPECS), cards(results, specs)
+    assert len(after.tables["flash_short"]) == len(before.tables["flash_short"])
+    for old, new in zip(before.means, after.means, strict=True):
+        labels = [[each["problem"].label for each in mean.records] for mean in (old, new)]
+        assert labels[1] == [label for label in labels[0] if "1024" not in label]
+        assert len(labels[1]) < len(labels[0])
+
+
 def test_the_page_has_both_cards_and_every_peer(results, monkeypatch):
     book = Book(docs.ROOT / docs.RESULTS)
     known = {"book": book, **docs.sheets(book)}
