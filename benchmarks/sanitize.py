@@ -43,6 +43,11 @@ CASES = (
         "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 2, PERSISTENT: 2, Q_REGISTERS: 4",
         BOTH,
     ),
+    (
+        "flash_fwd_wgmma",
+        "BLOCK_N: 64, WARPGROUPS: 2, P_SHARED: 0, MAXIMA: 2, PERSISTENT: 2, O_OVER_Q: 1",
+        BOTH,
+    ),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, KEY_GROUPS: 2, P_SHARED: 1, PDL: 2", BOTH),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, CLUSTER: 2, MAXIMA: 1, P_SHARED: 0", FULL),
     ("flash_fwd_wgmma", "BLOCK_N: 64, WARPGROUPS: 2, SPLITS: 2, MAXIMA: 1, P_SHARED: 0", BOTH),

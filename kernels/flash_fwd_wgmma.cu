@@ -108,11 +108,12 @@ constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0
 constexpr bool SCORES_AGAIN = OVERLAP && !P_SHARED && MAXIMA == 2;
 constexpr unsigned ALL_MERGE_BYTES = (KEY_GROUPS - 1) * ROW_GROUPS * MERGE_BYTES<HEAD_DIM>;
 // Blocks that take turns at the tiles stage their output beside Q and the ring, which the producer
-// already fills for the next tile; others over Q, and merge over the ring. What splits send each
+// already fills for the next tile; others over Q, and merge over the ring. With O_OVER_Q all stage
+// it over Q, so that blocks take turns where wide heads leave no other room. What splits send each
 // other has room of its own too, since a block may send while the other still multiplies.
 using JoinSplits = Join<HEAD_DIM, SPLITS>;
 constexpr unsigned STAGED_BYTES = SPLIT_CLUSTER ? ROW_GROUPS * JoinSplits::BYTES
-                                  : PERSISTENT  ? ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES
+                                  : PERSISTENT  ? !O_OVER_Q * ROW_GROUPS * Q_BYTES + ALL_MERGE_BYTES
                                                 : 0;
 #if PRODUCER_WARPS == 1  // the roles keep the registers that they have at entry
 constexpr int PRODUCER_REGISTERS = 0, CONSUMER_REGISTERS = 0;
@@ -130,8 +131,9 @@ constexpr bool UNSEEN_TILES =
                    CAUSAL && ROW_GROUPS > 1 && KEY_GROUPS == 1 && SPLITS == 1 && !PACK_GQA,
                HALF_TILES = UNSEEN_TILES && OVERLAP && !P_SHARED && BLOCK_N == 128;
 
-// Barriers: full and empty of each stage of K and of V, of Q: full of each 64 rows, empty of all.
-// With SPLIT_CLUSTER, of each 64 rows: what the other splits have is there.
+// Barriers: full and empty of each stage of K and of V; of Q, full of each 64 rows, empty of all
+// or, with O_OVER_Q, of each 64. With SPLIT_CLUSTER, of each 64 rows: what the other splits have is
+// there.
 struct Barriers {
     unsigned base;
     __device__ __forceinline__ unsigned k_full(unsigned stage) const { return base + 32 * stage; }
@@ -144,9 +146,12 @@ struct Barriers {
     __device__ __forceinline__ unsigned v_empty(unsigned stage) const {
         return base + 32 * stage + 24;
     }
-    __device__ __forceinline__ unsigned q_empty() const { return base + 32 * STAGES; }
+    static constexpr int Q_EMPTIES = O_OVER_Q ? ROW_GROUPS : 1;
+    __device__ __forceinline__ unsigned q_empty(int group) const {
+        return base + 32 * STAGES + (O_OVER_Q ? 8 * group : 0);
+    }
     __device__ __forceinline__ unsigned q_full(int group) const {
-        return base + 32 * STAGES + 8 + 8 * group;
+        return base + 32 * STAGES + 8 * (Q_EMPTIES + group);
     }
     __device__ __forceinline__ unsigned joined(int group) const {
         return q_full(ROW_GROUPS + group);
@@ -159,7 +164,8 @@ struct Barriers {
             mbarrier_init(k_empty(i), 4 * ROW_GROUPS * MULTICAST);
             mbarrier_init(v_empty(i), 4 * ROW_GROUPS * MULTICAST);
         }
-        mbarrier_init(q_empty(), CONSUMERS / 32);
+#pragma unroll
+        for (int i = 0; i < Q_EMPTIES; ++i) mbarrier_init(q_empty(i), CONSUMERS / 32 / Q_EMPTIES);
 #pragma unroll
         for (int i = 0; i < ROW_GROUPS; ++i) mbarrier_init(q_full(i), 1);
 #pragma unroll
@@ -247,12 +253,14 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
                 k_at.next();
             }
             if (j == 0) {
-                if (PERSISTENT) mbarrier_wait(barriers.q_empty(), q_phase ^ 1);
-                q_phase ^= 1;
 #pragma unroll
-                for (int i = 0; i < ROW_GROUPS; ++i)
+                for (int i = 0; i < ROW_GROUPS; ++i) {
+                    if (PERSISTENT && i < Barriers::Q_EMPTIES)
+                        mbarrier_wait(barriers.q_empty(i), q_phase ^ 1);
                     load_queries(at.q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64,
                                  call.layout.of_queries(work.head));
+                }
+                q_phase ^= 1;
                 continue;
             }
             mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
@@ -345,8 +353,9 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
                                            const float (&out)[HEAD_DIM / 2], const Softmax& rows,
                                            const TensorMap& o, float* lse) {
     float low = 1.f / rows.l[0], high = 1.f / rows.l[1];
-    unsigned staged = PERSISTENT ? self.at.staging + self.row_group * Q_BYTES : self.own_q;
-    if (PERSISTENT) {
+    constexpr bool BESIDE_Q = PERSISTENT && !O_OVER_Q;
+    unsigned staged = BESIDE_Q ? self.at.staging + self.row_group * Q_BYTES : self.own_q;
+    if (BESIDE_Q) {
         if (self.lane == 0) tma_store_wait_read<0>();
         __syncwarp();
     }
@@ -372,6 +381,10 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
             of_row[0] = fmaf(rows.m[0], self.call.factor, log2f(rows.l[0])) * LN2;
         if (to.row + 8 < self.call.seqlen_q)
             of_row[8] = fmaf(rows.m[1], self.call.factor, log2f(rows.l[1])) * LN2;
+    }
+    if (O_OVER_Q && self.lane == 0) {  // only now is Q's place free
+        tma_store_wait_read<0>();
+        mbarrier_arrive(self.at.barriers.q_empty(self.row_group));
     }
 }
 

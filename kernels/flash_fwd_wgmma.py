@@ -27,6 +27,7 @@ kernel = Kernel(
         Param("EXP2_POLY", (0,), "exponentials out of 8 by a polynomial on the FMA units"),
         Param("ORDER", (0, 1), "block order: 0 by head; 1 longest first, by heads that fit L2"),
         Param("PERSISTENT", (0, SMS), "SMs whose blocks take turns at tiles; 0: a block per tile"),
+        Param("O_OVER_Q", (0,), "1: blocks that take turns stage the output where Q was", absent=0),
         Param("SPLITS", (1, 2), "blocks that share a row's keys; the combine stage joins them"),
         Param("SPLIT_CLUSTER", (0, 1), "1: the splits are a cluster and join in its shared memory"),
         Param("CLUSTER", (1,), "blocks that share loads of K and V by multicast"),
@@ -86,12 +87,14 @@ def smem_bytes(c: Config, p: Problem) -> int:
     """Bytes of Q, the rings, the staging of persistent blocks, P, and what splits exchange."""
     q_bytes = block_m(c) * hopper.panels(p.head_dim) * 128
     ring = 2 * c.NUM_STAGES * c.BLOCK_N * hopper.panels(p.head_dim) * 128
-    staged = q_bytes + merge_bytes(c, p) if c.PERSISTENT else 0
+    staged = (not c.O_OVER_Q) * q_bytes + merge_bytes(c, p) if c.PERSISTENT else 0
     buffers = c.WARPGROUPS * (2 if c.OVERLAP else 1) if c.P_SHARED else 0
     staged += buffers * hopper.panels(c.BLOCK_N) * 64 * 128
     if c.SPLIT_CLUSTER:
         staged += (c.SPLITS - 1) * block_m(c) * (2 * 4) * (p.head_dim // (2 * c.SPLITS) + 4)
-    barriers = 32 * c.NUM_STAGES + 8 + 8 * (1 + c.SPLIT_CLUSTER) * (c.WARPGROUPS // c.KEY_GROUPS)
+    groups = c.WARPGROUPS // c.KEY_GROUPS
+    barriers = 32 * c.NUM_STAGES + 8 + 8 * (1 + c.SPLIT_CLUSTER) * groups
+    barriers += 8 * (groups - 1) * c.O_OVER_Q
     return q_bytes + ring + staged + barriers
 
 
@@ -99,8 +102,9 @@ def registers_given(c: Config, arch: Arch) -> tuple[int, int | None, int]:
     """Registers of a thread at entry, then of a producer's thread, and of a consumer's."""
     threads = 128 * c.WARPGROUPS + 32 * c.PRODUCER_WARPS
     entry = hopper.registers_at_entry(arch, threads, c.BLOCKS_PER_SM)
-    # A producer that decodes turns and loads parts of tiles needs more.
-    producer = None if c.PRODUCER_WARPS == 1 else 32 if c.PERSISTENT and c.CLUSTER > 1 else 24
+    # A producer that decodes turns and loads parts of tiles, or waits for parts of Q, needs more.
+    more = c.PERSISTENT and (c.CLUSTER > 1 or c.O_OVER_Q)
+    producer = None if c.PRODUCER_WARPS == 1 else 32 if more else 24
     return entry, producer, hopper.registers_of_roles(entry, c.WARPGROUPS, producer)
 
 
@@ -119,7 +123,7 @@ kernel.keep_if(
     ("known_values", "switches are 0 or 1, MAXIMA 1 or 2, PRODUCER_WARPS 1 or 4, PDL 0 to 2",
      lambda c, p, arch: c.MAXIMA in (1, 2) and c.PRODUCER_WARPS in (1, 4) and c.EXP2_POLY <= 8
      and c.PDL < 3 and max(c.OVERLAP, c.PINGPONG, c.P_SHARED, c.ORDER, c.SPLIT_CLUSTER, c.PACK_GQA,
-                           c.LSE) < 2),
+                           c.LSE, c.O_OVER_Q) < 2),
     ("groups", "BLOCK_N is 64 to 256, in 16s; key groups divide the 1 to 4 warpgroups, and stages",
      lambda c, p, arch: c.WARPGROUPS in (1, 2, 3, 4) and c.BLOCK_N in range(64, 257, 16)
      and c.WARPGROUPS % c.KEY_GROUPS == 0 == c.NUM_STAGES % c.KEY_GROUPS),
@@ -153,6 +157,8 @@ kernel.keep_if(
                                                                    [False, not c.PERSISTENT])),
     ("turns_of_blocks", "blocks that take turns have at least two tiles of queries each",
      lambda c, p, arch: tiles_of_queries(c, p) >= 2 * c.PERSISTENT * c.BLOCKS_PER_SM),
+    ("output_over_q", "blocks that take turns, without key groups, stage the output where Q was",
+     lambda c, p, arch: c.O_OVER_Q == 0 or (c.PERSISTENT > 0 and c.KEY_GROUPS == 1)),
     ("split_keys", "key groups split keys only with at most 640 tiles of queries",
      lambda c, p, arch: c.KEY_GROUPS == 1 or tiles_of_queries(c, p) <= 640),
     ("short_calls", "a programmatic launch is for short calls, under 2e11 FLOPs",

@@ -39,10 +39,11 @@ struct Consumer {
     // Behind the last instruction that reads Q in shared memory: the last product, or, if all of Q
     // is in registers, the first, which needed them. Not right behind their ldmatrix: no arrival
     // waits for these, and the next Q then came over this one in 1 of 1,024 calls (docs/tried.md).
+    // With O_OVER_Q the output goes there first: see store_tile.
     template <bool FIRST>
     __device__ __forceinline__ void release_q() const {
-        if (PERSISTENT && FIRST == (Q_REGISTERS == HEAD_DIM / 16) && lane == 0)
-            mbarrier_arrive(at.barriers.q_empty());
+        if (PERSISTENT && !O_OVER_Q && FIRST == (Q_REGISTERS == HEAD_DIM / 16) && lane == 0)
+            mbarrier_arrive(at.barriers.q_empty(0));
     }
     // Warpgroups that overlap tiles take turns to begin their products.
     __device__ __forceinline__ void take_turn() const {

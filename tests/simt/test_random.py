@@ -45,6 +45,7 @@ MORE = {
         "Q_REGISTERS": (1, 4, 6),
         "EXP2_POLY": (2, 3, 8),
         "PERSISTENT": (2, 3, 4, 6, 8),
+        "O_OVER_Q": (1,),
         "SPLITS": (3, 4, 8),
         "CLUSTER": (2, 4),
         "PDL": (1, 2),

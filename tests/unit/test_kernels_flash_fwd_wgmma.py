@@ -213,3 +213,19 @@ def test_q_in_registers_takes_four_registers_of_each_sixteen_columns():
     assert refused(Q_REGISTERS=9) == "q_in_registers"
     assert refused(Q_REGISTERS=2, WARPGROUPS=3, BLOCK_N=64) is None  # of 160
     assert refused(Q_REGISTERS=4, WARPGROUPS=3, BLOCK_N=64) == "registers"
+
+
+def test_blocks_take_turns_at_head_dim_256_where_the_output_goes_over_q():
+    problem = Problem(4, 16, 16, 2048, 2048, 256)
+    values = {param.name: param.values[0] for param in FAMILY.params}
+    values |= {"BLOCK_N": 64, "WARPGROUPS": 2, "NUM_STAGES": 2, "PERSISTENT": 132}
+
+    def refused(**changed: int) -> str | None:
+        return FAMILY.refused_by(Config(values | changed), problem, ARCHS["sm_90a"])
+
+    assert refused() == "blocks_fit"  # Q 64 KiB, the rings 128, the output 64
+    assert refused(O_OVER_Q=1) is None
+    assert refused(O_OVER_Q=1, BLOCK_N=80) is None
+    assert refused(O_OVER_Q=1, PERSISTENT=0) == "output_over_q"
+    assert refused(O_OVER_Q=1, KEY_GROUPS=2) == "output_over_q"
+    assert refused(O_OVER_Q=2) == "known_values"
