@@ -27,6 +27,8 @@ from attnsweep.trial import OURS, Status, Trial
 _LOG_LENGTH = 4000
 # The key of the empty kernel among a build's futures; no stage can have this name.
 _EMPTY = ""
+# Most bytes of workspace on short turns, beside those of the timed problem.
+_TURNS_BYTES = 2**28
 
 
 def empty_kernel() -> Path:
@@ -176,7 +178,24 @@ class Build:
             self.kernel.rounds_scores,
             self._emptied(timed),
             self.kernel.deterministic,
+            self._turns(),
         )
+
+    def _turns(self) -> Launches | None:
+        """The stages on many short turns, or None where one launch of each cannot take them."""
+        case = numerics.short_turns(self.problem, self.arch.sm_count)
+        if case is None:
+            return None
+        problem = case.problem
+        try:
+            schedule = schedule_of(self.kernel, self.config, problem, self.workspace_limit)
+            if len(schedule.pieces) > 1 or sum(schedule.workspaces.values()) > _TURNS_BYTES:
+                return None
+            if self.kernel.excess(self.config, problem, self.arch) is not None:
+                return None
+            return self.launches_for(problem)
+        except KernelError:  # the declaration refuses the shape, as it may
+            return None
 
     def _emptied(self, launches: Launches) -> Launches:
         """The same launches with an empty kernel: they show what launching costs."""

@@ -25,6 +25,13 @@ _FAR = 200.0
 _OCTAVES_K, _OCTAVES_V = 7.0, 3.5
 _OUTLIER = 8.0
 _CHANNELS_AN_OUTLIER = 32
+# Short turns: queries and keys of a sequence, and of a causal one. 100 keys are two tiles of 64 or
+# one of 128, and end in a tail; a causal sequence has turns of other lengths too.
+_SHORT, _SHORT_CAUSAL = (300, 100), (150, 150)
+# Tiles of 64 queries for an SM, which has room for the accumulators of four: three turns.
+_TURNS_OF_AN_SM = 3 * 4
+# Elements of an output at most: 256 MB in float64.
+_MOST_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,27 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         case(2, 2, 65, 131, "one_hot"),
         case(1, 1, 64, 321, "wide"),
     )
+
+
+def short_turns(problem: Problem, sm_count: int) -> Case | None:
+    """Many short sequences, with the compile-time facts of `problem` and no more keys than it has.
+
+    Blocks that take turns at tiles of queries reuse shared memory soonest where a turn has few
+    tiles of keys. There are 12 tiles of 64 queries for each SM, so that every block has three turns
+    or more, as long as an SM holds at most 256 queries at once. Sequences are short in queries too:
+    successive turns of a block then read different keys, and keys of another turn show. Wide heads
+    get fewer turns, and None is returned if one group of heads is too large.
+    """
+    seqlen_q, seqlen_k = _SHORT_CAUSAL if problem.causal else _SHORT
+    seqlen_k = min(seqlen_k, problem.seqlen_k)
+    seqlen_q = min(seqlen_q, seqlen_k) if problem.causal else seqlen_q
+    group = problem.heads // problem.heads_kv
+    wanted = ceil_div(_TURNS_OF_AN_SM * sm_count, group * ceil_div(seqlen_q, TILE))
+    batch = min(wanted, _MOST_ELEMENTS // (group * seqlen_q * problem.head_dim))
+    if batch == 0:
+        return None
+    of_one = replace(problem, heads=group, heads_kv=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    return Case(replace(of_one, batch=batch))
 
 
 def make_inputs(case: Case, seed: int) -> dict[str, Bits]:

@@ -57,6 +57,9 @@ class Candidate:
     """The timed launches, each with an empty kernel."""
     deterministic: bool = True
     """Whether a call that differs from another in a bit is wrong."""
+    turns: Launches | None = None
+    """On many short turns, which are proved after the rounds; None if one launch cannot take them.
+    See inputs.short_turns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from attnsweep.build.inputs import Case as Case
 from attnsweep.build.inputs import Inputs as Inputs
 from attnsweep.build.inputs import draw as draw
 from attnsweep.build.inputs import make_inputs as make_inputs
+from attnsweep.build.inputs import short_turns as short_turns
 from attnsweep.build.inputs import small_cases as small_cases
 from attnsweep.build.inputs import some_rows, tiles_of_rows
 from attnsweep.build.measures import HALF_ULP_OUT as HALF_ULP_OUT
@@ -80,13 +81,16 @@ _BY_CHANCE = 2.5
 _AVERAGES = 512
 
 
-def sampled_rows(problem: Problem, seed: int) -> npt.NDArray[np.int64]:
+def sampled_rows(
+    problem: Problem, seed: int, flops: float = _REFERENCE_FLOPS
+) -> npt.NDArray[np.int64]:
     """Query rows that NumPy's reference computes in every head: all of them if that is cheap.
 
-    Otherwise the first, the last, both sides of tile edges, and random ones by `seed`.
+    Otherwise the first, the last, both sides of tile edges, and random ones by `seed`: as many as
+    take so many FLOPs, but no fewer than 8 of them.
     """
     per_row = 4 * problem.batch * problem.heads * problem.seqlen_k * problem.head_dim
-    count = max(8, int(_REFERENCE_FLOPS / per_row))
+    count = max(8, int(flops / per_row))
     if count >= problem.seqlen_q:
         return np.arange(problem.seqlen_q)
     edges = [edge + side for edge in (16, 64, 128, 192, 256) for side in (-1, 0)]

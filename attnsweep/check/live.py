@@ -331,7 +331,7 @@ class Gate:
             self._open(pair.problem)
             return self._gpu
 
-        old = replace(new, timed=pair.old, checks=(), empty=None)
+        old = replace(new, timed=pair.old, checks=(), empty=None, turns=None)
         seed = f"{self._spec.search.seed} {pair.problem.label}"
         budget_s = self._budget_s
 
