@@ -24,6 +24,7 @@ from attnsweep.gpu import energy, peers
 from attnsweep.gpu.capturing import lasting
 from attnsweep.gpu.device import Buffer, Session, cuda_errors
 from attnsweep.gpu.energy import Stretch
+from attnsweep.gpu.judge import WrongResult
 from attnsweep.gpu.pipeline import Pipeline
 from attnsweep.gpu.preload import PRELOAD
 from attnsweep.gpu.proof import Digests, Proof, Proven
@@ -80,6 +81,7 @@ class _Entry:
     graphs: dict[str, tuple[Callable[[], None], int]] = field(default_factory=dict)
     warm_us: float = 0.0
     workspaces: frozenset[tuple[str, int]] = frozenset()
+    candidate: Candidate | None = None
 
 
 class Bench:
@@ -127,10 +129,7 @@ class Bench:
         does not, and some races whose error stays within the limit. Raises WrongResult, or a CUDA
         error if the candidate cannot launch or faults.
         """
-        if not self._entries:  # entries keep the workspaces that they were bound to
-            every = (*candidate.checks, candidate.timed)
-            needed = {item for launches in every for item in launches.workspaces.items()}
-            self._workspaces = {k: b for k, b in self._workspaces.items() if k in needed}
+        self._free_others(*candidate.checks, candidate.timed)
         accuracy, proven = self._prove(candidate, [self._timed], small=True)
         self._right[repr(candidate.timed)] = proven.digests, proven.lse_digests
         call = proven.call
@@ -160,9 +159,25 @@ class Bench:
         )
 
     def confirm(self, name: str, longest_us: float) -> int:
-        """Check an entry again after its rounds; returns the number of calls compared."""
-        proven = self._entries[name].proven
-        return self._proof.repeat(proven, _REPEATS, longest_us) if proven else 0
+        """Check an entry again after its rounds; returns the number of calls compared.
+
+        longest_us: about what its calls take on the timed problem, and then on short turns. Raises
+        WrongResult.
+        """
+        entry = self._entries[name]
+        if entry.proven is None or entry.candidate is None:
+            return 0
+        calls = self._proof.repeat(entry.proven, _REPEATS, longest_us)
+        try:
+            turns = self._proof.of_turns(entry.candidate, self._pipeline, self._workspaces)
+            if turns is not None:
+                calls += self._proof.repeat(turns, _REPEATS, longest_us)
+        except WrongResult as error:
+            detail = f"right in all other cases, but not in many short turns: {error.detail}"
+            raise WrongResult(detail, error.accuracy) from error
+        finally:
+            self._free_others()
+        return calls
 
     def _launch_us(self, launches: Launches | None) -> float | None:
         """Time of launches with an empty kernel, measured once for all equal launches."""
@@ -182,6 +197,12 @@ class Bench:
                 self._workspaces[name, nbytes] = Buffer(nbytes)
             own[name] = self._workspaces[name, nbytes]
         return Pipeline(self.session, launches, [{**copy, **own} for copy in copies])
+
+    def _free_others(self, *every: Launches) -> None:
+        """Free the workspaces that neither these launches nor an entry needs."""
+        needed = {item for launches in every for item in launches.workspaces.items()}
+        needed |= {item for entry in self._entries.values() for item in entry.workspaces}
+        self._workspaces = {k: b for k, b in self._workspaces.items() if k in needed}
 
     # -- timing -----------------------------------------------------------------------------
 
@@ -277,14 +298,13 @@ class Bench:
             call = self._pipeline(candidate.timed, copies)
             proven = self._proof.proved_before(candidate, call, self._workspaces, right)
         used = frozenset(candidate.timed.workspaces.items())
-        self._entries[name] = _Entry(proven.call, proven, workspaces=used)
+        self._entries[name] = _Entry(proven.call, proven, workspaces=used, candidate=candidate)
         return candidate.timed.chains
 
     def drop(self, name: str) -> None:
         """Remove an entry, its graphs, and the workspaces that no other entry uses."""
         self._entries.pop(name, None)
-        needed = {item for entry in self._entries.values() for item in entry.workspaces}
-        self._workspaces = {k: b for k, b in self._workspaces.items() if k in needed}
+        self._free_others()
 
     def race(self, name: str, replay_us: float, kind: str) -> tuple[float, int]:
         """One sample of a replay of about replay_us: microseconds a call, and calls launched.

@@ -54,6 +54,13 @@ class Known:
         unrounded = replace(problem, dtype="fp32")
         return cls(inputs, rows, sides, drawn, numerics.reference(drawn, unrounded, rows))
 
+    @classmethod
+    def of_turns(cls, case: Case, seed: int) -> Known:
+        """Compute both sides of short turns, whose many heads need few rows each."""
+        inputs = numerics.make_inputs(case, seed)
+        rows = numerics.sampled_rows(case.problem, seed, flops=0)
+        return cls(inputs, rows, numerics.exact_rows(inputs, case.problem, rows, (1, -1)))
+
 
 def sign_bits(dtype: str) -> int:
     """The sign bits of a word of four bytes."""

@@ -68,6 +68,11 @@ def rounding(problem: Problem, rounds_scores: int) -> Maths:
     return {(case, rounds_scores): numerics.same_maths(case, rounds_scores) for case in cases}
 
 
+def turns(case: Case, seed: int) -> tuple[Known, Maths]:
+    """What NumPy knows of short turns, and their maths for scores that are not rounded."""
+    return Known.of_turns(case, seed), {(case, 0): numerics.same_maths(case, 0)}
+
+
 class Ahead:
     """The process; it starts with the first large problem, and ends with this one."""
 
@@ -78,6 +83,7 @@ class Ahead:
         self._dropped: set[tuple[Problem, int]] = set()
         """Asked for, and no longer wanted."""
         self._maths: dict[tuple[Problem, int], Future[Maths]] = {}
+        self._turns: dict[tuple[Case, int], Future[tuple[Known, Maths]]] = {}
 
     def begin(self, problem: Problem, seed: int) -> None:
         """Have it computed, if it is not being computed."""
@@ -111,6 +117,19 @@ class Ahead:
             del self._maths[key]
         return self._waited(self._maths[problem, rounds_scores])
 
+    def begin_turns(self, case: Case, seed: int) -> None:
+        """Have `turns` computed, if it is not being computed, instead of those of another case."""
+        if (case, seed) not in self._turns:
+            for other in self._turns.values():
+                other.cancel()
+            asked = self._pool.submit(self._answer, case.problem, None, turns, case, seed)
+            self._turns = {(case, seed): asked}
+
+    def turns(self, case: Case, seed: int) -> tuple[Known, Maths]:
+        """See the function `turns`; the answer is not kept."""
+        self.begin_turns(case, seed)
+        return self._waited(self._turns.pop((case, seed)))
+
     def _waited(self, asked: Future[T]) -> T:
         try:
             return asked.result(_LONGEST_S)
@@ -124,6 +143,8 @@ class Ahead:
             answer.result()
         for maths in self._maths.values():
             maths.result()
+        for one in self._turns.values():
+            one.result()
 
     def _answer(
         self,

@@ -29,12 +29,14 @@ _ISSUED = 64
 P = ParamSpec("P")
 T = TypeVar("T")
 Bind = Callable[[Launches, Sequence[Mapping[str, Buffer]]], Pipeline]
+_Bound = tuple[Fixture, Launches, Pipeline]
 
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """A candidate that was right on every case, and what its outputs then were."""
+    """A candidate that was right on a case, in a call on its buffers, and what its outputs were."""
 
+    fixture: Fixture
     call: Pipeline
     deterministic: bool
     rounds_scores: int
@@ -105,12 +107,15 @@ class Proof:
             self.timed = Fixture(Case(problem), seed, session, judge, two_sided=True, known=timed)
             cases = zip(numerics.small_cases(problem), known.small, strict=True)
             self._small = [Fixture(c, seed, session, judge, known=k) for c, k in cases]
+        if (turns := numerics.short_turns(problem, session.gpu.sm_count)) is not None:
+            _ahead.begin_turns(turns, seed)
         if then is not None:
             compute_ahead(then, seed)
         self._poisons = False
         self._preparation: tuple[Any, Any] | None = None
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
+        self._turns: Fixture | None = None
 
     def _know_limits(self, rounds_scores: int) -> None:
         """Take what the limits come from of the process beside: here, imports would slow it."""
@@ -144,23 +149,39 @@ class Proof:
         call: its launches on the timed problem. bind: binds other launches to buffers, and adds
         their workspaces. Returns its worst accuracy. Raises WrongResult.
         """
-        judge, timed = self._judge, self.timed
-        cases: list[tuple[Fixture, Launches, Pipeline]] = []
+        cases: list[_Bound] = []
         if small:
             for fixture, launches in zip(self._small, candidate.checks, strict=True):
                 cases.append((fixture, launches, bind(launches, [fixture.buffers])))
-        cases += [(timed, candidate.timed, call)] * 2
+        cases.append((self.timed, candidate.timed, call))
+        accuracies, found, proven = self._checked(candidate, cases, workspaces)
+        worst = max(accuracies, key=lambda each: max(each.shares.values()))
+        return self._named(worst, found[-3], found[-1]), proven
+
+    def _checked(
+        self,
+        candidate: Candidate,
+        cases: list[_Bound],
+        workspaces: Mapping[tuple[str, int], Buffer],
+    ) -> tuple[list[Accuracy], list[dict[str, float]], Proven]:
+        """Check a candidate on some cases, and on the opposite of the last, which is two-sided.
+
+        Returns the accuracies, the findings behind them and those of Fixture.compare_format, and
+        its outputs on the last case. Raises WrongResult.
+        """
+        judge, last = self._judge, cases[-1][0]
+        cases = [*cases, cases[-1]]
         slots: list[tuple[int, tuple[str, ...]]] = []
-        used, parts = 0, timed.parts
+        used, parts = 0, last.parts
         kept: Buffer | None = None
         with self._session.stream:
             judge.clear()
             self._digests.fill(0)
-            timed.go_to(PLAIN)
+            last.go_to(PLAIN)
             for number, (fixture, launches, pipeline) in enumerate(cases):
                 side = number - (len(cases) - 2)
                 if side == OPPOSITE:
-                    timed.go_to(OPPOSITE)
+                    last.go_to(OPPOSITE)
                 written = {"o": fixture.buffers["o"]}
                 written |= {item[0]: workspaces[item] for item in launches.workspaces.items()}
                 for buffer in written.values():
@@ -175,20 +196,20 @@ class Proof:
                     fixture.compare_lse(written["lse"], used)
                     used += 1
                 if side == PLAIN:
-                    timed.compare_format(len(cases))
+                    last.compare_format(len(cases))
                 if side >= 0:
-                    judge.digest_parts(self.output, self._digests, side * parts, parts)
-                    if launches.lse and written["lse"].nbytes == 4 * timed.rows:
+                    judge.digest_parts(written["o"], self._digests, side * parts, parts)
+                    if launches.lse and written["lse"].nbytes == 4 * last.rows:
                         kept = written["lse"]
                         judge.digest_parts(kept, self._digests, (2 + side) * parts, parts)
             looked = used
-            timed.go_to(PLAIN)
+            last.go_to(PLAIN)
             checked = [fixture for fixture, _, _ in cases[:-1]]
             for fixture in checked:
                 fixture.look_at_inputs(used)
                 used += 1
             counts = judge.counts(used)
-            *found, of_format = judge.found(len(cases) + 1)
+            found = judge.found(len(cases) + 1)
             digests = np.empty((2, 2, parts), np.uint64)
             self._digests.download(digests)
         looks = zip(checked, counts[looked:], strict=True)
@@ -197,16 +218,39 @@ class Proof:
             raise WrongResult(f"wrote to its inputs, or next to them ({damaged[0]})")
         self._know_limits(candidate.rounds_scores)
         accuracies = []
-        for (fixture, launches, _), values, (first, names) in zip(cases, found, slots, strict=True):
+        each = zip(cases, found[:-1], slots, strict=True)
+        for (fixture, launches, _), values, (first, names) in each:
             end = first + len(names)
             outside = dict(zip(names, map(int, counts[first:end]), strict=True))
             lse = float(counts[end : end + 1].view(np.float64)[0]) if launches.lse else 0.0
             one = Found(values, outside, lse)
             accuracies.append(fixture.accuracy(one, candidate.rounds_scores))
-        worst = max(accuracies, key=lambda each: max(each.shares.values()))
-        how = (candidate.deterministic, candidate.rounds_scores)
-        proven = Proven(call, *how, digests[0], kept, digests[1])
-        return self._named(worst, found[-2], of_format), proven
+        how = (cases[-1][2], candidate.deterministic, candidate.rounds_scores)
+        return accuracies, found, Proven(last, *how, digests[0], kept, digests[1])
+
+    @_counted
+    def of_turns(
+        self, candidate: Candidate, bind: Bind, workspaces: Mapping[tuple[str, int], Buffer]
+    ) -> Proven | None:
+        """Check a candidate on its short turns and their opposite; None if it has none.
+
+        The case is made for the first candidate. See of_candidate. Raises WrongResult.
+        """
+        launches = candidate.turns
+        if launches is None:
+            return None
+        case = Case(launches.problem)
+        if self._turns is None or self._turns.case != case:
+            with step("wait for NumPy's results"):
+                known, maths = _ahead.turns(case, self._seed)
+            numerics.FOUND.update(maths)
+            with step("inputs and float64 outputs"):
+                how = (self._seed, self._session, self._judge)
+                self._turns = Fixture(case, *how, two_sided=True, known=known)
+            parts = max(self.timed.parts, self._turns.parts)
+            self._digests = Buffer(2 * 2 * 8 * parts)
+        call = bind(launches, [self._turns.buffers])
+        return self._checked(candidate, [(self._turns, launches, call)], workspaces)[-1]
 
     def _named(
         self, accuracy: Accuracy, timed: Mapping[str, float], of_format: Mapping[str, float]
@@ -232,8 +276,8 @@ class Proof:
         Nothing is launched: the outputs of its replays are compared with what was right then.
         """
         lse = workspaces.get(("lse", 4 * self.timed.rows)) if candidate.timed.lse else None
-        how = (candidate.deterministic, candidate.rounds_scores)
-        return Proven(call, *how, digests[0], lse, digests[1])
+        how = (call, candidate.deterministic, candidate.rounds_scores)
+        return Proven(self.timed, *how, digests[0], lse, digests[1])
 
     @_counted
     def of_peer(self, write: Callable[[Buffer], None], rounds_scores: int) -> Accuracy:
@@ -290,7 +334,7 @@ class Proof:
         done, spent_us = 0, 0.0
         while done < most and (done < 2 * slots or spent_us < longest_us):
             with self._session.stream:
-                self._draw()
+                proven.fixture.draw()
                 self._judge.clear()
                 self._poison(proven)
                 spent_us += self._session.time_us(replay)
@@ -305,13 +349,10 @@ class Proof:
         finds it written has yet to compute.
         """
         with self._prepared():
-            self._draw()
-
-    def _draw(self) -> None:
-        self.timed.draw()
-        self._poisons = not self._poisons
-        if self._poisons:
-            self.output.poison()
+            self.timed.draw()
+            self._poisons = not self._poisons
+            if self._poisons:
+                self.output.poison()
 
     @contextlib.contextmanager
     def _prepared(self) -> Iterator[None]:
@@ -330,7 +371,7 @@ class Proof:
             self._preparation = None
 
     def _poison(self, proven: Proven) -> None:
-        self.output.fill(POISON)
+        proven.fixture.buffers["o"].fill(POISON)
         if proven.lse is not None:
             proven.lse.fill(POISON)
 
@@ -371,44 +412,45 @@ class Proof:
             if proven.deterministic:
                 self._judge.digest(output, number)
             else:
-                self.timed.compare(number, output.pointer)
+                proven.fixture.compare(number, output.pointer)
 
     def _look(self, proven: Proven, slot: int) -> None:
         """Enqueue a look at what a call wrote into a slot, and poison it."""
         if proven.deterministic:
-            self._judge.digest(self.output, slot, poison=True)
+            self._judge.digest(proven.fixture.buffers["o"], slot, poison=True)
             if proven.lse is not None:
                 self._judge.digest(proven.lse, slot, poison=True)
         else:
-            self.timed.compare(slot)
-            self.output.fill(POISON)
+            proven.fixture.compare(slot)
+            proven.fixture.buffers["o"].fill(POISON)
 
     def _compare(self, proven: Proven, slots: int, *, lse: bool = False) -> None:
+        fixture = proven.fixture
         if not proven.deterministic:
             try:
                 for found in self._judge.found(slots):
-                    self.timed.accuracy(Found(found, {}), proven.rounds_scores)
+                    fixture.accuracy(Found(found, {}), proven.rounds_scores)
             except WrongResult:
-                self._mend()
+                self._mend(fixture)
                 raise
             return
-        expected = self.timed.digest(proven.digests)
+        expected = fixture.digest(proven.digests)
         if lse and proven.lse is not None and proven.lse_digests is not None:
-            expected += self.timed.digest(proven.lse_digests)
+            expected += fixture.digest(proven.lse_digests)
         counts = self._judge.counts(slots)
         differing = int(np.count_nonzero(counts != np.uint64(expected % 2**64)))
         if differing:
-            self._mend()
+            self._mend(fixture)
             raise WrongResult(
                 f"a race, or an answer kept from an earlier call: {differing} of {slots} repeated "
-                f"calls gave another output than the checked call ({self.timed.case.label})"
+                f"calls gave another output than the checked call ({fixture.case.label})"
             )
 
-    def _mend(self) -> None:
+    def _mend(self, fixture: Fixture) -> None:
         """Renew the inputs if the calls that were wrong wrote to them: the next has other calls."""
         with self._session.stream:
-            self.timed.go_to(PLAIN)
+            fixture.go_to(PLAIN)
             self._judge.clear()
-            self.timed.look_at_inputs(0)
+            fixture.look_at_inputs(0)
             (count,) = self._judge.counts(1)
-        self.timed.renew_inputs(count)
+        fixture.renew_inputs(count)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from attnsweep.build import numerics
@@ -85,3 +87,14 @@ class Bench:
     def repeat(self, write, calls=12, **how):
         _, proven = self.prove(write, **how)
         return self.proof.repeat(proven, calls, 1e3)
+
+    def repeat_turns(self, write, short, calls=12, **facts):
+        """Prove calls on `short`, as on short turns, and repeat them."""
+        timed = Launches(self.problem, (), {})
+        turns = replace(timed, problem=short)
+
+        def bind(launches, copies):
+            return Call(write, launches, copies[0])
+
+        candidate = Candidate("k", {}, timed, (), 0, turns=turns, **facts)
+        return self.proof.repeat(self.proof.of_turns(candidate, bind, {}), calls, 1e3)

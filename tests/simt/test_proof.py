@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from attnsweep.build import numerics
+from attnsweep.build.launches import Candidate
 from attnsweep.build.numerics import Case
 from attnsweep.gpu.judge import OPPOSITE, PLAIN, BrokenJudge, Fixture, Judge, WrongResult
 from attnsweep.problem import Problem
@@ -224,6 +225,67 @@ def test_a_family_without_equal_bits_is_compared_on_mixed_inputs(bench):
 
     with pytest.raises(WrongResult, match="over the limit"):
         bench.repeat(wrong_once, deterministic=False)
+
+
+# -- short turns ----------------------------------------------------------------------------------
+
+SHORT = Problem(5, 2, 1, 9, 7, 16, "bf16")  # more heads than the timed problem has
+
+
+def wrong_from(first, change):
+    """A call that is right up to this one, counted on SHORT alone."""
+    count = itertools.count()
+
+    def write(problem, buffers, number):
+        attend(problem, buffers)
+        if problem == SHORT and next(count) >= first:
+            change(buffers)
+
+    return write
+
+
+def test_calls_that_are_right_in_short_turns_pass(bench):
+    assert bench.repeat_turns(attend, SHORT) >= 12
+    made = bench.proof._turns
+    assert bench.repeat_turns(attend, SHORT, deterministic=False) >= 12
+    assert bench.proof._turns is made  # made once
+    assert bench.repeat(attend) >= 12  # the timed problem is as it was
+    without = Candidate("k", {}, None, (), 0)
+    assert bench.proof.of_turns(without, None, {}) is None
+
+
+def last_bit(buffers):
+    buffers["o"].of(np.uint16)[-1] ^= 1
+
+
+def sign(buffers):
+    buffers["o"].of(np.uint16)[-1] ^= 0x8000
+
+
+def one_key(buffers):
+    buffers["k"].of(np.uint16)[5] ^= 0x8000
+
+
+@pytest.mark.parametrize(
+    ("first", "change", "said"),
+    [
+        (0, sign, "over the limit"),  # wrong in every call
+        (1, sign, "over the limit"),  # on the opposite inputs
+        (9, last_bit, r"a race.* repeated calls gave another output"),
+        (9, one_key, "a race"),
+        (1, one_key, "wrote to its inputs"),
+    ],
+)
+def test_what_only_short_turns_show_is_refused_and_the_next_call_is_not(first, change, said, bench):
+    assert bench.repeat(wrong_from(first, change)) >= 12
+    with pytest.raises(WrongResult, match=f"{said}.*{re.escape(SHORT.label)}"):
+        bench.repeat_turns(wrong_from(first, change), SHORT)
+    assert bench.repeat_turns(attend, SHORT) >= 12
+
+
+def test_an_answer_kept_in_short_turns_is_refused(bench):
+    with pytest.raises(WrongResult, match="an answer kept from an earlier call"):
+        bench.repeat_turns(kept_for(lambda inputs: inputs["k"].ravel()[0]), SHORT)
 
 
 # -- damage ---------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ def test_a_right_call_in_fp8_passes_in_every_call(in_fp8):
     accuracy, _ = in_fp8.prove(attend)
     assert 0 < accuracy.rel_err <= accuracy.limit
     assert in_fp8.repeat(attend) >= 12
+    assert in_fp8.repeat_turns(attend, replace(in_fp8.problem, batch=3, seqlen_k=20)) >= 12
 
 
 def test_what_the_format_costs_is_shown_beside_what_the_kernel_adds(in_fp8):

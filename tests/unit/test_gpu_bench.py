@@ -83,7 +83,7 @@ class FakePipeline:
 
 
 class FakeJudge:
-    """Sees the outputs that a test says: their digests, in the order of the looks."""
+    """Sees the outputs that a test says: their digests, by the number of the look and the mix."""
 
     def __init__(self, outputs):
         self.outputs, self.slots, self.looks = outputs, {}, 0
@@ -92,7 +92,8 @@ class FakeJudge:
         self.slots = {}
 
     def digest(self, buffer, slot, *, poison=False):
-        self.slots[slot] = self.outputs(self.looks)
+        fixture = TURNS.fixture if buffer is TURNS.fixture.buffers["o"] else PROVEN.fixture
+        self.slots[slot] = self.outputs(self.looks, fixture.mix)
         self.looks += 1
 
     def counts(self, slots):
@@ -102,9 +103,9 @@ class FakeJudge:
 class FakeFixture:
     """One problem with one head of keys, whose inputs are plain or opposite."""
 
-    def __init__(self, buffers):
-        self.buffers, self.mix = buffers, 0
-        self.case = numerics.Case(PROBLEM)
+    def __init__(self, problem):
+        self.buffers, self.mix = {name: FakeBuffer(8) for name in "qkvo"}, 0
+        self.case = numerics.Case(problem)
 
     def draw(self):
         self.mix = 1 - self.mix
@@ -127,12 +128,16 @@ def proof_of(outputs):
     made = Proof.__new__(Proof)
     made._session, made._seed, made._poisons = FakeSession(), 0, False
     made._preparation = None
-    made.timed = FakeFixture({name: FakeBuffer(8) for name in "qkvo"})
-    made._judge = FakeJudge(lambda look: outputs(look, made.timed.mix))
+    made.timed, made.timed.mix = PROVEN.fixture, 0
+    made._judge = FakeJudge(outputs)
     return made
 
 
-PROVEN = Proven(FakePipeline(None, None, []), True, 0, np.array([[100], [101]], np.uint64))
+PROVEN = Proven(
+    *(FakeFixture(PROBLEM), FakePipeline(None, None, []), True, 0),
+    np.array([[100], [101]], np.uint64),
+)
+TURNS = replace(PROVEN, fixture=FakeFixture(numerics.short_turns(PROBLEM, 2).problem))
 
 
 @pytest.fixture
@@ -150,14 +155,20 @@ def bench(monkeypatch):
             bind(launches, [])
         return Accuracy(rel_err=0.0, limit=1.0), replace(PROVEN, call=call)
 
+    def of_turns(candidate, bind, workspaces):
+        if candidate.turns is None:
+            return None
+        return replace(TURNS, call=bind(candidate.turns, [TURNS.fixture.buffers]))
+
     monkeypatch.setattr(made._proof, "of_candidate", of_candidate)
+    monkeypatch.setattr(made._proof, "of_turns", of_turns)
     monkeypatch.setattr(made, "_screen", lambda call, stage=None, proven=None: 1.0)
     return made
 
 
-def candidate(nbytes):
+def candidate(nbytes, turns=None):
     plan = Launches(PROBLEM, (), {"scores": nbytes})
-    return Candidate("k", {}, plan, (), 0)
+    return Candidate("k", {}, plan, (), 0, turns=turns)
 
 
 def test_a_finalists_workspace_outlives_another_size(bench):
@@ -337,7 +348,7 @@ def test_what_a_trial_proved_is_not_proved_again_but_other_launches_are(bench, m
     assert len(entry.call.copies) == 2
     assert (entry.proven.digests == PROVEN.digests).all()
     bench._sample(entry.call, lambda: None, 1, entry.proven)
-    monkeypatch.setattr(bench._proof._judge, "outputs", lambda look: 7)  # wrong from now on
+    monkeypatch.setattr(bench._proof._judge, "outputs", lambda look, side: 7)  # wrong from now on
     with pytest.raises(WrongResult):
         bench._sample(entry.call, lambda: None, 1, entry.proven)
     bench.add("other", other, cold=False)
@@ -367,6 +378,54 @@ def test_a_candidate_is_tried_in_8_calls_one_by_one_and_a_finalist_in_7000(bench
         bench.confirm("k", 200_000.0)
     with pytest.raises(WrongResult, match="a race"):
         bench.trial(candidate(128))
+
+
+def in_turns(nbytes=7):
+    problem = TURNS.fixture.case.problem
+    return candidate(64, Launches(problem, (), {"scores": nbytes}))
+
+
+def test_a_finalist_is_confirmed_on_the_timed_problem_and_then_on_short_turns(bench, monkeypatch):
+    asked, repeat = [], Proof.repeat
+
+    def noted(proof, proven, most, longest_us, each_us=None):
+        asked.append((proven.fixture.case.problem, most, longest_us))
+        return repeat(proof, proven, most, longest_us, each_us)
+
+    monkeypatch.setattr(Proof, "repeat", noted)
+    bench.add("turns", in_turns(), cold=False)
+    calls = bench.confirm("turns", 1e9)
+    assert calls >= 14_000
+    short = TURNS.fixture.case.problem
+    assert asked == [(PROBLEM, 7_000, 1e9), (short, 7_000, 1e9)]
+    bench.add("none", candidate(64), cold=False)
+    assert 7_000 <= bench.confirm("none", 1e9) < calls
+    assert asked[2:] == [(PROBLEM, 7_000, 1e9)]
+
+
+def test_the_workspaces_of_short_turns_are_not_kept(bench):
+    bench.add("turns", in_turns(7), cold=False)
+    bench.confirm("turns", 100.0)
+    assert list(bench._workspaces) == [("scores", 64)]
+
+
+def test_a_race_that_only_short_turns_show_is_named_so(bench):
+    def outputs(look, side):
+        return 100 + side + (look == 7_500)
+
+    bench._proof._judge.outputs = outputs
+    bench.add("turns", in_turns(), cold=False)
+    with pytest.raises(WrongResult) as refused:
+        bench.confirm("turns", 1e9)
+    begin, _, end = refused.value.detail.partition(": a race, or an answer kept")
+    assert begin == "right in all other cases, but not in many short turns"
+    assert ": 1 of " in end
+    assert "((5,1,300x64,64) fp16 full, normal)" in end
+    assert list(bench._workspaces) == [("scores", 64)]
+    bench._proof._judge.outputs = lambda look, side: 7
+    with pytest.raises(WrongResult) as refused:
+        bench.confirm("turns", 1e9)
+    assert refused.value.detail.startswith("a race, or an answer kept")
 
 
 def test_the_output_is_looked_at_before_the_host_waits_for_the_replay(bench, monkeypatch):
@@ -407,7 +466,7 @@ def test_what_preparing_inputs_takes_of_the_device_is_counted(bench, monkeypatch
 @pytest.mark.parametrize(("dtype", "asked"), [("bf16", [2]), ("fp32", [])])
 def test_limits_of_rounded_scores_are_asked_of_the_process_beside(dtype, asked, monkeypatch):
     made, problem = proof_of(lambda look, mix: 0), replace(PROBLEM, dtype=dtype)
-    made.timed.case, said = numerics.Case(problem), []
+    made.timed, said = FakeFixture(problem), []
 
     def rounding(of, often):
         said.append(often)

@@ -10,7 +10,8 @@ import pytest
 
 from attnsweep.build import numerics
 from attnsweep.gpu import known_ahead
-from attnsweep.gpu.known_ahead import Ahead, Answer, rounding
+from attnsweep.gpu.known import Known
+from attnsweep.gpu.known_ahead import Ahead, Answer, rounding, turns
 from attnsweep.problem import Problem
 
 PROBLEM, OTHER = Problem(1, 2, 1, 64, 64, 16), Problem(1, 1, 1, 32, 48, 16, "bf16")
@@ -71,6 +72,26 @@ def test_the_process_computes_what_limits_of_rounded_scores_come_from(ahead, mon
     assert {problem for problem, _ in ahead._maths} == {OTHER}
 
 
+def test_the_process_computes_what_short_turns_need_and_those_of_one_problem(ahead, monkeypatch):
+    case, other = (numerics.short_turns(problem, 1) for problem in (PROBLEM, OTHER))
+    known, maths = turns(case, 3)
+    assert maths == {(case, 0): numerics.same_maths(case, 0)}
+
+    def here(case, rounds_scores):
+        raise AssertionError("computed in this process")
+
+    monkeypatch.setattr(numerics, "same_maths", here)
+    ahead.begin_turns(other, 3)
+    ahead.begin_turns(case, 3)
+    ahead.wait()
+    again, said = ahead.turns(case, 3)
+    assert said == maths
+    assert all((known.inputs[name] == bits).all() for name, bits in again.inputs.items())
+    for side, same in zip(known.sides, again.sides, strict=True):
+        assert all((a == b).all() for a, b in zip(side, same, strict=True))
+    assert not ahead._turns
+
+
 def test_what_was_begun_for_another_problem_is_not_waited_for(ahead, monkeypatch, tmp_path):
     """A card that was expected to open a problem may get another one first."""
     met = tmp_path / "met"
@@ -94,6 +115,19 @@ def test_what_was_begun_for_another_problem_is_not_waited_for(ahead, monkeypatch
     with pytest.raises(CancelledError):
         begun.result(0)
     equal(ahead.take(PROBLEM, 3), ahead.take(PROBLEM, 3))  # it may be wanted later
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "e4m3_block"])
+def test_few_rows_of_every_head_are_known_of_short_turns_on_both_sides(dtype):
+    case = numerics.short_turns(Problem(1, 4, 2, 500, 500, 32, dtype, causal=True), 2)
+    known, p = Known.of_turns(case, 3), case.problem
+    assert {0, 63, 64, p.seqlen_q - 1} <= {*known.rows.tolist()}
+    assert len(known.rows) < p.seqlen_q / 4
+    plain, opposite = (out for out, _ in known.sides)
+    shape = (p.batch, p.heads, len(known.rows), p.head_dim)
+    assert plain.shape == opposite.shape == shape
+    assert np.array_equal(plain, numerics.reference(known.inputs, p, known.rows))
+    assert known.drawn is known.exact is None
 
 
 NONSENSE = {
