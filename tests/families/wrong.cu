@@ -75,6 +75,9 @@ enum Fault {
     HEADS_OF_KEYS_IN_TURNS,
     HEADS_OF_KEYS_ALL_FIRST,
     BATCH_IGNORED,
+    // in turns of few keys, but a block's first; small cases have no more
+    TURN_OF_FEW_KEYS_OF_ANOTHER_HEAD,
+    TURN_OF_FEW_KEYS_WRONG_IN_1_OF_1000_CALLS,
     // between calls
     RACE_IN_1_OF_1000_CALLS,
     NOT_WRITTEN_IN_1_OF_1000_CALLS,
@@ -88,7 +91,9 @@ enum Fault {
 };
 constexpr int F = FAULT;
 
-__device__ unsigned calls_begun, blocks_done;
+__device__ unsigned blocks_done, turns_done;
+// Blocks that a card runs at once: those behind them stand for later turns.
+constexpr unsigned AT_ONCE = 2048;
 __device__ float kept[1 << 24];
 __device__ unsigned short kept_out[1 << 24];
 __device__ int kept_for[1 << 16];
@@ -128,12 +133,26 @@ extern "C" __global__ void wrong(const element_t* q, const element_t* k, const e
     }
     bool rare = big && call % 1000 == 777;
 
+    bool in_turn = seqlen_k <= 192 && blockIdx.y * gridDim.x + blockIdx.x >= AT_ONCE;
+    if constexpr (F == TURN_OF_FEW_KEYS_WRONG_IN_1_OF_1000_CALLS) {
+        if (in_turn) {
+            __shared__ unsigned number;
+            unsigned turns = gridDim.x * gridDim.y - AT_ONCE;
+            if (threadIdx.x == 0) number = atomicAdd(&turns_done, 1) / turns;
+            __syncthreads();
+            in_turn = number % 1000 == 777 && row == 64;
+        }
+    }
+
     int own_row = row, own_head = head;
     if (F == ROW_COPIED_FROM_THE_ROW_BEFORE && in_row) own_row = row - 1;
     if (F == ROW_OF_ANOTHER_HEAD && in_row) own_head = head - 1;
     if (F == TILE_COPIED_FROM_THE_TILE_BEFORE && in_tile) own_row = row - 64;
     if (F == TILE_OF_ANOTHER_HEAD && in_tile) own_head = head - 1;
     if (F == TILE_ROWS_SHIFTED && in_tile) own_row = row - 1;
+    bool of_turns =
+        F == TURN_OF_FEW_KEYS_OF_ANOTHER_HEAD || F == TURN_OF_FEW_KEYS_WRONG_IN_1_OF_1000_CALLS;
+    if (of_turns && in_turn) own_head = head - 1;
     int kv = own_head / heads * heads_kv + own_head % heads / group;
     if (F == HEADS_OF_KEYS_IN_TURNS) kv = batch * heads_kv + own_head % heads % heads_kv;
     if (F == HEADS_OF_KEYS_ALL_FIRST) kv = batch * heads_kv;
