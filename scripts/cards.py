@@ -62,8 +62,8 @@ class Mean:
 class Recordings:
     """What is recorded of one card.
 
-    specs: name to title, kernel, whether it is `fused`, and the problems that are `outdated`: a
-    later run contradicts a peer's time, so that the row is shown, but is in no mean.
+    specs: name to title, kernel and whether it is `fused`. A row that a later run contradicts is
+    shown, but is in no mean.
     """
 
     def __init__(self, book: Book, specs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -92,9 +92,9 @@ class Recordings:
         ]
         seen: set[Any] = set()
         pooled: dict[bool, list[Record]] = {}
-        outdated = {label for of in self._specs.values() for label in of.get("outdated", ())}
+        contradicted = {label for name in self._specs for label in self.book.contradicted(name)}
         for record in self.fused:
-            if record["problem"].label in outdated:
+            if record["problem"].label in contradicted:
                 continue
             if record["problem"] not in seen:
                 pooled.setdefault(record["protocol"] >= ALONE, []).append(record)
@@ -104,8 +104,8 @@ class Recordings:
         return each
 
     def _current(self, name: str) -> list[Record]:
-        outdated = self._specs[name].get("outdated", ())
-        return [each for each in self.tables[name] if each["problem"].label not in outdated]
+        contradicted = self.book.contradicted(name)
+        return [each for each in self.tables[name] if each["problem"].label not in contradicted]
 
     @property
     def fused(self) -> list[Record]:

@@ -67,16 +67,32 @@ class Book:
     """The runs and files below a directory of results. Each is read and ranked once.
 
     A run is asked for by the name of its spec. `renamed.json` beside the directory says under which
-    name a spec was recorded before, which counts until it is recorded anew.
+    name a spec was recorded before, which counts until it is recorded anew. `earlier.json` there
+    names runs whose spec has other candidates today, and rows that a later run contradicts.
     """
 
     def __init__(self, results: Path) -> None:
         self.results = results
-        before = results.parent / "renamed.json"
-        self._before = json.loads(before.read_text(encoding="utf-8")) if before.is_file() else {}
+        self._before = self._beside("renamed.json")
+        self._earlier = self._beside("earlier.json")
         self._runs: dict[str, Run] = {}
         self._rows: dict[str, list[Row]] = {}
         self._files: dict[str, Any] = {}
+
+    def _beside(self, name: str) -> Any:
+        path = self.results.parent / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    def has_earlier_candidates(self, name: str) -> bool:
+        """Whether a run has the candidates of an earlier version of its spec."""
+        return f"{self.results.name}/{name}" in self._earlier.get("candidates", ())
+
+    def contradicted(self, name: str) -> list[str]:
+        """The labels of a run's problems on which a later run contradicts the time of a peer."""
+        found: list[str] = self._earlier.get("contradicted", {}).get(
+            f"{self.results.name}/{name}", []
+        )
+        return found
 
     def place(self, name: str) -> str:
         """The name under which a run or a file lies, today's if there is such a one."""

@@ -24,9 +24,9 @@ from attnsweep import export, exported_table, find_runs
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "use" / "runtime"
 TABLE, CUBINS = PLACE / "table.json", PLACE / "cubins"
-# Cubins of an archive. A first call unpacks one archive: 16 take 3 ms, all of them 130. In
-# groups of 8 they would be a quarter larger together, in groups of 32 a sixth smaller.
-GROUP = 16
+# Cubins of an archive. A first call unpacks one archive: 24 take 4 ms, all of them 130. In
+# groups of 16, which take 3 ms, they would be a tenth larger together.
+GROUP = 24
 
 
 def recorded() -> list[Path]:

@@ -262,7 +262,7 @@ def test_the_least_plausible_share_is_clopper_and_pearsons():
 @pytest.mark.parametrize(
     ("run", "protocol"),
     [("mma_h200", 1), ("three_kernel", 2), ("three_kernel_long", 2), ("wmma_pipeline", 3),
-     ("flash_dims", 3), ("flash_training", 4)],
+     ("flash_training", 4)],
 )  # fmt: skip
 def test_a_recording_says_its_protocol(run, protocol):
     assert Book(docs.ROOT / docs.RESULTS).protocol(run) == protocol
