@@ -24,32 +24,37 @@ pytestmark = pytest.mark.gpu
 KERNELS = discover()
 BUG = MUTATIONS["q_given_back_before_its_ldmatrix_have_read"]
 CASES = [
-    ("flash_fwd_wgmma", Problem(2, 16, 16, 4096, 4096, 128), (0, 2, 8)),
-    ("flash_fwd_wgmma", Problem(2, 16, 16, 4096, 4096, 128, "bf16", causal=True), (0, 8)),
-    ("flash_fwd_wgmma", Problem(2, 16, 16, 4096, 4096, 64), (0, 4)),
-    ("flash_fwd_fp8_wgmma", Problem(2, 16, 16, 4096, 4096, 128, "e4m3"), None),
-    ("flash_fwd_fp8_wgmma", Problem(2, 16, 16, 4096, 4096, 64, "e4m3", causal=True), None),
+    ("flash_fwd_wgmma", Problem(4, 16, 16, 1024, 1024, 128), {"Q_REGISTERS": (0, 2, 8)}),
+    (
+        "flash_fwd_wgmma",
+        Problem(4, 16, 16, 1024, 1024, 128, "bf16", causal=True),
+        {"Q_REGISTERS": (0, 8), "O_OVER_Q": (0, 1)},
+    ),
+    ("flash_fwd_wgmma", Problem(4, 16, 16, 1024, 1024, 64), {"Q_REGISTERS": (0, 4)}),
+    ("flash_fwd_wgmma", Problem(4, 16, 16, 1024, 1024, 256), {"O_OVER_Q": (1,)}),
+    ("flash_fwd_fp8_wgmma", Problem(4, 16, 16, 1024, 1024, 128, "e4m3"), {}),
+    ("flash_fwd_fp8_wgmma", Problem(4, 16, 16, 1024, 1024, 64, "e4m3", causal=True), {}),
 ]
 CALLS = 16384  # of each config, half of them or more with few keys
 CONFIRM_US = 200_000.0  # as the fastest finalist is confirmed
 TIMES = 10
 
 
-def configs_in_turns(kernel, problem, arch, of_q):
+def configs_in_turns(kernel, problem, arch, values):
     """Six configs of a family whose blocks take turns, and of those with all of Q in registers."""
-    values = {"PERSISTENT": (arch.sm_count,)} | ({} if of_q is None else {"Q_REGISTERS": of_q})
+    values = {"PERSISTENT": (arch.sm_count,)} | values
     configs = Space.build(kernel, problem, arch, Selection(values)).configs
     early = [c for c in configs if c.get("Q_REGISTERS") == problem.head_dim // 16]
     some = [*configs[:: len(configs) // 6 + 1], *early[:: len(early) // 6 + 1]]
     return [*dict.fromkeys(some)]
 
 
-def tried(kernel, problem, of_q, worker, compiler):
+def tried(kernel, problem, values, worker, compiler):
     """Each candidate in turns, which passed its trial on the long problem, as the entry `it`."""
     reason = kernel.refusal(problem, compiler.arch)
     if reason is not None:
         pytest.skip(reason)
-    configs = configs_in_turns(kernel, problem, compiler.arch, of_q)
+    configs = configs_in_turns(kernel, problem, compiler.arch, values)
     assert len(configs) >= 4
     builds = [Build.of(kernel, config, problem, compiler) for config in configs]
     for build in builds:
@@ -64,9 +69,9 @@ def tried(kernel, problem, of_q, worker, compiler):
         worker.drop("it")
 
 
-@pytest.mark.parametrize(("name", "problem", "of_q"), CASES, ids=lambda case: str(case))
-def test_every_call_is_right(name, problem, of_q, worker, compiler):
-    for _ in tried(KERNELS[name], problem, of_q, worker, compiler):
+@pytest.mark.parametrize(("name", "problem", "values"), CASES, ids=lambda case: str(case))
+def test_every_call_is_right(name, problem, values, worker, compiler):
+    for _ in tried(KERNELS[name], problem, values, worker, compiler):
         compared = 0
         while compared < CALLS:  # a call that differs from the checked one is a WorkerError
             compared += worker.confirm("it", CONFIRM_US)
@@ -89,7 +94,7 @@ def test_a_place_given_back_too_early_passes_the_trial_of_a_long_problem_and_not
 ):
     """The race is rare: some of the candidates, each confirmed several times, show it."""
     problem, refused = Problem(2, 16, 16, 4096, 4096, head_dim), []
-    for build in tried(early, problem, (head_dim // 16,), worker, compiler):
+    for build in tried(early, problem, {"Q_REGISTERS": (head_dim // 16,)}, worker, compiler):
         try:
             for _ in range(TIMES):
                 worker.confirm("it", CONFIRM_US)
