@@ -396,6 +396,8 @@ class Operator:
             written += (query.new_empty(count, dtype=torch.float32),)
         stream = self._stream(index)
         addresses: tuple[int, ...] = (query.data_ptr(), key.data_ptr(), value.data_ptr())
+        if not (addresses[0] and addresses[1] and addresses[2]):  # lazy zeros have no memory
+            return self._run(plan, query.clone(), key.clone(), value.clone())
         if len(written) == 1:
             addresses += (written[0].data_ptr(),)
         else:
