@@ -198,14 +198,19 @@ def test_where_packed_heads_are_refused(problem, values, rule):
     assert FAMILY.refused_by(packed(**values), problem, ARCHS["sm_90a"]) == rule
 
 
-def test_q_in_registers_takes_four_registers_of_each_sixteen_columns():
-    problem = Problem(4, 16, 16, 4096, 4096, 128)
-    values = {param.name: param.values[0] for param in FAMILY.params}
-    values |= {"BLOCK_N": 128, "WARPGROUPS": 2, "MAXIMA": 2, "NUM_STAGES": 2}
+def refusing(problem, **given):
+    """A function that says which rule refuses the given values with others changed."""
+    values = {param.name: param.values[0] for param in FAMILY.params} | given
 
     def refused(**changed: int) -> str | None:
         return FAMILY.refused_by(Config(values | changed), problem, ARCHS["sm_90a"])
 
+    return refused
+
+
+def test_q_in_registers_takes_four_registers_of_each_sixteen_columns():
+    problem = Problem(4, 16, 16, 4096, 4096, 128)
+    refused = refusing(problem, BLOCK_N=128, WARPGROUPS=2, MAXIMA=2, NUM_STAGES=2)
     # 64 scores, 32 of P, 64 accumulators and 38 others leave 42 of 240 registers.
     assert refused(Q_REGISTERS=8) is None
     assert refused(Q_REGISTERS=8, BLOCK_N=144) == "registers"
@@ -217,12 +222,7 @@ def test_q_in_registers_takes_four_registers_of_each_sixteen_columns():
 
 def test_blocks_take_turns_at_head_dim_256_where_the_output_goes_over_q():
     problem = Problem(4, 16, 16, 2048, 2048, 256)
-    values = {param.name: param.values[0] for param in FAMILY.params}
-    values |= {"BLOCK_N": 64, "WARPGROUPS": 2, "NUM_STAGES": 2, "PERSISTENT": 132}
-
-    def refused(**changed: int) -> str | None:
-        return FAMILY.refused_by(Config(values | changed), problem, ARCHS["sm_90a"])
-
+    refused = refusing(problem, BLOCK_N=64, WARPGROUPS=2, NUM_STAGES=2, PERSISTENT=132)
     assert refused() == "blocks_fit"  # Q 64 KiB, the rings 128, the output 64
     assert refused(O_OVER_Q=1) is None
     assert refused(O_OVER_Q=1, BLOCK_N=80) is None
