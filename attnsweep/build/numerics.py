@@ -86,8 +86,8 @@ def sampled_rows(
 ) -> npt.NDArray[np.int64]:
     """Query rows that NumPy's reference computes in every head: all of them if that is cheap.
 
-    Otherwise the first, the last, both sides of tile edges, and random ones by `seed`: as many as
-    take so many FLOPs, but no fewer than 8 of them.
+    Otherwise the first, the last, both sides of tile edges, and random ones by `seed`. There are
+    at least 8 random rows of each head, and more if all of them cost at most `flops`.
     """
     per_row = 4 * problem.batch * problem.heads * problem.seqlen_k * problem.head_dim
     count = max(8, int(flops / per_row))
