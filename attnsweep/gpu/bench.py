@@ -24,7 +24,7 @@ from attnsweep.gpu import energy, peers
 from attnsweep.gpu.capturing import lasting
 from attnsweep.gpu.device import Buffer, Session, cuda_errors
 from attnsweep.gpu.energy import Stretch
-from attnsweep.gpu.judge import WrongResult
+from attnsweep.gpu.fixture import WrongResult
 from attnsweep.gpu.pipeline import Pipeline
 from attnsweep.gpu.preload import PRELOAD
 from attnsweep.gpu.proof import Digests, Proof, Proven

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.numerics import Case
 from attnsweep.gpu.device import POISON, Buffer, Session
-from attnsweep.gpu.judge import OPPOSITE, PLAIN, Fixture, Found, Judge, WrongResult
+from attnsweep.gpu.fixture import Fixture, Found, Small, WrongResult
+from attnsweep.gpu.judge import Judge
+from attnsweep.gpu.known import OPPOSITE, PLAIN
 from attnsweep.gpu.known_ahead import Ahead
 from attnsweep.gpu.pipeline import Pipeline
 from attnsweep.gpu.steps import step
@@ -45,6 +48,15 @@ class Proven:
     lse: Buffer | None = None
     """The workspace of the log-sum-exp, if a call writes it."""
     lse_digests: npt.NDArray[np.uint64] | None = None
+
+
+@dataclass(slots=True)
+class _Called:
+    """A call that is being checked, and the slots of what it shows."""
+
+    fixture: Fixture
+    outside: dict[str, int]
+    lse: int | None = None
 
 
 Digests = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64] | None]
@@ -106,7 +118,9 @@ class Proof:
         with step("inputs and float64 outputs"):
             self.timed = Fixture(Case(problem), seed, session, judge, two_sided=True, known=timed)
             cases = zip(numerics.small_cases(problem), known.small, strict=True)
-            self._small = [Fixture(c, seed, session, judge, known=k) for c, k in cases]
+            small = [Fixture(c, seed, session, judge, known=k) for c, k in cases]
+            self._small = Small(small, judge)
+            session.settle()
         if (turns := numerics.short_turns(problem, session.gpu.sm_count)) is not None:
             _ahead.begin_turns(turns, seed)
         if then is not None:
@@ -149,84 +163,100 @@ class Proof:
         call: its launches on the timed problem. bind: binds other launches to buffers, and adds
         their workspaces. Returns its worst accuracy. Raises WrongResult.
         """
-        cases: list[_Bound] = []
+        bound = []
         if small:
-            for fixture, launches in zip(self._small, candidate.checks, strict=True):
-                cases.append((fixture, launches, bind(launches, [fixture.buffers])))
-        cases.append((self.timed, candidate.timed, call))
-        accuracies, found, proven = self._checked(candidate, cases, workspaces)
+            for fixture, launches in zip(self._small.fixtures, candidate.checks, strict=True):
+                bound.append((fixture, launches, bind(launches, [fixture.buffers])))
+        timed = self.timed, candidate.timed, call
+        accuracies, found, proven = self._checked(candidate, bound, timed, workspaces)
         worst = max(accuracies, key=lambda each: max(each.shares.values()))
         return self._named(worst, found[-3], found[-1]), proven
 
     def _checked(
         self,
         candidate: Candidate,
-        cases: list[_Bound],
+        small: Sequence[_Bound],
+        two_sided: _Bound,
         workspaces: Mapping[tuple[str, int], Buffer],
     ) -> tuple[list[Accuracy], list[dict[str, float]], Proven]:
-        """Check a candidate on some cases, and on the opposite of the last, which is two-sided.
+        """Check a candidate on the small cases or none, on a case, and on its opposite.
 
         Returns the accuracies, the findings behind them and those of Fixture.compare_format, and
         its outputs on the last case. Raises WrongResult.
         """
-        judge, last = self._judge, cases[-1][0]
-        cases = [*cases, cases[-1]]
-        slots: list[tuple[int, tuple[str, ...]]] = []
-        used, parts = 0, last.parts
-        kept: Buffer | None = None
+        judge, (last, launches, pipeline) = self._judge, two_sided
+        parts, lse = last.parts, None
+        # The first slots are those of Small.look.
+        slots = itertools.count(2 * len(small))
         with self._session.stream:
             judge.clear()
             self._digests.fill(0)
             last.go_to(PLAIN)
-            for number, (fixture, launches, pipeline) in enumerate(cases):
-                side = number - (len(cases) - 2)
-                if side == OPPOSITE:
-                    last.go_to(OPPOSITE)
-                written = {"o": fixture.buffers["o"]}
-                written |= {item[0]: workspaces[item] for item in launches.workspaces.items()}
-                for buffer in written.values():
-                    buffer.poison()
-                pipeline.enqueue()
-                fixture.compare(number)
-                slots.append((used, tuple(written)))
-                for buffer in written.values():
-                    judge.count_outside(buffer, used)
-                    used += 1
-                if launches.lse:
-                    fixture.compare_lse(written["lse"], used)
-                    used += 1
+            called = []
+            if small:
+                self._small.renew()
+                for number, bound in enumerate(small):
+                    called.append(self._call(bound, workspaces, len(small) + number, slots))
+                self._small.compare()
+                self._small.look(0)
+            for side in (PLAIN, OPPOSITE):
+                last.go_to(side)
+                output = last.buffers["o"]
+                output.poison()
+                called.append(self._call(two_sided, workspaces, slot := next(slots), slots))
+                judge.count_outside(output, slot)
+                last.compare(len(small) + side)
                 if side == PLAIN:
-                    last.compare_format(len(cases))
-                if side >= 0:
-                    judge.digest_parts(written["o"], self._digests, side * parts, parts)
-                    if launches.lse and written["lse"].nbytes == 4 * last.rows:
-                        kept = written["lse"]
-                        judge.digest_parts(kept, self._digests, (2 + side) * parts, parts)
-            looked = used
+                    last.compare_format(len(small) + 2)
+                judge.digest_parts(output, self._digests, side * parts, parts)
+                lse = workspaces.get(("lse", 4 * last.rows)) if launches.lse else None
+                if lse is not None:
+                    judge.digest_parts(lse, self._digests, (2 + side) * parts, parts)
             last.go_to(PLAIN)
-            checked = [fixture for fixture, _, _ in cases[:-1]]
-            for fixture in checked:
-                fixture.look_at_inputs(used)
-                used += 1
-            counts = judge.counts(used)
-            found = judge.found(len(cases) + 1)
+            last.look_at_inputs(looked := next(slots))
+            counts = judge.counts(next(slots))
+            found = judge.found(len(small) + 3)
             digests = np.empty((2, 2, parts), np.uint64)
             self._digests.download(digests)
-        looks = zip(checked, counts[looked:], strict=True)
+        looks = [*((fixture, counts[i]) for i, (fixture, *_) in enumerate(small))]
+        looks.append((last, counts[looked]))
         damaged = [fixture.case.label for fixture, count in looks if fixture.renew_inputs(count)]
         if damaged:
             raise WrongResult(f"wrote to its inputs, or next to them ({damaged[0]})")
         self._know_limits(candidate.rounds_scores)
         accuracies = []
-        each = zip(cases, found[:-1], slots, strict=True)
-        for (fixture, launches, _), values, (first, names) in each:
-            end = first + len(names)
-            outside = dict(zip(names, map(int, counts[first:end]), strict=True))
-            lse = float(counts[end : end + 1].view(np.float64)[0]) if launches.lse else 0.0
-            one = Found(values, outside, lse)
-            accuracies.append(fixture.accuracy(one, candidate.rounds_scores))
-        how = (cases[-1][2], candidate.deterministic, candidate.rounds_scores)
-        return accuracies, found, Proven(last, *how, digests[0], kept, digests[1])
+        for one, values in zip(called, found[:-1], strict=True):
+            outside = {name: int(counts[slot]) for name, slot in one.outside.items()}
+            off = 0.0 if one.lse is None else float(counts[one.lse : one.lse + 1].view(float)[0])
+            shown = Found(values, outside, off)
+            accuracies.append(one.fixture.accuracy(shown, candidate.rounds_scores))
+        how = pipeline, candidate.deterministic, candidate.rounds_scores
+        return accuracies, found, Proven(last, *how, digests[0], lse, digests[1])
+
+    def _call(
+        self,
+        bound: _Bound,
+        workspaces: Mapping[tuple[str, int], Buffer],
+        of_output: int,
+        slots: Iterator[int],
+    ) -> _Called:
+        """Make a call, whose output is poisoned, and look at what it did to its workspaces.
+
+        of_output: the slot in which bytes outside the output are counted, by the caller.
+        """
+        fixture, launches, pipeline = bound
+        own = {item[0]: workspaces[item] for item in launches.workspaces.items()}
+        for buffer in own.values():
+            buffer.poison()
+        pipeline.enqueue()
+        called = _Called(fixture, {"o": of_output})
+        for name, buffer in own.items():
+            called.outside[name] = next(slots)
+            self._judge.count_outside(buffer, called.outside[name])
+        if launches.lse:
+            called.lse = next(slots)
+            fixture.compare_lse(own["lse"], called.lse)
+        return called
 
     @_counted
     def of_turns(
@@ -250,7 +280,7 @@ class Proof:
             parts = max(self.timed.parts, self._turns.parts)
             self._digests = Buffer(2 * 2 * 8 * parts)
         call = bind(launches, [self._turns.buffers])
-        return self._checked(candidate, [(self._turns, launches, call)], workspaces)[-1]
+        return self._checked(candidate, [], (self._turns, launches, call), workspaces)[-1]
 
     def _named(
         self, accuracy: Accuracy, timed: Mapping[str, float], of_format: Mapping[str, float]

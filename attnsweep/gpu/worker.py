@@ -414,7 +414,7 @@ def _answer(
     options: dict[str, Any],
     card: str | None,
 ) -> tuple[_Reply, Any]:
-    from attnsweep.gpu.judge import WrongResult
+    from attnsweep.gpu.fixture import WrongResult
     from attnsweep.gpu.peers import Unavailable
 
     try:

@@ -358,9 +358,8 @@ extern "C" __global__ void __launch_bounds__(256)
     compare<Fp64>(o, plain, opposite, mix, tilted, found, group, seqlen_q, head_dim, floor);
 }
 
-// Many tiles' findings as one; one block of at most 256 threads.
-extern "C" __global__ void __launch_bounds__(256)
-    summary(const Found* found, long long tiles, Found* all) {
+// Many tiles' findings as one, by a block of at most 256 threads.
+__device__ void summarise(const Found* found, long long tiles, Found* all) {
     extern __shared__ double shared[];
     Found* of_thread = reinterpret_cast<Found*>(shared);
     Found own = {};
@@ -371,6 +370,10 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int i = 1; i < blockDim.x; ++i) take(own, of_thread[i]);
         *all = own;
     }
+}
+extern "C" __global__ void __launch_bounds__(256)
+    summary(const Found* found, long long tiles, Found* all) {
+    summarise(found, tiles, all);
 }
 
 // The largest |written - expected| / max(1, |expected|) of float32 values; NaN counts as 1e300.
@@ -428,13 +431,32 @@ __device__ void each_word(unsigned* words, long long first, long long end, bool 
     }
 }
 
+// What a digest adds for a word, by its place, and for a byte behind the last whole word.
+__device__ unsigned long long of_word(unsigned word, long long i) {
+    return mixed(static_cast<unsigned long long>(word) << 32 ^ i * 0x9E3779B97F4A7C15ull);
+}
+__device__ unsigned long long of_byte(unsigned char byte, int i) {
+    return mixed(byte + ((i + 1ull) << 8));
+}
+// Adds what the threads of a block have: one atomic, as those of all warps queue up.
+__device__ void add_of_block(unsigned long long own, unsigned long long* sum) {
+    extern __shared__ double shared[];
+    unsigned long long* of_warp = reinterpret_cast<unsigned long long*>(shared);
+    for (int lanes = 16; lanes > 0; lanes /= 2) own += __shfl_xor_sync(0xffffffffu, own, lanes);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = own;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int warp = 1; warp < 8; ++warp) own += of_warp[warp];
+        if (own) atomicAdd(sum, own);
+    }
+    __syncthreads();
+}
+
 // Adds to sums[part] a value of the bits and places of each of `parts` equal parts, which does not
 // depend on the order; all parts' values add up to that of the whole. poison: 1 if the bytes are
 // then filled with NaN, so that the next call must write all of them, else 0.
 extern "C" __global__ void __launch_bounds__(256)
     digest(unsigned* words, long long bytes, int parts, int poison, unsigned long long* sums) {
-    extern __shared__ double shared[];
-    unsigned long long* of_warp = reinterpret_cast<unsigned long long*>(shared);
     long long count = bytes / 4, length = (count + parts - 1) / parts;
     // Not a constant, so that a store waits until its word is read.
     unsigned poisoned = -poison;
@@ -442,22 +464,15 @@ extern "C" __global__ void __launch_bounds__(256)
         unsigned long long own = 0;
         long long begin = length * part, end = min(count, begin + length);
         each_word(words, begin, end, poison, [&](unsigned word, long long i) {
-            own += mixed(static_cast<unsigned long long>(word) << 32 ^ i * 0x9E3779B97F4A7C15ull);
+            own += of_word(word, i);
             return word | poisoned;
         });
-        if (part == parts - 1 && blockIdx.x == 0 && threadIdx.x < bytes % 4) {  // half a word
+        if (part == parts - 1 && blockIdx.x == 0 && threadIdx.x < bytes % 4) {
             unsigned char* last = reinterpret_cast<unsigned char*>(words + count) + threadIdx.x;
-            own += mixed(*last + ((threadIdx.x + 1ull) << 8));
+            own += of_byte(*last, threadIdx.x);
             if (poison) *last = 0xFF;
         }
-        for (int lanes = 16; lanes > 0; lanes /= 2) own += __shfl_xor_sync(0xffffffffu, own, lanes);
-        if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = own;
-        __syncthreads();
-        if (threadIdx.x == 0) {  // one atomic of a block: those of all warps queue up
-            for (int warp = 1; warp < 8; ++warp) own += of_warp[warp];
-            atomicAdd(sums + part, own);
-        }
-        __syncthreads();
+        add_of_block(own, sums + part);
     }
 }
 // Takes a tensor from one mix to another, and says so in *now. `heads` is 1 if a head has half a
@@ -475,23 +490,82 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *now = to;
 }
-// Counts the bytes of two regions that are not `byte`. count: of each, a multiple of 16.
+// How many of a thread's share of `count` bytes are not `byte`. count: a multiple of 16.
+__device__ unsigned long long others(const unsigned char* at, int count, int byte) {
+    unsigned long long own = 0;
+    if (!in_fours(at)) {
+        for (int i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256)
+            own += at[i] != byte;
+        return own;
+    }
+    for (int i = blockIdx.x * 256 + threadIdx.x; i < count / 16; i += gridDim.x * 256) {
+        Four read = reinterpret_cast<const Four*>(at)[i];
+#pragma unroll
+        for (int bit = 0; bit < 128; bit += 8) own += (read.at[bit / 32] >> bit % 32 & 255) != byte;
+    }
+    return own;
+}
+// Counts the bytes of two regions that are not `byte`.
 extern "C" __global__ void __launch_bounds__(256)
     differing(const unsigned char* one, const unsigned char* other, int count, int byte,
               unsigned long long* sum) {
-    unsigned long long own = 0;
-    for (const unsigned char* at : {one, other}) {
-        if (!in_fours(at)) {
-            for (int i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256)
-                own += at[i] != byte;
-            continue;
-        }
-        for (int i = blockIdx.x * 256 + threadIdx.x; i < count / 16; i += gridDim.x * 256) {
-            Four read = reinterpret_cast<const Four*>(at)[i];
-#pragma unroll
-            for (int bit = 0; bit < 128; bit += 8)
-                own += (read.at[bit / 32] >> bit % 32 & 255) != byte;
-        }
+    add_of_block(others(one, count, byte) + others(other, count, byte), sum);
+}
+
+// ---- many small cases at once: a launch costs the host more than the device's work ----
+// A buffer between two guards; gpu/fixture.py has the same struct.
+struct Region {
+    unsigned char* at;
+    long long bytes;
+    long long guard;     // each byte of its guards
+    long long digested;  // 1 if a digest of its bytes is wanted
+    long long slot;
+};
+// Adds to each region's slot how many bytes of its guards are others, and its digest.
+extern "C" __global__ void __launch_bounds__(256)
+    look(const Region* regions, int guard_bytes, unsigned long long* slots) {
+    Region one = regions[blockIdx.y];
+    unsigned long long own = others(one.at - guard_bytes, guard_bytes, one.guard) +
+                             others(one.at + one.bytes, guard_bytes, one.guard);
+    if (one.digested) {
+        unsigned* words = reinterpret_cast<unsigned*>(one.at);
+        each_word(words, 0, one.bytes / 4, false, [&](unsigned word, long long i) {
+            own += of_word(word, i);
+            return word;
+        });
+        if (blockIdx.x == 0 && threadIdx.x < one.bytes % 4)
+            own += of_byte(one.at[one.bytes / 4 * 4 + threadIdx.x], threadIdx.x);
     }
-    if (own) atomicAdd(sum, own);
+    add_of_block(own, slots + one.slot);
+}
+// Fills each region with NaN, and renews its guards.
+extern "C" __global__ void __launch_bounds__(256) renew(const Region* regions, int guard_bytes) {
+    Region one = regions[blockIdx.y];
+    long long first = blockIdx.x * 256 + threadIdx.x, all = gridDim.x * 256;
+    for (long long i = first; i < one.bytes; i += all) one.at[i] = 0xFF;
+    for (long long i = first; i < guard_bytes; i += all)
+        one.at[i - guard_bytes] = one.at[one.bytes + i] = one.guard;
+}
+
+// An output, and all that `judge` takes beside it.
+struct Output {
+    const void* o;
+    const double *plain, *opposite;
+    const unsigned long long* mix;
+    const double* tilted;
+    Found *tiles, *all;
+    long long count;  // of tiles
+    long long group, seqlen_q, head_dim;
+    double floor;
+};
+// Judges outputs as `judge` and `summary` do one.
+extern "C" __global__ void __launch_bounds__(256) judge_each(const Output* outputs) {
+    Output one = outputs[blockIdx.y];
+    if (blockIdx.x < one.count)
+        compare<Out>(one.o, one.plain, one.opposite, one.mix, one.tilted, one.tiles, one.group,
+                     one.seqlen_q, one.head_dim, one.floor);
+}
+extern "C" __global__ void __launch_bounds__(256) summary_each(const Output* outputs) {
+    Output one = outputs[blockIdx.x];
+    summarise(one.tiles, one.count, one.all);
 }

@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from attnsweep.gpu import fixture as fixture_module
 from attnsweep.gpu import judge as judge_module
 from attnsweep.gpu import proof as proof_module
 from attnsweep.gpu.device import GUARD_BYTES, POISON
@@ -85,14 +86,14 @@ class Device:
         return Judge(cast(Any, self), dtype)
 
     def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let gpu/judge.py and gpu/proof.py have host buffers, and the library for a cubin."""
+        """Let gpu/judge.py and what uses it have host buffers, and the library for a cubin."""
 
         def library(arch: str, dtype: str, cache_dir: object) -> str:
             source, (define,) = judge_module.judge_source(dtype)
             return str(_stage(self._simulator, source, define))
 
         monkeypatch.setattr(judge_module, "_cubin", library)
-        for module in (judge_module, proof_module):
+        for module in (fixture_module, judge_module, proof_module):
             monkeypatch.setattr(module, "Buffer", HostBuffer)
 
     def kernel(self, path: str, name: str, smem_bytes: int = 0) -> Callable[..., None]:

@@ -15,7 +15,9 @@ from attnsweep.build import numerics
 from attnsweep.build.numerics import TILT, Case, Measures
 from attnsweep.gpu import judge as judge_module
 from attnsweep.gpu.device import GUARD_BYTES
-from attnsweep.gpu.judge import OPPOSITE, PLAIN, Fixture, negated_heads
+from attnsweep.gpu.fixture import Fixture
+from attnsweep.gpu.judge import Compared
+from attnsweep.gpu.known import OPPOSITE, PLAIN, negated_heads
 from attnsweep.problem import Problem
 
 from .device import Device, HostBuffer
@@ -188,15 +190,9 @@ def found_in(device, out, expected, dtype, tilted=None, opposite=None, mix=PLAIN
     floor = 1e-3 * float(np.sqrt(np.mean(norms**2)))
     written = uploaded(out)
     both = [uploaded(expected), *([] if opposite is None else [uploaded(opposite)])]
-    judge.compare(
-        written.pointer,
-        problem,
-        both,
-        None if opposite is None else uploaded(np.array([mix], np.uint64)),
-        None if tilted is None else uploaded(tilted),
-        floor,
-        7,
-    )
+    mixes = None if opposite is None else uploaded(np.array([mix], np.uint64))
+    slope = None if tilted is None else uploaded(tilted)
+    judge.compare(Compared(written.pointer, problem, both, mixes, slope, floor), 7)
     found = judge.found(8)[7]
     count = batch * heads * rows
     measured = Measures(
@@ -401,6 +397,70 @@ def test_the_parts_of_a_digest_add_up(parts, device, monkeypatch):
     changed[parts // 2, 51] ^= 1
     differs = np.array(digest_of(device, changed, parts)[0]) != np.array(of_parts)
     assert np.flatnonzero(differs).tolist() == [parts // 2]
+
+
+@few_examples(max_examples=20)
+@given(
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=7),
+    damaged=st.lists(st.tuples(st.integers(0, 6), st.integers(-9, 5009)), max_size=5),
+    sm_count=st.integers(1, 9),
+)
+@example(sizes=[4099, 2], damaged=[(0, -1), (1, 2), (0, 4098)], sm_count=2)
+def test_regions_are_looked_at_as_each_apart(device, sizes, damaged, sm_count):
+    """Their digests and guards; then they are renewed as each apart."""
+    device.gpu.sm_count = sm_count
+    judge, rng = device.judge("fp16"), np.random.default_rng(len(sizes))
+    buffers = [HostBuffer(size, guard=0xA5 if size % 2 else 0xFF) for size in sizes]
+    for buffer in buffers:
+        buffer.upload(rng.integers(0, 256, buffer.nbytes, dtype=np.uint8))
+    for number, place in damaged:
+        buffers[number % len(buffers)].all[GUARD_BYTES + place] ^= 0x40
+    # Two of a slot where there are that many; the digest of every second.
+    table = judge.regions([(each, i % 2 == 0, i // 2) for i, each in enumerate(buffers)])
+    judge.clear()
+    judge.look(table, 3)
+    for number, buffer in enumerate(buffers):
+        judge.count_outside(buffer, 10 + number // 2)
+        if number % 2 == 0:
+            judge.digest(buffer, 10 + number // 2)
+    counts = judge.counts(14)
+    assert counts[3:7].tolist() == counts[10:14].tolist()
+    assert not counts[7:10].any()
+    judge.renew(table)
+    for one in buffers:
+        apart = HostBuffer(one.nbytes, guard=one.guard_byte)
+        apart.poison()
+        assert (one.all == apart.all).all()
+
+
+def test_outputs_are_compared_as_each_apart(device):
+    """Of other shapes, the largest not the first; with mixes of inputs and tilted ones."""
+    shapes = [(1, 1, 3, 8), (2, 3, 130, 16), (1, 300, 1, 5), (1, 2, 64, 70)]
+    judge, rng = device.judge("bf16"), np.random.default_rng(0)
+    written, every = [], []
+    for number, shape in enumerate(shapes):
+        batch, heads, rows, head_dim = shape
+        plain, opposite, tilted = rng.standard_normal((3, *shape))
+        written.append(uploaded(numerics.to_bits((plain * 1.01).astype(np.float32), "bf16")))
+        every.append(
+            Compared(
+                written[-1].pointer,
+                Problem(batch, heads, heads, rows, rows, head_dim, "bf16"),
+                [uploaded(plain), *([uploaded(opposite)] if number % 2 else [])],
+                uploaded(np.array([77], np.uint64)) if number % 2 else None,
+                uploaded(tilted) if number < 2 else None,
+                0.01 * number,
+            )
+        )
+    judge.clear()
+    judge.compare_each(judge.outputs(every))
+    together = judge.found(len(shapes) + 1)
+    assert math.isnan(together.pop()["row"])
+    judge.clear()
+    for number, one in enumerate(every):
+        judge.compare(one, number)
+    assert together == judge.found(len(shapes))
+    assert len({found["row"] for found in together}) == len(shapes)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 1030, 4101])

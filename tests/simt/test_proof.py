@@ -15,7 +15,9 @@ import pytest
 from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate
 from attnsweep.build.numerics import Case
-from attnsweep.gpu.judge import OPPOSITE, PLAIN, BrokenJudge, Fixture, Judge, WrongResult
+from attnsweep.gpu.fixture import BrokenJudge, Fixture, WrongResult
+from attnsweep.gpu.judge import Judge
+from attnsweep.gpu.known import OPPOSITE, PLAIN
 from attnsweep.problem import Problem
 
 from .device import Device, HostBuffer
@@ -46,6 +48,10 @@ def bench(opened, device, monkeypatch):
     return opened
 
 
+def fixture_of(bench, case):
+    return next(each for each in bench.proof._small.fixtures if each.case == case)
+
+
 def test_right_calls_pass_and_one_wrong_element_of_any_case_does_not(device, few):
     bench = Bench(device, PROBLEM)
     accuracy, proven = bench.prove(attend, small=True)
@@ -55,7 +61,7 @@ def test_right_calls_pass_and_one_wrong_element_of_any_case_does_not(device, few
     cases = numerics.small_cases(PROBLEM)
     assert {case.inputs for case in cases} == set(get_args(numerics.Inputs))
     for wrong in few([*cases], 2):
-        fixture = next(each for each in bench.proof._small if each.case == wrong)
+        fixture = fixture_of(bench, wrong)
 
         def write(problem, buffers, number, fixture=fixture):
             attend(problem, buffers)
@@ -64,6 +70,109 @@ def test_right_calls_pass_and_one_wrong_element_of_any_case_does_not(device, few
 
         with pytest.raises(WrongResult, match=re.escape(f"({wrong.label})")):
             bench.prove(write, small=True)
+
+
+@pytest.fixture(scope="module")
+def with_small_cases(simulator):
+    device = Device(simulator)
+    with pytest.MonkeyPatch.context() as patch:
+        device.take_place(patch)
+        yield Bench(device, ODD)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "said"),
+    [
+        ("q", "value", "wrote to its inputs"),
+        ("v", "guard behind", "wrote to its inputs"),
+        ("k", "guard before", "wrote to its inputs"),
+        ("o", "guard behind", "wrote 1 bytes outside 'o'"),
+        ("o", "guard before", "wrote 1 bytes outside 'o'"),
+        ("sums", "guard behind", "wrote 1 bytes outside 'sums'"),
+    ],
+)
+def test_damage_in_a_small_case_is_refused_and_the_next_call_is_not(
+    name, place, said, with_small_cases, few
+):
+    bench = with_small_cases
+    for wrong in few(numerics.small_cases(ODD), 2):
+        fixture = fixture_of(bench, wrong)
+
+        def write(problem, buffers, number, fixture=fixture):
+            attend(problem, buffers)
+            if buffers["o"] is fixture.buffers["o"]:
+                if place == "value":
+                    buffers[name].main[-1] ^= 0x40
+                else:
+                    buffers[name].all[-1 if place == "guard behind" else 0] ^= 0x40
+
+        with pytest.raises(WrongResult, match=f"{said}.*{re.escape(wrong.label)}"):
+            bench.prove(write, small=True, workspaces={"sums": 24})
+        bench.prove(attend, small=True, workspaces={"sums": 24})
+
+
+@pytest.mark.parametrize("victim", [0, -1])
+def test_a_small_case_that_writes_to_another_is_refused(victim, with_small_cases):
+    """Before that one's call too, which renews nothing that its own launch does not write."""
+    bench = with_small_cases
+    fixtures = bench.proof._small.fixtures
+    damaged, by = fixtures[victim], fixtures[len(fixtures) // 2]
+
+    def write(problem, buffers, number):
+        attend(problem, buffers)
+        if buffers["o"] is by.buffers["o"]:
+            damaged.buffers["k"].main[0] ^= 0x40
+
+    with pytest.raises(WrongResult, match=re.escape(damaged.case.label)):
+        bench.prove(write, small=True)
+    bench.prove(attend, small=True)
+
+
+def test_an_output_of_a_small_case_that_is_not_written_is_refused(with_small_cases):
+    """Also where the call before wrote it: outputs are renewed."""
+    bench = with_small_cases
+    bench.prove(attend, small=True)
+    lazy = bench.proof._small.fixtures[1]
+
+    def write(problem, buffers, number):
+        if buffers["o"] is not lazy.buffers["o"]:
+            attend(problem, buffers)
+
+    with pytest.raises(WrongResult, match=f"were never written.*{re.escape(lazy.case.label)}"):
+        bench.prove(write, small=True)
+
+
+def test_log_sum_exps_of_small_cases_are_compared(with_small_cases):
+    bench = with_small_cases
+    how = {"small": True, "lse": True, "workspaces": {"lse": 4096}}
+    bench.prove(attend_with_lse, **how)
+    wrong = bench.proof._small.fixtures[-1]
+
+    def write(problem, buffers, number):
+        attend_with_lse(problem, buffers)
+        if buffers["o"] is wrong.buffers["o"]:
+            buffers["lse"].of(np.float32)[0] += 1
+
+    with pytest.raises(WrongResult, match=f"log-sum-exp off.*{re.escape(wrong.case.label)}"):
+        bench.prove(write, **how)
+
+
+def test_small_cases_take_four_launches_more_however_many_they_are(with_small_cases, monkeypatch):
+    """A trial took 12 for each, and half of its time."""
+    bench, launched = with_small_cases, []
+    judge, launch = bench.proof._judge, bench.proof._judge._launch
+
+    def counted(name, *args):
+        launched.append(name)
+        launch(name, *args)
+
+    monkeypatch.setattr(judge, "_launch", counted)
+    bench.prove(attend)
+    without = len(launched)
+    bench.prove(attend, small=True)
+    more = launched[without:]
+    assert len(more) == without + 4
+    assert {"renew", "judge_each", "summary_each", "look"} <= set(more)
 
 
 @pytest.mark.parametrize("problem", [ODD, Problem(1, 1, 1, 3, 5, 8, "fp32"), PROBLEM], ids=str)
@@ -388,7 +497,8 @@ def test_no_two_looks_share_a_slot(bench, monkeypatch):
 
         monkeypatch.setattr(owner, name, look)
     bench.prove(attend_with_lse, lse=True, workspaces={"a": 8, "lse": 4 * ROWS, "b": 5})
-    assert slots == list(range(11))  # twice: o, a, lse, b, and the error of lse; the inputs once
+    # twice: o, a, lse, b, and the error of lse; the inputs once
+    assert sorted(slots) == list(range(11))
 
 
 def test_a_log_sum_exp_that_has_no_room_is_refused(bench):

@@ -10,7 +10,8 @@ import pytest
 from attnsweep.build import numerics
 from attnsweep.build.numerics import Case
 from attnsweep.errors import ProblemError
-from attnsweep.gpu.judge import Fixture, Known, WrongResult
+from attnsweep.gpu.fixture import Fixture, WrongResult
+from attnsweep.gpu.known import Known
 from attnsweep.problem import Problem
 
 from .harness import COMPILER

@@ -14,7 +14,7 @@ from attnsweep.build.launches import Candidate, Launches
 from attnsweep.gpu import bench as measure
 from attnsweep.gpu import proof
 from attnsweep.gpu.bench import Bench
-from attnsweep.gpu.judge import WrongResult
+from attnsweep.gpu.fixture import WrongResult
 from attnsweep.gpu.proof import Proof, Proven
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy

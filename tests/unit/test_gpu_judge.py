@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from attnsweep.build import numerics
 from attnsweep.build.numerics import TILT, Case, Measures
-from attnsweep.gpu.judge import OPPOSITE, PLAIN, Fixture, Found, WrongResult, negated_heads
+from attnsweep.gpu.fixture import Fixture, Found, WrongResult
+from attnsweep.gpu.known import OPPOSITE, PLAIN, negated_heads
 from attnsweep.problem import Problem
 
 PROBLEM = Problem(2, 4, 2, 100, 128, 64, "bf16")
