@@ -8,18 +8,20 @@ here can show a missing wait between streams.
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
+from attnsweep.build.nvrtc import source_closure
 from attnsweep.gpu import fixture as fixture_module
 from attnsweep.gpu import judge as judge_module
 from attnsweep.gpu import proof as proof_module
@@ -31,6 +33,12 @@ from .harness import FLAGS, HERE, SimtError, Simulator, _compile, translate
 OWN = HERE / "device"
 KERNEL = re.compile(r"__global__ void __launch_bounds__\(256\)\s+(\w+)\(")
 STAGE_FLAGS = ("-O2", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing", "-w")
+DTYPES = ("fp16", "bf16", "fp32")
+# A launch takes milliseconds, and each example some.
+few_examples = functools.partial(
+    settings, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+small = few_examples(max_examples=settings.default.max_examples // 3)
 LETTERS = {"f4": "f", "f8": "d", "i4": "i", "u4": "u", "i8": "l", "u8": "l"}
 
 
@@ -70,6 +78,18 @@ class HostBuffer:
     def of(self, dtype: Any) -> np.ndarray[Any, Any]:
         """Its bytes as an array, which is no copy."""
         return self.main.view(dtype)
+
+
+def uploaded(array: np.ndarray[Any, Any]) -> HostBuffer:
+    """A buffer that holds an array."""
+    buffer = HostBuffer(array.nbytes)
+    buffer.upload(np.ascontiguousarray(array))
+    return buffer
+
+
+def sign_of(dtype: str) -> np.unsignedinteger[Any]:
+    """The sign bit of an element."""
+    return np.uint32(0x80000000) if dtype == "fp32" else np.uint16(0x8000)
 
 
 class Device:
@@ -166,12 +186,12 @@ def _launch(
             raise SimtError(f"{name}: {report.read().decode()}")
 
 
-@cache
+@functools.cache
 def _library(path: str) -> ctypes.CDLL:
     return ctypes.CDLL(path)
 
 
-@cache
+@functools.cache
 def _runtime(simulator: Simulator) -> ctypes.CDLL:
     sources = [str(HERE / name) for name in ("threads.cpp", "copies.cpp", "reads.cpp", "wgmma.cpp")]
     sources.append(str(OWN / "launch.cpp"))
@@ -182,12 +202,13 @@ def _runtime(simulator: Simulator) -> ctypes.CDLL:
     return ctypes.CDLL(str(made.result()), mode=ctypes.RTLD_GLOBAL)
 
 
-@cache
+@functools.cache
 def _stage(simulator: Simulator, source: Path, define: str) -> Path:
     _runtime(simulator)  # whose names the library uses
-    text = translate(source.read_text(), source.name)
-    names = KERNEL.findall(text)
-    wrapper = f'#include "device/float64.hpp"\n{text}\n'
+    closure = source_closure(source).items()
+    texts = {name: translate(text.decode(), name) for name, text in closure}
+    names = KERNEL.findall(texts[source.name])
+    wrapper = f'#include "device/float64.hpp"\n#include "{source.name}"\n'
     for name in names:
         wrapper += (
             f'extern "C" void simt_{name}(void* const* args) {{ simt::invoke(&{name}, args); }}\n'
@@ -195,8 +216,11 @@ def _stage(simulator: Simulator, source: Path, define: str) -> Path:
         )
 
     def build(to: Path) -> None:
+        for name, text in texts.items():
+            (to.parent / name).parent.mkdir(parents=True, exist_ok=True)
+            (to.parent / name).write_text(text)
         (to.parent / "wrapper.cpp").write_text(wrapper)
-        flags = [*FLAGS, *STAGE_FLAGS, "-shared", "-fPIC", f"-D{define}=1"]
-        _compile([*flags, "-I", str(HERE), str(to.parent / "wrapper.cpp"), "-o", str(to)])
+        flags = [*FLAGS, *STAGE_FLAGS, "-shared", "-fPIC", f"-D{define}=1", "-I", str(HERE)]
+        _compile([*flags, "-I", str(to.parent), str(to.parent / "wrapper.cpp"), "-o", str(to)])
 
-    return simulator._made((wrapper, define, STAGE_FLAGS), build, ".so").result()
+    return simulator._made((wrapper, texts, define, STAGE_FLAGS), build, ".so").result()

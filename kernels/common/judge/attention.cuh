@@ -1,0 +1,200 @@
+// Attention in float64, for judge.cu. It shares no code with the kernels that it judges.
+#pragma once
+
+// ---- storage to float64, exactly ----
+struct Fp16 {
+    using Bits = unsigned short;
+    static constexpr double HALF_ULP = 1. / 2048;
+    static __device__ double value(Bits bits) {
+        int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+        double magnitude = exponent == 0
+                               ? mantissa * (1. / (1 << 24))
+                               : __hiloint2double((exponent + 1008) << 20 | mantissa << 10, 0);
+        if (exponent == 31) magnitude = __hiloint2double(0x7FF00000 | mantissa << 10, 0);
+        return bits & 0x8000 ? -magnitude : magnitude;
+    }
+};
+struct Bf16 {
+    using Bits = unsigned short;
+    static constexpr double HALF_ULP = 1. / 256;
+    static __device__ double value(Bits bits) {
+        return __uint_as_float(static_cast<unsigned>(bits) << 16);
+    }
+};
+struct Fp32 {
+    using Bits = unsigned;
+    static constexpr double HALF_ULP = 1. / (1 << 24);
+    static __device__ double value(Bits bits) { return __uint_as_float(bits); }
+};
+struct E4m3 {
+    using Bits = unsigned char;
+    static __device__ double value(Bits bits) {
+        int exponent = bits >> 3 & 15, mantissa = bits & 7;
+        double magnitude = exponent == 0
+                               ? mantissa * (1. / 512)
+                               : __hiloint2double((exponent + 1016) << 20 | mantissa << 17, 0);
+        if ((bits & 127) == 127) magnitude = __hiloint2double(0x7FF80000, 0);
+        return bits & 0x80 ? -magnitude : magnitude;
+    }
+};
+struct Fp64 {
+    using Bits = unsigned long long;
+    static constexpr double HALF_ULP = 0.;
+    static __device__ double value(Bits bits) {
+        return __hiloint2double(static_cast<int>(bits >> 32), static_cast<int>(bits));
+    }
+};
+
+// ---- the scales of a head's rows ----
+struct Unscaled {
+    const float *q, *k, *v;
+    int block, blocks;
+    __device__ double of_q(int) const { return 1.; }
+    __device__ double of_k(int) const { return 1.; }
+    __device__ double of_v(int) const { return 1.; }
+    __device__ Unscaled at(long long) const { return *this; }
+};
+// One of each head of keys and its queries, or, of k and v, one of each block of its keys.
+struct Scaled {
+    const float *q, *k, *v;
+    int block, blocks;  // keys of a block; blocks of a head
+    __device__ double of_q(int) const { return *q; }
+    __device__ double of_k(int row) const { return k[row / block]; }
+    __device__ double of_v(int row) const { return v[row / block]; }
+    __device__ Scaled at(long long head_kv) const {
+        return {q + head_kv, k + head_kv * blocks, v + head_kv * blocks, block, blocks};
+    }
+};
+
+// ---- attention in float64 ----
+constexpr int TILE = 64;         // queries of a block, and keys of a step
+constexpr int CHUNK = 16;        // columns of Q and K, or keys of V, in shared memory
+constexpr int PITCH = TILE + 1;  // doubles between rows: columns then begin in other banks
+constexpr int LANES = 16;        // threads along the keys; each has 4 x 4 scores, 16 apart
+
+// `columns` of the output for 64 queries of one head, with the online softmax. `lse`, if there is
+// one, gets the natural logarithm of the sum of the exponentials.
+template <class T, int COLUMNS, class S>
+__device__ void attend(const void* q_all, const void* k_all, const void* v_all, double* out,
+                       double* lse, int group, int seqlen_q, int seqlen_k, int head_dim,
+                       double scale, int causal, S all_scales) {
+    extern __shared__ double shared[];
+    using Bits = typename T::Bits;
+    double *p = shared, *q_chunk = p + TILE * PITCH, *k_chunk = q_chunk + CHUNK * PITCH;
+    double* v_chunk = q_chunk;  // CHUNK x COLUMNS, when Q and K are done with
+    int tiles = (seqlen_q + TILE - 1) / TILE, parts = (head_dim + COLUMNS - 1) / COLUMNS;
+    int first = blockIdx.x % tiles * TILE, begin = blockIdx.x / tiles % parts * COLUMNS;
+    long long head = blockIdx.x / tiles / parts;
+    const Bits* q = static_cast<const Bits*>(q_all) + head * seqlen_q * head_dim;
+    const Bits* k = static_cast<const Bits*>(k_all) + head / group * seqlen_k * head_dim;
+    const Bits* v = static_cast<const Bits*>(v_all) + head / group * seqlen_k * head_dim;
+    S scales = all_scales.at(head / group);
+    int thread = threadIdx.x, y = thread / LANES, x = thread % LANES;
+    double sum[4], largest[4], acc[4][COLUMNS / LANES];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        sum[i] = 0, largest[i] = -1e300;
+#pragma unroll
+        for (int j = 0; j < COLUMNS / LANES; ++j) acc[i][j] = 0;
+    }
+    int ahead = seqlen_k - seqlen_q;  // query i sees keys up to i + ahead
+    int end = causal ? min(seqlen_k, first + TILE + ahead) : seqlen_k;
+    for (int key = 0; key < end; key += TILE) {
+        double s[4][4] = {};
+        for (int d = 0; d < head_dim; d += CHUNK) {
+            __syncthreads();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                int row = y + 16 * i, column = d + x;
+                bool inside = column < head_dim;
+                q_chunk[x * PITCH + row] =
+                    inside && first + row < seqlen_q
+                        ? T::value(q[static_cast<long long>(first + row) * head_dim + column]) *
+                              scales.of_q(first + row)
+                        : 0.;
+                k_chunk[x * PITCH + row] =
+                    inside && key + row < seqlen_k
+                        ? T::value(k[static_cast<long long>(key + row) * head_dim + column]) *
+                              scales.of_k(key + row)
+                        : 0.;
+            }
+            __syncthreads();
+#pragma unroll 4
+            for (int c = 0; c < CHUNK; ++c) {
+                double a[4], b[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[i] = q_chunk[c * PITCH + y + 16 * i];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) b[j] = k_chunk[c * PITCH + x + 16 * j];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) s[i][j] = fma(a[i], b[j], s[i][j]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int row = first + y + 16 * i;
+            double grown = largest[i];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                int column = key + x + 16 * j;
+                bool seen = column < seqlen_k && !(causal && column > row + ahead);
+                s[i][j] = seen ? s[i][j] * scale : -1e300;
+                grown = fmax(grown, s[i][j]);
+            }
+#pragma unroll
+            for (int lanes = LANES / 2; lanes > 0; lanes /= 2)
+                grown = fmax(grown, __shfl_xor_sync(0xffffffffu, grown, lanes));
+            double shrink = exp(largest[i] - grown), more = 0;
+            largest[i] = grown;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                double e = s[i][j] > -1e299 ? exp(s[i][j] - grown) : 0.;
+                p[(x + 16 * j) * PITCH + y + 16 * i] = e;
+                more += e;
+            }
+#pragma unroll
+            for (int lanes = LANES / 2; lanes > 0; lanes /= 2)
+                more += __shfl_xor_sync(0xffffffffu, more, lanes);
+            sum[i] = sum[i] * shrink + more;
+#pragma unroll
+            for (int j = 0; j < COLUMNS / LANES; ++j) acc[i][j] *= shrink;
+        }
+        for (int from = 0; from < TILE; from += CHUNK) {
+            __syncthreads();
+            for (int at = thread; at < CHUNK * COLUMNS; at += LANES * LANES) {
+                int row = key + from + at / COLUMNS, column = begin + at % COLUMNS;
+                v_chunk[at] = row < seqlen_k && column < head_dim
+                                  ? T::value(v[static_cast<long long>(row) * head_dim + column]) *
+                                        scales.of_v(row)
+                                  : 0.;
+            }
+            __syncthreads();
+#pragma unroll 4
+            for (int c = 0; c < CHUNK; ++c) {
+                double a[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[i] = p[(from + c) * PITCH + y + 16 * i];
+#pragma unroll
+                for (int j = 0; j < COLUMNS / LANES; ++j) {
+                    double b = v_chunk[c * COLUMNS + x + 16 * j];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) acc[i][j] = fma(a[i], b, acc[i][j]);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        long long row = first + y + 16 * i;
+        if (row >= seqlen_q) continue;
+#pragma unroll
+        for (int j = 0; j < COLUMNS / LANES; ++j) {
+            int column = begin + x + 16 * j;
+            if (column < head_dim)
+                out[(head * seqlen_q + row) * head_dim + column] = acc[i][j] / sum[i];
+        }
+        if (lse && begin == 0 && x == 0) lse[head * seqlen_q + row] = largest[i] + log(sum[i]);
+    }
+}

@@ -1,0 +1,146 @@
+"""Small cases of a trial are renewed, compared and looked at together: wrong calls are told apart.
+
+As test_proof.py, whose calls are judged on the timed problem.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from attnsweep.build import numerics
+from attnsweep.gpu.fixture import WrongResult
+from attnsweep.problem import Problem
+
+from .device import Device
+from .harness import COMPILER
+from .proving import Bench, attend, attend_with_lse
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+
+PROBLEM = Problem(2, 4, 2, 9, 20, 16, "bf16")
+ODD = Problem(1, 2, 1, 5, 7, 3, "fp16")  # a head has half a word
+
+
+def fixture_of(bench, case):
+    return next(each for each in bench.proof._small.fixtures if each.case == case)
+
+
+def test_right_calls_pass_and_one_wrong_element_of_any_case_does_not(device, few):
+    bench = Bench(device, PROBLEM)
+    accuracy, proven = bench.prove(attend, small=True)
+    assert max(accuracy.shares.values()) <= 1
+    assert accuracy.seed == 3
+    assert bench.proof.repeat(proven, 12, 1e3) >= 12
+    cases = numerics.small_cases(PROBLEM)
+    assert {case.inputs for case in cases} == set(get_args(numerics.Inputs))
+    for wrong in few([*cases], 2):
+        fixture = fixture_of(bench, wrong)
+
+        def write(problem, buffers, number, fixture=fixture):
+            attend(problem, buffers)
+            if buffers["o"] is fixture.buffers["o"]:
+                buffers["o"].of(np.uint16)[-1] ^= 0xC000
+
+        with pytest.raises(WrongResult, match=re.escape(f"({wrong.label})")):
+            bench.prove(write, small=True)
+
+
+@pytest.fixture(scope="module")
+def odd(simulator):
+    device = Device(simulator)
+    with pytest.MonkeyPatch.context() as patch:
+        device.take_place(patch)
+        yield Bench(device, ODD)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "said"),
+    [
+        ("q", "value", "wrote to its inputs"),
+        ("v", "guard behind", "wrote to its inputs"),
+        ("k", "guard before", "wrote to its inputs"),
+        ("o", "guard behind", "wrote 1 bytes outside 'o'"),
+        ("o", "guard before", "wrote 1 bytes outside 'o'"),
+        ("sums", "guard behind", "wrote 1 bytes outside 'sums'"),
+    ],
+)
+def test_damage_in_a_small_case_is_refused_and_the_next_call_is_not(name, place, said, odd, few):
+    for wrong in few(numerics.small_cases(ODD), 2):
+        fixture = fixture_of(odd, wrong)
+
+        def write(problem, buffers, number, fixture=fixture):
+            attend(problem, buffers)
+            if buffers["o"] is fixture.buffers["o"]:
+                if place == "value":
+                    buffers[name].main[-1] ^= 0x40
+                else:
+                    buffers[name].all[-1 if place == "guard behind" else 0] ^= 0x40
+
+        with pytest.raises(WrongResult, match=f"{said}.*{re.escape(wrong.label)}"):
+            odd.prove(write, small=True, workspaces={"sums": 24})
+        odd.prove(attend, small=True, workspaces={"sums": 24})
+
+
+@pytest.mark.parametrize("victim", [0, -1])
+def test_a_small_case_that_writes_to_another_is_refused(victim, odd):
+    """Whether its own call comes before or after."""
+    fixtures = odd.proof._small.fixtures
+    damaged, by = fixtures[victim], fixtures[len(fixtures) // 2]
+
+    def write(problem, buffers, number):
+        attend(problem, buffers)
+        if buffers["o"] is by.buffers["o"]:
+            damaged.buffers["k"].main[0] ^= 0x40
+
+    with pytest.raises(WrongResult, match=re.escape(damaged.case.label)):
+        odd.prove(write, small=True)
+    odd.prove(attend, small=True)
+
+
+def test_an_output_of_a_small_case_that_is_not_written_is_refused(odd):
+    """Also where the call before wrote it: outputs are renewed."""
+    odd.prove(attend, small=True)
+    lazy = odd.proof._small.fixtures[1]
+
+    def write(problem, buffers, number):
+        if buffers["o"] is not lazy.buffers["o"]:
+            attend(problem, buffers)
+
+    with pytest.raises(WrongResult, match=f"were never written.*{re.escape(lazy.case.label)}"):
+        odd.prove(write, small=True)
+
+
+def test_log_sum_exps_of_small_cases_are_compared(odd):
+    how = {"small": True, "lse": True, "workspaces": {"lse": 4096}}
+    odd.prove(attend_with_lse, **how)
+    wrong = odd.proof._small.fixtures[-1]
+
+    def write(problem, buffers, number):
+        attend_with_lse(problem, buffers)
+        if buffers["o"] is wrong.buffers["o"]:
+            buffers["lse"].of(np.float32)[0] += 1
+
+    with pytest.raises(WrongResult, match=f"log-sum-exp off.*{re.escape(wrong.case.label)}"):
+        odd.prove(write, **how)
+
+
+def test_small_cases_take_four_launches_more_however_many_they_are(odd, monkeypatch):
+    """A trial took 12 for each, and half of its time."""
+    launched = []
+    judge, launch = odd.proof._judge, odd.proof._judge._launch
+
+    def counted(name, *args):
+        launched.append(name)
+        launch(name, *args)
+
+    monkeypatch.setattr(judge, "_launch", counted)
+    odd.prove(attend)
+    without = len(launched)
+    odd.prove(attend, small=True)
+    more = launched[without:]
+    assert len(more) == without + 4
+    assert {"renew", "judge_each", "summary_each", "look"} <= set(more)
