@@ -107,7 +107,8 @@ def judged(card: Path = ROOT / CARD, tuned: Sequence[str] = TUNED) -> str:
         "",
         f"{found['shapes']} shapes that were not tuned, {found['to_sdpa']} of them left to "
         f"PyTorch's own attention. The package is {found['gain']['median']:.2f} times as fast as "
-        f"that at the median, {found['gain']['least']:.2f} times at worst.",
+        f"that at the median, {found['gain']['least']:.2f} times at worst. The gain that it "
+        f"expected is off by {found['expected_gain_error']['median']:.1%} at the median.",
     ]
     if unknown:
         lines[-1] += (

@@ -186,7 +186,10 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def summary(rows: Sequence[Judged]) -> dict[str, Any]:
-    """Median, 95th percentile and worst of the regrets; how often PyTorch serves; least gain."""
+    """Median, 95th percentile and worst of the regrets; how often PyTorch serves; least gain.
+
+    expected_gain_error: of the expected gain over the measured one, less 1, where a kernel serves.
+    """
     known = [row for row in rows if row.regret is not None and row.gain is not None]
     if not known:
         raise StoreError(
@@ -197,6 +200,7 @@ def summary(rows: Sequence[Judged]) -> dict[str, Any]:
     regrets = [row.regret for row in known if row.regret is not None]
     gains = [row.gain for row in known if row.gain is not None]
     served = [row.served for row in known if row.served is not None]
+    errors = [abs(row.expected_gain / row.gain - 1) for row in known if row.config and row.gain]
     codes: dict[str, int] = {}
     for row in rows:
         codes[row.code] = codes.get(row.code, 0) + 1
@@ -208,6 +212,7 @@ def summary(rows: Sequence[Judged]) -> dict[str, Any]:
         "regret": _three(regrets),
         "regret_of_the_best_held": _three(served),
         "gain": {"median": round(statistics.median(gains), 4), "least": round(min(gains), 4)},
+        "expected_gain_error": _three(errors or [0.0]),
         "slower_than_sdpa_by_3_percent": sum(gain < SLOWER for gain in gains),
     }
 

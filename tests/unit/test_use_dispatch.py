@@ -115,7 +115,7 @@ def test_a_kernel_whose_rules_do_not_hold_is_passed_over():
 def test_the_guard_asks_for_more_the_farther_a_shape_is():
     guard = Guard(margin=0.02, per_octave=0.05, reach=9.0)
     known = gpu(timed(shape(4, 16, 1024), 100.0, 112.0), guard=guard)
-    near = choose(known, shape(4, 16, 1100))
+    near = choose(known, shape(4, 16, 1152))
     assert near.code == "near"
     assert near.gain == pytest.approx(1.12, abs=0.06)
     far = choose(known, shape(4, 16, 4096))
@@ -308,6 +308,17 @@ def test_longest_blocks_of_all_heads_first_share_sms_with_short_ones():
     longest = 13 + made.block_keys / 64
     assert ordered == pytest.approx(longest / ALONE, rel=0.2)
     assert mixed > 1.2 * ordered
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_pytorch_takes_longer_for_a_last_tile_of_keys_that_is_not_whole(head_dim):
+    whole = shape(4, 16, 1024)._replace(head_dim=head_dim)
+    ragged, causal = whole._replace(seqlen_k=1020), whole._replace(causal=True)
+    more = work(SDPA, ragged, SMS) / work(SDPA, whole, SMS)
+    assert more == pytest.approx(1 + 8 / head_dim)
+    assert work(PLAINLY, ragged, SMS) == work(PLAINLY, whole, SMS)
+    of_causal = causal._replace(seqlen_q=1020, seqlen_k=1020)
+    assert work(SDPA, of_causal, SMS) == work(SDPA, causal, SMS)
 
 
 def test_pytorch_divides_the_keys_of_few_blocks():
