@@ -137,7 +137,7 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     made = (parallel if sized else map)(one, "qkv", (rng_q, rng_k, rng_v))
     q, k, v = made
     if case.inputs == "normal" and problem.scaled:
-        q, k, v = _as_in_models(q, k, v, problem, np.random.default_rng((seed, 8)))
+        _as_in_models(q, k, v, problem, np.random.default_rng((seed, 8)))
     elif case.inputs == "large_scores":
         q *= 8
     elif case.inputs == "equal_keys":
@@ -179,8 +179,8 @@ def _as_in_models(
     v: npt.NDArray[np.float32],
     problem: Problem,
     rng: np.random.Generator,
-) -> tuple[npt.NDArray[np.float32], ...]:
-    """Heads of other magnitudes, blocks of keys too, and a few channels of K far from 0.
+) -> None:
+    """Change q, k, v: heads of other magnitudes, blocks of keys too, few channels of K far from 0.
 
     Without their scales, scores and outputs are wrong by large factors. A channel's offset is
     the same in all keys, as in real K, so it costs K's format bits and hardly changes the softmax.
@@ -201,8 +201,12 @@ def _as_in_models(
     chosen = rng.permuted(np.broadcast_to(np.arange(problem.head_dim), offset.shape), axis=-1)
     signs = rng.choice(np.array([-_OUTLIER, _OUTLIER], np.float32), (*heads[:3], channels))
     np.put_along_axis(offset, chosen[..., :channels], signs, axis=-1)
-    of_q = (warmth / of_k).repeat(problem.heads // problem.heads_kv, axis=1)
-    return q * of_q, (k * of_keys(0.25) + offset) * of_k, v * of_keys(1.0) * of_v
+    q *= (warmth / of_k).repeat(problem.heads // problem.heads_kv, axis=1)
+    k *= of_keys(0.25)
+    k += offset
+    k *= of_k
+    v *= of_keys(1.0)
+    v *= of_v
 
 
 def tiles_of_rows(problem: Problem, seed: int, most: int) -> npt.NDArray[np.int64]:

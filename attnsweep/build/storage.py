@@ -61,16 +61,27 @@ def from_bits(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
 
 def _to_e4m3(single: npt.NDArray[np.float32]) -> Bits:
     """Rounded to nearest even in 3 bits of mantissa, or to a multiple of 2^-9 below 2^-6."""
+    bits = single.view(np.uint32)
+    # Rounding to so few bits asks of the lower half of a float32 only whether it is 0. A look-up
+    # takes a tenth of the arithmetic's time.
+    coded: Bits = _CODES[bits >> np.uint32(15) & ~np.uint32(1) | ((bits & np.uint32(0xFFFF)) != 0)]
+    return coded
+
+
+def _e4m3_codes() -> Bits:
+    """The code of each upper half of a float32, first with a lower half of 0, then of more."""
+    upper = np.arange(2**16, dtype=np.uint32) << np.uint32(16)
+    bits = np.stack([upper, upper | np.uint32(1)], axis=-1).ravel()
+    single = bits.view(np.float32)
     magnitude = np.fmin(np.abs(single), np.float32(E4M3_MAX))
-    bits = magnitude.view(np.uint32)
-    odd = (bits >> np.uint32(20)) & np.uint32(1)
-    normal = ((bits + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32((127 - 7) << 3)
+    cut = magnitude.view(np.uint32)
+    odd = (cut >> np.uint32(20)) & np.uint32(1)
+    normal = ((cut + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32((127 - 7) << 3)
     # Next to 2^14, a float32 ends at 2^-9: the sum is rounded there, and its last bits are a count.
     small = (magnitude + np.float32(2.0**14)).view(np.uint32) & np.uint32(0xF)
     code = np.where(magnitude < _SMALLEST_NORMAL, small, normal)
     code = np.where(np.isnan(single), np.uint32(0x7F), code)
-    sign = single.view(np.uint32) >> np.uint32(24) & np.uint32(0x80)
-    coded: Bits = (code | sign).astype(np.uint8)
+    coded: Bits = (code | bits >> np.uint32(24) & np.uint32(0x80)).astype(np.uint8)
     return coded
 
 
@@ -82,7 +93,7 @@ def _e4m3_values() -> npt.NDArray[np.float32]:
     return np.where(codes & 0x7F == 0x7F, np.nan, values).astype(np.float32)
 
 
-_E4M3 = _e4m3_values()
+_E4M3, _CODES = _e4m3_values(), _e4m3_codes()
 
 
 # -- scales ---------------------------------------------------------------------------------
