@@ -321,6 +321,19 @@ def test_pytorch_takes_longer_for_a_last_tile_of_keys_that_is_not_whole(head_dim
     assert work(SDPA, of_causal, SMS) == work(SDPA, causal, SMS)
 
 
+def test_a_wrong_time_spoils_no_other_shape():
+    """Of a neighbour in the same sweep, whose calls a busy host held up."""
+    shapes = [shape(2, 16, 256 * n) for n in (1, 2, 3, 4, 6)]
+    right = [(each, 2 + 0.3 * work(PLAINLY, each, SMS)) for each in shapes]
+    asked = shape(2, 16, 300)
+    known = predict(PLAINLY, right, asked, H100).time_us
+    for times in (4.0, 0.25):
+        wrong = [(right[0][0], times * right[0][1]), *right[1:]]
+        assert predict(PLAINLY, wrong, asked, H100).time_us == pytest.approx(known, rel=0.25)
+    doubtful = [(right[0][0], 4 * right[0][1]), right[1]]  # of two, nobody knows which
+    assert predict(PLAINLY, doubtful, asked, H100).time_us > 2 * known
+
+
 def test_pytorch_divides_the_keys_of_few_blocks():
     few, many = shape(1, 4, 128, seqlen_k=8192), shape(64, 4, 128, seqlen_k=8192)
     undivided = replace(SDPA, divides=False)

@@ -54,7 +54,7 @@ def test_each_recorded_shape_of_between_from_all_others():
     assert found["shapes"] - found["not_timed"] >= 50
     assert found["regret"]["median"] <= 0.03
     assert found["regret"]["p95"] <= 0.10
-    assert found["slower_than_sdpa_by_3_percent"] <= 1
+    assert found["slower_than_sdpa_by_3_percent"] == 0
     near = [row for row in rows if row.code == "near" and row.regret is not None]
     of_the_rule = [(1 + row.regret) / (1 + row.served) - 1 for row in near]
     assert len(near) >= 50
@@ -63,28 +63,16 @@ def test_each_recorded_shape_of_between_from_all_others():
     assert judge.quantile(errors, 0.5) <= 0.08
 
 
-@pytest.fixture(scope="module")
-def drawn():
-    """A package's choices on shapes that were drawn at random, and their cost."""
-    return list(judge.judged(FITTED, [H100_RUNS / "held_out"]))
-
-
-def test_shapes_that_were_drawn_at_random(drawn):
-    """What is asked of dispatch, on shapes that nothing was fitted on."""
-    rows = drawn
+def test_shapes_that_were_drawn_at_random():
+    """What is asked of dispatch, on shapes that no constant was fitted on."""
+    rows = list(judge.judged(FITTED, [H100_RUNS / "held_out"]))
     found = judge.summary(rows)
     assert found["shapes"] - found["not_timed"] >= 40
     assert found["regret"]["median"] <= 0.03
     assert found["regret"]["p95"] <= 0.10
     assert found["to_sdpa"] <= 4
-    # Recorded since: 34.8 us where PyTorch's cuDNN takes 32.4, and 31.2 and 35.0 were predicted.
-    slower = {row.shape: row.gain for row in rows if row.gain is not None and row.gain < 0.97}
-    assert slower == {"(12,32/8,240,128) fp16 causal": pytest.approx(0.93, abs=0.005)}
-
-
-@pytest.mark.xfail(strict=True, reason="one of 46 shapes: see the test above")
-def test_no_shape_that_was_drawn_at_random_is_slower_than_sdpa_by_3_percent(drawn):
-    assert judge.summary(drawn)["slower_than_sdpa_by_3_percent"] == 0
+    assert found["slower_than_sdpa_by_3_percent"] == 0
+    assert found["expected_gain_error"]["median"] <= 0.04
 
 
 def test_runners_up_are_held_of_the_configs_that_won_anywhere():

@@ -31,6 +31,10 @@ _L2_SHARE = 0.2
 _L2_BYTES_PER_US = 5e6
 # The least share of a time, after the launches, that is taken for computing.
 _LEAST_COMPUTING = 0.3
+# A unit of work that is off the median of all shapes by more than e to the power of this counts as
+# off by so much: a time that is wrong, such as one of cuDNN's that a busy host made too long, then
+# spoils no prediction of a shape beside it.
+_MOST_OFF = 0.2
 # A shape that is one octave off counts e to the power of this less.
 _FADES = 2.0
 # Tiles of queries that are looked at one by one; of more, every second, third and so on.
@@ -200,8 +204,8 @@ class Near(NamedTuple):
 class Learned:
     """What the times of one kernel say, of all shapes.
 
-    units: a timed shape, the logarithm of a unit of work there in microseconds, and how far that
-    can be trusted: computing's share of the time's square.
+    units: a timed shape, the logarithm of a unit of work there in microseconds, at most _MOST_OFF
+    off their median, and how far it can be trusted: computing's share of the time's square.
     """
 
     tiling: Tiling
@@ -233,6 +237,10 @@ def learn(tiling: Tiling, timed: Iterable[tuple[Shape, float]], gpu: GpuKey) -> 
         square = max(left**2 - memory**2, (_LEAST_COMPUTING * left) ** 2)
         unit = 0.5 * math.log(square) - math.log(work(tiling, shape, gpu.sm_count))
         units.append((shape, unit, square / left**2))
+    if len(units) > 2:  # of two, nobody knows which is wrong
+        middle = sorted(unit for _, unit, _ in units)[len(units) // 2]
+        low, high = middle - _MOST_OFF, middle + _MOST_OFF
+        units = [(shape, min(max(unit, low), high), trust) for shape, unit, trust in units]
     return Learned(tiling, tuple(units))
 
 
