@@ -23,6 +23,7 @@ from typing import Any
 from attnsweep.errors import ProblemError
 from attnsweep.problem import DTYPE_BYTES, Problem
 from attnsweep.spec.load import MAX_PROBLEMS
+from attnsweep.spec.words import closest
 from attnsweep.spec.yaml_file import MAX_ERRORS
 
 _LARGEST = 2**31 - 1
@@ -252,8 +253,8 @@ def _of_cells(cells: Sequence[str]) -> _Shape:
 def _unknown_cell(text: str) -> _Wrong:
     """The error for a cell after the numbers that is neither a dtype nor a mask."""
     known = [*DTYPE_BYTES, "causal", "full"]
-    close = difflib.get_close_matches(text.lower().replace("float", "fp"), known, n=1)
-    guess = f"did you mean {close[0]!r}? " if close else ""
+    close = closest(text, known)
+    guess = f"did you mean {close!r}? " if close else ""
     return _Wrong(
         f"{text!r} is neither a dtype nor a mask", f"{guess}there are: {', '.join(known)}"
     )
@@ -283,8 +284,8 @@ def _nearest(name: str) -> str:
 
 def _unknown(word: str) -> ProblemError:
     known = [*DTYPE_BYTES, "causal", "full"]
-    close = difflib.get_close_matches(word.lower(), known, n=1)
-    guess = f"did you mean {close[0]!r}? " if close else ""
+    close = closest(word, known)
+    guess = f"did you mean {close!r}? " if close else ""
     return ProblemError(f"{word!r} is no shape", hint=f"{guess}write {_EXAMPLES}, or a file .csv")
 
 
@@ -325,8 +326,8 @@ def _number(of: str, text: str) -> int:
 
 def _dtype(text: str) -> str:
     if text.lower() not in DTYPE_BYTES:
-        close = difflib.get_close_matches(text.lower().replace("float", "fp"), DTYPE_BYTES, n=1)
-        guess = f"did you mean {close[0]!r}? " if close else ""
+        close = closest(text, DTYPE_BYTES)
+        guess = f"did you mean {close!r}? " if close else ""
         raise _Wrong(f"unknown dtype {text!r}", f"{guess}there are: {', '.join(DTYPE_BYTES)}")
     return text.lower()
 

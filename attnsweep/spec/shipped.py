@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from attnsweep.errors import SpecError
 from attnsweep.files import shipped
+from attnsweep.spec.words import closest
 
 
 def shipped_specs() -> dict[str, Path]:
@@ -17,8 +17,8 @@ def shipped_specs() -> dict[str, Path]:
 def shipped_hint(word: str = "") -> str:
     """The names of the shipped specs, after a guess which of them `word` meant."""
     names = shipped_specs()
-    close = difflib.get_close_matches(word, names, n=1)
-    asked = f"did you mean {close[0]!r}? " if close else ""
+    close = closest(word, names)
+    asked = f"did you mean {close!r}? " if close else ""
     return f"{asked}shipped specs: {', '.join(names)}"
 
 

@@ -6,7 +6,6 @@ Scalars are read by YAML 1.2's core schema, not PyYAML's 1.1: `no` is text, and 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, Vali
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from attnsweep.errors import SpecError
+from attnsweep.spec.words import closest
 
 MAX_ERRORS = 5
 _MAX_VALUES = 100_000  # aliases can expand a short file without end
@@ -36,9 +36,9 @@ def wrong(what: str, hint: str | None = None) -> PydanticCustomError:
 def nearest(word: str, names: Iterable[str]) -> str:
     """A hint such as `did you mean 'x'? there are: x, y, z`."""
     names = list(names)
-    close = difflib.get_close_matches(word, names, n=1)
+    close = closest(word, names)
     there = f"there are: {', '.join(names)}" if names else "there are none"
-    return f"did you mean {close[0]!r}? {there}" if close else there
+    return f"did you mean {close!r}? {there}" if close else there
 
 
 T = TypeVar("T")

@@ -161,6 +161,11 @@ class TestErrors:
                 "e4m3, e4m3_tensor, e4m3_block",
             ),
             (
+                "batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: torch.bfloat16",
+                "58: dtype cannot be torch.bfloat16\n  did you mean 'bf16'? there are: fp16, bf16, "
+                "fp32, e4m3, e4m3_tensor, e4m3_block",
+            ),
+            (
                 "batch: 1, heads: 1, seqlen: 8, head_dim: 64, head_kv: 1",
                 "51: unknown key 'head_kv'\n  did you mean 'heads_kv'? there are: batch, heads, "
                 "heads_kv, seqlen, seqlen_q, seqlen_k, head_dim, dtype, causal, kernels, "
@@ -391,6 +396,11 @@ class TestAgainstFamilies:
             (
                 "{toy: {variants: {tile: {small: {BLOCKM: 64}}}}}",
                 "43: toy has no parameter 'BLOCKM'\n  did you mean 'BLOCK_M'? there are: "
+                "BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
+            ),
+            (
+                "{toy: {variants: {tile: {small: {block_m: 64}}}}}",
+                "43: toy has no parameter 'block_m'\n  did you mean 'BLOCK_M'? there are: "
                 "BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
             ),
             (

@@ -123,6 +123,11 @@ class TestWhatDoesNot:
             (["4,32,64,64,bf16,caus"], ["'caus' is neither a dtype nor a mask", "'causal'?"]),
             (["4,32,64,64,float16"], ["'float16' is neither a dtype", "did you mean 'fp16'?"]),
             (["B=1 H=1 S=1 D=64 dtype=float16"], ["unknown dtype 'float16'", "'fp16'"]),
+            # By its letters bfloat16 is nearest to fp16.
+            (["B=1 H=1 S=1 D=64 dtype=bfloat16"], ["did you mean 'bf16'?"]),
+            (["4,32,64,64,torch.bfloat16"], ["did you mean 'bf16'?"]),
+            (["4,32,64,64 bfloat16"], ["did you mean 'bf16'?"]),
+            (["4,32,64,64,float8_e4m3fn"], ["did you mean 'e4m3'?"]),
             (["B=1 H=1 S=1 D=64 causal=maybe"], ["causal cannot be 'maybe'"]),
             ([], ["no shape"]),
             ([" ,"], ["no shape"]),
