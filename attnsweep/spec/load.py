@@ -47,7 +47,7 @@ from attnsweep.spec.model import (
 from attnsweep.spec.overrides import apply
 from attnsweep.spec.require import Requirements, RequireSpec, requirements
 from attnsweep.spec.shipped import find, shipped_hint
-from attnsweep.spec.yaml_file import Document, Flow, Many, dump, nearest, wrong
+from attnsweep.spec.yaml_file import NAME_PATTERN, Document, Flow, Many, dump, nearest, wrong
 from attnsweep.trial import Value
 
 Device = Literal["cuda", "replay"]
@@ -186,7 +186,7 @@ class LimitsSpec(_Model):
 class SpecFile(_Model):
     """A sweep spec of attnsweep: which kernels are tuned on which problems, and how."""
 
-    name: Annotated[StrictStr, Field(pattern="^[a-z0-9_-]+$")] | None = Field(
+    name: Annotated[StrictStr, Field(pattern=NAME_PATTERN)] | None = Field(
         default=None, description="Name of the run's directory (default: the file's stem)."
     )
     device: Device = Field(
@@ -378,7 +378,7 @@ def spec_of(document: Document, kernels: Mapping[str, Kernel] | None = None) -> 
     if file.device == "replay" and requirements(file.require):
         hint = "drop require: a replay compiles nothing"
         document.report("require is for device cuda", hint, document.keys[("require",)])
-    if file.name is None and not re.fullmatch("[a-z0-9_-]+", path.stem):
+    if file.name is None and not re.fullmatch(NAME_PATTERN, path.stem):
         what = f"the file's stem {path.stem!r} cannot name a run"
         document.report(what, "add name: of a-z, 0-9, _ and - only", document.at())
     document.raise_issues()

@@ -201,6 +201,8 @@ class Document:
             problem = error.problem or "it cannot be parsed"
             if context and problem.startswith("but "):  # one sentence in two halves
                 problem, context = f"{error.context}, {problem}", None
+            if problem.startswith("found character '\\t'"):
+                context = "write spaces in place of the tab"
             document.report(f"not valid YAML: {problem}", context, at)
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
@@ -335,21 +337,26 @@ class Document:
         hint: str | None = context.get("hint")
         if kind == "attnsweep":
             what = context["what"].replace("{name}", name).replace("{value}", shown)
+            if hint is None and isinstance(value, dict) and closest(name, ["variants"]):
+                hint = "did you mean 'variants'?"
         elif kind == "literal_error":
             what = f"{name} cannot be {shown}"
             hint = nearest(str(value), re.findall(r"'(.*?)'", context["expected"]))
         elif kind in _BOUNDS:
-            words, bound = _BOUNDS[kind]
-            what = f"{name} must be {words} {context[bound]:g}, not {shown}"
+            words, of = _BOUNDS[kind]
+            limit = context[of]
+            bound = str(limit) if isinstance(limit, int) else f"{limit:g}"
+            what = f"{name} must be {words} {bound}, not {shown}"
         elif kind in ("too_short", "string_too_short"):
             what = f"{name} must not be empty"
         elif kind == "string_pattern_mismatch":
-            what = f"{name} must match {context['pattern']}, not {shown}"
+            what = f"{name} must be {_PATTERNS[context['pattern']]}, not {shown}"
         elif kind in _WANTED:
             what = f"{name} must be {_WANTED[kind]}, not {shown}"
             hint = _spelling(kind, value)
-            if _WANTED[kind] == "a mapping" and name in fields:
-                hint = fields[name].description
+            if _WANTED[kind] == "a mapping":
+                example = _EXAMPLES.get(str(loc[0])) if len(loc) == 2 else None
+                hint = fields[name].description if name in fields else example
         return _Issue(what, hint, self.values[loc])
 
     def _shown(self, loc: Loc, value: object) -> str:
@@ -369,6 +376,12 @@ _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("more than", "gt"),
     "less_than_equal": ("at most", "le"),
+}
+NAME_PATTERN = "^[a-z0-9_-]+$"
+_PATTERNS = {NAME_PATTERN: "of a-z, 0-9, _ and - only"}
+_EXAMPLES = {
+    "problems": "write {batch: 1, heads: 16, seqlen: 1024, head_dim: 64}",
+    "kernels": "write {} for the family's own values",
 }
 _WANTED = {
     "int_type": "a whole number",

@@ -96,7 +96,7 @@ def test_what_is_set_is_in_the_resolved_text(load, tmp_path):
         ("problems[2].causal=true", "problems has no place 2\n  it has problems[0] to problems[1]"),
         ("problems.causal=true", "problems is a list\n  write problems[0].causal"),
         ("measure.replay_us.x=3", "measure.replay_us is 500, which holds nothing"),
-        ("name=Not a name", "name must match"),
+        ("name=Not a name", "name must be of a-z, 0-9, _ and - only, not Not a name"),
         (
             "kernels.flash_fwd_mma.NUM_STAGES=2",
             "the variants of 'stages of copies' set NUM_STAGES, so that this would do nothing\n"
