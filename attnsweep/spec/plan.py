@@ -125,7 +125,12 @@ def plan_facts(planned: Sequence[PlannedProblem], cap: int | None = None) -> lis
 
 
 def _removals(spaces: Sequence[Space]) -> Iterator[str]:
+    """For each space a line of what removed its configs, and the sentence of each such rule."""
     for space in spaces:
         removed = ", ".join(f"{name} removed {n}" for name, n in space.removed.items() if n)
         removed += f" ({space.excess_text})" if space.excess else ""
-        yield f"{space.kernel.name}: all {space.total} configs are ruled out: {removed}"
+        whole = f"all {space.total} configs are" if space.total > 1 else "its only config is"
+        yield f"{space.kernel.name}: {whole} ruled out: {removed}"
+        for name, (sentence, _) in space.kernel.rules.items():
+            if space.removed.get(name):
+                yield f"  {name}: {sentence}"

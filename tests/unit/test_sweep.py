@@ -355,9 +355,16 @@ def test_more_memory_than_the_card_is_refused(go):
         go(big)
 
 
-def test_no_candidate_left_names_the_rules(go):
-    with pytest.raises(SpaceError, match="all 1 configs are ruled out: no_idle_block removed 1"):
-        go(SPEC.replace("[32, 64, 128]", "256").replace("seqlen: 256", "seqlen: 16"))
+def test_no_candidate_left_names_the_rules_and_what_they_say(go):
+    short = SPEC.replace("seqlen: 256", "seqlen: 16")
+    with pytest.raises(SpaceError) as caught:
+        go(short.replace("[32, 64, 128]", "256"))
+    assert caught.value.hint == (
+        "naive: its only config is ruled out: no_idle_block removed 1\n"
+        "    no_idle_block: a block has at most the rows of a head, rounded up to a warp"
+    )
+    with pytest.raises(SpaceError, match="naive: all 2 configs are ruled out: "):
+        go(short.replace("[32, 64, 128]", "[128, 256]"))
 
 
 def test_a_shape_no_family_supports_says_why(go):
