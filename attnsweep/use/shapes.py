@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 import tempfile
@@ -168,8 +169,12 @@ def refuse(path: Path, force: bool) -> None:
     if path.exists() and not force:
         hint = "choose another name; --force, or force=True, replaces it"
         raise SpecError("is there already", where=str(path), hint=hint)
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
         raise SpecError("cannot be written there", where=str(path), hint="name a file in a folder")
+    if not os.access(folder, os.W_OK):
+        what = f"cannot be written: {path.parent} is no writable directory"
+        raise SpecError(what, where=str(path), hint="name a file in a writable one")
 
 
 def run_name_of(path: Path) -> str:

@@ -276,6 +276,14 @@ def test_calls_in_a_cuda_graph_count_with_each_replay(tmp_path, monkeypatch):
 # -- the command ----------------------------------------------------------------------------
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_the_program_runs(tmp_path, monkeypatch):
+    ran, out = tmp_path / "ran", tmp_path / "model.yaml"
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    done = shapes(out, "--arch", "sm_90a", *python(f"open({str(ran)!r}, 'w')"))
+    assert "is no writable directory" in str(done.exception)
+    assert not ran.exists()
+
+
 def test_a_file_that_is_there_is_refused(tmp_path):
     out = tmp_path / "Model v2.yaml"
     out.write_text("mine")
