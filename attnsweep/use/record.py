@@ -22,6 +22,7 @@ import secrets
 import sys
 import threading
 import traceback
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -163,7 +164,9 @@ class Recording:
                     log.fail()
             return call(keys, *args, **kwargs)
 
-        self._library.impl(name, counted, key, with_keyset=True, allow_override=True)
+        with warnings.catch_warnings():  # PyTorch warns that its own kernel is overridden
+            warnings.simplefilter("ignore")
+            self._library.impl(name, counted, key, with_keyset=True, allow_override=True)
 
     def _note(self, torch: Any, seen: tuple[Any, ...], qkv: Any, mask: Any, kwargs: Any) -> int:
         """The slot of a call that was not made before in just this way."""
