@@ -27,8 +27,8 @@ from attnsweep.show.terminal import console, errors
 @app.command(
     epilog=examples(
         "attnsweep explain",
-        "attnsweep explain results/h200/ladder",
-        "attnsweep explain results/h200/ladder BLOCK_N=64 --problem 1,16,1024,64",
+        "attnsweep explain results/h200/flash_short",
+        "attnsweep explain results/h200/flash_short BLOCK_N=64 --problem 1,16,1024,64",
     )
 )
 def explain(

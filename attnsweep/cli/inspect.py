@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     epilog=examples(
         "attnsweep inspect flash_fwd_wgmma",
         "attnsweep inspect flash_fwd_wgmma BLOCK_N=128 --problem 4,16,4096,128",
-        "attnsweep inspect results/h200/h200 --problem '1,16,1024,64 causal'",
+        "attnsweep inspect results/h200/flash_short --problem '1,16,1024,64 causal'",
     )
 )
 def inspect(
@@ -57,7 +57,7 @@ def inspect(
         typer.Option(
             "--problem",
             metavar="SHAPE",
-            help="'1,16,1024,64' or '2,32/8,2048,128 bf16 causal'; (default: the run's first).",
+            help="'1,16,1024,64' or '2,32/8,2048,128 bf16 causal' (default: the run's first).",
         ),
     ] = None,
     arch: Annotated[

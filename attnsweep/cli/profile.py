@@ -23,9 +23,9 @@ from attnsweep.show.terminal import console, errors
 
 @app.command(
     epilog=examples(
-        "attnsweep profile results/h200/h200",
-        "attnsweep profile results/h200/h200 --top 3 --where BLOCK_N=128",
-        "attnsweep profile results/h200/h200 --problem 1,16,1024,64",
+        "attnsweep profile results/h200/flash_short",
+        "attnsweep profile results/h200/flash_short --top 3 --where BLOCK_N=128",
+        "attnsweep profile results/h200/flash_short --problem 1,16,1024,64",
     )
 )
 def profile(

@@ -28,8 +28,8 @@ from attnsweep.show.terminal import console, counted
     name="report",
     epilog=examples(
         "attnsweep report",
-        "attnsweep report results/h200/h200 --top 20",
-        "attnsweep report results/h200/h200 --html page.html",
+        "attnsweep report results/h200/flash_short --top 20",
+        "attnsweep report results/h200/flash_short --html page.html",
         "attnsweep report --csv ranking.csv --markdown -",
     ),
 )

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from typer.testing import CliRunner
 
 from attnsweep import cli
 from attnsweep.spec.model import CheckSpec
@@ -153,3 +154,29 @@ def test_the_table_of_commands_has_them_all():
     shown = set(re.findall(r"`attnsweep (\w+)", index))
     group = typer.main.get_command(cli.app)
     assert shown >= set(group.list_commands(group.make_context("attnsweep", ["doctor"])))
+
+
+SHOWN_READERS = sorted(
+    {
+        line
+        for page in PAGES
+        for line in re.findall(
+            r"^\$? ?(attnsweep (?:report|explain|inspect|compare|profile) .*results/.*)",
+            (ROOT / page).read_text(),
+            re.MULTILINE,
+        )
+    }
+)
+
+
+@pytest.mark.parametrize("command", SHOWN_READERS)
+def test_a_run_that_a_page_reads_is_recorded(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    _, name, *arguments = shlex.split(command)
+    for argument in arguments:
+        mine = argument.startswith(("results/replay/", "results/h100-80gb-hbm3/tune-"))
+        if argument.startswith("results/") and not mine:
+            assert Path(argument).is_dir()
+    if name == "explain":
+        done = CliRunner().invoke(cli.app, [name, *arguments])
+        assert done.exit_code == 0, done.exception
