@@ -53,6 +53,7 @@ app = typer.Typer(
 SpecArgument = Annotated[
     Path,
     typer.Argument(
+        metavar="SPEC",
         help="YAML sweep spec, or the name of a shipped one.",
         show_default=False,
         autocompletion=completion.specs,

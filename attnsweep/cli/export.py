@@ -26,7 +26,7 @@ def export_(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...",
+            metavar="RUN",
             help="Directories of runs, of one or several GPUs.",
             show_default=False,
             autocompletion=completion.runs,
@@ -40,7 +40,7 @@ def export_(
     json_: JsonOption = False,
     kernels: KernelsOption = None,
 ) -> None:
-    """Write the winners of RUN... as a package: cubins, a table and a launcher for PyTorch.
+    """Write the winners of runs as a package: cubins, a table and a launcher for PyTorch.
 
     The package needs PyTorch and cuda-bindings alone, neither attnsweep nor a compiler. Winners are
     compiled anew for tensors with any strides, with and without the log-sum-exp, so this needs

@@ -19,7 +19,7 @@ from attnsweep.show.terminal import errors
 )
 def merge(
     context: typer.Context,
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Directories of runs.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Directories of runs.")],
     out: Annotated[Path, typer.Option("--out", metavar="RUN", help="Where the whole run goes.")],
     json_: JsonOption = False,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 3,
@@ -27,7 +27,7 @@ def merge(
     """Make one run of runs of parts of a spec, as `run --shard i/n` writes them.
 
     They must have the same spec, kind of GPU, driver and versions, and no problem in common. The
-    whole reports, checks and is accepted like any other run. RUN… stay as they are.
+    whole reports, checks and is accepted like any other run. The parts stay as they are.
     """
     from attnsweep.store.run import open_run
     from attnsweep.tools.merge import merge as merged

@@ -34,7 +34,7 @@ def shapes(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Spec to write.")],
     command: Annotated[
         list[str],
-        typer.Argument(metavar="-- COMMAND...", help="Program to run.", show_default=False),
+        typer.Argument(metavar="-- COMMAND", help="Program to run.", show_default=False),
     ],
     arch: Annotated[
         str | None,

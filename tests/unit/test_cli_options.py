@@ -88,8 +88,11 @@ def test_help_breaks_only_lines_that_are_full(attnsweep, words):
 def test_every_help_ends_in_examples_that_can_be_called(attnsweep, words):
     done = attnsweep(*words, "--help")
     assert done.returncode == 0
-    cut = re.search(r"\S…", done.stdout.replace("RUN…", ""))  # to fit its column
+    cut = re.search(r"\S…", done.stdout)  # to fit its column
     assert cut is None
+    usage = done.stdout.partition("[OPTIONS]")[2].splitlines()[0]
+    assert usage == usage.upper()  # as the text names them
+    assert not re.search(r"(\.\.\.|…)}", usage)  # the dots come once
     lines = [line.strip() for line in done.stdout.partition("Examples:")[2].splitlines()]
     shown = [line for line in lines if line]
     assert shown
