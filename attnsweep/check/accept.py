@@ -51,7 +51,9 @@ def accept(run: Run, baseline: Path, *, force: bool = False) -> list[str]:
     try:
         _replace_directory(source, target)
     except (OSError, shutil.Error) as error:
-        raise StoreError(f"cannot be replaced: {error}", where=where) from error
+        why = error.strerror or str(error)
+        hint = f"{target.parent} must be a writable directory with room for a copy"
+        raise StoreError(f"cannot be replaced: {why}", where=where, hint=hint) from error
     return against
 
 

@@ -26,3 +26,11 @@ def test_a_recorded_run_is_accepted_or_is_an_older_version_s(accept, directory, 
         assert "not accepted: recorded by an older version of attnsweep" in err
         assert f"record it anew: attnsweep run {directory}/spec.yaml --fresh" in err
         assert not (tmp_path / "baseline").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named_with_the_remedy(accept, tmp_path):
+    (tmp_path / "taken").touch()
+    code, _, err = accept(RESULTS / "h200" / "flash_short", tmp_path / "taken" / "baseline")
+    assert code == 2
+    assert "Errno" not in err
+    assert f"{tmp_path}/taken must be a writable directory with room for a copy" in err
