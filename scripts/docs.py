@@ -38,6 +38,7 @@ PAGES = {
     "readme": "README.md",
     "benchmarks": "docs/benchmarks.md",
     "claims": "docs/claims.md",
+    "compare": "docs/how-to/compare.md",
     "cli": "docs/cli.md",
     "kernels": "docs/kernels.md",
     "performance": "docs/performance.md",
@@ -52,6 +53,7 @@ PAGES = {
 TEMPLATES = ("benchmarks", "claims", "kernels", "performance")
 NOTE = "<!-- Written by scripts/docs.py; change scripts/pages, scripts/claims or the code. -->\n\n"
 TUNED = ("tune", "4,32,4096,64", "--dtype", "bf16", "--replay", "quickstart", "--top", "3")
+RECORDED = tuple(f"results/h100-80gb-hbm3/{name}" for name in ("flash_short", "h100"))
 QUICKSTART = ("run", "quickstart", "--top", "3")
 
 
@@ -76,10 +78,10 @@ def render(template: str, page: str, known: dict[str, Any]) -> str:
     return re.sub(r"\n{3,}", "\n\n", lines).strip() + "\n"
 
 
-def output_of(app: typer.Typer, *arguments: str) -> str:
-    """What a command prints, run in this process."""
+def output_of(app: typer.Typer, *arguments: str, code: int = 0) -> str:
+    """What a command prints, run in this process; `code` is its exit code."""
     done = CliRunner().invoke(app, arguments, prog_name="attnsweep")
-    if done.exit_code:
+    if done.exit_code != code:
         raise RuntimeError(f"{' '.join(arguments)}: exit {done.exit_code}\n{done.output}")
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines()) + "\n"
 
@@ -126,11 +128,13 @@ def first_screen(printed: str) -> str:
 
 
 def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The README, a how-to and the first tutorial, with what their commands print."""
+    """The README, two how-tos and the first tutorial, with what their commands print."""
     with contextlib.chdir(ROOT):
         printed = output_of(attnsweep.app, *QUICKSTART)
         tuned = output_of(attnsweep.app, *TUNED)
         counted = output_of(attnsweep.app, "run", "configs/h100.yaml", "--dry-run")
+        # Some problems of the first run are not in the second, so that the exit code is 4.
+        checked = output_of(attnsweep.app, "check", "--recorded", *RECORDED, code=4).splitlines()
     readme = {
         "headline": render("headline", "readme", known),
         "quickstart": first_screen(printed),
@@ -139,6 +143,9 @@ def examples(known: dict[str, Any]) -> Iterator[tuple[str, str]]:
     shown = [line for line in tuned.splitlines() if line]
     tune = f"```console\n$ attnsweep {' '.join(TUNED)}\n…\n{shown[-1]}\n```\n"
     yield PAGES["tune"], with_blocks("tune", {"tune": tune})
+    compare = [f"$ attnsweep check --recorded {' '.join(RECORDED)}", *checked[:4], "…"]
+    block = "```console\n" + "\n".join(compare) + "\n```\n"
+    yield PAGES["compare"], with_blocks("compare", {"check": block})
     first, second = (text.splitlines() for text in (printed, counted))
     later = next(n for n, line in enumerate(second[1:], 1) if line.startswith("("))
     tutorial = {
