@@ -19,6 +19,7 @@ import yaml
 from typer.testing import CliRunner
 
 from attnsweep import cli
+from attnsweep.spec.load import load_spec
 from attnsweep.spec.model import CheckSpec
 
 ROOT = Path(__file__).parent.parent.parent
@@ -94,6 +95,14 @@ def test_the_names_of_elements_are_those_of_their_header():
     cells = "".join(line.split("|")[1] for line in table.splitlines())
     assert set(re.findall(r"`(\w+)", cells)) == names
     assert len(names) == 9
+
+
+@pytest.mark.parametrize("page", ["index.md", "tutorials/on-a-gpu.md"])
+@pytest.mark.parametrize("spec", ["h100", "h200"])
+def test_the_number_of_problems_is_the_spec_s(page, spec):
+    words = {8: "eight", 9: "nine", 10: "ten"}
+    said = f"pipeline on {words[len(load_spec(Path(spec)).problems)]} problems"
+    assert said in (ROOT / "docs" / page).read_text()
 
 
 def anchor_of(heading):
