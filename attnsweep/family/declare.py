@@ -428,7 +428,8 @@ def _place(function: object, otherwise: str, error: BaseException | None = None)
 def _named(error: BaseException) -> str:
     """`ValueError: no such tile`, or the name alone; a user's error may even fail to say itself."""
     try:
-        said = str(error)
+        # The file and line of a syntax error stand before it already.
+        said = error.msg if isinstance(error, SyntaxError) else str(error)
     except Exception:
         said = ""
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -109,7 +109,9 @@ def of_params(params: object, kind: type, constants: Collection[str], taken: typ
             why = "hides an attribute of Config"
         if why is not None:
             return Fault(f"the parameter's name {name!r} {why}", "choose another name, like TILE_K")
-        if not isinstance(values, tuple) or not values:
+        if values == ():
+            return Fault(f"{name}: it has no values", "write a tuple of one as (64,)")
+        if not isinstance(values, tuple):
             what = f"{name}: its values must be a tuple, not {values!r}"
             return Fault(what, "write a tuple of one as (64,)")
         if not all(isinstance(value, int | str) for value in values):

@@ -244,6 +244,7 @@ class TestDiscovery:
             load_kernel(path)
         assert str(caught.value).startswith(f"{path}{where}")
         assert what in str(caught.value)
+        assert str(caught.value).count(path.name) == 1  # Python's own text has it too
 
     def test_the_line_is_the_one_in_the_declaration_even_if_it_raises_deeper(self, tmp_path):
         path = self.write(tmp_path, "import json\n\njson.loads('{')\n")

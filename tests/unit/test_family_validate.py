@@ -242,6 +242,7 @@ LOADED = {
     "param STREAMS": (params("(Param('STREAMS', (1,), ''),)"), 2, "is a mode", "TILE_K"),
     "param label": (params("(Param('label', (1,), ''),)"), 2, "hides an attribute", "TILE_K"),
     "param's values": (params("(Param('A', 64, ''),)"), 2, "must be a tuple, not 64", "(64,)"),
+    "param's no values": (params("(Param('A', (), ''),)"), 2, "A: it has no values", "(64,)"),
     "param's float": (params("(Param('A', (0.5,), ''),)"), 2, "whole numbers, bools", "units"),
     "param's text": (params("(Param('A', ('a b',), ''),)"), 2, "text values", "letters, digits"),
     "min_arch": (kernel("min_arch=['sm_80']"), 2, "min_arch is one of", 'min_arch="sm_80"'),
