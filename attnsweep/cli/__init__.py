@@ -1,4 +1,4 @@
-"""The commands. `main` is the entry point of `attnsweep` and of `python -m attnsweep`.
+"""The commands. `main` runs them, for `attnsweep/__main__.py`.
 
 A file is named after its command; `app` has what they share.
 """

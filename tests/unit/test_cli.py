@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,21 @@ def test_ctrl_c_says_interrupted_and_is_exit_code_130(
 
 
 # -- as a process of its own ----------------------------------------------------------------
+
+
+def test_ctrl_c_while_the_commands_are_imported_has_no_traceback():
+    code = (
+        "import runpy, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'attnsweep.cli.tune': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "runpy.run_module('attnsweep', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"attnsweep": "attnsweep.__main__:main"}
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
