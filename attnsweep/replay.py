@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -19,7 +18,7 @@ from attnsweep.hardware import arch_on
 from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import Shard, candidate_counts, plan, plan_facts, run_name
-from attnsweep.store.run import TRIALS, Run, Store, open_run
+from attnsweep.store.run import Run, Store, open_run
 from attnsweep.trial import OURS, Status, Trial
 
 
@@ -52,9 +51,7 @@ def replay(
     by_key = {row.key: row for row in (row_of_today(kernels, t) for t in recording.trials)}
     where = f"{environment.gpu}, {environment.date[:10]}"
     directory = results / "replay" / run_name(spec, shard)
-    with contextlib.suppress(OSError):  # a replay is derived, so nothing is set aside
-        (directory / TRIALS).unlink()
-    store = Store.open(directory)
+    store = Store.open(directory, derived=True)
     try:
         store.describe(spec.resolved(store.directory), environment, plan_facts(planned))
 

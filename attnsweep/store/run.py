@@ -161,7 +161,7 @@ class Store:
     replaced ones.
     """
 
-    def __init__(self, directory: Path, lock: FileLock, *, fresh: bool) -> None:
+    def __init__(self, directory: Path, lock: FileLock, *, fresh: bool, derived: bool) -> None:
         """Use `Store.open`, which takes the lock."""
         self.directory = directory
         self.path = directory / TRIALS
@@ -171,6 +171,7 @@ class Store:
             self._move_aside()
         try:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
+            flags |= os.O_TRUNC if derived else 0
             self._fd = os.open(self.path, flags, 0o666)
         except OSError as error:
             raise _store_error(error, self.path, "cannot open the trials for writing") from error
@@ -186,11 +187,12 @@ class Store:
         sync_folder(directory)
 
     @classmethod
-    def open(cls, directory: Path, *, fresh: bool = False) -> Store:
+    def open(cls, directory: Path, *, fresh: bool = False, derived: bool = False) -> Store:
         """Create or resume the run in `directory`, for this process alone.
 
-        fresh: move earlier trials to trials.<UTC time>.jsonl, and start with none. Raises
-        StoreError if the run cannot be created or written, or if another process is writing there.
+        fresh: move earlier trials to trials.<UTC time>.jsonl, and start with none. derived: drop
+        them, as a replay makes them again. Raises StoreError if the run cannot be created or
+        written, or if another process is writing there.
         """
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -209,7 +211,7 @@ class Store:
             reason = error if isinstance(error, OSError) else OSError(str(error))
             raise _store_error(reason, directory, "cannot lock the run directory") from error
         try:
-            return cls(directory, lock, fresh=fresh)
+            return cls(directory, lock, fresh=fresh, derived=derived)
         except BaseException:
             lock.release()
             raise

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import samples
@@ -299,6 +300,21 @@ def test_two_runs_cannot_write_the_same_directory(tmp_path: Path) -> None:
         holder.communicate()
     with Store.open(tmp_path) as store:
         store.append(trial(1))
+
+
+def test_a_replay_that_is_refused_leaves_the_rows_of_the_one_that_writes(
+    attnsweep: Any, tmp_path: Path
+) -> None:
+    command = ("run", "quickstart", "--limit", "1", "--results", tmp_path)
+    assert attnsweep(*command).returncode == 0
+    rows = tmp_path / "replay" / "quickstart" / "trials.jsonl"
+    before = rows.read_bytes()
+    with Store.open(rows.parent):
+        refused = attnsweep(*command)
+    assert "another attnsweep run is writing here" in refused.stderr
+    assert rows.read_bytes() == before != b""
+    assert attnsweep(*command).returncode == 0
+    assert rows.read_bytes() == before  # made anew, and not added to
 
 
 def test_the_lock_is_free_after_close_and_after_a_failed_open(tmp_path: Path) -> None:
