@@ -10,7 +10,7 @@ from pathlib import Path
 from attnsweep.build.observer import Observer
 from attnsweep.choose.frontier import held_to
 from attnsweep.choose.search import Search, search_of
-from attnsweep.errors import SpaceError
+from attnsweep.errors import SpaceError, StoreError
 from attnsweep.family.chunks import row_of_today
 from attnsweep.family.declare import Kernel
 from attnsweep.family.space import Space
@@ -51,6 +51,10 @@ def replay(
     by_key = {row.key: row for row in (row_of_today(kernels, t) for t in recording.trials)}
     where = f"{environment.gpu}, {environment.date[:10]}"
     directory = results / "replay" / run_name(spec, shard)
+    if directory.resolve() == recording.directory.resolve():
+        hint = "choose another place with --results, or give the spec another name"
+        what = "the recording is the run that its replay would write over"
+        raise StoreError(what, where=str(directory), hint=hint)
     store = Store.open(directory, derived=True)
     try:
         store.describe(spec.resolved(store.directory), environment, plan_facts(planned))

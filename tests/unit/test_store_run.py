@@ -317,6 +317,22 @@ def test_a_replay_that_is_refused_leaves_the_rows_of_the_one_that_writes(
     assert rows.read_bytes() == before  # made anew, and not added to
 
 
+def test_a_replay_does_not_write_over_its_recording(attnsweep: Any, tmp_path: Path) -> None:
+    command = ("run", "quickstart", "--limit", "1", "--results", tmp_path)
+    assert attnsweep(*command).returncode == 0
+    rows = tmp_path / "replay" / "quickstart" / "trials.jsonl"
+    before = rows.read_bytes()
+    spec = tmp_path / "quickstart.yaml"
+    spec.write_text(
+        "device: replay\nrecording: replay/quickstart\nkernels: {flash_fwd_wgmma: {}}\n"
+        "problems: [{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}]\n"
+    )
+    refused = attnsweep("run", spec, "--results", tmp_path)
+    assert refused.returncode == 2
+    assert "the recording is the run that its replay would write over" in refused.stderr
+    assert rows.read_bytes() == before
+
+
 def test_the_lock_is_free_after_close_and_after_a_failed_open(tmp_path: Path) -> None:
     with Store.open(tmp_path) as store, pytest.raises(StoreError, match="another"):
         Store.open(tmp_path)
