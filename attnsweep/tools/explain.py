@@ -238,6 +238,9 @@ def _by_place(word: str, section: Section, kernel: str | None) -> dict[str, str]
     if fitting:
         family, names = next(iter(fitting.items()))
         return {"kernel": family} | dict(zip(names, values, strict=True))
+    if word in {row["trial"].provider for row in section.rows if row["baseline"]}:
+        what = f"{word!r} is a peer, and a candidate of ours is explained"
+        raise SpecError(what, hint=f"attnsweep report has its times; ours: {', '.join(families)}")
     shown = "; ".join(order) or "none, because no parameter differs in this run"
     close = "" if "/" in word else f"{nearest(word, families)}\n  "
     raise SpecError(

@@ -166,6 +166,9 @@ def write(path: Path, recorded: Recorded, target: Target, top: int = TOP) -> Sor
 
 def refuse(path: Path, force: bool) -> None:
     """Raise, before the program runs, what would keep its spec from being written."""
+    if path.is_file() and path.suffix not in (".yaml", ".yml"):  # such as the program's interpreter
+        hint = "the spec's name comes first: attnsweep shapes OUT.yaml -- COMMAND"
+        raise SpecError("is there, and no .yaml file", where=str(path), hint=hint)
     if path.exists() and not force:
         hint = "choose another name; --force, or force=True, replaces it"
         raise SpecError("is there already", where=str(path), hint=hint)

@@ -123,6 +123,7 @@ def test_a_config_that_a_rule_removed_is_no_candidate(short, families) -> None:
         ("BLOCK_N=65", "has BLOCK_N=65", "there are: 64, 96, 128"),
         ("64/1", "is named '64/1'", "BLOCK_N / WARPGROUPS / KEY_GROUPS"),
         ("flash_fwd_wgma", "is named 'flash_fwd_wgma'", "did you mean 'flash_fwd_wgmma'"),
+        ("torch_cudnn", "'torch_cudnn' is a peer", "ours: flash_fwd_wgmma"),
         ("kernel=flash", "has kernel=flash", "there are: flash_fwd_wgmma"),
         ("=", "is named '='", "or write NAME=VALUE"),
     ],

@@ -290,6 +290,9 @@ def test_a_file_that_is_there_is_refused(tmp_path):
     with pytest.raises(SpecError, match="is there already"):
         refuse(out, False)
     refuse(out, True)
+    with pytest.raises(SpecError, match=r"no \.yaml file") as refused:
+        refuse(Path(sys.executable), True)
+    assert "OUT.yaml -- COMMAND" in refused.value.hint
     with pytest.raises(SpecError, match="cannot be written there"):
         refuse(tmp_path / "no" / "folder.yaml", False)
     assert run_name_of(out) == "model-v2"
