@@ -28,7 +28,7 @@ from attnsweep.gpu import proof as proof_module
 from attnsweep.gpu.device import GUARD_BYTES, POISON
 from attnsweep.gpu.judge import Judge
 
-from .harness import FLAGS, HERE, SimtError, Simulator, _compile, translate
+from .harness import FLAGS, HERE, SimtError, Simulator, _compile, _compile_as_one, translate
 
 OWN = HERE / "device"
 KERNEL = re.compile(r"__global__ void __launch_bounds__\(256\)\s+(\w+)\(")
@@ -193,12 +193,10 @@ def _library(path: str) -> ctypes.CDLL:
 
 @functools.cache
 def _runtime(simulator: Simulator) -> ctypes.CDLL:
-    sources = [str(HERE / name) for name in ("threads.cpp", "copies.cpp", "reads.cpp", "wgmma.cpp")]
-    sources.append(str(OWN / "launch.cpp"))
+    sources = [HERE / name for name in ("threads.cpp", "copies.cpp", "reads.cpp", "wgmma.cpp")]
+    sources.append(OWN / "launch.cpp")
     flags = [*FLAGS, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-D_exit=simt_exit"]
-    made = simulator._made(
-        ("device", flags), lambda to: _compile([*flags, *sources, "-o", str(to)]), ".so"
-    )
+    made = simulator._made(("device", flags), lambda to: _compile_as_one(sources, to, flags), ".so")
     return ctypes.CDLL(str(made.result()), mode=ctypes.RTLD_GLOBAL)
 
 
