@@ -1,15 +1,22 @@
-"""What all tests share: which of them run where, one cache of compiled code, the command line."""
+"""What all tests share: which of them run where, one cache of compiled code, the command line.
+
+And of what is too much for a push, those that it runs: others for each commit.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -24,6 +31,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # One GPU is shared in turns; a recorded run is read once.
 TOGETHER = ("tests/gpu/", "tests/unit/test_choose_skips.py", "tests/unit/test_results.py")
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
+SEED_VARIABLE = "SIMT_SEED"
+T = TypeVar("T")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,8 +70,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.option.dist == "load" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none, and leave out what is too much for a push."""
+    _leave_some(config, items)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if on_gpu else None
     for item in on_gpu:
@@ -74,6 +84,28 @@ def pytest_collection_finish() -> None:
     """Thousands of tests and recorded rows are no garbage: look less often for what is."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+def _leave_some(config: pytest.Config, items: list[Any]) -> None:
+    """Of each test that is marked nightly(push=N), leaves N, unless all is asked for."""
+    if everything(config):
+        return
+    groups: dict[tuple[str, int], list[Any]] = defaultdict(list)
+    for item in items:
+        if marker := item.get_closest_marker("nightly"):
+            groups[item.originalname, marker.kwargs["push"]].append(item)
+    left: set[Any] = set()
+    for (_, push), each in groups.items():
+        left |= {*each} - {*drawn(each, lambda item: item.name, push)}
+    if left:
+        config.hook.pytest_deselected(items=sorted(left, key=lambda item: item.nodeid))
+        items[:] = [item for item in items if item not in left]
+
+
+def pytest_report_header() -> str:
+    """What a sample was drawn by."""
+    drawn_by = seed() or "nothing"
+    return f"a sample drawn by {drawn_by} (or {SEED_VARIABLE}); all: -m nightly"
 
 
 def _why_no_gpu() -> str | None:
@@ -136,6 +168,54 @@ def attnsweep(
         return Done(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def drawn_by() -> str:
+    """What random tests are seeded by."""
+    return seed()
+
+
+@cache
+def seed() -> str:
+    """What a sample is drawn by: $SIMT_SEED, or the commit that is checked out, or nothing."""
+    if given := os.environ.get(SEED_VARIABLE):
+        return given
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except OSError:  # no git
+        return ""
+    return done.stdout.strip()[:12]
+
+
+def everything(config: pytest.Config) -> bool:
+    """Whether all is asked for, by -m, -k or an id."""
+    named = any("::" in argument for argument in config.args)
+    marked = {"nightly", "mutation"} & set(config.getoption("-m").split())
+    return bool(marked or config.getoption("-k") or named)
+
+
+def drawn(items: Iterable[T], name: Callable[[T], str], count: int) -> list[T]:
+    """So many of them, others for each seed."""
+    drawn_by = seed()
+    return sorted(items, key=lambda item: sha256((drawn_by + name(item)).encode()).digest())[:count]
+
+
+@pytest.fixture
+def few(pytestconfig: pytest.Config) -> Callable[[list[object], int], list[object]]:
+    """Leaves a number of items of a list, or all of it at night."""
+    if everything(pytestconfig):
+        return lambda items, _: items
+    return lambda items, count: drawn(items, str, count)
+
+
+@pytest.fixture
+def some(request: pytest.FixtureRequest) -> Callable[[list[object], int], list[object]]:
+    """Leaves some items of a list, others for each test; all of it with --thorough, as at night."""
+    if request.config.option.thorough or everything(request.config):
+        return lambda items, _: items
+    return lambda items, count: drawn(items, lambda item: request.node.name + str(item), count)
 
 
 @pytest.fixture(autouse=True)

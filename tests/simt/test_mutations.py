@@ -1,6 +1,7 @@
 """Bugs put into the real templates are found: what mutations.toml lists, and says of each.
 
-A push runs those that conftest.py draws by its commit; `pytest tests/simt -m mutation` runs all.
+A push runs those that tests/conftest.py draws by its commit; `pytest tests/simt -m mutation` runs
+all.
 """
 
 from __future__ import annotations
