@@ -1,4 +1,7 @@
-"""Parameters that the default space leaves out still compile: published tiles, stores, clusters."""
+"""Parameters that the default space leaves out still compile: published tiles, stores, clusters.
+
+A push compiles a sample that its commit draws, `pytest tests/compile -m nightly` all.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,7 @@ def check(compiler, values, problem):
     assert row.resources.spill_bytes == 0, config.label
 
 
+@pytest.mark.nightly(push=9)
 @pytest.mark.parametrize("stats", [0, 3])
 @pytest.mark.parametrize(("m", "n", "k"), TILES)
 def test_published_tiles(compiler, m, n, k, stats):
@@ -73,6 +77,7 @@ def test_published_tiles(compiler, m, n, k, stats):
     check(compiler, qk | pv | {"STATS": stats, "PV_STAGES": 4}, FULL)
 
 
+@pytest.mark.nightly(push=12)
 @pytest.mark.parametrize("threads", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("vector", [1, 2, 4, 8])
 @pytest.mark.parametrize("passes", [1, 3])
@@ -83,6 +88,7 @@ def test_published_softmax(compiler, threads, vector, passes):
     check(compiler, row | {"STATS": 0}, FULL)
 
 
+@pytest.mark.nightly(push=8)
 @pytest.mark.parametrize("problem", [FULL, CAUSAL_BF16], ids=lambda p: p.label)
 @pytest.mark.parametrize("text", OTHERS)
 def test_what_the_default_space_leaves_out(compiler, text, problem):
