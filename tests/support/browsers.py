@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+# Parts of the browser's own window that are pages, and need a process that draws them.
+_WINDOW = "WebUIReloadButton,WebUIOmniboxPopup,WebUIOmniboxAimPopup,WebUIOmniboxFullPopup"
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, _NAMES)), "")
 browser = pytest.mark.skipif(not BROWSER, reason="needs a browser: Chromium is not installed")
@@ -21,6 +23,7 @@ def browsed(file: Path, fragment: str = "", *flags: str) -> tuple[str, list[str]
     command = [
         BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-extensions",
         "--disable-background-networking", "--disable-component-update", "--no-first-run",
+        f"--disable-features={_WINDOW}",
         "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={file.with_name('profile')}",
         f"--log-net-log={log}", "--enable-logging=stderr",
         "--window-size=1280,1000", "--virtual-time-budget=30000", *flags, "--dump-dom",
