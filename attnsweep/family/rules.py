@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnsweep.errors import KernelError
 from attnsweep.family import patience
@@ -102,18 +102,21 @@ def _at_once(
     import numpy as np
 
     count = math.prod(map(len, values.values()))
-    # [combinations] for each parameter: which of its values a combination has.
-    columns, stride = {}, count
+    # [combinations] for each parameter of several values: which of them a combination has.
+    columns: dict[str, NDArray[np.int16]] = {}
+    strides, stride = [], count
     for name, options in values.items():
         stride //= len(options)
-        columns[name] = (np.arange(count) // stride % len(options)).astype(np.int16)
+        strides.append((name, options, stride))
+        if len(options) > 1:
+            columns[name] = (np.arange(count) // stride % len(options)).astype(np.int16)
 
     def config_of(row: int) -> _Noting:
-        return _Noting({name: values[name][column[row]] for name, column in columns.items()})
+        return _Noting({name: own[row // stride % len(own)] for name, own, stride in strides})
 
-    verdicts: Any = np.full(count, None, dtype=object)
-    for rule in rules:
-        waiting: list[Rows] = [np.flatnonzero(verdicts == None)]  # noqa: E711
+    verdicts = np.full(count, -1, np.int16)  # which of the rules refuses it first
+    for number, rule in enumerate(rules):
+        waiting: list[Rows] = [np.flatnonzero(verdicts < 0)]
         while waiting:
             alike = waiting.pop()
             if not len(alike):
@@ -122,13 +125,18 @@ def _at_once(
             config = config_of(first)
             keeps = passes(rule, config)
             for name in config.read:
+                if name not in columns or len(alike) == 1:
+                    continue
                 codes = columns[name][alike]
+                same = codes == codes[0]
+                if same.all():
+                    continue
                 # They agree in all that was read before, so that each would be asked for this one.
-                for code in np.unique(codes):
-                    if code != columns[name][first]:
+                for code in range(len(values[name])):
+                    if code != codes[0]:
                         waiting.append(alike[codes == code])
-                alike = alike[codes == columns[name][first]]
+                alike = alike[same]
             if not keeps:
-                verdicts[alike] = rule
-    found: list[str | None] = verdicts.tolist()
-    return found
+                verdicts[alike] = number
+    named = (*rules, None)
+    return [named[number] for number in verdicts.tolist()]
