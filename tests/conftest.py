@@ -28,8 +28,13 @@ except ImportError:  # a GPU machine may run tests/gpu alone
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many processes as cores: threads of a matrix product each would wait for one another.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# One GPU is shared in turns; a recorded run is read once.
-TOGETHER = ("tests/gpu/", "tests/unit/test_choose_skips.py", "tests/unit/test_results.py")
+# One GPU is shared in turns; a recorded run is read once, and a large spec planned once.
+TOGETHER = (
+    "tests/gpu/",
+    "tests/unit/test_between.py",
+    "tests/unit/test_choose_skips.py",
+    "tests/unit/test_results.py",
+)
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
 SEED_VARIABLE = "SIMT_SEED"
 T = TypeVar("T")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,19 @@ KERNEL = families()[FAMILY]
 H100 = ROOT / "results/h100-80gb-hbm3"
 
 
+@cache
+def spec_of(name):
+    return load_spec(ROOT / f"configs/{name}.yaml")
+
+
+@cache
+def plan_of(name):
+    return plan(spec_of(name))
+
+
 @pytest.fixture(scope="module", params=["between", "between_short", "held_out"])
 def planned(request):
-    return plan(load_spec(ROOT / f"configs/{request.param}.yaml"))
+    return plan_of(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +98,8 @@ def test_the_specs_vary_what_decides_a_time(planned):
 
 def test_the_held_out_shapes_are_in_no_other_spec_and_have_its_candidates():
     names = ("between", "between_short", "held_out")
-    specs = [load_spec(ROOT / f"configs/{name}.yaml") for name in names]
-    assert specs[1].kernels == specs[2].kernels
-    first, short, held_out = ({item.problem for item in plan(spec)} for spec in specs)
+    assert spec_of("between_short").kernels == spec_of("held_out").kernels
+    first, short, held_out = ({item.problem for item in plan_of(name)} for name in names)
     assert not (first | short) & held_out
     assert not first & short
     assert len(first) >= 48
