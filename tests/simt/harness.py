@@ -40,7 +40,7 @@ COMPILER = shutil.which("g++")
 ARCH = ARCHS["sm_90a"]
 FLAGS = ("-std=c++17", "-fmax-errors=5")
 # Registers that nothing wrote are no zeros; kernels look at bits through pointers of other types.
-TEMPLATE_FLAGS = ("-O1", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing")
+TEMPLATE_FLAGS = ("-Og", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr")
 POISON = 0xFF
 # Largest error of a log-sum-exp, relative if it is above 1: twice what exp2's polynomial errs by.
