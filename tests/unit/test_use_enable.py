@@ -20,6 +20,7 @@ from attending import Kernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
 from packages import imported, shape, winner  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NUMBERS = itertools.count()
@@ -321,3 +322,27 @@ def test_modules_of_pytorch_are_served(package):
             got, _ = attention(x, x, x, need_weights=False)
     assert close(got, expected)
     assert package.counters() == {"kernel": 1}
+
+
+@pytest.mark.parametrize("rows", [256, 128])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_that_knows_the_function_by_its_place(package, rows, compiled):
+    """CausalBias is an empty tensor, whose class computes what it stands for."""
+    q, k, v = tensors()
+    q = q[:, :, :rows]
+    bias = causal_lower_right(rows, 256)
+    sees = torch.ones(rows, 256, dtype=torch.bool).tril(256 - rows)
+    expected = SDPA(q, k, v, attn_mask=sees)
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, bias)
+
+    torch._dynamo.reset()
+    if compiled and rows == 256:  # PyTorch cannot compile what it does for others
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    with package.enable():
+        assert close(attend(q, k, v), expected)
+        assert close(package.attention(q, k, v, bias), expected)
+        with sdpa_kernel(SDPBackend.MATH):
+            assert close(attend(q, k, v), expected)
+    assert close(package.attention(q, k, v, bias), expected)

@@ -17,7 +17,7 @@ from .launch import calls, workspaces
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .registered import Gradient, register, with_contiguous_head_dim
 from .routing import asked_once
-from .routing import sdpa as _sdpa
+from .routing import pytorchs as _sdpa
 from .table import Gpu, GpuKey, PackageError, Shape, Table
 
 # Looked up once: each is asked in every call.

@@ -13,7 +13,7 @@ from . import models
 from .fp8_operator import Fp8Operator
 from .operator import open_package
 from .plans import Explanation
-from .routing import Routing, Switched, flash_allowed, sdpa
+from .routing import Routing, Switched, flash_allowed, pytorchs
 from .table import PackageError
 
 # In attnsweep itself this file is a module of the package.
@@ -108,7 +108,7 @@ def _routed(
     masks = (attn_mask, dropout_p, is_causal)
     if _routing.on and flash_allowed():
         return _operator.attention(query, key, value, *masks, scale, enable_gqa)
-    return sdpa(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
+    return pytorchs(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
 
 
 _routing = Routing(_routed)

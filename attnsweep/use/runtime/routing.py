@@ -18,6 +18,29 @@ sdpa = torch._C._nn.scaled_dot_product_attention
 """PyTorch's own attention, also while a package stands in its place."""
 
 
+def pytorchs(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`sdpa`, also for a mask of PyTorch's class CausalBias while a package stands in its place.
+
+    The class recognises a call by what stands in torch.nn.functional, and otherwise hands over the
+    tensor that it is, which is empty. So its own function for attention is called.
+    """
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    bias = None if attn_mask is None else sys.modules.get("torch.nn.attention.bias")
+    if bias is not None and isinstance(attn_mask, bias.CausalBias):
+        return bias.CausalBias._dispatch(*given, scale, enable_gqa)
+    return sdpa(*given, scale=scale, enable_gqa=enable_gqa)
+
+
 class Switched:
     """What `enable` and `disable` return: at the end of a `with` statement the call is undone."""
 
