@@ -124,6 +124,15 @@ def test_a_plain_call_outlives_a_statement_and_disable_ends_all(package):
     assert package.is_enabled()
 
 
+def test_a_statement_that_is_entered_again_undoes_no_other_call(package):
+    switched = package.enable()
+    package.enable()
+    for _ in range(3):
+        with switched:
+            assert package.is_enabled()
+    assert package.is_enabled()
+
+
 def test_an_error_in_a_statement_ends_it(package):
     with pytest.raises(ZeroDivisionError), package.enable():
         raise ZeroDivisionError

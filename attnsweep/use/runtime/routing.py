@@ -51,8 +51,9 @@ class Switched:
         """Nothing: the call itself has switched."""
 
     def __exit__(self, *error: object) -> None:
-        """Undo the call, unless a later one has already."""
-        self._undo()
+        """Undo the call, once, unless a later one has already."""
+        undo, self._undo = self._undo, lambda: None
+        undo()
 
 
 class Routing:
