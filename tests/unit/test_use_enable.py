@@ -6,6 +6,7 @@ import copy
 import importlib
 import itertools
 import pickle
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,7 +19,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from attending import Kernel  # noqa: E402
 from fake_driver import FakeDriver  # noqa: E402
-from packages import imported, shape, winner  # noqa: E402
+from packages import imported, shape, winner, written  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
@@ -294,6 +295,32 @@ def test_a_compiled_model_is_one_graph(package, driver):
         mask(torch.zeros(256, 256, dtype=torch.bfloat16))
     assert close(compiled(q, k, v), expected)
     assert package.counters() == {"kernel": 1}, "compiled code follows disable"
+
+
+def test_what_is_compiled_after_an_end_still_asks_classes(tmp_path):
+    """In a process of its own: PyTorch lists what a class may override once."""
+    written(tmp_path, "package_alone", winner(shape()))
+    code = """
+import torch, torch.nn.functional as F
+import package_alone
+from torch.nn.attention.bias import causal_upper_left
+q = torch.randn(1, 4, 64, 64)
+def plain(q): return F.scaled_dot_product_attention(q, q, q)
+def masked(q, bias): return F.scaled_dot_product_attention(q, q, q, bias)
+with package_alone.enable():
+    torch.compile(plain, backend="eager")(q)
+from torch.overrides import get_overridable_functions
+assert F.scaled_dot_product_attention in get_overridable_functions()[F]
+graphs = []
+def backend(graph, inputs):
+    graphs.append(graph.code)
+    return graph.forward
+got = torch.compile(masked, backend=backend)(q, causal_upper_left(64, 64))
+assert torch.allclose(got, F.scaled_dot_product_attention(q, q, q, is_causal=True), atol=1e-5)
+assert "is_causal = True" in graphs[0], graphs
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_model_compiled_before_follows_enable(package):

@@ -108,6 +108,9 @@ class Routing:
                     f"{_PLACE}.{NAME} is already replaced, by {_named(found)}; disable that first, "
                     "or export the runs of both as one package"
                 )
+            # A list that PyTorch makes once: it would miss its own function from now on, and
+            # compiled code then asks no class about it, also after `disable`.
+            torch.overrides.get_overridable_functions()
             # In TorchScript, which cannot look into it, it is PyTorch's own by another name.
             torch.jit._builtins._register_builtin(self._routed, f"aten::{NAME}")
             for module in (*_holders(sdpa), *_holders(found)):
