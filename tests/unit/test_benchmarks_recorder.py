@@ -1,0 +1,58 @@
+"""benchmarks/recorder.py on small models and the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def recorder():
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module("recorder")
+    sys.path.remove(str(BENCHMARKS))
+
+
+def test_costs_are_of_the_rounds_and_of_each_call(recorder):
+    times = {"plain": [1.0, 2.0, 4.0], "recorded": [1.1, 2.2, 4.4], "again": [1.0, 2.1, 3.9]}
+    found = recorder.cost(times, calls=2)
+    assert found["plain_ms"] == 2.0
+    assert found["cost"] == pytest.approx(0.1)
+    assert found["noise"] == pytest.approx(0.0)
+    assert found["added_us"] == pytest.approx(100.0)
+
+
+def test_only_one_of_three_is_recorded_and_each_begins_in_turn(recorder, monkeypatch):
+    seen = []
+    monkeypatch.setattr(recorder, "Recording", lambda folder: seen.append("begins") or Ended(seen))
+    recorder.turns(lambda: seen.append("run"), 3)
+    plain, recorded = ["run", "run"], ["begins", "run", "run", "ends"]
+    rounds = (plain, recorded, plain), (recorded, plain, plain), (plain, plain, recorded)
+    assert seen == [word for each in rounds for turn in each for word in turn]
+
+
+class Ended:
+    def __init__(self, seen):
+        self.stop = lambda: seen.append("ends")
+
+
+def test_the_whole_is_written_with_its_machine(recorder, tmp_path, capsys):
+    out = tmp_path / "recorder.json"
+    recorder.main([str(out), "--tiny", "--models", "diffusion", "--tokens", "16", "--rounds", "3"])
+    made = json.loads(out.read_text())
+    assert made["environment"]["packages"]["torch"] == torch.__version__
+    (row,) = made["models"]
+    assert (row["model"], row["tokens"]) == ("diffusion", 16)
+    assert row["recorded_ms"] > 0
+    assert made["call_us"].keys() == {"plain", "recorded"}
+    assert "diffusion 16: " in capsys.readouterr().out
