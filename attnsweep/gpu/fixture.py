@@ -94,7 +94,7 @@ class Fixture:
             self.buffers[name].upload(bits)
         size = int(np.prod(problem.shape_of("o")))
         self.buffers["o"] = Buffer(problem.bytes_of("o"))
-        inputs = [(self.buffers[name], True, 0) for name in problem.inputs]
+        inputs = [(self.buffers[name], 1 + i, 0) for i, name in enumerate(problem.inputs)]
         self._inputs = judge.regions(inputs)
         self._session = session
         rows = problem.batch * problem.heads * problem.seqlen_q
@@ -312,11 +312,11 @@ class Small:
     def __init__(self, fixtures: Sequence[Fixture], judge: Judge) -> None:
         self.fixtures, self._judge = fixtures, judge
         count = len(fixtures)
-        outputs = [(each.buffers["o"], False, count + i) for i, each in enumerate(fixtures)]
+        outputs = [(each.buffers["o"], 0, count + i) for i, each in enumerate(fixtures)]
         inputs = [
-            (each.buffers[name], True, i)
+            (each.buffers[name], 1 + place, i)
             for i, each in enumerate(fixtures)
-            for name in each.case.problem.inputs
+            for place, name in enumerate(each.case.problem.inputs)
         ]
         self._outputs = judge.regions(outputs)
         self._regions = judge.regions([*inputs, *outputs])

@@ -257,8 +257,11 @@ class Judge:
         to = np.uint64(self._counts.pointer + 8 * slot)
         self._launch("differing", 16, [np.uint64(before), np.uint64(after), *sizes, to], _SUMS)
 
-    def regions(self, every: Sequence[tuple[Buffer, bool, int]]) -> Table:
-        """A table for look and renew: buffers, whether a digest is wanted of each, and slots."""
+    def regions(self, every: Sequence[tuple[Buffer, int, int]]) -> Table:
+        """A table for look and renew: buffers, numbers for their digests, and slots.
+
+        A number is 0 if no digest is wanted. Buffers of a slot have others, from 1 on.
+        """
         records = [
             (buffer.pointer, buffer.nbytes, buffer.guard_byte, digested, slot)
             for buffer, digested, slot in every

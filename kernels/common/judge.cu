@@ -322,10 +322,11 @@ struct Region {
     unsigned char* at;
     long long bytes;
     long long guard;     // each byte of its guards
-    long long digested;  // 1 if a digest of its bytes is wanted
+    long long digested;  // 0, or which of its slot's regions it is, if a digest of it is wanted
     long long slot;
 };
-// Adds to each region's slot how many bytes of its guards are others, and its digest.
+// Adds to each region's slot how many bytes of its guards are others, and its digest, in which the
+// same bytes count otherwise in each of a slot's regions: two may not change places.
 extern "C" __global__ void __launch_bounds__(256)
     look(const Region* regions, int guard_bytes, unsigned long long* slots) {
     Region one = regions[blockIdx.y];
@@ -333,12 +334,14 @@ extern "C" __global__ void __launch_bounds__(256)
                              others(one.at + one.bytes, guard_bytes, one.guard);
     if (one.digested) {
         unsigned* words = reinterpret_cast<unsigned*>(one.at);
+        long long before = (one.digested - 1) << 40;
         each_word(words, 0, one.bytes / 4, false, [&](unsigned word, long long i) {
-            own += of_word(word, i);
+            own += of_word(word, before + i);
             return word;
         });
-        if (blockIdx.x == 0 && threadIdx.x < one.bytes % 4)
-            own += of_byte(one.at[one.bytes / 4 * 4 + threadIdx.x], threadIdx.x);
+        int left = threadIdx.x;
+        if (blockIdx.x == 0 && left < one.bytes % 4)
+            own += of_byte(one.at[one.bytes / 4 * 4 + left], before / (1ll << 40) * 4 + left);
     }
     add_of_block(own, slots + one.slot);
 }

@@ -98,7 +98,7 @@ def test_regions_are_looked_at_as_each_apart(device, sizes, damaged, sm_count):
     for number, place in damaged:
         buffers[number % len(buffers)].all[GUARD_BYTES + place] ^= 0x40
     # Two of a slot where there are that many; the digest of every second.
-    table = judge.regions([(each, i % 2 == 0, i // 2) for i, each in enumerate(buffers)])
+    table = judge.regions([(each, int(i % 2 == 0), i // 2) for i, each in enumerate(buffers)])
     judge.clear()
     judge.look(table, 3)
     for number, buffer in enumerate(buffers):
@@ -113,6 +113,19 @@ def test_regions_are_looked_at_as_each_apart(device, sizes, damaged, sm_count):
         apart = HostBuffer(one.nbytes, guard=one.guard_byte)
         apart.poison()
         assert (one.all == apart.all).all()
+
+
+@pytest.mark.parametrize("nbytes", [2, 1030])
+def test_no_two_regions_of_a_slot_can_change_places(nbytes, device):
+    judge = device.judge("fp16")
+    pair = [HostBuffer(nbytes), HostBuffer(nbytes)]
+    pair[0].fill(0x3C)
+    looks = []
+    for each in (pair, pair[::-1]):
+        judge.clear()
+        judge.look(judge.regions([(buffer, 1 + i, 0) for i, buffer in enumerate(each)]), 0)
+        looks.append(judge.counts(1)[0])
+    assert looks[0] != looks[1]
 
 
 def test_outputs_are_compared_as_each_apart(device):
