@@ -102,6 +102,8 @@ class Table:
     count: int
     most: int
     """Blocks that the largest record needs, of an output, or its bytes, of a region."""
+    tiles: Buffer | None = None
+    """Where findings of outputs' tiles go."""
 
 
 class Judge:
@@ -197,8 +199,8 @@ class Judge:
     def outputs(self, every: Sequence[Compared]) -> Table:
         """A table for compare_each."""
         record, tiles = 8 * len(_FOUND), [one.tiles for one in every]
-        self._tiles_of_each = Buffer(sum(tiles) * record)
-        at = self._tiles_of_each.pointer + record * np.cumsum([0, *tiles])
+        findings = Buffer(sum(tiles) * record)
+        at = findings.pointer + record * np.cumsum([0, *tiles])
         records = np.array(
             [
                 (
@@ -209,7 +211,7 @@ class Judge:
             ],
             _OUTPUT,
         )
-        return _table(records, max(tiles, default=0))
+        return _table(records, max(tiles, default=0), findings)
 
     def compare_each(self, outputs: Table) -> None:
         """`compare` of all outputs of a table; findings go to the first slots."""
@@ -306,8 +308,8 @@ class Judge:
         return [dict(zip(_FOUND, map(float, record), strict=True)) for record in records]
 
 
-def _table(records: npt.NDArray[Any], most: int) -> Table:
+def _table(records: npt.NDArray[Any], most: int, tiles: Buffer | None = None) -> Table:
     """The records on the device. The caller waits before it launches what reads them."""
     buffer = Buffer(records.nbytes)
     buffer.upload(records)
-    return Table(buffer, len(records), most)
+    return Table(buffer, len(records), most, tiles)
