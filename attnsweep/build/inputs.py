@@ -14,11 +14,21 @@ from attnsweep.build.threads import parallel
 from attnsweep.problem import SCALE_BLOCK, Problem, ceil_div
 
 Inputs = Literal[
-    "normal", "large_scores", "equal_keys", "far_below", "far_above", "tiny_ends", "one_hot", "wide"
+    "normal",
+    "large_scores",
+    "equal_keys",
+    "far_below",
+    "far_above",
+    "tiny_ends",
+    "one_hot",
+    "wide",
 ]
 
 # exp overflows float32 at 88 and underflows to 0 at -104: scores of this size are beyond both.
 _FAR = 200.0
+# The score of a selected key is about this or more, and any other is mostly 88 below it: exp of
+# the difference overflows.
+_SELECTED = 128.0
 # How inputs with scales are drawn. The magnitude of a head of K, and of V, lies within this many
 # octaves of 1: small heads of K lose bits if all heads share one scale, and rows of V stay above
 # numerics' thousandth. One channel of K in 32 is an outlier, and is offset by 8.
@@ -76,7 +86,7 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         case(3, 1, 129, 129, "large_scores"),
         case(1, 1, 65, 200, "equal_keys"),
         case(1, 1, 130, 255, "far_below"),
-        case(2, 1, 70, 200, "far_above"),
+        case(2, 1, 70, 70, "far_above"),
         case(1, 1, 67, 640, "tiny_ends"),
         case(2, 2, 65, 131, "one_hot"),
         case(1, 1, 64, 321, "wide"),
@@ -120,10 +130,13 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     """q, k, v of the case before they are rounded to its dtype, in float32.
 
     normal: independent normal values. large_scores: a softmax that is nearly one-hot. equal_keys:
-    a uniform softmax. far_below, far_above: normal scores shifted beyond what exp can take.
-    tiny_ends: the first and the last keys are far below those between, so that whichever tile comes
-    first has no weight. one_hot: every query selects one key. wide: values whose sums over the keys
-    overflow fp16 (and which fp16 cannot hold at all, if the dtype is wider).
+    a uniform softmax. far_below, far_above: normal scores shifted beyond what exp can take; below,
+    the keys that half of a causal problem's queries must not see are not shifted; above, queries at
+    random have all scores below instead, so that neighbours share nothing. tiny_ends: the first and
+    the last keys are far below those between, so that whichever tile comes first has no weight.
+    one_hot: every query selects one key, and exp overflows if it is referred to any other. wide:
+    values whose sums over the keys overflow fp16 (and which fp16 cannot hold at all, if the dtype
+    is wider).
 
     Normal values of a dtype with scales are such that scales matter: see _as_in_models.
     """
@@ -153,20 +166,31 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         if case.inputs == "tiny_ends":
             end = min(256, 2 * problem.seqlen_k // 5)
             shift[end : problem.seqlen_k - end] = 0
+        elif case.inputs == "far_below" and problem.causal:
+            # Not at the edge of a tile, so that the last tile of some queries has such keys.
+            shift[max(1, problem.seqlen_k - problem.seqlen_q // 2 - 3) :] = 0
+        side = np.ones((problem.seqlen_q, 1), np.float32)
+        if case.inputs == "far_above":
+            side[1:] = rng_q.choice(np.array([1, -1], np.float32), (problem.seqlen_q - 1, 1))
         if few:
-            q[..., :few], k[..., :few] = each, shift
+            q[..., :few], k[..., :few] = side * each, shift
         else:
-            q, k = q * np.float32(0.5 / each) + each, k * np.float32(0.5) + shift
+            q, k = q * np.float32(0.5 / each) + side * each, k * np.float32(0.5) + shift
     elif case.inputs == "one_hot":
-        # The longest of some keys: beside a short one others matter, and what rounding their scores
-        # costs is then as rare as it is large. A causal row sees no key after the last.
+        # The one of some keys that is farthest from all others: beside a near one those matter, and
+        # what rounding their scores costs is then as rare as it is large. A causal row sees no key
+        # after the last.
         shape, keys = (problem.seqlen_q, 32), problem.seqlen_k
         last = np.arange(problem.seqlen_q) + max(0, keys - problem.seqlen_q)
         drawn = rng_q.integers(0, np.minimum(last, keys - 1)[:, None] + 1, shape)
         heads = np.repeat(k, problem.heads // problem.heads_kv, axis=1)
-        longest = np.square(heads).sum(-1)[:, :, drawn].argmax(-1)[..., None]
-        chosen = np.take_along_axis(np.broadcast_to(drawn, (*q.shape[:3], 32)), longest, -1)
-        q = np.float32(max(8, 256 / problem.head_dim)) * np.take_along_axis(heads, chosen, 2)
+        products = heads @ heads.swapaxes(2, 3)
+        others = np.where(np.eye(keys, dtype=bool), -np.inf, products).max(-1)
+        apart = np.diagonal(products, axis1=2, axis2=3) - np.maximum(others, 0)
+        farthest = apart[:, :, drawn].argmax(-1)[..., None]
+        chosen = np.take_along_axis(np.broadcast_to(drawn, (*q.shape[:3], 32)), farthest, -1)
+        size = np.float32(_SELECTED / np.sqrt(problem.head_dim))
+        q = size * np.take_along_axis(heads, chosen, 2)
     elif case.inputs == "wide":
         scale = 2.0**12 if problem.dtype == "fp16" else 2.0**18
         v = (1 + v * np.float32(0.25)) * np.float32(scale)
