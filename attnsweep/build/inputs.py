@@ -22,6 +22,7 @@ Inputs = Literal[
     "tiny_ends",
     "one_hot",
     "wide",
+    "sink",
 ]
 
 # exp overflows float32 at 88 and underflows to 0 at -104: scores of this size are beyond both.
@@ -29,6 +30,10 @@ _FAR = 200.0
 # The score of a selected key is about this or more, and any other is mostly 88 below it: exp of
 # the difference overflows.
 _SELECTED = 128.0
+# How far the first key is above all others where it is a sink, whose value counts for as little: of
+# 640 others, each has a weight of 5e-5. In FP8 a weight of that size may have no bits left, and
+# has 1e-3.
+_SINK, _SINK_FP8, _VALUE_OF_SINK = 10.0, 7.0, 2.0**-12
 # How inputs with scales are drawn. The magnitude of a head of K, and of V, lies within this many
 # octaves of 1: small heads of K lose bits if all heads share one scale, and rows of V stay above
 # numerics' thousandth. One channel of K in 32 is an outlier, and is offset by 8.
@@ -90,6 +95,7 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         case(1, 1, 67, 640, "tiny_ends"),
         case(2, 2, 65, 131, "one_hot"),
         case(1, 1, 64, 321, "wide"),
+        case(1, 1, 66, 513, "sink"),
     )
 
 
@@ -136,7 +142,7 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     the last keys are far below those between, so that whichever tile comes first has no weight.
     one_hot: every query selects one key, and exp overflows if it is referred to any other. wide:
     values whose sums over the keys overflow fp16 (and which fp16 cannot hold at all, if the dtype
-    is wider).
+    is wider). sink: the first key has nearly all the weight, and others all that is in the output.
 
     Normal values of a dtype with scales are such that scales matter: see _as_in_models.
     """
@@ -194,6 +200,10 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     elif case.inputs == "wide":
         scale = 2.0**12 if problem.dtype == "fp16" else 2.0**18
         v = (1 + v * np.float32(0.25)) * np.float32(scale)
+    elif case.inputs == "sink":
+        q[..., 0], k[..., 0], k[:, :, 0] = 4, 0, 0
+        k[:, :, 0, 0] = (_SINK_FP8 if problem.scaled else _SINK) * np.sqrt(problem.head_dim) / 4
+        v[:, :, 0] *= np.float32(_VALUE_OF_SINK)
     return {"q": q, "k": k, "v": v}
 
 

@@ -305,7 +305,7 @@ _SAID = {
 class Small:
     """Small cases whose outputs are renewed, compared and looked at together.
 
-    A trial has ten of them or so. Each apart takes 12 launches, and the host needs longer to
+    A trial has eleven of them. Each apart takes 12 launches, and the host needs longer to
     issue one than the device to run it.
     """
 

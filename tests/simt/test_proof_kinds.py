@@ -115,6 +115,11 @@ class MaximumOfSixteenRows(Right):
         return np.maximum.reduceat(scores.max(1), starts).repeat(16)[: len(scores), None]
 
 
+class SmallWeightsAreDropped(Right):
+    def weights(self, p):
+        return np.where(p < np.exp(-9), 0, p).astype(np.float32)
+
+
 class ShortTailIsLost(Right):
     def tiles(self, keys):
         return [each for each in super().tiles(keys) if len(each) >= 8 or len(keys) < TILE]
@@ -168,6 +173,7 @@ def test_a_right_order_passes(call, bench):
         (MaximumOfTheOtherHalf, "one_hot|large_scores"),
         (MaximumOfTheLowerOfTwoRows, "far_above"),
         (MaximumOfSixteenRows, "far_above|equal_keys|far_below|one_hot"),
+        (SmallWeightsAreDropped, "sink"),
         (ShortTailIsLost, "large_scores|far_above"),
         (SecondOfTwoTilesTwice, "far_above"),
         (OutputNotRescaledInTheLastTile, "normal"),
