@@ -4,9 +4,9 @@ Usage: python benchmarks/recorder.py OUT.json [--models NAME ...] [--tokens N ..
 [--tiny]
 
 The models are those of benchmarks/models.py. In each round three prefills take turns: plain,
-recorded as `attnsweep shapes` records them, and plain again; each follows an untimed one. They are
-launched one by one, without graphs, since a graph's replay costs no more than a look-up. Times are
-the host's, until the device has finished.
+recorded by attnsweep.shapes, and plain again; each follows an untimed one. They are launched one by
+one, without graphs, since a graph's replay costs no more than a look-up. Times are the host's,
+until the device has finished.
 
 - cost: median over the rounds of recorded over plain, less 1. noise: the same of both plain ones.
 - added_us: median of recorded less plain, for each attention call.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import statistics
 import tempfile
@@ -31,7 +32,7 @@ import torch.nn.functional as F
 from models import environment, say, timed_ms
 from random_models import MODELS, built
 
-from attnsweep.use.record import Recording
+import attnsweep
 
 TOKENS = (128, 1024, 4096)
 WHO = ("plain", "recorded", "again")
@@ -44,7 +45,8 @@ def recording(who: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if who == "recorded":
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            stack.callback(Recording(Path(folder)).stop)
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # what it found
+            stack.enter_context(attnsweep.shapes(Path(folder) / "calls.yaml", arch="sm_90a"))
         yield
 
 

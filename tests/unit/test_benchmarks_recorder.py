@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
@@ -34,16 +35,18 @@ def test_costs_are_of_the_rounds_and_of_each_call(recorder):
 
 def test_only_one_of_three_is_recorded_and_each_begins_in_turn(recorder, monkeypatch):
     seen = []
-    monkeypatch.setattr(recorder, "Recording", lambda folder: seen.append("begins") or Ended(seen))
+
+    @contextlib.contextmanager
+    def shapes(path, arch):
+        seen.append("begins")
+        yield
+        seen.append("ends")
+
+    monkeypatch.setattr(recorder.attnsweep, "shapes", shapes)
     recorder.turns(lambda: seen.append("run"), 3)
     plain, recorded = ["run", "run"], ["begins", "run", "run", "ends"]
     rounds = (plain, recorded, plain), (recorded, plain, plain), (plain, plain, recorded)
     assert seen == [word for each in rounds for turn in each for word in turn]
-
-
-class Ended:
-    def __init__(self, seen):
-        self.stop = lambda: seen.append("ends")
 
 
 def test_the_whole_is_written_with_its_machine(recorder, tmp_path, capsys):
