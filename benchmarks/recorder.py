@@ -1,4 +1,4 @@
-"""What it costs a model that its attention calls are recorded.
+"""Measure what recording a model's attention calls costs it.
 
 Usage: python benchmarks/recorder.py OUT.json [--models NAME ...] [--tokens N ...] [--rounds N]
 [--tiny]
@@ -63,7 +63,7 @@ def turns(run: Callable[[], Any], rounds: int) -> dict[str, list[float]]:
 
 
 def cost(times: dict[str, list[float]], calls: int) -> dict[str, Any]:
-    """Medians, and what recording added to rounds of so many attention calls; see above."""
+    """Medians, and what recording added; see above. calls: attention calls of a round."""
 
     def added(who: str) -> float:
         ratios = [a / b for a, b in zip(times[who], times["plain"], strict=True)]

@@ -92,7 +92,7 @@ def pytest_collection_finish() -> None:
 
 
 def _leave_some(config: pytest.Config, items: list[Any]) -> None:
-    """Of each test that is marked nightly(push=N), leaves N, unless all is asked for."""
+    """Leave N cases of each test marked nightly(push=N), unless all are asked for."""
     if everything(config):
         return
     groups: dict[tuple[str, int], list[Any]] = defaultdict(list)

@@ -62,8 +62,8 @@ def from_bits(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
 def _to_e4m3(single: npt.NDArray[np.float32]) -> Bits:
     """Rounded to nearest even in 3 bits of mantissa, or to a multiple of 2^-9 below 2^-6."""
     bits = single.view(np.uint32)
-    # Rounding to so few bits asks of the lower half of a float32 only whether it is 0. A look-up
-    # takes a tenth of the arithmetic's time.
+    # Rounding to so few bits asks of the lower half of a float32 only whether it is 0, so that one
+    # look-up does for ten passes over the numbers.
     coded: Bits = _CODES[bits >> np.uint32(15) & ~np.uint32(1) | ((bits & np.uint32(0xFFFF)) != 0)]
     return coded
 

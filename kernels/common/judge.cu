@@ -235,7 +235,7 @@ __device__ void each_word(unsigned* words, long long first, long long end, bool 
     }
 }
 
-// What a digest adds for a word, by its place, and for a byte behind the last whole word.
+// A digest adds these for a word, by its place, and for a byte behind the last whole word.
 __device__ unsigned long long of_word(unsigned word, long long i) {
     return mixed(static_cast<unsigned long long>(word) << 32 ^ i * 0x9E3779B97F4A7C15ull);
 }

@@ -129,7 +129,7 @@ def test_log_sum_exps_of_small_cases_are_compared(odd):
 
 
 def test_small_cases_take_four_launches_more_however_many_they_are(odd, monkeypatch):
-    """A trial took 12 for each, and half of its time."""
+    """Each took 12 of its own."""
     launched = []
     judge, launch = odd.proof._judge, odd.proof._judge._launch
 

@@ -129,7 +129,7 @@ def test_no_two_regions_of_a_slot_can_change_places(nbytes, device):
 
 
 def test_outputs_are_compared_as_each_apart(device):
-    """Of other shapes, the largest not the first; with mixes of inputs and tilted ones."""
+    """Shapes differ, and the largest is not the first; some have mixed inputs, some tilted ones."""
     shapes = [(1, 1, 3, 8), (2, 3, 130, 16), (1, 300, 1, 5), (1, 2, 64, 70)]
     judge, rng = device.judge("bf16"), np.random.default_rng(0)
     written, every = [], []
@@ -170,7 +170,7 @@ def test_poison_fills_every_byte_and_no_other(size, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "each"), [(1, 7), (1, 1), (5, 6), (11, 2)])
 def test_heads_are_negated_each_for_itself(dtype, heads, each, device, monkeypatch):
-    """Of an odd number of elements too, in one piece, and not the guards behind."""
+    """An odd number of elements is one piece, and the guards behind it stay as they are."""
     monkeypatch.setattr(judge_module, "_PARTS", 4)
     made = np.random.default_rng(0).standard_normal((heads, each), np.float32)
     bits = numerics.to_bits(made, dtype)

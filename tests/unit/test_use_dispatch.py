@@ -322,7 +322,7 @@ def test_pytorch_takes_longer_for_a_last_tile_of_keys_that_is_not_whole(head_dim
 
 
 def test_a_wrong_time_spoils_no_other_shape():
-    """Of a neighbour in the same sweep, whose calls a busy host held up."""
+    """A busy host may hold up the calls of one shape of a sweep."""
     shapes = [shape(2, 16, 256 * n) for n in (1, 2, 3, 4, 6)]
     right = [(each, 2 + 0.3 * work(PLAINLY, each, SMS)) for each in shapes]
     asked = shape(2, 16, 300)

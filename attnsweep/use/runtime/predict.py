@@ -42,9 +42,10 @@ _MOST_TILES = 4096
 # PyTorch's flash backend divides the keys of few blocks among all SMs. In units of `work`: what
 # that costs besides, and each tile of 64 queries and 128 keys, which its kernel takes longer for.
 _DIVIDED, _DIVIDED_TILE = 6.0, 2.0
-# Where the last tile of keys is not whole, PyTorch's own attention takes longer for all tiles of a
-# call without a causal mask: as if a head had so many more columns. With it the expected gain of
-# shapes drawn at random is off by 2.8 % at the median, and by 4.6 % without (on an H100).
+# Without a causal mask, PyTorch's own attention takes longer for every tile of keys if the last one
+# is not whole: as long as if each head had this many more columns. With this, the expected gain of
+# shapes drawn at random is off by 2.8 % at the median, and without by 4.6 % (benchmarks/dispatch.py
+# on runs of an H100).
 _MASKED_COLUMNS = 8.0
 
 
