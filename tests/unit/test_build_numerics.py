@@ -311,6 +311,16 @@ def test_limits_of_long_rows_admit_what_tensor_cores_cut_off_their_sums():
 
 
 @pytest.mark.parametrize(
+    "label", ["2,6/2,129,516 fp32 full", "16,8,512,64 fp16 full", "1,2,512,64 e4m3 causal"]
+)
+@pytest.mark.parametrize("rounds_scores", [0, 1])
+def test_a_factor_that_all_outputs_may_have_is_no_error_of_their_tiles(label, rounds_scores):
+    """In fp32, products of TF32 with 516 columns were cut alike, and refused for 64 rows."""
+    limits = numerics.limits(Case(Problem.parse(label), "normal"), rounds_scores)
+    assert limits.gain <= min(limits.tile_gain, limits.row_gain)
+
+
+@pytest.mark.parametrize(
     ("dtype", "keys", "rounds_scores"),
     [
         *(("bf16", 2, 0), ("bf16", 161, 0), ("bf16", 8, 1), ("bf16", 161, 2), ("fp16", 161, 1)),
