@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,6 +136,7 @@ class Session:
         self._streams = [self.stream]
         self._events = (cupy.cuda.Event(), cupy.cuda.Event())
         self._marks: list[Any] = []
+        self._functions: dict[tuple[str, str], Any] = {}
         self.gpu = self._describe()
 
     def _describe(self) -> Card:
@@ -188,8 +190,11 @@ class Session:
 
     def function(self, cubin: str, launch: Launch) -> Any:
         """The loaded function of a stage. CuPy keeps modules by path; a path means one content."""
-        function = self._cupy.RawModule(path=cubin).get_function(launch.function)
-        self._allow_cluster(function)
+        key = cubin, launch.function
+        if key not in self._functions:  # a trial binds a dozen launches of the same code
+            self._functions[key] = self._cupy.RawModule(path=cubin).get_function(launch.function)
+            self._allow_cluster(self._functions[key])
+        function = self._functions[key]
         # Never lower it: another launch of the same code may be bound to more.
         if launch.smem_bytes > max(48 * 1024, function.max_dynamic_shared_size_bytes):
             function.max_dynamic_shared_size_bytes = launch.smem_bytes
@@ -431,8 +436,13 @@ class Session:
         return False
 
 
+@functools.lru_cache(maxsize=4096)
 def _encode(tensor_map: TensorMap, pointer: int) -> np.ndarray[Any, Any]:
-    """The 128 bytes of a tensor map, as an array that CuPy passes by value."""
+    """The 128 bytes of a tensor map, as an array that CuPy passes by value.
+
+    They say where a tensor lies and in what boxes it is moved, so that most are asked for again:
+    by the next candidate with such boxes, on the same case.
+    """
     from cuda.bindings import driver
 
     rank = len(tensor_map.dims)

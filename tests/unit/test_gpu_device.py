@@ -195,3 +195,23 @@ def test_a_row_names_the_whole_machine():
     named = TEST_GPU.model_copy(update=facts).machine
     own = ("gpu", "sm_count", "l2_bytes", "driver")
     assert named == facts | {name: getattr(TEST_GPU, name) for name in own}
+
+
+def test_a_function_is_loaded_once_and_has_room_for_the_largest_of_its_launches(monkeypatch):
+    """A trial binds a dozen launches of the same code."""
+    loaded = []
+
+    def module(path):
+        loaded.append(path)
+        function = SimpleNamespace(max_dynamic_shared_size_bytes=0)
+        return SimpleNamespace(get_function=lambda name: function)
+
+    session = object.__new__(device.Session)
+    session._cupy, session._functions = SimpleNamespace(RawModule=module), {}
+    monkeypatch.setattr(device.Session, "_allow_cluster", lambda session, function: None)
+    launches = [Launch("f", (1, 1, 1), 32, (), smem_bytes=kib << 10) for kib in (64, 100, 64)]
+    functions = [session.function("one.cubin", launch) for launch in launches]
+    assert functions[0] is functions[1] is functions[2]
+    assert functions[0].max_dynamic_shared_size_bytes == 100 << 10
+    session.function("other.cubin", launches[0])
+    assert loaded == ["one.cubin", "other.cubin"]
