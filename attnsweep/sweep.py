@@ -132,14 +132,20 @@ def run(
             observer.note(error.what)
             compiler.close()
         if proof_s := gpu.proof_s:
-            took_s = time.monotonic() - began
-            observer.note(f"took {took_s:.0f} s; {proof_s:.0f} s of them proved outputs right")
+            observer.note(_said_of_proof(time.monotonic() - began, proof_s))
         sweep.keep_winners(missing=not interrupted and not lost)
         spills = spilling(store.trials, spec)
         if spills is not None:
             observer.note(spills)
         left = [item.problem.label for item in planned if item.problem not in sweep.finished]
         return Outcome(store.finish(tables.files), interrupted, tuple(left) if lost else (), lost)
+
+
+def _said_of_proof(took_s: float, proof_s: Mapping[str, float]) -> str:
+    most = sorted(proof_s.items(), key=lambda part: -part[1])
+    parts = ", ".join(f"{name} {spent_s:.1f}" for name, spent_s in most if spent_s >= 0.05)
+    in_all = sum(proof_s.values())
+    return f"took {took_s:.0f} s; {in_all:.1f} s of them proved outputs right ({parts})"
 
 
 class Sweep:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import time
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +22,12 @@ from attnsweep.gpu.judge import Judge
 from attnsweep.gpu.known import OPPOSITE, PLAIN
 from attnsweep.gpu.known_ahead import Ahead
 from attnsweep.gpu.pipeline import Pipeline
-from attnsweep.gpu.steps import step
+from attnsweep.gpu.steps import proved, proves, step
 from attnsweep.problem import Problem
 from attnsweep.trial import Accuracy
 
 # Repeated calls that are issued rather than captured and replayed.
 _ISSUED = 64
-P = ParamSpec("P")
-T = TypeVar("T")
 Bind = Callable[[Launches, Sequence[Mapping[str, Buffer]]], Pipeline]
 _Bound = tuple[Fixture, Launches, Pipeline]
 
@@ -62,20 +59,6 @@ class _Called:
 Digests = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64] | None]
 
 
-def _counted(method: Callable[Concatenate[Proof, P], T]) -> Callable[Concatenate[Proof, P], T]:
-    """Add a method's seconds to Proof.spent_s. The device is idle when it is called, or nearly."""
-
-    @functools.wraps(method)
-    def counted(proof: Proof, /, *args: P.args, **options: P.kwargs) -> T:
-        began, before = time.perf_counter(), Proof.spent_s
-        try:
-            return method(proof, *args, **options)
-        finally:
-            Proof.spent_s = before + time.perf_counter() - began
-
-    return counted
-
-
 _ahead = Ahead()
 
 
@@ -87,10 +70,7 @@ def compute_ahead(problem: Problem, seed: int) -> None:
 class Proof:
     """The cases of one problem on the device, and the candidates' outputs on them."""
 
-    spent_s: ClassVar[float] = 0.0
-    """Seconds that proving took in this process: cases, repeated calls, inputs and digests."""
-
-    @_counted
+    @proves("inputs")
     def __init__(
         self,
         problem: Problem,
@@ -148,7 +128,7 @@ class Proof:
         """The output of the timed problem."""
         return self.timed.buffers["o"]
 
-    @_counted
+    @proves("candidates")
     def of_candidate(
         self,
         candidate: Candidate,
@@ -258,7 +238,7 @@ class Proof:
             fixture.compare_lse(own["lse"], called.lse)
         return called
 
-    @_counted
+    @proves("short turns")
     def of_turns(
         self, candidate: Candidate, bind: Bind, workspaces: Mapping[tuple[str, int], Buffer]
     ) -> Proven | None:
@@ -309,7 +289,7 @@ class Proof:
         how = (call, candidate.deterministic, candidate.rounds_scores)
         return Proven(self.timed, *how, digests[0], lse, digests[1])
 
-    @_counted
+    @proves("peers")
     def of_peer(self, write: Callable[[Buffer], None], rounds_scores: int) -> Accuracy:
         """The accuracy of a peer's output on the inputs as they were made; only NaN is wrong.
 
@@ -331,7 +311,7 @@ class Proof:
 
     # -- many calls -------------------------------------------------------------------------
 
-    @_counted
+    @proves("repeated calls")
     def repeat(
         self, proven: Proven, most: int, longest_us: float, each_us: float | None = None
     ) -> int:
@@ -351,7 +331,10 @@ class Proof:
         if each_us is None:
             with self._session.stream:
                 each_us = min(self._session.time_us(once) for _ in range(2))
-        slots = max(1, min(most // 2, Judge.SLOTS // 4, int(longest_us / 2 / max(1.0, each_us))))
+        calls = min(most, int(longest_us / max(1.0, each_us)))
+        # The host pays for each slot once, to capture it, and for each replay, as if for five.
+        balanced = calls if few else math.isqrt(5 * calls)
+        slots = max(1, min(calls // 2, balanced, Judge.SLOTS))
 
         def issue() -> None:
             for slot in range(slots):
@@ -397,7 +380,7 @@ class Proof:
 
     def _count_prepared(self) -> None:
         if self._preparation is not None:
-            Proof.spent_s += self._session.elapsed_us(*self._preparation) / 1e6
+            proved("replays", self._session.elapsed_us(*self._preparation) / 1e6)
             self._preparation = None
 
     def _poison(self, proven: Proven) -> None:
@@ -419,7 +402,6 @@ class Proof:
         """
         self._look_at([self.output], proven)
 
-    @_counted
     def end(
         self,
         proven: Proven,
@@ -429,7 +411,10 @@ class Proof:
     ) -> None:
         """Raise WrongResult unless the outputs are now the checked one, bit for bit."""
         self._count_prepared()
-        outputs = [self.output, *(copy["o"] for copy in copies)]
+        self._compare_outputs(proven, [self.output, *(copy["o"] for copy in copies)], looked)
+
+    @proves("replays")
+    def _compare_outputs(self, proven: Proven, outputs: Sequence[Buffer], looked: bool) -> None:
         for first in range(0, len(outputs), Judge.SLOTS):
             some = outputs[first : first + Judge.SLOTS]
             if not looked:

@@ -1,14 +1,23 @@
-"""How long each step of what is prepared once took, for whoever shows why a run takes so long."""
+"""How long each step of what is prepared once took, for whoever shows why a run takes so long.
+
+And how long outputs were proved right, by what was done for it.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _lock = threading.Lock()
 _spent_s: dict[str, float] = {}
+_proved_s: dict[str, float] = {}
 
 
 @contextmanager
@@ -29,3 +38,37 @@ def taken() -> dict[str, float]:
         spent_s = dict(_spent_s)
         _spent_s.clear()
     return spent_s
+
+
+def proved(part: str, spent_s: float) -> None:
+    """Add to the seconds that this part of proving outputs right took."""
+    with _lock:
+        _proved_s[part] = _proved_s.get(part, 0.0) + spent_s
+
+
+def proves(part: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Add a function's seconds to those of a part of proving. It must call no other such one.
+
+    The device is idle when it is called, or nearly, so that these are the device's seconds too.
+    """
+
+    def count(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def counted(*args: P.args, **options: P.kwargs) -> T:
+            began = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                proved(part, time.perf_counter() - began)
+
+        return counted
+
+    return count
+
+
+def proof_taken() -> dict[str, float]:
+    """Seconds of each part of proving in this process since the last call."""
+    with _lock:
+        proved_s = dict(_proved_s)
+        _proved_s.clear()
+    return proved_s

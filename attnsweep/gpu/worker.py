@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import platform
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,7 +31,7 @@ from attnsweep.gpu.cards import hashed
 from attnsweep.gpu.energy import Stretch
 from attnsweep.gpu.host import cpu_model, driver_version, installed_packages
 from attnsweep.gpu.lock import held
-from attnsweep.gpu.steps import step, taken
+from attnsweep.gpu.steps import proof_taken, step, taken
 from attnsweep.problem import Problem
 from attnsweep.trial import PROTOCOL, Accuracy, Environment, Status
 
@@ -70,7 +69,7 @@ class _Reply:
     detail: str = ""
     no_gpu: AttnsweepError | None = None
     dying: bool = False
-    proof_s: float = 0.0
+    proof_s: dict[str, float] = field(default_factory=dict)
     steps_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -81,8 +80,8 @@ class Gpu(Protocol):
     status that the candidate's row should have, or CardLostError if the card is lost.
     """
 
-    proof_s: float
-    """Seconds that proving outputs right has taken so far."""
+    proof_s: dict[str, float]
+    """Seconds that proving outputs right has taken so far, by what was done."""
     steps_s: dict[str, float]
     """Seconds of each step of what was prepared once. Whoever shows them clears them."""
 
@@ -180,7 +179,7 @@ class Worker:
         self._locks = ExitStack()
         self._locked = card_held or bench is not None
         self.restarts = 0
-        self.proof_s = 0.0
+        self.proof_s: dict[str, float] = {}
         self.steps_s: dict[str, float] = {}
 
     def __enter__(self) -> Worker:
@@ -340,9 +339,9 @@ class Worker:
                     Status.TIMEOUT, f"no answer within {timeout_s:g} s; its process was killed"
                 )
             reply: _Reply = pipe.recv()
-            self.proof_s += reply.proof_s
-            for name, spent_s in reply.steps_s.items():
-                self.steps_s[name] = self.steps_s.get(name, 0.0) + spent_s
+            for so_far, more in ((self.proof_s, reply.proof_s), (self.steps_s, reply.steps_s)):
+                for name, spent_s in more.items():
+                    so_far[name] = so_far.get(name, 0.0) + spent_s
         except (EOFError, OSError) as error:
             code = self._exit_code()
             self.restarts += 1
@@ -390,20 +389,11 @@ def _serve(
             bench = None  # frees the last problem's memory before the next takes its own
             gc.collect()  # and what peers hold in cycles, as cuDNN's handles
         reply, bench = _answer(open_problem, bench, method, args, options, card)
-        reply = replace(reply, proof_s=_proof_s(), steps_s=taken())
+        reply = replace(reply, proof_s=proof_taken(), steps_s=taken())
         pipe.send(reply)
         if reply.dying:
             pipe.close()
             os._exit(1)
-
-
-def _proof_s() -> float:
-    """Seconds that proving has taken in this process since the last look."""
-    if (proof := sys.modules.get("attnsweep.gpu.proof")) is None:  # another bench than ours
-        return 0.0
-    spent: float = proof.Proof.spent_s
-    proof.Proof.spent_s = 0.0
-    return spent
 
 
 def _answer(

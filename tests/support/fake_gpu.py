@@ -42,7 +42,7 @@ class FakeGpu:
         self.chaining: set[str] = set()
         self.faults: dict[tuple[str, str], BaseException] = {}
         self.calls: list[tuple[str, str]] = []
-        self.proof_s = 0.0
+        self.proof_s: dict[str, float] = {}
         self.steps_s: dict[str, float] = {}
         self.watts: dict[str, float] | None = {}
 

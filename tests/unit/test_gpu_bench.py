@@ -12,7 +12,7 @@ import pytest
 from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate, Launches
 from attnsweep.gpu import bench as measure
-from attnsweep.gpu import proof
+from attnsweep.gpu import proof, steps
 from attnsweep.gpu.bench import Bench
 from attnsweep.gpu.fixture import WrongResult
 from attnsweep.gpu.proof import Proof, Proven
@@ -454,13 +454,26 @@ def test_the_output_is_looked_at_before_the_host_waits_for_the_replay(bench, mon
 def test_what_preparing_inputs_takes_of_the_device_is_counted(bench, monkeypatch):
     times = iter([0.0, 40.0, 100.0, 130.0])
     monkeypatch.setattr(bench._proof._session, "record", lambda: next(times), raising=False)
-    monkeypatch.setattr(Proof, "spent_s", 0.0)
+    steps.proof_taken()
     bench._proof.begin()
     bench._proof.begin()
-    assert Proof.spent_s == pytest.approx(40e-6)
+    assert steps.proof_taken() == {"replays": pytest.approx(40e-6)}
     bench._proof._count_prepared()
     bench._proof._count_prepared()
-    assert Proof.spent_s == pytest.approx(70e-6)
+    assert steps.proof_taken() == {"replays": pytest.approx(30e-6)}
+
+
+def test_what_preparing_inputs_took_is_counted_where_the_output_is_compared_then(
+    bench, monkeypatch
+):
+    """It was lost once: the comparison set the sum to what it was before plus its own time."""
+    times = iter([0.0, 50e6])
+    monkeypatch.setattr(bench._proof._session, "record", lambda: next(times), raising=False)
+    monkeypatch.setattr(bench._proof, "_compare", lambda *args: None)
+    steps.proof_taken()
+    bench._proof.begin()
+    bench._proof.end(PROVEN, looked=True)
+    assert 50 <= steps.proof_taken()["replays"] < 60
 
 
 @pytest.mark.parametrize(("dtype", "asked"), [("bf16", [2]), ("fp32", [])])
