@@ -23,8 +23,9 @@ PROBLEMS = [
 ]
 # What bf16's own rounding hides: a sum in fp16 has three bits more than bf16.
 WITHIN_BF16 = ("SUM_IN_FP16",)
-# Time for calls one by one: enough for 7,000 of this slow kernel, of which one in 1000 is wrong.
-CONFIRM_US = 8e6
+# Time for calls one by one: enough for 7,000 of this slow kernel, of which one in 1000 is wrong, also
+# beside other processes. With 8 s and twelve processes one of 310 was not refused (H200).
+CONFIRM_US = 25e6
 
 
 def faults():
@@ -66,21 +67,24 @@ def candidate(problem, number, compiler):
 
 
 def try_and_confirm(worker, made, longest_us=CONFIRM_US):
-    """What a sweep does with a candidate, without its rounds; returns its accuracy."""
+    """What a sweep does with a candidate, without its rounds.
+
+    Returns its accuracy, and how many calls were compared in the end.
+    """
     accuracy, _ = worker.trial(made)
     worker.add("made", made, cold=False)
     try:
-        worker.confirm("made", longest_us)
+        return accuracy, worker.confirm("made", longest_us)
     finally:
         worker.drop("made")
-    return accuracy
 
 
 @pytest.mark.parametrize(("problem", "number"), list(faults()))
 def test_a_wrong_kernel_is_refused(problem, number, opened, compiler):
     worker, made = opened(problem), candidate(problem, number, compiler)
     with pytest.raises(WorkerError) as refused:
-        try_and_confirm(worker, made)
+        _, calls = try_and_confirm(worker, made)
+        pytest.fail(f"not refused, in {calls} calls one by one")
     assert refused.value.status is Status.WRONG, refused.value.detail
     only_in_turns = refused.value.detail.startswith("right in all other cases, but not in many")
     assert only_in_turns == FAULTS[number].startswith("TURN_OF_FEW_KEYS"), refused.value.detail
@@ -91,5 +95,5 @@ def test_a_wrong_kernel_is_refused(problem, number, opened, compiler):
 def test_the_right_kernel_is_not_refused(problem, seed, worker, compiler):
     made = candidate(problem, 0, compiler)
     worker.open(problem, replay_us=100, seed=1000 + seed)
-    accuracy = try_and_confirm(worker, made, longest_us=1e5)
+    accuracy, _ = try_and_confirm(worker, made, longest_us=1e5)
     assert max(accuracy.shares.values()) <= 1
