@@ -4,76 +4,64 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import recorded
 
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from attnsweep.family.declare import discover  # noqa: E402
-from attnsweep.store.run import find_runs, open_run  # noqa: E402
-from attnsweep.use.package import export  # noqa: E402
 from attnsweep.use.runtime.operator import Operator  # noqa: E402
-from attnsweep.use.runtime.table import Guard, read_table  # noqa: E402
+from attnsweep.use.runtime.table import GpuKey, read_table  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
-RESULTS = Path(__file__).parent.parent.parent / "results"
 NAME = "exported_for_tests"
-RUNS = {"h100", "flash_training", "flash_long", "flash_long_h200", "flash_dims", "flash_dims_h200"}
-
-
-def _runs_of_this_gpu() -> list[Path]:
-    if not torch.cuda.is_available():
-        return []
-    facts = torch.cuda.get_device_properties(0)
-    found = []
-    for directory in find_runs(RESULTS):
-        made = open_run(directory).environment if directory.name in RUNS else None
-        if made and (made.sm_count, made.l2_bytes) == (
-            facts.multi_processor_count,
-            facts.L2_cache_size,
-        ):
-            found.append(directory)
-    return found
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    runs = _runs_of_this_gpu()
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    key = GpuKey.of(torch.cuda.get_device_properties(0))
+    runs = recorded.runs_for(key, recorded.RUNS)
     if not runs:
-        pytest.skip("no recorded run of this GPU's kind")
-    place = tmp_path_factory.mktemp("package")
-    export(runs, place / NAME, discover(), name=NAME)
-    sys.path.insert(0, str(place / NAME))
+        pytest.skip(f"no card of sm_{''.join(map(str, key.compute_capability))} has recorded runs")
+    place = recorded.exported_for(key, runs, tmp_path_factory.mktemp("package"), NAME)
+    sys.path.insert(0, str(place))
     yield importlib.import_module(NAME)
-    sys.path.remove(str(place / NAME))
+    sys.path.remove(str(place))
 
 
 @pytest.fixture(scope="module")
 def always(package):
     """The same kernels with a guard that serves whatever the rules allow."""
     table = read_table(Path(package.__file__).parent)
-    gpus = {
-        key: replace(
-            gpu,
-            guard=Guard(margin=-99.0, per_octave=0.0, reach=99.0),
-            winners=tuple(replace(w, gain_low=9.0) for w in gpu.winners),
-        )
-        for key, gpu in table.gpus.items()
-    }
+    gpus = {key: recorded.unguarded(gpu) for key, gpu in table.gpus.items()}
     return Operator(replace(table, gpus=gpus), "exported_always")
 
 
-def tensors(batch, heads, heads_kv, seqlen, head_dim, dtype, layout, seqlen_k=None):
+@contextmanager
+def by_kernels(operator, calls):
+    """So many calls, and no other answer than a kernel's."""
+    before = operator.counters()
+    yield
+    assert operator.counters() == before | {"kernel": before.get("kernel", 0) + calls}
+
+
+def tensors(shape, layout):
     torch.manual_seed(1)
-    seqlen_k = seqlen_k or seqlen
+    batch, heads, heads_kv, seqlen, seqlen_k, head_dim, dtype, _ = shape
+    dtype = DTYPES[dtype]
     if layout == "packed":
         both = torch.randn(batch, seqlen, heads + 2 * heads_kv, head_dim, device="cuda").to(dtype)
         return [t.transpose(1, 2) for t in both.split([heads, heads_kv, heads_kv], 2)]
@@ -93,7 +81,8 @@ def check(operator, given, *, causal=False, scale=None):
     explained = operator.explain(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     assert explained.kernel, str(explained)
     options = {"is_causal": causal, "scale": scale, "enable_gqa": grouped}
-    got = operator.attention(q, k, v, **options)
+    with by_kernels(operator, 1):
+        got = operator.attention(q, k, v, **options)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), **options)
     theirs = F.scaled_dot_product_attention(q, k, v, **options)
     assert got.stride() == torch.empty_like(q).stride()
@@ -101,19 +90,10 @@ def check(operator, given, *, causal=False, scale=None):
 
 
 @pytest.mark.parametrize("layout", ["heads_first", "rows_first", "packed"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("heads_kv", "head_dim", "dtype"),
-    [(16, 64, torch.float16), (16, 128, torch.bfloat16), (4, 128, torch.bfloat16)],
-)
-@pytest.mark.parametrize("shape", [(1, 1024), (3, 333), (2, 4000)])
-def test_outputs(always, layout, causal, heads_kv, head_dim, dtype, shape):
-    batch, seqlen = shape
-    given = tensors(batch, 16, heads_kv, seqlen, head_dim, dtype, layout)
-    plan = always.explain(*given, is_causal=causal, enable_gqa=heads_kv != 16)
-    if plan.code in ("far", "not_tuned"):
-        pytest.skip(str(plan))
-    check(always, given, causal=causal, scale=0.2 if causal else None)
+@pytest.mark.parametrize("shape", recorded.OUTPUTS, ids=lambda shape: shape.label)
+def test_outputs(always, layout, shape):
+    given = tensors(shape, layout)
+    check(always, given, causal=shape.causal, scale=0.2 if shape.causal else None)
 
 
 def test_every_kernel_of_the_table(always):
@@ -126,28 +106,23 @@ def test_every_kernel_of_the_table(always):
         and winner.shape.seqlen_q * winner.shape.seqlen_k <= 1 << 25
     }
     assert shapes
-    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    for s in shapes.values():
-        given = tensors(
-            *(s.batch, s.heads, s.heads_kv, s.seqlen_q, s.head_dim, dtypes[s.dtype], "rows_first"),
-            seqlen_k=s.seqlen_k,
-        )
-        if s.causal and s.seqlen_q != s.seqlen_k:
+    for shape in shapes.values():
+        if shape.causal and shape.seqlen_q != shape.seqlen_k:
             continue  # PyTorch's mask is aligned top-left
-        check(always, given, causal=s.causal)
+        check(always, tensors(shape, "rows_first"), causal=shape.causal)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("heads_kv", [16, 4])
+@pytest.mark.parametrize("shape", recorded.GRADIENTS, ids=lambda shape: shape.label)
 @pytest.mark.parametrize("layout", ["heads_first", "packed"])
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
-def test_gradients(always, causal, heads_kv, layout, backend):
+def test_gradients(always, shape, layout, backend):
     """By the backward of the backend that PyTorch would have called."""
-    given = tensors(1, 16, heads_kv, 700, 64, torch.float16, layout)
+    given = tensors(shape, layout)
     leaves = [t.detach().requires_grad_() for t in given]
-    options = {"is_causal": causal, "enable_gqa": heads_kv != 16}
-    assert always.explain(*leaves, **options).kernel
-    with sdpa_kernel(getattr(SDPBackend, backend)):
+    options = {"is_causal": shape.causal, "enable_gqa": shape.heads_kv != shape.heads}
+    explained = always.explain(*leaves, **options)
+    assert explained.kernel, str(explained)
+    with sdpa_kernel(getattr(SDPBackend, backend)), by_kernels(always, 1):
         out = always.attention(*leaves, **options)
     direction = torch.randn_like(out)
     got = torch.autograd.grad(out, leaves, direction)
@@ -165,14 +140,14 @@ def test_gradients(always, causal, heads_kv, layout, backend):
 
 
 def test_cuda_graphs_and_streams(always):
-    q, k, v = tensors(1, 16, 16, 1024, 64, torch.float16, "packed")
+    q, k, v = tensors(recorded.PLAIN, "packed")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), by_kernels(always, 1):
         eager = always.attention(q, k, v)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), by_kernels(always, 1):
         out = always.attention(q, k, v)
     q.copy_(q.flip(2))
     graph.replay()
@@ -182,19 +157,18 @@ def test_cuda_graphs_and_streams(always):
 
 
 def test_a_new_thread(always):
-    q, k, v = tensors(1, 16, 16, 1024, 64, torch.float16, "packed")
-    expected = always.attention(q, k, v)
-    with ThreadPoolExecutor(1) as threads:
+    q, k, v = tensors(recorded.PLAIN, "packed")
+    with by_kernels(always, 2), ThreadPoolExecutor(1) as threads:
+        expected = always.attention(q, k, v)
         got = threads.submit(always.attention, q, k, v).result()
     assert torch.equal(got, expected)
-    assert "driver" not in always.counters()
 
 
 def test_a_first_call_in_a_capture(package):
     """The module is loaded while the stream captures."""
     table = read_table(Path(package.__file__).parent)
     fresh = Operator(table, "exported_in_capture")
-    q, k, v = tensors(1, 16, 16, 1024, 64, torch.float16, "heads_first")
+    q, k, v = tensors(recorded.PLAIN, "heads_first")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = fresh.attention(q, k, v)
@@ -218,50 +192,51 @@ def test_compiled_as_one_graph(always):
 
     block = Block().cuda().half()
     compiled = torch.compile(block, fullgraph=True)
-    x = torch.randn(2, 512, 1024, device="cuda", dtype=torch.float16)
-    before = always.counters().get("kernel", 0)
-    assert torch.allclose(compiled(x), block(x), atol=4e-3)
+    batch, heads, _, seqlen, _, head_dim, dtype, causal = recorded.COMPILED
+    assert (heads, head_dim, DTYPES[dtype], causal) == (16, 64, torch.float16, True)
+    x = torch.randn(batch, seqlen, 1024, device="cuda", dtype=torch.float16)
     gradients = []
-    for each in (compiled, block):
-        block.zero_grad()
-        each(x).float().square().sum().backward()
-        gradients.append(block.qkv.weight.grad.clone())
+    with by_kernels(always, 4):
+        assert torch.allclose(compiled(x), block(x), atol=4e-3)
+        for each in (compiled, block):
+            block.zero_grad()
+            each(x).float().square().sum().backward()
+            gradients.append(block.qkv.weight.grad.clone())
     assert error(gradients[0], gradients[1].double()) < 1e-2
-    assert always.counters()["kernel"] - before == 4
 
 
-def memory_of(number, size):
-    """Views of memory at other addresses, as q, k and v of (1, 16, 1024, 64)."""
-    memory = torch.randn(size + 8 * number, device="cuda").half()
+def memory_of(number, shape):
+    """Views of memory at other addresses, as q, k and v of a shape."""
+    sizes = (shape.batch, shape.heads, shape.seqlen_q, shape.head_dim)
+    size = math.prod(sizes)
+    memory = torch.randn(size + 8 * number, device="cuda").to(DTYPES[shape.dtype])
     for n in range(number):
-        yield memory[8 * n : 8 * n + size].view(1, 16, 1024, 64)
+        yield memory[8 * n : 8 * n + size].view(sizes)
 
 
 def test_addresses_that_keep_changing(always):
     """More than the package remembers, on two streams: launches are moved, not made anew."""
-    before = always.counters().get("kernel", 0)
     other = torch.cuda.Stream()
-    views = list(memory_of(300, 1 << 20))
+    views = list(memory_of(300, recorded.PLAIN))
     for n, view in enumerate(views):
         given = (view, views[-n - 1], views[n // 2])
         expected = F.scaled_dot_product_attention(*given)
         other.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(other if n % 3 == 0 else torch.cuda.current_stream()):
+        stream = other if n % 3 == 0 else torch.cuda.current_stream()
+        with torch.cuda.stream(stream), by_kernels(always, 1):
             got = always.attention(*given)
         torch.cuda.current_stream().wait_stream(other)
         assert torch.allclose(got, expected, atol=4e-3, rtol=1e-2), n
-    assert always.counters()["kernel"] - before == 300
     assert always._devices[0]._replaces, "cuTensorMapReplaceAddress does what encoding does"
 
 
 @pytest.mark.parametrize("layout", ["heads_first", "rows_first", "packed"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_replaced_address_is_an_encoded_one(always, layout, head_dim):
+@pytest.mark.parametrize("shape", recorded.MAPPED, ids=lambda shape: shape.label)
+def test_a_replaced_address_is_an_encoded_one(always, layout, shape):
     """Byte by byte, in each map of a call."""
-    given = tensors(2, 16, 4, 1000, head_dim, torch.bfloat16, layout)
-    if always.explain(*given, enable_gqa=True).kernel is None:
-        pytest.skip("no kernel of this kind")
-    always.attention(*given, enable_gqa=True)
+    given = tensors(shape, layout)
+    with by_kernels(always, 1):
+        always.attention(*given, enable_gqa=True)
     kind = (given[0].shape, given[0].stride(), given[0].dtype)
     plan = next(p for what, p in always._plans.items() if what[:3] == kind and p.launches)
     driver, ready = always._devices[0]._cuda, next(iter(plan.launches._ready.values()))
@@ -280,12 +255,14 @@ def test_a_replaced_address_is_an_encoded_one(always, layout, head_dim):
 
 
 def test_memory_stays_with_changing_shapes(always):
-    def sweep(first):
-        for seqlen in range(first, first + 300):
-            given = tensors(1, 16, 16, seqlen, 64, torch.float16, "packed")
-            always.attention(*given)
+    def sweep(seqlens):
+        with by_kernels(always, len(seqlens)):
+            for seqlen in seqlens:
+                given = tensors(recorded.changing(seqlen), "packed")
+                always.attention(*given)
         del given  # whose size depends on the last shape
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
-    assert sweep(500) == sweep(500) == sweep(900)
+    first, last = recorded.CHANGING[:300], recorded.CHANGING[-300:]
+    assert sweep(first) == sweep(first) == sweep(last)

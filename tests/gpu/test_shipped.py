@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import recorded
 
 torch = pytest.importorskip("torch")
 
@@ -27,9 +28,9 @@ def served():
     attnsweep.disable()
 
 
-def tensors(batch=4, heads=16, seqlen=2048, head_dim=128):
+def tensors(shape=recorded.SHIPPED[-1]):
     torch.manual_seed(0)
-    size = (batch, seqlen, heads, head_dim)
+    size = (shape.batch, shape.seqlen_q, shape.heads, shape.head_dim)
     made = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     return [t.transpose(1, 2) for t in made]
 
@@ -44,13 +45,12 @@ def check(got, given, **options):
     assert error(got, exact) <= 1.5 * theirs + 1e-5
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_recorded_shape(served, causal, head_dim):
-    given = tensors(head_dim=head_dim)
-    got = attnsweep.attention(*given, is_causal=causal)
+@pytest.mark.parametrize("shape", recorded.SHIPPED, ids=lambda shape: shape.label)
+def test_a_recorded_shape(served, shape):
+    given = tensors(shape)
+    got = attnsweep.attention(*given, is_causal=shape.causal)
     assert served() == 1
-    check(got, given, is_causal=causal)
+    check(got, given, is_causal=shape.causal)
 
 
 def test_an_enabled_model_that_is_compiled(served):
