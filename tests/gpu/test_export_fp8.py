@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,28 +10,24 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import recorded
 
 torch = pytest.importorskip("torch")
 
 from attnsweep.build import numerics  # noqa: E402
 from attnsweep.build.nvrtc import Compiler  # noqa: E402
-from attnsweep.family.declare import Config, discover  # noqa: E402
+from attnsweep.family.declare import discover  # noqa: E402
 from attnsweep.hardware import arch_named  # noqa: E402
 from attnsweep.problem import Problem  # noqa: E402
-from attnsweep.store.run import find_runs, open_run  # noqa: E402
 from attnsweep.use import fp8 as made_of  # noqa: E402
-from attnsweep.use.package import export  # noqa: E402
 from attnsweep.use.runtime.fp8_operator import Fp8Operator  # noqa: E402
-from attnsweep.use.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, read_table  # noqa: E402
+from attnsweep.use.runtime.table import GpuKey, read_table  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
-RESULTS = Path(__file__).parent.parent.parent / "results"
 NAME = "exported_fp8_for_tests"
-RUNS = {"fp8_h100", "fp8_h200"}
 FAMILY = discover()[made_of.FAMILY]
 DEVICE = "cuda"
-DTYPES = ("e4m3_tensor", "e4m3", "e4m3_block")
 
 
 def this_gpu():
@@ -43,56 +38,25 @@ def this_gpu():
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """The recorded run of this GPU's kind, as a program imports it."""
-    key, runs = this_gpu(), []
-    for directory in find_runs(RESULTS):
-        made = open_run(directory).environment if directory.name in RUNS else None
-        if made and (made.sm_count, made.l2_bytes) == (key.sm_count, key.l2_bytes):
-            runs.append(directory)
-    if not runs:
-        pytest.skip("no recorded FP8 run of this GPU's kind")
-    place = tmp_path_factory.mktemp("package")
-    export(runs, place / NAME, discover(), name=NAME)
-    sys.path.insert(0, str(place / NAME))
+    """A recorded run as a program imports it: this GPU's, or another's that it can run."""
+    key = this_gpu()
+    runs = recorded.runs_for(key, recorded.FP8_RUNS)
+    place = recorded.exported_for(key, runs, tmp_path_factory.mktemp("package"), NAME)
+    sys.path.insert(0, str(place))
     yield importlib.import_module(NAME)
-    sys.path.remove(str(place / NAME))
-
-
-def configs(head_dim, dtype):
-    """Configs that no rule refuses at 1000 tokens, with each way to keep or to save accuracy."""
-    first = {param.name: param.values[0] for param in FAMILY.params} | {"BLOCK_N": 64}
-    first |= {"WARPGROUPS": 2, "OVERLAP": 1, "HEADROOM": 0, "LSE": 0}
-    few = {"MAXIMA": 2, "HEADROOM": 5} if head_dim < 256 else {}
-    return [Config(first | {"INTERVAL": 64}), Config(first | few)]
+    sys.path.remove(str(place))
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     """A package of every head_dim, mask and kind of scales, for this GPU."""
-    key, arch, place = this_gpu(), arch_named(FAMILY.min_arch), tmp_path_factory.mktemp("made")
-    winners = []
-    for dtype in ("e4m3", "e4m3_block"):
-        for head_dim in FAMILY.head_dims:
-            for causal in (False, True):
-                for seqlen, config in zip((1000, 3000), configs(head_dim, dtype), strict=True):
-                    problem = Problem(2, 8, 8, seqlen, seqlen, head_dim, dtype, causal)
-                    own = Config({**config, "ORDER": int(causal)})
-                    assert FAMILY.refused_by(own, problem, arch) is None, (own.label, problem.label)
-                    winners.append(made_of.Winner(key, problem, own, 1.0))
-    selected = made_of.select(winners, {key: {"this"}}, FAMILY)
-    compiler, notes = Compiler(arch), []
+    key, compiler, notes = this_gpu(), Compiler(arch_named(FAMILY.min_arch)), []
     try:
-        kernels, files = made_of.compiled(selected, FAMILY, compiler, notes)
+        made = recorded.fp8_table(key, compiler, tmp_path_factory.mktemp("made"), notes)
     finally:
         compiler.close()
     assert notes == [], "spills"
-    (place / CUBINS).mkdir()
-    for file, data in files.items():
-        (place / CUBINS / file).write_bytes(data)
-    raw = {"format": FORMAT, "attnsweep": "0", "kernels": [], "gpus": []}
-    section = made_of.section(selected, FAMILY, kernels)
-    (place / TABLE).write_text(json.dumps(raw | {"fp8": section}))
-    return read_table(place)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -177,19 +141,16 @@ def check(attention, problem, given, explained):
     assert all(share <= 1 for share in shares.values()), (problem.label, explained, shares)
 
 
-SHAPES = [
-    *((2, 8, 8, 1000, 1000), (1, 8, 2, 333, 333), (1, 4, 4, 2900, 2900), (3, 4, 4, 65, 65)),
-    *((3, 4, 2, 64, 64), (2, 8, 4, 1, 777), (1, 4, 1, 200, 129), (2, 3, 3, 17, 17)),
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", recorded.FP8_DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("sizes", recorded.FP8_SIZES, ids=str)
 def test_outputs(operator, dtype, causal, head_dim, sizes):
     if causal and sizes[3] != sizes[4]:
-        pytest.skip("such masks are refused")
+        given = inputs(Problem(*sizes, head_dim, dtype, causal=False))
+        with pytest.raises(ValueError, match="libraries differ in how they align the mask"):
+            operator.attention(*given, causal, None, True)
+        return
     problem = Problem(*sizes, head_dim, dtype, causal)
     if head_dim == 256 and sizes[3] <= 64:
         with pytest.raises(Exception, match="no FP8 kernel of the package may run"):
@@ -208,8 +169,7 @@ def test_every_winner_of_the_recorded_run(package):
     for winner in winners:
         s = winner.shape
         tuned = Problem(*s[:6], s.dtype, s.causal)
-        off = replace(tuned, seqlen_q=s.seqlen_q - 37, seqlen_k=s.seqlen_k - 37)
-        for problem in (tuned, off):
+        for problem in (tuned, recorded.off(tuned)):
             given = large_inputs(problem)
             explained = package.explain_fp8(*given, causal=s.causal)
             if problem is tuned:
@@ -224,7 +184,7 @@ def test_winners_of_16_bits_are_not_needed(package):
     assert torch.equal(package.attention(q, q, q), sdpa(q, q, q))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", recorded.FP8_DTYPES)
 def test_cuda_graphs_and_streams(table, dtype):
     """The first call is in a capture, and scales are read anew by each replay."""
     fresh = Fp8Operator(table, torch.library.Library(f"exported_fp8_{dtype}", "DEF"))
