@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import recorded
@@ -11,13 +12,14 @@ from fake_compiler import FakeCompiler
 from attnsweep.family.declare import discover
 from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
-from attnsweep.use import package
+from attnsweep.use import package, shipped
 from attnsweep.use.compiled import shape_of
 from attnsweep.use.runtime import dispatch, fp8
 from attnsweep.use.runtime.table import TABLE, GpuKey, read_table
 
 H100, H200 = (GpuKey((9, 0), 132, mib << 20) for mib in (50, 60))
 H100_PCIE, A100 = GpuKey((9, 0), 114, 50 << 20), GpuKey((8, 0), 108, 40 << 20)
+SHIPPED = Path(shipped.__file__).parent / "runtime"
 CARDS = {"H100": H100, "H200": H200, "H100 PCIe": H100_PCIE}
 CALLS = {
     *(*recorded.OUTPUTS, *recorded.GRADIENTS, *recorded.MAPPED),
@@ -77,10 +79,25 @@ def test_winners_split_keys_in_both_ways_and_take_turns(known):
 
 @pytest.mark.parametrize("shape", recorded.SHIPPED, ids=lambda shape: shape.label)
 def test_what_comes_with_attnsweep_serves_the_calls_of_its_gpu_test(shape):
-    shipped = read_table(recorded.RESULTS.parent / "attnsweep" / "use" / "runtime")
-    assert {*shipped.gpus} == {H100, H200}
-    for gpu in shipped.gpus.values():
+    gpus = read_table(SHIPPED).gpus
+    assert {*gpus} == {H100, H200}
+    for gpu in gpus.values():
         assert dispatch.choose(gpu, shape).kernel, gpu.key.label
+
+
+@pytest.mark.parametrize(("key", "name"), [(H100, "H100"), (H200, "H200")])
+def test_the_page_says_which_lengths_are_near_enough(key, name):
+    gpu = read_table(SHIPPED).gpus[key]
+    page = " ".join((recorded.RESULTS.parent / "docs/how-to/use.md").read_text().split())
+    assert f" {len(gpu.winners)} " in page[: page.index("both of 132 SMs")]
+
+    def far(head_dim, seqlen):
+        shapes = [recorded.call(1, 32, 32, seqlen, head_dim, "bf16", c) for c in recorded.BOTH]
+        return any(dispatch.choose(gpu, shape).code == "far" for shape in shapes)
+
+    row = page[page.index(f"| {name} |") :].split("|")[2:7]
+    for head_dim, shortest in zip((64, 96, 128, 192, 256), map(int, row), strict=True):
+        assert [far(head_dim, shortest + more) for more in (-1, 0, 1, 100)] == [True, *3 * [False]]
 
 
 # ---- FP8 ----
