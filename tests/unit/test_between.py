@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep import families, judge_dispatch, load_spec, open_run, plan
+from attnsweep import dispatch_summary, families, judge_dispatch, load_spec, open_run, plan
 from attnsweep.family.declare import Config
 from attnsweep.hardware import ARCHS
 from attnsweep.use import package
@@ -78,6 +78,18 @@ def test_the_held_out_shapes_timed_all_choices_but_one_that_was_refused_there():
     assert len(rows) > 40
     page = " ".join((ROOT / "docs/tutorials/your-model.md").read_text().split())
     assert "On 1 of the shapes their own sweeps did not time the choice" in page
+
+
+def test_the_page_says_what_the_rule_loses_on_an_h200():
+    runs = ("flash_dims", "flash_long", "flash_short", "flash_training", "batched")
+    rows = judge_dispatch([ROOT / "results/h200" / name for name in runs], [])
+    found = dispatch_summary(rows)
+    page = " ".join((ROOT / "docs/tutorials/your-model.md").read_text().split())
+    assert f"each of its {found['shapes']} tuned shapes was left out in turn" in page
+    assert f"the choice was {100 * found['regret']['median']:.1f} % slower than the best" in page
+    assert f"{found['codes']['not_tuned']} shapes were the only ones of their head_dim" in page
+    assert f"for {found['not_timed']} the choice was not timed" in page
+    assert found["slower_than_sdpa_by_3_percent"] == 0
 
 
 def test_the_specs_vary_what_decides_a_time(planned):
