@@ -29,7 +29,9 @@ kernel = Kernel(
             "MAXIMA", (1, 2), "maxima 1 of each tile, 2 only where weights would outgrow the format"
         ),
         Param(
-            "HEADROOM", (0, 4, 5), "log2 of how far P may outgrow its reference: less is more exact"
+            "HEADROOM",
+            (0, 1, 2, 3, 4, 5),
+            "log2 of how far P may outgrow its reference: less is more exact",
         ),
         Param("EXP2_POLY", (0, 2), "exponentials out of 8 by a polynomial on the FMA units"),
         Param("ORDER", (0, 1), "block order: 0 by head; 1 longest first, by heads that fit L2"),
@@ -123,9 +125,8 @@ kernel.keep_if(
      lambda c, p, arch: not c.SUMS or (not c.LSE and (c.SUMS == 2 or p.head_dim < 256))),
     ("sums_by_interval", "the tensor core cuts sums of many weights: of 16,384 keys it loses 45 %",
      lambda c, p, arch: c.SUMS != 1 or c.INTERVAL > 0),
-    ("flat_rows", "a tile of equal scores fits without its maxima: a thread has a quarter of a row",
-     lambda c, p, arch: c.MAXIMA == 1
-     or (c.OVERLAP > 0 and c.BLOCK_N // 4 * 2 ** (8 - c.HEADROOM) < 448)),
+    ("tried_tiles", "tiles are tried without their maxima only with OVERLAP",
+     lambda c, p, arch: c.MAXIMA == 1 or c.OVERLAP > 0),
     ("warpgroups_of_sm", "an SM has 2 to 4 consumer warpgroups, so that their products overlap",
      lambda c, p, arch: 2 <= c.WARPGROUPS * c.BLOCKS_PER_SM <= 4),
     ("turns", "two or more warpgroups take turns, with OVERLAP",

@@ -150,17 +150,13 @@ struct Consumer {
         int block = schedule.key(j, all_keys) / (SCALE_BLOCK ? SCALE_BLOCK : 1);
         return {factor * k_scale[block], v_scale[block]};
     }
-    // To the units of the next tile, and to the reference of its exponents if that has grown.
-    __device__ __forceinline__ static void rescale(Sums& sums, bool grew, float (&by)[2],
-                                                   const Factors& from, const Factors& to) {
+    // To the units of the next tile.
+    __device__ __forceinline__ static void convert(Sums& sums, Factors& last, const Factors& own) {
         if constexpr (SCALE_BLOCK > 0) {
-            if (grew && ONES) sums.scale<HEAD_DIM, OUT_COLUMNS>(by);
-            float units = from.v / to.v;
-            by[0] = grew ? by[0] * units : units, by[1] = grew ? by[1] * units : units;
+            float units = last.v / own.v, by[2] = {units, units};
             sums.scale<0, HEAD_DIM>(by);
-        } else if (grew) {
-            sums.scale<0, OUT_COLUMNS>(by);
         }
+        last = own;
     }
     __device__ __forceinline__ void mask(Scores& s, int j) const {
         const int key = schedule.key(j, all_keys), row = first_row + lane / 4;
@@ -185,9 +181,9 @@ struct Consumer {
                                             bool first, Factors& last, const Factors& own) const {
         float by[2];
         bool grew = rows.tile(s, own.scores, first, by, to_fragments(p));
+        if (grew) sums.scale<0, OUT_COLUMNS>(by);
         if (first) last = own;
-        rescale(sums, grew, by, last, own);
-        last = own;
+        convert(sums, last, own);
     }
     // The same of a later tile, and the end of P V of the tile before. OVERLAP 1: next to it only
     // the maxima are taken, so that P needs no second place. 2: all of it.
@@ -195,24 +191,31 @@ struct Consumer {
                                                       Softmax& rows, Factors& last,
                                                       const Factors& own) {
         float by[2];
-        bool grew;
-        if constexpr (OVERLAP == 2) {
-            Weights next;
-            grew = rows.tile(s, own.scores, false, by, to_fragments(next));
-            pin(next);
-            hold(next);
+        if constexpr (OVERLAP == 1 && MAXIMA == 2) {
+            float sum[2];
             end_pv(sums, p);
-            move(p, next);
-        } else if constexpr (MAXIMA == 2) {
-            end_pv(sums, p);
-            grew = rows.tile(s, own.scores, false, by, to_fragments(p));
+            if (!rows.fits(s, own.scores, sum, to_fragments(p))) {
+                rows.refer(s, own.scores, false, by, sum);
+                rows.add(s, own.scores, to_fragments(p));
+                sums.scale<0, OUT_COLUMNS>(by);
+            }
         } else {
-            grew = rows.refer(s, own.scores, false, by);
-            end_pv(sums, p);
-            rows.add(s, own.scores, to_fragments(p));
+            bool grew;
+            if constexpr (OVERLAP == 2) {
+                Weights next;
+                grew = rows.tile(s, own.scores, false, by, to_fragments(next));
+                pin(next);
+                hold(next);
+                end_pv(sums, p);
+                move(p, next);
+            } else {
+                grew = rows.refer(s, own.scores, false, by);
+                end_pv(sums, p);
+                rows.add(s, own.scores, to_fragments(p));
+            }
+            if (grew) sums.scale<0, OUT_COLUMNS>(by);
         }
-        rescale(sums, grew, by, last, own);
-        last = own;
+        convert(sums, last, own);
     }
 
     // Passes by the tiles that the block's later queries alone see, and returns the first other

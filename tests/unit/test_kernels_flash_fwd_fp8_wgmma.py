@@ -199,6 +199,7 @@ def test_a_producer_has_what_consumers_can_spare():
         ({"BLOCK_N": 224, "V_STAGES": 1}, "producer_registers"),
         ({"BLOCK_N": 80}, "tiles"),
         ({"SUMS": 1, "LSE": 1}, "sums"),
+        ({"MAXIMA": 2, "OVERLAP": 0}, "tried_tiles"),
         ({"NUM_STAGES": 2, "V_STAGES": 3}, "no_idle_tile"),
     ],
 )

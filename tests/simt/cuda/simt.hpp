@@ -251,6 +251,7 @@ inline float __uint_as_float(unsigned x) { return simt_cast<float>(x); }
 inline int __float_as_int(float x) { return simt_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return simt_cast<unsigned>(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float __log2f(float x) { return log2f(x); }
 inline float __saturatef(float x) { return x > 0.f ? fminf(x, 1.f) : 0.f; }  // a NaN becomes 0
 inline float __frcp_rn(float x) { return 1.f / x; }
 inline float __expf(float x) { return expf(x); }
