@@ -68,7 +68,7 @@ CASES = (
     (
         "flash_fwd_fp8_wgmma",
         "BLOCK_N: 64, WARPGROUPS: 2, PINGPONG: 1, OVERLAP: 1, INTERVAL: 0, SUMS: 2, MAXIMA: 2, "
-        "HEADROOM: 5, PERSISTENT: 2",
+        "HEADROOM: 1, PERSISTENT: 2",
         BOTH,
     ),
     (
