@@ -31,7 +31,6 @@ MORE = {
         "V_STAGES": (1, 3),
         "OVERLAP": (0,),
         "INTERVAL": (32, 192, 256),
-        "HEADROOM": (2, 8),
         "EXP2_POLY": (3, 8),
         "PERSISTENT": (2, 3, 5),
         "PDL": (1, 2),

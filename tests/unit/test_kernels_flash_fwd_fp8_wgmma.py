@@ -200,6 +200,7 @@ def test_a_producer_has_what_consumers_can_spare():
         ({"BLOCK_N": 224, "V_STAGES": 1}, "producer_registers"),
         ({"BLOCK_N": 80}, "tiles"),
         ({"SUMS": 1, "LSE": 1}, "sums"),
+        ({"HEADROOM": 6}, "small_weights"),
         ({"SUMS": 2, "HEADROOM": 2}, "sums_by_headroom"),
         ({"SUMS": 1, "INTERVAL": 64, "HEADROOM": 5}, "sums_by_headroom"),
         ({"MAXIMA": 2, "OVERLAP": 0}, "tried_tiles"),
