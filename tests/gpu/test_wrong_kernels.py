@@ -23,8 +23,8 @@ PROBLEMS = [
 ]
 # What bf16's own rounding hides: a sum in fp16 has three bits more than bf16.
 WITHIN_BF16 = ("SUM_IN_FP16",)
-# Time for calls one by one: enough for 7,000 of this slow kernel, of which one in 1000 is wrong, also
-# beside other processes. With 8 s and twelve processes one of 310 was not refused (H200).
+# Time for calls one by one: enough for 7,000 of this slow kernel, of which one in 1000 is wrong,
+# also beside other processes: with 8 s and eleven of them one of 290 was not refused (H200).
 CONFIRM_US = 25e6
 
 
@@ -82,12 +82,15 @@ def try_and_confirm(worker, made, longest_us=CONFIRM_US):
 @pytest.mark.parametrize(("problem", "number"), list(faults()))
 def test_a_wrong_kernel_is_refused(problem, number, opened, compiler):
     worker, made = opened(problem), candidate(problem, number, compiler)
-    with pytest.raises(WorkerError) as refused:
+    refused, calls = None, None
+    try:
         _, calls = try_and_confirm(worker, made)
-        pytest.fail(f"not refused, in {calls} calls one by one")
-    assert refused.value.status is Status.WRONG, refused.value.detail
-    only_in_turns = refused.value.detail.startswith("right in all other cases, but not in many")
-    assert only_in_turns == FAULTS[number].startswith("TURN_OF_FEW_KEYS"), refused.value.detail
+    except WorkerError as error:
+        refused = error
+    assert refused, f"not refused, in {calls} calls one by one"
+    assert refused.status is Status.WRONG, refused.detail
+    only_in_turns = refused.detail.startswith("right in all other cases, but not in many")
+    assert only_in_turns == FAULTS[number].startswith("TURN_OF_FEW_KEYS"), refused.detail
 
 
 @pytest.mark.parametrize("seed", range(5))
