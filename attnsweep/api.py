@@ -314,15 +314,22 @@ def exported_table(
     return outline([Path(run) for run in runs], known, guard=guard)
 
 
-def judge_dispatch(runs: Iterable[str | Path], held_out: Iterable[str | Path] = ()) -> list[Judged]:
+def judge_dispatch(
+    runs: Iterable[str | Path],
+    held_out: Iterable[str | Path] = (),
+    *,
+    leave_one_out: bool = False,
+) -> list[Judged]:
     """Judge what a package of these runs would call on shapes that were not tuned.
 
-    held_out: runs of the same kind of GPU that swept other shapes (default: each shape of `runs`,
-    by a table without it). Raises StoreError.
+    held_out: runs that swept other shapes, or swept them on a GPU that the runs' stands in for.
+    leave_one_out: judge each of their shapes by a table without it; done with those of `runs` if
+    nothing is held out. Raises StoreError.
     """
     from attnsweep.use.judge import judged
 
-    return list(judged([Path(run) for run in runs], [Path(run) for run in held_out]))
+    tuned, others = ([Path(run) for run in each] for each in (runs, held_out))
+    return list(judged(tuned, others, leave_one_out=leave_one_out))
 
 
 def dispatch_summary(rows: Sequence[Judged]) -> dict[str, Any]:

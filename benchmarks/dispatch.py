@@ -1,12 +1,14 @@
 """Judge the dispatch of an exported package on shapes that were not tuned.
 
-Usage: python benchmarks/dispatch.py TUNED_RUN... (--held-out RUN... | --leave-one-out)
-[--json FILE] [--rows]. Nothing is measured, and no compiler is needed.
+Usage: python benchmarks/dispatch.py TUNED_RUN... [--held-out RUN...] [--leave-one-out]
+[--json FILE]. Nothing is measured, and no compiler is needed.
 
 The table is the one that `attnsweep export TUNED_RUN...` writes, and the rule is the package's own
-code (attnsweep/use/runtime/dispatch.py). A held-out run swept other shapes on the same kind of GPU.
-With --leave-one-out each tuned shape is judged by a table without it, and without its twin in the
-other dtype.
+code (attnsweep/use/runtime/dispatch.py). A held-out run swept other shapes on the same kind of GPU,
+or any shapes on another kind: then its own runs are left out, and the tuned ones stand in for them
+(`stand_in`), if both GPUs have the same compute capability and number of SMs. With --leave-one-out
+each shape is judged by a table without it, and without its twin in the other dtype: the tuned runs'
+shapes if none are held out.
 
 - regret: time of what the package calls over the best of the shape's own sweep, PyTorch's attention
   included, less 1. Where the package calls PyTorch, its time is that of PyTorch's fastest backend.
@@ -25,10 +27,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from setting import console
 
-from attnsweep import AttnsweepError, dispatch_summary, judge_dispatch
+from attnsweep import AttnsweepError, dispatch_summary, judge_dispatch, open_run
+
+
+def measured(runs: Sequence[Path]) -> list[str]:
+    """The GPU, its driver and the days of some runs."""
+    found: dict[str, set[str]] = {}
+    for run in runs:
+        made = open_run(run).environment
+        if made is not None:
+            found.setdefault(f"{made.gpu}, driver {made.driver}", set()).add(made.date[:10])
+    return [f"{card}, {' and '.join(sorted(days))}" for card, days in found.items()]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,22 +52,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--leave-one-out", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args(arguments)
-    if bool(given.held_out) == given.leave_one_out:
-        parser.error("give --held-out RUN..., or --leave-one-out")
+    if not given.held_out and not given.leave_one_out:
+        parser.error("give --held-out RUN..., or --leave-one-out, or both")
     try:
-        rows = judge_dispatch(given.tuned, given.held_out)
+        rows = judge_dispatch(given.tuned, given.held_out, leave_one_out=given.leave_one_out)
         result = dispatch_summary(rows)
+        gpus = {"by": measured(given.tuned), "on": measured(given.held_out or given.tuned)}
     except AttnsweepError as error:
         raise SystemExit(str(error)) from error
     for row in sorted(rows, key=lambda row: row.regret if row.regret is not None else -1.0):
         regret = "not timed" if row.regret is None else f"{row.regret:8.2%}"
         gain = "" if row.gain is None else f"gain {row.gain:.3f}, expected {row.expected_gain:.3f}"
         console.print(f"{regret:>9}  {row.shape:34} {row.code:10} {gain}; held {row.served:.2%}")
-    console.print(json.dumps(result, indent=1))
+    console.print(json.dumps(gpus | result, indent=1))
     if given.json is not None:
-        runs = {"tuned": [run.name for run in given.tuned]}
+        runs: dict[str, Any] = {"tuned": [run.name for run in given.tuned]}
         runs["held_out"] = [run.name for run in given.held_out]
-        facts = {**runs, **result, "rows": [asdict(row) for row in rows]}
+        runs["leave_one_out"] = given.leave_one_out
+        facts = {**runs, **gpus, **result, "rows": [asdict(row) for row in rows]}
         given.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -1,7 +1,8 @@
 """How good the dispatch of an exported package is on shapes that were not tuned.
 
 The table is the one that an export of the tuned runs writes, and the rule is the package's own. A
-held-out run swept other shapes on the same kind of GPU; its times say what a choice costs.
+held-out run swept other shapes on the same kind of GPU, or any on one that the tuned runs' GPU
+stands in for; its times say what a choice costs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from attnsweep.use.compiled import FAMILY, shape_of
 from attnsweep.use.package import held_for, outline
 from attnsweep.use.runtime.dispatch import choose
 from attnsweep.use.runtime.launch import refused_by
-from attnsweep.use.runtime.table import TABLE, Gpu, GpuKey, Kernel, Shape, read_table
+from attnsweep.use.runtime.table import TABLE, Gpu, GpuKey, Kernel, Shape, known, read_table
 
 SDPA = "torch_"
 SLOWER = 1 / 1.03
@@ -107,7 +108,10 @@ def _is_ours(trial: Trial) -> bool:
 
 
 def without(gpu: Gpu, shape: Shape) -> Gpu:
-    """What would be known if neither the shape nor its twin in the other dtype had been tuned."""
+    """What would be known if neither the shape nor its twin in the other dtype had been tuned.
+
+    Neither on this GPU nor on the one that stands in for it.
+    """
     sizes = shape._replace(dtype="")
     winners = tuple(w for w in gpu.winners if w.shape._replace(dtype="") != sizes)
     won = {w.kernel.config for w in winners}
@@ -122,7 +126,8 @@ def without(gpu: Gpu, shape: Shape) -> Gpu:
     left = [
         replace(w, others=tuple((k, us) for k, us in w.others if _key(k) in held)) for w in winners
     ]
-    return replace(gpu, winners=tuple(left), twins=twins)
+    other = None if gpu.stand_in is None else without(gpu.stand_in, shape)
+    return replace(gpu, winners=tuple(left), twins=twins, stand_in=other)
 
 
 def _key(kernel: Kernel) -> tuple[int, bool, str]:
@@ -135,7 +140,8 @@ def judge(gpu: Gpu, one: Swept) -> Judged:
     sdpa_us = min(one.sdpa_us.values())
     config = choice.kernel.config if choice.kernel is not None else None
     time_us = sdpa_us if config is None else one.configs_us.get(config)
-    made = [*(w.kernel for w in gpu.winners), *gpu.twins]
+    known_of = [gpu, *([gpu.stand_in] if gpu.stand_in is not None else [])]
+    made = [k for each in known_of for k in (*(w.kernel for w in each.winners), *each.twins)]
     kind = (one.shape.head_dim, one.shape.causal, one.shape.dtype)
     held = [
         one.configs_us[k.config]
@@ -157,22 +163,27 @@ def judge(gpu: Gpu, one: Swept) -> Judged:
     )
 
 
-def judged(runs: Sequence[Path], held_out: Sequence[Path]) -> Iterator[Judged]:
-    """Every shape of the held-out runs that was not tuned; of the tuned runs if there are none."""
+def judged(
+    runs: Sequence[Path], held_out: Sequence[Path] = (), *, leave_one_out: bool = False
+) -> Iterator[Judged]:
+    """Every shape of the held-out runs that was not tuned on their kind of GPU.
+
+    leave_one_out: every shape, by a table without it; of the tuned runs if no other is held out.
+    """
     gpus = tuned(runs)
     for run in held_out or runs:
-        gpu = gpus.get(key_of(run))
+        gpu = known(gpus, key_of(run))
         if gpu is None:
             raise StoreError(
-                "no tuned run is of its kind of GPU",
+                "no tuned run is of its kind of GPU, or of one that stands in for it",
                 where=str(run),
                 hint="name runs of this GPU before --held-out",
             )
-        known = {winner.shape for winner in gpu.winners}
+        shapes = {winner.shape for winner in gpu.winners}
         for one in swept(run):
-            if not held_out:
+            if leave_one_out or not held_out:
                 yield judge(without(gpu, one.shape), one)
-            elif one.shape not in known:
+            elif one.shape not in shapes:
                 yield judge(gpu, one)
 
 
@@ -189,6 +200,7 @@ def summary(rows: Sequence[Judged]) -> dict[str, Any]:
     """Median, 95th percentile and worst of the regrets; how often PyTorch serves; least gain.
 
     expected_gain_error: of the expected gain over the measured one, less 1, where a kernel serves.
+    of_kernels: regrets and gains there alone.
     """
     known = [row for row in rows if row.regret is not None and row.gain is not None]
     if not known:
@@ -211,10 +223,24 @@ def summary(rows: Sequence[Judged]) -> dict[str, Any]:
         "to_sdpa": sum(row.config is None for row in rows),
         "regret": _three(regrets),
         "regret_of_the_best_held": _three(served),
-        "gain": {"median": round(statistics.median(gains), 4), "least": round(min(gains), 4)},
+        "gain": _two(gains),
         "expected_gain_error": _three(errors or [0.0]),
+        "of_kernels": _of_kernels([row for row in known if row.config is not None]),
         "slower_than_sdpa_by_3_percent": sum(gain < SLOWER for gain in gains),
     }
+
+
+def _of_kernels(rows: Sequence[Judged]) -> dict[str, Any]:
+    """The same of timed choices that are kernels; no regret and gain if there are none."""
+    if not rows:
+        return {"timed": 0}
+    regrets = [row.regret for row in rows if row.regret is not None]
+    gains = [row.gain for row in rows if row.gain is not None]
+    return {"timed": len(rows), "regret": _three(regrets), "gain": _two(gains)}
+
+
+def _two(gains: Sequence[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(gains), 4), "least": round(min(gains), 4)}
 
 
 def _three(values: Sequence[float]) -> dict[str, float]:

@@ -7,13 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .launch import refused_by
-from .predict import SDPA, Learned, Prediction, learn, nearness, tiling
+from .predict import SDPA, Learned, Prediction, learn, memory_us, nearness, tiling
 from .table import Gpu, Kernel, Shape, Winner
 
 # Kernels that are predicted within this of the fastest are equal: the nearest winner's is taken.
 _EQUAL = 1.005
 # By how much slower a kernel is taken to be for each octave to the nearest shape of its times.
 _DOUBT = 0.01
+# What the rows of another GPU say counts only if PyTorch's own attention is expected to take longer
+# by this factor, and so much of its time at most to be that of bytes beyond the L2, since memory is
+# what differs between such GPUs. Judged on the recorded runs of an H200 by the rows of an H100, and
+# the other way round, which they were chosen on (benchmarks/dispatch.py, docs/how-to/use.md).
+_STAND_IN_GAIN, _STAND_IN_MEMORY = 1.10, 0.3
+# Fewer queries than any recorded H200 shape has, and keys for each query. With more keys, divided
+# among the SMs, predicted gains were up to twice the measured ones, also on one GPU.
+_STAND_IN_QUERIES, _STAND_IN_KEYS = 64, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +29,14 @@ class Choice:
     """kernel: which serves the shape, or None. code: a short name of the reason, of few.
 
     gain: expected time of PyTorch's own attention over the kernel's; 0 if nothing is known.
+    sdpa_us: that time of PyTorch's own.
     """
 
     kernel: Kernel | None
     code: str
     reason: str
     gain: float = 0.0
+    sdpa_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +54,39 @@ def choose(gpu: Gpu, shape: Shape) -> Choice:
     A tuned shape gets its winner if the lower end of its gain is at least 1. Any other gets the
     kernel that is predicted to be the fastest, if it is predicted to beat PyTorch's own attention
     by the guard's share and the nearest shape where it was timed is within the guard's reach.
+    Where the GPU's own rows have nothing to say of a shape, those of its stand-in are asked.
     """
+    own = _by_rows(gpu, shape)
+    if gpu.stand_in is None or own.code not in _SILENT:
+        return own
+    return _by_stand_in(gpu, gpu.stand_in, shape, own)
+
+
+# Codes of choices that say nothing of how fast a kernel would be.
+_SILENT = ("far", "not_tuned")
+
+
+def _by_stand_in(gpu: Gpu, other: Gpu, shape: Shape, own: Choice) -> Choice:
+    """The choice by another GPU's rows, if it is beyond doubt here, or else none, as `own`."""
+    why = own.reason if gpu.winners else "this GPU was not tuned"
+    runs = f"the runs of {', '.join(other.names) or other.key.label}"
+    if shape.seqlen_q < _STAND_IN_QUERIES or shape.seqlen_k > _STAND_IN_KEYS * shape.seqlen_q:
+        return Choice(None, own.code, f"{why}; {runs} do not stand in for it: too few queries")
+    found = _by_rows(other, shape)
+    told = f"{why}; by {runs}: {found.reason}"
+    if found.kernel is None:
+        return Choice(None, own.code, told, found.gain)
+    if memory_us(SDPA, shape, other.key) > _STAND_IN_MEMORY * found.sdpa_us:
+        told += ", but too much of that is memory's time, which differs here"
+        return Choice(None, own.code, told, found.gain)
+    if found.gain < max(_STAND_IN_GAIN, 1 + other.guard.margin):
+        return Choice(None, own.code, f"{told}: too little for another GPU's", found.gain)
+    told = f"by {runs}, which stand in for this GPU's: {found.reason}"
+    return Choice(found.kernel, "stand_in", told, found.gain)
+
+
+def _by_rows(gpu: Gpu, shape: Shape) -> Choice:
+    """What the rows of a GPU say, whichever GPU is asked about."""
     kind = _kind_of(gpu, shape)
     if not kind.kernels:
         mask = "causal" if shape.causal else "full"
@@ -54,7 +96,8 @@ def choose(gpu: Gpu, shape: Shape) -> Choice:
     if winner is None:
         return _predicted(gpu, shape, kind)
     if winner.gain_low >= 1:
-        return Choice(winner.kernel, "tuned", "this shape was tuned", winner.gain)
+        why = "this shape was tuned"
+        return Choice(winner.kernel, "tuned", why, winner.gain, winner.sdpa_us)
     why = "this shape was tuned, and PyTorch's own attention is as fast"
     return Choice(None, "not_faster", why, winner.gain)
 
@@ -127,4 +170,4 @@ def _predicted(gpu: Gpu, shape: Shape, kind: Kind) -> Choice:
     )
     if gain < 1 + guard.margin + guard.per_octave * ours.octaves:
         return Choice(None, "not_faster", f"{why}: we gain too little to be sure", gain)
-    return Choice(kernel, "near", why, gain)
+    return Choice(kernel, "near", why, gain, theirs.time_us)

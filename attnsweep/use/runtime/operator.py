@@ -18,7 +18,7 @@ from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .registered import Gradient, register, with_contiguous_head_dim
 from .routing import asked_once
 from .routing import pytorchs as _sdpa
-from .table import Gpu, GpuKey, PackageError, Shape, Table
+from .table import Gpu, GpuKey, PackageError, Shape, Table, known
 
 # Looked up once: each is asked in every call.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -293,7 +293,7 @@ class Operator:
     def _gpu(self, index: int) -> Gpu | None:
         if index not in self._gpus:
             key = GpuKey.of(torch.cuda.get_device_properties(index))
-            self._gpus[index] = self.table.gpus.get(key)
+            self._gpus[index] = known(self.table.gpus, key)
         return self._gpus[index]
 
     def _plan(
@@ -343,8 +343,8 @@ class Operator:
             return Plan(unserved)
         gpu = self._gpu(query.device.index or 0)
         if gpu is None:
-            known = "; ".join(key.label for key in self.table.gpus) or "none"
-            why = f"this GPU was not tuned; the package knows {known}. To tune it: attnsweep run"
+            tuned = "; ".join(key.label for key in self.table.gpus) or "none"
+            why = f"this GPU was not tuned; the package knows {tuned}. To tune it: attnsweep run"
             return Plan(Choice(None, "gpu", f"{why} SPEC, then attnsweep export"))
         out = torch.empty_like(query, device="meta")  # as the operator allocates it
         tensors = {

@@ -10,7 +10,7 @@ import math
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -159,7 +159,8 @@ class Gpu:
     """What is known of one kind of GPU. names: of the cards that were measured.
 
     twins: kernels that serve besides the winners': runners-up, and configs for the other dtype.
-    kinds: what dispatch has worked out of them, by head_dim, dtype and whether causal.
+    stand_in: the GPU whose rows serve where these say nothing; see `known`. kinds: what dispatch
+    has worked out of the rows, by head_dim, dtype and whether causal.
     """
 
     key: GpuKey
@@ -167,9 +168,25 @@ class Gpu:
     guard: Guard
     winners: tuple[Winner, ...]
     twins: tuple[Kernel, ...] = ()
+    stand_in: Gpu | None = None
     kinds: dict[tuple[int, str, bool], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+
+def known(gpus: Mapping[GpuKey, Gpu], key: GpuKey) -> Gpu | None:
+    """What a table knows of a GPU: its own rows, if any, and those that stand in for them.
+
+    Those are of a GPU with the same compute capability, which runs the same machine code, and as
+    many SMs, on which work divides in the same way; of several, of the one whose L2 is nearest.
+    None if there are neither.
+    """
+    own = gpus.get(key)
+    alike = [each for each in gpus.values() if each.key[:2] == key[:2] and each.key != key]
+    if not alike:
+        return own
+    nearest = min(alike, key=lambda each: (abs(each.key.l2_bytes - key.l2_bytes), each.key))
+    return replace(own or Gpu(key, (), nearest.guard, ()), stand_in=nearest)
 
 
 @dataclass(frozen=True, slots=True)
