@@ -45,7 +45,7 @@ def attention(
     query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k, head_dim);
     any strides with contiguous head_dim. causal: another name of is_causal. Needs PyTorch and
     cuda-bindings: pip install 'attnsweep[torch]'. PyTorch's own attention serves GPUs other than
-    an H100 or H200 of 132 SMs.
+    an H100 or H200 of 132 SMs and those that differ from them in the L2 alone.
     """
     given = (query, key, value, attn_mask, dropout_p, is_causal or causal, scale, enable_gqa)
     return (_loaded or _package()).attention(*given)

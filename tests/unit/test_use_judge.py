@@ -118,6 +118,7 @@ def test_what_goes_to_pytorch_has_its_fastest_time():
     assert (found.config, found.gain) == (None, 1.0)
     assert found.regret == pytest.approx(1.2)
     assert found.served == 0
+    assert judge.summary([found])["of_kernels"] == {"timed": 0}
 
 
 def test_a_choice_without_a_time_is_no_good_choice():
@@ -134,9 +135,10 @@ def test_a_choice_without_a_time_is_no_good_choice():
         judge.summary(rows[:1])
 
 
-def test_a_run_of_another_gpu_cannot_be_judged():
-    with pytest.raises(StoreError, match="no tuned run is of its kind of GPU"):
-        list(judge.judged(TUNED[:1], [ROOT / "results/h200/flash_training"]))
+def test_a_run_of_a_like_gpu_is_judged_by_the_runs_that_stand_in():
+    rows = list(judge.judged(TUNED[1:2], [ROOT / "results/h200/flash_training"]))
+    assert len(rows) == 10, "shapes that were tuned on the other GPU are judged"
+    assert {row.code for row in rows} <= {"stand_in", "not_tuned"}
 
 
 def test_a_tuned_shape_of_a_held_out_run_is_not_judged():
@@ -155,9 +157,21 @@ def test_the_command(dispatch, tmp_path, capsys):
     assert found["held_out"] == ["flash_training"]
     assert found["shapes"] == len(found["rows"]) > 3
     assert "regret_of_the_best_held" in capsys.readouterr().out
-    for wrong in ([], ["--leave-one-out", "--held-out", held_out]):
-        with pytest.raises(SystemExit):
-            dispatch.main([*runs, *wrong])
+    with pytest.raises(SystemExit):
+        dispatch.main(runs)
+
+
+def test_the_command_names_the_gpus_and_leaves_out_shapes_of_another(dispatch, tmp_path, capsys):
+    out = tmp_path / "found.json"
+    held_out = ["--held-out", str(ROOT / "results/h200/flash_short"), "--leave-one-out"]
+    dispatch.main([*map(str, FITTED), *held_out, "--json", str(out)])
+    found = json.loads(out.read_text())
+    days = "2026-11-22"
+    assert found["by"] == [f"NVIDIA H100 80GB HBM3, driver 580.159.04, {days}"]
+    assert found["on"] == ["NVIDIA H200, driver 580.159.04, 2026-11-23"]
+    assert found["leave_one_out"]
+    assert found["codes"]["stand_in"] == found["of_kernels"]["timed"] + found["not_timed"]
+    assert "NVIDIA H200, driver 580.159.04" in capsys.readouterr().out
 
 
 def test_quantiles_are_interpolated():

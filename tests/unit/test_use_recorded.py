@@ -16,6 +16,7 @@ from attnsweep.use import package, shipped
 from attnsweep.use.compiled import shape_of
 from attnsweep.use.runtime import dispatch, fp8
 from attnsweep.use.runtime.table import TABLE, GpuKey, read_table
+from attnsweep.use.runtime.table import known as known_to
 
 H100, H200 = (GpuKey((9, 0), 132, mib << 20) for mib in (50, 60))
 H100_PCIE, A100 = GpuKey((9, 0), 114, 50 << 20), GpuKey((8, 0), 108, 40 << 20)
@@ -87,7 +88,8 @@ def test_what_comes_with_attnsweep_serves_the_calls_of_its_gpu_test(shape):
 
 @pytest.mark.parametrize(("key", "name"), [(H100, "H100"), (H200, "H200")])
 def test_the_page_says_which_lengths_are_near_enough(key, name):
-    gpu = read_table(SHIPPED).gpus[key]
+    gpus = read_table(SHIPPED).gpus
+    gpu = known_to(gpus, key)
     page = " ".join((recorded.RESULTS.parent / "docs/how-to/use.md").read_text().split())
     assert f" {len(gpu.winners)} " in page[: page.index("both of 132 SMs")]
 
@@ -98,6 +100,28 @@ def test_the_page_says_which_lengths_are_near_enough(key, name):
     row = page[page.index(f"| {name} |") :].split("|")[2:7]
     for head_dim, shortest in zip((64, 96, 128, 192, 256), map(int, row), strict=True):
         assert [far(head_dim, shortest + more) for more in (-1, 0, 1, 100)] == [True, *3 * [False]]
+    if name == "H200":
+        assert "of 448 to 512 and of 565 to 640 tokens at head_dim 256" in page
+        asked = (447, 448, 512, 513, 564, 565, 640, 641)
+        served = [not far(256, seqlen) for seqlen in asked]
+        assert served == [True, False, False, True, True, False, False, True]
+
+
+def test_an_h200_has_an_h100s_kernels_for_short_sequences_at_head_dim_128():
+    gpus = read_table(SHIPPED).gpus
+    of_h200 = known_to(gpus, H200)
+    for causal in recorded.BOTH:
+        for seqlen in range(64, 512):
+            shape = recorded.call(1, 32, 32, seqlen, 128, "bf16", causal)
+            assert dispatch.choose(gpus[H200], shape).code == "far"
+            found, there = dispatch.choose(of_h200, shape), dispatch.choose(gpus[H100], shape)
+            assert found.code == "stand_in"
+            assert (found.kernel, found.gain) == (there.kernel, there.gain)
+            assert "NVIDIA H100 80GB HBM3" in found.reason
+
+
+def test_an_h100_pcie_has_no_kernels_of_other_cards():
+    assert known_to(read_table(SHIPPED).gpus, H100_PCIE) is None
 
 
 # ---- FP8 ----
