@@ -271,6 +271,12 @@ def test_the_page_says_what_the_conditions_keep_away(monkeypatch):
     assert f"{len(gains['H100'])} shapes of the H100 up to {slowest:.1f} % slower" in page
 
 
+def test_the_page_says_how_many_shapes_were_swept_twice():
+    labels = [row.shape for row in judged("H200", "H100", False)]
+    assert len(labels) - len(set(labels)) == 4
+    assert "four were swept twice" in (ROOT / "docs/tutorials/your-model.md").read_text()
+
+
 def test_the_page_says_which_lengths_an_h200_has_swept():
     shapes = [winner.shape for winner in read_table(SHIPPED).gpus[H200].winners]
     assert min(each.seqlen_q for each in shapes if each.seqlen_q == each.seqlen_k) == 128
