@@ -47,8 +47,10 @@ def attention(
     cuda-bindings: pip install 'attnsweep[torch]'. PyTorch's own attention serves GPUs other than
     an H100 or H200 of 132 SMs and those that differ from them in the L2 alone.
     """
-    given = (query, key, value, attn_mask, dropout_p, is_causal or causal, scale, enable_gqa)
-    return (_loaded or _package()).attention(*given)
+    is_causal = is_causal or causal
+    return (_loaded or _package()).attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
 
 
 def explain_attention(*args: Any, **options: Any) -> Explanation:

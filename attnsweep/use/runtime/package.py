@@ -42,8 +42,10 @@ def attention(
     any strides with contiguous head_dim. causal: another name of is_causal. `explain` says which
     kernel a call gets.
     """
-    masks = (attn_mask, dropout_p, is_causal or causal)
-    return _operator.attention(query, key, value, *masks, scale, enable_gqa)
+    is_causal = is_causal or causal
+    return _operator.attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
 
 
 def explain(*args: Any, **options: Any) -> Explanation:
@@ -105,9 +107,11 @@ def _routed(
 
     PyTorch's also where torch.nn.attention.sdpa_kernel asks for other backends than flash.
     """
-    masks = (attn_mask, dropout_p, is_causal)
     if _routing.on and flash_allowed():
-        return _operator.attention(query, key, value, *masks, scale, enable_gqa)
+        return _operator.attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    masks = (attn_mask, dropout_p, is_causal)
     return pytorchs(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
 
 
