@@ -9,23 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from .dispatch import Choice, choose
 from .driver import Device, DriverError, Launches, Tensor, Unaligned, cuda_driver, unmapped
 from .launch import calls, workspaces
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
-from .registered import Gradient, register, with_contiguous_head_dim
+from .registered import Gradient, flash_with_lse, like, register, with_gradient
 from .routing import asked_once
 from .routing import pytorchs as _sdpa
+from .seen import Seen, transformed
 from .table import Gpu, GpuKey, PackageError, Shape, Table, known
 
 # Looked up once: each is asked in every call.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-_is_tracing, _modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
-_transform = torch._C._functorch.peek_interpreter_stack
+_modes = torch._C._len_torch_dispatch_stack
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-_empty_like = torch.empty_like
+_empty_like, _FLOAT = torch.empty_like, torch.float32
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _NUMBERS = (int, float, torch.SymFloat)
 _MOST_SCALE = 1e38  # a kernel gets it as a 32-bit number, times the logarithm of e
@@ -51,6 +50,8 @@ class Operator:
         self._said: set[str] = set()
         self._counts: Counter[str] = Counter()
         self._plans: dict[Any, Plan] = {}
+        self._seen = Seen()
+        self._find = self._seen.plan
         self._gpus: dict[int, Gpu | None] = {}
         self._devices: dict[int, Device] = {}
         self._forked = False
@@ -59,7 +60,8 @@ class Operator:
         )
         # Without PyTorch's Python around them, where this build has them.
         self._current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-        self._fast_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+        self._stream = raw_stream if "cuda" in devices else _no_stream
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
         # PyTorch has namespaces of its own, such as `quantized`.
@@ -72,6 +74,7 @@ class Operator:
     def _after_fork(self) -> None:
         self._forked = bool(self._devices)
         self._plans.clear()  # so that a call asks again
+        self._seen.clear()
 
     # ---- the operators ----
     def _impl_forward(
@@ -83,26 +86,17 @@ class Operator:
         if done is not None:
             return done[0]
         out = _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
-        return _like(out, query)
+        return like(out, query)
 
     def _impl_forward_lse(
         self, query: Any, key: Any, value: Any, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         grouped = query.shape[1] != key.shape[1]
         plan = self._plan(query, key, value, causal, scale, grouped, True)
-        return self._with_lse(plan, query, key, value, causal, scale)
-
-    def _with_lse(
-        self, plan: Plan, query: Any, key: Any, value: Any, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and the log-sum-exp: by the plan's kernel, or else by PyTorch's flash."""
         done = self._served(plan, query, key, value)
         if done is not None:
             return done[0], done[1]
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        given = map(with_contiguous_head_dim, (query, key, value))
-        out, lse, *_ = flash(*given, 0.0, causal, False, scale=scale)
-        return _like(out, query), lse.contiguous()
+        return flash_with_lse(query, key, value, causal, scale)
 
     # ---- one call ----
     def attention(
@@ -136,6 +130,12 @@ class Operator:
         choice: Choice | None = None
         if attn_mask is not None or dropout_p != 0.0:
             choice = _never(attn_mask, dropout_p)
+        elif (seen := self._find(query, key, value, is_causal, scale, enable_gqa)) is not None:
+            if seen.lse:
+                return with_gradient(query, key, value, self._run, seen)
+            done = self._run(seen, query, key, value)
+            if done is not None:
+                return done[0]
         elif not _plain(query, key, value):
             choice = SUBCLASS.choice
         else:
@@ -151,12 +151,11 @@ class Operator:
                 if grad:
                     return self._forward_lse(query, key, value, is_causal, by)[0]
                 return self._forward(query, key, value, is_causal, by)
-            elif grad:
-                by = scale if scale is not None else query.shape[3] ** -0.5
-                what = (query, key, value, is_causal, by, self._with_lse, plan)
-                out: torch.Tensor = Gradient.apply(*what)
-                return out
             else:  # nobody looks at operators, so the dispatcher's time is saved
+                self._seen.add(plan, query, key, value, is_causal, scale, enable_gqa)
+                if grad:
+                    out: torch.Tensor = Gradient.apply(query, key, value, self._run, plan)
+                    return out
                 done = self._run(plan, query, key, value)
                 if done is not None:
                     return done[0]
@@ -168,11 +167,13 @@ class Operator:
 
     def _cast(self, *given: Any) -> tuple[Any, Any, Any]:
         """The tensors as scaled_dot_product_attention gets them under autocast."""
-        if all(isinstance(each, torch.Tensor) for each in given):
-            kind = given[0].device.type
-            if kind in self._types and torch.is_autocast_enabled(kind):
-                given = tuple(map(_autocast, given))
         query, key, value = given
+        if all(isinstance(each, torch.Tensor) for each in given):
+            kind = query.device.type
+            if kind in self._types and torch.is_autocast_enabled(kind):
+                wanted = torch.get_autocast_dtype(kind)
+                if not query.dtype == key.dtype == value.dtype == wanted:
+                    query, key, value = map(_autocast, given)
         return query, key, value
 
     def _traced(
@@ -307,7 +308,7 @@ class Operator:
         lse: bool,
     ) -> Plan:
         """The plan of a call, from the cache if its shapes and strides were met before."""
-        if forward_ad._current_level >= 0 or _transform() is not None or _is_tracing():
+        if transformed():
             return TRANSFORMED
         try:
             what = (
@@ -369,8 +370,10 @@ class Operator:
         stages = kernel.stages[lse]
         if not {call.stage for call in made} <= stages.keys():
             return Plan(Choice(None, "no_lse", "the kernel has no code that a gradient needs"))
-        index, floats = query.get_device(), tuple(spaces.values())
-        return Plan(choice, made, stages, tensors, index, lse, floats, names)
+        floats, rows = tuple(spaces.values()), (batch, heads, seqlen_q)
+        how = (bool(causal), by, heads != shape.heads_kv)
+        device = query.get_device()
+        return Plan(choice, made, stages, tensors, device, lse, floats, names, *how, rows)
 
     # ---- launching ----
     def _served(
@@ -388,20 +391,19 @@ class Operator:
         if index >= 0 and index != self._current_device():
             with torch.cuda.device(index):
                 return self._run(plan, query, key, value)
-        made: tuple[torch.Tensor, ...] = (_empty_like(query),)
-        if plan.lse:
-            made += (query.new_empty(*query.shape[:3], dtype=torch.float32),)  # a tuple is slow
-        written = made
-        for count in plan.floats:
-            written += (query.new_empty(count, dtype=torch.float32),)
-        stream = self._stream(index)
-        addresses: tuple[int, ...] = (query.data_ptr(), key.data_ptr(), value.data_ptr())
-        if not (addresses[0] and addresses[1] and addresses[2]):  # lazy zeros have no memory
+        out = _empty_like(query)
+        q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        if not (q and k and v):  # lazy zeros have no memory
             return self._run(plan, query.clone(), key.clone(), value.clone())
-        if len(written) == 1:
-            addresses += (written[0].data_ptr(),)
-        else:
-            addresses += tuple(each.data_ptr() for each in written)
+        made: tuple[torch.Tensor, ...] = (out,)
+        addresses: tuple[int, ...] = (q, k, v, out.data_ptr())
+        if plan.lse:
+            lse = query.new_empty(*plan.rows, dtype=_FLOAT)  # a tuple is slow
+            made, addresses = (out, lse), (*addresses, lse.data_ptr())
+        if plan.floats:
+            spaces = [query.new_empty(count, dtype=_FLOAT) for count in plan.floats]
+            addresses += tuple([each.data_ptr() for each in spaces])
+        stream = self._stream(index)
         try:
             launches = plan.launches
             if launches is None:
@@ -433,17 +435,18 @@ class Operator:
         plan.launches = made
         return made
 
-    def _stream(self, index: int) -> int:
-        if "cuda" not in self._types:
-            return 0
-        if self._fast_stream is not None:
-            return int(self._fast_stream(index))
-        return int(torch.cuda.current_stream(index).cuda_stream)
-
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Reasons that say nothing is wrong with the caller's tensors.
 _EXPECTED = frozenset({"not_faster", "far", "not_tuned", "mask", "dropout", "head_dim"})
+
+
+def _no_stream(_: int) -> int:
+    return 0
+
+
+def _raw_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
 
 
 def _plain(query: Any, key: Any, value: Any) -> bool:
@@ -481,12 +484,6 @@ def _autocast(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point() and tensor.dtype is not torch.float64:
         return tensor.to(torch.get_autocast_dtype(kind))
     return tensor
-
-
-def _like(out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """The output in the layout that the fake kernel promises: that of torch.empty_like(query)."""
-    promised = torch.empty_like(query)
-    return out if out.stride() == promised.stride() else promised.copy_(out)
 
 
 def open_package(directory: Path, namespace: str) -> Operator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from .dispatch import Choice
 from .driver import Launches, Tensor
@@ -36,7 +37,10 @@ class Plan:
     """All of a call that does not depend on addresses. calls is empty if PyTorch serves it.
 
     index: the device's, -1 for the CPU's. lse: whether the log-sum-exp is an output. floats:
-    elements of the workspaces. names: of the buffers. launches: once the kernels are loaded.
+    elements of the workspaces. names: of the buffers. causal, scale, grouped: as PyTorch's own
+    attention would get them, enable_gqa last. rows: sizes of the log-sum-exp. launches: once the
+    kernels are loaded. met: how often it was looked up by shapes and strides. by_cudnn: whether
+    PyTorch would call cuDNN, after the settings on which that depends.
     """
 
     choice: Choice
@@ -47,7 +51,13 @@ class Plan:
     lse: bool = False
     floats: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    causal: bool = False
+    scale: float = 0.0
+    grouped: bool = False
+    rows: tuple[int, ...] = ()
     launches: Launches | None = None
+    met: int = 0
+    by_cudnn: tuple[list[Any], bool] | None = None
 
 
 UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")

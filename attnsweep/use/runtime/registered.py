@@ -80,9 +80,25 @@ def _defined(namespace: str, most: int = 99) -> Any:
     return None
 
 
-def with_contiguous_head_dim(tensor: torch.Tensor) -> torch.Tensor:
+def _with_contiguous_head_dim(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as PyTorch's flash attention takes it: a copy only if it must be."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def flash_with_lse(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `forward_lse` returns, by PyTorch's own flash attention."""
+    given = map(_with_contiguous_head_dim, (query, key, value))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse, *_ = flash(*given, 0.0, causal, False, scale=scale)
+    return like(out, query), lse.contiguous()
+
+
+def like(out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """The output in the layout that the fake kernel promises: that of torch.empty_like(query)."""
+    promised = torch.empty_like(query)
+    return out if out.stride() == promised.stride() else promised.copy_(out)
 
 
 def _fake_forward(
@@ -100,6 +116,27 @@ def _fake_forward_lse(
 
 _choice = torch._fused_sdp_choice
 _CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
+# All that PyTorch's choice depends on but a call's plan. Without one of them it is asked each time.
+_SETTINGS = [
+    getattr(torch._C, f"_get_{name}", object)
+    for name in (
+        *("cudnn_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled"),
+        *("math_sdp_enabled", "overrideable_sdp_enabled", "sdp_priority_order"),
+        *("deterministic_algorithms", "deterministic_algorithms_warn_only"),
+    )
+]
+
+
+def _by_cudnn(plan: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether PyTorch would call cuDNN; a plan keeps the answer until a setting changes."""
+    settings = [setting() for setting in _SETTINGS]
+    before = plan.by_cudnn
+    if before is not None and before[0] == settings:
+        return bool(before[1])
+    how = {"scale": plan.scale, "enable_gqa": plan.grouped}
+    chosen: bool = _choice(query, key, value, None, 0.0, plan.causal, **how) == _CUDNN
+    plan.by_cudnn = (settings, chosen)
+    return chosen
 
 
 class Gradient(torch.autograd.Function):  # type: ignore[misc]
@@ -114,16 +151,14 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        causal: bool,
-        scale: float,
-        run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        run: Callable[..., Any],
         plan: Any,
     ) -> torch.Tensor:
-        """run: computes the output and the log-sum-exp by a plan, given first."""
-        grouped = query.shape[1] != key.shape[1]
-        chosen = _choice(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped)
-        out, lse = run(plan, query, key, value, causal, scale)
-        ctx.causal, ctx.scale, ctx.by_cudnn = causal, scale, chosen == _CUDNN
+        """run: computes the output and the log-sum-exp by a plan, given first, or returns None."""
+        ctx.causal, ctx.scale = plan.causal, plan.scale
+        ctx.by_cudnn = _by_cudnn(plan, query, key, value)
+        made = run(plan, query, key, value)
+        out, lse = made or flash_with_lse(query, key, value, plan.causal, plan.scale)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -131,7 +166,11 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """PyTorch's own backward: cuDNN's where it would have called cuDNN, or else flash's."""
         backward = _cudnn_backward if ctx.by_cudnn else _backward
-        return (*backward(ctx, grads[0], None), None, None)
+        return backward(ctx, grads[0], None)
+
+
+# `apply` where no transform of torch.func is active, of which its Python asks at each call.
+with_gradient: Any = getattr(super(torch.autograd.Function, Gradient), "apply", Gradient.apply)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -144,7 +183,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
 def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
     """PyTorch's own flash backward, from our output and log-sum-exp. No dropout, so no seed."""
     *inputs, out, lse = ctx.saved_tensors
-    query, key, value = map(with_contiguous_head_dim, inputs)
+    query, key, value = map(_with_contiguous_head_dim, inputs)
     none = grad.new_empty((), dtype=torch.int64)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
     grads = backward(
