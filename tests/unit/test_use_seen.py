@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -350,7 +352,7 @@ def test_the_choice_of_a_backward_is_asked_anew_when_a_setting_changes(operator,
     given = leaves_of(tensors())
 
     def by_cudnn():
-        return operator.attention(*given).grad_fn.by_cudnn
+        return registered._cudnn_gradients in operator.attention(*given).grad_fn.by
 
     assert [by_cudnn() for _ in range(4)] == [True] * 4
     assert len(asked) == 1
@@ -402,12 +404,11 @@ def test_guards_that_refuse_what_they_are_given(operator, planned, monkeypatch):
 def test_few_kinds_are_known_and_many_take_turns(operator, driver, planned):
     driver.on_launch = None
     kinds = [tensors(seqlen=250 + n) for n in range(6)]
-    made, guards = [], seen._Guards
+    made = []
     for _ in range(64):
         for given in kinds:
             operator.attention(*given)
         made.append(operator._seen._kinds)
-    assert guards is seen._Guards
     assert len(made[-1]) == seen._MOST
     assert len({id(kind) for kinds in made for kind in kinds}) <= 6 * 7, "seldom made anew"
     planned.clear()
@@ -415,6 +416,18 @@ def test_few_kinds_are_known_and_many_take_turns(operator, driver, planned):
         operator.attention(*given)
     assert len(planned) < 360
     assert operator.counters() == {"kernel": 64 * 6 + 360}
+
+
+def test_no_tensor_is_kept(operator, driver):
+    driver.on_launch = None
+    given = leaves_of(tensors())
+    for _ in range(3):
+        operator.attention(*given)
+    assert operator._seen._kinds
+    left = [weakref.ref(t) for t in given]
+    del given
+    gc.collect()
+    assert [each() for each in left] == [None] * 3
 
 
 def test_two_packages_and_many_threads(tmp_path, driver):

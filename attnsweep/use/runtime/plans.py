@@ -39,8 +39,8 @@ class Plan:
     index: the device's, -1 for the CPU's. lse: whether the log-sum-exp is an output. floats:
     elements of the workspaces. names: of the buffers. causal, scale, grouped: as PyTorch's own
     attention would get them, enable_gqa last. rows: sizes of the log-sum-exp. launches: once the
-    kernels are loaded. met: how often it was looked up by shapes and strides. by_cudnn: whether
-    PyTorch would call cuDNN, after the settings on which that depends.
+    kernels are loaded. met: how often it was looked up by shapes and strides. backward: the
+    settings of PyTorch on which it depends, its function, causal and scale; once it was asked.
     """
 
     choice: Choice
@@ -57,7 +57,7 @@ class Plan:
     rows: tuple[int, ...] = ()
     launches: Launches | None = None
     met: int = 0
-    by_cudnn: tuple[list[Any], bool] | None = None
+    backward: tuple[Any, ...] | None = None
 
 
 UNALIGNED = Choice(None, "alignment", "a tensor does not begin at a multiple of 16 bytes")

@@ -127,16 +127,11 @@ _SETTINGS = [
 ]
 
 
-def _by_cudnn(plan: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether PyTorch would call cuDNN; a plan keeps the answer until a setting changes."""
-    settings = [setting() for setting in _SETTINGS]
-    before = plan.by_cudnn
-    if before is not None and before[0] == settings:
-        return bool(before[1])
+def _asked(plan: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+    """The backward of the backend that PyTorch would call, with its arguments."""
     how = {"scale": plan.scale, "enable_gqa": plan.grouped}
-    chosen: bool = _choice(query, key, value, None, 0.0, plan.causal, **how) == _CUDNN
-    plan.by_cudnn = (settings, chosen)
-    return chosen
+    chosen = _choice(query, key, value, None, 0.0, plan.causal, **how)
+    return _cudnn_gradients if chosen == _CUDNN else _flash_gradients, plan.causal, plan.scale
 
 
 class Gradient(torch.autograd.Function):  # type: ignore[misc]
@@ -155,8 +150,11 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
         plan: Any,
     ) -> torch.Tensor:
         """run: computes the output and the log-sum-exp by a plan, given first, or returns None."""
-        ctx.causal, ctx.scale = plan.causal, plan.scale
-        ctx.by_cudnn = _by_cudnn(plan, query, key, value)
+        settings = [setting() for setting in _SETTINGS]
+        backward = plan.backward
+        if backward is None or backward[0] != settings:
+            backward = plan.backward = (settings, *_asked(plan, query, key, value))
+        ctx.by = backward  # one attribute: each takes time
         made = run(plan, query, key, value)
         out, lse = made or flash_with_lse(query, key, value, plan.causal, plan.scale)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -165,8 +163,8 @@ class Gradient(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """PyTorch's own backward: cuDNN's where it would have called cuDNN, or else flash's."""
-        backward = _cudnn_backward if ctx.by_cudnn else _backward
-        return backward(ctx, grads[0], None)
+        _, gradients, causal, scale = ctx.by
+        return (*gradients(grads[0], ctx.saved_tensors, causal, scale), None, None)
 
 
 # `apply` where no transform of torch.func is active, of which its Python asks at each call.
@@ -181,27 +179,35 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    return (*_flash_gradients(grad, ctx.saved_tensors, ctx.causal, ctx.scale), None, None)
+
+
+def _flash_gradients(
+    grad: torch.Tensor, saved: tuple[torch.Tensor, ...], causal: bool, scale: float
+) -> tuple[Any, ...]:
     """PyTorch's own flash backward, from our output and log-sum-exp. No dropout, so no seed."""
-    *inputs, out, lse = ctx.saved_tensors
+    *inputs, out, lse = saved
     query, key, value = map(_with_contiguous_head_dim, inputs)
     none = grad.new_empty((), dtype=torch.int64)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-    grads = backward(
+    grads: tuple[Any, ...] = backward(
         *(grad, query, key, value, out, lse, None, None, query.shape[2], key.shape[2]),
-        *(0.0, ctx.causal, none, none),
-        scale=ctx.scale,
+        *(0.0, causal, none, none),
+        scale=scale,
     )
-    return (*grads, None, None)
+    return grads
 
 
-def _cudnn_backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+def _cudnn_gradients(
+    grad: torch.Tensor, saved: tuple[torch.Tensor, ...], causal: bool, scale: float
+) -> tuple[Any, ...]:
     """The same by cuDNN, which takes the log-sum-exp as (batch, heads, seqlen_q, 1)."""
-    query, key, value, out, lse = ctx.saved_tensors
+    query, key, value, out, lse = saved
     none = grad.new_empty((), dtype=torch.int64)
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-    grads = backward(
+    grads: tuple[Any, ...] = backward(
         *(grad, query, key, value, out, lse.unsqueeze(-1), none, none, None, None, None),
-        *(query.shape[2], key.shape[2], 0.0, ctx.causal),
-        scale=ctx.scale,
+        *(query.shape[2], key.shape[2], 0.0, causal),
+        scale=scale,
     )
-    return (*grads, None, None)
+    return grads
