@@ -16,6 +16,7 @@ from packages import shape, winner  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from attnsweep.use.runtime import registered, seen  # noqa: E402
+from attnsweep.use.runtime.dispatch import Choice  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -87,6 +88,7 @@ OTHER = {
     "heads of keys": lambda q, k, v: (tensors(heads_kv=2), {"enable_gqa": True}),
     "grouped": lambda q, k, v: ((q, k, v), {"enable_gqa": True}),
     "scale": lambda q, k, v: ((q, k, v), {"scale": 0.3}),
+    "causal": lambda q, k, v: ((q, k, v), {"is_causal": True}),
     "one gradient": lambda q, k, v: ((q, k, v.clone().requires_grad_()), {}),
     "parameter": lambda q, k, v: ((torch.nn.Parameter(q), k, v), {}),
     "thrice": lambda q, k, v: ((q, q, q), {}),
@@ -94,8 +96,9 @@ OTHER = {
 
 
 @pytest.mark.parametrize("what", OTHER)
-def test_another_call_is_planned_anew(operator, known, planned, what):
+def test_another_call_is_planned_anew(operator, driver, known, planned, what):
     given, options = OTHER[what](*known)
+    driver.on_launch.causal = "is_causal" in options
     out = operator.attention(*given, **options)
     assert planned, "taken for the known call"
     assert close(out, F.scaled_dot_product_attention(*given, **options))
@@ -234,6 +237,12 @@ def test_a_wrapper_that_outlived_its_transform(operator, known):
     for _ in range(3):
         with pytest.raises(RuntimeError, match="escaped"):
             operator.attention(wrapped, k, v)
+    torch.func.grad(lambda one: kept.append(one) or one.float().sum())(known[0])
+    assert seen._wrapped(kept[1])
+    for _ in range(3):
+        out = operator.attention(kept[1], k, v)
+        assert close(out, F.scaled_dot_product_attention(*known))
+        assert operator._find(kept[1], k, v, False, None, False) is None
     check = seen._Guards(*known, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     assert check(q, k, v)
     assert not check(wrapped, k, v)
@@ -279,6 +288,20 @@ def test_gradients_that_are_switched_off_and_on(operator, known, planned):
         operator.attention(*leaves)
     operator.attention(*leaves)
     assert not planned
+
+
+def test_what_is_known_without_gradients_has_them_once_they_are_on(operator, driver):
+    leaves = leaves_of(tensors())
+    with torch.no_grad():
+        for _ in range(4):
+            operator.attention(*leaves)
+    assert operator.attention(*leaves).requires_grad
+    for _ in range(4):
+        assert operator.attention(*leaves).requires_grad
+    operator._seen._kinds = operator._seen._kinds[:1]
+    with torch.no_grad():
+        operator.attention(*leaves)
+    assert driver.launches[-1]["values"][4] == 0, "a log-sum-exp that nobody needs"
 
 
 def test_inference_tensors(operator, known):
@@ -380,6 +403,17 @@ def test_a_kernel_that_fails_is_forgotten(operator, driver, known):
         got = operator.attention(*known)
         assert torch.equal(got, F.scaled_dot_product_attention(*known))
     assert operator.counters() == {"driver": 3}
+
+
+def test_a_known_plan_that_another_thread_found_damaged(operator, known):
+    leaves = leaves_of(known)
+    plan = operator._find(*leaves, False, None, False)
+    plan.choice, plan.calls, plan.launches = Choice(None, "damaged", "it is"), (), None
+    for _ in range(3):
+        out = operator.attention(*leaves)
+        assert torch.equal(out, F.scaled_dot_product_attention(*leaves))
+        assert out.requires_grad
+    assert operator.counters() == {"damaged": 3}
 
 
 def test_without_pytorchs_guards_every_call_is_planned(operator, planned, monkeypatch):
