@@ -131,11 +131,14 @@ class Operator:
         if attn_mask is not None or dropout_p != 0.0:
             choice = _never(attn_mask, dropout_p)
         elif (seen := self._find(query, key, value, is_causal, scale, enable_gqa)) is not None:
-            if seen.lse:
+            if not seen.calls:
+                choice = seen.choice
+            elif seen.lse:
                 return with_gradient(query, key, value, self._run, seen)
-            done = self._run(seen, query, key, value)
-            if done is not None:
-                return done[0]
+            else:
+                done = self._run(seen, query, key, value)
+                if done is not None:
+                    return done[0]
         elif not _plain(query, key, value):
             choice = SUBCLASS.choice
         else:
@@ -145,6 +148,7 @@ class Operator:
             plan = self._plan(query, key, value, is_causal, scale, enable_gqa, grad)
             if not plan.calls:
                 choice = plan.choice
+                self._seen.add(plan, query, key, value, is_causal, scale, enable_gqa)
             elif _modes() or query.is_neg() or key.is_neg() or value.is_neg():
                 # A dispatch mode, or what resolves a negation, must see an operator.
                 by = scale if scale is not None else query.shape[3] ** -0.5
@@ -325,6 +329,7 @@ class Operator:
                 return FORKED
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
+                self._seen.clear()
             plan = self._made(query, key, value, causal, scale, enable_gqa, lse)
             self._plans[what] = plan
         return plan

@@ -1,15 +1,14 @@
-"""Kinds of calls that were met lately, which PyTorch tells from others by one question."""
+"""Kinds of calls that were met before, which PyTorch tells from others by one question."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from .plans import Plan
+from .plans import FORKED, SUBCLASS, TRANSFORMED, Plan
 
 # What torch.compile asks of a compiled function's arguments: class, dispatch keys, dtype, device,
 # requires_grad, sizes and strides. Without it every call is planned by its shapes and strides.
@@ -18,8 +17,11 @@ _is_grad_enabled, _modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_s
 _is_tracing = torch._C._is_tracing
 _transform = torch._C._functorch.peek_interpreter_stack
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-# Kinds that are told from others: a model's layers have few, and each costs a question.
-_MOST = 4
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Kinds of calls of the same sizes that are told from each other: by strides and gradients, say.
+_MOST_ALIKE = 4
+# Sizes that are remembered. More are met only by calls whose sizes keep changing.
+_MOST = 1024
 
 
 def transformed() -> bool:
@@ -27,47 +29,41 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or _transform() is not None or _is_tracing()
 
 
-@dataclass(slots=True, eq=False)
-class _Kind:
-    """Calls of one plan. check: whether tensors are alike. grad: whether gradients must be enabled,
-    or must not be; None if no tensor has one."""
-
-    plan: Plan
-    check: Callable[..., bool]
-    causal: bool
-    scale: float | None
-    enable_gqa: bool
-    grad: bool | None
-
-
 class Seen:
-    """The kinds of calls that were met lately."""
+    """The kinds of calls that were met before."""
 
     def __init__(self) -> None:
-        self._kinds: tuple[_Kind, ...] = ()  # never changed, but replaced: threads share it
+        # By sizes and options: the plan, whether tensors are alike, and whether gradients must be
+        # enabled, or must not be, or None if no tensor has one. Tuples are replaced, never changed.
+        self._kinds: dict[Any, tuple[tuple[Plan, Callable[..., bool], bool | None], ...]] = {}
 
     def clear(self) -> None:
         """Forget them."""
-        self._kinds = ()
+        self._kinds.clear()
 
     def plan(
         self, query: Any, key: Any, value: Any, causal: bool, scale: float | None, enable_gqa: bool
     ) -> Plan | None:
-        """The plan of a call that may be launched as it is, or None if that is not known.
+        """The plan of a call whose launches need no operator around them, or None if not known.
 
         None also where a dispatch mode or a transform is active.
         """
-        for kind in self._kinds:
-            if (
-                kind.causal is causal
-                and kind.enable_gqa is enable_gqa
-                and (kind.scale is scale or (type(scale) is float and kind.scale == scale))
-                and kind.check(query, key, value)
-                and (kind.grad is None or kind.grad is _is_grad_enabled())
-            ):
-                if _modes() or transformed() or not kind.plan.calls:
-                    return None
-                return kind.plan
+        # A tracer, or a class of its own, would see that its shape is asked for.
+        if _modes() or transformed() or type(query) not in _PLAIN or type(key) not in _PLAIN:
+            return None
+        if key is value:  # PyTorch knows no tensor again that is given twice
+            return None
+        try:
+            what = (query.shape, key.shape, causal, scale, enable_gqa)
+            kinds = self._kinds.get(what, ())
+        except (TypeError, RuntimeError):  # no sizes, or an argument of a strange type
+            return None
+        for kind in kinds:
+            plan, alike, grad = kind
+            if alike(query, key, value) and (grad is None or grad is _is_grad_enabled()):
+                if kind is not kinds[0]:  # the next call is most likely such a one
+                    self._kinds[what] = (kind, *(each for each in kinds if each is not kind))
+                return plan
         return None
 
     def add(
@@ -80,27 +76,28 @@ class Seen:
         scale: float | None,
         enable_gqa: bool,
     ) -> None:
-        """Have `plan` find a call that was launched, the second time or so that it is met.
+        """Have `plan` find such a call, which was planned: from the second time on.
 
-        Then the tenth, say, of kinds that take turns is not asked for in vain at each call: the
-        times between two tries grow.
+        Where too many kinds of the same sizes take turns, the calls between two tries grow.
         """
         plan.met += 1
-        if _Guards is None or plan.met < 2 or plan.met & (plan.met - 1):
+        if _Guards is None or plan.met < 2 or query is key or key is value or query is value:
             return
-        if not (
-            type(causal) is type(enable_gqa) is bool and (scale is None or type(scale) is float)
-        ):
+        if plan in (FORKED, SUBCLASS, TRANSFORMED):  # which are no kind's
             return
+        what = (query.shape, key.shape, causal, scale, enable_gqa)
+        kinds = self._kinds.get(what, ())
         tensors = (query, key, value)
-        if len({*map(id, tensors)}) < 3 or any(map(_wrapped, tensors)):
-            return  # PyTorch does not know a tensor that is given twice again
+        seldom = len(kinds) >= _MOST_ALIKE and plan.met & (plan.met - 1)
+        if seldom or any(map(_wrapped, tensors)):
+            return
         sizes = [list(each.shape) for each in tensors]
         strides = [list(each.stride()) for each in tensors]
         try:
-            check = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            alike = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         except (TypeError, RuntimeError):
             return
         grad = _is_grad_enabled() if any(each.requires_grad for each in tensors) else None
-        kind = _Kind(plan, check, causal, scale, enable_gqa, grad)
-        self._kinds = (kind, *self._kinds[: _MOST - 1])
+        if len(self._kinds) >= _MOST:
+            self._kinds.clear()
+        self._kinds[what] = ((plan, alike, grad), *kinds[: _MOST_ALIKE - 1])
