@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnsweep.build.advice import spilling, unused_parameters
-from attnsweep.build.candidate import Build, compiled_row, workspace_limit
+from attnsweep.build.candidate import Build, compiled_candidate, workspace_limit
+from attnsweep.build.launches import Candidate
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.build.twins import Twins
@@ -265,26 +266,27 @@ class Sweep:
         """The rows of a candidate, its own last: kept, measured by a twin, or tried now."""
         if kept is not None:
             return [(build, kept)]
-        row = compiled_row(build, self._spec).with_(**self._kept.stamp(build))
-        if row.status is not Status.OK:
+        row, candidate = compiled_candidate(build, self._spec)
+        row = row.with_(**self._kept.stamp(build))
+        if candidate is None:
             rows = [(build, row)]
         elif twins.of(build) is not None:
             rows = twins.replace(build, row)
         else:
-            rows = [(build, self._try(build, row))]
+            rows = [(build, self._try(build, candidate, row))]
         tried_s = round(time.monotonic() - self._begun, 3)
         rows = [(of, r if r.tried_s is not None else r.with_(tried_s=tried_s)) for of, r in rows]
         for _, row in rows:
             self._store.append(row)
         return rows
 
-    def _try(self, build: Build, row: Trial) -> Trial:
+    def _try(self, build: Build, candidate: Candidate, row: Trial) -> Trial:
         """Check a candidate and take its first time, unless its stages already show it slow."""
         skip = self._skips.verdict(build) if self._spec.search.skip_by_bound else None
         if skip is not None:
             return row.with_(status=Status.PRUNED, detail=skip.detail, at_least_us=skip.at_least_us)
         try:
-            accuracy, first = self._gpu.trial(build.candidate())
+            accuracy, first = self._gpu.trial(candidate)
         except WorkerError as error:
             return row.with_(status=error.status, detail=error.detail, accuracy=error.payload)
         once = Measurement(median=first.time_us, low=first.time_us, high=first.time_us, samples=1)

@@ -222,13 +222,18 @@ class Build:
 
 def compiled_row(build: Build, spec: SweepSpec) -> Trial:
     """The row of a candidate as far as its compiled code decides it: ok means worth running."""
+    return compiled_candidate(build, spec)[0]
+
+
+def compiled_candidate(build: Build, spec: SweepSpec) -> tuple[Trial, Candidate | None]:
+    """The same row and, if it is ok, the candidate: making it takes milliseconds."""
     try:
         cubins = build.cubins()
         used = resources(
             [(name, cubins[name], launch) for name, launch in build.launches.items()], build.arch
         )
     except CompileError as error:
-        return _uncompiled(build, error)
+        return _uncompiled(build, error), None
     if require.needs_sass(spec.require):
         used = with_instructions(used, cubins, build.launches)
     reason = why_not(
@@ -239,14 +244,15 @@ def compiled_row(build: Build, spec: SweepSpec) -> Trial:
         allowed_bytes=build.workspace_limit,
     )
     if reason is not None:
-        return build.row(status=Status.PRUNED, detail=reason, resources=used)
+        return build.row(status=Status.PRUNED, detail=reason, resources=used), None
     try:
-        build.candidate()  # asks the declaration for the launches of each checked shape
+        candidate = build.candidate()  # asks for the launches of each checked shape
     except CompileError as error:
-        return _uncompiled(build, error)
+        return _uncompiled(build, error), None
     except KernelError as error:
-        return build.row(status=Status.LAUNCH_ERROR, detail=error.render(), resources=used)
-    return build.row(status=Status.OK, resources=used, schedule=build.schedule.facts)
+        row = build.row(status=Status.LAUNCH_ERROR, detail=error.render(), resources=used)
+        return row, None
+    return build.row(status=Status.OK, resources=used, schedule=build.schedule.facts), candidate
 
 
 def _uncompiled(build: Build, error: CompileError) -> Trial:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attnsweep.build.candidate import Build, compiled_row, workspace_limit
+from attnsweep.build.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
@@ -290,12 +290,11 @@ class Gate:
         label = pair.problem.label
         own = None if pair.slower == self._spec.check.slower else pair.slower
         self._observer.opening(pair.problem, 1, 0)
-        trial = compiled_row(pair.build, self._spec)
+        trial, candidate = compiled_candidate(pair.build, self._spec)
         self._observer.compiled(1, 1)
         try:
-            if trial.status is not Status.OK:
+            if candidate is None:
                 raise Ended(Verdict.WRONG, said(trial.status, trial.detail))
-            candidate = pair.build.candidate()
             self._open(pair.problem)
             accuracy = self._prove(candidate)
             if same_code(pair.old, candidate.timed):

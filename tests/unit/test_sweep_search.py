@@ -13,6 +13,7 @@ from rich.console import Console
 from sweeping import SPEC, by_config
 
 from attnsweep import sweep
+from attnsweep.build.candidate import Build
 from attnsweep.build.launches import FirstTimes
 from attnsweep.build.observer import Observer
 from attnsweep.choose import gp, queue, search
@@ -208,3 +209,22 @@ def test_a_row_has_the_seconds_of_its_search_and_a_run_that_goes_on_counts_on(go
     assert sorted(s for s in first.values() if s is not None) == [1, 2]  # peers have none
     assert {key: again[key] for key in first} == first
     assert [s for key, s in again.items() if key not in first] == [3]
+
+
+def test_a_candidate_is_made_once_for_its_row_and_its_trial(go, gpu, monkeypatch):
+    """Making its launches on a dozen cases takes milliseconds, while the GPU waits."""
+    made, before_trials = [], []
+    make, trial = Build.candidate, gpu.trial
+
+    def counted(build):
+        made.append(build.key)
+        return make(build)
+
+    def tried(candidate):
+        before_trials.append(len(made))
+        return trial(candidate)
+
+    monkeypatch.setattr(Build, "candidate", counted)
+    monkeypatch.setattr(gpu, "trial", tried)
+    go()
+    assert before_trials == [1, 2, 3]
