@@ -40,6 +40,7 @@ def card(monkeypatch):
     card = Card()
     monkeypatch.setattr(gate, "Worker", card)
     monkeypatch.setattr(gate, "compiler_for", compiler_for)
+    monkeypatch.setattr("attnsweep.check.turns.time", card)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     return card
 

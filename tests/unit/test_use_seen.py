@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -494,11 +494,7 @@ def test_two_packages_and_many_threads(tmp_path, driver):
                 if out.shape != given[0].shape or out.requires_grad != given[0].requires_grad:
                     wrong.append((n, number))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert not wrong
-    assert other.counters() == {"kernel": 400}
-    assert one.counters() == {"kernel": 400}
+    assert one.counters() == other.counters() == {"kernel": 400}
