@@ -70,6 +70,7 @@ def run(simulator, monkeypatch, config, kinds, bug=None):
     return simulator.check(KERNEL, config, CASE, changed=changed, schedules=(0,))
 
 
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize("headroom", [0, 1, 2, 3, 5])
 def test_rows_of_all_kinds_are_right(headroom, simulator, monkeypatch):
     kinds = (EQUAL, ONE_FIRST, GROWING)
@@ -78,6 +79,7 @@ def test_rows_of_all_kinds_are_right(headroom, simulator, monkeypatch):
     assert result.error < 0.03
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(("kind", "again"), [(EQUAL, False), (ONE_FIRST, False), (GROWING, True)])
 def test_only_rows_that_grow_are_done_again(kind, again, simulator, monkeypatch):
     """What is summed is spoiled where a tile that was tried does not fit."""
@@ -96,6 +98,7 @@ BUGS = {
 }
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_raise_that_is_not_followed_is_found(bug, simulator, monkeypatch):
     find, put = BUGS[bug]

@@ -247,6 +247,7 @@ def row(by, on, leave_one_out):
     )
 
 
+@pytest.mark.nightly(push=1)
 @pytest.mark.parametrize("leave_one_out", [False, True])
 @pytest.mark.parametrize(("by", "on"), [("H100", "H200"), ("H200", "H100")])
 def test_the_page_says_how_good_a_stand_in_is(by, on, leave_one_out):
@@ -258,6 +259,7 @@ def test_the_page_says_how_good_a_stand_in_is(by, on, leave_one_out):
     assert all(row.gain is None or row.gain > 1.03 for row in rows if row.config)
 
 
+@pytest.mark.nightly(push=0)
 def test_the_page_says_what_the_conditions_keep_away(monkeypatch):
     for name, off in (("GAIN", 1.0), ("MEMORY", 99.0), ("QUERIES", 0), ("KEYS", 1e9)):
         monkeypatch.setattr(dispatch, f"_STAND_IN_{name}", off)
