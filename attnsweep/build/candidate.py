@@ -226,7 +226,7 @@ def compiled_row(build: Build, spec: SweepSpec) -> Trial:
 
 
 def compiled_candidate(build: Build, spec: SweepSpec) -> tuple[Trial, Candidate | None]:
-    """The same row and, if it is ok, the candidate: making it takes milliseconds."""
+    """The same row and, if it is ok, the candidate, which need not be made again."""
     try:
         cubins = build.cubins()
         used = resources(

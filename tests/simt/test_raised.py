@@ -36,7 +36,7 @@ def config(headroom: int, **values: int) -> Config:
 
 
 def scores(kind: int) -> np.ndarray:
-    """Of one row, in nats: the right end is processed first."""
+    """The scores of one row, in nats. Kernels begin at the right end."""
     keys = CASE.problem.seqlen_k
     tile = np.arange(keys)[::-1] // BLOCK_N
     if kind == EQUAL:

@@ -212,7 +212,7 @@ def test_a_row_has_the_seconds_of_its_search_and_a_run_that_goes_on_counts_on(go
 
 
 def test_a_candidate_is_made_once_for_its_row_and_its_trial(go, gpu, monkeypatch):
-    """Making its launches on a dozen cases takes milliseconds, while the GPU waits."""
+    """The GPU waits while its launches on a dozen cases are made."""
     made, before_trials = [], []
     make, trial = Build.candidate, gpu.trial
 
