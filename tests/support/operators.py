@@ -49,3 +49,17 @@ def shifted(tensor: Any) -> Any:
     """The same values 2 bytes off."""
     memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
     return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+def compiled(operator: Operator) -> tuple[Any, list[Any]]:
+    """Its attention compiled as one graph, and a list that gets the graphs when it is called."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return operator.attention(q, k, v)
+
+    return torch.compile(attention, fullgraph=True, backend=backend), graphs

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from operators import close, shifted, tensors  # noqa: E402
+from operators import close, compiled, shifted, tensors  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -54,17 +54,9 @@ def test_compiled_calls_fall_back_at_run_time(operator, driver):
 
 def test_compiled_code_on_another_gpu_is_pytorchs(operator):
     operator._gpus[0] = None
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(
-        lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend=backend
-    )
+    attention, graphs = compiled(operator)
     q, k, v = tensors()
-    assert torch.equal(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    assert torch.equal(attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
     assert "scaled_dot_product_attention" in graphs[0].code
     assert operator.namespace not in graphs[0].code
 

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from operators import close, make, shifted, tensors  # noqa: E402
+from operators import close, compiled, make, shifted, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -178,16 +178,8 @@ def test_proxies_hold_an_operator(operator, known):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_compiled_code_holds_one_operator(operator, known, grad):
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(
-        lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend=backend
-    )
-    out = compiled(*(leaves_of(known) if grad else known))
+    attention, graphs = compiled(operator)
+    out = attention(*(leaves_of(known) if grad else known))
     name = "forward_lse" if grad else "forward"
     assert f"{operator.namespace}.{name}.default" in graphs[0].code
     assert close(out, F.scaled_dot_product_attention(*known))
