@@ -1,4 +1,4 @@
-"""A process beside computes what is right for a problem while another problem is timed.
+"""Processes beside compute what is right for a problem while another problem is timed.
 
 In threads of the GPU process, NumPy's many small steps would take Python from the thread that gives
 the GPU its work. Answers come as pickles through a pipe, up to some hundred megabytes of inputs.
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from attnsweep.build import numerics
@@ -73,12 +74,59 @@ def turns(case: Case, seed: int) -> tuple[Known, Maths]:
     return Known.of_turns(case, seed), {(case, 0): numerics.same_maths(case, 0)}
 
 
-class Ahead:
-    """The process; it starts with the first large problem, and ends with this one."""
+class _Process:
+    """A process and what is asked of it, in order; it starts with the first large problem."""
 
     def __init__(self) -> None:
-        self._beside = Beside(lambda: _COMMAND)
+        self.beside = Beside(lambda: _COMMAND)
         self._pool = ThreadPoolExecutor(1, "known")
+
+    def ask(
+        self,
+        problem: Problem,
+        wanted: Callable[[], bool],
+        function: Callable[P, T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> Future[T]:
+        """What a function of this module will have returned; cancelled if it is not `wanted`."""
+        return self._pool.submit(self._answer, problem, wanted, partial(function, *args, **options))
+
+    def _answer(self, problem: Problem, wanted: Callable[[], bool], function: partial[T]) -> T:
+        if problem.min_bytes >= _LEAST_BYTES:
+            with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+                asked, said = self.beside.pipes()
+                pickle.dump(function, asked)
+                asked.flush()
+                answer: T = pickle.load(said)
+                return answer
+            self.beside.close()  # it died, as for want of memory: what fails here too is reported
+            if not wanted():
+                raise CancelledError
+        return function()
+
+    def waited(self, asked: Future[T]) -> T:
+        """What was asked, computed in this process if the other one takes too long."""
+        try:
+            return asked.result(_LONGEST_S)
+        except TimeoutError:
+            self.beside.kill()
+            return asked.result()
+
+
+def _always() -> bool:
+    return True
+
+
+class Ahead:
+    """Two processes, which end with this one: for the next problem, and for more of this one.
+
+    With one for both, a run of 18 problems with few candidates waited 9.4 of 42 s for inputs
+    (between_short.yaml on an H200 with 16 cores).
+    """
+
+    def __init__(self) -> None:
+        self._next, self._this = _Process(), _Process()
         self._answers: dict[tuple[Problem, int], Future[Answer]] = {}
         self._dropped: set[tuple[Problem, int]] = set()
         """Asked for, and no longer wanted."""
@@ -90,8 +138,11 @@ class Ahead:
         key = problem, seed
         if key not in self._answers:
             self._dropped.discard(key)
-            asked = self._pool.submit(self._answer, problem, key, Answer.of, problem, seed)
-            self._answers[key] = asked
+            wanted = partial(self._is_wanted, key)
+            self._answers[key] = self._next.ask(problem, wanted, Answer.of, problem, seed)
+
+    def _is_wanted(self, key: tuple[Problem, int]) -> bool:
+        return key not in self._dropped
 
     def take(self, problem: Problem, seed: int) -> Answer:
         """The answer, which is not kept, nor are others that nobody took; it waits for none."""
@@ -100,14 +151,14 @@ class Ahead:
         for other, answer in self._answers.items():  # another problem came than was expected
             if not (answer.cancel() or answer.done()) and other[0].min_bytes >= _LEAST_BYTES:
                 self._dropped.add(other)
-                self._beside.kill()
+                self._next.beside.kill()
         self._answers.clear()
-        return self._waited(asked)
+        return self._next.waited(asked)
 
     def begin_rounding(self, problem: Problem, rounds_scores: int) -> None:
         """Have `rounding` computed, if it is not being computed."""
         if (problem, rounds_scores) not in self._maths:
-            asked = self._pool.submit(self._answer, problem, None, rounding, problem, rounds_scores)
+            asked = self._this.ask(problem, _always, rounding, problem, rounds_scores)
             self._maths[problem, rounds_scores] = asked
 
     def rounding(self, problem: Problem, rounds_scores: int) -> Maths:
@@ -115,27 +166,19 @@ class Ahead:
         self.begin_rounding(problem, rounds_scores)
         for key in [key for key in self._maths if key[0] != problem]:
             del self._maths[key]
-        return self._waited(self._maths[problem, rounds_scores])
+        return self._this.waited(self._maths[problem, rounds_scores])
 
     def begin_turns(self, case: Case, seed: int) -> None:
         """Have `turns` computed, if it is not being computed, instead of those of another case."""
         if (case, seed) not in self._turns:
             for other in self._turns.values():
                 other.cancel()
-            asked = self._pool.submit(self._answer, case.problem, None, turns, case, seed)
-            self._turns = {(case, seed): asked}
+            self._turns = {(case, seed): self._this.ask(case.problem, _always, turns, case, seed)}
 
     def turns(self, case: Case, seed: int) -> tuple[Known, Maths]:
         """See the function `turns`; the answer is not kept."""
         self.begin_turns(case, seed)
-        return self._waited(self._turns.pop((case, seed)))
-
-    def _waited(self, asked: Future[T]) -> T:
-        try:
-            return asked.result(_LONGEST_S)
-        except TimeoutError:
-            self._beside.kill()  # it is then computed here
-            return asked.result()
+        return self._this.waited(self._turns.pop((case, seed)))
 
     def wait(self) -> None:
         """Wait until nothing is being computed."""
@@ -146,30 +189,10 @@ class Ahead:
         for one in self._turns.values():
             one.result()
 
-    def _answer(
-        self,
-        problem: Problem,
-        key: tuple[Problem, int] | None,
-        function: Callable[P, T],
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> T:
-        """What a function of this module returns. Raises CancelledError if `key` was dropped."""
-        if problem.min_bytes >= _LEAST_BYTES:
-            with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-                asked, said = self._beside.pipes()
-                pickle.dump((function, args, options), asked)
-                asked.flush()
-                answer: T = pickle.load(said)
-                return answer
-            self.close()  # it died, as for want of memory: what fails here too is reported
-            if key in self._dropped:
-                raise CancelledError
-        return function(*args, **options)
-
     def close(self) -> None:
-        """End the process, if there is one."""
-        self._beside.close()
+        """End the processes, if there are any."""
+        self._next.beside.close()
+        self._this.beside.close()
 
 
 def main() -> None:
@@ -178,6 +201,5 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints must not come between
     with contextlib.suppress(EOFError, OSError):
         while True:
-            function, args, options = pickle.load(asked)
-            pickle.dump(function(*args, **options), answers, protocol=5)
+            pickle.dump(pickle.load(asked)(), answers, protocol=5)
             answers.flush()

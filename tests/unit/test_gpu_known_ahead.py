@@ -1,4 +1,4 @@
-"""What is right of a problem, computed by a process beside."""
+"""What is right of a problem, computed by processes beside."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def test_the_process_answers_what_this_one_would(ahead):
     ahead.begin(PROBLEM, 3)
     ahead.begin(OTHER, 3)
     equal(ahead.take(PROBLEM, 3), Answer.of(PROBLEM, 3))
-    first = ahead._beside.process.pid
+    first = ahead._next.beside.process.pid
     equal(ahead.take(OTHER, 4), Answer.of(OTHER, 4))
-    assert ahead._beside.process.pid == first
+    assert ahead._next.beside.process.pid == first
     one, other = (ahead.take(PROBLEM, seed).timed.inputs["q"] for seed in (3, 4))
     assert (one != other).any()
 
 
 def test_a_process_that_died_is_done_without_and_replaced(ahead):
     ahead.take(PROBLEM, 3)
-    first = ahead._beside.process
+    first = ahead._next.beside.process
     first.kill()
     first.wait()
     equal(ahead.take(PROBLEM, 4), Answer.of(PROBLEM, 4))
     equal(ahead.take(PROBLEM, 5), Answer.of(PROBLEM, 5))
-    assert ahead._beside.process.pid != first.pid
+    assert ahead._next.beside.process.pid != first.pid
 
 
 def test_the_process_computes_what_limits_of_rounded_scores_come_from(ahead, monkeypatch):
@@ -92,8 +92,9 @@ def test_the_process_computes_what_short_turns_need_and_those_of_one_problem(ahe
     assert not ahead._turns
 
 
-def test_what_was_begun_for_another_problem_is_not_waited_for(ahead, monkeypatch, tmp_path):
-    """A card that was expected to open a problem may get another one first."""
+@pytest.fixture
+def first_sleeps(monkeypatch, tmp_path):
+    """The first process that starts answers nothing; where a file tells that it has started."""
     met = tmp_path / "met"
     program = (
         f"import pathlib, time; met = pathlib.Path({str(met)!r})\n"
@@ -101,6 +102,22 @@ def test_what_was_begun_for_another_problem_is_not_waited_for(ahead, monkeypatch
         f"from {known_ahead.__name__} import main; main()"
     )
     monkeypatch.setattr(known_ahead, "_COMMAND", [sys.executable, "-c", program])
+    return met
+
+
+def test_what_this_problem_needs_does_not_wait_for_the_next_one(ahead, first_sleeps):
+    """The next one's process sleeps here; this one's answers."""
+    ahead.begin(OTHER, 3)
+    while not first_sleeps.exists():
+        assert not ahead._answers[OTHER, 3].done()
+    case = numerics.short_turns(PROBLEM, 1)
+    assert ahead.rounding(PROBLEM, 1) == rounding(PROBLEM, 1)
+    assert ahead.turns(case, 3)[1] == turns(case, 3)[1]
+    assert not ahead._answers[OTHER, 3].done()
+
+
+def test_what_was_begun_for_another_problem_is_not_waited_for(ahead, first_sleeps, monkeypatch):
+    """A card that was expected to open a problem may get another one first."""
     expected = Answer.of(OTHER, 4)
 
     def here(*args):
@@ -109,7 +126,7 @@ def test_what_was_begun_for_another_problem_is_not_waited_for(ahead, monkeypatch
     monkeypatch.setattr(numerics, "same_maths", here)
     ahead.begin(PROBLEM, 3)
     begun = ahead._answers[PROBLEM, 3]
-    while not met.exists():
+    while not first_sleeps.exists():
         assert not begun.done()
     equal(ahead.take(OTHER, 4), expected)
     with pytest.raises(CancelledError):
@@ -157,5 +174,5 @@ def test_small_problems_start_no_process(monkeypatch):
     ahead = Ahead()
     ahead.begin(PROBLEM, 3)
     ahead.wait()
-    assert ahead._beside.process is None
+    assert ahead._next.beside.process is None
     assert np.isfinite(ahead.take(PROBLEM, 3).timed.sides[0][0]).all()
