@@ -15,11 +15,15 @@ import attnsweep
 
 ROOT = Path(__file__).parent.parent
 CARD = "results/h100-80gb-hbm3"
-TUNED = (
-    *("h100", "flash_training", "flash_short", "batched", "flash_dims", "flash_long"),
+_BOTH = (
+    *("flash_training", "flash_short", "batched", "flash_dims", "flash_long"),
     *("between", "between_short"),
 )
-HELD_OUT = "held_out"
+TUNED = {
+    "H100": [f"h100-80gb-hbm3/{name}" for name in ("h100", *_BOTH)],
+    "H200": [f"h200/{name}" for name in ("h200", *_BOTH)],
+}
+"""The runs of each card that `held_out` next to them judges."""
 NAMES = {"llama": "Llama", "qwen": "Qwen", "diffusion": "diffusion-like blocks"}
 MODES = {"eager": "eager", "compiled": "compiled", "graph": "CUDA graph"}
 NOT_RECORDED = "Not recorded yet.\n"
@@ -88,31 +92,35 @@ def _origin(found: Mapping[str, Any]) -> str:
     return f"{card}, {packages}, {made['date'][:10]}."
 
 
-def judged(card: Path = ROOT / CARD, tuned: Sequence[str] = TUNED) -> str:
-    """What the rule lost on the held-out shapes."""
-    runs, held_out = [card / name for name in tuned], card / HELD_OUT
-    if not all(run.is_dir() for run in (*runs, held_out)):
-        return NOT_RECORDED
-    rows = attnsweep.judge_dispatch(runs, [held_out])
-    found = attnsweep.dispatch_summary(rows)
-    unknown = sum(row.regret is None for row in rows)
-    regret, held = found["regret"], found["regret_of_the_best_held"]
+def judged(results: Path = ROOT / "results", tuned: Mapping[str, Sequence[str]] = TUNED) -> str:
+    """What the rule lost on the held-out shapes of each card."""
     lines = [
-        "| of a shape's own sweep | median | 95th percentile | worst |",
-        "|---|---:|---:|---:|",
-        "| slower than its best | " + " | ".join(f"{regret[n]:.1%}" for n in regret) + " |",
-        "| a perfect rule, of the same kernels | "
-        + " | ".join(f"{held[n]:.1%}" for n in held)
-        + " |",
-        "",
-        f"{found['shapes']} shapes that were not tuned, {found['to_sdpa']} of them left to "
-        f"PyTorch's own attention. The package is {found['gain']['median']:.2f} times as fast as "
-        f"that at the median, {found['gain']['least']:.2f} times at worst. The gain that it "
-        f"expected is off by {found['expected_gain_error']['median']:.1%} at the median.",
+        "| card | shapes | slower than its best, median | 95th percentile | worst | a perfect rule "
+        "of the same kernels: median | 95th percentile | worst | left to PyTorch's own | × PyTorch's "
+        "own, median | least | expected × off by, median |",
+        "|---|" + "---:|" * 11,
     ]
-    if unknown:
-        lines[-1] += (
-            f" On {unknown} of the shapes their own sweeps did not time the choice, and the table "
-            "leaves them out."
-        )
-    return "\n".join(lines) + "\n"
+    notes = []
+    for name, names in tuned.items():
+        runs = [results / run for run in names]
+        held_out = runs[0].parent / "held_out"
+        if not all(run.is_dir() for run in (*runs, held_out)):
+            continue
+        rows = attnsweep.judge_dispatch(runs, [held_out])
+        found = attnsweep.dispatch_summary(rows)
+        regret, held = found["regret"], found["regret_of_the_best_held"]
+        cells = [
+            *(name, str(found["shapes"])),
+            *(f"{each[n]:.1%}" for each in (regret, held) for n in each),
+            *(str(found["to_sdpa"]), f"{found['gain']['median']:.2f}"),
+            *(f"{found['gain']['least']:.2f}", f"{found['expected_gain_error']['median']:.1%}"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+        unknown = sum(row.regret is None for row in rows)
+        if unknown:
+            notes += [
+                "",
+                f"On {unknown} of the shapes of the {name} their own sweeps did not time the "
+                "choice, and the table leaves them out.",
+            ]
+    return "\n".join(lines + notes) + "\n" if len(lines) > 2 else NOT_RECORDED

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "use" / "runtime"
 TABLE, CUBINS = PLACE / "table.json", PLACE / "cubins"
 # Cubins of an archive. A first call unpacks one archive; all of them would take 130 ms. In groups
-# of 16, which take 3, they would be a tenth larger together: 1357 KiB, not 1235.
+# of 16, which take 3, they were a tenth larger together: 1357 KiB, not 1235.
 GROUP = 24
 
 

@@ -65,12 +65,13 @@ def test_times_errors_and_steps_of_models(used, tmp_path):
     assert text.endswith("NVIDIA H100 80GB HBM3, driver 580.1, torch 2.11.0, 2026-11-22.\n")
 
 
-def test_the_rule_is_judged_on_the_recorded_run(used, tmp_path):
+def test_the_rule_is_judged_on_the_recorded_run_of_each_card(used, tmp_path):
     """With one recorded run in the place of the held-out one."""
     for name in ("flash_training", "batched"):
-        shutil.copytree(ROOT / used.CARD / name, tmp_path / name)
-    shutil.copytree(ROOT / used.CARD / "h100", tmp_path / "held_out")
-    text = used.judged(tmp_path, ["flash_training", "batched"])
-    assert "of a shape's own sweep" in text
-    assert "shapes that were not tuned" in text
-    assert text.count("%") >= 6
+        shutil.copytree(ROOT / used.CARD / name, tmp_path / "one" / name)
+    shutil.copytree(ROOT / used.CARD / "h100", tmp_path / "one/held_out")
+    cards = {"one": ["one/flash_training", "one/batched"], "another": ["another/batched"]}
+    *_, row = used.judged(tmp_path, cards).splitlines()
+    assert row.startswith("| one | ")
+    assert row.count("%") == 7
+    assert "another" not in row

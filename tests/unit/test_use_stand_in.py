@@ -24,12 +24,12 @@ ROOT = Path(__file__).parent.parent.parent
 SHIPPED = ROOT / "attnsweep/use/runtime"
 MIB = 1 << 20
 H200 = GpuKey((9, 0), 132, 60 * MIB)
+CHOSEN_ON = ("batched", "flash_dims", "flash_long", "flash_short", "flash_training")
+"""The runs of the H200 that the conditions were chosen on, beside those of the H100."""
+LATER = ("h200", "between", "between_short", "held_out")
 CARDS = {
-    "H100": (
-        *("batched", "between", "between_short", "decode", "flash_dims", "flash_long"),
-        *("flash_short", "flash_training", "h100", "held_out"),
-    ),
-    "H200": ("batched", "flash_dims", "flash_long", "flash_short", "flash_training"),
+    "H100": (*CHOSEN_ON, "h100", "decode", "between", "between_short", "held_out"),
+    "H200": (*CHOSEN_ON, *LATER),
 }
 FOLDERS = {"H100": "h100-80gb-hbm3", "H200": "h200"}
 ASKED = shape(2, 8, 512)
@@ -227,9 +227,10 @@ def shipped():
 
 # ---- how good they are ----
 @cache
-def judged(by, on, leave_one_out):
+def judged(by, on, leave_one_out, shapes_of=None):
     runs, held_out = (
-        [ROOT / "results" / FOLDERS[card] / run for run in CARDS[card]] for card in (by, on)
+        [ROOT / "results" / FOLDERS[card] / run for run in names]
+        for card, names in ((by, CARDS[by]), (on, shapes_of or CARDS[on]))
     )
     return judge_dispatch(runs, held_out, leave_one_out=leave_one_out)
 
@@ -255,8 +256,7 @@ def test_the_page_says_how_good_a_stand_in_is(by, on, leave_one_out):
     assert row(by, on, leave_one_out) in page
     rows = judged(by, on, leave_one_out)
     assert {row.code for row in rows} == {"stand_in", "not_tuned"}
-    assert all(row.gain is None or row.gain >= 1 / 1.03 for row in rows)
-    assert all(row.gain is None or row.gain > 1.03 for row in rows if row.config)
+    assert all(row.gain is None or row.gain >= 1 for row in rows if row.config)
 
 
 @pytest.mark.nightly(push=0)
@@ -269,23 +269,29 @@ def test_the_page_says_what_the_conditions_keep_away(monkeypatch):
         gains[on] = sorted(row.gain for row in rows if row.config and (row.gain or 1.0) < 1)
     assert gains["H200"] == []
     page = " ".join((ROOT / "docs/tutorials/your-model.md").read_text().split())
-    slowest = 100 * (1 / gains["H100"][0] - 1)
-    assert f"{len(gains['H100'])} shapes of the H100 up to {slowest:.1f} % slower" in page
+    (slower,) = gains["H100"]
+    assert f"one shape of the H100 would have been {100 * (1 / slower - 1):.1f} % slower" in page
+
+
+def test_the_page_says_how_the_shapes_did_that_came_after_the_conditions():
+    found = dispatch_summary(judged("H100", "H200", False, LATER))
+    kernels = found["of_kernels"]
+    assert kernels["timed"] == found["codes"]["stand_in"]
+    page = " ".join((ROOT / "docs/tutorials/your-model.md").read_text().split())
+    assert f"**The other {found['shapes']} came later" in page
+    assert f"{kernels['timed']} of them get kernels, at most" in page
+    assert f"at most {100 * kernels['regret']['worst']:.1f} % slower than the best" in page
+    assert f"and {kernels['gain']['least']:.2f} times as fast as PyTorch's attention or more" in page
 
 
 def test_the_page_says_how_many_shapes_were_swept_twice():
-    labels = [row.shape for row in judged("H200", "H100", False)]
-    assert len(labels) - len(set(labels)) == 4
+    twice = []
+    for by, on in (("H200", "H100"), ("H100", "H200")):
+        labels = [row.shape for row in judged(by, on, False)]
+        twice.append(len(labels) - len(set(labels)))
+    assert twice == [4, 4]
     page = " ".join((ROOT / "docs/tutorials/your-model.md").read_text().split())
-    assert "Four of the H100's shapes were swept twice" in page
-
-
-def test_the_page_says_which_lengths_an_h200_has_swept():
-    shapes = [winner.shape for winner in read_table(SHIPPED).gpus[H200].winners]
-    assert min(each.seqlen_q for each in shapes if each.seqlen_q == each.seqlen_k) == 128
-    of_128 = [each for each in shapes if each.head_dim == 128 and each.seqlen_q == each.seqlen_k]
-    assert min(each.seqlen_q for each in of_128) == 1024
-    assert min(each.seqlen_q for each in shapes) == dispatch._STAND_IN_QUERIES
+    assert "Four shapes of each card were swept twice" in page
 
 
 def test_a_shape_is_left_out_of_the_stand_ins_rows_too():
