@@ -20,6 +20,7 @@ from attnsweep.build import numerics
 from attnsweep.build.numerics import Case, Measures
 from attnsweep.gpu.beside import Beside
 from attnsweep.gpu.known import Known
+from attnsweep.gpu.steps import proving
 from attnsweep.problem import Problem
 
 P = ParamSpec("P")
@@ -107,11 +108,12 @@ class _Process:
 
     def waited(self, asked: Future[T]) -> T:
         """What was asked, computed in this process if the other one takes too long."""
-        try:
-            return asked.result(_LONGEST_S)
-        except TimeoutError:
-            self.beside.kill()
-            return asked.result()
+        with proving("waits for NumPy"):
+            try:
+                return asked.result(_LONGEST_S)
+            except TimeoutError:
+                self.beside.kill()
+                return asked.result()
 
 
 def _always() -> bool:

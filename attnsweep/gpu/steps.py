@@ -18,6 +18,7 @@ T = TypeVar("T")
 _lock = threading.Lock()
 _spent_s: dict[str, float] = {}
 _proved_s: dict[str, float] = {}
+_here = threading.local()
 
 
 @contextmanager
@@ -46,20 +47,30 @@ def proved(part: str, spent_s: float) -> None:
         _proved_s[part] = _proved_s.get(part, 0.0) + spent_s
 
 
-def proves(part: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Add a function's seconds to those of a part of proving. It must call no other such one.
+@contextmanager
+def proving(part: str) -> Iterator[None]:
+    """Add the seconds inside to those of a part of proving, less those of parts inside it.
 
-    The device is idle when it is called, or nearly, so that these are the device's seconds too.
+    The device is idle when it begins, or nearly, so that these are the device's seconds too.
     """
+    outer, _here.inner_s = getattr(_here, "inner_s", 0.0), 0.0
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        spent_s = time.perf_counter() - began
+        proved(part, spent_s - _here.inner_s)
+        _here.inner_s = outer + spent_s
+
+
+def proves(part: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """`proving` of a whole function."""
 
     def count(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def counted(*args: P.args, **options: P.kwargs) -> T:
-            began = time.perf_counter()
-            try:
+            with proving(part):
                 return function(*args, **options)
-            finally:
-                proved(part, time.perf_counter() - began)
 
         return counted
 
