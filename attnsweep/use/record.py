@@ -7,6 +7,10 @@ PyTorch only.
 PyTorch's dispatcher calls one of `OPS` for each attention call, from eager code and from compiled
 code alike. A kernel of ours stands before PyTorch's own: it counts, and calls it. Nothing else of
 the program goes through Python, and what torch.compile traces is unchanged.
+
+Between two attention calls the rest of a model empties the host's caches, and whatever a call
+touches then costs several times what it does in a loop. So a call like the one before, or like the
+one that came next the last time, is known by one question to PyTorch; the others are described.
 """
 
 from __future__ import annotations
@@ -54,6 +58,22 @@ OPS = {
     "_scaled_dot_product_attention_math": _Op(("CompositeImplicitAutograd",), 3, 4, 5),
 }
 _ALIAS = "CompositeImplicitAutograd"
+# Kinds that are known by one question. More are met only by calls whose sizes keep changing.
+_MOST_KNOWN = 1024
+
+
+class Kind:
+    """A call as it was made. slot: the place of its count."""
+
+    __slots__ = ("after", "alike", "met", "options", "slot")
+
+    def __init__(self, slot: int) -> None:
+        self.slot, self.met = slot, 1
+        self.options: tuple[Any, ...] = ()
+        """What is not said by q, k and v of a call that `alike` is asked of; empty: do not ask."""
+        self.alike: Callable[..., bool] = bool
+        self.after: Kind = self
+        """The other kind that came next when one last did."""
 
 
 class Log:
@@ -69,17 +89,19 @@ class Log:
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._stem: Path | None = None
         self._slots: dict[str, int] = {}
-        self.known: dict[Any, int] = {}
-        """Slot of each call as it was made: a cache of `slot`."""
+        self.known: dict[Any, Kind] = {}
+        """Each call as it was made: a cache of `slot`."""
+        self.last = Kind(-1)
+        """The kind of the call before."""
         self.failed = False
 
     def slot(self, kind: dict[str, Any]) -> int:
         """The place of a kind's count; a new kind is written down."""
         line = json.dumps(kind, sort_keys=True)
-        with self._lock:
+        with self.lock:
             if line not in self._slots:
                 if self._stem is None:
                     self._open()
@@ -92,8 +114,8 @@ class Log:
 
     def add(self, slot: int, calls: int = 1) -> None:
         """Count calls of the kind in this slot."""
-        with self._lock:
-            self._counts[slot] += calls
+        with self.lock:
+            self.counts[slot] += calls
 
     def fail(self) -> None:
         """Write down the error that is being handled, and record no more."""
@@ -106,7 +128,7 @@ class Log:
         self._stem = self._folder / f"{os.getpid()}-{secrets.token_hex(4)}"
         with open(f"{self._stem}{COUNTS}", "w+b") as file:
             file.truncate(8 * SLOTS)
-            self._counts = memoryview(mmap.mmap(file.fileno(), 8 * SLOTS)).cast("Q")
+            self.counts = memoryview(mmap.mmap(file.fileno(), 8 * SLOTS)).cast("Q")
         self._lines = open(f"{self._stem}{KINDS}", "w", encoding="utf-8")  # noqa: SIM115
 
 
@@ -121,6 +143,11 @@ class Recording:
         (folder / TORCH).touch()
         self.log = Log(folder)
         self.graphs = Graphs(self.log, torch.cuda.CUDAGraph)
+        # What torch.compile asks of a compiled function's arguments: class, dispatch keys, dtype,
+        # device, gradient, sizes and strides. Without it every call is described.
+        dynamo = getattr(torch._C, "_dynamo", None)
+        self._guards = getattr(getattr(dynamo, "guards", None), "TensorGuards", None)
+        self._asked: list[Kind] = []
         self._library = torch.library.Library("aten", "IMPL")
         for name, op in OPS.items():
             for key in op.keys:
@@ -128,52 +155,103 @@ class Recording:
 
     def _count(self, torch: Any, name: str, op: _Op, key: str) -> None:
         """Put a kernel that counts before PyTorch's own."""
+        # The kernel of an alias key is the one that each of its keys runs.
+        backend = "CPU" if key == _ALIAS else key
         try:
-            # The kernel of an alias key is the one that each of its keys runs.
-            own = torch.library.get_kernel(f"aten::{name}", "CPU" if key == _ALIAS else key)
+            own = torch.library.get_kernel(f"aten::{name}", backend)
         except RuntimeError:
             return  # this build of PyTorch has none
-        log, note, graphs, call = self.log, self._note, self.graphs, own.call_boxed
-        mask_at, causal_at, last, plain = op.mask, op.causal, op.dropout, torch.Tensor
+        log, graphs, call, describe = self.log, self.graphs, own.call_boxed, self._describe
+        plain, mask_at, rest = torch.Tensor, op.mask, 3 if op.mask is None else op.mask + 1
 
-        def counted(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            if not log.failed:
-                try:
-                    q, k, v, n = args[0], args[1], args[2], len(args)
-                    if type(q) is not plain and _traced(q):
-                        log.add(log.slot(traced_kind(name, q, k, v)))
-                        return call(keys, *args, **kwargs)
+        def count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            try:
+                q, k, v, last = args[0], args[1], args[2], log.last
+                if type(q) is not plain and _traced(q):  # whose numbers may not be compared
+                    log.add(log.slot(traced_kind(name, q, k, v)))
+                    return
+                if mask_at is None:
                     mask = kwargs.get("attn_mask")
-                    if mask_at is not None and n > mask_at:
-                        mask = args[mask_at]
-                    dropout = n > last and args[last] > 0
-                    causal = n > causal_at and args[causal_at]
-                    seen = (
-                        *(name, q.shape, k.shape, v.shape, q.stride(), k.stride(), q.dtype),
-                        *(q.device.type, mask is not None, dropout, causal),
-                        *(q.requires_grad, kwargs.get("scale")),
-                    )
-                    slot = log.known.get(seen)
-                    if slot is None:
-                        slot = note(torch, seen, (q, k, v), mask, kwargs)
-                    if graphs.capturing is None:
-                        log.add(slot)
-                    else:
-                        graphs.add(slot, seen[7] == "cuda")
-                except Exception:
-                    log.fail()
+                else:
+                    mask = args[mask_at] if len(args) > mask_at else None
+                # Without gradients PyTorch tells no tensor that has one from others.
+                grad, scale = q.requires_grad, kwargs.get("scale")
+                options = (name, mask is None, grad, scale, args[rest:])
+                kind = last
+                if kind.options != options or not kind.alike(q, k, v):
+                    kind = last.after
+                    if kind.options != options or not kind.alike(q, k, v):
+                        kind = describe(torch, op, args, kwargs, mask, options)
+                    if kind is not last:
+                        last.after, log.last = kind, kind
+                if graphs.capturing is None:
+                    with log.lock:
+                        log.counts[kind.slot] += 1
+                else:
+                    graphs.add(kind.slot, q.device.type == "cuda")
+            except Exception:
+                log.fail()
+
+        def counted_with(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            if not log.failed:
+                count(args, kwargs)
             return call(keys, *args, **kwargs)
+
+        # A set of keys costs more to make than all else here, and no kernel of PyTorch's reads it.
+        only = _set_of(torch, name, key, backend)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if not log.failed:
+                count(args, kwargs)
+            return call(only, *args, **kwargs)
 
         with warnings.catch_warnings():  # PyTorch warns that its own kernel is overridden
             warnings.simplefilter("ignore")
-            self._library.impl(name, counted, key, with_keyset=True, allow_override=True)
+            if only is None:
+                self._library.impl(name, counted_with, key, with_keyset=True, allow_override=True)
+            else:
+                self._library.impl(name, counted, key, allow_override=True)
 
-    def _note(self, torch: Any, seen: tuple[Any, ...], qkv: Any, mask: Any, kwargs: Any) -> int:
-        """The slot of a call that was not made before in just this way."""
-        quiet = self.graphs.capturing is not None  # a graph's capture may not wait for values
-        kind = kind_of(torch, seen, qkv, mask, kwargs, quiet)
-        slot = self.log.known[seen] = self.log.slot(kind)
-        return slot
+    def _describe(
+        self, torch: Any, op: _Op, args: Any, kwargs: Any, mask: Any, options: tuple[Any, ...]
+    ) -> Kind:
+        """The kind of a call that no question told."""
+        q, k, v, n, name = args[0], args[1], args[2], len(args), options[0]
+        dropout = n > op.dropout and args[op.dropout] > 0
+        causal = n > op.causal and args[op.causal]
+        seen = (
+            *(name, q.shape, k.shape, v.shape, q.stride(), k.stride(), q.dtype),
+            *(q.device.type, mask is not None, dropout, causal),
+            *(q.requires_grad, kwargs.get("scale")),
+        )
+        kind = self.log.known.get(seen)
+        if kind is None:
+            quiet = self.graphs.capturing is not None  # a graph's capture may not wait for values
+            slot = self.log.slot(kind_of(torch, seen, (q, k, v), mask, kwargs, quiet))
+            kind = self.log.known[seen] = Kind(slot)
+        else:
+            kind.met += 1
+            # Calls that are told apart by more than their kind, and take turns, are asked seldom.
+            if not kind.met & (kind.met - 1):
+                self._ask(torch, kind, (q, k, v), options)
+        return kind
+
+    def _ask(self, torch: Any, kind: Kind, qkv: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+        """Have later calls like this one known by one question, if PyTorch can answer it."""
+        if self._guards is None or any(isinstance(each, torch.Tensor) for each in options[-1]):
+            return
+        sizes, strides = [list(t.shape) for t in qkv], [list(t.stride()) for t in qkv]
+        try:
+            guards = self._guards(*qkv, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        except (TypeError, RuntimeError):  # of a tensor that is given twice, for one
+            return
+        if len(self._asked) >= _MOST_KNOWN:
+            for each in self._asked:
+                each.options = ()
+            self._asked.clear()
+        kind.alike = guards.check  # first: other threads may be asking
+        kind.options = options
+        self._asked.append(kind)
 
     def stop(self) -> None:
         """Give PyTorch its own kernels back."""
@@ -226,6 +304,18 @@ class Graphs:
                 delattr(self._class, name)
             else:
                 setattr(self._class, name, own)
+
+
+def _set_of(torch: Any, name: str, key: str, backend: str) -> Any:
+    """A set of dispatch keys for PyTorch's own kernel; None if a kernel of Python was there."""
+    keys, known = getattr(torch._C, "DispatchKeySet", None), getattr(torch.library, "_impls", None)
+    if (
+        keys is None
+        or known is None
+        or not known.isdisjoint({f"aten/{name}/{key}", f"aten/{name}/{backend}"})
+    ):
+        return None
+    return keys(getattr(torch._C.DispatchKey, backend))
 
 
 def _stream_captures() -> bool:
