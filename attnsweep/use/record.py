@@ -308,14 +308,12 @@ class Graphs:
 
 def _set_of(torch: Any, name: str, key: str, backend: str) -> Any:
     """A set of dispatch keys for PyTorch's own kernel; None if a kernel of Python was there."""
-    keys, known = getattr(torch._C, "DispatchKeySet", None), getattr(torch.library, "_impls", None)
-    if (
-        keys is None
-        or known is None
-        or not known.isdisjoint({f"aten/{name}/{key}", f"aten/{name}/{backend}"})
-    ):
-        return None
-    return keys(getattr(torch._C.DispatchKey, backend))
+    try:
+        if torch.library._impls.isdisjoint((f"aten/{name}/{key}", f"aten/{name}/{backend}")):
+            return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, backend))
+    except (AttributeError, TypeError):  # another PyTorch: make the set for each call
+        pass
+    return None
 
 
 def _stream_captures() -> bool:
