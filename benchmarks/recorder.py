@@ -4,7 +4,7 @@ Usage: python benchmarks/recorder.py OUT.json [--models NAME ...] [--tokens N ..
 [--seconds S] [--tiny]
 
 The models are those of benchmarks/models.py. In each round three prefills take turns: plain,
-recorded by attnsweep.shapes, and plain again; each follows an untimed one, and its time is the
+recorded by attnsweep.shapes, and plain again; each follows WARM untimed ones, and its time is the
 fastest of RUNS. They are launched one by one, without graphs, since a graph's replay costs no more
 than a look-up. Times are the host's, until the device has finished. Each model and number of tokens
 has as many rounds as fit into the seconds, and --rounds at most.
@@ -41,7 +41,7 @@ import attnsweep
 
 TOKENS = (128, 1024, 4096)
 WHO = ("plain", "recorded", "again")
-ROUNDS, SECONDS, RUNS, CALLS = 200, 5.0, 3, 200
+ROUNDS, SECONDS, WARM, RUNS, CALLS = 200, 5.0, 2, 3, 200
 DRAWS = 1000
 
 
@@ -69,7 +69,8 @@ def turns(run: Callable[[], Any], rounds: int, seconds: float = SECONDS) -> dict
         first = number % len(WHO)
         for who in (*WHO[first:], *WHO[:first]):
             with recording(who):
-                run()
+                for _ in range(WARM):
+                    run()
                 times[who].append(min(timed_ms(run) for _ in range(RUNS)))
     return times
 
