@@ -96,8 +96,8 @@ def judged(results: Path = ROOT / "results", tuned: Mapping[str, Sequence[str]] 
     """What the rule lost on the held-out shapes of each card."""
     lines = [
         "| card | shapes | slower than its best, median | 95th percentile | worst | a perfect rule "
-        "of the same kernels: median | 95th percentile | worst | left to PyTorch's own | × PyTorch's "
-        "own, median | least | expected × off by, median |",
+        "of the same kernels: median | 95th percentile | worst | left to PyTorch's own | × its "
+        "time, median | least | expected × off by, median |",
         "|---|" + "---:|" * 11,
     ]
     notes = []

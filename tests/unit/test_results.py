@@ -146,18 +146,3 @@ def test_what_won_among_earlier_candidates_is_still_swept(name):
             # A config with EXP2_POLY 2 won at (1,8,512,64), tied with one without.
             some = [{**each, "EXP2_POLY": 0} for each in space.configs]
             assert config is None or {**config, "EXP2_POLY": 0} in some
-
-
-def test_fp8_at_the_error_of_flash_attention_3():
-    """What docs/explanation/fp8.md says of it."""
-    own = open_run(next(place for place in RUNS if place.name == "fp8_h100"))
-    ratios = []
-    for _, rows in rank(own.trials, own.environment).groupby("problem"):
-        theirs = rows[rows["provider"] == "flash_attn_3_fp8"].iloc[0]
-        ours = rows[(rows["provider"] == OURS) & rows["rank"].notna()]
-        alike = ours[ours["rel_err"] <= 1.02 * theirs["rel_err"]]
-        ratios.append(theirs["time_us"] / alike["time_us"].min())
-    faster, slower = sum(ratio > 1 for ratio in ratios), 1 / min(ratios) - 1
-    text = " ".join((ROOT / "docs/explanation/fp8.md").read_text().split())
-    assert f"is {min(ratios):.2f} to {max(ratios):.2f} times as fast on the twelve" in text
-    assert f"faster on {faster} of them, and up to {100 * slower:.0f} % slower on the other" in text

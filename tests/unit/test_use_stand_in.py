@@ -281,7 +281,9 @@ def test_the_page_says_how_the_shapes_did_that_came_after_the_conditions():
     assert f"**The other {found['shapes']} came later" in page
     assert f"{kernels['timed']} of them get kernels, at most" in page
     assert f"at most {100 * kernels['regret']['worst']:.1f} % slower than the best" in page
-    assert f"and {kernels['gain']['least']:.2f} times as fast as PyTorch's attention or more" in page
+    assert (
+        f"and {kernels['gain']['least']:.2f} times as fast as PyTorch's attention or more" in page
+    )
 
 
 def test_the_page_says_how_many_shapes_were_swept_twice():
