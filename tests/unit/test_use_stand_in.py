@@ -243,7 +243,7 @@ def row(by, on, leave_one_out):
     assert kernels["timed"] == served - found["not_timed"]
     regret = " | ".join(f"{100 * kernels['regret'][n]:.1f} %" for n in ("median", "p95", "worst"))
     return (
-        f"| {by}, {on} | {'left out' if leave_one_out else 'as they are'} | {found['shapes']} | "
+        f"| {by} → {on} | {'left out' if leave_one_out else 'as they are'} | {found['shapes']} | "
         f"{served} | {found['not_timed']} | {regret} | {kernels['gain']['least']:.2f} |"
     )
 
