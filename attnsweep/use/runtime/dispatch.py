@@ -10,8 +10,6 @@ from .launch import refused_by
 from .predict import SDPA, Learned, Prediction, learn, memory_us, nearness, tiling
 from .table import Gpu, Kernel, Shape, Winner
 
-# Kernels that are predicted within this of the fastest are equal: the nearest winner's is taken.
-_EQUAL = 1.005
 # By how much slower a kernel is taken to be for each octave to the nearest shape of its times.
 _DOUBT = 0.01
 # What the rows of another GPU say counts only if PyTorch's own attention is expected to take longer
@@ -156,10 +154,7 @@ def _predicted(gpu: Gpu, shape: Shape, kind: Kind) -> Choice:
             nearest = min(found, key=lambda each: each[0].octaves)[0]
             why += f"; the nearest is {nearest.nearest.label} ({nearest.octaves:.1f} octaves)"
         return Choice(None, "far", why)
-    doubted = [(each[0].time_us * (1 + _DOUBT * each[0].octaves), each) for each in near]
-    least = min(time_us for time_us, _ in doubted)
-    equal = [each for time_us, each in doubted if time_us <= _EQUAL * least]
-    ours, kernel = min(equal, key=lambda each: each[0].octaves)
+    ours, kernel = min(near, key=lambda each: each[0].time_us * (1 + _DOUBT * each[0].octaves))
     theirs = kind.sdpa.predict(shape, nearby, gpu.key)
     if theirs is None:  # there are winners, and each has a time of PyTorch's
         raise AssertionError
