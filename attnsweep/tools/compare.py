@@ -17,7 +17,7 @@ from attnsweep.errors import SpecError
 from attnsweep.family.chunks import row_of_today
 from attnsweep.family.declare import Kernel
 from attnsweep.problem import Problem
-from attnsweep.show.sentences import Row, Section, by_problem
+from attnsweep.show.sentences import Row, Section, by_problem, foreign
 from attnsweep.store.run import Run
 from attnsweep.trial import Environment
 
@@ -30,7 +30,8 @@ _FACTS = (
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One run's part of a problem. winner: its best of ours. peers: name to time_us of the peer."""
+    """One run's part of a problem. winner: its best of ours. peers: name to time_us of the peers
+    that compute in the problem's format."""
 
     winner: Row
     peers: Mapping[str, float]
@@ -168,7 +169,7 @@ def _side(section: Section, others: Row | None) -> Side:
     peers = {
         str(row["provider"]): float(row["time_us"])
         for row in section.rows
-        if row["baseline"] and row["rank"]
+        if row["baseline"] and row["rank"] and not foreign(section, row)
     }
     return Side(
         winner,

@@ -87,6 +87,20 @@ def test_peers_of_one_run_alone_are_not_compared():
     assert found.pairs[0].same_winner
 
 
+def test_a_peer_that_computes_in_another_format_is_no_base():
+    in_bf16 = {"problem": replace(OTHER, dtype="bf16")}
+    trials = (
+        candidate("a", 10.0, N=1).with_(**in_bf16),
+        baseline("flash_attn_3", 12.0).with_(**in_bf16),
+        baseline("flash_attn_3_fp8", 8.0).with_(**in_bf16),
+    )
+    found = compare(run(*trials), run(*trials))
+    assert found.pairs[0].over_peers == {"flash_attn_3": (1.2, 1.2)}
+    assert "1.20 → 1.20  flash_attn_3  same" in text(found)
+    cards = (open_run(RESULTS / card) for card in ("h100-80gb-hbm3/h100", "h200/h200"))
+    assert "flash_attn_3_fp8" not in text(compare(*cards))
+
+
 def test_what_differs_around_the_runs_is_told():
     one = run(candidate("a", 10.0, N=1))
     card = one.environment.model_copy(update={"gpu": "NVIDIA X", "packages": {"torch": "9.9"}})
