@@ -27,7 +27,7 @@ from typing import Any
 import platformdirs
 
 from attnsweep.errors import CompileError, ToolchainError
-from attnsweep.files import shipped
+from attnsweep.files import install_command, shipped
 from attnsweep.hardware import Arch
 
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
@@ -69,13 +69,17 @@ class NotCompiled(Exception):
     """A helper could not compile a stage, and the compiler is not why; it must give it back."""
 
 
+def _install() -> str:
+    return f"{install_command('compile')} (or [cuda12], [cuda13] on a GPU machine)"
+
+
 def _nvrtc() -> Any:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise ToolchainError(
             f"NVRTC's Python binding is missing ({error})",
-            hint="pip install 'attnsweep[compile]' (or [cuda12], [cuda13] on a GPU machine)",
+            hint=_install(),
         ) from error
     return nvrtc
 
@@ -96,7 +100,7 @@ def nvrtc_version() -> tuple[int, int]:
     except RuntimeError as error:  # the binding is there, the library is not
         raise ToolchainError(
             f"the NVRTC library cannot be loaded ({str(error).splitlines()[0]})",
-            hint="pip install 'attnsweep[compile]' (or [cuda12], [cuda13] on a GPU machine)",
+            hint=_install(),
         ) from error
     return int(major), int(minor)
 

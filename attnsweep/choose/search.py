@@ -19,6 +19,7 @@ from attnsweep.choose.gp import gp
 from attnsweep.errors import SpecError, ToolchainError
 from attnsweep.family.declare import Config
 from attnsweep.family.space import Space
+from attnsweep.files import install_command
 from attnsweep.trial import Status, Trial, Value
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def tpe(space: Space, candidates: int | None, seed: int) -> Proposals:
     try:
         import optuna
     except ImportError as error:
-        hint = "pip install 'attnsweep[search]'"
+        hint = install_command("search")
         raise ToolchainError("strategy tpe needs Optuna", hint=hint) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     label = f"{seed} {space.kernel.name} {space.problem.label}"

@@ -118,7 +118,7 @@ def _import_torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise Unavailable("PyTorch is not installed: pip install 'attnsweep[torch]'") from error
+        raise Unavailable(f"PyTorch is not installed: {_TORCH.fix}") from error
     if not torch.cuda.is_available():
         raise Unavailable("this PyTorch sees no CUDA GPU")
     return torch

@@ -23,7 +23,9 @@ def _package() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError("needs PyTorch: pip install 'attnsweep[torch]'") from error
+        from attnsweep.files import install_command
+
+        raise ImportError(f"needs PyTorch: {install_command('torch')}") from error
     _loaded = package
     return package
 

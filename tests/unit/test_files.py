@@ -1,14 +1,48 @@
-"""write_file: the new content or the old one, on the disk if asked, with the usual access."""
+"""write_file: the new content or the old one, on the disk if asked, and hints to install extras."""
 
 from __future__ import annotations
 
 import os
 import stat
+import sys
+from types import ModuleType
 
 import pytest
 
 from attnsweep import files
-from attnsweep.files import write_file
+from attnsweep.build.nvrtc import nvrtc_version
+from attnsweep.errors import ToolchainError
+from attnsweep.files import install_command, write_file
+from attnsweep.gpu.peers import Unavailable, _import_torch
+
+
+def nvrtc_that_cannot_be_loaded():
+    def fail():
+        raise RuntimeError("no libnvrtc.so")
+
+    bindings = ModuleType("cuda.bindings")
+    bindings.nvrtc = ModuleType("nvrtc")
+    bindings.nvrtc.nvrtcVersion = fail
+    return bindings
+
+
+@pytest.mark.parametrize("bindings", [None, nvrtc_that_cannot_be_loaded()])
+@pytest.mark.parametrize("folder", [files._PACKAGE.parent, files._PACKAGE])
+def test_the_hint_for_a_missing_compiler_suits_a_clone(monkeypatch, bindings, folder):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.chdir(folder)
+    nvrtc_version.cache_clear()
+    with pytest.raises(ToolchainError) as caught:
+        nvrtc_version()
+    more = " (or [cuda12], [cuda13] on a GPU machine)"
+    assert caught.value.hint == install_command("compile") + more
+
+
+def test_the_reason_of_a_peer_without_pytorch_suits_a_clone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(Unavailable) as caught:
+        _import_torch()
+    assert "pip install -e '" in str(caught.value)
 
 
 @pytest.fixture

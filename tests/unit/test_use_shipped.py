@@ -273,7 +273,7 @@ def test_without_pytorch_the_error_says_what_to_install():
         "try: attnsweep.attention(1, 2, 3)\n"
         "except ImportError as error: print(error)\n"
     )
-    assert "pip install 'attnsweep[torch]'" in out
+    assert "pip install -e '.[torch]'" in out  # from the clone, as `doctor` says
 
 
 def test_importing_attnsweep_imports_no_pytorch():
