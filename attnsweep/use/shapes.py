@@ -169,12 +169,19 @@ def refuse(path: Path, force: bool) -> None:
     if path.is_file() and path.suffix not in (".yaml", ".yml"):  # such as the program's interpreter
         hint = "the spec's name comes first: attnsweep shapes OUT.yaml -- COMMAND"
         raise SpecError("is there, and no .yaml file", where=str(path), hint=hint)
+    if path.is_dir():
+        raise SpecError("is a directory", where=str(path), hint="name a file in it")
     if path.exists() and not force:
         hint = "choose another name; --force, or force=True, replaces it"
         raise SpecError("is there already", where=str(path), hint=hint)
     folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir():
-        raise SpecError("cannot be written there", where=str(path), hint="name a file in a folder")
+    if not folder.is_dir():
+        try:
+            os.listdir(folder)  # which fails, and says why
+        except OSError as error:
+            what = f"cannot be written: {path.parent}: {error.strerror}"
+            hint = "make that folder first, or name a file in another"
+            raise SpecError(what, where=str(path), hint=hint) from error
     if not os.access(folder, os.W_OK):
         what = f"cannot be written: {path.parent} is no writable directory"
         raise SpecError(what, where=str(path), hint="name a file in a writable one")

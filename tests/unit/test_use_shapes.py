@@ -293,9 +293,22 @@ def test_a_file_that_is_there_is_refused(tmp_path):
     with pytest.raises(SpecError, match=r"no \.yaml file") as refused:
         refuse(Path(sys.executable), True)
     assert "OUT.yaml -- COMMAND" in refused.value.hint
-    with pytest.raises(SpecError, match="cannot be written there"):
-        refuse(tmp_path / "no" / "folder.yaml", False)
+    with pytest.raises(SpecError, match="is a directory"):
+        refuse(tmp_path, False)
     assert run_name_of(out) == "model-v2"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("no/m6.yaml", "no: No such file"), ("file/m6.yaml", "file: Not a directory")],
+)
+def test_a_folder_that_is_missing_is_named_with_the_reason(tmp_path, monkeypatch, name, why):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    done = shapes(name, "--arch", "sm_90a", *python("open('ran', 'w')"))
+    assert f"{name}: cannot be written: {why}" in str(done.exception)
+    assert "make that folder first" in done.exception.hint
+    assert not (tmp_path / "ran").exists()
 
 
 def shapes(*arguments):
