@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from attnsweep.errors import NoGpuError, SpecError, StoreError
@@ -62,7 +63,10 @@ def recorded(run: Path, problems: Sequence[Problem]) -> Target:
     there = list(dict.fromkeys(trial.problem for trial in read.trials))
     for problem in problems:
         if problem not in there:
-            some = "\n  ".join(known.label for known in there[:8])
+            alike = {known: how for known in there if (how := _differs(known, problem))}
+            there = [*alike, *(known for known in there if known not in alike)]
+            labels = [f"{k.label} ({alike[k]})" if k in alike else k.label for k in there]
+            some = "\n  ".join(labels[:8])
             more = f"\n  and {len(there) - 8} more" if len(there) > 8 else ""
             raise SpecError(
                 f"{problem.label} is not recorded there",
@@ -71,3 +75,13 @@ def recorded(run: Path, problems: Sequence[Problem]) -> Target:
             )
     card = read.environment
     return Target(arch_on(card), card.gpu, run.resolve())
+
+
+def _differs(known: Problem, asked: Problem) -> str:
+    """The options of `tune` by which a problem of the same shape is asked for; `` of others."""
+    if replace(known, dtype=asked.dtype, causal=asked.causal) != asked:
+        return ""
+    options = [f"--dtype {known.dtype}"] if known.dtype != asked.dtype else []
+    if known.causal != asked.causal:
+        options.append("--causal" if known.causal else "without --causal")
+    return " ".join(options)
