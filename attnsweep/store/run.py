@@ -42,6 +42,7 @@ SPACES = "spaces.json"
 _OLD_SPACES = "planned.json"  # the same file in runs of an older version
 CUBINS = "cubins"
 LOCK = ".lock"
+_HINT_DAMAGED = "copy the run again, or restore the file from version control"
 # Without a limit, a foreign file would give one warning per line.
 MAX_WARNINGS = 20
 
@@ -58,7 +59,8 @@ def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
         if path.suffix == ".gz":
             data = gzip.decompress(data)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise StoreError(f"the packed trials are damaged: {error}", where=str(path)) from error
+        what = f"the packed trials are damaged: {error}"
+        raise StoreError(what, where=str(path), hint=_HINT_DAMAGED) from error
     except OSError as error:
         raise _store_error(error, path, "cannot read the trials") from error
     trials, warnings, _ = _parse_trials(data, path)
