@@ -49,15 +49,18 @@ def _columns(
 
 
 def with_tails(lines: Sequence[str], tails: Sequence[str], width: int) -> list[list[str]]:
-    """Lines with a last column of words next to each, or below it if there is no room."""
+    """Lines with a last column of words next to each, or below it if there is no room.
+
+    What GLUE holds together is broken only where it is wider than the column.
+    """
     column = max(map(cell_len, lines)) + 2
     beside = width - column >= min(_TAIL, max(map(cell_len, tails)))
     out = []
     for line, tail in zip(lines, tails, strict=True):
         indent = column if beside else 4
-        parts = textwrap.wrap(
-            tail, max(8, width - indent), break_long_words=False, break_on_hyphens=False
-        )
+        room = max(8, width - indent)
+        words = [w if cell_len(w) <= room else w.replace(GLUE, " ") for w in tail.split(" ")]
+        parts = textwrap.wrap(" ".join(words), room, break_long_words=False, break_on_hyphens=False)
         padded = [" " * indent + part.replace(GLUE, " ") for part in parts]
         if beside and padded:
             line, padded = line.ljust(column) + padded[0][column:], padded[1:]

@@ -282,7 +282,9 @@ def _effects(found: Explanation, width: int) -> list[Text]:
 
 def _value(effect: Effect, each: Any) -> str:
     value = value_text(each.value)
-    if value == value_text(effect.reference):
+    of_reference = value == value_text(effect.reference)
+    value = value.replace(" ", GLUE)  # `2 of 64 x 128`, of a variant
+    if of_reference:
         return f"{value}{GLUE}reference"
     if each.ratio is None:
         return f"{value}{GLUE}no{GLUE}pair"
