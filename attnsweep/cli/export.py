@@ -48,9 +48,11 @@ def export_(
     is what a winner must beat; FP8 problems need none, since PyTorch has no attention of FP8.
     """
     from attnsweep.family.declare import discover
+    from attnsweep.show import progress
     from attnsweep.use.package import export
 
-    done = export(runs, out, discover(kernels), name=name)
+    with progress.counting(errors, "compile") as compiled:
+        done = export(runs, out, discover(kernels), name=name, compiled=compiled)
     for note in done.notes:
         errors.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
     if not json_:

@@ -85,15 +85,28 @@ def drawn(
     if form is Form.PLAIN or not console.is_terminal:
         yield plain()
         return
-    columns = (
+    with Progress(*_columns(), *last, console=console, transient=True) as progress:
+        yield bars(progress)
+
+
+@contextmanager
+def counting(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Takes how many are done, of how many: a bar on a terminal, nothing elsewhere."""
+    if terminal.talk is terminal.Talk.QUIET or not console.is_terminal:
+        yield lambda _done, _total: None
+        return
+    with Progress(*_columns(), console=console, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _columns() -> tuple[ProgressColumn, ...]:
+    return (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        *last,
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield bars(progress)
 
 
 class _LeftColumn(ProgressColumn):

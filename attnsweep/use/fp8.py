@@ -5,7 +5,7 @@ They need no time of PyTorch's own attention, which has no FP8 that they could b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
@@ -224,11 +224,16 @@ def launch_of(kernel: Fp8Kernel, problem: Problem) -> Launch:
 
 
 def compiled(
-    selected: Selected, family: Kernel, compiler: Compiler, notes: list[str]
+    selected: Selected,
+    family: Kernel,
+    compiler: Compiler,
+    notes: list[str],
+    tell: Callable[[], None],
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """Rows of the table's kernels, and cubins by file name; spills go to `notes`.
 
-    The machine code is that of a sweep: its tensors are contiguous. Raises CompileError.
+    tell: is called after each kernel. The machine code is that of a sweep: its tensors are
+    contiguous. Raises CompileError.
     """
     asked = []
     for config, problem in selected.codes.values():
@@ -249,6 +254,7 @@ def compiled(
         code = Code(**named(data), function=FAMILY)
         files[code.file] = data
         rows.append(asdict(facts(family, config, problem, compiler.arch, code)))
+        tell()
     return rows, files
 
 

@@ -6,13 +6,14 @@ bytes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import keyword
 import re
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -109,11 +110,13 @@ def export(
     name: str | None = None,
     guard: Guard | None = None,
     compilers: Mapping[str, Compiler] | None = None,
+    compiled: Callable[[int, int], None] | None = None,
 ) -> Exported:
     """Write the winners of these runs to `out`, which becomes a project that pip can install.
 
     out: is made, or replaced if it is an earlier export. guard: default: Guard(). compilers: by
-    name of the architecture (default: made here). Raises StoreError, SpecError, ToolchainError or
+    name of the architecture (default: made here). compiled: is told how many kernels have compiled,
+    of how many, from 0 on. Raises StoreError, SpecError, ToolchainError or
     CompileError.
     """
     called = package_name(out, name)
@@ -121,14 +124,21 @@ def export(
     family, of_fp8 = families[FAMILY], families.get(fp8.FAMILY)
     selected = _selected(directories, family, of_fp8)
     notes: list[str] = []
+    in_all, done = len(selected.codes) + len(selected.fp8.codes), itertools.count()
+
+    def tell() -> None:
+        if compiled is not None:
+            compiled(next(done), in_all)
+
     # Any GPU of the families: both are declared for one architecture.
     given = (compilers or {}).get(family.min_arch)
     compiler = given or Compiler(arch_named(family.min_arch))
     try:
-        kernels, files = _compiled(selected.codes, family, compiler, notes)
+        tell()
+        kernels, files = _compiled(selected.codes, family, compiler, notes, tell)
         table = _table(selected, family, kernels, guard or Guard()) | {"nvrtc": compiler.version}
         if of_fp8 is not None and selected.fp8.winners:
-            in_fp8, own = fp8.compiled(selected.fp8, of_fp8, compiler, notes)
+            in_fp8, own = fp8.compiled(selected.fp8, of_fp8, compiler, notes, tell)
             table["fp8"], files = fp8.section(selected.fp8, of_fp8, in_fp8), files | own
             kernels = kernels + in_fp8
     finally:
@@ -376,8 +386,12 @@ def _compiled(
     family: Kernel,
     compiler: Compiler,
     notes: list[str],
+    tell: Callable[[], None],
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Rows of the table's kernels, and cubins by file name; spills go to `notes`."""
+    """Rows of the table's kernels, and cubins by file name; spills go to `notes`.
+
+    tell: is called after each kernel.
+    """
     rows: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
     asked = [compile_for_models(family, *code, compiler) for code in codes.values()]
@@ -387,6 +401,7 @@ def _compiled(
         files |= own
         if spills:
             notes.append(f"{compiled.config}: {spills} bytes of spills")
+        tell()
     return rows, files
 
 

@@ -186,6 +186,20 @@ def test_with_verbose_a_line_says_what_took_so_long(clock, monkeypatch):
     assert "  prepared torch_cudnn in 1.5 s (first calls 1.2 s)\n" in out.getvalue()
 
 
+@pytest.mark.parametrize("on_terminal", [True, False])
+@pytest.mark.parametrize("talk", [terminal.Talk.NORMAL, terminal.Talk.QUIET])
+def test_a_count_is_a_bar_on_a_terminal_and_nothing_elsewhere(monkeypatch, on_terminal, talk):
+    monkeypatch.setattr(terminal, "talk", talk)
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=on_terminal, color_system=None)
+    with progress.counting(console, "compile") as compiled:
+        compiled(0, 16)
+        compiled(3, 16)
+    shown = on_terminal and talk is terminal.Talk.NORMAL
+    assert ("compile" in out.getvalue() and "3/16" in out.getvalue()) == shown
+    assert shown or not out.getvalue()
+
+
 def test_a_bar_and_a_log_name_the_peer_that_is_prepared(clock):
     out = io.StringIO()
     console = Console(file=out, width=160, force_terminal=True, color_system=None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import io
 import json
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from fake_driver import FakeDriver
 from hypothesis import given
 from hypothesis import strategies as st
 from packages import H100, PLAIN, shape, table, winner
+from rich.console import Console
 
 from attnsweep.choose.ranking import rank
 from attnsweep.errors import SpecError, StoreError
@@ -211,6 +214,20 @@ def test_the_command_says_what_it_wrote(attnsweep, tmp_path, monkeypatch):
     done = attnsweep("export", H100_RUN, "--out", tmp_path / "other")
     assert done.returncode == 2
     assert "choose another --out" in done.stderr
+
+
+def test_an_export_tells_how_many_kernels_have_compiled(attnsweep, tmp_path, monkeypatch):
+    told = []
+    runs = [H100_RUN, RESULTS / "h100-80gb-hbm3/fp8_h100"]
+    done = export(tmp_path, runs, compiled=lambda *counts: told.append(counts))
+    assert told == [(number, done.kernels) for number in range(done.kernels + 1)]
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    monkeypatch.setattr(importlib.import_module("attnsweep.cli.export"), "errors", console)
+    monkeypatch.setattr(package, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache"))
+    shown = attnsweep("export", H100_RUN, "--out", tmp_path / "shown", "--json")
+    count = json.loads(shown.stdout)["kernels"]
+    assert f"{count}/{count}" in out.getvalue()
 
 
 # ---- the table ----
