@@ -53,7 +53,12 @@ def test_what_less_headroom_costs_and_what_it_gains_in_the_worst_row():
         slower.append(best[2][0] / best[5][0] - 1)
         for room, (_, error) in best.items():
             errors[room].append(error)
-    assert f"was recorded on an H200: it is {100 * min(slower):.0f} to {100 * max(slower):.0f} %" in PAGE
+    assert (
+        f"was recorded on an H200: it is {100 * min(slower):.0f} to {100 * max(slower):.0f} %"
+        in PAGE
+    )
     less = sorted(1 - a / b for a, b in zip(errors[2], errors[5], strict=True))
     assert abs(median(less)) < 0.01
-    assert f"the same at the median of the twelve shapes, and {100 * less[-1]:.0f} % smaller" in PAGE
+    assert (
+        f"the same at the median of the twelve shapes, and {100 * less[-1]:.0f} % smaller" in PAGE
+    )
