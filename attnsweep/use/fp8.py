@@ -228,7 +228,7 @@ def compiled(
     family: Kernel,
     compiler: Compiler,
     notes: list[str],
-    tell: Callable[[], None],
+    tell: Callable[[], None] = lambda: None,
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """Rows of the table's kernels, and cubins by file name; spills go to `notes`.
 

@@ -284,6 +284,8 @@ def test_the_rules_meet_both_answers():
     wanted = {None, "no_idle_tile", "block_order", "turns_of_blocks", "block_limits"}
     for config, suits in space():
         for batch, q in ((1, 16), (1, 100), (1, 700), (64, 8192), (16400, 300)):
+            if batch == 16400 and "block_limits" not in wanted:
+                continue  # turns at so many heads take a tenth of a second to plan
             other = replace(suits, batch=batch, seqlen_q=q, seqlen_k=q)
             wanted.discard(FAMILY.refused_by(config, other, ARCH))
         if not wanted:
