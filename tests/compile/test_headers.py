@@ -42,7 +42,7 @@ def test_a_header_bears_the_names_of_parameters(compiler, header, tmp_path):
 
 # All dtypes where all families run; elsewhere another ptxas compiles what they share. Each takes
 # two seconds, so that a push draws half of them.
-@pytest.mark.nightly(push=3)
+@pytest.mark.nightly(push=2)
 @pytest.mark.parametrize(
     ("dtype", "arch"),
     [
