@@ -57,7 +57,8 @@ def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":
-            data = gzip.decompress(data)
+            # An empty file is one that was cut, for all that gzip takes it for an archive.
+            data = gzip.decompress(data or b"\x1f\x8b")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         what = f"the packed trials are damaged: {error}"
         raise StoreError(what, where=str(path), hint=_HINT_DAMAGED) from error
