@@ -57,7 +57,7 @@ def read_trials(path: Path) -> tuple[list[Trial], list[str]]:
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":
-            # An empty file is one that was cut, for all that gzip takes it for an archive.
+            # An empty file was cut, although gzip reads it as an archive of nothing.
             data = gzip.decompress(data or b"\x1f\x8b")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         what = f"the packed trials are damaged: {error}"

@@ -34,7 +34,7 @@ def families():
 
 @pytest.fixture(scope="module")
 def tiles(families) -> Explanation:
-    """Of a problem whose variants have names of several words."""
+    """The first problem of a run whose variants have names of several words."""
     return explain(open_run(RESULTS / "h200" / "fp8_h100"), [], None, families)[0]
 
 

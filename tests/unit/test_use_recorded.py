@@ -102,14 +102,13 @@ def test_the_page_says_which_lengths_are_near_enough(key, name):
         assert [far(head_dim, shortest + more) for more in (-1, 0, 1, 100)] == [True, *3 * [False]]
 
 
-def test_a_gh200_has_an_h200s_kernels():
-    """Its L2 is of the same size; any that is not recorded is nearest to one that is."""
+def test_a_gpu_with_an_l2_nearest_to_an_h200s_has_its_kernels():
     gpus = read_table(SHIPPED).gpus
-    of_gh200 = known_to(gpus, H200._replace(l2_bytes=61 << 20))
+    of_other = known_to(gpus, H200._replace(l2_bytes=61 << 20))
     for causal in recorded.BOTH:
         for seqlen in range(64, 512, 7):
             shape = recorded.call(1, 32, 32, seqlen, 128, "bf16", causal)
-            found, there = dispatch.choose(of_gh200, shape), dispatch.choose(gpus[H200], shape)
+            found, there = dispatch.choose(of_other, shape), dispatch.choose(gpus[H200], shape)
             assert (found.code, there.code) == ("stand_in", "near")
             assert (found.kernel, found.gain) == (there.kernel, there.gain)
             assert "NVIDIA H200" in found.reason
