@@ -14,8 +14,8 @@ from .table import Gpu, Kernel, Shape, Winner
 _DOUBT = 0.01
 # What the rows of another GPU say counts only if PyTorch's own attention is expected to take longer
 # by this factor, and so much of its time at most to be that of bytes beyond the L2, since memory is
-# what differs between such GPUs. Chosen on 39 recorded shapes of an H200 and 172 of an H100, each by
-# the rows of the other; 127 later ones of the H200 bear them out (benchmarks/dispatch.py, and the
+# what differs between such GPUs. Chosen on 39 recorded shapes of an H200 and 172 of an H100, by the
+# rows of the other card; 127 later ones of the H200 bear them out (benchmarks/dispatch.py, and the
 # tutorial docs/tutorials/your-model.md).
 _STAND_IN_GAIN, _STAND_IN_MEMORY = 1.10, 0.3
 # Fewer queries than any recorded H200 shape has, and keys for each query. With more keys, divided
