@@ -4,10 +4,11 @@ Usage: python benchmarks/recorder.py OUT.json [--models NAME ...] [--tokens N ..
 [--seconds S] [--tiny]
 
 The models are those of benchmarks/models.py. In each round three prefills take turns: plain,
-recorded by attnsweep.shapes, and plain again; each follows WARM untimed ones, and its time is the
-fastest of RUNS. They are launched one by one, without graphs, since a graph's replay costs no more
-than a look-up. Times are the host's, until the device has finished. Each model and number of tokens
-has as many rounds as fit into the seconds, and --rounds at most.
+recorded by attnsweep.shapes, and plain again; each follows WARM untimed ones, after which recording
+knows the model's calls, and its time is the fastest of RUNS. They are launched one by one, without
+graphs, since a graph's replay costs no more than a look-up. Times are the host's, until the device
+has finished. Each model and number of tokens has as many rounds as fit into the seconds, and
+--rounds at most.
 
 - cost: median over the rounds of recorded over the mean of both plain ones, less 1. noise: the same
   of plain again over plain.
@@ -41,7 +42,7 @@ import attnsweep
 
 TOKENS = (128, 1024, 4096)
 WHO = ("plain", "recorded", "again")
-ROUNDS, SECONDS, WARM, RUNS, CALLS = 200, 5.0, 2, 3, 200
+ROUNDS, SECONDS, WARM, RUNS, CALLS = 200, 5.0, 4, 3, 200
 DRAWS = 1000
 
 

@@ -90,10 +90,7 @@ def run_recorded(command: Sequence[str], folder: Path) -> int:
     A command that a signal ended has 128 and the signal's number. Ctrl-C and SIGTERM reach the
     command; this process waits until it ends. Raises SpecError if it cannot be started.
     """
-    from attnsweep.use import record
-
-    # Python imports sitecustomize when it starts, whatever launches it.
-    shutil.copyfile(record.__file__, folder / "sitecustomize.py")
+    install(folder)
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
@@ -120,3 +117,16 @@ def run_recorded(command: Sequence[str], folder: Path) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 128 - code if code < 0 else code
+
+
+def install(folder: Path) -> None:
+    """Have each Python that finds this folder on PYTHONPATH record into it."""
+    from attnsweep.use import recorder
+
+    name = "attnsweep_recorder"
+    unneeded = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(recorder.__file__).parent, folder / name, ignore=unneeded)
+    # Python imports sitecustomize when it starts, whatever launches it.
+    begin = f"import pathlib\nimport {name}.start as start\n"
+    begin += f"start.begin(pathlib.Path({str(folder)!r}))\n"
+    (folder / "sitecustomize.py").write_text(begin, encoding="utf-8")

@@ -23,7 +23,8 @@ from attnsweep.problem import DTYPE_BYTES, Dtype, Problem
 from attnsweep.show.terminal import counted
 from attnsweep.spec.model import UnservedCalls
 from attnsweep.spec.starter import Request, Target, refusal, starter
-from attnsweep.use.record import COUNTS, ERRORS, KINDS, TORCH, Recording
+from attnsweep.use.recorder.log import COUNTS, ERRORS, KINDS, TORCH
+from attnsweep.use.recorder.recording import Recording
 
 TOP = 50
 """Most problems of a spec that is made from a program."""
@@ -242,6 +243,8 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
         return "left out: one process made more kinds of calls than the recorder tells apart"
     if kind.get("traced"):
         return "compiled into plain operations; how often they ran is unknown"
+    if kind.get("nested"):
+        return "nested tensors"
     q, k, v, device, dtype = (kind[name] for name in ("q", "k", "v", "device", "dtype"))
     dtype = _DTYPES.get(dtype, dtype)
     reason = None

@@ -146,6 +146,14 @@ def test_errors_of_pytorch_stay(operator, known):
         operator.attention(q, k, v.float())
 
 
+def test_a_nested_value_raises_like_pytorchs(operator, known):
+    """It has no strides, and to ask PyTorch whether it is like others would end the process."""
+    q, k, _ = known
+    value = torch.nested.nested_tensor([torch.ones(2, 8, 16, dtype=q.dtype)])
+    with pytest.raises(RuntimeError, match="ested"):
+        operator.attention(q, k, value)
+
+
 def test_dispatch_modes_see_an_operator(operator, known):
     leaves = leaves_of(known)
     with Watch() as watch:

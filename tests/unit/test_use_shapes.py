@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnsweep.cli import app
+from attnsweep.cli.shapes import install
 from attnsweep.errors import NoGpuError, SpecError
 from attnsweep.family.declare import discover
 from attnsweep.hardware import ARCHS
@@ -21,8 +22,11 @@ from attnsweep.spec.load import load_spec, spec_of
 from attnsweep.spec.starter import Target
 from attnsweep.spec.yaml_file import Document
 from attnsweep.tools import target
-from attnsweep.use import record
-from attnsweep.use.record import Graphs, Log, layout_of
+from attnsweep.use.recorder import graphs as recorder_graphs
+from attnsweep.use.recorder import log as recorder_log
+from attnsweep.use.recorder.graphs import Graphs
+from attnsweep.use.recorder.kinds import layout_of
+from attnsweep.use.recorder.log import Log
 from attnsweep.use.shapes import (
     Recorded,
     lines_of,
@@ -179,7 +183,7 @@ def test_processes_merge(tmp_path):
 
 def test_a_killed_process_leaves_its_counts_and_half_a_line_is_dropped(tmp_path):
     code = (
-        "import os, sys; from pathlib import Path; from attnsweep.use.record import Log\n"
+        "import os, sys; from pathlib import Path; from attnsweep.use.recorder.log import Log\n"
         "log = Log(Path(sys.argv[1])); slot = log.slot({'op': 'x'})\n"
         "for _ in range(1000): log.add(slot)\n"
         "os.kill(os.getpid(), 9)"
@@ -194,7 +198,7 @@ def test_a_killed_process_leaves_its_counts_and_half_a_line_is_dropped(tmp_path)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_counts_for_itself(tmp_path):
     code = (
-        "import os, sys; from pathlib import Path; from attnsweep.use.record import Log\n"
+        "import os, sys; from pathlib import Path; from attnsweep.use.recorder.log import Log\n"
         "log = Log(Path(sys.argv[1])); log.add(log.slot({'op': 'x'}), 10)\n"
         "if os.fork() == 0:\n"
         "    assert not log.known; log.add(log.slot({'op': 'y'}), 3)\n"
@@ -208,7 +212,7 @@ def test_a_forked_child_counts_for_itself(tmp_path):
 
 
 def test_kinds_beyond_the_slots_are_counted_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "SLOTS", 4)
+    monkeypatch.setattr(recorder_log, "SLOTS", 4)
     log = Log(tmp_path)
     for n in range(6):
         log.add(log.slot({"op": str(n)}))
@@ -255,7 +259,7 @@ class Graph:
 
 
 def test_calls_in_a_cuda_graph_count_with_each_replay(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "_stream_captures", lambda: True)
+    monkeypatch.setattr(recorder_graphs, "_stream_captures", lambda: True)
     own = dict(vars(Graph))
     log = Log(tmp_path)
     slot = log.slot({"op": "x"})
@@ -393,7 +397,7 @@ def test_the_programs_own_sitecustomize_runs_and_its_path_is_kept(tmp_path):
         "import helper, sys, sitecustomize; assert own == 1; assert sys.argv[2] not in sys.path\n"
         "assert sitecustomize.__file__ == sys.argv[1] + '/sitecustomize.py'"
     )
-    (folder / "sitecustomize.py").write_bytes(Path(record.__file__).read_bytes())
+    install(folder)
     path = os.pathsep.join([str(folder), str(tmp_path)])
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), str(folder)],
@@ -405,13 +409,18 @@ def test_the_programs_own_sitecustomize_runs_and_its_path_is_kept(tmp_path):
 def test_the_recorder_needs_nothing_but_python_and_pytorch():
     import ast
 
-    tree = ast.parse(Path(record.__file__).read_text())
-    names = {
-        name.split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in (
-            [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
-        )
-    }
+    names = set()
+    for path in Path(recorder_log.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(node.module.split(".")[0])
     assert names - set(sys.stdlib_module_names) == {"torch"}
+
+
+def test_nested_tensors_are_no_problem():
+    shape = [None] * 4
+    nested = {"op": FLASH, "q": shape, "k": shape, "v": shape, "dtype": "bfloat16"}
+    (call,) = sorted_((nested | {"device": "cuda", "nested": True}, 3)).unserved
+    assert (call.call, call.calls, call.reason) == ("(?,?,?,?) bf16", 3, "nested tensors")

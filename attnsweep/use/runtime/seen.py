@@ -56,7 +56,9 @@ class Seen:
         try:
             what = (query.shape, key.shape, causal, scale, enable_gqa)
             kinds = self._kinds.get(what, ())
-        except (TypeError, RuntimeError):  # no sizes, or an argument of a strange type
+            if value.is_nested:  # to ask about it would end the process: it has no strides
+                return None
+        except (AttributeError, TypeError, RuntimeError):  # no sizes, or no tensor
             return None
         for kind in kinds:
             plan, alike, grad = kind

@@ -1,0 +1,74 @@
+"""Calls of PyTorch's attention on the CPU, and how often each kind was recorded."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from attnsweep.use.recorder.recording import Recording
+from attnsweep.use.shapes import read
+
+
+def counted(
+    tmp_path: Path, program: Callable[[Recording], object], quick: bool = True
+) -> list[tuple[str, int]]:
+    """How often each kind of a program's calls was recorded, as it is read again.
+
+    quick: whether calls may be counted without PyTorch's dispatcher.
+    """
+    folder = tmp_path / secrets.token_hex(4)
+    folder.mkdir()
+    recording = Recording(folder)
+    try:
+        if not quick:
+            recording.eager.give_way()
+        program(recording)
+    finally:
+        recording.stop()
+    got = read(folder)
+    assert not got.errors
+    return sorted((json.dumps(call, sort_keys=True), n) for call, n in got.calls)
+
+
+def counts(
+    tmp_path: Path, calls: Iterable[tuple[dict[str, Any], Any]], quick: bool = True
+) -> list[tuple[str, int]]:
+    """`counted` of calls: options, and q, k and v."""
+
+    def program(_: Recording) -> None:
+        for options, qkv in calls:
+            F.scaled_dot_product_attention(*qkv, **options)
+
+    return counted(tmp_path, program, quick)
+
+
+def every_change(q: Any, k: Any, v: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Calls that differ from the first in one thing each."""
+    mask = torch.zeros(64, 64)
+    long = torch.randn(3, 1, 2, 65, 32)
+    yield {}, (q, k, v)
+    yield {"is_causal": True}, (q, k, v)
+    yield {"is_causal": True}, (q, *long[1:])
+    yield {"dropout_p": 0.5}, (q, k, v)
+    yield {"scale": 0.5}, (q, k, v)
+    yield {"scale": 0.25}, (q, k, v)
+    yield {"attn_mask": mask}, (q, k, v)
+    yield {"attn_mask": mask, "scale": 0.5}, (q, k, v)
+    yield {}, (q.double(), k.double(), v.double())
+    yield {}, (q.bfloat16(), k.bfloat16(), v.bfloat16())
+    yield {}, tuple(long)
+    yield {}, (q, *long[1:])
+    yield {}, (q.mT.contiguous().mT, k, v)
+    yield {}, (q, k.transpose(1, 2).contiguous().transpose(1, 2), v)
+    yield {}, (q.clone().requires_grad_(), k, v)
+    yield {}, (q, k.clone().requires_grad_(), v)
+    yield {}, (torch.nn.Parameter(q.clone()), k, v)
+    yield {}, (q, q, q)
+    yield {}, (q, k, k)
+    yield {"enable_gqa": True}, (q, k[:, :1], v[:, :1])

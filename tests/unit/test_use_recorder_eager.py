@@ -1,0 +1,451 @@
+"""The recorder's quick way, on the CPU: it counts what the dispatcher's kernels would."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import types
+from collections import Counter
+
+import pytest
+
+from attnsweep.use.recorder.eager import CALM
+from attnsweep.use.recorder.recording import Recording
+from attnsweep.use.shapes import read
+
+torch = pytest.importorskip("torch")
+if not hasattr(torch.library, "get_kernel"):
+    pytest.skip("needs torch.library.get_kernel", allow_module_level=True)
+from attention_calls import counted, counts, every_change  # noqa: E402  (it needs PyTorch)
+
+F = torch.nn.functional
+OWN = F.scaled_dot_product_attention
+WARM = CALM + 2
+"""Calls of one kind after which the dispatcher's kernels are out: it is described twice."""
+pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch's own
+
+
+@pytest.fixture(autouse=True)
+def all_is_given_back():
+    torch._dynamo.reset()  # something that was compiled before would keep the kernels in
+    yield
+    assert F.scaled_dot_product_attention is OWN
+    assert type(torch.ops.aten._scaled_dot_product_attention_math) is torch._ops.OpOverloadPacket
+
+
+def qkv(*shape):
+    return tuple(torch.randn(3, *(shape or (1, 2, 64, 32))))
+
+
+def warm(recording, *tensors, n=WARM):
+    for _ in range(n):
+        F.scaled_dot_product_attention(*(tensors or qkv()))
+    assert recording.eager.gone or not recording.eager.watches
+
+
+def test_the_kernels_are_out_once_calls_are_known_and_in_again_for_another_kind(tmp_path):
+    seen = []
+
+    def program(recording):
+        one, other = qkv(), qkv(1, 2, 16, 32)
+        for tensors, n in ((one, WARM - 1), (one, 1), (other, 1), (one, 99), (other, 300)):
+            for _ in range(n):
+                F.scaled_dot_product_attention(*tensors)
+            seen.append(recording.eager.watches)
+
+    assert sorted(n for _, n in counted(tmp_path, program)) == [WARM + 99, 301]
+    assert seen == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("context", ["no_grad", "enable_grad", "inference_mode", "device", "bf16"])
+def test_it_counts_what_the_kernels_count(tmp_path, context):
+    """Kinds in turn, in runs and at random; some can never be known by a question."""
+    kinds = list(every_change(*qkv()))
+    drawn = random.Random(0)
+    calls = [kind for kind in kinds for _ in range(80)]
+    for one, other in itertools.permutations(kinds, 2):
+        calls += [one, other]
+    calls += drawn.choices(kinds, k=300)
+    calls += [kinds[0], kinds[1], kinds[0], kinds[4]] * 60
+    enter = {
+        "device": lambda: torch.device("cpu"),
+        "bf16": lambda: torch.autocast("cpu", torch.bfloat16),
+    }.get(context) or getattr(torch, context)
+    with enter():
+        want = counts(tmp_path, calls, quick=False)
+        assert sum(n for _, n in want) == len(calls)
+        assert counts(tmp_path, calls) == want
+
+
+def test_a_kind_is_known_by_the_state_of_the_thread_too(tmp_path):
+    """Autocast and its dtype, gradients, and which operators PyTorch may choose."""
+    tensors = qkv()
+    states = [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16),
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        torch.no_grad,
+        torch.inference_mode,
+        torch.enable_grad,
+    ]
+
+    def program(_):
+        for each in (*states, *states, *states[::-1]):
+            with each():
+                for _ in range(2 * WARM):
+                    F.scaled_dot_product_attention(*tensors)
+
+    def by_sizes(calls):
+        """Which operator PyTorch chooses is no part of a kind that is known."""
+        sums = Counter()
+        for call, n in calls:
+            facts = json.loads(call)
+            del facts["op"]
+            sums[json.dumps(facts)] += n
+        return sums
+
+    want = counted(tmp_path, program, quick=False)
+    assert by_sizes(counted(tmp_path, program)) == by_sizes(want)
+
+
+# ---- other ways to attention ----
+def compiled():
+    block = torch.compile(lambda x: OWN(x, x, x) + 1, fullgraph=True)
+    return lambda: block(qkv()[0])
+
+
+def compiled_by_name():
+    return lambda: torch.compile(
+        lambda x: F.scaled_dot_product_attention(x, x, x) * 2, fullgraph=True
+    )(qkv()[0])
+
+
+def exported():
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    return lambda: torch.export.export(Block(), (qkv()[0],)).module()(qkv()[0])
+
+
+def scripted():
+    def run():
+        def block(x: torch.Tensor) -> torch.Tensor:  # a new one, which is compiled anew
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+        return torch.jit.script(block)(qkv()[0])
+
+    return run
+
+
+def loaded():
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(Block()), file)
+    return lambda: torch.jit.load(io.BytesIO(file.getvalue()))(qkv()[0])
+
+
+def traced():
+    return lambda: torch.jit.trace(
+        lambda x: F.scaled_dot_product_attention(x, x, x) + 1, (qkv()[0],), check_trace=False
+    )(qkv()[0])
+
+
+def fast_path_of_a_layer():
+    layer = torch.nn.TransformerEncoderLayer(64, 2, 64, batch_first=True).eval()
+
+    @torch.no_grad()
+    def run():
+        return layer(torch.randn(2, 8, 64))
+
+    return run
+
+
+def multihead_attention():
+    layer = torch.nn.MultiheadAttention(64, 2, batch_first=True).eval()
+
+    @torch.no_grad()
+    def run():
+        x = torch.randn(2, 8, 64)
+        return layer(x, x, x, need_weights=False)[0]
+
+    return run
+
+
+def packet():
+    return lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*qkv(1, 2, 8, 16))[0]
+
+
+def overload():
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    return lambda: op(*qkv(1, 2, 8, 16))[0]
+
+
+def causal_bias():
+    from torch.nn.attention.bias import causal_lower_right
+
+    mask = causal_lower_right(64, 64)
+    return lambda: F.scaled_dot_product_attention(*qkv(), attn_mask=mask)
+
+
+def nested_jagged():
+    one = torch.nested.nested_tensor([torch.ones(8, 2, 16)], layout=torch.jagged)
+    tensors = [one.transpose(1, 2)] * 3
+    return lambda: F.scaled_dot_product_attention(*tensors).to_padded_tensor(0.0)
+
+
+def nested_strided():
+    tensors = [torch.nested.nested_tensor([torch.ones(2, 8, 16)])] * 3
+    return lambda: F.scaled_dot_product_attention(*tensors).to_padded_tensor(0.0)
+
+
+def mapped():
+    batch = torch.randn(3, 4, 1, 2, 64, 32)
+    return lambda: torch.vmap(lambda q, k, v: F.scaled_dot_product_attention(q, k, v))(*batch)
+
+
+def function_mode():
+    class Twice(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            if func is F.scaled_dot_product_attention:  # not known once something else is there
+                func(*args, **kwargs or {})
+            return out
+
+    def run():
+        with Twice():
+            return F.scaled_dot_product_attention(*qkv())
+
+    return run
+
+
+def dispatch_mode():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **kwargs or {})
+
+    def run():
+        with Mode():
+            return F.scaled_dot_product_attention(*qkv())
+
+    return run
+
+
+def fake():
+    from torch._subclasses import FakeTensorMode
+
+    def run():
+        with FakeTensorMode():
+            F.scaled_dot_product_attention(*qkv())
+
+    return run
+
+
+def checkpointed():
+    from torch.utils.checkpoint import checkpoint
+
+    def run():
+        q, k, v = (each.requires_grad_() for each in qkv())
+        out = checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False)
+        out.sum().backward()
+        return out
+
+    return run
+
+
+WAYS = (
+    *(compiled, compiled_by_name, exported, scripted, loaded, traced, fast_path_of_a_layer),
+    *(
+        multihead_attention,
+        packet,
+        overload,
+        causal_bias,
+        nested_jagged,
+        nested_strided,
+        mapped,
+        function_mode,
+    ),
+    *(dispatch_mode, fake, checkpointed),
+)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_call_that_comes_by_another_way_is_counted_like_before(tmp_path, way):
+    """Each way after the kernels were taken out, between and after other calls."""
+    run = way()
+
+    def program(recording):
+        torch._dynamo.reset()
+        warm(recording)
+        torch.manual_seed(0)
+        outputs.append(run())
+        for _ in range(3):
+            F.scaled_dot_product_attention(*qkv(1, 2, 24, 32))
+            run()
+        F.scaled_dot_product_attention(*qkv())
+
+    outputs = []
+    want = counted(tmp_path, program, quick=False)
+    assert counted(tmp_path, program) == want
+    if outputs[0] is not None:
+        torch.testing.assert_close(outputs[1], outputs[0])
+
+
+def test_what_was_compiled_before_is_not_compiled_again(tmp_path):
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    block = torch.compile(
+        lambda x: F.scaled_dot_product_attention(x, x, x), backend=counter, fullgraph=True
+    )
+    x = qkv()[0]
+    block(x)
+    counted(tmp_path, lambda _: (block(x), block(x)))
+    block(x)
+    assert counter.frame_count == 1
+
+
+def test_a_package_that_is_enabled_takes_the_place(tmp_path):
+    from attnsweep.use.runtime.routing import Routing
+
+    def routed(*args, **kwargs):
+        return OWN(*args, **kwargs)
+
+    def program(recording):
+        warm(recording)
+        with Routing(routed).enable():
+            assert F.scaled_dot_product_attention is routed
+            F.scaled_dot_product_attention(*qkv())
+        assert F.scaled_dot_product_attention is OWN
+        F.scaled_dot_product_attention(*qkv())
+
+    assert [n for _, n in counted(tmp_path, program)] == [WARM + 2]
+
+
+def test_a_function_that_others_replaced_is_theirs_and_ours_still_works(tmp_path):
+    kept = []
+
+    def program(recording):
+        warm(recording)
+        kept.append(F.scaled_dot_product_attention)
+        F.scaled_dot_product_attention = theirs = lambda *args: kept[0](*args)
+        F.scaled_dot_product_attention(*qkv())
+        recording.stop()
+        assert F.scaled_dot_product_attention is theirs
+        F.scaled_dot_product_attention(*qkv())
+        F.scaled_dot_product_attention = OWN
+
+    assert [n for _, n in counted(tmp_path, program)] == [WARM + 1]
+
+
+def test_modules_that_imported_the_function_count_and_get_their_own_back(tmp_path, monkeypatch):
+    module = types.ModuleType("theirs")
+    module.scaled_dot_product_attention = OWN
+    monkeypatch.setitem(sys.modules, "theirs", module)
+
+    def program(recording):
+        for _ in range(2 * WARM):
+            module.scaled_dot_product_attention(*qkv())
+        assert not recording.eager.watches
+
+    assert [n for _, n in counted(tmp_path, program)] == [2 * WARM]
+    assert module.scaled_dot_product_attention is OWN
+
+
+def test_a_call_that_pytorch_refuses_raises_and_counts_like_before(tmp_path):
+    q, k, v = qkv()
+    wrong = [(q, k[:, :, :, :8], v), (q, "k", v), (q, k), (q, k.double(), v), (q.int(),) * 3]
+
+    def program(recording):
+        for _ in range(2):
+            warm(recording, q, k, v, n=4 * WARM)
+            for each in wrong:
+                with pytest.raises((RuntimeError, TypeError)):
+                    F.scaled_dot_product_attention(*each)
+        assert not recording.eager._watched_now
+        assert not recording.eager._counted
+
+    assert counted(tmp_path, program) == counted(tmp_path, program, quick=False)
+
+
+def test_threads_lose_no_call(tmp_path):
+    """Kernels are taken out and put in while other threads are in calls."""
+    shapes = [qkv(1, 1, seqlen, 8) for seqlen in (8, 8, 16, 24)]
+
+    def work(seed):
+        drawn = random.Random(seed)
+        with torch.no_grad():
+            for tensors in drawn.choices(shapes, k=20):
+                for _ in range(50):
+                    F.scaled_dot_product_attention(*tensors)
+            for seqlen in range(seed * 10, seed * 10 + 10):  # kinds that are new
+                F.scaled_dot_product_attention(*qkv(1, 1, 100 + seqlen, 8))
+
+    def program(recording):
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not recording.eager._watched_now
+        assert not recording.eager._counted
+        warm(recording, *shapes[0], n=2000)
+        assert not recording.eager.gone
+
+    assert sum(n for _, n in counted(tmp_path, program)) == 4 * (20 * 50 + 10) + 2000
+
+
+def test_a_recording_around_another_counts_its_calls(tmp_path):
+    inner = tmp_path / "inner"
+    inner.mkdir()
+
+    def program(recording):
+        warm(recording)
+        within = Recording(inner)
+        warm(within)
+        within.stop()
+        F.scaled_dot_product_attention(*qkv())
+
+    assert [n for _, n in counted(tmp_path, program)] == [2 * WARM + 1]
+    assert [n for _, n in read(inner).calls] == [WARM]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_counts_kinds_of_its_parent_for_itself(tmp_path):
+    code = (
+        "import os, sys, torch; from pathlib import Path\n"
+        "from attnsweep.use.recorder.recording import Recording\n"
+        "torch.set_num_threads(1); recording = Recording(Path(sys.argv[1]))\n"
+        "q, k, v = torch.randn(3, 1, 2, 8, 32)\n"
+        "def calls(n):\n"
+        "    for _ in range(n): torch.nn.functional.scaled_dot_product_attention(q, k, v)\n"
+        "calls(100); assert not recording.eager.watches\n"
+        "if os.fork() == 0: calls(50); os._exit(0)\n"
+        "os.wait(); calls(10)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    got = read(tmp_path)
+    assert (got.processes, [n for _, n in got.calls]) == (2, [160])
+
+
+def test_an_error_while_it_learns_is_kept_and_the_program_goes_on(tmp_path, monkeypatch):
+    recording = Recording(tmp_path)
+    monkeypatch.setattr(recording.eager, "_know", lambda *_: 1 / 0)
+    try:
+        for _ in range(5):
+            assert F.scaled_dot_product_attention(*qkv()).shape == (1, 2, 64, 32)
+    finally:
+        recording.stop()
+    (error,) = read(tmp_path).errors
+    assert "ZeroDivisionError" in error
