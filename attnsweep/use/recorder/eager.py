@@ -304,7 +304,7 @@ class Eager:
             return True
         if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():
             return True
-        return forward_ad._current_level >= 0
+        return bool(forward_ad._current_level >= 0)
 
     def _watch_all(self) -> None:
         """Put the kernels in, unless they are."""
