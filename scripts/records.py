@@ -68,7 +68,8 @@ class Book:
 
     A run is asked for by the name of its spec. `renamed.json` beside the directory says under which
     name a spec was recorded before, which counts until it is recorded anew. `earlier.json` there
-    names runs whose spec has other candidates today, and rows that a later run contradicts.
+    names runs whose spec has other candidates or more problems today, and rows that a later run
+    contradicts.
     """
 
     def __init__(self, results: Path) -> None:

@@ -1,7 +1,7 @@
 """Blocks about exported packages: what models gained, and what dispatch lost on shapes not tuned.
 
-Both come from results/: models.json is what benchmarks/models.py wrote, and the run `held_out` is
-of configs/held_out.yaml, on which benchmarks/dispatch.py judges a package of the other runs.
+Both come from results/: models.json is what benchmarks/models.py wrote, and the runs `held_out` and
+`held_out_later` are of shapes on which benchmarks/dispatch.py judges a package of the other runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ TUNED = {
     "H100": [f"h100-80gb-hbm3/{name}" for name in ("h100", *_BOTH)],
     "H200": [f"h200/{name}" for name in ("h200", *_BOTH)],
 }
-"""The runs of each card that `held_out` next to them judges."""
+"""The runs of each card that others next to them judge."""
+JUDGES = {"held_out": (), "held_out_later": (), "held_out_later, by held_out too": ("held_out",)}
+"""What judges a package of TUNED, and of more runs."""
 NAMES = {"llama": "Llama", "qwen": "Qwen", "diffusion": "diffusion-like blocks"}
 MODES = {"eager": "eager", "compiled": "compiled", "graph": "CUDA graph"}
 NOT_RECORDED = "Not recorded yet.\n"
@@ -95,32 +97,34 @@ def _origin(found: Mapping[str, Any]) -> str:
 def judged(results: Path = ROOT / "results", tuned: Mapping[str, Sequence[str]] = TUNED) -> str:
     """What the rule lost on the held-out shapes of each card."""
     lines = [
-        "| card | shapes | slower than its best, median | 95th percentile | worst | a perfect rule "
-        "of the same kernels: median | 95th percentile | worst | left to PyTorch's own | × its "
-        "time, median | least | expected × off by, median |",
-        "|---|" + "---:|" * 11,
+        "| card | judged on | shapes | slower than its best, median | 95th percentile | worst | a "
+        "perfect rule of the same kernels: median | 95th percentile | worst | left to PyTorch's "
+        "own | × its time, median | least | expected × off by, median |",
+        "|---|---|" + "---:|" * 11,
     ]
     notes = []
     for name, names in tuned.items():
-        runs = [results / run for run in names]
-        held_out = runs[0].parent / "held_out"
-        if not all(run.is_dir() for run in (*runs, held_out)):
-            continue
-        rows = attnsweep.judge_dispatch(runs, [held_out])
-        found = attnsweep.dispatch_summary(rows)
-        regret, held = found["regret"], found["regret_of_the_best_held"]
-        cells = [
-            *(name, str(found["shapes"])),
-            *(f"{each[n]:.1%}" for each in (regret, held) for n in each),
-            *(str(found["to_sdpa"]), f"{found['gain']['median']:.2f}"),
-            *(f"{found['gain']['least']:.2f}", f"{found['expected_gain_error']['median']:.1%}"),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-        unknown = sum(row.regret is None for row in rows)
-        if unknown:
-            notes += [
-                "",
-                f"On {unknown} of the shapes of the {name} their own sweeps did not time the "
-                "choice, and the table leaves them out.",
+        for on, more in JUDGES.items():
+            place = results / Path(names[0]).parent
+            runs = [*(results / run for run in names), *(place / run for run in more)]
+            judge = place / on.partition(",")[0]
+            if not all(run.is_dir() for run in (*runs, judge)):
+                continue
+            rows = attnsweep.judge_dispatch(runs, [judge])
+            found = attnsweep.dispatch_summary(rows)
+            regret, held = found["regret"], found["regret_of_the_best_held"]
+            cells = [
+                *(name, on, str(found["shapes"])),
+                *(f"{each[n]:.1%}" for each in (regret, held) for n in each),
+                *(str(found["to_sdpa"]), f"{found['gain']['median']:.2f}"),
+                *(f"{found['gain']['least']:.2f}", f"{found['expected_gain_error']['median']:.1%}"),
             ]
+            lines.append(f"| {' | '.join(cells)} |")
+            unknown = sum(row.regret is None for row in rows)
+            if unknown:
+                notes += [
+                    "",
+                    f"On {unknown} of the shapes of the {name} their own sweeps did not time the "
+                    "choice, and the table leaves them out.",
+                ]
     return "\n".join(lines + notes) + "\n" if len(lines) > 2 else NOT_RECORDED

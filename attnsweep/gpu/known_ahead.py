@@ -121,14 +121,14 @@ def _always() -> bool:
 
 
 class Ahead:
-    """Two processes, which end with this one: for the next problem, and for more of this one.
+    """Three processes, which end with this one: for the next problem, for this one, for its turns.
 
-    With one for both, a run of 18 problems with few candidates waited 9.4 of 42 s for inputs
-    (between_short.yaml on an H200 with 16 cores).
+    A run of 18 problems with few candidates waited 9.4 of 42 s with one process, and 6.9 of 44 s
+    with two, of which the second had the turns as well (between_short.yaml on an H200, 16 cores).
     """
 
     def __init__(self) -> None:
-        self._next, self._this = _Process(), _Process()
+        self._next, self._this, self._short = _Process(), _Process(), _Process()
         self._answers: dict[tuple[Problem, int], Future[Answer]] = {}
         self._dropped: set[tuple[Problem, int]] = set()
         """Asked for, and no longer wanted."""
@@ -175,12 +175,12 @@ class Ahead:
         if (case, seed) not in self._turns:
             for other in self._turns.values():
                 other.cancel()
-            self._turns = {(case, seed): self._this.ask(case.problem, _always, turns, case, seed)}
+            self._turns = {(case, seed): self._short.ask(case.problem, _always, turns, case, seed)}
 
     def turns(self, case: Case, seed: int) -> tuple[Known, Maths]:
         """See the function `turns`; the answer is not kept."""
         self.begin_turns(case, seed)
-        return self._this.waited(self._turns.pop((case, seed)))
+        return self._short.waited(self._turns.pop((case, seed)))
 
     def wait(self) -> None:
         """Wait until nothing is being computed."""
@@ -193,8 +193,8 @@ class Ahead:
 
     def close(self) -> None:
         """End the processes, if there are any."""
-        self._next.beside.close()
-        self._this.beside.close()
+        for process in (self._next, self._this, self._short):
+            process.beside.close()
 
 
 def main() -> None:

@@ -19,10 +19,9 @@ from typing import Any
 from attnsweep.errors import StoreError
 from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.declare import Config, discover
-from attnsweep.hardware import arch_named
 from attnsweep.store.run import open_run
 from attnsweep.trial import OURS, Status, Trial
-from attnsweep.use.compiled import FAMILY, shape_of
+from attnsweep.use.compiled import FAMILY, gpu_of, shape_of
 from attnsweep.use.package import held_for, outline
 from attnsweep.use.runtime.dispatch import choose
 from attnsweep.use.runtime.launch import refused_by
@@ -71,15 +70,7 @@ def tuned(runs: Sequence[Path]) -> dict[GpuKey, Gpu]:
 
 def key_of(run: Path) -> GpuKey:
     """The kind of GPU of a run."""
-    environment = open_run(run).environment
-    if environment is None:
-        raise StoreError(
-            "the run does not say on which GPU it was measured",
-            where=str(run),
-            hint="record it anew: attnsweep run SPEC --fresh",
-        )
-    capability = arch_named(environment.arch).compute_capability
-    return GpuKey(capability, environment.sm_count, environment.l2_bytes)
+    return gpu_of(open_run(run))[0]
 
 
 def swept(run: Path) -> list[Swept]:

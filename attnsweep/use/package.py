@@ -37,6 +37,7 @@ from attnsweep.use.compiled import (
     compile_for_models,
     config_of,
     facts,
+    gpu_of,
     gpu_row,
     shape_of,
     source_digest,
@@ -65,6 +66,7 @@ class Chosen:
     """What a package takes of one recorded problem. gain: of `trial` over PyTorch's attention.
 
     times_us: of each config of the family that was timed there, by its label.
+    memory_bytes_per_us: peak rate of the GPU's memory.
     """
 
     trial: Trial
@@ -73,6 +75,7 @@ class Chosen:
     gain: float
     gain_low: float
     times_us: Mapping[str, float]
+    memory_bytes_per_us: float
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,7 @@ def _selected(directories: Sequence[Path], family: Kernel, of_fp8: Kernel | None
     in_fp8: list[fp8.Winner] = []
     for directory in directories:
         run = open_run(directory)
-        key, environment = _gpu_of(run)
+        key, environment = gpu_of(run)
         names.setdefault(key, set()).add(environment.gpu)
         for chosen in _chosen(run, environment, key, family, left_out):
             of = (key, chosen.trial.problem)
@@ -240,7 +243,7 @@ def _table(
 ) -> dict[str, Any]:
     """The table of a package. source: a digest of the text that its machine code is compiled of."""
     numbers = {key: number for number, key in enumerate(selected.codes)}
-    served = selected.served
+    served, won = selected.served, selected.winners
     return {
         "format": FORMAT,
         "attnsweep": __version__,
@@ -250,9 +253,10 @@ def _table(
             gpu_row(key, names)
             | {
                 "guard": asdict(guard),
+                "memory_bytes_per_us": min(c.memory_bytes_per_us for c in won if c.gpu == key),
                 "winners": [
                     _row(chosen, family, served[key], numbers)
-                    for chosen in selected.winners
+                    for chosen in won
                     if chosen.gpu == key
                 ],
                 "twins": _twins(selected, key, family, numbers),
@@ -264,18 +268,6 @@ def _table(
 
 def _text(table: Mapping[str, Any]) -> str:
     return json.dumps(table, indent=1, sort_keys=True) + "\n"
-
-
-def _gpu_of(run: Run) -> tuple[GpuKey, Environment]:
-    environment = run.environment
-    if environment is None:
-        raise StoreError(
-            "the run does not say on which GPU it was measured",
-            where=str(run.directory),
-            hint="record it anew: attnsweep run SPEC --fresh",
-        )
-    capability = arch_named(environment.arch).compute_capability
-    return GpuKey(capability, environment.sm_count, environment.l2_bytes), environment
 
 
 def _chosen(
@@ -302,7 +294,8 @@ def _chosen(
             gain = median(a / b for a, b in zip(theirs, ours, strict=True))
             low, _ = ratio_interval(theirs, ours)
         times_us = {config_of(t, family).label: _median(t) for t in own if _is_kept(t, family)}
-        chosen.append(Chosen(best, key, _median(peer), gain, low, times_us))
+        rate = environment.memory_bytes_per_second / 1e6
+        chosen.append(Chosen(best, key, _median(peer), gain, low, times_us, rate))
     return chosen
 
 

@@ -28,6 +28,8 @@ from attnsweep.use.runtime.table import (
 )
 
 H100 = GpuKey((9, 0), 132, 52428800)
+H100_MEMORY = 3_352_320.0
+"""Bytes in a microsecond, at most."""
 PLAIN = Kernel(
     head_dim=64,
     dtype="bf16",
@@ -96,7 +98,7 @@ def winner(
 
 def gpu(*winners: Winner, guard: Guard | None = None) -> Gpu:
     """An H100 with these winners."""
-    return Gpu(H100, ("NVIDIA H100 80GB HBM3",), guard or Guard(), winners)
+    return Gpu(H100, ("NVIDIA H100 80GB HBM3",), guard or Guard(), winners, H100_MEMORY)
 
 
 def table(directory: Path, *winners: Winner) -> Table:
@@ -120,6 +122,7 @@ def written(place: Path, name: str, *winners: Winner) -> Path:
         for number, winner in enumerate(made.winners)
     ]
     known = {"names": made.names, "guard": asdict(made.guard), "winners": rows}
+    known["memory_bytes_per_us"] = made.memory_bytes_per_us
     raw = {"format": FORMAT, "attnsweep": "0.0", "kernels": kernels}
     (directory / TABLE).write_text(json.dumps(raw | {"gpus": [H100._asdict() | known]}))
     return directory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from pathlib import Path
 
@@ -11,18 +12,21 @@ from attnsweep import dispatch_summary, families, judge_dispatch, load_spec, ope
 from attnsweep.family.declare import Config
 from attnsweep.hardware import ARCHS
 from attnsweep.use import package
-from attnsweep.use.compiled import FAMILY, config_of, shape_of
+from attnsweep.use.compiled import FAMILY, config_of, gpu_of, shape_of
 
 ROOT = Path(__file__).parent.parent.parent
 # Specs that both cards have runs of; each has a spec of its own besides.
 BOTH = ("flash_training", "flash_short", "batched", "flash_dims", "flash_long", "between")
 KERNEL = families()[FAMILY]
+# One winner of the H100 is no candidate on shapes that came to between_short.yaml later.
+UNTIMED = "BLOCK_N=128 WARPGROUPS=2 KEY_GROUPS=2 NUM_STAGES=2 PRODUCER_WARPS=1 BLOCKS_PER_SM=1 "
+UNTIMED_ON = ("(1,4,900,64) fp16 full", "(1,4,900,64) fp16 causal")
 H100, H200 = ROOT / "results/h100-80gb-hbm3", ROOT / "results/h200"
 RUNS = [H100 / name for name in ("h100", *BOTH)]
 RUNS_OF_H200 = [H200 / name for name in ("h200", *BOTH)]
 CARDS = {
     "H100": [*RUNS, H100 / "between_short", H100 / "held_out"],
-    "H200": [*RUNS_OF_H200, H200 / "between_short", H200 / "held_out"],
+    "H200": [*RUNS_OF_H200, *(H200 / n for n in ("between_short", "held_out", "held_out_later"))],
 }
 
 
@@ -36,7 +40,7 @@ def plan_of(name):
     return plan(spec_of(name))
 
 
-@pytest.fixture(scope="module", params=["between", "between_short", "held_out"])
+@pytest.fixture(scope="module", params=["between", "between_short", "held_out", "held_out_later"])
 def planned(request):
     return plan_of(request.param)
 
@@ -44,24 +48,24 @@ def planned(request):
 @pytest.fixture(scope="module")
 def tuned():
     """The winners that were known when the last of the specs' runs was recorded."""
-    _, last = package._gpu_of(open_run(H200 / "held_out"))
+    _, last = gpu_of(open_run(H200 / "held_out"))
     chosen = []
     for place in (*RUNS, *RUNS_OF_H200):
         run = open_run(place)
-        key, environment = package._gpu_of(run)
+        key, environment = gpu_of(run)
         if environment.date > last.date:
             continue
         chosen += package._chosen(run, environment, key, KERNEL, [])
     return [each.trial for each in chosen]
 
 
-@pytest.mark.parametrize("planned", ["between_short", "held_out"], indirect=True)
+@pytest.mark.parametrize("planned", ["between_short", "held_out", "held_out_later"], indirect=True)
 def test_no_shape_of_the_spec_was_tuned(planned, tuned):
     assert len({item.problem for item in planned}) == len(planned)
     assert not {item.problem for item in planned} & {trial.problem for trial in tuned}
 
 
-@pytest.mark.parametrize("planned", ["between_short", "held_out"], indirect=True)
+@pytest.mark.parametrize("planned", ["between_short", "held_out", "held_out_later"], indirect=True)
 def test_every_winner_that_may_run_on_a_shape_is_a_candidate_there(planned, tuned):
     configs = {config_of(trial, KERNEL).label: trial for trial in tuned}
     assert len(configs) > 50
@@ -71,7 +75,9 @@ def test_every_winner_that_may_run_on_a_shape_is_a_candidate_there(planned, tune
         }
         for label, trial in configs.items():
             config = config_of(trial, KERNEL)
-            if KERNEL.refused_by(config, item.problem, ARCHS["sm_90a"]) is None:
+            if item.problem.label in UNTIMED_ON and label.startswith(UNTIMED):
+                assert label not in candidates
+            elif KERNEL.refused_by(config, item.problem, ARCHS["sm_90a"]) is None:
                 assert label in candidates, (str(item.problem), label)
 
 
@@ -103,7 +109,7 @@ def test_the_page_says_what_the_rule_loses_of_all_runs(card, runs):
 
 
 def test_the_specs_vary_what_decides_a_time(planned):
-    if len(planned) < 40:
+    if planned is plan_of("between_short"):
         pytest.skip("a supplement")
     shapes = [shape_of(item.problem) for item in planned]
     assert {s.head_dim for s in shapes} == {64, 96, 128, 256}
@@ -119,13 +125,15 @@ def test_the_specs_vary_what_decides_a_time(planned):
 
 
 def test_the_held_out_shapes_are_in_no_other_spec_and_have_its_candidates():
-    names = ("between", "between_short", "held_out")
-    assert spec_of("between_short").kernels == spec_of("held_out").kernels
-    first, short, held_out = ({item.problem for item in plan_of(name)} for name in names)
-    assert not (first | short) & held_out
-    assert not first & short
+    names = ("between", "between_short", "held_out", "held_out_later")
+    specs = [spec_of(name) for name in names[1:]]
+    assert all(spec.kernels == specs[0].kernels for spec in specs)
+    problems = [{item.problem for item in plan_of(name)} for name in names]
+    for one, other in itertools.combinations(problems, 2):
+        assert not one & other
+    first, _, held_out, later = problems
     assert len(first) >= 48
-    assert len(held_out) >= 40
+    assert min(len(held_out), len(later)) >= 40
 
 
 def test_machine_code_is_shared_by_shapes(planned):

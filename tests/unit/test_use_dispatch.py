@@ -25,6 +25,7 @@ from attnsweep.use.runtime.predict import (
 from attnsweep.use.runtime.table import Guard
 
 SMS = H100.sm_count
+CARD = gpu().card
 FREE = Guard(margin=-9.0, per_octave=0.0, reach=99.0)
 SMALL = replace(PLAIN, block_m=64, blocks_per_sm=2, config="BLOCK_N=64 WARPGROUPS=1")
 
@@ -130,7 +131,32 @@ def test_nothing_is_believed_beyond_the_reach():
     assert choose(known, shape(4, 16, 1200)).code == "near"
     far = choose(known, shape(4, 16, 16384))
     assert (far.kernel, far.code) == (None, "far")
-    assert "(4,16,1024,64) bf16 full (12.0 octaves)" in far.reason
+    # 1,024 tiles of queries, and 2,112 of the 16,384 that there are.
+    assert "(4,16,1024,64) bf16 full (9.0 octaves)" in far.reason
+
+
+def test_tiles_beyond_those_that_keep_all_sms_busy_are_no_farther():
+    known = gpu(timed(shape(64, 32, 512), 100.0, 900.0), guard=Guard(reach=1.0))
+    assert choose(known, shape(512, 32, 512)).code == "near"
+
+
+def test_few_tiles_of_many_keys_need_a_larger_gain():
+    """PyTorch's own attention may divide the keys among the SMs that they leave idle."""
+    known = gpu(timed(shape(1, 8, 512, seqlen_k=3000), 50.0, 62.0))
+    assert choose(known, shape(1, 8, 500, seqlen_k=3000)).code == "not_faster"
+    assert choose(known, shape(4, 8, 500, seqlen_k=3000)).code == "near"
+    known = gpu(timed(shape(1, 8, 512, seqlen_k=3000), 50.0, 70.0))
+    assert choose(known, shape(1, 8, 500, seqlen_k=3000)).code == "near"
+
+
+def test_a_faster_memory_makes_the_same_shape_faster():
+    """Bound by the bytes, at a share of the card's peak rate."""
+    many, more = shape(64, 64, 128), shape(256, 64, 128)
+    fast = CARD._replace(memory_bytes_per_us=2 * CARD.memory_bytes_per_us)
+    slow_us, fast_us = (
+        predict(PLAINLY, [(many, 50.0)], more, card).time_us for card in (CARD, fast)
+    )
+    assert fast_us < 0.8 * slow_us
 
 
 def test_what_is_predicted_to_be_slower_goes_to_pytorch():
@@ -244,13 +270,13 @@ def test_more_keys_are_more_work(heads, seqlen, causal, block_m, blocks_per_sm):
 
 def test_a_time_at_the_same_sizes_is_predicted_as_measured():
     for made in (PLAINLY, SDPA):
-        found = predict(made, [(shape(4, 16, 1024), 123.0)], shape(4, 16, 1024), H100)
+        found = predict(made, [(shape(4, 16, 1024), 123.0)], shape(4, 16, 1024), CARD)
         assert found.time_us == pytest.approx(123.0)
         assert (found.octaves, found.shapes) == (0.0, 1)
-    assert predict(PLAINLY, [], shape(), H100) is None
-    tiny = predict(PLAINLY, [(shape(), 0.5)], shape(), H100)
+    assert predict(PLAINLY, [], shape(), CARD) is None
+    tiny = predict(PLAINLY, [(shape(), 0.5)], shape(), CARD)
     assert tiny.time_us > 0, "less than a launch was thought to take"
-    far = predict(PLAINLY, [(shape(), 5.0)], shape(4096, 64, 1 << 17, seqlen_k=1 << 20), H100)
+    far = predict(PLAINLY, [(shape(), 5.0)], shape(4096, 64, 1 << 17, seqlen_k=1 << 20), CARD)
     assert 0 < far.time_us < float("inf"), "no weight may vanish"
 
 
@@ -258,12 +284,12 @@ def test_inputs_beyond_the_l2_take_longer():
     """As much work in as many blocks, but 16 times the keys and values to read."""
     alone, grouped = (shape(64, 32, 128, heads_kv=n, seqlen_k=128) for n in (32, 2))
     known = [(shape(8, 32, 128, seqlen_k=128), 10.0)]
-    slow, fast = (predict(PLAINLY, known, each, H100).time_us for each in (alone, grouped))
+    slow, fast = (predict(PLAINLY, known, each, CARD).time_us for each in (alone, grouped))
     assert work(PLAINLY, alone, SMS) == work(PLAINLY, grouped, SMS)
     assert slow > 1.02 * fast
     small = shape(1, 32, 128, seqlen_k=128)
     both = [small, small._replace(heads_kv=2)]
-    assert len({predict(PLAINLY, known, each, H100).time_us for each in both}) == 1
+    assert len({predict(PLAINLY, known, each, CARD).time_us for each in both}) == 1
 
 
 def test_idle_sms_are_no_distance():
@@ -276,15 +302,15 @@ def test_idle_sms_are_no_distance():
 def test_memory_bounds_what_computes_little():
     """Twice the bytes beyond the L2 take twice the time, although a unit of work is free."""
     some, more = shape(64, 32, 256), shape(128, 32, 256)
-    known = [(some, memory_us(PLAINLY, some, H100) + PLAINLY.start_us)]
-    found = predict(PLAINLY, known, more, H100).time_us
-    assert found == pytest.approx(memory_us(PLAINLY, more, H100), rel=0.1)
-    assert memory_us(PLAINLY, shape(), H100) == 0
+    known = [(some, memory_us(PLAINLY, some, CARD) + PLAINLY.start_us)]
+    found = predict(PLAINLY, known, more, CARD).time_us
+    assert found == pytest.approx(memory_us(PLAINLY, more, CARD), rel=0.1)
+    assert memory_us(PLAINLY, shape(), CARD) == 0
 
 
 def test_a_time_that_memory_took_says_least_of_computing():
     bound, free = shape(64, 32, 256), shape(1, 32, 4096)
-    units = learn(PLAINLY, [(bound, memory_us(PLAINLY, bound, H100)), (free, 900.0)], H100).units
+    units = learn(PLAINLY, [(bound, memory_us(PLAINLY, bound, CARD)), (free, 900.0)], CARD).units
     trust = {known: share for known, _, share in units}
     assert trust[bound] < 0.1
     assert trust[free] > 0.99
@@ -296,7 +322,7 @@ def test_a_second_launch_takes_time():
     assert split.start_us == 2 * joined_in_clusters.start_us
     known = [(shape(1, 8, 64, seqlen_k=8192), 20.0)]
     short = shape(1, 8, 64, seqlen_k=256)
-    slow, fast = (predict(each, known, short, H100).time_us for each in (split, joined_in_clusters))
+    slow, fast = (predict(each, known, short, CARD).time_us for each in (split, joined_in_clusters))
     assert slow > fast + 1.0
 
 
@@ -326,12 +352,12 @@ def test_a_wrong_time_spoils_no_other_shape():
     shapes = [shape(2, 16, 256 * n) for n in (1, 2, 3, 4, 6)]
     right = [(each, 2 + 0.3 * work(PLAINLY, each, SMS)) for each in shapes]
     asked = shape(2, 16, 300)
-    known = predict(PLAINLY, right, asked, H100).time_us
+    known = predict(PLAINLY, right, asked, CARD).time_us
     for times in (4.0, 0.25):
         wrong = [(right[0][0], times * right[0][1]), *right[1:]]
-        assert predict(PLAINLY, wrong, asked, H100).time_us == pytest.approx(known, rel=0.25)
+        assert predict(PLAINLY, wrong, asked, CARD).time_us == pytest.approx(known, rel=0.25)
     doubtful = [(right[0][0], 4 * right[0][1]), right[1]]  # of two, nobody knows which
-    assert predict(PLAINLY, doubtful, asked, H100).time_us > 2 * known
+    assert predict(PLAINLY, doubtful, asked, CARD).time_us > 2 * known
 
 
 def test_pytorch_divides_the_keys_of_few_blocks():
@@ -340,7 +366,7 @@ def test_pytorch_divides_the_keys_of_few_blocks():
     assert work(SDPA, few, SMS) < 0.5 * work(undivided, few, SMS)
     assert work(SDPA, many, SMS) == work(undivided, many, SMS)
     square = [(shape(1, 16, n), n / 10) for n in (1024, 2048)]
-    assert predict(SDPA, square, few, H100).time_us < predict(undivided, square, few, H100).time_us
+    assert predict(SDPA, square, few, CARD).time_us < predict(undivided, square, few, CARD).time_us
 
 
 def test_of_equal_kernels_the_one_that_was_timed_nearer_serves():

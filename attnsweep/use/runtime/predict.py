@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .launch import busiest_turns, ceil_div, heads_that_fit
-from .table import GpuKey, Kernel, Shape
+from .table import Card, Kernel, Shape
 
 ALONE, TWO_OF_THREE = 0.75, 0.85
 """Speed of an SM that holds fewer blocks than it has room for: one of two, two of three."""
@@ -37,6 +37,7 @@ _LEAST_COMPUTING = 0.3
 _MOST_OFF = 0.2
 # A shape that is one octave off counts e to the power of this less.
 _FADES = 2.0
+_MANY_TILES = 16
 # Tiles of queries that are looked at one by one; of more, every second, third and so on.
 _MOST_TILES = 4096
 # PyTorch's flash backend divides the keys of few blocks among all SMs. In units of `work`: what
@@ -57,7 +58,8 @@ class Tiling:
     tiles; 0 if each has one. ordered: whether the longest blocks of all heads start first.
     block_keys: work of a block besides its tiles, in keys. tail: share of the longest block by
     which SMs end apart, if blocks differ. start_us: of the launches, and of all else that does
-    not grow. bytes_per_us: of memory. parts: of the output, in float32, that a second launch joins.
+    not grow. of_memory: the share of the memory's peak rate
+    that it reaches. parts: of the output, in float32, that a second launch joins.
     divides: whether few blocks may be divided as PyTorch does it. masks: whether a last tile of
     keys that is not whole makes all of them take longer.
     """
@@ -72,13 +74,13 @@ class Tiling:
     block_keys: float
     tail: float
     start_us: float
-    bytes_per_us: float
+    of_memory: float
     parts: int = 0
     divides: bool = False
     masks: bool = False
 
 
-SDPA = Tiling(128, 128, 1, 1, 1, 0, False, 100.0, 0.5, 3.75, 3.2e6, divides=True, masks=True)
+SDPA = Tiling(128, 128, 1, 1, 1, 0, False, 100.0, 0.5, 3.75, 0.95, divides=True, masks=True)
 """PyTorch's own attention: the faster of cuDNN's and flash, both with tiles of about this size."""
 
 
@@ -96,7 +98,7 @@ def tiling(kernel: Kernel) -> Tiling:
         block_keys=150.0 if alone else 90.0,
         tail=0.2 if kernel.order else 0.8,
         start_us=1.6 * (2 if kernel.combines else 1),
-        bytes_per_us=2.6e6,
+        of_memory=0.78,
         parts=kernel.splits if kernel.combines else 0,
     )
 
@@ -212,7 +214,7 @@ class Learned:
     tiling: Tiling
     units: tuple[tuple[Shape, float, float], ...]
 
-    def predict(self, shape: Shape, near: Mapping[Shape, Near], gpu: GpuKey) -> Prediction | None:
+    def predict(self, shape: Shape, near: Mapping[Shape, Near], card: Card) -> Prediction | None:
         """The time on a shape; None if there are no times. near: of each timed shape."""
         if not self.units:
             return None
@@ -222,21 +224,21 @@ class Learned:
             weights += weight
             logs += weight * unit
         far, nearest = min((near[other].octaves, other) for other, _, _ in self.units)
-        computing = work(self.tiling, shape, gpu.sm_count) * math.exp(logs / weights)
+        computing = work(self.tiling, shape, card.sm_count) * math.exp(logs / weights)
         time_us = _launches_us(self.tiling, shape) + math.hypot(
-            computing, memory_us(self.tiling, shape, gpu)
+            computing, memory_us(self.tiling, shape, card)
         )
         return Prediction(time_us, nearest, far, len(self.units))
 
 
-def learn(tiling: Tiling, timed: Iterable[tuple[Shape, float]], gpu: GpuKey) -> Learned:
+def learn(tiling: Tiling, timed: Iterable[tuple[Shape, float]], card: Card) -> Learned:
     """From times in microseconds on shapes of one head_dim and mask."""
     units = []
     for shape, time_us in timed:
         left = max(time_us - _launches_us(tiling, shape), 0.2 * time_us)
-        memory = memory_us(tiling, shape, gpu)
+        memory = memory_us(tiling, shape, card)
         square = max(left**2 - memory**2, (_LEAST_COMPUTING * left) ** 2)
-        unit = 0.5 * math.log(square) - math.log(work(tiling, shape, gpu.sm_count))
+        unit = 0.5 * math.log(square) - math.log(work(tiling, shape, card.sm_count))
         units.append((shape, unit, square / left**2))
     if len(units) > 2:  # of two, nobody knows which is wrong
         middle = sorted(unit for _, unit, _ in units)[len(units) // 2]
@@ -245,10 +247,10 @@ def learn(tiling: Tiling, timed: Iterable[tuple[Shape, float]], gpu: GpuKey) -> 
     return Learned(tiling, tuple(units))
 
 
-def nearness(shape: Shape, others: Iterable[Shape], gpu: GpuKey) -> dict[Shape, Near]:
+def nearness(shape: Shape, others: Iterable[Shape], card: Card) -> dict[Shape, Near]:
     """How near each of other shapes is."""
     return {
-        other: Near(octaves(shape, other, gpu.sm_count), math.exp(-_FADES * _apart(shape, other)))
+        other: Near(octaves(shape, other, card.sm_count), math.exp(-_FADES * _apart(shape, other)))
         for other in others
     }
 
@@ -259,11 +261,11 @@ def _launches_us(tiling: Tiling, shape: Shape) -> float:
     return tiling.start_us + 8.0 * tiling.parts * elements / _L2_BYTES_PER_US
 
 
-def memory_us(tiling: Tiling, shape: Shape, gpu: GpuKey) -> float:
+def memory_us(tiling: Tiling, shape: Shape, card: Card) -> float:
     """Time that the bytes beyond the L2 take: q, k, v and o, of two bytes an element."""
     rows = 2 * shape.heads * shape.seqlen_q + 2 * shape.heads_kv * shape.seqlen_k
-    beyond = 2.0 * shape.batch * rows * shape.head_dim - _L2_SHARE * gpu.l2_bytes
-    return max(0.0, beyond) / tiling.bytes_per_us
+    beyond = 2.0 * shape.batch * rows * shape.head_dim - _L2_SHARE * card.l2_bytes
+    return max(0.0, beyond) / (tiling.of_memory * card.memory_bytes_per_us)
 
 
 def _apart(shape: Shape, other: Shape) -> float:
@@ -276,11 +278,14 @@ def _apart(shape: Shape, other: Shape) -> float:
 def octaves(shape: Shape, other: Shape, sm_count: int) -> float:
     """How far a shape is from another: factors of two in tiles of queries, in queries, in keys.
 
-    Tiles that leave SMs idle count as one for each SM, since the idle ones change nothing.
+    Tiles that leave SMs idle count as one for each SM, since the idle ones change nothing; beyond
+    _MANY_TILES for each SM more of them only take as much longer.
     """
     tiles, other_tiles = (
-        max(sm_count, each.batch * each.heads * ceil_div(each.seqlen_q, 64))
-        for each in (shape, other)
+        min(max(sm_count, tiles), _MANY_TILES * sm_count)
+        for tiles in (
+            each.batch * each.heads * ceil_div(each.seqlen_q, 64) for each in (shape, other)
+        )
     )
     return (
         abs(math.log2(tiles / other_tiles))

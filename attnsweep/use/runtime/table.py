@@ -79,6 +79,14 @@ class GpuKey(NamedTuple):
         return f"sm_{major}{minor}, {self.sm_count} SMs, {self.l2_bytes / 2**20:.0f} MiB of L2"
 
 
+class Card(NamedTuple):
+    """What a GPU has, as far as times of kernels depend on it. memory_bytes_per_us: its peak."""
+
+    sm_count: int
+    l2_bytes: int
+    memory_bytes_per_us: float
+
+
 @dataclass(frozen=True, slots=True)
 class Code:
     """The machine code of one stage: a file below CUBINS, its SHA-256, and the function in it."""
@@ -158,20 +166,27 @@ class Guard:
 class Gpu:
     """What is known of one kind of GPU. names: of the cards that were measured.
 
-    twins: kernels that serve besides the winners': runners-up, and configs for the other dtype.
-    stand_in: the GPU whose rows serve where these say nothing; see `known`. kinds: what dispatch
-    has worked out of the rows, by head_dim, dtype and whether causal.
+    memory_bytes_per_us: the least peak rate of their memories; 0 if none was measured. twins:
+    kernels that serve besides the winners': runners-up, and configs for the other dtype. stand_in:
+    the GPU whose rows serve where these say nothing; see `known`. kinds: what dispatch has worked
+    out of the rows, by head_dim, dtype and whether causal.
     """
 
     key: GpuKey
     names: tuple[str, ...]
     guard: Guard
     winners: tuple[Winner, ...]
+    memory_bytes_per_us: float = 0.0
     twins: tuple[Kernel, ...] = ()
     stand_in: Gpu | None = None
     kinds: dict[tuple[int, str, bool], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @property
+    def card(self) -> Card:
+        """What its times depend on."""
+        return Card(self.key.sm_count, self.key.l2_bytes, self.memory_bytes_per_us)
 
 
 def known(gpus: Mapping[GpuKey, Gpu], key: GpuKey) -> Gpu | None:
@@ -397,7 +412,11 @@ def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
             raise ValueError(f"times on {shape.label}: {others}")
         winners.append(_sound(Winner(shape, kernel, **facts, others=others)))
     twins = tuple(_numbered(kernels, number) for number in raw.get("twins", ()))
-    return Gpu(key, tuple(raw["names"]), _sound(Guard(**raw["guard"])), tuple(winners), twins)
+    rate = float(raw["memory_bytes_per_us"])
+    if not 0 < rate < math.inf:
+        raise ValueError(f"memory_bytes_per_us is {rate}")
+    names, guard = tuple(raw["names"]), _sound(Guard(**raw["guard"]))
+    return Gpu(key, names, guard, tuple(winners), rate, twins)
 
 
 def _fp8(raw: Mapping[str, Any]) -> dict[GpuKey, Fp8Gpu]:
