@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import gc
 import io
 import itertools
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -15,6 +19,7 @@ from collections import Counter
 
 import pytest
 
+from attnsweep.use.recorder import place
 from attnsweep.use.recorder.eager import CALM
 from attnsweep.use.recorder.recording import Recording
 from attnsweep.use.shapes import read
@@ -34,6 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch's own
 @pytest.fixture(autouse=True)
 def all_is_given_back():
     torch._dynamo.reset()  # something that was compiled before would keep the kernels in
+    gc.collect()  # and so would what holds the function
     yield
     assert F.scaled_dot_product_attention is OWN
     assert type(torch.ops.aten._scaled_dot_product_attention_math) is torch._ops.OpOverloadPacket
@@ -112,6 +118,36 @@ def test_a_kind_is_known_by_the_state_of_the_thread_too(tmp_path):
 
     want = counted(tmp_path, program, quick=False)
     assert by_sizes(counted(tmp_path, program)) == by_sizes(want)
+
+
+def test_whether_converted_tensors_have_gradients_is_known(tmp_path):
+    tensors = [each.requires_grad_() for each in qkv()]
+
+    def program(_):
+        with torch.autocast("cpu", torch.bfloat16):
+            for enter in (torch.enable_grad, torch.no_grad, torch.enable_grad):
+                with enter():
+                    for _ in range(2 * WARM):
+                        F.scaled_dot_product_attention(*tensors)
+
+    want = counted(tmp_path, program, quick=False)
+    assert [n for _, n in want] == [2 * WARM, 4 * WARM]
+    assert counted(tmp_path, program) == want
+
+
+@pytest.mark.parametrize("option", ["scale", "dropout_p"])
+def test_options_that_are_tensors_are_known_by_their_values(tmp_path, option):
+    values = [torch.tensor(32**-0.5), torch.tensor(0.5), torch.tensor(0.0)]
+    calls = [({option: value}, qkv()) for value in values for _ in range(2 * WARM)]
+    want = counts(tmp_path, calls, quick=False)
+    assert len(want) == 2
+    assert counts(tmp_path, calls) == want
+
+
+def test_tensors_without_values_are_counted(tmp_path):
+    """No autocast has their device."""
+    calls = [({}, torch.randn(3, 1, 2, 8, 32, device="meta")) for _ in range(2 * WARM)]
+    assert [n for _, n in counts(tmp_path, calls)] == [2 * WARM]
 
 
 # ---- other ways to attention ----
@@ -302,6 +338,147 @@ def test_a_call_that_comes_by_another_way_is_counted_like_before(tmp_path, way):
         torch.testing.assert_close(outputs[1], outputs[0])
 
 
+class Block(torch.nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def saved(save, module):
+    file = io.BytesIO()
+    save(module, file)
+    return io.BytesIO(file.getvalue())
+
+
+MADE_BEFORE = {
+    "by another name": lambda: OWN,
+    "partial": lambda: functools.partial(F.scaled_dot_product_attention, is_causal=True),
+    "attribute": lambda: types.SimpleNamespace(call=F.scaled_dot_product_attention).call,
+    "closure": lambda: (lambda own: lambda *args: own(*args))(F.scaled_dot_product_attention),
+    "packet": lambda: torch.ops.aten.scaled_dot_product_attention,
+    "overload": lambda: torch.ops.aten.scaled_dot_product_attention.default,
+    "fx": lambda: (lambda graph: lambda q, *_: graph(q))(torch.fx.symbolic_trace(Block())),
+    "traced": lambda: (lambda m: lambda q, *_: m(q))(torch.jit.trace(Block(), (qkv()[0],))),
+    "scripted": lambda: (lambda m: lambda q, *_: m(q))(torch.jit.script(Block())),
+    "loaded": lambda: (lambda m: lambda q, *_: m(q))(
+        torch.jit.load(saved(torch.jit.save, torch.jit.script(Block())))
+    ),
+    "exported": lambda: (lambda m: lambda q, *_: m(q))(
+        torch.export.export(Block(), (qkv()[0],)).module()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE_BEFORE)
+def test_what_was_made_before_the_recording_counts(tmp_path, name):
+    attention = MADE_BEFORE[name]()
+    kept = types.SimpleNamespace(attention=attention)
+    del attention
+
+    def program(_):
+        for _ in range(WARM):
+            F.scaled_dot_product_attention(*qkv())
+        for _ in range(3):
+            kept.attention(*qkv())
+
+    want = counted(tmp_path, program, quick=False)
+    assert sum(n for _, n in want) == WARM + 3
+    assert counted(tmp_path, program) == want
+
+
+def test_what_is_loaded_meanwhile_counts(tmp_path):
+    file = saved(torch.export.save, torch.export.export(Block(), (qkv()[0],)))
+
+    def program(recording):
+        warm(recording)
+        module = torch.export.load(file).module()
+        for _ in range(3):
+            module(qkv()[0])
+
+    assert sum(n for _, n in counted(tmp_path, program)) == WARM + 3
+
+
+def test_what_stands_in_the_place_is_pytorchs_function_to_a_program(tmp_path):
+    """No class makes it a method, tables find it by either, and it can be sent and copied."""
+
+    class Attention:
+        call = F.scaled_dot_product_attention
+
+    class Its(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return table.get(func)
+
+    table = {}
+
+    def program(recording):
+        warm(recording)
+        ours = Attention.call = F.scaled_dot_product_attention
+        assert ours is not OWN or recording.eager.gone
+        Attention().call(*qkv())
+        assert copy.copy(ours) is ours
+        assert copy.deepcopy(ours) is ours
+        assert pickle.loads(pickle.dumps(ours)) is ours
+        assert (repr(ours), ours.__name__) == (repr(OWN), OWN.__name__)
+        table[ours] = "its own"
+        assert F.scaled_dot_product_attention(*(each.as_subclass(Its) for each in qkv())) == (
+            "its own"
+        )
+        assert table[F.scaled_dot_product_attention] == "its own"  # which is PyTorch's again
+        assert pickle.loads(pickle.dumps(ours)) is F.scaled_dot_product_attention
+        Attention().call(*qkv())
+
+    assert [n for _, n in counted(tmp_path, program)] == [WARM + 2]
+
+
+@pytest.mark.parametrize("form", ["closure", "default", "partial", "attribute", "of a class"])
+def test_code_that_holds_what_stood_in_the_place_compiles_once(tmp_path, form):
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+
+    def program(recording):
+        warm(recording)
+        ours = F.scaled_dot_product_attention
+        bound = functools.partial(ours, is_causal=False)
+
+        class Holds(torch.nn.Module):
+            of_class = ours
+
+            def __init__(self):
+                super().__init__()
+                self.own = ours
+
+            def forward(self, x):
+                return (self.own if form == "attribute" else self.of_class)(x, x, x) + 1
+
+        block = torch.compile(
+            {
+                "closure": lambda x: ours(x, x, x) + 1,
+                "default": lambda x, own=ours: own(x, x, x) + 1,
+                "partial": lambda x: bound(x, x, x) + 1,
+            }.get(form)
+            or Holds(),
+            backend=counter,
+            fullgraph=True,
+        )
+        x = qkv()[0]
+        block(x)
+        block(x)
+        recording.stop()
+        block(x)
+
+    assert [n for _, n in counted(tmp_path, program)] == [WARM + 2]
+    assert counter.frame_count == 1
+
+
+def test_nothing_of_a_recording_is_left(tmp_path):
+    """Not even an id of it, which another function would get."""
+    table = dict(torch.jit._builtins._get_builtin_table())
+    counted(tmp_path, warm)
+    assert torch.jit._builtins._builtin_table == table
+    assert not any(ours() for ours, _ in place.stood)
+
+
 def test_what_was_compiled_before_is_not_compiled_again(tmp_path):
     from torch._dynamo.testing import CompileCounter
 
@@ -347,6 +524,22 @@ def test_a_function_that_others_replaced_is_theirs_and_ours_still_works(tmp_path
         F.scaled_dot_product_attention = OWN
 
     assert [n for _, n in counted(tmp_path, program)] == [WARM + 1]
+
+
+def test_what_others_put_in_the_place_of_a_watched_function_stays(tmp_path):
+    own = torch._native_multi_head_attention
+
+    def theirs(*args):
+        return own(*args)
+
+    def program(recording):
+        torch._native_multi_head_attention = theirs
+
+    try:
+        counted(tmp_path, program)
+        assert torch._native_multi_head_attention is theirs
+    finally:
+        torch._native_multi_head_attention = own
 
 
 def test_modules_that_imported_the_function_count_and_get_their_own_back(tmp_path, monkeypatch):

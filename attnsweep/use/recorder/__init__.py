@@ -5,7 +5,8 @@ of it on the program's PYTHONPATH. It imports the standard library and PyTorch o
 
     recording   what records, from its beginning to `stop`
     dispatcher  kernels of ours before PyTorch's own: they see every call, and cost the most
-    eager       a function of ours in the place of PyTorch's: it sees eager calls, and costs little
+    eager       an object of ours in the place of PyTorch's: it sees eager calls, and costs little
+    place       that place: what stands there, and who holds PyTorch's function elsewhere
     graphs      calls in CUDA graphs
     kinds       what a call is
     log         kinds and counts, in files

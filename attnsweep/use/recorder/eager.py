@@ -1,9 +1,9 @@
-"""A function of ours in the place of scaled_dot_product_attention: it counts eager calls.
+"""An object of ours in the place of scaled_dot_product_attention: it counts eager calls.
 
 In a model it costs a fraction of the dispatcher's kernels. So those are in only while they are
-needed: at first they count and describe each call. Once calls come through this function alone,
+needed: at first they count and describe each call. Once calls come through this object alone,
 all of known kinds, they are taken out, until a call of an unknown kind comes. Where a call may
-come by another way (compiled code, TorchScript, C++), this function gives way to them for good.
+come by another way (compiled code, TorchScript, C++), this object gives way to them for good.
 
 A call is of a known kind if it answers PyTorch's own question about the arguments of compiled
 code: class, dispatch keys, dtype, device, gradient, sizes and strides of q, k and v.
@@ -14,20 +14,20 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from .dispatcher import OPS, Dispatcher
 from .graphs import Graphs
 from .imported import when_imported
 from .log import Log
+from .place import NAME, InPlace, is_held, pytorchs, replace, stood
 
 CALM = 32
 """Calls of known kinds in a row before the kernels are taken out; twice as many each next time."""
 # Kinds that are known by one question. More are met only by calls whose sizes keep changing.
 _MOST_KNOWN = 1024
-_NAME, _PLACE = "scaled_dot_product_attention", "torch.nn.functional"
 
 
 class Kind:
@@ -53,16 +53,15 @@ class Eager:
     """Counts eager calls, and says when the dispatcher's kernels must be in.
 
     They alone count where something else stands in the place of PyTorch's function, or where
-    something was compiled with it before.
+    something was compiled with it before, or holds it where it cannot be replaced.
     """
 
     def __init__(self, log: Log, graphs: Graphs) -> None:
         import torch
 
         self._log, self._graphs = log, graphs
-        self._own = torch._C._nn.scaled_dot_product_attention
         # A recording around this one counts by its kernels alone, which ours then call.
-        getattr(getattr(torch.nn.functional, _NAME), "gives_way", bool)()
+        getattr(getattr(torch.nn.functional, NAME), "gives_way", bool)()
         self.dispatcher = Dispatcher(log, graphs, self._is_counted, self.give_way)
         self.gone = True
         """Whether it has given way."""
@@ -106,21 +105,24 @@ class Eager:
 
     def _alone(self, torch: Any) -> bool:
         """Whether PyTorch's own function is in its place, uncompiled, and no mode sees it."""
-        if getattr(torch.nn.functional, _NAME) is not self._own:
+        if getattr(torch.nn.functional, NAME) is not pytorchs():
             return False
         if any(map(_says_something, torch.overrides._get_current_function_mode_stack())):
             return False
         frames = sys.modules.get("torch._dynamo.convert_frame")
-        return frames is None or getattr(frames, "FRAME_COUNTER", 1) == 0
+        if frames is not None and getattr(frames, "FRAME_COUNTER", True):
+            return False
+        return not is_held(torch)
 
     def _put(self, torch: Any) -> None:
         """Take the place of PyTorch's function, and watch other ways to attention."""
-        own, ours = self._own, self._function()
-        # A list that PyTorch makes once, with what then stands there, to ask classes about it.
-        torch.overrides.get_overridable_functions()
-        torch.jit._builtins._register_builtin(ours, f"aten::{_NAME}")
-        _replace(own, ours)
-        self._undo.append(lambda: _replace(ours, own))
+        own = pytorchs()
+        ours = self._function(own)
+        # PyTorch's compiler of TorchScript knows functions by their ids, which are given anew.
+        torch.jit._builtins._register_builtin(ours, f"aten::{NAME}")
+        weakref.finalize(ours, torch.jit._builtins._builtin_table.pop, id(ours), None)
+        replace(own, ours)
+        self._undo.append(lambda: replace(ours, own))
         for owner, name in (
             (torch, "_transformer_encoder_layer_fwd"),  # fast paths of layers, in C++
             (torch, "_native_multi_head_attention"),
@@ -130,7 +132,7 @@ class Eager:
         ):
             self._watch(owner, name)
         self._watch(torch.overrides, "_push_mode", _says_something)
-        for name in OPS:
+        for name in (NAME, *OPS):
             packet = getattr(torch.ops.aten, name, None)
             if packet is not None:
                 for way in (packet, *(getattr(packet, each) for each in packet.overloads())):
@@ -155,9 +157,13 @@ class Eager:
                 give_way()
             return own(*args, **kwargs)  # type: ignore[misc]
 
+        def undo() -> None:
+            if getattr(owner, name, None) is through:  # not what others put there since
+                setattr(owner, name, own)
+
         if own is not None:
             setattr(owner, name, through)
-            self._undo.append(lambda: setattr(owner, name, own))
+            self._undo.append(undo)
 
     def _watch_calls(self, way: Any) -> None:
         """Give way when this object is called. It keeps its attributes and its hash."""
@@ -186,9 +192,9 @@ class Eager:
 
     # -- a call -------------------------------------------------------------------------------
 
-    def _function(self) -> Callable[..., Any]:
-        """The function that stands in the place of PyTorch's."""
-        own, graphs, slow, find = self._own, self._graphs, self._slow, self._find
+    def _function(self, own: Any) -> InPlace:
+        """What stands in the place of PyTorch's function."""
+        graphs, slow, find = self._graphs, self._slow, self._find
         thread, enter, leave = threading.get_ident, self._counted.add, self._counted.discard
         # Between bytecodes that call no function no other thread runs, where there is a GIL.
         gil = getattr(sys, "_is_gil_enabled", lambda: True)()
@@ -202,11 +208,11 @@ class Eager:
         # In a model each of these lines costs several times what it does in a loop, since the model
         # has emptied the caches of the host; so they look up as little as they can, and take no
         # lock, which would cost 1.6 us (two CPU cores, PyTorch 2.13, 2026-11-23).
-        def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+        def scaled_dot_product_attention(_: Any, /, *args: Any, **kwargs: Any) -> Any:
             nonlocal last
             kind = before = last
             if kind is None or before is None or not gil:
-                return slow(args, kwargs)
+                return slow(own, args, kwargs)
             try:
                 q, k, v = args
                 # A nested tensor has no strides, and PyTorch's question would end the process.
@@ -221,32 +227,36 @@ class Eager:
             except Exception:  # other arguments
                 kind = find(args, kwargs)
             if kind is _NONE or graphs.capturing is not None:
-                return slow(args, kwargs)
+                return slow(own, args, kwargs)
             me = thread()
-            enter(me)
             try:
+                enter(me)
                 kind.calls[0] += 1
                 return own(*args, **kwargs)
             finally:
                 leave(me)
 
         self._remember = remember
-        scaled_dot_product_attention.__doc__ = own.__doc__
-        scaled_dot_product_attention.gives_way = self.give_way  # type: ignore[attr-defined]
-        return scaled_dot_product_attention
+        call = scaled_dot_product_attention
+        names = {"__call__": call, "__doc__": own.__doc__, "__module__": own.__module__}
+        names |= {"__slots__": (), "gives_way": staticmethod(self.give_way)}
+        ours: InPlace = type(NAME, (InPlace,), names)()
+        cells = [each for each in call.__closure__ or () if each.cell_contents is own]
+        stood.append((weakref.ref(ours), cells[0]))
+        return ours
 
-    def _slow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _slow(self, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an unknown kind, or while a graph is captured, or while the kernels are in."""
         if self.gone:
-            return self._own(*args, **kwargs)
+            return own(*args, **kwargs)
         kind = self._find(args, kwargs)
         if kind is _NONE or self.watches:
-            return self._watched(kind, args, kwargs)
+            return self._watched(own, kind, args, kwargs)
         me = threading.get_ident()
-        self._counted.add(me)
         try:
+            self._counted.add(me)
             self._graphs.add(kind.slot, args[0].device.type == "cuda")
-            return self._own(*args, **kwargs)
+            return own(*args, **kwargs)
         finally:
             self._counted.discard(me)
 
@@ -264,7 +274,7 @@ class Eager:
             pass
         return _NONE
 
-    def _watched(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _watched(self, own: Any, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that the dispatcher's kernels count."""
         if kind is _NONE and self._strange(args, kwargs):
             self.give_way()
@@ -274,9 +284,10 @@ class Eager:
                 self._watched_now += 1
         caller = self.dispatcher.caller
         slots: list[int] = []
-        before, caller.slots = caller.slots, slots
+        before = caller.slots
         try:
-            out = self._own(*args, **kwargs)
+            caller.slots = slots
+            out = own(*args, **kwargs)
         finally:
             caller.slots = before
             with self._log.lock:
@@ -349,7 +360,7 @@ class Eager:
         """Have calls like this one known by PyTorch's question, if it can be asked."""
         import torch
 
-        qkv, others = args[:3], _others(args, kwargs)
+        qkv = args[:3]
         if len(qkv) < 3:
             return
         q, k = qkv[:2]
@@ -358,45 +369,49 @@ class Eager:
             return  # what it means depends on the operator that PyTorch chooses
         sizes, strides = [list(t.shape) for t in qkv], [list(t.stride()) for t in qkv]
         try:
+            others = _others(args, kwargs)
             guards = self._guards(*qkv, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         except (TypeError, RuntimeError):  # of a tensor that is given twice, for one
             return
         alike, device = guards.check, q.device.type
-        if torch.is_autocast_enabled(device):  # which dispatch keys tell, but not its dtype
-            dtype = torch.get_autocast_dtype(device)
+        # Dispatch keys tell of autocast, but not its dtype; and where it converts tensors, or
+        # PyTorch pads them, the mode says whether those that the operator gets have a gradient.
+        cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if cast or (q.requires_grad and q.shape[-1] % 8):
+
+            def state() -> Any:
+                return torch.is_grad_enabled(), cast and torch.get_autocast_dtype(device)
+
+            known = state()
 
             def alike(q: Any, k: Any, v: Any) -> bool:
-                return bool(torch.get_autocast_dtype(device) is dtype and guards.check(q, k, v))
+                return bool(state() == known and guards.check(q, k, v))
 
         if self._known >= _MOST_KNOWN:
             self._forget()
         self._known += 1
-        positional, names = others
         # A mask, a tensor, cannot be compared; nor is what comes behind q, k and v by position.
-        options = None if positional or names != kwargs else kwargs
+        options = None if others != kwargs else kwargs
         kind = Kind(slot, self._log.counts[slot : slot + 1], options, alike)
         self._kinds.setdefault((q.shape, k.shape), []).append((others, kind))
 
 
-def _others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a call but q, k and v; of a mask its class."""
+def _others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    """The arguments of a call but q, k and v; of a mask its class.
+
+    Raises TypeError if another one is a tensor, whose value may change.
+    """
     import torch
 
-    def plain(each: Any) -> Any:
-        return type(each) if isinstance(each, torch.Tensor) else each
-
-    names = {name: plain(each) for name, each in kwargs.items()}
-    return [plain(each) for each in args[3:]], names
+    others = dict(enumerate(args[3:])) | kwargs
+    for name, each in others.items():
+        if isinstance(each, torch.Tensor):
+            if name not in (0, "attn_mask"):
+                raise TypeError(name)
+            others[name] = type(each)
+    return others
 
 
 def _says_something(mode: object) -> bool:
     """Whether a function mode may do more with a call of attention than to pass it on."""
     return type(mode).__name__ != "DeviceContext"  # which torch.set_default_device enters
-
-
-def _replace(old: Any, new: Any) -> None:
-    """Put a function in the place of another wherever modules have it under its own name."""
-    for path, module in list(sys.modules.items()):
-        theirs = path.startswith("torch.") and path != _PLACE
-        if not theirs and isinstance(module, ModuleType) and vars(module).get(_NAME) is old:
-            setattr(module, _NAME, new)
