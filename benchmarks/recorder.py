@@ -4,11 +4,11 @@ Usage: python benchmarks/recorder.py OUT.json [--models NAME ...] [--tokens N ..
 [--seconds S] [--tiny]
 
 The models are those of benchmarks/models.py. In each round three prefills take turns: plain,
-recorded by attnsweep.shapes, and plain again; each follows WARM untimed ones, after which recording
-knows the model's calls, and its time is the fastest of RUNS. They are launched one by one, without
-graphs, since a graph's replay costs no more than a look-up. Times are the host's, until the device
-has finished. Each model and number of tokens has as many rounds as fit into the seconds, and
---rounds at most.
+recorded by attnsweep.shapes, and plain again; each follows untimed ones of WARM_CALLS attention
+calls, after which recording knows them, and its time is the fastest of RUNS. They are launched one
+by one, without graphs, since a graph's replay costs no more than a look-up. Times are the host's,
+until the device has finished. Each model and number of tokens has as many rounds as fit into the
+seconds, and --rounds at most.
 
 - cost: median over the rounds of recorded over the mean of both plain ones, less 1. noise: the same
   of plain again over plain.
@@ -42,7 +42,7 @@ import attnsweep
 
 TOKENS = (128, 1024, 4096)
 WHO = ("plain", "recorded", "again")
-ROUNDS, SECONDS, WARM, RUNS, CALLS = 200, 5.0, 4, 3, 200
+ROUNDS, SECONDS, WARM_CALLS, RUNS, CALLS = 200, 5.0, 64, 3, 200
 DRAWS = 1000
 
 
@@ -57,10 +57,12 @@ def recording(who: str) -> Iterator[None]:
         yield
 
 
-def turns(run: Callable[[], Any], rounds: int, seconds: float = SECONDS) -> dict[str, list[float]]:
+def turns(
+    run: Callable[[], Any], rounds: int, seconds: float = SECONDS, calls: int = CALLS
+) -> dict[str, list[float]]:
     """Milliseconds of a run in each round, by who ran it; who begins changes with each round.
 
-    seconds: after them no round begins, but three there are always.
+    seconds: after them no round begins, but three there are always. calls: of attention in a run.
     """
     times: dict[str, list[float]] = {who: [] for who in WHO}
     began = time.perf_counter()
@@ -70,7 +72,7 @@ def turns(run: Callable[[], Any], rounds: int, seconds: float = SECONDS) -> dict
         first = number % len(WHO)
         for who in (*WHO[first:], *WHO[:first]):
             with recording(who):
-                for _ in range(WARM):
+                for _ in range(-(-WARM_CALLS // calls)):
                     run()
                 times[who].append(min(timed_ms(run) for _ in range(RUNS)))
     return times
@@ -130,8 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             model = built(name, device, given.tiny)
             for count in given.tokens:
                 ids = torch.ones(1, count, dtype=torch.long, device=device)
-                times = turns(partial(model.rows, ids, 1), given.rounds, given.seconds)
-                found = cost(times, len(model.layers))
+                run, calls = partial(model.rows, ids, 1), len(model.layers)
+                times = turns(run, given.rounds, given.seconds, calls)
+                found = cost(times, calls)
                 results.append({"model": name, "tokens": count, **found})
                 say(f"{name} {count}: {found}")
     facts = {

@@ -121,7 +121,7 @@ def written(place: Path, name: str, *winners: Winner) -> Path:
         asdict(winner) | {"shape": winner.shape._asdict(), "kernel": number}
         for number, winner in enumerate(made.winners)
     ]
-    known = {"names": made.names, "guard": asdict(made.guard), "winners": rows}
+    known: dict[str, Any] = {"names": made.names, "guard": asdict(made.guard), "winners": rows}
     known["memory_bytes_per_us"] = made.memory_bytes_per_us
     raw = {"format": FORMAT, "attnsweep": "0.0", "kernels": kernels}
     (directory / TABLE).write_text(json.dumps(raw | {"gpus": [H100._asdict() | known]}))

@@ -52,7 +52,7 @@ def test_only_one_of_three_is_recorded_and_each_begins_in_turn(recorder, monkeyp
         seen.append("ends")
 
     monkeypatch.setattr(recorder.attnsweep, "shapes", shapes)
-    monkeypatch.setattr(recorder, "WARM", 1)
+    monkeypatch.setattr(recorder, "WARM_CALLS", 1)
     monkeypatch.setattr(recorder, "RUNS", 1)
     recorder.turns(lambda: seen.append("run"), 3)
     plain, recorded = ["run", "run"], ["begins", "run", "run", "ends"]
