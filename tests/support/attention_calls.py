@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -11,8 +13,35 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from attnsweep.use.recorder.eager import CALM
 from attnsweep.use.recorder.recording import Recording
 from attnsweep.use.shapes import read
+
+OWN = F.scaled_dot_product_attention
+WARM = CALM + 2
+"""Calls of one kind after which the dispatcher's kernels are out: it is described twice."""
+
+
+@contextlib.contextmanager
+def given_back() -> Iterator[None]:
+    """Begin with nothing compiled or held, and end with all of PyTorch's in its place."""
+    torch._dynamo.reset()  # something that was compiled before would keep the kernels in
+    gc.collect()  # and so would what holds the function
+    yield
+    assert F.scaled_dot_product_attention is OWN
+    assert type(torch.ops.aten._scaled_dot_product_attention_math) is torch._ops.OpOverloadPacket
+
+
+def qkv(*shape: int) -> tuple[torch.Tensor, ...]:
+    """Tensors of one shape, (1, 2, 64, 32) if none is given."""
+    return tuple(torch.randn(3, *(shape or (1, 2, 64, 32))))
+
+
+def warm(recording: Recording, *tensors: torch.Tensor, n: int = WARM) -> None:
+    """Calls of one kind, after which the kernels are out."""
+    for _ in range(n):
+        F.scaled_dot_product_attention(*(tensors or qkv()))
+    assert recording.eager.gone or not recording.eager.watches
 
 
 def counted(

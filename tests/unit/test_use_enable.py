@@ -83,6 +83,25 @@ def test_enabled_calls_are_the_packages(package, driver):
     assert (package.counters(), package.is_enabled()) == ({"kernel": 2}, False)
 
 
+def test_a_class_a_table_a_copy_and_a_pickle_take_it_for_pytorchs(package, driver):
+    """As a function of Python's it would be a class's method, and a key of its own."""
+    q, k, v = tensors()
+    with package.enable():
+        routed = F.scaled_dot_product_attention
+
+        class Block:
+            attention = routed
+
+        assert close(Block().attention(q, k, v), SDPA(q, k, v))
+        assert {routed: 1}[SDPA] == 1
+        assert {SDPA: 1}[routed] == 1
+        assert copy.deepcopy({"attention": routed})["attention"] is routed
+        assert pickle.loads(pickle.dumps(routed)) is routed
+        kept = pickle.dumps(routed)
+    assert package.counters() == {"kernel": 1}
+    assert pickle.loads(kept) is SDPA
+
+
 def test_what_no_kernel_serves_is_pytorchs_without_recursion(package, driver):
     q, k, v = tensors()
     mask = torch.zeros(256, 256, dtype=torch.bfloat16)

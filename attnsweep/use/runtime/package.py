@@ -13,7 +13,7 @@ from . import models
 from .fp8_operator import Fp8Operator
 from .operator import open_package
 from .plans import Explanation
-from .routing import Routing, Switched, flash_allowed, pytorchs
+from .routing import InPlace, Routing, Switched, flash_allowed, pytorchs
 from .table import PackageError
 
 # In attnsweep itself this file is a module of the package.
@@ -93,28 +93,34 @@ def counters() -> dict[str, int]:
     return _operator.counters() | _fp8.counters()
 
 
-def _routed(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+class _Routed(InPlace):
     """`attention` while the package is enabled, and otherwise PyTorch's own.
 
     PyTorch's also where torch.nn.attention.sdpa_kernel asks for other backends than flash.
     """
-    if _routing.on and flash_allowed():
-        return _operator.attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
-    masks = (attn_mask, dropout_p, is_causal)
-    return pytorchs(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if _routing.on and flash_allowed():
+            return _operator.attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            )
+        masks = (attn_mask, dropout_p, is_causal)
+        return pytorchs(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
 
 
+_routed = _Routed()
 _routing = Routing(_routed)
 
 

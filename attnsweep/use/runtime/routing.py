@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -39,6 +40,32 @@ def pytorchs(
     if bias is not None and isinstance(attn_mask, bias.CausalBias):
         return bias.CausalBias._dispatch(*given, scale, enable_gqa)
     return sdpa(*given, scale=scale, enable_gqa=enable_gqa)
+
+
+class InPlace:
+    """What stands in the place of PyTorch's function: for a program it is that function.
+
+    It is no function of Python's, which a class would make a method. It equals PyTorch's own, so
+    that tables which programs make for `__torch_function__` have both; and whoever unpickles it
+    gets what stands in the place there.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) or other is sdpa
+
+    def __hash__(self) -> int:
+        return hash(sdpa)
+
+    def __reduce__(self) -> Any:
+        return resolve_name, (f"{_PLACE}:{NAME}",)
+
+    def __copy__(self) -> InPlace:
+        return self
+
+    def __deepcopy__(self, _: object) -> InPlace:
+        return self
 
 
 class Switched:
@@ -142,7 +169,8 @@ def flash_allowed() -> bool:
 
 
 def _named(function: Any) -> str:
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '?')}.{name}"
 
 
 def _holders(function: Callable[..., Any]) -> Iterator[ModuleType]:
