@@ -9,10 +9,12 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
+from attnsweep.use.recorder import eager
 from attnsweep.use.recorder.eager import CALM
 from attnsweep.use.recorder.recording import Recording
 from attnsweep.use.shapes import read
@@ -23,11 +25,17 @@ WARM = CALM + 2
 
 
 @contextlib.contextmanager
-def given_back() -> Iterator[None]:
-    """Begin with nothing compiled or held, and end with all of PyTorch's in its place."""
+def given_back(held: bool = False) -> Iterator[None]:
+    """Begin with nothing compiled, and end with all of PyTorch's in its place.
+
+    held: whether what holds PyTorch's function keeps the kernels in, as other tests may hold it.
+    """
     torch._dynamo.reset()  # something that was compiled before would keep the kernels in
-    gc.collect()  # and so would what holds the function
-    yield
+    gc.collect()
+    with contextlib.ExitStack() as stack:
+        if not held:
+            stack.enter_context(mock.patch.object(eager, "is_held", return_value=False))
+        yield
     assert F.scaled_dot_product_attention is OWN
     assert type(torch.ops.aten._scaled_dot_product_attention_math) is torch._ops.OpOverloadPacket
 

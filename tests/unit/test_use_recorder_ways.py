@@ -19,8 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch's own
 
 
 @pytest.fixture(autouse=True)
-def all_is_given_back():
-    with given_back():
+def all_is_given_back(request):
+    with given_back(held="made_before" in request.node.name):
         yield
 
 
