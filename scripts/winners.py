@@ -24,8 +24,8 @@ from attnsweep import export, exported_table, find_runs
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "use" / "runtime"
 TABLE, CUBINS = PLACE / "table.json", PLACE / "cubins"
-# Cubins of an archive. A first call unpacks one archive, in 3 to 9 ms; all of them would take 105.
-# In groups of 24 the kernels of 225 shapes of an H200 and 162 of an H100 were 1345 KiB, not 1238.
+# Cubins of an archive. A first call unpacks one archive, so it must not be large. In groups of 24
+# the kernels of 225 shapes of an H200 and 162 of an H100 were 1345 KiB, not 1238.
 GROUP = 36
 
 

@@ -285,7 +285,7 @@ def test_the_rules_meet_both_answers():
     for config, suits in space():
         for batch, q in ((1, 16), (1, 100), (1, 700), (64, 8192), (16400, 300)):
             if batch == 16400 and "block_limits" not in wanted:
-                continue  # planning the turns of so many heads takes a tenth of a second
+                continue  # it takes a tenth of a second to plan turns for so many heads
             other = replace(suits, batch=batch, seqlen_q=q, seqlen_k=q)
             wanted.discard(FAMILY.refused_by(config, other, ARCH))
         if not wanted:

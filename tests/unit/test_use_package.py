@@ -250,6 +250,7 @@ def test_a_table_of_another_format_says_who_wrote_it(exported, tmp_path):
         lambda raw: raw["kernels"][0]["stages"][0]["fwd"].update(file="a\0b"),
         lambda raw: raw.update(archives={"..": []}),
         lambda raw: raw["gpus"][0].pop("guard"),
+        lambda raw: raw["gpus"][0].pop("memory_bytes_per_us"),
         lambda raw: raw["gpus"][0]["winners"][0].update(others=[[999, 1.0]]),
         lambda raw: raw["gpus"][0]["winners"][0].update(others=[[0]]),
         lambda raw: raw["gpus"][0].update(twins=[-1]),
@@ -319,6 +320,8 @@ def test_values_that_would_fail_only_in_a_call(exported, tmp_path):
         lambda raw: raw["gpus"][0]["winners"][0]["shape"].update(head_dim=96),
         lambda raw: raw["gpus"][0]["guard"].update(reach=float("nan")),
         lambda raw: raw["gpus"][0].update(sm_count=float("inf")),
+        lambda raw: raw["gpus"][0].update(memory_bytes_per_us=0.0),
+        lambda raw: raw["gpus"][0].update(memory_bytes_per_us=float("nan")),
     ]
     for spoil in spoiled:
         raw = json.loads(text)

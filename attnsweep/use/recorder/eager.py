@@ -80,7 +80,7 @@ class Eager:
             self._put(torch)
 
     def _begin(self) -> None:
-        # Of a forked process only this thread is left, and none of its kinds has a slot.
+        # A forked child has this thread alone, and its log has no slots yet.
         self._lock = threading.RLock()
         self._counted.clear()
         self._watched_now = 0
@@ -207,7 +207,7 @@ class Eager:
 
         # In a model each of these lines costs several times what it does in a loop, since the model
         # has emptied the caches of the host; so they look up as little as they can, and take no
-        # lock, which would cost 1.6 us (two CPU cores, PyTorch 2.13, 2026-11-23).
+        # lock.
         def scaled_dot_product_attention(_: Any, /, *args: Any, **kwargs: Any) -> Any:
             nonlocal last
             kind = before = last

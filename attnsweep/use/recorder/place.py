@@ -19,6 +19,8 @@ stood: list[tuple[weakref.ref[Any], CellType]] = []
 class InPlace:
     """What stands in the place of PyTorch's function: for a program it is that function.
 
+    A package has the same in its routing.py. Neither may import the other: each is copied alone.
+
     It is no function of Python's, which a class would make a method. It equals PyTorch's own, so
     that tables which programs make for `__torch_function__` have both; and whoever unpickles it
     gets what stands in the place there.

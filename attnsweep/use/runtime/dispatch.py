@@ -21,9 +21,9 @@ _STAND_IN_GAIN, _STAND_IN_MEMORY = 1.10, 0.3
 # Fewer queries than any recorded H200 shape has, and keys for each query. With more keys, divided
 # among the SMs, predicted gains were up to twice the measured ones, also on one GPU.
 _STAND_IN_QUERIES, _MANY_KEYS = 64, 4
-# Where PyTorch's own attention may divide so many keys among SMs that few tiles of queries leave
-# idle, a kernel must be predicted to be faster by this factor: with 1.29, one was 8 % slower on an
-# H200, (1,8,485x3107,256). It costs 0.2 % at the 95th percentile of an H100's shapes, left out.
+# If there are too few tiles of queries for all SMs, PyTorch's own attention may divide the keys
+# among them, which the prediction knows badly. A kernel must then be predicted to be faster by
+# this factor: predicted 1.29 times as fast, one was 8 % slower on an H200, (1,8,485x3107,256).
 _DIVIDED_GAIN = 1.3
 
 
