@@ -90,13 +90,18 @@ def test_the_table_marks_what_was_missed(selection):
 
 
 RECORDED = json.loads((ROOT / "results/h200/selection.json").read_text())
+# Its rounds are 4 % apart, so that a sweep may keep the second best, 1.1 % slower.
+MISSED = ["h100-80gb-hbm3/between_short (4,24,350,128) fp16 causal"]
 
 
 def test_every_problem_of_every_recorded_run_was_simulated(selection):
     """Those of two candidates apart, of which the sweep has nothing to choose by a race."""
     names = {"/".join(path.parent.parts[-2:]) for path in ROOT.glob("results/*/*/trials.jsonl.gz")}
     assert {each["run"] for each in RECORDED["of"]} == names
-    assert len(RECORDED["of"]) == RECORDED["problems"] == RECORDED["reached"]
+    assert len(RECORDED["of"]) == RECORDED["problems"]
+    missed = [f"{each['run']} {each['problem']}" for each in RECORDED["of"] if not each["reached"]]
+    assert missed == MISSED
+    assert RECORDED["reached"] == RECORDED["problems"] - len(missed)
     for name in ("h100-80gb-hbm3/flash_dims", "h200/flash_dims_h200"):  # one, and one of two
         there = selection.gather([ROOT / "results" / name])
         best = {each.problem.label: round(each.best_us, 3) for each in there}

@@ -18,16 +18,26 @@ ROOT = Path(__file__).parent.parent.parent
 # Specs that both cards have runs of; each has a spec of its own besides.
 BOTH = ("flash_training", "flash_short", "batched", "flash_dims", "flash_long", "between")
 KERNEL = families()[FAMILY]
-# One winner of the H100 is no candidate on shapes that came to between_short.yaml later.
-UNTIMED = "BLOCK_N=128 WARPGROUPS=2 KEY_GROUPS=2 NUM_STAGES=2 PRODUCER_WARPS=1 BLOCKS_PER_SM=1 "
-UNTIMED_ON = ("(1,4,900,64) fp16 full", "(1,4,900,64) fp16 causal")
+# Winners of (1,8,512,64) that these specs do not have as candidates: one of either card.
+UNTIMED = {
+    f"BLOCK_N={block_n} WARPGROUPS=2 KEY_GROUPS=2 NUM_STAGES={stages} PRODUCER_WARPS=4 "
+    "BLOCKS_PER_SM=1 OVERLAP=1 PINGPONG=0 MAXIMA=2 P_SHARED=0 Q_REGISTERS=2 EXP2_POLY=0 ORDER=0 "
+    "PERSISTENT=0 O_OVER_Q=0 SPLITS=2 SPLIT_CLUSTER=1 CLUSTER=1 PDL=0 PACK_GQA=0 LSE=0"
+    for block_n, stages in ((128, 2), (64, 4))
+}
+UNTIMED_ON = {
+    *(f"(1,4,900,{head_dim}) fp16 {mask}" for head_dim in (64, 128) for mask in ("full", "causal")),
+    "(1,20,162x631,128) fp16 full",
+}
 H100, H200 = ROOT / "results/h100-80gb-hbm3", ROOT / "results/h200"
 RUNS = [H100 / name for name in ("h100", *BOTH)]
 RUNS_OF_H200 = [H200 / name for name in ("h200", *BOTH)]
 CARDS = {
-    "H100": [*RUNS, H100 / "between_short", H100 / "held_out"],
+    "H100": [*RUNS, *(H100 / n for n in ("between_short", "held_out", "held_out_later"))],
     "H200": [*RUNS_OF_H200, *(H200 / n for n in ("between_short", "held_out", "held_out_later"))],
 }
+# Choices that are slower than PyTorch's attention by 3 % or more, each shape left out in turn.
+SLOWER = {"H100": ["(8,16,512,128) bf16 causal", "(12,40,303,128) bf16 causal"], "H200": []}
 
 
 @cache
@@ -47,14 +57,10 @@ def planned(request):
 
 @pytest.fixture(scope="module")
 def tuned():
-    """The winners that were known when the last of the specs' runs was recorded."""
-    _, last = gpu_of(open_run(H200 / "held_out"))
     chosen = []
     for place in (*RUNS, *RUNS_OF_H200):
         run = open_run(place)
         key, environment = gpu_of(run)
-        if environment.date > last.date:
-            continue
         chosen += package._chosen(run, environment, key, KERNEL, [])
     return [each.trial for each in chosen]
 
@@ -75,37 +81,38 @@ def test_every_winner_that_may_run_on_a_shape_is_a_candidate_there(planned, tune
         }
         for label, trial in configs.items():
             config = config_of(trial, KERNEL)
-            if item.problem.label in UNTIMED_ON and label.startswith(UNTIMED):
+            if item.problem.label in UNTIMED_ON and label in UNTIMED:
                 assert label not in candidates
             elif KERNEL.refused_by(config, item.problem, ARCHS["sm_90a"]) is None:
                 assert label in candidates, (str(item.problem), label)
 
 
-def test_the_held_out_shapes_timed_all_choices_but_one_that_was_refused_there():
-    """Limits of hard inputs refused right kernels then, and the page says of how many shapes."""
-    rows = judge_dispatch([*RUNS, H100 / "between_short"], [H100 / "held_out"])
-    (unknown,) = [row for row in rows if row.regret is None]
-    refused = [
-        trial
-        for trial in open_run(H100 / "held_out").trials
-        if trial.status == "wrong" and trial.problem.label == unknown.shape
-    ]
-    assert unknown.config in {config_of(trial, KERNEL).label for trial in refused}
-    assert all("far_below" in trial.detail for trial in refused)
-    assert len(rows) > 40
-    page = " ".join((ROOT / "docs/tutorials/your-model.md").read_text().split())
-    assert "On 1 of the shapes of the H100 their own sweeps did not time the choice" in page
+@pytest.mark.parametrize("name", ["held_out", "held_out_later"])
+def test_the_held_out_shapes_timed_all_choices(name):
+    """What is judged is all that the rule chose, and no choice is slower than PyTorch's own."""
+    rows = judge_dispatch([*RUNS, H100 / "between_short"], [H100 / name])
+    assert len(rows) >= 40
+    assert [row.shape for row in rows if row.regret is None] == []
+    found = dispatch_summary(rows)
+    assert found["regret"]["median"] <= 0.03
+    assert found["regret"]["p95"] <= 0.10
+    assert found["slower_than_sdpa_by_3_percent"] == 0
 
 
 @pytest.mark.nightly(push=1)
 @pytest.mark.parametrize(("card", "runs"), CARDS.items(), ids=CARDS)
 def test_the_page_says_what_the_rule_loses_of_all_runs(card, runs):
-    found = dispatch_summary(judge_dispatch(runs, [], leave_one_out=True))
+    rows = judge_dispatch(runs, [], leave_one_out=True)
+    found = dispatch_summary(rows)
     regret = " | ".join(f"{100 * found['regret'][n]:.1f} %" for n in ("median", "p95", "worst"))
     row = f"| {card} | {found['shapes']} | {regret} | {found['to_sdpa']} | {found['not_timed']} |"
-    assert row in (ROOT / "docs/tutorials/your-model.md").read_text()
+    page = (ROOT / "docs/tutorials/your-model.md").read_text()
+    assert row in page
     assert found["regret"]["p95"] <= 0.10
-    assert found["slower_than_sdpa_by_3_percent"] == 0
+    slower = sorted((row.gain, row.shape) for row in rows if row.gain and row.gain < 0.97)
+    assert [shape for _, shape in slower] == SLOWER[card]
+    for gain, shape in slower:
+        assert f"{shape.replace(' bf16 ', ', bf16 ')}, {100 * (1 / gain - 1):.1f} %" in page
 
 
 def test_the_specs_vary_what_decides_a_time(planned):

@@ -64,9 +64,9 @@ def test_the_run_of_fp8_problems_is_exported(exported, known):
     assert made.gpus == {}
     assert len(known.winners) == 12
     one = next(w for w in known.winners if w.shape == shape(4, 16, 4096, 128))
-    assert one.time_us == pytest.approx(510.24, abs=1e-3)  # as ranked
+    assert one.time_us == pytest.approx(511.04, abs=1e-3)  # as ranked
     assert "BLOCK_N=96 WARPGROUPS=3" in one.kernel.config
-    assert (one.kernel.block_m, one.kernel.threads, one.kernel.persistent) == (192, 512, 0)
+    assert (one.kernel.block_m, one.kernel.threads, one.kernel.persistent) == (192, 512, 132)
     for kernel in (*(w.kernel for w in known.winners), *known.spare):
         assert made.code(kernel.code)
         assert kernel.code.function == "flash_fwd_fp8_wgmma"
@@ -168,10 +168,10 @@ def test_another_shape_gets_the_nearest_winner_that_may_run_there(known):
     assert choice.code == "near"
     assert "(4,16,4096,128) e4m3_tensor full" in choice.reason
     assert fp8.refused_by(choice.kernel, shape(4, 16, 3500, 128)) is None
-    # The nearest one's blocks take turns, which needs more tiles than this shape has.
+    # The winners' blocks take turns, which needs more tiles than this shape has.
     few = shape(1, 16, 1024, 128)
     choice = fp8.choose(known, few)
-    assert (choice.code, choice.kernel.persistent) == ("near", 0)
+    assert (choice.code, choice.kernel.persistent) == ("spare", 0)
 
 
 SEQLENS = st.one_of(st.integers(1, 300), st.integers(1, 8000))
