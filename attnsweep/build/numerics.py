@@ -119,6 +119,8 @@ class Maths:
     """The softmax scale is 1 + TILT times as large."""
     by_term: bool = False
     """In FP8, cut each product as the tensor cores do, not each sum of 32 alone. See fp8_sums."""
+    in_log2: bool = False
+    """Scores are rounded as exponents of 2, not of e: 10 is exact in fp16, 10 log2(e) is not."""
 
 
 EXACT = Maths()
@@ -219,14 +221,18 @@ def _attend(
         return scores
 
     @cache
-    def exponentials(kind: Any, rounds_scores: int, tilt: float) -> tuple[npt.NDArray[Any], ...]:
+    def exponentials(
+        kind: Any, rounds_scores: int, tilt: float, unit: float
+    ) -> tuple[npt.NDArray[Any], ...]:
         """exp(score - largest), and by what to multiply it to refer to the first key."""
         scores = raw_scores(kind)
         if rounds_scores > 1:
             scores = round_to(scores, dtype).astype(kind)
-        scores = scores * kind(problem.scale * (1 + tilt))
+        scores = scores * kind(problem.scale * (1 + tilt) / unit)
         if rounds_scores:
             scores = round_to(scores, dtype).astype(kind)
+        if unit != 1:
+            scores *= kind(unit)
         if hidden is not None:
             scores[hidden] = -np.inf
         largest = scores.max(axis=1, keepdims=True)
@@ -247,7 +253,8 @@ def _attend(
             continue
         kind: Any = np.float32 if one.rounding and dtype == "fp32" else np.float64
         tilt = TILT if one.tilted else 0.0
-        p, to_first = exponentials(kind, one.rounds_scores if one.rounding else 0, tilt)
+        unit = math.log(2) if one.in_log2 else 1.0
+        p, to_first = exponentials(kind, one.rounds_scores if one.rounding else 0, tilt, unit)
         if one.from_first:
             p = p * to_first
         total = p.sum(axis=1, keepdims=True)
@@ -421,20 +428,22 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
     hard = case.inputs != "normal"
     rounded = _in_fp8(case) if problem.scaled else Maths(True, rounds_scores)
     ways = [EXACT, rounded, replace(rounded, from_first=True)]
+    if hard and rounds_scores:
+        ways.append(replace(rounded, in_log2=True))
     if case.inputs == "normal" and _takes_scale(problem, in_all, rounds_scores):
         ways.append(replace(EXACT, tilted=True))
     while rows_seen < wanted or seed < _draws(case):
         inputs = make_inputs(case, 1000 + seed)
         rows = some_rows(case, seed, wanted // heads)
-        exact, largest, first, *rest = references(inputs, problem, rows, ways)
-        tilted = rest[0] if rest else None
-        for out in (largest, first):
+        exact, *outs = references(inputs, problem, rows, ways)
+        tilted = outs.pop() if ways[-1].tilted else None
+        for out in outs:
             one = measures(out, exact, problem.out_dtype, tilted)
             gain, scale = (_BY_CHANCE * off for off in by_chance(out, exact, tilted, in_all))
             if problem.scaled:  # cut sums shrink: that is no chance
                 gain, scale = max(one.gain, gain), max(one.scale, scale)
             # It counts only where few weights do that the largest is rounded too.
-            row = one.row if hard or problem.scaled or out is largest else 0.0
+            row = one.row if hard or problem.scaled or out is outs[0] else 0.0
             found.append(replace(one, row=row, gain=gain, scale=scale))
         found = [Measures(*(max(getattr(x, f.name) for x in found) for f in fields(Measures)))]
         yield found[0]

@@ -368,3 +368,21 @@ def test_a_tilted_output_is_that_of_another_scale(dtype):
         p = np.exp(scores * (1 + numerics.TILT))
         expected = p / p.sum(1, keepdims=True) @ v
         assert tilted[0, head] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("keys", [17, 513])
+def test_limits_admit_scores_that_were_stored_as_exponents_of_2(head_dim, keys):
+    """The score of the key that is a sink is 10, which fp16 holds; but not 10 log2(e)."""
+    problem = Problem(1, 1, 1, 66, keys, head_dim, "fp16")
+    case, rows = Case(problem, "sink"), np.arange(66)
+    limits = numerics.limits(case, 1)
+    for seed in range(1, 6):
+        inputs = numerics.make_inputs(case, seed)
+        exact = numerics.reference(inputs, problem, rows)
+        q, k, v = (values_of(inputs, problem, n, 0, 0).astype(float) for n in "qkv")
+        stored = (q @ k.T * problem.scale * math.log2(math.e)).astype(np.float16).astype(float)
+        p = np.exp2(stored - stored.max(1, keepdims=True))
+        p = (p / p.sum(1, keepdims=True)).astype(np.float16).astype(float)
+        found = numerics.measures((p @ v).astype(np.float16)[None, None], exact, "fp16")
+        assert max(found.shares(limits).values()) <= 1
