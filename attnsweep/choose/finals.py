@@ -15,6 +15,7 @@ from typing import Any
 
 from attnsweep.build.observer import Observer
 from attnsweep.choose import energy
+from attnsweep.choose.confirm import confirm
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.choose.pace import pace_of
 from attnsweep.choose.prepared import prepared
@@ -53,11 +54,6 @@ _ROUNDS_OF_THE_FAR = 5
 # Only entries within this of the fastest take part in further rounds, and those not shown slower;
 # beyond _MOST times the spec's rounds, only the latter.
 _NEAR = 1.02
-# Microseconds of calls one by one after the rounds: of the fastest, a quarter of them of the
-# second, a ninth of the third while they are near, and of any other. A call of 10 µs is then made
-# 7,000 times, which shows a race of one call in a thousand with 99.9 %.
-_CONFIRM_NEAR_US = 200_000.0
-_CONFIRM_US = 5_000.0
 # A noisy peer is timed again, at most this often, in as many rounds as the spec asks for, beside
 # the best entries: at least _COMPANY, because two cannot tell who of them is noisy.
 _TIMES_AGAIN = 3
@@ -147,18 +143,22 @@ class Finals:
                 ranked += [this] if kind == settings.timed_by else []
                 done += 1
                 self._observer.timing(done, sum(kinds.values()))
-        self._confirm()
         energies = self._energies()
         conditions = rounds.summary(ranked)
         self._note(conditions.get("strays", {}), len(ranked))
-        pace = self._pace()
-        return [
-            _row(
-                *(trial, settings.timed_by, self._samples[name], self._noisy.get(name)),
-                *(ranked, pace, conditions),
-            ).with_(**energy.fields(energies, name, ranks=settings.rank_by == "energy"))
-            for name, trial in self._entries.items()
-        ]
+
+        def rows() -> dict[str, Trial]:
+            pace = self._pace()
+            return {
+                name: _row(
+                    *(trial, settings.timed_by, self._samples[name], self._noisy.get(name)),
+                    *(ranked, pace, conditions),
+                ).with_(**energy.fields(energies, name, ranks=settings.rank_by == "energy"))
+                for name, trial in self._entries.items()
+            }
+
+        confirm(self._entries, rows, self._gpu, self._fail)
+        return [*rows().values()]
 
     def _energies(self) -> dict[str, list[Stretch]]:
         """Stretches of each entry, if the spec asks for them."""
@@ -175,27 +175,6 @@ class Finals:
         if self._entries and not found:
             self._observer.note("no energies: NVML's counter is missing, or stands still")
         return found
-
-    def _confirm(self) -> None:
-        """Check our entries again, those that may win for longer; the wrong ones leave."""
-        kind, pace = self._spec.measure.timed_by, self._pace()
-        ours = [name for name, trial in self._entries.items() if trial.provider == OURS]
-        # Entries that left early count at the pace of all rounds: they may have met a fast card.
-        us = {name: _at_pace(self._samples[name][kind], None, pace).median for name in ours}
-        ours.sort(key=lambda name: us[name])
-        near = [name for name in ours if us[name] <= _NEAR * us[ours[0]]]
-        for place, name in enumerate(ours, 1):
-            longest_us = _CONFIRM_NEAR_US / place**2 if name in near else 0.0
-            trial = self._entries[name]
-            try:
-                calls = self._gpu.confirm(name, max(longest_us, _CONFIRM_US))
-            except WorkerError as error:
-                self._fail(name, self._entries.pop(name), error)
-                continue
-            if trial.accuracy is not None:
-                calls += trial.accuracy.calls or 0
-                accuracy = trial.accuracy.model_copy(update={"calls": calls})
-                self._entries[name] = trial.with_(accuracy=accuracy)
 
     def _rounds_of(self, kind: str, wanted: dict[str, int], rounds: Rounds) -> Iterator[Round]:
         """Rounds of one kind of time. An open border adds to the number that is `wanted` of it."""

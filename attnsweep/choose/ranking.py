@@ -227,6 +227,23 @@ def _as_ranked(trial: Trial) -> Trial:
     return trial.with_(time_us=Measurement(**facts, l2="energy"))
 
 
+def winner_of(trials: Sequence[Trial]) -> Trial | None:
+    """The candidate that wins among these rows of one problem; None if none does. See `rank`."""
+    good = [trial for trial in trials if judged(trial)[0] is Status.OK]
+    views = [_as_ranked(trial) for trial in good]
+    own = {id(view): trial for view, trial in zip(views, good, strict=True)}
+    winner = None if _all_noisy(trials, good) else _first(_groups(views))
+    return None if winner is None else own[id(winner)]
+
+
+def _first(groups: Sequence[Sequence[Trial]]) -> Trial | None:
+    """The winner of the best group that has candidates."""
+    for group in groups:
+        if ours := [trial for trial in group if trial.provider == OURS]:
+            return min(_equally_good(ours), key=thrift)
+    return None
+
+
 def _rank_problem(
     problem: Problem, trials: Sequence[Trial], environment: Environment | None
 ) -> list[Row]:
@@ -235,14 +252,10 @@ def _rank_problem(
     views = [_as_ranked(trial) for trial in good]
     own = {id(view): trial for view, trial in zip(views, good, strict=True)}
     groups = _groups(views)
-    decided = not _all_noisy(trials, good)
+    winner = None if _all_noisy(trials, good) else _first(groups)
     places: list[tuple[Trial, int | None, bool, bool]] = []
-    winner: Trial | None = None
     for group in groups:
         place = len(places) + 1
-        ours = [t for t in group if t.provider == OURS]
-        if winner is None and ours and decided:
-            winner = min(_equally_good(ours), key=thrift)
         group.sort(key=lambda t: (t is not winner, _median(t), _identity(t)))
         places += [(own[id(t)], place, len(group) > 1, t is winner) for t in group]
     rest = [t for t in trials if verdicts[id(t)][0] is not Status.OK]
