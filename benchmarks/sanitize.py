@@ -1,6 +1,7 @@
 """Run Hopper kernels on small problems under NVIDIA's compute-sanitizer.
 
-Usage: python benchmarks/sanitize.py [FILE.json] [--budget-s 300] [--jobs N] [--kernel FAMILY].
+Usage: python benchmarks/sanitize.py [FILE.json] [--budget-s 300] [--jobs N] [--kernel FAMILY]
+[--where PARAMETER].
 Each of memcheck, racecheck and synccheck runs a process for each case, N at a time, which compiles
 it and checks it as a sweep does, on its small problems with tails too. The file holds each tool's
 own summaries, how many cases it saw and how many errors it counted. A tool that ran out of time has
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=300.0, help="of all tools")
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--kernel", choices=sorted({c[0] for c in CASES}), help="this one alone")
+    parser.add_argument("--where", metavar="NAME", default="", help="configs with this parameter")
     parser.add_argument("--child", metavar="ARCH", help=argparse.SUPPRESS)
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -171,7 +173,11 @@ def main() -> None:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     with Worker(timeout_s=60) as worker:
         environment = worker.describe()
-    numbers = [n for n, case in enumerate(CASES) if arguments.kernel in (None, case[0])]
+    numbers = [
+        n
+        for n, (kernel, config, _) in enumerate(CASES)
+        if arguments.kernel in (None, kernel) and arguments.where in config
+    ]
     end = time.monotonic() + arguments.budget_s
 
     def one(tool: str, number: int) -> Done:
