@@ -38,8 +38,8 @@ class Known:
     """Output and log-sum-exp of the rows, on the inputs as they were made and on their opposite."""
     drawn: Mapping[str, npt.NDArray[np.float32]] | None = None
     """q, k, v before they were rounded, of a timed case in FP8."""
-    exact: numerics.Float | None = None
-    """Output of the rows on them."""
+    exact: tuple[numerics.Float, numerics.Float] | None = None
+    """Output and log-sum-exp of the rows on them."""
 
     @classmethod
     def of(cls, case: Case, seed: int, *, two_sided: bool = False) -> Known:
@@ -51,8 +51,8 @@ class Known:
         sides = numerics.exact_rows(inputs, problem, rows, (1, -1) if two_sided else (1,))
         if drawn is None:
             return cls(inputs, rows, sides)
-        unrounded = replace(problem, dtype="fp32")
-        return cls(inputs, rows, sides, drawn, numerics.reference(drawn, unrounded, rows))
+        (exact,) = numerics.exact_rows(drawn, replace(problem, dtype="fp32"), rows)
+        return cls(inputs, rows, sides, drawn, exact)
 
     @classmethod
     def of_turns(cls, case: Case, seed: int) -> Known:

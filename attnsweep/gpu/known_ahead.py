@@ -7,6 +7,7 @@ the GPU its work. Answers come as pickles through a pipe, up to some hundred meg
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import sys
@@ -32,6 +33,8 @@ Maths = dict[tuple[Case, int], Measures]
 _LEAST_BYTES = 2**22
 # Longer than it takes, and short enough to compute it here before a problem must be open.
 _LONGEST_S = 90.0
+# Short turns that are kept: this problem's and the next one's, which may be the same.
+_TURNS_KEPT = 3
 # Imported, not run: what is pickled must be this module's, not __main__'s.
 _COMMAND = [sys.executable, "-c", f"from {__name__} import main; main()"]
 
@@ -106,6 +109,11 @@ class _Process:
                 raise CancelledError
         return function()
 
+    def close(self) -> None:
+        """End the process; what it has not begun is not computed."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.beside.close()
+
     def waited(self, asked: Future[T]) -> T:
         """What was asked, computed in this process if the other one takes too long."""
         with proving("waits for NumPy"):
@@ -121,14 +129,14 @@ def _always() -> bool:
 
 
 class Ahead:
-    """Three processes, which end with this one: for the next problem, for this one, for its turns.
+    """Three processes, which end with this one: for inputs, for limits, and for short turns.
 
     A run of 18 problems with few candidates waited 9.4 of 42 s with one process, and 6.9 of 44 s
     with two, of which the second had the turns as well (between_short.yaml on an H200, 16 cores).
     """
 
     def __init__(self) -> None:
-        self._next, self._this, self._short = _Process(), _Process(), _Process()
+        self._next, self._limits, self._short = _Process(), _Process(), _Process()
         self._answers: dict[tuple[Problem, int], Future[Answer]] = {}
         self._dropped: set[tuple[Problem, int]] = set()
         """Asked for, and no longer wanted."""
@@ -160,27 +168,28 @@ class Ahead:
     def begin_rounding(self, problem: Problem, rounds_scores: int) -> None:
         """Have `rounding` computed, if it is not being computed."""
         if (problem, rounds_scores) not in self._maths:
-            asked = self._this.ask(problem, _always, rounding, problem, rounds_scores)
+            asked = self._limits.ask(problem, _always, rounding, problem, rounds_scores)
             self._maths[problem, rounds_scores] = asked
 
     def rounding(self, problem: Problem, rounds_scores: int) -> Maths:
-        """See the function `rounding`. It is kept until that of another problem is asked for."""
+        """See the function `rounding`. It is kept until that of a later problem is asked for."""
         self.begin_rounding(problem, rounds_scores)
-        for key in [key for key in self._maths if key[0] != problem]:
+        for key in list(itertools.takewhile(lambda key: key[0] != problem, self._maths)):
             del self._maths[key]
-        return self._this.waited(self._maths[problem, rounds_scores])
+        return self._limits.waited(self._maths[problem, rounds_scores])
 
     def begin_turns(self, case: Case, seed: int) -> None:
-        """Have `turns` computed, if it is not being computed, instead of those of another case."""
-        if (case, seed) not in self._turns:
-            for other in self._turns.values():
-                other.cancel()
-            self._turns = {(case, seed): self._short.ask(case.problem, _always, turns, case, seed)}
+        """Have `turns` computed, if it is not being computed; the oldest are then no longer kept."""
+        key = case, seed
+        asked = self._turns.pop(key, None)
+        self._turns[key] = asked or self._short.ask(case.problem, _always, turns, case, seed)
+        while len(self._turns) > _TURNS_KEPT:
+            self._turns.pop(next(iter(self._turns))).cancel()
 
     def turns(self, case: Case, seed: int) -> tuple[Known, Maths]:
-        """See the function `turns`; the answer is not kept."""
+        """See the function `turns`."""
         self.begin_turns(case, seed)
-        return self._short.waited(self._turns.pop((case, seed)))
+        return self._short.waited(self._turns[case, seed])
 
     def wait(self) -> None:
         """Wait until nothing is being computed."""
@@ -193,8 +202,8 @@ class Ahead:
 
     def close(self) -> None:
         """End the processes, if there are any."""
-        for process in (self._next, self._this, self._short):
-            process.beside.close()
+        for process in (self._next, self._limits, self._short):
+            process.close()
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ class Proof:
         """then: the problem that will be opened next; its inputs are made meanwhile.
 
         rounds_scores: how often candidates and peers round scores; what their limits come from is
-        computed meanwhile.
+        computed meanwhile, and then that of the next problem.
         """
         self._session, self._seed = session, seed
         compute_ahead(problem, seed)
@@ -93,23 +93,28 @@ class Proof:
             known = _ahead.take(problem, seed)
         numerics.FOUND.update(known.maths)
         timed = known.timed
-        for often in {numerics.rounded_scores(problem, each) for each in rounds_scores} - {0}:
-            _ahead.begin_rounding(problem, often)
+        self._begin(problem, rounds_scores)
         with step("inputs and float64 outputs"):
             self.timed = Fixture(Case(problem), seed, session, judge, two_sided=True, known=timed)
             cases = zip(numerics.small_cases(problem), known.small, strict=True)
             small = [Fixture(c, seed, session, judge, known=k) for c, k in cases]
             self._small = Small(small, judge)
             session.settle()
-        if (turns := numerics.short_turns(problem, session.gpu.sm_count)) is not None:
-            _ahead.begin_turns(turns, seed)
         if then is not None:
             compute_ahead(then, seed)
+            self._begin(then, rounds_scores)  # a peer needs its limits soon
         self._poisons = False
         self._preparation: tuple[Any, Any] | None = None
         # Digests of o and of lse, (2, 2, parts).
         self._digests = Buffer(2 * 2 * 8 * self.timed.parts)
         self._turns: Fixture | None = None
+
+    def _begin(self, problem: Problem, rounds_scores: Collection[int]) -> None:
+        """Begin what limits of rounded scores and short turns of a problem need."""
+        for often in {numerics.rounded_scores(problem, each) for each in rounds_scores} - {0}:
+            _ahead.begin_rounding(problem, often)
+        if (turns := numerics.short_turns(problem, self._session.gpu.sm_count)) is not None:
+            _ahead.begin_turns(turns, self._seed)
 
     def _know_limits(self, rounds_scores: int) -> None:
         """Take what the limits come from of the process beside: here, imports would slow it."""

@@ -144,6 +144,7 @@ TURNS = replace(PROVEN, fixture=FakeFixture(numerics.short_turns(PROBLEM, 2).pro
 def bench(monkeypatch):
     monkeypatch.setattr(measure, "Buffer", FakeBuffer)
     monkeypatch.setattr(measure, "Pipeline", FakePipeline)
+    monkeypatch.setattr(measure, "_IN_TURNS", set())
     made = Bench.__new__(Bench)
     made.session, made.problem = FakeSession(), PROBLEM
     made._workspaces, made._entries, made._cold_copies = {}, {}, []
@@ -394,13 +395,18 @@ def test_a_finalist_is_confirmed_on_the_timed_problem_and_then_on_short_turns(be
 
     monkeypatch.setattr(Proof, "repeat", noted)
     bench.add("turns", in_turns(), cold=False)
+    assert bench.confirm("turns", 100.0) < 7_000
     calls = bench.confirm("turns", 1e9)
     assert calls >= 14_000
     short = TURNS.fixture.case.problem
-    assert asked == [(PROBLEM, 7_000, 1e9), (short, 7_000, 1e9)]
+    assert asked[2:] == [(PROBLEM, 7_000, 1e9), (short, 7_000, 1e9)]
     bench.add("none", candidate(64), cold=False)
-    assert 7_000 <= bench.confirm("none", 1e9) < calls
-    assert asked[2:] == [(PROBLEM, 7_000, 1e9)]
+    bench.add("again", in_turns(), cold=False)  # as on another problem with the same short turns
+    for name in ("none", "again"):
+        assert 7_000 <= bench.confirm(name, 1e9) < calls
+    assert asked[4:] == [(PROBLEM, 7_000, 1e9)] * 2
+    bench.add("other", in_turns(9), cold=False)
+    assert bench.confirm("other", 1e9) >= 14_000
 
 
 def test_the_workspaces_of_short_turns_are_not_kept(bench):

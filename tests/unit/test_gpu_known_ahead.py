@@ -68,11 +68,14 @@ def test_the_process_computes_what_limits_of_rounded_scores_come_from(ahead, mon
     ahead.begin_rounding(PROBLEM, 1)
     assert ahead.rounding(PROBLEM, 1) == expected
     assert ahead.rounding(PROBLEM, 1) == expected  # kept, for other candidates and peers
+    ahead.begin_rounding(OTHER, 2)  # the next problem's
+    assert ahead.rounding(PROBLEM, 1) == expected
+    begun = ahead._maths[OTHER, 2]
     assert len(ahead.rounding(OTHER, 2)) == len(expected)
-    assert {problem for problem, _ in ahead._maths} == {OTHER}
+    assert ahead._maths == {(OTHER, 2): begun}
 
 
-def test_the_process_computes_what_short_turns_need_and_those_of_one_problem(ahead, monkeypatch):
+def test_the_process_computes_what_short_turns_need_and_keeps_a_few(ahead, monkeypatch):
     case, other = (numerics.short_turns(problem, 1) for problem in (PROBLEM, OTHER))
     known, maths = turns(case, 3)
     assert maths == {(case, 0): numerics.same_maths(case, 0)}
@@ -89,7 +92,12 @@ def test_the_process_computes_what_short_turns_need_and_those_of_one_problem(ahe
     assert all((known.inputs[name] == bits).all() for name, bits in again.inputs.items())
     for side, same in zip(known.sides, again.sides, strict=True):
         assert all((a == b).all() for a, b in zip(side, same, strict=True))
-    assert not ahead._turns
+    begun = ahead._turns[case, 3]
+    ahead.begin_turns(case, 3)  # the next problem may have the same
+    assert ahead._turns[case, 3] is begun
+    for seed in range(4, 20):
+        ahead.begin_turns(other, seed)
+    assert [*ahead._turns] == [(other, seed) for seed in range(20 - known_ahead._TURNS_KEPT, 20)]
 
 
 @pytest.fixture
