@@ -66,6 +66,7 @@ class Fixture:
     """
 
     _negated: npt.NDArray[np.bool_] | None = None
+    _ahead: tuple[int, npt.NDArray[np.bool_]] | None = None
 
     def __init__(
         self,
@@ -175,21 +176,26 @@ class Fixture:
     def go_to(self, mix: int) -> None:
         """Go to a mix of inputs: PLAIN, OPPOSITE, or a number that negates some heads."""
         if self.mix != mix:
-            for name in "kv":
-                self.judge.negate(self.buffers[name], self._heads_kv, self._mix, self.mix, mix)
+            k, v = self.buffers["k"], self.buffers["v"]
+            self.judge.negate(k, v, self._heads_kv, self._mix, self.mix, mix)
             self.mix, self._negated = mix, None
 
     def draw(self) -> None:
         """Go to a mix at random in which some head is another than it is now."""
-        before = self._now()
-        while True:
-            drawn = int(self._rng.integers(2, 2**64, dtype=np.uint64))
-            mix = drawn if self._heads_kv > 1 else 1 - self.mix
-            negated = negated_heads(mix, self._heads_kv)
-            if (negated != before).any():
-                break
+        before, (mix, negated) = self._now(), self._ahead or self._at_random()
+        while not (negated != before).any():
+            mix, negated = self._at_random()
         self.go_to(mix)
-        self._negated = negated
+        self._negated, self._ahead = negated, None
+
+    def draw_ahead(self) -> None:
+        """Choose where `draw` goes, while the device is busy: then it waits less for the host."""
+        self._ahead = self._at_random()
+
+    def _at_random(self) -> tuple[int, npt.NDArray[np.bool_]]:
+        drawn = int(self._rng.integers(2, 2**64, dtype=np.uint64))
+        mix = drawn if self._heads_kv > 1 else 1 - self.mix
+        return mix, negated_heads(mix, self._heads_kv)
 
     def _now(self) -> npt.NDArray[np.bool_]:
         """Which heads of keys are negated now."""

@@ -179,7 +179,7 @@ class Ahead:
         return self._limits.waited(self._maths[problem, rounds_scores])
 
     def begin_turns(self, case: Case, seed: int) -> None:
-        """Have `turns` computed, if it is not being computed; the oldest are then no longer kept."""
+        """Have `turns` computed, if it is not being computed; the oldest are kept no longer."""
         key = case, seed
         asked = self._turns.pop(key, None)
         self._turns[key] = asked or self._short.ask(case.problem, _always, turns, case, seed)

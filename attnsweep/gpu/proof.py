@@ -370,7 +370,7 @@ class Proof:
             self.timed.draw()
             self._poisons = not self._poisons
             if self._poisons:
-                self.output.poison()
+                self.output.fill(POISON)
 
     @contextlib.contextmanager
     def _prepared(self) -> Iterator[None]:
@@ -406,6 +406,7 @@ class Proof:
         To be called while the device replays calls, next to which it takes no time.
         """
         self._look_at([self.output], proven)
+        self.timed.draw_ahead()
 
     def end(
         self,

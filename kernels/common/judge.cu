@@ -279,11 +279,12 @@ extern "C" __global__ void __launch_bounds__(256)
         add_of_block(own, sums + part);
     }
 }
-// Takes a tensor from one mix to another, and says so in *now. `heads` is 1 if a head has half a
-// word, and then all turn together. sign: the sign bits of a word.
+// Takes two tensors of a size from one mix to another, and says so in *now. `heads` is 1 if a head
+// has half a word, and then all turn together. sign: the sign bits of a word.
 extern "C" __global__ void __launch_bounds__(256)
-    negate(unsigned* words, long long bytes, int heads, unsigned sign, unsigned long long from,
-           unsigned long long to, unsigned long long* now) {
+    negate(unsigned* one, unsigned* other, long long bytes, int heads, unsigned sign,
+           unsigned long long from, unsigned long long to, unsigned long long* now) {
+    unsigned* words = blockIdx.z ? other : one;
     long long length = bytes / 4 / heads;
     for (int head = blockIdx.y; head < heads; head += gridDim.y) {
         if (negated(from, head) == negated(to, head)) continue;
@@ -292,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(256)
         if (bytes % 4 && blockIdx.x == 0 && threadIdx.x == 0)
             reinterpret_cast<unsigned short*>(words)[bytes / 2 - 1] ^= 0x8000;
     }
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *now = to;
+    if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0 && threadIdx.x == 0) *now = to;
 }
 // How many of a thread's share of `count` bytes are not `byte`. count: a multiple of 16.
 __device__ unsigned long long others(const unsigned char* at, int count, int byte) {

@@ -68,7 +68,7 @@ class HostBuffer:
         assert bits.nbytes == self.nbytes
         self.main[:] = bits.view(np.uint8).ravel()
 
-    def download(self, out: np.ndarray[Any, Any]) -> None:
+    def download(self, out: np.ndarray[Any, Any], stream: object = None) -> None:
         assert out.flags.c_contiguous
         out.view(np.uint8).ravel()[:] = self.main[: out.nbytes]
 

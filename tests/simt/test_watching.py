@@ -174,19 +174,22 @@ def test_heads_are_negated_each_for_itself(dtype, heads, each, device, monkeypat
     monkeypatch.setattr(judge_module, "_PARTS", 4)
     made = np.random.default_rng(0).standard_normal((heads, each), np.float32)
     bits = numerics.to_bits(made, dtype)
-    buffer, mix = uploaded(bits), uploaded(np.zeros(1, np.uint64))
+    other = np.random.default_rng(1).permutation(bits)
+    buffers, mix = (uploaded(bits), uploaded(other)), uploaded(np.zeros(1, np.uint64))
     judge, now = device.judge(dtype), PLAIN
     for to in (OPPOSITE, 12345, 2**64 - 1, PLAIN):
         if heads == 1 and to not in (PLAIN, OPPOSITE):
             continue
-        judge.negate(buffer, heads, mix, now, to)
+        judge.negate(*buffers, heads, mix, now, to)
         now = to
         assert mix.of(np.uint64)[0] == to
         turned = negated_heads(to, heads)[:, None]
-        expected = np.where(turned, bits ^ sign_of(dtype), bits)
-        assert (buffer.of(bits.dtype).reshape(bits.shape) == expected).all()
-    assert (buffer.all[:GUARD_BYTES] == 0xA5).all()
-    assert (buffer.all[-GUARD_BYTES:] == 0xA5).all()
+        for buffer, first in zip(buffers, (bits, other), strict=True):
+            expected = np.where(turned, first ^ sign_of(dtype), first)
+            assert (buffer.of(bits.dtype).reshape(bits.shape) == expected).all()
+    for buffer in buffers:
+        assert (buffer.all[:GUARD_BYTES] == 0xA5).all()
+        assert (buffer.all[-GUARD_BYTES:] == 0xA5).all()
 
 
 @pytest.mark.parametrize("heads", [1, 5])
@@ -194,9 +197,9 @@ def test_heads_of_fp8_are_negated_by_their_sign_bits(heads, device):
     bits = np.random.default_rng(0).integers(0, 256, (heads, 48), dtype=np.uint8)
     bits[(bits & 0x7F) == 0x7F] ^= 1  # no NaN is ever drawn, and none appears
     buffer, mix = uploaded(bits), uploaded(np.zeros(1, np.uint64))
-    judge = device.judge("e4m3")
+    other, judge = uploaded(bits), device.judge("e4m3")
     for now, to in ((PLAIN, 12345), (12345, OPPOSITE)):
-        judge.negate(buffer, heads, mix, now, to)
+        judge.negate(buffer, other, heads, mix, now, to)
         turned = negated_heads(to, heads)[:, None]
         expected = np.where(turned, bits ^ np.uint8(0x80), bits)
         assert (buffer.main.reshape(bits.shape) == expected).all()

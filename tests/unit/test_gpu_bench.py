@@ -110,6 +110,9 @@ class FakeFixture:
     def draw(self):
         self.mix = 1 - self.mix
 
+    def draw_ahead(self):
+        pass
+
     def go_to(self, mix):
         self.mix = mix
 
