@@ -105,8 +105,7 @@ class Buffer:
     def download(self, out: np.ndarray[Any, Any], stream: Any = None) -> None:
         """Copy the first bytes to a contiguous host array; pinned memory is ten times as fast.
 
-        stream: whose work comes first, and which must be waited for before `out` is read; without
-        one, all of this happens now.
+        stream: copies after its work, and must be waited for; without one, it copies at once.
         """
         if stream is None:
             self._main.copy_to_host(out.ctypes.data, out.nbytes)

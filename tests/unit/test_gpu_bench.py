@@ -110,20 +110,16 @@ class FakeFixture:
     def draw(self):
         self.mix = 1 - self.mix
 
-    def draw_ahead(self):
-        pass
-
     def go_to(self, mix):
         self.mix = mix
 
     def digest(self, of_sides):
         return int(of_sides[self.mix, 0])
 
-    def look_at_inputs(self, slot):
+    def draw_ahead(self, *_):
         pass
 
-    def renew_inputs(self, count):
-        pass
+    look_at_inputs = renew_inputs = draw_ahead
 
 
 def proof_of(outputs):

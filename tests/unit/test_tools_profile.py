@@ -9,9 +9,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from samples import H200, full_run
 
+from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate, CompiledStage, Launches
 from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
 from attnsweep.family.declare import Launch, discover
@@ -203,3 +205,17 @@ def test_a_kept_report_is_written_by_ncu_and_read_back(ncu, tmp_path: Path) -> N
     assert again.name == "profile-2.ncu-rep"
     again.touch()
     assert counters.report_path(tmp_path).name == "profile-3.ncu-rep"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32", "e4m3", "e4m3_tensor", "e4m3_block"])
+def test_inputs_to_count_with_are_those_of_one_group_of_heads(dtype) -> None:
+    problem = Problem(3, 8, 2, 40, 300, 16, dtype)
+    made, drawn = counters.inputs_of(problem), numerics.make_inputs(numerics.Case(problem), 0)
+    assert {name: bits.shape for name, bits in made.items()} == {
+        n: b.shape for n, b in drawn.items()
+    }
+    assert all(bits.flags.c_contiguous for bits in made.values())
+    for name, heads in (("q", 4), ("k", 1), ("v", 1)):
+        assert (made[name] == made[name][:1].repeat(3, 0)).all()
+        assert (made[name][:, :heads] == made[name][:, -heads:]).all()
+    assert len(np.unique(made["q"][0, :4])) > 40
