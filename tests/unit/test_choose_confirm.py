@@ -39,7 +39,7 @@ class Card:
         self.asked.append((name, longest_us))
         if name in self.wrong:
             raise WorkerError(Status.WRONG, "a race")
-        return int(longest_us / 100)
+        return int(longest_us / 40)
 
 
 def confirmed(wrong=(), names="abcd"):
@@ -52,12 +52,12 @@ def confirmed(wrong=(), names="abcd"):
 
 def test_the_thriftiest_of_the_equally_good_is_called_for_longest():
     asked, entries = confirmed()
-    assert sorted(asked) == [("a", 5e3), ("b", 5e3), ("c", 2e5), ("d", 5e3)]
+    assert sorted(asked) == [("a", 2e3), ("b", 2e3), ("c", 2e5), ("d", 2e3)]
     assert {n: t.accuracy.calls for n, t in entries.items()} == {
         "a": 58,
         "b": 58,
         "d": 58,
-        "c": 2008,
+        "c": 5008,
         "peer": 8,
     }
 

@@ -291,7 +291,7 @@ def test_every_finalist_is_confirmed_after_the_rounds_and_the_winner_for_longest
     card = Confirming({"k 0": 30.0, "k 1": 30.3, "k 2": 40.0}, 0, noise=0.0)
     store = Rows()
     run_finals(spec_of(), card, store, Notes(), [pair(str(n), 30.0) for n in range(3)])
-    assert card.longest_us == {"k 0": 200_000.0, "k 1": 5_000.0, "k 2": 5_000.0}
+    assert card.longest_us == {"k 0": 200_000.0, "k 1": 2_000.0, "k 2": 2_000.0}
     methods = [method for method, _ in card.calls]
     assert "replay" not in methods[methods.index("confirm") :]
     assert [row.accuracy.calls for row in store.rows.values()] == [100] * 3
@@ -454,7 +454,7 @@ def test_who_wins_is_confirmed_for_longest_though_the_card_became_slow():
                 after={"finals": 20})  # fmt: skip
     card.random = SimpleNamespace(gauss=lambda *_: 0.0, random=lambda: 0.5)
     run_finals(spec_of(), card, Rows(), Notes(), [pair(str(n), 30.0) for n in range(4)])
-    assert card.longest_us == {"k 0": 2e5, "k 1": 5e3, "k 2": 5e3, "k 3": 5e3}
+    assert card.longest_us == {"k 0": 2e5, "k 1": 2e3, "k 2": 2e3, "k 3": 2e3}
 
 
 def test_few_that_are_near_by_their_cycles_are_finalists_before_those_that_are_far():
