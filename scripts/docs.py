@@ -45,6 +45,7 @@ PAGES = {
     "schema": "docs/spec.schema.json",
     "measuring": "docs/measuring.md",
     "numerics": "docs/explanation/numerics.md",
+    "profile": "docs/how-to/profile.md",
     "tried": "docs/tried.md",
     "tune": "docs/how-to/tune.md",
     "tutorial": "docs/tutorials/without-a-gpu.md",
