@@ -16,7 +16,7 @@ PRINTED = re.compile(
 
 
 @pytest.mark.parametrize(
-    ("card", "count", "of_one_process"), [("h200", 12, 8), ("h100-80gb-hbm3", 11, 0)]
+    ("card", "count", "of_one_process"), [("h200", 12, 8), ("h100-80gb-hbm3", 17, 0)]
 )
 def test_each_row_of_the_parts_is_what_a_run_printed(card, count, of_one_process):
     page = (ROOT / "docs/explanation/numerics.md").read_text()
