@@ -58,10 +58,17 @@ def test_the_winner_of_a_recorded_run_is_explained_by_default(short, families) -
     for words in (
         "one parameter away",
         "by 86 timed of 86 tried",
-        "no hardware counters are recorded",
+        "NVIDIA H200, driver 580.159.04, 2026-11-24",
+        "wait 2.2, long_scoreboard 1.7",
         "64 ×1.081",
     ):
         assert words in said
+
+
+def test_how_to_record_counters_is_said_where_a_run_has_none(families) -> None:
+    found, *_ = explain(open_run(RESULTS / "h200" / "flash_long"), [], None, families)
+    assert found.won
+    assert "no hardware counters are recorded of it; on its GPU" in flat(found)
 
 
 def test_every_problem_is_explained_unless_one_is_asked_for(short, families) -> None:
