@@ -364,10 +364,7 @@ def _launch(path: Path) -> None:
 
 
 def inputs_of(problem: Problem) -> dict[str, npt.NDArray[Any]]:
-    """Inputs of one group of heads, repeated for all: every pass of ncu makes them anew.
-
-    To draw (4,16,4096,128) took 2.3 s on two cores, and its counters take several passes.
-    """
+    """Inputs of one group of heads, repeated for all: each of several passes makes them anew."""
     group = problem.heads // problem.heads_kv
     one = numerics.make_inputs(numerics.Case(replace(problem, batch=1, heads=group, heads_kv=1)), 0)
     times = (problem.batch, problem.heads_kv)
