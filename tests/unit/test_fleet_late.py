@@ -142,7 +142,7 @@ def test_a_late_card_that_does_not_belong_is_left_out_once(go, cards, unlike, wh
     cards.on(0, holds=1)
     cards.on(1, environment=unlike)
     outcome, heard = go(
-        lambda trials: cards.cards,
+        lambda trials: cards.cards if trials else cards.cards[:1],
         until=lambda: len(cards.children) > 1 and has_ended(cards.children[1]),
     )
     assert is_whole(outcome)
