@@ -47,9 +47,9 @@ from attnsweep.use.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
 
 _RUNTIME = Path(__file__).parent / "runtime"
 MODULES = (
-    *("dispatch.py", "driver.py", "fp8.py", "fp8_operator.py", "launch.py", "models.py"),
-    *("operator.py", "plans.py", "predict.py", "registered.py", "routing.py", "seen.py"),
-    "table.py",
+    *("arguments.py", "dispatch.py", "driver.py", "fp8.py", "fp8_operator.py", "gradients.py"),
+    *("launch.py", "models.py", "operator.py", "plans.py", "predict.py", "registered.py"),
+    *("routing.py", "seen.py", "table.py"),
 )
 """The runtime's files that a package has under the same name; package.py is its __init__.py."""
 # Providers of PyTorch's own attention: what a call gets without a package.

@@ -20,8 +20,8 @@ from operators import close, make, shifted, tensors  # noqa: E402
 from packages import H100, PLAIN, SPLIT, shape, winner  # noqa: E402
 
 from attnsweep.use.runtime import driver as driver_module  # noqa: E402
+from attnsweep.use.runtime import gradients  # noqa: E402
 from attnsweep.use.runtime import operator as of_package  # noqa: E402
-from attnsweep.use.runtime import registered  # noqa: E402
 from attnsweep.use.runtime.table import CUBINS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -277,7 +277,7 @@ def test_modules_are_loaded_once_and_maps_reused(operator, driver):
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
 def test_gradients_by_pytorchs_backward(operator, driver, name, monkeypatch):
     """By the backend that PyTorch would have called."""
-    monkeypatch.setattr(registered, "_choice", lambda *_, **how: 3 if name == "cudnn" else 1)
+    monkeypatch.setattr(gradients, "_choice", lambda *_, **how: 3 if name == "cudnn" else 1)
     driver.on_launch.causal = True
     seen = {}
 

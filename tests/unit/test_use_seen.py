@@ -15,7 +15,7 @@ from operators import close, compiled, make, shifted, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from attnsweep.use.runtime import registered, seen  # noqa: E402
+from attnsweep.use.runtime import gradients, seen  # noqa: E402
 from attnsweep.use.runtime.dispatch import Choice  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -188,8 +188,7 @@ def test_proxies_hold_an_operator(operator, known):
 def test_compiled_code_holds_one_operator(operator, known, grad):
     attention, graphs = compiled(operator)
     out = attention(*(leaves_of(known) if grad else known))
-    name = "forward_lse" if grad else "forward"
-    assert f"{operator.namespace}.{name}.default" in graphs[0].code
+    assert f"{operator.namespace}.attention.default" in graphs[0].code
     assert close(out, F.scaled_dot_product_attention(*known))
     assert operator.counters() == {"kernel": 1}
 
@@ -369,13 +368,13 @@ def test_gradients_are_those_of_a_new_call(operator, known, monkeypatch):
 
 def test_the_choice_of_a_backward_is_asked_anew_when_a_setting_changes(operator, monkeypatch):
     asked, answer = [], [3]
-    choice = registered._choice
+    choice = gradients._choice
     assert choice(*tensors(), None, 0.0, False, scale=0.125, enable_gqa=False) in (0, 1)
-    monkeypatch.setattr(registered, "_choice", lambda *_, **how: asked.append(how) or answer[0])
+    monkeypatch.setattr(gradients, "_choice", lambda *_, **how: asked.append(how) or answer[0])
     given = leaves_of(tensors())
 
     def by_cudnn():
-        return registered._cudnn_gradients in operator.attention(*given).grad_fn.by
+        return gradients._cudnn_gradients in operator.attention(*given).grad_fn.by
 
     assert [by_cudnn() for _ in range(4)] == [True] * 4
     assert len(asked) == 1
@@ -392,7 +391,7 @@ def test_the_choice_of_a_backward_is_asked_anew_when_a_setting_changes(operator,
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(asked) == 4
-    monkeypatch.setattr(registered, "_SETTINGS", [*registered._SETTINGS, object])
+    monkeypatch.setattr(gradients, "_SETTINGS", [*gradients._SETTINGS, object])
     by_cudnn(), by_cudnn()
     assert len(asked) == 6, "a setting that this PyTorch cannot tell"
 

@@ -51,14 +51,25 @@ class Kind:
     sdpa: Learned
 
 
-def choose(gpu: Gpu, shape: Shape) -> Choice:
+def choose(gpu: Gpu, shape: Shape, *, gradients: bool = False) -> Choice:
     """The kernel for a shape, or why there is none.
 
     A tuned shape gets its winner if the lower end of its gain is at least 1. Any other gets the
     kernel that is predicted to be the fastest, if it is predicted to beat PyTorch's own attention
     by the guard's share and the nearest shape where it was timed is within the guard's reach.
     Where the GPU's own rows have nothing to say of a shape, those of its stand-in are asked.
+    gradients: whether the call records them; then PyTorch's own serves short ones.
     """
+    choice = _forward(gpu, shape)
+    if not gradients or choice.kernel is None or choice.sdpa_us >= gpu.guard.short_us:
+        return choice
+    why = (
+        f"{choice.reason}; a step with gradients this short takes as long as the host's part of it"
+    )
+    return Choice(None, "short_training", why, choice.gain, choice.sdpa_us)
+
+
+def _forward(gpu: Gpu, shape: Shape) -> Choice:
     own = _by_rows(gpu, shape)
     if gpu.stand_in is None or own.code not in _SILENT:
         return own
@@ -85,7 +96,7 @@ def _by_stand_in(gpu: Gpu, other: Gpu, shape: Shape, own: Choice) -> Choice:
     if found.gain < max(_STAND_IN_GAIN, 1 + other.guard.margin):
         return Choice(None, own.code, f"{told}: too little for another GPU's", found.gain)
     told = f"by {runs}, which stand in for this GPU's: {found.reason}"
-    return Choice(found.kernel, "stand_in", told, found.gain)
+    return Choice(found.kernel, "stand_in", told, found.gain, found.sdpa_us)
 
 
 def _by_rows(gpu: Gpu, shape: Shape) -> Choice:

@@ -10,22 +10,23 @@ from typing import Any
 
 import torch
 
+from .arguments import DTYPES, autocast, never, number, plain, shape_of, strides
 from .dispatch import Choice, choose
 from .driver import Device, DriverError, Launches, Tensor, Unaligned, cuda_driver, unmapped
+from .gradients import Gradient, like, with_gradient, with_lse
 from .launch import calls, workspaces
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
-from .registered import Gradient, flash_with_lse, like, register, with_gradient
+from .registered import register
 from .routing import asked_once
 from .routing import pytorchs as _sdpa
 from .seen import Seen, transformed
-from .table import Gpu, GpuKey, PackageError, Shape, Table, known
+from .table import Gpu, GpuKey, PackageError, Table, known
 
 # Looked up once: each is asked in every call.
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _modes = torch._C._len_torch_dispatch_stack
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _empty_like, _FLOAT = torch.empty_like, torch.float32
-DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _NUMBERS = (int, float, torch.SymFloat)
 _MOST_SCALE = 1e38  # a kernel gets it as a 32-bit number, times the logarithm of e
 # Entries of a cache: more are met only by calls whose shapes keep changing, and then the cache
@@ -66,10 +67,12 @@ class Operator:
             os.register_at_fork(after_in_child=self._after_fork)
         # PyTorch has namespaces of its own, such as `quantized`.
         wanted = f"attnsweep_{namespace.replace('.', '_')}"
-        self.library = register(wanted, devices, self._impl_forward, self._impl_forward_lse)
+        made = (self._impl_attention, self._impl_forward, self._impl_forward_lse)
+        self.library = register(wanted, devices, *made)
         self.namespace: str = self.library.ns
         ops = getattr(torch.ops, self.namespace)
         self._forward, self._forward_lse = ops.forward.default, ops.forward_lse.default
+        self._attention = ops.attention.default
 
     def _after_fork(self) -> None:
         self._forked = bool(self._devices)
@@ -77,6 +80,21 @@ class Operator:
         self._seen.clear()
 
     # ---- the operators ----
+    def _impl_attention(
+        self, query: Any, key: Any, value: Any, causal: bool, scale: float
+    ) -> torch.Tensor:
+        """A compiler's call: PyTorch's own attention where the sizes say already that it is."""
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        gpu = self._gpu(query.device.index or 0)
+        if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
+            choice = choose(gpu, shape_of(query, key, causal), gradients=grad)
+            if choice.kernel is None:
+                grouped = query.shape[1] != key.shape[1]
+                return _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
+        if grad:
+            return self._forward_lse(query, key, value, causal, scale)[0]
+        return self._forward(query, key, value, causal, scale)
+
     def _impl_forward(
         self, query: Any, key: Any, value: Any, causal: bool, scale: float
     ) -> torch.Tensor:
@@ -96,7 +114,7 @@ class Operator:
         done = self._served(plan, query, key, value)
         if done is not None:
             return done[0], done[1]
-        return flash_with_lse(query, key, value, causal, scale)
+        return with_lse(query, key, value, causal, scale)
 
     # ---- one call ----
     def attention(
@@ -124,12 +142,12 @@ class Operator:
             masks = (attn_mask, dropout_p, is_causal)
             return self._traced(query, key, value, *masks, scale, enable_gqa)
         if scale is not None and type(scale) is not float:
-            scale = _number(scale)
+            scale = number(scale)
         if _any_autocast():
             query, key, value = self._cast(query, key, value)
         choice: Choice | None = None
         if attn_mask is not None or dropout_p != 0.0:
-            choice = _never(attn_mask, dropout_p)
+            choice = never(attn_mask, dropout_p)
         elif (seen := self._find(query, key, value, is_causal, scale, enable_gqa)) is not None:
             if not seen.calls:
                 choice = seen.choice
@@ -139,7 +157,7 @@ class Operator:
                 done = self._run(seen, query, key, value)
                 if done is not None:
                     return done[0]
-        elif not _plain(query, key, value):
+        elif not plain(query, key, value):
             choice = SUBCLASS.choice
         else:
             grad = _is_grad_enabled() and (
@@ -177,7 +195,7 @@ class Operator:
             if kind in self._types and torch.is_autocast_enabled(kind):
                 wanted = torch.get_autocast_dtype(kind)
                 if not query.dtype == key.dtype == value.dtype == wanted:
-                    query, key, value = map(_autocast, given)
+                    query, key, value = map(autocast, given)
         return query, key, value
 
     def _traced(
@@ -191,11 +209,14 @@ class Operator:
         scale: float | None,
         enable_gqa: bool,
     ) -> torch.Tensor:
-        """A call as torch.compile sees it: one operator, which finds its kernel at run time."""
+        """A call as torch.compile sees it: one operator, which finds its kernel at run time.
+
+        Where the compiler knows all sizes, `_impl_attention` hands over what no kernel serves.
+        """
         given = query, key, value = self._cast(query, key, value)
         if (
-            _never(attn_mask, dropout_p)
-            or not _plain(*given)
+            never(attn_mask, dropout_p)
+            or not plain(*given)
             or self._unserved(*given, is_causal, scale, enable_gqa)
             or not self._is_known(query.device.index or 0)
         ):
@@ -203,10 +224,7 @@ class Operator:
                 *(*given, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
             )
         by = scale if scale is not None else query.shape[3] ** -0.5
-        grad = query.requires_grad or key.requires_grad or value.requires_grad
-        if grad and torch.is_grad_enabled():
-            return self._forward_lse(query, key, value, is_causal, by)[0]
-        return self._forward(query, key, value, is_causal, by)
+        return self._attention(query, key, value, is_causal, by)
 
     def explain(
         self,
@@ -223,9 +241,9 @@ class Operator:
     ) -> Explanation:
         """Which kernel `attention` would call with these arguments, and why; launches nothing."""
         query, key, value = self._cast(query, key, value)
-        scale = _number(scale)
-        choice = _never(attn_mask, dropout_p)
-        if choice is None and not _plain(query, key, value):
+        scale = number(scale)
+        choice = never(attn_mask, dropout_p)
+        if choice is None and not plain(query, key, value):
             choice = SUBCLASS.choice
         if choice is None:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -354,29 +372,27 @@ class Operator:
             return Plan(Choice(None, "gpu", f"{why} SPEC, then attnsweep export"))
         out = torch.empty_like(query, device="meta")  # as the operator allocates it
         tensors = {
-            name: Tensor(tuple(each.shape), _strides(each))
+            name: Tensor(tuple(each.shape), strides(each))
             for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
         }
         for name, tensor in tensors.items():
             fault = unmapped(tensor)
             if fault is not None:
                 return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
-        batch, heads, seqlen_q, head_dim = query.shape
-        seqlen_k, dtype = key.shape[2], DTYPES[query.dtype]
-        shape = Shape(batch, heads, key.shape[1], seqlen_q, seqlen_k, head_dim, dtype, causal)
-        choice = choose(gpu, shape)
+        shape = shape_of(query, key, causal)
+        choice = choose(gpu, shape, gradients=lse)
         if choice.kernel is None:
             return Plan(choice)
         kernel = choice.kernel
-        by = scale if scale is not None else head_dim**-0.5
+        by = scale if scale is not None else shape.head_dim**-0.5
         made = calls(kernel, shape, by, lse, tensors["o"].strides)
         spaces = workspaces(kernel, shape)
         names = ("q", "k", "v", "o", *(["lse"] if lse else []), *spaces)
         stages = kernel.stages[lse]
         if not {call.stage for call in made} <= stages.keys():
             return Plan(Choice(None, "no_lse", "the kernel has no code that a gradient needs"))
-        floats, rows = tuple(spaces.values()), (batch, heads, seqlen_q)
-        how = (bool(causal), by, heads != shape.heads_kv)
+        floats, rows = tuple(spaces.values()), (shape.batch, shape.heads, shape.seqlen_q)
+        how = (bool(causal), by, shape.heads != shape.heads_kv)
         device = query.get_device()
         return Plan(choice, made, stages, tensors, device, lse, floats, names, *how, rows)
 
@@ -441,9 +457,10 @@ class Operator:
         return made
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Reasons that say nothing is wrong with the caller's tensors.
-_EXPECTED = frozenset({"not_faster", "far", "not_tuned", "mask", "dropout", "head_dim"})
+_EXPECTED = frozenset(
+    {"not_faster", "short_training", "far", "not_tuned", "mask", "dropout", "head_dim"}
+)
 
 
 def _no_stream(_: int) -> int:
@@ -452,43 +469,6 @@ def _no_stream(_: int) -> int:
 
 def _raw_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
-
-
-def _plain(query: Any, key: Any, value: Any) -> bool:
-    """Whether no argument is of a class that has a say in what is computed."""
-    return type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN
-
-
-def _never(attn_mask: Any, dropout_p: float) -> Choice | None:
-    """Why no kernel serves a call, whatever its tensors are."""
-    if attn_mask is not None:
-        return Choice(None, "mask", "attn_mask is given")
-    if dropout_p != 0.0:
-        return Choice(None, "dropout", f"dropout_p is {dropout_p:g}")
-    return None
-
-
-def _number(scale: Any) -> Any:
-    """A scale as PyTorch reads it: of NumPy's types and tensors of one element their value.
-
-    What is no number stays as it is; PyTorch's own attention says so.
-    """
-    tensor = isinstance(scale, torch.Tensor) and (scale.dim() or scale.requires_grad)
-    return scale if tensor or not hasattr(scale, "__float__") else float(scale)
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides in elements, 0 of dimensions of one element: theirs may be any number."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return tuple(stride if size > 1 else 0 for size, stride in pairs)
-
-
-def _autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as scaled_dot_product_attention would get it under autocast."""
-    kind = tensor.device.type
-    if tensor.is_floating_point() and tensor.dtype is not torch.float64:
-        return tensor.to(torch.get_autocast_dtype(kind))
-    return tensor
 
 
 def open_package(directory: Path, namespace: str) -> Operator:

@@ -155,11 +155,15 @@ class Guard:
 
     margin: share by which a kernel must be predicted to be faster than PyTorch's own attention.
     per_octave: what each octave to the nearest tuned shape adds to it. reach: octaves at most.
+    short_us: calls that record gradients are left to PyTorch, whatever was tuned, if its forward
+    takes less. The device needs about 4.2 times as long for forward and backward; the host, which
+    goes through Python for the backward here, 0.2 to 0.5 ms (benchmarks/training.py).
     """
 
     margin: float = 0.02
     per_octave: float = 0.01
     reach: float = 6.0
+    short_us: float = 100.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,58 @@
+"""What a call's arguments say, before any kernel is looked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .dispatch import Choice
+from .table import Shape
+
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors that have no say in what is computed."""
+
+
+def plain(query: Any, key: Any, value: Any) -> bool:
+    """Whether no argument is of a class that has a say in what is computed."""
+    return type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
+
+
+def never(attn_mask: Any, dropout_p: float) -> Choice | None:
+    """Why no kernel serves a call, whatever its tensors are."""
+    if attn_mask is not None:
+        return Choice(None, "mask", "attn_mask is given")
+    if dropout_p != 0.0:
+        return Choice(None, "dropout", f"dropout_p is {dropout_p:g}")
+    return None
+
+
+def number(scale: Any) -> Any:
+    """A scale as PyTorch reads it: of NumPy's types and tensors of one element their value.
+
+    What is no number stays as it is; PyTorch's own attention says so.
+    """
+    tensor = isinstance(scale, torch.Tensor) and (scale.dim() or scale.requires_grad)
+    return scale if tensor or not hasattr(scale, "__float__") else float(scale)
+
+
+def shape_of(query: torch.Tensor, key: torch.Tensor, causal: bool) -> Shape:
+    """The shape of a call that `Operator._unserved` lets pass."""
+    batch, heads, seqlen_q, head_dim = query.shape
+    lengths = (seqlen_q, key.shape[2])
+    return Shape(batch, heads, key.shape[1], *lengths, head_dim, DTYPES[query.dtype], causal)
+
+
+def strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides in elements, 0 of dimensions of one element: theirs may be any number."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(stride if size > 1 else 0 for size, stride in pairs)
+
+
+def autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as scaled_dot_product_attention would get it under autocast."""
+    kind = tensor.device.type
+    if tensor.is_floating_point() and tensor.dtype is not torch.float64:
+        return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor
