@@ -179,7 +179,7 @@ def run(
         from attnsweep.watch import files_of
 
         loaded, families = read()
-        return files_of(_file_of(spec), [families[name] for name in loaded.kernels])
+        return files_of(_file_of(spec), [families[name] for name in loaded.families])
 
     if not watch:
         raise typer.Exit(once())

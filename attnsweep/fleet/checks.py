@@ -124,7 +124,7 @@ class _Checks:
 
     def opening(self) -> Message:
         """The spec, and every family that a winner of the baseline may be of."""
-        used = {*self._spec.kernels, *(trial.kernel for trial in self._baseline.trials)}
+        used = {*self._spec.families, *(trial.kernel for trial in self._baseline.trials)}
         names = [name for name in self._kernels if name in used]
         return opening_of(self._written, self._kernels, names)
 

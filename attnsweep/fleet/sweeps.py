@@ -300,7 +300,7 @@ class _Sweeps:
 
     def opening(self) -> Message:
         """See Job."""
-        opening = opening_of(self.store.directory / SPEC, self.kernels, [*self.spec.kernels])
+        opening = opening_of(self.store.directory / SPEC, self.kernels, [*self.spec.families])
         return opening | {"input_seed": self._input_seed}
 
     def task(self, task: Task, then: int | None) -> Message:

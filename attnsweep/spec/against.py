@@ -32,18 +32,20 @@ def families_of(spec: SweepSpec, directory: Path | None = None) -> dict[str, Ker
 def check_against(spec: SweepSpec, kernels: Mapping[str, Kernel]) -> None:
     """Raise SpecError if the spec names a family, parameter or value that does not exist."""
     document = spec.document
-    for family, selection in spec.kernels.items():
-        loc: Loc = ("kernels", family)
+    for name, selection in spec.kernels.items():
+        loc: Loc = ("kernels", name)
+        family = spec.family_of(name)
         if family not in kernels:
             hint = nearest(family, kernels)
-            document.report(f"unknown kernel {family!r}", hint, document.keys[loc])
+            named = (*loc, "family") if selection.family else loc
+            document.report(f"unknown kernel {family!r}", hint, document.keys[named])
             continue
         declared = {param.name: param for param in (*kernels[family].params, *MODES)}
         _check_values(document, family, loc, selection.values, declared)
         axis_of: dict[str, str] = {}
         for axis, variants in selection.variants.items():
-            for name, values in variants.items():
-                at = (*loc, "variants", axis, name)
+            for variant, values in variants.items():
+                at = (*loc, "variants", axis, variant)
                 _check_values(document, family, at, values, declared)
                 for parameter in values:
                     other = axis_of.setdefault(parameter, axis)

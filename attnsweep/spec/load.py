@@ -38,6 +38,7 @@ from attnsweep.spec.model import (
     Calls,
     CheckSpec,
     KernelChoice,
+    KernelSpec,
     MeasureSpec,
     ParameterValues,
     Size,
@@ -270,7 +271,7 @@ class SweepSpec:
     """Absolute; families besides the shipped ones. It may be missing: `families_of` looks."""
     problems: tuple[ProblemEntry, ...]
     kernels: dict[str, Selection]
-    """Family to the parameter values that replace its own."""
+    """Name of a space, which is mostly its family's, to the values that replace the family's."""
     baselines: tuple[str, ...]
     search: SearchSpec
     measure: MeasureSpec
@@ -280,6 +281,15 @@ class SweepSpec:
     unserved: tuple[UnservedCalls, ...] = field(compare=False)
     document: Document = field(compare=False, repr=False)
 
+    def family_of(self, space: str) -> str:
+        """The family of one of the `kernels`."""
+        return self.kernels[space].family or space
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The families of all spaces, each once."""
+        return tuple(dict.fromkeys(map(self.family_of, self.kernels)))
+
     def resolved(self, relative_to: Path | None = None) -> str:
         """YAML of this spec with every default written out; `load_spec` reads it back equal.
 
@@ -287,6 +297,7 @@ class SweepSpec:
         """
         places = {"recording": self.recording, "kernel_dir": self.kernel_dir}
         base = None if relative_to is None else relative_to.resolve()
+        usual = first_spaces(self.kernels)
         data = {
             "name": self.name,
             "device": self.device,
@@ -299,13 +310,13 @@ class SweepSpec:
             "problems": [
                 Flow(
                     {name: getattr(entry.problem, name) for name in Problem.__dataclass_fields__}
-                    | ({} if [*entry.kernels] == [*self.kernels] else {"kernels": [*entry.kernels]})
+                    | ({} if entry.kernels == usual else {"kernels": [*entry.kernels]})
                     | ({} if entry.slower is None else {"slower": entry.slower})
                     | ({} if entry.calls is None else {"calls": entry.calls})
                 )
                 for entry in self.problems
             ],
-            "kernels": {family: _dumped(selection) for family, selection in self.kernels.items()},
+            "kernels": {name: _dumped(selection) for name, selection in self.kernels.items()},
             "baselines": [*self.baselines],
             **{
                 section: Flow(getattr(self, section).model_dump())
@@ -332,13 +343,15 @@ def _dumped(selection: Selection) -> dict[str, Any]:
     def flow(values: Values) -> Flow:
         return Flow({name: [*of] for name, of in values.items()})
 
+    of = {"family": selection.family} if selection.family else {}
     if not selection.variants:
-        return flow(selection.values)
+        return Flow({**of, **flow(selection.values)})
     axes = {
         axis: {name: flow(values) for name, values in named.items()}
         for axis, named in selection.variants.items()
     }
-    return {**{name: [*of] for name, of in selection.values.items()}, "variants": axes}
+    own = {name: [*values] for name, values in selection.values.items()}
+    return {**of, **own, "variants": axes}
 
 
 def load_spec(
@@ -391,14 +404,15 @@ def spec_of(document: Document, kernels: Mapping[str, Kernel] | None = None) -> 
         kernel_dir=None if file.kernel_dir is None else place(file.kernel_dir),
         problems=entries,
         kernels={
-            family: Selection(
+            name: Selection(
                 _tuples(choice.__pydantic_extra__ or {}),
                 {
                     axis: {name: _tuples(values) for name, values in variants.items()}
                     for axis, variants in choice.variants.items()
                 },
+                choice.family if choice.family != name else "",
             )
-            for family, choice in file.kernels.items()
+            for name, choice in file.kernels.items()
         },
         baselines=tuple(dict.fromkeys(file.baselines)),
         search=file.search,
@@ -427,7 +441,13 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
                 what = f"kernel {name!r} is not among this spec's kernels"
                 document.report(what, hint, document.find(name, *loc))
         for problem in entry.expand():
-            chosen.setdefault(problem, set()).update(entry.kernels or file.kernels)
+            names = entry.kernels or first_spaces(file.kernels)
+            chosen.setdefault(problem, set()).update(names)
+            twice = _twice([n for n in file.kernels if n in chosen[problem]], file)
+            if twice:
+                what = f"{problem.label} gets two spaces of {twice}"
+                hint = "name one of them under its `kernels`"
+                document.report(what, hint, document.at("problems", index))
             if entry.slower is not None:
                 slower[problem] = min(entry.slower, slower.get(problem, entry.slower))
             if entry.calls is not None:
@@ -438,12 +458,26 @@ def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
     return tuple(
         ProblemEntry(
             problem,
-            tuple(family for family in file.kernels if family in families),
+            tuple(name for name in file.kernels if name in names),
             slower.get(problem),
             calls.get(problem),
         )
-        for problem, families in chosen.items()
+        for problem, names in chosen.items()
     )
+
+
+def _twice(names: Sequence[str], file: SpecFile) -> str | None:
+    """A family that has two of these spaces."""
+    families = [file.kernels[name].family or name for name in names]
+    return next((family for family in families if families.count(family) > 1), None)
+
+
+def first_spaces(kernels: Mapping[str, KernelSpec] | Mapping[str, Selection]) -> tuple[str, ...]:
+    """The first space of each family, which problems get that name none."""
+    first: dict[str, str] = {}
+    for name, choice in kernels.items():
+        first.setdefault(choice.family or name, name)
+    return tuple(first.values())
 
 
 def with_problems(spec: SweepSpec, problems: Sequence[Problem]) -> SweepSpec:
@@ -460,6 +494,6 @@ def with_problems(spec: SweepSpec, problems: Sequence[Problem]) -> SweepSpec:
                 hint="drop one of the two",
             )
     own = {entry.problem: entry for entry in spec.problems}
-    every = tuple(spec.kernels)
+    every = first_spaces(spec.kernels)
     entries = tuple(own.get(problem) or ProblemEntry(problem, every) for problem in problems)
     return replace(spec, problems=entries)

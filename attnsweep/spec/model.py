@@ -115,6 +115,11 @@ class KernelSpec(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: ParameterValues = Field(init=False)
 
+    family: StrictStr = Field(
+        default="",
+        description="The family, if the space has a name of its own: a family may have several "
+        "spaces, and a problem names those that it gets under `kernels` (default: the name).",
+    )
     variants: dict[str, dict[str, ParameterValues]] = Field(
         default={},
         description="Axis to name to parameter values; a config combines one variant of each axis.",

@@ -30,11 +30,12 @@ def plan(spec: SweepSpec, kernels: Mapping[str, Kernel], arch: Arch) -> tuple[Pl
     for entry in spec.problems:
         spaces, refused = [], {}
         for name in entry.kernels:
-            reason = kernels[name].refusal(entry.problem, arch)
+            kernel = kernels[spec.family_of(name)]
+            reason = kernel.refusal(entry.problem, arch)
             if reason is not None:
-                refused[name] = reason
+                refused[kernel.name] = reason
                 continue
-            spaces.append(Space.build(kernels[name], entry.problem, arch, spec.kernels[name]))
+            spaces.append(Space.build(kernel, entry.problem, arch, spec.kernels[name]))
         if not any(space.configs for space in spaces):
             raise SpaceError(
                 f"no candidate is left for {entry.problem.label} on {arch.name}",

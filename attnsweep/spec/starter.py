@@ -37,6 +37,14 @@ _OF_ARCH = {
 }
 _CARDS = {"a100": "sm_80", "l4": "sm_89", "h100": "sm_90a", "h200": "sm_90a"}
 """Each card with a spec of its own, and the architecture that it must have: a name is no proof."""
+# Whose space a problem gets on a Hopper card, in 16 bits, by its shape: see _by_shape. On an H100,
+# (1,32/8,1x32768,128) bf16 took 100 µs with the best of h100.yaml and 48 with that of decode.yaml.
+_FEW_QUERIES, _SHORT, _DIMS, _LONG = "decode", "flash_short", "flash_dims", "flash_training"
+# Queries of a head that are few: they fill no tile of 64.
+_MOST_FEW = 64
+# Tiles of 64 queries of an SM where a problem is short: blocks of a tile then leave SMs idle.
+_TILES_OF_SHORT = 2
+_LEAST_LONG = 4096
 # Head dims and dtypes that no card's own spec has, on every card that can.
 _MORE_SPECS = ("wide_head", "fp8_h100")
 
@@ -91,28 +99,37 @@ def starter(request: Request, target: Target, families: Mapping[str, Kernel]) ->
     """The text of a spec for these problems on this card.
 
     Each problem gets the families that the card's shipped spec sweeps on all of its problems, in
-    the shipped space. Raises KernelError for an unknown family, SpaceError if no family can run a
-    problem.
+    the shipped space for its shape: few queries, short, long, or the card's own. A family that gets
+    several has a name for each but the first. Raises KernelError for an unknown family, SpaceError
+    if no family can run a problem.
     """
     sources = _sources(target)
-    chosen = {
-        p: _families_for(p, request.kernels, sources, target, families) for p in request.problems
-    }
-    used = list(dict.fromkeys(name for names in chosen.values() for name in names))
+    spaces: dict[tuple[str, str], str] = {}  # family and spec to the name of the space
+    chosen: dict[Problem, list[str]] = {}
+    for problem in request.problems:
+        chosen[problem] = []
+        for family in _families_for(problem, request.kernels, sources, target, families):
+            space = family, _source_of(family, problem, sources, target, families)
+            taken = any(name == family for name in spaces.values())
+            spaces.setdefault(space, f"{family}_{space[1]}" if taken else family)
+            chosen[problem].append(spaces[space])
+    used = list(dict.fromkeys(family for family, _ in spaces))
+    usual = [name for name in spaces.values() if name in used]
     base = next((s for s in sources if any(name in s.kernels for name in used)), sources[0])
-    lines = [_head(request.name, target, f"its space is that of {base.name}.yaml")]
+    origins = ", ".join(dict.fromkeys(f"{name}.yaml" for _, name in spaces if name))
+    what = "its space is that of" if len(spaces) == 1 else "its spaces are those of"
+    lines = [_head(request.name, target, f"{what} {origins or f'{base.name}.yaml'}")]
     if request.kernel_dir is not None:
         lines.append(_line("kernel_dir", str(request.kernel_dir.resolve())))
     lines.append("problems:")
     for problem, names in chosen.items():
-        entry = _entry(problem) | ({} if [*names] == used else {"kernels": [*names]})
+        entry = _entry(problem) | ({} if names == usual else {"kernels": names})
         entry |= {"calls": request.calls[problem]} if problem in request.calls else {}
         note = request.notes.get(problem)
         lines.append(f"  - {_flow(entry)}{f' # {note}' if note else ''}")
     lines.append("kernels:")
-    for name in used:
-        its = [problem for problem, names in chosen.items() if name in names]
-        lines += _block(name, [s for s in sources if _has_any(s, families[name], its, target.arch)])
+    for (family, source), name in spaces.items():
+        lines += _block(family, name, source)
     lines.append(f"baselines: [{', '.join(base.baselines)}]")
     if request.search:
         lines.append(f"search: {_flow(dict(request.search))}")
@@ -268,6 +285,35 @@ def _families_for(
     )
 
 
+def _source_of(
+    family: str,
+    problem: Problem,
+    sources: Sequence[SweepSpec],
+    target: Target,
+    families: Mapping[str, Kernel],
+) -> str:
+    """Name of the first shipped spec that has candidates of the family for a problem, or ''."""
+    shape = _by_shape(problem, target)
+    specs = [*([_shipped(shape)] if shape else []), *sources]
+    able = (s.name for s in specs if _has_any(s, families[family], [problem], target.arch))
+    return next(able, "")
+
+
+def _by_shape(problem: Problem, target: Target) -> str | None:
+    """The shipped spec that was made for problems of such a shape, besides the card's own."""
+    if target.spec not in ("h100", "h200") or problem.dtype not in ("fp16", "bf16"):
+        return None
+    if target.recording is not None:  # it has candidates of the card's own spec
+        return None
+    if problem.seqlen_q <= _MOST_FEW and problem.seqlen_k > _MOST_FEW * 8:
+        return _FEW_QUERIES
+    if problem.query_tiles(64) <= _TILES_OF_SHORT * target.arch.sm_count:
+        return _SHORT
+    if problem.head_dim not in (64, 128):
+        return _DIMS
+    return _LONG if problem.seqlen_k >= _LEAST_LONG else None
+
+
 def _on_every_problem(spec: SweepSpec) -> list[str]:
     """The families that a spec sweeps on each of its problems; others are there to compare."""
     return [name for name in spec.kernels if all(name in entry.kernels for entry in spec.problems)]
@@ -281,22 +327,26 @@ def _has_any(spec: SweepSpec, kernel: Kernel, problems: Sequence[Problem], arch:
     )
 
 
-def _block(family: str, sources: Sequence[SweepSpec]) -> list[str]:
-    """The lines of a family under `kernels:`, with their comments.
+def _block(family: str, name: str, source: str) -> list[str]:
+    """The lines of a family's space under `kernels:`, by this name, with their comments.
 
-    Without a source it is `{}`, the family's whole space.
+    Without a source it is the family's whole space.
     """
-    for spec in sources:
-        keys = spec.document.keys
-        if ("kernels", family) not in keys:
-            continue
-        lines = spec.document.path.read_text(encoding="utf-8").splitlines()
-        starts = {loc: int(mark[0]) for loc, mark in keys.items() if len(loc) <= 2}
-        first = starts["kernels", family]
-        after = [n for loc, n in starts.items() if n > first and loc[0] in (loc[-1], "kernels")]
-        last = min(after, default=len(lines) + 1)
-        block = lines[first - 1 : last - 1]
-        while block and (not block[-1].strip() or block[-1].startswith("#")):
-            block.pop()
-        return block
-    return [f"  {family}: {{}}"]
+    if not source:
+        return [f"  {name}: {{}}" if name == family else f"  {name}: {{family: {family}}}"]
+    document = _shipped(source).document
+    lines = document.path.read_text(encoding="utf-8").splitlines()
+    starts = {loc: int(mark[0]) for loc, mark in document.keys.items() if len(loc) <= 2}
+    first = starts["kernels", family]
+    after = [n for loc, n in starts.items() if n > first and loc[0] in (loc[-1], "kernels")]
+    last = min(after, default=len(lines) + 1)
+    block = lines[first - 1 : last - 1]
+    while block and (not block[-1].strip() or block[-1].startswith("#")):
+        block.pop()
+    if name != family:
+        indent, _, rest = block[0].partition(f"{family}:")
+        if rest.lstrip().startswith("{"):
+            block[0] = f"{indent}{name}: {{family: {family}, {rest.lstrip()[1:]}"
+        else:
+            block[:1] = [f"{indent}{name}:{rest}", f"{indent}  family: {family}"]
+    return block

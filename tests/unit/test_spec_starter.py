@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep.errors import KernelError, SpaceError
+from attnsweep.errors import KernelError, SpaceError, SpecError
 from attnsweep.family.declare import discover
 from attnsweep.hardware import ARCHS
 from attnsweep.problem import Problem
@@ -58,13 +58,99 @@ def test_every_architecture_has_a_spec_and_a_warning_where_none_was_made_on_it(a
     assert spec.arch == arch
 
 
+ORDINARY = Problem(8, 16, 16, 2048, 2048, 128, "bf16")
+
+
 def test_the_space_is_the_shipped_one_with_its_comments():
-    spec, text = made(SHAPE)
+    spec, text = made(ORDINARY)
     shipped = load_spec(shipped_specs()["h100"])
     assert spec.kernels == {"flash_fwd_wgmma": shipped.kernels["flash_fwd_wgmma"]}
     assert (spec.baselines, spec.measure) == (shipped.baselines, shipped.measure)
     assert "rules keep it where each SM has two tiles" in text
     assert "unfused attention takes" not in text, "a comment of what comes after the family"
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ((1, 32, 8, 1, 32768, 128), "decode"),
+        ((8, 32, 8, 16, 4096, 128), "decode"),
+        ((1, 16, 16, 1024, 1024, 64), "flash_short"),
+        ((4, 16, 16, 2048, 2048, 192), "flash_dims"),
+        ((1, 32, 32, 131072, 131072, 128), "flash_training"),
+        ((8, 16, 16, 2048, 2048, 128), "h100"),
+        ((64, 16, 16, 64, 64, 64), "h100"),
+    ],
+)
+def test_the_space_follows_the_shape(shape, name):
+    spec, text = made(Problem(*shape, "bf16"))
+    shipped = load_spec(shipped_specs()[name])
+    assert spec.kernels == {"flash_fwd_wgmma": shipped.kernels["flash_fwd_wgmma"]}
+    assert f"its space is that of {name}.yaml" in text
+    assert spec.baselines == load_spec(shipped_specs()["h100"]).baselines
+
+
+def test_few_queries_have_candidates_that_pack_groups_and_split_the_keys():
+    spec, _ = made(Problem(1, 32, 8, 1, 32768, 128, "bf16"))
+    (item,) = plan(spec, FAMILIES, ARCHS["sm_90a"])
+    configs = item.spaces[0].configs
+    assert {config["PACK_GQA"] for config in configs} == {0, 1}
+    assert any(c["SPLITS"] == 8 and c["SPLIT_CLUSTER"] for c in configs)
+    assert any(c["SPLITS"] == 16 and c["PACK_GQA"] for c in configs)
+
+
+def test_shapes_of_several_kinds_have_a_space_each():
+    spec, _ = made(ORDINARY, SHAPE, Problem(1, 16, 16, 1024, 1024, 64))
+    ours = "flash_fwd_wgmma"
+    assert [entry.kernels for entry in spec.problems] == [
+        (ours,),
+        (f"{ours}_decode",),
+        (f"{ours}_flash_short",),
+    ]
+    assert spec.families == (ours,)
+    again = spec_of(Document.parse(Path("mine.yaml"), spec.resolved()), FAMILIES)
+    assert again == spec
+    for item, name in zip(
+        plan(spec, FAMILIES, ARCHS["sm_90a"]), ("h100", "decode", "flash_short"), strict=True
+    ):
+        alone, _ = made(item.problem)
+        (same,) = plan(alone, FAMILIES, ARCHS["sm_90a"])
+        assert item.spaces[0].configs == same.spaces[0].configs, name
+        assert item.spaces[0].kernel.name == ours
+
+
+def test_a_recording_has_the_candidates_of_the_cards_own_spec(tmp_path):
+    spec, _ = made(SHAPE, target=Target(ARCHS["sm_90a"], recording=tmp_path))
+    assert (
+        spec.kernels["flash_fwd_wgmma"]
+        == load_spec(shipped_specs()["h100"]).kernels["flash_fwd_wgmma"]
+    )
+
+
+NAMED = """
+arch: sm_90a
+problems:
+  - {batch: 1, heads: 4, seqlen: 256, head_dim: 64}
+  - {batch: 1, heads: 4, seqlen: 512, head_dim: 64, kernels: wide}
+kernels:
+  flash_fwd_wgmma: {BLOCK_N: 64}
+  wide: {family: flash_fwd_wgmma, BLOCK_N: 128}
+"""
+
+
+def test_a_family_may_have_several_spaces():
+    spec = spec_of(Document.parse(Path("mine.yaml"), NAMED), FAMILIES)
+    tiles = [
+        {config["BLOCK_N"] for config in item.spaces[0].configs}
+        for item in plan(spec, FAMILIES, ARCHS["sm_90a"])
+    ]
+    assert tiles == [{64}, {128}]
+    both = NAMED.replace("kernels: wide", "kernels: [flash_fwd_wgmma, wide]")
+    with pytest.raises(SpecError, match="gets two spaces of flash_fwd_wgmma"):
+        spec_of(Document.parse(Path("mine.yaml"), both), FAMILIES)
+    odd = NAMED.replace("family: flash_fwd_wgmma", "family: flash_fwd_wgma")
+    with pytest.raises(SpecError, match="did you mean 'flash_fwd_wgmma'"):
+        spec_of(Document.parse(Path("mine.yaml"), odd), FAMILIES)
 
 
 def test_each_problem_gets_the_first_spec_that_has_a_family_for_it():
