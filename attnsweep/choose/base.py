@@ -90,16 +90,14 @@ def fastest_round(trial: Trial) -> float:
 def fastest_peer(trials: Sequence[Trial], statuses: Mapping[int, Status]) -> Base | None:
     """The base among the rows of a problem, or None. statuses: by id, as the ranking judges them.
 
-    A peer over the error limit counts, unless it computes in another format. A noisy peer counts
-    with its fastest round.
+    A peer that is listed below the ranking never counts. A noisy one counts with its fastest round.
     """
     good = [trial for trial in trials if statuses[id(trial)] is Status.OK]
     paced = at_pace(good)
     found = []
     for trial in trials:
         time, status = trial.time_us, statuses[id(trial)]
-        other = trial.provider == OURS or in_other_format(trial.provider, trial.problem)
-        if other or time is None:
+        if trial.provider == OURS or time is None or below_ranking(trial) is not None:
             continue
         known = [time.median, time.low, *time.rounds]
         sound = all(math.isfinite(us) and us > 0 for us in known)
@@ -118,3 +116,16 @@ def over_limit(trial: Trial) -> bool:
     if trial.provider == OURS or accuracy is None or accuracy.rel_err is None:
         return False
     return accuracy.limit < accuracy.rel_err < math.inf
+
+
+def below_ranking(trial: Trial) -> str | None:
+    """Why a peer is timed, but listed below the ranking and never the base; None if it competes.
+
+    It solves another problem: its error exceeds the limit, or it computes in another format.
+    """
+    accuracy, said = trial.accuracy, []
+    if accuracy is not None and over_limit(trial):
+        said.append(f"error {accuracy.rel_err:.1e}, over the limit {accuracy.limit:.1e}")
+    if trial.provider != OURS and in_other_format(trial.provider, trial.problem):
+        said.append(f"it does not compute in {trial.problem.dtype}")
+    return "; ".join(said) or None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from attnsweep.choose.base import Base, Ratio, over_limit
+from attnsweep.choose.base import Base, Ratio, below_ranking, over_limit
 from attnsweep.choose.pace import time_kind
 from attnsweep.errors import SpecError
 from attnsweep.hardware import arch_named, binding, bounds
@@ -82,7 +82,9 @@ def facts(
         bound = binding(limits, problem, l2_bytes=environment.l2_bytes, l2=l2)
     accuracy, energy = trial.accuracy, trial.energy_uj
     error = accuracy.rel_err if accuracy is not None else None
-    ratio = base.ratio(trial, paced_us) if base is not None else Ratio()
+    ratio = Ratio()
+    if base is not None and below_ranking(trial) is None:
+        ratio = base.ratio(trial, paced_us)
     return {
         "problem": problem.label,
         "baseline": trial.provider != OURS,

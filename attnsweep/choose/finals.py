@@ -15,6 +15,7 @@ from typing import Any
 
 from attnsweep.build.observer import Observer
 from attnsweep.choose import energy
+from attnsweep.choose.base import below_ranking
 from attnsweep.choose.confirm import confirm
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.choose.pace import pace_of
@@ -25,7 +26,6 @@ from attnsweep.choose.rounds import Replay, Round, Rounds, measured, together
 from attnsweep.gpu.energy import Stretch
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
-from attnsweep.spec.model import in_other_format
 from attnsweep.trial import OURS, Measurement, Status, Trial
 
 # At least this many of each family enter the finals, so that each family's best is measured well.
@@ -252,7 +252,7 @@ class Finals:
 
     def _may_be_base(self, name: str) -> bool:
         entry = self._entries[name]
-        return entry.provider != OURS and not in_other_format(entry.provider, entry.problem)
+        return entry.provider != OURS and below_ranking(entry) is None
 
     def _again(self, wanted: dict[str, int], rounds: Rounds, replay: Replay) -> Iterator[Round]:
         """More rounds with the peers that are noisy, beside the best entries, until they are not.

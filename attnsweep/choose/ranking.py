@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from attnsweep.choose.base import common_rounds, fastest_peer, over_limit
+from attnsweep.choose.base import below_ranking, common_rounds, fastest_peer, over_limit
 from attnsweep.choose.columns import COLUMNS, Row, facts
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.choose.frontier import too_inaccurate
@@ -53,8 +53,10 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     is more than 10 % faster than the best row with rounds and has the same kind of time (warm, cold
     or eager). If baselines lead, the same holds for the first candidates after them; below that,
     rank is the order of medians and claims no difference. A candidate that was measured under a
-    spec's max_error, and errs by more, is not ranked: its status is inaccurate. No rank precedes
-    one whose time is less than 1/1.1 of its own. Wherever rows without common rounds are compared,
+    spec's max_error, and errs by more, is not ranked: its status is inaccurate. Nor is a baseline
+    whose error exceeds the limit (over_limit), or that computes in another format: it follows the
+    ranked rows, `ok`, with the reason in `detail` and no ratio to the base. No rank precedes one
+    whose time is less than 1/1.1 of its own. Wherever rows without common rounds are compared,
     their times are taken at one pace of the card (pace.at_pace).
 
     winner: take the candidates that share the best rank of any candidate. Those whose median paired
@@ -76,9 +78,7 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     above 1, this one is faster. ratio_of says what it is: `rounds`, the median of the ratios of the
     rounds that both ran, with the 95 % sign interval ratio_low to ratio_high; `medians` if they
     have no round in common, both at the pace of the rounds; `bound` if that peer is noisy, so that
-    its fastest round stands for it and the ratio is a lower bound. over_limit: a peer whose error
-    exceeds the limit; it is ranked and serves as base all the same, unless it computes in another
-    format.
+    its fastest round stands for it and the ratio is a lower bound.
     """
     by_problem: dict[Problem, list[Trial]] = {}
     for trial in {trial.key: trial for trial in trials}.values():
@@ -100,7 +100,7 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
 def judged(trial: Trial) -> tuple[Status, str | None]:
     """Checked status and detail: an ok row needs error <= limit, and times that can be times.
 
-    A peer may exceed the limit: it says what its users get, and `over_limit` marks it.
+    A peer may exceed the limit: it says what its users get, and is listed below the ranking.
     """
     if trial.status is not Status.OK:
         return trial.status, trial.detail
@@ -229,7 +229,7 @@ def _as_ranked(trial: Trial) -> Trial:
 
 def winner_of(trials: Sequence[Trial]) -> Trial | None:
     """The candidate that wins among these rows of one problem; None if none does. See `rank`."""
-    good = [trial for trial in trials if judged(trial)[0] is Status.OK]
+    good = [t for t in trials if judged(t)[0] is Status.OK and below_ranking(t) is None]
     views = [_as_ranked(trial) for trial in good]
     own = {id(view): trial for view, trial in zip(views, good, strict=True)}
     winner = None if _all_noisy(trials, good) else _first(_groups(views))
@@ -248,7 +248,8 @@ def _rank_problem(
     problem: Problem, trials: Sequence[Trial], environment: Environment | None
 ) -> list[Row]:
     verdicts = {id(trial): judged(trial) for trial in trials}
-    good = [t for t in trials if verdicts[id(t)][0] is Status.OK]
+    right = [t for t in trials if verdicts[id(t)][0] is Status.OK]
+    good = [t for t in right if below_ranking(t) is None]
     views = [_as_ranked(trial) for trial in good]
     own = {id(view): trial for view, trial in zip(views, good, strict=True)}
     groups = _groups(views)
@@ -258,11 +259,14 @@ def _rank_problem(
         place = len(places) + 1
         group.sort(key=lambda t: (t is not winner, _median(t), _identity(t)))
         places += [(own[id(t)], place, len(group) > 1, t is winner) for t in group]
+    below = [t for t in right if below_ranking(t) is not None]
+    verdicts |= {id(t): (Status.OK, below_ranking(t)) for t in below}
+    below.sort(key=lambda t: (_median(t), _identity(t)))
     rest = [t for t in trials if verdicts[id(t)][0] is not Status.OK]
     rest.sort(key=lambda t: (_AFTER.index(verdicts[id(t)][0]), _identity(t)))
-    places += [(t, None, False, False) for t in rest]
+    places += [(t, None, False, False) for t in (*below, *rest)]
     base = fastest_peer(trials, {number: status for number, (status, _) in verdicts.items()})
-    us = at_pace(good)
+    us = at_pace(right)
     return [
         {
             "rank": place,

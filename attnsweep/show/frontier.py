@@ -41,7 +41,7 @@ def frontier_points(section: Section) -> list[dict[str, Any]]:
             "config": row["config"],
         }
         for row in section.rows
-        if (row["rank"] or row["status"] == Status.INACCURATE) and row["time_us"] is not None
+        if row["status"] in (Status.OK, Status.INACCURATE) and row["time_us"] is not None
         if (accuracy := row["trial"].accuracy) is not None and accuracy.error is not None
     ]
 
@@ -78,7 +78,7 @@ def _left_out(section: Section) -> list[str]:
     over = [
         f"{who(row)} ({row['trial'].accuracy.error:.1e})"
         for row in section.rows
-        if row["baseline"] and row["rank"] and _error(row) > asked
+        if row["baseline"] and row["status"] == Status.OK and _error(row) > asked
     ]
     line = f"max_error {asked:.1e}: candidates with a larger error are not ranked ({out} are not)"
     return [line + (f"; peers with a larger one: {', '.join(over)}" if over else "")]

@@ -14,13 +14,12 @@ from typing import Any
 
 import pandas
 
-from attnsweep.choose.base import fastest_round
+from attnsweep.choose.base import below_ranking, fastest_round
 from attnsweep.choose.columns import bounds_of
 from attnsweep.errors import errors_of
 from attnsweep.problem import Problem
 from attnsweep.show.figures import figure
 from attnsweep.show.terminal import GLUE
-from attnsweep.spec.model import in_other_format
 from attnsweep.trial import OURS, Environment, Status
 
 Row = dict[str, Any]
@@ -58,12 +57,12 @@ class Section:
         return bounds_of(self.rows[0]["trial"], self.environment)
 
     def shown(self, top: int) -> list[Row]:
-        """The table's rows: the best `top`, each family's best, ranked baselines, noisy ones."""
+        """The table's rows: the best `top`, each family's best, baselines; those below it last."""
         ranked = [row for row in self.rows if row["rank"]]
         best = [row for row in ranked if not row["baseline"]][:top]
         keep = {id(row) for row in (*best, *self.best_of_families)}
         shown = [row for row in ranked if row["baseline"] or id(row) in keep]
-        return shown + [row for row in self.rows if _noisy_peer(row)] if shown else []
+        return shown + [row for row in self.rows if _unranked_peer(row)] if shown else []
 
     @property
     def best_of_families(self) -> list[Row]:
@@ -127,15 +126,24 @@ def by_problem(
     ]
 
 
-def _noisy_peer(row: Row) -> bool:
-    return bool(row["baseline"] and row["status"] == Status.NOISY and row["time_us"])
+def _unranked_peer(row: Row) -> bool:
+    """Whether a baseline has a time, but is noisy or listed below the ranking."""
+    timed = bool(row["baseline"] and row["time_us"])
+    return timed and (row["status"] == Status.NOISY or is_below(row))
+
+
+def is_below(row: Row) -> bool:
+    """Whether a baseline is timed, but listed below the ranking: see choose.base.below_ranking."""
+    return row["status"] == Status.OK and not row["rank"]
 
 
 def marks(row: Row) -> list[str]:
-    """What a reader must know of a row in a table: it is the base, noisy, or over the limit."""
+    """What a reader must know of a baseline: it is the base, noisy, or why it is not ranked."""
     said = ["base"] if row["baseline"] and row["provider"] == row["best_baseline"] else []
     said += ["noisy"] if row["status"] == Status.NOISY else []
-    return said + (["over the limit"] if row["over_limit"] else [])
+    if row["over_limit"]:
+        return [*said, "over the limit"]
+    return said + (["other format"] if below_ranking(row["trial"]) is not None else [])
 
 
 def ratio_text(row: Row, *, name: bool = True, interval: bool = True) -> str:
@@ -247,7 +255,7 @@ def faster_peer(section: Section) -> str | None:
     won, best = section.winner, section.best_baseline
     if won is not None and won["ranked_as"] == "energy":
         before = [r for r in section.rows if r["rank"] and r["rank"] < won["rank"]]
-        before = [r for r in before if r["baseline"] and not foreign(section, r)]
+        before = [r for r in before if r["baseline"]]
         least = min(before, key=lambda r: float(r["energy_uj"]), default=None)
         if least is None:
             return None
@@ -458,21 +466,14 @@ def peer_lines(section: Section) -> list[str]:
             "ratio is a lower bound"
         )
     for row in section.rows:
-        if row["over_limit"] and row["status"] in (Status.OK, Status.NOISY):
-            said = f"{who(row)}: error {row['rel_err']:.1e}, over the limit {row['limit']:.1e}"
-            if foreign(section, row):
-                said += f"; it does not compute in {section.problem.dtype}, so it is no base"
-            lines.append(said)
+        why = below_ranking(row["trial"])
+        if why is not None and row["status"] in (Status.OK, Status.NOISY):
+            lines.append(f"{who(row)} is not ranked, and no base: {why}")
     return lines
 
 
-def foreign(section: Section, row: Row) -> bool:
-    """Whether a peer computes in another format than the problem's."""
-    return in_other_format(row["provider"], section.problem)
-
-
 def absent_baselines(section: Section) -> list[str]:
-    """The baselines without a rank, and why."""
+    """The baselines that are neither ranked nor listed below the ranking, and why."""
 
     def reason(row: Row) -> str:
         said = first_line(row["detail"]) or "no reason given"
@@ -483,7 +484,7 @@ def absent_baselines(section: Section) -> list[str]:
     return [
         f"baseline {who(row)} {row['status'].replace('_', ' ')}: {reason(row)}"
         for row in section.rows
-        if row["baseline"] and not row["rank"]
+        if row["baseline"] and not row["rank"] and not is_below(row)
     ]
 
 

@@ -17,7 +17,7 @@ from attnsweep.errors import SpecError
 from attnsweep.family.chunks import row_of_today
 from attnsweep.family.declare import Kernel
 from attnsweep.problem import Problem
-from attnsweep.show.sentences import Row, Section, by_problem, foreign
+from attnsweep.show.sentences import Row, Section, by_problem
 from attnsweep.store.run import Run
 from attnsweep.trial import Environment
 
@@ -169,7 +169,7 @@ def _side(section: Section, others: Row | None) -> Side:
     peers = {
         str(row["provider"]): float(row["time_us"])
         for row in section.rows
-        if row["baseline"] and row["rank"] and not foreign(section, row)
+        if row["baseline"] and row["rank"]
     }
     return Side(
         winner,

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from samples import candidate, full_run
+from samples import PROBLEM, candidate, full_run
 
 from attnsweep.choose.base import common_rounds
 from attnsweep.choose.pace import at_pace
 from attnsweep.choose.ranking import judged, rank
 from attnsweep.show import tables
-from attnsweep.show.tables import to_csv, to_markdown
-from attnsweep.trial import Accuracy, Energy, Measurement, Status, Trial
+from attnsweep.show.tables import to_csv, to_json, to_markdown
+from attnsweep.spec.model import OWN_BF16
+from attnsweep.store.run import open_run
+from attnsweep.trial import OURS, Accuracy, Energy, Measurement, Status, Trial
+
+RECORDED = Path(__file__).parent.parent.parent / "results" / "h100-80gb-hbm3" / "h100"
 
 
 def timed(rounds: Sequence[float], **changes: object) -> Measurement:
@@ -155,18 +162,34 @@ def test_a_noisy_peer_without_a_believable_time_is_no_base() -> None:
 OVER = Accuracy(rel_err=7.1e-6, limit=5.0e-6)
 
 
-def test_a_peer_over_the_limit_is_timed_shown_marked_and_serves_as_base() -> None:
-    rows = [ours([10.0] * 6), peer("unfused", [12.0] * 6, accuracy=OVER), peer("b", [20.0] * 6)]
-    assert judged(rows[1])[0] is Status.OK
-    row = best(*rows)
-    assert (row["best_baseline"], row["ratio_to_best_baseline"]) == ("unfused", pytest.approx(1.2))
+NO_RIVAL = "unfused is not ranked, and no base: error 7.1e-06, over the limit 5.0e-06"
+
+
+def test_a_peer_over_the_limit_is_listed_below_the_ranking_and_is_never_the_base() -> None:
+    """One in FP8 had rank 1 of a problem in bf16, above our winner."""
+    rows = [peer("unfused", [8.0] * 6, accuracy=OVER), ours([10.0] * 6), peer("b", [20.0] * 6)]
+    assert judged(rows[0])[0] is Status.OK
+    ranking = rank(rows, None)
+    assert ranking["provider"].tolist() == [OURS, "b", "unfused"]
+    assert ranking["rank"].tolist()[:2] == [1, 2]
+    assert ranking["rank"].isna().tolist() == [False, False, True]
+    assert ranking["best_baseline"].tolist() == ["b"] * 3
+    row, _, below = ranking.to_dict("records")
+    assert row["ratio_to_best_baseline"] == pytest.approx(2.0)
+    assert math.isnan(below["ratio_to_best_baseline"])
+    assert below["detail"] == "error 7.1e-06, over the limit 5.0e-06"
     text = printed(rows, 100)
-    assert "base, over the limit" in text
-    assert "unfused: error 7.1e-06, over the limit 5.0e-06" in text
-    page = to_markdown(rank(rows, None), None)
-    assert "| base, over the limit |" in page
-    assert "unfused: error 7.1e-06, over the limit 5.0e-06" in page
-    assert "over_limit" in to_csv(rank(rows, None)).splitlines()[0]
+    lines = [line.split()[:2] for line in text.splitlines()]
+    assert lines.index(["–", "unfused"]) > lines.index(["2", "b"])
+    assert " ".join(text.split()).count(NO_RIVAL) == 1
+    assert "best of ours" not in text
+    page = to_markdown(ranking, None)
+    assert "| – | unfused | over the limit | 8.000" in page
+    assert page.count(NO_RIVAL) == 1
+    *_, last = csv.DictReader(io.StringIO(to_csv(ranking)))
+    assert (last["provider"], last["over_limit"]) == ("unfused", "True")
+    assert (last["rank"], last["ratio_of"]) == ("", "")
+    assert last["detail"] == below["detail"]
 
 
 def test_a_candidate_over_the_limit_stays_wrong_and_so_does_a_peer_that_is_nan() -> None:
@@ -182,8 +205,38 @@ def test_a_peer_in_another_format_is_shown_but_is_no_base() -> None:
     row = best(*rows)
     assert (row["best_baseline"], row["ratio_of"]) == ("flash_attn_3", "rounds")
     text = " ".join(printed(rows, 100).split())
-    assert "flash_attn_3_fp8: error 4.0e-02, over the limit 4.0e-03; it does not compute in" in text
+    why = "error 4.0e-02, over the limit 4.0e-03; it does not compute in fp16"
+    assert f"flash_attn_3_fp8 is not ranked, and no base: {why}" in text
     assert best(ours([10.0] * 6), fp8)["best_baseline"] is None
+    assert best(*rows)["rank"] == 1
+
+
+def test_a_peer_in_a_finer_format_is_not_ranked_either() -> None:
+    fp8 = replace(PROBLEM, dtype="e4m3_tensor")
+    rows = [
+        trial.with_(problem=fp8)
+        for trial in (ours([10.0] * 6), peer(OWN_BF16, [9.0] * 6), peer("cudnn", [11.0] * 6))
+    ]
+    ranking = rank(rows, None)
+    assert ranking["provider"].tolist() == [OURS, "cudnn", OWN_BF16]
+    assert ranking["rank"].isna().tolist() == [False, False, True]
+    assert ranking["detail"].tolist()[-1] == "it does not compute in e4m3_tensor"
+    text = " ".join(printed(rows, 100).split())
+    assert f"– {OWN_BF16} other format" in text
+
+
+def test_no_peer_of_a_recorded_run_computes_in_another_format_and_has_a_rank() -> None:
+    """In `report --json` of the run of the H100, FlashAttention-3 in FP8 led two problems."""
+    seen = 0
+    for problem in to_json(open_run(RECORDED))["problems"]:
+        rows = problem["ranking"]
+        ranked = [row for row in rows if row["rank"] is not None]
+        assert rows[: len(ranked)] == ranked
+        assert not any(row["over_limit"] for row in ranked)
+        below = [row for row in rows if row["provider"] == "flash_attn_3_fp8"]
+        seen += len(below)
+        assert all(row["rank"] is None and "over the limit" in row["detail"] for row in below)
+    assert seen
 
 
 # -- tables ---------------------------------------------------------------------------------

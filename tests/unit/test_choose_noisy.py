@@ -14,7 +14,7 @@ from attnsweep.choose.finals import Finals
 from attnsweep.choose.race import race, settled_first
 from attnsweep.choose.ranking import rank
 from attnsweep.spec.load import MeasureSpec, SearchSpec
-from attnsweep.trial import OURS, Measurement, Status, Trial
+from attnsweep.trial import OURS, Accuracy, Measurement, Status, Trial
 
 ROUNDS = 15
 
@@ -141,6 +141,18 @@ def test_the_fastest_peer_stays_in_the_rounds_however_slow_it_is():
     taken = {name: len(done.rows[name].time_us.rounds) for name in ("unfused", "torch_math")}
     assert taken == {"unfused": ROUNDS, "torch_math": 5}
     assert len(done.rows["flash_attn_3_fp8"].time_us.rounds) == 5
+
+
+def test_a_peer_over_the_limit_does_not_take_the_base_s_place_in_the_rounds():
+    class Wrong(Card):
+        def add_baseline(self, name):
+            right = super().add_baseline(name)
+            return Accuracy(rel_err=0.2, limit=0.1) if name == "cudnn" else right
+
+    card = Wrong({**OURS_THREE, "unfused": 40.0, "torch_math": 90.0, "cudnn": 20.0})
+    rows = finals(card, [10.0, 10.5, 11.0]).rows
+    assert len(rows["unfused"].time_us.rounds) == ROUNDS
+    assert len(rows["cudnn"].time_us.rounds) == 5
 
 
 def test_a_noisy_peer_that_is_slow_in_most_of_five_rounds_is_not_taken_for_a_slow_one():
