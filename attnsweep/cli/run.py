@@ -119,8 +119,8 @@ def run(
 
     An interrupted or repeated run continues where it stopped, unless --fresh is given. Ctrl-C
     prints the ranking so far. With --problem or --set the run is stored beside the spec's own, as
-    SPEC-<digits>; the same command continues there. Progress shows the time left once it can be
-    estimated: `about`, or `at least` until the final rounds of one problem have been seen.
+    SPEC-<digits>; the same command continues there. Progress shows the time left once two
+    problems are over; before that nothing tells it.
     """
     from attnsweep.choose.search import exhaustively
     from attnsweep.show import views

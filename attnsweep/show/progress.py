@@ -175,8 +175,8 @@ class _Best(Observer):
             parts = ", ".join(f"{name} {s:.1f} s" for name, s in steps_s.items() if s >= _SHORT_S)
             self.note(f"  prepared {what} in {took_s:.1f} s" + (f" ({parts})" if parts else ""))
 
-    def timing(self, done: int, total: int) -> None:
-        self.eta.finals(done, total)
+    def timing(self, done: int, total: int) -> None:  # noqa: ARG002
+        self.eta.finals()
 
     @property
     def failed(self) -> int:
@@ -418,7 +418,6 @@ class _JsonLines(_Best):
             best_kernel=best.kernel if best else None,
             best_config=dict(best.config) if best else None,
             left_s=None if left is None else round(left.seconds, 1),
-            left_is_at_least=None if left is None else left.at_least,
             **more,
         )
 

@@ -131,26 +131,25 @@ def test_a_replay_is_refused(attnsweep, cards):
 def test_the_time_left_is_that_of_the_problems_left_shared_by_the_cards():
     now = [0.0]
     left = FleetLeft(2, lambda: now[0])
-    left.planned(6)
-    left.opening(0, measures=True)
-    left.opening(1, measures=True)
-    assert left.left is None
-    now[0] = 10.0
-    left.closing(0, done=True)
-    left.opening(0, measures=True)
-    assert str(left.left) == "about 20 s left"  # (3 waiting * 10 + 10 + 0) / 2
-    left.closing(1, done=False)  # lost: it waits again
-    assert str(left.left) == "about 30 s left"
-    assert round(left.left.seconds) == 25
+    left.planned(10)
+    for ended, took_s in ((0, 30.0), (1, 0.0), (0, 10.0), (1, 0.0), (0, 10.0)):
+        left.opening(0, measures=True)
+        left.opening(1, measures=True)
+        assert left.left is None
+        now[0] += took_s
+        left.closing(ended, done=True)
+    left.opening(0, measures=True)  # 10 s each, without the first one of each card
+    assert left.left.seconds == 20
 
 
 def test_a_card_that_joins_late_shares_the_problems_that_are_left():
     now = [0.0]
     left = FleetLeft(1, lambda: now[0])
-    left.planned(5)
-    left.opening(0, measures=True)
-    now[0] = 10.0
-    left.closing(0, done=True)
+    left.planned(8)
+    for _ in range(4):
+        left.opening(0, measures=True)
+        now[0] += 10.0
+        left.closing(0, done=True)
     assert left.left.seconds == 40
     left.joined(1)
     assert left.left.seconds == 20
@@ -160,9 +159,10 @@ def test_a_card_that_joins_late_shares_the_problems_that_are_left():
 
 def test_problems_that_an_earlier_run_has_measured_tell_nothing_of_the_rate():
     left = FleetLeft(1, lambda: 0.0)
-    left.planned(2)
-    left.opening(0, measures=False)
-    left.closing(0, done=True)
+    left.planned(9)
+    for _ in range(4):
+        left.opening(0, measures=False)
+        left.closing(0, done=True)
     assert left.left is None
 
 
