@@ -62,7 +62,8 @@ class Fixture:
     """One case on the device: guarded inputs and output, and the expected float64 output.
 
     two_sided: the heads of k and v can be negated, each for itself, which gives it other scores
-    and outputs. `draw` chooses which at random, so that a kernel cannot keep its answers.
+    and outputs. `draw` chooses which at random, so that the last answers are wrong ones. A head
+    has no more than these two contents.
     """
 
     _negated: npt.NDArray[np.bool_] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from attnsweep.gpu.known import OPPOSITE, PLAIN, negated_heads
 from attnsweep.problem import Problem
 
 PROBLEM = Problem(2, 4, 2, 100, 128, 64, "bf16")
+ROOT = Path(__file__).parent.parent.parent
 ROWS = 2 * 4 * 100
 LIMITS = Measures(1e-2, 2e-2, 3e-3, 4e-3, 5e-3, 1e-4, 2e-4)
 
@@ -211,6 +213,38 @@ def test_each_draw_turns_a_head(heads_kv):
         made.draw()
         assert (negated_heads(made.mix, heads_kv) != before).any()
         assert heads_kv > 1 or made.mix in (PLAIN, OPPOSITE)
+
+
+def test_a_kernel_that_keeps_two_outputs_a_head_passes_as_the_page_of_what_cannot_be_found_says():
+    """Signs of k and v are all that changes, so that one sign of K tells which output is right."""
+    heads, made = 4, fixture_of(4, 4)
+    rng = np.random.default_rng(1)
+    q, k, v = rng.standard_normal((3, heads, 16, 8))
+
+    def inputs():
+        sign = np.where(negated_heads(made.mix, heads), -1.0, 1.0)[:, None, None]
+        return sign * k, sign * v
+
+    def right(keys, values):
+        weights = np.exp(q @ keys.swapaxes(1, 2))
+        return weights @ values / weights.sum(axis=2, keepdims=True)
+
+    kept = {}
+    for mix in (PLAIN, OPPOSITE):  # the checked calls
+        made.go_to(mix)
+        keys, values = inputs()
+        for head, output in enumerate(right(keys, values)):
+            kept[head, keys[head, 0, 0] > 0] = output
+    contents = set()
+    for _ in range(60):
+        made.draw()
+        keys, values = inputs()
+        answers = np.array([kept[head, keys[head, 0, 0] > 0] for head in range(heads)])
+        assert np.array_equal(answers, right(keys, values))
+        contents |= {(head, keys[head].tobytes()) for head in range(heads)}
+    assert len(contents) == 2 * heads
+    _, _, page = (ROOT / "docs/explanation/numerics.md").read_text().partition("What cannot be")
+    assert "so each head has two contents in a run" in " ".join(page.split())
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(1, 4), st.integers(1, 4))
