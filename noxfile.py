@@ -47,7 +47,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("cuda", ["cuda13", "cuda12"])
 def gpu(session: nox.Session, cuda: str) -> None:
-    """The tests that need a GPU: `nox -s 'gpu(cuda13)'`, or cuda12 for drivers before 580."""
+    """The tests that need a GPU: `nox -s 'gpu(cuda13)'`; cuda12 for a driver older than 580."""
     session.install("-e", f".[{cuda},torch,test]", "transformers")
     session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
 

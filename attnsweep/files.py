@@ -5,9 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
+import sys
+import sysconfig
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
+ENVIRONMENT = "python3 -m venv .venv && . .venv/bin/activate"
+"""What makes a virtual environment here and activates it."""
 
 
 def shipped(folder: str) -> Path:
@@ -17,12 +22,39 @@ def shipped(folder: str) -> Path:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra: from the source tree if there is one, or by name."""
+    """The command that installs an extra: from the source tree if there is one, or by name.
+
+    It begins with an environment where the system refuses to install into this Python.
+    """
     tree = _PACKAGE.parent
+    before = f"{ENVIRONMENT} && " if system_managed() else ""
     if not (tree / "pyproject.toml").is_file():
-        return f"pip install 'attnsweep[{extra}]'"
+        return f"{before}pip install 'attnsweep[{extra}]'"
     where = "." if tree == Path.cwd() else tree
-    return f"pip install -e '{where}[{extra}]'"
+    return f"{before}pip install -e '{where}[{extra}]'"
+
+
+def system_managed() -> bool:
+    """Whether pip refuses to install into this Python (PEP 668), as Debian's and Ubuntu's does."""
+    if sys.prefix != sys.base_prefix:
+        return False
+    return Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").is_file()
+
+
+def why_pip_misses() -> tuple[str, str] | None:
+    """Why a plain `pip install` does not install into this Python, and the fix; None if it does."""
+    if system_managed():
+        return "the system manages this Python, and pip refuses to install into it", ENVIRONMENT
+    if sys.prefix == sys.base_prefix:
+        return None
+    own = Path(sys.prefix, "bin", "pip")
+    found = shutil.which("pip")
+    if found is not None and Path(found).absolute() == own.absolute():
+        return None
+    there = f"pip on the PATH is {found}" if found else "no pip is on the PATH"
+    why = f"{there}, and attnsweep runs in {sys.prefix}"
+    fix = f". {sys.prefix}/bin/activate"
+    return why, fix if own.is_file() else f"{fix}; then write `uv pip` for `pip`"
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:

@@ -1,10 +1,11 @@
-"""State of this machine: driver, GPU, NVRTC, CuPy, peers, cache."""
+"""State of this machine: pip, driver, GPU, NVRTC, CuPy, peers, cache."""
 
 from __future__ import annotations
 
 import contextlib
 import platform
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -16,7 +17,7 @@ from attnsweep import __version__
 from attnsweep.build import cache
 from attnsweep.build.nvrtc import CACHE_VARIABLE, default_cache_dir, nvrtc_version
 from attnsweep.errors import AttnsweepError, NoGpuError
-from attnsweep.files import install_command
+from attnsweep.files import install_command, why_pip_misses
 from attnsweep.gpu.device import driver_cuda
 from attnsweep.gpu.host import driver_version
 from attnsweep.gpu.peers import PACKAGES
@@ -48,6 +49,7 @@ def examine() -> list[Finding]:
         Finding(
             "attnsweep", True, f"{__version__}, Python {platform.python_version()}", needed=False
         ),
+        _pip(),
         _driver(cuda),
         _nvrtc(install, cuda),
     ]
@@ -130,6 +132,14 @@ def without_gpu(
         lines.append(f"To compile here, without a GPU: {fix}")
     shown = suggestions(rows, width - 4)
     return "\n  ".join([*lines, "What works here:", *(f"  {line}" for line in shown)])
+
+
+def _pip() -> Finding:
+    """Whether the commands that fix something install into the Python that runs attnsweep."""
+    missing = why_pip_misses()
+    if missing is None:
+        return Finding("pip", True, f"installs into {sys.prefix}", needed=False)
+    return Finding("pip", False, *missing, needed=False)
 
 
 def _driver(cuda: tuple[int, int] | None) -> Finding:

@@ -12,8 +12,9 @@ import pytest
 from attnsweep import files
 from attnsweep.build.nvrtc import nvrtc_version
 from attnsweep.errors import ToolchainError
-from attnsweep.files import install_command, write_file
+from attnsweep.files import install_command, why_pip_misses, write_file
 from attnsweep.gpu.peers import Unavailable, _import_torch
+from attnsweep.tools import doctor
 
 
 def nvrtc_that_cannot_be_loaded():
@@ -94,3 +95,60 @@ def test_access_is_that_of_any_new_file_and_the_umask_is_never_touched(path, mon
     monkeypatch.setattr(files.os, "umask", lambda _: pytest.fail("sets the umask"))
     write_file(path, b"new")
     assert path.stat().st_mode == mode
+
+
+# -- where pip installs ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def system(monkeypatch, tmp_path):
+    """A Python of the system, as Debian's: pip refuses to install into it."""
+    (tmp_path / "EXTERNALLY-MANAGED").touch()
+    monkeypatch.setattr(files.sys, "prefix", files.sys.base_prefix)
+    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def in_environment(monkeypatch, tmp_path):
+    monkeypatch.setattr(files.sys, "prefix", str(tmp_path / ".venv"))
+    return tmp_path / ".venv" / "bin"
+
+
+def pip_in(folder):
+    folder.mkdir(parents=True)
+    (folder / "pip").touch(0o755)
+    return str(folder)
+
+
+def test_a_hint_makes_an_environment_where_the_system_manages_python(system):
+    made = "python3 -m venv .venv && . .venv/bin/activate"
+    assert install_command("torch").startswith(f"{made} && pip install -e '")
+    why, fix = why_pip_misses()
+    assert "the system manages this Python" in why
+    assert fix == made
+    found = {finding.name: finding for finding in doctor.examine()}["pip"]
+    assert (found.ok, found.needed, found.detail, found.fix) == (False, False, why, fix)
+
+
+def test_where_pip_may_install_nothing_is_said(system, monkeypatch):
+    (system / "EXTERNALLY-MANAGED").unlink()
+    assert install_command("torch").startswith("pip install -e '")
+    assert why_pip_misses() is None
+
+
+def test_an_environment_that_is_not_active_is_named(in_environment, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", pip_in(in_environment))
+    assert why_pip_misses() is None
+    assert install_command("torch").startswith("pip install -e '")
+    monkeypatch.setenv("PATH", pip_in(tmp_path / "other"))
+    why, fix = why_pip_misses()
+    assert f"pip on the PATH is {tmp_path}/other/pip, and attnsweep runs in {sys.prefix}" in why
+    assert fix == f". {sys.prefix}/bin/activate"
+
+
+def test_an_environment_of_uv_has_no_pip(in_environment, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    why, fix = why_pip_misses()
+    assert why.startswith("no pip is on the PATH")
+    assert fix == f". {sys.prefix}/bin/activate; then write `uv pip` for `pip`"
