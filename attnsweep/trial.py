@@ -101,6 +101,11 @@ class Accuracy(_Row):
     """
     total_err: float | None = None
     """In FP8, the output's largest error of a row against the inputs before rounding."""
+    judged: float | None = None
+    """Share of the timed problem's rows that were compared with float64; None if all were.
+
+    Float64 takes longer than the sweep where a call takes tens of ms: see docs/measuring.md.
+    """
     calls: int | None = None
     """Calls whose whole outputs were compared with the checked one, one by one."""
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from attnsweep.build import numerics
 from attnsweep.build.numerics import TILT, Case, Measures
+from attnsweep.build.sample import ALL, Sample
 from attnsweep.build.storage import check_scales
 from attnsweep.gpu.device import POISON, Buffer
 from attnsweep.gpu.judge import Compared, Judge
@@ -78,9 +79,13 @@ class Fixture:
         *,
         two_sided: bool = False,
         known: Known | None = None,
+        sample: Sample = ALL,
     ) -> None:
-        """known: what is known of the case with this seed; computed now if it is None."""
-        known = known or Known.of(case, seed, two_sided=two_sided)
+        """known: what is known of the case with this seed; computed now if it is None.
+
+        sample: the tiles of queries whose outputs are judged.
+        """
+        known = known or Known.of(case, seed, two_sided=two_sided, sample=sample)
         self.case, self.judge = case, judge
         self.mix = PLAIN
         self._seed, self._rng = seed, np.random.default_rng(seed)
@@ -100,7 +105,8 @@ class Fixture:
         self._inputs = judge.regions(inputs)
         self._session = session
         rows = problem.batch * problem.heads * problem.seqlen_q
-        self.rows = rows
+        self.rows, self.sample = rows, sample
+        self.judged_rows = sample.rows(problem)
         self._mix = Buffer(8)
         session.settle()
         self.tilted: Buffer | None = None
@@ -115,7 +121,7 @@ class Fixture:
             for mix in (PLAIN, OPPOSITE)[: 1 + two_sided]:
                 self.go_to(mix)
                 one = _Side(Buffer(8 * size), Buffer(8 * rows))
-                judge.reference(self.buffers, problem, one.expected, one.lse)
+                judge.reference(self.buffers, problem, one.expected, one.lse, sample=sample)
                 self._sides.append(one)
             self.go_to(PLAIN)
             self.compare(0)
@@ -123,7 +129,7 @@ class Fixture:
             norm = judge.found(1)[0]["norm"]
             self._intact = judge.counts(1)[0]
         # As numerics.measures: a thousandth of the typical norm of a row.
-        self.floor = 1e-3 * float(np.sqrt(norm / rows))
+        self.floor = 1e-3 * float(np.sqrt(norm / self.judged_rows))
         for side, (exact, lse) in zip(self._sides, known.sides, strict=True):
             self._prove(side, known.rows, exact, lse)
         self.format_err: float | None = None
@@ -142,9 +148,9 @@ class Fixture:
         self._session.settle()
         with self._session.stream:
             judge = self.judge.of_dtype("fp32")
-            judge.reference(inputs, problem, made.expected, made.lse)
+            judge.reference(inputs, problem, made.expected, made.lse, sample=self.sample)
             plain = self._sides[PLAIN].expected.pointer
-            one = Compared(plain, problem, [made.expected], None, None, self.floor)
+            one = Compared(plain, problem, [made.expected], None, None, self.floor, self.sample)
             judge.compare(one, 0, exact=True)
             self.format_err = judge.found(1)[0]["row"]
         self._prove(made, known.rows, *known.exact)
@@ -158,7 +164,8 @@ class Fixture:
         if self._drawn is None:
             return False
         at, problem = self.buffers["o"].pointer, self.case.problem
-        self.judge.compare(Compared(at, problem, [self._drawn], None, None, self.floor), slot)
+        drawn = Compared(at, problem, [self._drawn], None, None, self.floor, self.sample)
+        self.judge.compare(drawn, slot)
         return True
 
     def _prove(self, side: _Side, rows: Any, exact: numerics.Float, exact_lse: Any) -> None:
@@ -234,7 +241,8 @@ class Fixture:
         expected = [side.expected for side in self._sides]
         at = self.buffers["o"].pointer if output is None else output
         mix = self._mix if len(expected) > 1 else None
-        return Compared(at, self.case.problem, expected, mix, self.tilted, self.floor)
+        how = (mix, self.tilted, self.floor, self.sample)
+        return Compared(at, self.case.problem, expected, *how)
 
     def compare(self, slot: int, output: int | None = None) -> None:
         """Compare the output on the present inputs, or the one at a pointer, into a slot."""
@@ -247,7 +255,8 @@ class Fixture:
                 f"the workspace 'lse' has {written.nbytes} bytes, and {self.rows} rows of float32 "
                 f"need {4 * self.rows} ({self.case.label})"
             )
-        self.judge.compare_lse(written, self._sides[self.mix].lse, self.rows, slot)
+        expected = self._sides[self.mix].lse
+        self.judge.compare_lse(written, expected, self.case.problem, self.sample, slot)
 
     def accuracy(self, found: Found, rounds_scores: int, *, peer: bool = False) -> Accuracy:
         """The accuracy of an output. Raises WrongResult if it is wrong.
@@ -261,8 +270,8 @@ class Fixture:
         of_rounding = numerics.scale_of_rounding(self.case, self._seed, often)
         taken = Measures(
             **{name: values[name] for name in ("row", "element", "row_gain", "tile_gain")},
-            rms=float(np.sqrt(values["squares"] / self.rows)),
-            gain=abs(values["gains"]) / self.rows,
+            rms=float(np.sqrt(values["squares"] / self.judged_rows)),
+            gain=abs(values["gains"]) / self.judged_rows,
             scale=abs(TILT * values["tilt"] / (values["tilt_norm"] or 1.0) - of_rounding),
         )
         shares = taken.shares(limits)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from attnsweep.build import numerics
 from attnsweep.build.nvrtc import Compiler
+from attnsweep.build.sample import ALL, Sample
 from attnsweep.files import shipped
 from attnsweep.gpu.device import GUARD_BYTES, POISON, Buffer
 from attnsweep.gpu.known import sign_bits
@@ -80,6 +81,7 @@ class Compared:
     mix: Buffer | None
     tilted: Buffer | None
     floor: float
+    sample: Sample = ALL
 
     @property
     def tiles(self) -> int:
@@ -139,9 +141,18 @@ class Judge:
         function((blocks, parts, tensors), (_THREADS, 1, 1), tuple(args), shared_mem=smem_bytes)
 
     def reference(
-        self, inputs: dict[str, Buffer], problem: Problem, out: Buffer, lse: Buffer, tilt: float = 0
+        self,
+        inputs: dict[str, Buffer],
+        problem: Problem,
+        out: Buffer,
+        lse: Buffer,
+        tilt: float = 0,
+        sample: Sample = ALL,
     ) -> None:
-        """Write attention in float64 to `out` and its log-sum-exp to `lse`, at (1 + tilt) scale."""
+        """Write attention in float64 to `out` and its log-sum-exp to `lse`, at (1 + tilt) scale.
+
+        Only rows of the sample's tiles are written.
+        """
         columns = 64 if problem.head_dim <= 64 else 128
         doubles = _TILE * _PITCH + max(2 * _CHUNK * _PITCH, _CHUNK * columns)
         tiles = ceil_div(problem.seqlen_q, _TILE) * ceil_div(problem.head_dim, columns)
@@ -160,6 +171,7 @@ class Judge:
                 *map(np.int32, (*sizes, problem.head_dim)),
                 *(np.float64(problem.scale * (1 + tilt)), np.int32(problem.causal)),
                 *(*map(np.uint64, scales), np.int32(per), np.int32(blocks)),
+                *(np.int32(sample.every), np.int32(sample.phase)),
             ],
             8 * doubles,
         )
@@ -197,6 +209,7 @@ class Judge:
             self._tiles = Buffer(tiles * record)
         pointers = (*self._pointers(one), self._tiles.pointer)
         args = [*map(np.uint64, pointers), *map(np.int32, one.sizes), np.float64(one.floor)]
+        args += [np.int32(one.sample.every), np.int32(one.sample.phase)]
         self._launch("judge_exact" if exact else "judge", tiles, args, record * _THREADS // 32)
         to = np.uint64(self._found.pointer + slot * record)
         all_of = [np.uint64(self._tiles.pointer), np.int64(tiles), to]
@@ -226,11 +239,15 @@ class Judge:
         self._launch("judge_each", outputs.most, args, smem_bytes // 32, outputs.count)
         self._launch("summary_each", outputs.count, args, smem_bytes)
 
-    def compare_lse(self, written: Buffer, expected: Buffer, rows: int, slot: int) -> None:
+    def compare_lse(
+        self, written: Buffer, expected: Buffer, problem: Problem, sample: Sample, slot: int
+    ) -> None:
         """Compare float32 log-sum-exps with the expected ones; the largest error goes to a slot."""
-        args = [np.uint64(written.pointer), np.uint64(expected.pointer), np.int64(rows)]
-        to = self._counts.pointer + 8 * slot
-        self._launch("judge_lse", 1, [*args, np.uint64(to)], 8 * _THREADS)
+        rows = problem.batch * problem.heads * problem.seqlen_q
+        args: list[Any] = [np.uint64(written.pointer), np.uint64(expected.pointer), np.int64(rows)]
+        args.append(np.uint64(self._counts.pointer + 8 * slot))
+        args += [np.int32(n) for n in (problem.seqlen_q, sample.every, sample.phase)]
+        self._launch("judge_lse", 1, args, 8 * _THREADS)
 
     def digest(self, buffer: Buffer, slot: int, *, poison: bool = False) -> None:
         """Add a digest of the buffer to a slot; poison: then fill it with NaN."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from attnsweep.build import numerics
 from attnsweep.build.numerics import Case
+from attnsweep.build.sample import ALL, Sample
 from attnsweep.build.storage import stored
 from attnsweep.problem import DTYPE_BYTES
 
@@ -42,12 +43,12 @@ class Known:
     """Output and log-sum-exp of the rows on them."""
 
     @classmethod
-    def of(cls, case: Case, seed: int, *, two_sided: bool = False) -> Known:
-        """Compute it on the host. two_sided: as is timed; see Fixture."""
+    def of(cls, case: Case, seed: int, *, two_sided: bool = False, sample: Sample = ALL) -> Known:
+        """Compute it on the host. two_sided: as is timed; see Fixture. sample: of the rows."""
         problem = case.problem
         drawn = numerics.draw(case, seed) if two_sided and problem.scaled else None
         inputs = stored(drawn, problem) if drawn else numerics.make_inputs(case, seed)
-        rows = numerics.sampled_rows(problem, seed)
+        rows = sample.moved(numerics.sampled_rows(problem, seed), problem)
         sides = numerics.exact_rows(inputs, problem, rows, (1, -1) if two_sided else (1,))
         if drawn is None:
             return cls(inputs, rows, sides)

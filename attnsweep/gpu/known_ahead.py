@@ -19,6 +19,7 @@ from typing import ParamSpec, TypeVar
 
 from attnsweep.build import numerics
 from attnsweep.build.numerics import Case, Measures
+from attnsweep.build.sample import ALL, Sample
 from attnsweep.gpu.beside import Beside
 from attnsweep.gpu.known import Known
 from attnsweep.gpu.steps import proving
@@ -54,7 +55,8 @@ class Answer:
         timed, small = Case(problem), numerics.small_cases(problem)
 
         def known(case: Case) -> Known:
-            return Known.of(case, seed, two_sided=case is timed)
+            sample = Sample.of(problem, seed) if case is timed else ALL
+            return Known.of(case, seed, two_sided=case is timed, sample=sample)
 
         # So that a trial's time limit covers the candidate's work only.
         def maths(case: Case) -> Measures:

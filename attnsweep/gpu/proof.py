@@ -16,6 +16,7 @@ import numpy.typing as npt
 from attnsweep.build import numerics
 from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.numerics import Case
+from attnsweep.build.sample import Sample
 from attnsweep.gpu.device import POISON, Buffer, Session
 from attnsweep.gpu.fixture import Fixture, Found, Small, WrongResult
 from attnsweep.gpu.judge import Judge
@@ -95,7 +96,8 @@ class Proof:
         timed = known.timed
         self._begin(problem, rounds_scores)
         with step("inputs and float64 outputs"):
-            self.timed = Fixture(Case(problem), seed, session, judge, two_sided=True, known=timed)
+            how: dict[str, Any] = {"known": timed, "sample": Sample.of(problem, seed)}
+            self.timed = Fixture(Case(problem), seed, session, judge, two_sided=True, **how)
             cases = zip(numerics.small_cases(problem), known.small, strict=True)
             small = [Fixture(c, seed, session, judge, known=k) for c, k in cases]
             self._small = Small(small, judge)
@@ -275,6 +277,8 @@ class Proof:
         timed: the findings on the timed problem. of_format: those of Fixture.compare_format.
         """
         facts: dict[str, Any] = {"seed": self._seed, "timed_err": timed["row"]}
+        if self.timed.judged_rows < self.timed.rows:
+            facts["judged"] = round(self.timed.judged_rows / self.timed.rows, 4)
         if self.timed.format_err is not None:
             facts |= {"format_err": self.timed.format_err, "total_err": of_format["row"]}
         return accuracy.model_copy(update=facts)

@@ -67,11 +67,11 @@ __device__ double largest_of_warp(double x) {
 
 // A block judges 64 rows of a head, a warp one row after the other. expected: with the inputs as
 // they were made, or negated; *mix says which a head has. floor: the norm below which a row counts
-// as this long.
+// as this long. Of tiles that are not in the sample it only counts what is no finite number.
 template <class T>
 __device__ void compare(const void* o, const double* plain, const double* opposite,
                         const unsigned long long* mix, const double* tilted, Found* found,
-                        int group, int seqlen_q, int head_dim, double floor) {
+                        int group, int seqlen_q, int head_dim, double floor, Sample sample) {
     extern __shared__ double shared[];
     Found* of_warp = reinterpret_cast<Found*>(shared);
     int tiles = (seqlen_q + TILE - 1) / TILE, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -79,12 +79,18 @@ __device__ void compare(const void* o, const double* plain, const double* opposi
     long long head = blockIdx.x / tiles;
     const double* expected = negated(*mix, head / group) ? opposite : plain;
     Found own = {};
+    if (!sample.has(blockIdx.x % tiles, tiles)) expected = nullptr;
     for (int i = warp; i < TILE; i += warps) {
         int row = blockIdx.x % tiles * TILE + i;
         if (row >= seqlen_q) break;
         long long at = (head * seqlen_q + row) * head_dim;
         const typename T::Bits* bits = static_cast<const typename T::Bits*>(o) + at;
         double nans = 0, square = 0, norm = 0, along = 0, tilt = 0, tilt_norm = 0;
+        if (!expected) {
+            for (int d = lane; d < head_dim; d += 32) nans += !(fabs(T::value(bits[d])) < 1e300);
+            own.nans += over_warp(nans);
+            continue;
+        }
         for (int d = lane; d < head_dim; d += 32) {
             double ref = expected[at + d], out = T::value(bits[d]), off = out - ref;
             nans += off != off;  // also if the reference is NaN, which nothing equals
@@ -138,28 +144,33 @@ using Scales = Unscaled;
 extern "C" __global__ void __launch_bounds__(256)
     reference_64(const void* q, const void* k, const void* v, double* out, double* lse, int group,
                  int seqlen_q, int seqlen_k, int head_dim, double scale, int causal,
-                 const float* of_q, const float* of_k, const float* of_v, int block, int blocks) {
+                 const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
+                 int every, int phase) {
     attend<In, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, causal,
-                   Scales{of_q, of_k, of_v, block, blocks});
+                   Scales{of_q, of_k, of_v, block, blocks}, Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)
     reference_128(const void* q, const void* k, const void* v, double* out, double* lse, int group,
                   int seqlen_q, int seqlen_k, int head_dim, double scale, int causal,
-                  const float* of_q, const float* of_k, const float* of_v, int block, int blocks) {
+                  const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
+                  int every, int phase) {
     attend<In, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, causal,
-                    Scales{of_q, of_k, of_v, block, blocks});
+                    Scales{of_q, of_k, of_v, block, blocks}, Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)
     judge(const void* o, const double* plain, const double* opposite, const unsigned long long* mix,
-          const double* tilted, Found* found, int group, int seqlen_q, int head_dim, double floor) {
-    compare<Out>(o, plain, opposite, mix, tilted, found, group, seqlen_q, head_dim, floor);
+          const double* tilted, Found* found, int group, int seqlen_q, int head_dim, double floor,
+          int every, int phase) {
+    compare<Out>(o, plain, opposite, mix, tilted, found, group, seqlen_q, head_dim, floor,
+                 Sample{every, phase});
 }
 // Judges an output in float64, which exact maths on other inputs gave.
 extern "C" __global__ void __launch_bounds__(256)
     judge_exact(const void* o, const double* plain, const double* opposite,
                 const unsigned long long* mix, const double* tilted, Found* found, int group,
-                int seqlen_q, int head_dim, double floor) {
-    compare<Fp64>(o, plain, opposite, mix, tilted, found, group, seqlen_q, head_dim, floor);
+                int seqlen_q, int head_dim, double floor, int every, int phase) {
+    compare<Fp64>(o, plain, opposite, mix, tilted, found, group, seqlen_q, head_dim, floor,
+                  Sample{every, phase});
 }
 
 // Many tiles' findings as one, by a block of at most 256 threads.
@@ -180,12 +191,20 @@ extern "C" __global__ void __launch_bounds__(256)
     summarise(found, tiles, all);
 }
 
-// The largest |written - expected| / max(1, |expected|) of float32 values; NaN counts as 1e300.
+// The largest |written - expected| / max(1, |expected|) of float32 values; NaN counts as 1e300. Of
+// rows that are not in the sample it only looks for NaN.
 extern "C" __global__ void __launch_bounds__(256)
-    judge_lse(const float* written, const double* expected, long long count, double* worst) {
+    judge_lse(const float* written, const double* expected, long long count, double* worst,
+              int seqlen_q, int every, int phase) {
     extern __shared__ double shared[];
     double own = 0;
+    Sample sample = {every, phase};
+    int tiles = (seqlen_q + TILE - 1) / TILE;
     for (long long i = threadIdx.x; i < count; i += blockDim.x) {
+        if (!sample.has(i % seqlen_q / TILE, tiles)) {
+            own = written[i] == written[i] ? own : 1e300;
+            continue;
+        }
         double off = fabs(written[i] - expected[i]) / fmax(1., fabs(expected[i]));
         own = off >= 0 ? fmax(own, off) : 1e300;
     }
@@ -371,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(256) judge_each(const Output* outpu
     Output one = outputs[blockIdx.y];
     if (blockIdx.x < one.count)
         compare<Out>(one.o, one.plain, one.opposite, one.mix, one.tilted, one.tiles, one.group,
-                     one.seqlen_q, one.head_dim, one.floor);
+                     one.seqlen_q, one.head_dim, one.floor, Sample{1, 0});
 }
 extern "C" __global__ void __launch_bounds__(256) summary_each(const Output* outputs) {
     Output one = outputs[blockIdx.x];

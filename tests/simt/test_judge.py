@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from attnsweep.build import numerics
 from attnsweep.build.numerics import TILT, Case, Measures
-from attnsweep.gpu.fixture import Fixture
+from attnsweep.build.sample import ALL, Sample
+from attnsweep.gpu.fixture import Fixture, Found, WrongResult
 from attnsweep.gpu.judge import Compared
 from attnsweep.gpu.known import OPPOSITE, PLAIN, negated_heads
 from attnsweep.problem import Problem
@@ -148,6 +149,73 @@ def test_threads_in_another_order_give_the_same_reference(simulator, device):
         results.append(fixture._sides[0].expected.of(np.uint64).copy())
     assert (results[0] == results[1]).all()
     assert (results[0] == results[2]).all()
+
+
+# -- a sample of the tiles ----------------------------------------------------------------------
+
+SPARSE = Sample(every=3, phase=1)
+WIDE = Problem(2, 2, 1, 400, 450, 24, "bf16", True)  # tiles 0 to 6, of which 0, 1, 4, 6 are judged
+
+
+def sampled(device):
+    """A fixture of which a sample is judged, and its expected output in bf16."""
+    whole = Fixture(Case(WIDE), 1, device, device.judge("bf16"))
+    right = numerics.to_bits(whole._sides[0].expected.of(np.float64), "bf16")
+    fixture = Fixture(Case(WIDE), 1, device, device.judge("bf16"), sample=SPARSE)
+    return fixture, right.reshape(WIDE.shape_of("o")), whole
+
+
+def test_a_sample_has_both_ends_and_every_so_many_tiles(device):
+    assert SPARSE.tiles(WIDE).tolist() == [0, 1, 4, 6]
+    assert SPARSE.rows(WIDE) == 4 * (3 * 64 + 400 - 6 * 64)
+    assert ALL.rows(WIDE) == 4 * 400
+    rows = np.array([0, 63, 64, 127, 130, 300, 399])
+    assert ALL.moved(rows, WIDE).tolist() == rows.tolist()
+    assert SPARSE.moved(rows, WIDE).tolist() == [0, 63, 64, 127, 258, 300, 399]
+    fixture, _, whole = sampled(device)
+    expected = fixture._sides[0].expected.of(np.float64).reshape(WIDE.shape_of("o"))
+    right = whole._sides[0].expected.of(np.float64).reshape(expected.shape)
+    same = (expected == right).all(axis=(0, 1, 3))
+    assert np.unique(np.arange(400)[same] // 64).tolist() == [0, 1, 4, 6]
+    assert same.sum() == 3 * 64 + 400 - 6 * 64
+
+
+@pytest.mark.parametrize(
+    ("row", "value", "refused"),
+    [
+        (0, 9.0, True),
+        (70, 9.0, True),
+        (319, 9.0, True),
+        (399, 9.0, True),
+        (128, 9.0, False),  # not in the sample: only what is no number shows
+        (128, np.nan, True),
+        (383, np.inf, True),
+    ],
+)
+def test_what_a_sample_finds(device, row, value, refused):
+    fixture, right, _ = sampled(device)
+    output = right.copy()
+    output[1, 1, row, 5] = numerics.to_bits(np.float32([value]), "bf16")[0]
+    fixture.buffers["o"].upload(output)
+    fixture.judge.clear()
+    fixture.compare(0)
+    found = Found(fixture.judge.found(1)[0], {})
+    if refused:
+        with pytest.raises(WrongResult):
+            fixture.accuracy(found, 0)
+    else:
+        fixture.accuracy(found, 0)
+
+
+def test_log_sum_exps_of_a_sample(device):
+    judge = device.judge("bf16")
+    expected = np.linspace(-1, 1, 1600)
+    for row, off, worst in ((70, 0.5, 0.5), (128, 0.5, 0.0), (128, np.nan, 1e300)):
+        written = expected.astype(np.float32)
+        written[800 + row] += off
+        judge.clear()
+        judge.compare_lse(uploaded(written), uploaded(expected), WIDE, SPARSE, 3)
+        assert judge.counts(4).view(np.float64)[3] == pytest.approx(worst, abs=1e-6)
 
 
 # -- what an error measures ---------------------------------------------------------------------
@@ -306,5 +374,6 @@ def test_the_worst_log_sum_exp_counts(rows, place, wrong, worst, device):
     written[place] = expected[place] + wrong
     judge = device.judge("fp16")
     judge.clear()
-    judge.compare_lse(uploaded(written), uploaded(expected), rows, 3)
+    problem = Problem(1, 1, 1, rows, rows, 8)
+    judge.compare_lse(uploaded(written), uploaded(expected), problem, ALL, 3)
     assert judge.counts(4).view(np.float64)[3] == pytest.approx(worst, rel=1e-6)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from attnsweep.build import numerics, threads
 from attnsweep.build.numerics import Case
+from attnsweep.build.sample import ALL, Sample
 from attnsweep.build.storage import values_of
 from attnsweep.problem import Problem
 
@@ -170,6 +171,18 @@ def test_small_cases_are_never_longer_than_the_problem(seqlen_q, extra, causal, 
         small = case.problem
         assert small.seqlen_k <= problem.seqlen_k
         assert (small.head_dim, small.dtype, small.causal) == (head_dim, "fp16", causal)
+
+
+def test_only_problems_that_outlast_a_sweep_are_judged_by_a_sample():
+    usual = Problem(4, 32, 32, 8192, 8192, 128, "bf16")
+    assert Sample.of(usual, 5) == ALL
+    long = Problem(1, 32, 32, 131072, 131072, 128, "bf16", True)
+    samples = [Sample.of(long, seed) for seed in range(20)]
+    assert {sample.every for sample in samples} == {8}
+    assert len({sample.phase for sample in samples}) > 3, "rows are new in each run"
+    tiles = samples[0].tiles(long)
+    assert {0, 2047} <= {*tiles.tolist()}
+    assert 2 * long.flops * len(tiles) / 2048 < 4.1e13
 
 
 def test_sampled_rows_cover_ends_and_tile_edges():

@@ -72,17 +72,26 @@ constexpr int CHUNK = 16;        // columns of Q and K, or keys of V, in shared 
 constexpr int PITCH = TILE + 1;  // doubles between rows: columns then begin in other banks
 constexpr int LANES = 16;        // threads along the keys; each has 4 x 4 scores, 16 apart
 
+// Which tiles of queries are looked at: the first, the last, and each `every`-th.
+struct Sample {
+    int every, phase;
+    __device__ bool has(int tile, int tiles) const {
+        return tile % every == phase || tile == 0 || tile == tiles - 1;
+    }
+};
+
 // `columns` of the output for 64 queries of one head, with the online softmax. `lse`, if there is
 // one, gets the natural logarithm of the sum of the exponentials.
 template <class T, int COLUMNS, class S>
 __device__ void attend(const void* q_all, const void* k_all, const void* v_all, double* out,
                        double* lse, int group, int seqlen_q, int seqlen_k, int head_dim,
-                       double scale, int causal, S all_scales) {
+                       double scale, int causal, S all_scales, Sample sample) {
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
     double *p = shared, *q_chunk = p + TILE * PITCH, *k_chunk = q_chunk + CHUNK * PITCH;
     double* v_chunk = q_chunk;  // CHUNK x COLUMNS, when Q and K are done with
     int tiles = (seqlen_q + TILE - 1) / TILE, parts = (head_dim + COLUMNS - 1) / COLUMNS;
+    if (!sample.has(blockIdx.x % tiles, tiles)) return;
     int first = blockIdx.x % tiles * TILE, begin = blockIdx.x / tiles % parts * COLUMNS;
     long long head = blockIdx.x / tiles / parts;
     const Bits* q = static_cast<const Bits*>(q_all) + head * seqlen_q * head_dim;
