@@ -15,6 +15,7 @@ from pathlib import Path
 from attnsweep.build.advice import spilling, unused_parameters
 from attnsweep.build.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.build.launches import Candidate
+from attnsweep.build.length import is_long
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.build.twins import Twins
@@ -24,6 +25,7 @@ from attnsweep.choose.prepared import prepared
 from attnsweep.choose.queue import Queue
 from attnsweep.choose.race import Pair, race, race_entry
 from attnsweep.choose.ranking import rank, winners
+from attnsweep.choose.scout import Scout
 from attnsweep.choose.skips import Skips
 from attnsweep.choose.start import input_seed, start
 from attnsweep.errors import CardLostError, StoreError
@@ -213,6 +215,8 @@ class Sweep:
 
     def _problem(self, queue: Queue, then: Problem | None) -> None:
         queue.start()
+        if is_long(queue.problem):
+            self._scout(queue)
         earlier = (t.tried_s or 0.0 for t in self._store.trials if t.problem == queue.problem)
         self._begun = time.monotonic() - max(earlier, default=0.0)
         self._observer.opening(queue.problem, len(queue.builds), len(self._rows_of(queue)))
@@ -252,6 +256,15 @@ class Sweep:
         checked = [(b, t) for b, t in rows.values() if t.status is Status.OK]
         self._finals(checked, self._kept.peers(queue.problem))
         self.keep_winners(queue.problem)  # so that a run that is killed later has them
+
+    def _scout(self, queue: Queue) -> None:
+        """Leave a long problem the best candidates of a shorter one, or what it has measured."""
+        scout = Scout(queue, self._spec, self._gpu, self._kept.stamp)
+        stored = [t for t in self._store.trials if t.problem == queue.problem]
+        if scout.done(stored, self._kept):
+            return
+        put, seed = self._store.append, self._input_seed
+        scout.run(seed, self._try, put=put, observer=self._observer)
 
     def _finals(self, checked: Sequence[Pair], peers: Sequence[Trial]) -> None:
         raced = race(checked, self._spec, self._gpu, put=self._put, observer=self._observer)

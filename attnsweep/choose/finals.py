@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from attnsweep.build.length import is_long
 from attnsweep.build.observer import Observer
 from attnsweep.choose import energy
 from attnsweep.choose.base import below_ranking
@@ -20,9 +21,17 @@ from attnsweep.choose.confirm import confirm
 from attnsweep.choose.evidence import ratio_interval
 from attnsweep.choose.pace import pace_of
 from attnsweep.choose.prepared import prepared
-from attnsweep.choose.race import Pair, in_order, label_of, race, settled_first, time_of
+from attnsweep.choose.race import (
+    Pair,
+    first_of,
+    in_order,
+    label_of,
+    race,
+    settled_first,
+    time_of,
+)
 from attnsweep.choose.ranking import EQUIVALENT, middle_ratio, thrift
-from attnsweep.choose.rounds import Replay, Round, Rounds, measured, together
+from attnsweep.choose.rounds import Replay, Round, Rounds, affordable, measured, together
 from attnsweep.gpu.energy import Stretch
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.spec.load import SweepSpec
@@ -52,7 +61,7 @@ _KINDS = ("warm", "cold", "eager", "chained")
 _FAR = 1.5
 _ROUNDS_OF_THE_FAR = 5
 # Only entries within this of the fastest take part in further rounds, and those not shown slower;
-# beyond _MOST times the spec's rounds, only the latter.
+# beyond _MOST times as many, only the latter.
 _NEAR = 1.02
 # A noisy peer is timed again, at most this often, in as many rounds as the spec asks for, beside
 # the best entries: at least _COMPANY, because two cannot tell who of them is noisy.
@@ -119,7 +128,7 @@ class Finals:
         return finalists
 
     def _timed(self) -> list[Trial]:
-        """The measured row of each entry; that of an entry that fails is stored at once instead."""
+        """The measured row of each entry; that of one that fails is stored at once instead."""
         if not self._entries:
             return []
         settings = self._spec.measure
@@ -136,6 +145,8 @@ class Finals:
         asked |= {"chained": 3} if self._chains else {}
         asked |= {settings.timed_by: settings.rounds}
         kinds = {kind: n for kind, n in asked.items() if getattr(settings, kind, True)}
+        if self._long:  # as fast with a cold L2
+            kinds = {settings.timed_by: self._affordable()}
         ranked: list[Round] = []
         done = 0
         for kind in kinds:
@@ -159,6 +170,14 @@ class Finals:
 
         confirm(self._entries, rows, self._gpu, self._fail)
         return [*rows().values()]
+
+    @property
+    def _long(self) -> bool:
+        return any(is_long(trial.problem) for trial in self._entries.values())
+
+    def _affordable(self) -> int:
+        ours = [first_of(t) for t in self._entries.values() if t.provider == OURS]
+        return affordable(ours, len(self._entries) - len(ours), self._spec.measure.rounds)
 
     def _energies(self) -> dict[str, list[Stretch]]:
         """Stretches of each entry, if the spec asks for them."""
@@ -189,14 +208,15 @@ class Finals:
                 last[name, what] = time_us
             return time_us
 
-        if kind == "warm":
+        if kind == "warm" and not self._long:
             rounds.warm_up(names, replay)
         else:
             rounds.round(names, replay)  # captures the graphs, and does not count
+        of_the_far = 1 if self._long else _ROUNDS_OF_THE_FAR
         taken = 0
         while taken < wanted[kind]:
             names = [name for name in names if name in self._entries]
-            if ranks and taken >= _ROUNDS_OF_THE_FAR:
+            if ranks and taken >= of_the_far:
                 names = self._still(names, taken)
             this = rounds.round(names, replay)
             for (name, what), time_us in last.items():
@@ -219,6 +239,8 @@ class Finals:
     def _more(self, times: Mapping[str, Sequence[float]], taken: int) -> int:
         """How many rounds must follow: none if it is clear which candidates are as good."""
         settings = self._spec.measure
+        if self._long:
+            return 0
         if taken < _MOST * settings.rounds and border_is_open([*times.values()]):
             return 1
         if not undecided([(self._entries[name], each) for name, each in times.items()]):
@@ -260,7 +282,8 @@ class Finals:
         The last series of a peer replaces its earlier rounds. Those are kept as `discarded`.
         """
         kind, count = self._spec.measure.timed_by, self._spec.measure.rounds
-        for _ in range(_TIMES_AGAIN):
+        count = self._affordable() if self._long else count
+        for _ in range(1 if self._long else _TIMES_AGAIN):
             pace = self._pace()
             noisy = [name for name in self._entries if self._is_noisy(name, pace)]
             if not noisy:

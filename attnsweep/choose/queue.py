@@ -16,7 +16,9 @@ from queue import SimpleQueue
 
 from attnsweep.build.candidate import Build, builds_of
 from attnsweep.build.nvrtc import Compiler, Cubin
-from attnsweep.choose.search import search_of
+from attnsweep.choose.search import Proposals, Search, search_of
+from attnsweep.family.declare import Config
+from attnsweep.family.space import Space
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import PlannedProblem
@@ -41,7 +43,7 @@ class Queue:
         self.builds: list[Build] = []
         """The current batch."""
         self._searches = [(space, search_of(spec, space)) for space in item.spaces]
-        self._compiler, self._limit = compiler, limit
+        self.compiler, self.limit = compiler, limit
         self._budget_s = spec.search.budget_s
         self._deadline = math.inf
         self._begun = False
@@ -64,8 +66,24 @@ class Queue:
             ahead = _LOOKAHEAD if self._budget_s is None else _LOOKAHEAD_IN_TIME
             for space, search in self._searches:
                 configs = itertools.islice(iter(search.ask, None), ahead)
-                self.builds += builds_of(space, configs, self._compiler, self._limit)
+                self.builds += builds_of(space, configs, self.compiler, self.limit)
         return self.builds
+
+    @property
+    def spaces(self) -> tuple[Space, ...]:
+        """The spaces that are searched."""
+        return tuple(space for space, _ in self._searches)
+
+    def only(self, chosen: Sequence[tuple[str, Config]]) -> None:
+        """Ask for these configs of the families alone, and begin with them."""
+
+        def listed(space: Space, candidates: int | None, seed: int) -> Proposals:
+            for family, config in chosen:
+                if family == space.kernel.name:
+                    yield config
+
+        self._searches = [(space, Search(listed, space)) for space in self.spaces]
+        self.ask()
 
     def tell(self, build: Build, trial: Trial) -> None:
         """Tell a candidate's row to the search that asked for it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,10 @@ _REPEATS = 3
 # Throttle reasons that are events of the card. A power cap is not one, because a busy card is
 # always at it; the clock shows its effect.
 _EVENTS = frozenset({"hardware_slowdown", "thermal_software", "thermal_hardware", "power_brake"})
+# Rounds of long calls take about this in all, but are this many at least.
+_LONG_US, _LEAST = 15e6, 3
+# A baseline's call is taken to be this many times as long as our slowest.
+_BASELINE = 1.3
 _NUMBERS = ("sm_mhz", "memory_mhz", "power_w", "temperature_c", "other_processes")
 
 Replay = Callable[[str], float]
@@ -189,6 +194,13 @@ def summary(conditions: Sequence[Conditions]) -> dict[str, Any]:
         if (differs := difference(now, common)) is not None
     }
     return found | {"rounds": each, "strays": strays}
+
+
+def affordable(first_us: Sequence[float], others: int, most: int) -> int:
+    """How many rounds long calls get. first_us: of our entries. others: how many baselines."""
+    round_us = sum(first_us) + others * _BASELINE * max(first_us, default=0.0)
+    fit = int(_LONG_US / round_us) if 0 < round_us < math.inf else 0
+    return max(_LEAST, min(most, fit))
 
 
 def measured(times: Sequence[float]) -> Measurement:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from attnsweep.build.launches import Candidate, FirstTimes, Launches
+from attnsweep.build.length import is_long
 from attnsweep.gpu import energy, peers
 from attnsweep.gpu.capturing import lasting
 from attnsweep.gpu.device import Buffer, Session, cuda_errors
@@ -88,6 +89,7 @@ class _Entry:
 class Bench:
     """One problem on this process's GPU. Its inputs depend on `seed` alone."""
 
+    _long = False
     def __init__(
         self,
         problem: Problem,
@@ -103,11 +105,12 @@ class Bench:
         self.session = Session()
         self.problem = problem
         self._replay_us = replay_us
+        self._long = is_long(problem)  # nothing before a call matters beside it
         self._dtype = {1: np.uint8, 2: np.uint16, 4: np.uint32}[DTYPE_BYTES[problem.dtype]]
         rounded = {*rounds_scores, *map(peers.rounds_scores_of, baselines)}
         self._proof = Proof(problem, seed, self.session, cache_dir, then, rounded)
         self._workspaces: dict[tuple[str, int], Buffer] = {}
-        # By their launches: digests of what candidates that passed a trial gave.
+        # By their launches: digests of what gave candidates that passed.
         self._right: dict[str, Digests] = {}
         self._cold_copies: list[dict[str, Buffer]] | None = None
         self._entries: dict[str, _Entry] = {}
@@ -137,7 +140,8 @@ class Bench:
         names = call.stage_names if len(call.stage_names) > 1 else ()
         time_us = self._screen(call, proven=proven)
         sm_mhz = self.session.sm_mhz()
-        calls = self._proof.repeat(proven, _TRIAL_REPEATS, _TRIAL_REPEATS_US, time_us)
+        many = (_TRIAL_REPEATS, _TRIAL_REPEATS_US, time_us)
+        calls = 1 if self._long else self._proof.repeat(proven, *many)  # 1: the timed one
         first = FirstTimes(
             time_us,
             {name: self._screen(call, name) for name in names},
@@ -169,7 +173,10 @@ class Bench:
         entry = self._entries[name]
         if entry.proven is None or entry.candidate is None:
             return 0
-        calls = self._proof.repeat(entry.proven, _REPEATS, longest_us)
+        if self._long and longest_us < entry.warm_us:
+            return 0
+        most, each_us = (2, entry.warm_us) if self._long else (_REPEATS, None)
+        calls = self._proof.repeat(entry.proven, most, longest_us, each_us)
         launches = repr(entry.candidate.turns)
         if launches in _IN_TURNS:
             return calls
@@ -220,6 +227,8 @@ class Bench:
         proven: its outputs are compared with the checked ones.
         """
         replay, calls = self._graph(call, _SCREEN_US, rotate=False, stage=stage)
+        if self._long:
+            return self._sample(call, replay, calls, proven)
         least = math.inf
         for _ in range(_SCREEN_TRIES):
             times = [self._sample(call, replay, calls, proven) for _ in range(3)]
@@ -247,12 +256,10 @@ class Bench:
         """
         copies = self._cold() if cold else []
         with self.session.stream:
-            if cold:
-                self._proof.begin_cold(copies)
-            else:
-                self._proof.begin()
+            self._proof.begin_cold(copies) if cold else self._proof.begin()
             call.refresh(1)
-            replay()
+            if not self._long:
+                replay()
             if proven is None or cold:
                 time_us = self.session.time_us(replay) / calls
             else:
@@ -275,6 +282,8 @@ class Bench:
         capture = functools.partial(call.capture, rotate=rotate, stage=stage)
         if chained and isinstance(call, Pipeline):
             capture = functools.partial(call.capture, chained=True)
+        if self._long:
+            return capture(1), 1
         with self.session.stream:
             call.enqueue(0, stage)
             once = min(self.session.time_us(lambda: call.enqueue(0, stage)) for _ in range(2))
@@ -458,6 +467,8 @@ class Bench:
 
     def _cold(self) -> list[dict[str, Buffer]]:
         """More copies of the inputs and the output: rotating over all copies leaves L2 cold."""
+        if self._long:
+            return []  # its inputs are many times the L2
         if self._cold_copies is None:
             with self.session.stream:
                 self._proof.timed.go_to(0)

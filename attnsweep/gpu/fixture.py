@@ -69,6 +69,7 @@ class Fixture:
 
     _negated: npt.NDArray[np.bool_] | None = None
     _ahead: tuple[int, npt.NDArray[np.bool_]] | None = None
+    sample = ALL
 
     def __init__(
         self,
@@ -106,7 +107,6 @@ class Fixture:
         self._session = session
         rows = problem.batch * problem.heads * problem.seqlen_q
         self.rows, self.sample = rows, sample
-        self.judged_rows = sample.rows(problem)
         self._mix = Buffer(8)
         session.settle()
         self.tilted: Buffer | None = None
@@ -134,6 +134,11 @@ class Fixture:
             self._prove(side, known.rows, exact, lse)
         self.format_err: float | None = None
         self._drawn = self._unrounded(known)
+
+    @property
+    def judged_rows(self) -> int:
+        """Rows that are compared with float64, of all heads."""
+        return self.rows if self.sample == ALL else self.sample.rows(self.case.problem)
 
     def _unrounded(self, known: Known) -> Buffer | None:
         """The expected output on the inputs before they were rounded, of a timed case in FP8."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,3 +35,31 @@ class Way:
 
 Builder = Callable[[Any, Problem, "Session"], list[Way]]
 """Takes the module torch; raises Unavailable, or anything else, if the peer cannot run here."""
+
+
+# By baseline, the first words of PyTorch's `… kernel not used because:`.
+_TORCH_NAMES = {
+    "torch_flash": "flash attention",
+    "torch_cudnn": "cudnn attention",
+    "torch_efficient": "memory efficient",
+}
+
+
+def why_not(name: str, error: Exception, warned: Sequence[str]) -> str:
+    """PyTorch's warnings about this backend, or the first line of the error.
+
+    PyTorch warns about every backend in turn, whichever was asked for. Before the lines with the
+    reasons there is a line such as `Flash attention kernel not used because:`.
+    """
+    reasons: dict[str, None] = {}
+    ours = False
+    for line in (part for text in warned for part in text.split(" (Triggered")[0].splitlines()):
+        head, found, rest = line.partition("not used because:")
+        if found:
+            label = _TORCH_NAMES.get(name)
+            ours = label is not None and head.strip().lower().startswith(label)
+        said = (rest if found else line).strip().rstrip(".")
+        if ours and said:
+            reasons[said] = None
+    first = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ("; ".join(reasons) or (first or [type(error).__name__])[0])[:400]

@@ -83,7 +83,7 @@ def test_the_bench_and_the_choice_of_a_way_ask_the_graph_itself(monkeypatch):
             work()
             return LAUNCH_US + 9.0 * Call.calls if Call.calls else 5_000.0
 
-    bench = SimpleNamespace(session=Session(), _launched=0)
+    bench = SimpleNamespace(session=Session(), _launched=0, _long=False)
     _, calls = Bench._graph(bench, Call(), 300.0, rotate=False)
     assert 22 <= calls <= 34
     assert peers._screen_us(Call(), Session(), replays=3) < 9.5

@@ -1,0 +1,34 @@
+"""Problems whose calls take long, and shorter ones of their kind, on which much can be learned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attnsweep.problem import Problem
+
+# A call of so many takes an H100 at least 25 ms: a candidate of 30 calls then takes a second, and
+# of (1,32,131072,128), 180 ms each, 36 candidates took three minutes.
+_LONG_FLOPS = 2e13
+# FLOPs of the shorter problem at most: 4 ms.
+_SHORTER_FLOPS = 3e12
+# Queries that the shorter problem has at least, if the other one has.
+_LEAST_QUERIES = 4096
+
+
+def is_long(problem: Problem) -> bool:
+    """Whether one call takes so long that few can be made."""
+    return problem.flops >= _LONG_FLOPS
+
+
+def shorter(problem: Problem) -> Problem:
+    """A problem of the same kind with fewer sequences, then shorter ones, all of half the size.
+
+    Heads, head_dim, dtype and mask stay, and the ratio of queries and keys.
+    """
+    while problem.flops > _SHORTER_FLOPS and problem.batch > 1:
+        problem = replace(problem, batch=problem.batch // 2)
+    while problem.flops > _SHORTER_FLOPS and problem.seqlen_q > _LEAST_QUERIES:
+        problem = replace(
+            problem, seqlen_q=problem.seqlen_q // 2, seqlen_k=max(1, problem.seqlen_k // 2)
+        )
+    return problem

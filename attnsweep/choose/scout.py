@@ -1,0 +1,141 @@
+"""The entrants of a long problem: the best candidates of a shorter one of its kind.
+
+A call of 131,072 keys takes 0.2 s and more, and a candidate ten of them and more. What is slow on
+an eighth of the keys is slow on all, so that only the best are tried on the problem itself. Each
+other candidate becomes a row that says how it did on the shorter one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from attnsweep.build.candidate import Build, builds_of, compiled_candidate
+from attnsweep.build.launches import Candidate
+from attnsweep.build.length import shorter
+from attnsweep.build.observer import Observer
+from attnsweep.choose.finals import finalists_of
+from attnsweep.choose.prepared import prepared
+from attnsweep.choose.queue import Queue
+from attnsweep.choose.race import Pair, first_of, race
+from attnsweep.family.declare import Config
+from attnsweep.gpu.worker import Gpu, WorkerError
+from attnsweep.problem import Problem
+from attnsweep.spec.load import SweepSpec
+from attnsweep.spec.plan import PlannedProblem
+from attnsweep.trial import OURS, Status, Trial
+
+# Entrants at most, and at least; between, as many as are tried in this time, of three calls each.
+_MOST, _LEAST = 5, 2
+_TRIED_US, _CALLS = 6e6, 3
+
+
+class KeptRows(Protocol):
+    """What of an earlier run still holds: resume.Kept."""
+
+    def whole(self, problem: Problem, builds: Sequence[Build]) -> bool:
+        """Whether nothing of a problem is left to measure."""
+
+
+class Scout:
+    """Chooses the candidates that a long problem is left with."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        spec: SweepSpec,
+        gpu: Gpu,
+        stamp: Callable[[Build], Mapping[str, Any]],
+    ) -> None:
+        """queue: of the long problem. stamp: the fields of a row that say what it depends on."""
+        self._queue, self._spec, self._gpu, self._stamp = queue, spec, gpu, stamp
+        self.problem = shorter(queue.problem)
+        """The shorter problem."""
+
+    def done(self, stored: Sequence[Trial], kept: KeptRows) -> bool:
+        """Whether an earlier run has measured all; the queue then has what it measured.
+
+        stored: the rows of the long problem.
+        """
+        timed = [t for t in stored if t.provider == OURS and t.time_us and t.time_us.rounds]
+        if not timed:
+            return False
+        self._queue.only([(t.kernel, Config(t.config)) for t in timed])
+        return kept.whole(self._queue.problem, self._queue.builds)
+
+    def run(
+        self,
+        seed: int,
+        attempt: Callable[[Build, Candidate, Trial], Trial],
+        *,
+        put: Callable[[Trial], None],
+        observer: Observer,
+    ) -> None:
+        """Try the candidates on the shorter problem, and leave the queue the best.
+
+        attempt: checks a candidate and takes its first time. put: stores the rows of the others.
+        """
+        queue = self._queue
+        observer.note(f"{queue.problem.label}: its entrants are chosen on {self.problem.label}")
+        spaces = tuple(replace(space, problem=self.problem) for space in queue.spaces)
+        item = PlannedProblem(self.problem, spaces, {})
+        search = Queue(item, self._spec, queue.compiler, queue.limit)
+        search.start()
+        try:
+            with prepared("shorter problem", self._gpu, observer):
+                self._gpu.open(
+                    self.problem,
+                    replay_us=self._spec.measure.replay_us,
+                    seed=seed,
+                    then=queue.problem,
+                    baselines=(),
+                    rounds_scores=queue.rounds_scores,
+                )
+        except WorkerError as error:
+            observer.note(f"{self.problem.label} cannot be opened: {error.detail}")
+            return
+        tried: list[Pair] = []
+        while search.ask():
+            search.submit()
+            for build in search.compiled((), observer.compiled):
+                row, candidate = compiled_candidate(build, self._spec)
+                row = row if candidate is None else attempt(build, candidate, row)
+                tried.append((build, row))
+                search.tell(build, row)
+                observer.tried(row.with_(problem=queue.problem, time_us=None))
+        entrants = self._entrants([pair for pair in tried if pair[1].status is Status.OK], observer)
+        chosen = {row.key for _, row in entrants}
+        best_us = min((first_of(row) for _, row in entrants), default=0.0)
+        for build, row in tried:
+            if row.key not in chosen:
+                put(self._told(build, row, best_us))
+        queue.only([(row.kernel, build.config) for build, row in entrants])
+        queue.submit()
+
+    def _entrants(self, checked: Sequence[Pair], observer: Observer) -> list[Pair]:
+        """The best of those that are right, by a race on the shorter problem."""
+        if not checked:
+            return []
+        longer = self._queue.problem.flops / self.problem.flops
+        call_us = longer * min(first_of(row) for _, row in checked)
+        count = max(_LEAST, min(_MOST, int(_TRIED_US / (_CALLS * call_us))))
+        measure = self._spec.measure.model_copy(update={"finalists": count})
+        spec = replace(self._spec, measure=measure)
+        raced = race(checked, spec, self._gpu, put=lambda _: None, observer=observer)
+        return finalists_of(raced, count)[:count]
+
+    def _told(self, build: Build, row: Trial, best_us: float) -> Trial:
+        """The row of the long problem of a candidate that is not tried on it."""
+        of = next(space for space in self._queue.spaces if space.kernel is build.kernel)
+        queue = self._queue
+        (longer,) = builds_of(of, [build.config], queue.compiler, queue.limit)
+        status, detail = row.status, f"on {self.problem.label}: {row.detail}"
+        if status is Status.OK:
+            status = Status.PRUNED
+            detail = (
+                f"not tried: {first_of(row):.0f} µs on {self.problem.label}, "
+                f"where the best takes {best_us:.0f}"
+            )
+        facts = {"status": status, "detail": detail, "resources": row.resources}
+        return longer.row(**facts).with_(accuracy=row.accuracy, **self._stamp(longer))
