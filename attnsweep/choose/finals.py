@@ -210,7 +210,7 @@ class Finals:
 
         if kind == "warm" and not self._long:
             rounds.warm_up(names, replay)
-        else:
+        elif not self._long:
             rounds.round(names, replay)  # captures the graphs, and does not count
         of_the_far = 1 if self._long else _ROUNDS_OF_THE_FAR
         taken = 0

@@ -30,7 +30,7 @@ _REPEATS = 3
 # always at it; the clock shows its effect.
 _EVENTS = frozenset({"hardware_slowdown", "thermal_software", "thermal_hardware", "power_brake"})
 # Rounds of long calls take about this in all, but are this many at least.
-_LONG_US, _LEAST = 15e6, 3
+_LONG_US, _LEAST = 10e6, 3
 # A baseline's call is taken to be this many times as long as our slowest.
 _BASELINE = 1.3
 _NUMBERS = ("sm_mhz", "memory_mhz", "power_w", "temperature_c", "other_processes")

@@ -18,7 +18,7 @@ from attnsweep.build.observer import Observer
 from attnsweep.choose.finals import finalists_of
 from attnsweep.choose.prepared import prepared
 from attnsweep.choose.queue import Queue
-from attnsweep.choose.race import Pair, first_of, race
+from attnsweep.choose.race import Pair, first_of, in_order, race
 from attnsweep.family.declare import Config
 from attnsweep.gpu.worker import Gpu, WorkerError
 from attnsweep.problem import Problem
@@ -29,6 +29,8 @@ from attnsweep.trial import OURS, Status, Trial
 # Entrants at most, and at least; between, as many as are tried in this time, of three calls each.
 _MOST, _LEAST = 5, 2
 _TRIED_US, _CALLS = 6e6, 3
+# Seconds of the search, unless the spec gives it less; how many of the best race for each place.
+_SEARCH_S, _RACERS = 12, 3
 
 
 class KeptRows(Protocol):
@@ -80,8 +82,9 @@ class Scout:
         observer.note(f"{queue.problem.label}: its entrants are chosen on {self.problem.label}")
         spaces = tuple(replace(space, problem=self.problem) for space in queue.spaces)
         item = PlannedProblem(self.problem, spaces, {})
-        search = Queue(item, self._spec, queue.compiler, queue.limit)
-        search.start()
+        budget = {"budget_s": min(_SEARCH_S, self._spec.search.budget_s or _SEARCH_S)}
+        limited = replace(self._spec, search=self._spec.search.model_copy(update=budget))
+        search = Queue(item, limited, queue.compiler, queue.limit)
         try:
             with prepared("shorter problem", self._gpu, observer):
                 self._gpu.open(
@@ -96,6 +99,7 @@ class Scout:
             observer.note(f"{self.problem.label} cannot be opened: {error.detail}")
             return
         tried: list[Pair] = []
+        search.start()
         while search.ask():
             search.submit()
             for build in search.compiled((), observer.compiled):
@@ -122,6 +126,7 @@ class Scout:
         count = max(_LEAST, min(_MOST, int(_TRIED_US / (_CALLS * call_us))))
         measure = self._spec.measure.model_copy(update={"finalists": count})
         spec = replace(self._spec, measure=measure)
+        checked = in_order(checked)[: _RACERS * count]
         raced = race(checked, spec, self._gpu, put=lambda _: None, observer=observer)
         return finalists_of(raced, count)[:count]
 

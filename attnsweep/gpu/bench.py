@@ -90,6 +90,7 @@ class Bench:
     """One problem on this process's GPU. Its inputs depend on `seed` alone."""
 
     _long = False
+
     def __init__(
         self,
         problem: Problem,
@@ -110,7 +111,6 @@ class Bench:
         rounded = {*rounds_scores, *map(peers.rounds_scores_of, baselines)}
         self._proof = Proof(problem, seed, self.session, cache_dir, then, rounded)
         self._workspaces: dict[tuple[str, int], Buffer] = {}
-        # By their launches: digests of what gave candidates that passed.
         self._right: dict[str, Digests] = {}
         self._cold_copies: list[dict[str, Buffer]] | None = None
         self._entries: dict[str, _Entry] = {}

@@ -121,12 +121,18 @@ def test_a_compiled_backward_is_what_pytorch_would_call(
     assert how == {"is_causal": False, "scale": 0.125, "enable_gqa": False}
 
 
-def test_what_pytorchs_attention_becomes_in_compiled_code(operator, backwards):
-    """Its own graph says it; and the question is in no graph."""
+def test_what_pytorchs_attention_becomes_in_compiled_code(operator, backwards, monkeypatch):
+    """Its own graph says it, also where autograd asks; and the question is in no graph."""
+    becomes, answers = gradients._becomes, []
+    monkeypatch.setattr(
+        gradients, "_becomes", lambda *given, **how: answers.append(becomes(*given, **how)) or ""
+    )
     pytorchs, _ = traced(F.scaled_dot_product_attention, tensors())
-    name = gradients._becomes(tensors(), is_causal=False, scale=0.125, enable_gqa=False)
+    name = becomes(tensors(), is_causal=False, scale=0.125, enable_gqa=False)
     assert f"aten.{name}.default" in pytorchs[0]
     graphs, _ = traced(lambda q, k, v: operator.attention(q, k, v), tensors())
+    assert answers
+    assert {*answers} == {name}
     assert operator.counters() == {"kernel": 1}
     assert not any(name in graph or "_fused_sdp_choice" in graph for graph in graphs)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .arguments import PLAIN
 from .routing import sdpa
@@ -84,19 +85,24 @@ def _becomes(given: tuple[torch.Tensor, ...], **how: Any) -> str:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with _disable_current_modes(), FakeTensorMode(), torch.enable_grad():
-        made = [
-            torch.empty_strided(
-                *([_first(n) for n in numbers] for numbers in (each.shape, each.stride())),
-                dtype=each.dtype,
-                device=each.device,
-                requires_grad=True,
-            )
-            for each in given
-        ]
-        with _Called() as called:
-            sdpa(*made, **how)
-    return next((name for name in called.names if name.startswith("_scaled_dot")), "")
+    kinds = [
+        ([*map(_first, each.shape)], [*map(_first, each.stride())], each.dtype, each.device)
+        for each in given
+    ]
+
+    def ask() -> str:
+        with FakeTensorMode():
+            made = [
+                torch.empty_strided(size, stride, dtype=dtype, device=device, requires_grad=True)
+                for size, stride, dtype, device in kinds
+            ]
+            with _Called() as called:
+                sdpa(*made, **how)
+        return next((name for name in called.names if name.startswith("_scaled_dot")), "")
+
+    # In a thread of its own, where no compiler is at work and autograd is switched on.
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(ask).result()
 
 
 def _first(number: Any) -> int:
