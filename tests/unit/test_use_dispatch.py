@@ -383,3 +383,31 @@ def test_what_is_worked_out_once_does_not_grow():
         choose(known, shape(head_dim=8 * n + 128))
     assert len(known.kinds) == 1
     assert replace(known, winners=()).kinds == {}, "it is worked out anew for another table"
+
+
+# ---- few queries ----
+@pytest.mark.parametrize("queries", [1, 16, 63])
+def test_few_queries_are_served_by_no_shape_of_64_or_more(queries):
+    """Whatever the guard is: 64 queries and one are six octaves apart, and no alike."""
+    tile = replace(PLAIN, block_m=64)
+    known = gpu(timed(shape(1, 32, 64, seqlen_k=32768), 10.0, 900.0, tile), guard=FREE)
+    asked = shape(1, 32, queries, seqlen_k=32768)
+    assert choose(known, asked).kernel is None
+    assert choose(known, shape(1, 32, 65, seqlen_k=32768)).kernel
+    few = gpu(timed(shape(1, 32, 8, seqlen_k=32768), 10.0, 900.0, tile), guard=FREE)
+    assert choose(few, asked).kernel
+    assert choose(few, shape(1, 32, 64, seqlen_k=32768)).kernel is None
+
+
+def test_pytorchs_own_attention_packs_the_heads_of_a_group():
+    """(1,32/8,1x32768,128): 37 units of work for 8 heads of 4 rows, not 130 for 32 heads."""
+    sms = H100.sm_count
+    grouped = shape(1, 32, 1, heads_kv=8, seqlen_k=32768, head_dim=128)
+    assert work(SDPA, grouped, sms) == work(SDPA, shape(1, 8, 4, seqlen_k=32768, head_dim=128), sms)
+    alone = shape(1, 32, 1, seqlen_k=32768, head_dim=128)
+    assert work(SDPA, grouped, sms) < work(SDPA, alone, sms) / 3
+    many = shape(1, 32, 64, heads_kv=8, seqlen_k=32768, head_dim=128)
+    apart = shape(1, 32, 64, seqlen_k=32768, head_dim=128)
+    assert work(SDPA, many, sms) == work(SDPA, apart, sms)
+    ours = tiling(PLAIN)
+    assert work(ours, grouped, sms) == work(ours, alone, sms), "no kernel that is served packs"

@@ -95,7 +95,7 @@ def test_the_page_says_which_lengths_are_near_enough(key, name):
 
     def far(head_dim, seqlen):
         shapes = [recorded.call(1, 32, 32, seqlen, head_dim, "bf16", c) for c in recorded.BOTH]
-        return any(dispatch.choose(gpu, shape).code == "far" for shape in shapes)
+        return any(dispatch.choose(gpu, s).code in ("far", "not_tuned") for s in shapes)
 
     row = page[page.index(f"| {name} |") :].split("|")[2:7]
     for head_dim, shortest in zip((64, 96, 128, 192, 256), map(int, row), strict=True):

@@ -149,7 +149,7 @@ def test_a_guard_that_asks_for_more_counts_at_tuned_shapes_too():
 
 @pytest.mark.parametrize("queries", [1, 16, 63, 64, 256])
 def test_few_queries_are_left_to_pytorch(queries):
-    """Decoding, and few queries for each key; with rows of its own the code is `far`."""
+    """Decoding, and few queries for each key; with rows of many queries the code is `far`."""
     for keys in (queries, 4 * queries, 4 * queries + 1, 40 * queries):
         asked = shape(1, 32, queries, seqlen_k=keys)
         of = [winner(asked, gain=3.0)]
@@ -159,7 +159,7 @@ def test_few_queries_are_left_to_pytorch(queries):
         if not serves:
             assert found.reason.endswith("do not stand in for it: too few queries")
             far = on_h200(winner(shape(512, 16, 8192, seqlen_k=1 << 20)), of=of)
-            assert choose(far, asked).code == "far"
+            assert choose(far, asked).code == ("far" if queries >= 64 else "not_tuned")
 
 
 def test_what_memory_takes_long_for_is_left_to_pytorch():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .launch import ceil_div, refused_by
-from .predict import SDPA, Learned, Prediction, learn, memory_us, nearness, tiling
+from .predict import FEW_QUERIES, SDPA, Learned, Prediction, learn, memory_us, nearness, tiling
 from .table import Gpu, Kernel, Shape, Winner
 
 # By how much slower a kernel is taken to be for each octave to the nearest shape of its times.
@@ -18,9 +18,9 @@ _DOUBT = 0.01
 # rows of the other card; 190 later ones of the H200 bear them out (benchmarks/dispatch.py, and the
 # tutorial docs/tutorials/your-model.md).
 _STAND_IN_GAIN, _STAND_IN_MEMORY = 1.10, 0.3
-# Fewer queries than any recorded H200 shape has, and keys for each query. With more keys, divided
-# among the SMs, predicted gains were up to twice the measured ones, also on one GPU.
-_STAND_IN_QUERIES, _MANY_KEYS = 64, 4
+# Keys for each query. With more, divided among the SMs, predicted gains were up to twice the
+# measured ones, also on one GPU.
+_MANY_KEYS = 4
 # If there are too few tiles of queries for all SMs, PyTorch's own attention may divide the keys
 # among them, which the prediction knows badly. A kernel must then be predicted to be faster by
 # this factor: predicted 1.29 times as fast, one was 8 % slower on an H200, (1,8,485x3107,256).
@@ -44,7 +44,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is known of calls of one head_dim, dtype and mask. winners: also of the other dtype."""
+    """What is known of calls of one head_dim, dtype and mask, with few queries or with more.
+
+    winners: also of the other dtype.
+    """
 
     winners: Mapping[Shape, Winner]
     kernels: tuple[tuple[Kernel, Learned], ...]
@@ -84,7 +87,7 @@ def _by_stand_in(gpu: Gpu, other: Gpu, shape: Shape, own: Choice) -> Choice:
     """The choice by another GPU's rows, if it is beyond doubt here, or else none, as `own`."""
     why = own.reason if gpu.winners else "this GPU was not tuned"
     runs = f"the runs of {', '.join(other.names) or other.key.label}"
-    if shape.seqlen_q < _STAND_IN_QUERIES or shape.seqlen_k > _MANY_KEYS * shape.seqlen_q:
+    if shape.seqlen_q < FEW_QUERIES or shape.seqlen_k > _MANY_KEYS * shape.seqlen_q:
         return Choice(None, own.code, f"{why}; {runs} do not stand in for it: too few queries")
     found = _by_rows(other, shape)
     told = f"{why}; by {runs}: {found.reason}"
@@ -104,7 +107,8 @@ def _by_rows(gpu: Gpu, shape: Shape) -> Choice:
     kind = _kind_of(gpu, shape)
     if not kind.kernels:
         mask = "causal" if shape.causal else "full"
-        what = f"head_dim {shape.head_dim}, {shape.dtype}, {mask}"
+        few = f", fewer than {FEW_QUERIES} queries" if shape.seqlen_q < FEW_QUERIES else ""
+        what = f"head_dim {shape.head_dim}, {shape.dtype}, {mask}{few}"
         return Choice(None, "not_tuned", f"no shape with {what} was tuned")
     winner = kind.winners.get(shape)
     if winner is None:
@@ -117,13 +121,19 @@ def _by_rows(gpu: Gpu, shape: Shape) -> Choice:
 
 
 def _kind_of(gpu: Gpu, shape: Shape) -> Kind:
-    """What is known of the shape's head_dim, dtype and mask, worked out once for each."""
-    asked = (shape.head_dim, shape.dtype, shape.causal)
+    """What is known of the shape's head_dim, dtype, mask and number of queries, worked out once."""
+    few = shape.seqlen_q < FEW_QUERIES
+    asked = (shape.head_dim, shape.dtype, shape.causal, few)
     found: Kind | None = gpu.kinds.get(asked)
     if found is not None:
         return found
     alike = (shape.head_dim, shape.causal)
-    known = [w for w in gpu.winners if (w.shape.head_dim, w.shape.causal) == alike]
+    known = [
+        winner
+        for winner in gpu.winners
+        if (winner.shape.head_dim, winner.shape.causal) == alike
+        and (winner.shape.seqlen_q < FEW_QUERIES) == few
+    ]
     timed: dict[str, list[tuple[Shape, float]]] = defaultdict(list)
     for winner in known:
         for kernel, time_us in ((winner.kernel, winner.time_us), *winner.others):

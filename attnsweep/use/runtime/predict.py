@@ -23,6 +23,8 @@ from typing import NamedTuple
 from .launch import busiest_turns, ceil_div, heads_that_fit
 from .table import Card, Kernel, Shape
 
+FEW_QUERIES = 64
+"""Fewer queries than this fill no tile. Their times say nothing of more queries, nor the reverse."""
 ALONE, TWO_OF_THREE = 0.75, 0.85
 """Speed of an SM that holds fewer blocks than it has room for: one of two, two of three."""
 # The share of the L2 that keeps inputs and outputs from one call to the next.
@@ -106,6 +108,8 @@ def tiling(kernel: Kernel) -> Tiling:
 @functools.lru_cache(maxsize=4096)
 def work(tiling: Tiling, shape: Shape, sm_count: int) -> float:
     """Work of the busiest SM, in tiles of keys at the speed of an SM that is full of blocks."""
+    if tiling.divides:
+        shape = _packed(shape)
     visits = _visits(tiling, shape, ceil_div(shape.seqlen_q, tiling.block_m))
     least = _undivided(tiling, shape, visits, sm_count)
     if tiling.divides:
@@ -115,6 +119,14 @@ def work(tiling: Tiling, shape: Shape, sm_count: int) -> float:
     if tiling.masks and not shape.causal and shape.seqlen_k % tiling.block_n:
         least *= 1 + _MASKED_COLUMNS / shape.head_dim
     return least
+
+
+def _packed(shape: Shape) -> Shape:
+    """A call of few queries as cuDNN computes it: the heads of a group are rows of one head."""
+    if shape.seqlen_q >= FEW_QUERIES or shape.heads == shape.heads_kv:
+        return shape
+    rows = shape.heads // shape.heads_kv * shape.seqlen_q
+    return shape._replace(heads=shape.heads_kv, seqlen_q=rows, causal=False)
 
 
 def _undivided(tiling: Tiling, shape: Shape, visits: list[int], sm_count: int) -> float:

@@ -183,7 +183,7 @@ class Gpu:
     memory_bytes_per_us: float = 0.0
     twins: tuple[Kernel, ...] = ()
     stand_in: Gpu | None = None
-    kinds: dict[tuple[int, str, bool], Any] = field(
+    kinds: dict[tuple[int, str, bool, bool], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
