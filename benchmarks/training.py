@@ -4,7 +4,8 @@ Usage: python benchmarks/training.py [FILE.json] [--package DIR] [--seconds 240]
 Needs a GPU that the package has winners for (default: the package that comes with attnsweep).
 
 q, k and v are (batch, seqlen, heads, head_dim) tensors seen as (batch, heads, seqlen, head_dim), as
-models hold them, in bf16; gradients are asked for all three. `eager`: the call as it is;
+models hold them, in bf16; the output is taken as (batch, seqlen, heads * head_dim), and gradients
+are asked for all three. `eager`: the call as it is;
 `compiled`: by torch.compile, PyTorch alone and the package each compiled apart. The four take turns
 in random order, ROUNDS times, while Python collects no garbage.
 
@@ -78,11 +79,13 @@ class Step:
             ).transpose(1, 2)
             for n in (heads, heads_kv, heads_kv, heads)
         )
+        self.grad = self.grad.transpose(1, 2).flatten(2)
         self.given = [t.requires_grad_() for t in (q, k, v)]
         options = {"is_causal": causal, "enable_gqa": heads != heads_kv}
 
         def attention(q: Any, k: Any, v: Any) -> Any:
-            return F.scaled_dot_product_attention(q, k, v, **options)
+            out = F.scaled_dot_product_attention(q, k, v, **options)
+            return out.transpose(1, 2).flatten(2)
 
         self.attention = torch.compile(attention) if compiled else attention
         self.enabled = enabled

@@ -69,7 +69,7 @@ REFUSED = {
     "alignment": lambda q, k, v: ((shifted(q), k, v), {}),
     "empty": lambda q, k, v: ((q[:, :, :0], k, v), {}),
     "scale": lambda q, k, v: ((q, k, v), {"scale": -1.0}),
-    "far": lambda q, k, v: ((q[:, :, :3], k, v), {}),
+    "not_tuned": lambda q, k, v: ((q[:, :, :3], k, v), {}),
     "subclass": lambda q, k, v: ((q.as_subclass(Own), k, v), {}),
 }
 
