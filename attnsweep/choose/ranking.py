@@ -54,10 +54,10 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     or eager). If baselines lead, the same holds for the first candidates after them; below that,
     rank is the order of medians and claims no difference. A candidate that was measured under a
     spec's max_error, and errs by more, is not ranked: its status is inaccurate. Nor is a baseline
-    whose error exceeds the limit (over_limit), or that computes in another format: it follows the
-    ranked rows, `ok`, with the reason in `detail` and no ratio to the base. No rank precedes one
-    whose time is less than 1/1.1 of its own. Wherever rows without common rounds are compared,
-    their times are taken at one pace of the card (pace.at_pace).
+    that computes in another format: it follows the ranked rows, `ok`, with the reason in `detail`
+    and no ratio to the base. No rank precedes one whose time is less than 1/1.1 of its own.
+    Wherever rows without common rounds are compared, their times are taken at one pace of the card
+    (pace.at_pace).
 
     winner: take the candidates that share the best rank of any candidate. Those whose median paired
     ratio to the fastest of them is at most 1.004 are equally good. The winner is the equally good
@@ -78,7 +78,9 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     above 1, this one is faster. ratio_of says what it is: `rounds`, the median of the ratios of the
     rounds that both ran, with the 95 % sign interval ratio_low to ratio_high; `medians` if they
     have no round in common, both at the pace of the rounds; `bound` if that peer is noisy, so that
-    its fastest round stands for it and the ratio is a lower bound.
+    its fastest round stands for it and the ratio is a lower bound. over_limit: a peer whose error
+    exceeds the limit; it is ranked and serves as base all the same, unless it computes in another
+    format.
     """
     by_problem: dict[Problem, list[Trial]] = {}
     for trial in {trial.key: trial for trial in trials}.values():
@@ -100,7 +102,7 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
 def judged(trial: Trial) -> tuple[Status, str | None]:
     """Checked status and detail: an ok row needs error <= limit, and times that can be times.
 
-    A peer may exceed the limit: it says what its users get, and is listed below the ranking.
+    A peer may exceed the limit: it says what its users get, and `over_limit` marks it.
     """
     if trial.status is not Status.OK:
         return trial.status, trial.detail

@@ -44,6 +44,8 @@ def sentence(section: Section) -> str:
     times, ratio = (us, figure(peer_us, 3)), row["ratio_to_best_baseline"]
     low, high = row["ratio_low"], row["ratio_high"]
     on = f" on {label}{_where(row)}"
+    if best["over_limit"]:
+        on += f"; the error of {peer} is over the limit"
     if noisy:
         if ratio <= 1:
             return (

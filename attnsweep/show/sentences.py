@@ -138,12 +138,12 @@ def is_below(row: Row) -> bool:
 
 
 def marks(row: Row) -> list[str]:
-    """What a reader must know of a baseline: it is the base, noisy, or why it is not ranked."""
+    """What a reader must know of a row: the base, noisy, in another format or over the limit."""
     said = ["base"] if row["baseline"] and row["provider"] == row["best_baseline"] else []
     said += ["noisy"] if row["status"] == Status.NOISY else []
-    if row["over_limit"]:
-        return [*said, "over the limit"]
-    return said + (["other format"] if below_ranking(row["trial"]) is not None else [])
+    if below_ranking(row["trial"]) is not None:
+        return [*said, "other format"]
+    return said + (["over the limit"] if row["over_limit"] else [])
 
 
 def ratio_text(row: Row, *, name: bool = True, interval: bool = True) -> str:
@@ -466,9 +466,14 @@ def peer_lines(section: Section) -> list[str]:
             "ratio is a lower bound"
         )
     for row in section.rows:
+        if row["status"] not in (Status.OK, Status.NOISY):
+            continue
         why = below_ranking(row["trial"])
-        if why is not None and row["status"] in (Status.OK, Status.NOISY):
-            lines.append(f"{who(row)} is not ranked, and no base: {why}")
+        said = [f"not ranked, and no base: {why}"] if why is not None else []
+        if row["over_limit"]:
+            said.append(f"error {row['rel_err']:.1e}, over the limit {row['limit']:.1e}")
+        if said:
+            lines.append(f"{who(row)}: {'; '.join(said)}")
     return lines
 
 

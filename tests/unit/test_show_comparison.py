@@ -83,11 +83,16 @@ def test_without_a_peer_and_without_a_winner():
     assert said(wrong, baseline("cudnn", 20.0)) == f"No candidate is right and timed on {LABEL}."
 
 
-def test_no_sentence_compares_with_a_peer_over_the_limit_of_error():
-    wrong = baseline("cudnn", 15.0).with_(accuracy=Accuracy(rel_err=0.1, limit=0.01))
-    ours = candidate("flash", 20.0)
-    assert said(ours, wrong) == f"flash takes 20.0 µs on {LABEL}; no peer was timed with it."
-    assert "FlashAttention-3" in said(ours, wrong, baseline("flash_attn_3", 30.0))
+def test_a_peer_over_the_limit_of_error_is_said_to_be():
+    wrong = Accuracy(rel_err=0.1, limit=0.01)
+    text = said(candidate("flash", 20.0), baseline("cudnn", 30.0).with_(accuracy=wrong))
+    assert text.endswith(f"on {LABEL}; the error of cuDNN is over the limit.")
+
+
+def test_no_sentence_compares_with_a_peer_in_another_format():
+    ours, other = candidate("flash", 20.0), baseline("flash_attn_3_fp8", 15.0)
+    assert said(ours, other) == f"flash takes 20.0 µs on {LABEL}; no peer was timed with it."
+    assert "cuDNN" in said(ours, other, baseline("cudnn", 30.0))
 
 
 def test_another_kind_of_time_is_named():
