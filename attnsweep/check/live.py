@@ -7,7 +7,8 @@ first be right on every case. Code that did not change passes untimed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from attnsweep.build.launches import Candidate, Launches
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.build.prune import compiler_for
-from attnsweep.check.turns import RECORD, Ended, Outcome, compare, said
+from attnsweep.check.budget import Budget
+from attnsweep.check.processes import FEWEST
+from attnsweep.check.turns import RECORD, Ended, Outcome, Series, said
 from attnsweep.check.verdicts import (
     Comparison,
     Finding,
@@ -50,6 +53,12 @@ DOES_NOT_PROVE = (
     "It covers the baseline's winners with a warm L2. It does not cover other configs, a cold L2 "
     "or the host's cost of a launch; attnsweep run measures those."
 )
+# Problems that take turns in the same processes until each has had FEWEST; then the next join.
+# More would share a start among more, and leave all of them undecided where time is short.
+_TOGETHER = 12
+# Rounds of a turn take this long at least, as far as there is time: of fewer nothing is known.
+_LEAST_ROUNDS_S = 1.0
+Tell = Callable[[Finding], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +83,18 @@ def check(
     wait: bool = False,
     cache_dir: Path | None = None,
     observer: Observer | None = None,
+    tell: Tell | None = None,
 ) -> Comparison:
     """The verdict on every problem of the spec, then on problems that only the baseline has.
 
     slower: share by which new code may be slower, for all problems (default: the spec's for each).
-    budget_s: seconds of rounds per problem and process, after which an open comparison is
-    inconclusive (default: the spec's). other_driver: also compare with a baseline measured with
-    another driver. wait: for another run that times on the card; otherwise BusyError. Raises
-    NoGpuError, SpecError or ToolchainError; any other failure is the verdict of its problem.
+    budget_s: seconds of the whole check, after which problems that are not decided are inconclusive
+    (default: the spec's). other_driver: also compare with a baseline measured with another driver.
+    wait: for another run that times on the card, which is no part of the budget; otherwise
+    BusyError. tell: gets each finding as soon as it is there. Raises NoGpuError, SpecError or
+    ToolchainError; any other failure is the verdict of its problem.
     """
+    budget = Budget(spec.check.budget_s if budget_s is None else budget_s)
     observer = observer or Observer()
     refuse_replay(spec)
     with (
@@ -94,19 +106,20 @@ def check(
         except NoGpuError as error:
             raise not_compared(error) from error
         arch = arch_of(spec, here)
-        locks.enter_context(held(here.uuid, here.gpu, wait=wait, say=observer.note))
+        with budget.paused():
+            locks.enter_context(held(here.uuid, here.gpu, wait=wait, say=observer.note))
         compiler = compiler_for(spec, arch, cache_dir)
-        gate = Gate(spec, kernels, baseline, gpu, here, compiler, observer)
+        gate = Gate(spec, kernels, baseline, gpu, here, compiler, observer, budget)
         try:
             findings = gate.run(
                 asked_of(spec, baseline),
                 slower=slower,
-                budget_s=budget_s,
                 other_driver=other_driver,
+                tell=tell,
             )
         finally:
             compiler.close()
-    return comparison(spec, baseline, here, findings, slower)
+    return comparison(spec, baseline, here, findings, slower, budget)
 
 
 def refuse_replay(spec: SweepSpec) -> None:
@@ -139,6 +152,7 @@ def comparison(
     here: Environment,
     findings: Sequence[Finding],
     slower: float | None,
+    budget: Budget,
 ) -> Comparison:
     """The findings with what they rest on."""
     return Comparison(
@@ -151,6 +165,8 @@ def comparison(
         proves=PROVES,
         does_not_prove=DOES_NOT_PROVE,
         damage=tuple(baseline.warnings),
+        budget_s=budget.total_s,
+        took_s=budget.spent_s,
     )
 
 
@@ -242,8 +258,37 @@ def _today(
 # -- the comparison -------------------------------------------------------------------------
 
 
+class _Late(Ended):
+    """A comparison that the time was too short for."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """A problem that is not decided. own: its threshold, if that is not the spec's.
+
+    series: once the new code is right, and other code. overhead_s: what its last turn took beside
+    its rounds, which another turn will take too.
+    """
+
+    number: int
+    pair: _Pair
+    own: float | None
+    trial: Trial | None = None
+    series: Series | None = None
+    overhead_s: float = 0.0
+
+    @property
+    def processes(self) -> int:
+        """In how many processes it was timed."""
+        return 0 if self.series is None else len(self.series.each)
+
+
 class Gate:
-    """The problems, one after the other, on one GPU."""
+    """The problems on one GPU, in turns, as long as there is time.
+
+    A turn of a problem is its rounds in one process. The problems that are not decided have a turn
+    each in one process, then each in the next.
+    """
 
     def __init__(
         self,
@@ -254,23 +299,22 @@ class Gate:
         here: Environment,
         compiler: Compiler,
         observer: Observer,
+        budget: Budget,
     ) -> None:
         """here: what `gpu` says of itself."""
         self._spec, self._kernels, self._baseline = spec, kernels, baseline
         self._gpu, self._here, self._compiler = gpu, here, compiler
-        self._observer = observer
-        self._budget_s = 0.0
+        self._observer, self._budget = observer, budget
 
     def run(
         self,
         problems: Sequence[Problem],
         *,
         slower: float | None,
-        budget_s: float | None,
         other_driver: bool,
+        tell: Tell | None = None,
     ) -> list[Finding]:
         """The finding for each of these problems, in order; the arguments of `check`."""
-        self._budget_s = self._spec.check.budget_s if budget_s is None else budget_s
         elsewhere = other_card(self._baseline.environment, self._here)
         if elsewhere is None and not other_driver:
             elsewhere = _other_driver(self._baseline.environment, self._here)
@@ -284,37 +328,103 @@ class Gate:
             self._compiler,
             problems,
         )
-        return [pair if isinstance(pair, Finding) else self._judge(pair) for pair in pairs]
+        found: dict[int, Finding] = {}
 
-    def _judge(self, pair: _Pair) -> Finding:
-        label = pair.problem.label
-        own = None if pair.slower == self._spec.check.slower else pair.slower
-        self._observer.opening(pair.problem, 1, 0)
-        trial, candidate = compiled_candidate(pair.build, self._spec)
-        self._observer.compiled(1, 1)
+        def decide(number: int, finding: Finding) -> None:
+            found[number] = finding
+            if tell is not None:
+                tell(finding)
+
+        left: list[_Work] = []
+        for number, pair in enumerate(pairs):
+            if isinstance(pair, Finding):
+                decide(number, pair)
+            else:
+                own = None if pair.slower == self._spec.check.slower else pair.slower
+                left.append(_Work(number, pair, own))
+        fresh = True  # the process that described the GPU has timed nothing
+        while left:
+            young = [work for work in left if work.processes < FEWEST]
+            together = young[:_TOGETHER] or [*left]
+            waiting = [*together]
+            for work in together:
+                if self._budget.left_s <= work.overhead_s:
+                    continue
+                if not fresh:
+                    self._gpu.stop()
+                    fresh = True
+                turns = sum(max(w in waiting, FEWEST - w.processes) for w in left)
+                waiting.remove(work)
+                finding = self._turn(work, turns)
+                if finding is not None:
+                    left.remove(work)
+                    decide(work.number, finding)
+            if len(waiting) == len(together):
+                break
+            fresh = False
+        for work in left:
+            decide(work.number, self._unfinished(work))
+        return [found[number] for number in range(len(pairs))]
+
+    def _turn(self, work: _Work, turns: int) -> Finding | None:
+        """One more turn of a problem, of `turns` to come; the finding, if that decides."""
+        label, row = work.pair.problem.label, _row(work.pair.row)
         try:
-            if candidate is None:
-                raise Ended(Verdict.WRONG, said(trial.status, trial.detail))
-            self._open(pair.problem)
-            accuracy = self._prove(candidate)
-            if same_code(pair.old, candidate.timed):
-                why = "same machine code and launches: right, not timed"
-                return Finding(label, Verdict.PASS, why, _row(pair.row), _row(pair.row), slower=own)
-            row = held_to(trial.with_(accuracy=accuracy), self._spec.measure.max_error)
-            if row.status is Status.INACCURATE:
-                raise Ended(Verdict.WRONG, said(row.status, row.detail))
-            found = self._compare(pair, candidate)
-            return _finding(pair, trial, found, own)
+            if work.series is None:
+                self._observer.opening(work.pair.problem, 1, 0)
+                candidate = self._compiled(work)
+                opened_s = self._open(work.pair.problem)
+                accuracy = self._prove(candidate)
+                if same_code(work.pair.old, candidate.timed):
+                    why = "same machine code and launches: right, not timed"
+                    return Finding(label, Verdict.PASS, why, row, row, slower=work.own)
+                work.series = self._series(work, candidate, accuracy)
+            else:
+                opened_s = self._open(work.pair.problem)
+            begin_s, left_s = self._budget.spent_s, self._budget.left_s
+            if not left_s:
+                return None
+            rounds_s = min(left_s, max(left_s / turns, _LEAST_ROUNDS_S))  # an equal share
+            work.series.take(self._gpu, rounds_s, self._watch)
+            taken_s = self._budget.spent_s - begin_s
+            work.overhead_s = opened_s + taken_s - work.series.each[-1].spent_s
+            if not work.series.over:
+                return None
+            work.series.confirm(self._gpu)
+            return _finding(work, work.series.outcome())
         except Ended as ended:
-            return Finding(label, ended.verdict, ended.why, _row(pair.row), slower=own)
+            late = isinstance(ended, _Late)
+            return Finding(label, ended.verdict, ended.why, row, slower=work.own, budget_ended=late)
 
-    def _open(self, problem: Problem) -> None:
-        settings = self._spec
+    def _unfinished(self, work: _Work) -> Finding:
+        """The finding for a problem that is not decided when the time is up."""
+        label, up = work.pair.problem.label, f"when {self._budget} ended: raise --budget-s"
+        if work.series is not None and work.processes:
+            finding = _finding(work, work.series.outcome(f"{up}, or use a quieter machine"))
+            return replace(finding, budget_ended=True)
+        why = f"{'not begun' if work.series is None else 'right, but not timed'} {up}"
+        row = _row(work.pair.row)
+        return Finding(label, Verdict.INCONCLUSIVE, why, row, slower=work.own, budget_ended=True)
+
+    def _compiled(self, work: _Work) -> Candidate:
+        """Today's candidate, once it is compiled. Raises Ended if it cannot be."""
+        if wait_for(work.pair.build.futures.values(), self._budget.left_s).not_done:
+            raise _Late(Verdict.INCONCLUSIVE, f"still compiling when {self._budget} ended")
+        work.trial, candidate = compiled_candidate(work.pair.build, self._spec)
+        self._observer.compiled(1, 1)
+        if candidate is None:
+            raise Ended(Verdict.WRONG, said(work.trial.status, work.trial.detail))
+        return candidate
+
+    def _open(self, problem: Problem) -> float:
+        """Open a problem, in a new process if there is none; returns how long that took."""
+        settings, begin_s = self._spec, self._budget.spent_s
         try:
             self._gpu.open(problem, replay_us=settings.measure.replay_us, seed=input_seed(settings))
         except WorkerError as error:
             what = f"cannot open the problem: {error.detail}"
             raise Ended(Verdict.INCONCLUSIVE, what) from error
+        return self._budget.spent_s - begin_s
 
     def _prove(self, candidate: Candidate) -> Accuracy:
         """The accuracy of the new code, checked on every case. Raises Ended if it is wrong."""
@@ -324,41 +434,31 @@ class Gate:
         except WorkerError as error:
             raise Ended(Verdict.WRONG, said(error.status, error.detail)) from error
 
-    def _compare(self, pair: _Pair, new: Candidate) -> Outcome:
-        def another() -> Gpu:
-            self._gpu.stop()
-            self._open(pair.problem)
-            return self._gpu
+    def _series(self, work: _Work, new: Candidate, accuracy: Accuracy) -> Series:
+        """What will time new code that is right. Raises Ended if it errs by too much."""
+        assert work.trial is not None
+        row = held_to(work.trial.with_(accuracy=accuracy), self._spec.measure.max_error)
+        if row.status is Status.INACCURATE:
+            raise Ended(Verdict.WRONG, said(row.status, row.detail))
+        old = replace(new, timed=work.pair.old, checks=(), empty=None, turns=None)
+        seed = f"{self._spec.search.seed} {work.pair.problem.label}"
+        return Series(old, new, slower=work.pair.slower, seed=seed)
 
-        old = replace(new, timed=pair.old, checks=(), empty=None, turns=None)
-        seed = f"{self._spec.search.seed} {pair.problem.label}"
-        budget_s = self._budget_s
-
-        def watch(spent_s: float) -> None:
-            self._observer.timing(min(int(spent_s), int(budget_s)), int(budget_s))
-
-        return compare(
-            self._gpu,
-            another,
-            old,
-            new,
-            slower=pair.slower,
-            budget_s=budget_s,
-            seed=seed,
-            watch=watch,
-        )
+    def _watch(self, spent_s: float) -> None:  # noqa: ARG002
+        total_s = int(self._budget.total_s)
+        self._observer.timing(min(int(self._budget.spent_s), total_s), total_s)
 
 
-def _finding(pair: _Pair, trial: Trial, found: Outcome, own: float | None) -> Finding:
-    turns = found.shown
+def _finding(work: _Work, found: Outcome) -> Finding:
+    pair, turns = work.pair, found.shown
     interval = turns.interval
     rounds = interval.rounds if interval else None
-    used = trial.resources
+    used = None if work.trial is None else work.trial.resources
     old = (_row(pair.row) or {}) | {"time_us": turns.old_us, "rounds": rounds}
     new = old | {"time_us": turns.new_us}
     if used is not None:
         new |= {"registers": used.registers, "smem_bytes": used.smem_bytes}
-    finding = Finding(pair.problem.label, found.verdict, found.why, old, new, slower=own)
+    finding = Finding(pair.problem.label, found.verdict, found.why, old, new, slower=work.own)
     if interval is None:
         return finding
     median, low, high = interval.median, interval.low, interval.high

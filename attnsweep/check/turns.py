@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -67,6 +67,57 @@ class Ended(Exception):
         self.verdict, self.why = verdict, why
 
 
+class Series:
+    """Two candidates in turns, in one process after the other, until their ratio is known.
+
+    each: what the processes gave, one after the other. decision: what they show together.
+    """
+
+    def __init__(self, old: Candidate, new: Candidate, *, slower: float, seed: str) -> None:
+        self._old, self._new, self._slower, self._seed = old, new, slower, seed
+        self.each: list[PairResult] = []
+        self.decision = Decision.OPEN
+
+    @property
+    def over(self) -> bool:
+        """Whether it is decided, or as many processes as may be did not decide it."""
+        return self.decision is not Decision.OPEN or len(self.each) >= MOST
+
+    @property
+    def _known(self) -> list[Interval]:
+        return [one.interval for one in self.each if one.interval is not None]
+
+    def take(self, gpu: Gpu, limit_s: float, watch: Callable[[float], None] | None = None) -> None:
+        """The rounds of one more process, which has the problem open and has timed none of it.
+
+        limit_s: seconds of rounds. Raises Ended if one of the two does not run.
+        """
+        seed = f"{self._seed} {len(self.each) + 1}"
+        sides = {"old": self._old, "new": self._new}
+        self.each.append(_turns(gpu, sides, self._slower, limit_s, seed, watch, self._known))
+        known = self._known
+        if len(known) >= FEWEST:
+            self.decision = together(known).shows(self._slower)
+
+    def confirm(self, gpu: Gpu) -> None:
+        """Call the new one again and again, in the last process. Raises Ended if calls differ."""
+        with _blamed_on("new"):
+            gpu.confirm("new", _CONFIRM_US)
+
+    def outcome(self, ended: str = "") -> Outcome:
+        """The verdict of at least one process. ended: why there are no more, if it is not over."""
+        known, each = self._known, self.each
+        shown = PairResult(
+            together(known) if known else None,
+            statistics.median(one.old_us for one in each),
+            statistics.median(one.new_us for one in each),
+            sum(one.spent_s for one in each),
+            each[-1].enough,
+        )
+        verdict, why = _verdict(self.decision, shown, each, ended)
+        return Outcome(verdict, why, shown, tuple(each))
+
+
 def compare(
     gpu: Gpu,
     another: Callable[[], Gpu],
@@ -76,7 +127,6 @@ def compare(
     slower: float,
     budget_s: float,
     seed: str,
-    watch: Callable[[float], None] | None = None,
 ) -> Outcome:
     """Time two candidates in turns, in several processes, until their ratio is known.
 
@@ -85,37 +135,19 @@ def compare(
     budget_s: seconds of rounds in one process; all of them together take at most twice as many.
     Raises Ended if one of them does not run, or if repeated calls of the new one differ.
     """
-    each: list[PairResult] = []
-    left_s = FEWEST * budget_s
-    decision = Decision.OPEN
-    while decision is Decision.OPEN and len(each) < MOST:
-        process = another() if each else gpu
-        before = [one.interval for one in each if one.interval is not None]
-        limit_s = min(budget_s, left_s)
-        each.append(
-            _turns(process, old, new, slower, limit_s, f"{seed} {len(each) + 1}", watch, before)
-        )
-        left_s -= each[-1].spent_s
-        known = [*before, *(one for one in [each[-1].interval] if one is not None)]
-        if len(known) >= FEWEST:
-            decision = together(known).shows(slower)
-        if not each[-1].enough:
-            break
-    with _blamed_on("new"):
-        process.confirm("new", _CONFIRM_US)
-    shown = PairResult(
-        together(known) if known else None,
-        statistics.median(one.old_us for one in each),
-        statistics.median(one.new_us for one in each),
-        sum(one.spent_s for one in each),
-        each[-1].enough,
-    )
-    verdict, why = _verdict(decision, shown, each)
-    return Outcome(verdict, why, shown, tuple(each))
+    series = Series(old, new, slower=slower, seed=seed)
+    process, left_s = gpu, FEWEST * budget_s
+    series.take(process, budget_s)
+    while series.each[-1].enough and not series.over:
+        left_s -= series.each[-1].spent_s
+        process = another()
+        series.take(process, min(budget_s, left_s))
+    series.confirm(process)
+    return series.outcome()
 
 
 def _verdict(
-    decision: Decision, shown: PairResult, each: Sequence[PairResult]
+    decision: Decision, shown: PairResult, each: Sequence[PairResult], ended: str
 ) -> tuple[Verdict, str]:
     interval = shown.interval
     if interval is not None and decision is Decision.SLOWER:
@@ -124,9 +156,12 @@ def _verdict(
         return Verdict.IMPROVEMENT, f"{at_least(interval.high)}, in {len(each)} processes"
     if decision is Decision.SAME:
         return Verdict.PASS, ""
-    if not shown.enough:
+    if ended:
+        processes = "1 process" if len(each) == 1 else f"{len(each)} processes"
+        return Verdict.INCONCLUSIVE, f"{_spoken(shown)} of {processes} {ended}"
+    if len(each) < MOST:
         reached = f"{_spoken(shown)} after {round(shown.spent_s, 1):g} s"
-        return Verdict.INCONCLUSIVE, f"{reached}: raise --budget-s, or use a quieter machine"
+        return Verdict.INCONCLUSIVE, f"{reached}: raise budget_s, or use a quieter machine"
     ratios = [one.interval.median for one in each if one.interval is not None]
     apart = f"{change(min(ratios))} to {change(max(ratios))} in {len(each)} processes"
     return Verdict.INCONCLUSIVE, f"{apart}, together {_spoken(shown)}: too close to tell"
@@ -134,20 +169,18 @@ def _verdict(
 
 def _turns(
     gpu: Gpu,
-    old: Candidate,
-    new: Candidate,
+    sides: Mapping[str, Candidate],
     slower: float,
     budget_s: float,
     seed: str,
     watch: Callable[[float], None] | None,
     before: Sequence[Interval],
 ) -> PairResult:
-    """Time both in turns, in random order, until it is enough or the time is up.
+    """Time `old` and `new` in turns, in random order, until it is enough or the time is up.
 
     before: the intervals of earlier processes.
     """
     rng = random.Random(seed)
-    sides = {"old": old, "new": new}
     for side in rng.sample(["old", "new"], 2):
         gpu.forget(side)
         with _blamed_on(side):

@@ -38,7 +38,8 @@ class Finding:
     """The finding for one problem. ratio: new time over old; low, high: its limits with drift.
 
     rounds: number of rounds in which both were timed in turns. drift: range of the drift between
-    two recorded sessions. slower: this problem's own threshold.
+    two recorded sessions. slower: this problem's own threshold. budget_ended: whether the check's
+    time ended before this was decided.
     """
 
     label: str
@@ -52,6 +53,13 @@ class Finding:
     drift: tuple[float, float] | None = None
     rounds: int | None = None
     slower: float | None = None
+    budget_ended: bool = False
+
+    @property
+    def line(self) -> str:
+        """The finding in a line, as it is printed when it is there."""
+        ratio = "" if self.ratio is None else f", {self.ratio:.3f} times the old time"
+        return f"{self.label}: {self.verdict.value}{ratio}{f': {self.why}' if self.why else ''}"
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data."""
@@ -66,6 +74,7 @@ class Finding:
             "drift": None if self.drift is None else list(self.drift),
             "rounds": self.rounds,
             "slower": self.slower,
+            "budget_ended": self.budget_ended,
         }
 
 
@@ -74,7 +83,8 @@ class Comparison:
     """All problems, and the differences between the two sides.
 
     old, new: run directories; with live timing, new is the spec. slower: the threshold, a share.
-    damage: parts of the runs that could not be read, and that may matter.
+    damage: parts of the runs that could not be read, and that may matter. budget_s, took_s: of the
+    whole check, if it measured.
     """
 
     old: Path
@@ -86,6 +96,8 @@ class Comparison:
     proves: str = ""
     does_not_prove: str = ""
     damage: tuple[str, ...] = ()
+    budget_s: float | None = None
+    took_s: float | None = None
 
     @property
     def exit_code(self) -> int:
@@ -104,6 +116,8 @@ class Comparison:
             "new": str(self.new),
             "slower": self.slower,
             "exit_code": self.exit_code,
+            "budget_s": self.budget_s,
+            "took_s": None if self.took_s is None else round(self.took_s, 3),
             "problems": [finding.to_json() for finding in self.findings],
             "differences": list(self.differences),
             "damage": list(self.damage),
@@ -139,6 +153,14 @@ class Comparison:
             for f in self.findings
             if f.slower is not None
         ]
+        if self.budget_s is not None and self.took_s is not None:
+            notes.append(f"took {self.took_s:.0f}{GLUE}s, budget {self.budget_s:g}{GLUE}s")
+        late = [f.label for f in self.findings if f.budget_ended]
+        if late:
+            notes.append(
+                f"the budget ended before {len(late)} of {len(self.findings)} problems were "
+                f"decided, raise --budget-s: {'; '.join(late)}"
+            )
         if self.damage:
             notes.append("inconclusive, a run is damaged: restore it, or record it again")
             notes += self.damage

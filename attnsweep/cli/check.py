@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -25,8 +26,13 @@ from attnsweep.cli.app import (
     warn,
 )
 from attnsweep.errors import SpecError
+from attnsweep.show import terminal
 from attnsweep.show.forms import Form
 from attnsweep.show.terminal import console, counted, errors
+
+if TYPE_CHECKING:
+    from attnsweep.build.observer import Observer
+    from attnsweep.check.verdicts import Finding
 
 
 @app.command(
@@ -83,8 +89,8 @@ def check(
         typer.Option(
             "--budget-s",
             min=0.0,
-            help="With --against: seconds of rounds per problem, after which the verdict is "
-            "inconclusive (default: the spec's).",
+            help="With --against: seconds of the whole check, after which undecided problems are "
+            "inconclusive (default: the spec's, which is 120 unless it says otherwise).",
         ),
     ] = None,
     other_driver: Annotated[
@@ -116,6 +122,8 @@ def check(
     SPEC --against RUN takes the winners of RUN: their kept machine code and the same configs
     compiled from today's kernels take turns in one process on one GPU. New code must first be right
     on every case; unchanged code passes without timing.
+
+    Undecided problems take turns until --budget-s is spent; each verdict is printed as it falls.
 
     With --gpus, each card checks its share of the problems.
 
@@ -164,13 +172,13 @@ def check(
         }
         if gpus is None:
             with progress.watch(errors, form) as observer:
-                compared = live.check(loaded, families, baseline, **asked, observer=observer)
+                asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
+                compared = live.check(loaded, families, baseline, **asked)
         else:
             cards = chosen(gpus, installed())
             with fleet_progress.watch(errors, len(cards), form) as observer:
-                compared = checks.check(
-                    loaded, families, baseline, cards, **asked, observer=observer
-                )
+                asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
+                compared = checks.check(loaded, families, baseline, cards, **asked)
     table = compared.to_markdown()
     lines = [Text(line, style) for line, style in compared.lines(console.width)]
     with contextlib.suppress(BrokenPipeError):  # `check … | head`: the exit code is the verdict
@@ -187,6 +195,22 @@ def check(
     elif not printed:
         write_output(markdown, table)
     raise typer.Exit(compared.exit_code)
+
+
+def _teller(observer: Observer, whole: bool) -> Callable[[Finding], None]:
+    """Prints a finding as soon as it is there. whole: standard output is one document."""
+
+    def tell(finding: Finding) -> None:
+        if whole:
+            observer.note(finding.line)
+        elif terminal.talk is not terminal.Talk.QUIET:
+            # Bars are drawn by `errors`, which must know of other lines on its terminal.
+            bars = errors.is_terminal and console.is_terminal
+            to = errors if bars else console
+            with contextlib.suppress(BrokenPipeError):
+                to.print(finding.line, markup=False, soft_wrap=True)
+
+    return tell
 
 
 @app.command(epilog=examples("attnsweep accept results/h200/ci baselines/ci"))

@@ -16,7 +16,8 @@ from typing import Any
 
 from attnsweep.build.observer import Observer
 from attnsweep.build.prune import compiler_for
-from attnsweep.check.live import asked_of, comparison, not_compared, refuse_replay
+from attnsweep.check.budget import Budget
+from attnsweep.check.live import Tell, asked_of, comparison, not_compared, refuse_replay
 from attnsweep.check.verdicts import Comparison, Finding, Verdict
 from attnsweep.choose.start import arch_of
 from attnsweep.errors import NoGpuError
@@ -30,6 +31,9 @@ from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec
 from attnsweep.store.run import SPEC, Run
 from attnsweep.trial import Environment
+
+# Two processes take less for most problems. With a smaller share none would be decided.
+_LEAST_SHARE_S = 15.0
 
 
 def check(
@@ -46,19 +50,22 @@ def check(
     observer: Observer | None = None,
     start_child: StartChild = start_child,
     silence_s: float | None = None,
+    tell: Tell | None = None,
 ) -> Comparison:
     """The verdict on every problem, as `live.check` gives it, with a child process for each card.
 
     start_child, silence_s: see `sweeps.run`; the other arguments and errors: see `live.check`. A
-    problem that no card could check is inconclusive.
+    problem gets an equal share of the time that all cards have left when its card begins it. One
+    that no card could check is inconclusive.
     """
+    budget = Budget(spec.check.budget_s if budget_s is None else budget_s)
     observer = observer or Observer()
     refuse_replay(spec)
     with ExitStack() as locks, ExitStack() as at_end:
-        locks.enter_context(all_held(cards, wait, observer))
+        with budget.paused():
+            locks.enter_context(all_held(cards, wait, observer))
         hello = hello_of(spec, cache_dir) | {"preload": []}
-        budget_s = spec.check.budget_s if budget_s is None else budget_s
-        silence_s = silence_s or longest_silence_s(spec) + budget_s
+        silence_s = silence_s or longest_silence_s(spec) + budget.total_s
         engine = Engine(cards, start_child, hello, silence_s=silence_s, note=observer.note)
         at_end.enter_context(engine)
         try:
@@ -69,14 +76,14 @@ def check(
         at_end.callback(compiler.close)
         place = Path(at_end.enter_context(tempfile.TemporaryDirectory(prefix="attnsweep-")))
         (place / SPEC).write_text(spec.resolved(place), encoding="utf-8")
-        options = {"slower": slower, "budget_s": budget_s, "other_driver": other_driver}
-        job = _Checks(spec, kernels, baseline, here, place / SPEC, options, observer, cards)
+        options = {"slower": slower, "other_driver": other_driver}
+        job = _Checks(spec, kernels, baseline, here, place / SPEC, options, budget, tell)
+        job.on = {c: observer.on(c.number, c.hashed or c.uuid) for c in cards}
         observer.planned([1] * len(job.problems), finals=False)
-        costs = [1 + problem.flops / 5e11 for problem in job.problems]
         began = time.monotonic()
-        engine.run(Schedule(costs), job, compiler)
+        engine.run(job.schedule, job, compiler)
         observer.note(f"took {time.monotonic() - began:.0f} s on {len(cards)} cards")
-    return comparison(spec, baseline, here, job.findings, slower)
+    return comparison(spec, baseline, here, job.findings, slower, budget)
 
 
 class _Checks:
@@ -90,15 +97,16 @@ class _Checks:
         here: Environment,
         written: Path,
         options: Mapping[str, Any],
-        observer: Observer,
-        cards: Sequence[InstalledCard],
+        budget: Budget,
+        tell: Tell | None,
     ) -> None:
         """written: where the spec lies."""
         self.problems: list[Problem] = asked_of(spec, baseline)
         self._spec, self._kernels, self._baseline = spec, kernels, baseline
         self._here, self._written, self._options = here, written, options
-        names = {card: card.hashed or card.uuid for card in cards}
-        self._on = {card: observer.on(card.number, names[card]) for card in cards}
+        self._budget, self._tell = budget, tell
+        self.schedule = Schedule([1 + problem.flops / 5e11 for problem in self.problems])
+        self.on: dict[InstalledCard, Observer] = {}
         self._found: dict[int, Finding] = {}
 
     @property
@@ -140,12 +148,20 @@ class _Checks:
             "baseline": str(self._baseline.directory.absolute()),
             "rows": [row.model_dump(mode="json") for row in rows],
             "environment": None if known is None else known.model_dump(mode="json"),
+            "budget_s": self._budget.total_s,
+            "left_s": self._share_s(),
             **self._options,
         }
 
+    def _share_s(self) -> float:
+        """Seconds for the problem that a card begins now."""
+        left_s, waiting = self._budget.left_s, len(self.schedule.pending)
+        share = min(1.0, len(self.schedule.workers) / (waiting + 1))
+        return min(left_s, max(left_s * share, _LEAST_SHARE_S))
+
     def heard(self, card: InstalledCard, number: int, message: Message) -> None:
         """Progress."""
-        on = self._on[card]
+        on = self.on[card]
         match message["say"]:
             case "opening":
                 on.opening(self.problems[number], message["candidates"], message["kept"])
@@ -160,7 +176,7 @@ class _Checks:
 
     def lost(self, card: InstalledCard) -> None:
         """Its problem is another card's now."""
-        self._on[card].resting(done=False)
+        self.on[card].resting(done=False)
 
     def finished(self, card: InstalledCard, number: int, message: Message) -> None:
         """A finding, as `Finding.to_json` wrote it."""
@@ -172,4 +188,6 @@ class _Checks:
         )
         drifted = None if drift is None else (drift[0], drift[1])
         self._found[number] = replace(finding, low=low, high=high, drift=drifted)
-        self._on[card].resting(done=True)
+        self.on[card].resting(done=True)
+        if self._tell is not None:
+            self._tell(self._found[number])

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from attnsweep.build.nvrtc import Compiler, Cubin, default_cache_dir
 from attnsweep.build.observer import Observer
+from attnsweep.check.budget import Budget
 from attnsweep.check.live import Gate
 from attnsweep.errors import CompileError, ToolchainError
 from attnsweep.family.declare import Kernel, discover
@@ -234,9 +235,13 @@ class Tasks:
         known = message["environment"]
         environment = None if known is None else Environment.model_validate(known)
         baseline = Run(Path(message["baseline"]), rows, environment, None, [])
-        gate = Gate(self._spec, self._kernels, baseline, gpu, self._here, self.compiler, observer)
+        budget = Budget(message["budget_s"], message["left_s"])
+        gate = Gate(
+            *(self._spec, self._kernels, baseline, gpu, self._here),
+            *(self.compiler, observer, budget),
+        )
         problem = Problem(**message["problem"])
-        options = {name: message[name] for name in ("slower", "budget_s", "other_driver")}
+        options = {name: message[name] for name in ("slower", "other_driver")}
         (finding,) = gate.run([problem], **options)
         self._pipe.tell("done", finding=finding.to_json())
 

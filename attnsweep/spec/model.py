@@ -223,8 +223,8 @@ class CheckSpec(BaseModel):
         default=0.02, description="Slowdown that counts as a regression: 0.02 is 2 %."
     )
     budget_s: Annotated[float, Field(strict=True, gt=0)] = Field(
-        default=60.0,
-        description="Seconds of rounds per problem and process; then the verdict is inconclusive.",
+        default=120.0,
+        description="Seconds of a whole check; problems undecided then are inconclusive.",
     )
 
 

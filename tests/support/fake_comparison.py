@@ -9,28 +9,52 @@ from typing import Any
 from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 
+from attnsweep.problem import Problem
+from attnsweep.trial import Environment
+
 
 class Card(FakeGpu):
     """A GPU with old and new code. ratios: new over old, of each process in turn.
 
-    Its clock goes on with replays alone, so that a busy host takes no time of a budget. A fault of
-    ("trial", "any") is one of every candidate.
+    own: those of some problems in every process, by label. noisy: the noise of some. Its clock goes
+    on with replays, starts of processes and opened problems alone, so that a busy host takes no
+    time of a budget. A fault of ("trial", "any") is one of every candidate.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.ratios, self.noise, self.replay_s = (1.0,) * 20, 0.002, 2e-5
-        self.now_s = 0.0
-        self._process, self._random = 0, random.Random(7)
+        self.own: dict[str, float] = {}
+        self.noisy: dict[str, float] = {}
+        self.start_s = self.open_s = self.now_s = 0.0
+        self._process, self._random, self._label = 0, random.Random(7), ""
+        self._started = False
 
     def __call__(self, timeout_s: float, *, cache_dir: object = None) -> Card:
         """A command begins."""
-        self._process, self._random = 0, random.Random(7)
+        self._process, self._random, self._started = 0, random.Random(7), False
         return self
+
+    def describe(self, **options: Any) -> Environment:
+        """The first process starts."""
+        self._start()
+        return super().describe(**options)
+
+    def open(self, problem: Problem, **options: Any) -> None:
+        """A problem is opened, in another process if the last one has ended."""
+        self._start()
+        self.now_s += self.open_s
+        self._label = problem.label
+        super().open(problem, **options)
+
+    def _start(self) -> None:
+        self.now_s += 0.0 if self._started else self.start_s
+        self._started = True
 
     def stop(self) -> None:
         """A process ends."""
         self._process += 1
+        self._started = False
 
     def heard(self, method: str, name: str = "") -> None:
         """Fails as `faults` say."""
@@ -44,12 +68,14 @@ class Card(FakeGpu):
 
     def time_us(self, name: str) -> float:
         """Microseconds of a call of the old or the new code."""
-        return 20.0 * (self.ratios[self._process] if name == "new" else 1.0)
+        ratio = self.own.get(self._label, self.ratios[self._process])
+        return 20.0 * (ratio if name == "new" else 1.0)
 
     def sample(self, name: str, kind: str) -> float:
         """One that has noise."""
         self.now_s += self.replay_s
-        return self.time_us(name) * self._random.gauss(1, self.noise)
+        noise = self.noisy.get(self._label, self.noise)
+        return self.time_us(name) * self._random.gauss(1, noise)
 
 
 def compiler_for(spec: Any, arch: Any, cache_dir: Path | None = None) -> FakeCompiler:

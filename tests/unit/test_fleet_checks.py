@@ -24,7 +24,7 @@ problems:
   - {batch: 1, heads: 2, seqlen: [64, 128, 256], head_dim: 64}
 kernels: {burns: {}}
 baselines: []
-check: {slower: 0.02, budget_s: 0.5}
+check: {slower: 0.02, budget_s: 60}
 """
 LABELS = [f"(1,2,{seqlen},64) fp16 full" for seqlen in (64, 128, 256)]
 
@@ -112,6 +112,21 @@ def test_a_problem_that_no_card_can_check_is_inconclusive(check, cards):
     assert code == 4
     assert [each["verdict"] for each in data["problems"]] == ["pass", "pass", "inconclusive"]
     assert "no card could check it" in data["problems"][2]["why"]
+
+
+def test_time_that_is_up_leaves_all_inconclusive_and_opens_nothing(check, cards):
+    code, data, _ = check("--budget-s", "0.001", edit=True)
+    assert (code, data["budget_s"]) == (4, 0.001)
+    for each in data["problems"]:
+        assert (each["verdict"], each["budget_ended"]) == ("inconclusive", True)
+        assert each["why"] == "not begun when the budget of 0.001 s ended: raise --budget-s"
+    assert cards.calls("open") == []
+
+
+def test_each_verdict_is_told_when_it_is_there(check, cards):
+    _, _, said = check(edit=True)
+    lines = [said.index(f"{label}: regression, 1.050 times the old time") for label in LABELS]
+    assert max(lines) < said.index("took ")
 
 
 def test_without_a_card_nothing_is_compared(check, cards):
