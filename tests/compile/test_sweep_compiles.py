@@ -19,7 +19,6 @@ problems:
 kernels: {burns: {}, twice: {SCORE_THREADS: 64}}
 baselines: []
 measure: {rounds: 4}
-check: {budget_s: 0.5}
 """
 TIMES = {"CYCLES=400000": 20.0, "old": 20.0, "new": 20.0}
 TIMES |= {f"SCORE_THREADS=64 MIX_THREADS={mix}": 30.0 for mix in (32, 64)}

@@ -22,7 +22,7 @@ problems:
 kernels: {burns: {}}
 baselines: []
 measure: {rounds: 5, replay_us: 1000, cold: false, eager: false}
-check: {slower: 0.02, budget_s: 30}
+check: {slower: 0.02, budget_s: 60}
 """
 CYCLES = 400_000  # what a block of the family takes
 

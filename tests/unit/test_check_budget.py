@@ -156,6 +156,7 @@ def test_clear_problems_leave_their_time_to_the_others(check, card):
     card.noisy, card.replay_s = {LABELS[0]: 0.15}, 0.002
     code, data = check("--budget-s", "100")
     assert code == 1
+    assert card.now_s <= 100 + card.start_s + card.open_s
     assert verdicts(data)[1:] == ["regression"] * 8
     assert data["problems"][0]["rounds"] * 2 * card.replay_s > 100 / 9
 
@@ -164,6 +165,7 @@ def test_a_budget_that_ends_hides_no_regression_and_calls_nothing_a_pass(check, 
     card.own, card.ratios = {LABELS[0]: 1.05, LABELS[3]: 1.3}, (CLOSE,) * 80
     code, data = check("--budget-s", "40")
     assert code == 1
+    assert card.now_s <= 40 + card.start_s + card.open_s
     for label, verdict in zip(LABELS, verdicts(data), strict=True):
         assert verdict == ("regression" if label in card.own else "inconclusive")
 

@@ -244,7 +244,7 @@ class TestRoundTrip:
             "measure: {rank_by: warm, rounds: 15, finalists: 12, replay_us: 1000, cold: true, "
             "eager: true, energy: false, max_error: null, input_seed: null, timeout_s: 30.0}\n"
             "limits: {workspace_bytes: null, spill_bytes: null}\n"
-            "check: {slower: 0.02, budget_s: 60.0}\n"
+            "check: {slower: 0.02, budget_s: 120.0}\n"
         )
 
     def test_a_problem_keeps_the_least_threshold_that_any_entry_gives_it(self, load, tmp_path):
