@@ -70,12 +70,17 @@ class Problem:
             raise ProblemError(
                 f"heads_kv must divide heads: {self.heads} is not a multiple of {self.heads_kv}"
             )
-        if self.causal and self.seqlen_q > self.seqlen_k:
+        if self.has_empty_rows:
             raise ProblemError(
                 f"causal with seqlen_q {self.seqlen_q} > seqlen_k {self.seqlen_k}: the first "
                 f"{self.seqlen_q - self.seqlen_k} queries would see no key at all",
                 hint="make seqlen_k at least seqlen_q, or drop causal",
             )
+
+    @property
+    def has_empty_rows(self) -> bool:
+        """Whether the mask leaves some queries no key, which is refused so far."""
+        return self.causal and self.seqlen_q > self.seqlen_k
 
     def query_tiles(self, block_m: int) -> int:
         """Number of tiles of block_m queries, over all heads."""

@@ -295,7 +295,8 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
             rows.l[0] = sums.out[OUT_COLUMNS / 2 - 4], rows.l[1] = sums.out[OUT_COLUMNS / 2 - 2];
         else rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
         if (SCALE_BLOCK == 0) units = self.v_scale[0];
-        store_tile(self, work.head, first_row, sums.out, units / rows.l[0], units / rows.l[1], o);
+        store_tile(self, work.head, first_row, sums.out, rows.inverse(0, units),
+                   rows.inverse(1, units), o);
         if (LSE && lane % 4 == 0) {
             const int row = first_row + lane / 4;
             float* of_row = lse + static_cast<long long>(work.head) * call.seqlen_q + row;

@@ -197,7 +197,7 @@ def fwd(c, p, arch):
         ),
         smem_bytes=smem_bytes(c, p),
         defines={"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
-        | {"SCALE_BLOCK": scale_block(p)},
+        | {"SCALE_BLOCK": scale_block(p), **hopper.empty_rows(p)},
         min_blocks_per_sm=c.BLOCKS_PER_SM,
         programmatic=c.PDL > 0,
     )

@@ -317,7 +317,7 @@ __device__ __forceinline__ void store_joined(const Consumer& self, const Place& 
     for (int r = 0; r < 2; ++r) {
         if (to.row + r * 8 >= self.call.seqlen_q) continue;
         long long at = static_cast<long long>(to.head) * self.call.seqlen_q + to.row + r * 8;
-        float by = 1.f / rows.l[r];
+        float by = rows.inverse(r);
         element_t* o = joined + self.call.layout.of_output(at, to.head, to.row + r * 8) +
                        rank * (HEAD_DIM / SPLITS) + self.lane % 4 * 2;
 #pragma unroll
@@ -352,7 +352,7 @@ __device__ __forceinline__ void store_split(const Consumer& self, const Place& t
 __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to,
                                            const float (&out)[HEAD_DIM / 2], const Softmax& rows,
                                            const TensorMap& o, float* lse) {
-    float low = 1.f / rows.l[0], high = 1.f / rows.l[1];
+    float low = rows.inverse(0), high = rows.inverse(1);
     constexpr bool BESIDE_Q = PERSISTENT && !O_OVER_Q;
     unsigned staged = BESIDE_Q ? self.at.staging + self.row_group * Q_BYTES : self.own_q;
     if (BESIDE_Q) {

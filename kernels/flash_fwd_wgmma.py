@@ -208,6 +208,7 @@ def fwd(c, p, arch):
     _, producer, consumer = registers_given(c, arch)
     if producer:
         defines |= {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
+    defines |= hopper.empty_rows(p)
     box = (64, c.BLOCK_N // c.CLUSTER)
     return Launch(
         function="flash_fwd_wgmma",
@@ -238,6 +239,6 @@ def combine(c, p, arch):
         grid=(ceil_div(rows * p.head_dim, 4 * COMBINE_THREADS), 1, 1),
         threads=COMBINE_THREADS,
         args=("partial", "partial_lse", "o", "lse", rows),
-        defines={"COMBINE_THREADS": COMBINE_THREADS},
+        defines={"COMBINE_THREADS": COMBINE_THREADS, **hopper.empty_rows(p)},
         programmatic=c.PDL > 0,
     )

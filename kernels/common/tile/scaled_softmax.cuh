@@ -104,6 +104,10 @@ struct ScaledSoftmax {
         add(s, factor, put);
         return grew;
     }
+    // What row r's output is multiplied by, times `units`; l must be of the whole row.
+    __device__ __forceinline__ float inverse(int r, float units) const {
+        return EMPTY_ROWS && m[r] == minus_infinity() ? 0.f : units / l[r];
+    }
     // The natural logarithm of the sum of a row's exponentials; l must be of the whole row.
     __device__ __forceinline__ float log_sum_exp(int r) const {
         return (m[r] - SHIFT + log2f(l[r])) * 0.6931471805599453f;

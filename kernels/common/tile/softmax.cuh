@@ -158,6 +158,12 @@ struct OnlineSoftmax {
         return !all;
     }
 
+    // What row r's output is multiplied by, once its sum is whole. Without a key the sum may be
+    // above 0: a polynomial makes 2^-126 of no weight, which is a number of bf16.
+    __device__ __forceinline__ float inverse(int r) const {
+        return EMPTY_ROWS && m[r] == minus_infinity() ? 0.f : 1.f / l[r];
+    }
+
     // Takes in another's state of row r, from other keys. What was summed must be multiplied by
     // `mine`, the other's by `theirs`.
     __device__ __forceinline__ void join(int r, float other_m, float other_l, float factor,

@@ -1,0 +1,109 @@
+"""A query whose mask leaves it no key: its output is 0, its log-sum-exp minus infinity.
+
+No problem has such queries yet. Here the causal mask leaves the first ones none, and the families
+learn from the problem that there are some. Their tiles have keys, which other queries see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from attnsweep.build.numerics import (
+    Case,
+    from_bits,
+    limits,
+    log_sum_exp,
+    make_inputs,
+    reference,
+    row_error,
+)
+from attnsweep.family.declare import discover
+from attnsweep.problem import Problem
+
+from .harness import ARCH, COMPILER, LSE_LIMIT, POISON, _request, _run, config_of
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+FAMILIES = discover()
+KEYS = 40
+# Family, config, queries, dtype: each way to write a row, and each way to take its exponentials.
+CASES = {
+    "tile": ("flash_fwd_wgmma", "MAXIMA=1", 64, "fp16"),
+    "tile of later queries": ("flash_fwd_wgmma", "WARPGROUPS=2 MAXIMA=2", 128, "fp16"),
+    "polynomial": ("flash_fwd_wgmma", "MAXIMA=2 EXP2_POLY=8", 64, "bf16"),
+    "turns": ("flash_fwd_wgmma", "PERSISTENT=2 O_OVER_Q=1 MAXIMA=2", 64, "bf16"),
+    "key groups": ("flash_fwd_wgmma", "WARPGROUPS=2 KEY_GROUPS=2 EXP2_POLY=4", 64, "bf16"),
+    "joined": ("flash_fwd_wgmma", "SPLITS=2 SPLIT_CLUSTER=1 MAXIMA=2", 64, "fp16"),
+    "combined": ("flash_fwd_wgmma", "SPLITS=2 MAXIMA=1 EXP2_POLY=8", 64, "bf16"),
+    "packed heads": ("flash_fwd_wgmma", "PACK_GQA=1 MAXIMA=1", 48, "fp16"),
+    "FP8": ("flash_fwd_fp8_wgmma", "MAXIMA=2 HEADROOM=2", 64, "e4m3"),
+    "FP8, the other maxima": ("flash_fwd_fp8_wgmma", "MAXIMA=1 OVERLAP=2", 64, "e4m3_tensor"),
+}
+
+
+@pytest.fixture
+def allowed(monkeypatch):
+    """Problems with queries that see no key."""
+    monkeypatch.setattr(Problem, "__post_init__", lambda problem: None)
+
+
+def run(simulator, case, config, schedule):
+    """What the stages of a case write: output, and log-sum-exp."""
+    kernel, values = config
+    problem, inputs = case.problem, make_inputs(case, 1)
+    with simulator._lock:
+        simulator._runs += 1
+        place = simulator.root / f"empty{simulator._runs}"
+    place.mkdir()
+    sizes = kernel.workspaces(values, problem)
+    out = np.full(problem.bytes_of("o"), POISON, np.uint8)
+    for name, array in {**inputs, "o": out}.items():
+        array.tofile(place / name)
+    for name, nbytes in sizes.items():
+        np.full(nbytes, POISON, np.uint8).tofile(place / name)
+    kinds = dict.fromkeys(inputs, "input") | {"o": "output"} | dict.fromkeys(sizes, "workspace")
+    stages = simulator.build(kernel, values, case)
+    for name, (launch, made) in stages.items():
+        request = place / f"{name}.request"
+        request.write_text(_request(launch, kinds, place, schedule))
+        _run((simulator._runner(False).result(), made.result()), request, 120)
+    bits = np.fromfile(place / "o", np.uint16).reshape(problem.shape_of("o"))
+    lse = np.fromfile(place / "lse", np.float32).reshape(bits.shape[:3])
+    return from_bits(bits, problem.out_dtype).astype(np.float64), lse
+
+
+@pytest.mark.parametrize("which", CASES)
+def test_a_row_without_a_key_is_zero_and_the_others_are_right(simulator, allowed, which):
+    family, words, queries, dtype = CASES[which]
+    kernel = FAMILIES[family]
+    config = kernel, config_of(kernel, f"{words} LSE=1 BLOCK_N=64")
+    case = Case(Problem(1, 2, 1, queries, KEYS, 64, dtype, causal=True))
+    empty = queries - KEYS
+    rows = np.arange(empty, queries)
+    inputs = make_inputs(case, 1)
+    expected, of_rows = (maths(inputs, case.problem, rows) for maths in (reference, log_sum_exp))
+    alike = Case(replace(case.problem, seqlen_q=KEYS))  # as many rows, all of which see keys
+    limit = limits(alike, kernel.rounds_scores).row
+    for schedule in (0, 1):
+        out, lse = run(simulator, case, config, schedule)
+        assert (out[:, :, :empty] == 0).all()
+        assert (lse[:, :, :empty] == -np.inf).all()
+        assert row_error(out[:, :, empty:], expected) <= limit
+        error = np.abs(lse[:, :, empty:] - of_rows) / np.maximum(1, np.abs(of_rows))
+        assert error.max() <= LSE_LIMIT
+
+
+@pytest.mark.parametrize("family", ["flash_fwd_wgmma", "flash_fwd_fp8_wgmma"])
+def test_only_a_launch_with_such_rows_asks_for_them(allowed, family):
+    """All other code is what was recorded."""
+    kernel = FAMILIES[family]
+    config = config_of(kernel, "")
+    some = Problem(1, 2, 1, 64, KEYS, 64, kernel.dtypes[0], causal=True)
+    none = replace(some, seqlen_k=64)
+    for problem, asked in ((some, True), (none, False), (replace(some, causal=False), False)):
+        for name, launch in kernel.launches(config, problem, ARCH).items():
+            defines = kernel.stages[name].defines(config, problem, launch)
+            assert (defines.get("EMPTY_ROWS") == "1") == asked
