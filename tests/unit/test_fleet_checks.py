@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_cards import FakeCards
 from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
+from samples import TEST_GPU
 
 from attnsweep import sweep
+from attnsweep.check.budget import Budget
 from attnsweep.choose import start
 from attnsweep.family.declare import discover
 from attnsweep.fleet import checks
 from attnsweep.gpu import cards as installed_cards
 from attnsweep.gpu.lock import LOCK_VARIABLE
+from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
+from attnsweep.store.run import Run
 
 FAMILIES = Path(__file__).parent.parent / "families"
 SPEC = """
@@ -121,6 +126,35 @@ def test_time_that_is_up_leaves_all_inconclusive_and_opens_nothing(check, cards)
         assert (each["verdict"], each["budget_ended"]) == ("inconclusive", True)
         assert each["why"] == "not begun when the budget of 0.001 s ended: raise --budget-s"
     assert cards.calls("open") == []
+
+
+@pytest.mark.parametrize(
+    ("problems", "after_s", "shares"),
+    [
+        (9, 0, [120 * 2 / 9, 120 * 2 / 8, 120 * 2 / 7]),  # two cards have twice the time
+        (3, 50, [70 * 2 / 3, 70, 70]),  # the last ones may take all that is left
+        (30, 0, [15, 15, 15]),  # a share in which nothing can be decided is of no use
+        (3, 119, [1, 1, 1]),
+        (3, 121, [0, 0, 0]),
+    ],
+)
+def test_a_problem_gets_an_equal_share_of_the_time_left(problems, after_s, shares, monkeypatch):
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr("attnsweep.check.budget.time", clock)
+    entries = [SimpleNamespace(problem=Problem(1, 1, 1, n, n, 64)) for n in range(1, problems + 1)]
+    spec, baseline = SimpleNamespace(problems=entries), Run(Path(), [], None, None, [])
+    job = checks._Checks(spec, {}, baseline, TEST_GPU, Path(), {}, Budget(120), None)
+    for card in ("a", "b", "c"):
+        job.schedule.join(card)
+    job.schedule.lose("c", gone=True)  # two cards are left
+    clock.now_s = after_s
+    given = []
+    for _ in shares:
+        message = job.task(job.schedule.assign("a"), None)
+        assert message["budget_s"] == 120
+        given.append(message["left_s"])
+        job.schedule.finish("a")
+    assert given == pytest.approx(shares)
 
 
 def test_each_verdict_is_told_when_it_is_there(check, cards):
