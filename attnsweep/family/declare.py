@@ -23,6 +23,7 @@ from attnsweep.family.launch import Launch as Launch
 from attnsweep.family.launch import TensorMap as TensorMap
 from attnsweep.family.param import SMS as SMS
 from attnsweep.family.param import Param as Param
+from attnsweep.family.places import declarations
 from attnsweep.family.validate import Fault
 from attnsweep.files import shipped
 from attnsweep.hardware import Arch
@@ -471,13 +472,11 @@ def discover(extra: Path | None = None) -> dict[str, Kernel]:
     """Every family in the shipped kernels/ and in `extra`, by name, sorted.
 
     A file whose name begins with `_` is not a family. Raises KernelError if a declaration is broken
-    or repeated, or if `extra` is not a directory.
+    or repeated, or if `extra` is not a directory or has none; OSError if it may not be read.
     """
     found: dict[str, Kernel] = {}
     for directory in [shipped("kernels")] + ([extra] if extra else []):
-        if not directory.is_dir():
-            raise KernelError("no such directory of kernels", where=str(directory))
-        for path in sorted(directory.glob("[!_]*.py")):
+        for path in declarations(directory):
             kernel = load_kernel(path)
             if kernel.name in found:
                 raise KernelError(

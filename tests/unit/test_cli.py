@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -382,8 +383,10 @@ def test_a_spec_may_name_its_kernels(attnsweep, tmp_path):
     own = f"kernel_dir: {os.path.relpath(FAMILIES, tmp_path)}\n"
     path.write_text(own + SPEC.replace("naive: {}", "twice: {SCORE_THREADS: 64}"))
     assert "2 candidates" in attnsweep("run", path, "--dry-run").stdout
-    (tmp_path / "none").mkdir()
-    said = attnsweep("run", path, "--dry-run", "--kernels", tmp_path / "none").stderr
+    (tmp_path / "other").mkdir()
+    for name in ("wrong.cu", "wrong.py"):
+        shutil.copy(FAMILIES / name, tmp_path / "other")
+    said = attnsweep("run", path, "--dry-run", "--kernels", tmp_path / "other").stderr
     assert "unknown kernel 'twice'" in said
 
 
