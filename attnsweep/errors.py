@@ -1,14 +1,17 @@
 """Every error attnsweep raises on purpose, as one tree.
 
 Each error says where, what, why and what to do next, and carries the exit code of the command that
-it ends: 0 ok · 1 every candidate failed, or one regressed · 2 usage or spec · 3 no usable GPU · 4
-inconclusive.
+it ends: 0 ok · 1 every candidate failed, or one regressed · 2 usage or spec, or a file that cannot
+be used · 3 no usable GPU · 4 inconclusive · 70 an error that nobody expected: ours.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+
+INTERNAL = 70
+"""Exit code of a fault of ours, as sysexits.h has it; never 1, which is a verdict."""
 
 
 class AttnsweepError(Exception):
@@ -106,3 +109,7 @@ class NoGpuError(AttnsweepError):
 
 class CardLostError(NoGpuError):
     """The GPU was there when the run began, and is not now."""
+
+
+class FileError(AttnsweepError):
+    """The system refuses a file or directory: its permissions, its name, the disk."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +25,7 @@ from attnsweep.cli.app import (
     refuse_idle,
     warn,
 )
-from attnsweep.errors import SpecError
+from attnsweep.errors import SpecError, StoreError
 from attnsweep.show import terminal
 from attnsweep.show.forms import Form
 from attnsweep.show.terminal import console, counted, errors
@@ -132,7 +132,8 @@ def check(
     On GitHub Actions, each problem that regressed, is wrong or is inconclusive becomes an
     annotation, and the table the job's summary.
 
-    Exit code 1 if a problem regressed or is wrong, 4 if one is inconclusive, 0 otherwise.
+    Exit code 1 if a problem regressed or is wrong, 4 if one is inconclusive, 0 if all passed;
+    without a verdict 2, 3 or 70, never 1.
     """
     from attnsweep.check import github, live
     from attnsweep.check import recorded as recordings
@@ -158,27 +159,30 @@ def check(
     for path in (junit, None if printed else markdown):
         if path is not None:
             check_output(path)
-    if against is None or new is not None:
-        old_run, new_run = open_run(subject), open_run(new or subject)
-        compared = recordings.compare(old_run, new_run, slower=0.03 if slower is None else slower)
-    else:
-        baseline = open_run(against)
-        loaded, families = load(subject, kernels)
-        asked: dict[str, Any] = {
-            "slower": slower,
-            "budget_s": budget_s,
-            "other_driver": other_driver,
-            "wait": wait,
-        }
-        if gpus is None:
-            with progress.watch(errors, form) as observer:
-                asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
-                compared = live.check(loaded, families, baseline, **asked)
+    with _verdict_or_error():
+        if against is None or new is not None:
+            old_run, new_run = open_run(subject), open_run(new or subject)
+            compared = recordings.compare(
+                old_run, new_run, slower=0.03 if slower is None else slower
+            )
         else:
-            cards = chosen(gpus, installed())
-            with fleet_progress.watch(errors, len(cards), form) as observer:
-                asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
-                compared = checks.check(loaded, families, baseline, cards, **asked)
+            baseline = open_run(against)
+            loaded, families = load(subject, kernels)
+            asked: dict[str, Any] = {
+                "slower": slower,
+                "budget_s": budget_s,
+                "other_driver": other_driver,
+                "wait": wait,
+            }
+            if gpus is None:
+                with progress.watch(errors, form) as observer:
+                    asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
+                    compared = live.check(loaded, families, baseline, **asked)
+            else:
+                cards = chosen(gpus, installed())
+                with fleet_progress.watch(errors, len(cards), form) as observer:
+                    asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
+                    compared = checks.check(loaded, families, baseline, cards, **asked)
     table = compared.to_markdown()
     lines = [Text(line, style) for line, style in compared.lines(console.width)]
     with contextlib.suppress(BrokenPipeError):  # `check … | head`: the exit code is the verdict
@@ -211,6 +215,15 @@ def _teller(observer: Observer, whole: bool) -> Callable[[Finding], None]:
                 to.print(finding.line, markup=False, soft_wrap=True)
 
     return tell
+
+
+@contextlib.contextmanager
+def _verdict_or_error() -> Iterator[None]:
+    """Raise StoreError if nobody reads the progress, as in `2>&1 | head`: elsewhere that is 0."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise StoreError("no verdict: the reader of the output is gone") from error
 
 
 @app.command(epilog=examples("attnsweep accept results/h200/ci baselines/ci"))

@@ -1,7 +1,7 @@
 """The only module that writes to a terminal, and plain text laid out for its width.
 
 Without a terminal there are no ANSI codes. The end of a program is here too: errors as messages and
-exit codes, Ctrl-C, output that cannot be written.
+exit codes, Ctrl-C, output that cannot be written, and faults of ours.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import signal
 import sys
 import textwrap
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from attnsweep.errors import AttnsweepError
+from attnsweep.errors import INTERNAL, AttnsweepError
+from attnsweep.show.refusals import refused
 
 # Piped output has no width of its own. 120 holds every column that a ranking usually has, and CI
 # services show as much in a log without wrapping.
@@ -96,15 +98,15 @@ def counted(number: int, noun: str) -> str:
 
 
 class _Stopped(Exception):
-    """Carries Ctrl-C and failing output past Click, which would end the program in its own way."""
+    """Carries Ctrl-C, OSError and EOFError past Click, which would end the program in its way."""
 
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """Raise _Stopped for Ctrl-C and an OSError, also if rich made exit code 1 of a closed pipe."""
+    """Raise _Stopped for what Click would make exit code 1 of, or rich of a closed pipe."""
     try:
         yield
-    except (KeyboardInterrupt, OSError) as error:
+    except (KeyboardInterrupt, OSError, EOFError) as error:
         raise _Stopped from error
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):
@@ -136,10 +138,10 @@ class Group(TyperGroup):
 
 
 class Commands(Group):
-    """All commands. They leave Ctrl-C and failing output to `to_the_end`."""
+    """All commands. They leave Ctrl-C and errors of the system to `to_the_end`."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Read the command line as Click does, and print help; raise _Stopped as `invoke`."""
+        """Read the command line as Click does, and print help; raise _Stopped for Ctrl-C."""
         with _stoppable():
             return super().make_context(*args, **kwargs)
 
@@ -151,13 +153,13 @@ class Commands(Group):
         return super().parse_args(ctx, moved + rest)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command as Click does, but raise _Stopped for Ctrl-C and an OSError."""
+        """Run the command as Click does, but raise _Stopped as `make_context`."""
         with _stoppable():
             return super().invoke(ctx)
 
 
 def to_the_end(app: Callable[[], object]) -> None:
-    """Run a program and exit: every deliberate error becomes its message and exit code."""
+    """Run a program and exit: every error becomes its message and exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for µ and × if they cannot be encoded
@@ -167,7 +169,7 @@ def to_the_end(app: Callable[[], object]) -> None:
         except SystemExit as end:
             sys.stdout.flush()
             if end.code == _INTERRUPTED:
-                _end_at_once_on_ctrl_c()
+                _exit_interrupted()
             raise
         except AttnsweepError as error:
             _error(error.render())
@@ -177,27 +179,68 @@ def to_the_end(app: Callable[[], object]) -> None:
     except KeyboardInterrupt as stop:
         said = f"interrupted: {stop}" if str(stop) else "interrupted"
         errors.print(escape(said), soft_wrap=not errors.is_terminal)
-        _end_at_once_on_ctrl_c()
-        sys.exit(_INTERRUPTED)
+        _exit_interrupted()
     except OSError as error:
-        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
-            raise
-        _discard_output()
-        if error.errno == errno.EPIPE:  # `attnsweep report | head`
-            sys.exit(getattr(error.__context__, "code", 0))
-        with contextlib.suppress(OSError):
-            _error(f"cannot write the output: {error.strerror}")
-        sys.exit(2)
-
-
-def _end_at_once_on_ctrl_c() -> None:
-    """Python waits for threads that compile when it ends; Ctrl-C there would print a traceback."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _exit_of_system(error)
+    except Exception as error:  # whatever it is, it is no verdict of `check`
+        _exit_internal(error)
 
 
 _INTERRUPTED = 130
+
+
+def _exit_interrupted() -> NoReturn:
+    """End with the exit code of the signal, and at once if there is another.
+
+    Python waits for threads that compile when it ends; a signal there would print a traceback.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(_INTERRUPTED)
+
+
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
+
+
+def _exit_of_system(error: OSError) -> NoReturn:
+    """End with what the system refused: a file, the output, or something that is our fault."""
+    if (of_file := refused(error)) is not None:
+        _error(of_file.render())
+        sys.exit(of_file.exit_code)
+    if error.errno not in _OUTPUT_ERRORS:
+        _exit_internal(error)
+    _discard_output()
+    if error.errno == errno.EPIPE:  # `attnsweep report | head`
+        before = error.__context__
+        sys.exit(getattr(before, "exit_code", getattr(before, "code", 0)))
+    with contextlib.suppress(OSError):
+        _error(f"cannot write the output: {error.strerror}")
+    sys.exit(2)
+
+
+# Frames of a traceback that are shown: an endless recursion has a thousand.
+_FRAMES = 40
+
+
+def _exit_internal(error: BaseException) -> NoReturn:
+    """End with an error that nobody expected, and what a report of it needs."""
+    with contextlib.suppress(OSError):
+        if isinstance(error, MemoryError):
+            why = f": {error}" if str(error) else ""
+            hint = "free memory of the host, or take fewer or smaller problems"
+            _error(f"the host has no memory left{why}\n  {hint}")
+        else:
+            traceback.print_exception(error, limit=-_FRAMES, file=errors.file)
+            what = "".join(traceback.format_exception_only(error)).strip()
+            _error(f"attnsweep has a fault: {what}\n  {_REPORT}")
+        sys.stdout.flush()
+    sys.exit(INTERNAL)
+
+
+_REPORT = (
+    "report it as an issue of attnsweep's repository, with all lines above, the command, and what "
+    "`attnsweep doctor` prints"
+)
 
 
 def _discard_output() -> None:

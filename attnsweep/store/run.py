@@ -483,8 +483,10 @@ def find_runs(results_dir: Path) -> list[Path]:
 def latest_run(results_dir: Path) -> Run:
     """The run below `results_dir` whose trials were written last; of equals, the last by path.
 
-    Runs without rows do not count. Raises StoreError if there is none.
+    Runs without rows do not count. Raises StoreError if there is none, OSError as `os.scandir`.
     """
+    if results_dir.is_dir():
+        os.scandir(results_dir).close()  # find_runs takes one that may not be read for empty
     written = []
     for directory in find_runs(results_dir):
         with suppress(OSError):
@@ -492,9 +494,6 @@ def latest_run(results_dir: Path) -> Run:
             if stat.st_size:
                 written.append((stat.st_mtime_ns, directory))
     if not written:
-        raise StoreError(
-            "no runs here",
-            where=str(results_dir),
-            hint="run: attnsweep run SPEC, or give the directory of a run",
-        )
+        hint = "run: attnsweep run SPEC, or give the directory of a run"
+        raise StoreError("no runs here", where=str(results_dir), hint=hint)
     return open_run(max(written)[1])

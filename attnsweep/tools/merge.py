@@ -81,7 +81,7 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
                     if trial.problem == problem:
                         store.append(trial)
         for run in runs:
-            for file in sorted((run.directory / CUBINS).glob("*")):
+            for file in _cubins(run):
                 store.keep(file.name, file.read_bytes())
         counters = [each for run in runs for each in _counters(run)]
         if counters:
@@ -95,6 +95,12 @@ def _opened(out: Path) -> Store:
     except StoreError as error:  # which speaks of `run`
         hint = error.hint and error.hint.replace("--results", "--out")
         raise StoreError(error.what, where=error.where, hint=hint) from error
+
+
+def _cubins(run: Run) -> list[Path]:
+    """The files of machine code. Raises OSError if they may not be read, where glob finds none."""
+    folder = run.directory / CUBINS
+    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def _place(labels: Sequence[str], label: object) -> int:
