@@ -50,7 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """How many examples each property gets."""
+    """How many examples each property gets; and Ctrl-C works, as tests press it.
+
+    A shell without job control has what it starts with `&` ignore it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if settings is not None:
         # A busy machine is no failure: speed is shown in recorded runs, never by a timed test.
         settings.register_profile("push", deadline=None, max_examples=30)
@@ -225,11 +230,12 @@ def some(request: pytest.FixtureRequest) -> Callable[[list[object], int], list[o
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    """Give Ctrl-C back to pytest: a command that it interrupted has ended with it."""
-    before = signal.getsignal(signal.SIGINT)
+    """Give Ctrl-C and SIGTERM back to pytest: a command has handlers of its own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    if signal.getsignal(signal.SIGINT) is not before:
-        signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

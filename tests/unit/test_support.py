@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import fake_gpu
@@ -62,6 +65,26 @@ def test_a_fault_is_raised_after_the_call_is_kept():
 
 def test_the_session_has_one_cache_of_compiled_code(shared_cache, tmp_path_factory):
     assert default_cache_dir() == shared_cache == Path(os.environ[CACHE_VARIABLE])
+
+
+def test_ctrl_c_reaches_a_test():
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_reaches_a_test_of_a_shell_that_ignores_it():
+    """Eight tests that press it failed behind `nohup pytest &`."""
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'pytest', '-q', *sys.argv[1:]])\n"
+    )
+    own = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST")}
+    test = f"{__file__}::test_ctrl_c_reaches_a_test"
+    done = subprocess.run(
+        [sys.executable, "-c", code, test], capture_output=True, text=True, env=own
+    )
+    assert "1 passed" in done.stdout, done.stdout
 
 
 def test_no_test_imports_a_test():
