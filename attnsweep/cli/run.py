@@ -117,9 +117,9 @@ def run(
 ) -> None:
     """Sweep: compile, check, time and rank every candidate of SPEC.
 
-    An interrupted or repeated run continues where it stopped, unless --fresh is given. Ctrl-C
-    prints the ranking so far. With --problem or --set the run is stored beside the spec's own, as
-    SPEC-<digits>; the same command continues there. Progress shows the time left once two
+    An interrupted or repeated run continues where it stopped, unless --fresh is given. Ctrl-C and
+    SIGTERM print the ranking so far. With --problem or --set the run is stored beside the spec's
+    own, as SPEC-<digits>; the same command continues there. Progress shows the time left once two
     problems are over; before that nothing tells it.
     """
     from attnsweep.choose.search import exhaustively

@@ -149,6 +149,9 @@ class Gpu(Protocol):
         """Release the GPU; the next call starts a new process."""
 
 
+_STOPPED = "signal SIGTERM"
+
+
 class Worker:
     """The parent's end, a context manager. The child's Bench runs the methods of `Gpu`."""
 
@@ -346,6 +349,8 @@ class Worker:
             code = self._exit_code()
             self.restarts += 1
             self._kill()
+            if code == _STOPPED:  # a batch system stops all processes of a job, this one too
+                raise KeyboardInterrupt from error
             raise WorkerError(Status.LAUNCH_ERROR, f"the GPU process died ({code})") from error
         if reply.dying:
             self.restarts += 1

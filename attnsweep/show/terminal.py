@@ -1,7 +1,7 @@
 """The only module that writes to a terminal, and plain text laid out for its width.
 
 Without a terminal there are no ANSI codes. The end of a program is here too: errors as messages and
-exit codes, Ctrl-C, output that cannot be written, and faults of ours.
+exit codes, Ctrl-C and SIGTERM, output that cannot be written, and faults of ours.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import signal
 import sys
 import textwrap
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 from rich.cells import cell_len, set_cell_size
@@ -163,6 +165,7 @@ def to_the_end(app: Callable[[], object]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for µ and × if they cannot be encoded
+    _stop_on_sigterm()
     try:
         try:
             app()
@@ -187,6 +190,24 @@ def to_the_end(app: Callable[[], object]) -> None:
 
 
 _INTERRUPTED = 130
+_TERMINATED = 143
+# `timeout` and batch systems send SIGTERM to a process and to its group, so one stop comes twice.
+_ONE_STOP_S = 1.0
+_sigterms_s: list[float] = []
+
+
+def _stop_on_sigterm() -> None:
+    """Have SIGTERM do what Ctrl-C does; like Ctrl-C, it stays ignored if it was on entry."""
+    _sigterms_s.clear()
+    own = threading.current_thread() is threading.main_thread()
+    if own and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
+    _sigterms_s.append(time.monotonic())
+    if len(_sigterms_s) == 1 or _sigterms_s[-1] - _sigterms_s[-2] > _ONE_STOP_S:
+        raise KeyboardInterrupt
 
 
 def _exit_interrupted() -> NoReturn:
@@ -195,8 +216,10 @@ def _exit_interrupted() -> NoReturn:
     Python waits for threads that compile when it ends; a signal there would print a traceback.
     """
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.exit(_INTERRUPTED)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+    sys.exit(_TERMINATED if _sigterms_s else _INTERRUPTED)
 
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
