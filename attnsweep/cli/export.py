@@ -11,7 +11,15 @@ from rich.markup import escape
 from rich.text import Text
 
 from attnsweep.cli import completion
-from attnsweep.cli.app import JsonOption, KernelsOption, app, examples, print_result
+from attnsweep.cli.app import (
+    JsonOption,
+    KernelsOption,
+    ProgressOption,
+    app,
+    examples,
+    print_result,
+)
+from attnsweep.show.forms import Form
 from attnsweep.show.terminal import counted, errors
 
 
@@ -38,6 +46,7 @@ def export_(
         typer.Option("--name", help="Import name of the package (default: that of --out)."),
     ] = None,
     json_: JsonOption = False,
+    form: ProgressOption = Form.AUTO,
     kernels: KernelsOption = None,
 ) -> None:
     """Write the winners of runs as a package: cubins, a table and a launcher for PyTorch.
@@ -51,7 +60,7 @@ def export_(
     from attnsweep.show import progress
     from attnsweep.use.package import export
 
-    with progress.counting(errors, "compile") as compiled:
+    with progress.counting(errors, "compile", "kernel", form) as compiled:
         done = export(runs, out, discover(kernels), name=name, compiled=compiled)
     for note in done.notes:
         errors.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -90,14 +91,40 @@ def drawn(
 
 
 @contextmanager
-def counting(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Takes how many are done, of how many: a bar on a terminal, nothing elsewhere."""
-    if terminal.talk is terminal.Talk.QUIET or not console.is_terminal:
+def counting(
+    console: Console, what: str, noun: str, form: Form = Form.AUTO
+) -> Iterator[Callable[[int, int], None]]:
+    """Takes how many are done, of how many: a bar on a terminal, a line now and then elsewhere."""
+    if form is Form.JSON:
+        events = _JsonLines(console)
+        try:
+            yield partial(events.count, what)
+        finally:
+            events.end()
+    elif terminal.talk is terminal.Talk.QUIET:
         yield lambda _done, _total: None
-        return
-    with Progress(*_columns(), console=console, transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    elif form is Form.PLAIN or not console.is_terminal:
+        yield _PlainCount(console, what, noun)
+    else:
+        with Progress(*_columns(), console=console, transient=True) as progress:
+            task = progress.add_task(what, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+class _PlainCount:
+    """For logs: how many there are, then at most a line every ten seconds."""
+
+    def __init__(self, console: Console, what: str, noun: str) -> None:
+        self._console, self._what, self._noun = console, what, noun
+        self._last = -_PLAIN_INTERVAL_S
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done and now - self._last < _PLAIN_INTERVAL_S:
+            return
+        self._last = now
+        of = f"{done} of {counted(total, self._noun)}" if done else counted(total, self._noun)
+        self._console.print(f"{self._what} {of}", soft_wrap=True)
 
 
 def _columns() -> tuple[ProgressColumn, ...]:
@@ -394,6 +421,13 @@ class _JsonLines(_Best):
 
     def note(self, text: str) -> None:
         self.write("note", text=text)
+
+    def count(self, phase: str, done: int, total: int) -> None:
+        """Of something that has neither problems nor times, as often as other progress."""
+        now = time.monotonic()
+        if done in (0, total) or now - self._last >= _JSON_INTERVAL_S:
+            self._last = now
+            self.write("progress", phase=phase, done=done, total=total)
 
     def end(self) -> None:
         """Nothing more will be told."""

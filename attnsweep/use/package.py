@@ -10,8 +10,6 @@ import itertools
 import json
 import keyword
 import re
-import secrets
-import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -31,7 +29,7 @@ from attnsweep.hardware import Arch, arch_named, arch_on
 from attnsweep.problem import Problem
 from attnsweep.store.run import Run, open_run
 from attnsweep.trial import OURS, Environment, Trial
-from attnsweep.use import fp8
+from attnsweep.use import fp8, target
 from attnsweep.use.compiled import (
     FAMILY,
     compile_for_models,
@@ -123,7 +121,7 @@ def export(
     CompileError.
     """
     called = package_name(out, name)
-    _check_free(out)
+    target.check(out)
     family, of_fp8 = families[FAMILY], families.get(fp8.FAMILY)
     selected = _selected(directories, family, of_fp8)
     notes: list[str] = []
@@ -148,7 +146,7 @@ def export(
         if given is None:
             compiler.close()
     contents = _contents(called, _text(table), files)
-    _write(out, contents)
+    target.write(out, contents)
     return Exported(
         out,
         called,
@@ -424,7 +422,9 @@ def _row(
 
 def _contents(name: str, table: str, cubins: Mapping[str, bytes]) -> dict[str, bytes]:
     """Every file of the project by its path."""
-    project = _PROJECT.format(name=name, version=__version__, cubins=CUBINS, table=TABLE)
+    project = _PROJECT.format(
+        mark=target.MARK, name=name, version=__version__, cubins=CUBINS, table=TABLE
+    )
     inside = {"__init__.py": (_RUNTIME / "package.py").read_bytes()}
     inside |= {module: (_RUNTIME / module).read_bytes() for module in MODULES}
     inside |= {TABLE: table.encode(), "py.typed": b""}
@@ -434,7 +434,7 @@ def _contents(name: str, table: str, cubins: Mapping[str, bytes]) -> dict[str, b
 
 
 _PROJECT = """\
-# Written by attnsweep export.
+{mark}
 [build-system]
 requires = ["setuptools>=61"]
 build-backend = "setuptools.build_meta"
@@ -452,41 +452,3 @@ packages = ["{name}"]
 [tool.setuptools.package-data]
 {name} = ["{table}", "py.typed", "{cubins}/*.cubin"]
 """
-
-
-def _check_free(out: Path) -> None:
-    """Raise StoreError unless `out` can be written: absent, empty, or an earlier export."""
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise StoreError("is not a directory", where=str(out), hint="choose another --out")
-    names = {path.name for path in out.iterdir()}
-    earlier = "pyproject.toml" in names and (out / "pyproject.toml").read_bytes().startswith(
-        _PROJECT.splitlines()[0].encode()
-    )
-    if names and not earlier:
-        raise StoreError(
-            "there are files, and they are no earlier export",
-            where=str(out),
-            hint="choose an empty or a new directory with --out",
-        )
-
-
-def _write(out: Path, contents: Mapping[str, bytes]) -> None:
-    """Write all files next to `out`, then put them in its place."""
-    aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
-    old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.old")
-    try:
-        for path, data in contents.items():
-            (aside / path).parent.mkdir(parents=True, exist_ok=True)
-            (aside / path).write_bytes(data)
-        if out.exists():
-            out.rename(old)
-        aside.rename(out)
-    except OSError as error:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        raise StoreError(f"cannot be written: {error.strerror}", where=str(out)) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)

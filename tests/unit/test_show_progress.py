@@ -210,18 +210,36 @@ def test_with_verbose_a_line_says_what_took_so_long(clock, monkeypatch):
     assert "  prepared torch_cudnn in 1.5 s (first calls 1.2 s)\n" in out.getvalue()
 
 
-@pytest.mark.parametrize("on_terminal", [True, False])
-@pytest.mark.parametrize("talk", [terminal.Talk.NORMAL, terminal.Talk.QUIET])
-def test_a_count_is_a_bar_on_a_terminal_and_nothing_elsewhere(monkeypatch, on_terminal, talk):
-    monkeypatch.setattr(terminal, "talk", talk)
+def counted(form: Form, clock, *, on_terminal: bool = False) -> str:
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=on_terminal, color_system=None)
-    with progress.counting(console, "compile") as compiled:
-        compiled(0, 16)
-        compiled(3, 16)
-    shown = on_terminal and talk is terminal.Talk.NORMAL
-    assert ("compile" in out.getvalue() and "3/16" in out.getvalue()) == shown
-    assert shown or not out.getvalue()
+    with progress.counting(console, "compile", "kernel", form) as compiled:
+        for done in range(4):
+            compiled(done, 3)
+            clock.now += 6
+    return out.getvalue()
+
+
+def test_a_count_is_a_bar_on_a_terminal_and_lines_elsewhere(clock, monkeypatch):
+    """`export` in a log was silent for a minute."""
+    bar = counted(Form.AUTO, clock, on_terminal=True)
+    assert "compile" in bar
+    assert "3/3" in bar
+    lines = "compile 3 kernels\ncompile 2 of 3 kernels\n"
+    assert counted(Form.AUTO, clock) == lines
+    assert counted(Form.PLAIN, clock, on_terminal=True) == lines
+    monkeypatch.setattr(terminal, "talk", terminal.Talk.QUIET)
+    assert counted(Form.AUTO, clock) == counted(Form.AUTO, clock, on_terminal=True) == ""
+
+
+def test_a_count_in_json(clock, monkeypatch):
+    monkeypatch.setattr(terminal, "talk", terminal.Talk.QUIET)  # which JSON overrides, as elsewhere
+    events = [json.loads(line) for line in counted(Form.JSON, clock).splitlines()]
+    assert events[1] == {
+        "event": "progress", "elapsed_s": 6.0, "phase": "compile", "done": 1, "total": 3
+    }  # fmt: skip
+    assert [event.get("done") for event in events] == [0, 1, 2, 3, None]
+    assert events[-1]["event"] == "end"
 
 
 def test_a_bar_and_a_log_name_the_peer_that_is_prepared(clock):

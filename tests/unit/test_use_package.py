@@ -18,6 +18,7 @@ from fake_compiler import FakeCompiler
 from fake_driver import FakeDriver
 from hypothesis import given
 from hypothesis import strategies as st
+from ordinary import ordinary
 from packages import H100, PLAIN, shape, table, winner
 from rich.console import Console
 
@@ -216,6 +217,44 @@ def test_the_command_says_what_it_wrote(attnsweep, tmp_path, monkeypatch):
     assert "choose another --out" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        ("closed/mine", "cannot be written: Permission denied"),
+        ("closed/deeper/mine", "cannot be written: Permission denied"),
+        ("closed", "there are files, and they are no earlier export"),
+        ("file/mine", "cannot be written: Not a directory"),
+        ("a" * 250, "cannot be written: File name too long"),
+        ("full", "there are files, and they are no earlier export"),
+        (".", "the working directory is in it"),
+        ("..", "the working directory is in it"),
+    ],
+)
+def test_an_export_looks_at_its_target_first(attnsweep, tmp_path, monkeypatch, out, why):
+    """It compiled for a minute, and then said that it could not write."""
+    (tmp_path / "here" / "closed").mkdir(parents=True)
+    (tmp_path / "here" / "closed" / "kept").touch()
+    (tmp_path / "here" / "full").mkdir()
+    (tmp_path / "here" / "full" / "pyproject.toml").write_text("[project]\nname = 'mine'\n")
+    (tmp_path / "here" / "file").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    before = sorted(Path().rglob("*"))
+    monkeypatch.setattr(package, "Compiler", None)
+    monkeypatch.setattr(package, "open_run", None)
+    Path("closed").chmod(0o555)
+    with ordinary():
+        done = attnsweep("export", H100_RUN, "--out", out, "--name", "mine", width=1000)
+    Path("closed").chmod(0o755)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {out}: {why}")
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_a_target_that_is_deep_is_made_and_nothing_else_is_left(tmp_path):
+    export(tmp_path, [H100_RUN], out="some/deep/mine")
+    assert [path.name for path in (tmp_path / "some" / "deep").iterdir()] == ["mine"]
+
+
 def test_an_export_tells_how_many_kernels_have_compiled(attnsweep, tmp_path, monkeypatch):
     told = []
     runs = [H100_RUN, RESULTS / "h100-80gb-hbm3/fp8_h100"]
@@ -228,6 +267,17 @@ def test_an_export_tells_how_many_kernels_have_compiled(attnsweep, tmp_path, mon
     shown = attnsweep("export", H100_RUN, "--out", tmp_path / "shown", "--json")
     count = json.loads(shown.stdout)["kernels"]
     assert f"{count}/{count}" in out.getvalue()
+
+
+def test_an_export_in_a_log_is_not_silent(attnsweep, tmp_path, monkeypatch):
+    monkeypatch.setattr(package, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache"))
+    said = attnsweep("export", H100_RUN, "--out", tmp_path / "shown").stderr
+    assert said.startswith("compile ")
+    assert " kernels\n" in said
+    out = ("export", H100_RUN, "--out", tmp_path / "shown")
+    assert "compile" not in attnsweep("-q", *out).stderr
+    first = attnsweep(*out, "--progress", "json").stderr.splitlines()[0]
+    assert json.loads(first)["phase"] == "compile"
 
 
 # ---- the table ----
