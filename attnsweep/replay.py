@@ -10,7 +10,7 @@ from pathlib import Path
 from attnsweep.build.observer import Observer
 from attnsweep.choose.frontier import held_to
 from attnsweep.choose.search import Search, search_of
-from attnsweep.errors import SpaceError, StoreError
+from attnsweep.errors import StoreError
 from attnsweep.family.chunks import row_of_today
 from attnsweep.family.declare import Kernel
 from attnsweep.family.space import Space
@@ -18,6 +18,7 @@ from attnsweep.hardware import arch_on
 from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec
 from attnsweep.spec.plan import Shard, candidate_counts, plan, plan_facts, run_name
+from attnsweep.store.environments import environment_of
 from attnsweep.store.run import Run, Store, open_run
 from attnsweep.trial import OURS, Status, Trial
 
@@ -42,9 +43,7 @@ def replay(
     """
     assert spec.recording is not None  # load_spec checks it
     recording = open_run(spec.recording)
-    environment = recording.environment
-    if environment is None:
-        raise SpaceError("the recording has no environment.json", where=str(spec.recording))
+    environment = environment_of(recording)
     planned = plan(spec, kernels, arch_on(environment))
     planned = planned if shard is None else shard.take(planned)
     observer.planned(candidate_counts(planned, spec.search.candidates), finals=False)

@@ -14,6 +14,7 @@ from attnsweep.choose.ranking import rank, winners
 from attnsweep.errors import SpecError, StoreError
 from attnsweep.spec.load import load_spec
 from attnsweep.store.code import read_code
+from attnsweep.store.environments import damage
 from attnsweep.store.pack import pack
 from attnsweep.store.run import CUBINS, LOCK, SPEC, Run, open_run, trials_of
 from attnsweep.trial import PROTOCOL
@@ -73,7 +74,7 @@ def _unfinished(run: Run) -> list[str]:
         return [f"its spec cannot be read ({error.what})"]
     old = run.environment is not None and run.environment.protocol != PROTOCOL
     won = {trial.problem: trial for trial in winners(rank(run.trials, run.environment))}
-    against = [] if run.environment is not None else ["it has no environment.json"]
+    against = [] if run.environment is not None else [_without_environment(run)]
     for problem in problems:
         if problem not in won:
             against.append(f"{problem.label} has no winner")
@@ -87,6 +88,10 @@ def _unfinished(run: Run) -> list[str]:
                     return [f"{_OLDER}; {problem.label}: {error.what}"]
                 against.append(f"{problem.label}: {error.what}")
     return against
+
+
+def _without_environment(run: Run) -> str:
+    return "its environment.json is damaged" if damage(run) else "it has no environment.json"
 
 
 def _unlike(run: Run, baseline: Path) -> list[str]:

@@ -265,7 +265,7 @@ def at_least(ratio: float) -> str:
 def other_card(old: Environment | None, new: Environment | None) -> str | None:
     """The reason why both cannot be shown to be from the same kind of card, or None."""
     if old is None or new is None:
-        return "a run has no environment.json, so its GPU is unknown"
+        return "a run has no usable environment.json, so its GPU is unknown"
     if old.gpu != new.gpu:
         return f"measured on another GPU: {old.gpu}, then {new.gpu}"
     return None

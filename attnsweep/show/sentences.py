@@ -190,7 +190,7 @@ def heading(section: Section) -> list[str]:
         driver = [f"driver {where.driver}"] if where else []
         return [label, f"recorded on {' and '.join(sources)}", *driver]
     if where is None:
-        return [label, "no environment.json: GPU and date unknown"]
+        return [label, "no usable environment.json: GPU and date unknown"]
     return [label, f"measured on {where.gpu}", f"driver {where.driver}", where.date[:10]]
 
 

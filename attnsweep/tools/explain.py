@@ -396,7 +396,7 @@ class _Rules:
         if kernel is None:
             self.unknown = "the family is not here today, so its rules cannot be asked"
         elif section.environment is None:
-            self.unknown = "the run has no environment.json, so its rules cannot be asked"
+            self.unknown = "the run has no usable environment.json, so its rules cannot be asked"
         else:
             changed = changed_since(kernel, Config(config))
             if changed is not None:

@@ -11,6 +11,7 @@ from attnsweep.errors import SpecError, StoreError
 from attnsweep.problem import Problem
 from attnsweep.show import tables
 from attnsweep.spec.load import SweepSpec, load_spec
+from attnsweep.store.environments import environment_of
 from attnsweep.store.run import CUBINS, SPEC, Run, Store, trials_of
 from attnsweep.tools.profile import FILE as COUNTERS
 from attnsweep.trial import Environment, Status, cards_of
@@ -32,6 +33,7 @@ def merge(runs: Sequence[Run], out: Path, note: Callable[[str], None]) -> Run:
         hint = "choose another place with --out, or remove it"
         raise StoreError("a run is there already", where=str(out), hint=hint)
     for run in runs:
+        environment_of(run)
         if run.warnings:  # the whole run would look sound without the rows that are lost
             raise StoreError(
                 f"rows of it are damaged: {run.warnings[0]}",
@@ -132,10 +134,7 @@ def _one_spec(runs: Sequence[Run]) -> SweepSpec:
 def _one_environment(runs: Sequence[Run]) -> Environment:
     environments = []
     for run in runs:
-        if run.environment is None:
-            hint = "it says what was measured on: copy the part whole, or sweep it again"
-            raise StoreError("it has no environment.json", where=str(run.directory), hint=hint)
-        environments.append(run.environment)
+        environments.append(environment_of(run))
     first = environments[0]
     for run, here in zip(runs, environments, strict=True):
         facts = {name: (getattr(here, name), getattr(first, name)) for name in _ALIKE}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from attnsweep.errors import NoGpuError, SpecError, StoreError
+from attnsweep.errors import NoGpuError, SpecError
 from attnsweep.family.declare import Kernel
 from attnsweep.gpu.worker import Worker, WorkerError
 from attnsweep.hardware import ARCHS, arch_named, arch_on
@@ -15,6 +15,7 @@ from attnsweep.spec.load import load_spec
 from attnsweep.spec.shipped import shipped_specs
 from attnsweep.spec.starter import Target, what_runs
 from attnsweep.spec.yaml_file import nearest
+from attnsweep.store.environments import environment_of
 from attnsweep.store.run import open_run
 from attnsweep.trial import Status
 
@@ -58,8 +59,7 @@ def recorded(run: Path, problems: Sequence[Problem]) -> Target:
             )
         run = recording
     read = open_run(run)
-    if read.environment is None:
-        raise StoreError("no environment.json: its GPU is unknown", where=str(run))
+    card = environment_of(read)
     there = list(dict.fromkeys(trial.problem for trial in read.trials))
     for problem in problems:
         if problem not in there:
@@ -73,7 +73,6 @@ def recorded(run: Path, problems: Sequence[Problem]) -> Target:
                 where=f"--replay {run}",
                 hint=f"it has:\n  {some}{more}",
             )
-    card = read.environment
     return Target(arch_on(card), card.gpu, run.resolve())
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from attnsweep.build.cubin import check_arguments, functions
 from attnsweep.build.nvrtc import Compiler, Cubin, source_closure
-from attnsweep.errors import StoreError
 from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.declare import Config, Kernel, Launch, TensorMap
 from attnsweep.hardware import Arch, arch_named
 from attnsweep.problem import Problem
+from attnsweep.store.environments import environment_of
 from attnsweep.store.run import Run
 from attnsweep.trial import Environment, Trial
 from attnsweep.use.runtime import launch as geometry
@@ -175,13 +175,7 @@ def source_digest(family: Kernel) -> str:
 
 def gpu_of(run: Run) -> tuple[GpuKey, Environment]:
     """The kind of GPU that a run was measured on. Raises StoreError if it does not say so."""
-    environment = run.environment
-    if environment is None:
-        raise StoreError(
-            "the run does not say on which GPU it was measured",
-            where=str(run.directory),
-            hint="record it anew: attnsweep run SPEC --fresh",
-        )
+    environment = environment_of(run)
     capability = arch_named(environment.arch).compute_capability
     return GpuKey(capability, environment.sm_count, environment.l2_bytes), environment
 

@@ -366,7 +366,7 @@ def test_a_run_without_its_environment(check, baseline):
     (baseline / "environment.json").unlink()
     code, data, _ = check()
     assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
-    assert "no environment.json" in data["problems"][0]["why"]
+    assert "no usable environment.json" in data["problems"][0]["why"]
 
 
 def test_no_such_run(check, baseline):

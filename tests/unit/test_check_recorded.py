@@ -183,7 +183,7 @@ def test_the_limit_is_the_reader_s():
         (
             run(candidate("flash", 40.0, M=64), baseline("torch_cudnn", 30.0), environment=None),
             Verdict.INCONCLUSIVE,
-            "no environment.json",
+            "no usable environment.json",
         ),
         (
             run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,3 +141,59 @@ def test_one_problem_is_set_aside_with_every_line_of_it(tmp_path):
     assert read_trials(store.path)[0] == [trial(1, problem=other), trial(2)]
     [aside] = (tmp_path / "run").glob("trials.2*.jsonl")
     assert aside.read_bytes() == before[0] + before[2]
+
+
+# -- the environment ------------------------------------------------------------------------------
+
+LADDER = Path(__file__).parent.parent.parent / "results" / "h200" / "ladder"
+NEEDS_IT = [
+    "tune 2,8,4096,128 --replay run",
+    "run replay.yaml",
+    "merge run --out whole",
+    "export run --out mine",
+    "accept run baseline",
+]
+SHOWS_IT = ["report run", "explain run", "check --recorded run run"]
+
+
+@pytest.fixture
+def told(attnsweep, tmp_path, monkeypatch):
+    """All that a command says of a run with such an environment.json."""
+
+    def run(command, text):
+        monkeypatch.chdir(tmp_path)
+        shutil.copytree(LADDER, "run")
+        Path("run", "environment.json").unlink()
+        if text is not None:
+            Path("run", "environment.json").write_text(text)
+        spec = (LADDER / "spec.yaml").read_text()
+        replay = "device: replay\nrecording: run\n"
+        Path("replay.yaml").write_text(spec.replace("device: cuda\n", replay))
+        done = attnsweep(*command.split(), width=1000)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("command", NEEDS_IT)
+def test_a_damaged_environment_is_called_damaged_where_it_is_needed(told, command):
+    code, said = told(command, "{")
+    assert code == 2
+    assert "damaged" in said
+    assert "no environment.json" not in said
+    assert "has no" not in said
+
+
+@pytest.mark.parametrize("command", NEEDS_IT)
+def test_a_missing_environment_is_called_missing_where_it_is_needed(told, command):
+    code, said = told(command, None)
+    assert code == 2
+    assert "no environment.json" in said
+    assert "damaged" not in said
+
+
+@pytest.mark.parametrize("command", SHOWS_IT)
+def test_a_damaged_environment_is_not_called_missing_where_it_is_shown(told, command):
+    code, said = told(command, "{")
+    assert code in (0, 4)
+    assert "no environment.json" not in said
