@@ -15,6 +15,8 @@ DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4} | dict.fromkeys(
 )
 SCALE_BLOCK = 128
 """Keys that share one k_scale and one v_scale in e4m3_block; the last block may have fewer."""
+MOST_MEMORY_BYTES = 288 * 2**30
+"""Memory of the largest card there is, a B300. No card holds the tensors of a larger problem."""
 LOG2E = math.log2(math.e)
 """log2(e). Kernels scale scores by it, because the hardware computes exp2, not exp."""
 
@@ -75,6 +77,12 @@ class Problem:
                 f"causal with seqlen_q {self.seqlen_q} > seqlen_k {self.seqlen_k}: the first "
                 f"{self.seqlen_q - self.seqlen_k} queries would see no key at all",
                 hint="make seqlen_k at least seqlen_q, or drop causal",
+            )
+        if self.min_bytes > MOST_MEMORY_BYTES:
+            raise ProblemError(
+                f"{self.label}: q, k, v and o need {self.min_bytes / 2**30:,.0f} GiB, and the "
+                f"largest card has {MOST_MEMORY_BYTES // 2**30} GiB",
+                hint="make batch, heads, seqlen or head_dim smaller",
             )
 
     @property

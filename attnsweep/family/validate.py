@@ -19,8 +19,9 @@ from attnsweep.problem import DTYPE_BYTES
 MODE_NAMES = ("LAUNCH", "STREAMS", "CHUNK_HEADS", "CHUNK_ROWS")
 """Names of chunks.MODES, which every family has next to its own parameters."""
 TENSORS = ("q", "k", "v", "o")
-# More than any GPU's memory; a limit below it prunes a candidate instead.
-_MOST_BYTES = 2**48
+# More than float32 scores of the longest sequence that a card holds, 2**66; a limit below it
+# prunes a candidate instead, or cuts its call into chunks.
+_MOST_BYTES = 2**72
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _KEYWORDS = """
     alignas alignof asm auto bool break case catch char class const constexpr const_cast continue
@@ -211,7 +212,7 @@ def of_workspaces(sizes: object, tensors: Collection[str] = TENSORS) -> Fault | 
             return Fault(what, "choose another name")
         if type(size) is not int or not 0 <= size <= _MOST_BYTES:
             what = f"gives {name} {size!r} bytes"
-            return Fault(what, "give a whole number of bytes from 0 to 2**48: use //, not /")
+            return Fault(what, "give a whole number of bytes from 0 to 2**72: use //, not /")
     return None
 
 

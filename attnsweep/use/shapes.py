@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.choose.search import DEFAULT_STRATEGY
-from attnsweep.errors import NoGpuError, SpecError, StoreError
+from attnsweep.errors import NoGpuError, ProblemError, SpecError, StoreError
 from attnsweep.family.declare import Kernel, discover
 from attnsweep.files import write_file
 from attnsweep.hardware import arch_named, arch_of
@@ -273,7 +273,10 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
     if reason is not None:
         return reason
     head_dim = kind.get("padded_from", q[3])
-    return Problem(q[0], q[1], k[1], q[2], k[2], head_dim, dtype, kind["causal"])
+    try:
+        return Problem(q[0], q[1], k[1], q[2], k[2], head_dim, dtype, kind["causal"])
+    except ProblemError as error:  # such as more than a card holds, on a host that holds it
+        return error.what
 
 
 def _bottom_right(kind: Mapping[str, Any]) -> bool:

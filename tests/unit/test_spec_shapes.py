@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 
 import pytest
 from hypothesis import given
@@ -18,20 +19,23 @@ def labels(*arguments, **options):
     return [problem.label for problem in read_shapes(arguments, **options)]
 
 
-sizes = st.integers(1, 2**31 - 1)
-
-
 @st.composite
 def problems(draw):
     kv = draw(st.integers(1, 64))
-    q, k = draw(sizes), draw(sizes)
-    causal = draw(st.booleans()) and q <= k
     heads = kv * draw(st.integers(1, 64))
     dtype = draw(st.sampled_from([*DTYPE_BYTES]))
-    head_dim = draw(sizes)
+    sizes, most = {}, 2**30 // heads  # elements; a head_dim of 16 makes more
+    for name in draw(st.permutations(["batch", "seqlen_k", "head_dim"])):
+        sizes[name] = draw(st.integers(1, most))
+        most //= sizes[name]
+    q, k = draw(st.integers(1, sizes["seqlen_k"])), sizes["seqlen_k"]
+    causal = draw(st.booleans())
+    if not causal and draw(st.booleans()):
+        q, k = k, q
+    head_dim = sizes["head_dim"]
     if dtype.startswith("e4m3"):
         head_dim = max(16, head_dim // 16 * 16)
-    return Problem(draw(sizes), heads, kv, q, k, head_dim, dtype, causal)
+    return Problem(sizes["batch"], heads, kv, q, k, head_dim, dtype, causal)
 
 
 def named(problem):
@@ -207,3 +211,42 @@ def test_numbers_that_stand_apart_are_joined_in_the_hint():
     assert "4,32,4096,128" in caught.value.render()
     with pytest.raises(ProblemError, match="a shape has four numbers, not 1"):
         read_shapes(["4", "32"])
+
+
+HUGE = "(99999,128,131072,128) fp16 full: q, k, v and o need 1,599,984 GiB, and the largest card"
+
+
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [
+        ("tune 99999,128,131072,128 --dry-run --arch sm_90a", "'99999,128,131072,128'"),
+        ("tune B=99999 H=128 S=131072 D=128 --dry-run --arch sm_90a", "'B=99999 H=128 S=131072"),
+        ("tune huge.csv --dry-run --arch sm_90a", "huge.csv:2"),
+        ("run quickstart --dry-run --problem 99999,128,131072,128", "--problem '99999,128,1310"),
+        ("compile h100 --problem 99999,128,131072,128", "--problem '99999,128,131072,128'"),
+        ("run huge.yaml --dry-run", "huge.yaml:2:5"),
+        ("init --arch sm_90a --problem 99999,128,131072,128", "--problem '99999,128,131072,128'"),
+    ],
+)
+def test_a_shape_that_no_card_holds_is_refused_where_it_is_named(
+    attnsweep, tmp_path, monkeypatch, command, where
+):
+    """Dry runs planned it, and some blamed a line of a kernel's declaration."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "huge.csv").write_text("1,1,1024,64\n99999,128,131072,128\n")
+    (tmp_path / "huge.yaml").write_text(
+        "problems:\n  - {batch: 99999, heads: 128, seqlen: 131072, head_dim: 128}\n"
+        "kernels: {naive: {}}\n"
+    )
+    done = attnsweep(*shlex.split(command), width=1000)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {where}")
+    assert f"{HUGE} has 288 GiB\n" in done.stderr
+    assert "kernels/" not in done.stderr
+
+
+def test_a_shape_that_the_largest_card_holds_is_planned(attnsweep):
+    """Its scores would take 20 PB, which three_kernel_wgmma.py was blamed for."""
+    done = attnsweep("run", "h100", "--dry-run", "--problem", "1,1,100000000,128", width=1000)
+    assert done.returncode == 0, done.stderr
+    Problem(1, 1, 1, 2**29, 2**29, 64)
