@@ -22,7 +22,7 @@ from attnsweep.gpu.judge import judge_source
 from attnsweep.hardware import Arch, arch_on
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec
-from attnsweep.spec.plan import PlannedProblem, Shard, plan
+from attnsweep.spec.plan import PlannedProblem, Shard, plan, refuse_too_large
 from attnsweep.trial import Environment
 
 # Candidates to compile while the GPU process starts, which takes 1.5 s.
@@ -67,7 +67,7 @@ def start(
         begun = _compile_early(spec, kernels, cache_dir, at_end, shard, firsts)
     environment = described.result()
     arch = arch_of(spec, environment)
-    _check_memory(spec, environment)
+    refuse_too_large((entry.problem for entry in spec.problems), environment)
     refuse_without_counter(environment, spec.measure.rank_by)
     if begun is None or begun[1].arch != arch:
         begun = _planned(spec, kernels, arch, cache_dir, at_end, shard)
@@ -141,13 +141,3 @@ def input_seed(spec: SweepSpec) -> int:
     """The spec's seed of the inputs, or one drawn now."""
     asked = spec.measure.input_seed
     return secrets.randbelow(2**32) if asked is None else asked
-
-
-def _check_memory(spec: SweepSpec, environment: Environment) -> None:
-    for entry in spec.problems:
-        if entry.problem.min_bytes > 0.9 * environment.memory_bytes:
-            raise NoGpuError(
-                f"{entry.problem.label}: q, k, v and o need {entry.problem.min_bytes / 2**30:.1f} "
-                f"GiB, {environment.gpu} has {environment.memory_bytes / 2**30:.1f}",
-                hint="make the problem smaller in the spec",
-            )

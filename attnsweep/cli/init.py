@@ -52,7 +52,7 @@ def init(
     families = discover()
     problems = read_shapes(problem, option="--problem") if problem else []
     try:
-        target = cards.here(families) if arch is None else cards.named(arch, families)
+        target = cards.here(families, problems) if arch is None else cards.named(arch, families)
     except NoGpuError as error:
         given = [] if str(file) == DEFAULT else [str(file)]
         given += [word for shape in problem or () for word in ("--problem", shape)]

@@ -220,7 +220,7 @@ def _target(
 
     if replay is not None:
         return target.recorded(replay, problems)
-    return target.here(families) if arch is None else target.named(arch, families)
+    return target.here(families, problems) if arch is None else target.named(arch, families)
 
 
 def _without_gpu(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnsweep.errors import SpaceError, SpecError
+from attnsweep.errors import NoGpuError, SpaceError, SpecError
 from attnsweep.family.declare import Kernel
 from attnsweep.family.space import Space
 from attnsweep.hardware import Arch
 from attnsweep.problem import Problem
 from attnsweep.spec.load import SweepSpec
+from attnsweep.trial import Environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,17 @@ def plan(spec: SweepSpec, kernels: Mapping[str, Kernel], arch: Arch) -> tuple[Pl
             )
         planned.append(PlannedProblem(entry.problem, tuple(spaces), refused))
     return tuple(planned)
+
+
+def refuse_too_large(problems: Iterable[Problem], card: Environment) -> None:
+    """Raise NoGpuError if the tensors of a problem do not fit the memory of this card."""
+    for problem in problems:
+        if problem.min_bytes > 0.9 * card.memory_bytes:
+            raise NoGpuError(
+                f"{problem.label}: q, k, v and o need {problem.min_bytes / 2**30:.1f} GiB, "
+                f"{card.gpu} has {card.memory_bytes / 2**30:.1f}",
+                hint="make the problem smaller",
+            )
 
 
 def candidate_counts(planned: Sequence[PlannedProblem], cap: int | None) -> list[int]:

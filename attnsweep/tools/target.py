@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from attnsweep.gpu.worker import Worker, WorkerError
 from attnsweep.hardware import ARCHS, arch_named, arch_on
 from attnsweep.problem import Problem
 from attnsweep.spec.load import load_spec
+from attnsweep.spec.plan import refuse_too_large
 from attnsweep.spec.shipped import shipped_specs
 from attnsweep.spec.starter import Target, what_runs
 from attnsweep.spec.yaml_file import nearest
@@ -29,8 +30,11 @@ def named(arch: str, families: Mapping[str, Kernel]) -> Target:
         raise SpecError(error.what, where=f"--arch {arch}", hint=hint) from error
 
 
-def here(families: Mapping[str, Kernel]) -> Target:
-    """This machine's card. Raises NoGpuError if there is none, or it is too old or too new."""
+def here(families: Mapping[str, Kernel], problems: Iterable[Problem] = ()) -> Target:
+    """This machine's card.
+
+    Raises NoGpuError if there is none, if it is too old or too new, or too small for a problem.
+    """
     try:
         with Worker(timeout_s=60) as worker:
             found = worker.describe()
@@ -42,6 +46,7 @@ def here(families: Mapping[str, Kernel]) -> Target:
         why = "did not answer" if error.status is Status.TIMEOUT else f"failed: {error.detail}"
         hint = "check that nvidia-smi works, then try again"
         raise NoGpuError(f"the GPU {why}", hint=hint) from error
+    refuse_too_large(problems, found)
     return Target(arch_on(found), found.gpu)
 
 

@@ -380,3 +380,17 @@ class TestInit:
         assert done.returncode == 2
         assert "did you mean 'sm_9" in done.stderr or "did you mean 'sm_8" in done.stderr
         assert "families of sm_90a: " in done.stderr
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    "command",
+    ["tune 1,128,1638400,128 --dry-run", "init --problem 1,128,1638400,128"],
+)
+def test_a_shape_that_this_card_does_not_hold_is_refused(attnsweep, tmp_path, command):
+    """A dry run planned it, and the run then refused it."""
+    done = attnsweep(*command.split(), width=1000)
+    assert (done.returncode, done.stdout) == (3, "")
+    said = "(1,128,1638400,128) fp16 full: q, k, v and o need 200.0 GiB, NVIDIA Test 1 has 150.0"
+    assert said in done.stderr
+    assert not list(tmp_path.glob("*.yaml"))
