@@ -44,9 +44,9 @@ def runs(incomplete: str) -> list[str]:
     from attnsweep.store.run import find_runs
 
     root = Path(incomplete)
-    if not root.is_dir():
-        root = root.parent if "/" in incomplete else Path("results")
     with contextlib.suppress(OSError, AttnsweepError):
+        if not root.is_dir():
+            root = root.parent if "/" in incomplete else Path("results")
         return _beginning(incomplete, map(str, find_runs(root)))
     return []
 

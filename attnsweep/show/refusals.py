@@ -10,6 +10,7 @@ from attnsweep.errors import FileError
 from attnsweep.files import shipped
 
 _OURS = (Path(__file__).resolve().parent.parent, shipped("kernels"), shipped("configs"))
+_LOOP = "Symlink loop from "
 _NEXT = {
     errno.EACCES: "check its permissions, and those of the directories above it",
     errno.EPERM: "check its permissions, and those of the directories above it",
@@ -20,8 +21,13 @@ _NEXT = {
 }
 
 
-def refused(error: OSError) -> FileError | None:
-    """What an OSError says of the file that it names; None if it names none."""
+def refused(error: Exception) -> FileError | None:
+    """What an error of the system says of the file that it names; None if it names none."""
+    if isinstance(error, RuntimeError) and str(error).startswith(_LOOP):  # pathlib before 3.13
+        where = str(error).removeprefix(_LOOP).strip("'")
+        return FileError(f"cannot be used: {os.strerror(errno.ELOOP)}", where=where)
+    if not isinstance(error, OSError):
+        return None
     why = error.strerror or str(error)
     if isinstance(error.filename, str | bytes):
         path = os.fsdecode(error.filename)

@@ -183,10 +183,8 @@ def to_the_end(app: Callable[[], object]) -> None:
         said = f"interrupted: {stop}" if str(stop) else "interrupted"
         errors.print(escape(said), soft_wrap=not errors.is_terminal)
         _exit_interrupted()
-    except OSError as error:
-        _exit_of_system(error)
     except Exception as error:  # whatever it is, it is no verdict of `check`
-        _exit_internal(error)
+        _exit_of_error(error)
 
 
 _INTERRUPTED = 130
@@ -225,12 +223,12 @@ def _exit_interrupted() -> NoReturn:
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
 
 
-def _exit_of_system(error: OSError) -> NoReturn:
-    """End with what the system refused: a file, the output, or something that is our fault."""
+def _exit_of_error(error: Exception) -> NoReturn:
+    """End with what the system refused, a file or the output, or with a fault of ours."""
     if (of_file := refused(error)) is not None:
         _error(of_file.render())
         sys.exit(of_file.exit_code)
-    if error.errno not in _OUTPUT_ERRORS:
+    if not isinstance(error, OSError) or error.errno not in _OUTPUT_ERRORS:
         _exit_internal(error)
     _discard_output()
     if error.errno == errno.EPIPE:  # `attnsweep report | head`
@@ -245,7 +243,7 @@ def _exit_of_system(error: OSError) -> NoReturn:
 _FRAMES = 40
 
 
-def _exit_internal(error: BaseException) -> NoReturn:
+def _exit_internal(error: Exception) -> NoReturn:
     """End with an error that nobody expected, and what a report of it needs."""
     with contextlib.suppress(OSError):
         if isinstance(error, MemoryError):

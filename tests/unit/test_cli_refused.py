@@ -13,6 +13,7 @@ import pytest
 from ordinary import locked
 
 from attnsweep.check import recorded as recordings
+from attnsweep.cli import completion
 from attnsweep.files import shipped
 from attnsweep.spec import load as loading
 
@@ -100,6 +101,22 @@ def test_a_directory_that_may_not_be_read_is_not_called_empty(attnsweep, tmp_pat
         done = attnsweep(*words(command, folder), width=1000)
     assert done.returncode == 2
     assert re.match(r"error: \S*closed\b.* Permission denied\n  check its perm", done.stderr)
+
+
+@pytest.mark.parametrize("command", ["accept RUN PATH", "export RUN --out PATH"])
+def test_a_link_to_itself_is_a_message(attnsweep, tmp_path, command):
+    """pathlib made a RuntimeError of it, which is no fault of ours."""
+    (tmp_path / "loop").symlink_to("loop")
+    done = attnsweep(*words(command, "loop"), width=1000)
+    assert done.returncode == 2
+    assert re.match(r"error: \S*loop: cannot be used: Too many levels of symbolic", done.stderr)
+
+
+@pytest.mark.parametrize("complete", [completion.specs_and_runs, completion.tables])
+def test_a_shell_completes_nothing_below_what_may_not_be_read(tmp_path, complete):
+    (folder := tmp_path / "closed").mkdir()
+    with locked(folder):
+        assert complete(f"{folder}/mine/") == complete(f"{LONG}/") == []
 
 
 def test_merge_does_not_leave_out_machine_code_that_may_not_be_read(attnsweep, tmp_path):
