@@ -24,7 +24,7 @@ from .launch import busiest_turns, ceil_div, heads_that_fit
 from .table import Card, Kernel, Shape
 
 FEW_QUERIES = 64
-"""Fewer queries than this fill no tile. Their times say nothing of more queries, nor the reverse."""
+"""Fewer queries than this fill no tile. Their times say nothing of more, nor the reverse."""
 ALONE, TWO_OF_THREE = 0.75, 0.85
 """Speed of an SM that holds fewer blocks than it has room for: one of two, two of three."""
 # The share of the L2 that keeps inputs and outputs from one call to the next.
