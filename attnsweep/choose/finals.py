@@ -145,7 +145,7 @@ class Finals:
         asked |= {"chained": 3} if self._chains else {}
         asked |= {settings.timed_by: settings.rounds}
         kinds = {kind: n for kind, n in asked.items() if getattr(settings, kind, True)}
-        if self._long:  # as fast with a cold L2
+        if self._long:
             kinds = {settings.timed_by: self._affordable()}
         ranked: list[Round] = []
         done = 0
@@ -208,9 +208,11 @@ class Finals:
                 last[name, what] = time_us
             return time_us
 
-        if kind == "warm" and not self._long:
+        if self._long:
+            rounds.begin()
+        elif kind == "warm":
             rounds.warm_up(names, replay)
-        elif not self._long:
+        else:
             rounds.round(names, replay)  # captures the graphs, and does not count
         of_the_far = 1 if self._long else _ROUNDS_OF_THE_FAR
         taken = 0
@@ -223,7 +225,7 @@ class Finals:
                 if name in this.times:
                     self._samples[name].setdefault(what, []).append(time_us)
             taken += 1
-            if taken == wanted[kind] and ranks:
+            if taken == wanted[kind] and ranks and not self._long:
                 ours = [n for n in this.times if self._entries[n].provider == OURS]
                 wanted[kind] += self._more({n: self._samples[n][kind] for n in ours}, taken)
             yield this
@@ -239,8 +241,6 @@ class Finals:
     def _more(self, times: Mapping[str, Sequence[float]], taken: int) -> int:
         """How many rounds must follow: none if it is clear which candidates are as good."""
         settings = self._spec.measure
-        if self._long:
-            return 0
         if taken < _MOST * settings.rounds and border_is_open([*times.values()]):
             return 1
         if not undecided([(self._entries[name], each) for name, each in times.items()]):
@@ -282,8 +282,7 @@ class Finals:
         The last series of a peer replaces its earlier rounds. Those are kept as `discarded`.
         """
         kind, count = self._spec.measure.timed_by, self._spec.measure.rounds
-        count = self._affordable() if self._long else count
-        for _ in range(1 if self._long else _TIMES_AGAIN):
+        for _ in range(0 if self._long else _TIMES_AGAIN):
             pace = self._pace()
             noisy = [name for name in self._entries if self._is_noisy(name, pace)]
             if not noisy:

@@ -112,6 +112,10 @@ class Rounds:
                 alive, seen = alive[1:], []
         self._usual = self._conditions()
 
+    def begin(self) -> None:
+        """Take the card's state as the usual one without a warm-up, as long calls have none."""
+        self._usual = self._conditions()
+
     def round(self, names: Sequence[str], replay: Replay, *, repeats: int = _REPEATS) -> Round:
         """Take one round; repeat it, at most `repeats` times, while the card's state differs.
 
