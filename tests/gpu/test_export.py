@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import math
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import recorded
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from operators import traced  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from attnsweep.use.runtime.operator import Operator  # noqa: E402
@@ -136,6 +138,27 @@ def test_gradients(always, shape, layout, backend):
     theirs = torch.autograd.grad(flash, leaves, direction)
     for mine, other, right in zip(got, theirs, exact, strict=True):
         assert error(mine, right) <= 1.5 * error(other, right) + 1e-4
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
+def test_compiled_gradients(always, backend):
+    """By the backward that PyTorch's own attention has in compiled code."""
+    shape = recorded.GRADIENTS[0]
+    given = tensors(shape, "rows_first")
+    options = {"is_causal": shape.causal, "enable_gqa": shape.heads_kv != shape.heads}
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        direction = torch.randn_like(F.scaled_dot_product_attention(*given, **options))
+        theirs, _ = traced(lambda *of: F.scaled_dot_product_attention(*of, **options), given)
+        with by_kernels(always, 1):
+            ours, got = traced(lambda *of: always.attention(*of, **options), given, direction)
+    backward = re.compile(r"_scaled_dot_product_\w+_backward")
+    assert backward.findall(ours[-1]) == backward.findall(theirs[-1]) != []
+    doubles = [t.detach().double().requires_grad_() for t in given]
+    exact = torch.autograd.grad(
+        F.scaled_dot_product_attention(*doubles, **options), doubles, direction.double()
+    )
+    for mine, right in zip(got, exact, strict=True):
+        assert error(mine, right) <= 1e-2
 
 
 def test_cuda_graphs_and_streams(always):

@@ -63,3 +63,23 @@ def compiled(operator: Operator) -> tuple[Any, list[Any]]:
         return operator.attention(q, k, v)
 
     return torch.compile(attention, fullgraph=True, backend=backend), graphs
+
+
+def traced(attention: Any, given: Any, direction: Any = None) -> tuple[list[str], Any]:
+    """The graphs that a compiler makes of a call with gradients, and the gradients.
+
+    direction: the output's gradient (default: ones).
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    leaves = [t.detach().requires_grad_() for t in given]
+    out = torch.compile(attention, fullgraph=True, backend=backend)(*leaves)
+    direction = torch.ones_like(out) if direction is None else direction
+    return graphs, torch.autograd.grad(out, leaves, direction)

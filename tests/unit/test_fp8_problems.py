@@ -57,7 +57,9 @@ def test_families_without_fp8_are_refused_each_with_its_reason(tmp_path):
 
 def test_a_family_that_has_it_runs_beside_those_that_have_not(tmp_path):
     kernels = discover() | {"toy": family("q", "k", "v", "o")}
-    spec = replace(loaded(tmp_path, SPEC % "e4m3"), kernels={"toy": Selection(), "naive": Selection()})
+    spec = replace(
+        loaded(tmp_path, SPEC % "e4m3"), kernels={"toy": Selection(), "naive": Selection()}
+    )
     spec = replace(spec, problems=(replace(spec.problems[0], kernels=("toy", "naive")),))
     (item,) = plan(spec, kernels, ARCHS["sm_90a"])
     assert [space.kernel.name for space in item.spaces] == ["toy"]

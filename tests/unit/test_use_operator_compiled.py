@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from operators import close, compiled, make, shifted, tensors  # noqa: E402
+from operators import close, compiled, make, shifted, tensors, traced  # noqa: E402
 from packages import H100, shape, winner  # noqa: E402
 
 from attnsweep.use.runtime import gradients  # noqa: E402
@@ -63,22 +63,6 @@ def test_compiled_code_on_another_gpu_is_pytorchs(operator):
     assert torch.equal(attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
     assert "scaled_dot_product_attention" in graphs[0].code
     assert operator.namespace not in graphs[0].code
-
-
-def traced(attention, given):
-    """The graphs that a compiler makes of a call with gradients, and the output's gradient."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph.code)
-        return graph
-
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    leaves = [t.detach().requires_grad_() for t in given]
-    out = torch.compile(attention, fullgraph=True, backend=backend)(*leaves)
-    return graphs, torch.autograd.grad(out.sum(), leaves)
 
 
 @pytest.fixture
