@@ -460,7 +460,8 @@ def test_every_dashed_line_has_its_name_and_whiskers_end_before_the_labels(tmp_p
     labels = re.findall(
         r'<text aria-label="end: [^"]*who: ([^;]*);[^"]*"[^>]*translate\(([\d.]+),', peers
     )
-    assert len(labels) == len(ends) >= 8
+    assert len(labels) == len(ends) >= 7
+    assert "flash_attn_3_fp8" not in ends, "it computes in another format"
     for who, at in labels:
         assert float(at) > ends[who] + 4
     assert marks(drawn["effects"]) > 10
