@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/, and the blocks of the README and a tutorial.
+"""Write the generated pages of docs/, and the blocks of the README and other pages.
 
 Usage: python scripts/docs.py [--check]. With --check it writes nothing and returns 1 if a page is
 stale. Prose is in scripts/pages, claims in scripts/claims; every figure comes from results/.
@@ -23,7 +23,7 @@ from cards import cards
 from claims import ENV, Sheet
 from records import Book
 from typer.testing import CliRunner
-from used import judged, models
+from used import judged, models, training
 
 import attnsweep
 
@@ -49,6 +49,7 @@ PAGES = {
     "tried": "docs/tried.md",
     "tune": "docs/how-to/tune.md",
     "tutorial": "docs/tutorials/without-a-gpu.md",
+    "use": "docs/how-to/use.md",
     "model": "docs/tutorials/your-model.md",
 }
 TEMPLATES = ("benchmarks", "claims", "kernels", "performance")
@@ -169,6 +170,7 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     runs = [card.book.run(name) for card in known["cards"] for name in card.tables]
     yield PAGES["numerics"], with_blocks("numerics", {"accuracy": shares_used(runs)})
     yield PAGES["model"], with_blocks("model", {"models": models(), "dispatch": judged()})
+    yield PAGES["use"], with_blocks("use", {"training": training()})
     yield from examples(known)
 
 

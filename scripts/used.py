@@ -1,7 +1,8 @@
-"""Blocks about exported packages: what models gained, and what dispatch lost on shapes not tuned.
+"""Blocks about packages: what models and training gained, and what dispatch lost when not tuned.
 
-Both come from results/: models.json is what benchmarks/models.py wrote, and the runs `held_out` and
-`held_out_later` are of shapes on which benchmarks/dispatch.py judges a package of the other runs.
+All come from results/: models.json is what benchmarks/models.py wrote, training.json what
+benchmarks/training.py did, and the runs `held_out`, `held_out_later` and `held_out_decode` are of
+shapes on which benchmarks/dispatch.py judges a package of the other runs.
 """
 
 from __future__ import annotations
@@ -24,10 +25,16 @@ TUNED = {
     "H200": [f"h200/{name}" for name in ("h200", *_BOTH)],
 }
 """The runs of each card that others next to them judge."""
-JUDGES = {"held_out": (), "held_out_later": (), "held_out_later, by held_out too": ("held_out",)}
+JUDGES = {
+    "held_out": (),
+    "held_out_later": (),
+    "held_out_later, by held_out too": ("held_out",),
+    "held_out_decode": (),
+}
 """What judges a package of TUNED, and of more runs."""
 NAMES = {"llama": "Llama", "qwen": "Qwen", "diffusion": "diffusion-like blocks"}
 MODES = {"eager": "eager", "compiled": "compiled", "graph": "CUDA graph"}
+STEPS = ("eager", "compiled")
 NOT_RECORDED = "Not recorded yet.\n"
 
 
@@ -94,6 +101,39 @@ def _origin(found: Mapping[str, Any]) -> str:
     return f"{card}, {packages}, {made['date'][:10]}."
 
 
+def _expected(found: Mapping[str, Any]) -> str:
+    """By how much the expected gain was off; nothing is expected where no kernel serves."""
+    served = found["of_kernels"]["timed"]
+    return f"{found['expected_gain_error']['median']:.1%}" if served else "–"
+
+
+def training(path: Path = ROOT / CARD / "training.json") -> str:
+    """Training steps by PyTorch and with the package, eager and compiled, of each shape."""
+    if not path.is_file():
+        return NOT_RECORDED
+    found = json.loads(path.read_text(encoding="utf-8"))
+    lines = [
+        "| shape, bf16 | code | call | step, µs | × | device: forward + backward, µs |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        for mode in STEPS:
+            theirs, ours = (row[mode][who] for who in ("pytorch", "package"))
+            middle, low, high = row[mode]["ratio"]
+            both = (f"{of['forward']:.0f} + {of['backward']:.0f}" for of in (theirs, ours))
+            cells = [
+                *(row["shape"], f"`{row['code']}`", mode),
+                f"{theirs['step']:.0f} → {ours['step']:.0f}",
+                f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                " → ".join(both),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    made = found["environment"]
+    origin = f"{made['gpu']}, driver {made['driver']}, torch {found['torch']}, {made['date'][:10]}"
+    lines += ["", f"{origin}; {found['rounds']} rounds."]
+    return "\n".join(lines) + "\n"
+
+
 def judged(results: Path = ROOT / "results", tuned: Mapping[str, Sequence[str]] = TUNED) -> str:
     """What the rule lost on the held-out shapes of each card."""
     lines = [
@@ -117,7 +157,7 @@ def judged(results: Path = ROOT / "results", tuned: Mapping[str, Sequence[str]] 
                 *(name, on, str(found["shapes"])),
                 *(f"{each[n]:.1%}" for each in (regret, held) for n in each),
                 *(str(found["to_sdpa"]), f"{found['gain']['median']:.2f}"),
-                *(f"{found['gain']['least']:.2f}", f"{found['expected_gain_error']['median']:.1%}"),
+                *(f"{found['gain']['least']:.2f}", _expected(found)),
             ]
             lines.append(f"| {' | '.join(cells)} |")
             unknown = sum(row.regret is None for row in rows)

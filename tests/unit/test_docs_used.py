@@ -49,6 +49,7 @@ def used():
 
 def test_what_was_not_recorded_is_said(used, tmp_path):
     assert used.models(tmp_path / "models.json") == used.NOT_RECORDED
+    assert used.training(tmp_path / "training.json") == used.NOT_RECORDED
     assert used.judged(tmp_path) == used.NOT_RECORDED
 
 
@@ -75,3 +76,42 @@ def test_the_rule_is_judged_on_the_recorded_run_of_each_card(used, tmp_path):
     assert row.startswith("| one | ")
     assert row.count("%") == 7
     assert "another" not in row
+
+
+def test_training_steps(used, tmp_path):
+    times = {"step": 2069.1, "forward": 476.3, "backward": 1543.0}
+    both = {"pytorch": times, "package": {**times, "step": 1998.4, "forward": 373.4}}
+    made = RECORDED["environment"]
+    modes = {"eager": {**both, "ratio": [1.034, 0.972, 1.067]}}
+    modes["compiled"] = {**both, "ratio": [0.966, 0.9, 1.2]}
+    row = {"shape": "(2,16,4096,128) causal", "code": "near", **modes}
+    path = tmp_path / "training.json"
+    path.write_text(
+        json.dumps({"environment": made, "torch": "2.11.0", "rounds": 31, "rows": [row]})
+    )
+    _, _, eager, compiled, _, origin = used.training(path).splitlines()
+    step = "2069 → 1998 | 1.03 (0.97 to 1.07) | 476 + 1543 → 373 + 1543 |"
+    assert eager == f"| (2,16,4096,128) causal | `near` | eager | {step}"
+    assert "| compiled | 2069 → 1998 | 0.97 (0.90 to 1.20) |" in compiled
+    assert origin == "NVIDIA H100 80GB HBM3, driver 580.1, torch 2.11.0, 2026-11-22; 31 rounds."
+
+
+def test_the_page_sums_up_the_training_steps(used):
+    rows = json.loads((ROOT / used.CARD / "training.json").read_text())["rows"]
+    found = [(row["code"] == "short_training", row[m]) for row in rows for m in used.STEPS]
+    served, short = ([each for over, each in found if over == kind] for kind in (False, True))
+
+    def span(values):
+        return f"{min(values):.2f} to {max(values):.2f}"
+
+    faster = [each["pytorch"]["forward"] / each["package"]["forward"] for each in served]
+    even = sum(each["ratio"][1] <= 1 <= each["ratio"][2] for each in served)
+    assert max(each["ratio"][0] for each in short) < 1
+    page = " ".join((ROOT / "docs/how-to/use.md").read_text().split())
+    for told in (
+        f"steps are {span([each['ratio'][0] for each in served])} times as fast at the median",
+        f"the forward is {span(faster)} times as fast",
+        f"the interval holds 1 in {even} of {len(served)} rows",
+        f"The medians of the ratio are {span([each['ratio'][0] for each in short])}, all below 1",
+    ):
+        assert told in page
