@@ -261,17 +261,17 @@ def test_the_page_says_how_good_a_stand_in_is(by, on, leave_one_out):
 
 @pytest.mark.nightly(push=0)
 def test_the_page_says_what_the_conditions_keep_away(monkeypatch):
-    for name, off in (("GAIN", 1.0), ("MEMORY", 99.0), ("QUERIES", 0)):
+    for name, off in (("GAIN", 1.0), ("MEMORY", 99.0)):
         monkeypatch.setattr(dispatch, f"_STAND_IN_{name}", off)
-    monkeypatch.setattr(dispatch, "_MANY_KEYS", 1e9)
     gains = {}
     for by, on in (("H100", "H200"), ("H200", "H100")):
         rows = judged.__wrapped__(by, on, True)
         gains[on] = sorted(row.gain for row in rows if row.config and (row.gain or 1.0) < 1)
     assert gains["H200"] == []
     page = " ".join((ROOT / "docs/tutorials/your-model.md").read_text().split())
-    (slower,) = gains["H100"]
-    assert f"one shape of the H100 would have been {100 * (1 / slower - 1):.1f} % slower" in page
+    slower = gains["H100"]
+    told = f"{len(slower)} shapes of the H100, left out in turn, would have been slower"
+    assert f"{told} than PyTorch's attention, by {100 * (1 / slower[0] - 1):.1f} % at most" in page
 
 
 def test_the_page_says_how_the_shapes_did_that_came_after_the_conditions():
