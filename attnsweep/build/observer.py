@@ -24,6 +24,13 @@ class Observer:
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         """A problem begins; an earlier run has done `kept` of its first `candidates`."""
 
+    def trying_on(self, label: str, candidates: int) -> None:
+        """Candidates of the open problem are tried on another from now on, or on itself again.
+
+        label: the problem that they are tried on. candidates: the first of them. A long problem has
+        all tried on a shorter one, and then the best on itself.
+        """
+
     def compiled(self, done: int, total: int) -> None:
         """`done` of the open problem's `total` candidates have compiled.
 

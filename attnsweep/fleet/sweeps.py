@@ -328,11 +328,13 @@ class _Sweeps:
                 self.store.append(row)
                 self._last[card.number] = row
             case "tried":
-                kept = message["kept"]
-                row = Trial.model_validate(message["row"]) if kept else self._last[card.number]
-                on.tried(row, kept=kept)
+                told = message.get("row")
+                row = self._last[card.number] if told is None else Trial.model_validate(told)
+                on.tried(row, kept=message["kept"])
             case "opening":
                 on.opening(problem, message["candidates"], message["kept"])
+            case "trying_on":
+                on.trying_on(message["label"], message["candidates"])
             case "compiled":
                 on.compiled(message["done"], message["total"])
             case "racing":

@@ -119,18 +119,26 @@ class Telling(Observer):
     def __init__(self, pipe: Pipe, *, suspect: bool) -> None:
         self._pipe, self._suspect = pipe, suspect
         self._failures, self._last = 0, ""
+        self._open, self._elsewhere = "", False
 
-    def opening(self, problem: Problem, candidates: int, kept: int) -> None:  # noqa: ARG002
+    def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         """A problem begins."""
+        self._open, self._elsewhere = problem.label, False
         self._pipe.tell("opening", candidates=candidates, kept=kept)
+
+    def trying_on(self, label: str, candidates: int) -> None:
+        """Candidates are tried on a shorter problem, or on the open one again."""
+        self._elsewhere = label != self._open
+        self._pipe.tell("trying_on", label=label, candidates=candidates)
 
     def compiled(self, done: int, total: int) -> None:
         """Candidates are ready."""
         self._pipe.tell("compiled", done=done, total=total)
 
     def tried(self, trial: Trial, *, kept: bool = False) -> None:
-        """A row is there: that of the last `row` message, or a kept one."""
-        row = {"row": json.loads(row_bytes(trial))} if kept else {}
+        """A row is there: that of the last `row` message, or a kept or an unstored one."""
+        unstored = kept or self._elsewhere
+        row = {"row": json.loads(row_bytes(trial))} if unstored else {}
         self._pipe.tell("tried", kept=kept, **row)
         if trial.status in (Status.OK, Status.NOISY, Status.INACCURATE, Status.WRONG):
             self._suspect = False

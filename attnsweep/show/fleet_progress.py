@@ -204,10 +204,18 @@ class _BarCard(_Best):
         self._fleet, self._at, self._name = fleet, _Card(left, card), f"card {card}"
         self._bar = fleet.progress.add_task(self._name, total=None, said="starting")
         self._tried: set[object] = set()
+        self._counted: set[object] = set()
+        """Candidates of the open problem: those tried on a shorter one are tried again."""
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         self._at.opening(candidates, kept)
         super().opening(problem, candidates, kept)
+        self._tried.clear()
+        self._counted.clear()
+        self._show("check", 0, candidates)
+
+    def trying_on(self, label: str, candidates: int) -> None:
+        super().trying_on(label, candidates)
         self._tried.clear()
         self._show("check", 0, candidates)
 
@@ -226,7 +234,9 @@ class _BarCard(_Best):
         super().tried(trial, kept=kept)
         if trial.provider == OURS and trial.key not in self._tried:
             self._tried.add(trial.key)
-            self._fleet.tried()
+            if trial.key not in self._counted:
+                self._counted.add(trial.key)
+                self._fleet.tried()
             self._fleet.progress.update(
                 self._bar, completed=len(self._tried), said=escape(self.summary)
             )
@@ -244,7 +254,7 @@ class _BarCard(_Best):
         self._fleet.note(text)
 
     def _show(self, phase: str, done: int, total: int) -> None:
-        label = self.problem.label if self.problem else ""
+        label = self.shorter or (self.problem.label if self.problem else "")
         self._fleet.progress.update(
             self._bar,
             description=f"{self._name} [bold]{label}[/] {phase}",

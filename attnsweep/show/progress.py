@@ -155,15 +155,20 @@ class _Best(Observer):
         self.problem: Problem | None = None
         self.best: Trial | None = None
         self.counts: Counter[Status] = Counter()
+        self.shorter = ""
+        """Label of the shorter problem that candidates are tried on, if they are."""
         self.eta = eta or Eta()
 
     def planned(self, candidates: Sequence[int], *, finals: bool = True) -> None:
         self.eta.planned(candidates, finals=finals)
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:  # noqa: ARG002
-        self.problem, self.best = problem, None
+        self.problem, self.best, self.shorter = problem, None, ""
         self.counts.clear()
         self.eta.opening()
+
+    def trying_on(self, label: str, candidates: int) -> None:  # noqa: ARG002
+        self.shorter = "" if self.problem and label == self.problem.label else label
 
     def compiled(self, done: int, total: int) -> None:  # noqa: ARG002
         self.eta.compiled(done)
@@ -247,6 +252,8 @@ class _Bars(_Best):
         self._whole = progress.add_task("sweep", total=None, best="", whole=True)
         self._tasks: dict[str, TaskID] = {}
         self._checked: set[tuple[object, ...]] = set()
+        self._tried: set[tuple[object, ...]] = set()
+        """Candidates of the check bar: those tried on a shorter problem are tried again."""
         self.width = progress.console.width - 2
 
     def lines(self, texts: Sequence[Text]) -> None:
@@ -259,16 +266,25 @@ class _Bars(_Best):
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
-        for task in self._tasks.values():
-            self._progress.remove_task(task)
-        self._tasks = {
-            name: self._progress.add_task(f"  {name}", total=candidates, best="")
-            for name in ("compile", "check")
-        }
+        self._begin(candidates)
         resumed = f" [dim]({kept} kept)[/]" if kept else ""
         self._progress.console.print(
             f"[bold]{problem.label}[/]: {counted(candidates, 'candidate')}{resumed}"
         )
+
+    def trying_on(self, label: str, candidates: int) -> None:
+        super().trying_on(label, candidates)
+        self._begin(candidates)
+
+    def _begin(self, candidates: int) -> None:
+        for task in self._tasks.values():
+            self._progress.remove_task(task)
+        on = f" on {self.shorter}" if self.shorter else ""
+        self._tasks = {
+            name: self._progress.add_task(f"  {name}{on}", total=candidates, best="")
+            for name in ("compile", "check")
+        }
+        self._tried.clear()
 
     def compiled(self, done: int, total: int) -> None:
         super().compiled(done, total)
@@ -277,9 +293,11 @@ class _Bars(_Best):
 
     def tried(self, trial: Trial, *, kept: bool = False) -> None:
         super().tried(trial, kept=kept)
+        if trial.provider == OURS and trial.key not in self._tried:
+            self._tried.add(trial.key)
+            self._progress.advance(self._tasks["check"])
         if trial.provider == OURS and trial.key not in self._checked:
             self._checked.add(trial.key)
-            self._progress.advance(self._tasks["check"])
             self._progress.advance(self._whole)
         self._progress.update(self._whole, best=escape(self.summary))
 
@@ -317,6 +335,8 @@ class _PlainLines(_Best):
         super().__init__()
         self.console = console
         self._last = time.monotonic()
+        self._earlier = 0
+        """Rows of candidates on a shorter problem, which no row of this one is."""
         self.width = console.width - 2
 
     before = ""
@@ -328,16 +348,22 @@ class _PlainLines(_Best):
 
     def opening(self, problem: Problem, candidates: int, kept: int) -> None:
         super().opening(problem, candidates, kept)
+        self._earlier = 0
         resumed = f", {kept} kept" if kept else ""
         self.console.print(
             f"{self.before}{problem.label}: {counted(candidates, 'candidate')}{resumed}",
             soft_wrap=True,
         )
 
+    def trying_on(self, label: str, candidates: int) -> None:
+        super().trying_on(label, candidates)
+        self._earlier = sum(self.counts.values())
+
     def compiled(self, done: int, total: int) -> None:
         super().compiled(done, total)
-        checked = min(total, sum(self.counts.values()))
-        self._say(f"compiled {done}, checked {checked} of {total}")
+        checked = min(total, sum(self.counts.values()) - self._earlier)
+        on = f" on {self.shorter}" if self.shorter else ""
+        self._say(f"compiled {done}, checked {checked} of {total}{on}")
 
     def racing(self, alive: int, entrants: int) -> None:
         super().racing(alive, entrants)
@@ -382,6 +408,12 @@ class _JsonLines(_Best):
         self._phase, self._compiled, self._done, self._of = "", 0, 0, candidates
         self._tried: set[object] = set()
         self.write("problem", problem=problem.label, candidates=candidates, kept=kept)
+
+    def trying_on(self, label: str, candidates: int) -> None:
+        super().trying_on(label, candidates)
+        self._phase, self._compiled, self._done, self._of = "", 0, 0, candidates
+        self._tried.clear()
+        self.write("trying_on", problem=label, candidates=candidates)
 
     def compiled(self, done: int, total: int) -> None:
         super().compiled(done, total)
@@ -452,6 +484,7 @@ class _JsonLines(_Best):
             best_kernel=best.kernel if best else None,
             best_config=dict(best.config) if best else None,
             left_s=None if left is None else round(left.seconds, 1),
+            **({"on": self.shorter} if self.shorter else {}),
             **more,
         )
 
