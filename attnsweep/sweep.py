@@ -215,11 +215,15 @@ class Sweep:
 
     def _problem(self, queue: Queue, then: Problem | None) -> None:
         queue.start()
-        if is_long(queue.problem):
-            self._scout(queue)
-        earlier = (t.tried_s or 0.0 for t in self._store.trials if t.problem == queue.problem)
-        self._begun = time.monotonic() - max(earlier, default=0.0)
-        self._observer.opening(queue.problem, len(queue.builds), len(self._rows_of(queue)))
+        stored = [t for t in self._store.trials if t.problem == queue.problem]
+        self._begun = time.monotonic() - max((t.tried_s or 0.0 for t in stored), default=0.0)
+        scout = Scout(queue, self._spec, self._gpu, self._kept.stamp)
+        choose = is_long(queue.problem) and not scout.done(stored, self._kept)
+        before = 0 if choose else len(self._rows_of(queue))
+        self._observer.opening(queue.problem, len(queue.builds), before)
+        if choose:
+            put, observer = self._store.append, self._observer
+            scout.run(self._input_seed, self._try, stored=stored, put=put, observer=observer)
         done = self._take_kept(queue)
         if not queue.builds:
             return  # every candidate and every round is measured
@@ -256,15 +260,6 @@ class Sweep:
         checked = [(b, t) for b, t in rows.values() if t.status is Status.OK]
         self._finals(checked, self._kept.peers(queue.problem))
         self.keep_winners(queue.problem)  # so that a run that is killed later has them
-
-    def _scout(self, queue: Queue) -> None:
-        """Leave a long problem the best candidates of a shorter one, or what it has measured."""
-        scout = Scout(queue, self._spec, self._gpu, self._kept.stamp)
-        stored = [t for t in self._store.trials if t.problem == queue.problem]
-        if scout.done(stored, self._kept):
-            return
-        put, seed = self._store.append, self._input_seed
-        scout.run(seed, self._try, put=put, observer=self._observer)
 
     def _finals(self, checked: Sequence[Pair], peers: Sequence[Trial]) -> None:
         raced = race(checked, self._spec, self._gpu, put=self._put, observer=self._observer)

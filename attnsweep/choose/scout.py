@@ -31,6 +31,8 @@ _MOST, _LEAST = 5, 2
 _TRIED_US, _CALLS = 6e6, 3
 # Seconds of the search, unless the spec gives it less; how many of the best race for each place.
 _SEARCH_S, _RACERS = 9, 3
+# What only calls on the long problem itself show; a row that says so is not replaced.
+_SHOWN_THERE = (Status.WRONG, Status.LAUNCH_ERROR, Status.TIMEOUT, Status.INACCURATE)
 
 
 class KeptRows(Protocol):
@@ -60,26 +62,28 @@ class Scout:
 
         stored: the rows of the long problem.
         """
-        timed = [t for t in stored if t.provider == OURS and t.time_us and t.time_us.rounds]
-        if not timed:
-            return False
-        self._queue.only([(t.kernel, Config(t.config)) for t in timed])
-        return kept.whole(self._queue.problem, self._queue.builds)
+        found = _measured(self._queue, self.problem, stored, kept, self._stamp)
+        if found:
+            self._queue.only(found)
+        return bool(found)
 
     def run(
         self,
         seed: int,
         attempt: Callable[[Build, Candidate, Trial], Trial],
         *,
+        stored: Sequence[Trial],
         put: Callable[[Trial], None],
         observer: Observer,
     ) -> None:
         """Try the candidates on the shorter problem, and leave the queue the best.
 
         attempt: checks a candidate and takes its first time. put: stores the rows of the others.
+        stored: the rows of the long problem that an earlier run left.
         """
         queue = self._queue
         observer.note(f"{queue.problem.label}: its entrants are chosen on {self.problem.label}")
+        observer.trying_on(self.problem.label, len(queue.builds))
         spaces = tuple(replace(space, problem=self.problem) for space in queue.spaces)
         item = PlannedProblem(self.problem, spaces, {})
         budget = {"budget_s": min(_SEARCH_S, self._spec.search.budget_s or _SEARCH_S)}
@@ -97,6 +101,7 @@ class Scout:
                 )
         except WorkerError as error:
             observer.note(f"{self.problem.label} cannot be opened: {error.detail}")
+            observer.trying_on(queue.problem.label, len(queue.builds))
             return
         tried: list[Pair] = []
         search.start()
@@ -111,11 +116,21 @@ class Scout:
         entrants = self._entrants([pair for pair in tried if pair[1].status is Status.OK], observer)
         chosen = {row.key for _, row in entrants}
         best_us = min((first_of(row) for _, row in entrants), default=0.0)
+        failed = self._failed(stored)
         for build, row in tried:
-            if row.key not in chosen:
-                put(self._told(build, row, best_us))
+            told = self._told(build, row, best_us)
+            if row.key not in chosen and told.key not in failed:
+                put(told)
         queue.only([(row.kernel, build.config) for build, row in entrants])
         queue.submit()
+        observer.trying_on(queue.problem.label, len(entrants))
+
+    def _failed(self, stored: Sequence[Trial]) -> set[tuple[object, ...]]:
+        """The candidates that failed on the long problem itself in an earlier run, and still do."""
+        bad = [t for t in stored if t.provider == OURS and t.status in _SHOWN_THERE]
+        builds = _builds_of(self._queue, self._queue.problem, bad)
+        now = {build.key: self._stamp(build)["fingerprint"] for build in builds}
+        return {t.key for t in bad if t.fingerprint == now.get(t.key)}
 
     def _entrants(self, checked: Sequence[Pair], observer: Observer) -> list[Pair]:
         """The best of those that are right, by a race on the shorter problem."""
@@ -131,10 +146,12 @@ class Scout:
         return finalists_of(raced, count)[:count]
 
     def _told(self, build: Build, row: Trial, best_us: float) -> Trial:
-        """The row of the long problem of a candidate that is not tried on it."""
-        of = next(space for space in self._queue.spaces if space.kernel is build.kernel)
-        queue = self._queue
-        (longer,) = builds_of(of, [build.config], queue.compiler, queue.limit)
+        """The row of the long problem of a candidate that is not tried on it.
+
+        It depends on the shorter problem, and has that one's fingerprint: should another choice
+        make the candidate an entrant, it is measured.
+        """
+        (longer,) = _builds_of(self._queue, self._queue.problem, [row])
         status, detail = row.status, f"on {self.problem.label}: {row.detail}"
         if status is Status.OK:
             status = Status.PRUNED
@@ -143,4 +160,51 @@ class Scout:
                 f"where the best takes {best_us:.0f}"
             )
         facts = {"status": status, "detail": detail, "resources": row.resources}
-        return longer.row(**facts).with_(accuracy=row.accuracy, **self._stamp(longer))
+        return longer.row(**facts).with_(accuracy=row.accuracy, **self._stamp(build))
+
+
+def whole(
+    queue: Queue,
+    stored: Sequence[Trial],
+    kept: KeptRows,
+    stamp: Callable[[Build], Mapping[str, Any]],
+) -> bool:
+    """Whether an earlier run has measured all of a long problem. stored: its rows."""
+    return bool(_measured(queue, shorter(queue.problem), stored, kept, stamp))
+
+
+def _measured(
+    queue: Queue,
+    short: Problem,
+    stored: Sequence[Trial],
+    kept: KeptRows,
+    stamp: Callable[[Build], Mapping[str, Any]],
+) -> list[tuple[str, Config]]:
+    """The entrants of an earlier run, if their rounds still hold and so does their choice."""
+    ours = [t for t in stored if t.provider == OURS]
+    timed = [t for t in ours if t.time_us and t.time_us.rounds]
+    builds = _builds_of(queue, queue.problem, timed)
+    if not timed or len(builds) < len(timed) or not kept.whole(queue.problem, builds):
+        return []
+    if {space.kernel.name for space in queue.spaces} - {t.kernel for t in ours}:
+        return []  # a family that was not tried
+    now: dict[tuple[object, ...], set[object]] = {}
+    for problem in (queue.problem, short):
+        for build in _builds_of(queue, problem, ours):
+            key = (queue.problem, *build.key[1:])
+            now.setdefault(key, set()).add(stamp(build)["fingerprint"])
+    if any(t.fingerprint not in now[t.key] for t in ours if t.key in now):
+        return []
+    return [(t.kernel, Config(t.config)) for t in timed]
+
+
+def _builds_of(queue: Queue, problem: Problem, rows: Sequence[Trial]) -> list[Build]:
+    """A build on a problem for each row whose config the queue's spaces have."""
+    found: list[Build] = []
+    for space in queue.spaces:
+        there = set(space.configs)
+        configs = [Config(t.config) for t in rows if t.kernel == space.kernel.name]
+        configs = [config for config in configs if config in there]
+        on = replace(space, problem=problem)
+        found += builds_of(on, configs, queue.compiler, queue.limit)
+    return found
