@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.build.candidate import Build
-from attnsweep.build.length import is_long
+from attnsweep.build.length import has_shorter
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.choose import scout
@@ -190,7 +190,7 @@ def begin_anew_if_begun_elsewhere(
         skips = Skips(finalists=spec.measure.finalists, entry=race_entry(spec))
         kept = Kept(spec, environment, store, skips)
         queue = Queue(item, spec, compiler, limit)
-        if is_long(item.problem) and scout.whole(queue, rows, kept, kept.stamp):
+        if has_shorter(item.problem) and scout.whole(queue, rows, kept, kept.stamp):
             return False
         while builds := queue.ask():
             if not kept.whole(item.problem, builds):

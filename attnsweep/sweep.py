@@ -15,7 +15,7 @@ from pathlib import Path
 from attnsweep.build.advice import spilling, unused_parameters
 from attnsweep.build.candidate import Build, compiled_candidate, workspace_limit
 from attnsweep.build.launches import Candidate
-from attnsweep.build.length import is_long
+from attnsweep.build.length import has_shorter
 from attnsweep.build.nvrtc import Compiler
 from attnsweep.build.observer import Observer
 from attnsweep.build.twins import Twins
@@ -218,7 +218,7 @@ class Sweep:
         stored = [t for t in self._store.trials if t.problem == queue.problem]
         self._begun = time.monotonic() - max((t.tried_s or 0.0 for t in stored), default=0.0)
         scout = Scout(queue, self._spec, self._gpu, self._kept.stamp)
-        choose = is_long(queue.problem) and not scout.done(stored, self._kept)
+        choose = has_shorter(queue.problem) and not scout.done(stored, self._kept)
         before = 0 if choose else len(self._rows_of(queue))
         self._observer.opening(queue.problem, len(queue.builds), before)
         if choose:

@@ -20,14 +20,20 @@ def is_long(problem: Problem) -> bool:
     return problem.flops >= _LONG_FLOPS
 
 
+def has_shorter(problem: Problem) -> bool:
+    """Whether a problem is long, and much of it can be learned on another."""
+    return is_long(problem) and shorter(problem) != problem
+
+
 def shorter(problem: Problem) -> Problem:
     """A problem of the same kind with fewer sequences, then shorter ones, all of half the size.
 
-    Heads, head_dim, dtype and mask stay, and the ratio of queries and keys.
+    Heads, head_dim, dtype and mask stay, and the ratio of queries and keys. A problem of few
+    queries stays as it is.
     """
     while problem.flops > _SHORTER_FLOPS and problem.batch > 1:
         problem = replace(problem, batch=problem.batch // 2)
-    while problem.flops > _SHORTER_FLOPS and problem.seqlen_q > _LEAST_QUERIES:
+    while problem.flops > _SHORTER_FLOPS and problem.seqlen_q >= 2 * _LEAST_QUERIES:
         problem = replace(
             problem, seqlen_q=problem.seqlen_q // 2, seqlen_k=max(1, problem.seqlen_k // 2)
         )

@@ -75,7 +75,7 @@ class Queue:
         return tuple(space for space, _ in self._searches)
 
     def only(self, chosen: Sequence[tuple[str, Config]]) -> None:
-        """Ask for these configs of the families alone, and begin with them."""
+        """Ask for these configs of the families alone, and begin with them; time is up for none."""
 
         def listed(space: Space, candidates: int | None, seed: int) -> Proposals:
             for family, config in chosen:
@@ -83,6 +83,7 @@ class Queue:
                     yield config
 
         self._searches = [(space, Search(listed, space)) for space in self.spaces]
+        self._deadline = math.inf
         self.ask()
 
     def tell(self, build: Build, trial: Trial) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.build.length import is_long, shorter
+from attnsweep.build.length import has_shorter, shorter
 from attnsweep.files import install_command
 from attnsweep.gpu import fp8_peers
 from attnsweep.gpu.ahead import Ahead
@@ -165,7 +165,7 @@ def prepare(
             raise
         except Exception as error:
             raise Unavailable(why_not(name, error, [])) from error
-        if is_long(problem) and len(ways) > 1 and not problem.scaled:
+        if has_shorter(problem) and len(ways) > 1 and not problem.scaled:
             ways = _best_on_shorter(name, torch, problem, ways, own, session)
         for way in ways:
             if way.spare and made:

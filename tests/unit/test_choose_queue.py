@@ -9,7 +9,7 @@ from fake_compiler import FakeCompiler
 
 from attnsweep.choose import queue as queue_module
 from attnsweep.choose.queue import Queue
-from attnsweep.family.declare import discover
+from attnsweep.family.declare import Config, discover
 from attnsweep.hardware import arch_named
 from attnsweep.spec.load import load_spec
 from attnsweep.spec.plan import plan
@@ -124,3 +124,19 @@ def test_progress_counts_the_candidates_of_all_batches(queue_of, monkeypatch):
         queue.submit()
         list(queue.compiled((), lambda done, total: seen.append((done, total))))
     assert seen == [(2, 2), (2, 2), (4, 4), (4, 4), (5, 5), (5, 5)]
+
+
+def test_a_queue_that_is_left_some_configs_asks_for_them_alone_also_when_time_is_up(
+    queue_of, clock
+):
+    queue = queue_of("{budget_s: 5}")
+    queue.start()
+    queue.ask()
+    clock.now = 6.0
+    queue.only([("naive", Config({"THREADS": n})) for n in (96, 64)])
+    assert threads(queue.builds) == [96, 64]
+    queue.submit()
+    assert threads(queue.compiled((), ignore)) == [96, 64]
+    assert queue.ask() == []
+    queue.only([])
+    assert queue.builds == []

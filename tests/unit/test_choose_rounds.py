@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from fake_gpu import FakeGpu
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep.choose.rounds import Round, Rounds, _worth_repeating, difference, summary
+from attnsweep.choose.rounds import (
+    Round,
+    Rounds,
+    _worth_repeating,
+    affordable,
+    difference,
+    summary,
+)
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.trial import Status
 
@@ -177,3 +186,31 @@ def test_the_round_that_differs_is_marked():
     assert told["sm_mhz"] == 1980
     assert told["strays"] == {"2": "SM clock 1500 MHz, not 1980"}
     assert told["rounds"]["sm_mhz"] == clocks
+
+
+@pytest.mark.parametrize(
+    ("first_us", "others", "most", "rounds"),
+    [
+        ([180e3] * 5, 0, 30, 11),  # 10 s of 0.9 s each
+        ([180e3] * 5, 3, 30, 6),  # a baseline is taken for 1.3 times the slowest of ours
+        ([100e3, 200e3], 1, 30, 17),
+        ([25e3], 0, 30, 30),  # as many as the spec asks for
+        ([25e3], 0, 2, 3),
+        ([3e6] * 5, 3, 30, 3),  # at least three
+        ([], 4, 30, 3),
+        ([math.inf], 0, 30, 3),
+    ],
+)
+def test_long_calls_get_the_rounds_that_ten_seconds_have_room_for(first_us, others, most, rounds):
+    assert affordable(first_us, others, most) == rounds
+
+
+def test_rounds_that_begin_without_a_warm_up_take_the_state_then_as_the_usual_one():
+    taken = turns(1500, 1500, 1980, 1500)
+    taken.begin()
+    assert taken.warm_up_rounds == 0
+    times = iter([5.0, 9.0, 6.0])
+    assert taken.round(["a"], lambda name: next(times)).times == {"a": 5.0}
+    assert taken.repeated == 0
+    assert taken.round(["a"], lambda name: next(times)).times == {"a": 6.0}
+    assert taken.repeated == 1

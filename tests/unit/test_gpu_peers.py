@@ -105,6 +105,77 @@ def test_if_every_way_fails_the_first_reason_is_told(torch, monkeypatch):
         timed(ways, monkeypatch, torch)
 
 
+LONG = Problem.parse("(1,32,131072,128) bf16 causal")
+SHORT = Problem.parse("(1,32,16384,128) bf16 causal")
+
+
+def best_on_shorter(on_short, torch, monkeypatch, on_long="abc"):
+    """The ways that are left of a long problem, and what was called.
+
+    on_short: each way's microseconds on the shorter problem, or its error.
+    """
+    clock, called, shapes = [0.0], [], []
+
+    def way(label, us):
+        def forward(*tensors):
+            called.append(label)
+            shapes.append(tensors[0].shape)
+            if isinstance(us, Exception):
+                raise us
+            clock[0] += us
+
+        return Way(forward, spare=label.startswith("spare"))
+
+    def ways(_, problem, session):
+        assert problem == SHORT
+        return [way(label, us) for label, us in on_short.items()]
+
+    class Graph:
+        def __init__(self, graph, stream):
+            self.graph = graph
+
+        def __enter__(self):
+            self.before = clock[0]
+
+        def __exit__(self, *_):
+            us = clock[0] - self.before
+            self.graph.replay = lambda: clock.__setitem__(0, clock[0] + us)
+
+    torch.cuda.CUDAGraph, torch.cuda.graph = SimpleNamespace, Graph
+    torch.randn = lambda shape, device: Tensor(np.broadcast_to(np.float32(1), shape))
+    monkeypatch.setitem(WAYS, "triton_flash", ways)
+    there = [Way(lambda *_: pytest.fail("called"), spare=each == "spare") for each in on_long]
+    left = peers._best_on_shorter("triton_flash", torch, LONG, there, "bfloat16", Session(clock))
+    assert {*shapes} <= {SHORT.shape_of("q")}
+    return [there.index(way) for way in left], called
+
+
+def test_of_a_long_problem_the_way_that_is_fastest_on_a_shorter_one_is_left(torch, monkeypatch):
+    ways = {"a": 40.0, "b": 10.0, "c": 20.0}
+    assert best_on_shorter(ways, torch, monkeypatch)[0] == [1]
+    ways["b"] = RuntimeError("out of resources")
+    assert best_on_shorter(ways, torch, monkeypatch)[0] == [2]
+
+
+def test_of_a_long_problem_spare_ways_stay_and_are_not_tried(torch, monkeypatch):
+    left, called = best_on_shorter(
+        {"a": 40.0, "b": 10.0, "spare": 1.0}, torch, monkeypatch, ("a", "b", "spare")
+    )
+    assert left == [1, 2]
+    assert {*called} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [{"a": RuntimeError("no"), "b": RuntimeError("no"), "c": RuntimeError("no")}, {"a": 1.0}],
+    ids=["none works there", "another number of ways there"],
+)
+def test_of_a_long_problem_all_ways_stay_where_a_shorter_one_tells_nothing(
+    ways, torch, monkeypatch
+):
+    assert best_on_shorter(ways, torch, monkeypatch)[0] == [0, 1, 2]
+
+
 def test_converted_inputs_are_converted_again_where_they_are(torch):
     calls = []
     way = Way(lambda *given: calls.append(given), lambda q, k, v: (q / 2.0, k))

@@ -43,11 +43,11 @@ def go(tmp_path, monkeypatch):
         start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
     )
     path = tmp_path / "test.yaml"
-    path.write_text(SPEC)
     kernels = discover()
 
-    def run(uuid, faults=(), **options):
-        gpu = FakeGpu(TIMES, environment=TEST_GPU.model_copy(update={"uuid": uuid}))
+    def run(uuid, faults=(), times=TIMES, text=SPEC, **options):
+        path.write_text(text)
+        gpu = FakeGpu(times, environment=TEST_GPU.model_copy(update={"uuid": uuid}))
         gpu.faults |= dict(faults)
         monkeypatch.setattr(sweep, "Worker", gpu)
         notes = Notes()
@@ -108,6 +108,30 @@ def test_a_problem_whose_rows_are_of_two_cards_begins_anew(go):
     outcome, gpu, _ = go("a")
     assert len(gpu.names("trial")) == 3
     assert {t.machine["uuid"] for t in outcome.run.trials} == {"a"}
+
+
+LONG = {"text": SPEC.replace("[256, 512]", "[256, 262144]")}
+LONG["times"] = {name: 1e5 * time for name, time in TIMES.items()}
+
+
+def test_a_long_problem_that_another_card_has_finished_is_not_measured_again(go):
+    """One of its candidates was tried on a shorter problem alone."""
+    outcome, gpu, _ = go("a", **LONG)
+    assert len(gpu.names("trial")) == 3 + 3 + 2
+    of_two_cards(outcome.run.directory)
+    outcome, gpu, notes = go("a", **LONG)
+    assert gpu.names("trial") == []
+    assert {t.machine["uuid"] for t in outcome.run.trials} == {"a", "b"}
+    assert not [note for note in notes if "set aside" in note]
+
+
+def test_a_long_problem_that_another_card_has_begun_begins_anew_here(go):
+    directory = go("a", **LONG)[0].run.directory
+    of_two_cards(directory, unfinished=[{"THREADS": 64}])
+    outcome, gpu, notes = go("a", **LONG)
+    assert len(gpu.names("trial")) == 3 + 2
+    assert {t.machine["uuid"] for t in outcome.run.trials} == {"a"}
+    assert [note for note in notes if "set aside" in note]
 
 
 LOST = CardLostError("no CUDA GPU found (cudaErrorNoDevice)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from fake_compiler import FakeCompiler
@@ -13,7 +14,7 @@ from sweeping import by_config
 
 from attnsweep import sweep
 from attnsweep.build.observer import Observer
-from attnsweep.choose import start
+from attnsweep.choose import queue, start
 from attnsweep.gpu.worker import WorkerError
 from attnsweep.show import progress
 from attnsweep.show.forms import Form
@@ -288,6 +289,44 @@ def test_without_the_shorter_problem_all_are_tried_on_the_long_one(go, gpu):
     gpu.calls.clear()
     go(SPEC)
     assert not gpu.measured()
+
+
+def test_time_that_is_up_after_the_shorter_problem_leaves_the_entrants(go, gpu, monkeypatch):
+    """A budget is for the search, which is on the shorter problem."""
+    now, trial = [0.0], gpu.trial
+
+    def slow(candidate):
+        now[0] += 0.7
+        return trial(candidate)
+
+    monkeypatch.setattr(gpu, "trial", slow)
+    monkeypatch.setattr(queue, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    outcome = go(SPEC + "search: {strategy: random, budget_s: 4}\n")
+    assert len(gpu.tried_on(SHORT)) == 6
+    assert len(timed(outcome)) == len(gpu.tried_on(LONG)) == 5
+    assert len(ours(outcome)) == 6
+
+
+def test_the_search_of_a_long_problem_has_nine_seconds_at_most(go, gpu, monkeypatch):
+    now, trial = [0.0], gpu.trial
+
+    def slow(candidate):
+        now[0] += 1.6
+        return trial(candidate)
+
+    monkeypatch.setattr(gpu, "trial", slow)
+    monkeypatch.setattr(queue, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    go(SPEC)
+    assert len(gpu.tried_on(SHORT)) == 6
+
+
+def test_a_long_problem_of_few_queries_has_all_candidates_tried(go, gpu):
+    few = SPEC.replace("heads: 32", "heads: 128").replace("causal: true, ", "")
+    few = few.replace("seqlen: 131072", "seqlen_q: 4096, seqlen_k: 1048576")
+    outcome = go(few)
+    assert gpu.names("open") == ["(1,128,4096x1048576,128) bf16 full"]
+    assert len(gpu.names("trial")) == 10
+    assert set(statuses(outcome).values()) == {Status.OK}
 
 
 def test_a_long_problem_that_fails_to_open_leaves_a_row_of_each_entrant(go, gpu):
