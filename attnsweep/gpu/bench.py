@@ -1,9 +1,8 @@
 """Check and time candidates and baselines of one problem on one GPU, inside the worker process.
 
 A time is the device time of one call: CUDA events enclose the replay of a graph of back-to-back
-calls. The graph is long enough to dwarf the events' resolution (0.5 us), and is enqueued behind an
-untimed replay, so that the time includes neither launch latency nor a cold cache. docs/measuring.md
-has the whole protocol.
+calls. The graph is long enough to dwarf the events' resolution (0.5 us), and follows an untimed
+replay, so that no launch latency or cold cache is in the time. docs/measuring.md has all of it.
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ _PAIR_US = 90_000.0
 # A race that meets one call in a thousand stays unseen in 7,000 with a probability of 0.1 %.
 _TRIAL_REPEATS, _TRIAL_REPEATS_US = 8, 1_000.0
 _REPEATS = 7_000
+_LONG_CONFIRM_US = 20_000.0  # an entry of long calls that is to take less makes none
 _IN_TURNS: set[str] = set()  # launches that made as many right calls in short turns
 
 
@@ -171,9 +171,8 @@ class Bench:
         and mask have the same short turns. Raises WrongResult.
         """
         entry = self._entries[name]
-        if entry.proven is None or entry.candidate is None:
-            return 0
-        if self._long and longest_us < entry.warm_us:
+        briefly = self._long and longest_us < min(entry.warm_us, _LONG_CONFIRM_US)
+        if briefly or entry.proven is None or entry.candidate is None:
             return 0
         most, each_us = (2, entry.warm_us) if self._long else (_REPEATS, None)
         calls = self._proof.repeat(entry.proven, most, longest_us, each_us)
@@ -450,7 +449,8 @@ class Bench:
         entry = self._entries[name]
         self._proof.settle()
         # The device must finish the issued work between samples, so a slow kernel gets fewer calls.
-        calls = max(1, min(_EAGER_CALLS, int(_EAGER_DEVICE_US / max(entry.warm_us, 1.0))))
+        call_us = math.inf if self._long else max(entry.warm_us, 1.0)  # not known if eager ranks
+        calls = max(1, min(_EAGER_CALLS, int(_EAGER_DEVICE_US / call_us)))
         samples = []
         for _ in range(5):
             self.session.synchronize()
