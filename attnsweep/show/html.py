@@ -28,6 +28,7 @@ from attnsweep.show import gains
 from attnsweep.show.figures import figure
 from attnsweep.show.frontier import frontier_lines
 from attnsweep.show.html_data import data_of, own_settings, reason_of
+from attnsweep.show.left_out import rest_line, searched_lines
 from attnsweep.show.plots import PlotLibrary
 from attnsweep.show.sentences import (
     Row,
@@ -41,8 +42,6 @@ from attnsweep.show.sentences import (
     peer_lines,
     ratio_text,
     recorded_lines,
-    rest_line,
-    searched_lines,
     tie_line,
     who,
     winner_lines,

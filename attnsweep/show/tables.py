@@ -20,6 +20,7 @@ from attnsweep.choose.ranking import rank
 from attnsweep.show import cards, gains
 from attnsweep.show.figures import decimals_for, figure
 from attnsweep.show.frontier import frontier_lines, frontier_points
+from attnsweep.show.left_out import rest_line, searched_lines
 from attnsweep.show.sentences import (
     Row,
     Section,
@@ -37,8 +38,6 @@ from attnsweep.show.sentences import (
     place_of,
     ratio_text,
     recorded_lines,
-    rest_line,
-    searched_lines,
     tie_line,
     who,
     winner_lines,
