@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from attnsweep.problem import Problem
@@ -38,3 +39,17 @@ def shorter(problem: Problem) -> Problem:
             problem, seqlen_q=problem.seqlen_q // 2, seqlen_k=max(1, problem.seqlen_k // 2)
         )
     return problem
+
+
+_SLOWER_ON = re.compile(r"slower on (\(.+?\) \w+ \w+): ")
+
+
+def slower_on(label: str, time_us: float, best_us: float) -> str:
+    """The detail of a row that says why a candidate of a long problem is not tried on it."""
+    return f"slower on {label}: {time_us:.0f} µs, where the best takes {best_us:.0f}"
+
+
+def shorter_of(detail: str | None) -> str | None:
+    """The label of the shorter problem in such a detail; None for another one."""
+    found = _SLOWER_ON.match(detail or "")
+    return found[1] if found else None

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from attnsweep.build.candidate import Build, builds_of, compiled_candidate
 from attnsweep.build.launches import Candidate
-from attnsweep.build.length import shorter
+from attnsweep.build.length import shorter, slower_on
 from attnsweep.build.observer import Observer
 from attnsweep.choose.finals import finalists_of
 from attnsweep.choose.prepared import prepared
@@ -31,7 +31,7 @@ _MOST, _LEAST = 5, 2
 _TRIED_US, _CALLS = 6e6, 3
 # Seconds of the search, unless the spec gives it less; how many of the best race for each place.
 _SEARCH_S, _RACERS = 9, 3
-# What only calls on the long problem itself show; a row that says so is not replaced.
+# What only calls show: a row that says it of the long problem itself is not replaced.
 _SHOWN_THERE = (Status.WRONG, Status.LAUNCH_ERROR, Status.TIMEOUT, Status.INACCURATE)
 
 
@@ -152,13 +152,12 @@ class Scout:
         make the candidate an entrant, it is measured.
         """
         (longer,) = _builds_of(self._queue, self._queue.problem, [row])
-        status, detail = row.status, f"on {self.problem.label}: {row.detail}"
+        status, detail = row.status, row.detail
         if status is Status.OK:
             status = Status.PRUNED
-            detail = (
-                f"not tried: {first_of(row):.0f} µs on {self.problem.label}, "
-                f"where the best takes {best_us:.0f}"
-            )
+            detail = slower_on(self.problem.label, first_of(row), best_us)
+        elif status in _SHOWN_THERE:
+            detail = f"on {self.problem.label}: {row.detail}"
         facts = {"status": status, "detail": detail, "resources": row.resources}
         return longer.row(**facts).with_(accuracy=row.accuracy, **self._stamp(build))
 

@@ -28,7 +28,7 @@ from attnsweep.show import gains
 from attnsweep.show.figures import figure
 from attnsweep.show.frontier import frontier_lines
 from attnsweep.show.html_data import data_of, own_settings, reason_of
-from attnsweep.show.left_out import rest_line, searched_lines
+from attnsweep.show.left_out import judged_line, rest_line, searched_lines
 from attnsweep.show.plots import PlotLibrary
 from attnsweep.show.sentences import (
     Row,
@@ -217,6 +217,7 @@ def _problem(
         *frontier_lines(section),
         rest_line(section, shown, "the list below has all of them"),
         *searched_lines(section),
+        judged_line(section.rows),
         *peer_lines(section),
         *absent_baselines(section),
         *recorded_lines(section),

@@ -1,4 +1,4 @@
-"""What a problem's table leaves out: candidates that are not shown, and those never tried."""
+"""What a problem's table leaves out: candidates not shown, those never tried, rows not judged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from attnsweep.build.length import shorter_of
 from attnsweep.show.sentences import Row, Section, first_line
 from attnsweep.show.terminal import GLUE
 from attnsweep.trial import Status
@@ -43,10 +44,10 @@ def rest_line(section: Section, shown: Sequence[Row], more: str) -> str | None:
     if not rest:
         return None
     counted = []
-    for status, count in Counter(row["status"] for row in rest).items():
-        words = f"{count}{GLUE}{status.replace('_', ' ')}"
-        if status == Status.PRUNED:
-            why = _short_reasons(row["detail"] for row in rest if row["status"] == status)
+    for fate, count in Counter(map(_fate, rest)).items():
+        words = f"{count}{GLUE}{fate.replace('_', ' ')}"
+        if fate == Status.PRUNED:
+            why = _short_reasons(row["detail"] for row in rest if _fate(row) == fate)
             named_ones = [f"{reason} {n}" for reason, n in why.most_common(3) if reason]
             named_ones += ["…"] if len(why) > 3 else []
             words += f" ({', '.join(named_ones)})" if named_ones else ""
@@ -59,6 +60,12 @@ def rest_line(section: Section, shown: Sequence[Row], more: str) -> str | None:
     return f"{', '.join(counted)}; {more}"
 
 
+def _fate(row: Row) -> str:
+    """The status of a row, or why a candidate of a long problem is not tried on it."""
+    label = shorter_of(row["detail"]) if row["status"] == Status.PRUNED else None
+    return str(row["status"]) if label is None else f"not tried: slower on {label}"
+
+
 def searched_lines(section: Section) -> list[str]:
     """For each family that was searched in part: how many of its candidates were tried, and why."""
     tried = Counter(row["kernel"] for row in section.rows if not row["baseline"])
@@ -69,3 +76,16 @@ def searched_lines(section: Section) -> list[str]:
         for kernel, there in section.planned.items()
         if 0 < tried[kernel] < there
     ]
+
+
+def judged_line(rows: Sequence[Row]) -> str | None:
+    """How much of the outputs of these rows float64 judged, if that is not all."""
+    found = [row["trial"].accuracy for row in rows if row["time_us"] and not row["baseline"]]
+    shares = sorted(a.judged for a in found if a is not None and a.judged is not None)
+    if not shares:
+        return None
+    span = "–".join(dict.fromkeys(f"{100 * share:.2g}" for share in (shares[0], shares[-1])))
+    return (
+        f"float64 judged {span}{GLUE}% of the rows of every head; of the others it is only known "
+        "that they are numbers, the same in all calls"
+    )

@@ -20,7 +20,7 @@ from attnsweep.choose.ranking import rank
 from attnsweep.show import cards, gains
 from attnsweep.show.figures import decimals_for, figure
 from attnsweep.show.frontier import frontier_lines, frontier_points
-from attnsweep.show.left_out import rest_line, searched_lines
+from attnsweep.show.left_out import judged_line, rest_line, searched_lines
 from attnsweep.show.sentences import (
     Row,
     Section,
@@ -183,6 +183,7 @@ def _json_row(row: Row) -> Row:
     plain = {name: value for name, value in row.items() if name not in ("problem", "trial")}
     mappings = ("config", "variant", "stages_us", "schedule")
     plain["chained_us"] = trial.chained_us
+    plain["judged"] = trial.accuracy.judged if trial.accuracy else None
     return plain | {name: dict(getattr(trial, name)) for name in mappings}
 
 
@@ -381,6 +382,7 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
     say(rest_line(section, shown, more))
     for line in searched_lines(section):
         say(line)
+    say(judged_line(section.rows))
     for line, errors in failures_in_full(section):
         out.append((cut(line, width), "yellow"))
         out += [(cut(f"    {text}", width), "") for text in errors]
@@ -432,6 +434,7 @@ def to_markdown(
             *frontier_lines(section),
             rest_line(section, shown, "all of them: ranking.csv"),
             *searched_lines(section),
+            judged_line(section.rows),
             *failures(section),
             *peer_lines(section),
             *absent_baselines(section),

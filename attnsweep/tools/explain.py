@@ -139,6 +139,7 @@ def _json_row(row: Row | None) -> dict[str, Any]:
     return {name: row[name] for name in _FACTS} | {
         "config": dict(trial.config),
         "stages_us": dict(trial.stages_us),
+        "judged": trial.accuracy.judged if trial.accuracy else None,
         "limited_by": dict(used.limiters) if used is not None else {},
     }
 

@@ -10,6 +10,7 @@ from rich.text import Text
 from attnsweep.choose.columns import named, value_text
 from attnsweep.choose.effects import Effect
 from attnsweep.show.figures import figure
+from attnsweep.show.left_out import judged_line
 from attnsweep.show.sentences import Row, faster_peer, first_line, heading, place_of, who
 from attnsweep.show.terminal import GLUE, aligned, wrap
 from attnsweep.show.views import counters, with_tails
@@ -42,6 +43,9 @@ def lines(found: Explanation, width: int) -> list[Text]:
     out.append(Text())
     for line in verdict(found):
         say(line, "bold")
+    sampled = judged_line([found.row] if found.row is not None else [])
+    if sampled is not None:
+        say(f"{sampled[0].upper()}{sampled[1:]}.")
     for line in differences(found):
         say(line)
     if found.row is not None and found.beside:
