@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -344,9 +345,28 @@ def test_the_finals_of_long_calls_take_one_kind_in_as_many_rounds_as_are_afforda
     rows = ours(go(SPEC))
     assert {len(rows[n].time_us.rounds) for n in THREADS[:4]} == {6}
     assert len(rows[160].time_us.rounds) == 1
+    assert gpu.names("replay").count("naive THREADS=32") == 6  # no warm-up, no other kind
     assert gpu.names("eager_us") == []
     assert (rows[32].cold_us, rows[32].eager_us, rows[32].chained_us) == (None, None, None)
     assert rows[32].warm_us == rows[32].time_us.median
+
+
+def test_a_noisy_baseline_of_long_calls_is_not_timed_again(go, gpu, monkeypatch):
+    sample, noise, said = gpu.sample, itertools.cycle([1.0, 1.3]), []
+
+    def noisy(name, kind):
+        return sample(name, kind) * (next(noise) if name == "torch_flash" else 1.0)
+
+    class Listener(Observer):
+        def note(self, text):
+            said.append(text)
+
+    monkeypatch.setattr(gpu, "sample", noisy)
+    row = by_config(go(SPEC, observer=Listener()))["torch_flash"]
+    assert row.status is Status.NOISY
+    assert len(row.time_us.rounds) == gpu.names("replay").count("torch_flash") == 8
+    assert row.time_us.discarded == []
+    assert not [text for text in said if "timed again" in text]
 
 
 def test_progress_counts_no_candidate_twice(go, monkeypatch):
@@ -391,5 +411,8 @@ def test_plain_lines_name_the_shorter_problem(go, monkeypatch):
     lines = [line.strip() for line in out.getvalue().splitlines()]
     assert f"{LONG}: its entrants are chosen on {SHORT}" in lines
     assert f"compiled 10, checked 10 of 10 on {SHORT}" in lines
-    assert any(line.startswith("compiled 5, checked 5 of 5") for line in lines)
-    assert not any(line.startswith("compiled 5, checked 5 of 5 on") for line in lines)
+    assert f"compiled 10, checked 0 of 10 on {SHORT}" in lines
+    of_five = [line for line in lines if line.startswith("compiled 5, checked ")]
+    assert of_five[0].startswith("compiled 5, checked 0 of 5")
+    assert of_five[-1].startswith("compiled 5, checked 5 of 5")
+    assert not any(" on (" in line for line in of_five)
