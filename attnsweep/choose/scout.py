@@ -139,6 +139,7 @@ class Scout:
         longer = self._queue.problem.flops / self.problem.flops
         call_us = longer * min(first_of(row) for _, row in checked)
         count = max(_LEAST, min(_MOST, int(_TRIED_US / (_CALLS * call_us))))
+        count = min(count, self._spec.measure.finalists)  # no race of long calls follows
         measure = self._spec.measure.model_copy(update={"finalists": count})
         spec = replace(self._spec, measure=measure)
         checked = in_order(checked)[: _RACERS * count]

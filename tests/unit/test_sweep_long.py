@@ -143,6 +143,16 @@ def test_fewer_candidates_are_tried_where_calls_take_longer(go, gpu):
     assert timed(go(f"name: faster\n{slow}")) == [32, 64, 96, 128]
 
 
+@pytest.mark.parametrize("finalists", [1, 3])
+def test_no_more_are_tried_than_are_finalists_so_that_no_long_calls_race(go, gpu, finalists):
+    outcome = go(SPEC.replace("rounds: 12", f"rounds: 12, finalists: {finalists}"))
+    assert len(gpu.tried_on(LONG)) == finalists
+    assert winner(outcome) == 32
+    raced = [method for method, _ in gpu.calls[gpu.calls.index(("open", LONG)) :]]
+    assert "race" not in raced
+    assert "race" in [method for method, _ in gpu.calls]
+
+
 def test_a_candidate_that_is_wrong_on_the_shorter_problem_is_wrong(go, gpu):
     gpu.wrong = {(SHORT, 32)}
     outcome = go(SPEC)
