@@ -134,3 +134,11 @@ def cards(monkeypatch, tmp_path, nursery):
         start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
     )
     return FakeCards(tmp_path, nursery=nursery, times=fleets.TIMES, trial_s=0.02)
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """A bench without a GPU, whose candidates' outputs are right."""
+    from bench_parts import made
+
+    return made(monkeypatch)

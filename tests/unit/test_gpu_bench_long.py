@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from test_gpu_bench import PROVEN, FakeBuffer, FakePipeline, Replay, bench, candidate, in_turns
+from bench_parts import PROVEN, FakeBuffer, FakePipeline, Replay, candidate, in_turns
 
 from attnsweep.gpu import bench as measure
 from attnsweep.gpu.bench import Bench
 from attnsweep.gpu.fixture import WrongResult
 from attnsweep.gpu.proof import Proof
-
-__all__ = ["bench"]  # a fixture
 
 
 @pytest.fixture
