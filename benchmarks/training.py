@@ -103,7 +103,7 @@ class Step:
         return grads
 
     def us(self, steps: int) -> float:
-        """Microseconds of a step, of so many one after another."""
+        """Microseconds of a step, the mean of `steps` in a row."""
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         first.record()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from attnsweep.problem import Problem
 
-# A call of so many takes an H100 at least 25 ms: a candidate of 30 calls then takes a second, and
+# Such a call takes an H100 at least 25 ms: a candidate of 30 calls then takes a second, and
 # of (1,32,131072,128), 180 ms each, 36 candidates took three minutes.
 _LONG_FLOPS = 2e13
 # FLOPs of the shorter problem at most: 4 ms.

@@ -455,7 +455,7 @@ class _JsonLines(_Best):
         self.write("note", text=text)
 
     def count(self, phase: str, done: int, total: int) -> None:
-        """Of something that has neither problems nor times, as often as other progress."""
+        """Show how many of `total` are done, where there are neither problems nor times."""
         now = time.monotonic()
         if done in (0, total) or now - self._last >= _JSON_INTERVAL_S:
             self._last = now

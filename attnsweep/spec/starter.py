@@ -37,8 +37,8 @@ _OF_ARCH = {
 }
 _CARDS = {"a100": "sm_80", "l4": "sm_89", "h100": "sm_90a", "h200": "sm_90a"}
 """Each card with a spec of its own, and the architecture that it must have: a name is no proof."""
-# Whose space a problem gets on a Hopper card, in 16 bits, by its shape: see _by_shape. On an H100,
-# (1,32/8,1x32768,128) bf16 took 100 µs with the best of h100.yaml and 48 with that of decode.yaml.
+# The shipped specs whose spaces problems in 16 bits get on a Hopper card: see _by_shape. On an
+# H100, (1,32/8,1x32768,128) bf16 took 100 µs with the best of h100.yaml, 48 with decode.yaml's.
 _FEW_QUERIES, _SHORT, _DIMS, _LONG = "decode", "flash_short", "flash_dims", "flash_training"
 # Queries of a head that are few: they fill no tile of 64.
 _MOST_FEW = 64

@@ -67,7 +67,7 @@ __device__ double largest_of_warp(double x) {
 
 // A block judges 64 rows of a head, a warp one row after the other. expected: with the inputs as
 // they were made, or negated; *mix says which a head has. floor: the norm below which a row counts
-// as this long. Of tiles that are not in the sample it only counts what is no finite number.
+// as this long. In tiles outside the sample it only counts what is no finite number.
 template <class T>
 __device__ void compare(const void* o, const double* plain, const double* opposite,
                         const unsigned long long* mix, const double* tilted, Found* found,
