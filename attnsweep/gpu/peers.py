@@ -192,7 +192,7 @@ def prepare(
 def _best_on_shorter(
     name: str, torch: Any, problem: Problem, ways: list[Way], dtype: Any, session: Session
 ) -> list[Way]:
-    """The fastest way on a shorter problem, and spare ones; or all ways: Triton alone has 24."""
+    """The fastest way on a shorter problem, and spare ones; or all ways: Triton alone has 30."""
     short = shorter(problem)
     tensors = tuple(torch.randn(short.shape_of(t), device="cuda").to(dtype) for t in "qkv")
     alike = WAYS[name](torch, short, session)
