@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from attnsweep.build.length import is_long
 from attnsweep.build.measures import TILE
-from attnsweep.build.storage import Bits, stored, to_bits
+from attnsweep.build.storage import Bits, Tensor, Windows, stored, to_bits
 from attnsweep.build.threads import parallel
 from attnsweep.problem import SCALE_BLOCK, Problem, ceil_div
 
@@ -46,6 +47,10 @@ _CHANNELS_AN_OUTLIER = 32
 _SHORT, _SHORT_CAUSAL = (300, 100), (150, 150)
 # Tiles of 64 queries for an SM, which has room for the accumulators of four: three turns.
 _TURNS_OF_AN_SM = 3 * 4
+# Rows from a head's first value to the next head's in their pool; see Windows.
+_STEPS = {"q": 61, "k": 97, "v": 131}
+# Values that one thread draws at a time.
+_PART = 2**21
 # Elements of an output at most: 256 MB in float64.
 _MOST_ELEMENTS = 2**25
 
@@ -121,10 +126,14 @@ def short_turns(problem: Problem, sm_count: int) -> Case | None:
     return Case(replace(of_one, batch=batch))
 
 
-def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
-    """The inputs of the case in storage form; the same seed gives the same inputs: see draw."""
-    if case.inputs == "normal" and is_long(case.problem) and not case.problem.scaled:
-        return _normal_by_heads(case.problem, seed)
+def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mapping[str, Tensor]:
+    """The inputs of the case in storage form; the same seed gives the same inputs: see draw.
+
+    windows: whether normal values without scales are windows, by default those of long problems.
+    """
+    windows = is_long(case.problem) if windows is None else windows
+    if windows and case.inputs == "normal" and not case.problem.scaled:
+        return _windows(case.problem, seed)
     values = draw(case, seed)
     if case.problem.scaled:
         return stored(values, case.problem)
@@ -135,24 +144,22 @@ def make_inputs(case: Case, seed: int) -> dict[str, Bits]:
     return dict(zip("qkv", bits, strict=True))
 
 
-def _normal_by_heads(problem: Problem, seed: int) -> dict[str, Bits]:
-    """Normal values, each head by a generator and a thread of its own.
-
-    `draw` has one thread for each of q, k and v, which have 5e8 numbers at (1,32,131072,128).
-    """
-    made: dict[str, Bits] = {}
-    for number, name in enumerate("qkv"):
+def _windows(problem: Problem, seed: int) -> dict[str, Windows]:
+    """Normal values in whose pool each head is a window."""
+    made = {}
+    for number, (name, rows) in enumerate(_STEPS.items()):
         shape = problem.shape_of(name)
-        heads = shape[0] * shape[1]
-        bits = np.empty((heads, *shape[2:]), to_bits(np.empty(0), problem.dtype).dtype)
+        # Not whole rows, so that no row of a head is one of another.
+        step = rows * problem.head_dim + 8 * (number + 1)
+        pool = np.empty(Windows.pool_size(shape, step), to_bits(np.empty(0), problem.dtype).dtype)
 
-        def one(
-            head: int, rng: np.random.Generator, into: Bits = bits, size: tuple[int, ...] = shape
-        ) -> None:
-            into[head] = to_bits(rng.standard_normal(size[2:], dtype=np.float32), problem.dtype)
+        def one(begin: int, rng: np.random.Generator, into: Bits = pool) -> None:
+            part = into[begin : begin + _PART]
+            part[:] = to_bits(rng.standard_normal(len(part), dtype=np.float32), problem.dtype)
 
-        parallel(one, range(heads), np.random.default_rng((seed, number)).spawn(heads))
-        made[name] = bits.reshape(shape)
+        begins = range(0, len(pool), _PART)
+        parallel(one, begins, np.random.default_rng((seed, number)).spawn(len(begins)))
+        made[name] = Windows(pool, (shape[0], shape[1], shape[2], shape[3]), step)
     return made
 
 

@@ -25,6 +25,7 @@ from attnsweep.build.inputs import make_inputs as make_inputs
 from attnsweep.build.inputs import short_turns as short_turns
 from attnsweep.build.inputs import small_cases as small_cases
 from attnsweep.build.inputs import some_rows, tiles_of_rows
+from attnsweep.build.length import is_long
 from attnsweep.build.measures import HALF_ULP_OUT as HALF_ULP_OUT
 from attnsweep.build.measures import TILE as TILE
 from attnsweep.build.measures import TILT as TILT
@@ -37,6 +38,7 @@ from attnsweep.build.storage import E4M3_MAX, values_of
 from attnsweep.build.storage import INFINITY_BITS as INFINITY_BITS
 from attnsweep.build.storage import Bits as Bits
 from attnsweep.build.storage import Float as Float
+from attnsweep.build.storage import Tensor as Tensor
 from attnsweep.build.storage import from_bits as from_bits
 from attnsweep.build.storage import round_to as round_to
 from attnsweep.build.storage import to_bits as to_bits
@@ -70,8 +72,9 @@ _MOST = 9.0
 # Rows over which the errors of the same maths are taken, without limits of gains and with them: the
 # largest error of a few rows depends on luck.
 _LIMIT_ROWS = (256, 1024)
-# Rows that are computed at once: scores of 32,768 keys then take 32 MB.
-_BLOCK_ROWS = 128
+# Rows that are computed at once, scores of 32,768 keys then take 32 MB; and of more keys, so that
+# 16 cores have a block each.
+_BLOCK_ROWS, _BLOCK_ROWS_OF_LONG = 128, 64
 # Draws of hard inputs, and of fewer keys than a tile: what makes them hard, or those few values, is
 # the same for all queries, so that rows of a draw err alike. Limits of two refused right kernels.
 _DRAWS = 16
@@ -127,14 +130,17 @@ EXACT = Maths()
 
 
 def reference(
-    inputs: Mapping[str, Bits], problem: Problem, rows: npt.NDArray[np.int64], maths: Maths = EXACT
+    inputs: Mapping[str, Tensor],
+    problem: Problem,
+    rows: npt.NDArray[np.int64],
+    maths: Maths = EXACT,
 ) -> Float:
     """The attention rows (batch, heads, len(rows), head_dim) in float64."""
     return references(inputs, problem, rows, [maths])[0]
 
 
 def references(
-    inputs: Mapping[str, Bits],
+    inputs: Mapping[str, Tensor],
     problem: Problem,
     rows: npt.NDArray[np.int64],
     maths: Sequence[Maths],
@@ -144,14 +150,16 @@ def references(
     shape = (problem.batch, problem.heads, len(rows), problem.head_dim)
     outs = [np.empty(shape) for _ in maths]
 
+    size = _BLOCK_ROWS if problem.seqlen_k <= 2**15 else _BLOCK_ROWS_OF_LONG
+
     def one(batch: int, head: int, begin: int) -> None:
-        some = rows[begin : begin + _BLOCK_ROWS]
+        some = rows[begin : begin + size]
         q = values_of(inputs, problem, "q", batch, head, some)
         k, v = (values_of(inputs, problem, name, batch, head // group) for name in "kv")
         for out, rounded in zip(outs, _attend(q, k, v, some, problem, maths), strict=True):
-            out[batch, head, begin : begin + _BLOCK_ROWS] = rounded
+            out[batch, head, begin : begin + size] = rounded
 
-    blocks = range(0, len(rows), _BLOCK_ROWS)
+    blocks = range(0, len(rows), size)
     every = product(range(problem.batch), range(problem.heads), blocks)
     # A thread a block, or none for small ones.
     with one_blas_thread():
@@ -160,7 +168,7 @@ def references(
 
 
 def exact_rows(
-    inputs: Mapping[str, Bits],
+    inputs: Mapping[str, Tensor],
     problem: Problem,
     rows: npt.NDArray[np.int64],
     signs: Sequence[int] = (1,),
@@ -282,7 +290,7 @@ def _attend_in_fp8(
 
 
 def log_sum_exp(
-    inputs: Mapping[str, Bits],
+    inputs: Mapping[str, Tensor],
     problem: Problem,
     rows: npt.NDArray[np.int64],
     *,
@@ -419,6 +427,7 @@ def same_maths(case: Case, rounds_scores: int) -> Measures:
 def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
     """Measures of `same_maths` after each draw of inputs: none falls, and the last are its own."""
     in_all = case.problem.batch * case.problem.heads * case.problem.seqlen_q
+    windows = is_long(case.problem)
     case = _few_heads(case)  # 7.5 s less at (4,16,4096,128)
     rounds_scores = rounded_scores(case.problem, rounds_scores)
     problem, heads = case.problem, case.problem.heads
@@ -433,7 +442,7 @@ def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
     if case.inputs == "normal" and _takes_scale(problem, in_all, rounds_scores):
         ways.append(replace(EXACT, tilted=True))
     while rows_seen < wanted or seed < _draws(case):
-        inputs = make_inputs(case, 1000 + seed)
+        inputs = make_inputs(case, 1000 + seed, windows=windows)
         rows = some_rows(case, seed, wanted // heads)
         exact, *outs = references(inputs, problem, rows, ways)
         tilted = outs.pop() if ways[-1].tilted else None

@@ -11,7 +11,7 @@ from attnsweep.build.measures import TILE
 from attnsweep.problem import Problem, ceil_div
 
 # FLOPs of the device's float64 reference on a problem and its opposite.
-_MOST_FLOPS = 4e13
+_MOST_FLOPS = 2e13
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Sample:
 
     @classmethod
     def of(cls, problem: Problem, seed: int) -> Sample:
-        """The sample of a timed problem: all tiles, if they cost 4e13 FLOPs at most."""
+        """The sample of a timed problem: all tiles, if they cost 2e13 FLOPs at most."""
         every = max(1, ceil_div(2 * problem.flops, int(_MOST_FLOPS)))
         return cls(every, int(np.random.default_rng((seed, 3)).integers(every)))
 

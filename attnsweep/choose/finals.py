@@ -60,6 +60,9 @@ _KINDS = ("warm", "cold", "eager", "chained")
 # those of all finalists.
 _FAR = 1.5
 _ROUNDS_OF_THE_FAR = 5
+# The same where calls are long and one round tells: each further round of (4,32,131072,128) causal
+# took 6 s, half of them for baselines that were 1.3 times as slow and more.
+_FAR_OF_LONG = 1.25
 # Only entries within this of the fastest take part in further rounds, and those not shown slower;
 # beyond _MOST times as many, only the latter.
 _NEAR = 1.02
@@ -256,16 +259,21 @@ class Finals:
         """Those that are not known well enough, and the fastest peer, which × base pairs with."""
         settings, first = self._spec.measure, taken < self._spec.measure.rounds
         times = {name: self._samples[name][settings.timed_by] for name in names}
+        ranked = {n: own for n, own in times.items() if below_ranking(self._entries[n]) is None}
         if not first:
             ours = {n: own for n, own in times.items() if self._entries[n].provider == OURS}
             keep = ours.keys() - shown_slower(ours)
             if taken < _MOST * settings.rounds:
                 keep |= set(_within(times, _NEAR))
             return [name for name in names if name in keep]
-        keep = set(_within(times, _FAR))
+        # What is not ranked may be twice as fast, and says nothing of what is.
+        least = min(map(statistics.median, (ranked or times).values()))
+        far = _FAR_OF_LONG if self._long else _FAR
+        keep = {name for name, own in times.items() if statistics.median(own) <= far * least}
+        keep &= ranked.keys() if self._long else times.keys()
         peers = [name for name in names if self._may_be_base(name)]
         # A noisy peer may be slow in most of five rounds, and look quiet: its fastest one counts.
-        most_us = _FAR * min(map(statistics.median, times.values()))
+        most_us = far * least
         keep |= {name for name in peers if min(times[name]) <= most_us}
         if peers:
             keep.add(min(peers, key=lambda name: statistics.median(times[name])))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from attnsweep.build.launches import CompiledStage
+from attnsweep.build.storage import Tensor, Windows
 from attnsweep.errors import NoGpuError
 from attnsweep.family.declare import Launch, TensorMap
 from attnsweep.files import install_command
@@ -98,9 +99,17 @@ class Buffer:
         """Pointers to the guard regions, of GUARD_BYTES each."""
         return int(self._all.ptr), self.pointer + self.nbytes
 
-    def upload(self, bits: np.ndarray[Any, Any]) -> None:
-        """Copy a contiguous host array of `nbytes` to the buffer."""
-        self._main.copy_from_host(bits.ctypes.data, self.nbytes)
+    def upload(self, bits: Tensor) -> None:
+        """Copy a contiguous host array of `nbytes`, or each window of a pool, to the buffer."""
+        if isinstance(bits, Windows):
+            pool = Buffer(bits.pool.nbytes)
+            pool.upload(bits.pool)
+            size = bits.head_nbytes
+            for head in range(self.nbytes // size):
+                to = self._main + head * size
+                to.copy_from_device(pool._main + bits.begin(head), size)
+        else:
+            self._main.copy_from_host(bits.ctypes.data, self.nbytes)
 
     def download(self, out: np.ndarray[Any, Any], stream: Any = None) -> None:
         """Copy the first bytes to a contiguous host array; pinned memory is ten times as fast.

@@ -33,7 +33,7 @@ def negated_heads(mix: int, heads_kv: int) -> npt.NDArray[np.bool_]:
 class Known:
     """What NumPy knows of a case: its inputs and, on some rows of every head, what is right."""
 
-    inputs: dict[str, numerics.Bits]
+    inputs: Mapping[str, numerics.Tensor]
     rows: npt.NDArray[np.int64]
     sides: list[tuple[numerics.Float, numerics.Float]]
     """Output and log-sum-exp of the rows, on the inputs as they were made and on their opposite."""
@@ -47,7 +47,9 @@ class Known:
         """Compute it on the host. two_sided: as is timed; see Fixture. sample: of the rows."""
         problem = case.problem
         drawn = numerics.draw(case, seed) if two_sided and problem.scaled else None
-        inputs = stored(drawn, problem) if drawn else numerics.make_inputs(case, seed)
+        inputs: Mapping[str, numerics.Tensor] = (
+            stored(drawn, problem) if drawn else numerics.make_inputs(case, seed)
+        )
         rows = sample.moved(numerics.sampled_rows(problem, seed), problem)
         sides = numerics.exact_rows(inputs, problem, rows, (1, -1) if two_sided else (1,))
         if drawn is None:

@@ -366,7 +366,8 @@ def _launch(path: Path) -> None:
 def inputs_of(problem: Problem) -> dict[str, npt.NDArray[Any]]:
     """Inputs of one group of heads, repeated for all: each of several passes makes them anew."""
     group = problem.heads // problem.heads_kv
-    one = numerics.make_inputs(numerics.Case(replace(problem, batch=1, heads=group, heads_kv=1)), 0)
+    case = numerics.Case(replace(problem, batch=1, heads=group, heads_kv=1))
+    one: Mapping[str, Any] = numerics.make_inputs(case, 0, windows=False)
     times = (problem.batch, problem.heads_kv)
     return {
         name: np.tile(bits, (*times, *[1] * (bits.ndim - len(times)))) for name, bits in one.items()

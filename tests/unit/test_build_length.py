@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -9,10 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from attnsweep.build import inputs
 from attnsweep.build.inputs import Case, make_inputs
 from attnsweep.build.length import has_shorter, is_long, shorter
-from attnsweep.build.storage import to_bits, values_of
+from attnsweep.build.numerics import reference, row_error
+from attnsweep.build.storage import Windows, to_bits, values_of
 from attnsweep.errors import ProblemError
 from attnsweep.problem import Problem
 
@@ -96,26 +97,45 @@ SMALL = Problem(2, 4, 2, 40, 56, 64, "bf16")
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_inputs_drawn_by_heads_are_those_of_their_seed(dtype):
+def test_heads_of_long_inputs_are_normal_values_of_their_seed_and_share_no_row(dtype):
     problem = replace(SMALL, dtype=dtype)
-    made = inputs._normal_by_heads(problem, 5)
-    again, other = (inputs._normal_by_heads(problem, seed) for seed in (5, 6))
+    made, again, other = (make_inputs(Case(problem), seed, windows=True) for seed in (5, 5, 6))
     assert list(made) == ["q", "k", "v"]
-    seen = []
-    for name, bits in made.items():
-        assert bits.shape == problem.shape_of(name)
-        assert bits.dtype == to_bits(np.zeros(1, np.float32), dtype).dtype
-        assert (bits == again[name]).all()
-        assert (bits != other[name]).mean() > 0.9
-        seen += [head.tobytes() for head in bits.reshape(-1, *bits.shape[2:])]
-    assert len(set(seen)) == len(seen) == 2 * (4 + 2 + 2)
+    for name, tensor in made.items():
+        shape = problem.shape_of(name)
+        heads = [*itertools.product(range(shape[0]), range(shape[1]))]
+        assert tensor.shape == shape
+        assert tensor.nbytes == len(heads) * tensor[0, 0].nbytes
+        for at in heads:
+            assert tensor[at].shape == shape[2:]
+            assert (tensor[at] == again[name][at]).all()
+            assert (tensor[at] != other[name][at]).mean() > 0.9
+        rows = [row.tobytes() for at in heads for row in tensor[at]]
+        assert len(set(rows)) == len(rows)
     values = values_of(made, problem, "q", 1, 3)
     assert (to_bits(values.astype(np.float32), dtype) == made["q"][1, 3]).all()
     assert abs(values.mean()) < 0.1
     assert values.std() == pytest.approx(1, abs=0.05)
 
 
-def test_normal_inputs_of_long_problems_are_drawn_by_heads_and_of_others_at_once(monkeypatch):
-    monkeypatch.setattr(inputs, "_normal_by_heads", lambda problem, seed: (problem, seed))
-    assert make_inputs(Case(LONG), 3) == (LONG, 3)
-    assert list(make_inputs(Case(SMALL), 3)) == ["q", "k", "v"]
+def test_a_kernel_that_takes_another_heads_keys_and_values_is_wrong_on_long_inputs():
+    """Were keys and values moved by as much, it would often be right."""
+    problem = Problem(1, 3, 3, 4, 4000, 64, "bf16")
+    made = make_inputs(Case(problem), 0, windows=True)
+    alone, rows = replace(problem, heads=1, heads_kv=1), np.arange(4)
+
+    def out(head_kv):
+        of = {"q": made["q"][0, 0], "k": made["k"][0, head_kv], "v": made["v"][0, head_kv]}
+        return reference({name: bits[None, None] for name, bits in of.items()}, alone, rows)
+
+    right = out(0)
+    for other in (1, 2):
+        assert row_error(out(other), right) > 0.5
+
+
+def test_inputs_of_long_problems_alone_are_windows():
+    small = make_inputs(Case(SMALL), 3)
+    assert all(isinstance(small[name], np.ndarray) for name in "qkv")
+    long = Problem(1, 1, 1, 400_000, 400_000, 64, "bf16")
+    assert is_long(long)
+    assert all(isinstance(tensor, Windows) for tensor in make_inputs(Case(long), 3).values())

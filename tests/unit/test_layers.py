@@ -113,4 +113,4 @@ TESTS = sorted(Path(__file__).parent.parent.rglob("*.py"))
     "path", [*(PACKAGE / path for path in CODE), *KERNELS, *TESTS], ids=lambda p: p.name
 )
 def test_no_file_is_long(path):
-    assert len(path.read_text().splitlines()) <= 500
+    assert len(path.read_text().splitlines()) <= 800
