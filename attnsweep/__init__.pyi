@@ -20,19 +20,20 @@ from .api import (
     winners,
     write_page,
 )
-from .build.candidate import Build
-from .build.launches import Candidate, CompiledStage, FirstTimes, Launches
-from .build.nvrtc import Compiler, Cubin
-from .build.observer import Observer
-from .check.verdicts import Verdict
-from .choose.evidence import proportion_interval, ratio_interval
+from .bench.bench import Bench
+from .bench.gpu import Gpu, WorkerError
+from .bench.worker import Worker
 from .choose.finals import select
-from .choose.gp import gp
-from .choose.history import History, recorded_history, shipped_history
+from .choose.lower_bound import Skips
 from .choose.search import Search
-from .choose.skips import Skips
+from .choose.stats import proportion_interval, ratio_interval
+from .choose.strategies.gp import gp
+from .choose.strategies.history import History, recorded_history, shipped_history
 from .cli import app
-from .errors import (
+from .compile.candidate import Build
+from .compile.launches import Candidate, CompiledStage, FirstTimes, Launches
+from .compile.nvrtc import Compiler, Cubin
+from .core.errors import (
     AttnsweepError,
     CompileError,
     KernelError,
@@ -43,21 +44,18 @@ from .errors import (
     StoreError,
     ToolchainError,
 )
-from .family.chunks import CHUNKS, CHUNKS_RULE, MODES
-from .family.declare import BLOCK_LIMITS, Config, Kernel, Launch, Param, TensorMap
+from .core.hardware import ARCHS, Arch, Card, arch_named, binding, bounds
+from .core.observer import Observer
+from .core.problem import Problem
+from .core.trial import Accuracy, Environment, Measurement, Resources, Status, Trial
+from .family.chunks import CHUNKS_RULE, MODES
+from .family.family import BLOCK_LIMITS, CHUNKS, Config, Kernel, Launch, Param, TensorMap
 from .family.space import Space
-from .gpu.bench import Bench
-from .gpu.worker import Gpu, Worker, WorkerError
-from .hardware import ARCHS, Arch, Card, arch_named, binding, bounds
-from .problem import Problem
-from .spec.load import SweepSpec
-from .store.run import Run, find_runs, latest_run
-from .sweep import Outcome
-from .trial import Accuracy, Environment, Measurement, Resources, Status, Trial
-from .use.package import Exported
-from .use.runtime.table import PackageError
-from .use.shapes import shapes
-from .use.shipped import (
+from .regress.verdicts import Verdict
+from .serve.export import Exported
+from .serve.recorded_calls import shapes
+from .serve.runtime.table import PackageError
+from .serve.shipped import (
     attention,
     attention_counters,
     disable,
@@ -65,6 +63,9 @@ from .use.shipped import (
     explain_attention,
     register_attention,
 )
+from .specs.load import SweepSpec
+from .store.run import Run, find_runs, latest_run
+from .sweep.session import Outcome
 
 __version__: str
 __all__ = [

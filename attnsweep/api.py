@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas
 
-    from attnsweep.build.candidate import Build
-    from attnsweep.build.launches import Candidate
-    from attnsweep.build.observer import Observer
-    from attnsweep.check.turns import Outcome as Compared
-    from attnsweep.check.verdicts import Comparison
-    from attnsweep.family.declare import Kernel
-    from attnsweep.gpu.worker import Gpu
-    from attnsweep.hardware import Arch
-    from attnsweep.spec.load import SweepSpec
-    from attnsweep.spec.plan import PlannedProblem
+    from attnsweep.bench.gpu import Gpu
+    from attnsweep.compile.candidate import Build
+    from attnsweep.compile.launches import Candidate
+    from attnsweep.core.hardware import Arch
+    from attnsweep.core.observer import Observer
+    from attnsweep.core.trial import Environment, Trial
+    from attnsweep.family.family import Kernel
+    from attnsweep.regress.ab_test import Outcome as Compared
+    from attnsweep.regress.verdicts import Comparison
+    from attnsweep.serve.evaluate import Judged
+    from attnsweep.serve.export import Exported
+    from attnsweep.serve.runtime.table import Guard
+    from attnsweep.specs.load import SweepSpec
+    from attnsweep.specs.plan import PlannedProblem
     from attnsweep.store.run import Run
-    from attnsweep.sweep import Outcome
-    from attnsweep.trial import Environment, Trial
-    from attnsweep.use.judge import Judged
-    from attnsweep.use.package import Exported
-    from attnsweep.use.runtime.table import Guard
+    from attnsweep.sweep.session import Outcome
 
 
 def families(directory: str | Path | None = None) -> dict[str, Kernel]:
@@ -32,7 +32,7 @@ def families(directory: str | Path | None = None) -> dict[str, Kernel]:
 
     Raises KernelError if a declaration is broken or repeated.
     """
-    from attnsweep.family.declare import discover
+    from attnsweep.family.discover import discover
 
     return discover(Path(directory) if directory is not None else None)
 
@@ -43,8 +43,8 @@ def load_spec(path: str | Path, kernels: Mapping[str, Kernel] | None = None) -> 
     kernels: the families (default: the shipped ones, and those in the spec's `kernel_dir`). Raises
     SpecError, which says `file:line:column: what` and how to fix it.
     """
-    from attnsweep.spec import load
-    from attnsweep.spec.against import check_against
+    from attnsweep.specs import load
+    from attnsweep.specs.load import check_against
 
     spec = load.load_spec(Path(path))
     check_against(spec, _families(spec, kernels))
@@ -61,7 +61,7 @@ def plan(
     arch: default: the spec's, its recording's, or that of this machine's GPU. Raises SpaceError if
     a problem has no candidate left.
     """
-    from attnsweep.spec.plan import plan as plan_on
+    from attnsweep.specs.plan import plan as plan_on
 
     return plan_on(spec, _families(spec, kernels), _target(spec, arch))
 
@@ -85,9 +85,8 @@ def run(
     whole problems; by default one card takes all. wait: for another run on a card, which otherwise
     is an error. Raises NoGpuError, SpaceError, SpecError, StoreError or ToolchainError.
     """
-    from attnsweep import sweep
-    from attnsweep.fleet import sweeps
-    from attnsweep.gpu.cards import chosen, installed
+    from attnsweep.device.cards import chosen, installed
+    from attnsweep.sweep import session, sweeps
 
     families = _families(spec, kernels)
     asked: dict[str, Any] = {
@@ -99,7 +98,7 @@ def run(
         "observer": observer,
     }
     if gpus is None:
-        return sweep.run(spec, families, **asked)
+        return session.run(spec, families, **asked)
     return sweeps.run(spec, families, chosen(gpus, installed()), **asked)
 
 
@@ -133,9 +132,9 @@ def builds(
     Candidates that do not compile, or that the spec's limits prune, are left out. arch, limit and
     errors: see `compile_spec`.
     """
-    from attnsweep.build.candidate import builds_of, compiled_row, workspace_limit
-    from attnsweep.build.prune import compiler_for
-    from attnsweep.trial import Status
+    from attnsweep.compile.candidate import builds_of, compiled_row, workspace_limit
+    from attnsweep.compile.cubin import compiler_for
+    from attnsweep.core.trial import Status
 
     target = _target(spec, arch)
     compiler = compiler_for(spec, target)
@@ -169,11 +168,11 @@ def rebuild(
     """
     from concurrent.futures import wait
 
-    from attnsweep.build.candidate import Build
-    from attnsweep.build.nvrtc import Compiler
+    from attnsweep.compile.candidate import Build
+    from attnsweep.compile.nvrtc import Compiler
+    from attnsweep.core.hardware import arch_named
     from attnsweep.family.chunks import changed_since, of_today
-    from attnsweep.family.declare import Config
-    from attnsweep.hardware import arch_named
+    from attnsweep.family.family import Config
 
     known = families() if kernels is None else kernels
     compiler = Compiler(arch_named(arch) if isinstance(arch, str) else arch)
@@ -225,7 +224,7 @@ def winners(run: Run) -> list[Trial]:
 
 def report(run: Run) -> dict[str, str]:
     """The tables of a run by file name: ranking.csv and ranking.md."""
-    from attnsweep.show import tables
+    from attnsweep.reports import tables
 
     return tables.files(run)
 
@@ -235,7 +234,7 @@ def compare_runs(old: Run, new: Run, *, slower: float = 0.03) -> Comparison:
 
     slower: the share by which a winner may have become slower.
     """
-    from attnsweep.check.recorded import compare
+    from attnsweep.regress.recorded import compare
 
     return compare(old, new, slower=slower)
 
@@ -258,8 +257,8 @@ def compare_candidates(
     the `verdict`, `why`, in `shown` the medians and the interval of their ratio, and the same of
     each process in `each`. Raises WorkerError if a candidate cannot run.
     """
-    from attnsweep.check.turns import compare
-    from attnsweep.gpu.worker import WorkerError
+    from attnsweep.bench.gpu import WorkerError
+    from attnsweep.regress.ab_test import compare
 
     try:
         return compare(gpu, another, old, new, slower=slower, budget_s=budget_s, seed=seed)
@@ -272,7 +271,7 @@ def compare_candidates(
 
 def write_page(run: Run, path: str | Path, *, top: int = 10) -> int:
     """Write a run as one HTML page with tables and plots; returns its size in bytes."""
-    from attnsweep.show import html
+    from attnsweep.reports import html
 
     return html.write(run, Path(path), top=top)
 
@@ -291,7 +290,7 @@ def export(
     package's (default: that of `out`). guard: when a shape that was not tuned is served. Raises
     StoreError if no winner can be exported, SpecError for a bad name, ToolchainError.
     """
-    from attnsweep.use.package import export as write
+    from attnsweep.serve.export import export as write
 
     known = families() if kernels is None else kernels
     return write([Path(run) for run in runs], Path(out), known, name=name, guard=guard)
@@ -308,7 +307,7 @@ def exported_table(
     The `stages` of each kernel are empty, and `nvrtc`, the compiler's version, is not there. Raises
     StoreError if no winner can be exported.
     """
-    from attnsweep.use.package import outline
+    from attnsweep.serve.export import outline
 
     known = families() if kernels is None else kernels
     return outline([Path(run) for run in runs], known, guard=guard)
@@ -326,7 +325,7 @@ def judge_dispatch(
     leave_one_out: judge each of their shapes by a table without it; done with those of `runs` if
     nothing is held out. Raises StoreError.
     """
-    from attnsweep.use.judge import judged
+    from attnsweep.serve.evaluate import judged
 
     tuned, others = ([Path(run) for run in each] for each in (runs, held_out))
     return list(judged(tuned, others, leave_one_out=leave_one_out))
@@ -334,33 +333,33 @@ def judge_dispatch(
 
 def dispatch_summary(rows: Sequence[Judged]) -> dict[str, Any]:
     """Median, 95th percentile and worst of the regrets, and the least gain over PyTorch."""
-    from attnsweep.use.judge import summary
+    from attnsweep.serve.evaluate import summary
 
     return summary(rows)
 
 
 def counters(run: Run) -> list[dict[str, Any]]:
     """The hardware counters that `attnsweep profile` stored in a run; empty if there are none."""
-    from attnsweep.tools.profile import read
+    from attnsweep.store.outputs import read
 
     return read(run.directory)
 
 
 def schema() -> str:
     """The JSON Schema of a sweep spec, as text."""
-    from attnsweep.spec.schema import schema_text
+    from attnsweep.specs.load import schema_text
 
     return schema_text()
 
 
 def _families(spec: SweepSpec, kernels: Mapping[str, Kernel] | None) -> Mapping[str, Kernel]:
-    from attnsweep.spec.against import families_of
+    from attnsweep.specs.load import families_of
 
     return families_of(spec) if kernels is None else kernels
 
 
 def _target(spec: SweepSpec, arch: Arch | str | None) -> Arch:
-    from attnsweep.hardware import Arch
+    from attnsweep.core.hardware import Arch
     from attnsweep.tools.compile import target_arch
 
     return arch if isinstance(arch, Arch) else target_arch(spec, arch)

@@ -4,11 +4,11 @@ Usage: python benchmarks/dispatch.py TUNED_RUN... [--held-out RUN...] [--leave-o
 [--json FILE]. Nothing is measured, and no compiler is needed.
 
 The table is the one that `attnsweep export TUNED_RUN...` writes, and the rule is the package's own
-code (attnsweep/use/runtime/dispatch.py). A held-out run swept other shapes on the same kind of GPU,
-or any shapes on another kind: then its own runs are left out, and the tuned ones stand in for them
-(`stand_in`), if both GPUs have the same compute capability and number of SMs. With --leave-one-out
-each shape is judged by a table without it, and without its twin in the other dtype: the tuned runs'
-shapes if none are held out.
+code (attnsweep/serve/runtime/dispatch.py). A held-out run swept other shapes on the same kind of
+GPU, or any shapes on another kind: then its own runs are left out, and the tuned ones stand in for
+them (`stand_in`), if both GPUs have the same compute capability and number of SMs. With
+--leave-one-out each shape is judged by a table without it, and without its twin in the other dtype:
+the tuned runs' shapes if none are held out.
 
 - regret: time of what the package calls over the best of the shape's own sweep, PyTorch's attention
   included, less 1. Where the package calls PyTorch, its time is that of PyTorch's fastest backend.

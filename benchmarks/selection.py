@@ -170,7 +170,7 @@ def yaml_of(run: Run) -> dict[str, int]:
 
 @dataclass
 class Card:
-    """A GPU whose samples are the true times, off by a residual; see attnsweep.gpu.worker.Gpu."""
+    """A GPU whose samples are the true times, off by a residual; see attnsweep.bench.gpu.Gpu."""
 
     of: Recorded
     random: random.Random

@@ -1,9 +1,9 @@
 """flash_fwd_fp32_wgmma: fp32, heads of 512 to 8192 columns, few queries and keys, on Hopper."""
 
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import LOG2E, Problem, ceil_div
 from attnsweep.family import hopper
-from attnsweep.family.declare import Config, Kernel, Launch, Param, TensorMap
-from attnsweep.hardware import Arch
-from attnsweep.problem import LOG2E, Problem, ceil_div
+from attnsweep.family.family import Config, Kernel, Launch, Param, TensorMap
 
 kernel = Kernel(
     "flash_fwd_fp32_wgmma",

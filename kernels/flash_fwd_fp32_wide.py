@@ -1,8 +1,8 @@
 """flash_fwd_fp32_wide: fp32, heads of 512 to 8192 columns, few queries and keys. Memory-bound."""
 
-from attnsweep.family.declare import Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem, ceil_div
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.family.family import Config, Kernel, Launch, Param
 
 kernel = Kernel(
     "flash_fwd_fp32_wide",

@@ -1,9 +1,9 @@
 """flash_fwd_fp8_wgmma: fused forward on Hopper in E4M3: wgmma of bytes, V transposed on its way."""
 
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import LOG2E, SCALE_BLOCK, Problem, ceil_div
 from attnsweep.family import hopper
-from attnsweep.family.declare import SMS, Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import LOG2E, SCALE_BLOCK, Problem, ceil_div
+from attnsweep.family.family import SMS, Config, Kernel, Launch, Param
 
 kernel = Kernel(
     "flash_fwd_fp8_wgmma",

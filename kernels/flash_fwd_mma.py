@@ -1,8 +1,8 @@
 """flash_fwd_mma: fused forward on mma.sync and cp.async; scores and P never leave registers."""
 
-from attnsweep.family.declare import Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem, ceil_div
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.family.family import Config, Kernel, Launch, Param
 
 kernel = Kernel(
     "flash_fwd_mma",

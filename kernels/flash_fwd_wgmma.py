@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import LOG2E, Problem, ceil_div
 from attnsweep.family import hopper
-from attnsweep.family.declare import SMS, Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import LOG2E, Problem, ceil_div
+from attnsweep.family.family import SMS, Config, Kernel, Launch, Param
 
 kernel = Kernel(
     "flash_fwd_wgmma",

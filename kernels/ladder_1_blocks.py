@@ -1,8 +1,8 @@
 """ladder_1_blocks: a warp per query row; the rung after naive."""
 
-from attnsweep.family.declare import Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem, ceil_div
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.family.family import Config, Kernel, Launch, Param
 
 kernel = Kernel(
     "ladder_1_blocks",

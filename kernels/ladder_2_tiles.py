@@ -1,8 +1,8 @@
 """ladder_2_tiles: tiles of 64 keys in shared memory, 256 threads, scores in registers."""
 
-from attnsweep.family.declare import Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem, ceil_div
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.family.family import Config, Kernel, Launch, Param
 
 BLOCK_N, THREADS = 64, 256
 

@@ -1,8 +1,8 @@
 """ladder_4_pipelined: two tiles in shared memory; warps of their own fill one by cp.async."""
 
-from attnsweep.family.declare import Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem, ceil_div
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.family.family import Config, Kernel, Launch, Param
 
 BLOCK_N = 64
 

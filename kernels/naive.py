@@ -1,8 +1,8 @@
 """naive: one thread per query row. It is the smallest family; start here to write your own."""
 
-from attnsweep.family.declare import Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem, ceil_div
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.family.family import Config, Kernel, Launch, Param
 
 kernel = Kernel(
     "naive",

@@ -1,8 +1,8 @@
 """three_kernel_mma: QKᵀ, row softmax in place and PV as three launches; sm_80 and later."""
 
-from attnsweep.family.declare import Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import DTYPE_BYTES, Problem, ceil_div
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import DTYPE_BYTES, Problem, ceil_div
+from attnsweep.family.family import Config, Kernel, Launch, Param
 
 kernel = Kernel(
     "three_kernel_mma",

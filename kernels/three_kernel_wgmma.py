@@ -1,9 +1,9 @@
 """three_kernel_wgmma: QKᵀ, softmax and PV as three launches on Hopper: TMA, mbarriers and wgmma."""
 
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import DTYPE_BYTES, LOG2E, Problem, ceil_div
 from attnsweep.family import hopper
-from attnsweep.family.declare import Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import DTYPE_BYTES, LOG2E, Problem, ceil_div
+from attnsweep.family.family import Config, Kernel, Launch, Param
 
 kernel = Kernel(
     "three_kernel_wgmma",

@@ -1,8 +1,8 @@
 """wmma_pipeline: WMMA fragments for both products, a cp.async ring, and warps that only copy."""
 
-from attnsweep.family.declare import Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem, ceil_div
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.family.family import Config, Kernel, Launch, Param
 
 PADDED, XOR = 1, 3
 

@@ -1,4 +1,4 @@
-"""Write table.json and cubins/ in attnsweep/use/runtime: the winners behind attnsweep.attention.
+"""Write table.json and cubins/ in attnsweep/serve/runtime: the winners behind attnsweep.attention.
 
 Usage: python scripts/winners.py [--check]. Needs the NVRTC of the recorded runs, since the machine
 code of another is not what they timed. With --check it writes nothing, needs no NVRTC, and returns
@@ -22,7 +22,7 @@ from typing import Any
 from attnsweep import export, exported_table, find_runs
 
 ROOT = Path(__file__).parent.parent
-PLACE = ROOT / "attnsweep" / "use" / "runtime"
+PLACE = ROOT / "attnsweep" / "serve" / "runtime"
 TABLE, CUBINS = PLACE / "table.json", PLACE / "cubins"
 # Cubins of an archive. A first call unpacks one archive, so it must not be large. In groups of 24
 # the kernels of 225 shapes of an H200 and 162 of an H100 were 1345 KiB, not 1238.

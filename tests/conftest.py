@@ -32,7 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 TOGETHER = (
     "tests/gpu/",
     "tests/unit/test_between.py",
-    "tests/unit/test_choose_skips.py",
+    "tests/unit/test_choose_lower_bound.py",
     "tests/unit/test_results.py",
 )
 CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
@@ -161,7 +161,7 @@ def attnsweep(
     width: of what it writes to, which is no terminal.
     """
     from attnsweep import cli
-    from attnsweep.show import terminal
+    from attnsweep.reports import terminal
 
     def run(*arguments: object, width: int = 120) -> Done:
         monkeypatch.setattr(sys, "argv", ["attnsweep", *map(str, arguments)])

@@ -19,14 +19,15 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from attnsweep.build import sass
-from attnsweep.build.cubin import functions
-from attnsweep.build.nvrtc import Compiler, Cubin
+from attnsweep.compile import sass
+from attnsweep.compile.cubin import functions
+from attnsweep.compile.nvrtc import Compiler, Cubin
+from attnsweep.core.hardware import ARCHS, Arch, arch_named
+from attnsweep.core.problem import Problem
 from attnsweep.family.chunks import schedule_of
-from attnsweep.family.declare import Config, Kernel, load_kernel
+from attnsweep.family.discover import load_kernel
+from attnsweep.family.family import Config, Kernel
 from attnsweep.family.space import Space
-from attnsweep.hardware import ARCHS, Arch, arch_named
-from attnsweep.problem import Problem
 from tests.simt.recorded import winners
 from tests.simt.unusual import FLASH_FWD_WGMMA, THREE_KERNEL_WGMMA
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnsweep.choose.columns import value_text
-from attnsweep.trial import OURS, Status, Trial, Value
+from attnsweep.core.problem import Value
+from attnsweep.core.trial import OURS, Status, Trial
 
 # Statuses whose first time is that of a right candidate.
 _TIMED = (Status.OK, Status.NOISY)

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attnsweep.errors import NoGpuError
-from attnsweep.gpu.energy import Stretch
-from attnsweep.gpu.worker import Gpu, WorkerError
-from attnsweep.trial import Energy, Environment
+from attnsweep.bench.gpu import Gpu, WorkerError
+from attnsweep.core.errors import NoGpuError
+from attnsweep.core.trial import Energy, Environment
+from attnsweep.device.energy import Stretch
 
 # Stretches of each entry: to show it, or to rank by it. A sign interval of 95 % needs six pairs,
 # and of nine it leaves out the least and the most.

@@ -1,6 +1,6 @@
 """The race: cheap rounds of all candidates whose first time is near the best, until few are left.
 
-An entrant is out as soon as its rounds show it slower (evidence.py). An entrant that wins by luck
+An entrant is out as soon as its rounds show it slower (stats.py). An entrant that wins by luck
 gains nothing by it, because the finals time the finalists again.
 """
 
@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attnsweep.build.candidate import Build
-from attnsweep.build.observer import Observer
-from attnsweep.choose.evidence import Race, interval
-from attnsweep.choose.pace import pace_of
+from attnsweep.bench.gpu import Gpu, WorkerError
+from attnsweep.choose.drift import pace_of
 from attnsweep.choose.rounds import Rounds, measured
-from attnsweep.gpu.worker import Gpu, WorkerError
-from attnsweep.spec.load import SweepSpec
-from attnsweep.trial import Trial
+from attnsweep.choose.stats import Race, interval
+from attnsweep.compile.candidate import Build
+from attnsweep.core.observer import Observer
+from attnsweep.core.trial import Trial
+from attnsweep.specs.load import SweepSpec
 
 Pair = tuple[Build, Trial]
 # A candidate within this of the best first time may be the best: first times are taken minutes

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pandas
 
-from attnsweep.choose.base import below_ranking, common_rounds, fastest_peer, over_limit
-from attnsweep.choose.columns import COLUMNS, Row, facts
-from attnsweep.choose.evidence import ratio_interval
-from attnsweep.choose.frontier import too_inaccurate
-from attnsweep.choose.pace import at_pace, last_round, rounds_of, session, time_kind
-from attnsweep.problem import Problem
-from attnsweep.trial import OURS, Environment, Measurement, Status, Trial
+from attnsweep.choose.baseline_ratio import below_ranking, common_rounds, fastest_peer, over_limit
+from attnsweep.choose.columns import COLUMNS, Row, facts, too_inaccurate
+from attnsweep.choose.drift import at_pace, last_round, rounds_of, session, time_kind
+from attnsweep.choose.stats import ratio_interval
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import OURS, Environment, Measurement, Status, Trial
 
 # A time without rounds leads only if it is this factor below the best with rounds: luck may make
 # one sample low, but not that low. Nor may a rank be slower than a later one by more than this.

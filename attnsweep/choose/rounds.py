@@ -2,6 +2,8 @@
 
 Drift (clocks, heat, a neighbour) then affects all alike, and the ratio of two entries is taken
 within a round. A round in another state of the card than the usual is repeated, or marked.
+
+What is prepared before anything can be timed, told to whoever shows it.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ import hashlib
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from attnsweep.gpu.worker import Gpu, WorkerError
-from attnsweep.trial import Measurement, Trial
+from attnsweep.bench.gpu import Gpu, WorkerError
+from attnsweep.core.observer import Observer
+from attnsweep.core.trial import Measurement, Trial
 
 # SM clocks further apart than this are two states: an H200's steps are 15 MHz of 1980, 0.8 %.
 SAME_CLOCK = 0.02
@@ -221,3 +226,15 @@ def together(rows: Sequence[Trial]) -> list[Trial]:
     rounds = [trial.time_us.rounds for trial in rows if trial.time_us]
     facts = {"name": hashlib.sha256(repr(rounds).encode()).hexdigest()[:12], "rows": len(rows)}
     return [trial.with_(conditions={**trial.conditions, "together": facts}) for trial in rows]
+
+
+@contextmanager
+def prepared(what: str, gpu: Gpu, observer: Observer) -> Iterator[None]:
+    """Tell what was prepared inside: its seconds, and those of the GPU process's steps."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        steps_s = dict(gpu.steps_s)
+        gpu.steps_s.clear()
+        observer.prepared(what, time.monotonic() - began, steps_s)

@@ -7,181 +7,20 @@ stores; only the sweep does. See `Search` for ask and tell.
 
 from __future__ import annotations
 
-import heapq
-import math
-import random as _random
-import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attnsweep.choose.gp import gp
-from attnsweep.errors import SpecError, ToolchainError
-from attnsweep.family.declare import Config
+from attnsweep.choose.strategies.gp import gp
+from attnsweep.choose.strategies.simple import Strategy, exhaustive, random
+from attnsweep.choose.strategies.staged import staged
+from attnsweep.choose.strategies.tpe import tpe
+from attnsweep.core.errors import SpecError
+from attnsweep.core.trial import Trial
+from attnsweep.family.family import Config
 from attnsweep.family.space import Space
-from attnsweep.files import install_command
-from attnsweep.trial import Status, Trial, Value
 
 if TYPE_CHECKING:
-    from attnsweep.spec.load import SweepSpec
-
-Proposals = Generator[Config | None, list[Trial], None]
-Explained = Generator[Config | None, list[Trial], str]
-"""Proposals that return why they ended."""
-Strategy = Callable[[Space, int | None, int], Proposals | Explained]
-
-
-def exhaustive(space: Space, candidates: int | None, seed: int) -> Proposals:
-    """Every config in the space's order, or the first `candidates` of them; `seed` is unused."""
-    # Not `yield from`: a tuple's iterator cannot receive the trials.
-    for config in space.configs[:candidates]:  # noqa: UP028
-        yield config
-
-
-def random(space: Space, candidates: int | None, seed: int) -> Proposals:
-    """`candidates` configs without repeats; equal for equal seed, family and problem."""
-    source = _random.Random(f"{seed} {space.kernel.name} {space.problem.label}")
-    count = len(space.configs) if candidates is None else min(candidates, len(space.configs))
-    for config in source.sample(space.configs, count):  # noqa: UP028
-        yield config
-
-
-def staged(space: Space, candidates: int | None, seed: int) -> Proposals:
-    """Time stages alone, then only the combinations whose stages add up to least.
-
-    The first configs contain every variant of every stage at least once: they are as many as the
-    variants add up to, not as they multiply to. Then come the COMBINED configs with the least sum
-    of stage times, for each of the spec's variants. `seed` is unused; `candidates` caps the total.
-    A family of one stage is searched exhaustively.
-    """
-    stages = space.kernel.stages
-    if len(stages) == 1:
-        yield from exhaustive(space, candidates, seed)
-        return
-
-    def parts(config: Mapping[str, object]) -> dict[str, tuple[object, ...]]:
-        return {
-            name: tuple(config[param] for param in stage.params) for name, stage in stages.items()
-        }
-
-    trials: list[Trial] = []
-    asked: set[Config] = set()
-    met: set[tuple[str, tuple[object, ...]]] = set()
-    for config in space.configs:
-        new = set(parts(config).items()) - met
-        if new and (candidates is None or len(asked) < candidates):
-            met |= new
-            asked.add(config)
-            trials += yield config
-    while len(trials) < len(asked):  # the sweep asks ahead, so wait for its answers
-        trials += yield None
-    times: dict[tuple[str, tuple[object, ...]], float] = {}
-    for trial in trials:
-        if trial.status is Status.OK:
-            for part in parts(trial.config).items():  # a stage that a config leaves out takes 0
-                times[part] = min(times.get(part, math.inf), trial.stages_us.get(part[0], 0.0))
-
-    def together(config: Config) -> float:
-        return sum(times.get(part, math.inf) for part in parts(config).items())
-
-    room = math.inf if candidates is None else candidates - len(asked)
-    by_variant: dict[tuple[str, ...], list[Config]] = {}
-    for config in space.configs:
-        if config not in asked and together(config) < math.inf:
-            variant = tuple(space.variants.get(config, {}).values())
-            by_variant.setdefault(variant, []).append(config)
-    for configs in by_variant.values():
-        for config in heapq.nsmallest(COMBINED, configs, key=together):
-            if room > 0:
-                room -= 1
-                yield config
-
-
-# Combinations of each variant that are timed as a whole. Stages in sequence take up to a tenth more
-# or less than alone (one leaves in L2 what the next reads), so the least sum may not win.
-COMBINED = 64
-
-
-def tpe(space: Space, candidates: int | None, seed: int) -> Proposals:
-    """Model-based: Optuna's tree-structured Parzen estimator, seeded, without repeats.
-
-    It draws a config parameter by parameter, from the values of the configs with the same
-    beginning, so that no draw breaks a rule. A parameter with other values is another parameter to
-    the model. STARTUP configs are random; then come batches of BATCH, each after the trials of the
-    last one. Failed candidates teach the model nothing. If the model draws only known configs, the
-    next ones are random. Raises ToolchainError without Optuna. Bergstra et al., Algorithms for
-    hyper-parameter optimization, NeurIPS 2011.
-    """
-    try:
-        import optuna
-    except ImportError as error:
-        hint = install_command("search")
-        raise ToolchainError("strategy tpe needs Optuna", hint=hint) from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    label = f"{seed} {space.kernel.name} {space.problem.label}"
-    sampler = optuna.samplers.TPESampler(
-        seed=zlib.crc32(label.encode()), n_startup_trials=STARTUP, constant_liar=True
-    )
-    study = optuna.create_study(sampler=sampler)
-    left = _random.Random(label).sample(space.configs, len(space.configs))
-    count = len(left) if candidates is None else min(candidates, len(left))
-    times: dict[Config, float | None] = {}
-    failed = optuna.trial.TrialState.FAIL
-
-    def learn(drawn: Any, time_us: float | None) -> None:
-        study.tell(drawn, time_us, state=failed if time_us is None else None)
-
-    while len(times) < count:
-        size = min(BATCH if times else STARTUP, count - len(times))
-        batch: dict[Config, Any] = {}
-        attempts = 0
-        while len(batch) < size:
-            attempts += 1
-            if not times or attempts > 4 * size:
-                config = next(c for c in left if c not in batch and c not in times)
-                study.enqueue_trial(_path(space.configs, config))
-            drawn = study.ask()
-            config = _descend(space.configs, drawn.suggest_categorical)
-            if config in batch or config in times:
-                learn(drawn, times.get(config))
-            else:
-                batch[config] = drawn
-        told: list[Trial] = []
-        for config in batch:
-            told += yield config
-        while len(told) < len(batch):  # the sweep asks ahead, so wait for its answers
-            told += yield None
-        for row in told:
-            times[Config(row.config)] = row.screened_us
-        for config, drawn in batch.items():
-            learn(drawn, times.get(config))
-
-
-# For strategy tpe: random configs before the model is asked, and configs of one batch.
-STARTUP = 24
-BATCH = 8
-
-
-def _descend(configs: Sequence[Config], choose: Callable[[str, Sequence[Value]], Value]) -> Config:
-    """One config, a parameter at a time: `choose` picks among the values that remain."""
-    for name in configs[0]:
-        values = tuple(dict.fromkeys(config[name] for config in configs))
-        if len(values) > 1:
-            value = choose(f"{name} of {values}", values)
-            configs = [config for config in configs if config[name] == value]
-    return configs[0]
-
-
-def _path(configs: Sequence[Config], config: Config) -> dict[str, Value]:
-    """The choices on the way to a config."""
-    chosen: dict[str, Value] = {}
-
-    def choose(name: str, values: Sequence[Value]) -> Value:
-        del values
-        return chosen.setdefault(name, config[name.split(" of ")[0]])
-
-    _descend(configs, choose)
-    return chosen
+    from attnsweep.specs.load import SweepSpec
 
 
 DEFAULT_STRATEGY = "gp"

@@ -20,14 +20,13 @@ from rich.text import Text
 
 from attnsweep import __version__
 from attnsweep.cli import completion
-from attnsweep.errors import SpecError
-from attnsweep.show import terminal
-from attnsweep.show.forms import Form
-from attnsweep.show.terminal import console, errors
+from attnsweep.core.errors import SpecError
+from attnsweep.reports import terminal
+from attnsweep.reports.terminal import Form, console, errors
 
 if TYPE_CHECKING:
-    from attnsweep.family.declare import Kernel
-    from attnsweep.spec.load import SweepSpec
+    from attnsweep.family.family import Kernel
+    from attnsweep.specs.load import SweepSpec
     from attnsweep.store.run import Run
 
 
@@ -174,10 +173,9 @@ def load(
 
     A spec with either has a name, and so a run, of its own.
     """
-    from attnsweep.spec.against import check_against, families_of
-    from attnsweep.spec.load import load_spec, with_problems
-    from attnsweep.spec.overrides import tag
-    from attnsweep.spec.shapes import read_shapes
+    from attnsweep.specs.load import check_against, families_of, load_spec, with_problems
+    from attnsweep.specs.overrides import tag
+    from attnsweep.specs.shapes import read_shapes
 
     loaded = load_spec(spec, settings=settings)
     families = families_of(loaded, kernels)
@@ -203,7 +201,7 @@ def no_collection() -> Iterator[None]:
 
 def print_run(run_: Run, json_: bool, top: int) -> None:
     """Print a run's warnings, and its ranked tables or their JSON."""
-    from attnsweep.show import tables
+    from attnsweep.reports import tables
 
     warn(run_)
     if json_:

@@ -8,9 +8,9 @@ import typer
 from rich.text import Text
 
 from attnsweep.cli.app import JsonOption, app, examples, print_result, refuse_idle
-from attnsweep.errors import SpecError
-from attnsweep.show import terminal
-from attnsweep.show.terminal import counted
+from attnsweep.core.errors import SpecError
+from attnsweep.reports import terminal
+from attnsweep.reports.terminal import counted
 
 cache = typer.Typer(
     cls=terminal.Group,
@@ -28,8 +28,8 @@ def show(ctx: typer.Context, json_: JsonOption = False) -> None:
     if ctx.invoked_subcommand is not None:
         refuse_idle(ctx, ("json_",), "before a subcommand", "attnsweep cache prune --json")
         return
-    from attnsweep.build.cache import entries, fault
-    from attnsweep.build.nvrtc import default_cache_dir
+    from attnsweep.compile.cache import entries, fault
+    from attnsweep.compile.nvrtc import default_cache_dir
 
     directory = default_cache_dir()
     found = entries(directory)
@@ -68,9 +68,9 @@ def prune(
     Code that is needed again is compiled again. Do not prune while a sweep runs: it may be about
     to load what is removed.
     """
-    from attnsweep.build.cache import entries
-    from attnsweep.build.cache import prune as remove
-    from attnsweep.build.nvrtc import default_cache_dir
+    from attnsweep.compile.cache import entries
+    from attnsweep.compile.cache import prune as remove
+    from attnsweep.compile.nvrtc import default_cache_dir
 
     if every and days is not None:
         raise SpecError("--all and --days exclude each other", hint="give one of them")

@@ -25,14 +25,13 @@ from attnsweep.cli.app import (
     refuse_idle,
     warn,
 )
-from attnsweep.errors import SpecError, StoreError
-from attnsweep.show import terminal
-from attnsweep.show.forms import Form
-from attnsweep.show.terminal import console, counted, errors
+from attnsweep.core.errors import SpecError, StoreError
+from attnsweep.reports import terminal
+from attnsweep.reports.terminal import Form, console, counted, errors
 
 if TYPE_CHECKING:
-    from attnsweep.build.observer import Observer
-    from attnsweep.check.verdicts import Finding
+    from attnsweep.core.observer import Observer
+    from attnsweep.regress.verdicts import Finding
 
 
 @app.command(
@@ -135,13 +134,13 @@ def check(
     Exit code 1 if a problem regressed or is wrong, 4 if one is inconclusive, 0 if all passed;
     without a verdict 2, 3 or 70, never 1.
     """
-    from attnsweep.check import github, live
-    from attnsweep.check import recorded as recordings
-    from attnsweep.fleet import checks
-    from attnsweep.gpu.cards import chosen, installed
-    from attnsweep.show import fleet_progress, progress
+    from attnsweep.device.cards import chosen, installed
+    from attnsweep.regress import live, verdicts
+    from attnsweep.regress import recorded as recordings
+    from attnsweep.reports import fleet_progress, progress
     from attnsweep.store.outputs import check_output, write_output
     from attnsweep.store.run import open_run
+    from attnsweep.sweep import check_cards
 
     if recorded == (against is not None) or recorded == (new is None):
         raise SpecError(
@@ -182,7 +181,7 @@ def check(
                 cards = chosen(gpus, installed())
                 with fleet_progress.watch(errors, len(cards), form) as observer:
                     asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
-                    compared = checks.check(loaded, families, baseline, cards, **asked)
+                    compared = check_cards.check(loaded, families, baseline, cards, **asked)
     table = compared.to_markdown()
     lines = [Text(line, style) for line, style in compared.lines(console.width)]
     with contextlib.suppress(BrokenPipeError):  # `check … | head`: the exit code is the verdict
@@ -190,12 +189,12 @@ def check(
             console.file.write(table)
         else:
             print_result(lines, compared.to_json(), json_)
-    for command in github.commands(compared):  # on stderr, which GitHub reads too
+    for command in verdicts.commands(compared):  # on stderr, which GitHub reads too
         errors.file.write(f"{command}\n")
     if junit is not None:
         write_output(junit, compared.to_junit())
     if markdown is None:
-        github.summarise(table)
+        verdicts.summarise(table)
     elif not printed:
         write_output(markdown, table)
     raise typer.Exit(compared.exit_code)
@@ -247,7 +246,7 @@ def accept(
     A run that lacks a winner or its machine code, or that is of another spec or GPU than the
     baseline, is refused with exit code 2.
     """
-    from attnsweep.check.accept import accept as accept_run
+    from attnsweep.regress.accept import accept as accept_run
     from attnsweep.store.run import open_run
 
     read = open_run(run_)

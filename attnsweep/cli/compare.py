@@ -16,7 +16,7 @@ from attnsweep.cli.app import (
     print_result,
     warn,
 )
-from attnsweep.show.terminal import console
+from attnsweep.reports.terminal import console
 
 
 @app.command(
@@ -37,10 +37,10 @@ def compare(
     other run, and the ratios to the same peer. Whatever differs in GPU and software comes first.
     To judge a change of code on one card, take `check`.
     """
-    from attnsweep.family.declare import discover
+    from attnsweep.family.discover import discover
+    from attnsweep.reports.compare import compare as compared
+    from attnsweep.reports.compare import lines
     from attnsweep.store.run import open_run
-    from attnsweep.tools.compare import compare as compared
-    from attnsweep.tools.compare_lines import lines
 
     with no_collection():
         runs = open_run(first), open_run(second)

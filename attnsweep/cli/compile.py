@@ -22,9 +22,8 @@ from attnsweep.cli.app import (
     print_result,
     refuse_idle,
 )
-from attnsweep.hardware import ARCHS
-from attnsweep.show.forms import Form
-from attnsweep.show.terminal import console, errors
+from attnsweep.core.hardware import ARCHS
+from attnsweep.reports.terminal import Form, console, errors
 
 
 @app.command(
@@ -60,8 +59,8 @@ def compile_(
     if any stage does not compile, or if a problem has no candidate left. With several --arch the
     JSON is an object, with the rows of each.
     """
-    from attnsweep.show import progress, views
-    from attnsweep.spec.plan import plan
+    from attnsweep.reports import progress, views
+    from attnsweep.specs.plan import plan
     from attnsweep.tools.compile import Interrupted, compile_all, target_arch, without_candidates
 
     if json_:

@@ -9,8 +9,8 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from attnsweep.errors import AttnsweepError
-from attnsweep.hardware import ARCHS
+from attnsweep.core.errors import AttnsweepError
+from attnsweep.core.hardware import ARCHS
 
 _MOST = 200
 
@@ -22,7 +22,7 @@ def archs(incomplete: str) -> list[str]:
 
 def specs(incomplete: str) -> list[str]:
     """Shipped specs by name, and YAML files and directories below what is typed."""
-    from attnsweep.spec.shipped import shipped_specs
+    from attnsweep.specs.shipped import shipped_specs
 
     return [*_beginning(incomplete, shipped_specs()), *_paths(incomplete, (".yaml", ".yml"))]
 
@@ -34,7 +34,7 @@ def tables(incomplete: str) -> list[str]:
 
 def families(incomplete: str) -> list[str]:
     """Shipped kernel families; their declarations are not run for it."""
-    from attnsweep.files import shipped
+    from attnsweep.core.files import shipped
 
     return _beginning(incomplete, (path.stem for path in shipped("kernels").glob("[!_]*.py")))
 

@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from attnsweep.cli.app import JsonOption, app, examples, print_result
-from attnsweep.show.terminal import console
+from attnsweep.reports.terminal import console
 
 
 @app.command(epilog=examples("attnsweep doctor", "attnsweep doctor --json"))

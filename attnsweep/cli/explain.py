@@ -20,8 +20,8 @@ from attnsweep.cli.app import (
     refuse_idle,
     warn,
 )
-from attnsweep.errors import ProblemError
-from attnsweep.show.terminal import console, errors
+from attnsweep.core.errors import ProblemError
+from attnsweep.reports.terminal import console, errors
 
 
 @app.command(
@@ -68,11 +68,11 @@ def explain(
     which rule removes it; and the effect of every parameter by the run's own rows. If several
     candidates fit CONFIG, the best ranked is explained.
     """
-    from attnsweep.family.declare import discover
-    from attnsweep.spec.shapes import read_shapes
+    from attnsweep.family.discover import discover
+    from attnsweep.reports.explain import explain as explained
+    from attnsweep.reports.explain_text import lines
+    from attnsweep.specs.shapes import read_shapes
     from attnsweep.store.run import latest_run, open_run
-    from attnsweep.tools.explain import explain as explained
-    from attnsweep.tools.explain_lines import lines
 
     if run_ is not None and "=" in run_.name and not run_.exists():
         run_, config = None, [str(run_), *(config or [])]  # a CONFIG of the latest run

@@ -19,8 +19,7 @@ from attnsweep.cli.app import (
     examples,
     print_result,
 )
-from attnsweep.show.forms import Form
-from attnsweep.show.terminal import counted, errors
+from attnsweep.reports.terminal import Form, counted, errors
 
 
 @app.command(
@@ -56,9 +55,9 @@ def export_(
     NVRTC but no GPU. A problem is left out if the run has no time of PyTorch's own attention, which
     is what a winner must beat; FP8 problems need none, since PyTorch has no attention of FP8.
     """
-    from attnsweep.family.declare import discover
-    from attnsweep.show import progress
-    from attnsweep.use.package import export
+    from attnsweep.family.discover import discover
+    from attnsweep.reports import progress
+    from attnsweep.serve.export import export
 
     with progress.counting(errors, "compile", "kernel", form) as compiled:
         done = export(runs, out, discover(kernels), name=name, compiled=compiled)

@@ -13,9 +13,9 @@ from rich.text import Text
 from attnsweep.cli import completion
 from attnsweep.cli.app import JsonOption, ProblemsOption, app, examples, print_result
 from attnsweep.cli.tune import write_spec
-from attnsweep.errors import NoGpuError
-from attnsweep.hardware import ARCHS
-from attnsweep.show.terminal import console, errors
+from attnsweep.core.errors import NoGpuError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.reports.terminal import console, errors
 
 DEFAULT = "sweep.yaml"
 
@@ -44,9 +44,9 @@ def init(
     json_: JsonOption = False,
 ) -> None:
     """Write a commented spec for this GPU, to edit and to run."""
-    from attnsweep.family.declare import discover
-    from attnsweep.spec.shapes import read_shapes
-    from attnsweep.spec.starter import Request, example, starter, with_more
+    from attnsweep.family.discover import discover
+    from attnsweep.specs.shapes import read_shapes
+    from attnsweep.specs.starter import Request, example, starter, with_more
     from attnsweep.tools import target as cards
 
     families = discover()

@@ -18,12 +18,12 @@ from attnsweep.cli.app import (
     print_result,
     warn,
 )
-from attnsweep.errors import KernelError, ProblemError
-from attnsweep.hardware import ARCHS, arch_named, arch_on
-from attnsweep.show.terminal import console, errors
+from attnsweep.core.errors import KernelError, ProblemError
+from attnsweep.core.hardware import ARCHS, arch_named, arch_on
+from attnsweep.reports.terminal import console, errors
 
 if TYPE_CHECKING:
-    from attnsweep.problem import Problem
+    from attnsweep.core.problem import Problem
     from attnsweep.store.run import Run
 
 
@@ -77,9 +77,10 @@ def inspect(
     Per stage: registers, spills, shared memory, what limits the occupancy, cubin size, and the
     number of instructions of each kind (this needs nvdisasm: the `inspect` extra).
     """
-    from attnsweep.family.declare import discover, values_in
-    from attnsweep.spec.shapes import read_shapes
-    from attnsweep.spec.yaml_file import nearest
+    from attnsweep.family.discover import discover
+    from attnsweep.family.family import values_in
+    from attnsweep.specs.shapes import read_shapes
+    from attnsweep.specs.yaml_file import nearest
     from attnsweep.tools import inspect as inspection
 
     families = discover(kernels)
@@ -141,10 +142,10 @@ def list_(
     json_: JsonOption = False,
 ) -> None:
     """List kernel families with their parameters and rules, and the baselines."""
-    from attnsweep.family.declare import discover
-    from attnsweep.show import views
-    from attnsweep.spec.model import BASELINES
-    from attnsweep.spec.yaml_file import nearest
+    from attnsweep.family.discover import discover
+    from attnsweep.reports import views
+    from attnsweep.specs.model import BASELINES
+    from attnsweep.specs.yaml_file import nearest
 
     families = discover(kernels)
     for word in name or ():

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from attnsweep.cli.app import JsonOption, app, examples, no_collection, print_run, refuse_idle, warn
-from attnsweep.show.terminal import errors
+from attnsweep.reports.terminal import errors
 
 
 @app.command(

@@ -17,8 +17,8 @@ from attnsweep.cli.app import (
     examples,
     print_result,
 )
-from attnsweep.hardware import arch_named
-from attnsweep.show.terminal import console, errors
+from attnsweep.core.hardware import arch_named
+from attnsweep.reports.terminal import console, errors
 
 
 @app.command(
@@ -61,11 +61,11 @@ def profile(
     Per stage: memory and L2 traffic, use of tensor cores and issue slots, why warps waited. The run
     keeps them in counters.json. ncu launches every candidate once for each group of counters.
     """
-    from attnsweep.family.declare import discover
-    from attnsweep.gpu.lock import held
-    from attnsweep.gpu.worker import Worker
-    from attnsweep.show import views
-    from attnsweep.spec.shapes import read_shapes
+    from attnsweep.bench.worker import Worker
+    from attnsweep.device.lock import held
+    from attnsweep.family.discover import discover
+    from attnsweep.reports import views
+    from attnsweep.specs.shapes import read_shapes
     from attnsweep.store.run import open_run
     from attnsweep.tools import profile as counters
 

@@ -20,8 +20,8 @@ from attnsweep.cli.app import (
     refuse_idle,
     warn,
 )
-from attnsweep.errors import SpecError
-from attnsweep.show.terminal import console, counted
+from attnsweep.core.errors import SpecError
+from attnsweep.reports.terminal import console, counted
 
 
 @app.command(
@@ -73,9 +73,9 @@ def report_(
 
     The page holds tables, plots and provenance in one file that needs no network.
     """
-    from attnsweep.show import html as page
-    from attnsweep.show import tables
-    from attnsweep.show.plots import PlotLibrary
+    from attnsweep.reports import html as page
+    from attnsweep.reports import tables
+    from attnsweep.reports.plots import PlotLibrary
     from attnsweep.store.run import latest_run, open_run
 
     if run_ is not None:

@@ -29,16 +29,15 @@ from attnsweep.cli.app import (
     print_run,
     refuse_idle,
 )
-from attnsweep.errors import NoGpuError, SpecError
-from attnsweep.hardware import ARCHS
-from attnsweep.show.forms import Form
-from attnsweep.show.terminal import console, errors
+from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.reports.terminal import Form, console, errors
 
 if TYPE_CHECKING:
-    from attnsweep.family.declare import Kernel
-    from attnsweep.spec.load import SweepSpec
-    from attnsweep.spec.plan import Shard
-    from attnsweep.sweep import Outcome
+    from attnsweep.family.family import Kernel
+    from attnsweep.specs.load import SweepSpec
+    from attnsweep.specs.plan import Shard
+    from attnsweep.sweep.session import Outcome
 
 
 @app.command(
@@ -123,8 +122,8 @@ def run(
     problems are over; before that nothing tells it.
     """
     from attnsweep.choose.search import exhaustively
-    from attnsweep.show import views
-    from attnsweep.spec.plan import Shard, plan, plan_facts
+    from attnsweep.reports import views
+    from attnsweep.specs.plan import Shard, plan, plan_facts
     from attnsweep.tools.compile import target_arch
 
     def read() -> tuple[SweepSpec, dict[str, Kernel]]:
@@ -176,14 +175,14 @@ def run(
         return outcome.exit_code
 
     def files() -> Sequence[Path]:
-        from attnsweep.watch import files_of
+        from attnsweep.sweep.watch import files_of
 
         loaded, families = read()
         return files_of(_file_of(spec), [families[name] for name in loaded.families])
 
     if not watch:
         raise typer.Exit(once())
-    from attnsweep.watch import keep_running
+    from attnsweep.sweep.watch import keep_running
 
     def once_more() -> None:
         if once() == 130:
@@ -237,7 +236,7 @@ def _refuse_combinations(
 
 def _file_of(spec: Path) -> Path:
     """The file of a spec, which may be the name of a shipped one."""
-    from attnsweep.spec.shipped import find
+    from attnsweep.specs.shipped import find
 
     return find(spec)
 
@@ -259,17 +258,16 @@ def _sweep(
     scheduler: str | None,
 ) -> Outcome:
     """Run the sweep and write its page. Raises NoGpuError with the commands that do work."""
-    from attnsweep import sweep
-    from attnsweep.fleet import cluster, compiling, sweeps
-    from attnsweep.gpu.cards import chosen, installed
-    from attnsweep.gpu.lock import BusyError
-    from attnsweep.show import fleet_progress, progress
+    from attnsweep.device.cards import chosen, installed
+    from attnsweep.device.lock import BusyError
+    from attnsweep.reports import fleet_progress, progress
+    from attnsweep.sweep import dask_cluster, dask_compile, session, sweeps
     from attnsweep.tools.doctor import without_gpu
 
     plots = None
     if html is not None:  # what the page needs is missing before the sweep, not after it
-        from attnsweep.show import html as page
-        from attnsweep.show.plots import PlotLibrary
+        from attnsweep.reports import html as page
+        from attnsweep.reports.plots import PlotLibrary
 
         page.check(html)
         plots = PlotLibrary()
@@ -282,18 +280,18 @@ def _sweep(
     }
     try:
         if scheduler is not None:
-            with cluster.connected(scheduler) as client:
-                workers = cluster.cards_of(client, _say)
-                start = cluster.starter(client)
+            with dask_cluster.connected(scheduler) as client:
+                workers = dask_cluster.cards_of(client, _say)
+                start = dask_cluster.starter(client)
                 with fleet_progress.watch(errors, len(workers), form) as observer:
                     outcome = sweeps.run(
                         loaded, families, workers, **asked, observer=observer, start_child=start,
-                        helpers=partial(compiling.shared, client),
-                        arrivals=cluster.arrivals(client),
+                        helpers=partial(dask_compile.shared, client),
+                        arrivals=dask_cluster.arrivals(client),
                     )  # fmt: skip
         elif gpus is None:
             with progress.watch(errors, form) as observer:
-                outcome = sweep.run(loaded, families, **asked, observer=observer)
+                outcome = session.run(loaded, families, **asked, observer=observer)
         else:
             cards = chosen(gpus, installed())
             with fleet_progress.watch(errors, len(cards), form) as observer:

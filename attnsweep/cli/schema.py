@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnsweep.cli.app import app, examples
-from attnsweep.show.terminal import console
+from attnsweep.reports.terminal import console
 
 
 @app.command(epilog=examples("attnsweep schema > spec.schema.json"))
@@ -13,6 +13,6 @@ def schema() -> None:
     An editor with a YAML language server reads the first line of a spec:
     `# yaml-language-server: $schema=spec.schema.json`.
     """
-    from attnsweep.spec.schema import schema_text
+    from attnsweep.specs.load import schema_text
 
     console.file.write(schema_text())

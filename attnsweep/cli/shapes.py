@@ -18,9 +18,9 @@ import typer
 
 from attnsweep.cli import completion
 from attnsweep.cli.app import app, examples
-from attnsweep.errors import NoGpuError, SpecError
-from attnsweep.hardware import ARCHS
-from attnsweep.show.terminal import errors
+from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.reports.terminal import errors
 
 
 @app.command(
@@ -56,10 +56,10 @@ def shapes(
     what the whole program gains. Calls that no family can serve are listed with the reason. The
     exit code is the program's; 1 if it is 0 but no problem was found.
     """
-    from attnsweep.family.declare import discover
+    from attnsweep.family.discover import discover
+    from attnsweep.serve.recorded_calls import lines_of, read, refuse, write
     from attnsweep.store.outputs import refuse_recorded
     from attnsweep.tools import target as cards
-    from attnsweep.use.shapes import lines_of, read, refuse, write
 
     refuse_recorded(out)
     refuse(out, force)
@@ -121,7 +121,7 @@ def run_recorded(command: Sequence[str], folder: Path) -> int:
 
 def install(folder: Path) -> None:
     """Have each Python that finds this folder on PYTHONPATH record into it."""
-    from attnsweep.use import recorder
+    from attnsweep.serve import recorder
 
     name = "attnsweep_recorder"
     unneeded = shutil.ignore_patterns("__pycache__")

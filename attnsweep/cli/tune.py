@@ -24,16 +24,15 @@ from attnsweep.cli.app import (
     refuse_idle,
     warn,
 )
-from attnsweep.errors import AttnsweepError, NoGpuError, SpecError
-from attnsweep.hardware import ARCHS
-from attnsweep.show.forms import Form
-from attnsweep.show.terminal import console, errors
+from attnsweep.core.errors import AttnsweepError, NoGpuError, SpecError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.reports.terminal import Form, console, errors
 
 if TYPE_CHECKING:
-    from attnsweep.family.declare import Kernel
-    from attnsweep.problem import Problem
-    from attnsweep.spec.starter import Target
-    from attnsweep.sweep import Outcome
+    from attnsweep.core.problem import Problem
+    from attnsweep.family.family import Kernel
+    from attnsweep.specs.starter import Target
+    from attnsweep.sweep.session import Outcome
 
 
 @app.command(
@@ -129,15 +128,15 @@ def tune(
     a sentence for each shape: which is faster, and by how much. The run is stored in
     RESULTS/<gpu>/tune-<shape>; the same command again continues there.
     """
-    from attnsweep import sweep
     from attnsweep.choose.search import DEFAULT_STRATEGY
-    from attnsweep.family.declare import discover
-    from attnsweep.show import progress, views
-    from attnsweep.spec.load import spec_of
-    from attnsweep.spec.plan import plan, plan_facts
-    from attnsweep.spec.shapes import read_dtype, read_shapes
-    from attnsweep.spec.starter import Request, run_name, starter
-    from attnsweep.spec.yaml_file import Document
+    from attnsweep.family.discover import discover
+    from attnsweep.reports import progress, views
+    from attnsweep.specs.load import spec_of
+    from attnsweep.specs.plan import plan, plan_facts
+    from attnsweep.specs.shapes import read_dtype, read_shapes
+    from attnsweep.specs.starter import Request, run_name, starter
+    from attnsweep.specs.yaml_file import Document
+    from attnsweep.sweep import session
 
     dtype = read_dtype(dtype, "--dtype")
     _refuse_combinations(arch, dry_run, replay, save_spec, force)
@@ -171,7 +170,7 @@ def tune(
         )
         return
     with progress.watch(errors, form) as observer:
-        outcome = sweep.run(
+        outcome = session.run(
             spec,
             families,
             results=results,
@@ -227,7 +226,7 @@ def _without_gpu(
     error: NoGpuError, arguments: Sequence[str], causal: bool, dtype: str
 ) -> AttnsweepError:
     """The error with the commands that work without a GPU."""
-    from attnsweep.show.views import suggestions
+    from attnsweep.reports.views import suggestions
 
     same = f"attnsweep tune {shlex.join(arguments)}{' --causal' * causal}"
     same += f" --dtype {dtype}" if dtype != "fp16" else ""
@@ -245,9 +244,8 @@ def _without_gpu(
 def _show(outcome: Outcome, top: int, json_: bool) -> None:
     """The tables, and the sentence about each problem, last."""
     from attnsweep.choose.ranking import rank
-    from attnsweep.show import tables
-    from attnsweep.show.comparison import sentence
-    from attnsweep.show.sentences import by_problem
+    from attnsweep.reports import tables
+    from attnsweep.reports.text import by_problem, sentence
 
     run = outcome.run
     warn(run)

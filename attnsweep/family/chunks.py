@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from attnsweep.family.declare import CHUNKS as CHUNKS
-from attnsweep.family.declare import Config, Kernel, Param
-from attnsweep.problem import Problem, ceil_div
-from attnsweep.trial import OURS, Trial, Value
+from attnsweep.core.problem import Problem, Value, ceil_div
+from attnsweep.core.trial import OURS, Trial
+from attnsweep.family.family import Config, Kernel, Param
 
 MODES = (
     Param("LAUNCH", ("graph", "eager"), "calls are replayed from a graph, or launched by the host"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import operator
 
-from attnsweep.family.declare import TensorMap
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem, ceil_div
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.family.family import TensorMap
 
 # Most registers of a thread of a warp-specialised consumer: setmaxnreg takes multiples of 8, at
 # most 240 next to a producer that keeps 24.

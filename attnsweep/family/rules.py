@@ -12,13 +12,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from attnsweep.errors import KernelError
-from attnsweep.family import patience
-from attnsweep.family.chunks import CHUNKS, is_used
-from attnsweep.family.declare import BLOCK_LIMITS, Config, Kernel
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
-from attnsweep.trial import Value
+from attnsweep.core.errors import KernelError
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, Value
+from attnsweep.family import time_limit
+from attnsweep.family.chunks import is_used
+from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Kernel
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,7 +72,7 @@ def refused(
     """
 
     def passes(rule: str, config: Config) -> bool:
-        patience.begin()
+        time_limit.begin()
         if rule == CHUNKS:
             return is_used(config, problem)
         return kernel.passes(rule, config, problem, arch)
@@ -82,7 +81,7 @@ def refused(
     try:
         return iter(_at_once(rules, passes, values))
     except KernelError as error:
-        if isinstance(error.__cause__, patience.TooLong):
+        if isinstance(error.__cause__, time_limit.TooLong):
             raise  # the user has waited once
         # Ask one config after the other, so that the error names the first one.
         return _one_by_one(rules, passes, values)

@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from attnsweep.errors import SpaceError
-from attnsweep.family import patience
-from attnsweep.family.chunks import CHUNKS, MODES
-from attnsweep.family.declare import BLOCK_LIMITS, Config, Kernel
+from attnsweep.core.errors import SpaceError
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, Value
+from attnsweep.family import time_limit
+from attnsweep.family.chunks import MODES
+from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Kernel
 from attnsweep.family.rules import refused
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
-from attnsweep.trial import Value
 
 # Enumerating takes about 4 us a combination, so this limit takes four seconds.
 MAX_COMBINATIONS = 1_000_000
@@ -106,7 +105,7 @@ class Space:
         kept: dict[Config, dict[str, str]] = {}
         seen: set[tuple[Value, ...]] = set()
         over: dict[str, tuple[int, int, int]] = {}
-        with patience.limited():
+        with time_limit.limited():
             for chosen, values in groups:
                 refusals = refused(kernel, problem, arch, values, chunks=bool(modes))
                 combinations = itertools.product(*values.values())

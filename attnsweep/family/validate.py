@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import DTYPE_BYTES
 from attnsweep.family.launch import Launch, TensorMap
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import DTYPE_BYTES
 
 MODE_NAMES = ("LAUNCH", "STREAMS", "CHUNK_HEADS", "CHUNK_ROWS")
 """Names of chunks.MODES, which every family has next to its own parameters."""

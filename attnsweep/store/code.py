@@ -15,13 +15,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from attnsweep.build.candidate import Build
-from attnsweep.build.launches import Launches
-from attnsweep.errors import StoreError
-from attnsweep.problem import Problem
+from attnsweep.compile.candidate import Build
+from attnsweep.compile.launches import Launches
+from attnsweep.core.errors import StoreError
+from attnsweep.core.problem import Problem, Value
+from attnsweep.core.trial import Trial
 from attnsweep.store.run import CUBINS
-from attnsweep.store.writer import Writer
-from attnsweep.trial import Trial, Value
+from attnsweep.store.store import Writer
 
 _AGAIN = "record again: attnsweep run SPEC --fresh, then attnsweep accept"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
-from attnsweep.errors import StoreError
-from attnsweep.files import write_file
+from attnsweep.core.errors import StoreError
+from attnsweep.core.files import write_file
 from attnsweep.store.run import CUBINS, ENVIRONMENT, PACKED, SPACES, SPEC, TRIALS
 
 _COUNTERS = "counters.json"
@@ -50,3 +52,23 @@ def write_output(path: Path, text: str) -> None:
             where=str(path),
             hint=_WRITABLE,
         ) from error
+
+
+FILE = "counters.json"
+_SECTOR_BYTES = 32
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """The counters that `write` stored in a run's directory; empty if none. Raises StoreError."""
+    path = directory / FILE
+    if not path.is_file():
+        return []
+    try:
+        kept: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise StoreError(
+            f"cannot be read: {error}",
+            where=str(path),
+            hint="restore the file, or remove it and run attnsweep profile again",
+        ) from error
+    return kept

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from attnsweep.build.advice import spilling, unused_parameters
-from attnsweep.build.candidate import Build, builds_of, compiled_row, workspace_limit
-from attnsweep.build.observer import Observer
-from attnsweep.build.prune import compiler_for
-from attnsweep.choose.queue import as_ready
-from attnsweep.errors import NoGpuError, SpecError
-from attnsweep.family.declare import Kernel
-from attnsweep.gpu.cards import installed_arch
-from attnsweep.gpu.worker import Worker
-from attnsweep.hardware import ARCHS, Arch, arch_named, arch_on
-from attnsweep.spec.load import SweepSpec
-from attnsweep.spec.plan import candidate_counts, plan
+from attnsweep.bench.worker import Worker
+from attnsweep.compile.advice import spilling, unused_parameters
+from attnsweep.compile.candidate import Build, as_ready, builds_of, compiled_row, workspace_limit
+from attnsweep.compile.cubin import compiler_for
+from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.hardware import ARCHS, Arch, arch_named, arch_on
+from attnsweep.core.observer import Observer
+from attnsweep.core.trial import Status, Trial
+from attnsweep.device.cards import installed_arch
+from attnsweep.family.family import Kernel
+from attnsweep.specs.load import SweepSpec
+from attnsweep.specs.plan import candidate_counts, plan
 from attnsweep.store.run import open_run
-from attnsweep.trial import Status, Trial
 
 
 class Interrupted(KeyboardInterrupt):

@@ -14,17 +14,18 @@ from pathlib import Path
 from rich.text import Text
 
 from attnsweep import __version__
-from attnsweep.build import cache
-from attnsweep.build.nvrtc import CACHE_VARIABLE, default_cache_dir, nvrtc_version
-from attnsweep.errors import AttnsweepError, NoGpuError
-from attnsweep.files import install_command, why_pip_misses
-from attnsweep.gpu.device import driver_cuda
-from attnsweep.gpu.host import driver_version
-from attnsweep.gpu.peers import PACKAGES
-from attnsweep.gpu.worker import Worker, WorkerError
-from attnsweep.show.terminal import aligned, counted
-from attnsweep.show.views import suggestions, with_tails
-from attnsweep.trial import Status
+from attnsweep.baselines.backend import PACKAGES
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.bench.worker import Worker
+from attnsweep.compile import cache
+from attnsweep.compile.nvrtc import CACHE_VARIABLE, default_cache_dir, nvrtc_version
+from attnsweep.core.errors import AttnsweepError, NoGpuError
+from attnsweep.core.files import install_command, why_pip_misses
+from attnsweep.core.trial import Status
+from attnsweep.device.cuda import driver_cuda
+from attnsweep.device.environment import driver_version
+from attnsweep.reports.terminal import aligned, counted
+from attnsweep.reports.views import suggestions, with_tails
 
 _CACHE_FIX = f"set {CACHE_VARIABLE} to a writable directory"
 

@@ -12,22 +12,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from attnsweep.build.candidate import Build
-from attnsweep.build.cubin import resources
-from attnsweep.build.nvrtc import Compiler, nvrtc_version
-from attnsweep.build.prune import with_instructions
 from attnsweep.choose.ranking import rank, winners
-from attnsweep.errors import KernelError, SpaceError, StoreError, ToolchainError
+from attnsweep.compile.candidate import Build
+from attnsweep.compile.cubin import resources, with_instructions
+from attnsweep.compile.nvrtc import Compiler, nvrtc_version
+from attnsweep.core.errors import KernelError, SpaceError, StoreError, ToolchainError
+from attnsweep.core.hardware import Arch, bounds
+from attnsweep.core.problem import Problem, Value
+from attnsweep.core.trial import Environment, Resources, Trial
 from attnsweep.family.chunks import MODES
-from attnsweep.family.declare import SMS, Config, Kernel, Launch, Param, values_in
+from attnsweep.family.family import SMS, Config, Kernel, Launch, Param, values_in
 from attnsweep.family.space import Selection, Space
-from attnsweep.hardware import Arch, bounds
-from attnsweep.problem import Problem
-from attnsweep.show.terminal import GLUE, aligned, wrap
-from attnsweep.spec.require import INSTRUCTIONS
-from attnsweep.spec.yaml_file import nearest
+from attnsweep.reports.terminal import GLUE, aligned, wrap
+from attnsweep.specs.require import INSTRUCTIONS
+from attnsweep.specs.yaml_file import nearest
 from attnsweep.store.run import ENVIRONMENT, Run, find_runs
-from attnsweep.trial import Environment, Resources, Trial, Value
 
 _HEADERS = {
     "registers": "registers",

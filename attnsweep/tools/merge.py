@@ -7,14 +7,14 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from attnsweep.errors import SpecError, StoreError
-from attnsweep.problem import Problem
-from attnsweep.show import tables
-from attnsweep.spec.load import SweepSpec, load_spec
-from attnsweep.store.environments import environment_of
-from attnsweep.store.run import CUBINS, SPEC, Run, Store, trials_of
-from attnsweep.tools.profile import FILE as COUNTERS
-from attnsweep.trial import Environment, Status, cards_of
+from attnsweep.core.errors import SpecError, StoreError
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Environment, Status, cards_of
+from attnsweep.reports import tables
+from attnsweep.specs.load import SweepSpec, load_spec
+from attnsweep.store.outputs import FILE as COUNTERS
+from attnsweep.store.run import CUBINS, SPEC, Run, environment_of, trials_of
+from attnsweep.store.store import Store
 
 # What the runs must have in common, besides their spec and the versions of the peers. Cards and
 # hosts may differ: every row says its own.

@@ -25,24 +25,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.build import numerics
-from attnsweep.build.candidate import Build
-from attnsweep.build.launches import Candidate
-from attnsweep.build.nvrtc import Compiler
 from attnsweep.choose.columns import value_text
 from attnsweep.choose.ranking import rank
-from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
+from attnsweep.compile.candidate import Build
+from attnsweep.compile.launches import Candidate
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core import cases
+from attnsweep.core.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
+from attnsweep.core.files import write_file
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Trial
 from attnsweep.family.chunks import changed_since, of_today
-from attnsweep.family.declare import Config, Kernel, values_in
-from attnsweep.files import write_file
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
-from attnsweep.spec.yaml_file import nearest
+from attnsweep.family.family import Config, Kernel, values_in
+from attnsweep.specs.yaml_file import nearest
+from attnsweep.store.outputs import _SECTOR_BYTES, FILE, read
 from attnsweep.store.run import Run
-from attnsweep.trial import Trial
+from attnsweep.verify import inputs
 
-FILE = "counters.json"
-_SECTOR_BYTES = 32
 _NO_PERMISSION = "ERR_NVGPUCTRPERM"
 _STALL = "smsp__average_warps_issue_stalled_"
 # Figure to ncu's metric and the factor to our unit. Names: Nsight Compute's metrics reference and
@@ -269,25 +269,6 @@ def compiled(
         compiler.close()
 
 
-# -- kept with a run ------------------------------------------------------------------------
-
-
-def read(directory: Path) -> list[dict[str, Any]]:
-    """The counters that `write` stored in a run's directory; empty if none. Raises StoreError."""
-    path = directory / FILE
-    if not path.is_file():
-        return []
-    try:
-        kept: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise StoreError(
-            f"cannot be read: {error}",
-            where=str(path),
-            hint="restore the file, or remove it and run attnsweep profile again",
-        ) from error
-    return kept
-
-
 def write(
     directory: Path, counted: Sequence[tuple[Trial, Sequence[StageCounters]]], where: str
 ) -> list[dict[str, Any]]:
@@ -342,8 +323,9 @@ def _short(values: Mapping[str, float]) -> dict[str, float]:
 
 def _launch(path: Path) -> None:
     """Launch each candidate twice unseen, and then once seen by the profiler."""
-    from attnsweep.gpu.device import Buffer, Session
-    from attnsweep.gpu.pipeline import Pipeline
+    from attnsweep.device.bound_call import Pipeline
+    from attnsweep.device.buffers import Buffer
+    from attnsweep.device.cuda import Session
 
     session = Session()
     candidates: list[Candidate] = pickle.loads(path.read_bytes())
@@ -366,8 +348,8 @@ def _launch(path: Path) -> None:
 def inputs_of(problem: Problem) -> dict[str, npt.NDArray[Any]]:
     """Inputs of one group of heads, repeated for all: each of several passes makes them anew."""
     group = problem.heads // problem.heads_kv
-    case = numerics.Case(replace(problem, batch=1, heads=group, heads_kv=1))
-    one: Mapping[str, Any] = numerics.make_inputs(case, 0, windows=False)
+    case = cases.Case(replace(problem, batch=1, heads=group, heads_kv=1))
+    one: Mapping[str, Any] = inputs.make_inputs(case, 0, windows=False)
     times = (problem.batch, problem.heads_kv)
     return {
         name: np.tile(bits, (*times, *[1] * (bits.ndim - len(times)))) for name, bits in one.items()

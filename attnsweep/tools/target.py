@@ -6,19 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from attnsweep.errors import NoGpuError, SpecError
-from attnsweep.family.declare import Kernel
-from attnsweep.gpu.worker import Worker, WorkerError
-from attnsweep.hardware import ARCHS, arch_named, arch_on
-from attnsweep.problem import Problem
-from attnsweep.spec.load import load_spec
-from attnsweep.spec.plan import refuse_too_large
-from attnsweep.spec.shipped import shipped_specs
-from attnsweep.spec.starter import Target, what_runs
-from attnsweep.spec.yaml_file import nearest
-from attnsweep.store.environments import environment_of
-from attnsweep.store.run import open_run
-from attnsweep.trial import Status
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.bench.worker import Worker
+from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.hardware import ARCHS, arch_named, arch_on
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.family.family import Kernel
+from attnsweep.specs.load import load_spec
+from attnsweep.specs.plan import refuse_too_large
+from attnsweep.specs.shipped import shipped_specs
+from attnsweep.specs.starter import Target, what_runs
+from attnsweep.specs.yaml_file import nearest
+from attnsweep.store.run import environment_of, open_run
 
 
 def named(arch: str, families: Mapping[str, Kernel]) -> Target:

@@ -1,6 +1,6 @@
 // The judge, compiled for one dtype (DTYPE_FP16, _BF16, _FP32 or _E4M3): attention in float64, and
-// how far an output is from it. It shares no code with the kernels that it judges. gpu/judge.py
-// launches it, and proves `reference` against NumPy's float64 in every process.
+// how far an output is from it. It shares no code with the kernels that it judges.
+// verify/compare.py launches it, and proves `reference` against NumPy's float64 in every process.
 //
 // Tensors are contiguous: q, o (batch * heads, seqlen_q, head_dim), k, v (batch * heads_kv,
 // seqlen_k, head_dim). The causal mask is aligned bottom-right. In e4m3 (q, k and v, while o is
@@ -25,7 +25,7 @@ __device__ unsigned long long mixed(unsigned long long x) {  // the finaliser of
     return x ^ x >> 31;
 }
 // A mix of inputs: 0 has all as they were made, 1 has every k and v negated, any other number some
-// heads of keys. gpu/judge.py has the same function.
+// heads of keys. verify/compare.py has the same function.
 __device__ bool negated(unsigned long long mix, long long head_kv) {
     if (mix < 2) return mix;
     return mixed(mix ^ head_kv * 0x9E3779B97F4A7C15ull) >> 63;
@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // ---- many small cases at once: a launch costs the host more than the device's work ----
-// A buffer between two guards; gpu/fixture.py has the same struct.
+// A buffer between two guards; verify/device_case.py has the same struct.
 struct Region {
     unsigned char* at;
     long long bytes;

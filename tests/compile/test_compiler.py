@@ -8,9 +8,9 @@ from multiprocessing import get_context
 
 import pytest
 
-from attnsweep.build.nvrtc import Compiler, source_closure
-from attnsweep.errors import CompileError, ToolchainError
-from attnsweep.hardware import ARCHS, Arch
+from attnsweep.compile.nvrtc import Compiler, source_closure
+from attnsweep.core.errors import CompileError, ToolchainError
+from attnsweep.core.hardware import ARCHS, Arch
 
 KERNEL = 'extern "C" __global__ void f(float* out) { out[threadIdx.x] = VALUE + PART; }\n'
 SOURCE = '#include "part.cuh"\n' + KERNEL

@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnsweep.build.candidate import Build, compiled_row
-from attnsweep.build.cubin import check_arguments, compiler_warnings, functions
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.choose.queue import as_ready
-from attnsweep.errors import CompileError
-from attnsweep.family.declare import Launch, TensorMap, discover, load_kernel
+from attnsweep.compile.candidate import Build, as_ready, compiled_row
+from attnsweep.compile.cubin import check_arguments, compiler_warnings, functions
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.errors import CompileError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.family.discover import discover, load_kernel
+from attnsweep.family.family import Launch, TensorMap
 from attnsweep.family.space import Space
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import Problem
-from attnsweep.spec.load import load_spec
-from attnsweep.trial import Status
+from attnsweep.specs.load import load_spec
 
 KERNELS = {**discover(), "twice": load_kernel(Path(__file__).parent.parent / "families/twice.py")}
 ARCH_NAMES = ("sm_80", "sm_89", "sm_90a", "sm_100a")

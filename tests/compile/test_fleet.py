@@ -6,12 +6,12 @@ from collections import Counter
 
 from fake_cards import FakeCards
 
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.family.declare import discover
-from attnsweep.fleet import sweeps
-from attnsweep.gpu.lock import LOCK_VARIABLE
-from attnsweep.spec.load import load_spec
-from attnsweep.trial import Status
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.trial import Status
+from attnsweep.device.lock import LOCK_VARIABLE
+from attnsweep.family.discover import discover
+from attnsweep.specs.load import load_spec
+from attnsweep.sweep import sweeps
 
 SPEC = """
 problems:

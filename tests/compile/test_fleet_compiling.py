@@ -18,16 +18,16 @@ from fleets import SPEC
 from spaces import candidates
 
 import attnsweep
-from attnsweep.build.candidate import Build
-from attnsweep.build.nvrtc import CACHE_VARIABLE, Compiler
-from attnsweep.errors import CompileError
-from attnsweep.family.declare import discover
-from attnsweep.fleet import cluster, compiling, sweeps
-from attnsweep.gpu.lock import LOCK_VARIABLE
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import Problem
-from attnsweep.spec.load import load_spec
-from attnsweep.trial import Status
+from attnsweep.compile.candidate import Build
+from attnsweep.compile.nvrtc import CACHE_VARIABLE, Compiler
+from attnsweep.core.errors import CompileError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.device.lock import LOCK_VARIABLE
+from attnsweep.family.discover import discover
+from attnsweep.specs.load import load_spec
+from attnsweep.sweep import dask_cluster, dask_compile, sweeps
 
 distributed = pytest.importorskip("distributed")
 dask = pytest.importorskip("dask")
@@ -108,7 +108,7 @@ def started(tmp_path, monkeypatch):
             local = at_end.enter_context(
                 distributed.SpecCluster(workers=specification, scheduler=scheduler, silence_logs=50)
             )
-            client = at_end.enter_context(cluster.connected(local.scheduler_address))
+            client = at_end.enter_context(dask_cluster.connected(local.scheduler_address))
             return Cluster(local, client, place)
 
         yield start
@@ -127,7 +127,7 @@ class Asker:
         at_end.callback(self._gate.set)
         self.helpers = at_end.enter_context(contextlib.ExitStack())
         self.helpers.enter_context(
-            compiling.shared(client, self.compiler, lambda text: self.notes.append(text))
+            dask_compile.shared(client, self.compiler, lambda text: self.notes.append(text))
         )
 
     def free(self):
@@ -281,7 +281,7 @@ def test_a_template_that_cannot_travel_is_compiled_here(started, asker, source, 
 def test_another_version_is_left_out_by_name(
     started, asker, source, monkeypatch, patched, value, words
 ):
-    monkeypatch.setattr(compiling, patched, value)
+    monkeypatch.setattr(dask_compile, patched, value)
     on = started("host1")
     asking = asker(on)
     future = asking.compiler.submit(source, defines(1))
@@ -321,7 +321,7 @@ def test_a_stage_that_kills_workers_is_compiled_here_after_two(started, asker, s
 
 @pytest.mark.parametrize("fault", ["sleep", "stop"])
 def test_a_worker_that_hangs_is_left_out(started, asker, source, monkeypatch, fault):
-    monkeypatch.setattr(compiling, "ANSWER_S", 3.0)
+    monkeypatch.setattr(dask_compile, "ANSWER_S", 3.0)
     on = started("host1", "host2")
     on.fault("host1", fault)
     asking = asker(on)
@@ -396,7 +396,7 @@ def test_ctrl_c_waits_for_no_worker(started, asker, source):
 def test_texts_stay_in_their_place(tmp_path, monkeypatch):
     task = {"key": "", "arch": "sm_90a", "source": "f.cu", "defines": {}}
     texts = {"../../escaped.cu": "text"}
-    answer = json.loads(compiling.compile_stage(json.dumps(task | {"texts": texts})))
+    answer = json.loads(dask_compile.compile_stage(json.dumps(task | {"texts": texts})))
     assert "leads elsewhere" in answer["why"]
 
 
@@ -419,11 +419,11 @@ def test_a_sweep_has_its_stages_compiled_by_both(started, tmp_path, monkeypatch)
     outcome = sweeps.run(
         load_spec(tmp_path / "test.yaml", kernels),
         kernels,
-        cluster.cards_of(on.client, print),
+        dask_cluster.cards_of(on.client, print),
         results=tmp_path / "results",
         cache_dir=tmp_path / "cache",
-        start_child=cluster.starter(on.client, [sys.executable, "-c", script_of(tmp_path)]),
-        helpers=partial(compiling.shared, on.client),
+        start_child=dask_cluster.starter(on.client, [sys.executable, "-c", script_of(tmp_path)]),
+        helpers=partial(dask_compile.shared, on.client),
     )
     assert outcome.exit_code == 0
     assert {trial.status for trial in outcome.run.trials} == {Status.OK}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.files import shipped
-from attnsweep.hardware import ARCHS
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.files import shipped
+from attnsweep.core.hardware import ARCHS
 
 KERNELS = shipped("kernels")
 HEADERS = sorted(str(path.relative_to(KERNELS)) for path in KERNELS.glob("common/**/*.cuh"))

@@ -14,12 +14,13 @@ from shutil import copytree
 
 import pytest
 
-from attnsweep.build import sass
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.errors import ToolchainError
-from attnsweep.family.declare import Config, TensorMap, discover
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import Problem
+from attnsweep.compile import sass
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.errors import ToolchainError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, TensorMap
 
 try:
     sass.nvdisasm()

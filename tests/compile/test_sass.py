@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.build import sass
-from attnsweep.build.candidate import Build
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.errors import KernelError, SpaceError, ToolchainError
-from attnsweep.family.declare import Config, discover
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import Problem
-from attnsweep.spec.load import load_spec
-from attnsweep.spec.require import INSTRUCTIONS
+from attnsweep.compile import sass
+from attnsweep.compile.candidate import Build
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.errors import KernelError, SpaceError, ToolchainError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config
+from attnsweep.specs.load import load_spec
+from attnsweep.specs.require import INSTRUCTIONS
 from attnsweep.tools import inspect as inspection
 from attnsweep.tools.compile import compile_all
-from attnsweep.trial import Status
 
 try:
     sass.nvdisasm()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from attnsweep.build.cubin import compiler_warnings
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.family.declare import discover
-from attnsweep.hardware import ARCHS
-from attnsweep.use.compiled import FAMILY, compile_for_models
+from attnsweep.compile.cubin import compiler_warnings
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.hardware import ARCHS
+from attnsweep.family.discover import discover
+from attnsweep.serve.export_code import FAMILY, compile_for_models
 from tests.simt.recorded import RESULTS, winners_of
 
 FAMILIES = discover()

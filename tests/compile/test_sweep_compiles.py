@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from fake_gpu import FakeGpu
 
-from attnsweep import sweep
-from attnsweep.check import live
+from attnsweep.core.trial import Status
+from attnsweep.regress import live
 from attnsweep.store.run import open_run
-from attnsweep.trial import Status
+from attnsweep.sweep import session
 
 FAMILIES = Path(__file__).parent.parent / "families"
 SPEC = """
@@ -27,7 +27,7 @@ TIMES |= {f"SCORE_THREADS=64 MIX_THREADS={mix}": 30.0 for mix in (32, 64)}
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch, tmp_path):
     gpu = FakeGpu(TIMES)
-    monkeypatch.setattr(sweep, "Worker", gpu)
+    monkeypatch.setattr(session, "Worker", gpu)
     monkeypatch.setattr(live, "Worker", gpu)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ci.yaml").write_text(SPEC)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.build.candidate import Build, compiled_row
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.family.declare import Config, discover
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import Problem
-from attnsweep.spec.load import load_spec
-from attnsweep.trial import Status
+from attnsweep.compile.candidate import Build, compiled_row
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config
+from attnsweep.specs.load import load_spec
 
 KERNEL = discover()["three_kernel_wgmma"]
 FULL = Problem(1, 16, 16, 1024, 1024, 64)

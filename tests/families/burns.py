@@ -1,8 +1,8 @@
 """A family whose time is known in clock cycles, so that it can be made slower by a known share."""
 
-from attnsweep.family.declare import Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem
+from attnsweep.family.family import Config, Kernel, Launch, Param
 
 kernel = Kernel(
     "burns",

@@ -1,8 +1,8 @@
 """A user's own family, as docs/writing-a-kernel.md describes: two stages and a workspace."""
 
-from attnsweep.family.declare import Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem
+from attnsweep.family.family import Config, Kernel, Launch, Param
 
 kernel = Kernel(
     "twice",

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from attnsweep.family.declare import Config, Kernel, Launch, Param
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem
+from attnsweep.family.family import Config, Kernel, Launch, Param
 
 _LIST = re.search(r"enum Fault \{(.*?)\};", Path(__file__).with_suffix(".cu").read_text(), re.S)
 FAULTS = tuple(re.findall(r"^\s*([A-Z]\w*),", _LIST[1] if _LIST else "", re.M))

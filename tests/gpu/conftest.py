@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.gpu.worker import Worker
-from attnsweep.hardware import arch_named
+from attnsweep.bench.worker import Worker
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.hardware import arch_named
 
 
 @pytest.fixture(scope="module")

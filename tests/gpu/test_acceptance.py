@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from attnsweep.build.candidate import Build
-from attnsweep.family.declare import Config, discover
-from attnsweep.problem import Problem
+from attnsweep.compile.candidate import Build
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config
 
 pytestmark = pytest.mark.gpu
 

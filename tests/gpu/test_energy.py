@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from attnsweep.build.candidate import Build
-from attnsweep.family.declare import discover
+from attnsweep.compile.candidate import Build
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
 from attnsweep.family.space import Space
-from attnsweep.problem import Problem
 
 pytestmark = pytest.mark.gpu
 

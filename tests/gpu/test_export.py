@@ -21,8 +21,8 @@ import torch.nn.functional as F  # noqa: E402
 from operators import traced  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from attnsweep.use.runtime.operator import Operator  # noqa: E402
-from attnsweep.use.runtime.table import GpuKey, read_table  # noqa: E402
+from attnsweep.serve.runtime.operator import Operator  # noqa: E402
+from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

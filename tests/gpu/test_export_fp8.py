@@ -14,14 +14,15 @@ import recorded
 
 torch = pytest.importorskip("torch")
 
-from attnsweep.build import numerics  # noqa: E402
-from attnsweep.build.nvrtc import Compiler  # noqa: E402
-from attnsweep.family.declare import discover  # noqa: E402
-from attnsweep.hardware import arch_named  # noqa: E402
-from attnsweep.problem import Problem  # noqa: E402
-from attnsweep.use import fp8 as made_of  # noqa: E402
-from attnsweep.use.runtime.fp8_operator import Fp8Operator  # noqa: E402
-from attnsweep.use.runtime.table import GpuKey, read_table  # noqa: E402
+from attnsweep.compile.nvrtc import Compiler  # noqa: E402
+from attnsweep.core.hardware import arch_named  # noqa: E402
+from attnsweep.core.problem import Problem  # noqa: E402
+from attnsweep.family.discover import discover  # noqa: E402
+from attnsweep.serve import fp8 as made_of  # noqa: E402
+from attnsweep.serve.runtime.fp8_operator import Fp8Operator  # noqa: E402
+from attnsweep.serve.runtime.table import GpuKey, read_table  # noqa: E402
+from attnsweep.verify import cases, limits, measures  # noqa: E402
+from attnsweep.verify import inputs as verify_inputs  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -67,7 +68,7 @@ def operator(table):
 @cache
 def inputs(problem):
     """q, k, v and their scales on the GPU, drawn as a sweep draws them."""
-    made = numerics.make_inputs(numerics.Case(problem, "normal"), 7)
+    made = verify_inputs.make_inputs(cases.Case(problem, "normal"), 7)
     tensors = [torch.from_numpy(made[n]).to(DEVICE).view(torch.float8_e4m3fn) for n in "qkv"]
     scales = [torch.from_numpy(made[f"{n}_scale"]).to(DEVICE) for n in "qkv"]
     if problem.dtype == "e4m3_tensor":  # as a user has them
@@ -123,9 +124,9 @@ def exact_rows(given, problem, rows):
 
 def tiles(problem):
     """Rows of the first tile, the last one and two others."""
-    whole = range(-(-problem.seqlen_q // numerics.TILE))
+    whole = range(-(-problem.seqlen_q // measures.TILE))
     chosen = sorted({0, whole[-1], whole[len(whole) // 3], whole[len(whole) // 2]})
-    rows = torch.cat([numerics.TILE * tile + torch.arange(numerics.TILE) for tile in chosen])
+    rows = torch.cat([measures.TILE * tile + torch.arange(measures.TILE) for tile in chosen])
     return rows[rows < problem.seqlen_q].to(DEVICE)
 
 
@@ -135,8 +136,8 @@ def check(attention, problem, given, explained):
     assert (got.dtype, got.shape) == (torch.bfloat16, given[0].shape)
     rows = tiles(problem)
     exact = exact_rows(given, problem, rows).cpu().numpy()
-    found = numerics.measures(got[:, :, rows].double().cpu().numpy(), exact, "bf16")
-    shares = found.shares(numerics.limits(numerics.Case(problem, "normal"), 0))
+    found = measures.measures(got[:, :, rows].double().cpu().numpy(), exact, "bf16")
+    shares = found.shares(limits.limits(cases.Case(problem, "normal"), 0))
     shares.pop("scale", None)
     assert all(share <= 1 for share in shares.values()), (problem.label, explained, shares)
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.build.candidate import Build
-from attnsweep.build.cubin import resources
-from attnsweep.choose.queue import as_ready
-from attnsweep.family.declare import discover, load_kernel
+from attnsweep.compile.candidate import Build, as_ready
+from attnsweep.compile.cubin import resources
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover, load_kernel
 from attnsweep.family.space import Selection, Space
-from attnsweep.problem import Problem
 
 pytestmark = pytest.mark.gpu
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attnsweep.build import fp8_sums
-from attnsweep.build.storage import round_to
-from attnsweep.gpu.worker import WorkerError
-from attnsweep.hardware import arch_named
-from attnsweep.problem import Problem
-from attnsweep.spec.model import OWN_BF16
-from attnsweep.trial import Status
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.specs.model import OWN_BF16
+from attnsweep.verify import rounded
+from attnsweep.verify.encoding import round_to
 
 pytestmark = pytest.mark.gpu
 
@@ -85,6 +85,6 @@ def test_the_tensor_cores_sum_products_as_fp8_sums_does(k, spread):
         left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
     )
     found, exact = product.cpu().numpy().astype(np.float64), a.astype(np.float64) @ b.T
-    model = fp8_sums.matmul(a, b.T, by_term=True)
+    model = rounded.matmul(a, b.T, by_term=True)
     assert (found == model).mean() > 0.5
     assert abs(found - exact).mean() == pytest.approx(abs(model - exact).mean(), rel=0.15)

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from attention_calls import counted  # noqa: E402  (it needs PyTorch)
 
-from attnsweep.use.recorder.eager import CALM  # noqa: E402
+from attnsweep.serve.recorder.eager import CALM  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 F = torch.nn.functional

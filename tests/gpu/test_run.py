@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.spec.model import in_other_format
+from attnsweep.core.trial import Status
+from attnsweep.specs.model import in_other_format
 from attnsweep.store.run import read_trials
-from attnsweep.trial import Status
 
 pytestmark = pytest.mark.gpu
 

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 from simt.mutations import MUTATIONS, mutated
 
-from attnsweep.build.candidate import Build
-from attnsweep.choose.queue import as_ready
-from attnsweep.family.declare import discover, load_kernel
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.compile.candidate import Build, as_ready
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.family.discover import discover, load_kernel
 from attnsweep.family.space import Selection, Space
-from attnsweep.gpu.worker import WorkerError
-from attnsweep.problem import Problem
-from attnsweep.trial import Status
 
 pytestmark = pytest.mark.gpu
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.build.candidate import Build
-from attnsweep.family.declare import Config, load_kernel
-from attnsweep.gpu.worker import WorkerError
-from attnsweep.problem import Problem
-from attnsweep.trial import Status
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.compile.candidate import Build
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.family.discover import load_kernel
+from attnsweep.family.family import Config
 
 pytestmark = pytest.mark.gpu
 

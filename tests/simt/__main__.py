@@ -8,11 +8,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnsweep.build.numerics import Case, small_cases
-from attnsweep.errors import AttnsweepError
-from attnsweep.family.declare import Kernel, discover, load_kernel
-from attnsweep.hardware import arch_named
-from attnsweep.problem import Problem
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.errors import AttnsweepError
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover, load_kernel
+from attnsweep.family.family import Kernel
 
 from .harness import SCHEDULES, BuildError, SimtError, Simulator, config_of
 

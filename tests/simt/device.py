@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from attnsweep.build.nvrtc import source_closure
-from attnsweep.gpu import fixture as fixture_module
-from attnsweep.gpu import judge as judge_module
-from attnsweep.gpu import proof as proof_module
-from attnsweep.gpu.device import GUARD_BYTES, POISON
-from attnsweep.gpu.judge import Judge
+from attnsweep.compile.nvrtc import source_closure
+from attnsweep.device.buffers import GUARD_BYTES, POISON
+from attnsweep.verify import compare as judge_module
+from attnsweep.verify import device_case as fixture_module
+from attnsweep.verify import verifier as proof_module
+from attnsweep.verify.compare import Judge
 
 from .harness import FLAGS, HERE, SimtError, Simulator, _compile, _compile_as_one, translate
 
@@ -106,7 +106,7 @@ class Device:
         return Judge(cast(Any, self), dtype)
 
     def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let gpu/judge.py and what uses it have host buffers, and the library for a cubin."""
+        """Let verify/compare.py and what uses it have host buffers, and the library for a cubin."""
 
         def library(arch: str, dtype: str, cache_dir: object) -> str:
             source, (define,) = judge_module.judge_source(dtype)

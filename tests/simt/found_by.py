@@ -12,8 +12,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from attnsweep.build.numerics import Case, small_cases
-from attnsweep.family.declare import Config
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.family.family import Config
 
 from . import runs as ordinary
 from . import shapes

@@ -18,21 +18,16 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from attnsweep.build.numerics import (
-    HALF_ULP,
-    Case,
-    each_draw,
-    from_bits,
-    limits,
-    log_sum_exp,
-    make_inputs,
-    reference,
-    row_error,
-)
-from attnsweep.build.nvrtc import default_cache_dir, source_closure
-from attnsweep.family.declare import Config, Kernel, Launch, TensorMap
-from attnsweep.hardware import ARCHS, Arch
-from attnsweep.trial import Value
+from attnsweep.compile.nvrtc import default_cache_dir, source_closure
+from attnsweep.core.cases import Case
+from attnsweep.core.hardware import ARCHS, Arch
+from attnsweep.core.problem import Value
+from attnsweep.family.family import Config, Kernel, Launch, TensorMap
+from attnsweep.verify.encoding import from_bits
+from attnsweep.verify.inputs import make_inputs
+from attnsweep.verify.limits import HALF_ULP, each_draw, limits
+from attnsweep.verify.measures import row_error
+from attnsweep.verify.rounded import log_sum_exp, reference
 
 HERE = Path(__file__).parent / "cuda"
 COMPILER = shutil.which("g++")

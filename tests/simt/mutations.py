@@ -7,8 +7,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from attnsweep.build.numerics import Case
-from attnsweep.problem import Problem
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import Problem
 
 MUTATIONS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("mutations.toml").read_text()

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from attnsweep.build import numerics
-from attnsweep.build.launches import Candidate, Launches
-from attnsweep.gpu.proof import Proof
+from attnsweep.compile.launches import Candidate, Launches
+from attnsweep.core import cases
+from attnsweep.verify import encoding, rounded
+from attnsweep.verify.verifier import Proof
 
 from .device import HostBuffer
 
@@ -49,14 +50,14 @@ def inputs_in(problem, buffers):
 def attend(problem, buffers, number=0):
     """A right call: the rounded maths."""
     rows = np.arange(problem.seqlen_q)
-    out = numerics.reference(inputs_in(problem, buffers), problem, rows, numerics.Maths(True))
-    buffers["o"].upload(numerics.to_bits(out.astype(np.float32), problem.out_dtype))
+    out = rounded.reference(inputs_in(problem, buffers), problem, rows, rounded.Maths(True))
+    buffers["o"].upload(encoding.to_bits(out.astype(np.float32), problem.out_dtype))
 
 
 def attend_with_lse(problem, buffers, number=0):
     attend(problem, buffers)
     rows = np.arange(problem.seqlen_q)
-    lse = numerics.log_sum_exp(inputs_in(problem, buffers), problem, rows)
+    lse = rounded.log_sum_exp(inputs_in(problem, buffers), problem, rows)
     buffers["lse"].of(np.float32)[: lse.size] = lse.ravel()
 
 
@@ -80,7 +81,7 @@ class Bench:
 
         timed = launches(self.problem)
         self.call = bind(timed, [self.proof.timed.buffers])
-        checks = tuple(launches(case.problem) for case in numerics.small_cases(self.problem))
+        checks = tuple(launches(case.problem) for case in cases.small_cases(self.problem))
         candidate = Candidate("k", {}, timed, checks, 0, **facts)
         return self.proof.of_candidate(candidate, self.call, bind, own, small=small)
 

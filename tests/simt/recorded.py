@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnsweep.choose.ranking import rank
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import OURS
 from attnsweep.family.chunks import changed_since, of_today
-from attnsweep.family.declare import Config, Kernel
-from attnsweep.problem import Problem
+from attnsweep.family.family import Config, Kernel
 from attnsweep.store.run import find_runs, open_run
-from attnsweep.trial import OURS
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle, product
 
-from attnsweep.build.numerics import Case, small_cases
-from attnsweep.family.declare import Config, Kernel, discover
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.problem import Dtype, Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, Kernel
 from attnsweep.family.space import Space
-from attnsweep.problem import Dtype, Problem
 
 from .harness import ARCH, config_of
 from .unusual import FLASH_FWD_FP8_WGMMA, FLASH_FWD_WGMMA, THREE_KERNEL_WGMMA

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from attnsweep.build.numerics import Case
-from attnsweep.family.declare import Config
-from attnsweep.problem import Problem
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import Problem
+from attnsweep.family.family import Config
 
 
 def spans(config: Config) -> tuple[int, int]:

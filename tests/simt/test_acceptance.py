@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import pytest
 
-from attnsweep.build.numerics import Case
-from attnsweep.family.declare import discover
-from attnsweep.problem import Problem
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
 
 from .harness import COMPILER, config_of
 

@@ -11,17 +11,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attnsweep.build.numerics import (
-    Case,
-    from_bits,
-    limits,
-    log_sum_exp,
-    make_inputs,
-    reference,
-    row_error,
-)
-from attnsweep.family.declare import discover
-from attnsweep.problem import Problem
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.verify.encoding import from_bits
+from attnsweep.verify.inputs import make_inputs
+from attnsweep.verify.limits import limits
+from attnsweep.verify.measures import row_error
+from attnsweep.verify.rounded import log_sum_exp, reference
 
 from .harness import ARCH, COMPILER, LSE_LIMIT, POISON, _request, _run, config_of
 

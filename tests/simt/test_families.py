@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.build.numerics import Case, small_cases
-from attnsweep.family.declare import discover
-from attnsweep.problem import Problem
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
 
 from . import shapes
 from .harness import ARCH, COMPILER, BuildError, SimtError, config_of

@@ -11,13 +11,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from attnsweep.build import numerics
-from attnsweep.build.numerics import TILT, Case, Measures
-from attnsweep.build.sample import ALL, Sample
-from attnsweep.gpu.fixture import Fixture, Found, WrongResult
-from attnsweep.gpu.judge import Compared
-from attnsweep.gpu.known import OPPOSITE, PLAIN, negated_heads
-from attnsweep.problem import Problem
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import Problem
+from attnsweep.verify import encoding, measures, rounded
+from attnsweep.verify import inputs as verify_inputs
+from attnsweep.verify.compare import Compared
+from attnsweep.verify.device_case import Fixture, Found, WrongResult
+from attnsweep.verify.expected import OPPOSITE, PLAIN, negated_heads
+from attnsweep.verify.measures import TILT, Measures
+from attnsweep.verify.sample import ALL, Sample
 
 from .device import DTYPES, HostBuffer, sign_of, small, uploaded
 from .harness import COMPILER
@@ -47,20 +49,20 @@ SHAPES = (
 def differences(device, case, seed, tilt=0.0):
     """Of the device's reference and NumPy's: of rows, and of the log-sum-exp."""
     problem, rows = case.problem, np.arange(case.problem.seqlen_q)
-    inputs = numerics.make_inputs(case, seed)
+    inputs = verify_inputs.make_inputs(case, seed)
     shape = problem.shape_of("o")
     out = HostBuffer(8 * math.prod(shape))
     lse = HostBuffer(8 * math.prod(shape[:3]))
     buffers = {name: uploaded(bits) for name, bits in inputs.items()}
     device.judge(problem.dtype).reference(buffers, problem, out, lse, tilt)
     if tilt:  # NumPy's has no such argument
-        k = numerics.from_bits(inputs["k"], problem.dtype).astype(np.float64) * (1 + tilt)
-        inputs = inputs | {"k": numerics.to_bits(k, problem.dtype)}
-    expected = numerics.reference(inputs, problem, rows)
-    log_sums = numerics.log_sum_exp(inputs, problem, rows)
+        k = encoding.from_bits(inputs["k"], problem.dtype).astype(np.float64) * (1 + tilt)
+        inputs = inputs | {"k": encoding.to_bits(k, problem.dtype)}
+    expected = rounded.reference(inputs, problem, rows)
+    log_sums = rounded.log_sum_exp(inputs, problem, rows)
     off = np.abs(lse.of(np.float64).reshape(shape[:3]) - log_sums)
     return (
-        numerics.row_error(out.of(np.float64).reshape(shape), expected),
+        measures.row_error(out.of(np.float64).reshape(shape), expected),
         float((off / np.maximum(1, np.abs(log_sums))).max()),
     )
 
@@ -84,7 +86,7 @@ def test_the_reference_is_attention_of_hard_inputs(dtype, device):
 def test_the_reference_takes_each_scale_from_its_place(name, device):
     """Two of a tensor exchanged, and the reference differs."""
     problem = Problem(2, 4, 2, 5, 300, 16, "e4m3_block")
-    inputs, rows = numerics.make_inputs(Case(problem), 1), np.arange(5)
+    inputs, rows = verify_inputs.make_inputs(Case(problem), 1), np.arange(5)
     shape = problem.shape_of("o")
 
     def reference(inputs):
@@ -93,11 +95,11 @@ def test_the_reference_takes_each_scale_from_its_place(name, device):
         device.judge(problem.dtype).reference(buffers, problem, out, lse)
         return out.of(np.float64).reshape(shape).copy()
 
-    exact = numerics.reference(inputs, problem, rows)
+    exact = rounded.reference(inputs, problem, rows)
     turned = inputs | {name: np.roll(inputs[name], 1, axis=-1)}
-    assert numerics.row_error(reference(inputs), exact) <= 1e-12
-    assert numerics.row_error(reference(turned), numerics.reference(turned, problem, rows)) <= 1e-12
-    assert numerics.row_error(reference(turned), exact) > 0.1
+    assert measures.row_error(reference(inputs), exact) <= 1e-12
+    assert measures.row_error(reference(turned), rounded.reference(turned, problem, rows)) <= 1e-12
+    assert measures.row_error(reference(turned), exact) > 0.1
 
 
 def test_every_value_of_e4m3_is_read_exactly(device):
@@ -105,12 +107,12 @@ def test_every_value_of_e4m3_is_read_exactly(device):
     problem = Problem(1, 1, 1, 1, 1, 256, "e4m3")
     codes = np.arange(256, dtype=np.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
-    inputs = numerics.make_inputs(Case(problem), 1)
+    inputs = verify_inputs.make_inputs(Case(problem), 1)
     inputs |= {"v": codes.reshape(1, 1, 1, 256), "v_scale": np.full((1, 1), 3.0, np.float32)}
     out, lse = HostBuffer(8 * 256), HostBuffer(8)
     buffers = {name: uploaded(bits) for name, bits in inputs.items()}
     device.judge("e4m3").reference(buffers, problem, out, lse)
-    assert (out.of(np.float64) == 3.0 * numerics.from_bits(codes, "e4m3")).all()
+    assert (out.of(np.float64) == 3.0 * encoding.from_bits(codes, "e4m3")).all()
 
 
 def test_the_reference_at_another_scale_is_that_of_scaled_keys(device):
@@ -161,7 +163,7 @@ WIDE = Problem(2, 2, 1, 400, 450, 24, "bf16", True)  # tiles 0 to 6, of which 0,
 def sampled(device):
     """A fixture of which a sample is judged, and its expected output in bf16."""
     whole = Fixture(Case(WIDE), 1, device, device.judge("bf16"))
-    right = numerics.to_bits(whole._sides[0].expected.of(np.float64), "bf16")
+    right = encoding.to_bits(whole._sides[0].expected.of(np.float64), "bf16")
     fixture = Fixture(Case(WIDE), 1, device, device.judge("bf16"), sample=SPARSE)
     return fixture, right.reshape(WIDE.shape_of("o")), whole
 
@@ -193,7 +195,7 @@ def test_what_a_sample_finds(device):
     fixture, right, _ = sampled(device)
     for row, value, refused in FOUND_IN_A_SAMPLE:
         output = right.copy()
-        output[1, 1, row, 5] = numerics.to_bits(np.float32([value]), "bf16")[0]
+        output[1, 1, row, 5] = encoding.to_bits(np.float32([value]), "bf16")[0]
         fixture.buffers["o"].upload(output)
         fixture.judge.clear()
         fixture.compare(0)
@@ -274,10 +276,10 @@ def test_measures_are_those_of_numpy(device, shape, dtype, plant, tilts, seed):
     elif plant == "small_row":
         expected[at[:3]] *= 1e-7
     tilted = expected + 1e-3 * rng.standard_normal(shape) if tilts else None
-    out = numerics.to_bits(wrong.astype(np.float32), dtype)
-    stored = numerics.from_bits(out, dtype).astype(np.float64)
+    out = encoding.to_bits(wrong.astype(np.float32), dtype)
+    stored = encoding.from_bits(out, dtype).astype(np.float64)
     measured, found = found_in(device, out, expected, dtype, tilted)
-    wanted = numerics.measures(stored, expected, dtype, tilted)
+    wanted = measures.measures(stored, expected, dtype, tilted)
     for field in fields(Measures):
         got, want = getattr(measured, field.name), getattr(wanted, field.name)
         assert got == pytest.approx(want, rel=1e-10, abs=1e-15), field.name
@@ -298,7 +300,7 @@ def test_every_value_of_storage_is_read_exactly(dtype, device):
         bits = np.arange(2**16, dtype=np.uint16)
     bits = bits.reshape(1, 1, 1024, 64)
     with np.errstate(invalid="ignore"):  # signalling NaNs
-        values = numerics.from_bits(bits, dtype).astype(np.float64)
+        values = encoding.from_bits(bits, dtype).astype(np.float64)
     _, found = found_in(device, bits, np.nan_to_num(values, posinf=0, neginf=0), dtype)
     assert found["nans"] == np.isnan(values).sum() > 0
     finite = np.where(np.isfinite(values), bits, 0).astype(bits.dtype)
@@ -312,8 +314,8 @@ def test_every_value_of_storage_is_read_exactly(dtype, device):
 def test_infinity_is_over_every_limit(dtype, sign, device):
     expected = np.random.default_rng(0).standard_normal((1, 1, 70, 16))
     expected[0, 0, 66, 3] = 0.0  # infinity times zero is NaN
-    out = numerics.to_bits(expected.astype(np.float32), dtype)
-    out[0, 0, 66, 3] = numerics.INFINITY_BITS[dtype] | (sign_of(dtype) if sign < 0 else 0)
+    out = encoding.to_bits(expected.astype(np.float32), dtype)
+    out[0, 0, 66, 3] = encoding.INFINITY_BITS[dtype] | (sign_of(dtype) if sign < 0 else 0)
     measured, found = found_in(device, out, expected, dtype)
     assert (measured.row, measured.element) == (np.inf, np.inf)
     assert found["row_at"] == 66
@@ -323,7 +325,7 @@ def test_a_reference_that_is_nan_is_within_nothing(device):
     """Its differences are NaN, which no maximum shows."""
     expected = np.ones((1, 1, 70, 16))
     expected[0, 0, 66, 3] = np.nan
-    out = numerics.to_bits(np.ones(expected.shape, np.float32), "bf16")
+    out = encoding.to_bits(np.ones(expected.shape, np.float32), "bf16")
     _, found = found_in(device, out, expected, "bf16")
     assert found["nans"] == 1
 

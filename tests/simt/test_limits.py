@@ -12,9 +12,13 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from attnsweep.build import numerics
-from attnsweep.build.numerics import Case, Measures
-from attnsweep.problem import Problem
+from attnsweep.core import cases as verify_cases
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import Problem
+from attnsweep.verify import encoding, limits, measures
+from attnsweep.verify import inputs as verify_inputs
+from attnsweep.verify import rounded as verify_rounded
+from attnsweep.verify.measures import Measures
 
 # Thin, wide, grouped, causal, one of many rows, whose largest error is the largest, and some of few
 # keys, where one weight counts.
@@ -54,15 +58,15 @@ def right_output(inputs, problem, rounds_scores, rng):
     last = np.arange(problem.seqlen_q) + problem.seqlen_k - problem.seqlen_q
     for batch, head in np.ndindex(problem.batch, problem.heads):
         q, k, v = (
-            numerics.from_bits(inputs[name][batch, number], problem.dtype)
+            encoding.from_bits(inputs[name][batch, number], problem.dtype)
             for name, number in (("q", head), ("k", head // group), ("v", head // group))
         )
         scores = q @ k.T
         if rounds_scores > 1:
-            scores = numerics.round_to(scores, problem.dtype)
+            scores = encoding.round_to(scores, problem.dtype)
         scores = scores * one(problem.scale)
         if rounds_scores:
-            scores = numerics.round_to(scores, problem.dtype)
+            scores = encoding.round_to(scores, problem.dtype)
         if problem.causal:
             scores[np.arange(problem.seqlen_k) > last[:, None]] = -np.inf
         whole = scores.max(1, keepdims=True)
@@ -73,7 +77,7 @@ def right_output(inputs, problem, rounds_scores, rng):
 
         if rounds_scores:  # probabilities are stored, so they are normalised before the product
             p = exp(scores - whole)
-            p = numerics.round_to(p / p.sum(1, keepdims=True), problem.dtype)
+            p = encoding.round_to(p / p.sum(1, keepdims=True), problem.dtype)
             out[batch, head] = p @ v
             continue
         done = []
@@ -91,7 +95,7 @@ def right_output(inputs, problem, rounds_scores, rng):
                 known = np.where(np.isfinite(grown), grown, one(0))
                 shrink = np.where(np.isfinite(largest), exp(largest - known, 2e-7), one(0))
                 p = exp(scores[:, some] - known)
-                rounded = numerics.round_to(p, problem.dtype)
+                rounded = encoding.round_to(p, problem.dtype)
                 total = total * shrink + (rounded if sums_rounded else p).sum(1, keepdims=True)
                 acc, largest = acc * shrink + rounded @ v[some], grown
             done.append((largest, total, acc))
@@ -100,14 +104,14 @@ def right_output(inputs, problem, rounds_scores, rng):
         total = sum(weight * t for weight, (_, t, _) in zip(weights, done, strict=True))
         acc = sum(weight * a for weight, (_, _, a) in zip(weights, done, strict=True))
         out[batch, head] = acc / total
-    return numerics.round_to(out, problem.dtype)
+    return encoding.round_to(out, problem.dtype)
 
 
 def cases_of(dtype, rng):
     """A timed problem and its small cases, at random."""
     text = str(rng.choice(TIMED))
     problem = Problem.parse(text.format(dtype) if "{}" in text else f"{text} {dtype} full")
-    return (Case(problem), *numerics.small_cases(problem))
+    return (Case(problem), *verify_cases.small_cases(problem))
 
 
 @pytest.mark.nightly(push=1)
@@ -122,19 +126,21 @@ def test_no_right_output_is_over_a_limit(number):
     for case in drawn:
         problem, rows = case.problem, np.arange(case.problem.seqlen_q)
         seed = int(rng.integers(2**31))
-        inputs = numerics.make_inputs(case, seed)
-        exact = numerics.reference(inputs, problem, rows)
+        inputs = verify_inputs.make_inputs(case, seed)
+        exact = verify_rounded.reference(inputs, problem, rows)
         rounds_scores = int(rng.choice([0, 0, 1, 2])) if dtype != "fp32" else 0
         out = right_output(inputs, problem, rounds_scores, rng)
         tilted = None
         if case.inputs == "normal" and case is not cases[0]:
-            tilted = numerics.reference(inputs, problem, rows, numerics.Maths(tilted=True))
-        taken = numerics.measures(out, exact, dtype, tilted)
-        if tilted is not None:  # as gpu/judge.py takes it
-            usual = numerics.scale_of_rounding(case, seed, rounds_scores)
-            off = abs(numerics.fitted_scale(out - exact, tilted - exact) - usual)
+            tilted = verify_rounded.reference(
+                inputs, problem, rows, verify_rounded.Maths(tilted=True)
+            )
+        taken = measures.measures(out, exact, dtype, tilted)
+        if tilted is not None:  # as verify/compare.py takes it
+            usual = limits.scale_of_rounding(case, seed, rounds_scores)
+            off = abs(measures.fitted_scale(out - exact, tilted - exact) - usual)
             taken = replace(taken, scale=off)
-        shares = taken.shares(numerics.limits(case, rounds_scores))
+        shares = taken.shares(limits.limits(case, rounds_scores))
         for name, share in shares.items():
             nearest[name] = max(nearest[name], (share, f"{case.label}, {rounds_scores}"))
         assert all(share <= 1 for share in shares.values()), (case.label, rounds_scores, shares)

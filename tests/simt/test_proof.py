@@ -1,4 +1,4 @@
-"""Right and wrong calls are told apart by gpu/proof.py, with the kernels of judge.cu on the CPU.
+"""verify/verifier.py tells right calls from wrong ones, with the kernels of judge.cu on the CPU.
 
 A call is a function in Python that writes to the buffers which a GPU's would.
 """
@@ -11,13 +11,15 @@ import re
 import numpy as np
 import pytest
 
-from attnsweep.build import numerics
-from attnsweep.build.launches import Candidate
-from attnsweep.build.numerics import Case
-from attnsweep.gpu.fixture import BrokenJudge, Fixture, WrongResult
-from attnsweep.gpu.judge import Judge
-from attnsweep.gpu.known import OPPOSITE, PLAIN
-from attnsweep.problem import Problem
+from attnsweep.compile.launches import Candidate
+from attnsweep.core import cases
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import Problem
+from attnsweep.verify import inputs as verify_inputs
+from attnsweep.verify import reference
+from attnsweep.verify.compare import Judge
+from attnsweep.verify.device_case import BrokenJudge, Fixture, WrongResult
+from attnsweep.verify.expected import OPPOSITE, PLAIN
 
 from .device import Device, HostBuffer
 from .harness import COMPILER
@@ -35,13 +37,13 @@ def opened(simulator):
     device = Device(simulator)
     with pytest.MonkeyPatch.context() as patch:
         device.take_place(patch)
-        patch.setattr(numerics, "small_cases", lambda problem: ())
+        patch.setattr(cases, "small_cases", lambda problem: ())
         return Bench(device, PROBLEM)
 
 
 @pytest.fixture
 def bench(opened, device, monkeypatch):
-    monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
+    monkeypatch.setattr(cases, "small_cases", lambda problem: ())
     opened.proof.timed.go_to(PLAIN)
     opened.proof._poisons = False
     return opened
@@ -49,7 +51,7 @@ def bench(opened, device, monkeypatch):
 
 @pytest.mark.parametrize("problem", [ODD, Problem(1, 1, 1, 3, 5, 8, "fp32"), PROBLEM], ids=str)
 def test_calls_of_any_size_are_compared_on_mixed_inputs(problem, device, monkeypatch):
-    monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
+    monkeypatch.setattr(cases, "small_cases", lambda problem: ())
     bench = Bench(device, problem)
     assert bench.repeat(attend) >= 12
 
@@ -146,7 +148,7 @@ def test_replays_follow_on_other_inputs_each(bench):
 
 def test_turning_back_gives_the_first_inputs(bench):
     timed = bench.proof.timed
-    made = numerics.make_inputs(Case(PROBLEM), 3)
+    made = verify_inputs.make_inputs(Case(PROBLEM), 3)
     for _ in range(5):
         timed.draw()
     timed.go_to(OPPOSITE)
@@ -404,7 +406,7 @@ def test_a_peer_is_refused_for_nan_alone(bench):
 @pytest.mark.parametrize("what", ["output", "log_sum_exp"])
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_reference_that_is_off_breaks_the_judge(what, side, device, monkeypatch):
-    right = numerics.exact_rows
+    right = reference.exact_rows
 
     def off(*args):
         sides = right(*args)
@@ -412,6 +414,6 @@ def test_a_reference_that_is_off_breaks_the_judge(what, side, device, monkeypatc
         sides[side][what == "log_sum_exp"][0, -1, 3] *= 1 + 1e-6
         return sides
 
-    monkeypatch.setattr(numerics, "exact_rows", off)
+    monkeypatch.setattr(reference, "exact_rows", off)
     with pytest.raises(BrokenJudge, match="the float64 reference on this GPU is off by"):
         Fixture(Case(PROBLEM), 3, device, device.judge("bf16"), two_sided=True)

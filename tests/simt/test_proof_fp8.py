@@ -7,12 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attnsweep.build import numerics
-from attnsweep.build.numerics import Case
-from attnsweep.errors import ProblemError
-from attnsweep.gpu.fixture import Fixture, WrongResult
-from attnsweep.gpu.known import Known
-from attnsweep.problem import Problem
+from attnsweep.core import cases
+from attnsweep.core.cases import Case
+from attnsweep.core.errors import ProblemError
+from attnsweep.core.problem import Problem
+from attnsweep.verify import encoding, measures
+from attnsweep.verify import inputs as verify_inputs
+from attnsweep.verify import rounded as verify_rounded
+from attnsweep.verify.device_case import Fixture, WrongResult
+from attnsweep.verify.expected import Known
 
 from .harness import COMPILER
 from .proving import Bench, attend, inputs_in
@@ -24,7 +27,7 @@ FP8 = [Problem(2, 4, 2, 65, 130, 16, dtype) for dtype in ("e4m3", "e4m3_tensor",
 
 @pytest.fixture(params=FP8, ids=lambda p: p.dtype)
 def in_fp8(request, device, monkeypatch):
-    monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
+    monkeypatch.setattr(cases, "small_cases", lambda problem: ())
     return Bench(device, request.param)
 
 
@@ -42,14 +45,14 @@ def test_what_the_format_costs_is_shown_beside_what_the_kernel_adds(in_fp8):
 
     def exact(problem, buffers, number=0):
         rows = np.arange(problem.seqlen_q)
-        out = numerics.reference(inputs_in(problem, buffers), problem, rows)
-        buffers["o"].upload(numerics.to_bits(out.astype(np.float32), "bf16"))
+        out = verify_rounded.reference(inputs_in(problem, buffers), problem, rows)
+        buffers["o"].upload(encoding.to_bits(out.astype(np.float32), "bf16"))
 
     problem, rows = in_fp8.problem, np.arange(in_fp8.problem.seqlen_q)
-    drawn = numerics.draw(Case(problem), 3)
-    before = numerics.reference(drawn, replace(problem, dtype="fp32"), rows)
-    rounded = numerics.reference(numerics.make_inputs(Case(problem), 3), problem, rows)
-    assert accuracy.format_err == pytest.approx(numerics.row_error(rounded, before), rel=0.05)
+    drawn = verify_inputs.draw(Case(problem), 3)
+    before = verify_rounded.reference(drawn, replace(problem, dtype="fp32"), rows)
+    rounded = verify_rounded.reference(verify_inputs.make_inputs(Case(problem), 3), problem, rows)
+    assert accuracy.format_err == pytest.approx(measures.row_error(rounded, before), rel=0.05)
     better, _ = in_fp8.prove(exact)
     assert better.rel_err <= 2.0**-8
     assert better.format_err == accuracy.format_err
@@ -62,8 +65,8 @@ def with_scale(name, change):
     def write(problem, buffers, number=0):
         inputs = inputs_in(problem, buffers)
         inputs[name] = change(inputs[name])
-        out = numerics.reference(inputs, problem, np.arange(problem.seqlen_q))
-        buffers["o"].upload(numerics.to_bits(out.astype(np.float32), "bf16"))
+        out = verify_rounded.reference(inputs, problem, np.arange(problem.seqlen_q))
+        buffers["o"].upload(encoding.to_bits(out.astype(np.float32), "bf16"))
 
     return write
 
@@ -76,7 +79,7 @@ def test_a_call_that_leaves_out_a_scale_is_refused(name, in_fp8):
 
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
 def test_a_call_that_takes_another_heads_scale_is_refused(name, device, monkeypatch):
-    monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
+    monkeypatch.setattr(cases, "small_cases", lambda problem: ())
     with pytest.raises(WrongResult, match="over the limit"):
         Bench(device, FP8[0]).prove(with_scale(name, lambda scale: np.roll(scale, 1, axis=1)))
 
@@ -84,7 +87,7 @@ def test_a_call_that_takes_another_heads_scale_is_refused(name, device, monkeypa
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_a_call_that_takes_another_blocks_scale_is_refused(name, head_dim, device, monkeypatch):
-    monkeypatch.setattr(numerics, "small_cases", lambda problem: ())
+    monkeypatch.setattr(cases, "small_cases", lambda problem: ())
     problem = Problem(1, 2, 2, 65, 300, head_dim, "e4m3_block")
     with pytest.raises(WrongResult, match="over the limit"):
         Bench(device, problem).prove(with_scale(name, lambda scale: np.roll(scale, 1, axis=2)))

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attnsweep.build import numerics
-from attnsweep.gpu.fixture import WrongResult
-from attnsweep.problem import Problem
+from attnsweep.core.problem import Problem
+from attnsweep.verify import encoding
+from attnsweep.verify.device_case import WrongResult
 
 from .device import Device
 from .harness import COMPILER
@@ -57,20 +57,20 @@ class Right:
             by = self.shrink(largest, known, number == len(tiles) - 1)
             p = self.weights(np.exp(scores[:, some] - known))
             total = total * np.exp(largest - known) + p.sum(1, keepdims=True)
-            out = out * by + numerics.round_to(p, problem.dtype) @ v[some]
+            out = out * by + encoding.round_to(p, problem.dtype) @ v[some]
             largest = grown
         return out / total
 
     def __call__(self, problem, buffers, number):
         stored = inputs_in(problem, buffers)
-        x = {name: numerics.from_bits(bits, problem.dtype) for name, bits in stored.items()}
+        x = {name: encoding.from_bits(bits, problem.dtype) for name, bits in stored.items()}
         out = np.empty(problem.shape_of("o"), np.float32)
         group = problem.heads // problem.heads_kv
         with np.errstate(all="ignore"):
             for batch, head in np.ndindex(problem.batch, problem.heads):
                 keys = (x[name][batch, head // group] for name in "kv")
                 out[batch, head] = self.head(x["q"][batch, head], *keys, problem)
-        buffers["o"].upload(numerics.to_bits(out, problem.dtype))
+        buffers["o"].upload(encoding.to_bits(out, problem.dtype))
 
 
 class Backwards(Right):

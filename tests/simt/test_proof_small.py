@@ -11,9 +11,9 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from attnsweep.build import numerics
-from attnsweep.gpu.fixture import WrongResult
-from attnsweep.problem import Problem
+from attnsweep.core import cases as verify_cases
+from attnsweep.core.problem import Problem
+from attnsweep.verify.device_case import WrongResult
 
 from .device import Device
 from .harness import COMPILER
@@ -35,8 +35,8 @@ def test_right_calls_pass_and_one_wrong_element_of_any_case_does_not(device, few
     assert max(accuracy.shares.values()) <= 1
     assert accuracy.seed == 3
     assert bench.proof.repeat(proven, 12, 1e3) >= 12
-    cases = numerics.small_cases(PROBLEM)
-    assert {case.inputs for case in cases} == set(get_args(numerics.Inputs))
+    cases = verify_cases.small_cases(PROBLEM)
+    assert {case.inputs for case in cases} == set(get_args(verify_cases.Inputs))
     for wrong in few([*cases], 2):
         fixture = fixture_of(bench, wrong)
 
@@ -69,7 +69,7 @@ def odd(simulator):
     ],
 )
 def test_damage_in_a_small_case_is_refused_and_the_next_call_is_not(name, place, said, odd, few):
-    for wrong in few(numerics.small_cases(ODD), 2):
+    for wrong in few(verify_cases.small_cases(ODD), 2):
         fixture = fixture_of(odd, wrong)
 
         def write(problem, buffers, number, fixture=fixture):

@@ -11,10 +11,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attnsweep.build import numerics
-from attnsweep.build.numerics import Case
-from attnsweep.family.declare import Config, discover
-from attnsweep.problem import Problem
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config
+from attnsweep.verify import encoding
+from attnsweep.verify import inputs as verify_inputs
 
 from . import harness
 from .harness import ARCH, COMPILER, sources
@@ -56,9 +58,9 @@ def inputs(kinds: tuple[int, ...]):
     for kind in set(kinds):
         k[0, 0, :, kind] = scores(kind)
     v = np.random.default_rng(5).standard_normal(k.shape)
-    made = numerics.make_inputs(CASE, 1)
+    made = verify_inputs.make_inputs(CASE, 1)
     for name, values in {"q": q, "k": k, "v": v}.items():
-        made[name] = numerics.to_bits(values.astype(np.float32), "e4m3")
+        made[name] = encoding.to_bits(values.astype(np.float32), "e4m3")
         made[f"{name}_scale"] = np.ones_like(made[f"{name}_scale"])
     return made
 

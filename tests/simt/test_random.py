@@ -13,9 +13,10 @@ from typing import get_args
 
 import pytest
 
-from attnsweep.build.numerics import Case, Inputs
-from attnsweep.family.declare import Config, Kernel, discover
-from attnsweep.problem import Problem
+from attnsweep.core.cases import Case, Inputs
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, Kernel
 
 from .harness import ARCH, COMPILER, SimtError
 from .shapes import spans

@@ -7,25 +7,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attnsweep.build.numerics import (
-    Case,
-    from_bits,
-    limits,
-    log_sum_exp,
-    make_inputs,
-    reference,
-    row_error,
-)
-from attnsweep.family.declare import Config, discover
-from attnsweep.problem import Problem
-from attnsweep.use import compiled
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config
+from attnsweep.serve import export_code
+from attnsweep.verify.encoding import from_bits
+from attnsweep.verify.inputs import make_inputs
+from attnsweep.verify.limits import limits
+from attnsweep.verify.measures import row_error
+from attnsweep.verify.rounded import log_sum_exp, reference
 
 from .harness import ARCH, COMPILER, LSE_LIMIT, BuildError, _request, _run, config_of, sources
 from .unusual import FLASH_FWD_WGMMA
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-FAMILY = discover()[compiled.FAMILY]
+FAMILY = discover()[export_code.FAMILY]
 # Which dimension lies where: the order of (batch, heads, seqlen) from the outermost, and how many
 # heads lie in a row that belong to others, as in slices of one tensor of q, k and v.
 LAYOUTS = {
@@ -66,8 +64,8 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
         if tensor != "o":
             views[tensor][:] = like
         strides[tensor] = tuple(stride // 2 for stride in views[tensor].strides[:3])
-    own = compiled.facts(FAMILY, config, problem, ARCH)
-    launches = compiled.launches_of(own, problem, strides, lse=lse)
+    own = export_code.facts(FAMILY, config, problem, ARCH)
+    launches = export_code.launches_of(own, problem, strides, lse=lse)
     declared = FAMILY.launches(config, problem, ARCH)
     sizes = {**FAMILY.workspaces(config, problem)}
     rows = np.arange(problem.seqlen_q)

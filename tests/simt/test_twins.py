@@ -12,8 +12,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from attnsweep.build.storage import from_bits, to_bits
-from attnsweep.family.declare import discover
+from attnsweep.family.discover import discover
+from attnsweep.verify.encoding import from_bits, to_bits
 
 from .harness import COMPILER, FLAGS, HERE, _compile
 

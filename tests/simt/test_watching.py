@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from attnsweep.build import numerics
-from attnsweep.gpu import judge as judge_module
-from attnsweep.gpu.device import GUARD_BYTES
-from attnsweep.gpu.judge import Compared
-from attnsweep.gpu.known import OPPOSITE, PLAIN, negated_heads
-from attnsweep.problem import Problem
+from attnsweep.core.problem import Problem
+from attnsweep.device.buffers import GUARD_BYTES
+from attnsweep.verify import compare as judge_module
+from attnsweep.verify import encoding
+from attnsweep.verify.compare import Compared
+from attnsweep.verify.expected import OPPOSITE, PLAIN, negated_heads
 
 from .device import DTYPES, HostBuffer, few_examples, sign_of, small, uploaded
 from .harness import COMPILER, SimtError
@@ -136,7 +136,7 @@ def test_outputs_are_compared_as_each_apart(device):
     for number, shape in enumerate(shapes):
         batch, heads, rows, head_dim = shape
         plain, opposite, tilted = rng.standard_normal((3, *shape))
-        written.append(uploaded(numerics.to_bits((plain * 1.01).astype(np.float32), "bf16")))
+        written.append(uploaded(encoding.to_bits((plain * 1.01).astype(np.float32), "bf16")))
         every.append(
             Compared(
                 written[-1].pointer,
@@ -173,7 +173,7 @@ def test_heads_are_negated_each_for_itself(dtype, heads, each, device, monkeypat
     """An odd number of elements is one piece, and the guards behind it stay as they are."""
     monkeypatch.setattr(judge_module, "_PARTS", 4)
     made = np.random.default_rng(0).standard_normal((heads, each), np.float32)
-    bits = numerics.to_bits(made, dtype)
+    bits = encoding.to_bits(made, dtype)
     other = np.random.default_rng(1).permutation(bits)
     buffers, mix = (uploaded(bits), uploaded(other)), uploaded(np.zeros(1, np.uint64))
     judge, now = device.judge(dtype), PLAIN
@@ -203,8 +203,8 @@ def test_heads_of_fp8_are_negated_by_their_sign_bits(heads, device):
         turned = negated_heads(to, heads)[:, None]
         expected = np.where(turned, bits ^ np.uint8(0x80), bits)
         assert (buffer.main.reshape(bits.shape) == expected).all()
-        values = numerics.from_bits(expected, "e4m3")
-        assert (values == np.where(turned, -1, 1) * numerics.from_bits(bits, "e4m3")).all()
+        values = encoding.from_bits(expected, "e4m3")
+        assert (values == np.where(turned, -1, 1) * encoding.from_bits(bits, "e4m3")).all()
 
 
 @pytest.mark.parametrize("nbytes", [5, 6, 64])

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnsweep.family.declare import discover
-from attnsweep.hardware import arch_named
+from attnsweep.core.hardware import arch_named
+from attnsweep.family.discover import discover
 from attnsweep.store.run import find_runs
 
 from .harness import COMPILER

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnsweep.core.trial import OURS
 from attnsweep.store.run import open_run
-from attnsweep.trial import OURS
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 CARDS = ("h100-80gb-hbm3", "h200")

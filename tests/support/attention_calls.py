@@ -14,10 +14,10 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from attnsweep.use.recorder import eager
-from attnsweep.use.recorder.eager import CALM
-from attnsweep.use.recorder.recording import Recording
-from attnsweep.use.shapes import read
+from attnsweep.serve.recorded_calls import read
+from attnsweep.serve.recorder import eager
+from attnsweep.serve.recorder.eager import CALM
+from attnsweep.serve.recorder.recorder import Recording
 
 OWN = F.scaled_dot_product_attention
 WARM = CALM + 2

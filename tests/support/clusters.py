@@ -17,11 +17,11 @@ import pytest
 from fake_cards import FakeCards
 
 import attnsweep
-from attnsweep.build.observer import Observer
-from attnsweep.family.declare import discover
-from attnsweep.fleet import cluster, sweeps
-from attnsweep.spec.load import load_spec
-from attnsweep.sweep import Outcome
+from attnsweep.core.observer import Observer
+from attnsweep.family.discover import discover
+from attnsweep.specs.load import load_spec
+from attnsweep.sweep import dask_cluster, sweeps
+from attnsweep.sweep.session import Outcome
 
 SUPPORT = Path(__file__).parent
 # At the end, of a scheduler that is gone.
@@ -113,16 +113,16 @@ def swept(
     for met in place.glob("GPU-* here"):
         met.unlink()
     (place / "cards.json").write_text(json.dumps(cards.facts))
-    with cluster.connected(address) as client:
+    with dask_cluster.connected(address) as client:
         outcome = sweeps.run(
             load_spec(path, kernels),
             kernels,
-            cluster.cards_of(client, notes.note),
+            dask_cluster.cards_of(client, notes.note),
             results=place / "results",
             cache_dir=place / "cache",
             observer=notes,
-            start_child=cluster.starter(client, [sys.executable, "-c", script_of(place)]),
-            arrivals=cluster.arrivals(client),
+            start_child=dask_cluster.starter(client, [sys.executable, "-c", script_of(place)]),
+            arrivals=dask_cluster.arrivals(client),
             **options,
         )
     return outcome, notes

@@ -6,8 +6,8 @@ import os
 import signal
 import time
 
-from attnsweep.errors import NoGpuError
-from attnsweep.gpu.steps import step
+from attnsweep.core.errors import NoGpuError
+from attnsweep.device.timings import step
 
 
 class FakeBench:

@@ -13,8 +13,8 @@ from typing import Any
 from nursery import Nursery
 
 import attnsweep
-from attnsweep.fleet.process import Child, Deliver, Process
-from attnsweep.gpu.cards import VISIBLE, InstalledCard
+from attnsweep.device.cards import VISIBLE, InstalledCard
+from attnsweep.sweep.messages import Child, Deliver, Process
 
 
 class FakeCards:

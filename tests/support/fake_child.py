@@ -1,4 +1,4 @@
-"""The child process of a fake card: `attnsweep.fleet.child` with FakeGpu in the place of a card.
+"""The child process of a fake card: `attnsweep.sweep.card_worker` with FakeGpu for a card.
 
 Run by `fake_cards.start_child` as a program of its own, so that it can be killed, can hang and can
 fail as a real one. The variable FAKE_CARDS holds what happens on which card: see `fake_cards`.
@@ -18,13 +18,13 @@ from fake_gpu import FakeGpu
 from faults import happen
 from samples import TEST_GPU
 
-from attnsweep.build.launches import Candidate
-from attnsweep.errors import NoGpuError
-from attnsweep.fleet import child, tasks
-from attnsweep.gpu.cards import VISIBLE, hashed
-from attnsweep.gpu.worker import WorkerError
-from attnsweep.problem import Problem
-from attnsweep.trial import Status
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.compile.launches import Candidate
+from attnsweep.core.errors import NoGpuError
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.device.cards import VISIBLE, hashed
+from attnsweep.sweep import card_tasks, card_worker
 
 
 class FaultyGpu(FakeGpu):
@@ -116,10 +116,10 @@ def main() -> None:
     """Be the child of the card that the environment names."""
     cards = json.loads(os.environ["FAKE_CARDS"])
     if not cards["all"].get("nvrtc"):
-        tasks.RemoteCompiler.key = FakeCompiler.key  # type: ignore[method-assign,assignment]
+        card_tasks.RemoteCompiler.key = FakeCompiler.key  # type: ignore[method-assign,assignment]
     uuid = os.environ[VISIBLE]
     gpu = FaultyGpu(uuid, cards["all"] | cards.get(uuid, {}), Path(cards["log"]))
-    child.main(lambda begin: gpu)
+    card_worker.main(lambda begin: gpu)
     sys.exit("not reached")
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 
-from attnsweep.problem import Problem
-from attnsweep.trial import Environment
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Environment
 
 
 class Card(FakeGpu):

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from attnsweep.build.nvrtc import Cubin, default_cache_dir, source_closure
-from attnsweep.errors import CompileError
-from attnsweep.files import write_file
-from attnsweep.hardware import Arch
+from attnsweep.compile.nvrtc import Cubin, default_cache_dir, source_closure
+from attnsweep.core.errors import CompileError
+from attnsweep.core.files import write_file
+from attnsweep.core.hardware import Arch
 
 REGISTERS = 32
 _ENTRY = re.compile(

@@ -1,4 +1,4 @@
-"""The one GPU for tests without a GPU: it answers every method of `attnsweep.gpu.worker.Gpu`.
+"""The one GPU for tests without a GPU: it answers every method of `attnsweep.bench.gpu.Gpu`.
 
 A test says what entries take, and which calls fail; a test of statistics overrides `sample`.
 """
@@ -10,12 +10,12 @@ from typing import Any
 
 from samples import TEST_GPU
 
-from attnsweep.build.launches import Candidate, FirstTimes
-from attnsweep.errors import NoGpuError
-from attnsweep.gpu.energy import Stretch
-from attnsweep.gpu.worker import Gpu, WorkerError
-from attnsweep.problem import Problem
-from attnsweep.trial import Accuracy, Environment, Status
+from attnsweep.bench.gpu import Gpu, WorkerError
+from attnsweep.compile.launches import Candidate, FirstTimes
+from attnsweep.core.errors import NoGpuError
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Accuracy, Environment, Status
+from attnsweep.device.energy import Stretch
 
 RIGHT = Accuracy(rel_err=1e-4, limit=1e-3)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from faults import happen
 
-from attnsweep.fleet import compiling
+from attnsweep.sweep import dask_compile
 
 _lock = threading.Lock()
 
@@ -23,7 +23,7 @@ _lock = threading.Lock()
 def dask_setup(worker: Any) -> None:
     """Stand in front of the worker's compiling."""
     place, name = Path(os.environ["ATTNSWEEP_TEST_FAULTS"]), str(worker.name)
-    compiled = compiling._compiled
+    compiled = dask_compile._compiled
 
     def faulty(source: Path, asked: Any) -> dict[str, Any]:
         with _lock, (place / f"{name}.began").open("a") as began:
@@ -41,4 +41,4 @@ def dask_setup(worker: Any) -> None:
         answer = compiled(source, asked)
         return answer | {"digest": "0" * 64} if fault == "damaged" else answer
 
-    compiling._compiled = faulty
+    dask_compile._compiled = faulty

@@ -9,13 +9,13 @@ from typing import Any
 
 from fake_cards import FakeCards
 
-from attnsweep.build.observer import Observer
-from attnsweep.family.declare import discover
-from attnsweep.fleet import sweeps
-from attnsweep.problem import Problem
-from attnsweep.spec.load import load_spec
-from attnsweep.sweep import Outcome
-from attnsweep.trial import Environment, Status, Trial, cards_of
+from attnsweep.core.observer import Observer
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Environment, Status, Trial, cards_of
+from attnsweep.family.discover import discover
+from attnsweep.specs.load import load_spec
+from attnsweep.sweep import sweeps
+from attnsweep.sweep.session import Outcome
 
 SPEC = """
 problems:

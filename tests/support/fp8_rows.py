@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from samples import baseline, candidate, full_run
 
-from attnsweep.choose.frontier import held_to
-from attnsweep.problem import Problem
+from attnsweep.choose.columns import held_to
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Accuracy, Trial
 from attnsweep.store.run import Run
-from attnsweep.trial import Accuracy, Trial
 
 
 def fp8_run(bound: float | None = None) -> Run:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from packages import H100, table
 
-from attnsweep.use.runtime.operator import Operator
+from attnsweep.serve.runtime.operator import Operator
 
 NUMBERS = itertools.count()
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from attnsweep.use import package
-from attnsweep.use.runtime.table import (
+from attnsweep.serve import export
+from attnsweep.serve.runtime.table import (
     CUBINS,
     FORMAT,
     TABLE,
@@ -112,8 +112,8 @@ def written(place: Path, name: str, *winners: Winner) -> Path:
     """A package on the disk, as `attnsweep export` writes it, with cubins of a few bytes."""
     directory = place / name
     directory.mkdir(parents=True)
-    runtime = Path(package.__file__).parent / "runtime"
-    for module in package.MODULES:
+    runtime = Path(export.__file__).parent / "runtime"
+    for module in export.MODULES:
         shutil.copy(runtime / module, directory / module)
     shutil.copy(runtime / "package.py", directory / "__init__.py")
     made = table(directory, *winners).gpus[H100]

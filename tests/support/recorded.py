@@ -1,6 +1,6 @@
 """The recorded runs that GPU tests make packages of, and the calls that those packages must serve.
 
-tests/unit/test_use_recorded.py asks the table of each card for them, without a GPU.
+tests/unit/test_serve_recorded.py asks the table of each card for them, without a GPU.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attnsweep.build.nvrtc import Compiler
-from attnsweep.family.declare import Config, Kernel, discover
-from attnsweep.hardware import arch_named
-from attnsweep.problem import Problem
-from attnsweep.store.run import find_runs
-from attnsweep.use import fp8 as made_of
-from attnsweep.use.package import export
-from attnsweep.use.runtime.table import (
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, Kernel
+from attnsweep.serve import fp8 as made_of
+from attnsweep.serve.export import export
+from attnsweep.serve.runtime.table import (
     CUBINS,
     FORMAT,
     TABLE,
@@ -30,6 +30,7 @@ from attnsweep.use.runtime.table import (
     Table,
     read_table,
 )
+from attnsweep.store.run import find_runs
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 RUNS = frozenset({"flash_short", "flash_training", "flash_long", "flash_dims"})

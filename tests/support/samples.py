@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attnsweep.problem import Problem
-from attnsweep.store.run import Run, Store
-from attnsweep.trial import Accuracy, Environment, Measurement, Resources, Status, Trial
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Accuracy, Environment, Measurement, Resources, Status, Trial
+from attnsweep.store.run import Run
+from attnsweep.store.store import Store
 
 H200 = Environment(
     gpu="NVIDIA H200",

@@ -7,12 +7,11 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, Value
 from attnsweep.family.chunks import MODES, is_used
-from attnsweep.family.declare import Config, Kernel
+from attnsweep.family.family import Config, Kernel
 from attnsweep.family.space import Selection, selected
-from attnsweep.hardware import Arch
-from attnsweep.problem import Problem
-from attnsweep.trial import Value
 
 
 def candidates(

@@ -6,9 +6,9 @@ from typing import Any
 
 import jsonschema
 
-from attnsweep.family.declare import Kernel, Launch, Param
-from attnsweep.files import shipped
-from attnsweep.spec.schema import json_schema
+from attnsweep.core.files import shipped
+from attnsweep.family.family import Kernel, Launch, Param
+from attnsweep.specs.load import json_schema
 
 ROOT = shipped("configs").parent
 PROBLEM = "{batch: 1, heads: 16, seqlen: 1024, head_dim: 64}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnsweep.trial import Trial
+from attnsweep.core.trial import Trial
 
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "torch_flash": 25.0}
 

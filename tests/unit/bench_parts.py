@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from attnsweep.build import numerics
-from attnsweep.build.launches import Candidate, Launches
-from attnsweep.gpu import bench as measure
-from attnsweep.gpu.bench import Bench
-from attnsweep.gpu.proof import Proof, Proven
-from attnsweep.problem import Problem
-from attnsweep.trial import Accuracy
+from attnsweep.bench import bench as measure
+from attnsweep.bench.bench import Bench
+from attnsweep.compile.launches import Candidate, Launches
+from attnsweep.core import cases
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Accuracy
+from attnsweep.verify.verifier import Proof, Proven
 
 PROBLEM = Problem(1, 1, 1, 64, 64, 64)
 
@@ -101,7 +101,7 @@ class FakeFixture:
 
     def __init__(self, problem):
         self.buffers, self.mix = {name: FakeBuffer(8) for name in "qkvo"}, 0
-        self.case = numerics.Case(problem)
+        self.case = cases.Case(problem)
 
     def draw(self):
         self.mix = 1 - self.mix
@@ -132,7 +132,7 @@ PROVEN = Proven(
     *(FakeFixture(PROBLEM), FakePipeline(None, None, []), True, 0),
     np.array([[100], [101]], np.uint64),
 )
-TURNS = replace(PROVEN, fixture=FakeFixture(numerics.short_turns(PROBLEM, 2).problem))
+TURNS = replace(PROVEN, fixture=FakeFixture(cases.short_turns(PROBLEM, 2).problem))
 
 
 def made(monkeypatch):

@@ -12,13 +12,13 @@ from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from sweeping import SPEC, TIMES
 
-from attnsweep import sweep
-from attnsweep.choose import start
-from attnsweep.errors import SpecError
-from attnsweep.family.declare import discover
-from attnsweep.gpu.lock import LOCK_VARIABLE
-from attnsweep.spec.load import load_spec
+from attnsweep.core.errors import SpecError
+from attnsweep.device.lock import LOCK_VARIABLE
+from attnsweep.family.discover import discover
+from attnsweep.specs.load import load_spec
 from attnsweep.store import run as store
+from attnsweep.store import store as store_store
+from attnsweep.sweep import session, start
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 
@@ -37,6 +37,7 @@ def recorded_rows():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "_parse_trials", parsed)
+        patch.setattr(store_store, "_parse_trials", parsed)
         yield
 
 
@@ -88,7 +89,7 @@ def error_of(load, tmp_path):
 def gpu(monkeypatch):
     """A fake GPU and a fake compiler for sweeps."""
     gpu = FakeGpu(TIMES)
-    monkeypatch.setattr(sweep, "Worker", gpu)
+    monkeypatch.setattr(session, "Worker", gpu)
     monkeypatch.setattr(
         start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
     )
@@ -104,7 +105,7 @@ def go(tmp_path):
         path.write_text(text)
         kernels = kernels or discover()
         spec = load_spec(path, kernels)
-        return sweep.run(
+        return session.run(
             spec,
             kernels,
             results=tmp_path / "results",

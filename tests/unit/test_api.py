@@ -102,17 +102,17 @@ def test_what_a_program_uses_is_found(tmp_path):
     file = tmp_path / "program.py"
     file.write_text(
         "import attnsweep as a\nimport attnsweep.cli\nfrom attnsweep import run\n"
-        "from attnsweep.store.run import Store\na.rank\n"
+        "from attnsweep.store.store import Store\na.rank\n"
     )
-    assert names_used(file) == {"attnsweep.cli", "run", "attnsweep.store.run", "rank"}
+    assert names_used(file) == {"attnsweep.cli", "run", "attnsweep.store.store", "rank"}
 
 
 def test_constants_that_a_benchmark_repeats_are_those_of_the_package(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from attnsweep.build.nvrtc import CACHE_VARIABLE
-    from attnsweep.choose import race, skips
+    from attnsweep.choose import lower_bound, race
+    from attnsweep.compile.nvrtc import CACHE_VARIABLE
 
-    assert importlib.import_module("skips").SHARE == skips.SHARE
+    assert importlib.import_module("skips").SHARE == lower_bound.SHARE
     assert importlib.import_module("stability").REPLAY_US == race.RACE_US
     text = (ROOT / "benchmarks" / "kernel_tuner_compare.py").read_text()
     assert f'"{CACHE_VARIABLE}"' in text

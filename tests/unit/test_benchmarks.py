@@ -13,15 +13,16 @@ import pytest
 from fake_gpu import FakeGpu
 from samples import H200, candidate, full_run
 
-from attnsweep.build.launches import Candidate
-from attnsweep.choose.evidence import proportion_interval
-from attnsweep.family.declare import Config, Kernel, Launch, Param, discover
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.choose.stats import proportion_interval
+from attnsweep.compile.launches import Candidate
+from attnsweep.core.hardware import ARCHS, arch_named
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Accuracy, Measurement, Status
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, Kernel, Launch, Param
 from attnsweep.family.space import Space
-from attnsweep.gpu.worker import WorkerError
-from attnsweep.hardware import ARCHS, arch_named
-from attnsweep.problem import Problem
-from attnsweep.spec.plan import plan
-from attnsweep.trial import Accuracy, Measurement, Status
+from attnsweep.specs.plan import plan
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 

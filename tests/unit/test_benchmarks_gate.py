@@ -16,9 +16,9 @@ from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from samples import H200
 
-from attnsweep.gpu.worker import WorkerError
-from attnsweep.hardware import arch_named
-from attnsweep.trial import Status
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.trial import Status
 
 ROOT = Path(__file__).parent.parent.parent
 TIME_US = 40.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from samples import candidate, rounds_of
 
-from attnsweep.trial import Measurement
+from attnsweep.core.trial import Measurement
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = 24

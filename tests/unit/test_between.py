@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from attnsweep import dispatch_summary, families, judge_dispatch, load_spec, open_run, plan
-from attnsweep.family.declare import Config
-from attnsweep.hardware import ARCHS
-from attnsweep.use import package
-from attnsweep.use.compiled import FAMILY, config_of, gpu_of, shape_of
+from attnsweep.core.hardware import ARCHS
+from attnsweep.family.family import Config
+from attnsweep.serve import export
+from attnsweep.serve.export_code import FAMILY, config_of, gpu_of, shape_of
 
 ROOT = Path(__file__).parent.parent.parent
 # Specs that both cards have runs of; each has a spec of its own besides.
@@ -61,7 +61,7 @@ def tuned():
     for place in (*RUNS, *RUNS_OF_H200):
         run = open_run(place)
         key, environment = gpu_of(run)
-        chosen += package._chosen(run, environment, key, KERNEL, [])
+        chosen += export._chosen(run, environment, key, KERNEL, [])
     return [each.trial for each in chosen]
 
 

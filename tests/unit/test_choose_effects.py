@@ -8,7 +8,7 @@ import pytest
 from samples import candidate, failed
 
 from attnsweep.choose.effects import axes_of, effects, timed
-from attnsweep.trial import Status, Trial
+from attnsweep.core.trial import Status, Trial
 
 
 def row(us: float, **config: int | str) -> Trial:

@@ -12,21 +12,20 @@ from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from samples import TEST_GPU
 
-from attnsweep import sweep
-from attnsweep.build.observer import Observer
-from attnsweep.check.recorded import compare
-from attnsweep.choose import start
+from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose.energy import RANKED, SHOWN
 from attnsweep.choose.ranking import rank, winners
-from attnsweep.errors import NoGpuError, SpecError
-from attnsweep.family.declare import discover
-from attnsweep.gpu.worker import WorkerError
-from attnsweep.show import tables
-from attnsweep.spec.load import load_spec
-from attnsweep.spec.yaml_file import Document
-from attnsweep.tools.explain import explain
-from attnsweep.tools.explain_lines import verdict
-from attnsweep.trial import OURS, Status
+from attnsweep.core.errors import NoGpuError, SpecError
+from attnsweep.core.observer import Observer
+from attnsweep.core.trial import OURS, Status
+from attnsweep.family.discover import discover
+from attnsweep.regress.recorded import compare
+from attnsweep.reports import tables
+from attnsweep.reports.explain import explain
+from attnsweep.reports.explain_text import verdict
+from attnsweep.specs.load import load_spec
+from attnsweep.specs.yaml_file import Document
+from attnsweep.sweep import session, start
 
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 21.0, "torch_flash": 25.0}
 WATTS = {"naive THREADS=64": 600.0, "naive THREADS=128": 400.0, "torch_flash": 550.0}
@@ -63,7 +62,7 @@ class Notes(Observer):
 def gpu(monkeypatch):
     gpu = Card(TIMES)
     gpu.watts = dict(WATTS)
-    monkeypatch.setattr(sweep, "Worker", gpu)
+    monkeypatch.setattr(session, "Worker", gpu)
     monkeypatch.setattr(
         start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
     )
@@ -78,7 +77,7 @@ def go(gpu, tmp_path):
         kernels = discover()
         path = tmp_path / "test.yaml"
         path.write_text(SPEC % measure)
-        return sweep.run(
+        return session.run(
             load_spec(path, kernels),
             kernels,
             results=tmp_path / place,
@@ -280,6 +279,6 @@ class TestSpec:
 
 
 def load_spec_text(measure, text=None):
-    from attnsweep.spec.load import spec_of
+    from attnsweep.specs.load import spec_of
 
     return spec_of(Document.parse(Path("test.yaml"), text or SPEC % measure), discover())

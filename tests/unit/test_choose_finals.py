@@ -9,15 +9,16 @@ from types import SimpleNamespace
 import pytest
 from fake_gpu import FakeGpu
 
-from attnsweep.build.observer import Observer
+from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose import finals
 from attnsweep.choose.finals import Finals, _pace
 from attnsweep.choose.race import RACE_US, behind_best, in_order, race
 from attnsweep.choose.ranking import rank
-from attnsweep.gpu.worker import WorkerError
-from attnsweep.problem import Problem
-from attnsweep.spec.load import MeasureSpec, SearchSpec
-from attnsweep.trial import Accuracy, Measurement, Status, Trial
+from attnsweep.core.observer import Observer
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Accuracy, Measurement, Status, Trial
+from attnsweep.specs.load import SearchSpec
+from attnsweep.specs.model import MeasureSpec
 
 PROBLEM = Problem(1, 16, 16, 1024, 1024, 64)
 

@@ -14,17 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from attnsweep.choose import gp as module
-from attnsweep.choose.gp import BATCH, FEW, LEAST, gp
-from attnsweep.choose.history import ROWS, History, recorded_history, shipped_history
 from attnsweep.choose.search import DEFAULT_STRATEGY, STRATEGIES, Search, exhaustively
-from attnsweep.family.declare import Config, Kernel, Launch, Param, discover
+from attnsweep.choose.strategies import gp as module
+from attnsweep.choose.strategies.gp import BATCH, FEW, LEAST, gp
+from attnsweep.choose.strategies.history import ROWS, History, recorded_history, shipped_history
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import OURS, Status, Trial
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, Kernel, Launch, Param
 from attnsweep.family.space import Space
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import Problem
-from attnsweep.spec.load import load_spec
+from attnsweep.specs.load import load_spec
 from attnsweep.store.run import open_run
-from attnsweep.trial import OURS, Status, Trial
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
 OTHER = Problem(2, 2, 2, 64, 64, 64)

@@ -9,12 +9,13 @@ import pytest
 from fake_gpu import FakeGpu
 from samples import PROBLEM, candidate
 
-from attnsweep.build.observer import Observer
 from attnsweep.choose.finals import Finals
 from attnsweep.choose.race import race, settled_first
 from attnsweep.choose.ranking import rank
-from attnsweep.spec.load import MeasureSpec, SearchSpec
-from attnsweep.trial import OURS, Accuracy, Measurement, Status, Trial
+from attnsweep.core.observer import Observer
+from attnsweep.core.trial import OURS, Accuracy, Measurement, Status, Trial
+from attnsweep.specs.load import SearchSpec
+from attnsweep.specs.model import MeasureSpec
 
 ROUNDS = 15
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from samples import H200
 
 from attnsweep.choose.columns import COLUMNS, bounds_of
-from attnsweep.choose.evidence import ratio_interval
-from attnsweep.choose.pace import at_pace
+from attnsweep.choose.drift import at_pace
 from attnsweep.choose.ranking import judged, rank, winners
-from attnsweep.hardware import ARCHS, binding, bounds
-from attnsweep.problem import Problem
-from attnsweep.trial import Accuracy, Measurement, Resources, Status, Trial
+from attnsweep.choose.stats import ratio_interval
+from attnsweep.core.hardware import ARCHS, binding, bounds
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Accuracy, Measurement, Resources, Status, Trial
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
 import counts

@@ -9,6 +9,7 @@ from fake_gpu import FakeGpu
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose.rounds import (
     Round,
     Rounds,
@@ -17,8 +18,7 @@ from attnsweep.choose.rounds import (
     difference,
     summary,
 )
-from attnsweep.gpu.worker import WorkerError
-from attnsweep.trial import Status
+from attnsweep.core.trial import Status
 
 
 class Card(FakeGpu):

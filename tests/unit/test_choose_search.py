@@ -10,16 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnsweep.choose import search
-from attnsweep.choose.gp import LEAST
 from attnsweep.choose.search import STRATEGIES, Search, strategy
-from attnsweep.errors import SpecError, ToolchainError
-from attnsweep.family.declare import Kernel, Launch, Param
+from attnsweep.choose.strategies import staged
+from attnsweep.choose.strategies.gp import LEAST
+from attnsweep.core.errors import SpecError, ToolchainError
+from attnsweep.core.files import install_command
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Measurement, Status, Trial
+from attnsweep.family.family import Kernel, Launch, Param
 from attnsweep.family.space import Selection, Space
-from attnsweep.files import install_command
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import Problem
-from attnsweep.spec.load import SearchSpec
-from attnsweep.trial import Measurement, Status, Trial
+from attnsweep.specs.load import SearchSpec
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
 caps = st.none() | st.integers(1, 40)
@@ -224,7 +225,7 @@ def test_staged_finds_the_exhaustive_winner_when_stages_add_up(data, sizes, ahea
     best = min(sum(times[name][config[f"{name}_P"]] for name in times) for config in space.configs)
     found, tried = staged_winner(space, times, ahead)
     assert found == best
-    assert tried <= sum(sizes) + search.COMBINED
+    assert tried <= sum(sizes) + staged.COMBINED
 
 
 def test_staged_tries_far_fewer_than_all():

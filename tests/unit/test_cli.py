@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from fake_gpu import FakeGpu
 
-from attnsweep import sweep
-from attnsweep.build import nvrtc
-from attnsweep.errors import NoGpuError, ToolchainError
-from attnsweep.gpu.peers import Package
-from attnsweep.spec import plan, yaml_file
+from attnsweep.baselines.backend import Package
+from attnsweep.compile import nvrtc
+from attnsweep.core.errors import NoGpuError, ToolchainError
+from attnsweep.specs import plan, yaml_file
 from attnsweep.store.run import open_run
+from attnsweep.sweep import session
 from attnsweep.tools import compile as compile_tool
 from attnsweep.tools import doctor
 
@@ -86,7 +86,7 @@ def spec(tmp_path):
 @pytest.fixture
 def without_gpu(monkeypatch):
     gpu = FakeGpu(environment=NoGpuError("no driver", hint="get one"))
-    monkeypatch.setattr(sweep, "Worker", gpu)
+    monkeypatch.setattr(session, "Worker", gpu)
     monkeypatch.setattr(doctor, "driver_cuda", lambda: None)
 
 
@@ -174,7 +174,7 @@ def test_an_architecture_is_only_for_a_dry_run(attnsweep, spec, spec_):
     ("command", "module", "name"),
     [
         (("compile",), compile_tool, "compile_all"),
-        (("run",), sweep, "run"),
+        (("run",), session, "run"),
         (("run", "--dry-run"), plan, "plan"),
     ],
     ids=["compile", "run", "dry-run"],

@@ -20,11 +20,12 @@ from samples import full_run
 from typer.testing import CliRunner
 
 from attnsweep import cli
-from attnsweep.build import nvrtc
-from attnsweep.build.cache import entries, fault, prune
-from attnsweep.errors import StoreError
-from attnsweep.show.tables import print_run
-from attnsweep.show.terminal import counted
+from attnsweep.compile import nvrtc
+from attnsweep.compile.cache import entries, fault, prune
+from attnsweep.core import errors
+from attnsweep.core.errors import StoreError
+from attnsweep.reports.tables import print_run
+from attnsweep.reports.terminal import counted
 from attnsweep.store.run import open_run
 from attnsweep.tools import compile as compile_tool
 from attnsweep.tools import doctor
@@ -394,7 +395,7 @@ def test_doctor_and_compile_agree_about_a_cache_that_cannot_be_written(
     out = attnsweep("doctor").stdout
     assert "compile, report and replay work" not in out
     assert f"for compile: set {nvrtc.CACHE_VARIABLE} to a writable directory" in out
-    with pytest.raises(nvrtc.ToolchainError) as caught:
+    with pytest.raises(errors.ToolchainError) as caught:
         nvrtc._write_entry(tmp_path / "file" / "cache" / "aa" / "key", b"", "")
     assert f"set {nvrtc.CACHE_VARIABLE} to a writable directory" in str(caught.value)
     assert "it cannot be written" in attnsweep("cache").stdout

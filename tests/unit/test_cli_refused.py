@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from ordinary import locked
 
-from attnsweep.check import recorded as recordings
 from attnsweep.cli import completion
-from attnsweep.files import shipped
-from attnsweep.spec import load as loading
+from attnsweep.core.files import shipped
+from attnsweep.regress import recorded as recordings
+from attnsweep.specs import load as loading
 
 ROOT = Path(__file__).parent.parent.parent
 RUN = ROOT / "results" / "h200" / "ladder"

@@ -12,17 +12,16 @@ from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from samples import TEST_GPU
 
-from attnsweep import sweep
-from attnsweep.choose import start
-from attnsweep.errors import NoGpuError
-from attnsweep.family.declare import discover
-from attnsweep.gpu.worker import WorkerError
-from attnsweep.hardware import ARCHS
-from attnsweep.spec.load import load_spec
-from attnsweep.spec.plan import plan
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.core.errors import NoGpuError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.trial import Status
+from attnsweep.family.discover import discover
+from attnsweep.specs.load import load_spec
+from attnsweep.specs.plan import plan
 from attnsweep.store.run import open_run
+from attnsweep.sweep import session, start
 from attnsweep.tools import target
-from attnsweep.trial import Status
 
 FAMILIES = Path(__file__).parent.parent / "families"
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "THREADS=256": 50.0}
@@ -40,7 +39,7 @@ def place(tmp_path, monkeypatch):
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = FakeGpu(TIMES)
-    monkeypatch.setattr(sweep, "Worker", gpu)
+    monkeypatch.setattr(session, "Worker", gpu)
     monkeypatch.setattr(target, "Worker", gpu)
     monkeypatch.setattr(
         start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
@@ -51,7 +50,7 @@ def gpu(monkeypatch):
 @pytest.fixture
 def no_gpu(monkeypatch):
     gpu = FakeGpu(environment=NoGpuError("no driver", hint="get one"))
-    monkeypatch.setattr(sweep, "Worker", gpu)
+    monkeypatch.setattr(session, "Worker", gpu)
     monkeypatch.setattr(target, "Worker", gpu)
 
 
@@ -120,13 +119,13 @@ def test_json_has_the_sentence(attnsweep, gpu):
 @pytest.mark.parametrize("command", [NAIVE, ("run", "mine.yaml")], ids=["tune", "run"])
 def test_its_options_reach_the_sweep(attnsweep, gpu, tmp_path, monkeypatch, command):
     attnsweep(*NAIVE, "--save-spec", "mine.yaml", "--dry-run")
-    asked, sweeps = {}, sweep.run
+    asked, sweeps = {}, session.run
 
     def run(spec, families, **options):
         asked.update(options, strategy=spec.search.strategy)
         return sweeps(spec, families, **options)
 
-    monkeypatch.setattr(sweep, "run", run)
+    monkeypatch.setattr(session, "run", run)
     options = ("--limit", "2", "--wait", "--fresh", "--exhaustive", "--results", "elsewhere")
     done = attnsweep(*command, *options, "--progress", "json", "--json")
     assert done.returncode == 0, done.stderr
@@ -140,9 +139,9 @@ def test_its_options_reach_the_sweep(attnsweep, gpu, tmp_path, monkeypatch, comm
 
 
 def test_ctrl_c_keeps_what_was_measured_and_is_exit_code_130(attnsweep, gpu, monkeypatch):
-    sweeps = sweep.run
+    sweeps = session.run
     monkeypatch.setattr(
-        sweep, "run", lambda *args, **options: replace(sweeps(*args, **options), interrupted=True)
+        session, "run", lambda *args, **options: replace(sweeps(*args, **options), interrupted=True)
     )
     done = attnsweep(*NAIVE)
     assert done.returncode == 130

@@ -19,8 +19,8 @@ import yaml
 from typer.testing import CliRunner
 
 from attnsweep import cli
-from attnsweep.spec.load import load_spec
-from attnsweep.spec.model import CheckSpec
+from attnsweep.specs.load import load_spec
+from attnsweep.specs.model import CheckSpec
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from attnsweep import open_run, rank
-from attnsweep.trial import OURS
+from attnsweep.core.trial import OURS
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = " ".join((ROOT / "docs/explanation/fp8.md").read_text().split())

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spaces import candidates
 
-from attnsweep.build.numerics import Case, from_bits, make_inputs, reference
+from attnsweep.core.cases import Case
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import DTYPE_BYTES, Problem
+from attnsweep.core.trial import OURS, Status, Trial
 from attnsweep.family.chunks import (
-    CHUNKS,
     MODES,
     ROW_UNIT,
     changed_since,
@@ -22,11 +24,12 @@ from attnsweep.family.chunks import (
     row_of_today,
     schedule_of,
 )
-from attnsweep.family.declare import Config, Kernel, Launch, Param, discover
+from attnsweep.family.discover import discover
+from attnsweep.family.family import CHUNKS, Config, Kernel, Launch, Param
 from attnsweep.family.space import Selection, Space
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import DTYPE_BYTES, Problem
-from attnsweep.trial import OURS, Status, Trial
+from attnsweep.verify.encoding import from_bits
+from attnsweep.verify.inputs import make_inputs
+from attnsweep.verify.rounded import reference
 
 
 def family():

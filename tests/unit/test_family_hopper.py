@@ -9,7 +9,9 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnsweep.build.cubin import residency
+from attnsweep.compile.cubin import residency
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.problem import Problem
 from attnsweep.family import hopper
 from attnsweep.family.hopper import (
     even_turns,
@@ -17,8 +19,6 @@ from attnsweep.family.hopper import (
     registers_at_entry,
     registers_of_roles,
 )
-from attnsweep.hardware import arch_named
-from attnsweep.problem import Problem
 
 ARCH = arch_named("sm_90a")
 

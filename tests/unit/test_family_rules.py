@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnsweep.errors import KernelError
+from attnsweep.core.errors import KernelError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
 from attnsweep.family.chunks import is_used
-from attnsweep.family.declare import BLOCK_LIMITS, Config, Kernel, Launch, Param, discover
+from attnsweep.family.discover import discover
+from attnsweep.family.family import BLOCK_LIMITS, Config, Kernel, Launch, Param
 from attnsweep.family.rules import refused
 from attnsweep.family.space import Selection, Space
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import Problem
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
 ARCH = ARCHS["sm_90a"]

@@ -12,20 +12,20 @@ from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from samples import H200, TEST_GPU
 
-from attnsweep import sweep
-from attnsweep.choose import start
-from attnsweep.choose.history import history_on, shipped_history
-from attnsweep.errors import SpecError
-from attnsweep.family.declare import SMS, Config, Param, discover, load_kernel
+from attnsweep.choose.strategies.history import history_on, shipped_history
+from attnsweep.core.errors import SpecError
+from attnsweep.core.hardware import ARCHS, arch_on
+from attnsweep.core.problem import Problem
+from attnsweep.device.cards import installed_arch
+from attnsweep.family.discover import discover, load_kernel
+from attnsweep.family.family import SMS, Config, Param
 from attnsweep.family.space import Selection, Space
-from attnsweep.gpu.cards import installed_arch
-from attnsweep.hardware import ARCHS, arch_on
-from attnsweep.problem import Problem
-from attnsweep.spec.load import load_spec
-from attnsweep.spec.plan import plan
+from attnsweep.reports.explain import explain
+from attnsweep.specs.load import load_spec
+from attnsweep.specs.plan import plan
 from attnsweep.store.run import open_run
+from attnsweep.sweep import session, start
 from attnsweep.tools import compile as compile_tool
-from attnsweep.tools.explain import explain
 from attnsweep.tools.inspect import _config
 
 FAMILIES = discover()
@@ -153,7 +153,7 @@ measure: {rounds: 4}
 """
 # A family of the user's own.
 DECLARATION = """
-from attnsweep.family.declare import SMS, Kernel, Launch, Param
+from attnsweep.family.family import SMS, Kernel, Launch, Param
 
 kernel = Kernel(
     "turns",
@@ -175,17 +175,17 @@ TEMPLATE = 'extern "C" __global__ void turns(void* q, void* k, void* v, void* o)
 def go(tmp_path, monkeypatch):
     def run(sms, early=None, value=SMS):
         gpu = Turns(environment=TEST_GPU.model_copy(update={"sm_count": sms}))
-        monkeypatch.setattr(sweep, "Worker", gpu)
+        monkeypatch.setattr(session, "Worker", gpu)
         monkeypatch.setattr(start, "installed_arch", lambda: early)
         monkeypatch.setattr(
             start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
         )
         path = tmp_path / "turns.yaml"
         path.write_text(SPEC.replace("sms", str(value)))
-        (tmp_path / "turns.py").write_text(DECLARATION)
+        (tmp_path / "ab_test.py").write_text(DECLARATION)
         (tmp_path / "turns.cu").write_text(TEMPLATE)
-        kernels = {"turns": load_kernel(tmp_path / "turns.py")}
-        found = sweep.run(
+        kernels = {"turns": load_kernel(tmp_path / "ab_test.py")}
+        found = session.run(
             load_spec(path, kernels), kernels, results=tmp_path / "out", cache_dir=tmp_path / "c"
         )
         return found.run, gpu

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from attnsweep.errors import KernelError
+from attnsweep.core.errors import KernelError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
 from attnsweep.family import validate
-from attnsweep.family.chunks import CHUNKS, MODES
-from attnsweep.family.declare import BLOCK_LIMITS, Config, Launch, TensorMap, load_kernel
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import Problem
+from attnsweep.family.chunks import MODES
+from attnsweep.family.discover import load_kernel
+from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Config, Launch, TensorMap
 
 # Line 1 is the import; a test replaces one part and says on which line the fault is.
-IMPORT = "from attnsweep.family.declare import Kernel, Launch, Param, TensorMap\n"
+IMPORT = "from attnsweep.family.family import Kernel, Launch, Param, TensorMap\n"
 KERNEL = "kernel = Kernel('mine', summary='', params=(Param('A', (1, 2), ''),))\n"
 STAGE = """\
 @kernel.stage('fwd')

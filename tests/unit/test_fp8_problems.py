@@ -7,16 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attnsweep.build import numerics
-from attnsweep.build.numerics import Case, Maths
-from attnsweep.errors import KernelError, ProblemError, SpaceError, SpecError
-from attnsweep.family.declare import Config, Kernel, Launch, Param, discover
+from attnsweep.core import cases
+from attnsweep.core.cases import Case
+from attnsweep.core.errors import KernelError, ProblemError, SpaceError, SpecError
+from attnsweep.core.hardware import ARCHS, bounds
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, Kernel, Launch, Param
 from attnsweep.family.space import Selection
-from attnsweep.hardware import ARCHS, bounds
-from attnsweep.problem import Problem
-from attnsweep.spec.load import load_spec
-from attnsweep.spec.plan import plan
-from attnsweep.spec.shapes import read_shapes
+from attnsweep.specs.load import load_spec
+from attnsweep.specs.plan import plan
+from attnsweep.specs.shapes import read_shapes
+from attnsweep.verify import inputs as verify_inputs
+from attnsweep.verify import limits as verify_limits
+from attnsweep.verify import measures, rounded
+from attnsweep.verify.rounded import Maths
 
 DTYPES = ("e4m3", "e4m3_tensor", "e4m3_block")
 SPEC = """
@@ -130,24 +135,24 @@ def test_a_max_error_that_cannot_be_is_refused_at_its_place(tmp_path, value):
 @pytest.mark.parametrize(("dtype", "causal"), [*zip(DTYPES, (False, True, True), strict=True)])
 def test_limits_admit_the_same_maths_and_refuse_a_lost_key(dtype, causal):
     problem = Problem(2, 4, 2, 97, 161, 64, dtype, causal)
-    for case in (*numerics.small_cases(problem), Case(problem)):
-        limit, rows = numerics.limits(case, 0).row, np.arange(case.problem.seqlen_q)
+    for case in (*cases.small_cases(problem), Case(problem)):
+        limit, rows = verify_limits.limits(case, 0).row, np.arange(case.problem.seqlen_q)
         for seed in range(2):
-            inputs = numerics.make_inputs(case, seed)
-            exact = numerics.reference(inputs, case.problem, rows)
-            honest = numerics.reference(inputs, case.problem, rows, Maths(True))
-            assert numerics.row_error(honest, exact) <= limit, case.label
+            inputs = verify_inputs.make_inputs(case, seed)
+            exact = rounded.reference(inputs, case.problem, rows)
+            honest = rounded.reference(inputs, case.problem, rows, Maths(True))
+            assert measures.row_error(honest, exact) <= limit, case.label
     if dtype == "e4m3_block":
         return  # one key fewer changes the blocks
     shorter = {name: x[:, :, :-1] if name in ("k", "v") else x for name, x in inputs.items()}
     less = Problem(2, 4, 2, 97, 160, 64, dtype, causal)
-    assert not numerics.row_error(numerics.reference(shorter, less, rows), exact) <= limit
+    assert not measures.row_error(rounded.reference(shorter, less, rows), exact) <= limit
 
 
 def test_sums_of_few_bits_shrink_the_output_and_are_admitted():
     """Over 4096 keys, FP8 sums that are cut lose 0.4 %: far over what other dtypes may."""
     case = Case(Problem(1, 4, 4, 1024, 4096, 64, "e4m3"))
-    limits, same = numerics.limits(case, 0), numerics.same_maths(case, 0)
+    limits, same = verify_limits.limits(case, 0), verify_limits.same_maths(case, 0)
     assert 1e-3 < same.gain < limits.gain
     assert limits.gain == 2 * same.gain
     assert limits.gain < 0.02  # a factor of 2 % would still be found
@@ -155,31 +160,33 @@ def test_sums_of_few_bits_shrink_the_output_and_are_admitted():
 
 def test_p_in_two_bits_of_mantissa_is_refused():
     case = Case(Problem(1, 4, 4, 512, 512, 64, "e4m3"))
-    inputs, rows = numerics.make_inputs(case, 1), np.arange(512)
-    exact = numerics.reference(inputs, case.problem, rows)
-    right = numerics.measures(
-        numerics.reference(inputs, case.problem, rows, Maths(True)), exact, "bf16"
+    inputs, rows = verify_inputs.make_inputs(case, 1), np.arange(512)
+    exact = rounded.reference(inputs, case.problem, rows)
+    right = measures.measures(
+        rounded.reference(inputs, case.problem, rows, Maths(True)), exact, "bf16"
     )
-    limits = numerics.limits(case, 0)
+    limits = verify_limits.limits(case, 0)
     assert max(right.shares(limits).values()) <= 1
-    wrong = exact + 2 * (numerics.reference(inputs, case.problem, rows, Maths(True)) - exact)
-    assert max(numerics.measures(wrong, exact, "bf16").shares(limits).values()) > 1
+    wrong = exact + 2 * (rounded.reference(inputs, case.problem, rows, Maths(True)) - exact)
+    assert max(measures.measures(wrong, exact, "bf16").shares(limits).values()) > 1
 
 
 @pytest.mark.parametrize("kind", ["normal", "far_below", "far_above", "large_scores"])
 def test_a_log_sum_exp_may_err_by_what_scores_of_few_bits_cost(kind):
     case = Case(Problem(1, 2, 2, 70, 200, 128, "e4m3"), kind)
-    inputs, rows = numerics.make_inputs(case, 5), np.arange(70)
-    exact = numerics.log_sum_exp(inputs, case.problem, rows)
+    inputs, rows = verify_inputs.make_inputs(case, 5), np.arange(70)
+    exact = rounded.log_sum_exp(inputs, case.problem, rows)
     off = np.abs(
-        numerics.log_sum_exp(
+        rounded.log_sum_exp(
             inputs, case.problem, rows, in_fp8=Maths(True, by_term=kind != "normal")
         )
         - exact
     )
-    limit = numerics.lse_limit(case)
+    limit = verify_limits.lse_limit(case)
     assert (off / np.maximum(1, np.abs(exact))).max() <= limit < 0.02
-    assert numerics.lse_limit(replace(case, problem=replace(case.problem, dtype="bf16"))) == 1e-4
+    assert (
+        verify_limits.lse_limit(replace(case, problem=replace(case.problem, dtype="bf16"))) == 1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,10 +197,10 @@ def test_log_sum_exp_limits_admit_other_draws(shape, kind):
     # The rows of a head err alike, so that limits of one draw refused 2 to 6 % of the others.
     heads, seqlen_q, seqlen_k = shape
     case = Case(Problem(1, heads, heads, seqlen_q, seqlen_k, 64, "e4m3_block"), kind)
-    limit, rows = numerics.lse_limit(case), np.arange(seqlen_q)
-    maths = numerics.Maths(True, by_term=kind != "normal")
+    limit, rows = verify_limits.lse_limit(case), np.arange(seqlen_q)
+    maths = rounded.Maths(True, by_term=kind != "normal")
     for seed in range(60):
-        inputs = numerics.make_inputs(case, seed)
-        exact = numerics.log_sum_exp(inputs, case.problem, rows)
-        off = np.abs(numerics.log_sum_exp(inputs, case.problem, rows, in_fp8=maths) - exact)
+        inputs = verify_inputs.make_inputs(case, seed)
+        exact = rounded.log_sum_exp(inputs, case.problem, rows)
+        off = np.abs(rounded.log_sum_exp(inputs, case.problem, rows, in_fp8=maths) - exact)
         assert (off / np.maximum(1, np.abs(exact))).max() < 0.95 * limit, seed

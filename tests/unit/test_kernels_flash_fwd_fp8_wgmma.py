@@ -12,11 +12,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attnsweep.build.numerics import round_to
-from attnsweep.family.declare import Config, TensorMap, discover
-from attnsweep.files import shipped
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import Problem
+from attnsweep.core.files import shipped
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, TensorMap
+from attnsweep.verify.encoding import round_to
 
 HEADER = (shipped("kernels") / "common/tile/bytes.cuh").read_text()
 LANES = range(32)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from attnsweep.family.declare import Config, TensorMap, discover
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import Problem
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config, TensorMap
 
 FAMILY = discover()["flash_fwd_wgmma"]
 

@@ -12,17 +12,16 @@ import pytest
 
 from attnsweep.choose.ranking import rank
 from attnsweep.choose.search import DEFAULT_STRATEGY, exhaustively
+from attnsweep.core.hardware import arch_named, arch_on
+from attnsweep.core.trial import OURS, Status
 from attnsweep.family.chunks import row_of_today
-from attnsweep.family.declare import discover
-from attnsweep.hardware import arch_named, arch_on
-from attnsweep.show import tables as report
-from attnsweep.spec.load import load_spec
-from attnsweep.spec.plan import plan
-from attnsweep.spec.shipped import shipped_specs
-from attnsweep.store.pack import DERIVED
-from attnsweep.store.run import find_runs
+from attnsweep.family.discover import discover
+from attnsweep.reports import tables as report
+from attnsweep.specs.load import load_spec
+from attnsweep.specs.plan import plan
+from attnsweep.specs.shipped import shipped_specs
+from attnsweep.store.run import DERIVED, find_runs
 from attnsweep.store.run import open_run as read_run
-from attnsweep.trial import OURS, Status
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = [run for run in find_runs(ROOT / "results") if run.parent.name != "replay"]

@@ -16,12 +16,11 @@ from fake_bench import FakeBench
 from fake_cards import FakeCards
 from fake_compiler import FakeCompiler
 
-from attnsweep.choose import start
-from attnsweep.fleet import sweeps
-from attnsweep.gpu import cards as installed_cards
-from attnsweep.gpu.lock import LOCK_VARIABLE
-from attnsweep.gpu.worker import Worker
+from attnsweep.bench.worker import Worker
+from attnsweep.device import cards as installed_cards
+from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.store.run import find_runs, open_run
+from attnsweep.sweep import start, sweeps
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = """
@@ -39,7 +38,7 @@ def program(body, *ignored):
 
     It begins with the handlers that Python has there.
     """
-    code = f"import os, signal, sys, time\nfrom attnsweep.show import terminal\n{body}\n"
+    code = f"import os, signal, sys, time\nfrom attnsweep.reports import terminal\n{body}\n"
     code += "if __name__ == '__main__': terminal.to_the_end(app)\n"
 
     def ignore():
@@ -139,8 +138,8 @@ def test_a_gpu_process_ends_with_a_command_that_is_stopped(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         "from fake_bench import FakeBench\n"
-        "from attnsweep.gpu.worker import Worker\n"
-        "from attnsweep.show import terminal\n"
+        "from attnsweep.bench.worker import Worker\n"
+        "from attnsweep.reports import terminal\n"
         "def app():\n"
         "    with Worker(1000.0, bench=FakeBench) as worker:\n"
         "        worker.open('problem')\n"

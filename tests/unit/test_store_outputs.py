@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnsweep.errors import StoreError
+from attnsweep.core.errors import StoreError
 from attnsweep.store.outputs import check_output, refuse_recorded, write_output
 
 RUN = Path(__file__).parent.parent.parent / "results" / "h100-80gb-hbm3" / "h100"

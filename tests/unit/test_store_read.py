@@ -13,9 +13,9 @@ from samples import H200 as ENVIRONMENT
 from samples import filled, numbers
 from samples import numbered as trial
 
-from attnsweep.errors import StoreError
-from attnsweep.store.pack import pack
-from attnsweep.store.run import Store, find_runs, latest_run, open_run, read_trials
+from attnsweep.core.errors import StoreError
+from attnsweep.store.run import find_runs, latest_run, open_run, pack, read_trials
+from attnsweep.store.store import Store
 
 
 def test_open_run_says_what_is_not_there(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from samples import H200 as ENVIRONMENT
 from samples import filled, numbers
 from samples import numbered as trial
 
-from attnsweep.errors import StoreError
-from attnsweep.problem import Problem
+from attnsweep.core.errors import StoreError
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Accuracy, Measurement, Status
 from attnsweep.store import run as store_module
-from attnsweep.store.run import MAX_WARNINGS, Store, open_run, read_trials
-from attnsweep.trial import Accuracy, Measurement, Status
+from attnsweep.store.run import MAX_WARNINGS, open_run, read_trials
+from attnsweep.store.store import Store
 
 # Where `python -c` finds the package even if it is not installed.
 SOURCE = Path(store_module.__file__).parents[2]
@@ -200,7 +201,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from samples import filled, numbers
 from samples import numbered as trial
-from attnsweep.store.run import Store
+from attnsweep.store.store import Store
 with Store.open(Path({directory!r})) as store:
     number = len(store.trials)
     while True:
@@ -281,7 +282,7 @@ def test_a_failed_fsync_takes_the_row_back(tmp_path: Path, monkeypatch: pytest.M
 HOLDER = """
 import sys
 from pathlib import Path
-from attnsweep.store.run import Store
+from attnsweep.store.store import Store
 with Store.open(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

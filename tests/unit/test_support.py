@@ -15,11 +15,13 @@ import pytest
 from fake_compiler import REGISTERS, FakeCompiler
 from fake_gpu import FakeGpu
 
-from attnsweep.build.cubin import check_arguments, functions
-from attnsweep.build.nvrtc import CACHE_VARIABLE, Compiler, default_cache_dir
-from attnsweep.family.declare import Launch, discover
-from attnsweep.gpu.worker import Gpu, Worker
-from attnsweep.hardware import ARCHS
+from attnsweep.bench.gpu import Gpu
+from attnsweep.bench.worker import Worker
+from attnsweep.compile.cubin import check_arguments, functions
+from attnsweep.compile.nvrtc import CACHE_VARIABLE, Compiler, default_cache_dir
+from attnsweep.core.hardware import ARCHS
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Launch
 
 TESTS = Path(__file__).parent.parent
 

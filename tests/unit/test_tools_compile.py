@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_compiler import REGISTERS, FakeCompiler
 
-from attnsweep.errors import CompileError
+from attnsweep.core.errors import CompileError
 from attnsweep.tools import compile as compile_tool
 
 FAMILIES = Path(__file__).parent.parent / "families"

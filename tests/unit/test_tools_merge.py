@@ -13,15 +13,16 @@ from samples import PROBLEM, TEST_GPU, candidate
 from typer.testing import CliRunner
 
 from attnsweep.cli import app
-from attnsweep.errors import SpecError, StoreError
-from attnsweep.family.declare import discover
+from attnsweep.core.errors import SpecError, StoreError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Measurement
+from attnsweep.family.discover import discover
 from attnsweep.family.space import Space
-from attnsweep.hardware import ARCHS
-from attnsweep.problem import Problem
-from attnsweep.spec.plan import PlannedProblem, Shard
-from attnsweep.store.run import Store, open_run
+from attnsweep.specs.plan import PlannedProblem, Shard
+from attnsweep.store.run import open_run
+from attnsweep.store.store import Store
 from attnsweep.tools.merge import merge
-from attnsweep.trial import Measurement
 
 OTHER = Problem.parse("1,2,128,64 fp16 full")
 SPEC = """

@@ -13,15 +13,18 @@ import numpy as np
 import pytest
 from samples import H200, full_run
 
-from attnsweep.build import numerics
-from attnsweep.build.launches import Candidate, CompiledStage, Launches
-from attnsweep.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
-from attnsweep.family.declare import Launch, discover
-from attnsweep.hardware import arch_named
-from attnsweep.problem import Problem
-from attnsweep.show import views as view
+from attnsweep.compile.launches import Candidate, CompiledStage, Launches
+from attnsweep.core import cases
+from attnsweep.core.errors import KernelError, NoGpuError, SpecError, StoreError, ToolchainError
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Launch
+from attnsweep.reports import views as view
+from attnsweep.store import outputs
 from attnsweep.store.run import open_run
 from attnsweep.tools import profile as counters
+from attnsweep.verify import inputs
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -118,7 +121,7 @@ def test_kept_counters_replace_those_of_the_same_candidate(tmp_path: Path) -> No
     stages = [counters.StageCounters("fwd", {"duration_us": 1.23456789}, {"wait": 2.0})]
     counters.write(tmp_path, [(one, stages), (two, stages)], "here")
     kept = counters.write(tmp_path, [(one, stages)], "there")
-    assert kept == counters.read(tmp_path)
+    assert kept == outputs.read(tmp_path)
     assert sorted(facts["where"] for facts in kept) == ["here", "there"]
     assert kept[0]["stages"][0]["figures"] == {"duration_us": 1.2346}
     text = "\n".join(line.plain for line in view.counters(kept, 100))
@@ -130,7 +133,7 @@ def test_counters_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monk
     one, two = full_run().trials[:2]
     stages = [counters.StageCounters("fwd", {"duration_us": 1.0}, {})]
     counters.write(tmp_path, [(one, stages)], "here")
-    before = (tmp_path / counters.FILE).read_bytes()
+    before = (tmp_path / outputs.FILE).read_bytes()
 
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -138,7 +141,7 @@ def test_counters_that_cannot_be_written_leave_the_old_ones(tmp_path: Path, monk
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StoreError, match=r"counters\.json: cannot be written: No space left"):
         counters.write(tmp_path, [(two, stages)], "here")
-    assert (tmp_path / counters.FILE).read_bytes() == before
+    assert (tmp_path / outputs.FILE).read_bytes() == before
 
 
 def test_candidates_are_chosen_by_parameter_and_by_rank() -> None:
@@ -190,9 +193,9 @@ def test_a_config_of_a_family_that_changed_since_is_refused() -> None:
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe"])
 def test_damaged_counters_are_no_traceback(tmp_path: Path, content) -> None:
-    (tmp_path / counters.FILE).write_bytes(content)
+    (tmp_path / outputs.FILE).write_bytes(content)
     with pytest.raises(StoreError, match=r"counters\.json: cannot be read"):
-        counters.read(tmp_path)
+        outputs.read(tmp_path)
 
 
 def test_a_kept_report_is_written_by_ncu_and_read_back(ncu, tmp_path: Path) -> None:
@@ -210,7 +213,7 @@ def test_a_kept_report_is_written_by_ncu_and_read_back(ncu, tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "e4m3", "e4m3_tensor", "e4m3_block"])
 def test_inputs_to_count_with_are_those_of_one_group_of_heads(dtype) -> None:
     problem = Problem(3, 8, 2, 40, 300, 16, dtype)
-    made, drawn = counters.inputs_of(problem), numerics.make_inputs(numerics.Case(problem), 0)
+    made, drawn = counters.inputs_of(problem), inputs.make_inputs(cases.Case(problem), 0)
     assert {name: bits.shape for name, bits in made.items()} == {
         n: b.shape for n, b in drawn.items()
     }

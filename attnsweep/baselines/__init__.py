@@ -1,0 +1,1 @@
+"""What candidates are compared with."""

@@ -1,0 +1,115 @@
+"""What a baseline is: ways to call it, the packages that bring it, and why there is none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from attnsweep.core.files import install_command
+from attnsweep.core.problem import Problem
+from attnsweep.specs.model import OWN_BF16
+
+if TYPE_CHECKING:
+    from attnsweep.device.cuda import Session
+
+Forward = Callable[..., Any]
+"""A call: attention of its inputs, as a tensor (batch, heads, seqlen, head_dim)."""
+
+
+class Unavailable(Exception):
+    """A baseline that cannot run this problem here; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to call a peer. convert: makes its inputs of the problem's before any call is timed.
+
+    spare: tried only if no way before it works. finish: makes the values of the output of it and
+    of the inputs, if it is stored with a scale; it is not timed.
+    """
+
+    forward: Forward
+    convert: Callable[..., tuple[Any, ...]] | None = None
+    spare: bool = False
+    finish: Callable[..., Any] | None = None
+
+
+Builder = Callable[[Any, Problem, "Session"], list[Way]]
+"""Takes the module torch; raises Unavailable, or anything else, if the peer cannot run here."""
+
+
+# By baseline, the first words of PyTorch's `… kernel not used because:`.
+_TORCH_NAMES = {
+    "torch_flash": "flash attention",
+    "torch_cudnn": "cudnn attention",
+    "torch_efficient": "memory efficient",
+}
+
+
+def why_not(name: str, error: Exception, warned: Sequence[str]) -> str:
+    """PyTorch's warnings about this backend, or the first line of the error.
+
+    PyTorch warns about every backend in turn, whichever was asked for. Before the lines with the
+    reasons there is a line such as `Flash attention kernel not used because:`.
+    """
+    reasons: dict[str, None] = {}
+    ours = False
+    for line in (part for text in warned for part in text.split(" (Triggered")[0].splitlines()):
+        head, found, rest = line.partition("not used because:")
+        if found:
+            label = _TORCH_NAMES.get(name)
+            ours = label is not None and head.strip().lower().startswith(label)
+        said = (rest if found else line).strip().rstrip(".")
+        if ours and said:
+            reasons[said] = None
+    first = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ("; ".join(reasons) or (first or [type(error).__name__])[0])[:400]
+
+
+_STORES_SCORES = ("torch_math", "unfused")
+
+
+def rounds_scores_of(name: str) -> int:
+    """How often a baseline rounds its scores: one that stores them, before and after scaling."""
+    return 2 if name in _STORES_SCORES else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """The distributions of which one brings a peer, and how to get it."""
+
+    names: tuple[str, ...]
+    fix: str
+
+    def installed(self) -> list[str]:
+        """`name version` of each that is installed."""
+        found = []
+        for name in self.names:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found.append(f"{name} {metadata.version(name)}")
+        return found
+
+
+_TORCH = Package(("torch",), install_command("torch"))
+_FLASH_ATTN_3 = Package(
+    ("flash-attn-3", "tokenspeed-fa3", "fa3-fwd"),
+    "pip install tokenspeed-fa3 (fp16, bf16, FP8) or fa3-fwd (bf16, FP8), or build "
+    "FlashAttention's hopper/ directory",
+)
+PACKAGES: dict[str, Package] = {
+    **dict.fromkeys(("torch_flash", "torch_cudnn", "torch_efficient", "torch_math"), _TORCH),
+    "unfused": _TORCH,
+    "cudnn": Package(("nvidia-cudnn-frontend",), "pip install nvidia-cudnn-frontend"),
+    "triton_flash": Package(
+        ("triton", "pytorch-triton"), f"{install_command('torch')} (on Linux it brings Triton)"
+    ),
+    "flash_attn_2": Package(("flash-attn",), "pip install flash-attn"),
+    "flash_attn_3": _FLASH_ATTN_3,
+    "flash_attn_3_fp8": _FLASH_ATTN_3,
+    "flash_attn_4": Package(("flash-attn-4",), "pip install flash-attn-4"),
+    OWN_BF16: _TORCH,
+}
+"""By baseline: all of `KNOWN_BASELINES`."""

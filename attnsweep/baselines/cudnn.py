@@ -1,0 +1,228 @@
+"""The baseline `cudnn`: attention as a graph of cuDNN's own frontend (nvidia-cudnn-frontend).
+
+The plan is built once, and its workspace allocated, before any call; a call only executes it, so
+that it can be captured. Its FP8 takes the same bytes and scales as our kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from attnsweep.baselines.backend import PACKAGES, Unavailable, Way
+from attnsweep.core.problem import Problem
+
+if TYPE_CHECKING:
+    from attnsweep.device.cuda import Session
+
+LAYOUTS = ("bhsd", "bshd")
+"""Order of batch, heads, sequence and head_dim in memory: ours, and the one of most models."""
+_Q, _K, _V, _O = 1, 2, 3, 4
+# In FP8: the scales of the inputs, of P and of the output; and its two largest values.
+_SCALES = {"descale_q": 5, "descale_k": 6, "descale_v": 7}
+_SCALES |= {"descale_s": 8, "scale_s": 9, "scale_o": 10}
+_AMAX = (11, 12)
+# Probabilities times this are rounded to e4m3, whose largest number is 448.
+_P_SCALE = 256.0
+
+
+def strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """Strides of a tensor of shape (batch, heads, seqlen, head_dim) that lies in a layout."""
+    _, heads, seqlen, head_dim = shape
+    batch = heads * seqlen * head_dim
+    if layout == "bhsd":
+        return (batch, seqlen * head_dim, head_dim, 1)
+    return (batch, head_dim, heads * head_dim, 1)
+
+
+def build(
+    torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """A call of the problem on `stream` (its address), and what converts inputs to the layout.
+
+    Raises what cuDNN raises if none of its engines does the problem.
+    """
+    kind = {"fp16": "HALF", "bf16": "BFLOAT16"}[problem.dtype]
+    made = _Graph(torch, cudnn, problem, stream, layout, getattr(cudnn.data_type, kind))
+    out, _ = made.graph.sdpa(
+        **made.options(),
+        diagonal_band_right_bound=0 if problem.causal else None,
+    )
+    made.plan(out, made.io)
+    shape, own, execute = made.shape, made.strides, made.execute
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        out = torch.empty_strided(shape, own, dtype=q.dtype, device=q.device)
+        execute({_Q: q, _K: k, _V: v, _O: out})
+        return out
+
+    weakref.finalize(forward, cudnn.destroy_handle, made.handle)
+    return forward, None if layout == "bhsd" else _in_layout
+
+
+def build_fp8(
+    torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str, output: str
+) -> Way:
+    """A call of a problem in e4m3_tensor. output: name of the type that o is stored in.
+
+    Its inputs are q, k, v, and the six scales. o in FP8_E4M3 is stored with the scale of v. Raises
+    what cuDNN raises if none of its engines does the problem, or writes o so.
+    """
+    fp32 = cudnn.data_type.FLOAT
+    made = _Graph(torch, cudnn, problem, stream, layout, cudnn.data_type.FP8_E4M3)
+    scales = {
+        name: made.graph.tensor(
+            name=name, dim=[1, 1, 1, 1], stride=[1, 1, 1, 1], data_type=fp32, uid=uid
+        )
+        for name, uid in _SCALES.items()
+    }
+    out, _, *largest = made.graph.sdpa_fp8(
+        **made.options(), **scales, right_bound=0 if problem.causal else None
+    )
+    for tensor, uid in zip(largest, _AMAX, strict=True):
+        tensor.set_uid(uid).set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
+        tensor.set_data_type(fp32)
+    made.plan(out, getattr(cudnn.data_type, output))
+    shape, own, execute = made.shape, made.strides, made.execute
+    narrow = output == "FP8_E4M3"
+    dtype = torch.float8_e4m3fn if narrow else torch.bfloat16
+
+    def scalar(value: float) -> Any:
+        return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device="cuda")
+
+    amax = {uid: scalar(0.0) for uid in _AMAX}
+
+    def convert(q: Any, k: Any, v: Any, *given: Any) -> tuple[Any, ...]:
+        # One scale of each tensor: those of all heads are equal.
+        descales = [scale.reshape(-1)[:1].reshape(1, 1, 1, 1).contiguous() for scale in given]
+        of_out = 1.0 / descales[2] if narrow else scalar(1.0)
+        tensors = (q, k, v) if layout == "bhsd" else _in_layout(q, k, v)
+        return (*tensors, *descales, scalar(1 / _P_SCALE), scalar(_P_SCALE), of_out)
+
+    def forward(q: Any, k: Any, v: Any, *scales: Any) -> Any:
+        out = torch.empty_strided(shape, own, dtype=dtype, device=q.device)
+        named = dict(zip(_SCALES.values(), scales, strict=True))
+        execute({_Q: q, _K: k, _V: v, _O: out, **named, **amax})
+        return out
+
+    def finish(out: Any, *inputs: Any) -> Any:
+        return out.float() / inputs[-1]  # by scale_o
+
+    weakref.finalize(forward, cudnn.destroy_handle, made.handle)
+    return Way(forward, convert, finish=finish if narrow else None)
+
+
+def _in_layout(*inputs: Any) -> tuple[Any, ...]:
+    """Tensors (batch, heads, seqlen, head_dim) that lie as (batch, seqlen, heads, head_dim)."""
+    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)
+
+
+class _Graph:
+    """A graph with the inputs q, k and v, and how it is planned and executed."""
+
+    def __init__(
+        self, torch: Any, cudnn: Any, problem: Problem, stream: int, layout: str, io: Any
+    ) -> None:
+        self._torch, self._cudnn, self._problem = torch, cudnn, problem
+        self._layout, self.io = layout, io
+        self.shape = problem.shape_of("o")
+        self.strides = strides(self.shape, layout)
+        self.handle = cudnn.create_handle()
+        cudnn.set_stream(handle=self.handle, stream=stream)
+        fp32 = cudnn.data_type.FLOAT
+        self.graph = cudnn.pygraph(
+            handle=self.handle,
+            io_data_type=io,
+            intermediate_data_type=fp32,
+            compute_data_type=fp32,
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of sdpa and of sdpa_fp8."""
+        problem, alignment = self._problem, self._cudnn.diagonal_alignment
+        last = problem.seqlen_q != problem.seqlen_k  # the last query sees the last key
+        return {
+            "name": "sdpa",
+            **{
+                name: self._tensor(name, uid) for name, uid in zip("qkv", (_Q, _K, _V), strict=True)
+            },
+            "attn_scale": problem.scale,
+            "generate_stats": False,
+            "diagonal_alignment": alignment.BOTTOM_RIGHT if last else alignment.TOP_LEFT,
+            "compute_data_type": self._cudnn.data_type.FLOAT,
+        }
+
+    def _tensor(self, name: str, uid: int) -> Any:
+        shape = self._problem.shape_of(name)
+        return self.graph.tensor(
+            name=name,
+            dim=list(shape),
+            stride=list(strides(shape, self._layout)),
+            data_type=self.io,
+            uid=uid,
+        )
+
+    def plan(self, out: Any, kind: Any) -> None:
+        """Choose a plan for the graph, whose output is `out` in this type."""
+        out.set_uid(_O).set_output(True).set_dim(list(self.shape)).set_stride(list(self.strides))
+        out.set_data_type(kind)
+        graph, modes = self.graph, self._cudnn.heur_mode
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([modes.A, modes.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+        size = max(1, graph.get_workspace_size())
+        self._workspace = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
+
+    def execute(self, buffers: dict[int, Any]) -> None:
+        """Enqueue one call on the stream. buffers: tensors by their uid."""
+        self.graph.execute(buffers, self._workspace, handle=self.handle)
+
+
+def cudnn_fp8(torch: Any, module: Any, problem: Problem, stream: int) -> list[Way]:
+    """cuDNN in FP8 through its own API, in either layout, with its output in bf16 if it has that.
+
+    Otherwise, also if such a call fails, the output is e4m3 with the scale of v, which no output
+    exceeds. Raises Unavailable, or what cuDNN raises if none of its engines does the problem.
+    """
+    if problem.dtype != "e4m3_tensor":
+        raise Unavailable("cuDNN has one scale of each tensor: dtype e4m3_tensor")
+    ways: list[Way] = []
+    failed: list[Exception] = []
+    for kind in ("BFLOAT16", "FP8_E4M3"):
+        spare = bool(ways)
+        for layout in LAYOUTS:
+            try:
+                way = build_fp8(torch, module, problem, stream, layout, kind)
+                ways.append(replace(way, spare=spare))
+            except Exception as error:  # cuDNN says here that no engine does this problem
+                failed.append(error)
+    if not ways:
+        raise failed[-1]
+    return ways
+
+
+def _cudnn(torch: Any, problem: Problem, session: Session) -> list[Way]:
+    try:
+        cudnn = importlib.import_module("cudnn")
+    except ImportError as error:
+        raise Unavailable(f"cuDNN's frontend is not installed: {PACKAGES['cudnn'].fix}") from error
+    ours, theirs = cudnn.backend_version(), torch.backends.cudnn.version()
+    if ours != theirs:
+        raise Unavailable(f"its frontend loads cuDNN {ours}, but PyTorch has {theirs}")
+    if problem.scaled:
+        return cudnn_fp8(torch, cudnn, problem, session.stream.ptr)
+    ways, failed = [], []
+    for layout in LAYOUTS:
+        try:
+            ways.append(Way(*build(torch, cudnn, problem, session.stream.ptr, layout)))
+        except Exception as error:  # cuDNN says here that no engine does this problem
+            failed.append(error)
+    if not ways:
+        raise failed[0]
+    return ways

@@ -1,0 +1,124 @@
+"""The baselines of FlashAttention's packages."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attnsweep.baselines.backend import PACKAGES, Builder, Unavailable, Way
+from attnsweep.core.problem import SCALE_BLOCK, Problem
+
+if TYPE_CHECKING:
+    from attnsweep.device.cuda import Session
+
+_E4M3_MAX = 448.0
+_FLASH_SCALES = ("q_descale", "k_descale", "v_descale")
+
+
+def flash_3(torch: Any, attention: Callable[[], Any], problem: Problem, *, spare: bool) -> Way:
+    """FlashAttention-3 in FP8, with scales (batch, heads_kv); (batch, seqlen, heads, head_dim).
+
+    attention: imports and returns its function. A problem that is not in FP8 is converted to it,
+    and a problem that is has its bytes laid out anew, before any call is timed.
+    """
+    if problem.dtype == "e4m3_block":
+        raise Unavailable(
+            f"FlashAttention-3 has one scale of each head of keys, not of each {SCALE_BLOCK} keys"
+        )
+
+    def quantise(*inputs: Any) -> tuple[Any, ...]:
+        tensors, descales = [], []
+        for x in inputs:
+            x = x.transpose(1, 2)
+            batch, _, heads, _ = x.shape
+            largest = x.abs().float().amax(dim=(1, 3)).view(batch, problem.heads_kv, -1)
+            descale = (largest.amax(dim=2) / _E4M3_MAX).clamp(min=1e-12)
+            each = descale.repeat_interleave(heads // problem.heads_kv, dim=1)
+            scaled = x.float() / each[:, None, :, None]
+            tensors.append(scaled.to(torch.float8_e4m3fn).contiguous())
+            descales.append(descale.contiguous())
+        return (*tensors, *descales)
+
+    def lay_out(*inputs: Any) -> tuple[Any, ...]:
+        return (*(x.transpose(1, 2).contiguous() for x in inputs[:3]), *inputs[3:])
+
+    def forward(q: Any, k: Any, v: Any, *descales: Any) -> Any:
+        scales = dict(zip(_FLASH_SCALES, descales, strict=True))
+        out = attention()(q, k, v, causal=problem.causal, **scales)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return Way(forward, lay_out if problem.scaled else quantise, spare)
+
+
+def _flash_attention(name: str, *modules: str) -> Builder:
+    """FlashAttention's own packages: (batch, seqlen, heads, head_dim), causal bottom-right.
+
+    modules: where different builds of the package keep the function; the first that is installed
+    and does the problem's dtype is used. Two of them in one process may clash, so that the next is
+    loaded only if the one before fails.
+    """
+
+    def build(torch: Any, problem: Problem, session: Session) -> list[Way]:
+        there = [module for module in modules if importable(module)]
+        if not there:
+            raise Unavailable(f"{name} is not installed: {PACKAGES[name].fix}")
+        able = [m for m in there if problem.dtype != "fp16" or m not in _NO_FP16]
+        if name == "flash_attn_3_fp8":
+            calls = [(_attention_of(m), m != there[0]) for m in there]
+            return [flash_3(torch, call, problem, spare=spare) for call, spare in calls]
+        if not able:
+            raise Unavailable(f"{_NO_FP16[there[0]]} does not do fp16: {_FP16_FIX}")
+        ways = [_in_own(module, problem, spare=module != able[0]) for module in able]
+        if name == "flash_attn_3" and problem.seqlen_q < problem.seqlen_k:
+            # Few queries: 0 lets it choose how many splits of the keys fill the SMs.
+            ways.insert(1, _in_own(able[0], problem, num_splits=0))
+        return ways
+
+    return build
+
+
+def importable(module: str) -> bool:
+    """Whether a module is there, without loading it (but its parent, of a dotted name)."""
+    with contextlib.suppress(ImportError, ValueError):
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    return False
+
+
+def _attention_of(module: str) -> Callable[[], Any]:
+    return functools.cache(lambda: loaded(module).flash_attn_func)
+
+
+def loaded(module: str) -> Any:
+    """A peer's package. FlashAttention-3 then calls its forward as the function that it is.
+
+    It declares that as an operator, whose first call imports torch._dynamo and with it 890 modules:
+    5 to 8 s on H100 hosts. Either way the same kernels are launched.
+    """
+    package = importlib.import_module(module)
+    if module in FLASH_3 and (plain := getattr(getattr(package, FORWARD_3, 0), "_init_fn", None)):
+        setattr(package, FORWARD_3, plain)
+    return package
+
+
+def _in_own(module: str, problem: Problem, *, spare: bool = False, **how: int) -> Way:
+    attention = _attention_of(module)
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        given = (x.transpose(1, 2) for x in (q, k, v))
+        out = attention()(*given, causal=problem.causal, **how)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return Way(forward, spare=spare)
+
+
+FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
+"""Where builds of FlashAttention-3 keep its function."""
+FORWARD_3 = "_flash_attn_forward"
+
+_NO_FP16 = {"fa3_fwd_interface": "fa3-fwd"}
+_FP16_FIX = "pip install tokenspeed-fa3, or build FlashAttention's hopper/ directory"

@@ -1,0 +1,86 @@
+"""Packages of peers are imported in a thread of the GPU process while candidates compile.
+
+Importing PyTorch, Triton and FlashAttention takes seconds. The thread is over before any round is
+timed, because it would take Python from the thread that gives the GPU its work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import threading
+from collections.abc import Sequence
+
+from attnsweep.baselines import flash, triton_precompile
+from attnsweep.core.problem import Problem
+from attnsweep.device.timings import step
+
+_LOOK_S = 0.05
+# An import that takes longer hangs; the first entrant must not be blamed for it.
+_LONGEST_S = 90.0
+# What a baseline imports besides PyTorch: the first that is there.
+_IMPORTS = {
+    "cudnn": ("cudnn",),
+    "triton_flash": ("triton",),
+    "flash_attn_2": ("flash_attn",),
+    "flash_attn_3": flash.FLASH_3,
+    "flash_attn_3_fp8": flash.FLASH_3,
+    "flash_attn_4": ("flash_attn.cute",),
+}
+# What the first call of FlashAttention-3 imports if peers.loaded has not found a function in it.
+_OPERATORS = "torch._dynamo"
+
+
+class Preload:
+    """The thread: it imports, then takes up what Triton's process has compiled, if that is there.
+
+    Whatever fails in it fails again, with its reason, when the peer is prepared.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+
+    def begin(self, names: Sequence[str], problem: Problem | None = None) -> None:
+        """Start it, for these baselines. problem: the one that will be opened first."""
+        self._ending.clear()
+        self._thread = threading.Thread(target=self._run, args=(names, problem), daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Wait until all packages are imported, within bounds, but not for Triton's process."""
+        if self._thread is not None:
+            self._ending.set()
+            with step("wait for imports"):
+                self._thread.join(_LONGEST_S)
+            self._thread = None
+
+    def _run(self, names: Sequence[str], problem: Problem | None) -> None:
+        load(names)
+        if problem is None or "triton_flash" not in names:
+            return
+        while not self._ending.is_set():
+            if triton_precompile.compiled_ahead(problem):
+                with contextlib.suppress(Exception), step("take up Triton's code"):
+                    triton_precompile.compile_triton(problem)
+                return
+            self._ending.wait(_LOOK_S)
+
+
+def load(names: Sequence[str]) -> None:
+    """Import the packages of these baselines. Whatever fails here fails in `prepare` again."""
+    wanted = [("torch",), *(_IMPORTS.get(name, ()) for name in names)]
+    for modules in dict.fromkeys(wanted):
+        with contextlib.suppress(Exception):
+            module = next(filter(flash.importable, modules))
+            with step(f"import {module}"):
+                package = flash.loaded(module)
+            forward = getattr(package, flash.FORWARD_3, None)
+            if modules == flash.FLASH_3 and not inspect.isfunction(forward):
+                with step(f"import {_OPERATORS}"):
+                    importlib.import_module(_OPERATORS)
+
+
+PRELOAD = Preload()
+"""This process's."""

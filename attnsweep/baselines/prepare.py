@@ -1,0 +1,222 @@
+"""A baseline bound to inputs: the fastest way to call it on this problem."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attnsweep.baselines.backend import Unavailable, Way, rounds_scores_of, why_not
+from attnsweep.baselines.registry import WAYS
+from attnsweep.baselines.torch_sdpa import _import_torch
+from attnsweep.core.length import has_shorter, shorter
+from attnsweep.core.problem import DTYPE_BYTES, Problem
+from attnsweep.device.cuda_graph import lasting, uncollected
+from attnsweep.device.timings import step
+from attnsweep.specs.model import OWN_BF16
+
+if TYPE_CHECKING:
+    from attnsweep.device.cuda import Session
+
+# The ways to call a peer are compared in graphs of about this length, with at most this many calls.
+_SCREEN_US, _SCREEN_CALLS = 1_500.0, 50
+# The fastest few are timed again, because the first time is of three replays only.
+_FINALISTS = 3
+
+
+class Baseline:
+    """A peer bound to inputs; it is timed exactly as a candidate is."""
+
+    stage_names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        way: Way,
+        copies: Sequence[tuple[Any, ...]],
+        session: Session,
+        *,
+        rounds_scores: int,
+        dtype: Any = None,
+    ) -> None:
+        """dtype: the problem's output's (default: q's)."""
+        self._torch = _import_torch()
+        self._dtype = copies[0][0].dtype if dtype is None else dtype
+        self._way, self._copies = way, copies
+        self._stream = self._torch.cuda.ExternalStream(session.stream.ptr)
+        self._inputs: list[tuple[Any, ...]] = [*copies]
+        self.rounds_scores = rounds_scores
+        self.refresh()
+
+    def refresh(self, copies: int | None = None) -> None:
+        """Convert q, k, v anew, in place; call it when the contents of the first copies change."""
+        if self._way.convert is None:
+            return
+        with self._torch.cuda.stream(self._stream):
+            fresh = [self._way.convert(*copy) for copy in self._copies[:copies]]
+            if self._inputs[0] is self._copies[0]:
+                self._inputs = fresh
+            for kept, new in zip(self._inputs, fresh, strict=False):  # graphs hold their addresses
+                for into, tensor in zip(kept, new, strict=True):
+                    if into is not tensor:
+                        into.copy_(tensor)
+
+    def enqueue(self, copy: int = 0, stage: str | None = None) -> None:  # noqa: ARG002
+        """Issue one call eagerly; does not wait. A baseline has no stages."""
+        with self._torch.cuda.stream(self._stream):
+            self._way.forward(*self._inputs[copy % len(self._inputs)])
+
+    def capture(
+        self, calls: int, *, rotate: bool = False, stage: str | None = None
+    ) -> Callable[[], None]:
+        """A function that replays a graph of back-to-back calls; a peer has no stages."""
+        if stage is not None:
+            raise ValueError(f"a baseline has no stage {stage!r}")
+        graph = self._torch.cuda.CUDAGraph()
+        with self._torch.cuda.graph(graph, stream=self._stream), uncollected():
+            for call in range(calls):
+                self._way.forward(*self._inputs[call % len(self._inputs) if rotate else 0])
+
+        def replay() -> None:
+            with self._torch.cuda.stream(self._stream):
+                graph.replay()
+
+        return replay
+
+    def output(self, into: Any) -> None:
+        """Write the output on copy 0 to a CuPy array of its shape, of int16, or int32 for fp32.
+
+        A peer whose output has another type, as FP8's may have, is converted to the problem's.
+        Raises ValueError if it has another shape.
+        """
+        given = self._inputs[0]
+        with self._torch.cuda.stream(self._stream):
+            out = self._way.forward(*given)
+            if self._way.finish is not None:
+                out = self._way.finish(out, *given)
+            kept = self._torch.from_dlpack(into).view(self._dtype)
+            if tuple(out.shape) != tuple(kept.shape):
+                raise ValueError(f"its output has the shape {tuple(out.shape)}")
+            kept.copy_(out)  # which converts it
+            self._stream.synchronize()
+
+
+def prepare(
+    name: str, problem: Problem, copies: Sequence[Mapping[str, Any]], session: Session
+) -> Baseline:
+    """The baseline called `name`, after one run. copies: CuPy arrays of each input, as storage.
+
+    Raises Unavailable with the reason if anything goes wrong inside the peer.
+    """
+    with step("PyTorch"):
+        torch = _import_torch()
+    if problem.dtype == "fp32" and name not in _FP32:
+        raise Unavailable(f"no {name} baseline for {problem.dtype}")
+    if (name not in _FP8) if problem.scaled else (name == OWN_BF16):
+        raise Unavailable(f"{name} is no baseline for {problem.dtype}: {_NOT_FP8[problem.scaled]}")
+    names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    own, out = (
+        getattr(torch, names.get(dtype, "float8_e4m3fn"))
+        for dtype in (problem.dtype, problem.out_dtype)
+    )
+    # Types that DLPack knows on both sides.
+    bits = {1: "uint8", 2: "int16", 4: "int32"}[DTYPE_BYTES[problem.dtype]]
+    tensors = [
+        (
+            *(torch.from_dlpack(copy[t].view(bits)).view(own) for t in "qkv"),
+            *(torch.from_dlpack(copy[t]) for t in problem.inputs[3:]),
+        )
+        for copy in copies
+    ]
+    torch.set_float32_matmul_precision("highest")  # fp32 baselines must not use TF32
+    made: list[Baseline] = []
+    failed: list[Unavailable] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with step("set up"):
+                ways = WAYS[name](torch, problem, session)
+        except Unavailable:
+            raise
+        except Exception as error:
+            raise Unavailable(why_not(name, error, [])) from error
+        if has_shorter(problem) and len(ways) > 1 and not problem.scaled:
+            ways = _best_on_shorter(name, torch, problem, ways, own, session)
+        for way in ways:
+            if way.spare and made:
+                continue
+            try:
+                how = {"rounds_scores": rounds_scores_of(name), "dtype": out}
+                with step("first calls"):
+                    baseline = Baseline(way, tensors, session, **how)
+                    baseline.enqueue()
+                    session.synchronize()
+                made.append(baseline)
+            except Exception as error:  # a peer may raise anything; the reason becomes a row
+                said = [str(warning.message) for warning in caught]
+                reason = str(error) if isinstance(error, Unavailable) else ""
+                failed.append(Unavailable(reason or why_not(name, error, said)))
+    if not made:
+        raise failed[0]
+    if len(made) == 1:
+        return made[0]
+    with step(f"choose of {len(made)} ways"):
+        return _fastest(made, session)
+
+
+def _best_on_shorter(
+    name: str, torch: Any, problem: Problem, ways: list[Way], dtype: Any, session: Session
+) -> list[Way]:
+    """The fastest way on a shorter problem, and spare ones; or all ways: Triton alone has 30."""
+    short = shorter(problem)
+    tensors = tuple(torch.randn(short.shape_of(t), device="cuda").to(dtype) for t in "qkv")
+    alike = WAYS[name](torch, short, session)
+    made: dict[int, Baseline] = {}
+    for number, way in enumerate(alike if len(alike) == len(ways) else ()):
+        with contextlib.suppress(Exception):  # the problem itself tells why
+            if not way.spare:
+                made[number] = Baseline(way, [tensors], session, rounds_scores=0)
+                made[number].enqueue()
+                session.synchronize()
+    try:
+        best = _fastest([*made.values()], session)
+    except Unavailable:
+        return ways
+    first = next(number for number, baseline in made.items() if baseline is best)
+    return [ways[first], *(way for way in ways if way.spare)]
+
+
+def _fastest(baselines: Sequence[Baseline], session: Session) -> Baseline:
+    """The fastest of several ways to call one peer. Raises Unavailable if none can be captured."""
+    times: dict[int, float] = {}
+    reason: Exception = Unavailable("no way to call it was timed")
+    for number, baseline in enumerate(baselines):
+        try:
+            times[number] = _screen_us(baseline, session, replays=3)
+        except Exception as error:  # as above: one that cannot be captured is no way
+            reason = error
+    if not times:
+        raise Unavailable(f"cannot be captured: {why_not('', reason, [])}") from reason
+    finalists = sorted(times, key=lambda number: times[number])[:_FINALISTS]
+    again = {n: _screen_us(baselines[n], session, replays=12) for n in finalists}
+    return baselines[min(again, key=lambda number: again[number])]
+
+
+def _screen_us(baseline: Baseline, session: Session, *, replays: int) -> float:
+    """Microseconds of a call from a graph, with a warm L2: the least of some replays."""
+
+    def time_us(replay: Callable[[], None]) -> float:
+        replay()
+        return session.time_us(replay)
+
+    with session.stream:
+        baseline.enqueue()
+        once = session.time_us(baseline.enqueue)
+        replay, calls, _ = lasting(baseline.capture, time_us, once, _SCREEN_US, _SCREEN_CALLS)
+        return min(session.time_us(replay) for _ in range(replays)) / calls
+
+
+# Peers that take fp32, that take FP8, and that store scores before and after scaling them.
+_FP32 = ("torch_efficient", "torch_math", "unfused")
+_FP8 = ("flash_attn_3_fp8", "cudnn", OWN_BF16)
+_NOT_FP8 = {True: "it takes no FP8 inputs", False: "it stands beside FP8 alone"}

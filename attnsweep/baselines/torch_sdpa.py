@@ -1,0 +1,70 @@
+"""The baselines that PyTorch brings: each backend of SDPA, and unfused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attnsweep.baselines.backend import _TORCH, Builder, Unavailable, Way
+from attnsweep.core.problem import DTYPE_BYTES, Problem
+
+if TYPE_CHECKING:
+    from attnsweep.device.cuda import Session
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise Unavailable(f"PyTorch is not installed: {_TORCH.fix}") from error
+    if not torch.cuda.is_available():
+        raise Unavailable("this PyTorch sees no CUDA GPU")
+    return torch
+
+
+def _sdpa(backend: str) -> Builder:
+    def build(torch: Any, problem: Problem, session: Session) -> list[Way]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        chosen = getattr(SDPBackend, backend)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        options: dict[str, Any] = {"is_causal": problem.causal}
+        if problem.heads != problem.heads_kv:
+            options["enable_gqa"] = True
+        if problem.causal and problem.seqlen_q != problem.seqlen_k:
+            if backend == "CUDNN_ATTENTION":
+                raise Unavailable("PyTorch reaches cuDNN only with a causal mask aligned top-left")
+            from torch.nn.attention.bias import causal_lower_right
+
+            mask = causal_lower_right(problem.seqlen_q, problem.seqlen_k)
+            options |= {"is_causal": False, "attn_mask": mask}
+
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            with sdpa_kernel([chosen]):
+                return attention(q, k, v, **options)
+
+        return [Way(forward)]
+
+    return build
+
+
+def _unfused(torch: Any, problem: Problem, session: Session) -> list[Way]:
+    scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
+    item = DTYPE_BYTES[problem.dtype]
+    if scores * item * 4 > session.free_bytes:
+        raise Unavailable(f"its scores need four times {scores * item / 2**30:.0f} GiB")
+    mask = None
+    if problem.causal:
+        rows = torch.arange(problem.seqlen_q, device="cuda")[:, None]
+        keys = torch.arange(problem.seqlen_k, device="cuda")
+        mask = keys > rows + problem.seqlen_k - problem.seqlen_q
+    group = problem.heads // problem.heads_kv
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        if group > 1:
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.matmul(q, k.transpose(-1, -2)) * problem.scale
+        if mask is not None:
+            scores = scores.masked_fill(mask, float("-inf"))
+        return torch.matmul(torch.softmax(scores, dim=-1), v)
+
+    return [Way(forward)]

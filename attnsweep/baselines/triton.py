@@ -1,0 +1,34 @@
+"""The baseline `triton_flash`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attnsweep.baselines.backend import PACKAGES, Unavailable, Way
+from attnsweep.baselines.triton_precompile import _ahead, _compile_triton
+from attnsweep.core.problem import Problem
+from attnsweep.device.timings import step
+
+if TYPE_CHECKING:
+    from attnsweep.device.cuda import Session
+
+
+def _triton(torch: Any, problem: Problem, session: Session) -> list[Way]:
+    try:
+        from attnsweep.baselines import triton_kernel
+    except ImportError as error:
+        raise Unavailable(f"Triton is not installed: {PACKAGES['triton_flash'].fix}") from error
+
+    def way(config: Any) -> Way:
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            out = torch.empty_like(q)
+            causal = problem.causal
+            return triton_kernel.forward(q, k, v, out, problem.scale, causal=causal, config=config)
+
+        return Way(forward)
+
+    with step("wait for Triton's process"):
+        _ahead.wait(problem)
+    with step("take up Triton's code"):
+        _compile_triton(torch, problem)
+    return [way(config) for config in triton_kernel.CONFIGS]

@@ -1,0 +1,123 @@
+"""A process beside compiles Triton's configs while candidates compile and are checked.
+
+It imports PyTorch and takes seconds, so those of the first problem are begun before it is opened.
+In a thread of the GPU process they would wait for Python with the checks. Compiled code reaches the
+GPU process through Triton's own cache on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from attnsweep.baselines.flash import importable
+from attnsweep.baselines.torch_sdpa import _import_torch
+from attnsweep.core.problem import Problem
+from attnsweep.device.process import Beside
+
+# Longer than all configs take on one core.
+_LONGEST_S = 60.0
+# As the threads that compile candidates: those are waited for first.
+_NICE = 10
+
+
+class Ahead:
+    """The process; it starts with the first problem that wants it, and ends with this one."""
+
+    def __init__(self) -> None:
+        self._beside = Beside(lambda: _command())
+        self._pool = ThreadPoolExecutor(1, "ahead")
+        self._answers: dict[Problem, Future[bool]] = {}
+        self._begun: Problem | None = None
+
+    def begin(self, problem: Problem) -> None:
+        """Have a problem's configs compiled, unless they were begun last.
+
+        Whatever fails here fails in `wait`'s caller again.
+        """
+        if problem == self._begun:
+            return
+        self._begun = problem
+        self._answers.clear()
+        with contextlib.suppress(OSError):
+            asked, said = self._beside.pipes()
+            line = _line_of(problem).encode()
+            asked.write(line)
+            asked.flush()
+            # The process says a line again when all of the problem's configs are compiled.
+            self._answers[problem] = self._pool.submit(lambda: any(s == line for s in said))
+
+    def done(self, problem: Problem) -> bool:
+        """Whether the process has compiled a problem's configs by now."""
+        answer = self._answers.get(problem)
+        return answer is not None and answer.done() and not answer.exception() and answer.result()
+
+    def wait(self, problem: Problem) -> bool:
+        """Whether the process has compiled a problem's configs; waits for it."""
+        answer = self._answers.pop(problem, None)
+        if answer is None:
+            return False
+        try:
+            return answer.result(_LONGEST_S)
+        except TimeoutError:
+            self.close()
+            return False
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        self._beside.close()
+
+
+def _line_of(problem: Problem) -> str:
+    return json.dumps(asdict(problem)) + "\n"
+
+
+def _command() -> list[str]:
+    return [sys.executable, "-m", __name__]
+
+
+def _serve() -> None:
+    for line in sys.stdin:
+        with contextlib.suppress(Exception):
+            compile_triton(Problem(**json.loads(line)))
+        sys.stdout.write(line)
+        sys.stdout.flush()
+
+
+def _compile_triton(torch: Any, problem: Problem) -> None:
+    from attnsweep.baselines import triton_kernel
+
+    dtype = getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[problem.dtype])
+    shapes = problem.shape_of("q"), problem.shape_of("k")
+    triton_kernel.compile_all(dtype, *shapes, causal=problem.causal)
+
+
+def compile_triton(problem: Problem) -> None:
+    """Compile all configs of `triton_flash` for a problem, or read them from Triton's cache."""
+    _compile_triton(_import_torch(), problem)
+
+
+_ahead = Ahead()
+
+
+def compile_ahead(names: Collection[str], problem: Problem) -> None:
+    """Begin to compile what these peers will need; `prepare` waits for it."""
+    if "triton_flash" in names and problem.dtype in ("fp16", "bf16") and importable("triton"):
+        _ahead.begin(problem)
+
+
+def compiled_ahead(problem: Problem) -> bool:
+    """Whether `prepare` would not have to wait for what `compile_ahead` has begun."""
+    return _ahead.done(problem)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    _serve()

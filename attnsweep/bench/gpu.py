@@ -1,0 +1,98 @@
+"""The Gpu protocol: what measures."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from attnsweep.compile.launches import Candidate, FirstTimes
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Accuracy, Environment, Status
+from attnsweep.device.energy import Stretch
+
+# On a slow disk, importing PyTorch and choosing a cuDNN plan take this long.
+START_TIMEOUT_S = 180.0
+
+
+class WorkerError(Exception):
+    """A call that failed in the worker. `status` is the one that its row should have."""
+
+    def __init__(self, status: Status, detail: str, payload: Any = None) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.payload = status, detail, payload
+
+
+class Gpu(Protocol):
+    """A GPU on which one problem at a time is open; `Worker` is the real one.
+
+    Times are microseconds of one call. Every method but `describe` raises WorkerError with the
+    status that the candidate's row should have, or CardLostError if the card is lost.
+    """
+
+    proof_s: dict[str, float]
+    """Seconds that proving outputs right has taken so far, by what was done."""
+    steps_s: dict[str, float]
+    """Seconds of each step of what was prepared once. Whoever shows them clears them."""
+
+    def describe(
+        self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None
+    ) -> Environment:
+        """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA."""
+
+    def open(
+        self,
+        problem: Problem,
+        *,
+        replay_us: float,
+        seed: int,
+        then: Problem | None = None,
+        baselines: Sequence[str] = (),
+        rounds_scores: Collection[int] = (),
+    ) -> None:
+        """Open a problem: inputs from `seed`, replays of about `replay_us`. Close the last one.
+
+        then: opened next. baselines: asked for later. rounds_scores: how often the candidates to
+        come round scores. What all these need can be prepared meanwhile.
+        """
+
+    def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
+        """Check a candidate on every case, then time it briefly."""
+
+    def add(self, name: str, candidate: Candidate, *, cold: bool) -> bool:
+        """Make a candidate that passed `trial` an entry. cold: with copies for cold times.
+
+        Returns whether its calls can be chained.
+        """
+
+    def add_baseline(self, name: str) -> Accuracy:
+        """Prepare and check a baseline, and make it an entry."""
+
+    def drop(self, name: str) -> None:
+        """Free an entry, and never add it again."""
+
+    def forget(self, name: str) -> None:
+        """Do not add this entry to a new process; used for an entry that failed."""
+
+    def race(self, name: str, replay_us: float, kind: str) -> tuple[float, int]:
+        """One sample of an entry, `warm` or `cold`, and the number of calls that it launched."""
+
+    def replay(self, name: str, kind: str) -> float:
+        """One sample of an entry: `warm`, `cold`, or a stage by its name."""
+
+    def pair(self, first: str, second: str) -> tuple[float, float]:
+        """One warm sample of each of two entries, in an order that cancels steady drift."""
+
+    def eager_us(self, name: str) -> float:
+        """Host time to issue one call of an entry, without waiting for the device."""
+
+    def energy(self, name: str) -> Stretch | None:
+        """Energy of a warm call of an entry, in a stretch of about 1 s; None without a counter."""
+
+    def confirm(self, name: str, longest_us: float) -> int:
+        """Check an entry again, in calls of about longest_us; returns the number compared."""
+
+    def conditions(self) -> Mapping[str, Any]:
+        """Clocks, power, temperature, throttle reasons and other processes, from NVML."""
+
+    def stop(self) -> None:
+        """Release the GPU; the next call starts a new process."""

@@ -1,0 +1,162 @@
+"""The process that owns the GPU: it answers the worker's calls."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from attnsweep import __version__
+from attnsweep.core.errors import AttnsweepError, NoGpuError
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import PROTOCOL, Environment, Status
+from attnsweep.device import energy, process
+from attnsweep.device.cards import hashed
+from attnsweep.device.environment import cpu_model, driver_version, installed_packages
+from attnsweep.device.timings import proof_taken, step, taken
+
+_ANEW = (
+    "`nvidia-smi -L` lists the cards that are there; the same command begins anew on one of them"
+)
+
+BenchFactory = Callable[..., Any]
+
+
+def open_bench(*args: Any, **options: Any) -> Any:
+    """Build a bench.Bench. Only the child imports it, so that the parent never loads CuPy."""
+    from attnsweep.bench.bench import Bench
+
+    return Bench(*args, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """The child's answer: a value, or how the call failed."""
+
+    value: Any = None
+    failure: Status | None = None
+    detail: str = ""
+    no_gpu: AttnsweepError | None = None
+    dying: bool = False
+    proof_s: dict[str, float] = field(default_factory=dict)
+    steps_s: dict[str, float] = field(default_factory=dict)
+
+
+def _serve(
+    pipe: Connection[Any, Any], parent: int, open_problem: BenchFactory, card: str | None
+) -> None:
+    """Answer calls until the pipe closes. Only the parent handles Ctrl-C.
+
+    card: the hashed UUID of the one that an earlier process had.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process.die_with(parent)
+    bench: Any = None
+    while True:
+        try:
+            method, args, options = pipe.recv()
+        except (EOFError, OSError):
+            # Not sys.exit: tearing down a context whose kernel hangs would never return.
+            os._exit(0)
+        if method == "open":
+            bench = None  # frees the last problem's memory before the next takes its own
+            gc.collect()  # and what peers hold in cycles, as cuDNN's handles
+        reply, bench = _answer(open_problem, bench, method, args, options, card)
+        reply = replace(reply, proof_s=proof_taken(), steps_s=taken())
+        pipe.send(reply)
+        if reply.dying:
+            pipe.close()
+            os._exit(1)
+
+
+def _answer(
+    open_problem: BenchFactory,
+    bench: Any,
+    method: str,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    card: str | None,
+) -> tuple[_Reply, Any]:
+    from attnsweep.baselines.backend import Unavailable
+    from attnsweep.verify.device_case import WrongResult
+
+    try:
+        if method == "describe":
+            return _Reply(_describe(**options)), bench
+        if method == "open":
+            bench = open_problem(*args, **options)
+            if card is not None and (seen := bench.card()) not in (None, card):
+                what = f"the card is lost: a new GPU process sees card {seen}, not {card}"
+                return _Reply(no_gpu=NoGpuError(what, hint=_ANEW), dying=True), bench
+            return _Reply(), bench
+        return _Reply(getattr(bench, method)(*args)), bench
+    except NoGpuError as error:
+        return _Reply(no_gpu=NoGpuError(error.what, where=error.where, hint=error.hint)), bench
+    except WrongResult as error:
+        return _Reply(error.accuracy, Status.WRONG, error.detail), bench
+    except Unavailable as error:
+        return _Reply(None, Status.SKIPPED, str(error)), bench
+    except Exception as error:  # a CUDA error or a bug of ours: it becomes a row and ends nothing
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        detail = f"{type(error).__name__}: {text[0]}"
+        if bench is None or bench.poisoned(error):
+            return _Reply(None, Status.LAUNCH_ERROR, detail, dying=True), bench
+        if not type(error).__module__.startswith("cupy"):
+            detail += f" ({_where(error)})"
+        return _Reply(None, Status.LAUNCH_ERROR, detail), bench
+
+
+def _where(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+
+
+def _describe(preload: Sequence[str], first: tuple[Problem, int] | None) -> Environment:
+    from attnsweep.compile.nvrtc import nvrtc_version
+    from attnsweep.device.cuda import Session, driver_cuda
+
+    if first is not None and driver_cuda() is not None:  # NumPy computes while CUDA starts
+        from attnsweep.verify.verifier import compute_ahead
+
+        compute_ahead(*first)
+    with step("start CUDA"):
+        session = Session()
+    gpu = session.gpu
+    versions = session.versions
+    nvrtc = nvrtc_version()  # before a package can bring another one
+    if preload:
+        from attnsweep.baselines import triton_precompile
+        from attnsweep.baselines.import_ahead import PRELOAD
+
+        problem = None if first is None else first[0]
+        if problem is not None:
+            triton_precompile.compile_ahead(preload, problem)
+        PRELOAD.begin(preload, problem)
+    return Environment(
+        gpu=gpu.name,
+        arch=gpu.arch,
+        driver=driver_version() or f"CUDA {versions['cuda_driver']}",
+        cuda=versions["cuda_runtime"],
+        nvrtc=".".join(map(str, nvrtc)),
+        attnsweep=__version__,
+        python=platform.python_version(),
+        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        host_cores=os.cpu_count() or 1,
+        packages=installed_packages(),
+        sm_count=gpu.sm_count,
+        clock_hz=gpu.clock_hz,
+        memory_bytes=gpu.memory_bytes,
+        memory_bytes_per_second=gpu.memory_bytes_per_second,
+        l2_bytes=gpu.l2_bytes,
+        protocol=PROTOCOL,
+        host=f"{cpu_model()}, host {hashed(platform.node())}",
+        energy_counter=energy.counter(session) is not None,
+        **session.identity(),
+    )

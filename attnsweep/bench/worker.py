@@ -1,0 +1,254 @@
+"""One child process owns the GPU; the parent talks to it and survives whatever happens there.
+
+A call fails alone if it outlives its time limit, kills the process or poisons the CUDA context: the
+parent kills the child, and the next call starts a new one, opens the same problem in it and adds
+the same entries. A new one that sees another card is a NoGpuError, because times of one problem are
+of one card, and CUDA counts the cards anew once one has fallen off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnsweep.bench.gpu import START_TIMEOUT_S, WorkerError
+from attnsweep.bench.process import _Reply, _serve, open_bench
+from attnsweep.compile.launches import Candidate, FirstTimes
+from attnsweep.core.errors import CardLostError
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Accuracy, Environment, Status
+from attnsweep.device import process
+from attnsweep.device.energy import Stretch
+from attnsweep.device.lock import held
+
+if TYPE_CHECKING:
+    from attnsweep.bench.process import BenchFactory
+
+
+_STOPPED = "signal SIGTERM"
+
+
+class Worker:
+    """The parent's end, a context manager. The child's Bench runs the methods of `Gpu`."""
+
+    def __init__(
+        self,
+        timeout_s: float,
+        bench: BenchFactory | None = None,
+        *,
+        cache_dir: Path | None = None,
+        card_held: bool = False,
+    ) -> None:
+        """Start nothing yet; the first call starts the child.
+
+        timeout_s: limit of one ordinary call; opening a problem or adding an entry gets longer.
+        bench: factory that opens a problem in the child, importable by name (default: bench.Bench).
+        cache_dir: where the child keeps the compiled judge (default: the user's cache).
+        card_held: the card's lock is held by the process that started this one; otherwise `open`
+        takes it until the end of the context, and raises BusyError if another process has it.
+        """
+        self._timeout_s = timeout_s
+        self._bench = bench or open_bench
+        self._options = {} if cache_dir is None else {"cache_dir": cache_dir}
+        self._context = multiprocessing.get_context("spawn")
+        self._process: Any = None
+        self._pipe: Connection[Any, Any] | None = None
+        self._setup: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._environment: Environment | None = None
+        self._locks = ExitStack()
+        self._locked = card_held or bench is not None
+        self.restarts = 0
+        self.proof_s: dict[str, float] = {}
+        self.steps_s: dict[str, float] = {}
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._locks.close()
+
+    def describe(
+        self, *, preload: Sequence[str] = (), first: tuple[Problem, int] | None = None
+    ) -> Environment:
+        """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA.
+
+        preload: peers whose packages the child imports in a thread meanwhile.
+        first: the problem and the seed that will be opened first; the child begins to compute what
+        is right for them.
+        """
+        options = {"preload": tuple(preload), "first": first}
+        environment: Environment = self._request("describe", (), options, START_TIMEOUT_S)
+        self._environment = environment
+        return environment
+
+    def open(self, *args: Any, **options: Any) -> None:
+        """See `Gpu`; takes the arguments of bench.Bench."""
+        if not self._locked:
+            card = self._environment or self.describe()
+            self._locks.enter_context(held(card.uuid, card.gpu))
+            self._locked = True
+        options |= self._options
+        if self._process is not None and not self._process.is_alive():
+            self._kill()  # it died between two calls: a new one opens the problem
+        self._setup = [("open", args, options)]
+        self._request("open", args, options, START_TIMEOUT_S)
+
+    def trial(self, candidate: Candidate) -> tuple[Accuracy, FirstTimes]:
+        """See `Gpu`."""
+        accuracy, first = self.call("trial", candidate)
+        return accuracy, first
+
+    def add(self, name: str, candidate: Candidate, *, cold: bool) -> bool:
+        """See `Gpu`."""
+        return bool(self.call("add", name, candidate, cold, keep=True, slow=True))
+
+    def add_baseline(self, name: str) -> Accuracy:
+        """See `Gpu`."""
+        accuracy: Accuracy = self.call("add_baseline", name, keep=True, slow=True)
+        return accuracy
+
+    def drop(self, name: str) -> None:
+        """See `Gpu`."""
+        self.forget(name)
+        self.call("drop", name)
+
+    def race(self, name: str, replay_us: float, kind: str) -> tuple[float, int]:
+        """See `Gpu`."""
+        time_us, launched = self.call("race", name, replay_us, kind)
+        return time_us, launched
+
+    def replay(self, name: str, kind: str) -> float:
+        """See `Gpu`."""
+        return float(self.call("replay", name, kind))
+
+    def pair(self, first: str, second: str) -> tuple[float, float]:
+        """See `Gpu`."""
+        one, other = self.call("pair", first, second)
+        return one, other
+
+    def eager_us(self, name: str) -> float:
+        """See `Gpu`."""
+        return float(self.call("eager_us", name))
+
+    def energy(self, name: str) -> Stretch | None:
+        """See `Gpu`."""
+        found: Stretch | None = self.call("energy", name, slow=True)
+        return found
+
+    def confirm(self, name: str, longest_us: float) -> int:
+        """See `Gpu`."""
+        return int(self.call("confirm", name, longest_us))
+
+    def conditions(self) -> Mapping[str, Any]:
+        """See `Gpu`."""
+        found: Mapping[str, Any] = self.call("conditions")
+        return found
+
+    def blocks_per_sm(self, candidate: Candidate) -> dict[str, int]:
+        """Resident blocks of each stage, as the driver counts them."""
+        counted: dict[str, int] = self.call("blocks_per_sm", candidate)
+        return counted
+
+    def call(self, method: str, *args: Any, keep: bool = False, slow: bool = False) -> Any:
+        """Call a method of the open Bench by name. Raises WorkerError with the row's status.
+
+        keep: repeat the call in each new process that replaces this one, as entries must be there.
+        slow: allow START_TIMEOUT_S instead of timeout_s.
+        """
+        self._ensure()
+        value = self._request(method, args, {}, START_TIMEOUT_S if slow else self._timeout_s)
+        if keep:
+            self._setup.append((method, args, {}))
+        return value
+
+    def forget(self, name: str) -> None:
+        """See `Gpu`."""
+        self._setup = [(m, args, o) for m, args, o in self._setup if args[:1] != (name,)]
+
+    def stop(self) -> None:
+        """End the child; kill it if it does not end within 2 s."""
+        if self._process is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            if self._pipe is not None:
+                self._pipe.close()  # the child ends on end-of-file
+        self._process.join(2.0)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(20.0)
+        self._process, self._pipe = None, None
+
+    def _ensure(self) -> None:
+        """Ensure a living child in which every kept call has been repeated."""
+        if self._process is not None and self._process.is_alive():
+            return
+        if self._process is not None:
+            self._kill()
+        for method, args, options in list(self._setup):
+            self._request(method, args, options, START_TIMEOUT_S)
+
+    def _start(self) -> Connection[Any, Any]:
+        ours, theirs = self._context.Pipe()
+        self._process = self._context.Process(
+            target=_serve,
+            args=(theirs, os.getpid(), self._bench, self._environment and self._environment.uuid),
+            name="attnsweep-gpu",
+            daemon=True,
+        )
+        process.start(self._process)
+        theirs.close()
+        self._pipe = ours
+        return ours
+
+    def _request(
+        self, method: str, args: tuple[Any, ...], options: dict[str, Any], timeout_s: float
+    ) -> Any:
+        fresh = self._process is None
+        pipe = self._start() if self._pipe is None else self._pipe
+        try:
+            pipe.send((method, args, options))
+            if not pipe.poll(timeout_s + (START_TIMEOUT_S if fresh else 0.0)):
+                self.restarts += 1
+                self._kill()
+                raise WorkerError(
+                    Status.TIMEOUT, f"no answer within {timeout_s:g} s; its process was killed"
+                )
+            reply: _Reply = pipe.recv()
+            for so_far, more in ((self.proof_s, reply.proof_s), (self.steps_s, reply.steps_s)):
+                for name, spent_s in more.items():
+                    so_far[name] = so_far.get(name, 0.0) + spent_s
+        except (EOFError, OSError) as error:
+            code = self._exit_code()
+            self.restarts += 1
+            self._kill()
+            if code == _STOPPED:  # a batch system stops all processes of a job, this one too
+                raise KeyboardInterrupt from error
+            raise WorkerError(Status.LAUNCH_ERROR, f"the GPU process died ({code})") from error
+        if reply.dying:
+            self.restarts += 1
+            self._kill()
+        if reply.no_gpu is not None:
+            if self._environment is None:
+                raise reply.no_gpu
+            raise CardLostError(reply.no_gpu.what, hint=reply.no_gpu.hint) from reply.no_gpu
+        if reply.failure is not None:
+            raise WorkerError(reply.failure, reply.detail, reply.value)
+        return reply.value
+
+    def _exit_code(self) -> str:
+        self._process.join(5.0)
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}"

@@ -1,0 +1,72 @@
+"""Cubins and launches that the parent sends to the GPU process; it sends no declarations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from attnsweep.core.problem import Problem, Value
+from attnsweep.family.family import Launch
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStage:
+    """One launch of a call, ready to load: its stage, cubin path, stream and buffer offsets."""
+
+    name: str
+    cubin: str
+    launch: Launch
+    stream: int = 0
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    """Buffer name to the bytes from the buffer's start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Everything needed to run one config on one problem, stage by stage."""
+
+    problem: Problem
+    stages: tuple[CompiledStage, ...]
+    """In the order of issue; a call in chunks has each stage once per chunk."""
+    workspaces: Mapping[str, int]
+    """Buffer name to bytes."""
+    streams: int = 1
+    eager: bool = False
+    """Whether to time launches by the host instead of a graph."""
+    chains: bool = False
+    """Whether calls can be chained: the first launch may then begin before the last call ends."""
+    lse: bool = False
+    """Whether a call writes the log-sum-exp of every row, float32, to the workspace `lse`."""
+
+    def chained_launch(self) -> Launch:
+        """The first launch as chained calls issue it; only if `chains`."""
+        return replace(self.stages[0].launch, programmatic=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A config on its timed problem, and on the smaller shapes that check it first."""
+
+    kernel: str
+    config: Mapping[str, Value]
+    timed: Launches
+    checks: tuple[Launches, ...]
+    rounds_scores: int
+    empty: Launches | None = None
+    """The timed launches, each with an empty kernel."""
+    deterministic: bool = True
+    """Whether a call that differs from another in a bit is wrong."""
+    turns: Launches | None = None
+    """On many short turns, which are proved after the rounds; None if one launch cannot take them.
+    See inputs.short_turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTimes:
+    """First times of a candidate, in microseconds a call; stages only of a pipeline."""
+
+    time_us: float
+    stages_us: Mapping[str, float]
+    launch_us: float | None
+    sm_mhz: float | None = None
+    """SM clock right after time_us."""

@@ -1,0 +1,374 @@
+"""NVRTC to cubin: offline, in threads, through a content-addressed cache on disk.
+
+Needs no GPU. A cache entry is a directory named by the SHA-256 of everything that the machine code
+depends on: the template, the headers it includes, flags, architecture and NVRTC version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from attnsweep.core.errors import CompileError, ToolchainError
+from attnsweep.core.files import install_command, shipped
+from attnsweep.core.hardware import Arch
+
+CACHE_VARIABLE = "ATTNSWEEP_CACHE_DIR"
+_INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
+
+
+def default_cache_dir() -> Path:
+    """$ATTNSWEEP_CACHE_DIR, or the user's cache directory."""
+    return Path(
+        os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_path("attnsweep") / "cubins"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """One compiled stage on disk. `digest` identifies the machine code; `log` is from ptxas -v."""
+
+    path: Path
+    digest: str
+    log: str
+    seconds: float
+    cached: bool
+
+
+@dataclass(slots=True, eq=False)
+class Stage:
+    """A stage that was asked for. here: it is for this process's threads, and no helper."""
+
+    key: str
+    source: Path
+    defines: dict[str, str]
+    future: Future[Cubin] = field(default_factory=Future)
+    here: bool = False
+    tries: int = 0
+    """How many helpers have failed with it."""
+
+
+class NotCompiled(Exception):
+    """A helper could not compile a stage, and the compiler is not why; it must give it back."""
+
+
+def _install() -> str:
+    return f"{install_command('compile')} (or [cuda12], [cuda13] on a GPU machine)"
+
+
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise ToolchainError(
+            f"NVRTC's Python binding is missing ({error})",
+            hint=_install(),
+        ) from error
+    return nvrtc
+
+
+def _call(result: tuple[Any, ...], doing: str) -> Any:
+    status, *values = result
+    if int(status):
+        raise ToolchainError(f"NVRTC failed while {doing}: {status.name}")
+    return values[0] if len(values) == 1 else values
+
+
+@cache
+def nvrtc_version() -> tuple[int, int]:
+    """(major, minor) of the NVRTC that will compile. Raises ToolchainError if there is none."""
+    nvrtc = _nvrtc()
+    try:
+        major, minor = _call(nvrtc.nvrtcVersion(), "asking its version")
+    except RuntimeError as error:  # the binding is there, the library is not
+        raise ToolchainError(
+            f"the NVRTC library cannot be loaded ({str(error).splitlines()[0]})",
+            hint=_install(),
+        ) from error
+    return int(major), int(minor)
+
+
+def check_toolchain(arch: Arch) -> None:
+    """Raise ToolchainError unless NVRTC is here and can compile for `arch`."""
+    major, minor = nvrtc_version()
+    supported = _call(_nvrtc().nvrtcGetSupportedArchs(), "asking its architectures")
+    if int(re.sub(r"\D", "", arch.name)) not in {int(number) for number in supported}:
+        raise ToolchainError(
+            f"NVRTC {major}.{minor} cannot compile for {arch.name}",
+            hint="install a newer NVRTC: pip install -U nvidia-cuda-nvrtc",
+        )
+
+
+def include_dirs(source: Path) -> tuple[Path, ...]:
+    """Where NVRTC looks for headers: next to the template, then in the shipped kernels/."""
+    return source.parent, shipped("kernels")
+
+
+def source_closure(source: Path) -> dict[str, bytes]:
+    """The template and every file that it includes, by name: all text that the code depends on.
+
+    Names are looked up as NVRTC does, next to the including file and then in include_dirs. NVRTC
+    itself reports a file that is in none of them, with file and line.
+    """
+    roots = include_dirs(source)
+    found: dict[str, bytes] = {}
+    queue = [source]
+    while queue:
+        path = queue.pop()
+        root = next((root for root in roots if path.is_relative_to(root)), None)
+        name = str(path.relative_to(root)) if root else str(path)
+        if name in found:
+            continue
+        found[name] = path.read_bytes()
+        for included in _INCLUDE.findall(found[name].decode(errors="replace")):
+            places = ((place / included).resolve() for place in (path.parent, *roots))
+            queue += [place for place in places if place.is_file()]
+    return found
+
+
+class Compiler:
+    """Compiles stages for one architecture. Processes may share a cache.
+
+    Helpers may take stages that wait for a thread, and compile them elsewhere: see `take`.
+
+    threads: concurrent NVRTC programs; NVRTC releases the GIL, so they scale with cores. after:
+    called in the same thread with each Cubin, before it is handed out. version: NVRTC's.
+    """
+
+    def __init__(
+        self,
+        arch: Arch,
+        cache_dir: Path | None = None,
+        threads: int | None = None,
+        after: Callable[[Cubin], object] | None = None,
+    ) -> None:
+        check_toolchain(arch)
+        self.arch = arch
+        self.version = "{}.{}".format(*nvrtc_version())
+        self.cache_dir = cache_dir or default_cache_dir()
+        self._pool = ThreadPoolExecutor(threads or os.cpu_count() or 1, "nvrtc", _step_back)
+        self._futures: dict[str, Future[Cubin]] = {}
+        self._closures: dict[Path, dict[str, bytes]] = {}
+        self._lock = threading.Lock()
+        self._waiting: deque[Stage] = deque()
+        self._asked = threading.Condition(self._lock)
+        self._after = after
+
+    def flags(self, defines: Mapping[str, str]) -> list[str]:
+        """NVRTC options, complete but for the include directory, whose contents are hashed."""
+        flags = [f"-arch={self.arch.name}", "-std=c++17", "-default-device"]
+        flags += ["--ptxas-options=-v", "-diag-suppress=177"]
+        if nvrtc_version() >= (13, 0):
+            flags.append("--no-cache")  # NVRTC's own cache would return an empty log
+        return flags + [f"-D{name}={value}" for name, value in sorted(defines.items())]
+
+    def closure(self, source: Path) -> dict[str, bytes]:
+        """The texts that a key stands for, read once: see source_closure."""
+        with self._lock:
+            closure = self._closures.get(source) or source_closure(source)
+            self._closures[source] = closure
+        return closure
+
+    def key(self, source: Path, defines: Mapping[str, str]) -> str:
+        """Content address of one stage: equal keys give equal machine code."""
+        closure = self.closure(source)
+        digest = hashlib.sha256()
+        parts: list[bytes] = [repr(nvrtc_version()).encode()]
+        parts += [flag.encode() for flag in self.flags(defines)]
+        for name, text in sorted(closure.items()):
+            parts += [name.encode(), text]
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
+
+    def submit(self, source: Path, defines: Mapping[str, str]) -> Future[Cubin]:
+        """Compile in a thread; a stage asked for twice is compiled once."""
+        key = self.key(source, defines)
+        with self._lock:
+            if key not in self._futures:
+                stage = Stage(key, source, dict(defines))
+                self._pool.submit(self._next)
+                self._waiting.append(stage)
+                self._asked.notify()
+                self._futures[key] = stage.future
+            return self._futures[key]
+
+    def compile(self, source: Path, defines: Mapping[str, str]) -> Cubin:
+        """Compile now. Raises CompileError with the whole log."""
+        return self.submit(source, defines).result()
+
+    def close(self) -> None:
+        """Drop waiting compilations; one that NVRTC has begun cannot be stopped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            dropped = [*self._waiting]
+            self._waiting.clear()
+        for stage in dropped:
+            stage.future.cancel()
+
+    # -- for helpers ------------------------------------------------------------------------
+
+    def take(self, wait_s: float) -> Stage | None:
+        """The next stage that nobody has begun, or None if there is none for so long.
+
+        The helper must `finish` it or give it back.
+        """
+        with self._asked:
+            self._asked.wait_for(lambda: any(not stage.here for stage in self._waiting), wait_s)
+            stage = next((stage for stage in self._waiting if not stage.here), None)
+            if stage is not None:
+                self._waiting.remove(stage)
+            return stage
+
+    def finish(self, stage: Stage, make: Callable[[], tuple[bytes, str]] | None = None) -> None:
+        """Take a stage from the cache, or make it, and answer all who asked for it.
+
+        make: gives machine code and log, in place of NVRTC here; its CompileError is an answer too.
+        Raises NotCompiled as `make` does.
+        """
+        try:
+            made = self._obtain(stage.key, stage.source, stage.defines, make)
+        except NotCompiled:
+            raise
+        except BaseException as error:
+            stage.future.set_exception(error)
+        else:
+            stage.future.set_result(made)
+
+    def give_back(self, stage: Stage) -> None:
+        """Have a taken stage compiled next. After `close` it is dropped."""
+        try:
+            with self._lock:
+                self._pool.submit(self._next)
+                self._waiting.appendleft(stage)
+                self._asked.notify()
+        except RuntimeError:
+            stage.future.cancel()
+
+    # -- in the threads ---------------------------------------------------------------------
+
+    def _next(self) -> None:
+        """Compile the next stage, unless helpers have taken all."""
+        with self._lock:
+            stage = self._waiting.popleft() if self._waiting else None
+        if stage is not None:
+            self.finish(stage)
+
+    def _obtain(
+        self,
+        key: str,
+        source: Path,
+        defines: Mapping[str, str],
+        make: Callable[[], tuple[bytes, str]] | None = None,
+    ) -> Cubin:
+        entry = self.cache_dir / self.arch.name / key[:2] / key
+        begin = time.perf_counter()
+        cached = _read_entry(entry)
+        if cached is None:
+            if make is None:
+                places = (f"-I{place}" for place in include_dirs(source))
+                cubin, log = _compile(source, [*self.flags(defines), *places])
+            else:
+                cubin, log = make()
+            _write_entry(entry, cubin, log)
+            digest = hashlib.sha256(cubin).hexdigest()
+        else:
+            digest, log = cached
+        seconds = time.perf_counter() - begin
+        made = Cubin(entry / "stage.cubin", digest, log, seconds, cached is not None)
+        if self._after is not None:
+            self._after(made)
+        return made
+
+
+def _step_back() -> None:
+    """Lower this thread's priority, so that the sweep and its GPU process go first.
+
+    Compiled candidates pass through those two one at a time, and the others wait.
+    """
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _read_entry(entry: Path) -> tuple[str, str] | None:
+    """(digest, log) if the entry is whole, otherwise None: a damaged entry is compiled again."""
+    try:
+        meta = json.loads((entry / "meta.json").read_text())
+        digest = hashlib.sha256((entry / "stage.cubin").read_bytes()).hexdigest()
+        if meta["digest"] == digest:
+            return digest, str(meta["log"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _write_entry(entry: Path, cubin: bytes, log: str) -> None:
+    """Write elsewhere, fsync, rename: a reader in another process sees all of it or nothing."""
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=entry.parent))
+        try:
+            meta = json.dumps({"digest": hashlib.sha256(cubin).hexdigest(), "log": log})
+            for name, data in (("stage.cubin", cubin), ("meta.json", meta.encode())):
+                with open(aside / name, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            if entry.exists() and _read_entry(entry) is None:
+                shutil.rmtree(entry, ignore_errors=True)
+            os.replace(aside, entry)
+        except OSError:
+            shutil.rmtree(aside, ignore_errors=True)
+            if _read_entry(entry) is None:  # no faster process has written it
+                raise
+    except OSError as error:
+        raise ToolchainError(
+            f"the cubin cache cannot be written ({error.strerror})",
+            where=str(entry.parent),
+            hint=f"free some space, or set {CACHE_VARIABLE} to a writable directory",
+        ) from error
+
+
+def _compile(source: Path, flags: list[str]) -> tuple[bytes, str]:
+    nvrtc = _nvrtc()
+    program = _call(
+        nvrtc.nvrtcCreateProgram(source.read_bytes(), str(source).encode(), 0, [], []),
+        "creating a program",
+    )
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
+        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        if int(status):
+            first = next((line for line in log.splitlines() if "error" in line), status.name)
+            raise CompileError(first.strip(), log=log)
+        size = _call(nvrtc.nvrtcGetCUBINSize(program), "reading the cubin")
+        cubin = bytearray(size)
+        _call(nvrtc.nvrtcGetCUBIN(program, cubin), "reading the cubin")
+        return bytes(cubin), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _text(size_of: Any, read: Any, program: Any) -> str:
+    # A bytearray: NVRTC writes into the buffer, and `b" " * 1` is a shared constant of CPython.
+    buffer = bytearray(_call(size_of(program), "reading the log"))
+    _call(read(program, buffer), "reading the log")
+    return buffer.rstrip(b"\0").decode(errors="replace")

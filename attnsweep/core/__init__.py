@@ -1,0 +1,1 @@
+"""Values of all rooms."""

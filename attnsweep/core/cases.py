@@ -1,0 +1,101 @@
+"""The cases that a candidate must get right: which shapes with which kind of input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from attnsweep.core.problem import Problem, ceil_div
+
+TILE = 64
+"""Query rows of a tile of checks: judge.cu takes gains of this many rows together."""
+
+Inputs = Literal[
+    "normal",
+    "large_scores",
+    "equal_keys",
+    "far_below",
+    "far_above",
+    "tiny_ends",
+    "one_hot",
+    "wide",
+    "sink",
+]
+# Short turns: queries and keys of a sequence, and of a causal one. 100 keys are two tiles of 64 or
+# one of 128, and end in a tail; a causal sequence has turns of other lengths too.
+_SHORT, _SHORT_CAUSAL = (300, 100), (150, 150)
+# Tiles of 64 queries for an SM, which has room for the accumulators of four: three turns.
+_TURNS_OF_AN_SM = 3 * 4
+# Elements of an output at most: 256 MB in float64.
+_MOST_ELEMENTS = 2**25
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One shape with one kind of input that a candidate must get right."""
+
+    problem: Problem
+    inputs: Inputs = "normal"
+
+    @property
+    def label(self) -> str:
+        """`(1,16,1024,64) fp16 full, normal`."""
+        return f"{self.problem.label}, {self.inputs}"
+
+
+def small_cases(problem: Problem) -> tuple[Case, ...]:
+    """Small, odd and hard cases with the compile-time facts of `problem`, none with more keys.
+
+    Tails in both directions, one query, one key, grouped heads, seqlen_q != seqlen_k; and every
+    kind of hard input that make_inputs has.
+    """
+
+    def case(
+        heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, inputs: Inputs, batch: int = 1
+    ) -> Case:
+        seqlen_k = min(seqlen_k, problem.seqlen_k)
+        seqlen_q = min(seqlen_q, seqlen_k) if problem.causal else seqlen_q
+        shape = replace(
+            problem,
+            batch=batch,
+            heads=heads,
+            heads_kv=heads_kv,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+        )
+        return Case(shape, inputs)
+
+    return (
+        case(1, 1, 1, 1, "normal"),
+        case(2, 1, 1, 17, "normal"),
+        case(4, 2, 97, 161, "normal", batch=2),
+        case(3, 1, 129, 129, "large_scores"),
+        case(1, 1, 65, 200, "equal_keys"),
+        case(1, 1, 130, 255, "far_below"),
+        case(2, 1, 70, 70, "far_above"),
+        case(1, 1, 67, 640, "tiny_ends"),
+        case(2, 2, 65, 131, "one_hot"),
+        case(1, 1, 64, 321, "wide"),
+        case(1, 1, 66, 513, "sink"),
+    )
+
+
+def short_turns(problem: Problem, sm_count: int) -> Case | None:
+    """Many short sequences, with the compile-time facts of `problem` and no more keys than it has.
+
+    Blocks that take turns at tiles of queries reuse shared memory soonest where a turn has few
+    tiles of keys. There are 12 tiles of 64 queries for each SM, so that every block has three turns
+    or more, as long as an SM holds at most 256 queries at once. Sequences are short in queries too:
+    successive turns of a block then read different keys, and keys of another turn show. Wide heads
+    get fewer turns, and None is returned if one group of heads is too large.
+    """
+    seqlen_q, seqlen_k = _SHORT_CAUSAL if problem.causal else _SHORT
+    seqlen_k = min(seqlen_k, problem.seqlen_k)
+    seqlen_q = min(seqlen_q, seqlen_k) if problem.causal else seqlen_q
+    group = problem.heads // problem.heads_kv
+    wanted = ceil_div(_TURNS_OF_AN_SM * sm_count, group * ceil_div(seqlen_q, TILE))
+    batch = min(wanted, _MOST_ELEMENTS // (group * seqlen_q * problem.head_dim))
+    if batch == 0:
+        return None
+    of_one = replace(problem, heads=group, heads_kv=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    return Case(replace(of_one, batch=batch))

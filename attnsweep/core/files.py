@@ -1,0 +1,96 @@
+"""Files that come with attnsweep, and writing a file in one step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+ENVIRONMENT = "python3 -m venv .venv && . .venv/bin/activate"
+"""What makes a virtual environment here and activates it."""
+
+
+def shipped(folder: str) -> Path:
+    """`kernels` or `configs`: inside the wheel, or next to the package in a source tree."""
+    inside = _PACKAGE / folder
+    return inside if inside.is_dir() else _PACKAGE.parent / folder
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra: from the source tree if there is one, or by name.
+
+    It begins with an environment where the system refuses to install into this Python.
+    """
+    tree = _PACKAGE.parent
+    before = f"{ENVIRONMENT} && " if system_managed() else ""
+    if not (tree / "pyproject.toml").is_file():
+        return f"{before}pip install 'attnsweep[{extra}]'"
+    where = "." if tree == Path.cwd() else tree
+    return f"{before}pip install -e '{where}[{extra}]'"
+
+
+def system_managed() -> bool:
+    """Whether pip refuses to install into this Python (PEP 668), as Debian's and Ubuntu's does."""
+    if sys.prefix != sys.base_prefix:
+        return False
+    return Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").is_file()
+
+
+def why_pip_misses() -> tuple[str, str] | None:
+    """Why a plain `pip install` does not install into this Python, and the fix; None if it does."""
+    if system_managed():
+        return "the system manages this Python, and pip refuses to install into it", ENVIRONMENT
+    if sys.prefix == sys.base_prefix:
+        return None
+    own = Path(sys.prefix, "bin", "pip")
+    found = shutil.which("pip")
+    if found is not None and Path(found).absolute() == own.absolute():
+        return None
+    there = f"pip on the PATH is {found}" if found else "no pip is on the PATH"
+    why = f"{there}, and attnsweep runs in {sys.prefix}"
+    fix = f". {sys.prefix}/bin/activate"
+    return why, fix if own.is_file() else f"{fix}; then write `uv pip` for `pip`"
+
+
+def write_file(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Give `path` this content in one step: write a file next to it, then rename that file.
+
+    durable: the content and the rename reach the disk before this returns. A killed process may
+    leave a file `.NAME.*.tmp`, which nothing reads. Raises OSError.
+    """
+    if not path.name:  # `.` and `/`
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        # Not mkstemp: its files need a chmod with the umask, and reading the umask sets it for a
+        # moment in all threads.
+        with aside.open("xb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush renames and new names in a folder to the disk, where the system can do that."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)

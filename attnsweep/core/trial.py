@@ -1,0 +1,263 @@
+"""The row that all rooms share: one candidate or baseline, and its fate.
+
+`Trial` is one line of trials.jsonl. The format is stable: fields are added, never renamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from attnsweep.core.problem import Problem, Value
+
+PROTOCOL = 4
+"""Raise it if a change of checking or timing makes older rows incomparable; they are then redone.
+
+4: every element is judged on the device, inputs change between replays, and a call has ordinary
+dependencies on the call before it.
+"""
+OURS = "attnsweep"
+"""The provider of candidates; a baseline's provider is its own name."""
+
+
+class Status(StrEnum):
+    """The fate of a candidate. Every candidate ends as a row; none ends the sweep."""
+
+    OK = "ok"
+    PRUNED = "pruned"
+    COMPILE_ERROR = "compile_error"
+    LAUNCH_ERROR = "launch_error"
+    TIMEOUT = "timeout"
+    WRONG = "wrong"
+    NOISY = "noisy"
+    DAMAGED = "damaged"  # never written: the ranking's name for a row that cannot be as it says
+    NO_RECORD = "no_record"  # device: replay, and the recording does not hold this config
+    INACCURATE = "inaccurate"  # right, but its error exceeds the spec's measure.max_error
+    SKIPPED = "skipped"  # a baseline that cannot run here; detail says why
+
+
+class _Row(BaseModel):
+    """Base of the stored models. It keeps unknown keys, so that older versions keep newer facts."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+
+class Measurement(_Row):
+    """Time of one call over interleaved rounds, in microseconds. low, high: quartiles of rounds."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+    l2: str = "warm"
+    """Kind of time: a call with a `warm` or `cold` L2, or `eager`, the host's cost of one call."""
+    rounds: list[float] = Field(default_factory=list)
+    """One value a round; the rounds of all finalists of one problem are paired by position."""
+    first_round: int = 0
+    """Position of its first round among the problem's, if it was timed again after the others."""
+    discarded: list[float] = Field(default_factory=list)
+    """Rounds of a noisy peer that quieter ones replaced, in microseconds."""
+    cycles: float | None = None
+    """Median over the rounds of the time multiplied by the SM clock that NVML reported then."""
+
+
+class Energy(_Row):
+    """Energy of one warm call in microjoules, of the whole board. low, high: quartiles."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+    rounds: list[float] = Field(default_factory=list)
+    """One value a stretch; those of all finalists of one problem are paired by position."""
+    ranks: bool = False
+    """Whether it ranks the problem's rows in place of their times."""
+
+
+class Accuracy(_Row):
+    """Largest row-wise relative error against float64, and the limit that it must not exceed."""
+
+    rel_err: float | None
+    limit: float
+    case: str | None = None
+    """The shape and input whose error was the largest share of its limit."""
+    shares: dict[str, float] = Field(default_factory=dict)
+    """Each measure of the error in that case, as a share of its limit: see numerics.Measures."""
+    seed: int | None = None
+    """Seed of the inputs and of the rows that proved the reference."""
+    timed_err: float | None = None
+    """Largest error of a row of the timed problem; None of older rows."""
+    max_error: float | None = None
+    """The spec's measure.max_error, with which the row was measured."""
+    format_err: float | None = None
+    """In FP8, the error of exact maths on the rounded inputs against those before rounding.
+
+    It is what the format costs, on the timed problem; timed_err is what the kernel adds.
+    """
+    total_err: float | None = None
+    """In FP8, the output's largest error of a row against the inputs before rounding."""
+    judged: float | None = None
+    """Share of the timed problem's rows that were compared with float64; None if all were.
+
+    Float64 takes longer than the sweep where a call takes tens of ms: see docs/measuring.md.
+    """
+    calls: int | None = None
+    """Calls whose whole outputs were compared with the checked one, one by one."""
+
+    @property
+    def error(self) -> float | None:
+        """What measure.max_error bounds: the error on the timed problem, else rel_err."""
+        return self.rel_err if self.timed_err is None else self.timed_err
+
+
+class Resources(_Row):
+    """Resources that the compiled code uses. Several stages: the largest of each, spills summed."""
+
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    occupancy: float
+    """Resident warps over the SM's maximum, of the stage with the fewest."""
+    stages: dict[str, dict[str, float]] = Field(default_factory=dict)
+    limiters: dict[str, str] = Field(default_factory=dict)
+    """Stage name to the resource of an SM that limits its blocks, such as `shared memory`."""
+
+
+class Trial(_Row):
+    """One line of trials.jsonl. Times are microseconds of one call."""
+
+    kernel: str
+    provider: str
+    config: dict[str, Value]
+    problem: Problem
+    status: Status
+    detail: str | None = None
+    time_us: Measurement | None = None
+    first_us: float | None = None
+    """The first, cheap time. Strategies learn it; races and finals replace only time_us."""
+    first_mhz: float | None = None
+    """SM clock in MHz when first_us was taken, if NVML reported it."""
+    tried_s: float | None = None
+    """Seconds from the problem's beginning until first_us, or the reason why there is none, stood.
+
+    A run that goes on counts from the seconds of its earlier rows. None of peers, and of rows of
+    before this was kept.
+    """
+    first_us_before: float | None = None
+    """A first time that rounds contradicted by a factor of two or more; first_us replaced it."""
+    warm_us: float | None = None
+    """Time with a warm L2; every finalist has it, also if time_us is the cold or eager time."""
+    cold_us: float | None = None
+    chained_us: float | None = None
+    """Time of a call that may begin before the one before it ends, by a programmatic launch.
+
+    A peer's calls have no such form, so it is never ranked. None if calls cannot be chained.
+    """
+    eager_us: float | None = None
+    """Host time to issue one call eagerly, without waiting for the device."""
+    energy_uj: Energy | None = None
+    """Energy of a call, by NVML's counter; None if it was not asked for, or the card has none."""
+    power_w: float | None = None
+    """Mean power of the board while energy_uj was measured: the median of the stretches."""
+    stages_us: dict[str, float] = Field(default_factory=dict)
+    """Stage name to the time of that stage of a pipeline, replayed on its own."""
+    launch_us: float | None = None
+    """Time of the same launches with an empty kernel, issued in the same way."""
+    at_least_us: float | None = None
+    """Lower bound by the times of its stages in other configs; set if the bound pruned it."""
+    schedule: dict[str, int] = Field(default_factory=dict)
+    """How a call is issued: chunks, heads and rows of a chunk, streams, workspace_bytes."""
+    variant: dict[str, str] = Field(default_factory=dict)
+    """Axis to the name of the variant that gave the config; empty without variants in the spec."""
+    accuracy: Accuracy | None = None
+    resources: Resources | None = None
+    conditions: dict[str, Any] = Field(default_factory=dict)
+    """State of the card during the rounds, from NVML.
+
+    Clocks, power, temperature, throttle reasons and other processes: over all rounds, and of each
+    round under `rounds`. `strays` lists the rounds in which the card's state differed from that of
+    most rounds, and how.
+    """
+    race: dict[str, Any] = Field(default_factory=dict)
+    """The candidate's race: entrants, its rounds and launches, and whether it survived.
+
+    Also the interval of the ratio of its time to the time of the entrant that eliminated it, or to
+    that of the leader. Empty if the candidate did not race.
+    """
+    machine: dict[str, Any] = Field(default_factory=dict)
+    """The card and the host that measured the row: see Environment.machine."""
+    fingerprint: str | None = None
+    """Hash of the row's inputs: machine code, launches, problem, protocol, GPU, driver."""
+    recorded: bool = False
+    recorded_on: str | None = None
+    """GPU and date of a recorded row."""
+
+    @property
+    def screened_us(self) -> float | None:
+        """The time that a search learns: first_us; in older rows, which lack it, time_us if ok.
+
+        A rerun thus tells a strategy the same times as the first run, whatever the finals changed.
+        """
+        if self.first_us is not None or self.status is not Status.OK or self.time_us is None:
+            return self.first_us
+        return self.time_us.median
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Identity of the candidate; a later row with the same key replaces this one."""
+        return (self.problem, self.provider, self.kernel, *sorted(self.config.items()))
+
+    def with_(self, **changes: Any) -> Trial:
+        """A copy with some fields replaced."""
+        return self.model_copy(update=changes)
+
+
+def cards_of(trials: Iterable[Trial]) -> list[str]:
+    """The UUIDs, hashed, of the cards that measured these rows, as far as the rows say them."""
+    return list(dict.fromkeys(t.machine["uuid"] for t in trials if t.machine.get("uuid")))
+
+
+class Environment(_Row):
+    """Where a run was measured; written to environment.json and shown next to its numbers."""
+
+    gpu: str
+    arch: str
+    driver: str
+    cuda: str
+    nvrtc: str
+    attnsweep: str
+    python: str
+    date: str
+    host_cores: int
+    packages: dict[str, str] = Field(default_factory=dict)
+    sm_count: int
+    clock_hz: float
+    memory_bytes: int
+    memory_bytes_per_second: float
+    l2_bytes: int
+    protocol: int | None = None
+    """The PROTOCOL of its rows; None of runs before protocol 4."""
+    uuid: str | None = None
+    """The card's UUID, hashed: it tells cards apart and names none."""
+    sku: str | None = None
+    """PCI device and subsystem, and the board's part number if the card tells it."""
+    power_limit_w: float | None = None
+    energy_counter: bool | None = None
+    """Whether NVML counts the card's energy; None of runs that did not ask."""
+    host: str | None = None
+    """CPU model, and the host's name, hashed."""
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What a row says of the card and the host that measured it."""
+        names = ("gpu", "uuid", "sku", "sm_count", "l2_bytes", "power_limit_w", "driver", "host")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    @property
+    def slug(self) -> str:
+        """Directory name under results/: `NVIDIA H100 80GB HBM3` gives `h100-80gb-hbm3`."""
+        words = self.gpu.lower().replace("nvidia", "").split()
+        return "-".join(words) or "gpu"

@@ -1,0 +1,1 @@
+"""The card, without attention: memory, launches, graphs, locks, energy."""

@@ -1,0 +1,87 @@
+"""One config's launches bound to buffers, issued as eager calls or as graphs of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from attnsweep.compile.launches import Launches
+
+if TYPE_CHECKING:
+    from attnsweep.device.buffers import Buffer
+    from attnsweep.device.cuda import Session
+
+
+class Pipeline:
+    """One config's launches bound to buffers: a call launches its stages in order.
+
+    A call has ordinary dependencies: its first launches wait until the call before has ended, as a
+    peer's do. Chained calls do not wait there, where the first launch is programmatic.
+    """
+
+    def __init__(
+        self, session: Session, launches: Launches, buffers: Sequence[Mapping[str, Buffer]]
+    ) -> None:
+        """buffers: one mapping per copy of the inputs; copy 0 is the warm one."""
+        self._session = session
+        self._eager = launches.eager
+        self._streams = session.streams(launches.streams)
+        self._fork, *self._joins = session.marks(launches.streams)
+        self.stage_names = tuple(dict.fromkeys(stage.name for stage in launches.stages))
+        self._copies = [
+            [(stage.name, stage.stream, session.bind(stage, copy)) for stage in launches.stages]
+            for copy in buffers
+        ]
+        self._chained: list[tuple[str, int, Callable[[], None]]] = []
+        if launches.chains:
+            chained = [replace(launches.stages[0], launch=launches.chained_launch())]
+            self._chained = [
+                (stage.name, stage.stream, session.bind(stage, buffers[0])) for stage in chained
+            ] + self._copies[0][1:]
+
+    def refresh(self, copies: int | None = None) -> None:
+        """Nothing: the launches read the inputs themselves."""
+
+    def enqueue(self, copy: int = 0, stage: str | None = None, *, chained: bool = False) -> None:
+        """Issue one call, or one stage of it; does not wait."""
+        main, *others = self._streams
+        bound = self._chained if chained else self._copies[copy % len(self._copies)]
+        launches = [(number, launch) for name, number, launch in bound if stage in (None, name)]
+        if not others:
+            with main:
+                for _, launch in launches:
+                    launch()
+            return
+        self._fork.record(main)
+        for stream in others:
+            stream.wait_event(self._fork)
+        for number, launch in launches:
+            with self._streams[number]:
+                launch()
+        for stream, done in zip(others, self._joins, strict=True):
+            done.record(stream)
+            main.wait_event(done)
+
+    def capture(
+        self,
+        calls: int,
+        *,
+        rotate: bool = False,
+        stage: str | None = None,
+        chained: bool = False,
+        after: Callable[[int], None] | None = None,
+    ) -> Callable[[], None]:
+        """A function that replays back-to-back calls, over all copies if `rotate`.
+
+        It replays a graph of the calls, unless they are eager: then the host launches each. after:
+        enqueues more work after the call of this number.
+        """
+
+        def issue() -> None:
+            for call in range(calls):
+                self.enqueue(call if rotate else 0, stage, chained=chained)
+                if after is not None:
+                    after(call)
+
+        return issue if self._eager else self._session.capture(issue)

@@ -1,0 +1,72 @@
+"""Child processes: those that own a GPU, and helpers that they ask through a pipe.
+
+Each ends with the process that started it, whatever happens to that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
+
+# Linux ends a child of `die_with` with the thread that started it, so one thread that lasts as long
+# as this process starts them all: whoever calls first may be a thread that soon ends.
+_starter = ThreadPoolExecutor(1, "start-gpu-process")
+
+
+def start(process: Any) -> None:
+    """Start a process of `multiprocessing`, which may outlive the calling thread."""
+    _starter.submit(process.start).result()
+
+
+def die_with(parent: int) -> None:
+    """Have Linux kill this process when its parent's thread ends, even amid a hung kernel."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+class Beside:
+    """Runs a command that answers on standard output what standard input asks.
+
+    It starts when it is first asked, and anew if it has ended; it ends when its input does.
+    """
+
+    def __init__(self, command: Callable[[], Sequence[str]]) -> None:
+        self._command = command
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        """Where to ask, and where to read the answer. Raises OSError if it cannot start."""
+        if self.process is None or self.process.poll() is not None:
+            self.close()
+            self.process = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        return self.process.stdin, self.process.stdout
+
+    def kill(self) -> None:
+        """Kill it, so that whoever reads its answer reads the end."""
+        if self.process is not None:
+            self.process.kill()
+
+    def close(self) -> None:
+        """End it, if it runs."""
+        if self.process is None:
+            return
+        with contextlib.suppress(OSError), self.process as process:  # waits, and closes the pipes
+            process.kill()
+        self.process = None

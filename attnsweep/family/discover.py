@@ -1,0 +1,86 @@
+"""Find the kernel families of a directory and load their declarations."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from attnsweep.core.errors import KernelError
+from attnsweep.core.files import shipped
+from attnsweep.family.family import Kernel, _named
+
+_DECLARATIONS = "[!_]*.py"
+
+
+def declarations(directory: Path) -> list[Path]:
+    """The declarations in a directory, sorted.
+
+    Raises KernelError if it is no directory or has none, OSError if it may not be read.
+    """
+    if not directory.is_dir():
+        raise KernelError("no such directory of kernels", where=str(directory))
+    os.scandir(directory).close()  # glob takes a directory that may not be read for empty
+    found = sorted(directory.glob(_DECLARATIONS))
+    if not found:
+        below = next(iter(sorted(directory.glob(f"*/{_DECLARATIONS}"))), None)
+        hint = "give the directory of NAME.py and NAME.cu"
+        raise KernelError(
+            "has no kernel families: no NAME.py, of which _NAME.py is none",
+            where=str(directory),
+            hint=f"{hint}; there are .py files in {below.parent}" if below else hint,
+        )
+    return found
+
+
+def load_kernel(path: Path) -> Kernel:
+    """The `kernel` that one declaration file builds. Raises KernelError with the fault."""
+    path = path.resolve()
+    name = f"attnsweep_family_{path.stem}_{abs(hash(path))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise KernelError("cannot be imported", where=str(path))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (KernelError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a user's file may raise anything, or exit
+        # Find the declaration's own deepest line: it may have called something that raised.
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            lines.append(error.lineno)
+        at = f"{path}:{lines[-1]}" if lines else str(path)
+        raise KernelError(_named(error), where=at) from error
+    kernel = getattr(module, "kernel", None)
+    if not isinstance(kernel, Kernel):
+        raise KernelError(
+            "defines no `kernel = Kernel(...)`",
+            where=f"{path}:1",
+            hint="the name of a file without a family must begin with `_`",
+        )
+    kernel.finish()
+    return kernel
+
+
+def discover(extra: Path | None = None) -> dict[str, Kernel]:
+    """Every family in the shipped kernels/ and in `extra`, by name, sorted.
+
+    A file whose name begins with `_` is not a family. Raises KernelError if a declaration is broken
+    or repeated, or if `extra` is not a directory or has none; OSError if it may not be read.
+    """
+    found: dict[str, Kernel] = {}
+    for directory in [shipped("kernels")] + ([extra] if extra else []):
+        for path in declarations(directory):
+            kernel = load_kernel(path)
+            if kernel.name in found:
+                raise KernelError(
+                    f"family {kernel.name!r} is already declared, in {found[kernel.name].source}",
+                    where=str(path),
+                )
+            found[kernel.name] = kernel
+    return dict(sorted(found.items()))

@@ -1,0 +1,469 @@
+"""The declaration of a kernel family: Param, Config, rules, stages, Launch.
+
+A family is `NAME.cu` (the CUDA template) and `NAME.py`, which builds one `kernel = Kernel(...)`.
+Only attnsweep.serve, which launches one from PyTorch, knows a family by name. See
+docs/writing-a-kernel.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnsweep.core.errors import KernelError
+from attnsweep.core.hardware import Arch
+from attnsweep.core.problem import Problem, Value
+from attnsweep.family import time_limit, validate
+from attnsweep.family.launch import Arg as Arg
+from attnsweep.family.launch import Launch as Launch
+from attnsweep.family.launch import TensorMap as TensorMap
+from attnsweep.family.validate import Fault
+
+
+class Config(Mapping[str, Value]):
+    """One value for each Param of a family: a mapping that also reads as attributes."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
+
+    def __getattr__(self, name: str) -> int:
+        # Declarations do arithmetic on ints; they read the rare str Param as config["NAME"].
+        try:
+            return self._values[name]  # type: ignore[return-value]
+        except KeyError:
+            raise AttributeError(f"no parameter {name!r}; it has {', '.join(self)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))  # as mappings, equal in any order
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and self._values == dict(other)
+
+    def __getstate__(self) -> dict[str, Value]:
+        return self._values
+
+    def __setstate__(self, state: dict[str, Value]) -> None:
+        self._values = state
+
+    @property
+    def label(self) -> str:
+        """`BLOCK_M=64 BLOCK_N=128 …`, in declaration order."""
+        return " ".join(f"{name}={_text(value)}" for name, value in self.items())
+
+
+def values_in(text: str) -> dict[str, str]:
+    """The mapping of texts in `BLOCK_M=64 BLOCK_N=128 …`. Raises KernelError for any other text."""
+    values = {}
+    for part in text.split():
+        name, equals, value = part.partition("=")
+        if not equals or not value:
+            raise KernelError(
+                f"not a parameter's value: {part!r}", hint="write NAME=VALUE, like BLOCK_M=64"
+            )
+        values[name] = value
+    return values
+
+
+def _text(value: Value) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+Rule = Callable[[Config, Problem, Arch], bool]
+LaunchBuilder = Callable[[Config, Problem, Arch], "Launch | None"]
+WorkspaceBuilder = Callable[[Config, Problem], dict[str, int]]
+
+
+def _no_workspace(config: Config, problem: Problem) -> dict[str, int]:
+    return {}
+
+
+# The rule that every family has: CUDA can launch its threads, shared memory and grid.
+BLOCK_LIMITS = "block_limits"
+# The rule of chunks.MODES.
+CHUNKS = "chunks_are_used"
+# Compute capability of the first cards whose tensor cores take FP8.
+_FIRST_WITH_FP8 = (8, 9)
+# Ctrl-C names the function that has run for so long; it is then why nothing else happened.
+_SLOW_S = 0.5
+
+# Compile-time facts of a problem that a stage may ask for.
+PROBLEM_CONSTANTS: dict[str, Callable[[Problem], int]] = {
+    "HEAD_DIM": lambda p: p.head_dim,
+    "IS_BF16": lambda p: int(p.dtype == "bf16"),
+    "CAUSAL": lambda p: int(p.causal),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One launch of a pipeline. Its compiler gets only `params` and `constants`, as -D."""
+
+    name: str
+    params: tuple[str, ...]
+    constants: tuple[str, ...]
+    launch: LaunchBuilder
+
+    def defines(self, config: Config, problem: Problem, launch: Launch) -> dict[str, str]:
+        """The -D options of this stage: STAGE_<NAME>=1, parameters, problem constants, extras."""
+        out = {f"STAGE_{self.name.upper()}": "1"}
+        for name in self.params:
+            value = config[name]
+            if isinstance(value, str):
+                out[f"{name}_{value.upper()}"] = "1"
+            else:
+                out[name] = _text(value)
+        out |= {name: str(PROBLEM_CONSTANTS[name](problem)) for name in self.constants}
+        return out | {name: str(value) for name, value in launch.defines.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One tunable parameter of a family, with the values that a sweep tries by default.
+
+    absent: of a parameter that the family got later: the value at which it does what it did
+    without, so that configs recorded before are still its own. None: they are not.
+    """
+
+    name: str
+    values: tuple[Value, ...]
+    help: str
+    absent: Value | None = None
+
+    @property
+    def counts_sms(self) -> bool:
+        """Whether SMS among its values is the card's number of SMs, and no text of its own."""
+        return [value for value in self.values if isinstance(value, str)] == [SMS]
+
+    def on(self, arch: Arch, values: tuple[Value, ...] | None = None) -> tuple[Value, ...]:
+        """Values (default: its own) as they are on a card: SMS is its SMs, and each comes once."""
+        values = self.values if values is None else values
+        if not self.counts_sms:
+            return values
+        return tuple(dict.fromkeys(arch.sm_count if value == SMS else value for value in values))
+
+    def why_not(self, value: int) -> str | None:
+        """Why a spec may not use this whole number as a value, or None.
+
+        A value is at least 1, or the smallest declared value if that is less: rules divide by sizes
+        and counts.
+        """
+        least = min([1, *(int(own) for own in self.values if not isinstance(own, str))])
+        return f"{self.name} must be at least {least}, not {value}" if value < least else None
+
+
+@dataclass
+class Kernel:
+    """A kernel family. `source` is the .cu file next to the declaration.
+
+    rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
+    between stages); the error limit comes from the same maths with scores rounded as often.
+    head_dims: the supported ones, as a tuple or a range. deterministic: equal calls give equal
+    bits, and the bits of a head follow from its own q, k and v alone, which is checked; False for a
+    family with atomic sums. lse: name of the switch with which the family writes the log-sum-exp of
+    every row (float32, natural) to the workspace `lse`; it is then checked too.
+    """
+
+    name: str
+    summary: str
+    params: tuple[Param, ...]
+    min_arch: str = "sm_80"
+    dtypes: tuple[str, ...] = ("fp16", "bf16")
+    head_dims: tuple[int, ...] | range = (64, 128, 256)
+    rounds_scores: int = 0
+    deterministic: bool = True
+    lse: str = ""
+    source: Path = field(init=False)
+    declared_at: str = field(init=False)
+    """file:line of the declaration."""
+    rules: dict[str, tuple[str, Rule]] = field(init=False, default_factory=dict)
+    stages: dict[str, Stage] = field(init=False, default_factory=dict)
+    workspace_of: WorkspaceBuilder = field(init=False, default_factory=lambda: _no_workspace)
+    _undecorated: dict[str, str] = field(init=False, default_factory=dict)
+    """Place of each rule(...) and stage(...) that has not been given its function."""
+
+    def __post_init__(self) -> None:
+        self.declared_at = _caller()
+        fault = validate.of_kernel(self) or validate.of_params(
+            self.params, Param, PROBLEM_CONSTANTS, Config
+        )
+        self._refuse(fault, self.declared_at)
+        self.source = Path(self.declared_at.rpartition(":")[0]).with_name(f"{self.name}.cu")
+
+    def _refuse(self, fault: Fault | None, where: str) -> None:
+        """Raise KernelError for a fault."""
+        if fault is not None:
+            raise KernelError(f"{self.name}: {fault.what}", where=where, hint=fault.fix)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def head_dims_text(self) -> str:
+        """`64, 128, 256`, or `512 to 8192 in steps of 4`."""
+        if isinstance(self.head_dims, range):
+            return f"{self.head_dims[0]} to {self.head_dims[-1]} in steps of {self.head_dims.step}"
+        return ", ".join(map(str, self.head_dims))
+
+    @property
+    def some_head_dims(self) -> tuple[int, ...]:
+        """The head_dims to compile and check: all, or a range's first, second and last."""
+        if isinstance(self.head_dims, range):
+            return (*self.head_dims[:2], self.head_dims[-1])
+        return self.head_dims
+
+    @property
+    def archs_text(self) -> str:
+        """The architectures it runs on, in words. One whose name ends in `a` stands alone."""
+        return self.min_arch if self.min_arch.endswith("a") else f"{self.min_arch} and later"
+
+    def rule(self, description: str) -> Callable[[Rule], Rule]:
+        """Decorate `def name(config, problem, arch) -> bool`: False prunes, and is counted."""
+        where = _caller()
+        self._refuse(validate.of_rule("rule", description), where)
+        self._undecorated[where] = f"rule({description!r})"
+
+        def add(rule: Rule) -> Rule:
+            self._undecorated.pop(where, None)
+            self._add_rule(getattr(rule, "__name__", description), description, rule, where)
+            return rule
+
+        return add
+
+    def keep_if(self, *rules: tuple[str, str, Rule]) -> None:
+        """Add rules as rows of a table: name, description, `lambda config, problem, arch: bool`."""
+        where = _caller()
+        for row in rules:
+            if not isinstance(row, tuple) or len(row) != 3:
+                fix = 'write ("name", "what it says", lambda config, problem, arch: ...)'
+                self._refuse(Fault(f"a row of rules is {row!r}", fix), where)
+            self._add_rule(*row, where)
+
+    def _add_rule(self, name: str, description: str, rule: Rule, where: str) -> None:
+        where = _place(rule, where)
+        fault = validate.of_function(f"rule {name}", rule, ("config", "problem", "arch"))
+        self._refuse(fault or validate.of_rule(name, description), where)
+        if name in {*self.rules, BLOCK_LIMITS, CHUNKS}:
+            fix = "rename one: a dry run counts what each removes by its name"
+            raise KernelError(f"{self.name} has two rules called {name}", where=where, hint=fix)
+        self.rules[name] = (description, rule)
+
+    def stage(
+        self,
+        name: str,
+        params: tuple[str, ...] | None = None,
+        constants: tuple[str, ...] = ("HEAD_DIM", "IS_BF16", "CAUSAL"),
+    ) -> Callable[[LaunchBuilder], LaunchBuilder]:
+        """Decorate `def name(config, problem, arch) -> Launch`. Stages run in declared order.
+
+        params: the parameters that this stage's code depends on (default: all). A builder that
+        returns None leaves the stage out of that config.
+        """
+        where, all_of_them = _caller(), tuple(param.name for param in self.params)
+        own = all_of_them if params is None else params
+        fault = validate.of_stage(
+            name,
+            own,
+            constants,
+            declared=all_of_them,
+            known=PROBLEM_CONSTANTS,
+            taken=self.stages,
+        )
+        self._refuse(fault, where)
+        self._undecorated[where] = f"stage({name!r})"
+
+        def add(launch: LaunchBuilder) -> LaunchBuilder:
+            self._undecorated.pop(where, None)
+            arguments = ("config", "problem", "arch")
+            self._refuse(validate.of_function(f"stage {name}", launch, arguments), where)
+            self.stages[name] = Stage(name, own, constants, launch)
+            return launch
+
+        return add
+
+    def workspace(self, builder: WorkspaceBuilder | None = None) -> WorkspaceBuilder:
+        """Decorate `def name(config, problem) -> {buffer name: bytes}`, without parentheses."""
+        where = _caller()
+        fault = None
+        if builder is None:
+            fault = Fault("workspace has parentheses", "write @kernel.workspace")
+        elif self.workspace_of is not _no_workspace:
+            fault = Fault("two workspaces", "return all buffers from one function")
+        fault = fault or validate.of_function("workspace", builder, ("config", "problem"))
+        if fault is not None or builder is None:
+            self._refuse(fault, where)
+            raise AssertionError("a missing builder is a fault")
+        self.workspace_of = builder
+        return builder
+
+    def finish(self) -> None:
+        """Raise KernelError if the declaration, which has been read whole, lacks something."""
+        fault = None
+        if not self.source.is_file():
+            what = f"its template {self.source.name} is not next to it"
+            fault = Fault(what, f"write {self.source}, or correct the name in Kernel(...)")
+        elif self._undecorated:
+            where, what = next(iter(self._undecorated.items()))
+            fix = "write it as a decorator, @kernel." + what + ", above the function"
+            self._refuse(Fault(f"{what} decorates no function", fix), where)
+        elif not self.stages:
+            fault = Fault("declares no stage", "add @kernel.stage(...)")
+        self._refuse(fault, self.declared_at)
+
+    def refusal(self, problem: Problem, arch: Arch) -> str | None:
+        """Why this family cannot run `problem` on `arch` at all, or None if it can."""
+        number = int("".join(filter(str.isdigit, self.min_arch)))
+        major, minor = arch.compute_capability
+        if major * 10 + minor < number or (
+            self.min_arch.endswith("a") and self.min_arch != arch.name
+        ):
+            return f"needs {self.min_arch}, not {arch.name}"
+        if problem.scaled and (major, minor) < _FIRST_WITH_FP8:
+            return f"{arch.name} has no FP8: it needs sm_89 or later"
+        if problem.dtype not in self.dtypes:
+            return f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}"
+        if problem.head_dim not in self.head_dims:
+            return f"head_dim {problem.head_dim} is not one of {self.head_dims_text}"
+        return None
+
+    def refused_by(self, config: Config, problem: Problem, arch: Arch) -> str | None:
+        """Name of the first rule that refuses the config, or None. BLOCK_LIMITS comes last."""
+        names = (*self.rules, BLOCK_LIMITS)
+        return next((n for n in names if not self.passes(n, config, problem, arch)), None)
+
+    def passes(self, name: str, config: Config, problem: Problem, arch: Arch) -> bool:
+        """Whether a rule keeps a config that all earlier rules keep."""
+        if name == BLOCK_LIMITS:
+            return self.excess(config, problem, arch) is None
+        _, rule = self.rules[name]
+        passed = self._ask(f"rule {name}", rule, config, problem, arch)
+        if not isinstance(passed, int):
+            returned = "nothing" if passed is None else repr(passed)
+            fix = "return True to keep a config, False to prune it"
+            fault = Fault(f"returned {returned}", fix)
+            raise self._fault(f"rule {name}", fault, rule, config, problem)
+        return bool(passed)
+
+    def excess(self, config: Config, problem: Problem, arch: Arch) -> tuple[str, int, int] | None:
+        """The limit of CUDA that a config exceeds, its value and the maximum, or None."""
+        for name, launch in self.launches(config, problem, arch).items():
+            for what, value, most in (
+                ("threads per block", launch.threads, arch.max_threads_per_block),
+                ("bytes of shared memory", launch.smem_bytes, arch.smem_per_block),
+                ("blocks in x of the grid", launch.grid[0], 2**31 - 1),
+                ("blocks in y or z of the grid", max(launch.grid[1:]), 65535),
+            ):
+                if value > most:
+                    return f"{what} of stage {name}", value, most
+        return None
+
+    def launches(self, config: Config, problem: Problem, arch: Arch) -> dict[str, Launch]:
+        """Stage name to its Launch, in running order. Raises KernelError for a faulty launch."""
+        buffers = {*problem.inputs, "o", *self.workspaces(config, problem)}
+        launches = {}
+        for name, stage in self.stages.items():
+            launch = self._ask(f"stage {name}", stage.launch, config, problem, arch)
+            if launch is None:
+                continue
+            fault = validate.of_launch(launch, buffers, {*stage.params, *stage.constants})
+            if fault is not None:
+                raise self._fault(f"stage {name}", fault, stage.launch, config, problem)
+            launches[name] = launch
+        if not launches:
+            first = next(iter(self.stages.values()))
+            fault = Fault("has a launch", "return a Launch from one stage at least")
+            raise self._fault("no stage", fault, first.launch, config, problem)
+        return launches
+
+    def writes_lse(self, config: Config) -> bool:
+        """Whether calls of this config write the log-sum-exp of every row."""
+        return bool(self.lse and config[self.lse])
+
+    def workspaces(self, config: Config, problem: Problem) -> dict[str, int]:
+        """Bytes of each workspace by name."""
+        made: dict[str, int] = self._ask("workspace", self.workspace_of, config, problem)
+        fault = validate.of_workspaces(made, (*problem.inputs, "o"))
+        if fault is not None:
+            raise self._fault("workspace", fault, self.workspace_of, config, problem)
+        return made
+
+    def _fault(
+        self, what: str, fault: Fault, function: object, config: Config, problem: Problem
+    ) -> KernelError:
+        """The error for what a function of the declaration returned."""
+        asked = f"config {config.label}, problem {problem.label}"
+        where = _place(function, self.declared_at)
+        said = f"{what} of {self.name} {fault.what}"
+        return KernelError(said, where=where, hint=f"{asked}\n  {fault.fix}")
+
+    def _ask(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the declaration's function; what it raises becomes a KernelError with its line."""
+        try:
+            return function(*args)
+        except (KeyboardInterrupt, time_limit.TooLong) as error:
+            where = _place(function, self.declared_at, error)
+            asked = f"config {args[0].label}, problem {args[1].label}"
+            if isinstance(error, time_limit.TooLong):
+                raise KernelError(
+                    f"{what} of {self.name} did not return within {time_limit.LIMIT_S:g} s",
+                    where=where,
+                    hint=f"{asked}\n  look for a loop that does not end",
+                ) from error
+            if time_limit.elapsed_s() < _SLOW_S:
+                raise
+            raise KeyboardInterrupt(f"{where}: in {what} of {self.name}\n  {asked}") from error
+        except BaseException as error:  # a user's declaration may raise anything, or exit
+            raise KernelError(
+                f"{what} of {self.name} raised {_named(error)}",
+                where=_place(function, self.declared_at, error),
+                hint=f"config {args[0].label}, problem {args[1].label}",
+            ) from error
+
+
+def _caller() -> str:
+    """file:line of the declaration's code that called into this module."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _place(function: object, otherwise: str, error: BaseException | None = None) -> str:
+    """file:line of a declaration's function, or of the line in it that raised."""
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    if code is None:  # a partial, or an object that can be called
+        return otherwise
+    file, line = code.co_filename, code.co_firstlineno
+    for frame in traceback.extract_tb(error.__traceback__) if error is not None else ():
+        if frame.filename == file and frame.lineno is not None:
+            line = frame.lineno
+    return f"{file}:{line}"
+
+
+def _named(error: BaseException) -> str:
+    """`ValueError: no such tile`, or the name alone; a user's error may even fail to say itself."""
+    try:
+        # The file and line of a syntax error stand before it already.
+        said = error.msg if isinstance(error, SyntaxError) else str(error)
+    except Exception:
+        said = ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+SMS = "sms"
+"""The value of a parameter that stands for the number of SMs of the card, as in a spec."""

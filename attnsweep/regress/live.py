@@ -1,0 +1,468 @@
+"""Old code against new, timed in turns on one GPU: may this change go in?
+
+For each problem, the winner of a recorded baseline (its stored cubins and launches) is timed
+against the same config compiled from today's kernels, in one process on one card. The new code must
+first be right on every case. Code that did not change passes untimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait as wait_for
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from attnsweep.bench.gpu import Gpu, WorkerError
+from attnsweep.bench.worker import Worker
+from attnsweep.choose.columns import held_to
+from attnsweep.choose.ranking import rank
+from attnsweep.compile.candidate import Build, compiled_candidate, workspace_limit
+from attnsweep.compile.cubin import compiler_for
+from attnsweep.compile.launches import Candidate, Launches
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.errors import KernelError, NoGpuError, SpecError, StoreError
+from attnsweep.core.observer import Observer
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Accuracy, Environment, Status, Trial
+from attnsweep.device.lock import held
+from attnsweep.family.chunks import changed_since, of_today
+from attnsweep.family.family import Config, Kernel
+from attnsweep.regress.ab_test import RECORD, Ended, Outcome, Series, said
+from attnsweep.regress.budget import Budget
+from attnsweep.regress.sequential_test import FEWEST
+from attnsweep.regress.verdicts import Comparison, Finding, Verdict, differences, other_card
+from attnsweep.reports.text import Row, by_problem
+from attnsweep.specs.load import SweepSpec
+from attnsweep.specs.plan import arch_of, input_seed
+from attnsweep.store.code import read_code, same_code
+from attnsweep.store.run import Run
+
+PROVES = (
+    "Old and new code took turns in each of two to eight processes on one GPU, so drift affected "
+    "both. Processes may differ: if their ratios scatter by 0.5 % (standard deviation) or less, "
+    "code that is slower by the threshold passes, and code at most half the threshold slower is "
+    "called a regression, in less than 1 % of the problems."
+)
+DOES_NOT_PROVE = (
+    "It covers the baseline's winners with a warm L2. It does not cover other configs, a cold L2 "
+    "or the host's cost of a launch; attnsweep run measures those."
+)
+# Problems that take turns in the same processes until each has had FEWEST; then the next join.
+# More would share a start among more, and leave all of them undecided where time is short.
+_TOGETHER = 12
+# Rounds of a turn take this long at least, as far as there is time: of fewer nothing is known.
+_LEAST_ROUNDS_S = 1.0
+Tell = Callable[[Finding], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One problem that can be compared: the winner's row and stored launches, and today's build."""
+
+    problem: Problem
+    slower: float
+    row: Row
+    old: Launches
+    build: Build
+
+
+def check(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel],
+    baseline: Run,
+    *,
+    slower: float | None = None,
+    budget_s: float | None = None,
+    other_driver: bool = False,
+    wait: bool = False,
+    cache_dir: Path | None = None,
+    observer: Observer | None = None,
+    tell: Tell | None = None,
+) -> Comparison:
+    """The verdict on every problem of the spec, then on problems that only the baseline has.
+
+    slower: share by which new code may be slower, for all problems (default: the spec's for each).
+    budget_s: seconds of the whole check, after which problems that are not decided are inconclusive
+    (default: the spec's). other_driver: also compare with a baseline measured with another driver.
+    wait: for another run that times on the card, which is no part of the budget; otherwise
+    BusyError. tell: gets each finding as soon as it is there. Raises NoGpuError, SpecError or
+    ToolchainError; any other failure is the verdict of its problem.
+    """
+    budget = Budget(spec.check.budget_s if budget_s is None else budget_s)
+    observer = observer or Observer()
+    refuse_replay(spec)
+    with (
+        ExitStack() as locks,  # until the worker has stopped
+        Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu,
+    ):
+        try:
+            here = gpu.describe()
+        except NoGpuError as error:
+            raise not_compared(error) from error
+        arch = arch_of(spec, here)
+        with budget.paused():
+            locks.enter_context(held(here.uuid, here.gpu, wait=wait, say=observer.note))
+        compiler = compiler_for(spec, arch, cache_dir)
+        gate = Gate(spec, kernels, baseline, gpu, here, compiler, observer, budget)
+        try:
+            findings = gate.run(
+                asked_of(spec, baseline),
+                slower=slower,
+                other_driver=other_driver,
+                tell=tell,
+            )
+        finally:
+            compiler.close()
+    return comparison(spec, baseline, here, findings, slower, budget)
+
+
+def refuse_replay(spec: SweepSpec) -> None:
+    """Raise SpecError for a spec that measures nothing."""
+    if spec.device == "replay":
+        raise SpecError(
+            "check --against measures, and this spec replays a recording",
+            where=str(spec.document.path),
+            hint="give a spec with device: cuda; to compare runs: check --recorded OLD NEW",
+        )
+
+
+def not_compared(error: NoGpuError) -> NoGpuError:
+    """The error with what works without a GPU."""
+    lines = [error.hint] if error.hint else []
+    lines.append("without a GPU, attnsweep check --recorded OLD NEW compares two runs")
+    what = f"{error.what}. Nothing was compared."
+    return NoGpuError(what, where=error.where, hint="\n  ".join(lines))
+
+
+def asked_of(spec: SweepSpec, baseline: Run) -> list[Problem]:
+    """The spec's problems, then those that only the baseline has a verdict on."""
+    asked = [entry.problem for entry in spec.problems]
+    return list(dict.fromkeys([*asked, *(trial.problem for trial in baseline.trials)]))
+
+
+def comparison(
+    spec: SweepSpec,
+    baseline: Run,
+    here: Environment,
+    findings: Sequence[Finding],
+    slower: float | None,
+    budget: Budget,
+) -> Comparison:
+    """The findings with what they rest on."""
+    return Comparison(
+        baseline.directory,
+        spec.document.path,
+        spec.check.slower if slower is None else slower,
+        tuple(findings),
+        tuple(differences(baseline.environment, here)),
+        interval="99.9 % interval",
+        proves=PROVES,
+        does_not_prove=DOES_NOT_PROVE,
+        damage=tuple(baseline.warnings),
+        budget_s=budget.total_s,
+        took_s=budget.spent_s,
+    )
+
+
+# -- what is compared -----------------------------------------------------------------------
+
+
+def _pairs(
+    spec: SweepSpec,
+    kernels: Mapping[str, Kernel],
+    baseline: Run,
+    here: Environment,
+    elsewhere: str | None,
+    slower: float | None,
+    compiler: Compiler,
+    problems: Sequence[Problem],
+) -> list[_Pair | Finding]:
+    """For each of these problems, a pair that is already compiling, or why there is none."""
+    ranking = rank(baseline.trials, baseline.environment)
+    before = {s.problem: s.winner for s in by_problem(ranking, baseline.environment)}
+    own = {entry.problem: entry.slower for entry in spec.problems}
+    limit = workspace_limit(spec, here.memory_bytes)
+    found: list[_Pair | Finding] = []
+    for problem in problems:
+        row = before.get(problem)
+        try:
+            if problem not in own:
+                raise Ended(Verdict.INCONCLUSIVE, f"only the baseline has it; {RECORD}")
+            if elsewhere is not None:
+                raise Ended(Verdict.INCONCLUSIVE, f"{elsewhere}; {RECORD}")
+            if problem not in before:
+                raise Ended(Verdict.INCONCLUSIVE, f"the baseline lacks this problem; {RECORD}")
+            if row is None:
+                raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
+            old = _kept(baseline, row["trial"])
+            build = _today(row["trial"], kernels, compiler, limit)
+            build.submit()
+            share = slower if slower is not None else own[problem] or spec.check.slower
+            found.append(_Pair(problem, share, row, old, build))
+        except Ended as ended:
+            found.append(Finding(problem.label, ended.verdict, ended.why, _row(row)))
+    return found
+
+
+def _other_driver(old: Environment | None, here: Environment) -> str | None:
+    """The reason not to compare with a baseline from another driver, or None."""
+    if old is None or old.driver == here.driver:
+        return None
+    return (
+        f"the baseline used driver {old.driver}, this machine has {here.driver}; add "
+        "--other-driver to time its code with this one"
+    )
+
+
+def _kept(baseline: Run, winner: Trial) -> Launches:
+    try:
+        return read_code(baseline.directory, winner)
+    except StoreError as error:
+        hint = f"; {error.hint}" if error.hint else ""
+        raise Ended(Verdict.INCONCLUSIVE, f"{error.where}: {error.what}{hint}") from error
+
+
+def _today(
+    winner: Trial,
+    kernels: Mapping[str, Kernel],
+    compiler: Compiler,
+    limit: int | None,
+) -> Build:
+    """The build of the winner's config from today's kernel. Raises Ended if that is impossible."""
+    kernel = kernels.get(winner.kernel)
+    if kernel is None:
+        what = f"the baseline's winner, kernel {winner.kernel!r}, no longer exists"
+        raise Ended(Verdict.INCONCLUSIVE, f"{what}; give its directory with --kernels, or {RECORD}")
+    changed = changed_since(kernel, Config(winner.config))
+    if changed is not None:
+        raise Ended(Verdict.INCONCLUSIVE, f"{changed}; {RECORD}")
+    config = of_today(kernel, winner.config)
+    try:
+        refusal = kernel.refusal(winner.problem, compiler.arch)
+        rule = None if refusal else kernel.refused_by(config, winner.problem, compiler.arch)
+        if refusal is not None or rule is not None:
+            why = refusal or f"the rule {rule} refuses {config.label}"
+            raise Ended(Verdict.INCONCLUSIVE, f"{kernel.name} cannot run it now: {why}; {RECORD}")
+        return Build.of(kernel, config, winner.problem, compiler, workspace_limit=limit)
+    except KernelError as error:
+        where = f"{error.where}: " if error.where else ""
+        raise Ended(Verdict.WRONG, f"{where}{error.what}") from error
+
+
+# -- the comparison -------------------------------------------------------------------------
+
+
+class _Late(Ended):
+    """A comparison that the time was too short for."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """A problem that is not decided. own: its threshold, if that is not the spec's.
+
+    series: once the new code is right, and other code. overhead_s: what its last turn took beside
+    its rounds, which another turn will take too.
+    """
+
+    number: int
+    pair: _Pair
+    own: float | None
+    trial: Trial | None = None
+    series: Series | None = None
+    overhead_s: float = 0.0
+
+    @property
+    def processes(self) -> int:
+        """In how many processes it was timed."""
+        return 0 if self.series is None else len(self.series.each)
+
+
+class Gate:
+    """The problems on one GPU, in turns, as long as there is time.
+
+    A turn of a problem is its rounds in one process. The problems that are not decided have a turn
+    each in one process, then each in the next.
+    """
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        kernels: Mapping[str, Kernel],
+        baseline: Run,
+        gpu: Gpu,
+        here: Environment,
+        compiler: Compiler,
+        observer: Observer,
+        budget: Budget,
+    ) -> None:
+        """here: what `gpu` says of itself."""
+        self._spec, self._kernels, self._baseline = spec, kernels, baseline
+        self._gpu, self._here, self._compiler = gpu, here, compiler
+        self._observer, self._budget = observer, budget
+
+    def run(
+        self,
+        problems: Sequence[Problem],
+        *,
+        slower: float | None,
+        other_driver: bool,
+        tell: Tell | None = None,
+    ) -> list[Finding]:
+        """The finding for each of these problems, in order; the arguments of `check`."""
+        elsewhere = other_card(self._baseline.environment, self._here)
+        if elsewhere is None and not other_driver:
+            elsewhere = _other_driver(self._baseline.environment, self._here)
+        pairs = _pairs(
+            self._spec,
+            self._kernels,
+            self._baseline,
+            self._here,
+            elsewhere,
+            slower,
+            self._compiler,
+            problems,
+        )
+        found: dict[int, Finding] = {}
+
+        def decide(number: int, finding: Finding) -> None:
+            found[number] = finding
+            if tell is not None:
+                tell(finding)
+
+        left: list[_Work] = []
+        for number, pair in enumerate(pairs):
+            if isinstance(pair, Finding):
+                decide(number, pair)
+            else:
+                own = None if pair.slower == self._spec.check.slower else pair.slower
+                left.append(_Work(number, pair, own))
+        fresh = True  # the process that described the GPU has timed nothing
+        while left:
+            young = [work for work in left if work.processes < FEWEST]
+            together = young[:_TOGETHER] or [*left]
+            waiting = [*together]
+            for work in together:
+                if self._budget.left_s <= work.overhead_s:
+                    continue
+                if not fresh:
+                    self._gpu.stop()
+                    fresh = True
+                turns = sum(max(w in waiting, FEWEST - w.processes) for w in left)
+                waiting.remove(work)
+                finding = self._turn(work, turns)
+                if finding is not None:
+                    left.remove(work)
+                    decide(work.number, finding)
+            if len(waiting) == len(together):
+                break
+            fresh = False
+        for work in left:
+            decide(work.number, self._unfinished(work))
+        return [found[number] for number in range(len(pairs))]
+
+    def _turn(self, work: _Work, turns: int) -> Finding | None:
+        """One more turn of a problem, of `turns` to come; the finding, if that decides."""
+        label, row = work.pair.problem.label, _row(work.pair.row)
+        try:
+            if work.series is None:
+                self._observer.opening(work.pair.problem, 1, 0)
+                candidate = self._compiled(work)
+                opened_s = self._open(work.pair.problem)
+                accuracy = self._prove(candidate)
+                if same_code(work.pair.old, candidate.timed):
+                    why = "same machine code and launches: right, not timed"
+                    return Finding(label, Verdict.PASS, why, row, row, slower=work.own)
+                work.series = self._series(work, candidate, accuracy)
+            else:
+                opened_s = self._open(work.pair.problem)
+            begin_s, left_s = self._budget.spent_s, self._budget.left_s
+            if not left_s:
+                return None
+            rounds_s = min(left_s, max(left_s / turns, _LEAST_ROUNDS_S))  # an equal share
+            work.series.take(self._gpu, rounds_s, self._watch)
+            taken_s = self._budget.spent_s - begin_s
+            work.overhead_s = opened_s + taken_s - work.series.each[-1].spent_s
+            if not work.series.over:
+                return None
+            work.series.confirm(self._gpu)
+            return _finding(work, work.series.outcome())
+        except Ended as ended:
+            late = isinstance(ended, _Late)
+            return Finding(label, ended.verdict, ended.why, row, slower=work.own, budget_ended=late)
+
+    def _unfinished(self, work: _Work) -> Finding:
+        """The finding for a problem that is not decided when the time is up."""
+        label, up = work.pair.problem.label, f"when {self._budget} ended: raise --budget-s"
+        if work.series is not None and work.processes:
+            finding = _finding(work, work.series.outcome(f"{up}, or use a quieter machine"))
+            return replace(finding, budget_ended=True)
+        why = f"{'not begun' if work.series is None else 'right, but not timed'} {up}"
+        row = _row(work.pair.row)
+        return Finding(label, Verdict.INCONCLUSIVE, why, row, slower=work.own, budget_ended=True)
+
+    def _compiled(self, work: _Work) -> Candidate:
+        """Today's candidate, once it is compiled. Raises Ended if it cannot be."""
+        if wait_for(work.pair.build.futures.values(), self._budget.left_s).not_done:
+            raise _Late(Verdict.INCONCLUSIVE, f"still compiling when {self._budget} ended")
+        work.trial, candidate = compiled_candidate(work.pair.build, self._spec)
+        self._observer.compiled(1, 1)
+        if candidate is None:
+            raise Ended(Verdict.WRONG, said(work.trial.status, work.trial.detail))
+        return candidate
+
+    def _open(self, problem: Problem) -> float:
+        """Open a problem, in a new process if there is none; returns how long that took."""
+        settings, begin_s = self._spec, self._budget.spent_s
+        try:
+            self._gpu.open(problem, replay_us=settings.measure.replay_us, seed=input_seed(settings))
+        except WorkerError as error:
+            what = f"cannot open the problem: {error.detail}"
+            raise Ended(Verdict.INCONCLUSIVE, what) from error
+        return self._budget.spent_s - begin_s
+
+    def _prove(self, candidate: Candidate) -> Accuracy:
+        """The accuracy of the new code, checked on every case. Raises Ended if it is wrong."""
+        try:
+            accuracy, _ = self._gpu.trial(candidate)
+            return accuracy
+        except WorkerError as error:
+            raise Ended(Verdict.WRONG, said(error.status, error.detail)) from error
+
+    def _series(self, work: _Work, new: Candidate, accuracy: Accuracy) -> Series:
+        """What will time new code that is right. Raises Ended if it errs by too much."""
+        assert work.trial is not None
+        row = held_to(work.trial.with_(accuracy=accuracy), self._spec.measure.max_error)
+        if row.status is Status.INACCURATE:
+            raise Ended(Verdict.WRONG, said(row.status, row.detail))
+        old = replace(new, timed=work.pair.old, checks=(), empty=None, turns=None)
+        seed = f"{self._spec.search.seed} {work.pair.problem.label}"
+        return Series(old, new, slower=work.pair.slower, seed=seed)
+
+    def _watch(self, spent_s: float) -> None:  # noqa: ARG002
+        total_s = int(self._budget.total_s)
+        self._observer.timing(min(int(self._budget.spent_s), total_s), total_s)
+
+
+def _finding(work: _Work, found: Outcome) -> Finding:
+    pair, turns = work.pair, found.shown
+    interval = turns.interval
+    rounds = interval.rounds if interval else None
+    used = None if work.trial is None else work.trial.resources
+    old = (_row(pair.row) or {}) | {"time_us": turns.old_us, "rounds": rounds}
+    new = old | {"time_us": turns.new_us}
+    if used is not None:
+        new |= {"registers": used.registers, "smem_bytes": used.smem_bytes}
+    finding = Finding(pair.problem.label, found.verdict, found.why, old, new, slower=work.own)
+    if interval is None:
+        return finding
+    median, low, high = interval.median, interval.low, interval.high
+    return replace(finding, ratio=median, low=low, high=high, rounds=rounds)
+
+
+def _row(row: Row | None) -> Row | None:
+    """The columns of the baseline's row for the report, without its recorded time."""
+    if row is None:
+        return None
+    kept = {name: row[name] for name in ("kernel", "config", "registers", "smem_bytes")}
+    return kept | {"time_us": None, "spread_us": None, "rounds": None}

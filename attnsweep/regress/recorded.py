@@ -1,0 +1,232 @@
+"""Did the best candidate of a problem get slower between two recorded runs?
+
+Both runs were measured at different times, so their times cannot be paired. But each run timed our
+best candidate and its peers (baselines) in the same rounds. Their ratio in the new run, over their
+ratio in the old one, is free of what met both alike. Peers that disagree about it show how far such
+ratios move between sessions without any change of code. Needs no GPU. Times are microseconds of one
+call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from attnsweep.choose.baseline_ratio import common_rounds
+from attnsweep.choose.ranking import rank
+from attnsweep.choose.stats import ratio_interval
+from attnsweep.core.trial import Status
+from attnsweep.regress.verdicts import (
+    Comparison,
+    Finding,
+    Verdict,
+    at_least,
+    change,
+    differences,
+    other_card,
+    other_protocol,
+)
+from attnsweep.reports.text import Row, Section, by_problem
+from attnsweep.store.run import Run
+
+CAN = (
+    "This compares recorded runs. Each time is divided by those of the baselines in the same "
+    "rounds. A problem's best candidate is called slower or faster if these ratios changed by more "
+    "than the scatter of the rounds and the disagreement of the baselines explain."
+)
+CANNOT = (
+    "It cannot show why, or tell a change of our code from one that affects only our kernels "
+    "(other clocks under load, another card of the same name). Only timing both codes in turns on "
+    "one GPU can."
+)
+# Standard deviation by which the ratio of two kernels moves from one session to the next while
+# neither kernel changes, if the peers do not show a larger one: see docs/measuring.md.
+SESSION_SD = 0.0075
+# Standard errors in a two-sided 95 % interval, and those of a median deviation in a standard one.
+_NORMAL, _MAD = 1.96, 1.4826
+# Slow baselines take part in the first five rounds only.
+_FEWEST_ROUNDS = 5
+
+
+def compare(old: Run, new: Run, *, slower: float) -> Comparison:
+    """The verdict on every problem of `old`, in its order; problems only in `new` are named.
+
+    slower: the share by which a best candidate may be slower; beyond it, it is a regression.
+    """
+    before = {s.problem: s for s in by_problem(rank(old.trials, old.environment), old.environment)}
+    after = {s.problem: s for s in by_problem(rank(new.trials, new.environment), new.environment)}
+    both = old.environment, new.environment
+    control = other_card(*both) or other_protocol(*both)
+    findings = [
+        _judge(section, after.get(problem), slower, control) for problem, section in before.items()
+    ]
+    damage = tuple(dict.fromkeys((*old.warnings, *new.warnings)))
+    if damage:  # a damaged run proves nothing: its best row may be lost
+        findings = [
+            replace(
+                finding,
+                verdict=Verdict.INCONCLUSIVE,
+                why=f"a run is damaged; its remaining rows say {finding.verdict}"
+                + (f": {finding.why}" if finding.why else ""),
+            )
+            for finding in findings
+        ]
+    differing = differences(old.environment, new.environment)
+    added = [problem.label for problem in after if problem not in before]
+    if added:
+        differing.append(f"only the new run has {', '.join(added)}")
+    return Comparison(
+        old.directory,
+        new.directory,
+        slower,
+        tuple(findings),
+        tuple(differing),
+        interval="95 % interval",
+        proves=CAN,
+        does_not_prove=CANNOT,
+        damage=damage,
+    )
+
+
+def _judge(old: Section, new: Section | None, slower: float, control: str | None) -> Finding:
+    label, won = old.problem.label, old.winner
+    if new is None:
+        why = "the new run does not contain this problem"
+        return Finding(label, Verdict.INCONCLUSIVE, why, won)
+    now = new.winner
+    for which, section in (("old", old), ("new", new)):
+        damaged = _damage(which, section)
+        if damaged is not None:
+            return Finding(label, Verdict.INCONCLUSIVE, f"{damaged}; record it anew", won, now)
+    if won is None and now is None:
+        return Finding(label, Verdict.INCONCLUSIVE, "no candidate is ok in either run")
+    if won is None:
+        return Finding(label, Verdict.IMPROVEMENT, "no candidate was ok, now one is", None, now)
+    if now is None:
+        counts = Counter(row["status"] for row in new.rows if not row["baseline"])
+        ends = ", ".join(f"{n} {status.replace('_', ' ')}" for status, n in counts.most_common())
+        why = f"no candidate is ok now: {ends or 'none was tried'}"
+        return Finding(label, Verdict.REGRESSION, why, won)
+    if control is not None:
+        return Finding(label, Verdict.INCONCLUSIVE, control, won, now)
+    if won["trial"] == now["trial"]:
+        why = "both runs hold the same row"
+        return Finding(label, Verdict.PASS, why, won, now, 1.0, 1.0, 1.0)
+    if "energy" in (won["ranked_as"], now["ranked_as"]):
+        why = f"ranked by {won['ranked_as']}, then by {now['ranked_as']}: only times are compared"
+        return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
+    kinds = won["timed_as"], now["timed_as"]
+    if kinds[0] != kinds[1]:
+        why = f"timed {kinds[0]}, then {kinds[1]}"
+        return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
+    for which, row in (("old", won), ("new", now)):
+        if not row["trial"].time_us.rounds:
+            why = f"the {which} run timed its best candidate without rounds"
+            return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
+    peers = [*_compared(old, new)]
+    if not peers:
+        why = "no baseline has rounds in both runs, so the drift is unknown"
+        return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
+    ratio, low, high = combined(peers)
+    drift = min(peer.drift for peer in peers), max(peer.drift for peer in peers)
+    facts = (won, now, ratio, low, high, drift)
+    other = _changed(won, now)
+    if low > 1 + slower:
+        return Finding(label, Verdict.REGRESSION, f"{at_least(low)}{other}", *facts)
+    if high < 1 / (1 + slower):
+        return Finding(label, Verdict.IMPROVEMENT, f"{at_least(high)}{other}", *facts)
+    if high <= 1 + slower:
+        return Finding(label, Verdict.PASS, "", *facts)
+    why = f"between {change(low)} and {change(high)}{other}"
+    return Finding(label, Verdict.INCONCLUSIVE, why, *facts)
+
+
+def _damage(which: str, section: Section) -> str | None:
+    """The first row of a problem that says ok and cannot be, or None.
+
+    It may have been the best one, or the best one's peer: without it no comparison is to be had.
+    """
+    for row in section.rows:
+        trial = row["trial"]
+        if trial.status is Status.OK and row["status"] != Status.OK:
+            name = row["provider"] if row["baseline"] else f"{row['kernel']} {row['config']}"
+            return f"the {which} run is damaged: {name.strip()} {row['detail']}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What one baseline says of the best candidates: logarithms of (ours / it), new over old.
+
+    down, up: from the median to its 95 % limits. drift: its own time, new over old.
+    """
+
+    change: float
+    down: float
+    up: float
+    drift: float
+
+
+def combined(peers: Sequence[Peer]) -> tuple[float, float, float]:
+    """Ratio new to old by all peers, and its limits.
+
+    The ratio is the median of what the peers say. Their scatter about it estimates how far the
+    ratio of two kernels moves between sessions (at least SESSION_SD); ours moves too, however many
+    peers there are. Scatter of the rounds comes from the same rounds of ours for all peers, so more
+    peers do not lessen it.
+    """
+    middle = median(peer.change for peer in peers)
+    scatter = _MAD * median(abs(peer.change - middle) for peer in peers)
+    session = _NORMAL * max(SESSION_SD, scatter * math.sqrt(1 + 1 / len(peers)))
+    down = math.hypot(session, median(peer.down for peer in peers))
+    up = math.hypot(session, median(peer.up for peer in peers))
+    return math.exp(middle), math.exp(middle - down), math.exp(middle + up)
+
+
+def _compared(old: Section, new: Section) -> Iterator[Peer]:
+    """Every baseline that shares rounds with the best candidate in both runs."""
+    before, after = _beside_winner(old), _beside_winner(new)
+    for name in before:
+        if name not in after:
+            continue
+        # Distances of both medians from their limits, in logarithms, are added as squares (MOVER:
+        # Zou and Donner, Statist. Med. 27, 2008).
+        (was, was_low, was_high), (now, low, high) = map(_log_ratio, (before[name], after[name]))
+        drift = median(after[name][1]) / median(before[name][1])
+        yield Peer(
+            now - was, math.hypot(now - low, was_high - was), math.hypot(high - now, was - was_low),
+            drift,
+        )  # fmt: skip
+
+
+def _beside_winner(section: Section) -> dict[str, tuple[list[float], list[float]]]:
+    """Provider to the times of the winner and its own in the rounds that both ran."""
+    won = section.winner
+    if won is None:
+        return {}
+    found = {}
+    for row in section.rows:
+        if row["baseline"] and row["rank"]:
+            ours, its = common_rounds(won["trial"], row["trial"])
+            if len(its) >= _FEWEST_ROUNDS:
+                found[row["provider"]] = ours, its
+    return found
+
+
+def _log_ratio(rounds: tuple[list[float], list[float]]) -> tuple[float, float, float]:
+    """Median of the logarithm of (ours / the peer's), and its 95 % sign interval."""
+    ours, peers = rounds
+    low, high = ratio_interval(ours, peers)
+    middle = median(a / b for a, b in zip(ours, peers, strict=True))
+    return math.log(middle), math.log(low), math.log(high)
+
+
+def _changed(old: Row, new: Row) -> str:
+    """A clause that another candidate wins now, or nothing."""
+    if (old["kernel"], old["config"]) == (new["kernel"], new["config"]):
+        return ""
+    names = [f"{row['kernel']} {row['config']}".strip() for row in (old, new)]
+    return f"; the best was {names[0]}, is {names[1]}"

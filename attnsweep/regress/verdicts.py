@@ -1,0 +1,356 @@
+"""Verdicts on a change, problem by problem, as terminal lines, Markdown, JSON and JUnit XML.
+
+They come from code timed in turns (live.py) or from two recorded runs (recorded.py). Needs no GPU.
+Times are microseconds of one call. GitHub Actions gets annotations and a summary of the job:
+https://docs.github.com/en/actions/reference/workflows-and-actions/workflow-commands
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from attnsweep.core.errors import StoreError, ToolchainError
+from attnsweep.core.files import install_command
+from attnsweep.core.trial import Environment
+from attnsweep.reports.terminal import GLUE, aligned, wrap
+from attnsweep.reports.text import Row, figure
+
+
+class Verdict(StrEnum):
+    """The verdict on one problem."""
+
+    PASS = "pass"
+    REGRESSION = "regression"
+    WRONG = "wrong"  # does not compile or run, breaks the spec's rules, or gives wrong results
+    IMPROVEMENT = "improvement"
+    INCONCLUSIVE = "inconclusive"
+
+
+EXIT = {Verdict.REGRESSION: 1, Verdict.WRONG: 1, Verdict.INCONCLUSIVE: 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The finding for one problem. ratio: new time over old; low, high: its limits with drift.
+
+    rounds: number of rounds in which both were timed in turns. drift: range of the drift between
+    two recorded sessions. slower: this problem's own threshold. budget_ended: whether the check's
+    time ended before this was decided.
+    """
+
+    label: str
+    verdict: Verdict
+    why: str
+    old: Row | None = None
+    new: Row | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    drift: tuple[float, float] | None = None
+    rounds: int | None = None
+    slower: float | None = None
+    budget_ended: bool = False
+
+    @property
+    def line(self) -> str:
+        """The finding in a line, as it is printed when it is there."""
+        ratio = "" if self.ratio is None else f", {self.ratio:.3f} times the old time"
+        return f"{self.label}: {self.verdict.value}{ratio}{f': {self.why}' if self.why else ''}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as plain data."""
+        return {
+            "problem": self.label,
+            "verdict": self.verdict.value,
+            "why": self.why,
+            "old": _plain(self.old),
+            "new": _plain(self.new),
+            "ratio": self.ratio,
+            "interval": None if self.low is None else [self.low, self.high],
+            "drift": None if self.drift is None else list(self.drift),
+            "rounds": self.rounds,
+            "slower": self.slower,
+            "budget_ended": self.budget_ended,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All problems, and the differences between the two sides.
+
+    old, new: run directories; with live timing, new is the spec. slower: the threshold, a share.
+    damage: parts of the runs that could not be read, and that may matter. budget_s, took_s: of the
+    whole check, if it measured.
+    """
+
+    old: Path
+    new: Path
+    slower: float
+    findings: tuple[Finding, ...]
+    differences: tuple[str, ...]
+    interval: str = "interval"
+    proves: str = ""
+    does_not_prove: str = ""
+    damage: tuple[str, ...] = ()
+    budget_s: float | None = None
+    took_s: float | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a problem regressed or is wrong; otherwise 4 if one is inconclusive; otherwise 0.
+
+        Also 4 if there is nothing to compare, or if a run is damaged.
+        """
+        codes = {EXIT.get(finding.verdict, 0) for finding in self.findings}
+        unsure = 4 in codes or not self.findings or bool(self.damage)
+        return 1 if 1 in codes else 4 if unsure else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as plain data: stable keys, None for unknown values."""
+        return {
+            "old": str(self.old),
+            "new": str(self.new),
+            "slower": self.slower,
+            "exit_code": self.exit_code,
+            "budget_s": self.budget_s,
+            "took_s": None if self.took_s is None else round(self.took_s, 3),
+            "problems": [finding.to_json() for finding in self.findings],
+            "differences": list(self.differences),
+            "damage": list(self.damage),
+            "proves": self.proves,
+            "does_not_prove": self.does_not_prove,
+        }
+
+    def _rows(self) -> list[list[str]]:
+        paired = any(f.rounds is not None for f in self.findings)
+        last = "rounds" if paired else "drift"
+        rows = [["problem", "old µs", "new µs", "new/old", self.interval, last, "verdict"]]
+        for f in self.findings:
+            times = [
+                "–" if row is None or row["time_us"] is None else figure(row["time_us"], 4)
+                for row in (f.old, f.new)
+            ]
+            ratio = "–" if f.ratio is None else f"{f.ratio:.3f}"
+            interval = "–" if f.low is None or f.high is None else f"{f.low:.3f}–{f.high:.3f}"
+            of = "–" if f.drift is None else f"{f.drift[0]:.3f}–{f.drift[1]:.3f}"
+            if paired:
+                of = "–" if f.rounds is None else str(f.rounds)
+            rows.append([f.label, *times, ratio, interval, of, f.verdict.value])
+        return rows
+
+    def _notes(self) -> list[str]:
+        notes = [f"{f.label}: {f.why}" for f in self.findings if f.why]
+        counts = Counter(finding.verdict for finding in self.findings)
+        said = [f"{counts[verdict]}{GLUE}{verdict}" for verdict in Verdict if counts[verdict]]
+        notes.append(f"{', '.join(said) or 'no problem to compare'}; slower means more than "
+                     f"{100 * self.slower:g}{GLUE}%")  # fmt: skip
+        notes += [
+            f"{f.label}: slower means more than {100 * f.slower:g}{GLUE}%"
+            for f in self.findings
+            if f.slower is not None
+        ]
+        if self.budget_s is not None and self.took_s is not None:
+            notes.append(f"took {self.took_s:.0f}{GLUE}s, budget {self.budget_s:g}{GLUE}s")
+        late = [f.label for f in self.findings if f.budget_ended]
+        if late:
+            notes.append(
+                f"the budget ended before {len(late)} of {len(self.findings)} problems were "
+                f"decided, raise --budget-s: {'; '.join(late)}"
+            )
+        if self.damage:
+            notes.append("inconclusive, a run is damaged: restore it, or record it again")
+            notes += self.damage
+        return [*notes, *(f"the two differ: {line}" for line in self.differences)]
+
+    def lines(self, width: int) -> list[tuple[str, str]]:
+        """Lines for a terminal, each with its style."""
+        styles = {
+            Verdict.REGRESSION: "bold red",
+            Verdict.WRONG: "bold red",
+            Verdict.IMPROVEMENT: "bold green",
+            Verdict.INCONCLUSIVE: "yellow",
+            Verdict.PASS: "",
+        }
+        header, *body = aligned(self._rows(), "lrrrrrl", width, shrink=(0,))
+        out = [(line, "dim") for line in wrap(f"{self.old} → {self.new}", width)]
+        out.append((header, "bold"))
+        for finding, line in zip(self.findings, body, strict=True):
+            out.append((line, styles[finding.verdict]))
+        out += [(line, "") for note in self._notes() for line in wrap(note, width)]
+        said = (self.proves, self.does_not_prove)
+        return out + [(line, "dim") for text in said for line in wrap(text, width)]
+
+    def to_markdown(self) -> str:
+        """Markdown for a page or a job's summary."""
+        header, *body = self._rows()
+        rows = [header, ["---", *["---:"] * 5, "---"], *body]
+        table = [f"| {' | '.join(map(markdown, r))} |" for r in rows]
+        notes = [f"- {markdown(note)}" for note in self._notes()]
+        title = f"# {markdown(f'{self.old} → {self.new}')}"
+        text = "\n".join(
+            [title, "", *table, "", *notes, "", f"{self.proves} {self.does_not_prove}"]
+        )
+        return text.replace(GLUE, " ") + "\n"
+
+    def to_junit(self) -> str:
+        """JUnit XML with a case per problem.
+
+        A regression or a wrong result is a failure; inconclusive is an error. Raises ToolchainError
+        without the `ci` extra.
+        """
+        try:
+            import junitparser
+        except ImportError as error:
+            raise ToolchainError(
+                "JUnit XML needs junitparser", hint=install_command("ci")
+            ) from error
+        suite = junitparser.TestSuite("attnsweep check")
+        suite.add_property("old", str(self.old))
+        suite.add_property("new", str(self.new))
+        suite.add_property("slower", f"{self.slower:g}")
+        header, *body = self._rows()
+        for finding, cells in zip(self.findings, body, strict=True):
+            case = junitparser.TestCase(finding.label, classname="attnsweep.regress")
+            if finding.verdict in (Verdict.REGRESSION, Verdict.WRONG):
+                case.result = [junitparser.Failure(_xml(finding.why), finding.verdict.value)]
+            elif finding.verdict is Verdict.INCONCLUSIVE:
+                case.result = [junitparser.Error(_xml(finding.why), finding.verdict.value)]
+            facts = [f"{name}: {cell}" for name, cell in zip(header, cells, strict=True)]
+            case.system_out = _xml("\n".join([*facts, finding.why]))
+            suite.add_testcase(case)
+        if self.damage:
+            case = junitparser.TestCase("the runs can be read", classname="attnsweep.regress")
+            case.result = [junitparser.Error(_xml(self.damage[0]), Verdict.INCONCLUSIVE.value)]
+            case.system_out = _xml("\n".join(self.damage))
+            suite.add_testcase(case)
+        xml: Any = junitparser.JUnitXml("attnsweep")
+        xml.add_testsuite(suite)
+        xml.update_statistics()
+        text: bytes = xml.tostring()
+        return text.decode("utf-8")
+
+
+_MARKDOWN = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|"} | {"<": "&lt;", "&": "&amp;"})
+
+
+def markdown(text: str) -> str:
+    """The text on one line, as Markdown that shows it literally: compilers and files write it."""
+    return " ".join(text.split()).translate(_MARKDOWN)
+
+
+def _xml(text: str) -> str:
+    """The text without characters that XML cannot hold, which compilers and damaged files print."""
+    return "".join(c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def percent(ratio: float) -> str:
+    """`3.0 %` for 1.03 and for 0.97: the change as a share of the old time, faster or slower."""
+    return f"{100 * abs(ratio - 1):.1f} %"
+
+
+def change(ratio: float) -> str:
+    """`3.0 % slower` for 1.03, `3.0 % faster` for 0.97."""
+    return f"{percent(ratio)} {'slower' if ratio >= 1 else 'faster'}"
+
+
+def at_least(ratio: float) -> str:
+    """`slower by at least 3.0 %` for 1.03, `faster by at least 3.0 %` for 0.97."""
+    return f"{'slower' if ratio >= 1 else 'faster'} by at least {percent(ratio)}"
+
+
+def other_card(old: Environment | None, new: Environment | None) -> str | None:
+    """The reason why both cannot be shown to be from the same kind of card, or None."""
+    if old is None or new is None:
+        return "a run has no usable environment.json, so its GPU is unknown"
+    if old.gpu != new.gpu:
+        return f"measured on another GPU: {old.gpu}, then {new.gpu}"
+    return None
+
+
+def other_protocol(old: Environment | None, new: Environment | None) -> str | None:
+    """The reason why the times of two runs were taken by other rules, or None."""
+    if old is None or new is None or old.protocol == new.protocol:
+        return None
+    by = [f"protocol {run.protocol}" if run.protocol else "one before 4" for run in (old, new)]
+    return f"timed by another protocol: {by[0]}, then {by[1]}; record the older run anew"
+
+
+def differences(old: Environment | None, new: Environment | None) -> list[str]:
+    """`driver 580 → 590`: differences between two environments that could matter."""
+    if old is None or new is None:
+        return []
+    names = ("gpu", "driver", "cuda", "nvrtc", "attnsweep", "clock_hz", "host_cores")
+    pairs = [(name, getattr(old, name), getattr(new, name)) for name in names]
+    for name in dict.fromkeys([*old.packages, *new.packages]):
+        pairs.append((name, old.packages.get(name, "absent"), new.packages.get(name, "absent")))
+    return [f"{name} {was} → {now}" for name, was, now in pairs if was != now]
+
+
+def _plain(row: Row | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    kept = ("kernel", "config", "time_us", "spread_us", "rounds", "registers", "smem_bytes")
+    return {name: row[name] for name in kept}
+
+
+ACTIONS_VARIABLE = "GITHUB_ACTIONS"
+SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
+_KINDS = {
+    Verdict.WRONG: "error",
+    Verdict.REGRESSION: "error",
+    Verdict.INCONCLUSIVE: "warning",
+}
+
+
+def commands(compared: Comparison) -> list[str]:
+    """`::error` for each wrong or slower problem, `::warning` for each inconclusive one.
+
+    Errors first: GitHub shows ten of a kind and step. Empty outside of GitHub Actions.
+    """
+    if os.environ.get(ACTIONS_VARIABLE) != "true":
+        return []
+    out = []
+    for verdict, kind in _KINDS.items():
+        for finding in compared.findings:
+            if finding.verdict is verdict:
+                ratio = "" if finding.ratio is None else f", {finding.ratio:.3f} times the old time"
+                text = f"{verdict.value}{ratio}: {finding.why}"
+                out.append(_command(kind, f"attnsweep: {finding.label}", text))
+    if compared.damage:
+        text = "\n".join(compared.damage)
+        out.append(_command("warning", "attnsweep: a run is damaged", text))
+    elif not compared.findings:
+        out.append(_command("warning", "attnsweep", "no problem to compare"))
+    return out
+
+
+def _command(kind: str, title: str, text: str) -> str:
+    """A workflow command on one line, whatever the text holds."""
+    safe_title = _escaped(title).replace(":", "%3A").replace(",", "%2C")
+    return f"::{kind} title={safe_title}::{_escaped(text)}"
+
+
+def _escaped(text: str) -> str:
+    plain = text.replace(GLUE, " ").replace("%", "%25")
+    return plain.replace("\r", "%0D").replace("\n", "%0A")
+
+
+def summarise(text: str) -> None:
+    """Add Markdown to the job's summary, if there is one. Raises StoreError."""
+    path = os.environ.get(SUMMARY_VARIABLE)
+    if not path:
+        return
+    try:
+        with open(path, "a", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write the job's summary: {error.strerror}",
+            where=path,
+            hint=f"unset {SUMMARY_VARIABLE}, or give --markdown FILE",
+        ) from error

@@ -1,0 +1,408 @@
+"""One HTML page of a run: tables in its text, plots drawn by Vega-Lite in the reader's browser.
+
+Everything is inside the one file: it opens without a network, and its own security policy forbids
+one. Vega-Lite comes from the `vl-convert-python` package; this repository holds no copy. Needs no
+GPU and no CUDA. Times are microseconds of one call.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attnsweep import __version__
+from attnsweep.choose.columns import named
+from attnsweep.choose.ranking import rank
+from attnsweep.core.errors import StoreError, ToolchainError
+from attnsweep.core.files import install_command, write_file
+from attnsweep.core.trial import Status
+from attnsweep.reports import gains
+from attnsweep.reports.frontier import frontier_lines
+from attnsweep.reports.html_data import data_of, own_settings, reason_of
+from attnsweep.reports.left_out import judged_line, rest_line, searched_lines
+from attnsweep.reports.plots import PlotLibrary
+from attnsweep.reports.tables import LEGEND, table
+from attnsweep.reports.terminal import GLUE
+from attnsweep.reports.text import (
+    Row,
+    Section,
+    absent_baselines,
+    bound_line,
+    by_problem,
+    conditions_line,
+    faster_peer,
+    figure,
+    heading,
+    peer_lines,
+    ratio_text,
+    recorded_lines,
+    tie_line,
+    who,
+    winner_lines,
+)
+from attnsweep.store.outputs import refuse_recorded
+from attnsweep.store.run import Run
+
+ASSETS = Path(__file__).parent / "assets"
+# Most rows of all tables together: 0.5 MB of HTML. With many tables, each has fewer rows.
+_MAX_ROWS = 1500
+# Up to this many problems have their tables in the page's text; the tables of later ones are
+# packed, because 1,000 would take 5 MB.
+_INLINE = 60
+# Columns of numbers before a table's configs: time, its spread, × base, its interval.
+_BEFORE = 4
+# Most reasons listed per problem.
+_MAX_REASONS = 40
+
+
+def write(
+    run: Run,
+    path: Path,
+    *,
+    top: int = 10,
+    target_us: float | None = None,
+    plots: PlotLibrary | None = None,
+) -> int:
+    """Write the page of `run` to `path`, in one step, and return its size in bytes.
+
+    top: candidates per ranked table, fewer if there are many problems. target_us: reference time
+    for the ladder (default: each problem's fastest peer known). plots: a library that was started
+    earlier, to save waiting for it. Raises ToolchainError if the packages of the `html` extra are
+    missing, StoreError if `path` cannot be written.
+    """
+    refuse_recorded(path)
+    data = render(run, top=top, target_us=target_us, plots=plots).encode("utf-8", "replace")
+    try:
+        write_file(path, data)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write the page: {error.strerror}",
+            where=str(path),
+            hint="give --html a file in a writable directory",
+        ) from error
+    return len(data)
+
+
+def check(path: Path) -> None:
+    """Raise what `write` would raise, before the work that the page is about.
+
+    ToolchainError without Jinja2, StoreError if `path` cannot be written.
+    """
+    _jinja()
+    refuse_recorded(path)
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = "is a directory" if path.is_dir() else f"{folder} is no writable directory"
+        raise StoreError(
+            f"cannot write the page: {why}",
+            where=str(path),
+            hint="give --html a file in a writable directory",
+        )
+
+
+def _jinja() -> Any:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ToolchainError("an HTML page needs Jinja2", hint=install_command("html")) from error
+    return jinja2
+
+
+def render(
+    run: Run,
+    *,
+    top: int = 10,
+    target_us: float | None = None,
+    plots: PlotLibrary | None = None,
+) -> str:
+    """The page's text; the same run gives the same text."""
+    jinja2 = _jinja()
+    plots = plots or PlotLibrary()
+    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+    rungs = _kernel_order(run)
+    per_problem = max(1, min(top, _MAX_ROWS // max(1, len(sections)) - 8))
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ASSETS),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    problems = [_problem(section, per_problem, rungs, target_us, run) for section in sections]
+    one = templates.get_template("problem.html")
+    later = [one.render(p=p, index=i) for i, p in enumerate(problems) if i >= _INLINE]
+    text: str = templates.get_template("page.html").render(
+        run=run,
+        name=run.directory.resolve().name,
+        environment=run.environment,
+        facts=_provenance(run),
+        counts=Counter(row["status"] for s in sections for row in s.rows if not row["baseline"]),
+        candidates=sum(not row["baseline"] for s in sections for row in s.rows),
+        problems=problems,
+        gains=_gains(sections, run),
+        legend=LEGEND.replace(GLUE, " "),
+        version=__version__,
+        styles=(ASSETS / "page.css").read_text(),
+        plots=plots.text(),
+        script=(ASSETS / "page.js").read_text(),
+        inline=_INLINE,
+        packed=_packed({"run": data_of(sections, run.spec_text, run.trials), "problems": later}),
+    )
+    return text
+
+
+def _packed(data: object) -> str:
+    """Gzipped JSON in base64: a tenth of the size for 10,000 candidates, and no `<` to escape."""
+    text = json.dumps(data, separators=(",", ":")).encode()
+    return base64.b64encode(gzip.compress(text, mtime=0)).decode()
+
+
+# -- the template's data --------------------------------------------------------------------
+
+
+def _provenance(run: Run) -> list[tuple[str, str]]:
+    """Name and value of where, with what and when the run was measured."""
+    where = run.environment
+    if where is None:
+        return []
+    facts = [
+        ("GPU", where.gpu),
+        ("architecture", where.arch),
+        ("driver", where.driver),
+        ("CUDA", where.cuda),
+        ("NVRTC", where.nvrtc),
+        ("measured", where.date.replace("T", " ").replace("Z", " UTC")),
+        ("SMs", f"{where.sm_count}"),
+        ("clock", f"{where.clock_hz / 1e6:.0f} MHz"),
+        ("memory", f"{where.memory_bytes / 2**30:.0f} GiB"),
+        ("memory rate", f"{where.memory_bytes_per_second / 1e12:.2f} TB/s"),
+        ("L2", f"{where.l2_bytes / 2**20:.0f} MiB"),
+        ("host cores", f"{where.host_cores}"),
+        ("attnsweep", where.attnsweep),
+        ("Python", where.python),
+    ]
+    return facts + sorted(where.packages.items())
+
+
+def _kernel_order(run: Run) -> list[str]:
+    """The families in the spec's order, which is that of the ladder, then others as they appear."""
+    try:
+        kernels = yaml.safe_load(run.spec_text or "")["kernels"]
+        order = [str(name) for name in kernels]
+    except (yaml.YAMLError, TypeError, KeyError):
+        order = []
+    there = dict.fromkeys(t.kernel for t in run.trials if t.provider == "attnsweep")
+    return [name for name in dict.fromkeys([*order, *there]) if name in there]
+
+
+def _problem(
+    section: Section, top: int, rungs: Sequence[str], target_us: float | None, run: Run
+) -> dict[str, Any]:
+    label, *facts = heading(section)
+    shown = section.shown(top)
+    lines, _, legend = table(section, shown, names=False) if shown else ([], "", [])
+    won, best = section.winner, section.best_baseline
+    notes = [
+        *winner_lines(section)[1 if won else 0 :],
+        tie_line(section, shown),
+        *frontier_lines(section),
+        rest_line(section, shown, "the list below has all of them"),
+        *searched_lines(section),
+        judged_line(section.rows),
+        *peer_lines(section),
+        *absent_baselines(section),
+        *recorded_lines(section),
+    ]
+    lines_of_bound = [bound_line(section), conditions_line(section)]
+    return {
+        "label": label,
+        "facts": " · ".join(facts),
+        "lines": [_plain(line) for line in lines_of_bound if line],
+        "winner": won and {**won, "who": who(won), "key": _key_figures(section, won)},
+        "best": best and {**best, "who": who(best)},
+        "faster_peer": faster_peer(section),
+        "ratio": won["ratio_to_best_baseline"] if won and best else None,
+        "ratio_text": ratio_text(won, name=False) if won else None,
+        "header": _in_order(lines[0]) if lines else [],
+        "rows": [
+            (
+                _in_order(cells),
+                "winner" if row["winner"] else "baseline" * row["baseline"],
+                row["config"],
+            )
+            for row, cells in zip(shown, lines[1:], strict=True)
+        ],
+        "legend": legend,
+        "notes": [_plain(note.lstrip("*= ")) for note in notes if note],
+        "candidates": sum(not row["baseline"] for row in section.rows),
+        "reasons": _reasons(section),
+        "ladder": _ladder(section, rungs, target_us),
+        "ruled_out": _ruled_out(run, section.problem.label),
+    }
+
+
+def _gains(sections: Sequence[Section], run: Run) -> dict[str, Any] | None:
+    """What a program gains: the table's header, rows and total, and its sentences."""
+    found = gains.gains(sections, run.spec_text)
+    if found is None:
+        return None
+    header, *rows, total = gains.table(found)
+    said = [_plain(line).strip() for line in gains.sentences(found)]
+    sides = ["r" if side == "r" else "" for side in gains.ALIGN]
+    return {"header": header, "rows": rows, "total": total, "said": said, "sides": sides}
+
+
+def _in_order(cells: Sequence[str]) -> list[str]:
+    """Rank, kernel, the first numbers, config, the rest: a narrow window shows the first cells."""
+    rank, kernel, config, *numbers = cells
+    return [rank, kernel, *numbers[:_BEFORE], config, *numbers[_BEFORE:]]
+
+
+def _plain(line: str) -> str:
+    return line.replace(GLUE, " ")
+
+
+def _key_figures(section: Section, row: Row) -> list[tuple[str, str]]:
+    """The figures shown first for a winner: each figure and its meaning."""
+    best = section.best_baseline
+    out = [(f"{figure(row['time_us'], 4)} µs", "a call")]
+    if best is not None and row["ratio_of"] is not None:
+        interval = ratio_text(row, name=False).partition("×")[2]
+        shown = ratio_text(row, name=False, interval=False)
+        out.append((shown, f"the speed of {who(best)}{interval}"))
+    if row["bound_share"] is not None:
+        out.append((f"{100 * row['bound_share']:.0f} %", f"of the bound by {row['bound']}"))
+    out += [
+        (f"{figure(row['tflops'], 3)} TFLOP/s", "without masked scores"),
+        (f"{figure(row['us_per_head'], 3)} µs", "a head"),
+    ]
+    if section.problem.batch > 1:
+        out.append((f"{figure(row['us_per_sequence'], 3)} µs", "a sequence"))
+    if row["trial"].chained_us is not None:
+        out.append((f"{figure(row['trial'].chained_us, 3)} µs", "chained, not ranked"))
+    return out
+
+
+def _reasons(section: Section) -> list[dict[str, Any]]:
+    """The reasons why candidates have no rank: one entry per status, family and cause.
+
+    Reasons that differ only in their numbers have one cause, and the first of them stands for it.
+    """
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in section.rows:
+        if row["status"] != Status.OK and not row["baseline"]:
+            cause = re.sub(r"\d[\d.e+-]*", "#", reason_of(row))
+            groups.setdefault((row["status"], row["kernel"], cause), []).append(row)
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    out = [
+        {
+            "status": status.replace("_", " "),
+            "kernel": kernel,
+            "reason": reason_of(rows[0]) or "no reason given",
+            "count": len(rows),
+            "config": named(own_settings(section, rows[0])) or rows[0]["config"],
+        }
+        for (status, kernel, _), rows in ordered[:_MAX_REASONS]
+    ]
+    rest = ordered[_MAX_REASONS:]
+    if rest:
+        count = sum(len(rows) for _, rows in rest)
+        reason = f"{len(rest)} more reasons in the list of every candidate"
+        out.append({"status": "…", "kernel": "", "reason": reason, "count": count, "config": ""})
+    return out
+
+
+def _ruled_out(run: Run, label: str) -> list[dict[str, Any]]:
+    """Configs that were no candidates, from the run's spaces: an entry per family, by its rules."""
+    out = []
+    for facts in run.spaces:
+        if facts.get("problem") != label:
+            continue
+        removed = facts.get("removed") or {}
+        words = ", ".join(f"{rule} {count:,}" for rule, count in removed.items() if count)
+        refused = facts.get("refused")
+        if words or refused:
+            out.append(
+                {
+                    "kernel": facts.get("kernel"),
+                    "configs": facts.get("configs"),
+                    "candidates": facts.get("candidates"),
+                    "why": f"cannot run this: {refused}" if refused else words,
+                }
+            )
+    return out
+
+
+def _ladder(section: Section, rungs: Sequence[str], target_us: float | None) -> dict[str, Any]:
+    """The best of each family in the given order, and its distance to the target."""
+    best = section.best_baseline
+    target, of = target_us, "the given target"
+    if target is None and best is not None:
+        target, of = best["time_us"], f"{who(best)}, the fastest peer known"
+    rows = {row["kernel"]: row for row in section.best_of_families}
+    steps: list[dict[str, Any]] = []
+    before: float | None = None
+    for kernel in rungs:
+        mine = [row for row in section.rows if row["kernel"] == kernel and not row["baseline"]]
+        if not mine:
+            continue
+        step: dict[str, Any] = {"who": kernel, "us": None, "tried": len(mine)}
+        steps.append(step)
+        row = rows.get(kernel)
+        if row is None:
+            step["failed"] = ", ".join(
+                f"{n} {status.replace('_', ' ')}"
+                for status, n in Counter(row["status"] for row in mine).most_common()
+            )
+            continue
+        us = row["time_us"]
+        used = row["trial"].resources
+        stages = [*used.stages.values()] if used is not None else []
+        size = _sum_of(stages, "cubin_bytes")
+        step |= {
+            "who": who(row),
+            "us": figure(us, 4),
+            "config": row["config"],
+            "registers": row["registers"],
+            "spill_bytes": row["spill_bytes"],
+            "cubin": None if size is None else f"{size / 1024:.0f}K",
+            "branches": _sum_of(stages, "predicated_branches"),
+            "gain": None if before is None else _times(before / us),
+            "distance": None if target is None else _distance(us, target),
+            "met": target is not None and us <= target,
+            "share": None if target is None else min(1.0, target / us),
+        }
+        before = us if before is None else min(before, us)
+    return {
+        "steps": steps,
+        "has_branches": any(step.get("branches") is not None for step in steps),
+        "target": None if target is None else f"{figure(target, 4)} µs",
+        "of": of,
+    }
+
+
+def _sum_of(stages: Sequence[Mapping[str, float]], measure: str) -> int | None:
+    """Sum of a measure over the stages; None if a stage lacks it."""
+    if not stages or any(measure not in stage for stage in stages):
+        return None
+    return int(sum(stage[measure] for stage in stages))
+
+
+def _distance(us: float, target: float) -> str:
+    """`2.13×`, `3.1 % over`, or a text that the target is met."""
+    if us <= target:
+        return f"met, {100 * (1 - us / target):.1f} % below"
+    return _times(us / target) if us > 1.1 * target else f"{100 * (us / target - 1):.1f} % over"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}×" if ratio < 10 else f"{figure(ratio, 3)}×"

@@ -1,0 +1,484 @@
+"""Ranked tables of a run: terminal, Markdown, CSV and JSON, all from the one DataFrame of `rank`.
+
+Needs no GPU and no CUDA. Times are microseconds of one call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pandas
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from attnsweep.choose.columns import named, value_text
+from attnsweep.choose.ranking import rank
+from attnsweep.core.trial import Environment, Trial
+from attnsweep.reports import cards, gains
+from attnsweep.reports.frontier import frontier_lines, frontier_points
+from attnsweep.reports.left_out import judged_line, rest_line, searched_lines
+from attnsweep.reports.terminal import GLUE, aligned, counted, cut, wrap
+from attnsweep.reports.text import (
+    Row,
+    Section,
+    absent_baselines,
+    apart,
+    bound_line,
+    by_problem,
+    conditions_line,
+    decimals_for,
+    failures,
+    failures_in_full,
+    faster_peer,
+    figure,
+    heading,
+    marks,
+    peer_lines,
+    place_of,
+    ratio_text,
+    recorded_lines,
+    tie_line,
+    who,
+    winner_lines,
+)
+from attnsweep.store.run import Run
+
+NONE = "–"
+MARKDOWN_TOP = 20
+# From this width on, the summary of several problems has the intervals of its ratios.
+_WIDE = 100
+LEGEND = (
+    "~ not timed in the rounds of the finals · ± half the interquartile range of the rounds, – if "
+    "timed once · × base: time of the fastest peer known over this one, paired by rounds; ~ of "
+    f"medians, ≥ at least, because that peer is noisy · 95{GLUE}%: interval of × base, of fewer "
+    f"than 6 rounds their range · regs, smem: the largest stage · %{GLUE}bound: 100 is at the bound"
+    " · eager: host time to issue one call, next to which the device works · ranks follow the "
+    "paired rounds, so a row with a lower median can rank below another"
+)
+
+
+def print_run(run: Run, console: Console, *, top: int = 10) -> None:
+    """Print every problem's ranked table as wide as `console`, and a summary of several.
+
+    top: candidates per table. Baselines are always shown, and every tie for the first place is
+    named. Without a terminal the same text has no ANSI codes.
+    """
+    csv = run.directory / "ranking.csv"
+    more = f"all of them: {csv}" if csv.is_file() else "--top shows more of them, --json all"
+    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+    width = console.width
+
+    def say(line: str, style: str = "") -> None:
+        console.print(Text(line, style=style), no_wrap=True, overflow="ellipsis", crop=True)
+
+    for line in wrap(f"{run.directory}: {counted(len(run.trials), 'trial')}", width):
+        say(line, "dim")
+    for section in sections:
+        for text, style in _terminal(section, width, top, more):
+            say(text, style)
+        say("")
+    if len(sections) > 1:
+        header, *body = _summary(sections, intervals=width >= _WIDE)
+        table = aligned([header, *body], "lrrrll", width, shrink=(5, 4, 0))
+        for number, line in enumerate(table):
+            say(line, "" if number else "bold")
+    several = cards.by_card(run.trials, sections)
+    if several is not None:
+        say("")
+        for number, line in enumerate(aligned(several.rows(), cards.ALIGN, width, shrink=(4, 2))):
+            say(line, "" if number else "bold")
+        for line in wrap(several.sentence, width):
+            say(line)
+    _print_gains(gains.gains(sections, run.spec_text), width, say)
+    if any(section.shown(top) for section in sections):
+        for line in wrap(LEGEND, width):
+            say(line, "dim")
+
+
+def first_rows(
+    trials: Sequence[Trial], environment: Environment, width: int, top: int = 3
+) -> list[tuple[str, str]]:
+    """The table of one problem's best rows and its peers: lines with their rich styles."""
+    (section,) = by_problem(rank(trials, environment), environment)
+    shown = section.shown(top)
+    if not shown:
+        return []
+    (header, *lines), _ = _table(section, shown, width)
+    return [(header, "bold"), *_styled(section, shown, lines)]
+
+
+def ranked_rows(trials: Sequence[Trial], environment: Environment, top: int = 3) -> list[Row]:
+    """The same rows as plain data."""
+    (section,) = by_problem(rank(trials, environment), environment)
+    return [_json_row(row) for row in section.shown(top)]
+
+
+def _print_gains(found: gains.Gains | None, width: int, say: Callable[[str, str], None]) -> None:
+    if found is None:
+        return
+    say("", "")
+    say("gain of the program", "bold")
+    lines = aligned(gains.table(found), gains.ALIGN, width, shrink=gains.SHRINK)
+    for number, line in enumerate(lines):
+        say(line, "bold" if number in (0, len(lines) - 1) else "")
+    first, *rest = gains.sentences(found)
+    for sentence in (first, *rest):
+        for line in wrap(sentence, width):
+            say(line, "bold" if sentence is first else "")
+
+
+def files(run: Run) -> dict[str, str]:
+    """Names and texts of the files that a finished run keeps: ranking.csv and ranking.md."""
+    ranking = rank(run.trials, run.environment)
+    return {
+        "ranking.csv": to_csv(ranking),
+        "ranking.md": to_markdown(ranking, run.environment, run.spaces, spec_text=run.spec_text),
+    }
+
+
+def to_csv(ranking: pandas.DataFrame) -> str:
+    """Every row, ranked or not, in full precision; chained_us stands behind the other times."""
+    plain = ranking.drop(columns="trial")
+    chained = [trial.chained_us for trial in ranking["trial"]]
+    plain.insert(list(plain.columns).index("eager_us") + 1, "chained_us", chained)
+    return plain.to_csv(index=False, lineterminator="\n")
+
+
+def to_json(run: Run) -> dict[str, Any]:
+    """The run as plain data: stable keys, None for unknown values. Times in microseconds.
+
+    {"run", "environment", "problems": [{"problem", "label", "bounds_us", "winner", "ranking",
+    "counts"}], "warnings"}; ranking holds every row, with rank None for a row without one. A run
+    whose spec counts a program's calls has "gains" too, and one of several cards "by_card".
+    """
+    sections = by_problem(rank(run.trials, run.environment), run.environment, run.spaces)
+    found = gains.gains(sections, run.spec_text)
+    several = cards.by_card(run.trials, sections)
+    return {
+        "run": str(run.directory),
+        "environment": run.environment.model_dump(mode="json") if run.environment else None,
+        "problems": [
+            {
+                "problem": asdict(section.problem),
+                "label": section.problem.label,
+                "bounds_us": section.bounds_us,
+                "winner": _json_row(section.winner) if section.winner else None,
+                "ranking": [_json_row(row) for row in section.rows],
+                "counts": dict(Counter(row["status"] for row in section.rows)),
+                **({"frontier": points} if (points := frontier_points(section)) else {}),
+            }
+            for section in sections
+        ],
+        "warnings": list(run.warnings),
+        **({} if found is None else {"gains": gains.to_json(found)}),
+        **({} if several is None else {"by_card": several.to_json()}),
+    }
+
+
+def _json_row(row: Row) -> Row:
+    trial = row["trial"]
+    plain = {name: value for name, value in row.items() if name not in ("problem", "trial")}
+    mappings = ("config", "variant", "stages_us", "schedule")
+    plain["chained_us"] = trial.chained_us
+    plain["judged"] = trial.accuracy.judged if trial.accuracy else None
+    return plain | {name: dict(getattr(trial, name)) for name in mappings}
+
+
+# -- one problem ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of numbers. digits: significant digits of its best rows (0: `form` writes the cell).
+
+    The fastest rows, which matter most, set the number of decimals for all. A slow row may have
+    more digits than it needs.
+    """
+
+    name: str
+    header: str
+    digits: int = 0
+    form: Callable[[Any], str] = "{}".format
+    mark: Callable[[Row], str] = lambda _: ""
+    """What stands before a value."""
+    after: Callable[[Row], str] = lambda _: ""
+    most: int = 3
+    """Most decimals. A time has no more than its clock resolves."""
+
+    def cells(self, rows: Sequence[Row]) -> list[str]:
+        values = [row[self.name] for row in rows]
+        form = self.form
+        by_time = sorted((row for row in rows if row[self.name]), key=lambda row: row["time_us"])
+        best = [row[self.name] for row in by_time[:_BEST]]
+        if self.digits:
+            form = f"{{:.{decimals_for(min(best, default=None), self.digits, self.most)}f}}".format
+        return [
+            NONE if value is None else self.mark(row) + form(value) + self.after(row)
+            for row, value in zip(rows, values, strict=True)
+        ]
+
+
+# The smallest value among this many of the fastest rows sets the decimals.
+_BEST = 3
+# In order of need: on a narrow terminal the last columns go first. Rates and shares are the time in
+# other units, so other facts (spread, registers, memory) stay longer than most of them.
+_BY_NEED = [
+    _Column("time_us", "µs", 4, mark=lambda row: "~" * apart(row)),
+    _Column(
+        *("ratio_to_best_baseline", "× base"),
+        form="{:.2f}".format,
+        mark=lambda row: {"bound": "≥", "medians": "~"}.get(row["ratio_of"], ""),
+    ),
+    _Column("spread_us", "±", 2),
+    _Column("energy_uj", "mJ", form=lambda uj: f"{uj / 1e3:.4g}"),
+    _Column("power_w", "W", form="{:.0f}".format),
+    _Column(
+        *("ratio_low", f"95{GLUE}%"),
+        form="{:.2f}".format,
+        after=lambda row: f"–{row['ratio_high']:.2f}",
+    ),
+    _Column("tflops", "TFLOP/s", 4),
+    _Column("registers", "regs"),
+    _Column("smem_bytes", "smem", form=lambda nbytes: f"{nbytes / 1024:.0f}K"),
+    _Column("us_per_head", "µs/head", 3, most=5),
+    _Column("bound_share", "% bound", form=lambda share: f"{100 * share:.0f}"),
+    _Column("rel_err", "error", form="{:.1e}".format),
+    _Column("spill_bytes", "spill B"),
+    _Column("warm_us", "warm µs", 4),
+    _Column("cold_us", "cold µs", 4),
+    _Column("eager_us", "eager µs", 3),
+    _Column("occupancy", "occ %", form=lambda share: f"{100 * share:.0f}"),
+]
+_LESS_THAN_NAMES = ("spill_bytes", "warm_us", "cold_us", "eager_us", "occupancy")
+_ORDER = [
+    "time_us", "spread_us", "ratio_to_best_baseline", "ratio_low", "us_per_head", "tflops",
+    "bound_share", "rel_err", "registers", "smem_bytes", "spill_bytes", "warm_us", "cold_us",
+    "eager_us", "energy_uj", "power_w", "occupancy",
+]  # fmt: skip
+
+
+def _configs(section: Section, rows: Sequence[Row], *, names: bool) -> tuple[list[str], list[str]]:
+    """The config cells, with only the differing parameters, and a legend line per family.
+
+    Which parameters differ does not depend on the rows shown, so that a label means the same in
+    every table. Only a family with a single row here has its whole config in the legend.
+    """
+    families: dict[str, list[dict[str, object]]] = {}
+    for row in rows:
+        if not row["baseline"]:
+            families.setdefault(row["kernel"], []).append(row["trial"].config)
+    differing = {
+        kernel: section.differing[kernel] if len(configs) > 1 else []
+        for kernel, configs in families.items()
+    }
+    cells = []
+    for row in rows:
+        config = row["trial"].config
+        if row["baseline"]:
+            cells.append(", ".join(marks(row)) or "baseline")
+            continue
+        own = {name: config.get(name, NONE) for name in differing[row["kernel"]]}
+        cell = named(own) if names else "/".join(map(value_text, own.values()))
+        cells.append(cell or ("(below)" if config else NONE))
+    legend = []
+    for kernel, configs in families.items():
+        always = named({n: v for n, v in configs[0].items() if n not in differing[kernel]})
+        parts = [] if names or not differing[kernel] else [" / ".join(differing[kernel])]
+        if always:
+            parts.append(f"all {always}" if len(configs) > 1 else always)
+        if parts:
+            legend.append(f"{kernel}: {'; '.join(parts)}")
+    return cells, legend
+
+
+def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str], list[str]]:
+    """The table's lines, header first, no wider than `width`, and the legend of its configs."""
+    present = [c for c in _BY_NEED if any(row[c.name] is not None for row in rows)]
+    if not any(row["spill_bytes"] for row in rows):
+        present = [column for column in present if column.name != "spill_bytes"]
+    kinds = {row["timed_as"] for row in section.rows if row["rounds"]} or {"warm"}
+    if len(kinds) == 1:  # time_us shows this kind already
+        present = [column for column in present if column.name != f"{min(kinds)}_us"]
+    number_cells = {column.name: [column.header, *column.cells(rows)] for column in present}
+    ranks = ["#", *(("*" if row["winner"] else "") + place_of(row) for row in rows)]
+    kernels = ["kernel", *map(who, rows)]
+
+    def room(config: Sequence[str], columns: Sequence[_Column]) -> int:
+        cells = [ranks, kernels, config, *(number_cells[c.name] for c in columns)]
+        return width - sum(max(map(cell_len, column)) + 2 for column in cells) + 2
+
+    columns = list(present)
+    chosen, legend = _configs(section, rows, names=True)
+    while room(["config", *chosen], columns) < 0 and columns[-1].name in _LESS_THAN_NAMES:
+        columns.pop()
+    if room(["config", *chosen], columns) < 0:
+        columns = list(present)
+        chosen, legend = _configs(section, rows, names=False)
+        while room(["config", *chosen], columns) < 0 and len(columns) > 1:
+            columns.pop()
+    kept = sorted((c.name for c in columns), key=_ORDER.index)
+    cells = [ranks, kernels, ["config", *chosen], *(number_cells[name] for name in kept)]
+    lines = list(zip(*cells, strict=True))
+    return aligned(lines, "rll" + "r" * len(kept), width, shrink=(2, 1)), legend
+
+
+def _summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]:
+    """Header and one line per problem: the best of ours, its time, the ratio to the fastest peer.
+
+    intervals: whether the ratios have theirs, for which a narrow terminal has no room.
+    """
+    lines = [["problem", "µs", "µs/head", "× base", "base", "best of ours"]]
+    for section in sections:
+        won, best = section.winner, section.best_baseline
+        ratio = ratio_text(won, name=False, interval=intervals) if won else NONE
+        lines.append(
+            [
+                section.problem.label,
+                figure(won["time_us"], 4) if won else NONE,
+                figure(won["us_per_head"], 3) if won else NONE,
+                ratio,
+                who(best) if best else NONE,
+                who(won) if won else NONE,
+            ]
+        )
+    return lines
+
+
+# -- terminal and Markdown ------------------------------------------------------------------
+
+
+def _styled(
+    section: Section, rows: Sequence[Row], lines: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    best = "bold" if faster_peer(section) else "bold green"
+    for row, line in zip(rows, lines, strict=True):
+        yield line, best if row["winner"] else "cyan" if row["baseline"] else ""
+
+
+def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[str, str]]:
+    """The section's lines with their rich styles; each line is no wider than `width`."""
+    out = [(line, "bold") for line in wrap(" · ".join(heading(section)), width)]
+
+    def say(line: str | None, style: str = "") -> None:
+        out.extend((part, style) for part in wrap(line or "", width))
+
+    say(bound_line(section), "dim")
+    say(conditions_line(section), "dim")
+    shown = section.shown(top)
+    legend: list[str] = []
+    if shown:
+        (header, *lines), legend = _table(section, shown, width)
+        out += [(header, "bold"), *_styled(section, shown, lines)]
+    for line in winner_lines(section):
+        say(line, "bold" if section.winner else "bold red")
+    say(tie_line(section, shown))
+    for line in legend:
+        say(line, "dim")
+    for line in frontier_lines(section):
+        say(line)
+    say(rest_line(section, shown, more))
+    for line in searched_lines(section):
+        say(line)
+    say(judged_line(section.rows))
+    for line, errors in failures_in_full(section):
+        out.append((cut(line, width), "yellow"))
+        out += [(cut(f"    {text}", width), "") for text in errors]
+    for line in peer_lines(section):
+        say(line)
+    for line in [*absent_baselines(section), *recorded_lines(section)]:
+        say(line, "dim")
+    return out
+
+
+def to_markdown(
+    ranking: pandas.DataFrame,
+    environment: Environment | None,
+    spaces: Sequence[Mapping[str, Any]] = (),
+    *,
+    top: int = MARKDOWN_TOP,
+    spec_text: str | None = None,
+) -> str:
+    """The same tables in Markdown; recorded rows are marked there too.
+
+    spec_text: the run's spec, which may count a program's calls.
+    """
+    sections = by_problem(ranking, environment, spaces)
+    out = ["# Ranking", ""]
+    if len(sections) > 1:
+        out += [*_pipes(_summary(sections, intervals=True), "lrrrll"), ""]
+    found = gains.gains(sections, spec_text)
+    if found is not None:
+        first, *rest = map(_escaped, gains.sentences(found))
+        out += ["## Gain of the program", "", *_pipes(gains.table(found), gains.ALIGN), ""]
+        out += [first, "", *(f"- {line.strip()}" for line in rest), ""]
+    several = cards.by_card(list(ranking["trial"]), sections)
+    if several is not None:
+        out += ["## Cards", "", *_pipes(several.rows(), cards.ALIGN), "", several.sentence, ""]
+    for section in sections:
+        label, *facts = heading(section)
+        out += [f"## {label}", "", " · ".join(facts), ""]
+        for line in (bound_line(section), conditions_line(section)):
+            out += [line, ""] if line else []
+        shown = section.shown(top)
+        legend: list[str] = []
+        if shown:
+            table, legend = _markdown_table(section, shown)
+            out += [*table, ""]
+        notes = [
+            *winner_lines(section),
+            tie_line(section, shown),
+            *legend,
+            *frontier_lines(section),
+            rest_line(section, shown, "all of them: ranking.csv"),
+            *searched_lines(section),
+            judged_line(section.rows),
+            *failures(section),
+            *peer_lines(section),
+            *absent_baselines(section),
+            *recorded_lines(section),
+        ]
+        out += [f"- {_escaped(note.lstrip('*= '))}" for note in notes if note]
+        out.append("")
+    out.append(LEGEND)
+    return "\n".join(out).replace(GLUE, " ").rstrip() + "\n"
+
+
+def table(
+    section: Section, rows: Sequence[Row], *, names: bool = True
+) -> tuple[list[list[str]], str, list[str]]:
+    """Header and cells of each column with a value, `l` or `r` for each, and the configs' legend.
+
+    names: whether a config's cell names the parameters; otherwise the legend does.
+    """
+    columns = sorted(
+        (c for c in _BY_NEED if any(row[c.name] is not None for row in rows)),
+        key=lambda column: _ORDER.index(column.name),
+    )
+    numbers = [column.cells(rows) for column in columns]
+    configs, legend = _configs(section, rows, names=names)
+    lines = [["#", "kernel", "config", *(column.header for column in columns)]]
+    for index, row in enumerate(rows):
+        cells = [place_of(row), who(row), configs[index]]
+        lines.append([*cells, *(column[index] for column in numbers)])
+    return lines, "rll" + "r" * len(columns), legend
+
+
+def _markdown_table(section: Section, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    lines, align, legend = table(section, rows)
+    for row, line in zip(rows, lines[1:], strict=True):
+        line[1] = f"**{line[1]}**" if row["winner"] else line[1]
+    return _pipes(lines, align), legend
+
+
+def _pipes(lines: Sequence[Sequence[str]], align: str) -> list[str]:
+    rule = ["---:" if side == "r" else "---" for side in align]
+    header, *body = [[_escaped(cell) for cell in line] for line in lines]
+    return [f"| {' | '.join(cells)} |" for cells in [header, rule, *body]]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,536 @@
+"""One problem of a run: its ranked rows, and the sentences and numbers that describe them.
+
+The terminal and the Markdown report use the same sentences; only their tables differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas
+
+from attnsweep.choose.baseline_ratio import below_ranking, fastest_round
+from attnsweep.choose.columns import bounds_of
+from attnsweep.core.errors import errors_of
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import OURS, Environment, Status
+from attnsweep.reports.terminal import GLUE
+
+Row = dict[str, Any]
+# Each reason takes one line; a problem lists at most this many.
+MAX_REASONS = 6
+_FAILED = ("damaged", "noisy", "wrong", "launch_error", "timeout", "compile_error")
+
+
+@dataclass(frozen=True)
+class Section:
+    """One problem's part of the ranking; None stands for an unknown value."""
+
+    problem: Problem
+    rows: list[Row]
+    environment: Environment | None
+    planned: Mapping[str, int] = field(default_factory=dict)
+    """Family to its number of candidates, tried or not."""
+    endings: Mapping[str, str] = field(default_factory=dict)
+    """Family to why its search ended, if it said so."""
+
+    @property
+    def winner(self) -> Row | None:
+        """The candidate that the fixed rule picks, or None."""
+        return next((row for row in self.rows if row["winner"]), None)
+
+    @property
+    def best_baseline(self) -> Row | None:
+        """The fastest peer known, which × base compares with, or None. It may be noisy."""
+        name = self.rows[0]["best_baseline"]
+        return next((row for row in self.rows if row["baseline"] and row["provider"] == name), None)
+
+    @property
+    def bounds_us(self) -> dict[str, float]:
+        """Unit to its bound; empty if the rows come from another GPU than the environment's."""
+        return bounds_of(self.rows[0]["trial"], self.environment)
+
+    def shown(self, top: int) -> list[Row]:
+        """The table's rows: the best `top`, each family's best, baselines; those below it last."""
+        ranked = [row for row in self.rows if row["rank"]]
+        best = [row for row in ranked if not row["baseline"]][:top]
+        keep = {id(row) for row in (*best, *self.best_of_families)}
+        shown = [row for row in ranked if row["baseline"] or id(row) in keep]
+        return shown + [row for row in self.rows if _unranked_peer(row)] if shown else []
+
+    @property
+    def best_of_families(self) -> list[Row]:
+        """The first ranked candidate of each kernel family."""
+        first: dict[str, Row] = {}
+        for row in self.rows:
+            if row["rank"] and not row["baseline"]:
+                first.setdefault(row["kernel"], row)
+        return list(first.values())
+
+    @functools.cached_property
+    def differing(self) -> dict[str, list[str]]:
+        """Family to the parameters in which its candidates differ, shown or not."""
+        values: dict[str, dict[str, set[str]]] = {}
+        for row in self.rows:
+            if not row["baseline"]:
+                family = values.setdefault(row["kernel"], {})
+                for name, value in row["trial"].config.items():
+                    family.setdefault(name, set()).add(str(value))
+        return {
+            kernel: [name for name, seen in family.items() if len(seen) > 1]
+            for kernel, family in values.items()
+        }
+
+
+def by_problem(
+    ranking: pandas.DataFrame,
+    environment: Environment | None,
+    spaces: Sequence[Mapping[str, Any]] = (),
+) -> list[Section]:
+    """The ranking split into its problems, with None for NaN. spaces: those of its Run."""
+    plain = {
+        str(name): [
+            value if there else None
+            for value, there in zip(column.tolist(), column.notna().tolist(), strict=True)
+        ]
+        for name, column in ranking.items()
+    }
+    groups: dict[str, list[Row]] = {}
+    for values in zip(*plain.values(), strict=True):
+        row = dict(zip(plain, values, strict=True))
+        groups.setdefault(str(row["problem"]), []).append(row)
+    there: dict[str, dict[str, int]] = {}
+    endings: dict[str, dict[str, str]] = {}
+    for facts in spaces:
+        if isinstance(facts.get("ended"), str):
+            of_problem = endings.setdefault(str(facts.get("problem")), {})
+            of_problem[str(facts.get("kernel"))] = facts["ended"]
+        if isinstance(facts.get("candidates"), int):
+            counts = there.setdefault(str(facts.get("problem")), {})
+            counts[str(facts.get("kernel"))] = facts["candidates"]
+    return [
+        Section(
+            rows[0]["trial"].problem,
+            rows,
+            environment,
+            there.get(label, {}),
+            endings.get(label, {}),
+        )
+        for label, rows in groups.items()
+    ]
+
+
+def _unranked_peer(row: Row) -> bool:
+    """Whether a baseline has a time, but is noisy or listed below the ranking."""
+    timed = bool(row["baseline"] and row["time_us"])
+    return timed and (row["status"] == Status.NOISY or is_below(row))
+
+
+def is_below(row: Row) -> bool:
+    """Whether a baseline is timed, but listed below the ranking: see choose.base.below_ranking."""
+    return row["status"] == Status.OK and not row["rank"]
+
+
+def marks(row: Row) -> list[str]:
+    """What a reader must know of a row: the base, noisy, in another format or over the limit."""
+    said = ["base"] if row["baseline"] and row["provider"] == row["best_baseline"] else []
+    said += ["noisy"] if row["status"] == Status.NOISY else []
+    if below_ranking(row["trial"]) is not None:
+        return [*said, "other format"]
+    return said + (["over the limit"] if row["over_limit"] else [])
+
+
+def ratio_text(row: Row, *, name: bool = True, interval: bool = True) -> str:
+    """`1.10× (1.09 to 1.11) flash_attn_3`; a ratio to a noisy peer is `at least` so much."""
+    value, of = row["ratio_to_best_baseline"], row["ratio_of"]
+    if value is None:
+        return "–"
+    text = f"{'at least ' * (of == 'bound')}{value:.2f}×"
+    if interval and row["ratio_low"] is not None:
+        text += f" ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
+    return f"{text} {row['best_baseline']}" if name else text
+
+
+def is_recorded(row: Row) -> bool:
+    """Whether a recording holds this row; a replay also has rows that its recording lacks."""
+    return bool(row["recorded"]) and row["status"] != Status.NO_RECORD
+
+
+def who(row: Row) -> str:
+    """A candidate's family or a baseline's name, marked if its row is recorded."""
+    name = row["provider"] if row["baseline"] else row["kernel"]
+    return f"{name}†" if is_recorded(row) else str(name)
+
+
+def origins(section: Section) -> list[str]:
+    """GPU and date of the recorded rows."""
+    recorded = [row for row in section.rows if is_recorded(row)]
+    return sorted({str(row["recorded_on"] or "an unknown GPU") for row in recorded})
+
+
+def place_of(row: Row) -> str:
+    """The rank, with `=` if it is shared, – if it has none."""
+    return f"={row['rank']}" if row["tied"] else str(row["rank"] or "–")
+
+
+def heading(section: Section) -> list[str]:
+    """The label, then where, with what and when it was measured or recorded."""
+    where, sources = section.environment, origins(section)
+    label = section.problem.label
+    known = [row for row in section.rows if row["status"] != Status.NO_RECORD]
+    if not known:
+        return [label, "the recording has no row of this problem"]
+    if all(row["recorded"] for row in known):
+        driver = [f"driver {where.driver}"] if where else []
+        return [label, f"recorded on {' and '.join(sources)}", *driver]
+    if where is None:
+        return [label, "no usable environment.json: GPU and date unknown"]
+    return [label, f"measured on {where.gpu}", f"driver {where.driver}", where.date[:10]]
+
+
+def bound_line(section: Section) -> str | None:
+    """The lower bound of the problem on this card, and the unit that sets it."""
+    limits = section.bounds_us
+    if not limits:
+        return None
+    where = section.environment
+    in_l2 = where is not None and section.problem.min_bytes <= where.l2_bytes
+    binds = next((row for row in section.rows if row["bound"]), None)
+    first, others = "no bound known", []
+    if binds is not None:
+        first = f"bound {figure(binds['bound_us'], 3)}{GLUE}µs by {binds['bound']}"
+    for unit, us in limits.items():
+        if binds is None or unit != binds["bound"]:
+            unless = " if not all in L2" if unit == "memory" and in_l2 else ""
+            others.append(f"{unit} {figure(us, 3)}{GLUE}µs{unless}")
+    return f"{first} ({', '.join(others)})" if others else first
+
+
+def conditions_line(section: Section) -> str | None:
+    """The clock in the rounds, the reasons for throttling, and the clock that the bound assumes."""
+    conditions = [row["trial"].conditions for row in section.rows if row["rounds"]]
+    clocks = [c["sm_mhz"] for c in conditions if isinstance(c.get("sm_mhz"), int | float)]
+    throttle = [name for c in conditions for name in c.get("throttle") or ()]
+    said = []
+    if clocks:
+        low, high = f"{min(clocks):.0f}", f"{max(clocks):.0f}"
+        span = low if low == high else f"{low}–{high}"
+        said.append(f"clock {span}{GLUE}MHz in the rounds")
+    said += dict.fromkeys(throttle)
+    if not said:
+        return None
+    line = ", ".join(said)
+    if section.environment is not None and section.bounds_us:
+        assumed = f"{section.environment.clock_hz / 1e6:.0f}"
+        if clocks and {low, high} != {assumed} and assumed != "0":
+            line += f"; the bound assumes {assumed}{GLUE}MHz"
+    return line
+
+
+def _timed_alone(row: Row) -> list[str]:
+    """A note on a time that was not measured in the same rounds as the others."""
+    if row["trial"].time_us.samples <= 1:
+        return ["timed once"]
+    if row["rounds"]:
+        return []
+    return ["timed only in the race" if row["trial"].race else "timed in an earlier session"]
+
+
+def apart(row: Row) -> bool:
+    """Whether its time comes from other rounds than the finals', so that tables mark it."""
+    return not row["rounds"]
+
+
+def faster_peer(section: Section) -> str | None:
+    """`torch_cudnn is faster (1.12×)`, if the fastest peer ranks before the best of ours.
+
+    `torch_cudnn takes less energy (1.12×)`, if energy ranks.
+    """
+    won, best = section.winner, section.best_baseline
+    if won is not None and won["ranked_as"] == "energy":
+        before = [r for r in section.rows if r["rank"] and r["rank"] < won["rank"]]
+        before = [r for r in before if r["baseline"]]
+        least = min(before, key=lambda r: float(r["energy_uj"]), default=None)
+        if least is None:
+            return None
+        return f"{who(least)} takes less energy ({won['energy_uj'] / least['energy_uj']:.2f}×)"
+    if won is None or best is None or not best["rank"] or best["rank"] >= won["rank"]:
+        return None
+    ratio = won["ratio_to_best_baseline"]
+    if ratio is None or ratio >= 1:
+        return None
+    return f"{who(best)} is faster ({1 / ratio:.2f}×)"
+
+
+def winner_lines(section: Section) -> list[str]:
+    """The winner in full, then the stages of the best pipeline of each family."""
+    row = section.winner
+    if row is None:
+        if any(other["rank"] and other["provider"] == OURS for other in section.rows):
+            return ["no winner: all candidates were noisy in the rounds; run it again to time them"]
+        if any(other["status"] == Status.INACCURATE for other in section.rows):
+            return ["no candidate is as accurate as max_error asks"]
+        return ["no candidate is ok: see why below"]
+    figures = [
+        f"{figure(row[name], digits)}{GLUE}{unit}"
+        for name, digits, unit in (
+            ("time_us", 4, "µs"),
+            ("us_per_head", 3, "µs/head"),
+            ("us_per_sequence", 3, "µs/sequence"),
+            ("tflops", 3, "TFLOP/s"),
+        )
+        if name != "us_per_sequence" or section.problem.batch > 1
+    ]
+    kind = row["timed_as"]
+    others = [
+        f"{name}{GLUE}{figure(row[f'{name}_us'], 3)}{GLUE}µs"
+        for name in ("warm", "cold", "eager")
+        if name != kind and row[f"{name}_us"] is not None
+    ]
+    first = figures[0] if kind == "warm" else f"{kind}{GLUE}{figures[0]}"
+    said = [first, *_timed_alone(row), *figures[1:]]
+    if row["bound_share"] is not None:
+        said.append(f"{100 * row['bound_share']:.0f}{GLUE}% of the bound")
+    best = section.best_baseline
+    if best is None or row["ratio_of"] is None:
+        said.append("no baseline was timed with it")
+    else:
+        by = " by medians of different rounds" if row["ratio_of"] == "medians" else ""
+        said.append(f"{ratio_text(row, name=False)} {who(best)}, the fastest peer{by}")
+    said += others
+    chained = row["trial"].chained_us
+    said += [] if chained is None else [f"chained{GLUE}{figure(chained, 3)}{GLUE}µs"]
+    if row["energy_uj"] is not None:
+        rank = ", which ranks" if row["ranked_as"] == "energy" else ""
+        said.append(f"{row['energy_uj'] / 1e3:.4g}{GLUE}mJ at {row['power_w']:.0f}{GLUE}W{rank}")
+    config = f" {row['config']}" if row["config"] else ""
+    peer = faster_peer(section)
+    title = f"* best of ours; {peer}:" if peer else "* winner"
+    lines = [f"{title} {who(row)}{config}: {', '.join(said)}"]
+    lines += _chained(section) if chained is None else []
+    for row in section.best_of_families:
+        stages = row["trial"].stages_us
+        if stages:
+            rest = row["time_us"] - sum(stages.values())
+            each = [f"{name}{GLUE}{us:.1f}" for name, us in stages.items()]
+            # Stages timed alone can add up to more than a call of all of them.
+            together = f"together{GLUE}{sum(stages.values()):.1f}{GLUE}µs when timed alone"
+            each.append(f"rest{GLUE}{rest:.1f}{GLUE}µs" if rest >= 0 else together)
+            each += _issued(row)
+            lines.append(f"  stages of the best {who(row)}: {' · '.join(each)}")
+    return lines
+
+
+def _chained(section: Section) -> list[str]:
+    """The least time of calls that may overlap; it is not the winner's, and ranks nothing."""
+    rows = [row for row in section.rows if row["trial"].chained_us is not None]
+    if not rows:
+        return []
+    row = min(rows, key=lambda row: row["trial"].chained_us)
+    us = figure(row["trial"].chained_us, 3)
+    config = f" {row['config']}" if row["config"] else ""
+    return [f"  least of calls that may overlap: {who(row)}{config}: chained{GLUE}{us}{GLUE}µs"]
+
+
+def _issued(row: Row) -> list[str]:
+    """The cost of launching alone, and the chunks of a call if there are several."""
+    trial = row["trial"]
+    said = []
+    if trial.launch_us is not None:
+        said.append(f"launches alone{GLUE}{trial.launch_us:.1f}{GLUE}µs")
+    schedule = trial.schedule
+    if schedule.get("chunks", 1) > 1:
+        said.append(
+            f"{schedule['chunks']} chunks of {schedule['heads']} heads × {schedule['rows']} "
+            f"queries, {schedule['workspace_bytes'] / 2**20:.0f}{GLUE}MiB of workspace"
+        )
+    return said
+
+
+def tie_line(section: Section, shown: Sequence[Row]) -> str | None:
+    """The meaning of a shared first rank."""
+    tied = [row for row in section.rows if row["tied"]]
+    if not tied:
+        return None
+    visible = {id(row) for row in shown}
+    beyond = [f"{who(row)} {row['config']}".strip() for row in tied if id(row) not in visible]
+    line = "= tied: no difference above 0.4 % was shown"
+    if sum(not row["baseline"] for row in tied) > 1:
+        line += "; least shared memory, then fewest registers, breaks the tie"
+    return line + (f". Not in the table: {'; '.join(beyond)}" if beyond else "")
+
+
+def first_line(detail: str | None) -> str:
+    """First line of a detail."""
+    return next((line.strip() for line in (detail or "").splitlines() if line.strip()), "")
+
+
+def failures(section: Section) -> list[str]:
+    """One line per cause, with its first candidate as the example."""
+    return [line for line, _ in failures_in_full(section)]
+
+
+def failures_in_full(section: Section) -> list[tuple[str, list[str]]]:
+    """The same lines; below each, every error of the compiler with its source line and caret."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in section.rows:
+        if row["status"] in _FAILED and not row["baseline"]:
+            cause = re.sub(r"\d[\d.e+-]*", "#", first_line(row["detail"]))
+            groups.setdefault((row["status"], row["kernel"], cause), []).append(row)
+    out = []
+    for (status, kernel, _), rows in groups.items():
+        config = f" ({'first: ' * (len(rows) > 1)}{rows[0]['config']})" if rows[0]["config"] else ""
+        what = f"{len(rows)} {status.replace('_', ' ')}"
+        line = f"{what}: {kernel}: {first_line(rows[0]['detail'])}{config}"
+        compiler = status == Status.COMPILE_ERROR
+        out.append((line, errors_of(row["detail"] for row in rows) if compiler else []))
+    hidden = len(out) - MAX_REASONS
+    return out[:MAX_REASONS] + ([(f"and {hidden} more causes", [])] if hidden > 0 else [])
+
+
+def peer_lines(section: Section) -> list[str]:
+    """What a reader must know of the peers that × base compares with, or does not."""
+    best = section.best_baseline
+    lines = []
+    if best is not None and best["status"] == Status.NOISY:
+        us = figure(fastest_round(best["trial"]), 4)
+        lines.append(
+            f"{who(best)} stayed noisy: × base takes its fastest round, {us}{GLUE}µs, so that each "
+            "ratio is a lower bound"
+        )
+    for row in section.rows:
+        if row["status"] not in (Status.OK, Status.NOISY):
+            continue
+        why = below_ranking(row["trial"])
+        said = [f"not ranked, and no base: {why}"] if why is not None else []
+        if row["over_limit"]:
+            said.append(f"error {row['rel_err']:.1e}, over the limit {row['limit']:.1e}")
+        if said:
+            lines.append(f"{who(row)}: {'; '.join(said)}")
+    return lines
+
+
+def absent_baselines(section: Section) -> list[str]:
+    """The baselines that are neither ranked nor listed below the ranking, and why."""
+
+    def reason(row: Row) -> str:
+        said = first_line(row["detail"]) or "no reason given"
+        if is_recorded(row) and " is not installed" in said:  # there, whatever is installed here
+            return f"{said.partition(' is not installed')[0]} was not installed there"
+        return said
+
+    return [
+        f"baseline {who(row)} {row['status'].replace('_', ' ')}: {reason(row)}"
+        for row in section.rows
+        if row["baseline"] and not row["rank"] and not is_below(row)
+    ]
+
+
+def recorded_lines(section: Section) -> list[str]:
+    """Where and when recorded rows were measured."""
+    return [f"† recorded on {origin}, not measured in this run" for origin in origins(section)]
+
+
+_TITLES = {
+    "torch_flash": "PyTorch's flash attention",
+    "torch_cudnn": "PyTorch's cuDNN attention",
+    "torch_efficient": "PyTorch's memory-efficient attention",
+    "torch_math": "PyTorch's plain attention",
+    "unfused": "unfused attention",
+    "cudnn": "cuDNN",
+    "triton_flash": "Triton's fused attention",
+    "flash_attn_2": "FlashAttention-2",
+    "flash_attn_3": "FlashAttention-3",
+    "flash_attn_3_fp8": "FlashAttention-3 in FP8",
+    "flash_attn_4": "FlashAttention-4",
+    "attnsweep_bf16": "attnsweep's own attention in bf16",
+}
+"""The name that a reader has for each peer."""
+
+
+def sentence(section: Section) -> str:
+    """`flash_fwd_wgmma is 1.10 ± 0.01 times as fast as FlashAttention-3 (398 against 438 µs) on …`.
+
+    The figure after ± reaches to the farther end of the 95 % interval. A peer that is faster is
+    named first, and no difference is claimed where the interval holds 1.
+    """
+    label, row, best = section.problem.label, section.winner, section.best_baseline
+    if row is None:
+        return f"No candidate is right and timed on {label}."
+    ours, us = str(row["kernel"]), figure(row["time_us"], 3)
+    unit = "µs" if row["timed_as"] == "warm" else f"µs {row['timed_as']}"
+    if best is None or row["ratio_to_best_baseline"] is None:
+        return f"{ours} takes {us} {unit} on {label}{_where(row)}; no peer was timed with it."
+    peer = _TITLES.get(best["provider"], best["provider"])
+    noisy = row["ratio_of"] == "bound"
+    peer_us = fastest_round(best["trial"]) if noisy else best["time_us"]
+    times, ratio = (us, figure(peer_us, 3)), row["ratio_to_best_baseline"]
+    low, high = row["ratio_low"], row["ratio_high"]
+    on = f" on {label}{_where(row)}"
+    if best["over_limit"]:
+        on += f"; the error of {peer} is over the limit"
+    if noisy:
+        if ratio <= 1:
+            return (
+                f"{peer} was too noisy to compare with {ours} ({times[0]} against {times[1]} "
+                f"{unit} in its fastest round){on}."
+            )
+        return (
+            f"{ours} is at least {_floored(ratio)} times as fast as {peer}, which was noisy "
+            f"({times[0]} against {times[1]} {unit} in its fastest round){on}."
+        )
+    if low is None or high is None:
+        first, second, factor = (ours, peer, ratio) if ratio >= 1 else (peer, ours, 1 / ratio)
+        both = times if ratio >= 1 else times[::-1]
+        return (
+            f"{first} is about {factor:.2f} times as fast as {second} ({both[0]} against {both[1]} "
+            f"{unit}, not in the same rounds){on}."
+        )
+    if low <= 1 <= high:
+        return (
+            f"No difference between {ours} and {peer} was shown ({times[0]} against {times[1]} "
+            f"{unit}, a ratio of {_pm(ratio, low, high)}){on}."
+        )
+    if ratio > 1:
+        return (
+            f"{ours} is {_pm(ratio, low, high)} times as fast as {peer} ({times[0]} against "
+            f"{times[1]} {unit}){on}."
+        )
+    return (
+        f"{peer} is {_pm(1 / ratio, 1 / high, 1 / low)} times as fast as {ours}, the best of ours "
+        f"({times[1]} against {times[0]} {unit}){on}."
+    )
+
+
+def _where(row: Row) -> str:
+    """Where a recorded row was measured."""
+    return f", recorded on {row['recorded_on'] or 'an unknown GPU'}" if is_recorded(row) else ""
+
+
+def _floored(ratio: float) -> str:
+    return f"{math.floor(100 * ratio) / 100:.2f}"
+
+
+def _pm(ratio: float, low: float, high: float) -> str:
+    """`1.10 ± 0.01`: as many decimals as the half-width has, two or three; it is rounded up."""
+    half = max(ratio - low, high - ratio, 0.0)
+    decimals = 2 if half >= 0.005 else 3
+    # The interval of the printed figure holds the one that was found.
+    half += abs(round(ratio, decimals) - ratio)
+    up = math.ceil(round(half * 10**decimals, 6)) / 10**decimals
+    return f"{ratio:.{decimals}f} ± {up:.{decimals}f}"
+
+
+def figure(value: float, digits: int) -> str:
+    """At least this many significant digits, never in powers of ten."""
+    return f"{value:.{decimals_for(value, digits)}f}"
+
+
+def decimals_for(value: float | None, digits: int, most: int = 5) -> int:
+    """Decimals that give the value this many significant digits; at most `most`."""
+    return min(most, max(0, digits - 1 - math.floor(math.log10(value or 1.0))))

@@ -1,0 +1,348 @@
+"""Output of the commands next to the ranked tables: plans, families, compile results."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from attnsweep.baselines.backend import PACKAGES
+from attnsweep.core.errors import errors_of
+from attnsweep.core.hardware import Arch
+from attnsweep.core.trial import Status, Trial
+from attnsweep.family.chunks import CHUNKS_RULE, MODES
+from attnsweep.family.family import BLOCK_LIMITS, CHUNKS, Kernel
+from attnsweep.reports.terminal import GLUE, aligned, counted, wrap
+from attnsweep.specs.plan import PlannedProblem
+
+# -- layout ---------------------------------------------------------------------------------
+
+# A last column narrower than this moves to lines of its own.
+_TAIL = 28
+
+
+def said(text: str, width: int, style: str = "") -> list[Text]:
+    """A sentence as lines of at most `width`; its own indent stays."""
+    return [Text(line, style) for line in wrap(text, width)]
+
+
+def _columns(
+    rows: Sequence[Sequence[str]], align: str, width: int, drop: Sequence[int] = ()
+) -> list[str]:
+    """The rows as lines; columns of `drop` are left out, in that order, until the rest fits."""
+    kept = list(range(len(align)))
+
+    def lines() -> list[str]:
+        picked = [[row[column] for column in kept] for row in rows]
+        sizes = [max(cell_len(row[i]) for row in picked) for i in range(len(kept))]
+        return aligned(picked, "".join(align[i] for i in kept), sum(sizes) + 2 * len(sizes))
+
+    for column in drop:
+        if max(map(cell_len, lines())) <= width:
+            break
+        kept.remove(column)
+    return lines()
+
+
+def with_tails(lines: Sequence[str], tails: Sequence[str], width: int) -> list[list[str]]:
+    """Lines with a last column of words next to each, or below it if there is no room.
+
+    What GLUE holds together is broken only where it is wider than the column.
+    """
+    column = max(map(cell_len, lines)) + 2
+    beside = width - column >= min(_TAIL, max(map(cell_len, tails)))
+    out = []
+    for line, tail in zip(lines, tails, strict=True):
+        indent = column if beside else 4
+        room = max(8, width - indent)
+        words = [w if cell_len(w) <= room else w.replace(GLUE, " ") for w in tail.split(" ")]
+        parts = textwrap.wrap(" ".join(words), room, break_long_words=False, break_on_hyphens=False)
+        padded = [" " * indent + part.replace(GLUE, " ") for part in parts]
+        if beside and padded:
+            line, padded = line.ljust(column) + padded[0][column:], padded[1:]
+        out.append([line, *padded])
+    return out
+
+
+def suggestions(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Commands, each with its purpose next to it or below it; commands are never broken."""
+    longest = max(cell_len(command) for command, _ in rows)
+    if longest + 2 + max(cell_len(what) for _, what in rows) <= width:
+        return aligned(rows, "ll", width)
+    return [line for command, what in rows for line in (command, f"    {what}")]
+
+
+# -- run --dry-run --------------------------------------------------------------------------
+
+
+def planned(items: Sequence[PlannedProblem], limit: int | None, width: int) -> list[Text]:
+    """Per problem and family: number of configs and candidates, and what each rule removed."""
+    rows, tails, styles, total = [["kernel", "configs", "candidates"]], ["removed by"], ["bold"], 0
+    for item in items:
+        for space in item.spaces:
+            removed = [f"{rule}{GLUE}{n}" for rule, n in space.removed.items() if n]
+            if space.excess:  # BLOCK_LIMITS is the last rule
+                removed[-1] += f" ({space.excess_text})"
+            kept = min(len(space.configs), limit or len(space.configs))
+            total += kept
+            rows.append([space.kernel.name, str(space.total), str(kept)])
+            tails.append(", ".join(removed))
+            styles.append("")
+        for name, reason in item.refused.items():
+            rows.append([name, "-", "0"])
+            tails.append(reason)
+            styles.append("dim")
+    header, *body = [
+        [Text(line, style) for line in lines]
+        for style, lines in zip(
+            styles, with_tails(_columns(rows, "lrr", width), tails, width), strict=True
+        )
+    ]
+    out, left = [], iter(body)
+    for item in items:
+        out += [*said(item.problem.label, width, "bold"), *header]
+        for _ in range(len(item.spaces) + len(item.refused)):
+            out += next(left)
+    out += said(f"{counted(total, 'candidate')}; nothing was compiled", width)
+    every = [space for item in items for space in item.spaces]
+    broken = {(s.kernel.name, rule) for s in every for rule, n in s.removed.items() if n}
+    for name, kernel in {space.kernel.name: space.kernel for space in every}.items():
+        for rule, (description, _) in kernel.rules.items():
+            if (name, rule) in broken:
+                out += said(f"{name}.{rule}: {description}", width, "dim")
+    if any(CHUNKS in space.removed for item in items for space in item.spaces):
+        out += said(f"{CHUNKS}: {CHUNKS_RULE}", width, "dim")
+    return out
+
+
+# -- list -----------------------------------------------------------------------------------
+
+
+def families(kernels: Mapping[str, Kernel], baselines: Iterable[str], width: int) -> list[Text]:
+    """Every family with its parameters and rules, then the baselines, and how to get each.
+
+    Without baselines it is the families alone.
+    """
+    out: list[Text] = []
+    baselines = list(baselines)
+    for kernel in kernels.values():
+        out += _titled(kernel.name, kernel.summary, width)
+        out += said(
+            f"  {kernel.archs_text} · {', '.join(kernel.dtypes)} · "
+            f"head_dim {kernel.head_dims_text} · stages {', '.join(kernel.stages)}",
+            width,
+        )
+        rows = [
+            (f"  {param.name}", ", ".join(map(str, param.values)), param.help)
+            for param in kernel.params
+        ]
+        rows += [(f"  {name}", "rule", text) for name, (text, _) in kernel.rules.items()]
+        out += _parameters(rows, width)
+        out.append(Text())
+    if not baselines:
+        return out[:-1]
+    out += _titled("modes", "for every family, if a spec names them", width)
+    rows = [(f"  {mode.name}", ", ".join(map(str, mode.values)), mode.help) for mode in MODES]
+    out += _parameters(rows, width)
+    out.append(Text())
+    out += _titled("baselines", ", ".join(baselines), width)
+    fixes: dict[str, list[str]] = {}
+    for name, fix in _missing(baselines).items():
+        fixes.setdefault(fix, []).append(name)
+    for fix, names in fixes.items():
+        out += said(f"  not installed: {', '.join(names)}: {fix}", width)
+    return out + said(
+        f"{BLOCK_LIMITS}: threads, shared memory and grid of every family stay within the "
+        "architecture's limits",
+        width,
+        "dim",
+    )
+
+
+def _parameters(rows: Sequence[tuple[str, str, str]], width: int) -> list[Text]:
+    """Name, values and meaning, in columns if there is room."""
+    if not rows:
+        return []
+    lines = aligned([row[:2] for row in rows], "ll", 10**6)
+    tails = [text for _, _, text in rows]
+    if max(map(cell_len, lines)) + 2 + _TAIL > width:
+        lines = aligned([row[:1] for row in rows], "l", 10**6)
+        tails = [f"{values}: {text}" for _, values, text in rows]
+    return [Text(line) for block in with_tails(lines, tails, width) for line in block]
+
+
+def _titled(name: str, text: str, width: int) -> list[Text]:
+    first, *rest = said(f"{name}  {text}", width)
+    first.stylize("bold", 0, len(name))
+    return [first, *rest]
+
+
+def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> dict[str, Any]:
+    """The families, modes and baselines as data; missing_baselines: name to how to get it."""
+    baselines = list(baselines)
+    return {
+        "kernels": [
+            {
+                "name": kernel.name,
+                "summary": kernel.summary,
+                "source": str(kernel.source),
+                "min_arch": kernel.min_arch,
+                "dtypes": kernel.dtypes,
+                "head_dims": list(kernel.head_dims),
+                "stages": list(kernel.stages),
+                "params": [
+                    {"name": p.name, "values": p.values, "help": p.help} for p in kernel.params
+                ],
+                "rules": {name: description for name, (description, _) in kernel.rules.items()},
+            }
+            for kernel in kernels.values()
+        ],
+        "modes": [{"name": p.name, "values": p.values, "help": p.help} for p in MODES],
+        "baselines": list(baselines),
+        "missing_baselines": _missing(baselines),
+    }
+
+
+def _missing(baselines: Iterable[str]) -> dict[str, str]:
+    """Each baseline whose package is not installed here, and how to get it."""
+    return {name: PACKAGES[name].fix for name in baselines if not PACKAGES[name].installed()}
+
+
+# -- compile --------------------------------------------------------------------------------
+
+
+def compiled(trials: Sequence[Trial], arch: Arch, every: bool, width: int) -> list[Text]:
+    """Resources per family and stage (or per candidate), and reasons of those that are not ok."""
+    out = _each(trials, width) if every else _by_stage(trials, width)
+    counts = Counter(trial.status.value for trial in trials)
+    out += said(
+        f"{counted(len(trials), 'candidate')} for {arch.name}: "
+        + ", ".join(f"{n} {status}" for status, n in counts.most_common())
+        + "; nothing was timed",
+        width,
+    )
+    reasons: dict[tuple[str, str, str], list[Trial]] = {}
+    for trial in trials:
+        if trial.status is not Status.OK:
+            first = ((trial.detail or "").splitlines() or [""])[0]
+            reasons.setdefault((trial.kernel, trial.status.value, first), []).append(trial)
+    for (kernel, status, reason), those in sorted(reasons.items(), key=lambda i: -len(i[1]))[:12]:
+        lines = []
+        if status == Status.COMPILE_ERROR:
+            lines = errors_of(trial.detail for trial in those)
+        why = "" if reason in lines else f" {reason}"
+        out += said(f"  {len(those)} × {kernel} {status}:{why}", width)
+        out += [Text(f"    {line}") for line in lines]
+    return out
+
+
+def counters(kept: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
+    """A heading per candidate and a line per stage: traffic, use of units, why warps waited."""
+    out: list[Text] = []
+    header = ["stage", "µs", "DRAM MB", "L2 MB", "L2 hit", "tensor", "exp2", "issue"]
+    for facts in kept:
+        config = " ".join(f"{name}={value}" for name, value in facts["config"].items())
+        out += said(f"{facts['problem']} · {facts['kernel']} · {facts['where']}", width, "bold")
+        out += said(config, width, "dim")
+        rows, tails = [header], ["warps waited for"]
+        for stage in facts["stages"]:
+
+            def figure(
+                name: str, form: str, figures: Mapping[str, float] = stage["figures"]
+            ) -> str:
+                return form.format(figures[name]) if name in figures else "–"
+
+            def traffic(of: str, figures: Mapping[str, float] = stage["figures"]) -> str:
+                megabytes = [figures.get(f"{of}_{way}_bytes") for way in ("read", "write")]
+                return "+".join("–" if n is None else f"{n / 1e6:.1f}" for n in megabytes)
+
+            shares = [f"{unit}_percent" for unit in ("l2_hit", "tensor", "exp2", "issue")]
+            rows.append(
+                [
+                    *(stage["stage"], figure("duration_us", "{:.1f}")),
+                    *(traffic("dram"), traffic("l2")),
+                    *(figure(share, "{:.0f} %") for share in shares),
+                ]
+            )
+            worst = list(stage["stalls"].items())[:3]
+            tails.append(", ".join(f"{why}{GLUE}{warps:.1f}" for why, warps in worst))
+        lines = _columns(rows, "l" + "r" * (len(header) - 1), width, drop=(6, 4))
+        out += [Text(line) for block in with_tails(lines, tails, width) for line in block]
+    out += said(
+        "traffic is read+written · a launch runs alone here, so its time differs from a sweep's · "
+        "warps waited for: warps in that state per instruction issued",
+        width,
+        "dim",
+    )
+    return out
+
+
+def _range(values: Sequence[float], form: str = "{:.0f}") -> str:
+    low, high = (form.format(edge) for edge in (min(values), max(values)))
+    return low if low == high else f"{low}–{high}"
+
+
+def _grouped(problems: Sequence[str], blocks: Sequence[Sequence[str]], width: int) -> list[Text]:
+    """The blocks of lines under a heading per problem; the first block is the header."""
+    header, *body = blocks
+    out: list[Text] = []
+    last = None
+    for problem, block in zip(problems, body, strict=True):
+        if problem != last:
+            out += [*said(problem, width, "bold"), *(Text(line, "bold") for line in header)]
+        last = problem
+        out += [Text(line) for line in block]
+    return out
+
+
+def _by_stage(trials: Sequence[Trial], width: int) -> list[Text]:
+    """A heading and a table per problem: the range of each resource over a stage's candidates."""
+    groups: dict[str, dict[tuple[str, str], list[dict[str, float]]]] = {}
+    limits: dict[int, str] = {}
+    for trial in trials:
+        for stage, facts in (trial.resources.stages if trial.resources else {}).items():
+            stages = groups.setdefault(trial.problem.label, {})
+            stages.setdefault((trial.kernel, stage), []).append(facts)
+            used = trial.resources
+            limits[id(facts)] = used.limiters.get(stage, "-") if used is not None else "-"
+    problems = [problem for problem, stages in groups.items() for _ in stages]
+    names = ("registers", "spill_bytes", "smem_bytes", "blocks_per_sm")
+    header = "kernel,stage,candidates,registers,spill B,smem B,blocks/SM,occupancy,limited by,cubin"
+    rows = [header.split(",")]
+    for stages in groups.values():
+        for (kernel, stage), facts_ in stages.items():
+            ranges = [_range([facts[name] for facts in facts_]) for name in names]
+            share = _range([100 * facts["occupancy"] for facts in facts_]) + " %"
+            limited = "/".join(dict.fromkeys(limits[id(facts)] for facts in facts_))
+            sizes = [facts["cubin_bytes"] / 1024 for facts in facts_ if "cubin_bytes" in facts]
+            cubin = f"{_range(sizes)}K" if sizes else "-"
+            rows.append([kernel, stage, str(len(facts_)), *ranges, share, limited, cubin])
+    lines = _columns(rows, "llrrrrrrlr", width, drop=(6, 9, 2, 8, 5, 7))
+    return _grouped(problems, [[line] for line in lines], width)
+
+
+def _each(trials: Sequence[Trial], width: int) -> list[Text]:
+    """A heading per problem, and a line per candidate."""
+    order = {problem: n for n, problem in enumerate(dict.fromkeys(t.problem for t in trials))}
+    trials = sorted(trials, key=lambda trial: order[trial.problem])  # stable
+    header = "kernel,status,registers,spill B,smem B,occupancy,limited by,cubin"
+    rows = [header.split(",")]
+    for trial in trials:
+        used = trial.resources
+        facts = ["-"] * 6
+        if used is not None:
+            facts = [str(used.registers), str(used.spill_bytes), str(used.smem_bytes)]
+            facts.append(f"{100 * used.occupancy:.0f} %")
+            least = [n for n, s in used.stages.items() if s.get("occupancy") == used.occupancy]
+            facts.append(used.limiters.get(least[0], "-") if least else "-")
+            sizes = [stage.get("cubin_bytes", 0) for stage in used.stages.values()]
+            facts.append(f"{sum(sizes) / 1024:.0f}K")
+        rows.append([trial.kernel, trial.status.value, *facts])
+    configs = [" ".join(f"{name}={value}" for name, value in t.config.items()) for t in trials]
+    lines = _columns(rows, "llrrrrlr", width, drop=(7, 6, 4, 5))
+    blocks = with_tails(lines, ["config", *configs], width)
+    return _grouped([trial.problem.label for trial in trials], blocks, width)

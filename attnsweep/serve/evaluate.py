@@ -1,0 +1,243 @@
+"""How good the dispatch of an exported package is on shapes that were not tuned.
+
+The table is the one that an export of the tuned runs writes, and the rule is the package's own. A
+held-out run swept other shapes on the same kind of GPU, or any on one that the tuned runs' GPU
+stands in for; its times say what a choice costs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from attnsweep.core.errors import StoreError
+from attnsweep.core.trial import OURS, Status, Trial
+from attnsweep.family.chunks import changed_since, of_today
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config
+from attnsweep.serve.export import held_for, outline
+from attnsweep.serve.export_code import FAMILY, gpu_of, shape_of
+from attnsweep.serve.runtime.dispatch import choose
+from attnsweep.serve.runtime.launch import refused_by
+from attnsweep.serve.runtime.table import TABLE, Gpu, GpuKey, Kernel, Shape, known, read_table
+from attnsweep.store.run import open_run
+
+SDPA = "torch_"
+SLOWER = 1 / 1.03
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a run says of one shape: microseconds of each config, and of PyTorch's backends."""
+
+    run: str
+    shape: Shape
+    configs_us: Mapping[str, float]
+    sdpa_us: Mapping[str, float]
+
+    @property
+    def best_us(self) -> float:
+        """The least time that the run knows."""
+        return min(*self.configs_us.values(), *self.sdpa_us.values())
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One shape. regret and gain are None if the choice was not timed."""
+
+    run: str
+    shape: str
+    code: str
+    config: str | None
+    regret: float | None
+    gain: float | None
+    served: float | None
+    expected_gain: float
+    reason: str
+
+
+def tuned(runs: Sequence[Path]) -> dict[GpuKey, Gpu]:
+    """The table that an export of these runs has."""
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / TABLE).write_text(json.dumps(outline(runs, discover())))
+        return dict(read_table(Path(place)).gpus)
+
+
+def key_of(run: Path) -> GpuKey:
+    """The kind of GPU of a run."""
+    return gpu_of(open_run(run))[0]
+
+
+def swept(run: Path) -> list[Swept]:
+    """The shapes that a run can judge: with correct candidates, and with times of PyTorch's."""
+    family = discover()[FAMILY]
+    names = [param.name for param in family.params]
+    ours: dict[Shape, dict[str, float]] = {}
+    theirs: dict[Shape, dict[str, float]] = {}
+    for trial in open_run(run).trials:
+        if trial.status is not Status.OK or trial.time_us is None:
+            continue
+        shape, time_us = shape_of(trial.problem), trial.time_us.median
+        if trial.provider.startswith(SDPA):
+            theirs.setdefault(shape, {})[trial.provider] = time_us
+        elif _is_ours(trial) and changed_since(family, Config(trial.config)) is None:
+            config = of_today(family, trial.config)
+            label = Config({**{name: config[name] for name in names}, "LSE": 0}).label
+            ours.setdefault(shape, {})[label] = time_us
+    both = [shape for shape in ours if shape in theirs]
+    return [Swept(run.name, shape, ours[shape], theirs[shape]) for shape in both]
+
+
+def _is_ours(trial: Trial) -> bool:
+    kernel = (trial.provider, trial.kernel) == (OURS, FAMILY)
+    return kernel and trial.schedule.get("chunks", 1) == 1
+
+
+def without(gpu: Gpu, shape: Shape) -> Gpu:
+    """What would be known if neither the shape nor its twin in the other dtype had been tuned.
+
+    Neither on this GPU nor on the one that stands in for it.
+    """
+    sizes = shape._replace(dtype="")
+    winners = tuple(w for w in gpu.winners if w.shape._replace(dtype="") != sizes)
+    won = {w.kernel.config for w in winners}
+    held = {_key(w.kernel) for w in winners}
+    shapes = Counter((w.shape.head_dim, w.shape.causal) for w in winners)
+    for w in winners:
+        times_us = {k.config: us for k, us in ((w.kernel, w.time_us), *w.others)}
+        kind = (w.shape.head_dim, w.shape.causal)
+        held |= {(*kind, config) for config in held_for(times_us, won, shapes[kind])}
+    made = [w.kernel for w in gpu.winners] + [*gpu.twins]
+    twins = tuple(kernel for kernel in made if _key(kernel) in held)
+    left = [
+        replace(w, others=tuple((k, us) for k, us in w.others if _key(k) in held)) for w in winners
+    ]
+    other = None if gpu.stand_in is None else without(gpu.stand_in, shape)
+    return replace(gpu, winners=tuple(left), twins=twins, stand_in=other)
+
+
+def _key(kernel: Kernel) -> tuple[int, bool, str]:
+    return (kernel.head_dim, kernel.causal, kernel.config)
+
+
+def judge(gpu: Gpu, one: Swept) -> Judged:
+    """What the package would call on a shape, and what the shape's own sweep says of it."""
+    choice = choose(gpu, one.shape)
+    sdpa_us = min(one.sdpa_us.values())
+    config = choice.kernel.config if choice.kernel is not None else None
+    time_us = sdpa_us if config is None else one.configs_us.get(config)
+    known_of = [gpu, *([gpu.stand_in] if gpu.stand_in is not None else [])]
+    made = [k for each in known_of for k in (*(w.kernel for w in each.winners), *each.twins)]
+    kind = (one.shape.head_dim, one.shape.causal, one.shape.dtype)
+    held = [
+        one.configs_us[k.config]
+        for k in made
+        if (k.head_dim, k.causal, k.dtype) == kind
+        and k.config in one.configs_us
+        and refused_by(k, one.shape, gpu.key.sm_count) is None
+    ]
+    return Judged(
+        one.run,
+        one.shape.label,
+        choice.code,
+        config,
+        None if time_us is None else time_us / one.best_us - 1,
+        None if time_us is None else sdpa_us / time_us,
+        min([*held, sdpa_us]) / one.best_us - 1,
+        choice.gain,
+        choice.reason,
+    )
+
+
+def judged(
+    runs: Sequence[Path], held_out: Sequence[Path] = (), *, leave_one_out: bool = False
+) -> Iterator[Judged]:
+    """Every shape of the held-out runs that was not tuned on their kind of GPU.
+
+    leave_one_out: every shape, by a table without it; of the tuned runs if no other is held out.
+    """
+    gpus = tuned(runs)
+    for run in held_out or runs:
+        gpu = known(gpus, key_of(run))
+        if gpu is None:
+            raise StoreError(
+                "no tuned run is of its kind of GPU, or of one that stands in for it",
+                where=str(run),
+                hint="name runs of this GPU before --held-out",
+            )
+        shapes = {winner.shape for winner in gpu.winners}
+        for one in swept(run):
+            if leave_one_out or not held_out:
+                yield judge(without(gpu, one.shape), one)
+            elif one.shape not in shapes:
+                yield judge(gpu, one)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """By linear interpolation between the sorted values."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def summary(rows: Sequence[Judged]) -> dict[str, Any]:
+    """Median, 95th percentile and worst of the regrets; how often PyTorch serves; least gain.
+
+    expected_gain_error: of the expected gain over the measured one, less 1, where a kernel serves.
+    of_kernels: regrets and gains there alone.
+    """
+    known = [row for row in rows if row.regret is not None and row.gain is not None]
+    if not known:
+        raise StoreError(
+            "no shape can be judged",
+            where="the held-out runs",
+            hint="sweep shapes that were not tuned, with baselines: [torch_flash, torch_cudnn]",
+        )
+    regrets = [row.regret for row in known if row.regret is not None]
+    gains = [row.gain for row in known if row.gain is not None]
+    served = [row.served for row in known if row.served is not None]
+    errors = [abs(row.expected_gain / row.gain - 1) for row in known if row.config and row.gain]
+    codes: dict[str, int] = {}
+    for row in rows:
+        codes[row.code] = codes.get(row.code, 0) + 1
+    return {
+        "shapes": len(rows),
+        "not_timed": len(rows) - len(known),
+        "codes": dict(sorted(codes.items())),
+        "to_sdpa": sum(row.config is None for row in rows),
+        "regret": _three(regrets),
+        "regret_of_the_best_held": _three(served),
+        "gain": _two(gains),
+        "expected_gain_error": _three(errors or [0.0]),
+        "of_kernels": _of_kernels([row for row in known if row.config is not None]),
+        "slower_than_sdpa_by_3_percent": sum(gain < SLOWER for gain in gains),
+    }
+
+
+def _of_kernels(rows: Sequence[Judged]) -> dict[str, Any]:
+    """The same of timed choices that are kernels; no regret and gain if there are none."""
+    if not rows:
+        return {"timed": 0}
+    regrets = [row.regret for row in rows if row.regret is not None]
+    gains = [row.gain for row in rows if row.gain is not None]
+    return {"timed": len(rows), "regret": _three(regrets), "gain": _two(gains)}
+
+
+def _two(gains: Sequence[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(gains), 4), "least": round(min(gains), 4)}
+
+
+def _three(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "median": round(statistics.median(values), 4),
+        "p95": round(quantile(values, 0.95), 4),
+        "worst": round(max(values), 4),
+    }

@@ -1,0 +1,461 @@
+"""`attnsweep export`: the winners of recorded runs as a package that PyTorch can call.
+
+A package is the runtime's modules, cubins, and one table. Equal runs and an equal NVRTC give equal
+bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import keyword
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from attnsweep import __version__
+from attnsweep.choose.baseline_ratio import common_rounds
+from attnsweep.choose.ranking import rank
+from attnsweep.choose.stats import ratio_interval
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.errors import SpecError, StoreError
+from attnsweep.core.hardware import Arch, arch_named, arch_on
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import OURS, Environment, Trial
+from attnsweep.family.chunks import changed_since
+from attnsweep.family.family import Config, Kernel
+from attnsweep.serve import fp8, target
+from attnsweep.serve.export_code import (
+    FAMILY,
+    compile_for_models,
+    config_of,
+    facts,
+    gpu_of,
+    gpu_row,
+    shape_of,
+    source_digest,
+    why_not_today,
+)
+from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
+from attnsweep.store.run import Run, open_run
+
+_RUNTIME = Path(__file__).parent / "runtime"
+MODULES = (
+    *("arguments.py", "dispatch.py", "driver.py", "fp8.py", "fp8_operator.py", "gradients.py"),
+    *(
+        "launch.py",
+        "transformers_hook.py",
+        "operator.py",
+        "plans.py",
+        "cost_model.py",
+        "torch_ops.py",
+    ),
+    *("sdpa_patch.py", "call_cache.py", "table.py"),
+)
+"""The runtime's files that a package has under the same name; package.py is its __init__.py."""
+# Providers of PyTorch's own attention: what a call gets without a package.
+_SDPA = "torch_"
+# Configs that a package holds for a tuned shape, and for the shapes near it: the winner, and the
+# next ones of all that won anywhere; more if few shapes of a kind were tuned, so that these share
+# the second number. What the rule loses on each shape of the recorded H100 runs, predicted from the
+# others, at the 95th percentile: 16 % with winners alone, 8 % with 3 for each, 7 % so and with all.
+_HELD, _HELD_OF_A_KIND = 3, 60
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a package takes of one recorded problem. gain: of `trial` over PyTorch's attention.
+
+    times_us: of each config of the family that was timed there, by its label.
+    memory_bytes_per_us: peak rate of the GPU's memory.
+    """
+
+    trial: Trial
+    gpu: GpuKey
+    sdpa_us: float
+    gain: float
+    gain_low: float
+    times_us: Mapping[str, float]
+    memory_bytes_per_us: float
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A package that was written. left_out: a problem and why it is not in the package."""
+
+    directory: Path
+    name: str
+    winners: int
+    kernels: int
+    nbytes: int
+    gpus: tuple[str, ...]
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def package_name(out: Path, asked: str | None) -> str:
+    """The package's import name: the one asked for, or the directory's. Raises SpecError."""
+    name = asked if asked is not None else re.sub(r"[-.\s]", "_", out.resolve().name)
+    taken = {"torch", "attnsweep", "cuda", "numpy"}
+    if not name.isidentifier() or keyword.iskeyword(name) or name in taken or not name.isascii():
+        raise SpecError(
+            f"{name!r} cannot be the name of a Python package here",
+            where="--name" if asked is not None else "--out",
+            hint="give another with --name, like --name my_attention",
+        )
+    return name
+
+
+def export(
+    directories: Sequence[Path],
+    out: Path,
+    families: Mapping[str, Kernel],
+    *,
+    name: str | None = None,
+    guard: Guard | None = None,
+    compilers: Mapping[str, Compiler] | None = None,
+    compiled: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Write the winners of these runs to `out`, which becomes a project that pip can install.
+
+    out: is made, or replaced if it is an earlier export. guard: default: Guard(). compilers: by
+    name of the architecture (default: made here). compiled: is told how many kernels have compiled,
+    of how many, from 0 on. Raises StoreError, SpecError, ToolchainError or
+    CompileError.
+    """
+    called = package_name(out, name)
+    target.check(out)
+    family, of_fp8 = families[FAMILY], families.get(fp8.FAMILY)
+    selected = _selected(directories, family, of_fp8)
+    notes: list[str] = []
+    in_all, done = len(selected.codes) + len(selected.fp8.codes), itertools.count()
+
+    def tell() -> None:
+        if compiled is not None:
+            compiled(next(done), in_all)
+
+    # Any GPU of the families: both are declared for one architecture.
+    given = (compilers or {}).get(family.min_arch)
+    compiler = given or Compiler(arch_named(family.min_arch))
+    try:
+        tell()
+        kernels, files = _compiled(selected.codes, family, compiler, notes, tell)
+        table = _table(selected, family, kernels, guard or Guard()) | {"nvrtc": compiler.version}
+        if of_fp8 is not None and selected.fp8.winners:
+            in_fp8, own = fp8.compiled(selected.fp8, of_fp8, compiler, notes, tell)
+            table["fp8"], files = fp8.section(selected.fp8, of_fp8, in_fp8), files | own
+            kernels = kernels + in_fp8
+    finally:
+        if given is None:
+            compiler.close()
+    contents = _contents(called, _text(table), files)
+    target.write(out, contents)
+    return Exported(
+        out,
+        called,
+        len(selected.winners) + len(selected.fp8.winners),
+        len(kernels),
+        sum(map(len, contents.values())),
+        tuple(key.label for key in sorted({*selected.names, *selected.fp8.names})),
+        selected.left_out,
+        notes,
+    )
+
+
+def outline(
+    directories: Sequence[Path], families: Mapping[str, Kernel], *, guard: Guard | None = None
+) -> dict[str, Any]:
+    """The table that `export` would write, but for its machine code; needs no compiler.
+
+    The stages of each kernel are empty, `nvrtc` is not there, and FP8 runs have no part in it.
+    Raises StoreError.
+    """
+    family = families[FAMILY]
+    selected, arch = _selected(directories, family, None), arch_named(family.min_arch)
+    kernels = [asdict(facts(family, *code, arch)) for code in selected.codes.values()]
+    made = json.loads(_text(_table(selected, family, kernels, guard or Guard())))
+    return dict(made)
+
+
+@dataclass(frozen=True)
+class _Selected:
+    """What a package takes of runs.
+
+    served: configs of a GPU by kind and label. names: of the GPUs. codes: config and a problem of
+    each machine code, by what tells it from others, in the table's order. fp8: the same of FP8
+    problems, and all else of the others.
+    """
+
+    winners: list[Chosen]
+    served: dict[GpuKey, dict[Kind, dict[str, Config]]]
+    names: dict[GpuKey, list[str]]
+    codes: dict[tuple[object, ...], tuple[Config, Problem]]
+    left_out: list[str]
+    fp8: fp8.Selected
+
+
+def _selected(directories: Sequence[Path], family: Kernel, of_fp8: Kernel | None) -> _Selected:
+    """of_fp8: the family of FP8 problems; None leaves them out."""
+    left_out: list[str] = []
+    names: dict[GpuKey, set[str]] = {}
+    found: dict[tuple[object, ...], Chosen] = {}
+    in_fp8: list[fp8.Winner] = []
+    for directory in directories:
+        run = open_run(directory)
+        key, environment = gpu_of(run)
+        names.setdefault(key, set()).add(environment.gpu)
+        for chosen in _chosen(run, environment, key, family, left_out):
+            of = (key, chosen.trial.problem)
+            both = sorted([chosen, *([found[of]] if of in found else [])], key=_order)
+            times_us = {label: us for each in both[::-1] for label, us in each.times_us.items()}
+            found[of] = replace(both[0], times_us=times_us)
+        scaled = any(trial.problem.scaled for trial in run.trials)
+        if scaled and of_fp8 is not None:
+            in_fp8 += fp8.winners(run, environment, key, of_fp8, left_out)
+        elif scaled:
+            left_out.append(f"{run.directory.name}: FP8 problems need the family {fp8.FAMILY}")
+    if not found and not in_fp8:
+        raise StoreError(
+            "the runs have no winner that a package could hold",
+            where=", ".join(map(str, directories)),
+            hint="\n  ".join(left_out) or "run a spec with flash_fwd_wgmma and torch_* baselines",
+        )
+    winners = sorted(found.values(), key=lambda c: (c.gpu, shape_of(c.trial.problem)))
+    codes: dict[tuple[object, ...], tuple[Config, Problem]] = {}
+    for chosen in winners:
+        config, problem = config_of(chosen.trial, family), chosen.trial.problem
+        codes.setdefault(_code_key(config, problem), (config, problem))
+    served = {key: _served(winners, key, family) for key in names}
+    for chosen in winners:
+        problem = chosen.trial.problem
+        for config in served[chosen.gpu][_kind(problem)].values():
+            codes.setdefault(_code_key(config, problem), (config, problem))
+    for config, problem in [*codes.values()]:  # the same code but for the type of the elements
+        twin = replace(problem, dtype="bf16" if problem.dtype == "fp16" else "fp16")
+        codes.setdefault(_code_key(config, twin), (config, twin))
+    known = {key: sorted(names[key]) for key in sorted({chosen.gpu for chosen in winners})}
+    in_order = {key: codes[key] for key in sorted(codes, key=repr)}
+    chosen_fp8 = fp8.NOTHING if of_fp8 is None else fp8.select(in_fp8, names, of_fp8)
+    return _Selected(winners, served, known, in_order, left_out, chosen_fp8)
+
+
+def _table(
+    selected: _Selected, family: Kernel, kernels: list[dict[str, Any]], guard: Guard
+) -> dict[str, Any]:
+    """The table of a package. source: a digest of the text that its machine code is compiled of."""
+    numbers = {key: number for number, key in enumerate(selected.codes)}
+    served, won = selected.served, selected.winners
+    return {
+        "format": FORMAT,
+        "attnsweep": __version__,
+        "source": source_digest(family),
+        "kernels": kernels,
+        "gpus": [
+            gpu_row(key, names)
+            | {
+                "guard": asdict(guard),
+                "memory_bytes_per_us": min(c.memory_bytes_per_us for c in won if c.gpu == key),
+                "winners": [
+                    _row(chosen, family, served[key], numbers)
+                    for chosen in won
+                    if chosen.gpu == key
+                ],
+                "twins": _twins(selected, key, family, numbers),
+            }
+            for key, names in selected.names.items()
+        ],
+    }
+
+
+def _text(table: Mapping[str, Any]) -> str:
+    return json.dumps(table, indent=1, sort_keys=True) + "\n"
+
+
+def _chosen(
+    run: Run, environment: Environment, key: GpuKey, family: Kernel, left_out: list[str]
+) -> list[Chosen]:
+    """The best config of the family on each problem, if it can be compared with PyTorch's."""
+    ranking = rank([trial for trial in run.trials if not trial.problem.scaled], environment)
+    arch = arch_on(environment)
+    chosen = []
+    for problem, rows in ranking[ranking["rank"].notna()].groupby("problem", sort=False):
+        trials: list[Trial] = list(rows["trial"])
+        own = [t for t in trials if t.provider == OURS and t.kernel == FAMILY]
+        peers = [t for t in trials if t.provider.startswith(_SDPA)]
+        peer = min(peers, key=_median, default=None)
+        won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == FAMILY]
+        best = won[0] if won else min(own, key=_median, default=None)
+        reason = _why_not(best, peer, family, arch)
+        if reason is not None or best is None or peer is None:
+            left_out.append(f"{problem} ({run.directory.name}): {reason}")
+            continue
+        ours, theirs = common_rounds(best, peer)
+        gain = low = _median(peer) / _median(best)
+        if ours and all(us > 0 for us in ours):
+            gain = median(a / b for a, b in zip(theirs, ours, strict=True))
+            low, _ = ratio_interval(theirs, ours)
+        times_us = {config_of(t, family).label: _median(t) for t in own if _is_kept(t, family)}
+        rate = environment.memory_bytes_per_second / 1e6
+        chosen.append(Chosen(best, key, _median(peer), gain, low, times_us, rate))
+    return chosen
+
+
+def _median(trial: Trial) -> float:
+    return trial.time_us.median if trial.time_us is not None else float("inf")
+
+
+def _why_not(best: Trial | None, peer: Trial | None, family: Kernel, arch: Arch) -> str | None:
+    if best is None:
+        return f"no correct candidate of {FAMILY}, the family that a package can call"
+    if peer is None:
+        return "no time of PyTorch's own attention; add baselines: [torch_flash, torch_cudnn]"
+    return why_not_today(best, family, arch)
+
+
+def _is_kept(trial: Trial, family: Kernel) -> bool:
+    """Whether the time of a config is that of one whole call of today's code."""
+    whole = trial.time_us is not None and trial.schedule.get("chunks", 1) == 1
+    return whole and changed_since(family, Config(trial.config)) is None
+
+
+def _order(chosen: Chosen) -> tuple[float, str]:
+    return _median(chosen.trial), Config(chosen.trial.config).label
+
+
+def _code_key(config: Config, problem: Problem) -> tuple[object, ...]:
+    values = tuple(sorted((name, str(value)) for name, value in config.items() if name != "LSE"))
+    return (problem.head_dim, problem.dtype, problem.causal, values)
+
+
+Kind = tuple[int, bool]
+"""head_dim, and whether causal: kernels of one kind are compared on a shape."""
+
+
+def _kind(problem: Problem) -> Kind:
+    return (problem.head_dim, problem.causal)
+
+
+def _served(
+    winners: Sequence[Chosen], key: GpuKey, family: Kernel
+) -> dict[Kind, dict[str, Config]]:
+    """The configs that serve on a GPU, by kind and label: winners and runners-up."""
+    here = [chosen for chosen in winners if chosen.gpu == key]
+    won = {config.label: config for config in (config_of(c.trial, family) for c in here)}
+    shapes = Counter(_kind(chosen.trial.problem) for chosen in here)
+    arch, served = arch_named(family.min_arch), dict[Kind, dict[str, Config]]()
+    for chosen in here:
+        problem, own = chosen.trial.problem, config_of(chosen.trial, family)
+        fit = [n for n in won if family.refused_by(won[n], problem, arch) is None]
+        held = [own.label, *held_for(chosen.times_us, fit, shapes[_kind(problem)])]
+        served.setdefault(_kind(problem), {}).update({label: won[label] for label in held})
+    return served
+
+
+def held_for(times_us: Mapping[str, float], won: Collection[str], shapes: int) -> list[str]:
+    """Labels of the configs that a package holds for a shape, of those that won anywhere.
+
+    times_us: on the shape. shapes: number of tuned shapes of its head_dim and mask.
+    """
+    fastest = sorted((us, label) for label, us in times_us.items() if label in won)
+    return [label for _, label in fastest[: max(_HELD, -(-_HELD_OF_A_KIND // shapes))]]
+
+
+def _twins(
+    selected: _Selected, key: GpuKey, family: Kernel, numbers: Mapping[tuple[object, ...], int]
+) -> list[int]:
+    """Numbers of the kernels that serve on a GPU besides the winners: their code is there."""
+    won, twins = set(), set()
+    for chosen in selected.winners:
+        if chosen.gpu == key:
+            problem = chosen.trial.problem
+            won.add(numbers[_code_key(config_of(chosen.trial, family), problem)])
+            for config in selected.served[key][_kind(problem)].values():
+                for dtype in ("fp16", "bf16"):
+                    twins.add(numbers[_code_key(config, replace(problem, dtype=dtype))])
+    return sorted(twins - won)
+
+
+def _compiled(
+    codes: Mapping[tuple[object, ...], tuple[Config, Problem]],
+    family: Kernel,
+    compiler: Compiler,
+    notes: list[str],
+    tell: Callable[[], None],
+) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """Rows of the table's kernels, and cubins by file name; spills go to `notes`.
+
+    tell: is called after each kernel.
+    """
+    rows: list[dict[str, Any]] = []
+    files: dict[str, bytes] = {}
+    asked = [compile_for_models(family, *code, compiler) for code in codes.values()]
+    for each in asked:
+        compiled, own, spills = each.done()
+        rows.append(asdict(compiled))
+        files |= own
+        if spills:
+            notes.append(f"{compiled.config}: {spills} bytes of spills")
+        tell()
+    return rows, files
+
+
+def _row(
+    chosen: Chosen,
+    family: Kernel,
+    served: Mapping[Kind, Mapping[str, Config]],
+    numbers: Mapping[tuple[object, ...], int],
+) -> dict[str, Any]:
+    """A row of the table. others: the package's other kernels that were timed on the shape."""
+    problem, own = chosen.trial.problem, config_of(chosen.trial, family)
+    others = [
+        [numbers[_code_key(config, problem)], round(chosen.times_us[label], 4)]
+        for label, config in served[_kind(problem)].items()
+        if label in chosen.times_us and label != own.label
+    ]
+    return {
+        "shape": shape_of(problem)._asdict(),
+        "kernel": numbers[_code_key(own, problem)],
+        "time_us": round(_median(chosen.trial), 4),
+        "sdpa_us": round(chosen.sdpa_us, 4),
+        "gain": round(chosen.gain, 4),
+        "gain_low": round(chosen.gain_low, 4),
+        "others": sorted(others),
+    }
+
+
+def _contents(name: str, table: str, cubins: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Every file of the project by its path."""
+    project = _PROJECT.format(
+        mark=target.MARK, name=name, version=__version__, cubins=CUBINS, table=TABLE
+    )
+    inside = {"__init__.py": (_RUNTIME / "package.py").read_bytes()}
+    inside |= {module: (_RUNTIME / module).read_bytes() for module in MODULES}
+    inside |= {TABLE: table.encode(), "py.typed": b""}
+    inside |= {f"{CUBINS}/{file}": data for file, data in cubins.items()}
+    files = {f"{name}/{path}": data for path, data in inside.items()}
+    return {"pyproject.toml": project.encode(), **files}
+
+
+_PROJECT = """\
+{mark}
+[build-system]
+requires = ["setuptools>=61"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "{name}"
+version = "{version}"
+description = "Tuned attention kernels for PyTorch, exported by attnsweep"
+requires-python = ">=3.10"
+dependencies = ["torch>=2.5", "cuda-bindings>=12.9"]
+
+[tool.setuptools]
+packages = ["{name}"]
+
+[tool.setuptools.package-data]
+{name} = ["{table}", "py.typed", "{cubins}/*.cubin"]
+"""

@@ -1,0 +1,342 @@
+"""From a program's attention calls to a spec: which shapes it has, and how often it calls each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from attnsweep.choose.search import DEFAULT_STRATEGY
+from attnsweep.core.errors import NoGpuError, ProblemError, SpecError, StoreError
+from attnsweep.core.files import write_file
+from attnsweep.core.hardware import arch_named, arch_of
+from attnsweep.core.problem import DTYPE_BYTES, Dtype, Problem
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Kernel
+from attnsweep.reports.terminal import counted
+from attnsweep.serve.recorder.log import COUNTS, ERRORS, KINDS, TORCH
+from attnsweep.serve.recorder.recorder import Recording
+from attnsweep.specs.model import UnservedCalls
+from attnsweep.specs.starter import Request, Target, refusal, starter
+
+TOP = 50
+"""Most problems of a spec that is made from a program."""
+_DTYPES: dict[str, Dtype] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_MOST_UNSERVED = 50
+_UNSEEN = ": no process imported PyTorch, or only under python -I, -E or -S, which hide it from us"
+_MASKS = {
+    "causal": "an explicit mask; the first one was causal: is_causal=True can be served",
+    "full": "an explicit mask; the first one masked nothing: attn_mask=None can be served",
+    "bias": "a bias that is added to the scores",
+}
+# A rough cost, only to choose and order shapes: an H100's rates, and a launch.
+_FLOPS_PER_US, _BYTES_PER_US, _LAUNCH_US = 5e8, 3e6, 5.0
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a program's processes called. calls: each kind, with how often it ran."""
+
+    calls: Sequence[tuple[Mapping[str, Any], int]]
+    processes: int = 0
+    torch: bool = False
+    """Whether any process imported PyTorch."""
+    errors: tuple[str, ...] = ()
+
+
+@dataclass
+class Served:
+    """The calls of one problem, and notes about them."""
+
+    calls: int = 0
+    notes: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Recorded calls as problems of a spec, the costliest first, and those that have none."""
+
+    problems: Mapping[Problem, Served]
+    unserved: tuple[UnservedCalls, ...]
+
+    @property
+    def calls(self) -> int:
+        """Calls of the spec's problems."""
+        return sum(served.calls for served in self.problems.values())
+
+
+def read(folder: Path) -> Recorded:
+    """Merge the files that the recorders of all processes left in a folder."""
+    calls: Counter[str] = Counter()
+    files = sorted(folder.glob(f"*{KINDS}"))
+    for path in files:
+        counts = memoryview(path.with_suffix(COUNTS).read_bytes()).cast("Q")
+        # A process that was killed may leave half a line; its calls were not counted yet.
+        *lines, _ = path.read_text(encoding="utf-8").split("\n")
+        for line, count in zip(lines, counts, strict=False):
+            calls[line] += count
+        if counts[-1]:
+            calls['{"beyond": true}'] += counts[-1]
+    errors = {path.read_text(encoding="utf-8").strip() for path in folder.glob(f"*{ERRORS}")}
+    kinds = [(json.loads(line), count) for line, count in calls.items() if count]
+    return Recorded(kinds, len(files), (folder / TORCH).exists(), tuple(sorted(errors)))
+
+
+def sort(
+    recorded: Recorded, target: Target, families: Mapping[str, Kernel], top: int = TOP
+) -> Sorted:
+    """The problems of recorded calls on a card, and the calls that no family can serve.
+
+    top: most problems; calls of the others are among the unserved, with that reason. Calls on the
+    CPU are problems only if the program made none on a GPU: it then stands for one that will.
+    """
+    on_gpu = any(kind.get("device") == "cuda" for kind, _ in recorded.calls)
+    found: dict[Problem, Served] = {}
+    others: Counter[tuple[str, str]] = Counter()
+    for kind, calls in recorded.calls:
+        problem = _problem(kind, on_gpu)
+        if isinstance(problem, Problem):
+            reason = refusal(problem, target, families)
+            if reason is None:
+                served = found.setdefault(problem, Served())
+                served.calls += calls
+                served.notes.update(dict.fromkeys(_notes(kind, problem)))
+                continue
+            others[problem.label, reason] += calls
+        else:
+            others[_label(kind), problem] += 0 if kind.get("traced") else calls
+    costly = sorted(found, key=lambda p: (-_cost_us(p) * found[p].calls, p.label))
+    for problem in costly[top:]:
+        others[problem.label, f"left out: not one of the {top} costliest shapes"] += found[
+            problem
+        ].calls
+    return Sorted({problem: found[problem] for problem in costly[:top]}, _unserved(others))
+
+
+def spec_text(found: Sorted, name: str, target: Target, families: Mapping[str, Kernel]) -> str:
+    """The text of the spec; `attnsweep run` reads it. There must be a problem."""
+    request = Request(
+        [*found.problems],
+        name,
+        search={"strategy": DEFAULT_STRATEGY},
+        calls={problem: served.calls for problem, served in found.problems.items()},
+        notes={problem: ", ".join(served.notes) for problem, served in found.problems.items()},
+        unserved=found.unserved,
+    )
+    return starter(request, target, families)
+
+
+def lines_of(found: Sorted, recorded: Recorded) -> list[str]:
+    """What was recorded, in sentences: the totals, then each kind of call without a problem."""
+    shapes = counted(len(found.problems), "problem")
+    rest = sum(each.calls for each in found.unserved)
+    of = f" of {recorded.processes} processes" if recorded.processes > 1 else ""
+    all_ = found.calls + rest
+    out = [f"{all_:,} attention call{'s' * (all_ != 1)}{of}: {found.calls:,} in {shapes}"]
+    if not recorded.calls:
+        out = ["no attention call was recorded" + (_UNSEEN * (not recorded.torch))]
+    if found.unserved:
+        out[0] += f"; {rest:,} have none:"
+    for each in found.unserved:
+        out.append(f"  {_counted(each.calls)} {each.call}: {each.reason}")
+    return out + [f"recording failed in a process: {error}" for error in recorded.errors]
+
+
+def write(path: Path, recorded: Recorded, target: Target, top: int = TOP) -> Sorted:
+    """Write the spec of what was recorded, if it has a problem; returns what was found.
+
+    Raises StoreError if the file cannot be written.
+    """
+    families = discover()
+    found = sort(recorded, target, families, top)
+    if found.problems:
+        try:
+            write_file(path, spec_text(found, run_name_of(path), target, families).encode())
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise StoreError(f"cannot be written: {why}", where=str(path)) from error
+    return found
+
+
+def refuse(path: Path, force: bool) -> None:
+    """Raise, before the program runs, what would keep its spec from being written."""
+    if path.is_file() and path.suffix not in (".yaml", ".yml"):  # such as the program's interpreter
+        hint = "the spec's name comes first: attnsweep shapes OUT.yaml -- COMMAND"
+        raise SpecError("is there, and no .yaml file", where=str(path), hint=hint)
+    if path.is_dir():
+        raise SpecError("is a directory", where=str(path), hint="name a file in it")
+    if path.exists() and not force:
+        hint = "choose another name; --force, or force=True, replaces it"
+        raise SpecError("is there already", where=str(path), hint=hint)
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        try:
+            os.listdir(folder)  # which fails, and says why
+        except OSError as error:
+            what = f"cannot be written: {path.parent}: {error.strerror}"
+            hint = "make that folder first, or name a file in another"
+            raise SpecError(what, where=str(path), hint=hint) from error
+    if not os.access(folder, os.W_OK):
+        what = f"cannot be written: {path.parent} is no writable directory"
+        raise SpecError(what, where=str(path), hint="name a file in a writable one")
+
+
+def run_name_of(path: Path) -> str:
+    """The name of the spec's run: the file's stem, of the letters that a name may have."""
+    return re.sub("[^a-z0-9_-]+", "-", path.stem.lower()).strip("-") or "shapes"
+
+
+@contextlib.contextmanager
+def shapes(
+    path: str | Path, *, arch: str | None = None, force: bool = False, top: int = TOP
+) -> Iterator[None]:
+    """Record the attention calls of this process, and write them to `path` as a spec.
+
+    Calls of PyTorch's `scaled_dot_product_attention`, eager or compiled, become problems with the
+    number of their calls. arch: architecture of the spec (default: this machine's GPU). force:
+    replace the file. top: most problems. The file is written when the block ends, also by an
+    error. Raises SpecError if the file is there, NoGpuError without a GPU and `arch`, RuntimeError
+    if PyTorch is too old.
+    """
+    path = Path(path)
+    refuse(path, force)
+    target = _target_here() if arch is None else Target(arch_named(arch))
+    with tempfile.TemporaryDirectory(prefix="attnsweep-shapes-") as folder:
+        recording = Recording(Path(folder))
+        try:
+            yield
+        finally:
+            recording.stop()
+            recorded = read(Path(folder))
+            found = write(path, recorded, target, top)
+            for line in lines_of(found, recorded):
+                print(f"attnsweep: {line}", file=sys.stderr)  # noqa: T201
+
+
+def _target_here() -> Target:
+    """The GPU that PyTorch uses in this process."""
+    import torch
+
+    if not torch.cuda.is_available():
+        hint = "say for which: attnsweep.shapes(path, arch='sm_90a')"
+        raise NoGpuError("PyTorch sees no GPU, so the spec's architecture is unknown", hint=hint)
+    facts = torch.cuda.get_device_properties()
+    arch = arch_of((facts.major, facts.minor))
+    if arch is None:
+        raise NoGpuError(f"no family runs on compute capability {facts.major}.{facts.minor}")
+    return Target(replace(arch, sm_count=facts.multi_processor_count), facts.name)
+
+
+# -- a call as a problem --------------------------------------------------------------------
+
+
+def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
+    """The problem of a call, or why it has none."""
+    if kind.get("beyond"):
+        return "left out: one process made more kinds of calls than the recorder tells apart"
+    if kind.get("traced"):
+        return "compiled into plain operations; how often they ran is unknown"
+    if kind.get("nested"):
+        return "nested tensors"
+    q, k, v, device, dtype = (kind[name] for name in ("q", "k", "v", "device", "dtype"))
+    dtype = _DTYPES.get(dtype, dtype)
+    reason = None
+    if device != "cuda" and (on_gpu or device != "cpu"):
+        reason = f"on device {device}"
+    elif not len(q) == len(k) == len(v) == 4:
+        reason = f"{len(q)} dimensions; (batch, heads, seqlen, head_dim) is served"
+    elif dtype not in DTYPE_BYTES:
+        reason = f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}"
+    elif kind["dropout"]:
+        reason = "dropout"
+    elif kind.get("mask"):
+        reason = _MASKS.get(kind["mask"], "an arbitrary mask")
+    elif k[0] != q[0] or k[:-1] != v[:-1] or q[3] != k[3]:
+        reason = "batch, heads or head_dim that are broadcast"
+    elif v[3] != q[3]:
+        reason = f"head_dim {q[3]} of q and k, {v[3]} of v"
+    elif 0 in (*q, *k):
+        reason = "nothing to compute: a size is 0"
+    elif q[1] % k[1]:
+        reason = f"{q[1]} heads are no multiple of {k[1]}"
+    elif kind["causal"] and q[2] != k[2] and not _bottom_right(kind):
+        reason = f"a causal mask that is aligned top-left, with seqlen {q[2]} and {k[2]}"
+    elif kind["causal"] and q[2] > k[2]:
+        reason = f"causal with seqlen_q {q[2]} > seqlen_k {k[2]}"
+    if reason is not None:
+        return reason
+    head_dim = kind.get("padded_from", q[3])
+    try:
+        return Problem(q[0], q[1], k[1], q[2], k[2], head_dim, dtype, kind["causal"])
+    except ProblemError as error:  # such as more than a card holds, on a host that holds it
+        return error.what
+
+
+def _bottom_right(kind: Mapping[str, Any]) -> bool:
+    """Whether the call's causal mask is aligned so: that of FlashAttention on the GPU is."""
+    return bool(kind["op"] == "_scaled_dot_product_flash_attention")
+
+
+def _notes(kind: Mapping[str, Any], problem: Problem) -> Iterator[str]:
+    q, k = kind["layout"]
+    yield q if q == k else f"q {q}, k {k}"
+    if kind.get("repeats"):
+        groups = problem.heads_kv // kind["repeats"]
+        yield f"k holds each of {groups} heads {kind['repeats']} times: enable_gqa avoids that"
+    if kind.get("scale"):
+        yield "a scale of its own"
+    if kind["grad"]:
+        yield "with gradients"
+    if kind["device"] != "cuda":
+        yield f"recorded on the {kind['device'].upper()}"
+
+
+def _label(kind: Mapping[str, Any]) -> str:
+    """A call that is no problem, as nearly in the form of a problem's label as it can be."""
+    if kind.get("beyond"):
+        return "other calls"
+    q, k, v = (["?" if size is None else f"{size}" for size in kind[name]] for name in "qkv")
+    dtype = _DTYPES.get(kind["dtype"], kind["dtype"])
+    if not len(q) == len(k) == 4:
+        return f"({','.join(q)}) {dtype}"
+    batch, heads, rows, head_dim = (
+        a if a == b else f"{a}{sign}{b}" for a, b, sign in zip(q, k, "//x/", strict=True)
+    )
+    head_dim += "" if v[-1] == k[-1] else f"/{v[-1]}"
+    mask = "" if kind.get("mask") or "causal" not in kind else " full"
+    return f"({batch},{heads},{rows},{head_dim}) {dtype}{' causal' if kind.get('causal') else mask}"
+
+
+def _unserved(others: Mapping[tuple[str, str], int]) -> tuple[UnservedCalls, ...]:
+    """Each kind of call, the most frequent first; beyond 50, those of one reason together."""
+    ordered = sorted(others.items(), key=lambda item: (-item[1], item[0]))
+    out = [
+        UnservedCalls(call=label, calls=calls, reason=reason)
+        for (label, reason), calls in ordered[:_MOST_UNSERVED]
+    ]
+    rest: dict[str, list[int]] = {}
+    for (_, reason), calls in ordered[_MOST_UNSERVED:]:
+        rest.setdefault(reason, []).append(calls)
+    return (
+        *out,
+        *(
+            UnservedCalls(call=f"{len(calls)} more shapes", calls=sum(calls), reason=reason)
+            for reason, calls in rest.items()
+        ),
+    )
+
+
+def _counted(calls: int) -> str:
+    return f"{calls:,} ×" if calls else "? ×"
+
+
+def _cost_us(problem: Problem) -> float:
+    return max(problem.flops / _FLOPS_PER_US, problem.min_bytes / _BYTES_PER_US) + _LAUNCH_US

@@ -1,0 +1,197 @@
+"""Which kernel serves a shape, and whether it is known to beat PyTorch's own attention."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .cost_model import FEW_QUERIES, SDPA, Learned, Prediction, learn, memory_us, nearness, tiling
+from .launch import ceil_div, refused_by
+from .table import Gpu, Kernel, Shape, Winner
+
+# By how much slower a kernel is taken to be for each octave to the nearest shape of its times.
+_DOUBT = 0.01
+# What the rows of another GPU say counts only if PyTorch's own attention is expected to take longer
+# by this factor, and so much of its time at most to be that of bytes beyond the L2, since memory is
+# what differs between such GPUs. Chosen on 39 recorded shapes of an H200 and 172 of an H100, by the
+# rows of the other card; 190 later ones of the H200 bear them out (benchmarks/dispatch.py, and the
+# tutorial docs/tutorials/your-model.md).
+_STAND_IN_GAIN, _STAND_IN_MEMORY = 1.10, 0.3
+# Keys for each query. With more, divided among the SMs, predicted gains were up to twice the
+# measured ones, also on one GPU.
+_MANY_KEYS = 4
+# If there are too few tiles of queries for all SMs, PyTorch's own attention may divide the keys
+# among them, which the prediction knows badly. A kernel must then be predicted to be faster by
+# this factor: predicted 1.29 times as fast, one was 8 % slower on an H200, (1,8,485x3107,256).
+_DIVIDED_GAIN = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """kernel: which serves the shape, or None. code: a short name of the reason, of few.
+
+    gain: expected time of PyTorch's own attention over the kernel's; 0 if nothing is known.
+    sdpa_us: that time of PyTorch's own.
+    """
+
+    kernel: Kernel | None
+    code: str
+    reason: str
+    gain: float = 0.0
+    sdpa_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is known of calls of one head_dim, dtype and mask, with few queries or with more.
+
+    winners: also of the other dtype.
+    """
+
+    winners: Mapping[Shape, Winner]
+    kernels: tuple[tuple[Kernel, Learned], ...]
+    sdpa: Learned
+
+
+def choose(gpu: Gpu, shape: Shape, *, gradients: bool = False) -> Choice:
+    """The kernel for a shape, or why there is none.
+
+    A tuned shape gets its winner if the lower end of its gain is at least 1. Any other gets the
+    kernel that is predicted to be the fastest, if it is predicted to beat PyTorch's own attention
+    by the guard's share and the nearest shape where it was timed is within the guard's reach.
+    Where the GPU's own rows have nothing to say of a shape, those of its stand-in are asked.
+    gradients: whether the call records them; then PyTorch's own serves short ones.
+    """
+    choice = _forward(gpu, shape)
+    if not gradients or choice.kernel is None or choice.sdpa_us >= gpu.guard.short_us:
+        return choice
+    why = (
+        f"{choice.reason}; a step with gradients this short takes as long as the host's part of it"
+    )
+    return Choice(None, "short_training", why, choice.gain, choice.sdpa_us)
+
+
+def _forward(gpu: Gpu, shape: Shape) -> Choice:
+    own = _by_rows(gpu, shape)
+    if gpu.stand_in is None or own.code not in _SILENT:
+        return own
+    return _by_stand_in(gpu, gpu.stand_in, shape, own)
+
+
+# Codes of choices that say nothing of how fast a kernel would be.
+_SILENT = ("far", "not_tuned")
+
+
+def _by_stand_in(gpu: Gpu, other: Gpu, shape: Shape, own: Choice) -> Choice:
+    """The choice by another GPU's rows, if it is beyond doubt here, or else none, as `own`."""
+    why = own.reason if gpu.winners else "this GPU was not tuned"
+    runs = f"the runs of {', '.join(other.names) or other.key.label}"
+    if shape.seqlen_q < FEW_QUERIES or shape.seqlen_k > _MANY_KEYS * shape.seqlen_q:
+        return Choice(None, own.code, f"{why}; {runs} do not stand in for it: too few queries")
+    found = _by_rows(other, shape)
+    told = f"{why}; by {runs}: {found.reason}"
+    if found.kernel is None:
+        return Choice(None, own.code, told, found.gain)
+    if memory_us(SDPA, shape, other.card) > _STAND_IN_MEMORY * found.sdpa_us:
+        told += ", but too much of that is memory's time, which differs here"
+        return Choice(None, own.code, told, found.gain)
+    if found.gain < max(_STAND_IN_GAIN, 1 + other.guard.margin):
+        return Choice(None, own.code, f"{told}: too little for another GPU's", found.gain)
+    told = f"by {runs}, which stand in for this GPU's: {found.reason}"
+    return Choice(found.kernel, "stand_in", told, found.gain, found.sdpa_us)
+
+
+def _by_rows(gpu: Gpu, shape: Shape) -> Choice:
+    """What the rows of a GPU say, whichever GPU is asked about."""
+    kind = _kind_of(gpu, shape)
+    if not kind.kernels:
+        mask = "causal" if shape.causal else "full"
+        few = f", fewer than {FEW_QUERIES} queries" if shape.seqlen_q < FEW_QUERIES else ""
+        what = f"head_dim {shape.head_dim}, {shape.dtype}, {mask}{few}"
+        return Choice(None, "not_tuned", f"no shape with {what} was tuned")
+    winner = kind.winners.get(shape)
+    if winner is None:
+        return _predicted(gpu, shape, kind)
+    if winner.gain_low >= 1:
+        why = "this shape was tuned"
+        return Choice(winner.kernel, "tuned", why, winner.gain, winner.sdpa_us)
+    why = "this shape was tuned, and PyTorch's own attention is as fast"
+    return Choice(None, "not_faster", why, winner.gain)
+
+
+def _kind_of(gpu: Gpu, shape: Shape) -> Kind:
+    """What is known of the shape's head_dim, dtype, mask and number of queries, worked out once."""
+    few = shape.seqlen_q < FEW_QUERIES
+    asked = (shape.head_dim, shape.dtype, shape.causal, few)
+    found: Kind | None = gpu.kinds.get(asked)
+    if found is not None:
+        return found
+    alike = (shape.head_dim, shape.causal)
+    known = [
+        winner
+        for winner in gpu.winners
+        if (winner.shape.head_dim, winner.shape.causal) == alike
+        and (winner.shape.seqlen_q < FEW_QUERIES) == few
+    ]
+    timed: dict[str, list[tuple[Shape, float]]] = defaultdict(list)
+    for winner in known:
+        for kernel, time_us in ((winner.kernel, winner.time_us), *winner.others):
+            timed[kernel.config].append((winner.shape, time_us))
+    kernels = _kernels(gpu, known, shape)
+    kind = Kind(
+        {winner.shape: winner for winner in reversed(known)},
+        tuple((kernel, learn(tiling(kernel), timed[name], gpu.card)) for name, kernel in kernels),
+        learn(SDPA, ((winner.shape, winner.sdpa_us) for winner in known), gpu.card),
+    )
+    if kernels:  # only then is their number bounded by the table's
+        gpu.kinds[asked] = kind
+    return kind
+
+
+def _kernels(gpu: Gpu, known: Sequence[Winner], shape: Shape) -> list[tuple[str, Kernel]]:
+    """The kernels of the shape's head_dim, dtype and mask by their configs, in a fixed order."""
+    kernels = [winner.kernel for winner in known]
+    kernels += [kernel for winner in known for kernel, _ in winner.others]
+    made = {each.config: each for each in (*kernels, *gpu.twins) if _made(each, shape)}
+    return sorted(made.items())
+
+
+def _made(kernel: Kernel, shape: Shape) -> bool:
+    kind = (kernel.head_dim, kernel.dtype, kernel.causal)
+    return kind == (shape.head_dim, shape.dtype, shape.causal)
+
+
+def _predicted(gpu: Gpu, shape: Shape, kind: Kind) -> Choice:
+    """The kernel for a shape that was not tuned. Times in fp16 and bf16 are taken as equal."""
+    guard = gpu.guard
+    nearby = nearness(shape, kind.winners, gpu.card)
+    found: list[tuple[Prediction, Kernel]] = []
+    for kernel, learned in kind.kernels:
+        if refused_by(kernel, shape, gpu.key.sm_count) is None:
+            prediction = learned.predict(shape, nearby, gpu.card)
+            if prediction is not None:
+                found.append((prediction, kernel))
+    near = [each for each in found if each[0].octaves <= guard.reach]
+    if not near:
+        why = "no tuned shape is near enough whose kernel may run here"
+        if found:
+            nearest = min(found, key=lambda each: each[0].octaves)[0]
+            why += f"; the nearest is {nearest.nearest.label} ({nearest.octaves:.1f} octaves)"
+        return Choice(None, "far", why)
+    ours, kernel = min(near, key=lambda each: each[0].time_us * (1 + _DOUBT * each[0].octaves))
+    theirs = kind.sdpa.predict(shape, nearby, gpu.card)
+    if theirs is None:  # there are winners, and each has a time of PyTorch's
+        raise AssertionError
+    gain = theirs.time_us / ours.time_us
+    tiles = shape.batch * shape.heads * ceil_div(shape.seqlen_q, 64)
+    divided = tiles < gpu.key.sm_count and shape.seqlen_k > _MANY_KEYS * shape.seqlen_q
+    least = _DIVIDED_GAIN if divided else 1 + guard.margin + guard.per_octave * ours.octaves
+    why = (
+        f"predicted {ours.time_us:.4g} µs from {ours.nearest.label} ({ours.octaves:.1f} octaves)"
+        f"{f' and {ours.shapes - 1} more' if ours.shapes > 1 else ''}, "
+        f"PyTorch's own {theirs.time_us:.4g} µs"
+    )
+    if gain < least:
+        return Choice(None, "not_faster", f"{why}: we gain too little to be sure", gain)
+    return Choice(kernel, "near", why, gain, theirs.time_us)

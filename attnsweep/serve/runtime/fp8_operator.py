@@ -1,0 +1,315 @@
+"""Attention of FP8 tensors by a package's kernels. What no kernel serves is an error.
+
+PyTorch has no attention of FP8 tensors that could stand in for a kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import fp8
+from .driver import Device, DriverError, Launches, Tensor, cuda_driver
+from .launch import Call
+from .plans import Explanation
+from .table import Fp8Gpu, GpuKey, PackageError, Shape, Table
+from .torch_ops import register_fp8
+
+_MOST_SCALE = 1e38  # of the scores: a kernel gets it as a 32-bit number, times the logarithm of e
+# The least and the largest number above 0 of 32 bits.
+_LEAST_FLOAT, _MOST_FLOAT = 2.0**-149, (2 - 2.0**-23) * 2.0**127
+_MOST_PLANS = 4096  # as in operator.py
+_NAMES = ("query", "key", "value")
+_SCALES = ("q_scale", "k_scale", "v_scale")
+
+
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """All of a call that does not depend on addresses. index: the device's, -1 for the CPU's.
+
+    launches: once the kernel is loaded.
+    """
+
+    choice: fp8.Choice
+    shape: Shape
+    call: Call
+    tensors: dict[str, Tensor]
+    index: int
+    launches: Launches | None = None
+
+
+class Fp8Operator:
+    """The operator `forward_fp8` of one table, and the function that calls it.
+
+    library: the package's, which gets the operator if the table has FP8 kernels. cuda: the driver's
+    binding (default: cuda.bindings.driver). devices: the device types that are served. Tests give
+    others.
+    """
+
+    def __init__(
+        self, table: Table, library: Any, cuda: Any = None, devices: tuple[str, ...] = ("cuda",)
+    ) -> None:
+        self.table = table
+        self._library = library  # the operator goes with it
+        self._cuda, self._types = cuda, devices
+        self._calls = 0
+        self._plans: dict[Any, _Plan] = {}
+        self._gpus: dict[int, Fp8Gpu | None] = {}
+        self._devices: dict[int, Device] = {}
+        self._forward: Any = None
+        if table.fp8:
+            # Also where nothing is served, so that it is said why.
+            every = sorted({*devices, "cpu"})
+            self._forward = register_fp8(library, every, self._impl, self._fake)
+
+    # ---- one call ----
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        q_scale: Any,
+        k_scale: Any,
+        v_scale: Any,
+        causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """softmax(Q Kᵀ · scale) V of what the bytes and scales stand for; bfloat16, contiguous.
+
+        See package.attention_fp8. Raises TypeError, ValueError or PackageError.
+        """
+        given = (query, key, value, q_scale, k_scale, v_scale)
+        ready, by = self._arguments(given, scale, enable_gqa)
+        out: torch.Tensor = self._forward(*ready, bool(causal), by)
+        return out
+
+    def explain(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        q_scale: Any,
+        k_scale: Any,
+        v_scale: Any,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Explanation:
+        """Which kernel `attention` would call, and why; raises what it would raise."""
+        given = (query, key, value, q_scale, k_scale, v_scale)
+        ready, by = self._arguments(given, scale, enable_gqa)
+        plan = self._plan(ready, bool(causal), by)
+        _check_alignment(ready[:3])
+        gpu = self._known(plan.index)
+        return Explanation(
+            plan.choice.kernel.config, plan.choice.code, plan.choice.reason, 0.0, gpu.key.label
+        )
+
+    def counters(self) -> dict[str, int]:
+        """Calls so far: `kernel_fp8`, absent before the first one."""
+        return {"kernel_fp8": self._calls} if self._calls else {}
+
+    def _arguments(
+        self, given: tuple[Any, ...], scale: float | None, enable_gqa: bool
+    ) -> tuple[tuple[torch.Tensor, ...], float]:
+        """The operator's tensors, and the scale of the scores."""
+        if self._forward is None:
+            raise PackageError(
+                "this package has no FP8 kernels; export a run of FP8 problems, such as "
+                "dtype: e4m3_tensor"
+            )
+        for name, tensor in zip(_NAMES, given, strict=False):
+            if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
+                raise TypeError(f"{name} is no (batch, heads, seqlen, head_dim) tensor")
+        query, key = given[:2]
+        if query.shape[1] != key.shape[1] and not enable_gqa:
+            raise ValueError(
+                f"{query.shape[1]} heads of queries and {key.shape[1]} of keys: give "
+                "enable_gqa=True if they share keys"
+            )
+        scales = [
+            _scale_tensor(name, each, query) for name, each in zip(_SCALES, given[3:], strict=True)
+        ]
+        tensors = (*given[:3], *scales)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            raise ValueError(
+                "FP8 attention has no gradients: detach what requires_grad, or call it under "
+                "torch.no_grad()"
+            )
+        return tensors, query.shape[3] ** -0.5 if scale is None else float(scale)
+
+    # ---- the operator ----
+    def _fake(self, *given: Any) -> torch.Tensor:
+        *tensors, causal, scale = given
+        self._checked(tensors, causal, scale)
+        query = tensors[0]
+        return query.new_empty(query.shape, dtype=torch.bfloat16)
+
+    def _impl(self, *given: Any) -> torch.Tensor:
+        *tensors, causal, scale = given
+        plan = self._plan(tuple(tensors), causal, scale)
+        if plan.index >= 0 and plan.index != torch.cuda.current_device():
+            with torch.cuda.device(plan.index):
+                return self._run(plan, tensors)
+        return self._run(plan, tensors)
+
+    def _run(self, plan: _Plan, tensors: list[torch.Tensor]) -> torch.Tensor:
+        query, key, value = tensors[:3]
+        _check_alignment((query, key, value))
+        scales = _spread(tensors[3:], plan.shape)
+        out = query.new_empty(query.shape, dtype=torch.bfloat16)
+        stream = 0
+        if plan.index >= 0:
+            stream = int(torch.cuda.current_stream(plan.index).cuda_stream)
+        addresses = tuple(each.data_ptr() for each in (query, key, value, out, *scales))
+        try:
+            if plan.launches is None:
+                plan.launches = self._prepared(plan)
+            plan.launches.issue(addresses, stream)
+        except DriverError as error:
+            raise PackageError(f"{plan.shape.label}: {error}") from error
+        self._calls += 1
+        return out
+
+    def _prepared(self, plan: _Plan) -> Launches:
+        if plan.index not in self._devices:
+            cuda = self._cuda or cuda_driver()
+            self._devices[plan.index] = Device(self.table, cuda, plan.index)
+        stages = {plan.call.stage: plan.choice.kernel.code}
+        names = ("q", "k", "v", "o", *_SCALES)
+        return self._devices[plan.index].launches((plan.call,), stages, plan.tensors, names)
+
+    def _plan(self, tensors: tuple[Any, ...], causal: bool, scale: float) -> _Plan:
+        """The plan of a call, from the cache if its shapes and strides were met before."""
+        what = (causal, scale, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
+        plan = self._plans.get(what)
+        if plan is None:
+            shape = self._checked(tensors, causal, scale)
+            for name, tensor in zip(_NAMES, tensors, strict=False):
+                if tensor.numel() >= 2**31:
+                    raise ValueError(f"{name} has 2^31 elements or more; cut the batch")
+            index = tensors[0].get_device()
+            choice = fp8.choose(self._known(index), shape)
+            if isinstance(choice, str):
+                raise PackageError(f"{choice}; to add it: attnsweep run, then attnsweep export")
+            call = fp8.call(choice.kernel, shape, scale)
+            plan = _Plan(choice, shape, call, fp8.tensors(shape), index)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[what] = plan
+        return plan
+
+    def _known(self, index: int) -> Fp8Gpu:
+        """What the table has of a device. Raises PackageError."""
+        index = max(index, 0)
+        if index not in self._gpus:
+            key = GpuKey.of(torch.cuda.get_device_properties(index))
+            self._gpus[index] = self.table.fp8.get(key)
+        gpu = self._gpus[index]
+        if gpu is None:
+            known = "; ".join(key.label for key in self.table.fp8)
+            raise PackageError(
+                f"this GPU was not tuned in FP8; the package knows {known}. To tune it: "
+                "attnsweep run SPEC, then attnsweep export"
+            )
+        return gpu
+
+    def _checked(self, tensors: Any, causal: bool, scale: float) -> Shape:
+        """The shape of a call, by what a compiler knows too. Raises TypeError or ValueError."""
+        query, key, value, *scales = tensors
+        for name, tensor in zip((*_NAMES, *_SCALES), tensors, strict=True):
+            if tensor.device != query.device or tensor.device.type not in self._types:
+                raise ValueError(f"{name} is on {tensor.device}: FP8 kernels run on one GPU")
+        for name, tensor in zip(_NAMES, tensors, strict=False):
+            if tensor.dtype != torch.float8_e4m3fn:
+                raise TypeError(
+                    f"{name} is {tensor.dtype}: FP8 attention takes torch.float8_e4m3fn, such as "
+                    "(x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)"
+                )
+            if tensor.dim() != 4 or 0 in tensor.shape:
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)}, not (batch, heads, seqlen, head_dim) of at "
+                    "least 1"
+                )
+        batch, heads, seqlen_q, head_dim = query.shape
+        _, heads_kv, seqlen_k, _ = key.shape
+        if (
+            key.shape != value.shape
+            or (key.shape[0], key.shape[3]) != (batch, head_dim)
+            or heads % heads_kv
+        ):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
+            raise ValueError(f"shapes do not agree: {shapes}")
+        for name, tensor in zip(_NAMES, tensors, strict=False):
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} has strides {tuple(tensor.stride())}: FP8 attention takes contiguous "
+                    "(batch, heads, seqlen, head_dim); call .contiguous() where it is quantised"
+                )
+        if causal and seqlen_q != seqlen_k:
+            raise ValueError(
+                f"causal with {seqlen_q} queries and {seqlen_k} keys: libraries differ in how they "
+                "align the mask; one query that sees all keys needs no mask"
+            )
+        if not 0.0 < scale < _MOST_SCALE:
+            raise ValueError(f"scale is {scale}, not a positive number of 32 bits")
+        kind = _kind_of(scales, batch, heads_kv, seqlen_k)
+        sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim)
+        return Shape(*sizes, kind, bool(causal))
+
+
+def _kind_of(scales: list[Any], batch: int, heads_kv: int, seqlen_k: int) -> str:
+    """The dtype of a Shape. Raises TypeError or ValueError for scales that are none."""
+    blocks = (seqlen_k + fp8.SCALE_BLOCK - 1) // fp8.SCALE_BLOCK
+    of_heads, of_blocks = (batch, heads_kv), (batch, heads_kv, blocks)
+    kinds = set()
+    for name, scale in zip(_SCALES, scales, strict=True):
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{name} is {scale.dtype}: a scale is torch.float32")
+        shape = tuple(scale.shape)
+        if shape in ((), (1,)):
+            kinds.add(fp8.TENSOR)
+        elif shape == of_heads:
+            kinds.add(fp8.HEADS)
+        elif shape == of_blocks and name != "q_scale":
+            kinds.add(fp8.BLOCK)
+        else:
+            wanted = f"of one element or {of_heads}, (batch, heads_kv)"
+            if name != "q_scale":
+                wanted += f", or {of_blocks}, one of each 128 keys"
+            raise ValueError(f"{name} is {shape}, and takes float32 {wanted}")
+    return next(kind for kind in (fp8.BLOCK, fp8.HEADS, fp8.TENSOR) if kind in kinds)
+
+
+def _scale_tensor(name: str, scale: Any, query: torch.Tensor) -> torch.Tensor:
+    """A scale as a tensor. Values of tensors are not looked at: that would wait for the GPU."""
+    if isinstance(scale, torch.Tensor):
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"{name} is {scale!r}: a scale is a number, or a float32 tensor")
+    if not _LEAST_FLOAT <= scale <= _MOST_FLOAT:
+        raise ValueError(f"{name} is {scale}: a scale is finite and above 0, as float32 too")
+    return torch.full((), float(scale), dtype=torch.float32, device=query.device)
+
+
+def _spread(scales: list[torch.Tensor], shape: Shape) -> tuple[torch.Tensor, ...]:
+    """Scales as a kernel reads them; of those that lie so already nothing is copied."""
+    wanted = fp8.scale_shapes(shape)
+    if shape.dtype == fp8.TENSOR:  # one launch for the three
+        return tuple(torch.stack([each.reshape(()).expand(wanted[0]) for each in scales]))
+    made = []
+    for scale, sizes in zip(scales, wanted, strict=True):
+        if scale.dim() == 2 and len(sizes) == 3:
+            scale = scale[..., None]
+        made.append(scale.expand(sizes).contiguous())
+    return tuple(made)
+
+
+def _check_alignment(tensors: tuple[torch.Tensor, ...]) -> None:
+    for name, tensor in zip(_NAMES, tensors, strict=True):
+        if tensor.data_ptr() & 15:
+            raise ValueError(f"{name} does not begin at a multiple of 16 bytes; call .clone()")

@@ -1,0 +1,213 @@
+"""Gradients of a kernel's output: by the backward that PyTorch itself would have called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .arguments import PLAIN
+from .sdpa_patch import sdpa
+
+_choice = torch._fused_sdp_choice
+_CUDNN = 3  # torch.nn.attention.SDPBackend.CUDNN_ATTENTION, whose import takes a second
+# All that PyTorch's choice depends on but a call's plan. Without one of them it is asked each time.
+_SETTINGS = [
+    getattr(torch._C, f"_get_{name}", object)
+    for name in (
+        *("cudnn_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled"),
+        *("math_sdp_enabled", "overrideable_sdp_enabled", "sdp_priority_order"),
+        *("deterministic_algorithms", "deterministic_algorithms_warn_only"),
+    )
+]
+
+
+def with_lse(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the log-sum-exp of `forward_lse`, by what PyTorch itself would call.
+
+    That is cuDNN or flash: what no backward of these can take is computed by flash.
+    """
+    if _takes_cudnn(query, key, value, causal, scale):
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, lse, *_ = cudnn(query, key, value, None, True, 0.0, causal, False, scale=scale)
+        return like(out, query), lse.squeeze(-1).contiguous()
+    given = map(_with_contiguous_head_dim, (query, key, value))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse, *_ = flash(*given, 0.0, causal, False, scale=scale)
+    return like(out, query), lse.contiguous()
+
+
+def like(out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """The output in the layout that the fake kernel promises: that of torch.empty_like(query)."""
+    promised = torch.empty_like(query)
+    return out if out.stride() == promised.stride() else promised.copy_(out)
+
+
+def _with_contiguous_head_dim(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as PyTorch's flash attention takes it: a copy only if it must be."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+# ---- which backward ----
+def _takes_cudnn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> bool:
+    """Whether PyTorch would call cuDNN. A compiler's tensors count with the sizes it began with."""
+    how = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    given = (query, key, value)
+    if all(type(each) in PLAIN for each in given):
+        return bool(_choice(*given, None, 0.0, causal, **how) == _CUDNN)
+    return _becomes(given, is_causal=causal, **how) == "_scaled_dot_product_cudnn_attention"
+
+
+class _Called(TorchDispatchMode):  # type: ignore[misc]
+    """Keeps the names of operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def _becomes(given: tuple[torch.Tensor, ...], **how: Any) -> str:
+    """Name of the operator that PyTorch's attention becomes in compiled code.
+
+    `_choice` knows no tensors of a compiler, which would also take the question into its graph.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kinds = [
+        ([*map(_first, each.shape)], [*map(_first, each.stride())], each.dtype, each.device)
+        for each in given
+    ]
+
+    def ask() -> str:
+        with FakeTensorMode():
+            made = [
+                torch.empty_strided(size, stride, dtype=dtype, device=device, requires_grad=True)
+                for size, stride, dtype, device in kinds
+            ]
+            with _Called() as called:
+                sdpa(*made, **how)
+        return next((name for name in called.names if name.startswith("_scaled_dot")), "")
+
+    # In a thread of its own, where no compiler is at work and autograd is switched on.
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(ask).result()
+
+
+def _first(number: Any) -> int:
+    """A number as it was when a compiler first met it."""
+    return number if isinstance(number, int) else int(number.node.hint)
+
+
+def _asked(plan: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+    """The backward of the backend that PyTorch would call, with its arguments."""
+    by_cudnn = _takes_cudnn(query, key, value, plan.causal, plan.scale)
+    return _cudnn_gradients if by_cudnn else _flash_gradients, plan.causal, plan.scale
+
+
+class Gradient(torch.autograd.Function):  # type: ignore[misc]
+    """`forward_lse` and its gradient, for calls that no compiler or dispatch mode looks at.
+
+    An operator's own autograd goes through more Python than this.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        run: Callable[..., Any],
+        plan: Any,
+    ) -> torch.Tensor:
+        """run: computes the output and the log-sum-exp by a plan, given first, or returns None."""
+        settings = [setting() for setting in _SETTINGS]
+        backward = plan.backward
+        if backward is None or backward[0] != settings:
+            backward = plan.backward = (settings, *_asked(plan, query, key, value))
+        ctx.by = backward  # one attribute: each takes time
+        made = run(plan, query, key, value)
+        out, lse = made or with_lse(query, key, value, plan.causal, plan.scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """PyTorch's own backward: cuDNN's where it would have called cuDNN, or else flash's."""
+        _, gradients, causal, scale = ctx.by
+        seed = _no_seed(grads[0].device)
+        dq, dk, dv = gradients(grads[0], ctx.saved_tensors, causal, scale, seed)
+        return dq, dk, dv, None, None
+
+
+# `apply` where no transform of torch.func is active, of which its Python asks at each call.
+with_gradient: Any = getattr(super(torch.autograd.Function, Gradient), "apply", Gradient.apply)
+
+
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    """What `backward` of the operator needs, and whose it is."""
+    query, key, value, ctx.causal, ctx.scale = inputs
+    out, lse = output
+    by_cudnn = _takes_cudnn(query, key, value, ctx.causal, ctx.scale)
+    ctx.gradients = _cudnn_gradients if by_cudnn else _flash_gradients
+    ctx.save_for_backward(query, key, value, out, lse)
+    ctx.mark_non_differentiable(lse)
+
+
+def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    """The operator's gradient. A compiler traces it, so its graph calls PyTorch's own backward."""
+    seed = grad.new_empty((), dtype=torch.int64)
+    return (*ctx.gradients(grad, ctx.saved_tensors, ctx.causal, ctx.scale, seed), None, None)
+
+
+@functools.cache
+def _no_seed(device: torch.device) -> torch.Tensor:
+    """The seed of no dropout, one for all calls."""
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+def _flash_gradients(
+    grad: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    causal: bool,
+    scale: float,
+    seed: torch.Tensor,
+) -> tuple[Any, ...]:
+    """PyTorch's own flash backward, from our output and log-sum-exp."""
+    *inputs, out, lse = saved
+    query, key, value = map(_with_contiguous_head_dim, inputs)
+    lengths = (query.shape[2], key.shape[2])
+    grads: tuple[Any, ...] = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+        *(grad, query, key, value, out, lse, None, None, *lengths, 0.0, causal, seed, seed),
+        scale=scale,
+    )
+    return grads
+
+
+def _cudnn_gradients(
+    grad: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    causal: bool,
+    scale: float,
+    seed: torch.Tensor,
+) -> tuple[Any, ...]:
+    """The same by cuDNN, which takes the log-sum-exp as (batch, heads, seqlen_q, 1)."""
+    query, key, value, out, lse = saved
+    lengths = (query.shape[2], key.shape[2])
+    lse = lse.unsqueeze(-1)
+    grads: tuple[Any, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+        *(grad, query, key, value, out, lse, seed, seed, None, None, None, *lengths, 0.0, causal),
+        scale=scale,
+    )
+    return grads

@@ -1,0 +1,478 @@
+"""The operator: scaled_dot_product_attention's meaning, by a package's kernels where they serve."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .arguments import DTYPES, autocast, never, number, plain, shape_of, strides
+from .call_cache import Seen, transformed
+from .dispatch import Choice, choose
+from .driver import Device, DriverError, Launches, Tensor, Unaligned, cuda_driver, unmapped
+from .gradients import Gradient, like, with_gradient, with_lse
+from .launch import calls, workspaces
+from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
+from .sdpa_patch import asked_once
+from .sdpa_patch import pytorchs as _sdpa
+from .table import Gpu, GpuKey, PackageError, Table, known
+from .torch_ops import register
+
+# Looked up once: each is asked in every call.
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_modes = torch._C._len_torch_dispatch_stack
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_empty_like, _FLOAT = torch.empty_like, torch.float32
+_NUMBERS = (int, float, torch.SymFloat)
+_MOST_SCALE = 1e38  # a kernel gets it as a 32-bit number, times the logarithm of e
+# Entries of a cache: more are met only by calls whose shapes keep changing, and then the cache
+# starts anew, so that it never grows.
+_MOST_PLANS = 4096
+
+
+class Operator:
+    """The operators `forward` and `forward_lse` of one table, and the function that calls them.
+
+    namespace: the package's name, also of its logger; unlike any other package's. cuda: the
+    driver's binding (default: cuda.bindings.driver). devices: the device types that are served.
+    Tests give others.
+    """
+
+    def __init__(
+        self, table: Table, namespace: str, cuda: Any = None, devices: tuple[str, ...] = ("cuda",)
+    ) -> None:
+        self.table = table
+        self._cuda, self._types = cuda, devices
+        self._log = logging.getLogger(namespace)
+        self._said: set[str] = set()
+        self._counts: Counter[str] = Counter()
+        self._plans: dict[Any, Plan] = {}
+        self._seen = Seen()
+        self._find = self._seen.plan
+        self._gpus: dict[int, Gpu | None] = {}
+        self._devices: dict[int, Device] = {}
+        self._forked = False
+        self._head_dims = frozenset(
+            winner.shape.head_dim for gpu in table.gpus.values() for winner in gpu.winners
+        )
+        # Without PyTorch's Python around them, where this build has them.
+        self._current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+        raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+        self._stream = raw_stream if "cuda" in devices else _no_stream
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
+        # PyTorch has namespaces of its own, such as `quantized`.
+        wanted = f"attnsweep_{namespace.replace('.', '_')}"
+        made = (self._impl_attention, self._impl_forward, self._impl_forward_lse)
+        self.library = register(wanted, devices, *made)
+        self.namespace: str = self.library.ns
+        ops = getattr(torch.ops, self.namespace)
+        self._forward, self._forward_lse = ops.forward.default, ops.forward_lse.default
+        self._attention = ops.attention.default
+
+    def _after_fork(self) -> None:
+        self._forked = bool(self._devices)
+        self._plans.clear()  # so that a call asks again
+        self._seen.clear()
+
+    # ---- the operators ----
+    def _impl_attention(
+        self, query: Any, key: Any, value: Any, causal: bool, scale: float
+    ) -> torch.Tensor:
+        """A compiler's call: PyTorch's own attention where the sizes say already that it is."""
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        gpu = self._gpu(query.device.index or 0)
+        if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
+            choice = choose(gpu, shape_of(query, key, causal), gradients=grad)
+            if choice.kernel is None:
+                grouped = query.shape[1] != key.shape[1]
+                return _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
+        if grad:
+            return self._forward_lse(query, key, value, causal, scale)[0]
+        return self._forward(query, key, value, causal, scale)
+
+    def _impl_forward(
+        self, query: Any, key: Any, value: Any, causal: bool, scale: float
+    ) -> torch.Tensor:
+        grouped = query.shape[1] != key.shape[1]
+        plan = self._plan(query, key, value, causal, scale, grouped, False)
+        done = self._served(plan, query, key, value)
+        if done is not None:
+            return done[0]
+        out = _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return like(out, query)
+
+    def _impl_forward_lse(
+        self, query: Any, key: Any, value: Any, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        grouped = query.shape[1] != key.shape[1]
+        plan = self._plan(query, key, value, causal, scale, grouped, True)
+        done = self._served(plan, query, key, value)
+        if done is not None:
+            return done[0], done[1]
+        return with_lse(query, key, value, causal, scale)
+
+    # ---- one call ----
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        """torch.nn.functional.scaled_dot_product_attention, by a tuned kernel where one serves.
+
+        query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k,
+        head_dim); any strides with contiguous head_dim. causal: another name of is_causal, which is
+        aligned top-left as PyTorch's. What no kernel serves, or is not known to be faster, goes to
+        PyTorch's own attention; `explain` says why.
+        """
+        is_causal = is_causal or causal
+        if _is_compiling():
+            masks = (attn_mask, dropout_p, is_causal)
+            return self._traced(query, key, value, *masks, scale, enable_gqa)
+        if scale is not None and type(scale) is not float:
+            scale = number(scale)
+        if _any_autocast():
+            query, key, value = self._cast(query, key, value)
+        choice: Choice | None = None
+        if attn_mask is not None or dropout_p != 0.0:
+            choice = never(attn_mask, dropout_p)
+        elif (seen := self._find(query, key, value, is_causal, scale, enable_gqa)) is not None:
+            if not seen.calls:
+                choice = seen.choice
+            elif seen.lse:
+                return with_gradient(query, key, value, self._run, seen)
+            else:
+                done = self._run(seen, query, key, value)
+                if done is not None:
+                    return done[0]
+        elif not plain(query, key, value):
+            choice = SUBCLASS.choice
+        else:
+            grad = _is_grad_enabled() and (
+                query.requires_grad or key.requires_grad or value.requires_grad
+            )
+            plan = self._plan(query, key, value, is_causal, scale, enable_gqa, grad)
+            if not plan.calls:
+                choice = plan.choice
+                self._seen.add(plan, query, key, value, is_causal, scale, enable_gqa)
+            elif _modes() or query.is_neg() or key.is_neg() or value.is_neg():
+                # A dispatch mode, or what resolves a negation, must see an operator.
+                by = scale if scale is not None else query.shape[3] ** -0.5
+                if grad:
+                    return self._forward_lse(query, key, value, is_causal, by)[0]
+                return self._forward(query, key, value, is_causal, by)
+            else:  # nobody looks at operators, so the dispatcher's time is saved
+                self._seen.add(plan, query, key, value, is_causal, scale, enable_gqa)
+                if grad:
+                    out: torch.Tensor = Gradient.apply(query, key, value, self._run, plan)
+                    return out
+                done = self._run(plan, query, key, value)
+                if done is not None:
+                    return done[0]
+        if choice is not None:
+            self._fell_back(choice)
+        return _sdpa(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    def _cast(self, *given: Any) -> tuple[Any, Any, Any]:
+        """The tensors as scaled_dot_product_attention gets them under autocast."""
+        query, key, value = given
+        if all(isinstance(each, torch.Tensor) for each in given):
+            kind = query.device.type
+            if kind in self._types and torch.is_autocast_enabled(kind):
+                wanted = torch.get_autocast_dtype(kind)
+                if not query.dtype == key.dtype == value.dtype == wanted:
+                    query, key, value = map(autocast, given)
+        return query, key, value
+
+    def _traced(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        """A call as torch.compile sees it: one operator, which finds its kernel at run time.
+
+        Where the compiler knows all sizes, `_impl_attention` hands over what no kernel serves.
+        """
+        given = query, key, value = self._cast(query, key, value)
+        if (
+            never(attn_mask, dropout_p)
+            or not plain(*given)
+            or self._unserved(*given, is_causal, scale, enable_gqa)
+            or not self._is_known(query.device.index or 0)
+        ):
+            return _sdpa(
+                *(*given, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
+            )
+        by = scale if scale is not None else query.shape[3] ** -0.5
+        return self._attention(query, key, value, is_causal, by)
+
+    def explain(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        causal: bool = False,
+    ) -> Explanation:
+        """Which kernel `attention` would call with these arguments, and why; launches nothing."""
+        query, key, value = self._cast(query, key, value)
+        scale = number(scale)
+        choice = never(attn_mask, dropout_p)
+        if choice is None and not plain(query, key, value):
+            choice = SUBCLASS.choice
+        if choice is None:
+            grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+            plan = self._plan(query, key, value, is_causal or causal, scale, enable_gqa, grad)
+            choice = plan.choice
+            if plan.calls and (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
+                choice = UNALIGNED
+        gpu = None
+        if isinstance(query, torch.Tensor) and query.device.type in self._types:
+            gpu = self._gpu(query.device.index or 0)
+        name = gpu.key.label if gpu is not None else None
+        config = choice.kernel.config if choice.kernel is not None else None
+        return Explanation(config, choice.code, choice.reason, choice.gain, name)
+
+    def counters(self) -> dict[str, int]:
+        """Calls so far by what served them: `kernel`, or the reason for PyTorch's own attention.
+
+        Calls of a replayed CUDA graph are not seen.
+        """
+        return dict(self._counts)
+
+    def _fell_back(self, choice: Choice) -> None:
+        self._counts[choice.code] += 1
+        if choice.code not in self._said:
+            self._said.add(choice.code)
+            level = logging.INFO if choice.code in _EXPECTED else logging.WARNING
+            self._log.log(level, "scaled_dot_product_attention: %s (said once)", choice.reason)
+
+    # ---- what can be served ----
+    def _unserved(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Choice | None:
+        """Why no kernel serves tensors of this kind, by what a compiler knows too; or None."""
+        if query.device.type not in self._types:
+            return Choice(None, "device", f"tensors are on {query.device.type}")
+        if not query.device == key.device == value.device:
+            return Choice(None, "device", "tensors are on several devices")
+        if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+            return Choice(None, "dtype", f"{query.dtype}, {key.dtype}, {value.dtype}")
+        if not query.dim() == key.dim() == value.dim() == 4:
+            return Choice(None, "rank", "tensors are not (batch, heads, seqlen, head_dim)")
+        head_dim = query.shape[3]
+        if head_dim not in self._head_dims:
+            return Choice(None, "head_dim", f"head_dim {head_dim} was not tuned")
+        batch, heads, heads_kv = query.shape[0], query.shape[1], key.shape[1]
+        if not (
+            key.shape == value.shape
+            and key.shape[0] == batch
+            and key.shape[3] == head_dim
+            and (heads == heads_kv or (enable_gqa and heads_kv > 0 and heads % heads_kv == 0))
+        ):
+            return Choice(None, "shapes", "shapes do not agree, or need broadcasting")
+        if is_causal and query.shape[2] != key.shape[2]:
+            return Choice(None, "causal_alignment", "is_causal with seqlen_q != seqlen_k")
+        if scale is not None and not (isinstance(scale, _NUMBERS) and 0.0 < scale < _MOST_SCALE):
+            return Choice(None, "scale", f"scale is {scale}, not a positive number of 32 bits")
+        return None
+
+    @asked_once
+    def _is_known(self, index: int) -> bool:
+        """Whether a device's kind is in the table: for a compiler, which need not look into it."""
+        return self._gpu(index) is not None
+
+    def _gpu(self, index: int) -> Gpu | None:
+        if index not in self._gpus:
+            key = GpuKey.of(torch.cuda.get_device_properties(index))
+            self._gpus[index] = known(self.table.gpus, key)
+        return self._gpus[index]
+
+    def _plan(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        lse: bool,
+    ) -> Plan:
+        """The plan of a call, from the cache if its shapes and strides were met before."""
+        if transformed():
+            return TRANSFORMED
+        try:
+            what = (
+                *(query.shape, query.stride(), query.dtype, query.get_device()),
+                *(key.shape, key.stride(), key.dtype, key.get_device()),
+                *(value.shape, value.stride(), value.dtype, value.get_device()),
+                *(causal, scale, enable_gqa, lse),
+            )
+            plan = self._plans.get(what)
+        except (RuntimeError, TypeError):  # no strides, or symbolic ones
+            return SUBCLASS
+        if plan is None:
+            if self._forked:
+                return FORKED
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+                self._seen.clear()
+            plan = self._made(query, key, value, causal, scale, enable_gqa, lse)
+            self._plans[what] = plan
+        return plan
+
+    def _made(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        lse: bool,
+    ) -> Plan:
+        unserved = self._unserved(query, key, value, causal, scale, enable_gqa)
+        if unserved is not None:
+            return Plan(unserved)
+        gpu = self._gpu(query.device.index or 0)
+        if gpu is None:
+            tuned = "; ".join(key.label for key in self.table.gpus) or "none"
+            why = f"this GPU was not tuned; the package knows {tuned}. To tune it: attnsweep run"
+            return Plan(Choice(None, "gpu", f"{why} SPEC, then attnsweep export"))
+        out = torch.empty_like(query, device="meta")  # as the operator allocates it
+        tensors = {
+            name: Tensor(tuple(each.shape), strides(each))
+            for name, each in (("q", query), ("k", key), ("v", value), ("o", out))
+        }
+        for name, tensor in tensors.items():
+            fault = unmapped(tensor)
+            if fault is not None:
+                return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
+        shape = shape_of(query, key, causal)
+        choice = choose(gpu, shape, gradients=lse)
+        if choice.kernel is None:
+            return Plan(choice)
+        kernel = choice.kernel
+        by = scale if scale is not None else shape.head_dim**-0.5
+        made = calls(kernel, shape, by, lse, tensors["o"].strides)
+        spaces = workspaces(kernel, shape)
+        names = ("q", "k", "v", "o", *(["lse"] if lse else []), *spaces)
+        stages = kernel.stages[lse]
+        if not {call.stage for call in made} <= stages.keys():
+            return Plan(Choice(None, "no_lse", "the kernel has no code that a gradient needs"))
+        floats, rows = tuple(spaces.values()), (shape.batch, shape.heads, shape.seqlen_q)
+        how = (bool(causal), by, shape.heads != shape.heads_kv)
+        device = query.get_device()
+        return Plan(choice, made, stages, tensors, device, lse, floats, names, *how, rows)
+
+    # ---- launching ----
+    def _served(
+        self, plan: Plan, query: Any, key: Any, value: Any
+    ) -> tuple[torch.Tensor, ...] | None:
+        """What `_run` returns; None, which is counted, if no kernel serves the call."""
+        if plan.calls:
+            return self._run(plan, query, key, value)
+        self._fell_back(plan.choice)
+        return None
+
+    def _run(self, plan: Plan, query: Any, key: Any, value: Any) -> tuple[torch.Tensor, ...] | None:
+        """The output, and the log-sum-exp if the plan has it; None if nothing could be launched."""
+        index = plan.index
+        if index >= 0 and index != self._current_device():
+            with torch.cuda.device(index):
+                return self._run(plan, query, key, value)
+        out = _empty_like(query)
+        q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        if not (q and k and v):  # lazy zeros have no memory
+            return self._run(plan, query.clone(), key.clone(), value.clone())
+        made: tuple[torch.Tensor, ...] = (out,)
+        addresses: tuple[int, ...] = (q, k, v, out.data_ptr())
+        if plan.lse:
+            lse = query.new_empty(*plan.rows, dtype=_FLOAT)  # a tuple is slow
+            made, addresses = (out, lse), (*addresses, lse.data_ptr())
+        if plan.floats:
+            spaces = [query.new_empty(count, dtype=_FLOAT) for count in plan.floats]
+            addresses += tuple([each.data_ptr() for each in spaces])
+        stream = self._stream(index)
+        try:
+            launches = plan.launches
+            if launches is None:
+                launches = self._prepared(plan, index)
+            if launches is None:  # another thread has tried it in vain since this one asked
+                self._fell_back(plan.choice)
+                return None
+            launches.issue(addresses, stream)
+        except Unaligned:
+            self._fell_back(UNALIGNED)
+            return None
+        except (DriverError, PackageError) as error:
+            code = "damaged" if isinstance(error, PackageError) else "driver"
+            plan.choice = Choice(None, code, str(error), plan.choice.gain)
+            plan.calls, plan.launches = (), None  # not tried again
+            self._fell_back(plan.choice)
+            return None
+        self._counts["kernel"] += 1
+        return made
+
+    def _prepared(self, plan: Plan, index: int) -> Launches | None:
+        """The plan's launches, or None if it has no calls any more."""
+        calls = plan.calls
+        if not calls:
+            return None
+        if index not in self._devices:
+            self._devices[index] = Device(self.table, self._cuda or cuda_driver(), index)
+        made = self._devices[index].launches(calls, plan.stages, plan.tensors, plan.names)
+        plan.launches = made
+        return made
+
+
+# Reasons that say nothing is wrong with the caller's tensors.
+_EXPECTED = frozenset(
+    {"not_faster", "short_training", "far", "not_tuned", "mask", "dropout", "head_dim"}
+)
+
+
+def _no_stream(_: int) -> int:
+    return 0
+
+
+def _raw_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+def open_package(directory: Path, namespace: str) -> Operator:
+    """The operator of a package's directory. Raises PackageError."""
+    from .table import read_table
+
+    return Operator(read_table(directory), namespace)

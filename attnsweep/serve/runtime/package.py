@@ -1,0 +1,168 @@
+"""Tuned attention kernels for PyTorch, exported by attnsweep.
+
+`attention` has the signature and the meaning of torch.nn.functional.scaled_dot_product_attention.
+`attention_fp8` serves FP8 tensors, if the package has such kernels.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from . import transformers_hook
+from .fp8_operator import Fp8Operator
+from .operator import open_package
+from .plans import Explanation
+from .sdpa_patch import InPlace, Routing, Switched, flash_allowed, pytorchs
+from .table import PackageError
+
+# In attnsweep itself this file is a module of the package.
+_name = __name__.removesuffix(".serve.runtime.package")
+_operator = open_package(Path(__file__).parent, _name)
+_fp8 = Fp8Operator(_operator.table, _operator.library)
+__version__ = _operator.table.attnsweep
+
+
+# Functions, since a model that has one as an attribute can be copied and pickled.
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal: bool = False,
+) -> Any:
+    """scaled_dot_product_attention, by a tuned kernel where one is known to be faster.
+
+    query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k, head_dim);
+    any strides with contiguous head_dim. causal: another name of is_causal. `explain` says which
+    kernel a call gets.
+    """
+    is_causal = is_causal or causal
+    return _operator.attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
+
+
+def explain(*args: Any, **options: Any) -> Explanation:
+    """Which kernel `attention` would call with these arguments, and why; launches nothing."""
+    return _operator.explain(*args, **options)
+
+
+def attention_fp8(
+    query: Any,
+    key: Any,
+    value: Any,
+    q_scale: Any,
+    k_scale: Any,
+    v_scale: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention of torch.float8_e4m3fn tensors by a tuned kernel; the output is bfloat16.
+
+    query: (batch, heads, seqlen_q, head_dim); key, value: (batch, heads_kv, seqlen_k, head_dim);
+    contiguous. A number times its scale is its value. Scales: numbers above 0, or float32 tensors
+    on the same device, of one element or (batch, heads_kv); of k and v also (batch, heads_kv,
+    ceil(seqlen_k / 128)), one of each 128 keys. Values of tensors of scales are not looked at:
+    they must be finite and above 0. causal needs as many queries as keys.
+
+    There is no other way to serve a call, so what no kernel serves raises: TypeError or ValueError
+    for arguments, PackageError for a GPU or a kind of call that was not tuned. No gradients.
+    """
+    given = (query, key, value, q_scale, k_scale, v_scale)
+    return _fp8.attention(*given, causal, scale, enable_gqa)
+
+
+def explain_fp8(*args: Any, **options: Any) -> Explanation:
+    """Which kernel `attention_fp8` would call with these arguments, and why; raises as it does."""
+    return _fp8.explain(*args, **options)
+
+
+def counters() -> dict[str, int]:
+    """Calls so far by what served them: `kernel`, or the reason for PyTorch's own attention.
+
+    `kernel_fp8` counts those of `attention_fp8`.
+    """
+    return _operator.counters() | _fp8.counters()
+
+
+class _Routed(InPlace):
+    """`attention` while the package is enabled, and otherwise PyTorch's own.
+
+    PyTorch's also where torch.nn.attention.sdpa_kernel asks for other backends than flash.
+    """
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if _routing.on and flash_allowed():
+            return _operator.attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            )
+        masks = (attn_mask, dropout_p, is_causal)
+        return pytorchs(query, key, value, *masks, scale=scale, enable_gqa=enable_gqa)
+
+
+_routed = _Routed()
+_routing = Routing(_routed)
+
+
+def enable() -> Switched:
+    """Send calls of torch.nn.functional.scaled_dot_product_attention to `attention`.
+
+    For all threads, until `disable`; in a `with` statement until its end. Calls may be nested, and
+    each is undone on its own. Modules that imported the function by its name are served as well.
+    Raises PackageError if another package is enabled.
+    """
+    return _routing.enable()
+
+
+def disable() -> Switched:
+    """Undo every `enable`; in a `with` statement until its end."""
+    return _routing.disable()
+
+
+def is_enabled() -> bool:
+    """Whether `attention` stands in the place of PyTorch's."""
+    return _routing.on
+
+
+def register(name: str = _name) -> str:
+    """Make `attention` an attention implementation of transformers; returns its name.
+
+    After it `model.set_attn_implementation(name)` or `attn_implementation=name` chooses it. Raises
+    PackageError if the name means something else there, ImportError without transformers.
+    """
+    return transformers_hook.register(name, attention)
+
+
+__all__ = [
+    "Explanation",
+    "PackageError",
+    "attention",
+    "attention_fp8",
+    "counters",
+    "disable",
+    "enable",
+    "explain",
+    "explain_fp8",
+    "is_enabled",
+    "register",
+]

@@ -1,0 +1,604 @@
+"""The YAML sweep spec: models of its file, and `load_spec`, which checks and expands it.
+
+Values are never converted: a bool is not an int, a quoted number is text, `1e3` is not a whole
+number, `no` is text. `attnsweep.specs.yaml_file` reads the YAML and places errors in it. Every
+family, parameter and value that a spec names must exist. `schema` is the JSON Schema with which
+editors complete and check a spec.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
+
+from attnsweep.core.errors import ProblemError, SpecError
+from attnsweep.core.problem import Dtype, Problem, Value
+from attnsweep.family.chunks import MODES
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Kernel, Param
+from attnsweep.family.space import Selection, Values
+from attnsweep.specs.model import (
+    BASELINES,
+    ArchName,
+    Baselines,
+    Bytes,
+    Calls,
+    CheckSpec,
+    KernelChoice,
+    KernelSpec,
+    MeasureSpec,
+    ParameterValues,
+    Size,
+    Slower,
+    UnservedCalls,
+)
+from attnsweep.specs.overrides import apply
+from attnsweep.specs.require import Requirements, RequireSpec, requirements
+from attnsweep.specs.shipped import find, shipped_hint
+from attnsweep.specs.yaml_file import NAME_PATTERN, Document, Flow, Loc, Many, dump, nearest, wrong
+
+Device = Literal["cuda", "replay"]
+MAX_PROBLEMS = 1000
+"""A spec that expands to more is a mistake: at 1 s a problem and family, it takes hours."""
+
+
+# Models of a spec file's content. They also give the JSON Schema for editors.
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ProblemSpec(_Model):
+    """One or more problems: a value may be a list, and then every combination is taken."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["seqlen"]}, {"required": ["seqlen_q", "seqlen_k"]}]
+        }
+    )
+
+    batch: Many[Size] = Field(description="Sequences in the batch.")
+    heads: Many[Size] = Field(description="Query heads.")
+    heads_kv: Many[Size] | None = Field(
+        default=None,
+        description="Key and value heads, a divisor of heads (default: heads).",
+    )
+    seqlen: Many[Size] | None = Field(default=None, description="Sets both seqlen_q and seqlen_k.")
+    seqlen_q: Many[Size] | None = Field(default=None, description="Query rows per head.")
+    seqlen_k: Many[Size] | None = Field(default=None, description="Key and value rows per head.")
+    head_dim: Many[Size] = Field(description="Elements per head and row.")
+    dtype: Many[Dtype] = Field(
+        default=["fp16"],
+        description="Type of q, k, v and o. e4m3 is FP8 with a scale of each head, e4m3_tensor of "
+        "each tensor, e4m3_block of each 128 keys; o is then bf16.",
+    )
+    causal: Many[StrictBool] = Field(
+        default=[False], description="Mask aligned bottom-right; needs seqlen_q <= seqlen_k."
+    )
+    kernels: Many[StrictStr] | None = Field(
+        default=None, description="Sweep only these of the spec's kernels on this entry."
+    )
+    slower: Slower | None = Field(
+        default=None, description="Replaces check.slower for the problems of this entry."
+    )
+    calls: Calls | None = Field(
+        default=None, description="How often a program calls this; reports then say what it gains."
+    )
+
+    @model_validator(mode="after")
+    def _can_exist(self) -> ProblemSpec:
+        self.expand()
+        return self
+
+    def expand(self) -> list[Problem]:
+        """Every combination, the last field varying fastest."""
+        seqlens: list[tuple[int, int]]
+        if self.seqlen is not None:
+            if self.seqlen_q is not None or self.seqlen_k is not None:
+                raise wrong(
+                    "seqlen already sets both seqlen_q and seqlen_k",
+                    "give seqlen alone, or seqlen_q and seqlen_k",
+                )
+            seqlens = [(seqlen, seqlen) for seqlen in self.seqlen]
+        else:
+            for name in ("seqlen_q", "seqlen_k"):
+                if getattr(self, name) is None:
+                    raise wrong(f"{name} is missing", "give seqlen, or both seqlen_q and seqlen_k")
+            seqlens = list(itertools.product(self.seqlen_q or (), self.seqlen_k or ()))
+        axes: list[list[Any]] = [self.batch, self.heads, self.heads_kv or [None]]
+        axes += [seqlens, self.head_dim, self.dtype, self.causal]
+        count = math.prod(map(len, axes))
+        if count > MAX_PROBLEMS:
+            raise wrong(f"this entry has {count} problems; a spec may have {MAX_PROBLEMS}")
+        try:
+            return [
+                Problem(b, heads, kv or heads, q, k, d, dtype, causal)
+                for b, heads, kv, (q, k), d, dtype, causal in itertools.product(*axes)
+            ]
+        except ProblemError as error:
+            raise wrong(error.what, error.hint) from error
+
+
+class SearchSpec(_Model):
+    """Which candidates are tried, and in which order."""
+
+    strategy: Literal["exhaustive", "gp", "random", "staged", "tpe"] = Field(
+        default="exhaustive",
+        description="exhaustive: all, in order. gp: a model that begins with recorded runs, and "
+        "stops by itself. random: a sample without repeats. staged: each stage alone, then "
+        "combinations of the best. tpe: model-based (attnsweep[search]).",
+    )
+    candidates: Size | None = Field(
+        default=None,
+        description="Most candidates per kernel and problem; random and tpe need it or budget_s.",
+    )
+    budget_s: Size | None = Field(
+        default=None,
+        description="Seconds for trying a problem's candidates; the rounds of the finalists "
+        "follow.",
+    )
+    seed: Annotated[int, Field(strict=True, ge=0)] = Field(
+        default=0, description="Seed of strategies gp, random and tpe."
+    )
+    skip_by_bound: StrictBool = Field(
+        default=True,
+        description="Skip candidates whose stages, measured in other configs, already take too "
+        "long for a finalist.",
+    )
+
+    @model_validator(mode="after")
+    def _random_is_bounded(self) -> SearchSpec:
+        if self.strategy in ("random", "tpe") and self.candidates is None and not self.budget_s:
+            raise wrong(
+                f"search: strategy {self.strategy} needs candidates",
+                "set the number per kernel and problem, or budget_s: "
+                f"{{strategy: {self.strategy}, candidates: 100}}",
+            )
+        return self
+
+
+class LimitsSpec(_Model):
+    """Candidates above a limit are pruned, with the reason; null is no limit."""
+
+    workspace_bytes: Bytes | None = Field(
+        default=None,
+        description="Device memory for intermediate buffers: an int, or a size like '2 GiB'.",
+    )
+    spill_bytes: Annotated[int, Field(strict=True, ge=0)] | None = Field(
+        default=None, description="Register spills of all stages, in bytes."
+    )
+
+
+class SpecFile(_Model):
+    """A sweep spec of attnsweep: which kernels are tuned on which problems, and how."""
+
+    name: Annotated[StrictStr, Field(pattern=NAME_PATTERN)] | None = Field(
+        default=None, description="Name of the run's directory (default: the file's stem)."
+    )
+    device: Device = Field(
+        default="cuda",
+        description="cuda: measure on a GPU. replay: take times from a recorded run.",
+    )
+    recording: Annotated[StrictStr, Field(min_length=1)] | None = Field(
+        default=None, description="With device replay: the run to replay, relative to this file."
+    )
+    arch: ArchName | None = Field(
+        default=None, description="Architecture of the spec; other GPUs are refused."
+    )
+    kernel_dir: Annotated[StrictStr, Field(min_length=1)] | None = Field(
+        default=None,
+        description="Directory with kernel families of your own, relative to this file; "
+        "--kernels replaces it.",
+    )
+    problems: Annotated[list[ProblemSpec], Field(min_length=1)] = Field(
+        description="Attention shapes."
+    )
+    kernels: Annotated[dict[str, KernelChoice], Field(min_length=1)] = Field(
+        description="Family name to parameter values that replace its own; {} keeps its own."
+    )
+    baselines: Baselines = Field(
+        default=list(BASELINES),
+        description="Peers timed in the same rounds: all, or a list of names.",
+    )
+    search: SearchSpec = Field(default=SearchSpec(), description="Which candidates are tried.")
+    measure: MeasureSpec = Field(default=MeasureSpec(), description="How they are timed.")
+    limits: LimitsSpec = Field(default=LimitsSpec(), description="Limits that prune candidates.")
+    require: RequireSpec = Field(  # type: ignore[valid-type]
+        default=RequireSpec(), description="Requirements for compiled code; others are pruned."
+    )
+    check: CheckSpec = Field(
+        default=CheckSpec(), description="When check calls a kernel slower than its baseline."
+    )
+    unserved: list[UnservedCalls] = Field(
+        default=[], description="A program's calls that are none of the problems, for the report."
+    )
+
+
+_MODELS: dict[str, type[BaseModel]] = {
+    "": SpecFile,
+    "problems": ProblemSpec,
+    "search": SearchSpec,
+    "measure": MeasureSpec,
+    "limits": LimitsSpec,
+    "require": RequireSpec,
+    "check": CheckSpec,
+    "unserved": UnservedCalls,
+}
+
+
+# The spec itself.
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemEntry:
+    """One problem and the families swept on it, in the spec's order.
+
+    slower: share by which a check lets it become slower (default: the spec's). calls: how often a
+    program calls it, which changes no sweep.
+    """
+
+    problem: Problem
+    kernels: tuple[str, ...]
+    slower: float | None = None
+    calls: int | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSpec:
+    """A sweep spec, checked and expanded. Two are equal if they ask for the same sweep."""
+
+    name: str
+    device: Device
+    recording: Path | None
+    """Absolute; set if and only if device is `replay`."""
+    arch: str | None
+    kernel_dir: Path | None
+    """Absolute; families besides the shipped ones. It may be missing: `families_of` looks."""
+    problems: tuple[ProblemEntry, ...]
+    kernels: dict[str, Selection]
+    """Name of a space, which is mostly its family's, to the values that replace the family's."""
+    baselines: tuple[str, ...]
+    search: SearchSpec
+    measure: MeasureSpec
+    limits: LimitsSpec
+    require: Requirements
+    check: CheckSpec
+    unserved: tuple[UnservedCalls, ...] = field(compare=False)
+    document: Document = field(compare=False, repr=False)
+
+    def family_of(self, space: str) -> str:
+        """The family of one of the `kernels`."""
+        return self.kernels[space].family or space
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The families of all spaces, each once."""
+        return tuple(dict.fromkeys(map(self.family_of, self.kernels)))
+
+    def resolved(self, relative_to: Path | None = None) -> str:
+        """YAML of this spec with every default written out; `load_spec` reads it back equal.
+
+        relative_to: the directory that the text will be written to; paths are then relative to it.
+        """
+        places = {"recording": self.recording, "kernel_dir": self.kernel_dir}
+        base = None if relative_to is None else relative_to.resolve()
+        usual = first_spaces(self.kernels)
+        data = {
+            "name": self.name,
+            "device": self.device,
+            **({"arch": self.arch} if self.arch else {}),
+            **{
+                name: str(path) if base is None else os.path.relpath(path, base)
+                for name, path in places.items()
+                if path is not None
+            },
+            "problems": [
+                Flow(
+                    {name: getattr(entry.problem, name) for name in Problem.__dataclass_fields__}
+                    | ({} if entry.kernels == usual else {"kernels": [*entry.kernels]})
+                    | ({} if entry.slower is None else {"slower": entry.slower})
+                    | ({} if entry.calls is None else {"calls": entry.calls})
+                )
+                for entry in self.problems
+            ],
+            "kernels": {name: _dumped(selection) for name, selection in self.kernels.items()},
+            "baselines": [*self.baselines],
+            **{
+                section: Flow(getattr(self, section).model_dump())
+                for section in ("search", "measure", "limits")
+            },
+            **({"require": _required(self.require)} if self.require else {}),
+            "check": Flow(self.check.model_dump()),
+            **({"unserved": [Flow(dict(c)) for c in self.unserved]} if self.unserved else {}),
+        }
+        return dump(data)
+
+
+def _required(required: Requirements) -> Flow:
+    return Flow({name: [*comparisons] for name, comparisons in required.items()})
+
+
+def _tuples(parameters: ParameterValues) -> dict[str, tuple[Value, ...]]:
+    return {name: tuple(values) for name, values in parameters.items()}
+
+
+def _dumped(selection: Selection) -> dict[str, Any]:
+    """The YAML data of a selection: on one line, but each variant on a line of its own."""
+
+    def flow(values: Values) -> Flow:
+        return Flow({name: [*of] for name, of in values.items()})
+
+    of = {"family": selection.family} if selection.family else {}
+    if not selection.variants:
+        return Flow({**of, **flow(selection.values)})
+    axes = {
+        axis: {name: flow(values) for name, values in named.items()}
+        for axis, named in selection.variants.items()
+    }
+    own = {name: [*values] for name, values in selection.values.items()}
+    return {**of, **own, "variants": axes}
+
+
+def load_spec(
+    path: Path, kernels: Mapping[str, Kernel] | None = None, settings: Sequence[str] = ()
+) -> SweepSpec:
+    """Read a spec, or the shipped spec of that name if there is no such file.
+
+    kernels: the families, with which `check_against` checks the spec. settings: `PATH=VALUE` each,
+    which replace values of the file. Raises SpecError with `file:line:column: what` and a
+    correction, for up to five errors at once.
+    """
+    document = Document.read(find(path), hint=shipped_hint())
+    apply(document, settings)
+    return spec_of(document, kernels)
+
+
+def spec_of(document: Document, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
+    """The spec of a document, checked as `load_spec` says."""
+    path = document.path
+
+    def place(text: str) -> Path:
+        return (path.parent / Path(text).expanduser()).resolve()
+
+    try:
+        file = SpecFile.model_validate(document.data)
+    except ValidationError as error:
+        document.report_all(error, _MODELS)
+        document.raise_issues()
+        raise  # not reached: pydantic reports at least one error
+    entries = _entries(file, document)
+    if file.device == "replay" and file.recording is None:
+        hint = "add recording: the run to replay, relative to this file"
+        document.report("device replay needs a recording", hint, document.at("device"))
+    if file.device != "replay" and file.recording is not None:
+        hint = "add device: replay, or drop recording"
+        document.report("recording is for device replay", hint, document.keys[("recording",)])
+    if file.device == "replay" and requirements(file.require):
+        hint = "drop require: a replay compiles nothing"
+        document.report("require is for device cuda", hint, document.keys[("require",)])
+    if file.name is None and not re.fullmatch(NAME_PATTERN, path.stem):
+        what = f"the file's stem {path.stem!r} cannot name a run"
+        document.report(what, "add name: of a-z, 0-9, _ and - only", document.at())
+    document.raise_issues()
+
+    spec = SweepSpec(
+        name=file.name or path.stem,
+        device=file.device,
+        recording=None if file.recording is None else place(file.recording),
+        arch=file.arch,
+        kernel_dir=None if file.kernel_dir is None else place(file.kernel_dir),
+        problems=entries,
+        kernels={
+            name: Selection(
+                _tuples(choice.__pydantic_extra__ or {}),
+                {
+                    axis: {name: _tuples(values) for name, values in variants.items()}
+                    for axis, variants in choice.variants.items()
+                },
+                choice.family if choice.family != name else "",
+            )
+            for name, choice in file.kernels.items()
+        },
+        baselines=tuple(dict.fromkeys(file.baselines)),
+        search=file.search,
+        measure=file.measure,
+        limits=file.limits,
+        require=requirements(file.require),
+        check=file.check,
+        unserved=tuple(file.unserved),
+        document=document,
+    )
+    if kernels is not None:
+        check_against(spec, kernels)
+    return spec
+
+
+def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
+    """Each problem once. Several entries give it all kernels and calls, and the least `slower`."""
+    chosen: dict[Problem, set[str]] = {}
+    slower: dict[Problem, float] = {}
+    calls: dict[Problem, int] = {}
+    for index, entry in enumerate(file.problems):
+        for name in entry.kernels or ():
+            if name not in file.kernels:
+                loc = ("problems", index, "kernels")
+                hint = nearest(name, file.kernels)
+                what = f"kernel {name!r} is not among this spec's kernels"
+                document.report(what, hint, document.find(name, *loc))
+        for problem in entry.expand():
+            names = entry.kernels or first_spaces(file.kernels)
+            chosen.setdefault(problem, set()).update(names)
+            twice = _twice([n for n in file.kernels if n in chosen[problem]], file)
+            if twice:
+                what = f"{problem.label} gets two spaces of {twice}"
+                hint = "name one of them under its `kernels`"
+                document.report(what, hint, document.at("problems", index))
+            if entry.slower is not None:
+                slower[problem] = min(entry.slower, slower.get(problem, entry.slower))
+            if entry.calls is not None:
+                calls[problem] = calls.get(problem, 0) + entry.calls
+    if len(chosen) > MAX_PROBLEMS:
+        what = f"{len(chosen)} problems; a spec may have {MAX_PROBLEMS}"
+        document.report(what, None, document.at("problems"))
+    return tuple(
+        ProblemEntry(
+            problem,
+            tuple(name for name in file.kernels if name in names),
+            slower.get(problem),
+            calls.get(problem),
+        )
+        for problem, names in chosen.items()
+    )
+
+
+def _twice(names: Sequence[str], file: SpecFile) -> str | None:
+    """A family that has two of these spaces."""
+    families = [file.kernels[name].family or name for name in names]
+    return next((family for family in families if families.count(family) > 1), None)
+
+
+def first_spaces(kernels: Mapping[str, KernelSpec] | Mapping[str, Selection]) -> tuple[str, ...]:
+    """The first space of each family, which problems get that name none."""
+    first: dict[str, str] = {}
+    for name, choice in kernels.items():
+        first.setdefault(choice.family or name, name)
+    return tuple(first.values())
+
+
+def with_problems(spec: SweepSpec, problems: Sequence[Problem]) -> SweepSpec:
+    """The spec with these problems in place of its own.
+
+    A problem that the spec has keeps its families and its `slower`; another one gets every family.
+    Raises SpecError if a setting changed the spec's own problems, which would do nothing.
+    """
+    for place, mark in spec.document.keys.items():
+        if place[0] == "problems" and isinstance(mark, str):
+            raise SpecError(
+                "--problem replaces the spec's problems, so that this would do nothing",
+                where=mark,
+                hint="drop one of the two",
+            )
+    own = {entry.problem: entry for entry in spec.problems}
+    every = first_spaces(spec.kernels)
+    entries = tuple(own.get(problem) or ProblemEntry(problem, every) for problem in problems)
+    return replace(spec, problems=entries)
+
+
+def families_of(spec: SweepSpec, directory: Path | None = None) -> dict[str, Kernel]:
+    """The shipped families, and those in `directory`, or else in the spec's `kernel_dir`.
+
+    This imports their declarations, which are code. Raises KernelError if one is broken, SpecError
+    if the spec names a directory that is not there.
+    """
+    if directory is None and spec.kernel_dir is not None and not spec.kernel_dir.is_dir():
+        what, hint = f"no such directory: {spec.kernel_dir}", "name it relative to this file"
+        spec.document.report(f"kernel_dir: {what}", hint, spec.document.at("kernel_dir"))
+        spec.document.raise_issues()
+    return discover(directory or spec.kernel_dir)
+
+
+def check_against(spec: SweepSpec, kernels: Mapping[str, Kernel]) -> None:
+    """Raise SpecError if the spec names a family, parameter or value that does not exist."""
+    document = spec.document
+    for name, selection in spec.kernels.items():
+        loc: Loc = ("kernels", name)
+        family = spec.family_of(name)
+        if family not in kernels:
+            hint = nearest(family, kernels)
+            named = (*loc, "family") if selection.family else loc
+            document.report(f"unknown kernel {family!r}", hint, document.keys[named])
+            continue
+        declared = {param.name: param for param in (*kernels[family].params, *MODES)}
+        _check_values(document, family, loc, selection.values, declared)
+        axis_of: dict[str, str] = {}
+        for axis, variants in selection.variants.items():
+            for variant, values in variants.items():
+                at = (*loc, "variants", axis, variant)
+                _check_values(document, family, at, values, declared)
+                for parameter in values:
+                    other = axis_of.setdefault(parameter, axis)
+                    if other != axis:
+                        what = f"{parameter} is in the variants of {other!r} and of {axis!r}"
+                        hint = "a parameter belongs to one axis"
+                        document.report(what, hint, document.keys[(*at, parameter)])
+            if not variants:
+                at = (*loc, "variants", axis)
+                document.report(f"axis {axis!r} has no variant", None, document.keys[at])
+    document.raise_issues()
+
+
+def _check_values(
+    document: Document, family: str, loc: Loc, values: Values, declared: Mapping[str, Param]
+) -> None:
+    for name, chosen in values.items():
+        if name not in declared:
+            what, hint = f"{family} has no parameter {name!r}", nearest(name, declared)
+            document.report(what, hint, document.keys[(*loc, name)])
+            continue
+        for value in chosen:
+            refusal = _refusal(declared[name], value)
+            if refusal is not None:
+                document.report(
+                    f"{family}: {refusal[0]}", refusal[1], document.find(value, *loc, name)
+                )
+
+
+def _refusal(param: Param, value: Value) -> tuple[str, str] | None:
+    """Why `value` cannot be a value of `param`, and a hint; None if it can."""
+    alike = [declared for declared in param.values if type(declared) is type(value)]
+    hint = f"its own values: {', '.join(map(_yaml_text, param.values))}"
+    if not alike:
+        return f"{param.name} cannot be {_yaml_text(value)}", hint
+    if isinstance(value, str) and value not in alike:
+        # A text selects a branch of the template, so an unknown one is always a mistake.
+        return f"{param.name} cannot be {value!r}", nearest(value, map(str, alike))
+    wrong = param.why_not(value) if type(value) is int else None
+    return (wrong, hint) if wrong else None
+
+
+def _yaml_text(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+SCHEMA_ID = "urn:attnsweep:spec.schema.json"
+"""A name, not an address: the text is in the package, and `attnsweep schema` prints it."""
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a spec, for editors."""
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": SCHEMA_ID,
+        **SpecFile.model_json_schema(),
+    }
+    return {**_untitled(schema), "title": "attnsweep sweep spec"}
+
+
+def schema_text() -> str:
+    """The text of docs/spec.schema.json."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _untitled(schema: Any) -> Any:
+    """The schema without the titles that pydantic derives from field names."""
+    if isinstance(schema, dict):
+        return {key: _untitled(value) for key, value in schema.items() if key != "title"}
+    return [_untitled(item) for item in schema] if isinstance(schema, list) else schema

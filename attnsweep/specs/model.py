@@ -1,0 +1,240 @@
+"""Types of the values in a sweep spec, and the messages for wrong values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictStr,
+    WithJsonSchema,
+    model_validator,
+)
+
+from attnsweep.core.errors import SpecError
+from attnsweep.core.hardware import ARCHS, arch_named
+from attnsweep.core.problem import Problem
+from attnsweep.specs.yaml_file import Many, nearest, wrong
+
+BaselineName = Literal[
+    "torch_flash",
+    "torch_cudnn",
+    "torch_efficient",
+    "torch_math",
+    "unfused",
+    "cudnn",
+    "triton_flash",
+    "flash_attn_2",
+    "flash_attn_3",
+    "flash_attn_3_fp8",
+    "flash_attn_4",
+    "attnsweep_bf16",
+]
+KNOWN_BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
+OWN_BF16: BaselineName = "attnsweep_bf16"
+"""The winner of the recorded runs in bf16, on what FP8 inputs stand for. It must be asked for."""
+BASELINES = tuple(name for name in KNOWN_BASELINES if name != OWN_BF16)
+"""All peers of other makers: the default."""
+
+
+def in_other_format(provider: str, problem: Problem) -> bool:
+    """Whether a peer computes in another format than the problem's: it is timed, but never × base.
+
+    flash_attn_3_fp8 does so of a problem that is not in FP8, whose inputs it converts.
+    """
+    return provider == OWN_BF16 or (provider == "flash_attn_3_fp8" and not problem.scaled)
+
+
+def _parameter_value(value: object) -> object:
+    if type(value) in (int, bool, str):
+        return value
+    raise wrong("{name} must be a whole number, true or false, or text, not {value}")
+
+
+def _mapping_or_null(value: object) -> object:
+    return {} if value is None else value
+
+
+def _arch_name(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return arch_named(value).name
+    except SpecError as error:
+        raise wrong(error.what, nearest(value, ARCHS)) from error
+
+
+def _baseline_names(value: object) -> object:
+    if value == "all":
+        return list(BASELINES)
+    if value in (None, "none"):
+        raise wrong("baselines cannot be {value}", "write [] for none, or all")
+    if value == []:  # no baseline; other lists must not be empty
+        return value
+    return value if isinstance(value, list) else [value]
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+
+
+def _bytes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value)
+    if match is None:
+        raise wrong(
+            "{name} must be a number of bytes or a size, not {value}",
+            f"write an int, or a number and one of {', '.join(_UNITS)}: '2 GiB'",
+        )
+    return int(Decimal(match[1]) * _UNITS[match[2]])
+
+
+Size = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+Calls = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
+# A share by which a check lets code become slower. Rounds hardly resolve less than 0.5 %.
+Slower = Annotated[float, Field(strict=True, ge=0.001, le=10.0)]
+ParameterValue = Annotated[
+    Any,
+    BeforeValidator(_parameter_value),
+    WithJsonSchema({"type": ["integer", "boolean", "string"]}),
+]
+ParameterValues = dict[str, Many[ParameterValue]]
+
+
+class KernelSpec(BaseModel):
+    """Values of a family's parameters, and variants: parameters that change together."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: ParameterValues = Field(init=False)
+
+    family: StrictStr = Field(
+        default="",
+        description="The family, if the space has a name of its own: a family may have several "
+        "spaces, and a problem names those that it gets under `kernels` (default: the name).",
+    )
+    variants: dict[str, dict[str, ParameterValues]] = Field(
+        default={},
+        description="Axis to name to parameter values; a config combines one variant of each axis.",
+    )
+
+
+KernelChoice = Annotated[
+    KernelSpec, BeforeValidator(_mapping_or_null, json_schema_input_type=KernelSpec | None)
+]
+ArchName = Annotated[
+    StrictStr,
+    BeforeValidator(_arch_name),
+    WithJsonSchema({"enum": sorted({*ARCHS, *(name.rstrip("a") for name in ARCHS)})}),
+]
+Baselines = Annotated[
+    list[BaselineName],
+    BeforeValidator(
+        _baseline_names,
+        json_schema_input_type=Literal["all"] | BaselineName | list[BaselineName],
+    ),
+]
+Bytes = Annotated[
+    int,
+    Field(strict=True, ge=0),
+    BeforeValidator(
+        _bytes,
+        json_schema_input_type=Annotated[int, Field(ge=0)]
+        | Annotated[str, Field(pattern=f"^{_SIZE.pattern}$")],
+    ),
+]
+
+
+class MeasureSpec(BaseModel):
+    """How candidates are timed. See docs/measuring.md."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    rank_by: Literal["warm", "cold", "eager", "energy"] = Field(
+        default="warm",
+        description="What ranks: the time of a call with a warm or a cold L2, the host's cost of "
+        "issuing one, or the energy of a warm one. Tables show the others next to it.",
+    )
+    rounds: Size = Field(
+        default=15,
+        description="Rounds in which finalists and baselines take turns; up to three times as many "
+        "while the best are undecided.",
+    )
+    finalists: Size = Field(default=12, description="Candidates per problem that enter the rounds.")
+    replay_us: Size = Field(default=1000, description="Shortest timed graph replay, in µs.")
+    cold: StrictBool = Field(
+        default=True, description="Also time with a cold L2, by rotating buffers."
+    )
+    eager: StrictBool = Field(
+        default=True, description="Also time the host's cost of one eager call."
+    )
+    energy: StrictBool = Field(
+        default=False,
+        description="Also measure the energy of a call of each finalist and baseline, by NVML's "
+        "counter: about 2 s each (default: true if rank_by is energy).",
+    )
+    max_error: Annotated[float, Field(strict=True, gt=0)] | None = Field(
+        default=None,
+        description="Rank only candidates whose error on the timed problem is at most this; the "
+        "others are shown by time and error (default: all that are right).",
+    )
+    input_seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] | None = Field(
+        default=None, description="Seed of q, k and v (default: another in each run; rows keep it)."
+    )
+    timeout_s: Annotated[float, Field(strict=True, gt=0)] = Field(
+        default=30.0, description="Seconds one candidate may take before its worker is killed."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ranking_by_energy_measures_it(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("rank_by") == "energy":
+            return {"energy": True, **data}
+        return data
+
+    @property
+    def timed_by(self) -> str:
+        """The kind of time that the rounds compare, and `time_us` holds."""
+        return "warm" if self.rank_by == "energy" else self.rank_by
+
+    @model_validator(mode="after")
+    def _ranked_by_what_is_timed(self) -> MeasureSpec:
+        if self.rank_by != "warm" and not getattr(self, self.rank_by):
+            raise wrong(
+                f"measure: rank_by {self.rank_by} needs {self.rank_by}: true",
+                f"drop {self.rank_by}: false, or rank by something else",
+            )
+        return self
+
+
+class CheckSpec(BaseModel):
+    """When `attnsweep check SPEC --against RUN` calls code slower. See docs/ci.md."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    slower: Slower = Field(
+        default=0.02, description="Slowdown that counts as a regression: 0.02 is 2 %."
+    )
+    budget_s: Annotated[float, Field(strict=True, gt=0)] = Field(
+        default=120.0,
+        description="Seconds of a whole check; problems undecided then are inconclusive.",
+    )
+
+
+class UnservedCalls(BaseModel):
+    """Attention calls of a program that no problem stands for; `attnsweep shapes` notes them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    call: StrictStr = Field(description="The call's shape.")
+    calls: Annotated[int, Field(strict=True, ge=0)] = Field(
+        description="How often the program called it; 0 if that is unknown."
+    )
+    reason: StrictStr = Field(description="Why no family can serve it.")

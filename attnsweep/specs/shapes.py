@@ -1,0 +1,376 @@
+"""Shapes as a command line and a CSV file write them: `4,32,4096,128`, `B=4 H=32 S=4096 D=128`.
+
+The grammar, in words apart from each other:
+
+    4,32,4096,128          batch, heads, seqlen, head_dim; heads/heads_kv, seqlen_q x seqlen_k:
+    2,32/8,512x2048,128
+    B=4 H=32 Hkv=8 S=4096 D=128        in any order; Sq and Sk instead of S
+    bf16, causal, full                 after a shape: of that shape alone
+    shapes.csv                         a row for each shape
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnsweep.core.errors import ProblemError
+from attnsweep.core.problem import DTYPE_BYTES, Problem
+from attnsweep.specs.load import MAX_PROBLEMS
+from attnsweep.specs.yaml_file import MAX_ERRORS, closest
+
+_LARGEST = 2**31 - 1
+_KEYS = {
+    "B": "batch",
+    "H": "heads",
+    "Hkv": "heads_kv",
+    "S": "seqlen",
+    "Sq": "seqlen_q",
+    "Sk": "seqlen_k",
+    "D": "head_dim",
+}
+"""The short name of each size; dtype and causal have none."""
+_FIELDS = {name.lower(): of for name, of in _KEYS.items()} | {of: of for of in _KEYS.values()}
+_FIELDS |= {"dtype": "dtype", "causal": "causal", "mask": "causal"}
+_MASKS = {"causal": True, "full": False, "true": True, "false": False, "1": True, "0": False}
+_SAID = {"causal": "mask"}
+_EXAMPLES = "4,32,4096,128 or B=4 H=32 Hkv=8 S=4096 D=128"
+
+
+def read_shapes(
+    arguments: Sequence[str], *, dtype: str = "fp16", causal: bool = False, option: str = ""
+) -> list[Problem]:
+    """The problems that these arguments name, each once, in their order.
+
+    dtype, causal: of each shape that does not say its own. option: its name, for errors; the
+    arguments of a command have none. Raises ProblemError, which says where, what and what fits; of
+    a CSV file for up to five rows at once.
+    """
+    found: list[Problem] = []
+    words: list[str] = []
+
+    def written() -> Iterator[Problem]:
+        try:
+            for shape in _shapes(_words(" ".join(words))):
+                yield shape.problem(dtype, causal, repr(shape.text))
+        except ProblemError as error:
+            where = f"{option} {error.where or ''}".strip() or None
+            raise ProblemError(error.what, where=where, hint=error.hint) from error
+        words.clear()
+
+    for argument in arguments:
+        if _is_file(argument):
+            found += written()
+            found += read_csv(Path(argument), dtype=dtype, causal=causal)
+        else:
+            words.append(argument)
+    found += written()
+    if not found:
+        raise ProblemError("no shape", hint=f"write {_EXAMPLES}")
+    distinct = list(dict.fromkeys(found))
+    if len(distinct) > MAX_PROBLEMS:
+        raise ProblemError(f"{len(distinct)} shapes; a sweep may have {MAX_PROBLEMS}")
+    return distinct
+
+
+def read_dtype(text: str, where: str) -> str:
+    """The name of a dtype in any case. where: its option. Raises ProblemError."""
+    try:
+        return _dtype(text)
+    except _Wrong as error:
+        raise ProblemError(error.what, where=where, hint=error.hint) from error
+
+
+def read_csv(path: Path, *, dtype: str = "fp16", causal: bool = False) -> list[Problem]:
+    """The problems of a CSV file: a row each, below a row of names or without one.
+
+    The names are those of a spec's fields, or B, H, Hkv, S, Sq, Sk, D. Without names the columns
+    are batch, heads, seqlen, head_dim, and then dtype and mask. `#` begins a comment.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ProblemError("not UTF-8", where=str(path), hint="save it as UTF-8") from error
+    except OSError as error:
+        raise ProblemError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    rows = _rows(text, path)
+    if not rows:
+        raise ProblemError(
+            "holds no shape", where=str(path), hint="write a row for each: 4,32,4096,128"
+        )
+    (first, names), found, wrong = rows[0], [], []
+    named = not any(name.strip()[:1].isdigit() for name in names)
+    columns = _columns(names, f"{path}:{first}") if named else []
+    for line, cells in rows[named:]:
+        where = f"{path}:{line}"
+        try:
+            shape = _of_row(columns, cells) if named else _of_cells(cells)
+            found.append(shape.problem(dtype, causal, where))
+        except _Wrong as error:
+            wrong.append(ProblemError(error.what, where=where, hint=error.hint))
+        except ProblemError as error:
+            wrong.append(error)
+    if wrong:
+        shown = [error.render() for error in wrong[:MAX_ERRORS]]
+        if len(wrong) > MAX_ERRORS:
+            shown.append(f"{path}: and {len(wrong) - MAX_ERRORS} more rows like these")
+        raise wrong[0] if len(wrong) == 1 else ProblemError("\n".join(shown))
+    if not found:
+        raise ProblemError("has names of columns and no row below them", where=str(path))
+    return found
+
+
+class _Wrong(Exception):
+    """A shape that cannot be read; whoever knows where it stands makes a ProblemError of it."""
+
+    def __init__(self, what: str, hint: str | None = None) -> None:
+        self.what, self.hint = what, hint
+        super().__init__(what)
+
+
+@dataclass
+class _Shape:
+    """One shape as far as it is read: texts by field."""
+
+    words: list[str] = field(default_factory=list)
+    fields: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+    def problem(self, dtype: str, causal: bool, where: str) -> Problem:
+        """Its Problem. Raises ProblemError."""
+        try:
+            sizes = _sizes({of: text for of, text in self.fields.items() if of in _KEYS.values()})
+            own: Any = _dtype(self.fields.get("dtype", dtype))
+            mask = _mask(self.fields["causal"]) if "causal" in self.fields else causal
+        except _Wrong as error:
+            raise ProblemError(error.what, where=where, hint=error.hint) from error
+        try:
+            return Problem(**sizes, dtype=own, causal=mask)
+        except ProblemError as error:
+            raise ProblemError(error.what, where=where, hint=error.hint) from error
+
+
+def _is_file(argument: str) -> bool:
+    return argument.lower().endswith((".csv", ".tsv"))
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text; one space or none around a comma or an equals sign is the same."""
+    return re.sub(r"\s*([,=/])\s*", r"\1", text).replace("(", " ").replace(")", " ").split()
+
+
+def _shapes(words: Iterable[str]) -> list[_Shape]:
+    """Words as shapes: a list of numbers begins one, and so does a field that is there already."""
+    shapes: list[_Shape] = []
+    words = list(words)
+    for number, word in enumerate(words):
+        bare = word.strip(",")
+        if not bare:
+            continue
+        pieces = [bare]
+        if "=" in bare:
+            pieces = bare.split(",")
+            given = [_named(piece) for piece in pieces]
+        elif bare.lower() in ("causal", "full"):
+            given = [("causal", bare.lower())]
+        elif bare.lower() in DTYPE_BYTES:
+            given = [("dtype", bare.lower())]
+        elif bare[:1].isdigit() or bare[:1] in "-+.":
+            apart = list(itertools.takewhile(str.isdigit, words[number:]))
+            if len(apart) >= 4:
+                raise ProblemError(
+                    f"{' '.join(apart)!r}: the numbers of a shape stand together",
+                    hint=f"write commas and no spaces: {','.join(apart[:4])}",
+                )
+            shapes.append(_positional(bare))
+            continue
+        else:
+            raise _unknown(bare)
+        for piece, (of, text) in zip(pieces, given, strict=True):
+            if not shapes and of in ("dtype", "causal"):
+                raise ProblemError(
+                    f"{piece!r} stands before its shape",
+                    hint=f"write the shape first: 4,32,4096,128 {piece}",
+                )
+            if not shapes or of in shapes[-1].fields:
+                if of in ("dtype", "causal"):
+                    raise ProblemError(
+                        f"{piece!r} is the second {_SAID.get(of, of)} of one shape",
+                        where=repr(shapes[-1].text),
+                    )
+                shapes.append(_Shape())
+            shapes[-1].fields[of] = text
+            shapes[-1].words.append(piece)
+    return shapes
+
+
+def _positional(word: str) -> _Shape:
+    try:
+        shape = _of_cells(word.split(","))
+    except _Wrong as error:
+        raise ProblemError(error.what, where=repr(word), hint=error.hint) from error
+    shape.words.append(word)
+    return shape
+
+
+def _of_cells(cells: Sequence[str]) -> _Shape:
+    """The shape of four cells, with dtype and mask after them if they are there."""
+    texts = [cell.strip() for cell in cells]
+    while len(texts) > 4 and not texts[-1]:
+        texts.pop()
+    if not 4 <= len(texts) <= 6:
+        hint = f"batch, heads, seqlen, head_dim: {_EXAMPLES}"
+        if len(texts) == 1 and re.fullmatch(r"\d+(x\d+){3}", texts[0]):
+            hint = f"write commas: {texts[0].replace('x', ',')}"
+        raise _Wrong(f"a shape has four numbers, not {len(texts)}", hint)
+    batch, heads, seqlen, head_dim, *rest = texts
+    query, _, kv = heads.partition("/")
+    rows, _, keys = seqlen.lower().partition("x")
+    fields = {"batch": batch, "heads": query, "head_dim": head_dim}
+    fields |= {"heads_kv": kv} if "/" in heads else {}
+    # An `x` with nothing on one side of it is a word, not two lengths.
+    fields |= {"seqlen_q": rows, "seqlen_k": keys} if rows and keys else {"seqlen": seqlen}
+    for text in rest:
+        if text.lower() not in (*DTYPE_BYTES, *_MASKS):
+            raise _unknown_cell(text)
+        of = "dtype" if text.lower() in DTYPE_BYTES else "causal"
+        if of in fields:
+            raise _Wrong(f"{text!r} is the second {_SAID.get(of, of)} of one shape")
+        fields[of] = text
+    return _Shape([], fields)
+
+
+def _unknown_cell(text: str) -> _Wrong:
+    """The error for a cell after the numbers that is neither a dtype nor a mask."""
+    known = [*DTYPE_BYTES, "causal", "full"]
+    close = closest(text, known)
+    guess = f"did you mean {close!r}? " if close else ""
+    return _Wrong(
+        f"{text!r} is neither a dtype nor a mask", f"{guess}there are: {', '.join(known)}"
+    )
+
+
+def _named(piece: str) -> tuple[str, str]:
+    """`B=4` as the field and its text."""
+    name, equals, text = piece.partition("=")
+    if not equals:
+        raise ProblemError(
+            f"{piece!r} is no NAME=NUMBER",
+            hint=f"for several shapes repeat the names: {' '.join(f'{n}=…' for n in _KEYS)}",
+        )
+    if name.lower() not in _FIELDS:
+        raise ProblemError(f"{name!r} is no part of a shape", where=piece, hint=_nearest(name))
+    return _FIELDS[name.lower()], text
+
+
+def _nearest(name: str) -> str:
+    known = [*_FIELDS]
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    shown = next((short for short in _KEYS if close and short.lower() == close[0]), None)
+    parts = ", ".join(f"{short} ({of})" for short, of in _KEYS.items())
+    guess = f"did you mean {shown or close[0]!r}? " if close else ""
+    return f"{guess}there are: {parts}, dtype, causal"
+
+
+def _unknown(word: str) -> ProblemError:
+    known = [*DTYPE_BYTES, "causal", "full"]
+    close = closest(word, known)
+    guess = f"did you mean {close!r}? " if close else ""
+    return ProblemError(f"{word!r} is no shape", hint=f"{guess}write {_EXAMPLES}, or a file .csv")
+
+
+def _sizes(texts: Mapping[str, str]) -> dict[str, int]:
+    """The sizes of a Problem from the fields that were given."""
+    numbers = {of: _number(of, text) for of, text in texts.items()}
+    seqlen = numbers.pop("seqlen", None)
+    if seqlen is not None:
+        if "seqlen_q" in numbers or "seqlen_k" in numbers:
+            raise _Wrong("S sets both Sq and Sk", "give S alone, or Sq and Sk")
+        numbers |= {"seqlen_q": seqlen, "seqlen_k": seqlen}
+    needed = ("batch", "heads", "seqlen_q", "seqlen_k", "head_dim")
+    missing = [of for of in needed if of not in numbers]
+    if missing == ["seqlen_q", "seqlen_k"]:
+        missing = ["seqlen"]
+    elif {"seqlen_q", "seqlen_k"} <= {*missing}:
+        missing = ["seqlen", *(of for of in missing if not of.startswith("seqlen"))]
+    if missing:
+        short = {of: name for name, of in _KEYS.items()}
+        *first, last = [f"{short[of]} ({of})" for of in missing]
+        lacks = f"{', '.join(first)} and {last}" if first else last
+        raise _Wrong(f"{lacks} {'is' if len(missing) == 1 else 'are'} missing", f"as {_EXAMPLES}")
+    numbers.setdefault("heads_kv", numbers["heads"])
+    return numbers
+
+
+def _number(of: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        meant = re.fullmatch(r"(\d{1,6})[kK]", text)
+        grouped = text.replace("_", "").replace("'", "")
+        hint = f"write {int(meant[1]) * 1024}" if meant else None
+        hint = f"write {grouped}" if grouped.isdigit() and grouped.isascii() else hint
+        raise _Wrong(f"{of} must be a whole number, not {text!r}", hint)
+    if len(text) > 10 or not 1 <= int(text) <= _LARGEST:
+        raise _Wrong(f"{of} must be 1 to {_LARGEST}, not {text[:20]}")
+    return int(text)
+
+
+def _dtype(text: str) -> str:
+    if text.lower() not in DTYPE_BYTES:
+        close = closest(text, DTYPE_BYTES)
+        guess = f"did you mean {close!r}? " if close else ""
+        raise _Wrong(f"unknown dtype {text!r}", f"{guess}there are: {', '.join(DTYPE_BYTES)}")
+    return text.lower()
+
+
+def _mask(text: str) -> bool:
+    if text.lower() not in _MASKS:
+        raise _Wrong(f"causal cannot be {text!r}", "write true or false")
+    return _MASKS[text.lower()]
+
+
+# -- CSV ------------------------------------------------------------------------------------
+
+
+def _rows(text: str, path: Path) -> list[tuple[int, list[str]]]:
+    """Line and cells of each row that is neither blank nor a comment."""
+    lines = text.splitlines()
+    first = next((line for line in lines if line.strip() and line.lstrip()[0] != "#"), "")
+    delimiter = max(",;\t", key=first.count)
+    rows = []
+    for number, line in enumerate(lines, 1):
+        bare = line.partition("#")[0].strip()
+        if bare.strip(delimiter):
+            try:
+                cells = next(csv.reader([bare], delimiter=delimiter, skipinitialspace=True))
+            except csv.Error as error:
+                raise ProblemError(f"not CSV: {error}", where=f"{path}:{number}") from error
+            rows.append((number, cells))
+    return rows
+
+
+def _columns(names: Sequence[str], where: str) -> list[str]:
+    columns: list[str] = []
+    for name in names:
+        of = _FIELDS.get(name.strip().lower())
+        if of is None:
+            raise ProblemError(f"unknown column {name!r}", where=where, hint=_nearest(name.strip()))
+        if of in columns:
+            raise ProblemError(f"column {of} is there twice", where=where, hint="drop one")
+        columns.append(of)
+    return columns
+
+
+def _of_row(columns: Sequence[str], cells: Sequence[str]) -> _Shape:
+    if len(cells) > len(columns):
+        raise _Wrong(f"{len(cells)} cells below {len(columns)} names of columns")
+    texts = dict(zip(columns, (cell.strip() for cell in cells), strict=False))
+    return _Shape([], {of: text for of, text in texts.items() if text})

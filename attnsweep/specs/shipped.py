@@ -1,0 +1,33 @@
+"""The specs that come with attnsweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attnsweep.core.errors import SpecError
+from attnsweep.core.files import shipped
+from attnsweep.specs.yaml_file import closest
+
+
+def shipped_specs() -> dict[str, Path]:
+    """Every shipped spec by name, sorted."""
+    return {path.stem: path for path in sorted(shipped("configs").glob("*.yaml"))}
+
+
+def shipped_hint(word: str = "") -> str:
+    """The names of the shipped specs, after a guess which of them `word` meant."""
+    names = shipped_specs()
+    close = closest(word, names)
+    asked = f"did you mean {close!r}? " if close else ""
+    return f"{asked}shipped specs: {', '.join(names)}"
+
+
+def find(path: Path) -> Path:
+    """`path`, or the shipped spec of its name. Raises SpecError if neither exists."""
+    if path.exists():
+        return path
+    if path.parent in (Path(), Path("configs")):
+        shipped = shipped_specs().get(path.name.removesuffix(".yaml"))
+        if shipped is not None:
+            return shipped
+    raise SpecError("no such file", where=str(path), hint=shipped_hint(path.stem))

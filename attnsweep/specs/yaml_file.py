@@ -1,0 +1,433 @@
+"""A YAML file with the position of each value, so that an error can say file:line:column.
+
+Scalars are read by YAML 1.2's core schema, not PyYAML's 1.1: `no` is text, and neither `010` nor
+`1:30` is a number. Repeated keys are refused. Pydantic's errors are put in plain words, with the
+known name that an unknown one was probably meant to be.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+
+from attnsweep.core.errors import SpecError
+
+MAX_ERRORS = 5
+_MAX_VALUES = 100_000  # aliases can expand a short file without end
+
+Loc = tuple[str | int, ...]
+"""Keys and indices from the document's root, as in pydantic's errors."""
+Mark = tuple[int, int] | str
+"""Line and column, from 1; or the option that set a value which is not in the file."""
+
+
+def wrong(what: str, hint: str | None = None) -> PydanticCustomError:
+    """An error for a validator to raise; the file gives `{name}` and `{value}` in `what`."""
+    return PydanticCustomError("attnsweep", "{what}", {"what": what, "hint": hint})
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """A hint such as `did you mean 'x'? there are: x, y, z`."""
+    names = list(names)
+    close = closest(word, names)
+    there = f"there are: {', '.join(names)}" if names else "there are none"
+    return f"did you mean {close!r}? {there}" if close else there
+
+
+T = TypeVar("T")
+
+
+class _OneOrMany:
+    """Marks a list that may be written as one scalar. Repeats are dropped; it is never empty."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def distinct(values: list[Any]) -> list[Any]:
+            if not values:
+                raise wrong("{name} must not be empty")
+            return list({(type(value), value): value for value in values}.values())
+
+        one_or_list = core_schema.no_info_before_validator_function(
+            lambda value: value if isinstance(value, list) else [value], handler(source)
+        )
+        return core_schema.no_info_after_validator_function(distinct, one_or_list)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        many = handler(schema)
+        return {"anyOf": [many["items"], {**many, "minItems": 1}]}
+
+
+Many = Annotated[list[T], _OneOrMany()]
+"""A field of a model: a list of T, or one T."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Resolves plain scalars by YAML 1.2's core schema, with decimal numbers only."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 -- PyYAML's own declaration
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes each text that YAML 1.1 or `_Loader` would read as another type."""
+
+
+class Flow(dict[str, Any]):
+    """A mapping that `dump` writes on one line."""
+
+
+_NULL, _BOOL, _INT, _FLOAT, _STR, _SEQ, _MAP = (
+    f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")
+)
+_DIGITS = "(?:0|[1-9][0-9]*)"
+for _class in (_Loader, _Dumper):
+    for _tag, _pattern, _first in (
+        (_BOOL, "true|True|TRUE|false|False|FALSE", "tTfF"),
+        (_INT, f"[-+]?{_DIGITS}", "-+0123456789"),
+        (
+            _FLOAT,
+            rf"[-+]?(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?",
+            "-+.0123456789",
+        ),
+        (_NULL, "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ):
+        _class.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list(_first))
+_Dumper.add_representer(
+    Flow, lambda dumper, data: dumper.represent_mapping(_MAP, data.items(), flow_style=True)
+)
+
+
+def dump(data: Mapping[str, Any]) -> str:
+    """YAML text that `Document.read` reads back equal."""
+    return yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
+
+
+def _scalar(tag: str, text: str) -> str | int | float | bool | None:
+    """The value of a scalar. Raises KeyError or ValueError for a tag or text no spec may hold."""
+    if tag == _NULL:
+        return None
+    if tag == _BOOL:
+        return {"true": True, "false": False}[text.lower()]
+    if tag == _INT:
+        return text if len(text) > 4000 else int(text)  # int() converts no more than 4300 digits
+    if tag == _FLOAT:
+        return float(text)
+    if tag == _STR:
+        return text
+    raise KeyError(tag)
+
+
+def _read_text(path: Path, hint: str) -> str:
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            # Reading a FIFO without a writer would block for ever.
+            raise SpecError("is not a regular file", where=str(path), hint=hint)
+        return path.read_text(encoding="utf-8-sig")
+    except IsADirectoryError:
+        inside = path / "spec.yaml"
+        hint = f"its spec is {inside}" if inside.is_file() else hint
+        raise SpecError("is a directory, not a spec", where=str(path), hint=hint) from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        column = error.start - error.object.rfind(b"\n", 0, error.start)
+        raise SpecError(
+            f"not UTF-8: byte 0x{error.object[error.start]:02x}",
+            where=f"{path}:{line}:{column}",
+            hint="save the file as UTF-8",
+        ) from None
+    except OSError as error:
+        raise SpecError(f"cannot be read: {error.strerror}", where=str(path)) from None
+
+
+def _mark(mark: yaml.Mark) -> tuple[int, int]:
+    return mark.line + 1, mark.column + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Issue:
+    what: str
+    hint: str | None
+    mark: Mark | None
+
+
+class Document:
+    """One YAML file: `data`, and the position of each value and key in it.
+
+    `report` collects issues, and `raise_issues` raises them together.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data: Any = None
+        self.values: dict[Loc, Mark] = {}
+        self.keys: dict[Loc, Mark] = {}
+        self.texts: dict[Loc, str] = {}
+        """Scalars as the file writes them; quoted ones in quotes."""
+        self._issues: list[_Issue] = []
+        self._nodes: set[int] = set()
+        self._aliased = False
+
+    @classmethod
+    def read(cls, path: Path, hint: str) -> Document:
+        """Read a file. Raises SpecError unless it is one document of mappings, lists and scalars.
+
+        hint: advice if the file is empty, a directory, or not a regular file.
+        """
+        return cls.parse(path, _read_text(path, hint), hint)
+
+    @classmethod
+    def parse(cls, path: Path, text: str, hint: str | None = None) -> Document:
+        """The document of a text, which is or will be in the file `path`. Raises SpecError."""
+        document = cls(path)
+        try:
+            root = yaml.compose(text, _Loader)
+            if root is None or root.start_mark.index == root.end_mark.index:
+                raise SpecError("is empty", where=str(path), hint=hint)
+            document.data = document._walk(root, (), ())
+        except yaml.MarkedYAMLError as error:
+            at = _mark(error.problem_mark) if error.problem_mark else None
+            context = error.context
+            if context and error.context_mark:
+                context += f" that begins in line {error.context_mark.line + 1}"
+            problem = error.problem or "it cannot be parsed"
+            if context and problem.startswith("but "):  # one sentence in two halves
+                problem, context = f"{error.context}, {problem}", None
+            if problem.startswith("found character '\\t'"):
+                context = "write spaces in place of the tab"
+            document.report(f"not valid YAML: {problem}", context, at)
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            column = error.position - text.rfind("\n", 0, error.position)
+            what = f"not valid YAML: character U+{ord(text[error.position]):04X} is not allowed"
+            document.report(what, None, (line, column))
+        except RecursionError:
+            document.report("nested too deeply", None, None)
+        document.raise_issues()
+        return document
+
+    def _walk(self, node: yaml.Node, loc: Loc, parents: tuple[int, ...]) -> Any:
+        at = self.values[loc] = _mark(node.start_mark)
+        self._aliased |= id(node) in self._nodes
+        self._nodes.add(id(node))
+        if id(node) in parents or len(self.values) > _MAX_VALUES:
+            if len(self.values) <= _MAX_VALUES + 1 and self._aliased:
+                self.report("this alias contains itself", "write the values out", at)
+            elif len(self.values) == _MAX_VALUES + 1:
+                self.report(f"too many values: at most {_MAX_VALUES}", "use several specs", at)
+            return None
+        parents = (*parents, id(node))
+        if isinstance(node, yaml.SequenceNode) and node.tag == _SEQ:
+            return [self._walk(item, (*loc, i), parents) for i, item in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode) and node.tag == _MAP:
+            return self._walk_mapping(node, loc, parents)
+        if isinstance(node, yaml.ScalarNode):
+            self.texts[loc] = repr(node.value) if node.style else node.value
+            try:
+                return _scalar(node.tag, node.value)
+            except (ValueError, KeyError):
+                pass
+        self.report(f"a spec cannot use tag {node.tag}", "remove the tag", at)
+        return None
+
+    def _walk_mapping(
+        self, node: yaml.MappingNode, loc: Loc, parents: tuple[int, ...]
+    ) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, value in node.value:
+            at, name = _mark(key.start_mark), key.value
+            if not isinstance(name, str):
+                self.report("a key must be text, not a list or a mapping", None, at)
+            elif name in out:
+                first = self.keys[(*loc, name)][0]
+                self.report(f"duplicate key {name!r}", f"first in line {first}: drop one", at)
+            elif name == "<<" and not key.style:
+                hint = "write the keys out, or give a whole value an anchor: {a: &x [1, 2], b: *x}"
+                self.report("merge keys (<<) are not supported", hint, at)
+            else:
+                self.keys[(*loc, name)] = at
+                out[name] = self._walk(value, (*loc, name), parents)
+        return out
+
+    def at(self, *loc: str | int) -> Mark | None:
+        """Position of a value, or of the nearest value around it that is in the file."""
+        while loc and loc not in self.values:
+            loc = loc[:-1]
+        return self.values.get(loc)
+
+    def put(self, loc: Loc, other: Document, source: str) -> None:
+        """Set the value at `loc` to that of another document; `source` is its place in errors.
+
+        All of `loc` but its last part is there.
+        """
+        for places in (self.values, self.keys, self.texts):
+            for old in [place for place in places if place[: len(loc)] == loc]:
+                del places[old]
+        into = self.data
+        for part in loc[:-1]:
+            into = into[part]
+        into[loc[-1]] = other.data
+        self.keys[loc] = source
+        self.values |= {(*loc, *inner): source for inner in other.values}
+        self.keys |= {(*loc, *inner): source for inner in other.keys}
+        self.texts |= {(*loc, *inner): text for inner, text in other.texts.items()}
+
+    def find(self, value: object, *loc: str | int) -> Mark | None:
+        """Position of `value` in the list at `loc`, or of the scalar in place of that list."""
+        found: Any = self.data
+        for part in loc:
+            found = found[part]
+        for index, item in enumerate(found if isinstance(found, list) else ()):
+            if (type(item), item) == (type(value), value):
+                return self.at(*loc, index)
+        return self.at(*loc)
+
+    def report(self, what: str, hint: str | None, at: Mark | None) -> None:
+        """Note one error."""
+        self._issues.append(_Issue(what, hint, at))
+
+    def report_all(self, error: ValidationError, models: Mapping[str, type[BaseModel]]) -> None:
+        """Note each of pydantic's errors. models: by top-level key, "" for the root's own."""
+        self._issues += [self._explain(detail, models) for detail in error.errors()]
+
+    def raise_issues(self) -> None:
+        """Raise one SpecError with the first MAX_ERRORS issues, in file order, if there are any."""
+        issues = sorted(dict.fromkeys(self._issues), key=lambda issue: _order(issue.mark))
+        self._issues = []
+        errors = []
+        for issue in issues:
+            where = ":".join([str(self.path), *map(str, issue.mark or ())])
+            if isinstance(issue.mark, str):
+                where = issue.mark
+            errors.append(SpecError(issue.what, where=where, hint=issue.hint))
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            lines = [error.render() for error in errors[:MAX_ERRORS]]
+            if len(errors) > MAX_ERRORS:
+                lines.append(f"{self.path}: and {len(errors) - MAX_ERRORS} more")
+            raise SpecError("\n".join(lines))
+
+    def _explain(self, error: ErrorDetails, models: Mapping[str, type[BaseModel]]) -> _Issue:
+        loc, kind, value = error["loc"], error["type"], error["input"]
+        context = error.get("ctx", {})
+        model = models.get(str(loc[0]) if len(loc) > 1 else "", models[""])
+        fields = model.model_fields
+        if kind == "extra_forbidden":
+            there = nearest(str(loc[-1]), fields)
+            return _Issue(f"unknown key {loc[-1]!r}", there, self.keys[loc])
+        if kind == "missing":
+            about = fields[str(loc[-1])].description
+            return _Issue(f"{loc[-1]!r} is missing", about, self.at(*loc[:-1]))
+        while loc and loc not in self.values:  # a scalar in place of a list
+            loc = loc[:-1]
+        name = "".join([part for part in loc if isinstance(part, str)][-1:]) or "a spec"
+        if loc and isinstance(loc[-1], int):
+            name += f"[{loc[-1]}]"
+        shown = self._shown(loc, value)
+        what = f"{name}: {error['msg']}"
+        hint: str | None = context.get("hint")
+        if kind == "attnsweep":
+            what = context["what"].replace("{name}", name).replace("{value}", shown)
+            if hint is None and isinstance(value, dict) and closest(name, ["variants"]):
+                hint = "did you mean 'variants'?"
+        elif kind == "literal_error":
+            what = f"{name} cannot be {shown}"
+            hint = nearest(str(value), re.findall(r"'(.*?)'", context["expected"]))
+        elif kind in _BOUNDS:
+            words, of = _BOUNDS[kind]
+            limit = context[of]
+            bound = str(limit) if isinstance(limit, int) else f"{limit:g}"
+            what = f"{name} must be {words} {bound}, not {shown}"
+        elif kind in ("too_short", "string_too_short"):
+            what = f"{name} must not be empty"
+        elif kind == "string_pattern_mismatch":
+            what = f"{name} must be {_PATTERNS[context['pattern']]}, not {shown}"
+        elif kind in _WANTED:
+            what = f"{name} must be {_WANTED[kind]}, not {shown}"
+            hint = _spelling(kind, value)
+            if _WANTED[kind] == "a mapping":
+                example = _EXAMPLES.get(str(loc[0])) if len(loc) == 2 else None
+                hint = fields[name].description if name in fields else example
+        return _Issue(what, hint, self.values[loc])
+
+    def _shown(self, loc: Loc, value: object) -> str:
+        """A value as the file writes it."""
+        if isinstance(value, dict | list):
+            return "a mapping" if isinstance(value, dict) else "a list"
+        text = "null" if value is None else self.texts.get(loc, repr(value))
+        return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _order(mark: Mark | None) -> tuple[bool, tuple[int, int]]:
+    """File order; what an option set comes last."""
+    return (True, (0, 0)) if isinstance(mark, str) else (False, mark or (0, 0))
+
+
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+}
+NAME_PATTERN = "^[a-z0-9_-]+$"
+_PATTERNS = {NAME_PATTERN: "of a-z, 0-9, _ and - only"}
+_EXAMPLES = {
+    "problems": "write {batch: 1, heads: 16, seqlen: 1024, head_dim: 64}",
+    "kernels": "write {} for the family's own values",
+}
+_WANTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "finite_number": "a finite number",
+}
+
+
+def _spelling(kind: str, value: object) -> str | None:
+    """A hint with the spelling that was probably meant, or None."""
+    if kind == "bool_type":
+        word = str(value).lower()
+        meant = {"yes": "true", "on": "true", "1": "true", "true": "true"}
+        meant |= {"no": "false", "off": "false", "0": "false", "false": "false"}
+        return f"write {meant[word]}" if word in meant else None
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        digits = value.replace("_", "").replace(",", "").lstrip("0")
+        return f"write {digits}" if re.fullmatch("[1-9][0-9]{0,9}", digits) else None
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return "write it in quotes"
+    return None
+
+
+# Other names of dtypes, PyTorch's among them. By its letters, bfloat16 is next to fp16.
+_DTYPES = {
+    **dict.fromkeys(("float16", "half", "f16", "16"), "fp16"),
+    **dict.fromkeys(("bfloat16", "bfloat", "bp16"), "bf16"),
+    **dict.fromkeys(("float32", "float", "single", "f32", "tf32", "32"), "fp32"),
+    **dict.fromkeys(("fp8", "float8", "f8", "e4m3fn", "float8_e4m3fn", "float8_e4m3"), "e4m3"),
+}
+
+
+def closest(word: str, names: Iterable[str]) -> str | None:
+    """The name that is most like a word, whatever the case of its letters; None if none is."""
+    folded = {name.lower(): name for name in names}
+    plain = word.lower()
+    meant = _DTYPES.get(plain.removeprefix("torch."))
+    if meant in folded:
+        return folded[meant]
+    close = difflib.get_close_matches(plain, folded, n=1)
+    return folded[close[0]] if close else None

@@ -1,0 +1,264 @@
+"""What the child process of a card does: sweep a problem, or check it.
+
+A sweep here writes no file and compiles nothing: it tells its parent what it would write, and asks
+it for machine code.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from attnsweep.bench.gpu import Gpu, WorkerError
+from attnsweep.compile.nvrtc import Compiler, Cubin, default_cache_dir
+from attnsweep.core.errors import CompileError, ToolchainError
+from attnsweep.core.hardware import Arch, arch_on
+from attnsweep.core.observer import Observer
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Environment, Status, Trial
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Kernel
+from attnsweep.regress.budget import Budget
+from attnsweep.regress.live import Gate
+from attnsweep.specs.load import SweepSpec, load_spec
+from attnsweep.specs.plan import plan
+from attnsweep.store.run import Run, row_bytes
+from attnsweep.sweep.loop import Sweep
+from attnsweep.sweep.messages import CardFault, Message, Pipe
+
+# If as many candidates fail at the start of a problem and none is right, the card is suspected.
+_FAILURES = 12
+
+
+class Suspected(CardFault):
+    """Nothing but failures came, so what the card told of the problem does not count."""
+
+
+class RemoteCompiler(Compiler):
+    """Has the parent compile, which shares all cores and every stage among the cards."""
+
+    def __init__(self, arch: Arch, cache_dir: Path, pipe: Pipe) -> None:
+        # Not Compiler's, which starts threads.
+        self.arch, self.cache_dir = arch, cache_dir
+        self._closures = {}
+        self._futures = {}
+        self._lock = threading.Lock()
+        self._pipe = pipe
+
+    def submit(self, source: Path, defines: Mapping[str, str]) -> Future[Cubin]:
+        """Ask the parent; a stage asked for twice is asked for once."""
+        key = self.key(source, defines)
+        with self._lock:
+            if key in self._futures:
+                return self._futures[key]
+            future = self._futures[key] = Future()
+        self._pipe.tell("compile", key=key, source=str(source), defines=dict(defines))
+        return future
+
+    def answer(self, message: Message) -> None:
+        """What the parent compiled, or why it could not."""
+        future = self._futures[message["key"]]
+        if "path" in message:
+            facts = {name: message[name] for name in ("digest", "log", "seconds", "cached")}
+            future.set_result(Cubin(path=Path(message["path"]), **facts))
+        elif message["log"] is None:
+            future.set_exception(ToolchainError(message["why"]))
+        else:
+            future.set_exception(CompileError(message["why"], log=message["log"]))
+
+    def close(self) -> None:
+        """Nothing is compiled here."""
+
+
+class Told:
+    """The rows of one problem, for a Sweep: what an earlier run left, and what is told now."""
+
+    def __init__(self, directory: Path, rows: list[Trial], pipe: Pipe) -> None:
+        self.directory = directory
+        self._rows = {row.key: row for row in rows}
+        self._pipe = pipe
+
+    @property
+    def trials(self) -> list[Trial]:
+        """See store.writer.Writer, as for the other methods."""
+        return list(self._rows.values())
+
+    def append(self, trial: Trial) -> None:
+        """Tell a row."""
+        self._rows[trial.key] = trial
+        # In the bytes that the run directory gets.
+        self._pipe.line(b'{"say": "row", "row": ' + row_bytes(trial).rstrip() + b"}")
+
+    def set_aside(self, problem: Problem) -> None:
+        """Have the parent take the rows out of the run."""
+        self._rows = {key: row for key, row in self._rows.items() if row.problem != problem}
+        self._pipe.tell("aside")
+
+    def end_searches(self, problem: str, endings: Mapping[str, str]) -> None:
+        """Tell why the searches ended."""
+        self._pipe.tell("ended", problem=problem, endings=dict(endings))
+
+    def keep_cubin(self, path: Path, name: str) -> None:
+        """Tell the winner's machine code."""
+        self.keep(name, path.read_bytes())
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Tell part of the winner's code."""
+        self._pipe.tell("keep", name=name, data=base64.b64encode(data).decode())
+
+
+class Telling(Observer):
+    """Tells progress. suspect: raise Suspected if nothing but failures comes at the start."""
+
+    def __init__(self, pipe: Pipe, *, suspect: bool) -> None:
+        self._pipe, self._suspect = pipe, suspect
+        self._failures, self._last = 0, ""
+        self._open, self._elsewhere = "", False
+
+    def opening(self, problem: Problem, candidates: int, kept: int) -> None:
+        """A problem begins."""
+        self._open, self._elsewhere = problem.label, False
+        self._pipe.tell("opening", candidates=candidates, kept=kept)
+
+    def trying_on(self, label: str, candidates: int) -> None:
+        """Candidates are tried on a shorter problem, or on the open one again."""
+        self._elsewhere = label != self._open
+        self._pipe.tell("trying_on", label=label, candidates=candidates)
+
+    def compiled(self, done: int, total: int) -> None:
+        """Candidates are ready."""
+        self._pipe.tell("compiled", done=done, total=total)
+
+    def tried(self, trial: Trial, *, kept: bool = False) -> None:
+        """A row is there: that of the last `row` message, or a kept or an unstored one."""
+        unstored = kept or self._elsewhere
+        row = {"row": json.loads(row_bytes(trial))} if unstored else {}
+        self._pipe.tell("tried", kept=kept, **row)
+        if trial.status in (Status.OK, Status.NOISY, Status.INACCURATE, Status.WRONG):
+            self._suspect = False
+        elif trial.status in (Status.LAUNCH_ERROR, Status.TIMEOUT):
+            self._failures += 1
+            self._last = (trial.detail or trial.status.value).partition("\n")[0]
+            if self._failures >= _FAILURES:
+                self.suspect(f"the first {self._failures}")
+
+    def suspect(self, candidates: str) -> None:
+        """Raise Suspected if nothing but failures has come so far."""
+        if self._suspect and self._failures:
+            what = f"{candidates} candidates all failed, the last one with: {self._last}"
+            raise Suspected(what)
+
+    def racing(self, alive: int, entrants: int) -> None:
+        """A round of the race is over."""
+        self._pipe.tell("racing", alive=alive, entrants=entrants)
+
+    def preparing(self, peer: str, done: int, total: int) -> None:
+        """A peer is being prepared."""
+        self._pipe.tell("preparing", peer=peer, done=done, total=total)
+
+    def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
+        """Something is prepared."""
+        self._pipe.tell("prepared", what=what, took_s=took_s, steps_s=dict(steps_s))
+
+    def timing(self, done: int, total: int) -> None:
+        """Rounds are over."""
+        self._pipe.tell("timing", done=done, total=total)
+
+    def note(self, text: str) -> None:
+        """A text for people."""
+        self._pipe.tell("note", text=text)
+
+
+class _Movable:
+    """A GPU on which a problem that cannot be opened moves to another card."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gpu, name)
+
+    def open(self, problem: Problem, **options: Any) -> None:
+        try:
+            self._gpu.open(problem, **options)
+        except WorkerError as error:
+            raise CardFault(f"cannot open the problem: {error.detail}") from error
+
+
+class Tasks:
+    """What the parent asks for, one message after the other."""
+
+    def __init__(self, pipe: Pipe, gpu: Gpu, here: Environment, cache_dir: str | None) -> None:
+        """cache_dir: of compiled code (default: the user's)."""
+        self._pipe, self._gpu, self._here = pipe, gpu, here
+        place = Path(cache_dir) if cache_dir else default_cache_dir()
+        self.compiler = RemoteCompiler(arch_on(here), place, pipe)
+        self._spec: SweepSpec | None = None
+        self._kernels: dict[str, Kernel] = {}
+        self._directory = Path()
+        self._input_seed: int | None = None
+
+    def do(self, message: Message) -> None:
+        """Obey one message. Raises CardFault, NoGpuError or another AttnsweepError."""
+        getattr(self, f"_{message['do']}")(message)
+
+    def _open(self, message: Message) -> None:
+        self._directory = Path(message["directory"])
+        self._input_seed = message.get("input_seed")  # a check has none
+        self._spec = load_spec(Path(message["spec"]))
+        found = {place: _declared(place) for place in set(message["families"].values())}
+        self._kernels = {name: found[at][name] for name, at in message["families"].items()}
+
+    def _sweep(self, message: Message) -> None:
+        spec = self._spec
+        assert spec is not None
+        entry = spec.problems[message["problem"]]
+        (item,) = plan(replace(spec, problems=(entry,)), self._kernels, self.compiler.arch)
+        rows = [Trial.model_validate(row) for row in message["rows"]]
+        store = Told(self._directory, rows, self._pipe)
+        gpu = self._gpu if message["last"] else cast(Gpu, _Movable(self._gpu))
+        then = message["then"]
+        observer = Telling(self._pipe, suspect=not message["last"])
+        sweep = Sweep(spec, gpu, self._here, store, observer, self._input_seed)
+        try:
+            sweep.run([item], self.compiler, None if then is None else spec.problems[then].problem)
+            observer.suspect("its")
+        except Suspected:
+            store.set_aside(entry.problem)  # all rows may be there: another card would keep them
+            raise
+        sweep.keep_winners(entry.problem, missing=True)
+        self._pipe.tell("done")
+
+    def _check(self, message: Message) -> None:
+        assert self._spec is not None
+        gpu = self._gpu if message["last"] else cast(Gpu, _Movable(self._gpu))
+        observer = Telling(self._pipe, suspect=False)
+        rows = [Trial.model_validate(row) for row in message["rows"]]
+        known = message["environment"]
+        environment = None if known is None else Environment.model_validate(known)
+        baseline = Run(Path(message["baseline"]), rows, environment, None, [])
+        budget = Budget(message["budget_s"], message["left_s"])
+        gate = Gate(
+            *(self._spec, self._kernels, baseline, gpu, self._here),
+            *(self.compiler, observer, budget),
+        )
+        problem = Problem(**message["problem"])
+        options = {name: message[name] for name in ("slower", "other_driver")}
+        (finding,) = gate.run([problem], **options)
+        self._pipe.tell("done", finding=finding.to_json())
+
+
+@cache
+def _declared(directory: str) -> dict[str, Kernel]:
+    """The shipped families and those of a directory, which may be the shipped one."""
+    own = discover()
+    if any(str(kernel.source.parent) == directory for kernel in own.values()):
+        return own
+    return discover(Path(directory))

@@ -1,0 +1,204 @@
+"""Resume: rows of an earlier run that still hold, so that nothing is measured twice."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attnsweep.choose.lower_bound import Skips
+from attnsweep.choose.race import race_entry
+from attnsweep.compile.candidate import Build
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.errors import StoreError
+from attnsweep.core.length import has_shorter
+from attnsweep.core.observer import Observer
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import OURS, PROTOCOL, Environment, Status, Trial, cards_of
+from attnsweep.family.chunks import MODES
+from attnsweep.family.family import Kernel
+from attnsweep.specs.load import SweepSpec
+from attnsweep.specs.plan import PlannedProblem
+from attnsweep.store.run import PACKED, TRIALS, open_run
+from attnsweep.store.store import Store, Writer
+from attnsweep.sweep import scout
+from attnsweep.sweep.candidates import Queue
+
+
+class Kept:
+    """The stored rows that still hold: same code, launches, problem, settings, GPU, driver."""
+
+    def __init__(
+        self, spec: SweepSpec, environment: Environment, store: Writer, skips: Skips
+    ) -> None:
+        self._spec, self._environment = spec, environment
+        self._store, self._skips = store, skips
+
+    def rows(self, builds: Sequence[Build]) -> dict[int, Trial]:
+        """The rows of these candidates that hold, by id of the build.
+
+        A row that was skipped by its bound holds as long as the other rows still exclude it.
+        """
+        stored = {trial.key: trial for trial in self._store.trials}
+        kept: dict[int, Trial] = {}
+        for build in builds:
+            trial = stored.get(build.key)
+            if trial is not None and trial.fingerprint == self.fingerprint(build):
+                kept[id(build)] = trial
+                self._skips.learn(build, trial)
+        for build in builds:
+            if id(build) in kept and kept[id(build)].at_least_us is not None:
+                asked = self._spec.search.skip_by_bound
+                if not asked or self._skips.verdict(build, skipped_before=True) is None:
+                    del kept[id(build)]
+        return kept
+
+    def whole(self, problem: Problem, builds: Sequence[Build]) -> bool:
+        """Whether nothing of a problem is left to measure: all these candidates, and the rounds."""
+        kept = self.rows(builds)
+        if len(kept) < len(builds):
+            return False
+        stored = {trial.key: trial for trial in self._store.trials}
+        for row in self.peers(problem):
+            old = stored.get(row.key)
+            if old is None or old.fingerprint != row.fingerprint:
+                return False
+        timed = [t for t in kept.values() if t.status is Status.OK]
+        return not timed or self._all_rounds(problem, [*kept.values()])
+
+    def _all_rounds(self, problem: Problem, kept: Sequence[Trial]) -> bool:
+        """Whether the last rounds of these rows are there, with all rows that took part in them.
+
+        Rows without that fact, of earlier versions, are believed to be all.
+        """
+        names = {_together(row).get("name") for row in kept if row.time_us and row.time_us.rounds}
+        if len(names) != 1:  # no rounds, or some of an earlier run that was added to
+            return False
+        (name,) = names
+        stored = (t for t in self._store.trials if t.problem == problem)
+        found = [_together(t) for t in stored if t.time_us and t.time_us.rounds]
+        same = [facts for facts in found if facts.get("name") == name]
+        return name is None or all(facts.get("rows") == len(same) for facts in same)
+
+    def peers(self, problem: Problem) -> list[Trial]:
+        """A row for each baseline, with the status for a baseline that cannot run."""
+        packages = sorted(self._environment.packages.items())
+        return [
+            Trial(
+                kernel=name,
+                provider=name,
+                config={},
+                problem=problem,
+                status=Status.SKIPPED,
+                fingerprint=self._digest(problem, name, packages),
+                machine=self._environment.machine,
+            )
+            for name in self._spec.baselines
+        ]
+
+    def stamp(self, build: Build) -> dict[str, Any]:
+        """The fields of a new row that say what it depends on, and which machine measured it."""
+        return {"fingerprint": self.fingerprint(build), "machine": self._environment.machine}
+
+    def fingerprint(self, build: Build) -> str:
+        """Hash of everything that the row of a candidate depends on."""
+        issued = [] if build.schedule.whole else [repr(build.schedule)]
+        if self._spec.require:
+            issued.append(repr(sorted(self._spec.require.items())))
+        return self._digest(build.problem, build.keys, sorted(build.launches.items()), *issued)
+
+    def _digest(self, *parts: object) -> str:
+        """Hash of `parts`, and of protocol, settings, GPU and driver."""
+        environment = self._environment
+        settings = self._spec.measure
+        card = (environment.gpu, environment.driver, environment.cuda)
+        how = (settings.rank_by, settings.rounds, settings.replay_us, settings.cold, settings.eager)
+        parts += ("energy",) if settings.energy else ()
+        parts += () if settings.max_error is None else (f"max_error {settings.max_error!r}",)
+        return hashlib.sha256(repr((PROTOCOL, card, how, parts)).encode()).hexdigest()[:32]
+
+
+def _together(row: Trial) -> Mapping[str, Any]:
+    facts = row.conditions.get("together")
+    return facts if isinstance(facts, dict) else {}
+
+
+def retire(store: Store, kernels: Mapping[str, Kernel], observer: Observer) -> None:
+    """Prune rows of configs that their family no longer has; otherwise they would be ranked."""
+    if (store.directory / PACKED).is_file() and not store.trials:
+        observer.note(f"{PACKED} stays there; this run's rows are in {TRIALS} and are read first")
+    modes, retired = {param.name for param in MODES}, 0
+    for trial in store.trials:
+        if trial.provider != OURS or trial.status is Status.PRUNED or trial.kernel not in kernels:
+            continue
+        params = {param.name for param in kernels[trial.kernel].params}
+        changed = (set(trial.config) - modes) ^ params
+        if changed:
+            what = f"{trial.kernel} changed since: {', '.join(sorted(changed))}"
+            row = trial.with_(status=Status.PRUNED, detail=what, time_us=None, race={})
+            store.append(row)
+            retired += 1
+    if retired:
+        observer.note(f"pruned {retired} earlier rows: their kernels no longer have these configs")
+
+
+def measured_elsewhere(directory: Path, now: Environment) -> str | None:
+    """The GPU, driver and CUDA of an earlier run in `directory`, if they are not today's.
+
+    Another card of the same kind is another GPU: cards differ, and a problem's rows are compared.
+    """
+    if not (directory / TRIALS).is_file() or not (directory / TRIALS).stat().st_size:
+        return None
+    try:
+        before = open_run(directory).environment
+    except StoreError:
+        return None  # no rows to set aside
+    today = (now.gpu, now.driver, now.cuda)
+    if before is None:
+        return None
+    if (before.gpu, before.driver, before.cuda) != today:
+        return f"{before.gpu}, driver {before.driver}, CUDA {before.cuda}"
+    if None not in (before.uuid, now.uuid) and before.uuid != now.uuid:
+        return f"another {before.gpu}"
+    return None
+
+
+def of_these_cards(environment: Environment, uuids: Iterable[str | None]) -> Environment:
+    """The environment of a run that several cards measured: it names no card, each row does."""
+    several = {uuid for uuid in (environment.uuid, *uuids) if uuid is not None} - {environment.uuid}
+    return environment.model_copy(update={"uuid": None, "sku": None}) if several else environment
+
+
+def begin_anew_if_begun_elsewhere(
+    item: PlannedProblem,
+    spec: SweepSpec,
+    environment: Environment,
+    store: Writer,
+    compiler: Compiler,
+    limit: int | None,
+) -> bool:
+    """Set aside the rows of a problem that another card has begun and not finished.
+
+    Candidates of one problem are compared on one card only. What another card has finished stays.
+    limit: bytes of workspace. Returns whether rows were set aside.
+    """
+    rows = [trial for trial in store.trials if trial.problem == item.problem]
+    if environment.uuid is None or not set(cards_of(rows)) - {environment.uuid}:
+        return False
+    if len(cards_of(rows)) == 1:
+        skips = Skips(finalists=spec.measure.finalists, entry=race_entry(spec))
+        kept = Kept(spec, environment, store, skips)
+        queue = Queue(item, spec, compiler, limit)
+        if has_shorter(item.problem) and scout.whole(queue, rows, kept, kept.stamp):
+            return False
+        while builds := queue.ask():
+            if not kept.whole(item.problem, builds):
+                break
+            for build, row in zip(builds, map(kept.rows(builds).get, map(id, builds)), strict=True):
+                assert row is not None  # or the batch would not be whole
+                queue.tell(build, row)
+        else:
+            return False
+    store.set_aside(item.problem)
+    return True

@@ -1,0 +1,340 @@
+"""Is an output right? Every element of it is compared with float64, on the device.
+
+`Judge` launches kernels/common/judge.cu: attention in float64, the comparison with it, and digests
+that tell whether many calls gave the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attnsweep.compile.nvrtc import Compiler
+from attnsweep.core.cases import TILE
+from attnsweep.core.files import shipped
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.problem import SCALE_BLOCK, Problem, ceil_div
+from attnsweep.device.buffers import GUARD_BYTES, POISON, Buffer
+from attnsweep.verify.expected import sign_bits
+from attnsweep.verify.sample import ALL, Sample
+
+if TYPE_CHECKING:
+    from attnsweep.device.cuda import Session
+
+# The fields of judge.cu's Found.
+_FOUND = (
+    *("nans", "squares", "row", "row_at", "element", "row_gain", "tile_gain"),
+    *("gains", "norm", "tilt", "tilt_norm"),
+)
+_THREADS = 256
+_PITCH, _CHUNK, _TILE = 65, 16, TILE
+# Blocks along the heads; each then takes several.
+_PARTS = 1024
+_SUMS = 8 * _THREADS // 32  # bytes of shared memory: a sum of each warp
+
+
+def judge_source(dtype: str) -> tuple[Path, dict[str, str]]:
+    """The source and the defines of the judge of a dtype."""
+    name = "E4M3" if dtype.startswith("e4m3") else dtype.upper()
+    return shipped("kernels") / "common" / "judge.cu", {f"DTYPE_{name}": "1"}
+
+
+@cache
+def _cubin(arch: str, dtype: str, cache_dir: Path | None) -> str:
+    compiler = Compiler(arch_named(arch), cache_dir, threads=1)
+    try:
+        return str(compiler.compile(*judge_source(dtype)).path)
+    finally:
+        compiler.close()
+
+
+# judge.cu's Region and Output.
+_REGION = np.dtype([(name, np.int64) for name in ("at", "bytes", "guard", "digested", "slot")])
+_OUTPUT = np.dtype(
+    [
+        (name, np.float64 if name == "floor" else np.int64)
+        for name in (
+            *("o", "plain", "opposite", "mix", "tilted", "tiles", "all", "count"),
+            *("group", "seqlen_q", "head_dim", "floor"),
+        )
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """An output at a pointer, and what it is compared with.
+
+    expected: float64 outputs for the inputs as they were made, and, if `mix` says which of the
+    heads are negated, for all of them negated.
+    """
+
+    output: int
+    problem: Problem
+    expected: Sequence[Buffer]
+    mix: Buffer | None
+    tilted: Buffer | None
+    floor: float
+    sample: Sample = ALL
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 64 rows, each of which a block judges."""
+        problem = self.problem
+        return problem.batch * problem.heads * ceil_div(problem.seqlen_q, _TILE)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Heads of queries to one of keys, seqlen_q, and head_dim."""
+        problem = self.problem
+        return problem.heads // problem.heads_kv, problem.seqlen_q, problem.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Records on the device for one launch, in which each has blocks of its own."""
+
+    records: Buffer
+    count: int
+    most: int
+    """Blocks that the largest record needs, of an output, or its bytes, of a region."""
+    tiles: Buffer | None = None
+    """Where findings of outputs' tiles go."""
+
+
+class Judge:
+    """The judging kernels of one dtype on this process's GPU; results wait in slots."""
+
+    SLOTS = 4096
+
+    def __init__(self, session: Session, dtype: str, cache_dir: Path | None = None) -> None:
+        self.dtype = dtype
+        self._session, self._cache_dir = session, cache_dir
+        self._path = _cubin(session.gpu.arch, dtype, cache_dir)
+        self._tiles: Buffer | None = None
+        self._found = Buffer(self.SLOTS * 8 * len(_FOUND))
+        self._plain = Buffer(8)
+        self._plain.fill(0)
+        self._counts = Buffer(self.SLOTS * 8)
+        self._host = session.pinned((self.SLOTS,), np.uint64)
+        self._functions: dict[tuple[str, int], Any] = {}
+
+    def _launch(
+        self,
+        name: str,
+        blocks: int,
+        args: Sequence[Any],
+        smem_bytes: int = 0,
+        parts: int = 1,
+        tensors: int = 1,
+    ) -> None:
+        if (name, smem_bytes) not in self._functions:
+            function = self._session.kernel(self._path, name, smem_bytes)
+            self._functions[name, smem_bytes] = function
+        function = self._functions[name, smem_bytes]
+        function((blocks, parts, tensors), (_THREADS, 1, 1), tuple(args), shared_mem=smem_bytes)
+
+    def reference(
+        self,
+        inputs: dict[str, Buffer],
+        problem: Problem,
+        out: Buffer,
+        lse: Buffer,
+        tilt: float = 0,
+        sample: Sample = ALL,
+    ) -> None:
+        """Write attention in float64 to `out` and its log-sum-exp to `lse`, at (1 + tilt) scale.
+
+        Only rows of the sample's tiles are written.
+        """
+        columns = 64 if problem.head_dim <= 64 else 128
+        doubles = _TILE * _PITCH + max(2 * _CHUNK * _PITCH, _CHUNK * columns)
+        tiles = ceil_div(problem.seqlen_q, _TILE) * ceil_div(problem.head_dim, columns)
+        pointers = [np.uint64(inputs[name].pointer) for name in "qkv"]
+        sizes = (problem.heads // problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
+        scales, per, blocks = [0, 0, 0], 2**31 - 1, 1
+        if problem.scaled:
+            scales = [inputs[name].pointer for name in problem.inputs[3:]]
+            if problem.dtype == "e4m3_block":
+                per, blocks = SCALE_BLOCK, problem.shape_of("k_scale")[2]
+        self._launch(
+            f"reference_{columns}",
+            tiles * problem.batch * problem.heads,
+            [
+                *(*pointers, np.uint64(out.pointer), np.uint64(lse.pointer)),
+                *map(np.int32, (*sizes, problem.head_dim)),
+                *(np.float64(problem.scale * (1 + tilt)), np.int32(problem.causal)),
+                *(*map(np.uint64, scales), np.int32(per), np.int32(blocks)),
+                *(np.int32(sample.every), np.int32(sample.phase)),
+            ],
+            8 * doubles,
+        )
+
+    def rows(
+        self, buffer: Buffer, shape: Sequence[int], rows: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
+        """On the host, some rows of every head of a float64 (batch, heads, seqlen, head_dim)."""
+        out = np.empty((*shape[:2], len(rows), shape[3]))
+        which, some = Buffer(rows.nbytes), Buffer(out.nbytes)
+        which.upload(rows)
+        self._session.settle()
+        args = [np.uint64(buffer.pointer), np.uint64(which.pointer), np.int32(len(rows))]
+        args += [*map(np.int32, shape[2:]), np.int64(out.size), np.uint64(some.pointer)]
+        with self._session.stream:
+            some.poison()
+            self._launch("gather", self._blocks(out.nbytes, 1), args)
+            self._session.synchronize()
+            some.download(out)
+        return out
+
+    def of_dtype(self, dtype: str) -> Judge:
+        """The judge of another dtype on the same GPU."""
+        return Judge(self._session, dtype, self._cache_dir)
+
+    def _pointers(self, one: Compared) -> tuple[int, ...]:
+        first, last = one.expected[0].pointer, one.expected[-1].pointer
+        mix, tilted = one.mix or self._plain, one.tilted.pointer if one.tilted else 0
+        return one.output, first, last, mix.pointer, tilted
+
+    def compare(self, one: Compared, slot: int, *, exact: bool = False) -> None:
+        """Compare every element of an output; findings go to a slot. exact: it is in float64."""
+        tiles, record = one.tiles, 8 * len(_FOUND)
+        if self._tiles is None or self._tiles.nbytes < tiles * record:
+            self._tiles = Buffer(tiles * record)
+        pointers = (*self._pointers(one), self._tiles.pointer)
+        args = [*map(np.uint64, pointers), *map(np.int32, one.sizes), np.float64(one.floor)]
+        args += [np.int32(one.sample.every), np.int32(one.sample.phase)]
+        self._launch("judge_exact" if exact else "judge", tiles, args, record * _THREADS // 32)
+        to = np.uint64(self._found.pointer + slot * record)
+        all_of = [np.uint64(self._tiles.pointer), np.int64(tiles), to]
+        self._launch("summary", 1, all_of, record * _THREADS)
+
+    def outputs(self, every: Sequence[Compared]) -> Table:
+        """A table for compare_each."""
+        record, tiles = 8 * len(_FOUND), [one.tiles for one in every]
+        findings = Buffer(sum(tiles) * record)
+        at = findings.pointer + record * np.cumsum([0, *tiles])
+        records = np.array(
+            [
+                (
+                    *(*self._pointers(one), at[number], self._found.pointer + number * record),
+                    *(tiles[number], *one.sizes, one.floor),
+                )
+                for number, one in enumerate(every)
+            ],
+            _OUTPUT,
+        )
+        return _table(records, max(tiles, default=0), findings)
+
+    def compare_each(self, outputs: Table) -> None:
+        """`compare` of all outputs of a table; findings go to the first slots."""
+        args = [np.uint64(outputs.records.pointer)]
+        smem_bytes = 8 * len(_FOUND) * _THREADS
+        self._launch("judge_each", outputs.most, args, smem_bytes // 32, outputs.count)
+        self._launch("summary_each", outputs.count, args, smem_bytes)
+
+    def compare_lse(
+        self, written: Buffer, expected: Buffer, problem: Problem, sample: Sample, slot: int
+    ) -> None:
+        """Compare float32 log-sum-exps with the expected ones; the largest error goes to a slot."""
+        rows = problem.batch * problem.heads * problem.seqlen_q
+        args: list[Any] = [np.uint64(written.pointer), np.uint64(expected.pointer), np.int64(rows)]
+        args.append(np.uint64(self._counts.pointer + 8 * slot))
+        args += [np.int32(n) for n in (problem.seqlen_q, sample.every, sample.phase)]
+        self._launch("judge_lse", 1, args, 8 * _THREADS)
+
+    def digest(self, buffer: Buffer, slot: int, *, poison: bool = False) -> None:
+        """Add a digest of the buffer to a slot; poison: then fill it with NaN."""
+        self._digest(buffer, 1, self._counts.pointer + 8 * slot, poison)
+
+    def digest_parts(self, buffer: Buffer, sums: Buffer, first: int, parts: int) -> None:
+        """Add the digests of equal parts of a buffer to as many uint64 of `sums` from `first` on.
+
+        They add up to the digest of the whole. A part has a multiple of four bytes, or is the only.
+        """
+        self._digest(buffer, parts, sums.pointer + 8 * first, False)
+
+    def _digest(self, buffer: Buffer, parts: int, to: int, poison: bool) -> None:
+        sizes = (np.int64(buffer.nbytes), np.int32(parts), np.int32(poison))
+        args = [np.uint64(buffer.pointer), *sizes, np.uint64(to)]
+        blocks = self._blocks(buffer.nbytes, parts)
+        self._launch("digest", blocks, args, _SUMS, min(parts, _PARTS))
+
+    def negate(self, k: Buffer, v: Buffer, heads: int, mix: Buffer, old: int, new: int) -> None:
+        """Take k and v from one mix to another, and write it to `mix`; see `negated_heads`.
+
+        In one launch: the device waits for it before each replay that is timed.
+        """
+        sign, sizes = np.uint32(sign_bits(self.dtype)), (np.int64(k.nbytes), np.int32(heads))
+        mixes = map(np.uint64, (old, new, mix.pointer))
+        args = [np.uint64(k.pointer), np.uint64(v.pointer), *sizes, sign, *mixes]
+        blocks = self._blocks(2 * k.nbytes, 2 * heads)
+        self._launch("negate", blocks, args, 0, min(heads, _PARTS), 2)
+
+    def count_outside(self, buffer: Buffer, slot: int) -> None:
+        """Add to a slot the number of bytes of the buffer's guards that something changed."""
+        before, after = buffer.guards
+        sizes = map(np.int32, (GUARD_BYTES, buffer.guard_byte))
+        to = np.uint64(self._counts.pointer + 8 * slot)
+        self._launch("differing", 16, [np.uint64(before), np.uint64(after), *sizes, to], _SUMS)
+
+    def regions(self, every: Sequence[tuple[Buffer, int, int]]) -> Table:
+        """A table for look and renew: buffers, numbers for their digests, and slots.
+
+        A number is 0 if no digest is wanted. Buffers of a slot have others, from 1 on.
+        """
+        records = [
+            (buffer.pointer, buffer.nbytes, buffer.guard_byte, digested, slot)
+            for buffer, digested, slot in every
+        ]
+        most = max((buffer.nbytes for buffer, _, _ in every), default=0)
+        return _table(np.array(records, _REGION), max(most, GUARD_BYTES))
+
+    def look(self, regions: Table, first: int) -> None:
+        """Add to each region's slot, from `first` on, count_outside and the wanted digest."""
+        blocks = self._blocks(regions.most * regions.count, regions.count)
+        to = np.uint64(self._counts.pointer + 8 * first)
+        args = [np.uint64(regions.records.pointer), np.int32(GUARD_BYTES), to]
+        self._launch("look", blocks, args, _SUMS, regions.count)
+
+    def renew(self, regions: Table) -> None:
+        """Fill each region with NaN, and renew its guards, as Buffer.poison does."""
+        blocks = self._blocks(regions.most * regions.count, regions.count)
+        args = [np.uint64(regions.records.pointer), np.int32(GUARD_BYTES)]
+        self._launch("renew", blocks, args, 0, regions.count)
+
+    def _blocks(self, nbytes: int, parts: int) -> int:
+        """Blocks of each part: 16 bytes of it for a thread, or eight blocks an SM of all parts."""
+        most = ceil_div(8 * self._session.gpu.sm_count, parts)
+        return max(1, min(most, ceil_div(nbytes // parts, 16 * _THREADS)))
+
+    def clear(self) -> None:
+        """Set every count to zero and every finding to NaN: what is not written then is wrong."""
+        self._counts.fill(0)
+        self._found.fill(POISON)
+
+    def counts(self, slots: int) -> Any:
+        """The first `slots` slots as uint64, after all work before."""
+        self._counts.download(self._host[:slots], self._session.stream)
+        self._session.synchronize()
+        return self._host[:slots].copy()
+
+    def found(self, slots: int) -> list[dict[str, float]]:
+        """The findings of the first `slots` slots of `compare`, after all work before."""
+        self._session.synchronize()
+        records = np.empty((slots, len(_FOUND)))
+        self._found.download(records)
+        return [dict(zip(_FOUND, map(float, record), strict=True)) for record in records]
+
+
+def _table(records: npt.NDArray[Any], most: int, tiles: Buffer | None = None) -> Table:
+    """The records on the device. The caller waits before it launches what reads them."""
+    buffer = Buffer(records.nbytes)
+    buffer.upload(records)
+    return Table(buffer, len(records), most, tiles)

@@ -1,0 +1,71 @@
+"""What the host knows of a case: its inputs, which heads of them are negated, and some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import DTYPE_BYTES
+from attnsweep.verify import encoding, reference
+from attnsweep.verify import inputs as verify_inputs
+from attnsweep.verify.encoding import stored
+from attnsweep.verify.sample import ALL, Sample
+
+# Mixes of inputs: as they were made, and with k and v negated. Other numbers negate some heads.
+PLAIN, OPPOSITE = 0, 1
+
+
+def negated_heads(mix: int, heads_kv: int) -> npt.NDArray[np.bool_]:
+    """Which of all heads of keys are negated in a mix; the same function as judge.cu's."""
+    if mix in (PLAIN, OPPOSITE):
+        return np.full(heads_kv, bool(mix))
+    x = np.uint64(mix) ^ np.arange(heads_kv, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    found: npt.NDArray[np.bool_] = (x ^ x >> np.uint64(31)) >> np.uint64(63) != 0
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What NumPy knows of a case: its inputs and, on some rows of every head, what is right."""
+
+    inputs: Mapping[str, encoding.Tensor]
+    rows: npt.NDArray[np.int64]
+    sides: list[tuple[encoding.Float, encoding.Float]]
+    """Output and log-sum-exp of the rows, on the inputs as they were made and on their opposite."""
+    drawn: Mapping[str, npt.NDArray[np.float32]] | None = None
+    """q, k, v before they were rounded, of a timed case in FP8."""
+    exact: tuple[encoding.Float, encoding.Float] | None = None
+    """Output and log-sum-exp of the rows on them."""
+
+    @classmethod
+    def of(cls, case: Case, seed: int, *, two_sided: bool = False, sample: Sample = ALL) -> Known:
+        """Compute it on the host. two_sided: as is timed; see Fixture. sample: of the rows."""
+        problem = case.problem
+        drawn = verify_inputs.draw(case, seed) if two_sided and problem.scaled else None
+        inputs: Mapping[str, encoding.Tensor] = (
+            stored(drawn, problem) if drawn else verify_inputs.make_inputs(case, seed)
+        )
+        rows = sample.moved(reference.sampled_rows(problem, seed), problem)
+        sides = reference.exact_rows(inputs, problem, rows, (1, -1) if two_sided else (1,))
+        if drawn is None:
+            return cls(inputs, rows, sides)
+        (exact,) = reference.exact_rows(drawn, replace(problem, dtype="fp32"), rows)
+        return cls(inputs, rows, sides, drawn, exact)
+
+    @classmethod
+    def of_turns(cls, case: Case, seed: int) -> Known:
+        """Compute both sides of short turns, whose many heads need few rows each."""
+        inputs = verify_inputs.make_inputs(case, seed)
+        rows = reference.sampled_rows(case.problem, seed, flops=0)
+        return cls(inputs, rows, reference.exact_rows(inputs, case.problem, rows, (1, -1)))
+
+
+def sign_bits(dtype: str) -> int:
+    """The sign bits of a word of four bytes."""
+    return {1: 0x80808080, 2: 0x80008000, 4: 0x80000000}[DTYPE_BYTES[dtype]]

@@ -1,0 +1,185 @@
+"""The inputs of each case, by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from attnsweep.core.length import is_long
+from attnsweep.core.problem import SCALE_BLOCK, Problem, ceil_div
+from attnsweep.core.threads import parallel
+from attnsweep.verify.encoding import Bits, Tensor, Windows, stored, to_bits
+
+if TYPE_CHECKING:
+    from attnsweep.core.cases import Case
+
+# exp overflows float32 at 88 and underflows to 0 at -104: scores of this size are beyond both.
+_FAR = 200.0
+# The score of a selected key is about this or more, and any other is mostly 88 below it: exp of
+# the difference overflows.
+_SELECTED = 128.0
+# How far the first key is above all others where it is a sink, whose value counts for as little: of
+# 640 others, each has a weight of 5e-5. In FP8 a weight of that size may have no bits left, and
+# has 1e-3.
+_SINK, _SINK_FP8, _VALUE_OF_SINK = 10.0, 7.0, 2.0**-12
+# How inputs with scales are drawn. The magnitude of a head of K, and of V, lies within this many
+# octaves of 1: small heads of K lose bits if all heads share one scale, and rows of V stay above
+# numerics' thousandth. One channel of K in 32 is an outlier, and is offset by 8.
+_OCTAVES_K, _OCTAVES_V = 7.0, 3.5
+_OUTLIER = 8.0
+_CHANNELS_AN_OUTLIER = 32
+# Rows from a head's first value to the next head's in their pool; see Windows.
+_STEPS = {"q": 61, "k": 97, "v": 131}
+# Values that one thread draws at a time.
+_PART = 2**21
+
+
+def make_inputs(case: Case, seed: int, *, windows: bool | None = None) -> Mapping[str, Tensor]:
+    """The inputs of the case in storage form; the same seed gives the same inputs: see draw.
+
+    windows: whether normal values without scales are windows, by default those of long problems.
+    """
+    windows = is_long(case.problem) if windows is None else windows
+    if windows and case.inputs == "normal" and not case.problem.scaled:
+        return _windows(case.problem, seed)
+    values = draw(case, seed)
+    if case.problem.scaled:
+        return stored(values, case.problem)
+    sized = case.problem.min_bytes > 2**20
+    bits = (parallel if sized else map)(
+        lambda name: to_bits(values[name], case.problem.dtype), "qkv"
+    )
+    return dict(zip("qkv", bits, strict=True))
+
+
+def _windows(problem: Problem, seed: int) -> dict[str, Windows]:
+    """Normal values in whose pool each head is a window."""
+    made = {}
+    for number, (name, rows) in enumerate(_STEPS.items()):
+        shape = problem.shape_of(name)
+        # Not whole rows, so that no row of a head is one of another.
+        step = rows * problem.head_dim + 8 * (number + 1)
+        pool = np.empty(Windows.pool_size(shape, step), to_bits(np.empty(0), problem.dtype).dtype)
+
+        def one(begin: int, rng: np.random.Generator, into: Bits = pool) -> None:
+            part = into[begin : begin + _PART]
+            part[:] = to_bits(rng.standard_normal(len(part), dtype=np.float32), problem.dtype)
+
+        begins = range(0, len(pool), _PART)
+        parallel(one, begins, np.random.default_rng((seed, number)).spawn(len(begins)))
+        made[name] = Windows(pool, (shape[0], shape[1], shape[2], shape[3]), step)
+    return made
+
+
+def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
+    """q, k, v of the case before they are rounded to its dtype, in float32.
+
+    normal: independent normal values. large_scores: a softmax that is nearly one-hot. equal_keys:
+    a uniform softmax. far_below, far_above: normal scores shifted beyond what exp can take; below,
+    the keys that half of a causal problem's queries must not see are not shifted; above, queries at
+    random have all scores below instead, so that neighbours share nothing. tiny_ends: the first and
+    the last keys are far below those between, so that whichever tile comes first has no weight.
+    one_hot: every query selects one key, and exp overflows if it is referred to any other. wide:
+    values whose sums over the keys overflow fp16 (and which fp16 cannot hold at all, if the dtype
+    is wider). sink: the first key has nearly all the weight, and others all that is in the output.
+
+    Normal values of a dtype with scales are such that scales matter: see _as_in_models.
+    """
+    problem = case.problem
+    rng_q, rng_k, rng_v = np.random.default_rng(seed).spawn(3)
+    sized = problem.min_bytes > 2**20
+
+    def one(name: str, rng: np.random.Generator) -> npt.NDArray[np.float32]:
+        return rng.standard_normal(problem.shape_of(name), dtype=np.float32)
+
+    made = (parallel if sized else map)(one, "qkv", (rng_q, rng_k, rng_v))
+    q, k, v = made
+    if case.inputs == "normal" and problem.scaled:
+        _as_in_models(q, k, v, problem, np.random.default_rng((seed, 8)))
+    elif case.inputs == "large_scores":
+        q *= 8
+    elif case.inputs == "equal_keys":
+        k[:] = k[:, :, :1]
+    elif case.inputs in ("far_below", "far_above", "tiny_ends"):
+        # Every product is near ±each², so scores are near ±_FAR, and spread by about one.
+        # In FP8 few channels have it: shifting every value would leave no bits for others.
+        few = problem.head_dim // 16 if problem.scaled else 0
+        size = _FAR * np.sqrt(problem.head_dim) / (few or problem.head_dim)
+        each = np.float32(np.sqrt(size))
+        sign = 1 if case.inputs == "far_above" else -1
+        shift = np.full((problem.seqlen_k, 1), sign * each, np.float32)
+        if case.inputs == "tiny_ends":
+            end = min(256, 2 * problem.seqlen_k // 5)
+            shift[end : problem.seqlen_k - end] = 0
+        elif case.inputs == "far_below" and problem.causal:
+            # Not at the edge of a tile, so that the last tile of some queries has such keys.
+            shift[max(1, problem.seqlen_k - problem.seqlen_q // 2 - 3) :] = 0
+        side = np.ones((problem.seqlen_q, 1), np.float32)
+        if case.inputs == "far_above":
+            side[1:] = rng_q.choice(np.array([1, -1], np.float32), (problem.seqlen_q - 1, 1))
+        if few:
+            q[..., :few], k[..., :few] = side * each, shift
+        else:
+            q, k = q * np.float32(0.5 / each) + side * each, k * np.float32(0.5) + shift
+    elif case.inputs == "one_hot":
+        # The one of some keys that is farthest from all others: beside a near one those matter, and
+        # what rounding their scores costs is then as rare as it is large. A causal row sees no key
+        # after the last.
+        shape, keys = (problem.seqlen_q, 32), problem.seqlen_k
+        last = np.arange(problem.seqlen_q) + max(0, keys - problem.seqlen_q)
+        drawn = rng_q.integers(0, np.minimum(last, keys - 1)[:, None] + 1, shape)
+        heads = np.repeat(k, problem.heads // problem.heads_kv, axis=1)
+        products = heads @ heads.swapaxes(2, 3)
+        others = np.where(np.eye(keys, dtype=bool), -np.inf, products).max(-1)
+        apart = np.diagonal(products, axis1=2, axis2=3) - np.maximum(others, 0)
+        farthest = apart[:, :, drawn].argmax(-1)[..., None]
+        chosen = np.take_along_axis(np.broadcast_to(drawn, (*q.shape[:3], 32)), farthest, -1)
+        size = np.float32(_SELECTED / np.sqrt(problem.head_dim))
+        q = size * np.take_along_axis(heads, chosen, 2)
+    elif case.inputs == "wide":
+        scale = 2.0**12 if problem.dtype == "fp16" else 2.0**18
+        v = (1 + v * np.float32(0.25)) * np.float32(scale)
+    elif case.inputs == "sink":
+        q[..., 0], k[..., 0], k[:, :, 0] = 4, 0, 0
+        k[:, :, 0, 0] = (_SINK_FP8 if problem.scaled else _SINK) * np.sqrt(problem.head_dim) / 4
+        v[:, :, 0] *= np.float32(_VALUE_OF_SINK)
+    return {"q": q, "k": k, "v": v}
+
+
+def _as_in_models(
+    q: npt.NDArray[np.float32],
+    k: npt.NDArray[np.float32],
+    v: npt.NDArray[np.float32],
+    problem: Problem,
+    rng: np.random.Generator,
+) -> None:
+    """Change q, k, v: heads of other magnitudes, blocks of keys too, few channels of K far from 0.
+
+    Without their scales, scores and outputs are wrong by large factors. A channel's offset is
+    the same in all keys, as in real K, so it costs K's format bits and hardly changes the softmax.
+    """
+    heads = (problem.batch, problem.heads_kv, 1, 1)
+    blocks = (*heads[:2], ceil_div(problem.seqlen_k, SCALE_BLOCK), 1)
+
+    def factors(octaves: float, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        return np.exp2(rng.uniform(-octaves, octaves, shape)).astype(np.float32)
+
+    def of_keys(octaves: float) -> npt.NDArray[np.float32]:
+        return factors(octaves, blocks).repeat(SCALE_BLOCK, axis=2)[:, :, : problem.seqlen_k]
+
+    of_k, of_v = factors(_OCTAVES_K, heads), factors(_OCTAVES_V, heads)
+    warmth = factors(0.5, heads)
+    offset = np.zeros((*heads[:3], problem.head_dim), np.float32)
+    channels = max(1, problem.head_dim // _CHANNELS_AN_OUTLIER)
+    chosen = rng.permuted(np.broadcast_to(np.arange(problem.head_dim), offset.shape), axis=-1)
+    signs = rng.choice(np.array([-_OUTLIER, _OUTLIER], np.float32), (*heads[:3], channels))
+    np.put_along_axis(offset, chosen[..., :channels], signs, axis=-1)
+    q *= (warmth / of_k).repeat(problem.heads // problem.heads_kv, axis=1)
+    k *= of_keys(0.25)
+    k += offset
+    k *= of_k
+    v *= of_keys(1.0)
+    v *= of_v

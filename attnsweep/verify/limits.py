@@ -1,0 +1,206 @@
+"""The limits of error, by NumPy alone.
+
+A candidate is right if, on every case, each of its Measures is within a limit that comes from the
+errors of the same maths in the candidate's dtypes. Code compares by `value <= limit`, so that a NaN
+fails. verify/compare.py takes the same measures of every element on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import lru_cache
+
+import numpy as np
+
+from attnsweep.core.cases import TILE, Case
+from attnsweep.core.length import is_long
+from attnsweep.core.problem import Problem
+from attnsweep.verify.inputs import make_inputs
+from attnsweep.verify.measures import Measures, by_chance, fitted_scale, measures
+from attnsweep.verify.reference import some_rows, tiles_of_rows
+from attnsweep.verify.rounded import EXACT, Maths, log_sum_exp, references
+
+# No limit of a row is below the error of rounding the output alone: half an ulp of 1. For fp32 it
+# is that of sums of up to 2048 products in any order, and grows with the root of head_dim beyond:
+# PyTorch's paths err by 1e-7 to 3e-6 at 2048, by 7e-6 at 8192, one TF32 product by 3e-4.
+HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 5e-6}
+# The largest factor that all outputs may be wrong by. Rounding is unbiased: of 1,068 right
+# candidates on an H100 none used more than 51 % of it (benchmarks/refusals.py).
+SYSTEMATIC = {"fp16": 1e-4, "bf16": 1e-4, "fp32": 3e-6}
+# The same in FP8, at least: probabilities of 3 bits are not spread evenly between two neighbours.
+# More where sums of products have few bits: see limits.
+_SYSTEMATIC_FP8 = 1e-3
+# What sums may lose for each key, as tensor cores cut them towards 0: twice what was measured. At
+# 32,768 keys each of cuDNN, SDPA, Triton, FlashAttention-3 and ours lost 3.4e-5, at 8192 0.8e-5.
+_CUT_PER_KEY = 2e-9
+# Log-sum-exps are float32 sums of float32 exponentials; flash_fwd_wgmma's are off by 2e-5 at most.
+_LSE_LIMIT = 1e-4
+# Rows over which the errors of the same maths are taken, without limits of gains and with them: the
+# largest error of a few rows depends on luck.
+_LIMIT_ROWS = (256, 1024)
+# Draws of hard inputs, and of fewer keys than a tile: what makes them hard, or those few values, is
+# the same for all queries, so that rows of a draw err alike. Limits of two refused right kernels.
+_DRAWS = 16
+# Errors of gains and scales that limits admit, in halves of a limit and standard errors: 5 of them.
+_BY_CHANCE = 2.5
+# Over fewer rows, rounding does not average out, and gains have no limit.
+_AVERAGES = 512
+
+
+# Multiples of the largest error in those rows, for scores that are not rounded and that are: the
+# whole output has up to a thousand times as many rows. benchmarks/accuracy.py prints how much of
+# each limit kernels and peers use.
+_TIMES = (
+    Measures(row=2, element=3, rms=1.3, row_gain=3, tile_gain=4, gain=1, scale=2),
+    Measures(row=3, element=3, rms=1.3, row_gain=5, tile_gain=4, gain=2, scale=4),
+)
+
+
+def limits(case: Case, rounds_scores: int, same: Measures | None = None) -> Measures:
+    """The largest measures of a right output, from the same maths in the candidate's dtypes.
+
+    Each is a multiple of the largest in a sample of rows, as the whole output has many more rows.
+    No limit is below what rounding the output costs (HALF_ULP). Gains and scale are limited for
+    normal inputs of many rows alone: equal probabilities, for instance, are all rounded alike.
+
+    same: one of `each_draw` in place of `same_maths`, for limits that are no larger.
+    """
+    problem, dtype = case.problem, case.problem.out_dtype
+    same = same or same_maths(case, rounds_scores)
+    times, half = _TIMES[rounds_scores > 0], HALF_ULP[dtype]
+    if dtype == "fp32":
+        # Sums of more terms, in any order: NumPy adds in blocks, a kernel may add one by one.
+        half *= max(1.0, math.sqrt(problem.head_dim / 2048))
+        times = replace(times, row=2 * times.row, element=2 * times.element, rms=2 * times.rms)
+    row = max(times.row * same.row, half)
+    element = max(times.element * same.element, 4 * half if dtype == "fp32" else half)
+    if not (row < np.inf and element < np.inf):  # anything would be within it
+        raise ArithmeticError(f"the rounded maths of {case.label} has no finite error")
+    if case.inputs != "normal" or problem.batch * problem.heads * problem.seqlen_q < _AVERAGES:
+        return Measures(row, element, *[np.inf] * 5)
+    # In FP8 sums are cut towards 0, and shrink the more the longer they are: `same` shows it.
+    off = _SYSTEMATIC_FP8 if problem.scaled else SYSTEMATIC[dtype]
+    cut = 0.0 if problem.scaled else _CUT_PER_KEY * problem.seqlen_k
+    # A row in FP8 may hang on one rounded weight: then its error is a gain.
+    row_gain = max(times.row_gain * same.row_gain, row if problem.scaled else half / 2)
+    # What all outputs may be wrong by, each of their rows and tiles may be: 64 rows that products
+    # of TF32 had cut alike, by 1.1e-6 with 516 columns, were refused on an H200 at 0.9e-6.
+    gain = max(times.gain * off, 2 * same.gain)
+    return Measures(
+        row,
+        element,
+        max(times.rms * same.rms, half if dtype == "fp32" else half / 4),
+        max(row_gain, gain) + cut,
+        max(times.tile_gain * same.tile_gain, half / 8, gain) + cut,
+        gain + cut,
+        max(times.scale * off, 2 * same.scale),
+    )
+
+
+def rounded_scores(problem: Problem, rounds_scores: int) -> int:
+    """How often scores are rounded that are stored so often: storing fp32 does not round them."""
+    return 0 if problem.dtype == "fp32" else rounds_scores
+
+
+FOUND: dict[tuple[Case, int], Measures] = {}  # by same_maths, here or in a process beside
+
+
+@lru_cache(maxsize=256)
+def lse_limit(case: Case) -> float:
+    """The largest error of a log-sum-exp, as a share of its size, or of 1 if that is larger.
+
+    In FP8 scores have the few bits of their sums, so that three times what these cost is added.
+    """
+    if not case.problem.scaled:
+        return _LSE_LIMIT
+    few, rows_seen, seed, most = _few_heads(case), 0, 0, 0.0
+    # Heads are drawn with other magnitudes and outliers, and the rows of a head err alike.
+    draws = _DRAWS if case.problem.seqlen_k <= 2048 else max(4, _draws(case))
+    while rows_seen < _LIMIT_ROWS[0] or seed < draws:
+        inputs = make_inputs(few, 1000 + seed)
+        rows = tiles_of_rows(few.problem, seed, TILE)
+        exact = log_sum_exp(inputs, few.problem, rows)
+        off = np.abs(log_sum_exp(inputs, few.problem, rows, in_fp8=_in_fp8(case)) - exact)
+        most = max(most, float((off / np.maximum(1, np.abs(exact))).max()))
+        rows_seen, seed = rows_seen + exact.size, seed + 1
+    return _LSE_LIMIT + 3 * most
+
+
+def _in_fp8(case: Case) -> Maths:
+    """How a case in FP8 is computed: scores of hard inputs are far from 0."""
+    return Maths(True, by_term=case.inputs != "normal")
+
+
+def _few_heads(case: Case) -> Case:
+    """The case with four heads at most: heads are alike, so they show the dtype's error."""
+    heads = min(case.problem.heads, 4)
+    return replace(case, problem=replace(case.problem, batch=1, heads=heads, heads_kv=heads))
+
+
+def _draws(case: Case) -> int:
+    """How many draws of a case show what its inputs cost at most."""
+    return _DRAWS if case.inputs != "normal" or case.problem.seqlen_k < TILE else 1
+
+
+def same_maths(case: Case, rounds_scores: int) -> Measures:
+    """Largest measures of the rounded maths with scores rounded 0, 1 or 2 times."""
+    key = case, rounded_scores(case.problem, rounds_scores)
+    return FOUND[key] if key in FOUND else FOUND.setdefault(key, [*each_draw(*key)][-1])
+
+
+def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:
+    """Measures of `same_maths` after each draw of inputs: none falls, and the last are its own."""
+    in_all = case.problem.batch * case.problem.heads * case.problem.seqlen_q
+    windows = is_long(case.problem)
+    case = _few_heads(case)  # 7.5 s less at (4,16,4096,128)
+    rounds_scores = rounded_scores(case.problem, rounds_scores)
+    problem, heads = case.problem, case.problem.heads
+    found: list[Measures] = []
+    rows_seen, seed = 0, 0
+    wanted = _LIMIT_ROWS[case.inputs == "normal" and problem.seqlen_q >= TILE]
+    hard = case.inputs != "normal"
+    rounded = _in_fp8(case) if problem.scaled else Maths(True, rounds_scores)
+    ways = [EXACT, rounded, replace(rounded, from_first=True)]
+    if hard and rounds_scores:
+        ways.append(replace(rounded, in_log2=True))
+    if case.inputs == "normal" and _takes_scale(problem, in_all, rounds_scores):
+        ways.append(replace(EXACT, tilted=True))
+    while rows_seen < wanted or seed < _draws(case):
+        inputs = make_inputs(case, 1000 + seed, windows=windows)
+        rows = some_rows(case, seed, wanted // heads)
+        exact, *outs = references(inputs, problem, rows, ways)
+        tilted = outs.pop() if ways[-1].tilted else None
+        for out in outs:
+            one = measures(out, exact, problem.out_dtype, tilted)
+            gain, scale = (_BY_CHANCE * off for off in by_chance(out, exact, tilted, in_all))
+            if problem.scaled:  # cut sums shrink: that is no chance
+                gain, scale = max(one.gain, gain), max(one.scale, scale)
+            # It counts only where few weights do that the largest is rounded too.
+            row = one.row if hard or problem.scaled or out is outs[0] else 0.0
+            found.append(replace(one, row=row, gain=gain, scale=scale))
+        found = [Measures(*(max(getattr(x, f.name) for x in found) for f in fields(Measures)))]
+        yield found[0]
+        rows_seen += heads * len(rows)
+        seed += 1
+
+
+def _takes_scale(problem: Problem, rows: int, rounds_scores: int) -> bool:
+    """Whether `scale` is measured, which it is of small cases, and not as what rounding costs."""
+    return problem.scaled or (rows <= _LIMIT_ROWS[1] and not rounds_scores)
+
+
+@lru_cache(maxsize=16)
+def scale_of_rounding(case: Case, seed: int, rounds_scores: int) -> float:
+    """The change of the softmax scale that fits what rounding the scores of these inputs costs.
+
+    In bf16 it has a standard error of 2e-4, half the limit, but is the same for all right kernels.
+    """
+    rounds_scores = rounded_scores(case.problem, rounds_scores)
+    if case.problem.scaled or not rounds_scores:
+        return 0.0
+    ways = [EXACT, replace(EXACT, tilted=True), Maths(True, rounds_scores)]
+    rows = np.arange(case.problem.seqlen_q)
+    exact, tilted, out = references(make_inputs(case, seed), case.problem, rows, ways)
+    return fitted_scale(out - exact, tilted - exact)

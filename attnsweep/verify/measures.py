@@ -1,0 +1,115 @@
+"""How far an output is from float64: what common/judge.cu measures too. NumPy only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attnsweep.core.cases import TILE
+from attnsweep.verify.encoding import Float
+
+# Half an ulp of an output, as a share of it: what rounding to the dtype costs at most.
+HALF_ULP_OUT = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
+# The share by which `tilted` outputs have another scale, to tell a wrong scale from rounding.
+TILT = 2.0**-10
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """How far an output is from float64, or how far it may be; each compared by `<=`.
+
+    A row's length is its expected norm, or a thousandth of the typical norm if that is more.
+    """
+
+    row: float
+    """Largest ‖out - expected‖ / length of a row."""
+    element: float
+    """Largest |out - expected| beyond half an ulp of `expected`, over length / sqrt(head_dim)."""
+    rms: float = 0.0
+    """Root of the mean square of the rows' errors: of all measures the surest of a precision."""
+    row_gain: float = 0.0
+    """Largest |gain| of a row: <out - expected, expected> / length², an error that scales it."""
+    tile_gain: float = 0.0
+    """|Mean gain| of TILE rows of a head: rounding averages out, a wrong factor does not."""
+    gain: float = 0.0
+    """|Mean gain| of all rows."""
+    scale: float = 0.0
+    """The change of the softmax scale that fits the error best, as a share of the scale."""
+
+    def shares(self, limits: Measures) -> dict[str, float]:
+        """Each measure as a share of its limit, those without a limit left out.
+
+        A NaN stays NaN, also of a limit, so that nothing is within it.
+        """
+        pairs = {f.name: (getattr(self, f.name), getattr(limits, f.name)) for f in fields(self)}
+        return {name: value / limit for name, (value, limit) in pairs.items() if limit != np.inf}
+
+
+def measures(
+    out: npt.NDArray[Any],
+    expected: Float,
+    dtype: str,
+    tilted: Float | None = None,
+) -> Measures:
+    """Measures of an output (batch, heads, rows, head_dim); NaN if any element is NaN.
+
+    tilted: the expected output at the scale (1 + TILT) * scale.
+    """
+    difference = out.astype(np.float64, copy=False) - expected
+    squares = np.einsum("...d,...d->...", expected, expected)
+    length = np.maximum(np.sqrt(squares), 1e-3 * float(np.sqrt(np.mean(squares))))
+    off = np.sqrt(np.einsum("...d,...d->...", difference, difference)) / length
+    beyond = np.maximum(np.abs(difference) - HALF_ULP_OUT[dtype] * np.abs(expected), 0).max(-1)
+    gains = np.einsum("...d,...d->...", difference, expected) / length**2
+    edges = np.arange(0, gains.shape[-1], TILE)
+    rows = np.diff(edges, append=gains.shape[-1])
+    scale = 0.0
+    if tilted is not None:
+        scale = fitted_scale(difference, tilted - expected)
+    return Measures(
+        row=float(off.max()),
+        element=float((beyond / length).max()) * math.sqrt(expected.shape[-1]),
+        rms=float(np.sqrt(np.mean(off**2))),
+        row_gain=float(np.abs(gains).max()),
+        tile_gain=float((np.abs(np.add.reduceat(gains, edges, axis=-1)) / rows).max()),
+        gain=abs(float(gains.mean())),
+        scale=abs(scale),
+    )
+
+
+def row_error(out: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
+    """Largest ‖out - expected‖ / ‖expected‖ over rows; NaN if any element is NaN.
+
+    A row whose expected norm is under a thousandth of the typical one is divided by that.
+    """
+    norms = np.sqrt(np.einsum("...d,...d->...", expected, expected))
+    floor = 1e-3 * float(np.sqrt(np.mean(norms.astype(np.float64) ** 2)))
+    difference = out.astype(expected.dtype, copy=False) - expected
+    errors = np.sqrt(np.einsum("...d,...d->...", difference, difference))
+    return float((errors / np.maximum(norms, floor)).max())
+
+
+def fitted_scale(difference: Float, slope: Float) -> float:
+    """The change of the softmax scale that fits an error best. slope: tilted - expected."""
+    return TILT * float((difference * slope).sum()) / float((slope * slope).sum() or 1.0)
+
+
+def by_chance(
+    out: npt.NDArray[Any], expected: Float, tilted: Float | None, rows: int
+) -> tuple[float, float]:
+    """Standard errors of `gain` and `scale` over this many rows, if rows err independently."""
+    difference = out.astype(np.float64, copy=False) - expected
+    squares = np.einsum("...d,...d->...", expected, expected)
+    floor = 1e-6 * float(np.mean(squares))
+    gains = np.einsum("...d,...d->...", difference, expected) / np.maximum(squares, floor)
+    gain = math.sqrt(float(np.mean(gains**2)) / rows)
+    if tilted is None:
+        return gain, 0.0
+    slope = tilted - expected
+    along = np.einsum("...d,...d->...", difference, slope)
+    spread = math.sqrt(float((along * along).sum()) * gains.size / rows)
+    return gain, TILT * spread / float((slope * slope).sum() or 1.0)

@@ -1,0 +1,105 @@
+"""The float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from attnsweep.core.cases import TILE, Case
+from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.core.threads import one_blas_thread, parallel
+from attnsweep.verify.encoding import Float, Tensor, values_of
+
+# FLOPs of NumPy's reference of one case. On the device every row is judged; these rows prove the
+# device's reference: all of (1,8,512,64), 15 of (4,16,4096,128), others in each run.
+_REFERENCE_FLOPS = 2e9
+# Rows that are computed at once, scores of 32,768 keys then take 32 MB; and of more keys, so that
+# 16 cores have a block each.
+_BLOCK_ROWS, _BLOCK_ROWS_OF_LONG = 128, 64
+
+
+def sampled_rows(
+    problem: Problem, seed: int, flops: float = _REFERENCE_FLOPS
+) -> npt.NDArray[np.int64]:
+    """Query rows that NumPy's reference computes in every head: all of them if that is cheap.
+
+    Otherwise the first, the last, both sides of tile edges, and random ones by `seed`. There are
+    at least 8 random rows of each head, and more if all of them cost at most `flops`.
+    """
+    per_row = 4 * problem.batch * problem.heads * problem.seqlen_k * problem.head_dim
+    count = max(8, int(flops / per_row))
+    if count >= problem.seqlen_q:
+        return np.arange(problem.seqlen_q)
+    edges = [edge + side for edge in (16, 64, 128, 192, 256) for side in (-1, 0)]
+    fixed = {0, problem.seqlen_q - 1, *(row for row in edges if row < problem.seqlen_q)}
+    rng = np.random.default_rng(seed)
+    some = rng.choice(problem.seqlen_q, size=count, replace=False)
+    return np.array(sorted(fixed | set(some.tolist())))
+
+
+def exact_rows(
+    inputs: Mapping[str, Tensor],
+    problem: Problem,
+    rows: npt.NDArray[np.int64],
+    signs: Sequence[int] = (1,),
+) -> list[tuple[Float, Float]]:
+    """`reference` and `log_sum_exp` of the rows, with k and v times each of the signs.
+
+    Few rows cost less than to convert k and v, which happens once here.
+    """
+    group = problem.heads // problem.heads_kv
+    shape = (problem.batch, problem.heads, len(rows))
+    sides = [(np.empty((*shape, problem.head_dim)), np.empty(shape)) for _ in signs]
+
+    def one(batch: int, head_kv: int) -> None:
+        k, v = (
+            values_of(inputs, problem, name, batch, head_kv).astype(np.float64) for name in "kv"
+        )
+        for head in range(head_kv * group, (head_kv + 1) * group):
+            for begin in range(0, len(rows), _BLOCK_ROWS):
+                block = slice(begin, begin + _BLOCK_ROWS)
+                some = rows[block]
+                q = values_of(inputs, problem, "q", batch, head, some).astype(np.float64)
+                scores = q @ k.T * problem.scale
+                for sign, (out, lse) in zip(signs, sides, strict=True):
+                    signed = scores * sign
+                    if problem.causal:
+                        last = some[:, None] + problem.seqlen_k - problem.seqlen_q
+                        signed[np.arange(problem.seqlen_k) > last] = -np.inf
+                    largest = signed.max(axis=1, keepdims=True)
+                    p = np.exp(signed - largest)
+                    total = p.sum(axis=1, keepdims=True)
+                    out[batch, head, block] = p @ v / total * sign
+                    lse[batch, head, block] = (largest + np.log(total))[:, 0]
+
+    heads = list(product(range(problem.batch), range(problem.heads_kv)))
+    with one_blas_thread():
+        small = problem.min_bytes < 2**20
+        list((map if small else parallel)(one, *zip(*heads, strict=True)))
+    return sides
+
+
+def tiles_of_rows(problem: Problem, seed: int, most: int) -> npt.NDArray[np.int64]:
+    """At most `most` rows of a head in whole tiles: the first, the last, and random ones."""
+    tiles = ceil_div(problem.seqlen_q, TILE)
+    wanted = max(1, min(tiles, most // TILE))
+    rng = np.random.default_rng(seed)
+    some = rng.choice(tiles, size=wanted, replace=False).tolist()
+    chosen = sorted({0, tiles - 1, *some} if wanted > 2 else {0, *some})
+    rows = np.concatenate([np.arange(TILE * tile, TILE * tile + TILE) for tile in chosen])
+    return rows[rows < problem.seqlen_q]
+
+
+def some_rows(case: Case, seed: int, most: int) -> npt.NDArray[np.int64]:
+    """Rows to learn a dtype's error from: tiles, and of hard inputs a quarter of their rows.
+
+    Those of one draw are alike, so that more draws tell more than more rows. The first rows stay,
+    because they see few keys if the problem is causal.
+    """
+    rows = tiles_of_rows(case.problem, seed, most)
+    if case.inputs == "normal" or case.problem.scaled:
+        return rows
+    return np.unique(np.concatenate([rows[:8], rows[seed % 5 :: 5]]))

@@ -1,0 +1,223 @@
+"""Processes beside compute what is right for a problem while another problem is timed.
+
+In threads of the GPU process, NumPy's many small steps would take Python from the thread that gives
+the GPU its work. Answers come as pickles through a pipe, up to some hundred megabytes of inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from attnsweep.core import cases as verify_cases
+from attnsweep.core.cases import Case
+from attnsweep.core.problem import Problem
+from attnsweep.core.threads import one_blas_thread
+from attnsweep.device.process import Beside
+from attnsweep.device.timings import proving
+from attnsweep.verify import limits
+from attnsweep.verify.expected import Known
+from attnsweep.verify.measures import Measures
+from attnsweep.verify.sample import ALL, Sample
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Maths = dict[tuple[Case, int], Measures]
+"""Errors of the rounded maths, which give the limits: see numerics.limits."""
+
+# What a smaller problem needs is computed before the process could be asked.
+_LEAST_BYTES = 2**22
+# Longer than it takes, and short enough to compute it here before a problem must be open.
+_LONGEST_S = 90.0
+# Short turns that are kept: this problem's and the next one's, which may be the same.
+_TURNS_KEPT = 3
+# Imported, not run: what is pickled must be this module's, not __main__'s.
+_COMMAND = [sys.executable, "-c", f"from {__name__} import main; main()"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What NumPy knows of all cases of a problem with one seed."""
+
+    timed: Known
+    small: list[Known]
+    maths: Maths
+    """For scores that are not rounded."""
+
+    @classmethod
+    def of(cls, problem: Problem, seed: int) -> Answer:
+        """Compute it here."""
+        timed, small = Case(problem), verify_cases.small_cases(problem)
+
+        def known(case: Case) -> Known:
+            sample = Sample.of(problem, seed) if case is timed else ALL
+            return Known.of(case, seed, two_sided=case is timed, sample=sample)
+
+        # So that a trial's time limit covers the candidate's work only.
+        def maths(case: Case) -> Measures:
+            return limits.same_maths(case, 0)
+
+        with ThreadPoolExecutor(1) as aside:  # each of the two has steps that take one core
+            errors = aside.submit(maths, timed)
+            first = known(timed)
+        found = {(timed, 0): errors.result()} | {(case, 0): maths(case) for case in small}
+        return cls(first, [known(case) for case in small], found)
+
+
+def rounding(problem: Problem, rounds_scores: int) -> Maths:
+    """The rounded maths of all cases of a problem, with scores rounded so often."""
+    cases = Case(problem), *verify_cases.small_cases(problem)
+    return {(case, rounds_scores): limits.same_maths(case, rounds_scores) for case in cases}
+
+
+def turns(case: Case, seed: int) -> tuple[Known, Maths]:
+    """What NumPy knows of short turns, and their maths for scores that are not rounded."""
+    return Known.of_turns(case, seed), {(case, 0): limits.same_maths(case, 0)}
+
+
+class _Process:
+    """A process and what is asked of it, in order; it starts with the first large problem."""
+
+    def __init__(self) -> None:
+        self.beside = Beside(lambda: _COMMAND)
+        self._pool = ThreadPoolExecutor(1, "known")
+
+    def ask(
+        self,
+        problem: Problem,
+        wanted: Callable[[], bool],
+        function: Callable[P, T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> Future[T]:
+        """What a function of this module will have returned; cancelled if it is not `wanted`."""
+        return self._pool.submit(self._answer, problem, wanted, partial(function, *args, **options))
+
+    def _answer(self, problem: Problem, wanted: Callable[[], bool], function: partial[T]) -> T:
+        if problem.min_bytes >= _LEAST_BYTES:
+            with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+                asked, said = self.beside.pipes()
+                pickle.dump(function, asked)
+                asked.flush()
+                answer: T = pickle.load(said)
+                return answer
+            self.beside.close()  # it died, as for want of memory: what fails here too is reported
+            if not wanted():
+                raise CancelledError
+        return function()
+
+    def close(self) -> None:
+        """End the process; what it has not begun is not computed."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.beside.close()
+
+    def waited(self, asked: Future[T]) -> T:
+        """What was asked, computed in this process if the other one takes too long."""
+        with proving("waits for NumPy"):
+            try:
+                return asked.result(_LONGEST_S)
+            except TimeoutError:
+                self.beside.kill()
+                return asked.result()
+
+
+def _always() -> bool:
+    return True
+
+
+class Ahead:
+    """Three processes, which end with this one: for inputs, for limits, and for short turns.
+
+    A run of 18 problems with few candidates waited 9.4 of 42 s with one process, and 6.9 of 44 s
+    with two, of which the second had the turns as well (between_short.yaml on an H200, 16 cores).
+    """
+
+    def __init__(self) -> None:
+        self._next, self._limits, self._short = _Process(), _Process(), _Process()
+        self._answers: dict[tuple[Problem, int], Future[Answer]] = {}
+        self._dropped: set[tuple[Problem, int]] = set()
+        """Asked for, and no longer wanted."""
+        self._maths: dict[tuple[Problem, int], Future[Maths]] = {}
+        self._turns: dict[tuple[Case, int], Future[tuple[Known, Maths]]] = {}
+
+    def begin(self, problem: Problem, seed: int) -> None:
+        """Have it computed, if it is not being computed."""
+        key = problem, seed
+        if key not in self._answers:
+            self._dropped.discard(key)
+            wanted = partial(self._is_wanted, key)
+            self._answers[key] = self._next.ask(problem, wanted, Answer.of, problem, seed)
+
+    def _is_wanted(self, key: tuple[Problem, int]) -> bool:
+        return key not in self._dropped
+
+    def take(self, problem: Problem, seed: int) -> Answer:
+        """The answer, which is not kept, nor are others that nobody took; it waits for none."""
+        self.begin(problem, seed)
+        asked = self._answers.pop((problem, seed))
+        for other, answer in self._answers.items():  # another problem came than was expected
+            if not (answer.cancel() or answer.done()) and other[0].min_bytes >= _LEAST_BYTES:
+                self._dropped.add(other)
+                self._next.beside.kill()
+        self._answers.clear()
+        return self._next.waited(asked)
+
+    def begin_rounding(self, problem: Problem, rounds_scores: int) -> None:
+        """Have `rounding` computed, if it is not being computed."""
+        if (problem, rounds_scores) not in self._maths:
+            asked = self._limits.ask(problem, _always, rounding, problem, rounds_scores)
+            self._maths[problem, rounds_scores] = asked
+
+    def rounding(self, problem: Problem, rounds_scores: int) -> Maths:
+        """See the function `rounding`. It is kept until that of a later problem is asked for."""
+        self.begin_rounding(problem, rounds_scores)
+        for key in list(itertools.takewhile(lambda key: key[0] != problem, self._maths)):
+            del self._maths[key]
+        return self._limits.waited(self._maths[problem, rounds_scores])
+
+    def begin_turns(self, case: Case, seed: int) -> None:
+        """Have `turns` computed, if it is not being computed; the oldest are kept no longer."""
+        key = case, seed
+        asked = self._turns.pop(key, None)
+        self._turns[key] = asked or self._short.ask(case.problem, _always, turns, case, seed)
+        while len(self._turns) > _TURNS_KEPT:
+            self._turns.pop(next(iter(self._turns))).cancel()
+
+    def turns(self, case: Case, seed: int) -> tuple[Known, Maths]:
+        """See the function `turns`."""
+        self.begin_turns(case, seed)
+        return self._short.waited(self._turns[case, seed])
+
+    def wait(self) -> None:
+        """Wait until nothing is being computed."""
+        for answer in self._answers.values():
+            answer.result()
+        for maths in self._maths.values():
+            maths.result()
+        for one in self._turns.values():
+            one.result()
+
+    def close(self) -> None:
+        """End the processes, if there are any."""
+        for process in (self._next, self._limits, self._short):
+            process.close()
+
+
+def main() -> None:
+    """Answer what standard input asks, until it ends."""
+    asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not come between
+    # Between two uses of BLAS its threads would wake: 56 s instead of 14 for
+    # (1,16,131072,256) on two cores.
+    with contextlib.suppress(EOFError, OSError), one_blas_thread():
+        while True:
+            pickle.dump(pickle.load(asked)(), answers, protocol=5)
+            answers.flush()

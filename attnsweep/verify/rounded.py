@@ -1,0 +1,258 @@
+"""Attention as a candidate rounds it: the same maths in the candidate's dtype. NumPy only.
+
+Sums of FP8 products keep the bits that Hopper's tensor cores keep. On an H100
+(tests/gpu/test_fp8.py compares) 32 products are aligned to the largest exponent among their
+factors' and the sum's before, each is cut towards 0 to 13 bits of fraction below it, and so is what
+they add up to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from attnsweep.core.problem import Problem
+from attnsweep.core.threads import one_blas_thread, parallel
+from attnsweep.verify.encoding import E4M3_MAX, Float, Tensor, round_to, values_of
+from attnsweep.verify.measures import TILT
+from attnsweep.verify.reference import _BLOCK_ROWS, _BLOCK_ROWS_OF_LONG
+
+_K = 32  # products that are added at once
+_FRACTION = 13
+_CUT = np.uint32(0xFFFFFFFF << (23 - _FRACTION) & 0xFFFFFFFF)  # of a float32's bits
+_EXPONENT = np.uint32(0xFF << 23)
+
+Float32 = npt.NDArray[np.float32]
+
+
+def matmul(a: npt.NDArray[Any], b: npt.NDArray[Any], *, by_term: bool) -> npt.NDArray[np.float64]:
+    """a (m, k) @ b (k, n) of numbers that e4m3 holds, added as the tensor cores do.
+
+    by_term: cut every product, not just every sum of 32. That costs as much as 100 products, and
+    tells where a large sum swallows small terms: scores far from 0, for instance.
+    """
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for at in range(0, a.shape[1], _K):
+        left, right = a[:, at : at + _K], b[at : at + _K]
+        if by_term:
+            total = _aligned(total, left.astype(np.float32), right.astype(np.float32))
+        else:  # float64, for float32 would round where the tensor core cuts
+            total = (total + left.astype(np.float64) @ right.astype(np.float64)).astype(np.float32)
+        total = (total.view(np.uint32) & _CUT).view(np.float32)
+    return total.astype(np.float64)
+
+
+def _aligned(total: Float32, a: Float32, b: Float32) -> Float32:
+    """total + a @ b of at most 32 products, each cut where the largest ends."""
+    of_a, of_b, largest = _power_of_two(a), _power_of_two(b), _power_of_two(total)
+    term = np.empty_like(total)  # a new array for each term costs twice the time
+    for i in range(a.shape[1]):
+        np.multiply(of_a[:, i, None], of_b[i], out=term)
+        np.maximum(largest, term, out=largest)
+    # Zeros alone: any unit does.
+    largest[largest == 0] = 1
+    units = np.float32(2.0**_FRACTION) / largest
+    summed = np.trunc(total * units)
+    for i in range(a.shape[1]):
+        np.multiply(a[:, i, None], b[i], out=term)
+        np.multiply(term, units, out=term)
+        summed += np.trunc(term, out=term)
+    added: Float32 = summed / units
+    return added
+
+
+def _power_of_two(x: Float32) -> Float32:
+    """The largest power of two that each number holds, or 0 of 0."""
+    powers: Float32 = (np.ascontiguousarray(x).view(np.uint32) & _EXPONENT).view(np.float32)
+    return powers
+
+
+# A kernel multiplies probabilities by this before it rounds them to e4m3, so that more are normal.
+_P_SCALE = 256.0
+# The same where the largest is not known, so that there is room for it.
+_P_SCALE_FROM_FIRST = 8.0
+# Exponents up to this: e^9 is 8103, and sums of such probabilities fit fp16.
+_MOST = 9.0
+
+
+@dataclass(frozen=True, slots=True)
+class Maths:
+    """How attention rows are computed: in float64, or rounded as a kernel rounds."""
+
+    rounding: bool = False
+    """Round probabilities and output to the problem's dtype; its error sets the limit. For fp32 all
+    is done in fp32, because a kernel's sums are no more exact than their terms. In FP8, sums of
+    products keep the bits that Hopper's tensor cores keep, and `rounds_scores` has no effect."""
+    rounds_scores: int = 0
+    """Round scores as well: once if they are stored, twice if they are stored before and after
+    scaling, as plain PyTorch does."""
+    from_first: bool = False
+    """Exponents refer to the first key's score instead of the largest, within what fp16 or E4M3 can
+    hold, as a kernel may that looks for no maximum: the largest probability is then rounded too,
+    and in E4M3 more of the small ones are lost."""
+    tilted: bool = False
+    """The softmax scale is 1 + TILT times as large."""
+    by_term: bool = False
+    """In FP8, cut each product as the tensor cores do, not each sum of 32 alone. See fp8_sums."""
+    in_log2: bool = False
+    """Scores are rounded as exponents of 2, not of e: 10 is exact in fp16, 10 log2(e) is not."""
+
+
+EXACT = Maths()
+
+
+def reference(
+    inputs: Mapping[str, Tensor],
+    problem: Problem,
+    rows: npt.NDArray[np.int64],
+    maths: Maths = EXACT,
+) -> Float:
+    """The attention rows (batch, heads, len(rows), head_dim) in float64."""
+    return references(inputs, problem, rows, [maths])[0]
+
+
+def references(
+    inputs: Mapping[str, Tensor],
+    problem: Problem,
+    rows: npt.NDArray[np.int64],
+    maths: Sequence[Maths],
+) -> list[Float]:
+    """The rows by each of several maths, which share their scores and exponentials."""
+    group = problem.heads // problem.heads_kv
+    shape = (problem.batch, problem.heads, len(rows), problem.head_dim)
+    outs = [np.empty(shape) for _ in maths]
+
+    size = _BLOCK_ROWS if problem.seqlen_k <= 2**15 else _BLOCK_ROWS_OF_LONG
+
+    def one(batch: int, head: int, begin: int) -> None:
+        some = rows[begin : begin + size]
+        q = values_of(inputs, problem, "q", batch, head, some)
+        k, v = (values_of(inputs, problem, name, batch, head // group) for name in "kv")
+        for out, rounded in zip(outs, _attend(q, k, v, some, problem, maths), strict=True):
+            out[batch, head, begin : begin + size] = rounded
+
+    blocks = range(0, len(rows), size)
+    every = product(range(problem.batch), range(problem.heads), blocks)
+    # A thread a block, or none for small ones.
+    with one_blas_thread():
+        list((map if outs[0].size < 2**16 else parallel)(one, *zip(*every, strict=True)))
+    return outs
+
+
+def _attend(
+    q: npt.NDArray[Any],
+    k: npt.NDArray[Any],
+    v: npt.NDArray[Any],
+    rows: npt.NDArray[np.int64],
+    problem: Problem,
+    maths: Sequence[Maths],
+) -> Iterator[npt.NDArray[Any]]:
+    """Some rows of one head (rows, head_dim), by each of the maths."""
+    dtype, hidden = problem.dtype, None
+    if problem.causal:
+        last_key = rows + problem.seqlen_k - problem.seqlen_q
+        hidden = np.arange(problem.seqlen_k) > last_key[:, None]
+
+    @cache
+    def raw_scores(kind: Any) -> npt.NDArray[Any]:
+        scores: npt.NDArray[Any] = q.astype(kind) @ k.astype(kind).T
+        return scores
+
+    @cache
+    def exponentials(
+        kind: Any, rounds_scores: int, tilt: float, unit: float
+    ) -> tuple[npt.NDArray[Any], ...]:
+        """exp(score - largest), and by what to multiply it to refer to the first key."""
+        scores = raw_scores(kind)
+        if rounds_scores > 1:
+            scores = round_to(scores, dtype).astype(kind)
+        scores = scores * kind(problem.scale * (1 + tilt) / unit)
+        if rounds_scores:
+            scores = round_to(scores, dtype).astype(kind)
+        if unit != 1:
+            scores *= kind(unit)
+        if hidden is not None:
+            scores[hidden] = -np.inf
+        largest = scores.max(axis=1, keepdims=True)
+        first = np.maximum(largest - _MOST, scores[:, :1])
+        scores -= largest
+        return np.exp(scores, out=scores), np.exp(largest - first)
+
+    @cache
+    def fp8_scores(by_term: bool) -> npt.NDArray[Any]:
+        scores = matmul(q, k.T, by_term=by_term) * problem.scale
+        if hidden is not None:
+            scores[hidden] = -np.inf
+        return scores
+
+    for one in maths:
+        if one.rounding and problem.scaled:
+            yield _attend_in_fp8(fp8_scores(one.by_term), v, problem, one)
+            continue
+        kind: Any = np.float32 if one.rounding and dtype == "fp32" else np.float64
+        tilt = TILT if one.tilted else 0.0
+        unit = math.log(2) if one.in_log2 else 1.0
+        p, to_first = exponentials(kind, one.rounds_scores if one.rounding else 0, tilt, unit)
+        if one.from_first:
+            p = p * to_first
+        total = p.sum(axis=1, keepdims=True)
+        if not one.rounding:
+            yield p @ v.astype(kind) / total
+        # Rounded factors have few bits: float32 adds their products as well as float64 here.
+        elif one.rounds_scores:
+            yield round_to(round_to(p / total, dtype) @ v, dtype)
+        else:
+            yield round_to(round_to(p, dtype) @ v / total, dtype)
+
+
+def _attend_in_fp8(
+    scores: npt.NDArray[Any], v: npt.NDArray[Any], problem: Problem, maths: Maths
+) -> npt.NDArray[np.float32]:
+    """Rows of one head as FP8 tensor cores compute them, without a second level of sums."""
+    reference, scale = scores.max(axis=1, keepdims=True), _P_SCALE
+    if maths.from_first:
+        scale = _P_SCALE_FROM_FIRST
+        reference = np.maximum(reference - math.log(E4M3_MAX / scale), scores[:, :1])
+    p = np.exp(scores - reference)
+    rounded = round_to(p * scale, "e4m3") / scale
+    summed = matmul(rounded, v, by_term=maths.by_term)
+    return round_to(summed / p.sum(axis=1, keepdims=True), problem.out_dtype)
+
+
+def log_sum_exp(
+    inputs: Mapping[str, Tensor],
+    problem: Problem,
+    rows: npt.NDArray[np.int64],
+    *,
+    in_fp8: Maths | None = None,
+) -> npt.NDArray[np.float64]:
+    """ln(sum(exp(score))) of the rows over the keys that each sees, (batch, heads, len(rows)).
+
+    In float64; scores are scaled. What a kernel that writes the log-sum-exp must have written.
+    in_fp8: of scores as Hopper's FP8 products add them, by this maths.
+    """
+    group = problem.heads // problem.heads_kv
+    last_key = rows + problem.seqlen_k - problem.seqlen_q if problem.causal else None
+    out = np.empty((problem.batch, problem.heads, len(rows)))
+
+    def one(batch: int, head: int) -> None:
+        queries = values_of(inputs, problem, "q", batch, head, rows).astype(np.float64)
+        keys = values_of(inputs, problem, "k", batch, head // group).astype(np.float64)
+        product = matmul(queries, keys.T, by_term=in_fp8.by_term) if in_fp8 else queries @ keys.T
+        scores = product * problem.scale
+        if last_key is not None:
+            scores[np.arange(problem.seqlen_k) > last_key[:, None]] = -np.inf
+        largest = scores.max(axis=1)
+        out[batch, head] = largest + np.log(np.exp(scores - largest[:, None]).sum(axis=1))
+
+    heads = np.indices((problem.batch, problem.heads)).reshape(2, -1).tolist()
+    with one_blas_thread():
+        list((map if out.size * problem.seqlen_k < 2**20 else parallel)(one, *heads))
+    return out

@@ -1,0 +1,262 @@
+"""Peers' packages are imported in a thread, which is over before rounds are timed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from attnsweep.baselines import cudnn, flash, import_ahead, triton_precompile
+from attnsweep.baselines.import_ahead import Preload
+from attnsweep.bench import bench, process
+from attnsweep.core.errors import NoGpuError
+from attnsweep.core.problem import Problem
+from attnsweep.device import cuda, energy, timings
+from attnsweep.verify import verifier
+
+PROBLEM = Problem(1, 2, 2, 64, 64, 64)
+NAMES = ("torch_flash", "triton_flash")
+
+
+@pytest.fixture(autouse=True)
+def no_steps():
+    timings.taken()
+    yield
+    timings.taken()
+
+
+def test_packages_are_imported_ahead_each_once_and_none_that_is_not_asked_for(monkeypatch):
+    there = ["torch", "triton", "cudnn", "fa3_fwd_interface", "flash_attn"]
+    imported = []
+
+    def imports(module):
+        imported.append(module)
+        if module == "cudnn":
+            raise RuntimeError("no driver")
+        return SimpleNamespace(_flash_attn_forward=object())  # no function: an operator
+
+    monkeypatch.setattr(flash, "importable", lambda module: module in there)
+    monkeypatch.setattr(triton_precompile, "importable", lambda module: module in there)
+    monkeypatch.setattr(import_ahead.importlib, "import_module", imports)
+    import_ahead.load(["torch_flash", "cudnn", "flash_attn_3", "flash_attn_3_fp8", "flash_attn_4"])
+    assert list(dict.fromkeys(imported)) == ["torch", "cudnn", "fa3_fwd_interface", "torch._dynamo"]
+    imported.clear()
+    there.remove("fa3_fwd_interface")
+    import_ahead.load(["flash_attn_3"])
+    assert imported == ["torch"]  # what a missing package would import is not needed
+
+
+class Operator:
+    """As torch.library.custom_op makes one; a call of it imports torch._dynamo."""
+
+    def __init__(self, function):
+        self._init_fn = function
+
+    def __call__(self, *given):
+        raise AssertionError("the operator was called")
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_flash_attention_3_is_called_without_its_operator(monkeypatch, declared):
+    def forward(x):
+        return x + 1
+
+    package = SimpleNamespace(_flash_attn_forward=Operator(forward) if declared else forward)
+    package.flash_attn_func = lambda x: package._flash_attn_forward(x)
+    imported = []
+
+    def imports(module):
+        imported.append(module)
+        return package
+
+    monkeypatch.setattr(flash, "importable", lambda module: module in ("torch", *flash.FLASH_3))
+    monkeypatch.setattr(
+        triton_precompile, "importable", lambda module: module in ("torch", *flash.FLASH_3)
+    )
+    monkeypatch.setattr(import_ahead.importlib, "import_module", imports)
+    import_ahead.load(["flash_attn_3"])
+    assert set(imported) == {"torch", "flash_attn_interface"}  # and not torch._dynamo
+    assert package.flash_attn_func(1) == 2
+
+
+def test_a_peer_of_flash_attention_3_that_was_not_imported_ahead_has_no_operator(monkeypatch):
+    package = SimpleNamespace(_flash_attn_forward=Operator(lambda x: x + 1))
+    package.flash_attn_func = lambda x: package._flash_attn_forward(x)
+    monkeypatch.setattr(cudnn.importlib, "import_module", lambda module: package)
+    assert flash._attention_of("flash_attn_interface")()(1) == 2
+
+
+def test_an_operator_of_pytorch_has_a_function(tmp_path):
+    """Which is no public name: without it, the import would be back, and only cost its time."""
+    pytest.importorskip("torch")
+    (tmp_path / "flash_attn_interface.py").write_text(
+        "import torch\n"
+        "@torch.library.custom_op('test::forward', mutates_args=())\n"
+        "def _flash_attn_forward(x: torch.Tensor) -> torch.Tensor:\n"
+        "    return x + 1\n"
+        "def flash_attn_func(x):\n"
+        "    return _flash_attn_forward(x)\n"
+    )
+    done = "import sys, torch; from attnsweep.baselines import registry as peers; "
+    done += "print(peers._attention_of('flash_attn_interface')()(torch.zeros(1)).item(), "
+    done += "'torch._dynamo' in sys.modules)"
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    said = subprocess.run(
+        [sys.executable, "-c", done],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.split() == ["1.0", "False"]
+
+
+def test_rounds_wait_for_imports(monkeypatch):
+    imported = threading.Event()
+
+    def slowly(names):
+        time.sleep(0.2)
+        imported.set()
+
+    monkeypatch.setattr(import_ahead, "load", slowly)
+    made = Preload()
+    made.end()  # nothing was begun
+    made.begin(["torch_flash"])
+    assert not imported.is_set()
+    made.end()
+    assert imported.is_set()
+    assert timings.taken()["wait for imports"] > 0.1
+    made.end()
+    assert timings.taken() == {}  # it waits once
+
+
+def test_an_import_that_hangs_is_waited_for_within_bounds(monkeypatch):
+    """The call that waits is an entrant's, which would fail in its place."""
+    hanging = threading.Event()
+    monkeypatch.setattr(import_ahead, "load", lambda names: hanging.wait(60))
+    monkeypatch.setattr(import_ahead, "_LONGEST_S", 0.1)
+    made = Preload()
+    made.begin(["torch_flash"])
+    began = time.monotonic()
+    made.end()
+    assert time.monotonic() - began < 5
+    hanging.set()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_triton_s_code_is_taken_up_if_it_is_there_and_not_waited_for(monkeypatch, compiled):
+    taken = []
+    monkeypatch.setattr(import_ahead, "load", lambda names: None)
+    monkeypatch.setattr(triton_precompile, "compiled_ahead", lambda problem: compiled)
+    monkeypatch.setattr(triton_precompile, "compile_triton", taken.append)
+    made = Preload()
+    made.begin(NAMES, PROBLEM)
+    thread = made._thread
+    if compiled:
+        thread.join(30)
+    began = time.monotonic()
+    made.end()
+    assert time.monotonic() - began < 5
+    assert not thread.is_alive()
+    assert taken == [PROBLEM] * compiled
+
+
+@pytest.mark.parametrize("names", [NAMES, ("cudnn",)])
+def test_triton_s_code_is_awaited_only_for_a_problem_that_wants_it(monkeypatch, names):
+    monkeypatch.setattr(import_ahead, "load", lambda names: None)
+    monkeypatch.setattr(triton_precompile, "compiled_ahead", lambda problem: pytest.fail("asked"))
+    made = Preload()
+    made.begin(names, None if "triton_flash" in names else PROBLEM)
+    made._thread.join(30)
+    assert not made._thread.is_alive()
+
+
+def test_what_fails_in_the_thread_ends_nothing(monkeypatch):
+    def broken(problem):
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(import_ahead, "load", lambda names: None)
+    monkeypatch.setattr(triton_precompile, "compiled_ahead", lambda problem: True)
+    monkeypatch.setattr(triton_precompile, "compile_triton", broken)
+    made = Preload()
+    made.begin(NAMES, PROBLEM)
+    made.end()
+
+
+def test_what_the_first_problem_needs_is_begun_before_it_is_opened(monkeypatch):
+    """Triton's process began when the problem was open, and the first table waited for it; NumPy's
+    began when CUDA had started, and the first candidate waited for it.
+    """
+    begun = []
+
+    def started():
+        begun.append("CUDA")
+        return session
+
+    session = SimpleNamespace(
+        gpu=SimpleNamespace(
+            name="NVIDIA Test 1", arch="sm_90a", sm_count=132, clock_hz=1e9, memory_bytes=1 << 30,
+            memory_bytes_per_second=1e12, l2_bytes=1 << 20,
+        ),
+        versions={"cuda_driver": "13.0", "cuda_runtime": "13.0"},
+        identity=dict,
+    )  # fmt: skip
+    monkeypatch.setattr(cuda, "Session", started)
+    monkeypatch.setattr(cuda, "driver_cuda", lambda: (13, 0))
+    monkeypatch.setattr(energy, "counter", lambda session: None)
+    monkeypatch.setattr(verifier, "compute_ahead", lambda *asked: begun.append(("numpy", *asked)))
+    monkeypatch.setattr(
+        triton_precompile, "compile_ahead", lambda *asked: begun.append(("triton", *asked))
+    )
+    monkeypatch.setattr(
+        import_ahead.PRELOAD, "begin", lambda *asked: begun.append(("import", *asked))
+    )
+    process._describe(NAMES, (PROBLEM, 3))
+    numpy = ("numpy", PROBLEM, 3)
+    assert begun == [numpy, "CUDA", ("triton", NAMES, PROBLEM), ("import", NAMES, PROBLEM)]
+    begun.clear()
+    process._describe(NAMES, None)  # a part of a spec: its problem is not known yet
+    assert begun == ["CUDA", ("import", NAMES, None)]
+    begun.clear()
+    process._describe((), (PROBLEM, 3))
+    assert begun == [numpy, "CUDA"]
+
+
+def test_nothing_is_begun_without_a_driver(monkeypatch):
+    """It would go on for seconds after the command has said why it ended."""
+    monkeypatch.setattr(cuda, "driver_cuda", lambda: None)
+    monkeypatch.setattr(verifier, "compute_ahead", lambda *asked: pytest.fail("begun"))
+    with pytest.raises(NoGpuError, match="no NVIDIA driver"):
+        process._describe(NAMES, (PROBLEM, 3))
+
+
+@pytest.mark.parametrize("method", ["add", "add_baseline"])
+def test_nothing_is_imported_while_rounds_are_timed(monkeypatch, method):
+    """An import takes Python from the thread that gives the GPU its work."""
+    made = object.__new__(bench.Bench)
+    order = []
+    monkeypatch.setattr(import_ahead.PRELOAD, "end", lambda: order.append("imported"))
+    arguments = ("a", None, False) if method == "add" else ("torch_flash",)
+    with pytest.raises(AttributeError):  # the bench is empty
+        getattr(made, method)(*arguments)
+    assert order == ["imported"]
+
+
+# -- steps ----------------------------------------------------------------------------------
+
+
+def test_steps_add_up_and_are_told_once():
+    for _ in range(2):
+        with timings.step("first calls"):
+            time.sleep(0.01)
+    with pytest.raises(ValueError, match="no engine"), timings.step("set up"):
+        raise ValueError("no engine")
+    told = timings.taken()
+    assert list(told) == ["first calls", "set up"]
+    assert told["first calls"] >= 0.02
+    assert timings.taken() == {}

@@ -1,0 +1,448 @@
+"""How peers are called, on a PyTorch of numbers: which way is chosen, and why one cannot run."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from fake_peers import Attention, Cudnn, Session, installed
+from fake_torch import Tensor, torch_of
+
+from attnsweep.baselines import cudnn as baselines_cudnn
+from attnsweep.baselines import prepare as baselines_prepare
+from attnsweep.baselines import torch_sdpa, triton_precompile
+from attnsweep.baselines.backend import PACKAGES, Unavailable, Way
+from attnsweep.baselines.prepare import Baseline, prepare
+from attnsweep.baselines.registry import WAYS
+from attnsweep.core.problem import Problem
+from attnsweep.specs.model import BASELINES, KNOWN_BASELINES, OWN_BF16
+
+PROBLEM = Problem(2, 8, 2, 64, 128, 64, "fp16", True)
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    made = torch_of()
+    monkeypatch.setattr(torch_sdpa, "_import_torch", lambda: made)
+    monkeypatch.setattr(baselines_prepare, "_import_torch", lambda: made)
+    monkeypatch.setattr(triton_precompile, "_import_torch", lambda: made)
+    return made
+
+
+def inputs(problem=PROBLEM, copies=2, seed=0):
+    random = np.random.default_rng(seed)
+    return [
+        {t: Tensor(random.standard_normal(problem.shape_of(t))) for t in "qkv"}
+        for _ in range(copies)
+    ]
+
+
+def timed(ways, monkeypatch, torch, name="torch_flash"):
+    """prepare() with these ways to call a peer: name of a way to microseconds, or its error.
+
+    A pair is the microseconds of a call that the host launches, and of one in a graph.
+    """
+    clock, called, captured = [0.0], [], [False]
+
+    def way(label, us, spare):
+        def forward(*_):
+            called.append(label)
+            if isinstance(us, Exception):
+                raise us
+            clock[0] += us[captured[0]] if isinstance(us, tuple) else us
+            return label
+
+        return Way(forward, spare=spare)
+
+    replays = []
+
+    def graph_of():
+        # A replay takes what the captured calls took.
+        graph = SimpleNamespace(us=0.0)
+
+        def replay():
+            clock[0] += graph.us
+            replays.append(graph.us)
+
+        graph.replay = replay
+        return graph
+
+    class Capture:
+        def __init__(self, graph, stream):
+            self.graph = graph
+
+        def __enter__(self):
+            self.before, captured[0] = clock[0], True
+
+        def __exit__(self, *_):
+            self.graph.us, captured[0] = clock[0] - self.before, False
+
+    torch.cuda.CUDAGraph, torch.cuda.graph = graph_of, Capture
+    made = [way(label, us, spare=label.startswith("spare")) for label, us in ways.items()]
+    monkeypatch.setitem(WAYS, name, lambda *_: made)
+    baseline = prepare(name, PROBLEM, inputs(), Session(clock))
+    return baseline._way.forward(), called
+
+
+def test_the_fastest_of_several_ways_is_taken_and_those_that_fail_are_none(torch, monkeypatch):
+    ways = {"a": 40.0, "b": RuntimeError("out of resources"), "c": 10.0, "d": 12.0, "e": 11.0}
+    assert timed(ways, monkeypatch, torch)[0] == "c"
+
+
+def test_ways_are_compared_in_graphs_as_they_are_then_timed(torch, monkeypatch):
+    ways = {"a": (10.0, 9.0), "launched slowly": (80.0, 4.0), "b": (12.0, 8.0), "c": (9.0, 9.0)}
+    assert timed(ways, monkeypatch, torch)[0] == "launched slowly"
+
+
+def test_a_spare_way_is_tried_only_if_none_before_it_works(torch, monkeypatch):
+    assert timed({"a": 40.0, "spare": 10.0}, monkeypatch, torch) == ("a", ["a", "a"])
+    ways = {"a": RuntimeError("no fp16"), "spare": 10.0}
+    assert timed(ways, monkeypatch, torch)[0] == "spare"
+
+
+def test_if_every_way_fails_the_first_reason_is_told(torch, monkeypatch):
+    ways = {"a": RuntimeError("too many\nlines"), "b": Unavailable("another")}
+    with pytest.raises(Unavailable, match=r"^too many$"):
+        timed(ways, monkeypatch, torch)
+
+
+LONG = Problem.parse("(1,32,131072,128) bf16 causal")
+SHORT = Problem.parse("(1,32,16384,128) bf16 causal")
+
+
+def best_on_shorter(on_short, torch, monkeypatch, on_long="abc"):
+    """The ways that are left of a long problem, and what was called.
+
+    on_short: each way's microseconds on the shorter problem, or its error.
+    """
+    clock, called, shapes = [0.0], [], []
+
+    def way(label, us):
+        def forward(*tensors):
+            called.append(label)
+            shapes.append(tensors[0].shape)
+            if isinstance(us, Exception):
+                raise us
+            clock[0] += us
+
+        return Way(forward, spare=label.startswith("spare"))
+
+    def ways(_, problem, session):
+        assert problem == SHORT
+        return [way(label, us) for label, us in on_short.items()]
+
+    class Graph:
+        def __init__(self, graph, stream):
+            self.graph = graph
+
+        def __enter__(self):
+            self.before = clock[0]
+
+        def __exit__(self, *_):
+            us = clock[0] - self.before
+            self.graph.replay = lambda: clock.__setitem__(0, clock[0] + us)
+
+    torch.cuda.CUDAGraph, torch.cuda.graph = SimpleNamespace, Graph
+    torch.randn = lambda shape, device: Tensor(np.broadcast_to(np.float32(1), shape))
+    monkeypatch.setitem(WAYS, "triton_flash", ways)
+    there = [Way(lambda *_: pytest.fail("called"), spare=each == "spare") for each in on_long]
+    left = baselines_prepare._best_on_shorter(
+        "triton_flash", torch, LONG, there, "bfloat16", Session(clock)
+    )
+    assert {*shapes} <= {SHORT.shape_of("q")}
+    return [there.index(way) for way in left], called
+
+
+def test_of_a_long_problem_the_way_that_is_fastest_on_a_shorter_one_is_left(torch, monkeypatch):
+    ways = {"a": 40.0, "b": 10.0, "c": 20.0}
+    assert best_on_shorter(ways, torch, monkeypatch)[0] == [1]
+    ways["b"] = RuntimeError("out of resources")
+    assert best_on_shorter(ways, torch, monkeypatch)[0] == [2]
+
+
+def test_of_a_long_problem_spare_ways_stay_and_are_not_tried(torch, monkeypatch):
+    left, called = best_on_shorter(
+        {"a": 40.0, "b": 10.0, "spare": 1.0}, torch, monkeypatch, ("a", "b", "spare")
+    )
+    assert left == [1, 2]
+    assert {*called} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [{"a": RuntimeError("no"), "b": RuntimeError("no"), "c": RuntimeError("no")}, {"a": 1.0}],
+    ids=["none works there", "another number of ways there"],
+)
+def test_of_a_long_problem_all_ways_stay_where_a_shorter_one_tells_nothing(
+    ways, torch, monkeypatch
+):
+    assert best_on_shorter(ways, torch, monkeypatch)[0] == [0, 1, 2]
+
+
+def test_converted_inputs_are_converted_again_where_they_are(torch):
+    calls = []
+    way = Way(lambda *given: calls.append(given), lambda q, k, v: (q / 2.0, k))
+    copies = [tuple(copy.values()) for copy in inputs()]
+    baseline = Baseline(way, copies, Session([0.0]), rounds_scores=0)
+    baseline.enqueue(1)
+    first = calls[0][0]
+    np.testing.assert_allclose(first.array, copies[1][0].array / 2)
+    copies[1][0].array *= 3
+    baseline.refresh()
+    baseline.enqueue(1)
+    assert calls[1][0] is first  # captured graphs hold its address
+    np.testing.assert_allclose(first.array, copies[1][0].array / 2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_an_output_is_written_where_it_is_judged_in_the_problems_type(torch, dtype):
+    """Through the host, an output of 64 MiB took 50 ms of each peer."""
+    copies = [tuple(copy.values()) for copy in inputs()]
+    way = Way(lambda q, k, v: q * q, finish=lambda out, q, k, v: out / 2)
+    baseline = Baseline(way, copies, Session([0.0]), rounds_scores=0, dtype=dtype)
+    expected = copies[0][0].array ** 2 / 2
+    into = Tensor(np.zeros(expected.shape), "int16")
+    baseline.output(into)
+    np.testing.assert_allclose(into.array, expected)
+    with pytest.raises(ValueError, match=r"its output has the shape \(2, "):
+        baseline.output(Tensor(np.zeros((1, *expected.shape)), "int16"))
+
+
+def test_every_baseline_has_ways_and_says_how_to_get_it():
+    assert set(WAYS) == set(PACKAGES) == set(KNOWN_BASELINES) == {*BASELINES, OWN_BF16}
+    assert all(package.fix for package in PACKAGES.values())
+
+
+# -- FlashAttention -------------------------------------------------------------------------
+
+
+def flash_3(torch, name="flash_attn_3", dtype="fp16"):
+    problem = Problem(2, 8, 2, 64, 128, 64, dtype, True)
+    return prepare(name, problem, inputs(problem), Session([0.0]))
+
+
+def test_flash_attention_3_comes_from_either_package(torch, monkeypatch):
+    whole, forward_only = Attention("flash_attn_interface"), Attention("fa3_fwd_interface")
+    installed(monkeypatch, whole, forward_only)
+    flash_3(torch)
+    (tensors, options) = whole.calls[0]
+    assert [x.shape for x in tensors] == [(2, 64, 8, 64), (2, 128, 2, 64), (2, 128, 2, 64)]
+    assert options == {"causal": True}
+    assert forward_only.calls == []  # two in one process may clash
+    installed(monkeypatch, forward_only)
+    flash_3(torch, dtype="bf16")
+    assert forward_only.calls
+
+
+def test_flash_attention_3_may_split_the_keys_where_queries_are_few(torch, monkeypatch):
+    whole = Attention("flash_attn_interface")
+    installed(monkeypatch, whole)
+    ways = WAYS["flash_attn_3"](torch, PROBLEM, Session([0.0]))
+    for way in ways:
+        way.forward(*inputs()[0].values())
+    assert [options.get("num_splits") for _, options in whole.calls] == [None, 0]
+    square = Problem(2, 8, 2, 128, 128, 64, "fp16", True)
+    assert len(WAYS["flash_attn_3"](torch, square, Session([0.0]))) == 1
+
+
+def test_what_one_package_cannot_do_the_other_does(torch, monkeypatch):
+    broken = Attention("flash_attn_interface", RuntimeError("head_dim 64 was not compiled"))
+    forward_only = Attention("fa3_fwd_interface")
+    installed(monkeypatch, broken, forward_only)
+    flash_3(torch, dtype="bf16")
+    assert forward_only.calls
+    with pytest.raises(Unavailable, match="head_dim 64 was not compiled"):
+        flash_3(torch)
+
+
+def test_without_a_package_for_the_dtype_it_says_what_to_install(torch, monkeypatch):
+    installed(monkeypatch, Attention("fa3_fwd_interface"))
+    with pytest.raises(Unavailable, match="fa3-fwd does not do fp16: pip install tokenspeed-fa3"):
+        flash_3(torch)
+    installed(monkeypatch)
+    with pytest.raises(Unavailable, match=r"not installed: pip install tokenspeed-fa3 .* fa3-fwd"):
+        flash_3(torch)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_fp8_inputs_are_scaled_by_batch_and_head_of_k_before_any_call(torch, monkeypatch, dtype):
+    package = Attention("fa3_fwd_interface")
+    installed(monkeypatch, package)
+    baseline = flash_3(torch, "flash_attn_3_fp8", dtype)
+    (q, k, v), options = package.calls[0]
+    assert [x.dtype for x in (q, k, v)] == ["float8_e4m3fn"] * 3
+    own = inputs(Problem(2, 8, 2, 64, 128, 64, dtype, True))[0]
+    for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
+        descale = options[f"{name}_descale"]
+        assert (descale.shape, descale.dtype) == ((2, 2), "float32")
+        assert np.abs(tensor.array).max(axis=(1, 3)).max() == pytest.approx(448, rel=1e-5)
+        heads = tensor.shape[2]
+        back = tensor.array * np.repeat(descale.array, heads // 2, axis=1)[:, None, :, None]
+        np.testing.assert_allclose(np.swapaxes(back, 1, 2), own[name].array, rtol=1e-4, atol=1e-6)
+    assert options["causal"] is True
+    before = len(package.calls)
+    baseline.enqueue()
+    assert package.calls[before][0][0] is q  # not converted in the call
+
+
+# -- cuDNN ----------------------------------------------------------------------------------
+
+
+STRIDES = {"bhsd": (32768, 4096, 64, 1), "bshd": (32768, 64, 512, 1)}  # q of PROBLEM
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(("causal", "square"), [(True, False), (True, True), (False, False)])
+def test_cudnn_is_asked_for_the_problem_and_planned_once(torch, layout, dtype, causal, square):
+    cudnn = Cudnn()
+    problem = Problem(2, 8, 2, 64, 64 if square else 128, 64, dtype, causal)
+    forward, convert = baselines_cudnn.build(torch, cudnn, problem, 77, layout)
+    (graph,) = cudnn.graphs
+    kind = "half" if dtype == "fp16" else "bf16"
+    assert graph.types == (kind, "float", "float")
+    assert cudnn.streams == {graph.handle: 77}
+    assert graph.steps == [
+        *("validate", "build_operation_graph", ("A", "fallback"), "check_support", "build_plans")
+    ]
+    keys = problem.seqlen_k
+    assert graph.tensors["q"]["dim"] == [2, 8, 64, 64]
+    assert graph.tensors["k"]["dim"] == graph.tensors["v"]["dim"] == [2, 2, keys, 64]
+    assert tuple(graph.tensors["q"]["stride"]) == STRIDES[layout]
+    assert len({tensor["uid"] for tensor in graph.tensors.values()}) == 3
+    assert graph.options["attn_scale"] == 1 / 8
+    assert graph.options["generate_stats"] is False
+    assert graph.options["diagonal_band_right_bound"] == (0 if causal else None)
+    assert graph.options["diagonal_alignment"] == ("top" if square else "bottom")
+    assert graph.out.told["output"] is True
+    assert tuple(graph.out.told["stride"]) == STRIDES[layout]
+    q, k, v = (Tensor(np.zeros(problem.shape_of(t))) for t in "qkv")
+    for _ in range(2):
+        out = forward(q, k, v)
+    (buffers, workspace, handle), (_, again, _) = graph.executed
+    assert list(buffers.values())[:3] == [q, k, v]
+    assert out.strides == STRIDES[layout]
+    assert graph.out.told["uid"] == list(buffers)[3]
+    assert (workspace.size, handle) == (1, graph.handle)
+    assert workspace is again
+    assert (convert is None) == (layout == "bhsd")
+    if convert is not None:
+        laid = convert(q, k, v)[0].array
+        assert laid.shape == (2, 8, 64, 64)
+        assert [stride // laid.itemsize for stride in laid.strides] == [*STRIDES["bshd"]]
+
+
+def test_a_layout_that_cudnn_refuses_is_left_out_and_both_are_a_reason(torch, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", Cudnn(unsupported={4096}))
+    ways = WAYS["cudnn"](torch, PROBLEM, Session([0.0]))
+    assert [way.convert is not None for way in ways] == [True]
+    monkeypatch.setitem(sys.modules, "cudnn", Cudnn(unsupported={4096, 64}))
+    with pytest.raises(Unavailable, match=r"^No valid engine configs$"):
+        prepare("cudnn", PROBLEM, inputs(), Session([0.0]))
+
+
+def test_another_cudnn_than_pytorchs_is_not_timed(torch, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", Cudnn(version=91000))
+    with pytest.raises(Unavailable, match="loads cuDNN 91000, but PyTorch has 91900"):
+        prepare("cudnn", PROBLEM, inputs(), Session([0.0]))
+
+
+def test_without_the_frontend_it_says_how_to_get_it(torch, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    with pytest.raises(Unavailable, match="pip install nvidia-cudnn-frontend"):
+        prepare("cudnn", PROBLEM, inputs(), Session([0.0]))
+
+
+def test_a_handle_ends_with_its_call(torch):
+    cudnn = Cudnn()
+    forward, _ = baselines_cudnn.build(torch, cudnn, PROBLEM, 77, "bhsd")
+    assert cudnn.destroyed == []
+    del forward
+    assert cudnn.destroyed == [cudnn.graphs[0].handle]
+
+
+# -- Triton ---------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A kernel of Triton's: keeps what it is warmed up and launched with."""
+
+    def __init__(self, function):
+        self.launched, self.warmed = [], []
+
+    def warmup(self, *arguments, grid, **constants):
+        self.warmed.append((arguments, constants))
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.launched.append((grid, arguments, constants))
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    made = ModuleType("triton")
+    made.Config = lambda kwargs, num_warps, num_stages: SimpleNamespace(
+        kwargs=kwargs, num_warps=num_warps, num_stages=num_stages
+    )
+    made.jit = Kernel
+    made.cdiv = lambda a, b: -(-a // b)
+    made.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
+    made.AsyncCompileMode = lambda pool, ignore_errors: nullcontext()
+    language = ModuleType("triton.language")
+    monkeypatch.setitem(sys.modules, "triton", made)
+    monkeypatch.setitem(sys.modules, "triton.language", language)
+    monkeypatch.delitem(sys.modules, "attnsweep.baselines.triton_kernel", raising=False)
+    module = importlib.import_module("attnsweep.baselines.triton_kernel")
+    yield module
+    sys.modules.pop("attnsweep.baselines.triton_kernel", None)
+
+
+def test_triton_is_tuned_for_the_very_problem_over_24_configs_and_more(torch, triton):
+    """It was tuned once for a key without batch and heads, from ten configs, with a cold L2."""
+    problem = Problem(3, 8, 2, 100, 128, 96, "bf16", True)
+    ways = WAYS["triton_flash"](torch, problem, Session([0.0]))
+    assert len(ways) == len(triton.CONFIGS) >= 24
+    settings = {(*c.kwargs.values(), c.num_warps, c.num_stages) for c in triton.CONFIGS}
+    assert len(settings) == len(triton.CONFIGS)
+    for way in ways:
+        way.forward(*inputs(problem)[0].values())
+    grids = {(grid, tuple(constants.items())) for grid, _, constants in triton._forward.launched}
+    assert len(grids) == len(triton.CONFIGS)
+    for (grid, arguments, constants), (warm, same) in zip(
+        triton._forward.launched, triton._forward.warmed, strict=True
+    ):
+        assert grid == (-(-100 // constants["BLOCK_M"]), 3 * 8)
+        assert arguments[5:] == (4, 100, 128) == warm[5:]
+        assert constants == same  # what was compiled ahead is what is launched
+        assert (constants["HEAD_DIM"], constants["BLOCK_D"]) == (96, 128)
+
+
+def test_the_launcher_that_all_configs_share_is_made_when_they_are_compiled(triton, monkeypatch):
+    """Triton 3.6 runs a C compiler for it at the first launch, which a user then waits for."""
+    made = []
+    driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=lambda *of: made.append(of)))
+    sys.modules["triton"].runtime = SimpleNamespace(driver=driver)
+    kernels = iter([None, *[SimpleNamespace(src="source", metadata="facts")] * 99])
+    monkeypatch.setattr(triton._forward, "warmup", lambda *given, **how: next(kernels))
+    triton.compile_all("float16", (1, 2, 64, 64), (1, 2, 64, 64), causal=False)
+    assert made == [("source", "facts")]  # the first config did not compile
+
+
+def test_an_older_triton_compiles_at_the_first_call(torch, triton, monkeypatch):
+    monkeypatch.delattr(sys.modules["triton"], "AsyncCompileMode")
+    triton.compile_all("float16", (1, 2, 64, 64), (1, 2, 64, 64), causal=False)
+    assert triton._forward.warmed == []
+
+
+def test_no_garbage_is_collected_while_a_peer_is_captured(torch):
+    """A finalizer that waits for the device, as cuDNN's handle's, would end the capture."""
+    seen = []
+    way = Way(lambda *inputs: seen.append(gc.isenabled()) or inputs[0])
+    baseline = Baseline(way, [(Tensor(np.zeros(2)),) * 3], Session([0]), rounds_scores=0)
+    baseline.capture(2)
+    assert seen == [False, False]
+    assert gc.isenabled()

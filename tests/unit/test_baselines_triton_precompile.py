@@ -1,0 +1,144 @@
+"""Triton's configs are compiled by a process beside; whatever becomes of it, the peer is there."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from attnsweep.baselines import flash, triton_precompile
+from attnsweep.baselines.triton_precompile import Ahead
+from attnsweep.core.problem import Problem
+
+ONE, OTHER = (Problem(1, heads, 2, 100, 128, 96, "bf16", True) for heads in (2, 4))
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """Makes an Ahead whose process runs a program that is given."""
+    made = []
+
+    def of(program):
+        monkeypatch.setattr(triton_precompile, "_command", lambda: [sys.executable, "-c", program])
+        made.append(Ahead())
+        return made[-1]
+
+    yield of
+    for each in made:
+        each.close()
+
+
+def test_it_waits_until_a_problem_is_compiled(beside):
+    slow = beside(
+        "import sys, time\n"
+        "for line in sys.stdin:\n"
+        "    time.sleep(0.3); print('a word of Triton'); print(line, end='', flush=True)"
+    )
+    begun = time.monotonic()
+    slow.begin(ONE)
+    assert time.monotonic() - begun < 0.3
+    assert slow.wait(ONE)
+    assert time.monotonic() - begun > 0.3
+    slow.begin(OTHER)
+    assert slow.wait(OTHER)
+
+
+def test_a_problem_that_was_not_begun_is_not_waited_for(beside):
+    never = beside("import time; time.sleep(60)")
+    assert not never.wait(ONE)
+    never.begin(ONE)
+    assert not never.wait(OTHER)
+
+
+@pytest.mark.parametrize("program", ["", "raise SystemExit(1)", "print('nonsense')"])
+def test_a_process_that_ends_is_not_waited_for_and_replaced(beside, program):
+    dying = beside(program)
+    for problem in (ONE, OTHER):
+        dying.begin(problem)
+        assert not dying.wait(problem)
+
+
+def test_a_process_that_hangs_is_waited_for_within_bounds(beside, monkeypatch):
+    monkeypatch.setattr(triton_precompile, "_LONGEST_S", 0.2)
+    hanging = beside("import time; time.sleep(60)")
+    hanging.begin(ONE)
+    assert not hanging.wait(ONE)
+
+
+def test_a_machine_that_starts_no_process_compiles_later(monkeypatch):
+    monkeypatch.setattr(triton_precompile, "_command", lambda: ["/no/such/program"])
+    nothing = Ahead()
+    nothing.begin(ONE)
+    assert not nothing.wait(ONE)
+
+
+def test_the_process_compiles_and_says_so(monkeypatch, capsys):
+    compiled = []
+    monkeypatch.setattr(triton_precompile, "compile_triton", compiled.append)
+    monkeypatch.setattr(
+        sys,
+        "stdin",
+        [triton_precompile._line_of(ONE), "damaged\n", triton_precompile._line_of(OTHER)],
+    )
+    triton_precompile._serve()
+    assert compiled == [ONE, OTHER]
+    assert capsys.readouterr().out.splitlines()[1] == "damaged"
+
+
+def test_a_problem_that_was_begun_is_not_compiled_again(beside):
+    """The first one is begun before it is opened, and again when it is."""
+    counting = beside(
+        "import sys\n"
+        "for number, line in enumerate(sys.stdin):\n"
+        "    assert number < 2; print(line, end='', flush=True)"
+    )
+    for problem in (ONE, ONE, OTHER, OTHER):
+        counting.begin(problem)
+    assert counting.wait(OTHER)
+
+
+def test_it_tells_without_waiting_whether_a_problem_is_compiled(beside):
+    slow = beside(
+        "import sys, time\nfor line in sys.stdin: time.sleep(0.3); print(line, flush=True)"
+    )
+    assert not slow.done(ONE)
+    slow.begin(ONE)
+    assert not slow.done(ONE)
+    deadline = time.monotonic() + 30
+    while not slow.done(ONE) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert slow.done(ONE)
+    assert slow.wait(ONE)
+
+
+def test_a_process_that_compiled_nothing_is_not_done(beside):
+    ending = beside("")
+    ending.begin(ONE)
+    ending._answers[ONE].result(30)
+    assert not ending.done(ONE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other priorities")
+def test_the_process_steps_back_behind_candidates_as_their_threads_do():
+    real = Ahead()
+    try:
+        real.begin(ONE)
+        assert real.wait(ONE)  # it answers, whatever it could compile
+        own, its = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, real._beside.process.pid))
+    finally:
+        real.close()
+    assert its == min(19, own + 10)
+
+
+def test_only_what_triton_can_take_is_begun(monkeypatch):
+    begun = []
+    monkeypatch.setattr(triton_precompile._ahead, "begin", begun.append)
+    monkeypatch.setattr(flash, "importable", lambda module: True)
+    monkeypatch.setattr(triton_precompile, "importable", lambda module: True)
+    triton_precompile.compile_ahead(["cudnn"], ONE)
+    triton_precompile.compile_ahead(["triton_flash"], Problem(1, 2, 2, 100, 128, 96, "fp32", True))
+    assert begun == []
+    triton_precompile.compile_ahead(["cudnn", "triton_flash"], ONE)
+    assert begun == [ONE]

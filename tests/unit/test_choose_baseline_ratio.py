@@ -1,0 +1,459 @@
+"""× base: which peer it compares with, in which rounds, and what is said of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from samples import PROBLEM, candidate, full_run
+
+from attnsweep.choose.baseline_ratio import common_rounds
+from attnsweep.choose.drift import at_pace
+from attnsweep.choose.ranking import judged, rank
+from attnsweep.core.trial import OURS, Accuracy, Energy, Measurement, Status, Trial
+from attnsweep.reports import tables
+from attnsweep.reports.tables import to_csv, to_json, to_markdown
+from attnsweep.specs.model import OWN_BF16
+from attnsweep.store.run import open_run
+
+RECORDED = Path(__file__).parent.parent.parent / "results" / "h100-80gb-hbm3" / "h100"
+
+
+def timed(rounds: Sequence[float], **changes: object) -> Measurement:
+    ordered = sorted(rounds)
+    time = Measurement(
+        median=statistics.median(ordered),
+        low=ordered[len(ordered) // 4],
+        high=ordered[3 * len(ordered) // 4],
+        samples=len(rounds),
+        rounds=list(rounds),
+    )
+    return time.model_copy(update=changes)
+
+
+def ours(rounds: Sequence[float], number: int = 1, **changes: object) -> Trial:
+    return candidate("flash", 1.0, A=number).with_(time_us=timed(rounds), **changes)
+
+
+def peer(
+    name: str, rounds: Sequence[float], status: Status = Status.OK, **changes: object
+) -> Trial:
+    return candidate(name, 1.0).with_(
+        provider=name, resources=None, time_us=timed(rounds), status=status, cold_us=None, **changes
+    )
+
+
+def best(*rows: Trial) -> dict[str, object]:
+    """The first row of ours, as the ranking tells it."""
+    frame = rank(rows, None)
+    return dict(frame[~frame["baseline"]].iloc[0])
+
+
+def printed(rows: Sequence[Trial], width: int) -> str:
+    out = io.StringIO()
+    tables.print_run(full_run(trials=list(rows)), Console(file=out, width=width))
+    return out.getvalue()
+
+
+CLOCK = [1.0, 1.3, 1.1, 1.0, 1.2, 1.3, 1.0, 1.1, 1.2, 1.0, 1.3, 1.1]
+"""The pace of each round: at its power cap a card has many."""
+
+
+def test_the_ratio_is_the_median_of_the_rounds_that_both_ran() -> None:
+    own = [10.0 * pace for pace in CLOCK]
+    theirs = [us * ratio for us, ratio in zip(own, [1.1, 1.09, 1.1, 1.11] * 3, strict=True)]
+    row = best(ours(own), peer("torch_cudnn", theirs))
+    assert row["ratio_to_best_baseline"] == pytest.approx(1.1)
+    assert (row["ratio_low"], row["ratio_high"]) == pytest.approx((1.09, 1.11))
+    assert (row["ratio_of"], row["best_baseline"]) == ("rounds", "torch_cudnn")
+
+
+def test_a_slow_peer_that_left_is_paired_with_the_rounds_that_it_ran() -> None:
+    own = [20.0] * 5 + [10.0] * 10  # the clock doubled when the slow one had left
+    row = best(ours(own), peer("unfused", [40.0] * 5))
+    assert row["ratio_to_best_baseline"] == 2  # the medians would say 4
+    assert (row["ratio_low"], row["ratio_high"]) == (2, 2)
+
+
+def test_rounds_taken_later_are_paired_by_their_position() -> None:
+    own = ours([20.0] * 6 + [10.0] * 6)
+    later = peer("torch_cudnn", [1.0])
+    later = later.with_(time_us=timed([12.0] * 6, first_round=6))
+    assert common_rounds(own, later) == ([10.0] * 6, [12.0] * 6)
+    assert common_rounds(later, own) == ([12.0] * 6, [10.0] * 6)
+    assert best(own, later)["ratio_to_best_baseline"] == pytest.approx(1.2)
+    beyond = later.with_(time_us=timed([12.0] * 6, first_round=20))
+    assert common_rounds(own, beyond) == ([], [])
+
+
+def test_a_peer_timed_again_may_share_the_first_rank() -> None:
+    rows = [ours([20.0] * 6 + [10.0] * 6), peer("torch_cudnn", [1.0])]
+    rows[1] = rows[1].with_(time_us=timed([10.0] * 6, first_round=6))
+    assert list(rank(rows, None)["rank"]) == [1, 1]
+
+
+def test_without_rounds_in_common_it_is_marked_and_has_no_interval() -> None:
+    once = Measurement(median=10.0, low=10.0, high=10.0, samples=1)
+    row = best(ours([1.0]).with_(time_us=once), peer("torch_cudnn", [12.0] * 9))
+    assert row["ratio_to_best_baseline"] == pytest.approx(1.2)
+    assert row["ratio_of"] == "medians"
+    assert math.isnan(float(str(row["ratio_low"])))
+    text = printed([ours([1.0]).with_(time_us=once), peer("torch_cudnn", [12.0] * 9)], 120)
+    assert "~1.20" in text
+    assert "1.20× torch_cudnn, the fastest peer by medians of different rounds" in " ".join(
+        text.split()
+    )
+
+
+def test_another_kind_of_time_has_no_ratio() -> None:
+    cold = peer("torch_cudnn", [12.0] * 9)
+    cold = cold.with_(time_us=timed([12.0] * 9, l2="cold"))
+    row = best(ours([10.0] * 9), cold)
+    assert math.isnan(float(str(row["ratio_to_best_baseline"])))
+
+
+# -- noisy peers ----------------------------------------------------------------------------
+
+WILD = [12.0, 30.0, 13.0, 29.0, 12.5, 31.0]
+"""Rounds of a peer that stays noisy; its fastest takes 12 µs."""
+
+
+def test_a_noisy_peer_bounds_the_ratio_and_is_never_dropped_in_silence() -> None:
+    """The slowest peer left once became the base: 3.97x, with the three fast ones noisy."""
+    rows = [
+        ours([10.0] * 6),
+        peer("torch_cudnn", WILD, Status.NOISY, detail="quartiles of 6 rounds 12.38 to 29.75 us"),
+        peer("unfused", [39.7] * 6),
+    ]
+    row = best(*rows)
+    assert row["ratio_to_best_baseline"] == pytest.approx(1.2)
+    assert (row["ratio_of"], row["best_baseline"]) == ("bound", "torch_cudnn")
+    for width in (80, 120):
+        text = " ".join(printed(rows, width).split())
+        assert "≥1.20" in text
+        assert "at least 1.20× torch_cudnn, the fastest peer" in text
+        assert "torch_cudnn stayed noisy: × base takes its fastest round, 12.00 µs" in text
+    page = to_markdown(rank(rows, None), None)
+    assert "| – | torch_cudnn | base, noisy | 21.00" in page
+    assert "stayed noisy" in page
+
+
+def test_a_noisy_peer_that_is_slower_even_at_its_best_changes_nothing() -> None:
+    row = best(ours([10.0] * 6), peer("torch_flash", WILD, Status.NOISY), peer("b", [11.0] * 6))
+    assert (row["best_baseline"], row["ratio_of"]) == ("b", "rounds")
+
+
+def test_a_noisy_peer_without_a_believable_time_is_no_base() -> None:
+    broken = peer("b1", [float("nan")] * 6, Status.NOISY)
+    row = best(ours([10.0] * 6), broken, peer("b2", [11.0] * 6))
+    assert row["best_baseline"] == "b2"
+
+
+# -- peers over the error limit, and in another format ----------------------------------------
+
+OVER = Accuracy(rel_err=7.1e-6, limit=5.0e-6)
+
+
+def test_a_peer_over_the_limit_is_ranked_marked_and_serves_as_base() -> None:
+    """The limit is our rule: without the faster peer, the ratio to a slower one flattered us."""
+    rows = [ours([10.0] * 6), peer("unfused", [12.0] * 6, accuracy=OVER), peer("b", [20.0] * 6)]
+    assert judged(rows[1])[0] is Status.OK
+    ranking = rank(rows, None)
+    assert ranking["provider"].tolist() == [OURS, "unfused", "b"]
+    assert ranking["rank"].tolist() == [1, 2, 3]
+    row = best(*rows)
+    assert (row["best_baseline"], row["ratio_to_best_baseline"]) == ("unfused", pytest.approx(1.2))
+    text = printed(rows, 100)
+    assert "base, over the limit" in text
+    assert "unfused: error 7.1e-06, over the limit 5.0e-06" in text
+    page = to_markdown(ranking, None)
+    assert "| base, over the limit |" in page
+    assert "unfused: error 7.1e-06, over the limit 5.0e-06" in page
+    assert "over_limit" in to_csv(ranking).splitlines()[0]
+
+
+def test_a_faster_peer_over_the_limit_has_the_first_rank() -> None:
+    ranking = rank([ours([10.0] * 6), peer("unfused", [8.0] * 6, accuracy=OVER)], None)
+    assert ranking["provider"].tolist() == ["unfused", OURS]
+    assert ranking["rank"].tolist() == [1, 2]
+    assert ranking["ratio_to_best_baseline"].tolist()[1] == pytest.approx(0.8)
+
+
+def test_a_candidate_over_the_limit_stays_wrong_and_so_does_a_peer_that_is_nan() -> None:
+    assert judged(ours([10.0] * 6, accuracy=OVER))[0] is Status.WRONG
+    for error in (None, math.nan, math.inf):
+        row = peer("unfused", [12.0] * 6, accuracy=Accuracy(rel_err=error, limit=5e-6))
+        assert judged(row)[0] is Status.WRONG
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "said"),
+    [
+        (Accuracy(rel_err=4e-2, limit=4e-3), "; error 4.0e-02, over the limit 4.0e-03"),
+        (Accuracy(rel_err=3e-3, limit=4e-3), ""),
+        (None, ""),
+    ],
+    ids=["over-the-limit", "within-the-limit", "unchecked"],
+)
+def test_a_peer_in_another_format_is_shown_but_never_has_a_rank_nor_is_the_base(
+    accuracy: Accuracy | None, said: str
+) -> None:
+    """Such a peer had rank 1 of a problem in bf16, above our winner."""
+    fp8 = peer("flash_attn_3_fp8", [5.0] * 6, accuracy=accuracy)
+    rows = [fp8, ours([10.0] * 6), peer("flash_attn_3", [11.0] * 6)]
+    ranking = rank(rows, None)
+    assert ranking["provider"].tolist() == [OURS, "flash_attn_3", "flash_attn_3_fp8"]
+    assert ranking["rank"].tolist()[:2] == [1, 2]
+    assert ranking["rank"].isna().tolist() == [False, False, True]
+    assert ranking["best_baseline"].tolist() == ["flash_attn_3"] * 3
+    row, _, below = ranking.to_dict("records")
+    assert (row["ratio_of"], row["ratio_to_best_baseline"]) == ("rounds", pytest.approx(1.1))
+    assert math.isnan(below["ratio_to_best_baseline"])
+    assert (below["status"], below["detail"]) == ("ok", "it does not compute in fp16")
+    why = f"flash_attn_3_fp8: not ranked, and no base: it does not compute in fp16{said}"
+    text = printed(rows, 100)
+    lines = [line.split()[:2] for line in text.splitlines()]
+    assert lines.index(["–", "flash_attn_3_fp8"]) > lines.index(["2", "flash_attn_3"])
+    assert " ".join(text.split()).count(why) == 1
+    page = to_markdown(ranking, None)
+    assert "| – | flash_attn_3_fp8 | other format | 5.000" in page
+    assert page.count(why) == 1
+    *_, last = csv.DictReader(io.StringIO(to_csv(ranking)))
+    assert (last["provider"], last["rank"], last["ratio_of"]) == ("flash_attn_3_fp8", "", "")
+    assert last["detail"] == below["detail"]
+    assert best(ours([10.0] * 6), fp8)["best_baseline"] is None
+
+
+def test_a_peer_in_a_finer_format_is_not_ranked_either() -> None:
+    fp8 = replace(PROBLEM, dtype="e4m3_tensor")
+    rows = [
+        trial.with_(problem=fp8)
+        for trial in (ours([10.0] * 6), peer(OWN_BF16, [9.0] * 6), peer("cudnn", [11.0] * 6))
+    ]
+    ranking = rank(rows, None)
+    assert ranking["provider"].tolist() == [OURS, "cudnn", OWN_BF16]
+    assert ranking["rank"].isna().tolist() == [False, False, True]
+    assert ranking["detail"].tolist()[-1] == "it does not compute in e4m3_tensor"
+    text = " ".join(printed(rows, 100).split())
+    assert f"– {OWN_BF16} other format" in text
+
+
+def test_no_peer_of_a_recorded_run_computes_in_another_format_and_has_a_rank() -> None:
+    """In `report --json` of the run of the H100, FlashAttention-3 in FP8 led two problems."""
+    seen = 0
+    for problem in to_json(open_run(RECORDED))["problems"]:
+        rows = problem["ranking"]
+        ranked = [row for row in rows if row["rank"] is not None]
+        assert rows[: len(ranked)] == ranked
+        below = [row for row in rows if row["provider"] == "flash_attn_3_fp8"]
+        seen += len(below)
+        assert all(row["rank"] is None and "compute in" in row["detail"] for row in below)
+    assert seen
+
+
+# -- tables ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 120])
+def test_marks_and_intervals_fit_the_terminal(width: int) -> None:
+    rows = [
+        ours([1001.0, 1003.0] * 6),
+        ours([1050.0] * 12, 2),
+        peer("torch_cudnn", [us * 100 for us in WILD], Status.NOISY),
+        peer("unfused", [1390.7] * 12, accuracy=OVER),
+    ]
+    text = printed(rows, width)
+    assert max(map(cell_len, text.splitlines())) <= width
+
+
+def test_a_row_out_of_the_rounds_of_the_finals_is_marked() -> None:
+    raced = Measurement(median=11.0, low=10.9, high=11.1, samples=20)
+    rows = [
+        ours([10.0] * 12),
+        ours([1.0], 2).with_(time_us=raced, race={"rounds": 20}),
+        peer("b", [12.0] * 12),
+    ]
+    text = printed(rows, 100)
+    assert "~11.00" in text
+    assert "~10.00" not in text
+
+
+def alone(us: float, number: int, first_us: float) -> Trial:
+    """A candidate that was timed once, before the rounds or in a race."""
+    time = Measurement(median=us, low=us, high=us, samples=1)
+    return candidate("flash", 1.0, A=number).with_(time_us=time, first_us=first_us)
+
+
+def test_who_was_not_in_the_rounds_gains_nothing_by_a_card_that_is_slower_in_them() -> None:
+    # Seen on a hot H100: first times of 2900 to 3200 us, rounds of 3400, and one that never raced,
+    # whose first time was one of many, led with 1.28 times the peer.
+    there = [ours([131.0, 130.0, 132.0] * 5, n).with_(first_us=100.0 + n) for n in (1, 2)]
+    rows = [*there, peer("p", [143.0, 143.5, 144.0] * 5), alone(101.0, 3, 101.0)]
+    rows.append(alone(104.0, 4, 102.0))  # lost a race, before the card was hot
+    frame = rank(rows, None)
+    placed = {row.trial.config.get("A", "p"): row for row in frame.itertuples()}
+    assert placed[1].rank == placed[2].rank == 1
+    assert placed[3].rank > 1
+    assert placed[4].rank > 1
+    assert frame.loc[frame["winner"], "rank"].item() == 1
+    assert placed[3].time_us == 101.0
+    pace = (131 / 101 + 131 / 102) / 2
+    assert placed[3].ratio_to_best_baseline == pytest.approx(143.5 / (101 * pace))
+    assert placed[4].ratio_to_best_baseline == pytest.approx(143.5 / (102 * pace))
+    assert placed[3].ratio_of == placed[4].ratio_of == "medians"
+
+
+def test_who_was_clearly_faster_from_the_first_leads_without_rounds_all_the_same() -> None:
+    there = ours([131.0, 130.0, 132.0] * 5, 1).with_(first_us=100.0)
+    assert best(there, alone(88.0, 2, 88.0))["time_us"] == 88.0
+    assert best(there, alone(92.0, 2, 92.0))["time_us"] == 131.0
+
+
+def test_a_card_that_is_faster_in_the_rounds_makes_nobody_faster_who_was_not_there() -> None:
+    there = ours([88.0, 89.0, 90.0] * 5, 1).with_(first_us=100.0)
+    paced = at_pace([there, alone(99.0, 2, 99.0), alone(70.0, 3, 71.0)])
+    assert list(paced.values()) == [89.0, 99.0, 70.0]
+    without = at_pace([there.with_(first_us=None), alone(99.0, 2, 99.0)])
+    assert list(without.values()) == [89.0, 99.0]
+
+
+STEP = [1.0] * 15 + [1.3] * 30
+"""A card that is slower from the 16th round on."""
+
+
+def test_who_left_before_the_card_became_slow_does_not_lead_by_it() -> None:
+    whole = [ours([us * pace for pace in STEP], n) for n, us in ((1, 100.0), (2, 100.2))]
+    left = ours([103.0] * 15, 3)
+    frame = rank([*whole, left], None)
+    placed = {row.trial.config["A"]: row for row in frame.itertuples()}
+    assert [placed[n].rank for n in (1, 2, 3)] == [1, 1, 3]
+    assert placed[3].time_us == 103.0
+    assert at_pace([*whole, left])[id(left)] == pytest.approx(103.0 * 1.3)
+    # The same on a card that becomes faster, and of one that came later.
+    whole = [ours([us / pace for pace in STEP], n) for n, us in ((1, 100.0), (2, 100.2))]
+    later = ours([97.0 / 1.3] * 30, 3)
+    later = later.with_(time_us=timed([97.0 / 1.3] * 30, first_round=15))
+    assert at_pace([*whole, later])[id(later)] == pytest.approx(97.0 / 1.3)
+    assert at_pace([*whole, left])[id(left)] == pytest.approx(103.0 / 1.3)
+
+
+def test_the_base_is_the_fastest_at_one_pace_and_not_the_one_that_left_the_slow_rounds() -> None:
+    own = ours([100.0 * pace for pace in STEP])
+    near = peer("flash_attn_3", [101.0 * pace for pace in STEP])
+    left = peer("torch_cudnn", [125.0] * 15)
+    row = best(own, near, left)
+    assert (row["best_baseline"], row["ratio_of"]) == ("flash_attn_3", "rounds")
+    assert row["ratio_to_best_baseline"] == pytest.approx(1.01)
+
+
+def test_a_peer_of_slow_rounds_alone_flatters_no_row_without_rounds() -> None:
+    # All rounds of the peer were on a slow card, which then was as fast as in the first times.
+    own = ours([us * (1.3 if n < 15 else 1.0) for n, us in enumerate([100.0] * 45)])
+    own = own.with_(first_us=100.0)
+    frame = rank([own, peer("torch_cudnn", [112.0 * 1.3] * 15), alone(103.0, 2, 103.0)], None)
+    ratios = {row.trial.config.get("A"): row.ratio_to_best_baseline for row in frame.itertuples()}
+    assert ratios[1] == pytest.approx(1.12)
+    assert ratios[2] == pytest.approx(112 / 103)
+
+
+def test_who_lost_a_race_on_a_faster_card_stays_as_far_behind_as_it_was_there() -> None:
+    # The race alone was on a fast card: first times, and rounds, took 1.3 times as long.
+    there = ours([130.0, 131.0, 129.0] * 5, 1).with_(first_us=130.0)
+    lost = alone(104.0, 2, 134.0).with_(race={"against": "flash A=1", "ratio": [1.03, 1.05]})
+    behind = alone(106.0, 3, 137.0).with_(race={"against": "flash A=2", "ratio": [1.01, 1.03]})
+    unshown = alone(104.0, 4, 134.0).with_(race={"against": "flash A=1", "ratio": [None, None]})
+    rows = [there, lost, behind, unshown]
+    paced = at_pace(rows)
+    assert paced[id(lost)] == pytest.approx(130 * (1.03 * 1.05) ** 0.5)
+    assert paced[id(behind)] == pytest.approx(paced[id(lost)] * (1.01 * 1.03) ** 0.5)
+    assert paced[id(unshown)] == 134.0
+    assert best(*rows)["trial"] is there
+
+
+def test_who_beat_each_other_in_races_of_two_runs_end_the_search() -> None:
+    rows = [ours([100.0] * 6, 1), *(alone(100.0, n, 101.0) for n in (2, 3))]
+    rows[1:] = [
+        row.with_(race={"against": f"flash A={other}", "ratio": [1.1, 1.1]})
+        for row, other in zip(rows[1:], (3, 2), strict=True)
+    ]
+    assert [*at_pace(rows).values()] == pytest.approx([100, 110, 110])
+
+
+def test_first_times_of_two_states_count_at_the_slower_of_time_and_cycles() -> None:
+    there = ours([130.0] * 9, 1).with_(first_us=130.0, first_mhz=1500.0)
+    early = alone(100.0, 2, 100.0).with_(first_mhz=1950.0)  # as many cycles, on a faster card
+    assert at_pace([there, early])[id(early)] == pytest.approx(130.0)
+    late = alone(140.0, 3, 140.0).with_(first_mhz=1200.0)
+    assert at_pace([there, late])[id(late)] == pytest.approx(140.0)
+
+
+def test_a_noisy_peer_bounds_the_ratio_of_a_row_that_never_raced_at_the_pace_of_the_rounds() -> (
+    None
+):
+    there = ours([130.0] * 9, 1).with_(first_us=100.0)
+    noisy = peer("torch_cudnn", [150.0, 210.0] * 4 + [150.0], Status.NOISY)
+    frame = rank([there, noisy, alone(101.0, 2, 101.0)], None)
+    ratios = {row.trial.config.get("A"): row for row in frame.itertuples()}
+    assert ratios[1].ratio_of == ratios[2].ratio_of == "bound"
+    assert ratios[2].ratio_to_best_baseline == pytest.approx(150 / (1.3 * 101))
+
+
+def test_a_noisy_peer_of_slow_rounds_alone_is_no_bound_that_flatters() -> None:
+    pace = [1.3] * 5 + [1.0] * 10
+    own = [ours([us * slow for slow in pace], n) for n, us in ((1, 100.0), (2, 101.0))]
+    noisy = peer("torch_cudnn", [120.0 * 1.3, 180.0, 230.0, 120.0 * 1.3, 230.0], Status.NOISY)
+    row = best(*own, noisy)
+    assert row["ratio_of"] == "bound"
+    assert row["ratio_to_best_baseline"] == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("kind", ["cold", "energy"])
+def test_another_kind_of_time_parts_no_tie(kind: str) -> None:
+    # Warm times of who never raced are below cold ones, and microseconds below microjoules.
+    rounds = [150.0, 151.0, 149.0] * 5
+    if kind == "cold":
+        alike = [
+            candidate("flash", 1.0, A=n).with_(time_us=timed(rounds, l2="cold")) for n in (1, 2)
+        ]
+    else:
+        each = timed([300 * us for us in rounds])
+        facts = each.model_dump(include={"median", "low", "high", "samples", "rounds"})
+        energy = Energy(**facts, ranks=True)
+        alike = [ours([100.0] * 5, n, energy_uj=energy, power_w=300.0) for n in (1, 2)]
+    frame = rank([*alike, alone(130.0, 3, 130.0)], None)
+    assert list(frame["rank"]) == [1, 1, 3]
+
+
+def test_rows_of_as_many_slow_as_fast_rounds_are_at_one_pace() -> None:
+    # Their medians are of either half, by chance: a slower row's of the fast one.
+    pace = [1.0] * 15 + [1.3] * 15
+    wobble = [0.001 * (n % 3 - 1) for n in range(30)]
+    rows = [
+        ours([us * slow * (1 + off) for slow, off in zip(pace, wobble, strict=True)], n)
+        for n, us in ((1, 100.0), (2, 103.0), (3, 101.0))
+    ]
+    rows[1] = rows[1].with_(time_us=rows[1].time_us.model_copy(update={"median": 103.2}))
+    base = peer("torch_cudnn", [112.0] * 15)
+    paced = at_pace([*rows, base])
+    assert paced[id(rows[1])] / paced[id(rows[0])] == pytest.approx(1.03, abs=2e-3)
+    assert paced[id(base)] / paced[id(rows[0])] == pytest.approx(1.12, abs=2e-3)
+    assert best(*rows, base)["trial"] is rows[0]
+
+
+@pytest.mark.parametrize(("median_us", "status"), [(6.0, "ok"), (6.00001, "ok"), (1e-9, "damaged")])
+def test_a_median_that_is_not_that_of_its_rounds_is_damage(median_us: float, status: str) -> None:
+    row = ours([6.0, 6.1, 5.9])
+    changed = row.with_(time_us=timed([6.0, 6.1, 5.9], median=median_us))
+    found, why = judged(changed)
+    assert found == status
+    assert (why is None) is (status == "ok")
+    if why is not None:
+        assert why == "says ok, but its median is 1e-09 and that of its rounds 6"

@@ -1,0 +1,155 @@
+"""write_file: the new content or the old one, on the disk if asked, and hints to install extras."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from types import ModuleType
+
+import pytest
+
+from attnsweep.baselines.backend import Unavailable
+from attnsweep.baselines.torch_sdpa import _import_torch
+from attnsweep.compile.nvrtc import nvrtc_version
+from attnsweep.core import files
+from attnsweep.core.errors import ToolchainError
+from attnsweep.core.files import install_command, why_pip_misses, write_file
+from attnsweep.tools import doctor
+
+
+def nvrtc_that_cannot_be_loaded():
+    def fail():
+        raise RuntimeError("no libnvrtc.so")
+
+    bindings = ModuleType("cuda.bindings")
+    bindings.nvrtc = ModuleType("nvrtc")
+    bindings.nvrtc.nvrtcVersion = fail
+    return bindings
+
+
+@pytest.mark.parametrize("bindings", [None, nvrtc_that_cannot_be_loaded()])
+@pytest.mark.parametrize("folder", [files._PACKAGE.parent, files._PACKAGE])
+def test_the_hint_for_a_missing_compiler_suits_a_clone(monkeypatch, bindings, folder):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.chdir(folder)
+    nvrtc_version.cache_clear()
+    with pytest.raises(ToolchainError) as caught:
+        nvrtc_version()
+    more = " (or [cuda12], [cuda13] on a GPU machine)"
+    assert caught.value.hint == install_command("compile") + more
+
+
+def test_the_reason_of_a_peer_without_pytorch_suits_a_clone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(Unavailable) as caught:
+        _import_torch()
+    assert "pip install -e '" in str(caught.value)
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "report.html"
+    path.write_bytes(b"old")
+    return path
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_the_new_content_takes_the_place_of_the_old_and_leaves_nothing_else(path, durable):
+    write_file(path, b"new", durable=durable)
+    assert path.read_bytes() == b"new"
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_failure_leaves_the_old_file_and_nothing_else(path, monkeypatch, step, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(*((files.os, step) if step == "fsync" else (files.Path, step)), fail)
+    with pytest.raises(error):
+        write_file(path, b"new", durable=True)
+    assert path.read_bytes() == b"old"
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_durable_means_the_content_before_the_rename_and_then_the_folder(path, monkeypatch):
+    fsync, seen = os.fsync, []
+
+    def told(handle):
+        folder = stat.S_ISDIR(os.fstat(handle).st_mode)
+        seen.append(("folder" if folder else "content", path.read_bytes()))
+        fsync(handle)
+
+    monkeypatch.setattr(files.os, "fsync", told)
+    write_file(path, b"new", durable=True)
+    assert seen == [("content", b"old"), ("folder", b"new")]
+    write_file(path, b"newer")
+    assert len(seen) == 2
+
+
+def test_access_is_that_of_any_new_file_and_the_umask_is_never_touched(path, monkeypatch):
+    """Threads compile and write meanwhile: all of them would see another umask."""
+    with (path.parent / "usual").open("wb") as usual:
+        mode = os.fstat(usual.fileno()).st_mode
+    monkeypatch.setattr(files.os, "umask", lambda _: pytest.fail("sets the umask"))
+    write_file(path, b"new")
+    assert path.stat().st_mode == mode
+
+
+# -- where pip installs ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def system(monkeypatch, tmp_path):
+    """A Python of the system, as Debian's: pip refuses to install into it."""
+    (tmp_path / "EXTERNALLY-MANAGED").touch()
+    monkeypatch.setattr(files.sys, "prefix", files.sys.base_prefix)
+    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def in_environment(monkeypatch, tmp_path):
+    monkeypatch.setattr(files.sys, "prefix", str(tmp_path / ".venv"))
+    return tmp_path / ".venv" / "bin"
+
+
+def pip_in(folder):
+    folder.mkdir(parents=True)
+    (folder / "pip").touch(0o755)
+    return str(folder)
+
+
+def test_a_hint_makes_an_environment_where_the_system_manages_python(system):
+    made = "python3 -m venv .venv && . .venv/bin/activate"
+    assert install_command("torch").startswith(f"{made} && pip install -e '")
+    why, fix = why_pip_misses()
+    assert "the system manages this Python" in why
+    assert fix == made
+    found = {finding.name: finding for finding in doctor.examine()}["pip"]
+    assert (found.ok, found.needed, found.detail, found.fix) == (False, False, why, fix)
+
+
+def test_where_pip_may_install_nothing_is_said(system, monkeypatch):
+    (system / "EXTERNALLY-MANAGED").unlink()
+    assert install_command("torch").startswith("pip install -e '")
+    assert why_pip_misses() is None
+
+
+def test_an_environment_that_is_not_active_is_named(in_environment, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", pip_in(in_environment))
+    assert why_pip_misses() is None
+    assert install_command("torch").startswith("pip install -e '")
+    monkeypatch.setenv("PATH", pip_in(tmp_path / "other"))
+    why, fix = why_pip_misses()
+    assert f"pip on the PATH is {tmp_path}/other/pip, and attnsweep runs in {sys.prefix}" in why
+    assert fix == f". {sys.prefix}/bin/activate"
+
+
+def test_an_environment_of_uv_has_no_pip(in_environment, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    why, fix = why_pip_misses()
+    assert why.startswith("no pip is on the PATH")
+    assert fix == f". {sys.prefix}/bin/activate; then write `uv pip` for `pip`"

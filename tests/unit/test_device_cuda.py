@@ -1,0 +1,217 @@
+"""The order in which a call is issued: stages, streams, forks and joins, graph or eager."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+from samples import TEST_GPU
+
+from attnsweep.compile.launches import CompiledStage, Launches
+from attnsweep.core.problem import Problem
+from attnsweep.device import cuda
+from attnsweep.device.bound_call import Pipeline
+from attnsweep.family.family import Launch
+
+
+class Stream:
+    """Writes what it is told into a log, and is the current stream inside `with`."""
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def __enter__(self):
+        self.log.current.append(self.name)
+
+    def __exit__(self, *_):
+        self.log.current.pop()
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event.name}")
+
+    def begin_capture(self):
+        self.log.append("begin")
+
+    def end_capture(self):
+        self.log.append("end")
+        return self
+
+    def upload(self, stream):
+        assert stream is self
+
+    def launch(self, stream):
+        self.log.append(f"replay on {stream.name}")
+
+
+class Event:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def record(self, stream):
+        self.log.append(f"{self.name} after {stream.name}")
+
+
+class Log(list):
+    def __init__(self):
+        super().__init__()
+        self.current = []
+
+
+class Session:
+    """Stands for device.Session: launches become lines `stage@stream(copy)`."""
+
+    def __init__(self):
+        self.log = Log()
+        self._streams = [Stream(self.log, f"s{n}") for n in range(4)]
+        self.stream = self._streams[0]
+
+    capture = cuda.Session.capture
+
+    def streams(self, count):
+        return self._streams[:count]
+
+    def marks(self, count):
+        names = ["fork", *(f"join{n}" for n in range(1, count))]
+        return [Event(self.log, name) for name in names]
+
+    def bind(self, stage, buffers):
+        def launch():
+            offset = stage.offsets.get("q", 0)
+            self.log.append(f"{stage.name}@{self.log.current[-1]}({buffers['q']}+{offset})")
+
+        return launch
+
+
+def plan(*stages, streams=1, eager=False):
+    launch = Launch("f", (1, 1, 1), 32, ("q",))
+    compiled = tuple(
+        CompiledStage(name, "x", launch, stream, {"q": 8 * n})
+        for n, (name, stream) in enumerate(stages)
+    )
+    return Launches(Problem(1, 1, 1, 1, 1, 64), compiled, {}, streams, eager)
+
+
+@pytest.fixture
+def session():
+    return Session()
+
+
+def test_one_stream_needs_no_event(session):
+    Pipeline(session, plan(("qk", 0), ("pv", 0)), [{"q": "a"}]).enqueue()
+    assert session.log == ["qk@s0(a+0)", "pv@s0(a+8)"]
+
+
+def test_streams_fork_from_and_join_the_first(session):
+    stages = (("qk", 0), ("pv", 0), ("qk", 1), ("pv", 1))
+    Pipeline(session, plan(*stages, streams=2), [{"q": "a"}]).enqueue()
+    assert session.log == [
+        "fork after s0",
+        "s1 waits for fork",
+        *("qk@s0(a+0)", "pv@s0(a+8)", "qk@s1(a+16)", "pv@s1(a+24)"),
+        "join1 after s1",
+        "s0 waits for join1",
+    ]
+
+
+def test_a_stage_alone_is_of_every_chunk(session):
+    pipeline = Pipeline(session, plan(("qk", 0), ("pv", 0), ("qk", 0), ("pv", 0)), [{"q": "a"}])
+    assert pipeline.stage_names == ("qk", "pv")
+    pipeline.enqueue(0, "pv")
+    assert session.log == ["pv@s0(a+8)", "pv@s0(a+24)"]
+
+
+def test_a_graph_holds_the_calls_and_rotates_over_copies(session):
+    pipeline = Pipeline(session, plan(("fwd", 0)), [{"q": "a"}, {"q": "b"}])
+    replay = pipeline.capture(3, rotate=True)
+    replay()
+    assert session.log == [
+        *("begin", "fwd@s0(a+0)", "fwd@s0(b+0)", "fwd@s0(a+0)", "end"),
+        "replay on s0",
+    ]
+
+
+def test_an_eager_plan_is_launched_anew_at_each_replay(session):
+    replay = Pipeline(session, plan(("fwd", 0), eager=True), [{"q": "a"}]).capture(2)
+    assert session.log == []
+    replay()
+    replay()
+    assert session.log == ["fwd@s0(a+0)"] * 4
+
+
+def test_a_capture_that_fails_is_ended(session):
+    def fail():
+        raise ValueError("no")
+
+    session.bind = lambda stage, buffers: fail
+    with contextlib.suppress(ValueError):
+        Pipeline(session, plan(("fwd", 0)), [{"q": "a"}]).capture(1)
+    assert session.log == ["begin", "end"]
+
+
+class NVMLError(Exception):
+    pass
+
+
+def nvml(**refused):
+    """NVML of one card. refused: functions that raise NVMLError."""
+    answers = {
+        "nvmlDeviceGetPciInfo": SimpleNamespace(pciDeviceId=0x233010DE, pciSubSystemId=0x16C110DE),
+        "nvmlDeviceGetBoardPartNumber": b"692-2G520-0200-000",
+        "nvmlDeviceGetUUID": "GPU-01234567-89ab",
+        "nvmlDeviceGetEnforcedPowerLimit": 700_000,  # milliwatts
+    }
+
+    def answer(name):
+        def asked(card):
+            if name in refused:
+                raise NVMLError
+            return answers[name]
+
+        return asked
+
+    module = SimpleNamespace(NVMLError=NVMLError, **{name: answer(name) for name in answers})
+    return SimpleNamespace(nvml=lambda: (module, "card"))
+
+
+def test_a_card_says_which_it_is_and_its_uuid_is_hashed():
+    found = cuda.Session.identity(nvml())
+    assert found["sku"] == "233010de:16c110de 692-2G520-0200-000"
+    assert found["power_limit_w"] == 700.0
+    assert found["uuid"]
+    assert "0123" not in found["uuid"]
+
+
+def test_what_a_card_does_not_tell_is_left_out_and_ends_nothing():
+    whole = cuda.Session.identity(nvml())
+    part = cuda.Session.identity(nvml(nvmlDeviceGetBoardPartNumber=True))
+    assert part == whole | {"sku": "233010de:16c110de"}
+    none = cuda.Session.identity(nvml(nvmlDeviceGetPciInfo=True, nvmlDeviceGetUUID=True))
+    assert none == {"power_limit_w": 700.0}
+
+
+def test_a_row_names_the_whole_machine():
+    facts = {"uuid": "hashed", "sku": "part", "power_limit_w": 700.0, "host": "a CPU"}
+    named = TEST_GPU.model_copy(update=facts).machine
+    own = ("gpu", "sm_count", "l2_bytes", "driver")
+    assert named == facts | {name: getattr(TEST_GPU, name) for name in own}
+
+
+def test_a_function_is_loaded_once_and_has_room_for_the_largest_of_its_launches(monkeypatch):
+    """A trial binds a dozen launches of the same code."""
+    loaded = []
+
+    def module(path):
+        loaded.append(path)
+        function = SimpleNamespace(max_dynamic_shared_size_bytes=0)
+        return SimpleNamespace(get_function=lambda name: function)
+
+    session = object.__new__(cuda.Session)
+    session._cupy, session._functions = SimpleNamespace(RawModule=module), {}
+    monkeypatch.setattr(cuda.Session, "_allow_cluster", lambda session, function: None)
+    launches = [Launch("f", (1, 1, 1), 32, (), smem_bytes=kib << 10) for kib in (64, 100, 64)]
+    functions = [session.function("one.cubin", launch) for launch in launches]
+    assert functions[0] is functions[1] is functions[2]
+    assert functions[0].max_dynamic_shared_size_bytes == 100 << 10
+    session.function("other.cubin", launches[0])
+    assert loaded == ["one.cubin", "other.cubin"]

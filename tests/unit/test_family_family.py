@@ -1,0 +1,370 @@
+"""Declarations: Config, rules, Space, stages, and the finding of families."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnsweep.core.errors import KernelError, SpaceError
+from attnsweep.core.files import shipped
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover, load_kernel
+from attnsweep.family.family import BLOCK_LIMITS, Config, Kernel, Launch, Param
+from attnsweep.family.space import Selection, Space
+
+PROBLEM = Problem(1, 2, 2, 64, 64, 64)
+H200 = ARCHS["sm_90a"]
+values = st.dictionaries(
+    st.text("ABC_", min_size=1, max_size=4),
+    st.integers() | st.booleans() | st.sampled_from(["row", "column"]),
+)
+
+
+def family(threads=128, smem_bytes=0, **params):
+    """A family of one stage, whose launch is the same for every config."""
+    declared = params or {"A": (1, 2), "B": (0, 1)}
+    kernel = Kernel(
+        "toy", summary="", params=tuple(Param(name, of, "") for name, of in declared.items())
+    )
+    kernel.stage("fwd")(lambda *_: Launch("toy", (1, 1, 1), threads, (), smem_bytes))
+    return kernel
+
+
+class TestConfig:
+    @given(values)
+    def test_is_a_mapping_that_pickles_and_copies(self, mapping):
+        config = Config(mapping)
+        assert config == mapping
+        assert list(config) == list(mapping)
+        assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
+
+    @given(values)
+    def test_equal_configs_have_equal_hashes(self, mapping):
+        backwards = Config(dict(reversed(mapping.items())))
+        assert Config(mapping) == backwards
+        assert hash(Config(mapping)) == hash(backwards)
+
+    def test_does_not_follow_changes_of_what_it_was_made_from(self):
+        mapping = {"A": 1}
+        config = Config(mapping)
+        mapping["A"] = 2
+        assert config.A == 1
+
+    def test_an_unknown_attribute_names_the_known(self):
+        with pytest.raises(AttributeError, match="no parameter 'BLOCK_K'; it has A, B"):
+            _ = Config({"A": 1, "B": 2}).BLOCK_K
+
+    def test_label_keeps_declaration_order_and_writes_bools_as_the_compiler_sees_them(self):
+        config = Config({"B": True, "A": 64, "MODE": "row"})
+        assert config.label == "B=1 A=64 MODE=row"
+
+
+class TestSpace:
+    @given(
+        st.dictionaries(
+            st.sampled_from(["A", "B", "C"]),
+            st.lists(st.integers(0, 20), min_size=1, max_size=5, unique=True).map(tuple),
+            min_size=1,
+        ),
+        st.lists(st.tuples(st.integers(2, 5), st.integers(0, 4)), max_size=3),
+    )
+    def test_what_is_kept_and_what_each_rule_removed_is_everything(self, params, moduli):
+        kernel = family(**params)
+
+        def breaks(config, rule):
+            modulus, rest = rule
+            return sum(config.values()) % modulus == rest
+
+        for number, rule in enumerate(moduli):
+
+            def keeps(config, problem, arch, rule=rule):
+                return not breaks(config, rule)
+
+            keeps.__name__ = f"rule{number}"
+            kernel.rule("")(keeps)
+        space = Space.build(kernel, PROBLEM, H200)
+        combinations = [
+            dict(zip(params, combination, strict=True))
+            for combination in itertools.product(*params.values())
+        ]
+        kept = [c for c in combinations if not any(breaks(c, rule) for rule in moduli)]
+        assert list(space.configs) == kept
+        assert space.total == len(combinations) == len(kept) + sum(space.removed.values())
+        # A config that several rules refuse is counted for the first alone.
+        for number, rule in enumerate(moduli):
+            first = [
+                c
+                for c in combinations
+                if breaks(c, rule) and not any(breaks(c, before) for before in moduli[:number])
+            ]
+            assert space.removed[f"rule{number}"] == len(first)
+
+    def test_a_spec_replaces_values_one_parameter_at_a_time(self):
+        space = Space.build(family(), PROBLEM, H200, Selection({"A": (7,)}))
+        assert [config.label for config in space.configs] == ["A=7 B=0", "A=7 B=1"]
+
+    @pytest.mark.parametrize(
+        ("threads", "smem_bytes", "kept"),
+        [
+            (1024, 0, True),
+            (1056, 0, False),
+            (128, H200.smem_per_block, True),
+            (128, H200.smem_per_block + 1, False),
+        ],
+    )
+    def test_every_family_obeys_the_block_limits(self, threads, smem_bytes, kept):
+        space = Space.build(family(threads, smem_bytes), PROBLEM, H200)
+        assert space.removed == {BLOCK_LIMITS: 0 if kept else 4}
+        assert len(space.configs) == (4 if kept else 0)
+
+    def test_a_launch_is_only_built_for_what_the_rules_keep(self):
+        """So that a stage may divide by what a rule guarantees."""
+        kernel = Kernel("toy", summary="", params=(Param("A", (0, 4), ""),))
+        kernel.rule("")(lambda config, problem, arch: config.A > 0)
+        kernel.stage("fwd")(lambda c, p, a: Launch("toy", (64 // c.A, 1, 1), 32, ()))
+        assert [config.A for config in Space.build(kernel, PROBLEM, H200).configs] == [4]
+
+
+@pytest.mark.parametrize(
+    ("min_arch", "arch", "refusal"),
+    [
+        ("sm_80", "sm_80", None),
+        ("sm_80", "sm_120a", None),
+        ("sm_90a", "sm_90a", None),
+        ("sm_90a", "sm_89", "needs sm_90a, not sm_89"),
+        ("sm_90a", "sm_100a", "needs sm_90a, not sm_100a"),  # `a` code runs nowhere else
+        ("sm_89", "sm_86", "needs sm_89, not sm_86"),
+        ("sm_100a", "sm_90a", "needs sm_100a, not sm_90a"),
+    ],
+)
+def test_a_family_is_refused_where_it_cannot_run(min_arch, arch, refusal):
+    kernel = Kernel("toy", summary="", params=(), min_arch=min_arch)
+    assert kernel.refusal(PROBLEM, ARCHS[arch]) == refusal
+
+
+def test_a_family_is_refused_for_dtypes_and_head_dims_it_does_not_have():
+    kernel = Kernel("toy", summary="", params=(), dtypes=("fp16",), head_dims=(64, 128))
+    bf16, wide = Problem(1, 1, 1, 1, 1, 64, "bf16"), Problem(1, 1, 1, 1, 1, 80)
+    assert kernel.refusal(PROBLEM, H200) is None
+    assert kernel.refusal(bf16, H200) == "dtype bf16 is not one of fp16"
+    assert kernel.refusal(wide, H200) == "head_dim 80 is not one of 64, 128"
+    ranged = Kernel("toy", summary="", params=(), head_dims=range(64, 81, 8))
+    assert ranged.refusal(wide, H200) is None
+    assert ranged.some_head_dims == (64, 72, 80)
+    odd = Problem(1, 1, 1, 1, 1, 76)
+    assert ranged.refusal(odd, H200) == "head_dim 76 is not one of 64 to 80 in steps of 8"
+
+
+def test_a_stage_is_launched_when_its_config_needs_it():
+    kernel = Kernel("toy", summary="", params=(Param("A", (1, 2), "one or two"),))
+    kernel.stage("fwd")(lambda *_: Launch("f", (1, 1, 1), 32, ("q",)))
+    kernel.stage("join")(lambda c, p, a: Launch("j", (1, 1, 1), 32, ("o",)) if c.A > 1 else None)
+    problem, arch = Problem(1, 2, 2, 64, 64, 64), ARCHS["sm_90a"]
+    assert [*kernel.launches(Config({"A": 1}), problem, arch)] == ["fwd"]
+    assert [*kernel.launches(Config({"A": 2}), problem, arch)] == ["fwd", "join"]
+
+
+def test_a_stage_sees_its_own_parameters_and_constants_only():
+    kernel = family(A=(4,), B=(True,), MODE=("row",))
+
+    @kernel.stage("qk", params=("B", "MODE"), constants=("CAUSAL", "IS_BF16"))
+    def qk(config, problem, arch):
+        return Launch("toy", (1, 1, 1), 32, (), defines={"KEYS": 96})
+
+    problem = Problem(1, 1, 1, 8, 8, 64, "bf16")
+    config = Config({"A": 4, "B": True, "MODE": "row"})
+    launches = kernel.launches(config, problem, H200)
+    assert list(launches) == ["fwd", "qk"]
+    assert kernel.stages["qk"].defines(config, problem, launches["qk"]) == {
+        "STAGE_QK": "1",
+        "B": "1",
+        "MODE_ROW": "1",
+        "CAUSAL": "0",
+        "IS_BF16": "1",
+        "KEYS": "96",
+    }
+
+
+class TestDiscovery:
+    GOOD = (
+        "from attnsweep.family.family import Kernel, Launch, Param\n"
+        "kernel = Kernel('mine', summary='', params=(Param('A', (1,), ''),))\n"
+        "kernel.stage('fwd')(lambda c, p, a: Launch('mine', (1, 1, 1), 32, ()))\n"
+    )
+
+    def write(self, directory: Path, text: str, name: str = "mine") -> Path:
+        (directory / f"{name}.cu").touch()
+        path = directory / f"{name}.py"
+        path.write_text(text)
+        return path
+
+    def test_shipped_families_and_a_user_s_own_are_found_by_name(self, tmp_path):
+        self.write(tmp_path, self.GOOD)
+        (tmp_path / "_helper.py").write_text("raise RuntimeError('not a family')")
+        found = discover(tmp_path)
+        ours = {path.stem for path in shipped("kernels").glob("*.cu")}
+        assert set(found) == ours | {"mine"}
+        assert list(found) == sorted(found)
+        assert found["mine"].source == tmp_path / "mine.cu"
+
+    @pytest.mark.parametrize(
+        ("text", "where", "what"),
+        [
+            ("\n1 / 0\n", ":2", "ZeroDivisionError: division by zero"),
+            ("\nx = (\n", ":2", "SyntaxError: '(' was never closed"),
+            ("kernel = 3\n", "", "defines no `kernel = Kernel(...)`"),
+            (GOOD.replace("'mine', s", "'absent', s"), "", "template absent.cu is not next to it"),
+            ("".join(GOOD.splitlines(keepends=True)[:2]), "", "declares no stage"),
+            (
+                GOOD.replace("(Param('A', (1,), ''),)", "2 * (Param('A', (1,), ''),)"),
+                "",
+                "mine: a parameter is declared twice",
+            ),
+        ],
+        ids=["raises", "syntax", "no-kernel", "no-template", "no-stage", "repeated-param"],
+    )
+    def test_a_broken_declaration_says_where_and_what(self, tmp_path, text, where, what):
+        path = self.write(tmp_path, text)
+        with pytest.raises(KernelError) as caught:
+            load_kernel(path)
+        assert str(caught.value).startswith(f"{path}{where}")
+        assert what in str(caught.value)
+        assert str(caught.value).count(path.name) == 1  # Python's own text has it too
+
+    def test_the_line_is_the_one_in_the_declaration_even_if_it_raises_deeper(self, tmp_path):
+        path = self.write(tmp_path, "import json\n\njson.loads('{')\n")
+        with pytest.raises(KernelError, match="JSONDecodeError") as caught:
+            load_kernel(path)
+        assert caught.value.where == f"{path}:3"
+
+    def test_a_name_is_taken_once(self, tmp_path):
+        text = self.GOOD.replace("mine", "naive")
+        self.write(tmp_path, text, "naive")
+        with pytest.raises(KernelError, match="family 'naive' is") as caught:
+            discover(tmp_path)
+        assert caught.value.where == str(tmp_path / "naive.py")
+
+    def test_no_such_directory(self, tmp_path):
+        with pytest.raises(KernelError, match="no such directory of kernels"):
+            discover(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("kernel", discover().values(), ids=str)
+def test_a_shipped_family_says_what_everything_is(kernel):
+    assert kernel.summary
+    assert all(param.help and param.values for param in kernel.params)
+    assert all(len(set(param.values)) == len(param.values) for param in kernel.params)
+    assert all(description for description, _ in kernel.rules.values())
+
+
+class TestBrokenDeclarations:
+    """What a declaration's functions raise or return wrong is named with its line and its case."""
+
+    PARAMS = (Param("A", (1, 2), "one or two"),)
+
+    def family(self, launch=None, rule=None, workspace=None, params=PARAMS):
+        kernel = Kernel("toy", summary="", params=params)
+        kernel.stage("fwd")(launch or (lambda *_: Launch("f", (1, 1, 1), 32, ("q",))))
+        if rule:
+            kernel.rule("a rule")(rule)
+        if workspace:
+            kernel.workspace(workspace)
+        return kernel
+
+    def refuse(self, kernel, words):
+        with pytest.raises(KernelError, match=words) as caught:
+            Space.build(kernel, Problem(1, 2, 2, 64, 64, 64), ARCHS["sm_90a"])
+        assert caught.value.where.startswith(__file__)
+        assert int(caught.value.where.rsplit(":", 1)[1]) > 1
+        assert "config A=1, problem (1,2,64,64) fp16 full" in caught.value.hint
+
+    def test_a_rule_that_raises(self):
+        def divides(config, problem, arch):
+            return config.A / 0
+
+        self.refuse(self.family(rule=divides), "rule divides of toy raised ZeroDivisionError")
+
+    def test_a_rule_that_forgets_to_return(self):
+        def forgets(config, problem, arch):
+            config.A > 1  # noqa: B015
+
+        with pytest.raises(KernelError, match="rule forgets of toy returned nothing") as caught:
+            Space.build(self.family(rule=forgets), PROBLEM, H200)
+        assert caught.value.where.startswith(__file__)
+
+    def test_two_rules_of_one_name(self):
+        kernel = family()
+        kernel.rule("one")(lambda *_: True)
+        with pytest.raises(KernelError, match="toy has two rules called <lambda>"):
+            kernel.rule("the other")(lambda *_: False)
+
+    def test_a_misspelt_parameter(self):
+        self.refuse(
+            self.family(rule=lambda config, problem, arch: config.B > 0),
+            "AttributeError: no parameter 'B'; it has A",
+        )
+
+    def test_a_workspace_that_raises(self):
+        self.refuse(
+            self.family(workspace=lambda config, problem: {}["scores"]), "workspace of toy raised"
+        )
+
+    @pytest.mark.parametrize(
+        ("launch", "words"),
+        [
+            (None, "no stage of toy has a launch"),
+            ("none", "must return a Launch or None, not 'none'"),
+            (Launch("f", (1, 1, 1), "many", ()), "threads 'many': needs an int"),
+            (Launch("f", (0.5, 1, 1), 32, ()), "needs three ints"),
+            (Launch("f", (1, 1), 32, ()), "needs three ints"),
+            (Launch("f", (0, 1, 1), 32, ()), "too small"),
+            (Launch("f", (1, 1, 1), 32, ("qq",)), "names the buffer 'qq'; there are k, o, q, v"),
+            (Launch("f", (1, 1, 1), 32, (None,)), "passes None"),
+            (Launch("f", (1, 1, 1), 32, (), defines={"N": "3"}), "names to ints"),
+        ],
+        ids=["none", "text", "threads", "grid", "grid2", "zero", "buffer", "arg", "defines"],
+    )
+    def test_an_impossible_launch(self, launch, words):
+        self.refuse(self.family(launch=lambda *_: launch), words)
+
+    @pytest.mark.parametrize(
+        ("field", "words"),
+        [
+            ({"min_arch": 80}, "min_arch is one of sm_80, .* not 80"),
+            ({"min_arch": "hopper"}, "not 'hopper'"),
+            ({"min_arch": "sm_70"}, "not 'sm_70'"),
+            (
+                {"dtypes": None},
+                "dtypes are a tuple of fp16, bf16, fp32, e4m3, e4m3_tensor, e4m3_block, not None",
+            ),
+            ({"dtypes": "fp16"}, "not 'fp16'"),
+            ({"dtypes": ("float16",)}, "float16"),
+            ({"head_dims": 64}, "head_dims are a tuple of whole numbers, or a range, not 64"),
+            ({"head_dims": ("64",)}, "or a range"),
+            ({"head_dims": ()}, "head_dims are empty"),
+        ],
+        ids=str,
+    )
+    def test_impossible_fields(self, field, words):
+        with pytest.raises(KernelError, match=words) as caught:
+            Kernel("toy", summary="", params=self.PARAMS, **field)
+        assert re.fullmatch(re.escape(__file__) + r":\d+", caught.value.where)
+
+    @pytest.mark.parametrize("values", [64, (), (32.5, 64), [1, 2]], ids=str)
+    def test_impossible_values(self, values):
+        with pytest.raises(KernelError, match="values"):
+            self.family(params=(Param("A", values, ""),))
+
+    def test_a_space_too_large_to_enumerate_is_refused_at_once(self):
+        params = tuple(Param(name, tuple(range(1, 101)), "") for name in "ABCD")
+        with pytest.raises(SpaceError, match="100000000 combinations") as caught:
+            Space.build(self.family(params=params), Problem(1, 1, 1, 1, 1, 64), ARCHS["sm_90a"])
+        assert "name fewer" in caught.value.hint

@@ -1,0 +1,499 @@
+"""Old code against new with a stand-in for the GPU: every verdict, and every bad baseline."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from fake_comparison import Card, compiler_for
+from fake_compiler import REGISTERS, FakeCompiler
+from fake_gpu import FakeGpu
+from samples import TEST_GPU
+
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.core.errors import CompileError, NoGpuError
+from attnsweep.core.trial import Status
+from attnsweep.family.discover import discover
+from attnsweep.regress import live as gate
+from attnsweep.specs.load import load_spec
+from attnsweep.store.run import open_run
+from attnsweep.sweep import session, start
+
+FAMILIES = Path(__file__).parent.parent / "families"
+SPEC = """
+problems:
+  - {batch: 1, heads: 2, seqlen: 64, head_dim: 64}
+  - {batch: 1, heads: 2, seqlen: 128, head_dim: 64}
+kernels: {burns: {}}
+baselines: []
+check: {slower: 0.02, budget_s: 0.5}
+"""
+LABELS = ["(1,2,64,64) fp16 full", "(1,2,128,64) fp16 full"]
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch):
+    card = Card()
+    monkeypatch.setattr(gate, "Worker", card)
+    monkeypatch.setattr(gate, "compiler_for", compiler_for)
+    for place in ("budget", "ab_test"):
+        monkeypatch.setattr(f"attnsweep.regress.{place}.time", card)
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    return card
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A run of SPEC as a sweep leaves it, measured on TEST_GPU."""
+    place = tmp_path_factory.mktemp("recorded")
+    (place / "spec.yaml").write_text(SPEC)
+    kernels = discover(FAMILIES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "Worker", FakeGpu({"CYCLES=400000": 20.0}))
+        patch.setattr(start, "compiler_for", compiler_for)
+        spec = load_spec(place / "spec.yaml", kernels)
+        outcome = session.run(spec, kernels, results=place, cache_dir=place / "cache")
+    return outcome.run.directory
+
+
+@pytest.fixture
+def baseline(recorded, tmp_path):
+    return Path(shutil.copytree(recorded, tmp_path / "baseline"))
+
+
+@pytest.fixture
+def families(tmp_path):
+    """Today's kernels, which a test may change."""
+    return Path(shutil.copytree(FAMILIES, tmp_path / "families"))
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def changed(families):
+    """Other machine code that computes the same."""
+    edit(families / "burns.cu", "EXTRA_CYCLES 0", "EXTRA_CYCLES 8000")
+    return families
+
+
+@pytest.fixture
+def check(tmp_path, baseline, families, attnsweep):
+    """Run the command; returns its exit code, findings by problem, and stderr."""
+    (tmp_path / "ci.yaml").write_text(SPEC)
+
+    def run(*options, spec="ci.yaml"):
+        asked = ("--against", baseline, "--json", "--kernels", families, *options)
+        done = attnsweep("check", tmp_path / spec, *asked)
+        data = json.loads(done.stdout) if done.stdout else None
+        return done.returncode, data, " ".join(done.stderr.split())
+
+    return run
+
+
+def verdicts(data):
+    return [each["verdict"] for each in data["problems"]]
+
+
+# -- verdicts ---------------------------------------------------------------------------------
+
+
+def test_code_that_did_not_change_passes_by_construction_once_it_is_right(check, card):
+    card.ratios = (1.5,) * 20  # would be called slower if it were timed
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (0, ["pass", "pass"])
+    assert all("same machine code" in each["why"] for each in data["problems"])
+    assert len(card.names("trial")) == 2
+    assert not card.names("replay")
+
+
+def test_unchanged_code_that_is_wrong_here_is_wrong(check, card):
+    card.faults["trial", "any"] = WorkerError(Status.WRONG, "relative error 1e-01 over the limit")
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
+    assert data["problems"][0]["why"] == "wrong: relative error 1e-01 over the limit"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict", "code"),
+    [
+        ((1.0,), "pass", 0),
+        ((1.008,), "pass", 0),
+        ((1.02, 1.02), "regression", 1),
+        ((1.05, 1.05), "regression", 1),
+        ((1.05, 1.0), "inconclusive", 4),  # where code came to lie in one process
+        ((1.0, 1.05, 1.0), "inconclusive", 4),  # a pass is confirmed in another process, too
+        ((1.015,), "inconclusive", 4),  # processes may hide 0.5 %
+        ((1.004, 1.012, 1.006, 1.009), "pass", 0),
+        ((1.018, 1.026, 1.021, 1.02), "regression", 1),
+        ((0.95,), "improvement", 0),
+    ],
+)
+def test_changed_code_is_timed(check, changed, card, ratios, verdict, code):
+    card.ratios = (*ratios, *ratios[-1:] * 20)
+    found, data, _ = check()
+    assert verdicts(data) == [verdict] * 2  # both have a turn in each process
+    assert found == code
+    first = data["problems"][0]
+    assert first["rounds"] >= 20
+    low, high = first["interval"]
+    assert low <= first["ratio"] <= high
+    assert min(ratios) - 0.003 < first["ratio"] < max(ratios) + 0.003
+    of_medians = first["new"]["time_us"] / first["old"]["time_us"]
+    assert min(ratios) - 0.01 < of_medians < max(ratios) + 0.01
+
+
+def test_a_regression_says_by_how_much_and_how_sure(check, changed, card):
+    card.ratios = (1.05,) * 20
+    why = check()[1]["problems"][0]["why"]
+    assert why.startswith("slower by at least 3.")
+    assert why.endswith("in 2 processes")
+
+
+def test_noise_beyond_the_budget_is_inconclusive(check, changed, card):
+    card.noise, card.replay_s = 0.3, 0.02
+    code, data, _ = check("--budget-s", "10")
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    for each in data["problems"]:
+        assert "when the budget of 10 s ended: raise --budget-s, or use a quiet" in each["why"]
+
+
+def test_each_problem_has_its_own_threshold(check, changed, card, tmp_path):
+    card.ratios = (1.05,) * 20
+    text = SPEC.replace("seqlen: 128, head_dim: 64", "seqlen: 128, head_dim: 64, slower: 0.2")
+    (tmp_path / "own.yaml").write_text(text)
+    code, data, _ = check(spec="own.yaml")
+    assert (code, verdicts(data)) == (1, ["regression", "pass"])
+    assert [each["slower"] for each in data["problems"]] == [None, 0.2]
+    code, data, _ = check("--slower", "0.2", spec="own.yaml")
+    assert (code, verdicts(data)) == (0, ["pass", "pass"])
+
+
+@pytest.mark.parametrize("status", [Status.WRONG, Status.LAUNCH_ERROR, Status.TIMEOUT])
+def test_new_code_that_fails_a_case_is_wrong(check, changed, card, status):
+    card.faults["trial", "any"] = WorkerError(status, "no good\nand more")
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
+    assert data["problems"][0]["why"] == f"{status.value.replace('_', ' ')}: no good"
+
+
+@pytest.mark.parametrize("doing", ["replay", "confirm"])  # after the rounds: a race may be rare
+def test_new_code_that_fails_while_timed_is_wrong(check, changed, card, doing):
+    card.faults[doing, "new"] = WorkerError(Status.LAUNCH_ERROR, "illegal address")
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
+    assert "while timing: illegal address" in data["problems"][0]["why"]
+
+
+def test_new_code_that_does_not_compile_is_wrong_at_its_line(check, changed, monkeypatch):
+    said = "burns.cu(12): error: invalid combination of type specifiers"
+    monkeypatch.setattr(FakeCompiler, "errors", {"burns.cu": CompileError(said, log=said)})
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
+    assert data["problems"][0]["why"] == f"compile error: {said}"
+
+
+def test_code_that_breaks_what_the_spec_requires_is_wrong(check, changed, tmp_path):
+    (tmp_path / "strict.yaml").write_text(SPEC + f"require: {{registers: '< {REGISTERS}'}}\n")
+    code, data, _ = check(spec="strict.yaml")
+    assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
+    assert f"the spec requires < {REGISTERS}" in data["problems"][0]["why"]
+
+
+def test_new_code_that_errs_by_more_than_the_spec_allows_is_wrong(check, changed, tmp_path):
+    """FakeGpu says an error of 1e-4."""
+    (tmp_path / "exact.yaml").write_text(SPEC + "measure: {max_error: 0.00005}\n")
+    code, data, _ = check(spec="exact.yaml")
+    assert (code, verdicts(data)) == (1, ["wrong", "wrong"])
+    why = data["problems"][0]["why"]
+    assert why == "inaccurate: error 1.00e-04 exceeds measure: max_error 5.00e-05"
+
+
+# -- baselines that cannot be compared with ---------------------------------------------------
+
+
+def test_another_gpu(check, changed, card):
+    card.environment = TEST_GPU.model_copy(update={"gpu": "NVIDIA Test 2"})
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    why = data["problems"][0]["why"]
+    assert "another GPU: NVIDIA Test 1, then NVIDIA Test 2" in why
+    assert "attnsweep run SPEC" in why
+
+
+def test_another_driver_is_refused_unless_it_is_asked_for(check, changed, card):
+    card.environment = TEST_GPU.model_copy(update={"driver": "590.1"})
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    assert f"driver {TEST_GPU.driver}, this machine has 590.1" in data["problems"][0]["why"]
+    code, data, _ = check("--other-driver")
+    assert (code, verdicts(data)) == (0, ["pass", "pass"])
+    assert data["differences"] == [f"driver {TEST_GPU.driver} → 590.1"]
+
+
+def test_another_problem_set(check, tmp_path):
+    other = SPEC.replace("seqlen: 128", "seqlen: 256")
+    (tmp_path / "other.yaml").write_text(other)
+    code, data, _ = check(spec="other.yaml")
+    assert code == 4
+    assert verdicts(data) == ["pass", "inconclusive", "inconclusive"]
+    assert "the baseline lacks this problem" in data["problems"][1]["why"]
+    assert "only the baseline has it" in data["problems"][2]["why"]
+
+
+def test_no_kept_code_as_in_runs_of_earlier_versions(check, baseline):
+    for path in (baseline / "cubins").glob("*.json"):
+        path.unlink()
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    why = data["problems"][0]["why"]
+    assert "the run lacks the winner's launches" in why
+    assert "record again" in why
+    shutil.rmtree(baseline / "cubins")
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    assert "the run lacks the winner's machine code" in data["problems"][0]["why"]
+
+
+def test_a_damaged_or_missing_cubin(check, baseline):
+    one, two = sorted((baseline / "cubins").glob("*.cubin"))
+    one.write_bytes(one.read_bytes()[:-1])
+    two.unlink()
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    reasons = " ".join(each["why"] for each in data["problems"])
+    assert "the cubin is damaged: wrong SHA-256" in reasons
+    assert "the cubin cannot be read: No such file" in reasons
+
+
+@pytest.mark.parametrize(
+    ("edited", "why"),
+    [
+        (lambda code: code["config"].update(CYCLES=7), "the stored code is not the winner's"),
+        (lambda code: code["digests"].clear(), "invalid cubin name"),
+        (
+            lambda code: code["plan"]["stages"][0].update(cubin="../../x.cubin"),
+            "invalid cubin name",
+        ),
+        (lambda code: code.pop("plan"), "not the launches of a winner: plan"),
+    ],
+)
+def test_odd_launches(check, baseline, edited, why):
+    for path in (baseline / "cubins").glob("*.json"):
+        code = json.loads(path.read_bytes())
+        edited(code)
+        path.write_text(json.dumps(code))
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    assert why in data["problems"][0]["why"]
+
+
+def test_a_kernel_that_is_not_there_any_more(check, families, tmp_path):
+    (families / "burns.py").unlink()
+    (families / "burns.cu").unlink()
+    (tmp_path / "left.yaml").write_text(SPEC.replace("burns: {}", "naive: {}"))
+    code, data, _ = check(spec="left.yaml")
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    assert "the baseline's winner, kernel 'burns', no longer exists" in (data["problems"][0]["why"])
+    code, data, err = check()  # the spec still names it
+    assert (code, data) == (2, None)
+    assert "unknown kernel 'burns'" in err
+
+
+def test_parameters_that_changed(check, families):
+    edit(families / "burns.py", '"CYCLES", (400_000,)', '"TICKS", (400_000,)')
+    edit(families / "burns.cu", "CYCLES +", "TICKS +")
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    assert "burns lost parameter 'CYCLES', gained parameter 'TICKS'" in (data["problems"][0]["why"])
+
+
+def test_a_rule_that_now_refuses_the_winner(check, families):
+    with (families / "burns.py").open("a") as file:
+        file.write(
+            '\n\n@kernel.rule("short")\ndef short(config, problem, arch):\n'
+            "    return config.CYCLES < 9\n"
+        )
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    assert "the rule short refuses CYCLES=400000" in data["problems"][0]["why"]
+
+
+def test_old_code_that_does_not_run_here_is_no_verdict_on_the_new(check, changed, card):
+    card.faults["add", "old"] = WorkerError(Status.LAUNCH_ERROR, "no kernel image")
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    assert "the baseline's code does not run here" in data["problems"][0]["why"]
+
+
+def test_a_problem_that_cannot_be_opened(check, changed, card):
+    card.faults["open", "any"] = WorkerError(Status.LAUNCH_ERROR, "out of memory")
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    assert "cannot open the problem: out of memory" in data["problems"][0]["why"]
+
+
+def test_a_corrupt_run_never_passes(check, baseline):
+    path = baseline / "trials.jsonl"
+    path.write_text(path.read_text() + '{"kernel": 3}\n')
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (4, ["pass", "pass"])
+    assert "trials.jsonl:5: skipped, not a trial" in data["damage"][0]
+    path.write_text("no json\n")
+    code, data, err = check()
+    assert (code, data) == (2, None)
+    assert "nothing is recorded yet" in err
+    assert "skipped, not a trial" in err
+
+
+def test_a_run_whose_winner_s_row_is_lost_is_not_compared_with_another(check, baseline):
+    path = baseline / "trials.jsonl"
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join("x" + row if '"seqlen_q":64' in row else row for row in rows))
+    code, data, _ = check()
+    assert code == 4
+    assert verdicts(data) == ["inconclusive", "pass"]
+
+
+def test_a_run_without_its_environment(check, baseline):
+    (baseline / "environment.json").unlink()
+    code, data, _ = check()
+    assert (code, verdicts(data)) == (4, ["inconclusive"] * 2)
+    assert "no usable environment.json" in data["problems"][0]["why"]
+
+
+def test_no_such_run(check, baseline):
+    shutil.rmtree(baseline)
+    code, data, err = check()
+    assert (code, data) == (2, None)
+    assert "no such run" in err
+
+
+def test_without_a_gpu_nothing_is_compared(check, card):
+    card.environment = NoGpuError("no CUDA GPU found")
+    code, data, err = check()
+    assert (code, data) == (3, None)
+    assert "Nothing was compared" in err
+    assert "--recorded OLD NEW" in err
+
+
+def test_a_spec_that_replays_measures_nothing(check, tmp_path, baseline):
+    (tmp_path / "replay.yaml").write_text(f"{SPEC}device: replay\nrecording: {baseline}\n")
+    code, data, err = check(spec="replay.yaml")
+    assert (code, data) == (2, None)
+    assert "replays a recording" in err
+
+
+# -- how it is written ------------------------------------------------------------------------
+
+
+def test_junit_markdown_and_the_job_s_summary(check, changed, card, tmp_path, monkeypatch):
+    pytest.importorskip("junitparser", reason="needs the ci extra: junitparser")
+    card.ratios = (1.05,) * 20
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    (tmp_path / "summary.md").write_text("before\n")
+    check("--junit", tmp_path / "check.xml")
+    suite = ElementTree.parse(tmp_path / "check.xml").getroot().find("testsuite")
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "2", "0")
+    assert [case.get("name") for case in suite.iter("testcase")] == LABELS
+    assert suite.find(".//failure").get("type") == "regression"
+    summary = (tmp_path / "summary.md").read_text()
+    assert summary.startswith("before\n")
+    assert summary.count("| regression |") == 2
+    check("--markdown", tmp_path / "own.md")
+    assert (tmp_path / "own.md").read_text().count("| regression |") == 2
+    assert (tmp_path / "summary.md").read_text() == summary
+
+
+def test_junit_shows_damage_as_an_error_of_its_own(check, baseline, tmp_path):
+    pytest.importorskip("junitparser", reason="needs the ci extra: junitparser")
+    path = baseline / "trials.jsonl"
+    path.write_text(path.read_text() + '{"kernel": "\x01"}\n')
+    check("--junit", tmp_path / "check.xml")
+    suite = ElementTree.parse(tmp_path / "check.xml").getroot().find("testsuite")
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "0", "1")
+
+
+def test_a_summary_that_cannot_be_written_says_so(check, tmp_path, monkeypatch):
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "none" / "summary.md"))
+    code, _, err = check()
+    assert code == 2
+    assert "cannot write the job's summary" in err
+    assert "--markdown FILE" in err
+
+
+@pytest.mark.parametrize("options", [[], ["--recorded", "--against", "x"], ["--recorded"]])
+def test_one_way_of_checking_must_be_chosen(options, attnsweep, baseline):
+    done = attnsweep("check", baseline, *options)
+    assert done.returncode == 2
+    assert "--against RUN" in done.stderr
+
+
+def files(directory):
+    return {p.relative_to(directory): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def test_an_accepted_run_is_the_baseline_from_then_on(accept, recorded, tmp_path):
+    target = tmp_path / "base" / "line"
+    code, out, _ = accept(recorded, target)
+    assert code == 0
+    assert "2 trials" in out
+    packed = files(target)
+    kept = {name: data for name, data in files(recorded).items() if name in packed}
+    assert {path.name for path in set(packed) - set(kept)} == {"trials.jsonl.gz"}
+    assert {path.name for path in set(files(recorded)) - set(kept)} == {
+        *(".lock", "trials.jsonl", "ranking.csv", "ranking.md")
+    }
+    assert [t.with_(fingerprint=None) for t in open_run(recorded).trials] == open_run(target).trials
+    (target / "cubins" / "stale.cubin").write_text("of the last one")
+    assert accept(recorded, target)[0] == 0
+    assert files(target) == packed
+    assert [path.name for path in target.parent.iterdir()] == ["line"]
+
+
+def without_launches(run):
+    for path in (run / "cubins").glob("*.json"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda run: shutil.rmtree(run / "cubins"), "lacks the winner's machine code"),
+        (without_launches, "recorded by an older version of attnsweep, which did not keep"),
+        (lambda run: (run / "environment.json").unlink(), "no environment.json"),
+        (lambda run: edit(run / "trials.jsonl", '"ok"', '"noisy"'), "has no winner"),
+        (lambda run: edit(run / "spec.yaml", "name: spec", "name: other"), "its spec is 'other'"),
+        (lambda run: edit(run / "environment.json", "Test 1", "Test 9"), "NVIDIA Test 9"),
+    ],
+)
+def test_what_is_no_next_baseline_is_refused_and_nothing_changes(
+    accept, recorded, baseline, tmp_path, spoil, why
+):
+    candidate = Path(shutil.copytree(recorded, tmp_path / "candidate"))
+    spoil(candidate)
+    before = files(baseline)
+    code, _, err = accept(candidate, baseline)
+    assert code == 2
+    assert "not accepted" in err
+    assert why in err
+    assert files(baseline) == before
+    code, _, err = accept(candidate, baseline, "--force")
+    assert code == 0
+    assert "accepted although" in err
+
+
+def test_accept_spares_what_is_no_run(accept, recorded, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    code, _, err = accept(recorded, tmp_path / "mine")
+    assert code == 2
+    assert "exists, and is not a run" in err
+    assert accept(recorded, recorded)[0] == 2
+    assert accept(recorded, recorded.parent)[0] == 2

@@ -1,0 +1,202 @@
+"""Old and new code in several processes: how often the verdict errs, and on what it rests."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+from fake_gpu import FakeGpu
+
+import attnsweep
+from attnsweep.regress.sequential_test import (
+    ERROR,
+    MOST,
+    PROCESS_SD,
+    Decision,
+    Interval,
+    PairedRounds,
+    enough,
+    together,
+)
+
+SAME, SLOWER, FASTER, OPEN = (
+    Decision.SAME,
+    Decision.SLOWER,
+    Decision.FASTER,
+    Decision.OPEN,
+)
+
+
+# -- one process ------------------------------------------------------------------------------
+
+
+def rounds_until_enough(ratio, noise, rng, slower=0.02, limit=3000):
+    rounds = PairedRounds()
+    for _ in range(limit):
+        looked = rounds.add(10.0, 10.0 * ratio * rng.gauss(1, noise))
+        if looked and rounds.interval and enough([], rounds.interval, slower):
+            break
+    return rounds.interval
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.01, 1.02, 1.05])
+@pytest.mark.parametrize("noise", [0.003, 0.03])
+def test_the_interval_of_a_process_hardly_ever_misses_its_ratio(ratio, noise):
+    rng = random.Random(2)
+    missed = 0
+    for _ in range(100):
+        interval = rounds_until_enough(ratio, noise, rng, limit=800)
+        assert interval.low <= interval.median <= interval.high
+        assert interval.rounds >= 20
+        missed += not interval.low <= ratio <= interval.high
+    assert missed <= 2  # 100 * ERROR are expected
+    assert 100 * ERROR <= 0.1
+
+
+def test_clear_processes_end_early_and_close_ones_are_made_precise():
+    rng = random.Random(3)
+    assert rounds_until_enough(1.0, 0.002, rng).rounds == 20
+    assert rounds_until_enough(1.05, 0.002, rng).rounds == 20
+    close = rounds_until_enough(1.015, 0.002, rng)
+    assert close.rounds > 40
+    assert (close.high - close.low) / 2 <= 0.02 / 16
+
+
+def test_too_few_rounds_give_no_interval():
+    rounds = PairedRounds()
+    assert not any(rounds.add(1.0, 2.0) for _ in range(8))
+    rounds.look()
+    assert rounds.interval is None
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_a_time_that_is_none_is_left_out_with_its_round(bad):
+    rounds = PairedRounds()
+    for _ in range(100):
+        assert not rounds.add(bad, 1.0)
+        assert not rounds.add(1.0, bad)
+    assert [rounds.add(1.0, 1.0) for _ in range(20)] == [False] * 19 + [True]
+    assert rounds.interval.rounds == 20
+
+
+# -- several ----------------------------------------------------------------------------------
+
+
+def process(ratio, within=0.0):
+    return Interval(ratio, ratio * (1 - within), ratio * (1 + within), 20)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "decision"),
+    [
+        ([1.0, 1.0], SAME),
+        ([1.02, 1.02], OPEN),  # it may be 0.9 %: three processes are needed
+        ([1.02, 1.02, 1.02], SLOWER),
+        ([1.03, 1.03], SLOWER),
+        ([0.97, 0.97], FASTER),
+        ([1.0, 1.05], OPEN),
+        ([1.0, 1.05] + [1.0] * 6, OPEN),
+        ([1.0, 1.02] + [1.0] * 6, SAME),
+    ],
+    ids=str,
+)
+def test_what_processes_show_together(ratios, decision):
+    found = together([process(ratio, 0.0005) for ratio in ratios])
+    assert found.shows(0.02) is decision
+    assert found.rounds == 20 * len(ratios)
+
+
+def test_more_processes_narrow_what_processes_hide_and_not_what_rounds_do():
+    def width(count, within):
+        found = together([process(1.0, within)] * count)
+        return math.log(found.high / found.low) / 2
+
+    assert width(2, 0.0) == pytest.approx(3 * PROCESS_SD / math.sqrt(2))
+    assert width(8, 0.0) == pytest.approx(width(2, 0.0) / 2)
+    assert width(8, 0.01) > 0.01
+
+
+def test_processes_that_differ_more_than_is_assumed_widen_the_interval():
+    alike = together([process(1.0)] * 4)
+    apart = together([process(r) for r in (0.98, 1.0, 1.0, 1.02)])
+    assert apart.high > 1.02 > alike.high
+
+
+# -- all of it, with a GPU whose processes differ ---------------------------------------------
+
+
+class Card(FakeGpu):
+    """A card on which new code takes `ratio` times as long, and each process adds an offset."""
+
+    def __init__(self, ratio, offset, noise, seed):
+        super().__init__()
+        self.ratio, self.offset, self.noise = ratio, offset, noise
+        self.random = random.Random(seed)
+        self.processes = 0
+        self.another()
+
+    def another(self):
+        """A new process with the problem open."""
+        self.processes += 1
+        self.own = self.ratio * math.exp(self.random.gauss(0, self.offset))
+        return self
+
+    def pair(self, first, second):
+        drift = self.random.gauss(1, 0.05)  # common to both
+        times = {"old": 20.0 * drift, "new": 20.0 * drift * self.own}
+        return tuple(times[side] * self.random.gauss(1, self.noise) for side in (first, second))
+
+    def replay(self, name, kind):
+        return 20.0
+
+    def add(self, name, candidate, *, cold):
+        pass
+
+    def forget(self, name):
+        pass
+
+
+def outcomes(ratio, offset, trials, noise=0.002):
+    """Verdicts of `trials` comparisons, as `attnsweep check` makes them, and processes of each."""
+    verdicts, processes = Counter(), []
+    for number in range(trials):
+        card = Card(ratio, offset, noise, f"{ratio} {offset} {number}")
+        found = attnsweep.compare_candidates(
+            None, None, card, card.another, slower=0.02, seed=str(number)
+        )
+        assert found.processes == card.processes == len(found.each)
+        assert 2 <= found.processes <= MOST
+        verdicts[found.verdict.value] += 1
+        processes.append(found.processes)
+    return verdicts, processes
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.0025, 0.005])
+def test_a_slowdown_of_the_threshold_seldom_passes_whatever_processes_add(offset):
+    """At 0.5 % in each process a third of them passed when one process was believed."""
+    verdicts, _ = outcomes(1.02, offset, 300)
+    assert verdicts["pass"] <= 1  # 0 or 1 of 300: at most 1.9 % with 95 % confidence
+    assert verdicts["improvement"] == 0
+    assert verdicts["regression"] >= 270
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.0025, 0.005])
+def test_identical_code_passes_almost_always(offset):
+    verdicts, processes = outcomes(1.0, offset, 300)
+    assert verdicts["pass"] >= 297
+    assert verdicts["regression"] == 0
+    assert sum(processes) / 300 < 2.5
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.005])
+def test_half_the_threshold_is_seldom_called_a_regression(offset):
+    verdicts, _ = outcomes(1.01, offset, 150)
+    assert verdicts["regression"] <= 1
+
+
+def test_a_clear_slowdown_is_called_so_in_two_processes():
+    verdicts, processes = outcomes(1.05, 0.005, 100)
+    assert verdicts == {"regression": 100}
+    assert processes.count(2) >= 95

@@ -1,0 +1,254 @@
+"""Explanations of recorded runs and of made-up ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from samples import baseline, candidate, failed, full_run
+from typer.testing import CliRunner
+
+from attnsweep.cli import app
+from attnsweep.core.errors import SpecError
+from attnsweep.core.trial import Status
+from attnsweep.family.discover import discover
+from attnsweep.reports.explain import Explanation, explain
+from attnsweep.reports.explain_text import lines, verdict
+from attnsweep.store.run import Run, open_run
+
+RESULTS = Path(__file__).parents[2] / "results"
+SHORT = "1,16,1024,64"
+
+
+@pytest.fixture(scope="module")
+def short() -> Run:
+    return open_run(RESULTS / "h200" / "flash_short")
+
+
+@pytest.fixture(scope="module")
+def families():
+    return discover()
+
+
+@pytest.fixture(scope="module")
+def tiles(families) -> Explanation:
+    """The first problem of a run whose variants have names of several words."""
+    return explain(open_run(RESULTS / "h200" / "fp8_h100"), [], None, families)[0]
+
+
+def text(found: Explanation, width: int = 120) -> str:
+    return "\n".join(line.plain for line in lines(found, width))
+
+
+def flat(found: Explanation, width: int = 120) -> str:
+    return " ".join(text(found, width).split())
+
+
+def test_the_winner_of_a_recorded_run_is_explained_by_default(short, families) -> None:
+    (found,) = explain(short, [], SHORT, families)
+    assert found.won
+    assert found.ratio == 1.0
+    assert verdict(found)[0] == "It won: 10.55\u00a0µs, the first of 86 ranked candidates."
+    parts = [part for part, _ in found.beside]
+    assert parts == ["next", "next", "next", "fastest peer"]
+    assert found.effects[0].name == "KEY_GROUPS"
+    said = flat(found)
+    for words in (
+        "one parameter away",
+        "by 86 timed of 86 tried",
+        "NVIDIA H200, driver 580.159.04, 2026-11-24",
+        "wait 2.2, long_scoreboard 1.7",
+        "64 ×1.081",
+    ):
+        assert words in said
+
+
+def test_how_to_record_counters_is_said_where_a_run_has_none(families) -> None:
+    found, *_ = explain(open_run(RESULTS / "h200" / "flash_long"), [], None, families)
+    assert found.won
+    assert "no hardware counters are recorded of it; on its GPU" in flat(found)
+
+
+def test_every_problem_is_explained_unless_one_is_asked_for(short, families) -> None:
+    assert len(explain(short, [], None, families)) == 5
+    with pytest.raises(SpecError, match="has no problem") as caught:
+        explain(short, [], "1,16,1024,65", families)
+    assert "did you mean '(1,16,1024,64) fp16 full'" in caught.value.render()
+    with pytest.raises(SpecError, match="not a problem"):
+        explain(short, [], "nonsense", families)
+
+
+def test_a_loser_differs_from_the_winner_in_parameters_and_resources(short, families) -> None:
+    (found,) = explain(short, ["BLOCK_N=64"], SHORT, families)
+    assert found.fit == 59
+    assert found.row is not None
+    assert found.row["rank"] == 9
+    said = flat(found)
+    assert "It lost: 11.34 µs is 1.08 times the winner's 10.55 µs (rank 9" in said
+    assert "BLOCK_N 64 instead of 128: ×1.081 in the median of 24 pairs" in said
+    assert "faster in 1" in said
+    assert "59 candidates fit" in said
+
+
+def test_the_figures_of_a_neighbour_are_those_of_the_rows(short, families) -> None:
+    (found,) = explain(short, [], SHORT, families)
+    near = {(n.name, n.value): n for n in found.neighbours}
+    own = found.row["trial"]
+    other = next(
+        t
+        for t in short.trials
+        if t.problem == own.problem
+        and t.provider == "attnsweep"
+        and {**t.config, "BLOCK_N": own.config["BLOCK_N"]} == own.config
+        and t.config["BLOCK_N"] == 64
+    )
+    assert near["BLOCK_N", 64].us == other.first_us
+    assert near["BLOCK_N", 64].ratio == pytest.approx(other.first_us / own.first_us)
+
+
+def test_the_rule_that_removed_a_neighbour_is_named_with_its_meaning(short, families) -> None:
+    (found,) = explain(short, [], SHORT, families)
+    near = {(n.name, n.value): n for n in found.neighbours}
+    assert near["KEY_GROUPS", 2].fate == "removed"
+    assert near["KEY_GROUPS", 2].why.startswith("groups: BLOCK_N is 64 to 256")
+    assert found.removed["registers"] == 450
+    without = explain(short, [], SHORT, {})[0]
+    assert without.unknown == "the family is not here today, so its rules cannot be asked"
+    assert {n.fate for n in without.neighbours} <= {"ok", "not tried"}
+
+
+def test_a_config_that_a_rule_removed_is_no_candidate(short, families) -> None:
+    given = ["WARPGROUPS=2", "BLOCKS_PER_SM=2", "NUM_STAGES=4", "BLOCK_N=128"]
+    (found,) = explain(short, given, SHORT, families)
+    assert found.row is None
+    assert found.rule is not None
+    assert found.rule[0] == "registers"
+    assert "It was no candidate: rule registers removes it: scores, P and" in flat(found)
+    assert found.to_json()["status"] == "removed"
+
+
+@pytest.mark.parametrize(
+    ("given", "what", "hint"),
+    [
+        ("BLOCKN=64", "a parameter 'BLOCKN'", "did you mean 'BLOCK_N'"),
+        ("BLOCK_N=65", "has BLOCK_N=65", "there are: 64, 96, 128"),
+        ("64/1", "is named '64/1'", "BLOCK_N / WARPGROUPS / KEY_GROUPS"),
+        ("flash_fwd_wgma", "is named 'flash_fwd_wgma'", "did you mean 'flash_fwd_wgmma'"),
+        ("torch_cudnn", "'torch_cudnn' is a peer", "ours: flash_fwd_wgmma"),
+        ("kernel=flash", "has kernel=flash", "there are: flash_fwd_wgmma"),
+        ("=", "is named '='", "or write NAME=VALUE"),
+    ],
+)
+def test_an_unknown_config_is_refused_with_the_nearest_name(
+    short, families, given, what, hint
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        explain(short, [given], SHORT, families)
+    assert what in caught.value.render()
+    assert hint in caught.value.render()
+
+
+def test_values_as_the_tables_print_them_name_the_same_row() -> None:
+    run = full_run()
+    (found,) = explain(run, ["64/32"], None, {})
+    assert found.row is not None
+    assert dict(found.config) == {"BLOCK_M": 64, "BLOCK_N": 32, "NUM_WARPS": 8}
+    (same,) = explain(run, ["BLOCK_M=64", "BLOCK_N=32"], None, {})
+    assert same.config == found.config
+
+
+def test_pruned_failed_and_untried_configs_say_so() -> None:
+    run = full_run()
+    (pruned,) = explain(run, ["flash_fwd_wgmma", "BLOCK_M=3"], None, {})
+    assert verdict(pruned) == ["It has no rank, pruned: spills 3 bytes, the spec allows 0"]
+    (wrong,) = explain(run, ["BLOCK_M=11"], None, {})
+    assert verdict(wrong)[0].startswith("It has no rank, wrong: relative error 11e-01")
+    (untried,) = explain(run, ["BLOCK_M=64", "BLOCK_N=16", "NUM_WARPS=8"], None, {})
+    assert untried.row is not None
+    (absent,) = explain(run, ["BLOCK_M=9", "BLOCK_N=16"], None, {})
+    assert verdict(absent)[0].startswith("The run did not try it: no row has this config")
+
+
+def test_a_faster_peer_is_not_hidden() -> None:
+    run = full_run()
+    (found,) = explain(run, [], None, {})
+    assert verdict(found)[0].startswith("It won: 28.10")
+    slower = full_run(trials=[*run.trials, baseline("flash_attn_3", 20.0)])
+    (found,) = explain(slower, [], None, {})
+    assert verdict(found)[0] == (
+        "It is the best of ours, 28.10\u00a0µs; flash_attn_3 is faster (1.41×)."
+    )
+
+
+def test_stages_are_shown_next_to_the_winners() -> None:
+    winner = candidate("pipe", 20.0, A=1).with_(stages_us={"qk": 8.0, "pv": 11.0})
+    loser = candidate("pipe", 30.0, A=2).with_(stages_us={"qk": 18.5, "pv": 11.2})
+    (found,) = explain(full_run(trials=[winner, loser]), ["A=2"], None, {})
+    assert "stages timed alone: qk 18.5 µs (winner 8.0), pv 11.2 µs (winner 11.0)" in flat(found)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(short, families, width) -> None:
+    for given in ([], ["BLOCK_N=64"]):
+        for found in explain(short, given, None, families):
+            wide = [line for line in text(found, width).splitlines() if cell_len(line) > width]
+            # Tables of names and figures are never cut.
+            assert not [line for line in wide if "  " not in line.strip()]
+
+
+@pytest.mark.parametrize("width", [42, 60, 80, 100])
+def test_a_value_of_several_words_stays_next_to_its_figure(tiles, width) -> None:
+    said = text(tiles, width).splitlines()
+    for value in ("192 x 96 ×1.040", "2 of 64 x 128 ×0.953"):
+        assert any(value in line for line in said)
+
+
+def test_a_value_wider_than_the_terminal_is_broken(tiles) -> None:
+    values = " ".join(text(tiles, 16).partition("values")[2].split())
+    assert "2 of 64 x 128 ×0.953" in values
+    assert not any("64 x 128 ×0.953" in line for line in text(tiles, 16).splitlines())
+
+
+def test_a_run_without_candidates_or_files_is_refused_or_said() -> None:
+    only = full_run(trials=[baseline("torch_cudnn", 5.0)])
+    with pytest.raises(SpecError, match="no candidate"):
+        explain(only, [], None, {})
+    lost = failed("flash", Status.WRONG, "no", A=1)
+    (found,) = explain(full_run(trials=[lost], environment=None), [], None, {})
+    assert "It has no rank, wrong: no" in text(found)
+
+
+def test_the_command_prints_text_and_json(tmp_path: Path) -> None:
+    run = str(RESULTS / "h200" / "ladder")
+    shown = CliRunner().invoke(app, ["explain", run])
+    assert shown.exit_code == 0, shown.output
+    assert "mattered" in shown.output
+    printed = CliRunner().invoke(app, ["explain", run, "--json"])
+    data = json.loads(printed.stdout)
+    assert data[0]["won"] is True
+    assert {"problem", "config", "beside", "neighbours", "parameters", "counters"} <= set(data[0])
+    for effect in data[0]["parameters"]:
+        assert len(effect["values"]) > 1
+    latest = CliRunner().invoke(app, ["explain", "--results", run])
+    assert latest.stdout == shown.stdout
+    assert latest.stderr == f"the latest run: {run}\n"
+
+
+def test_the_command_takes_a_shape_in_any_words_and_a_config_of_the_latest_run() -> None:
+    def explained(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["explain", *arguments])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    run = str(RESULTS / "h100-80gb-hbm3" / "h100")
+    label = explained(run, "--problem", "(1,16,1024,64) fp16 causal")
+    assert label.startswith("(1,16,1024,64) fp16 causal")
+    assert explained(run, "--problem", "B=1 H=16 S=1024 D=64 causal") == label
+    wrong = CliRunner().invoke(app, ["explain", run, "--problem", "1,16,1024"])
+    assert "--problem '1,16,1024': a shape has four numbers, not 3" in str(wrong.exception)
+    two = CliRunner().invoke(app, ["explain", run, "--problem", "1,16,1024,64 1,8,512,64"])
+    assert "--problem: 2 shapes\n  name one" in str(two.exception)
+    ladder = str(RESULTS / "h200" / "ladder")
+    assert explained("THREADS=64", "--results", ladder) == explained(ladder, "THREADS=64")

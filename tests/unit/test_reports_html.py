@@ -1,0 +1,469 @@
+"""The HTML page: what it says, that it is whole, and that a real browser draws it."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import itertools
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from browsers import browsed, browser
+from fp8_rows import fp8_run
+from pages import visible
+from samples import baseline, candidate, failed, full_run
+
+from attnsweep import cli
+from attnsweep.core.errors import StoreError, ToolchainError
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Status
+from attnsweep.reports import html as page
+from attnsweep.reports import plots as library
+from attnsweep.reports.explain import explain
+from attnsweep.store.run import Run, open_run
+
+pytest.importorskip("vl_convert", reason="needs the html extra: vl-convert-python")
+pytest.importorskip("jinja2", reason="needs the html extra: Jinja2")
+
+ROOT = Path(__file__).parent.parent.parent
+RECORDED = ROOT / "results" / "h200" / "mma_h200"
+MB = 1_000_000
+
+
+class Elements(HTMLParser):
+    """Every start tag with its attributes, and the text of each table cell."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.ids: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id" and value]
+
+
+def data_of(text: str) -> dict:
+    packed = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))["run"]
+
+
+def scaled_run(directory: Path = Path("results/h200/shapes")) -> Run:
+    """Two families and a baseline on six shapes, of three sequence lengths and two batches."""
+    trials = []
+    for batch in (1, 4):
+        for seqlen in (512, 1024, 2048):
+            problem = Problem(batch, 16, 16, seqlen, seqlen, 64)
+            us = 20 * batch * (seqlen / 1024) ** 2
+            rows = [
+                candidate("flash", us * (1 + m / 999 + n / 99), M=m, N=n)
+                for m in (64, 128)
+                for n in (1, 2, 3)
+            ]
+            rows.append(candidate("slow", 9 * us, THREADS=64).with_(stages_us={"fwd": 8.8 * us}))
+            rows.append(failed("flash", Status.PRUNED, "spills 8 bytes, 0 allowed", M=256, N=1))
+            rows.append(baseline("torch_cudnn", 1.1 * us))
+            trials += [row.with_(problem=problem) for row in rows]
+    return full_run(directory, trials=trials, spec_text="kernels:\n  slow: {}\n  flash: {}\n")
+
+
+# -- the text ---------------------------------------------------------------------------------
+
+
+def test_the_page_is_one_file_that_asks_for_no_other():
+    text = page.render(open_run(RECORDED))
+    elements = Elements(text)
+    for tag, attributes in elements.tags:
+        for name in ("src", "href"):
+            value = attributes.get(name) or "#"
+            assert value.startswith(("#", "data:")), (tag, value)
+    assert "default-src 'none'" in text
+    assert not re.search(r"@import|url\(", "".join(re.findall(r"<style>.*?</style>", text, re.S)))
+    assert len(elements.ids) == len(set(elements.ids))
+
+
+def test_every_table_is_there_without_a_script():
+    run = open_run(RECORDED)
+    text = visible(page.render(run))
+    for trial in run.trials:
+        assert trial.problem.label in text
+    assert "15.85 µs" in text
+    assert "0.89×" in text
+    assert "flash-attn-4 is not installed" in text
+    assert "driver 580.159.04" in text
+    assert "NVRTC" in text
+    assert "flash_fwd_mma: BLOCK_M / BLOCK_N" in text
+
+
+def test_the_data_holds_every_candidate_whatever_became_of_it():
+    run = full_run()
+    data = data_of(page.render(run))
+    ours = [trial for trial in run.trials if trial.provider == "attnsweep"]
+    assert len(data["trials"]) == len(ours)
+    statuses = [data["statuses"][row[2]] for row in data["trials"]]
+    assert sorted(statuses) == sorted(trial.status.value for trial in ours)
+    for row in data["trials"]:
+        assert (row[3] is not None) == (data["statuses"][row[2]] == "ok")
+        assert len(row[5]) == len(data["kernels"][row[1]]["params"])
+
+
+def test_chained_calls_are_named_so():
+    trials = full_run().trials
+    chained = [
+        row.with_(chained_us=27.0) if row.time_us and row.time_us.median == 28.1 else row
+        for row in trials
+    ]
+    text = page.render(full_run(trials=chained))
+    assert "chained, not ranked 27.0 µs" in visible(text)
+    assert "chained, not ranked" not in visible(page.render(full_run()))
+    peers = data_of(text)["problems"][0]["peers"]
+    assert {peer["who"]: peer["chained"] for peer in peers if peer["chained"]} == {
+        "three_kernel_wgmma": 27.0
+    }
+
+
+def test_reasons_of_one_cause_are_one_line():
+    text = visible(page.render(full_run()))
+    assert text.count("bytes, the spec allows 0") == 1
+    assert re.search(r"\b6 pruned flash_fwd_wgmma spills 1 bytes", text)
+    assert re.search(r"\b4 wrong flash_fwd_wgmma relative error", text)
+
+
+def test_what_rules_removed_is_told_beside_what_was_pruned():
+    label = candidate("flash", 1.0).problem.label
+    planned = [
+        {
+            "problem": label,
+            "kernel": "flash_fwd_wgmma",
+            "configs": 1480,
+            "candidates": 36,
+            "removed": {"warp_rows": 1400, "block_limits": 44, "unused": 0},
+        },
+        {"problem": label, "kernel": "old", "candidates": 0, "refused": "needs sm_100a"},
+        {"problem": "another", "kernel": "naive", "configs": 2, "removed": {"no_idle_block": 1}},
+    ]
+    text = visible(page.render(full_run(spaces=planned)))
+    assert "flash_fwd_wgmma 1,480 36 warp_rows 1,400, block_limits 44" in text
+    assert "old – 0 cannot run this: needs sm_100a" in text
+    assert "no_idle_block" not in text
+
+
+def test_variants_are_parameters_to_choose_too():
+    trials = [
+        candidate("flash", 10.0 + m + n, BLOCK_M=m, ROWS=n).with_(variant={"softmax": name})
+        for m in (1, 2)
+        for n, name in enumerate(("whole", "split"))
+    ]
+    data = data_of(page.render(full_run(trials=trials)))
+    assert data["kernels"] == [{"name": "flash", "params": ["softmax", "BLOCK_M", "ROWS"]}]
+    assert {row[5][0] for row in data["trials"]} == {"whole", "split"}
+
+
+def test_what_a_run_holds_cannot_leave_its_place():
+    wicked = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
+    trials = [
+        candidate("<b>naive</b>", 9.0, N=1),
+        failed("naive", Status.WRONG, wicked, N=2),
+        baseline("<i>peer</i>", 8.0),
+    ]
+    text = page.render(full_run(trials=trials, spec_text=wicked, warnings=[wicked]))
+    tags = Elements(text).tags
+    assert not any(tag in ("img", "b", "i") and "onerror" in attrs for tag, attrs in tags)
+    assert sum(tag == "script" for tag, _ in tags) == 3
+    assert wicked not in text
+    assert "&lt;b&gt;naive&lt;/b&gt;" in text
+
+
+def test_the_ladder_is_in_the_specs_order_with_distances():
+    text = visible(page.render(scaled_run()))
+    first = text.index("Ladder")
+    assert text.index("slow", first) < text.index("flash", first)
+    rung = text[first : first + 500]
+    assert "Target: 5.500 µs, torch_cudnn, the fastest peer known" in rung
+    assert "8.18×" in rung  # 45 µs / 5.5 µs
+    assert "met, 2" in rung
+    given = visible(page.render(scaled_run(), target_us=2.5))
+    assert "Target: 2.500 µs, the given target" in given
+    assert "18.0×" in given
+
+
+def test_a_run_of_which_nothing_is_known_still_has_a_page():
+    trials = [failed("naive", Status.TIMEOUT, "no answer in 20 s", N=2)]
+    text = visible(page.render(full_run(trials=trials, environment=None)))
+    assert "No candidate is ok" in text
+    assert "GPU and date unknown" in text
+
+
+def test_recorded_rows_stay_marked():
+    trials = [
+        candidate("naive", 9.0, N=1).with_(recorded=True, recorded_on="NVIDIA H200, 2026-07-26")
+    ]
+    text = visible(page.render(full_run(trials=trials)))
+    assert "naive†" in text
+    assert "† recorded on NVIDIA H200, 2026-07-26, not measured in this run" in text
+
+
+def test_ten_thousand_trials_are_a_page_of_less_than_three_megabytes(tmp_path):
+    trials = [
+        candidate("flash", 10 + m / 64 + n / 100, BLOCK_M=m, BLOCK_N=n, NUM_WARPS=w).with_(
+            problem=Problem(b, 16, 16, 1024, 1024, 64)
+        )
+        for b in range(1, 41)
+        for m in range(5)
+        for n in range(25)
+        for w in (4, 8)
+    ]
+    size = page.write(full_run(trials=trials), tmp_path / "big.html")
+    assert len(trials) == 10_000
+    assert size == (tmp_path / "big.html").stat().st_size < 3 * MB
+
+
+def test_a_thousand_problems_are_a_page_of_less_than_three_megabytes_too(tmp_path, monkeypatch):
+    compared, equal = itertools.count(), Problem.__eq__
+    monkeypatch.setattr(Problem, "__eq__", lambda one, two: next(compared) >= 0 and equal(one, two))
+    trials = [
+        row.with_(problem=Problem(b, 16, 16, 1024, 1024, 64))
+        for b in range(1, 1001)
+        for row in (
+            *(candidate("flash", 10 + m / 7 + b, BLOCK_M=m) for m in range(8)),
+            failed("naive", Status.PRUNED, "spills 24 bytes, 0 allowed", N=1),
+            baseline("torch_cudnn", 11.0 + b),
+        )
+    ]
+    assert page.write(full_run(trials=trials), tmp_path / "many.html") < 3 * MB
+    assert next(compared) < 30 * len(trials)  # and not each trial with each problem
+
+
+def test_the_same_run_gives_the_same_page_and_the_usual_permissions(tmp_path):
+    run = full_run()
+    page.write(run, tmp_path / "one.html")
+    page.write(run, tmp_path / "two.html")
+    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
+    (tmp_path / "usual").write_text("")
+    assert (tmp_path / "one.html").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert {path.name for path in tmp_path.iterdir()} == {"one.html", "two.html", "usual"}
+
+
+def test_a_page_that_cannot_be_written_says_where(tmp_path):
+    with pytest.raises(StoreError, match=r"no/such/x\.html: cannot write the page"):
+        page.write(full_run(), tmp_path / "no/such/x.html")
+
+
+def test_without_the_extra_the_command_that_mends_it_is_told(monkeypatch):
+    def absent(name):
+        raise library.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(library.metadata, "version", absent)
+    with pytest.raises(ToolchainError, match=r"pip install .*\[html\]'"):
+        page.render(full_run())
+
+
+def test_a_plot_library_that_cannot_be_made_says_why(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATTNSWEEP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(library, "_BUNDLE", "raise SystemExit('no engine')")
+    with pytest.raises(ToolchainError, match="vl-convert failed: no engine"):
+        page.render(full_run())
+
+
+def test_the_command_writes_the_page_and_says_what_it_is(monkeypatch, capsys, tmp_path):
+    arguments = ["report", str(RECORDED), "--html", str(tmp_path / "h200.html"), "--json"]
+    monkeypatch.setattr("sys.argv", ["attnsweep", *arguments, "--target-us", "5"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    said = json.loads(capsys.readouterr().out)
+    assert said["bytes"] == (tmp_path / "h200.html").stat().st_size
+    assert "Target: 5.000 µs" in visible((tmp_path / "h200.html").read_text())
+
+
+# -- the browser ------------------------------------------------------------------------------
+
+DRAWN = '<html lang="en" data-drawn="yes">'
+
+
+def opened(
+    run: Run, tmp_path: Path, fragment: str = "", *flags: str
+) -> tuple[str, list[str], list[str]]:
+    """The drawn document, what its scripts said, and every address that it asked for."""
+    file = tmp_path / "page.html"
+    page.write(run, file)
+    return browsed(file, fragment, *flags)
+
+
+def plots(document: str, problem: int) -> dict[str, str]:
+    """Name to figure of every plot of one problem, and of those across problems."""
+    begin = document.index(f'id="problem-{problem}"')
+    part = document[begin : document.index("</article>", begin)]
+    across = document[document.index('id="across"') : document.index('id="provenance"')]
+    found = {}
+    for figure in re.findall(r"<figure.*?</figure>", part + across, re.DOTALL):
+        name = re.search(r'data-plot="(\w+)"', figure)[1]
+        found[name] = figure
+    return found
+
+
+def marks(svg: str) -> int:
+    """Graphical marks that have data: not axes, not frames."""
+    return len(
+        re.findall(r'aria-roledescription="(?:bar|rect mark|point|line mark|tick|text mark)"', svg)
+    )
+
+
+@browser
+def test_a_browser_draws_every_plot_without_errors_or_requests(tmp_path):
+    document, said, asked = opened(scaled_run(), tmp_path, "#problem=1")
+    assert said == []
+    assert asked == []
+    assert DRAWN in document
+    drawn = plots(document, 1)
+    assert set(drawn) == {"peers", "stages", "effects", "search", "heatmap", "scaling", "roofline"}
+    for name, svg in drawn.items():
+        assert marks(svg) >= 2, f"{name} is empty: {svg[:400]}"
+        assert "NaN" not in svg, name
+        assert 'role="graphics-document"' in svg, name
+    assert len(re.findall(r"<article[^>]*hidden", document)) == 5
+
+
+@browser
+@pytest.mark.parametrize("seconds", [True, False])
+def test_a_search_is_drawn_against_candidates_and_against_seconds_if_rows_have_them(
+    tmp_path, seconds
+):
+    run = scaled_run()
+    if seconds:
+        run.trials[:] = [t.with_(tried_s=0.5 * i) for i, t in enumerate(run.trials)]
+    document, said, _ = opened(run, tmp_path)
+    figure = plots(document, 0)["search"]
+    assert said == []
+    assert "against candidates tried" in figure
+    assert ("against seconds" in figure, "by the seconds" in figure) == (seconds, seconds)
+    assert figure.count('role="graphics-document"') == 1 + seconds
+
+
+@browser
+@pytest.mark.parametrize("dark", [0, 1], ids=["dark", "light"])
+def test_the_recorded_run_is_drawn_in_both_schemes(tmp_path, dark):
+    flag = f"--blink-settings=preferredColorScheme={dark}"
+    document, said, asked = opened(open_run(RECORDED), tmp_path, "", flag)
+    assert (said, asked) == ([], [])
+    drawn = plots(document, 0)
+    # Its problems differ in more than one way each, so that nothing is drawn along a shape.
+    assert set(drawn) == {"peers", "stages", "effects", "search", "heatmap", "roofline"}
+    assert all(marks(svg) >= 2 for svg in drawn.values())
+    for kernel in ("flash_fwd_mma", "three_kernel_mma", "torch_cudnn"):
+        assert kernel in drawn["peers"]
+        assert kernel in drawn["roofline"]
+    assert all(bound in drawn["roofline"] for bound in ("matrix", "exp2", "memory"))
+
+
+@browser
+def test_candidates_that_differ_in_accuracy_are_drawn_by_time_and_error(tmp_path):
+    document, said, asked = opened(fp8_run(0.03), tmp_path)
+    assert (said, asked) == ([], [])
+    assert DRAWN in document
+    svg = plots(document, 0)["frontier"]
+    assert "Time against error, (1,16,4096,128) e4m3 causal" in svg
+    assert len(re.findall('aria-roledescription="point"', svg)) == 5
+    assert "NaN" not in svg
+    assert all(kind in svg for kind in ("inaccurate", "baseline", "flash_attn_3_fp8"))
+
+
+@browser
+def test_the_reader_chooses_the_two_parameters(tmp_path):
+    fragment = "#problem=0&kernel=flash&x=N&y=M"
+    document, said, _ = opened(scaled_run(), tmp_path, fragment)
+    assert said == []
+    svg = plots(document, 0)["heatmap"]
+    assert "Fastest time for each N and M" in svg
+    # 3 values of N by 2 of M, and one of M that was pruned.
+    assert svg.count('aria-roledescription="rect mark"') == 7
+    assert "pruned" in svg
+
+
+@browser
+def test_a_later_problem_of_many_is_unpacked_and_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "_INLINE", 2)
+    run = scaled_run()
+    assert visible(page.render(run)).count("Ranking") == 2
+    document, said, asked = opened(run, tmp_path, "#problem=4")
+    assert (said, asked) == ([], [])
+    drawn = plots(document, 4)
+    assert all(marks(figure) >= 2 for figure in drawn.values())
+    begin = document.index('id="problem-4"')
+    assert "Ranking" in document[begin : document.index("</article>", begin)]
+
+
+@browser
+@pytest.mark.parametrize("run", [full_run(), full_run(environment=None)], ids=["full", "unknown"])
+def test_odd_runs_are_drawn_too(tmp_path, run):
+    document, said, asked = opened(run, tmp_path)
+    assert (said, asked) == ([], [])
+    assert DRAWN in document
+
+
+@browser
+def test_an_error_of_a_plot_would_be_seen(tmp_path, monkeypatch):
+    """The net that the other tests are: a script that fails must fail them."""
+    broken = page.ASSETS / "page.js"
+    assets = tmp_path / "assets"
+    shutil.copytree(page.ASSETS, assets)
+    (assets / "page.js").write_text(
+        broken.read_text().replace('type: "bar", height: 15', 'type: "barr"')
+    )
+    monkeypatch.setattr(page, "ASSETS", assets)
+    document, *_ = opened(scaled_run(), tmp_path)
+    assert DRAWN not in document
+    assert "This plot failed" in document
+
+
+@browser
+def test_a_request_would_be_seen(tmp_path):
+    """The same net with a hole cut into the page's own policy."""
+    image = '<img src="http://example.invalid/x.png">'
+    text = page.render(full_run()).replace('<main id="main">', f'<main id="main">{image}')
+    (tmp_path / "page.html").write_text(text)
+    _, said, asked = browsed(tmp_path / "page.html")
+    assert asked == []
+    assert any("Content Security Policy" in line for line in said)
+    (tmp_path / "page.html").write_text(re.sub('<meta http-equiv="Content[^>]*>', "", text))
+    assert browsed(tmp_path / "page.html")[2] == ["http://example.invalid/x.png"]
+
+
+SEVERAL = ROOT / "results" / "h100-80gb-hbm3" / "h100"
+
+
+def test_the_page_has_the_effects_that_explain_tells() -> None:
+    run = open_run(SEVERAL)
+    drawn = data_of(page.render(run))["problems"]
+    for shown, told in zip(drawn, explain(run, [], None, {}), strict=True):
+        assert shown["effects"]["kernel"] == told.kernel
+        names = [effect["name"] for effect in shown["effects"]["parameters"]]
+        assert names == [effect.name for effect in told.effects]
+        assert shown["effects"]["parameters"][0]["pairs"] == told.effects[0].pairs
+
+
+@browser
+def test_every_dashed_line_has_its_name_and_whiskers_end_before_the_labels(tmp_path):
+    document, said, _ = opened(open_run(SEVERAL), tmp_path, "#problem=0")
+    assert said == []
+    drawn = plots(document, 0)
+    peers = re.sub(r"<title>.*?</title>", "", drawn["peers"])
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", peers)
+    assert {"memory", "matrix, exp2"} <= set(texts)
+    whisker = r'<line aria-label="low: [^"]*who: ([^;]*);[^"]*"[^>]*\(([\d.]+),[^>]*x2="([\d.]+)"'
+    ends = {who: float(at) + float(end) for who, at, end in re.findall(whisker, peers)}
+    labels = re.findall(
+        r'<text aria-label="end: [^"]*who: ([^;]*);[^"]*"[^>]*translate\(([\d.]+),', peers
+    )
+    assert len(labels) == len(ends) >= 7
+    assert "flash_attn_3_fp8" not in ends, "it computes in another format"
+    for who, at in labels:
+        assert float(at) > ends[who] + 4
+    assert marks(drawn["effects"]) > 10
+    for name in ("BLOCKS_PER_SM", "WARPGROUPS"):
+        assert name in drawn["effects"]

@@ -1,0 +1,261 @@
+"""Progress without a terminal: lines for a log, JSON for a program."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from samples import PROBLEM, baseline, candidate, failed, full_run
+
+from attnsweep.core.trial import Status
+from attnsweep.reports import eta, progress, terminal
+from attnsweep.reports.terminal import Form
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 50.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    made = Clock()
+    fake = SimpleNamespace(monotonic=made.monotonic)
+    monkeypatch.setattr(progress, "time", fake)
+    monkeypatch.setattr(eta.Eta.__init__, "__defaults__", (made.monotonic,))
+    return made
+
+
+def watched(clock, form: Form) -> str:
+    out = io.StringIO()
+    with progress.watch(Console(file=out, width=100), form) as observer:
+        observer.planned([40])
+        observer.opening(PROBLEM, 40, 0)
+        for number in range(20):
+            clock.now += 1.0
+            observer.compiled(number + 1, 40)
+            observer.tried(candidate("flash", 30.0 - number, N=number))
+        observer.tried(failed("flash", Status.WRONG, "no", N=99))
+        observer.tried(baseline("torch_flash", 3.0))
+        observer.note("a [note]")
+        observer.racing(5, 10)
+        observer.timing(1, 30)
+    return out.getvalue()
+
+
+def two_problems(clock, observer) -> None:
+    """Two problems that are over, before a third: their finals took 5 s."""
+    observer.planned([1, 1, 40])
+    for number in range(2):
+        observer.opening(PROBLEM, 1, 0)
+        clock.now += 1.0
+        observer.tried(candidate("flash", 50.0, N=100 + number))
+        observer.timing(1, 30)
+        clock.now += 5.0
+
+
+def test_a_log_has_only_counts_while_too_little_of_the_run_is_seen(clock) -> None:
+    lines = watched(clock, Form.PLAIN).splitlines()
+    assert lines[0].endswith("40 candidates")
+    said = [line for line in lines if "compiled" in line]
+    assert said == [
+        "  compiled 10, checked 9 of 40  best 22.00 µs flash",
+        "  compiled 20, checked 19 of 40  best 12.00 µs flash",
+    ]
+    assert "a [note]" in lines
+    assert not [line for line in lines if " left" in line.replace("5 of 10 left", "")]
+
+
+def test_a_log_says_how_long_the_run_still_takes(clock) -> None:
+    out = io.StringIO()
+    with progress.watch(Console(file=out, width=100), Form.PLAIN) as observer:
+        two_problems(clock, observer)
+        observer.opening(PROBLEM, 40, 0)
+        for number in range(20):
+            clock.now += 1.0
+            observer.compiled(number + 1, 40)
+            observer.tried(candidate("flash", 30.0 - number, N=number))
+    (_, said) = [line for line in out.getvalue().splitlines() if "compiled" in line]
+    assert said.split("  ")[1:3] == ["compiled 11, checked 10 of 40", "about 40 s left"]
+
+
+def test_json_is_an_object_a_line_with_documented_fields(clock) -> None:
+    events = [json.loads(line) for line in watched(clock, Form.JSON).splitlines()]
+    names = [event["event"] for event in events]
+    assert names[:2] == ["planned", "problem"]
+    assert names[-1] == "end"
+    assert events[0] == {"event": "planned", "elapsed_s": 0.0, "problems": 1, "candidates": 40}
+    assert events[1]["problem"] == PROBLEM.label
+    told = [event for event in events if event["event"] == "progress"]
+    assert [event["phase"] for event in told[-2:]] == ["race", "finals"]
+    search = [event for event in told if event["phase"] == "search"]
+    assert 15 <= len(search) <= 21  # one a second
+    last = search[-1]
+    assert set(last) == {
+        *("event", "elapsed_s", "problem", "phase", "done", "total", "compiled", "failed"),
+        *("best_us", "best_kernel", "best_config", "left_s"),
+    }
+    assert last["left_s"] is None
+    assert (last["total"], last["best_kernel"]) == (40, "flash")
+    assert told[-1]["failed"] == 1
+    assert {"event": "note", "elapsed_s": 20.0, "text": "a [note]"} in events
+
+
+def test_json_tells_the_last_candidate_within_a_second_of_another(clock) -> None:
+    """A quick problem was never seen to be done: 1 of 86, and then the next one."""
+    out = io.StringIO()
+    with progress.watch(Console(file=out), Form.JSON) as observer:
+        observer.opening(PROBLEM, 3, 0)
+        for number in range(3):
+            observer.tried(candidate("flash", 30.0, N=number))
+    events = [json.loads(line) for line in out.getvalue().splitlines()]
+    told = [(e["done"], e["total"]) for e in events if e["event"] == "progress"]
+    assert told == [(1, 3), (3, 3)]
+
+
+def test_json_ends_with_its_end_although_the_run_fails(clock) -> None:
+    out = io.StringIO()
+
+    def fails() -> None:
+        with progress.watch(Console(file=out), Form.JSON) as observer:
+            observer.planned([1])
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert json.loads(out.getvalue().splitlines()[-1])["event"] == "end"
+
+
+def test_bars_show_the_time_left_of_the_whole_run(clock) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=160, force_terminal=True, color_system=None)
+    with progress.watch(console) as observer:
+        two_problems(clock, observer)
+        observer.opening(PROBLEM, 40, 0)
+        for number in range(20):
+            clock.now += 1.0
+            observer.compiled(number + 1, 40)
+            observer.tried(candidate("flash", 30.0 - number, N=number))
+        observer._progress.refresh()
+    shown = out.getvalue()
+    assert "about 30 s left" in shown
+    assert "best 11.00 µs flash" in shown
+    bars = [line for line in shown.splitlines() if "compile" in line]
+    assert bars
+    assert not [line for line in bars if "left" in line]
+
+
+@pytest.mark.parametrize("form", [Form.PLAIN, Form.JSON])
+def test_a_problem_that_is_over_shows_its_best_at_once(form):
+    run = full_run()
+    problem = run.trials[0].problem
+    rows = [trial for trial in run.trials if trial.problem == problem]
+    console = Console(file=io.StringIO(), width=110)
+    with progress.watch(console, form) as observer:
+        observer.ranked(rows, run.environment)
+    text = console.file.getvalue()
+    if form is Form.JSON:
+        told = json.loads(text.splitlines()[0])
+        assert (told["event"], told["problem"]) == ("ranked", problem.label)
+        assert told["rows"][0]["rank"] == 1
+    else:
+        assert "× base" in text.splitlines()[0]
+        assert text.splitlines()[1].split()[0].strip("*=") == "1"
+        assert max(map(len, text.splitlines())) <= 110
+
+
+STEPS = {"first calls": 1.234, "judge": 0.004}
+
+
+def preparing(form: Form, console: Console) -> None:
+    with progress.watch(console, form) as observer:
+        observer.planned([40])
+        observer.opening(PROBLEM, 40, 0)
+        observer.prepared("problem", 2.0, {"start CUDA": 1.5})
+        for done, peer in enumerate(("torch_cudnn", "triton_flash")):
+            observer.preparing(peer, done, 2)
+            observer.prepared(peer, 1.5, STEPS)
+        observer.timing(1, 30)
+
+
+def test_json_tells_each_peer_that_is_prepared_and_how_long_it_took(clock):
+    """Twelve seconds passed in silence; lines of a phase come once a second at most."""
+    out = io.StringIO()
+    preparing(Form.JSON, Console(file=out))
+    events = [json.loads(line) for line in out.getvalue().splitlines()]
+    told = [e for e in events if e["event"] == "progress"]
+    assert [(e["phase"], e.get("peer"), e["done"], e["total"]) for e in told] == [
+        ("peers", "torch_cudnn", 0, 2),
+        ("peers", "triton_flash", 1, 2),
+        ("finals", None, 1, 30),
+    ]
+    prepared = [e for e in events if e["event"] == "prepared"]
+    assert [e["what"] for e in prepared] == ["problem", "torch_cudnn", "triton_flash"]
+    assert prepared[1] == {
+        "event": "prepared", "elapsed_s": 0.0, "problem": PROBLEM.label, "what": "torch_cudnn",
+        "took_s": 1.5, "steps_s": STEPS,
+    }  # fmt: skip
+
+
+def test_with_verbose_a_line_says_what_took_so_long(clock, monkeypatch):
+    out = io.StringIO()
+    preparing(Form.PLAIN, Console(file=out, width=100))
+    assert "prepared" not in out.getvalue()
+    monkeypatch.setattr(terminal, "talk", terminal.Talk.VERBOSE)
+    preparing(Form.PLAIN, Console(file=out, width=100))
+    assert "  prepared torch_cudnn in 1.5 s (first calls 1.2 s)\n" in out.getvalue()
+
+
+def counted(form: Form, clock, *, on_terminal: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=on_terminal, color_system=None)
+    with progress.counting(console, "compile", "kernel", form) as compiled:
+        for done in range(4):
+            compiled(done, 3)
+            clock.now += 6
+    return out.getvalue()
+
+
+def test_a_count_is_a_bar_on_a_terminal_and_lines_elsewhere(clock, monkeypatch):
+    """`export` in a log was silent for a minute."""
+    bar = counted(Form.AUTO, clock, on_terminal=True)
+    assert "compile" in bar
+    assert "3/3" in bar
+    lines = "compile 3 kernels\ncompile 2 of 3 kernels\n"
+    assert counted(Form.AUTO, clock) == lines
+    assert counted(Form.PLAIN, clock, on_terminal=True) == lines
+    monkeypatch.setattr(terminal, "talk", terminal.Talk.QUIET)
+    assert counted(Form.AUTO, clock) == counted(Form.AUTO, clock, on_terminal=True) == ""
+
+
+def test_a_count_in_json(clock, monkeypatch):
+    monkeypatch.setattr(terminal, "talk", terminal.Talk.QUIET)  # which JSON overrides, as elsewhere
+    events = [json.loads(line) for line in counted(Form.JSON, clock).splitlines()]
+    assert events[1] == {
+        "event": "progress", "elapsed_s": 6.0, "phase": "compile", "done": 1, "total": 3
+    }  # fmt: skip
+    assert [event.get("done") for event in events] == [0, 1, 2, 3, None]
+    assert events[-1]["event"] == "end"
+
+
+def test_a_bar_and_a_log_name_the_peer_that_is_prepared(clock):
+    out = io.StringIO()
+    console = Console(file=out, width=160, force_terminal=True, color_system=None)
+    with progress.watch(console) as observer:
+        observer.planned([40])
+        observer.opening(PROBLEM, 40, 0)
+        observer.preparing("triton_flash", 3, 8)
+        observer._progress.refresh()
+    bar = next(line for line in out.getvalue().splitlines() if "triton_flash" in line)
+    assert "peers" in bar
+    assert "3/8" in bar
+    log = io.StringIO()
+    with progress.watch(Console(file=log, width=100), Form.PLAIN) as observer:
+        observer.opening(PROBLEM, 40, 0)
+        clock.now += 20
+        observer.preparing("triton_flash", 3, 8)
+    assert "  prepare triton_flash, peer 4 of 8" in log.getvalue()

@@ -1,0 +1,498 @@
+import csv
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from samples import (
+    H200,
+    NVRTC_LOG,
+    PROBLEM,
+    baseline,
+    candidate,
+    failed,
+    full_run,
+    rounds_of,
+    unrecorded,
+)
+
+from attnsweep.choose.ranking import rank
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import Measurement, Status, Trial
+from attnsweep.reports import tables as report
+from attnsweep.store.run import Run
+
+
+def printed(run: Run, width: int = 100, *, top: int = 10, terminal: bool = False) -> str:
+    out = io.StringIO()
+    colours = "truecolor" if terminal else "auto"
+    console = Console(file=out, width=width, force_terminal=terminal or None, color_system=colours)
+    report.print_run(run, console, top=top)
+    return out.getvalue()
+
+
+def table(text: str) -> list[list[str]]:
+    """Header and rows of the first ranked table, split at two or more spaces."""
+    lines = text.splitlines()
+    begin = next(i for i, line in enumerate(lines) if re.match(r" *#  kernel", line))
+    end = next(i for i in range(begin, len(lines)) if lines[i].startswith(("* winner", "no cand")))
+    return [re.split(r"  +", line.strip()) for line in lines[begin:end]]
+
+
+# -- terminal -------------------------------------------------------------------------------
+
+
+def capped_run() -> Run:
+    """Everything at once that a section may say: throttled, timed once, unrecorded, failed."""
+    run, other = full_run(), Problem(1, 8, 8, 512, 512, 64, "bf16", True)
+    hot = {"sm_mhz": 1680, "throttle": ["power_cap", "thermal_software"]}
+    once = Measurement(median=9.5, low=9.5, high=9.5, samples=1)
+    return full_run(
+        trials=[
+            *(row.with_(conditions=hot) for row in run.trials),
+            candidate("flash_fwd_wgmma", 1.0, BLOCK_M=64, BLOCK_N=8).with_(
+                time_us=once, stages_us={"qk": 5.1, "softmax": 4.0, "pv": 3.2}
+            ),
+            unrecorded("flash_fwd_wgmma", BLOCK_M=64).with_(problem=other),
+            unrecorded("naive").with_(problem=other),
+        ]
+    )
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160, 250])
+@pytest.mark.parametrize("top", [1, 10, 50])
+def test_nothing_that_a_section_may_say_is_wider_than_the_terminal(width: int, top: int) -> None:
+    text = printed(capped_run(), width, top=top)
+    assert max(map(cell_len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    for said in ("timed once", "power_cap", "when timed alone", "2 no record"):
+        assert said in flat
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160, 250])
+def test_no_line_is_wider_than_the_terminal_and_numbers_are_whole(width: int) -> None:
+    text = printed(full_run(), width)
+    assert max(map(cell_len, text.splitlines())) <= width
+    header, *rows = table(text)
+    assert header[:4] == ["#", "kernel", "config", "µs"]
+    times = [row[3] for row in rows]
+    assert times[0] == "28.10"
+    assert times[-2:] == ["57.40", "280.60"]
+    assert len(times) == 10 + 2
+    assert all(re.fullmatch(r"\d+\.\d\d", time) for time in times)
+    assert all(len(row) == len(header) for row in rows)
+    assert "\x1b" not in text
+
+
+def test_columns_come_with_width() -> None:
+    headers = {width: table(printed(full_run(), width))[0] for width in (40, 60, 80, 100, 160)}
+    assert headers[80][3:8] == ["µs", "±", "× base", "95\u00a0%", "TFLOP/s"]
+    assert {"µs/head", "95\u00a0%", "smem"} <= set(headers[100])
+    assert {"error", "cold µs"} <= set(headers[160])
+    for narrow, wide in ((40, 60), (60, 80), (80, 100), (100, 160)):
+        assert set(headers[narrow]) < set(headers[wide])
+
+
+def test_parameter_names_are_worth_more_than_the_least_columns() -> None:
+    tables = {width: table(printed(full_run(), width)) for width in range(100, 201, 5)}
+    named = {width for width, rows in tables.items() if "BLOCK_M=64 BLOCK_N=16" in rows[2]}
+    whole = {width for width, rows in tables.items() if "occ %" in rows[0]}
+    assert {200} <= named & whole
+    assert any("cold µs" not in tables[width][0] for width in named)
+    assert all("error" in tables[width][0] for width in named)
+
+
+def test_a_row_says_the_figures_of_its_trial() -> None:
+    header, best, *_, last = table(printed(full_run(), 160))
+    row = dict(zip(header, best, strict=True))
+    flops = 4 * 4 * 16 * 1024 * 1024 * 64
+    assert row["#"] == "*1"
+    assert row["kernel"] == "three_kernel_wgmma"
+    assert row["±"] == "0.010"
+    assert row["× base"] == f"{57.4 / 28.1:.2f}"
+    assert row["µs/head"] == f"{28.1 / 64:.3f}"
+    assert float(row["TFLOP/s"]) == pytest.approx(flops / 28.1 / 1e6, abs=0.05)
+    assert row["% bound"] == f"{100 * flops / (4096 * 132 * 1.98e9) * 1e6 / 28.1:.0f}"
+    assert (row["error"], row["regs"], row["smem"]) == ("2.7e-04", "168", "96K")
+    assert row["cold µs"] == "29.10"
+    assert last[:3] == ["25", "unfused", "baseline"]
+
+
+def test_only_what_differs_is_in_the_table_and_the_rest_is_said_once() -> None:
+    narrow, wide = printed(full_run(), 80), printed(full_run(), 200)
+    assert [row[2] for row in table(narrow)[1:4]] == ["(below)", "64/16", "64/32"]
+    assert "\nthree_kernel_wgmma: QK_BLOCK_M=128 PV_BLOCK_M=64 SOFTMAX_THREADS=128\n" in narrow
+    assert "flash_fwd_wgmma: BLOCK_M / BLOCK_N; all NUM_WARPS=8" in narrow
+    assert "flash_fwd_wgmma: all NUM_WARPS=8" in wide
+    assert "BLOCK_M=64 BLOCK_N=16" in [row[2] for row in table(wide)]
+    for text in (narrow, wide):
+        assert "NUM_WARPS" not in " ".join(" ".join(row) for row in table(text))
+
+
+def test_the_winner_is_told_in_full_with_its_stages() -> None:
+    text = " ".join(printed(full_run(), 100).split())
+    assert "* winner three_kernel_wgmma QK_BLOCK_M=128 PV_BLOCK_M=64 SOFTMAX_THREADS=128:" in text
+    assert "28.10 µs, 0.439 µs/head, 7.03 µs/sequence, 611 TFLOP/s, 57 % of the bound" in text
+    assert "2.04× (2.04 to 2.04) torch_cudnn, the fastest peer" in text
+    assert (
+        "stages of the best three_kernel_wgmma: qk 10.1 · softmax 9.0 · pv 8.2 · rest 0.8 µs"
+        in text
+    )
+
+
+def test_stages_that_alone_take_longer_than_the_whole_leave_no_rest() -> None:
+    row = candidate("three", 436.3).with_(stages_us={"qk": 200.0, "softmax": 43.1, "pv": 200.0})
+    text = " ".join(printed(full_run(trials=[row]), 120).split())
+    assert "qk 200.0 · softmax 43.1 · pv 200.0 · together 443.1 µs when timed alone" in text
+    assert "rest" not in text.split("stages of")[1].split("±")[0]
+
+
+def test_how_a_call_is_issued_is_told_with_the_stages() -> None:
+    schedule = {"chunks": 4, "heads": 2, "rows": 512, "streams": 2, "workspace_bytes": 3 << 20}
+    row = candidate("three", 9.0).with_(
+        stages_us={"qk": 4.0, "pv": 4.0}, launch_us=1.25, schedule=schedule
+    )
+    text = " ".join(printed(full_run(trials=[row]), 120).split())
+    assert "qk 4.0 · pv 4.0 · rest 1.0 µs · launches alone 1.2 µs · 4 chunks of 2" in text
+    assert "4 chunks of 2 heads × 512 queries, 3 MiB of workspace" in text
+
+
+def test_a_family_that_was_not_searched_whole_says_how_much_was() -> None:
+    run = full_run()
+    label = run.trials[0].problem.label
+    tried = len({t.key for t in run.trials if t.kernel == "flash_fwd_wgmma"})
+    planned = [
+        {"problem": label, "kernel": "flash_fwd_wgmma", "candidates": tried + 70},
+        {"problem": label, "kernel": "naive", "candidates": 3},
+        {"problem": "another", "kernel": "naive", "candidates": 300},
+    ]
+    for text in (
+        printed(full_run(spaces=planned)),
+        report.to_markdown(rank(run.trials, H200), H200, planned),
+    ):
+        assert f"flash_fwd_wgmma: {tried} of {tried + 70} candidates tried, 70 left out" in text
+        assert "naive: 3 of" not in text
+        assert "300 candidates" not in text
+
+
+def chained_run() -> Run:
+    """The winner's calls can be chained, and so can those of one more, which is faster then."""
+    times = {28.1: 27.0, 31.16: 10.4}
+    ok = [row for row in full_run().trials if row.status is Status.OK]
+    return full_run(
+        trials=[row.with_(chained_us=times.get(round(row.time_us.median, 2))) for row in ok]
+    )
+
+
+def test_chained_calls_are_named_so_and_never_ranked() -> None:
+    run, plain = chained_run(), full_run()
+    text = " ".join(printed(run, 160).split())
+    assert re.search(r"\* winner three_kernel_wgmma .*?, chained 27\.0 µs", text)
+    assert "calls that may overlap" not in text
+    first = [
+        [row["kernel"], row["config"], row["rank"]]
+        for row in report.to_json(run)["problems"][0]["ranking"]
+    ]
+    ranked = [row for row in report.to_json(plain)["problems"][0]["ranking"] if row["rank"]]
+    assert first == [[row["kernel"], row["config"], row["rank"]] for row in ranked]
+    rows = list(csv.DictReader(io.StringIO(report.files(run)["ranking.csv"])))
+    assert list(rows[0])[list(rows[0]).index("eager_us") + 1] == "chained_us"
+    assert sorted(row["chained_us"] for row in rows)[-2:] == ["10.4", "27.0"]
+    told = [row["chained_us"] for row in report.to_json(run)["problems"][0]["ranking"]]
+    assert {10.4, 27.0, None} == set(told)
+
+
+def test_chained_calls_of_another_than_the_winner_have_a_line_of_their_own() -> None:
+    rows = [
+        row.with_(chained_us=None) if row.chained_us == 27.0 else row
+        for row in chained_run().trials
+    ]
+    text = " ".join(printed(full_run(trials=rows), 160).split())
+    assert re.search(
+        r"least of calls that may overlap: flash_fwd_wgmma BLOCK_M=64 BLOCK_N=16 NUM_WARPS=8: "
+        r"chained 10\.4 µs",
+        text,
+    )
+    assert "chained" not in printed(full_run(), 160)
+
+
+def test_a_winner_without_rounds_says_so() -> None:
+    once = Measurement(median=20.69, low=20.69, high=20.69, samples=1)
+    rows = [candidate("naive", 5556.0), candidate("flash", 1.0).with_(time_us=once)]
+    assert "* winner flash: 20.69 µs, timed once, " in printed(full_run(trials=rows), 160)
+    assert (
+        "- winner flash: 20.69 µs, timed once, "
+        in report.files(full_run(trials=rows))["ranking.md"]
+    )
+    earlier = rounds_of(20.69).model_copy(update={"rounds": []})
+    text = printed(full_run(trials=[rows[0], rows[1].with_(time_us=earlier)]), 160)
+    assert "20.69 µs, timed in an earlier session, " in text
+    assert "timed once, " not in printed(full_run(), 160)
+
+
+def test_the_best_rows_decide_the_decimals() -> None:
+    tight = candidate("flash", 13.52, A=1).with_(time_us=rounds_of(13.52, 0.047))
+    rows = [tight, candidate("flash", 13.9, A=2), baseline("unfused", 71.0)]
+    slow = candidate("naive", 5498.1).with_(time_us=rounds_of(5498.1, 11.46))
+    header, *lines = table(printed(full_run(trials=[*rows, slow]), 160))
+    cells = [dict(zip(header, line, strict=True)) for line in lines]
+    assert [row["µs"] for row in cells] == ["13.52", "13.90", "71.00", "5498.10"]
+    assert [row["±"] for row in cells] == ["0.047", "0.010", "0.010", "11.460"]
+    assert (cells[0]["TFLOP/s"], cells[-1]["TFLOP/s"]) == ("1270.7", "3.1")
+    (times, spreads) = zip(
+        *((line[3], line[4]) for line in table(printed(full_run(trials=[slow]), 160))[1:]),
+        strict=True,
+    )
+    assert (times, spreads) == (("5498",), ("11",))
+
+
+def test_labels_do_not_depend_on_what_is_shown() -> None:
+    rows = [candidate("flash", 10 + n, A=1, B=n, C=n // 4, D=7) for n in range(8)]
+    for top in (3, 8):
+        text = printed(full_run(trials=rows), 60, top=top)
+        assert [line[2] for line in table(text)[1:4]] == ["0/0", "1/0", "2/0"]
+        assert "\nflash: B / C; all A=1 D=7\n" in text
+
+
+def test_the_clock_of_the_rounds_is_told_beside_the_bound() -> None:
+    capped = {"sm_mhz": 1680, "memory_mhz": 3201, "throttle": ["power_cap"]}
+    free = {"sm_mhz": 1980, "throttle": []}
+    first, second = candidate("flash", 7.0, A=1), candidate("flash", 8.0, A=2)
+    stale = candidate("flash", 9.0, A=3).with_(conditions={"sm_mhz": 900})
+    alone = stale.with_(time_us=rounds_of(9).model_copy(update={"rounds": []}))
+
+    def third(*rows: Trial, **changes: object) -> str:
+        return printed(full_run(trials=list(rows), **changes), 120).splitlines()[3]
+
+    both = [first.with_(conditions=capped), second.with_(conditions=free), alone]
+    said = "clock 1680–1980 MHz in the rounds, power_cap; the bound assumes 1980 MHz"
+    assert third(*both) == said
+    assert said in report.files(full_run(trials=both))["ranking.md"]
+    assert third(first.with_(conditions=free)) == "clock 1980 MHz in the rounds"
+    assert third(first).lstrip().startswith("#")
+    text = printed(full_run(trials=both, environment=None), 120)
+    assert "\nclock 1680–1980 MHz in the rounds, power_cap\n" in text
+
+
+def test_the_heading_says_where_when_and_what_binds() -> None:
+    lines = printed(full_run(), 120).splitlines()
+    assert lines[1] == (
+        "(4,16,1024,64) fp16 full · measured on NVIDIA H200 · driver 580.95.05 · 2026-07-26"
+    )
+    assert lines[2].startswith("bound 16.0")
+    assert "µs by matrix (exp2 16.0" in lines[2]
+    assert "memory 6.99 µs if not all in L2" in lines[2]
+
+
+def test_what_is_not_in_the_table_is_counted_and_reasons_are_grouped() -> None:
+    lines = printed(full_run(), 160).splitlines()
+    (rest,) = [line for line in lines if " more: " in line]
+    assert rest.startswith("27 more: 13 ok, 4 wrong, 1 launch error, 1 timeout, 1 compile error, ")
+    assert "7 pruned (spills 6, same machine code 1)" in rest
+    assert "--top shows more" in rest
+    (wrong,) = [line for line in lines if line.startswith("4 wrong: ")]
+    assert "relative error 10e-01 over the limit (first: BLOCK_M=10)" in wrong
+    assert "1 compile error: naive: naive.cu(3): error: no [bold] luck" in lines
+    assert "1 timeout: naive: no answer in 20 s (N=2)" in lines
+    assert "1 launch error: naive: invalid argument (N=3)" in lines
+    assert "baseline flash_attn_3 skipped: FlashAttention-3 is not installed" in lines
+    assert not any("lots more" in line for line in lines)
+
+
+def test_top_shows_that_many_candidates_and_every_baseline(tmp_path: Path) -> None:
+    (tmp_path / "ranking.csv").write_text("")
+    text = printed(full_run(tmp_path), 160, top=3)
+    assert [row[0] for row in table(text)[1:]] == ["*1", "2", "3", "24", "25"]
+    assert "34 more: 20 ok, 4 wrong, 1 launch error, 1 timeout, 1 compile error, 7 pruned" in text
+    assert str(tmp_path / "ranking.csv") in text
+    assert " more: " not in printed(full_run(trials=[candidate("a", 3.0)]), 160)
+
+
+def test_every_tie_is_named_even_beyond_the_table() -> None:
+    same = [candidate("flash", 7.0, ID=n) for n in range(5)]
+    text = printed(full_run(trials=[*same, candidate("flash", 8.0, ID=9)]), 220, top=2)
+    assert [row[0] for row in table(text)[1:]] == ["*=1", "=1"]
+    (tie,) = [line for line in text.splitlines() if line.startswith("= tied")]
+    assert "least shared memory" in tie
+    assert tie.endswith("Not in the table: flash ID=2; flash ID=3; flash ID=4")
+    assert "= tied" not in printed(full_run(), 160)
+
+
+def test_a_run_without_an_ok_candidate_says_so() -> None:
+    rows = [failed("naive", Status.TIMEOUT, "no answer in 20 s"), baseline("unfused", 71.4)]
+    text = printed(full_run(trials=rows))
+    assert "no candidate is ok" in text
+    assert "eager: host time" in text
+    assert "71.40" in text
+    alone = printed(full_run(trials=rows[:1]))
+    assert "no candidate is ok" in alone
+    assert "eager: host time" not in alone  # a legend of no table
+    disturbed = candidate("a", 3.0, ID=1).with_(status=Status.NOISY, detail="quartiles 3 to 9")
+    searched = candidate("a", 4.0, ID=2)
+    searched = searched.with_(time_us=searched.time_us.model_copy(update={"rounds": []}))
+    text = printed(full_run(trials=[disturbed, searched]))
+    assert "no winner: all candidates were noisy in the rounds; run it again" in text
+    assert "no baseline was timed" in printed(full_run(trials=[candidate("a", 3.0)]), 160)
+
+
+def test_recorded_rows_are_marked_everywhere() -> None:
+    where = "NVIDIA L4, 2026-01-02"
+    run = full_run()
+    all_recorded = full_run(
+        trials=[row.with_(recorded=True, recorded_on=where) for row in run.trials]
+    )
+    text = printed(all_recorded, 120)
+    assert f"recorded on {where}" in text.splitlines()[1]
+    assert "measured on" not in text
+    assert "bound" not in text.splitlines()[2]  # the environment is another GPU's
+    assert all(row[1].endswith("†") for row in table(text)[1:])
+    assert f"† recorded on {where}" in text
+    mixed = full_run(
+        trials=[*run.trials, baseline("fa4", 40).with_(recorded=True, recorded_on=where)]
+    )
+    text = printed(mixed, 120)
+    assert "measured on NVIDIA H200" in text.splitlines()[1]
+    assert [row[1] for row in table(text) if row[1].endswith("†")] == ["fa4†"]
+    assert f"† recorded on {where}" in text
+    markdown = report.files(mixed)["ranking.md"]
+    assert "| fa4† |" in markdown
+    assert f"recorded on {where}" in markdown
+    rows = list(csv.DictReader(io.StringIO(report.files(mixed)["ranking.csv"])))
+    assert [row["recorded_on"] for row in rows if row["recorded"] == "True"] == [where]
+
+
+def test_what_a_recording_does_not_hold_is_not_called_recorded() -> None:
+    where = "NVIDIA H200, 2026-07-26"
+    nothing = [unrecorded("flash", A=1), unrecorded("flash", A=2)]
+    fa4 = unrecorded("fa4").with_(provider="fa4")
+    text = printed(full_run(trials=[*nothing, fa4]), 120)
+    label = "(4,16,1024,64) fp16 full"
+    assert text.splitlines()[1] == f"{label} · the recording has no row of this problem"
+    assert "†" not in text
+    assert "recorded on" not in text
+    assert "\n2 no record; " in text
+    assert "baseline fa4 no record: not in results/h200" in text
+    held = candidate("flash", 7.0, A=3).with_(recorded=True, recorded_on=where)
+    text = printed(full_run(trials=[*nothing, held, fa4]), 120)
+    assert text.splitlines()[1] == f"{label} · recorded on {where} · driver 580.95.05"
+    assert [row[1] for row in table(text)[1:]] == ["flash†"]
+    assert "baseline fa4 no record" in text
+    assert "\n2 no record; " in text
+
+
+def test_colours_are_for_terminals_only() -> None:
+    assert "\x1b[" in printed(full_run(), terminal=True)
+    stripped = re.sub(r"\x1b\[[0-9;]*m", "", printed(full_run(), terminal=True))
+    assert stripped == printed(full_run())
+
+
+def test_several_problems_end_in_a_summary() -> None:
+    other = Problem(1, 8, 8, 512, 512, 64, "bf16", True)
+    run = full_run()
+    both = full_run(trials=[*run.trials, candidate("naive", 12345.0).with_(problem=other)])
+    for width in (60, 80, 120):
+        text = printed(both, width)
+        assert max(map(cell_len, text.splitlines())) <= width
+    summary = text[text.index("problem  ") :].splitlines()
+    assert re.split(r"  +", summary[1]) == [
+        *(PROBLEM.label, "28.10", "0.439"),
+        *("2.04× (2.04 to 2.04)", "torch_cudnn", "three_kernel_wgmma"),
+    ]  # fmt: skip
+    assert re.split(r"  +", summary[2]) == [other.label, "12345", "1543", "–", "–", "naive"]
+    assert "problem  " not in printed(run)
+
+
+def test_large_and_small_figures_are_never_in_powers_of_ten() -> None:
+    for time_us in (0.85, 3361.5, 1234567.0):
+        text = printed(full_run(trials=[candidate("naive", time_us)]), 200)
+        header, row = table(text)
+        error = row.pop(header.index("error"))
+        assert error == "2.7e-04"
+        assert len(row) > 8
+        (winner,) = [line for line in text.splitlines() if line.startswith("* winner")]
+        assert not re.search(r"\de[+-]?\d", winner + " ".join(row))
+
+
+def test_ten_thousand_rows_are_counted_not_listed() -> None:
+    trials = [candidate("flash", 10 + n / 1000, A=n % 100, B=n // 100) for n in range(10_000)]
+    run = full_run(trials=[*trials, baseline("unfused", 71.0)])
+    text = printed(run)
+    assert "9990 more ok; " in text
+
+
+def test_a_run_without_an_environment_is_still_shown() -> None:
+    text = printed(full_run(environment=None), 120)
+    assert "GPU and date unknown" in text
+    assert "28.10" in text
+    assert "% bound" not in " ".join(table(text)[0])
+
+
+def test_the_best_of_ours_is_no_winner_where_a_peer_is_faster() -> None:
+    run = full_run()
+    ahead = full_run(trials=[*run.trials, baseline("flash_attn_3", 25.0)])
+    text = " ".join(printed(ahead, 120).split())
+    assert "* best of ours; flash_attn_3 is faster (1.12×): three_kernel_wgmma QK_BLOCK_M" in text
+    assert "* winner" not in text
+    styled = printed(ahead, 120, terminal=True)
+    assert "\x1b[1;32m" not in styled  # green is a winner's
+    assert "\x1b[1;32m" in printed(run, 120, terminal=True)
+    markdown = report.to_markdown(rank(ahead.trials, ahead.environment), ahead.environment)
+    assert "- best of ours; flash_attn_3 is faster (1.12×): three_kernel" in markdown
+
+
+def test_a_ratio_that_is_a_bound_or_of_medians_is_marked() -> None:
+    ours, peer = candidate("flash", 20.0), baseline("torch_cudnn", 30.0)
+    once = peer.with_(time_us=peer.time_us.model_copy(update={"rounds": []}))
+    for marked, mark in ((peer.with_(status=Status.NOISY), "≥1.5"), (once, "~1.5"), (peer, "1.5")):
+        header, first, *_ = table(printed(full_run(trials=[ours, marked])))
+        assert first[header.index("× base")].startswith(mark)
+
+
+def test_a_tie_with_a_peer_or_a_peer_of_another_format_is_still_won() -> None:
+    run = full_run()
+    for peer in (baseline("torch_flash", 28.1), baseline("flash_attn_3_fp8", 20.0)):
+        assert "* winner three_kernel" in printed(full_run(trials=[*run.trials, peer]), 120)
+
+
+def test_the_legend_explains_eager_and_ranks_that_medians_do_not_follow() -> None:
+    text = " ".join(printed(full_run(), 120).split())
+    assert "eager: host time to issue one call" in text
+    assert "a row with a lower median can rank below another" in text
+
+
+def test_a_reason_keeps_the_figures_within_it() -> None:
+    details = [
+        "takes at least 31.2 us by its stages in other configs (scores 4.1, pv 2)",
+        "takes at least 55 us by its stages in other configs (scores 4.4, pv 3)",
+        "stages too slow in other configs: at least 12.0 us (qk 3.1)",
+        "spills 24 bytes, the spec allows 0",
+        "spills 8 bytes, the spec allows 0",
+    ]
+    rows = [
+        failed("flash", Status.PRUNED, detail, BLOCK_M=number)
+        for number, detail in enumerate(details)
+    ]
+    text = " ".join(printed(full_run(trials=[candidate("flash", 5.0, BLOCK_M=9), *rows])).split())
+    assert "takes at least 31.2–55 us by its stages in other configs 2" in text
+    assert "stages too slow in other configs 1" in text
+    assert "spills 2" in text
+    assert "at least us" not in text
+
+
+def test_every_error_of_the_compiler_is_shown_with_its_line_and_caret() -> None:
+    first = 'k.cu(5): error: identifier "y" is undefined'
+    broken = failed("naive", Status.COMPILE_ERROR, f"{first}\n{NVRTC_LOG}", N=1)
+    other = failed(
+        "naive", Status.COMPILE_ERROR, f"{first}\n{NVRTC_LOG.replace('foo', 'bar')}", N=2
+    )
+    run = full_run(trials=[candidate("flash", 5.0, BLOCK_M=9), broken, other])
+    lines = printed(run).splitlines()
+    assert sum(line.startswith("2 compile error: naive: k.cu(5)") for line in lines) == 1
+    at = lines.index("          int x = y;")
+    assert lines[at + 1] == "                  ^"
+    text = "\n".join(lines)
+    for name in ("y", "foo", "bar"):
+        assert text.count(f'    k.cu({5 if name == "y" else 6}): error: identifier "{name}"') == 1
+    assert "warning #177" not in text

@@ -1,0 +1,143 @@
+"""Calls whose addresses and shapes keep changing: what is remembered, and by which thread."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from fake_driver import FakeDriver  # noqa: E402
+from operators import close, make, tensors  # noqa: E402
+from packages import shape, winner  # noqa: E402
+
+from attnsweep.serve.runtime import cost_model, launch  # noqa: E402
+from attnsweep.serve.runtime import driver as driver_module  # noqa: E402
+from attnsweep.serve.runtime import operator as of_package  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Forgetful(FakeDriver):
+    """Keeps no record, which would grow with the calls."""
+
+    def cuTensorMapEncodeTiled(self, *arguments):
+        self.maps.clear()
+        return super().cuTensorMapEncodeTiled(*arguments)
+
+    def cuLaunchKernelEx(self, *arguments):
+        self.counted = getattr(self, "counted", 0) + 1
+        return (0,)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_no_memory_grows_with_the_calls(tmp_path, monkeypatch, grad):
+    """With changing shapes and addresses. Ten times the caches' sizes, which are smaller here."""
+    monkeypatch.setattr(of_package, "_MOST_PLANS", 64)
+    monkeypatch.setattr(driver_module, "_MOST_READY", 64)
+    for bounded in (
+        cost_model.work,
+        launch.heads_together,
+    ):  # else what ran before decides their size
+        bounded.cache_clear()
+    driver = Forgetful()
+    made = make(tmp_path, driver, winner(shape()), winner(shape(seqlen=1000)))
+    memory = torch.zeros(1 << 20, dtype=torch.bfloat16)
+
+    def some(calls):
+        for n in calls:
+            seqlen, offset = 130 + n % 1307, 8 * (n % 977)  # in step after a million calls
+            q = memory[offset : offset + 256 * seqlen].view(1, 4, seqlen, 64)
+            made._served(made._plan(q, q, q, False, 0.125, False, grad), q, q, q)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        some(range(640))
+        before = some(range(640, 1280))
+        after = some(range(1280, 3200))
+    finally:
+        tracemalloc.stop()
+    assert made.counters() == {"kernel": 3200}
+    assert driver.counted == 3200
+    ready = [len(plan.launches._ready) for plan in made._plans.values()]
+    assert max(len(ready), sum(ready)) <= 64
+    assert after - before < 2**18, "what the contents of the caches may differ by"
+
+
+def test_the_caches_have_limits_that_fit_the_memory(operator, driver):
+    """What an entry of the larger cache takes, times its limit: under 64 MiB of the host's."""
+    driver.on_launch = None
+    q, k, v = tensors()
+    operator.attention(q, k, v)
+    tracemalloc.start()
+    try:
+        kept = [operator.attention(q, k, v) for _ in range(60)]
+        taken = tracemalloc.get_traced_memory()[0] / 60
+    finally:
+        tracemalloc.stop()
+    (plan,) = operator._plans.values()
+    assert len(plan.launches._ready) >= len(kept)
+    assert 0 < taken * driver_module._MOST_READY < 2**26
+    assert of_package._MOST_PLANS <= driver_module._MOST_READY
+
+
+def test_all_kinds_of_calls_share_one_limit(operator, driver, monkeypatch):
+    """Few kinds, each at more addresses than are remembered."""
+    driver.on_launch = None
+    monkeypatch.setattr(driver_module, "_MOST_READY", 10)
+    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 4)
+    kinds = [[tensors(seqlen=250 + kind) for _ in range(5)] for kind in range(6)]
+    for n in range(5):
+        for kind in kinds:
+            operator.attention(*kind[n])
+            plans = operator._plans.values()
+            assert sum(len(p.launches._ready) for p in plans if p.launches) <= 10
+    assert operator.counters() == {"kernel": 30}
+
+
+def test_addresses_that_keep_changing(operator, driver, monkeypatch):
+    """Whether launches are made, moved or remembered, a call reads and writes its own tensors."""
+    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 4)
+    given = [[t * (n + 1) / 9 for t in tensors()] for n in range(9)]
+    for n in (*range(9), 8, 7, 0, 0, 3, 8):
+        assert close(operator.attention(*given[n]), F.scaled_dot_product_attention(*given[n]))
+    assert operator.counters() == {"kernel": 15}
+    assert driver.replaced
+
+
+def test_threads_do_not_share_launches(tmp_path, monkeypatch):
+    """All at once, of one kind of call, at addresses that are met again and at new ones."""
+    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 3)
+    wrong, began = [], threading.local()
+
+    class Slow(FakeDriver):
+        def cuTensorMapReplaceAddress(self, *arguments):
+            done = super().cuTensorMapReplaceAddress(*arguments)
+            time.sleep(1e-5)  # lets another thread go on
+            return done
+
+    def look(launch):
+        if [m["pointer"] for m in launch["values"][:3]] != began.addresses:
+            wrong.append(launch["values"])
+
+    made = make(tmp_path, Slow(look), winner(shape()))
+    shared = [tensors() for _ in range(2)]
+
+    def work(number):
+        for n in range(60):
+            given = shared[n % 4] if n % 4 < 2 else tensors()
+            began.addresses = [t.data_ptr() for t in given]
+            made.attention(*given)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert not wrong
+    assert made.counters() == {"kernel": 240}

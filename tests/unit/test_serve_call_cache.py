@@ -1,0 +1,499 @@
+"""Calls that are known from before: found by one question, unless something else has a say."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from operators import close, compiled, make, shifted, tensors  # noqa: E402
+from packages import shape, winner  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from attnsweep.serve.runtime import call_cache, gradients  # noqa: E402
+from attnsweep.serve.runtime.dispatch import Choice  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Own(torch.Tensor):
+    """A subclass, as DTensor is one."""
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operators that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def planned(operator, monkeypatch):
+    """The calls that were looked up by shapes and strides, as all were before they are known."""
+    asked, own = [], operator._plan
+    monkeypatch.setattr(operator, "_plan", lambda *what: asked.append(what) or own(*what))
+    return asked
+
+
+@pytest.fixture
+def known(operator, planned):
+    """q, k and v of a call that is known, without gradients and with them."""
+    q, k, v = tensors()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    for _ in range(2):
+        operator.attention(q, k, v)
+        operator.attention(*leaves)
+    assert len(planned) == 4
+    operator.attention(q, k, v)
+    assert operator.attention(*leaves).requires_grad
+    with torch.no_grad():
+        operator.attention(q, k, v)
+    assert len(planned) == 4, "not known"
+    assert operator.counters() == {"kernel": 7}
+    operator._counts.clear()
+    planned.clear()
+    return q, k, v
+
+
+def leaves_of(known):
+    return [t.clone().requires_grad_() for t in known]
+
+
+def test_a_known_call_is_launched_as_it_was(operator, driver, known):
+    q, k, v = (t.flip(2) for t in known)
+    out = operator.attention(q, k, v)
+    assert close(out, F.scaled_dot_product_attention(q, k, v))
+    assert [m["pointer"] for m in driver.maps[-4:]] == [t.data_ptr() for t in (q, k, v, out)]
+    assert driver.launches[-1]["values"][4:6] == [0, 0]
+    out = operator.attention(*leaves_of((q, k, v)))
+    assert driver.launches[-1]["values"][4], "the log-sum-exp"
+    assert close(out, F.scaled_dot_product_attention(q, k, v))
+
+
+OTHER = {
+    "layout": lambda q, k, v: (tensors(layout="bshd"), {}),
+    "one layout": lambda q, k, v: ((q, k, tensors(layout="bshd")[2]), {}),
+    "length": lambda q, k, v: (tensors(seqlen=250), {}),
+    "keys": lambda q, k, v: ((q, k[:, :, :250].clone(), v[:, :, :250].clone()), {}),
+    "heads of keys": lambda q, k, v: (tensors(heads_kv=2), {"enable_gqa": True}),
+    "grouped": lambda q, k, v: ((q, k, v), {"enable_gqa": True}),
+    "scale": lambda q, k, v: ((q, k, v), {"scale": 0.3}),
+    "causal": lambda q, k, v: ((q, k, v), {"is_causal": True}),
+    "one gradient": lambda q, k, v: ((q, k, v.clone().requires_grad_()), {}),
+    "parameter": lambda q, k, v: ((torch.nn.Parameter(q), k, v), {}),
+    "thrice": lambda q, k, v: ((q, q, q), {}),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_another_call_is_planned_anew(operator, driver, known, planned, what):
+    given, options = OTHER[what](*known)
+    driver.on_launch.causal = "is_causal" in options
+    out = operator.attention(*given, **options)
+    assert planned, "taken for the known call"
+    assert close(out, F.scaled_dot_product_attention(*given, **options))
+    assert out.requires_grad == any(t.requires_grad for t in given)
+    for _ in range(3):
+        again = operator.attention(*given, **options)
+        assert torch.equal(again, out)
+    assert operator.counters() == {"kernel": 4}
+
+
+ELSEWHERE = {
+    "mask": lambda q, k, v: ((q, k, v, torch.zeros(256, 256).bfloat16()), {}),
+    "dropout": lambda q, k, v: ((q, k, v, None, 1.0), {}),
+    "dtype": lambda q, k, v: ((q.float(), k.float(), v.float()), {}),
+    "rank": lambda q, k, v: ((q[0], k[0], v[0]), {}),
+    "subclass": lambda q, k, v: ((q, k, v.as_subclass(Own)), {}),
+    "layout": lambda q, k, v: ((q, k, v.mT.contiguous().mT), {}),
+    "alignment": lambda q, k, v: ((q, shifted(k), v), {}),
+    "scale": lambda q, k, v: ((q, k, v), {"scale": -1.0}),
+    "causal_alignment": lambda q, k, v: ((q[:, :, :128], k, v), {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("code", ELSEWHERE)
+def test_what_no_kernel_serves_is_pytorchs_each_time(operator, driver, known, planned, code):
+    given, options = ELSEWHERE[code](*known)
+    launched = len(driver.launches)
+    for _ in range(4):
+        got = operator.attention(*given, **options)
+        assert torch.equal(got, F.scaled_dot_product_attention(*given, **options))
+    assert operator.counters() == {code: 4}
+    assert len(driver.launches) == launched
+    assert len(planned) <= 2, "known as well, as one that is PyTorch's"
+
+
+def test_errors_of_pytorch_stay(operator, known):
+    q, k, v = known
+    for wrong in (q.float().numpy(), None, [1.0]):
+        with pytest.raises(TypeError):
+            operator.attention(wrong, k, v)
+    for scale in ("0.3", torch.ones(2)):
+        with pytest.raises((TypeError, RuntimeError)):
+            operator.attention(q, k, v, scale=scale)
+    with pytest.raises(RuntimeError):
+        operator.attention(q, k, v.float())
+
+
+def test_a_nested_value_raises_like_pytorchs(operator, known):
+    """It has no strides, and to ask PyTorch whether it is like others would end the process."""
+    q, k, _ = known
+    value = torch.nested.nested_tensor([torch.ones(2, 8, 16, dtype=q.dtype)])
+    with pytest.raises(RuntimeError, match="ested"):
+        operator.attention(q, k, value)
+
+
+def test_dispatch_modes_see_an_operator(operator, known):
+    leaves = leaves_of(known)
+    with Watch() as watch:
+        operator.attention(*known)
+    assert watch.seen == [f"{operator.namespace}.forward.default"]
+    with Watch() as watch:
+        out = operator.attention(*leaves)
+    assert f"{operator.namespace}.forward_lse.default" in watch.seen
+    assert out.requires_grad
+    assert operator.counters() == {"kernel": 2}
+
+
+def test_fake_tensors_are_never_launched(operator, driver, known):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    launched = len(driver.launches)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(t) for t in known]
+        for given in (fake, known, (known[0], *fake[1:])):
+            assert type(operator.attention(*given)) is type(fake[0])
+    assert len(driver.launches) == launched
+
+
+def test_proxies_hold_an_operator(operator, known):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(lambda q, k, v: operator.attention(q, k, v))(*known)
+    assert f"{operator.namespace}.forward.default" in graph.code
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_code_holds_one_operator(operator, known, grad):
+    attention, graphs = compiled(operator)
+    out = attention(*(leaves_of(known) if grad else known))
+    assert f"{operator.namespace}.attention.default" in graphs[0].code
+    assert close(out, F.scaled_dot_product_attention(*known))
+    assert operator.counters() == {"kernel": 1}
+
+
+def test_compiled_under_autocast(operator, known):
+    compiled = torch.compile(
+        lambda q, k, v: operator.attention(q, k, v), fullgraph=True, backend="aot_eager"
+    )
+    for given in (known, [t.float() for t in known]):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert close(compiled(*given), F.scaled_dot_product_attention(*known))
+    assert operator.counters() == {"kernel": 2}
+
+
+def test_transforms_are_pytorchs(operator, driver, known):
+    """Also of tensors that stay as they are: only some are wrapped by a transform."""
+    q, k, v = known
+    launched = len(driver.launches)
+    many = q.expand(2, *q.shape)
+    right = F.scaled_dot_product_attention(q, k, v)
+    assert close(torch.vmap(operator.attention, (0, None, None))(many, k, v)[1], right)
+    assert close(torch.vmap(lambda one: operator.attention(q, k, v) + 0 * one)(many)[1], right)
+
+    def total(q, k, v):
+        return operator.attention(q, k, v).float().sum()
+
+    def pytorchs(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v).float().sum()
+
+    got = torch.func.grad(total, (0, 1, 2))(q, k, v)
+    expected = torch.func.grad(pytorchs, (0, 1, 2))(q, k, v)
+    assert all(map(torch.equal, got, expected))
+    with torch.autograd.forward_ad.dual_level():
+        operator.attention(q, k, v)
+    torch.jit.trace(operator.attention, (q, k, v), check_trace=False)
+    assert len(driver.launches) == launched
+    assert operator.counters() == {"transform": 5}
+
+
+def test_a_wrapper_that_outlived_its_transform(operator, known):
+    kept = []
+    torch.vmap(lambda one: kept.append(one) or one.sum())(known[0][0])
+    wrapped = kept[0]
+    assert call_cache._wrapped(wrapped)
+    q, k, v = (t.clone() for t in known)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="escaped"):
+            operator.attention(wrapped, k, v)
+    torch.func.grad(lambda one: kept.append(one) or one.float().sum())(known[0])
+    assert call_cache._wrapped(kept[1])
+    for _ in range(3):
+        out = operator.attention(kept[1], k, v)
+        assert close(out, F.scaled_dot_product_attention(*known))
+        assert operator._find(kept[1], k, v, False, None, False) is None
+    check = call_cache._Guards(*known, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    assert check(q, k, v)
+    assert not check(wrapped, k, v)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast(operator, driver, known, planned, grad):
+    kernel = driver.on_launch
+
+    def on_launch(launch):
+        with torch.autocast("cpu", enabled=False):
+            kernel(launch)
+
+    driver.on_launch = on_launch
+    given = leaves_of(known) if grad else known
+    halves = [t.detach().float() for t in known]
+    with torch.autocast("cpu", torch.bfloat16):
+        for each in (given, halves, given, halves, given, halves):
+            out = operator.attention(*each)
+            assert out.dtype == torch.bfloat16
+            assert close(out, F.scaled_dot_product_attention(*known))
+        assert operator.counters() == {"kernel": 6}
+        planned.clear()
+        operator.attention(*given)
+        assert not planned, "known under autocast as well"
+    with torch.autocast("cpu", torch.float16):
+        assert operator.attention(*given).dtype == torch.float16
+    assert operator.attention(*given).dtype == torch.bfloat16
+
+
+def test_gradients_that_are_switched_off_and_on(operator, known, planned):
+    leaves = leaves_of(known)
+    for _ in range(8):
+        with torch.no_grad():
+            assert not operator.attention(*leaves).requires_grad
+        with torch.inference_mode():
+            out = operator.attention(*leaves)
+            assert (out.requires_grad, out.is_inference()) == (False, True)
+        assert operator.attention(*leaves).requires_grad
+        assert not operator.attention(*(t.detach() for t in leaves)).requires_grad
+    planned.clear()
+    with torch.no_grad():
+        operator.attention(*leaves)
+    operator.attention(*leaves)
+    assert not planned
+
+
+def test_what_is_known_without_gradients_has_them_once_they_are_on(operator, driver):
+    leaves = leaves_of(tensors())
+    with torch.no_grad():
+        for _ in range(4):
+            operator.attention(*leaves)
+    assert operator.attention(*leaves).requires_grad
+    for _ in range(4):
+        assert operator.attention(*leaves).requires_grad
+    with torch.no_grad():
+        operator.attention(*leaves)
+    assert driver.launches[-1]["values"][4] == 0, "a log-sum-exp that nobody needs"
+
+
+def test_inference_tensors(operator, known):
+    with torch.inference_mode():
+        given = [t.clone() for t in known]
+    for _ in range(4):
+        assert close(operator.attention(*given), F.scaled_dot_product_attention(*known))
+        assert operator.attention(*leaves_of(known)).requires_grad
+    assert operator.counters() == {"kernel": 8}
+
+
+def test_lazy_negations_and_zeros_are_made_real(operator, known):
+    q, k, v = known
+    for _ in range(3):
+        negated = operator.attention(q, k, torch._neg_view(v))
+        assert close(negated, F.scaled_dot_product_attention(q, k, -v))
+        zeros = torch._efficientzerotensor(v.shape, dtype=v.dtype)
+        assert not operator.attention(q, k, zeros).any()
+    assert operator.counters() == {"kernel": 6}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_saved_and_profiled_stays(operator, known, planned, grad):
+    """Hooks see what a gradient needs. A profile shows PyTorch's parts of a call, no operator."""
+    fresh = tensors(seqlen=250)
+    made = []
+    for given in (fresh, known):
+        given, packed = (leaves_of(given) if grad else given), []
+        hooks = torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: None)
+        with hooks, torch.profiler.profile() as profile:
+            operator.attention(*given)
+        names = {event.key for event in profile.key_averages() if "sdp" not in event.key}
+        made.append((len(packed), names))
+    assert len(planned) == 1, "the fresh one"
+    assert made[0] == made[1]
+    assert made[0][0] == (5 if grad else 0)
+    assert ("Gradient" in made[0][1]) == grad
+    assert not any(name.startswith("attnsweep") for name in made[0][1])
+
+
+def test_gradients_are_those_of_a_new_call(operator, known, monkeypatch):
+    """Once, and not twice, as PyTorch's own backward has no gradient."""
+    calls = []
+
+    def flash(grad, q, k, v, out, lse, *rest, scale=None):
+        calls.append((lse.clone(), rest[2:6], scale))
+        return q * grad, k * grad, v * grad
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention_backward", flash, "CPU")
+    try:
+        given = leaves_of(known)
+        got = torch.autograd.grad(operator.attention(*given).sum(), given, create_graph=True)
+        with pytest.raises(RuntimeError):
+            torch.autograd.grad(got[0].sum(), given)
+        operator._plans.clear()
+        operator._seen.clear()
+        new = torch.autograd.grad(operator.attention(*given).sum(), given)
+    finally:
+        library._destroy()
+    assert all(map(torch.equal, got, new))
+    assert torch.equal(calls[0][0], calls[1][0])
+    assert calls[0][1:] == calls[1][1:] == ((256, 256, 0.0, False), pytest.approx(0.125))
+
+
+def test_the_choice_of_a_backward_is_asked_anew_when_a_setting_changes(operator, monkeypatch):
+    asked, answer = [], [3]
+    choice = gradients._choice
+    assert choice(*tensors(), None, 0.0, False, scale=0.125, enable_gqa=False) in (0, 1)
+    monkeypatch.setattr(gradients, "_choice", lambda *_, **how: asked.append(how) or answer[0])
+    given = leaves_of(tensors())
+
+    def by_cudnn():
+        return gradients._cudnn_gradients in operator.attention(*given).grad_fn.by
+
+    assert [by_cudnn() for _ in range(4)] == [True] * 4
+    assert len(asked) == 1
+    answer[0] = 1
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTION]):
+        assert not by_cudnn()
+    assert len(asked) == 2
+    answer[0] = 3
+    assert by_cudnn()
+    torch.use_deterministic_algorithms(True)
+    answer[0] = 1
+    try:
+        assert not by_cudnn()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(asked) == 4
+    monkeypatch.setattr(gradients, "_SETTINGS", [*gradients._SETTINGS, object])
+    by_cudnn(), by_cudnn()
+    assert len(asked) == 6, "a setting that this PyTorch cannot tell"
+
+
+def test_a_kernel_that_fails_is_forgotten(operator, driver, known):
+    driver.refuses = {"cuLaunchKernelEx"}
+    for _ in range(3):
+        got = operator.attention(*known)
+        assert torch.equal(got, F.scaled_dot_product_attention(*known))
+    assert operator.counters() == {"driver": 3}
+
+
+def test_a_known_plan_that_another_thread_found_damaged(operator, known):
+    leaves = leaves_of(known)
+    plan = operator._find(*leaves, False, None, False)
+    plan.choice, plan.calls, plan.launches = Choice(None, "damaged", "it is"), (), None
+    for _ in range(3):
+        out = operator.attention(*leaves)
+        assert torch.equal(out, F.scaled_dot_product_attention(*leaves))
+        assert out.requires_grad
+    assert operator.counters() == {"damaged": 3}
+
+
+def test_without_pytorchs_guards_every_call_is_planned(operator, planned, monkeypatch):
+    monkeypatch.setattr(call_cache, "_Guards", None)
+    given = tensors()
+    for _ in range(4):
+        assert close(operator.attention(*given), F.scaled_dot_product_attention(*given))
+    assert (len(planned), operator.counters()) == (4, {"kernel": 4})
+
+
+def test_guards_that_refuse_what_they_are_given(operator, planned, monkeypatch):
+    def refuse(*_, **options):
+        raise TypeError
+
+    monkeypatch.setattr(call_cache, "_Guards", refuse)
+    given = tensors()
+    for _ in range(4):
+        operator.attention(*given)
+    assert (len(planned), operator.counters()) == (4, {"kernel": 4})
+
+
+def test_kinds_of_one_size_take_turns(operator, driver, planned):
+    """Six layouts of one size, of which four are known: seldom is one made anew in vain."""
+    driver.on_launch = None
+    made = set()
+    kinds = [[t[:, :, :256] for t in tensors(seqlen=256 + n)] for n in range(6)]
+    for _ in range(64):
+        for given in kinds:
+            operator.attention(*given)
+        for known in operator._seen._kinds.values():
+            assert len(known) <= call_cache._MOST_ALIKE
+            made |= {alike for _, alike, _ in known}
+    assert call_cache._MOST_ALIKE <= len(made) <= 6 * 7
+    planned.clear()
+    for given in kinds[:3] * 200:
+        operator.attention(*given)
+    assert len(planned) < 600
+    assert operator.counters() == {"kernel": 64 * 6 + 600}
+
+
+def test_what_is_known_is_bounded(operator, driver, planned, monkeypatch):
+    driver.on_launch = None
+    monkeypatch.setattr(call_cache, "_MOST", 5)
+    kinds = [tensors(seqlen=250 + n) for n in range(12)]
+    for given in kinds * 3:
+        operator.attention(*given)
+        assert len(operator._seen._kinds) <= 5
+    planned.clear()
+    for _ in range(3):
+        operator.attention(*kinds[0])
+    assert len(planned) <= 1
+
+
+def test_no_tensor_is_kept(operator, driver):
+    driver.on_launch = None
+    given = leaves_of(tensors())
+    for _ in range(3):
+        operator.attention(*given)
+    assert operator._seen._kinds
+    left = [weakref.ref(t) for t in given]
+    del given
+    gc.collect()
+    assert [each() for each in left] == [None] * 3
+
+
+def test_two_packages_and_many_threads(tmp_path, driver):
+    driver.on_launch = None
+    one = make(tmp_path / "one", driver, winner(shape()))
+    other = make(tmp_path / "other", driver, winner(shape()), winner(shape(causal=True)))
+    kinds = [tensors(), tensors(seqlen=250), leaves_of(tensors())]
+    wrong = []
+
+    def work(number):
+        for n in range(100):
+            given = kinds[(n + number) % 3]
+            for made in (one, other):
+                out = made.attention(*given, is_causal=made is other)
+                if out.shape != given[0].shape or out.requires_grad != given[0].requires_grad:
+                    wrong.append((n, number))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    assert not wrong
+    assert one.counters() == other.counters() == {"kernel": 400}

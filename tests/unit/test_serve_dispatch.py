@@ -1,0 +1,413 @@
+"""Which kernel of a package a shape gets, and how its time is predicted."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packages import H100, PLAIN, SPLIT, gpu, shape, winner
+
+from attnsweep.serve.runtime.cost_model import (
+    ALONE,
+    SDPA,
+    learn,
+    memory_us,
+    nearness,
+    octaves,
+    tiling,
+    work,
+)
+from attnsweep.serve.runtime.dispatch import choose
+from attnsweep.serve.runtime.table import Guard
+
+SMS = H100.sm_count
+CARD = gpu().card
+FREE = Guard(margin=-9.0, per_octave=0.0, reach=99.0)
+SMALL = replace(PLAIN, block_m=64, blocks_per_sm=2, config="BLOCK_N=64 WARPGROUPS=1")
+
+
+def predict(made, times, asked, key):
+    """The prediction for a shape from times on others."""
+    nearby = nearness(asked, [known for known, _ in times], key)
+    return learn(made, times, key).predict(asked, nearby, key)
+
+
+def timed(of, time_us=10.0, sdpa_us=20.0, kernel=PLAIN, others=()):
+    """A winner with its time, that of PyTorch, and those of other kernels."""
+    made = winner(of, kernel, sdpa_us / time_us)
+    kind = {"head_dim": of.head_dim, "dtype": of.dtype, "causal": of.causal}
+    own = tuple((replace(other, **kind), us) for other, us in others)
+    return replace(made, time_us=time_us, sdpa_us=sdpa_us, others=own)
+
+
+# ---- which kernel ----
+def test_a_tuned_shape_gets_its_winner_only_if_that_is_faster():
+    known = gpu(winner(shape()), winner(shape(2), gain=1.01, low=0.99))
+    assert choose(known, shape()).code == "tuned"
+    refused = choose(known, shape(2))
+    assert (refused.kernel, refused.code) == (None, "not_faster")
+
+
+def test_a_tuned_shape_is_not_predicted():
+    """Even if another kernel were predicted to be faster there."""
+    best = timed(shape(), 10.0, others=((SMALL, 30.0),))
+    luck = timed(shape(seqlen=512), 1.0, kernel=SMALL)
+    assert choose(gpu(best, luck), shape()).kernel is best.kernel
+
+
+def test_the_kernel_that_is_predicted_fastest_serves():
+    """Where 133 tiles of 128 queries are two waves, and 265 of 64 are little more than one."""
+    full = shape(1, 132, 128, seqlen_k=4096)
+    known = gpu(timed(full, 100.0, 200.0, others=((SMALL, 105.0),)), guard=FREE)
+    assert choose(known, shape(1, 131, 128, seqlen_k=4096)).kernel.config == PLAIN.config
+    beyond = choose(known, shape(1, 133, 128, seqlen_k=4096))
+    assert (beyond.kernel.config, beyond.code) == (SMALL.config, "near")
+
+
+def test_near_shapes_count_most():
+    """A kernel that is fast where it was timed far away is not taken for that."""
+    near = timed(shape(8, 16, 1024), 100.0, 150.0, others=((SMALL, 130.0),))
+    far = timed(shape(1, 4, 256), 10.0, 15.0, kernel=SMALL, others=((PLAIN, 12.0),))
+    assert choose(gpu(near, far), shape(8, 16, 1100)).kernel.config == PLAIN.config
+    assert choose(gpu(near, far), shape(1, 4, 300)).kernel.config == SMALL.config
+
+
+def test_a_kernel_of_the_other_dtype_serves_as_its_twin():
+    known = gpu(timed(shape(dtype="fp16"), kernel=replace(PLAIN, dtype="fp16")))
+    asked = shape(seqlen=300, dtype="bf16")
+    assert choose(known, asked).code == "not_tuned"
+    twin = replace(PLAIN, dtype="bf16")
+    chosen = choose(replace(known, twins=(twin,)), asked)
+    assert (chosen.kernel, chosen.code) == (twin, "near")
+    same = choose(replace(known, twins=(twin,)), shape(dtype="bf16"))
+    assert (same.kernel, same.code) == (twin, "near"), "its sizes were tuned, its dtype was not"
+
+
+@pytest.mark.parametrize(
+    "other", [shape(head_dim=128), shape(dtype="fp16"), shape(causal=True)], ids=lambda s: s.label
+)
+def test_other_machine_code_never_serves(other):
+    foreign = replace(PLAIN, dtype="fp16", head_dim=96)
+    assert choose(replace(gpu(timed(shape())), twins=(foreign,)), other).code == "not_tuned"
+    assert choose(gpu(), other).kernel is None
+
+
+def test_a_twin_without_a_time_never_serves():
+    unknown = replace(PLAIN, config="never timed")
+    known = replace(gpu(timed(shape())), twins=(unknown,))
+    assert choose(known, shape(seqlen=300)).kernel.config == PLAIN.config
+
+
+def test_a_kernel_whose_rules_do_not_hold_is_passed_over():
+    split = timed(shape(1, 4, 128, seqlen_k=8192), 1.0, kernel=replace(SPLIT, block_m=64))
+    plain = timed(shape(4, 16, 128, seqlen_k=8192), 50.0, 90.0)
+    # With 80 heads the queries fill the SMs, where no kernel splits the keys.
+    asked = shape(1, 80, 128, seqlen_k=8192)
+    assert choose(gpu(split, plain, guard=FREE), asked).kernel is plain.kernel
+    alone = choose(gpu(split, guard=FREE), asked)
+    assert (alone.kernel, alone.code) == (None, "far")
+
+
+# ---- the guard ----
+def test_the_guard_asks_for_more_the_farther_a_shape_is():
+    guard = Guard(margin=0.02, per_octave=0.05, reach=9.0)
+    known = gpu(timed(shape(4, 16, 1024), 100.0, 112.0), guard=guard)
+    near = choose(known, shape(4, 16, 1152))
+    assert near.code == "near"
+    assert near.gain == pytest.approx(1.12, abs=0.06)
+    far = choose(known, shape(4, 16, 4096))
+    assert (far.kernel, far.code) == (None, "not_faster")
+    assert 1 < far.gain < 1 + guard.margin + guard.per_octave * 4
+    wide = replace(known, guard=Guard(margin=0.02, per_octave=0.0, reach=9.0))
+    assert choose(wide, shape(4, 16, 4096)).code == "near"
+
+
+def test_nothing_is_believed_beyond_the_reach():
+    known = gpu(timed(shape(4, 16, 1024), 10.0, 900.0), guard=Guard(reach=3.0))
+    assert choose(known, shape(4, 16, 1200)).code == "near"
+    far = choose(known, shape(4, 16, 16384))
+    assert (far.kernel, far.code) == (None, "far")
+    # 1,024 tiles of queries, and 2,112 of the 16,384 that there are.
+    assert "(4,16,1024,64) bf16 full (9.0 octaves)" in far.reason
+
+
+def test_tiles_beyond_those_that_keep_all_sms_busy_are_no_farther():
+    known = gpu(timed(shape(64, 32, 512), 100.0, 900.0), guard=Guard(reach=1.0))
+    assert choose(known, shape(512, 32, 512)).code == "near"
+
+
+def test_few_tiles_of_many_keys_need_a_larger_gain():
+    """PyTorch's own attention may divide the keys among the SMs that they leave idle."""
+    known = gpu(timed(shape(1, 8, 512, seqlen_k=3000), 50.0, 62.0))
+    assert choose(known, shape(1, 8, 500, seqlen_k=3000)).code == "not_faster"
+    assert choose(known, shape(4, 8, 500, seqlen_k=3000)).code == "near"
+    known = gpu(timed(shape(1, 8, 512, seqlen_k=3000), 50.0, 70.0))
+    assert choose(known, shape(1, 8, 500, seqlen_k=3000)).code == "near"
+
+
+def test_a_faster_memory_makes_the_same_shape_faster():
+    """Bound by the bytes, at a share of the card's peak rate."""
+    many, more = shape(64, 64, 128), shape(256, 64, 128)
+    fast = CARD._replace(memory_bytes_per_us=2 * CARD.memory_bytes_per_us)
+    slow_us, fast_us = (
+        predict(PLAINLY, [(many, 50.0)], more, card).time_us for card in (CARD, fast)
+    )
+    assert fast_us < 0.8 * slow_us
+
+
+def test_what_is_predicted_to_be_slower_goes_to_pytorch():
+    """A gain at one shape is none where one query more makes two waves of one, and three of two."""
+    big = replace(PLAIN, block_m=256, config="big")
+    known = gpu(timed(shape(1, 132, 256, seqlen_k=4096), 100.0, 104.0, kernel=big))
+    found = choose(known, shape(1, 132, 257, seqlen_k=4096))
+    assert (found.kernel, found.code) == (None, "not_faster")
+    assert found.gain < 1
+
+
+def test_a_reason_says_what_is_predicted_and_from_what():
+    known = gpu(timed(shape(4, 16, 1024), 100.0, 150.0), timed(shape(4, 16, 2048), 400.0, 600.0))
+    reason = choose(known, shape(4, 16, 1024, heads_kv=4)).reason
+    assert reason.startswith("predicted ")
+    assert "from (4,16,1024,64) bf16 full (0.0 octaves) and 1 more" in reason
+    assert "PyTorch's own 1" in reason
+
+
+def test_the_order_of_the_table_does_not_matter():
+    shapes = [shape(b, 16, s) for b in (1, 2, 8) for s in (256, 1024, 3000)]
+    rows = [timed(s, 5.0 + i, 9.0 + i, others=((SMALL, 5.2 + i),)) for i, s in enumerate(shapes)]
+    asked = [shape(b, h, s) for b in (1, 3) for h in (4, 20) for s in (300, 777, 5000)]
+    first = [choose(gpu(*rows), each) for each in asked]
+    for seed in range(3):
+        mixed = random.Random(seed).sample(rows, len(rows))
+        again = [choose(gpu(*mixed), each) for each in asked]
+        assert [(c.code, c.kernel and c.kernel.config) for c in again] == [
+            (c.code, c.kernel and c.kernel.config) for c in first
+        ]
+
+
+# ---- the prediction ----
+PLAINLY = tiling(PLAIN)
+EXTRA = PLAINLY.block_keys / 64
+
+
+def test_work_counts_waves_of_blocks():
+    one = work(PLAINLY, shape(1, 1, 128, seqlen_k=640), SMS)
+    assert one == 10 + EXTRA
+    assert work(PLAINLY, shape(1, 132, 128, seqlen_k=640), SMS) == one
+    assert work(PLAINLY, shape(1, 133, 128, seqlen_k=640), SMS) == 2 * one
+    assert work(PLAINLY, shape(1, 133, 129, seqlen_k=640), SMS) == 3 * one, "266 blocks"
+    assert work(PLAINLY, shape(1, 1, 128, seqlen_k=641), SMS) == one + 1
+
+
+def test_a_block_that_is_alone_on_an_sm_is_faster_but_not_twice_as_fast():
+    two = tiling(SMALL)
+    alone = work(two, shape(1, 132, 64, seqlen_k=640), SMS)
+    both = work(two, shape(1, 264, 64, seqlen_k=640), SMS)
+    extra = two.block_keys / 64
+    assert extra < EXTRA, "the other block hides some of it"
+    assert alone == pytest.approx((10 + extra) / ALONE)
+    assert both == pytest.approx(2 * (10 + extra))
+    assert both < 2 * alone
+
+
+def test_blocks_that_share_keys_have_less_work_each():
+    whole, half = (replace(PLAINLY, shares=n, splits=n) for n in (1, 2))
+    long = shape(1, 8, 128, seqlen_k=6400)
+    assert work(whole, long, SMS) == 100 + EXTRA
+    assert work(half, long, SMS) == 50 + EXTRA
+
+
+def dealt(costs, servers):
+    """When the last of some servers ends, each taking the next item once it is free."""
+    free = [0.0] * servers
+    for cost in costs:
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+@pytest.mark.parametrize(("heads", "seqlen"), [(16, 1024), (16, 4096), (64, 2048), (12, 777)])
+def test_work_of_causal_blocks_is_that_of_dealing_them_out(heads, seqlen):
+    ordered = replace(PLAINLY, tail=0.1, ordered=True)
+    asked = shape(1, heads, seqlen, causal=True)
+    tiles = -(-seqlen // 128)
+    costs = [EXTRA + -(-min(seqlen, 128 * n) // 64) for n in range(tiles, 0, -1)]
+    true = dealt([cost for cost in costs for _ in range(heads)], SMS)
+    assert work(ordered, asked, SMS) == pytest.approx(true, rel=0.15)
+
+
+def test_work_of_blocks_that_take_turns_is_that_of_the_busiest():
+    """16 heads of 16384 rows in groups that share L2 leave some SMs a fifth more than others."""
+    turns = tiling(replace(PLAIN, block_n=128, order=1, persistent=132))
+    uneven = shape(1, 16, 16384, head_dim=128, causal=True)
+    even = shape(4, 16, 4096, head_dim=128, causal=True)
+
+    def to_mean(of):
+        tiles = of.seqlen_q // 128
+        mean = sum(n + turns.block_keys / 128 for n in range(1, tiles + 1))
+        return work(turns, of, SMS) / (mean * of.batch * of.heads / SMS)
+
+    assert to_mean(uneven) > 1.15
+    assert 1 <= to_mean(even) < 1.05
+
+
+@given(
+    heads=st.integers(1, 400),
+    seqlen=st.integers(1, 3000),
+    causal=st.booleans(),
+    block_m=st.sampled_from([64, 128, 192]),
+    blocks_per_sm=st.integers(1, 3),
+)
+def test_more_keys_are_more_work(heads, seqlen, causal, block_m, blocks_per_sm):
+    made = replace(PLAINLY, block_m=block_m, blocks_per_sm=blocks_per_sm)
+    fewer = shape(1, heads, seqlen, seqlen_k=seqlen, causal=causal)
+    more = fewer._replace(seqlen_k=seqlen + 64)
+    assert 0 < work(made, fewer, SMS) <= work(made, more, SMS)
+
+
+def test_a_time_at_the_same_sizes_is_predicted_as_measured():
+    for made in (PLAINLY, SDPA):
+        found = predict(made, [(shape(4, 16, 1024), 123.0)], shape(4, 16, 1024), CARD)
+        assert found.time_us == pytest.approx(123.0)
+        assert (found.octaves, found.shapes) == (0.0, 1)
+    assert predict(PLAINLY, [], shape(), CARD) is None
+    tiny = predict(PLAINLY, [(shape(), 0.5)], shape(), CARD)
+    assert tiny.time_us > 0, "less than a launch was thought to take"
+    far = predict(PLAINLY, [(shape(), 5.0)], shape(4096, 64, 1 << 17, seqlen_k=1 << 20), CARD)
+    assert 0 < far.time_us < float("inf"), "no weight may vanish"
+
+
+def test_inputs_beyond_the_l2_take_longer():
+    """As much work in as many blocks, but 16 times the keys and values to read."""
+    alone, grouped = (shape(64, 32, 128, heads_kv=n, seqlen_k=128) for n in (32, 2))
+    known = [(shape(8, 32, 128, seqlen_k=128), 10.0)]
+    slow, fast = (predict(PLAINLY, known, each, CARD).time_us for each in (alone, grouped))
+    assert work(PLAINLY, alone, SMS) == work(PLAINLY, grouped, SMS)
+    assert slow > 1.02 * fast
+    small = shape(1, 32, 128, seqlen_k=128)
+    both = [small, small._replace(heads_kv=2)]
+    assert len({predict(PLAINLY, known, each, CARD).time_us for each in both}) == 1
+
+
+def test_idle_sms_are_no_distance():
+    assert octaves(shape(1, 1, 64), shape(1, 32, 64), SMS) == 0
+    assert octaves(shape(1, 264, 64), shape(1, 528, 64), SMS) == 1
+    assert octaves(shape(1, 264, 64), shape(1, 264, 64, seqlen_k=256), SMS) == 2
+    assert octaves(shape(1, 1, 1, seqlen_k=64), shape(1, 1, 64), SMS) == 6, "few queries are unlike"
+
+
+def test_memory_bounds_what_computes_little():
+    """Twice the bytes beyond the L2 take twice the time, although a unit of work is free."""
+    some, more = shape(64, 32, 256), shape(128, 32, 256)
+    known = [(some, memory_us(PLAINLY, some, CARD) + PLAINLY.start_us)]
+    found = predict(PLAINLY, known, more, CARD).time_us
+    assert found == pytest.approx(memory_us(PLAINLY, more, CARD), rel=0.1)
+    assert memory_us(PLAINLY, shape(), CARD) == 0
+
+
+def test_a_time_that_memory_took_says_least_of_computing():
+    bound, free = shape(64, 32, 256), shape(1, 32, 4096)
+    units = learn(PLAINLY, [(bound, memory_us(PLAINLY, bound, CARD)), (free, 900.0)], CARD).units
+    trust = {known: share for known, _, share in units}
+    assert trust[bound] < 0.1
+    assert trust[free] > 0.99
+
+
+def test_a_second_launch_takes_time():
+    split = tiling(SPLIT)
+    joined_in_clusters = tiling(replace(SPLIT, split_cluster=1))
+    assert split.start_us == 2 * joined_in_clusters.start_us
+    known = [(shape(1, 8, 64, seqlen_k=8192), 20.0)]
+    short = shape(1, 8, 64, seqlen_k=256)
+    slow, fast = (predict(each, known, short, CARD).time_us for each in (split, joined_in_clusters))
+    assert slow > fast + 1.0
+
+
+def test_longest_blocks_of_all_heads_first_share_sms_with_short_ones():
+    """12 heads of 13 blocks: 24 SMs hold two."""
+    asked = shape(2, 6, 777, head_dim=128, causal=True)
+    made = replace(PLAINLY, block_m=64, blocks_per_sm=2)
+    mixed, ordered = (work(replace(made, ordered=each), asked, SMS) for each in (False, True))
+    longest = 13 + made.block_keys / 64
+    assert ordered == pytest.approx(longest / ALONE, rel=0.2)
+    assert mixed > 1.2 * ordered
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_pytorch_takes_longer_for_a_last_tile_of_keys_that_is_not_whole(head_dim):
+    whole = shape(4, 16, 1024)._replace(head_dim=head_dim)
+    ragged, causal = whole._replace(seqlen_k=1020), whole._replace(causal=True)
+    more = work(SDPA, ragged, SMS) / work(SDPA, whole, SMS)
+    assert more == pytest.approx(1 + 8 / head_dim)
+    assert work(PLAINLY, ragged, SMS) == work(PLAINLY, whole, SMS)
+    of_causal = causal._replace(seqlen_q=1020, seqlen_k=1020)
+    assert work(SDPA, of_causal, SMS) == work(SDPA, causal, SMS)
+
+
+def test_a_wrong_time_spoils_no_other_shape():
+    """A busy host may hold up the calls of one shape of a sweep."""
+    shapes = [shape(2, 16, 256 * n) for n in (1, 2, 3, 4, 6)]
+    right = [(each, 2 + 0.3 * work(PLAINLY, each, SMS)) for each in shapes]
+    asked = shape(2, 16, 300)
+    known = predict(PLAINLY, right, asked, CARD).time_us
+    for times in (4.0, 0.25):
+        wrong = [(right[0][0], times * right[0][1]), *right[1:]]
+        assert predict(PLAINLY, wrong, asked, CARD).time_us == pytest.approx(known, rel=0.25)
+    doubtful = [(right[0][0], 4 * right[0][1]), right[1]]  # of two, nobody knows which
+    assert predict(PLAINLY, doubtful, asked, CARD).time_us > 2 * known
+
+
+def test_pytorch_divides_the_keys_of_few_blocks():
+    few, many = shape(1, 4, 128, seqlen_k=8192), shape(64, 4, 128, seqlen_k=8192)
+    undivided = replace(SDPA, divides=False)
+    assert work(SDPA, few, SMS) < 0.5 * work(undivided, few, SMS)
+    assert work(SDPA, many, SMS) == work(undivided, many, SMS)
+    square = [(shape(1, 16, n), n / 10) for n in (1024, 2048)]
+    assert predict(SDPA, square, few, CARD).time_us < predict(undivided, square, few, CARD).time_us
+
+
+def test_of_equal_kernels_the_one_that_was_timed_nearer_serves():
+    near = timed(shape(4, 16, 1024), 100.0, 150.0)
+    far = timed(shape(4, 16, 8192), 6200.0, 9900.0, kernel=replace(PLAIN, config="far"))
+    chosen = choose(gpu(near, far, guard=FREE), shape(4, 16, 1100))
+    assert chosen.kernel.config == PLAIN.config
+
+
+def test_what_is_worked_out_once_does_not_grow():
+    known = gpu(timed(shape()))
+    for n in range(1, 300):
+        choose(known, shape(seqlen=n))
+        choose(known, shape(head_dim=8 * n + 128))
+    assert len(known.kinds) == 1
+    assert replace(known, winners=()).kinds == {}, "it is worked out anew for another table"
+
+
+# ---- few queries ----
+@pytest.mark.parametrize("queries", [1, 16, 63])
+def test_few_queries_are_served_by_no_shape_of_64_or_more(queries):
+    """Whatever the guard is: 64 queries and one are six octaves apart, and no alike."""
+    tile = replace(PLAIN, block_m=64)
+    known = gpu(timed(shape(1, 32, 64, seqlen_k=32768), 10.0, 900.0, tile), guard=FREE)
+    asked = shape(1, 32, queries, seqlen_k=32768)
+    assert choose(known, asked).kernel is None
+    assert choose(known, shape(1, 32, 65, seqlen_k=32768)).kernel
+    few = gpu(timed(shape(1, 32, 8, seqlen_k=32768), 10.0, 900.0, tile), guard=FREE)
+    assert choose(few, asked).kernel
+    assert choose(few, shape(1, 32, 64, seqlen_k=32768)).kernel is None
+
+
+def test_pytorchs_own_attention_packs_the_heads_of_a_group():
+    """(1,32/8,1x32768,128): 37 units of work for 8 heads of 4 rows, not 130 for 32 heads."""
+    sms = H100.sm_count
+    grouped = shape(1, 32, 1, heads_kv=8, seqlen_k=32768, head_dim=128)
+    assert work(SDPA, grouped, sms) == work(SDPA, shape(1, 8, 4, seqlen_k=32768, head_dim=128), sms)
+    alone = shape(1, 32, 1, seqlen_k=32768, head_dim=128)
+    assert work(SDPA, grouped, sms) < work(SDPA, alone, sms) / 3
+    many = shape(1, 32, 64, heads_kv=8, seqlen_k=32768, head_dim=128)
+    apart = shape(1, 32, 64, seqlen_k=32768, head_dim=128)
+    assert work(SDPA, many, sms) == work(SDPA, apart, sms)
+    ours = tiling(PLAIN)
+    assert work(ours, grouped, sms) == work(ours, alone, sms), "no kernel that is served packs"

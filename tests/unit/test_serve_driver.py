@@ -1,0 +1,228 @@
+"""Launches of a package by a fake driver: what they pass, and how they are remembered and moved."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fake_driver import FakeDriver
+from packages import H100, SPLIT, shape, table, winner
+
+from attnsweep.serve.runtime import driver as driver_module
+from attnsweep.serve.runtime.driver import Device, DriverError, Tensor
+from attnsweep.serve.runtime.launch import calls
+
+TENSORS = dict.fromkeys("qkvo", Tensor((1, 4, 256, 64), (65536, 16384, 64, 1)))
+POINTERS = {"q": 1 << 20, "k": 2 << 20, "v": 3 << 20, "o": 4 << 20, "lse": 5 << 20}
+POINTERS |= {"partial": 6 << 20, "partial_lse": 7 << 20}
+NAMES, ADDRESSES = tuple(POINTERS), tuple(POINTERS.values())
+
+
+def test_a_launch_passes_what_the_template_takes(tmp_path):
+    driver = FakeDriver()
+    made = table(tmp_path, winner(shape(), SPLIT))
+    kernel = made.gpus[H100].winners[0].kernel
+    device = Device(made, driver)
+    todo = calls(kernel, shape(), 0.125, True, (65536, 16384, 64))
+    device.launches(todo, kernel.stages[1], TENSORS, NAMES).issue(ADDRESSES, 77)
+    fwd, join = driver.launches
+    assert [m["pointer"] for m in fwd["values"][:4]] == [POINTERS[name] for name in "qkvo"]
+    assert fwd["values"][0]["box"] == [64, 64, 1, 1]
+    assert fwd["values"][1]["dims"] == [64, 256, 4, 1]
+    assert fwd["values"][4:6] == [POINTERS["partial_lse"], POINTERS["partial"]]
+    assert fwd["values"][6:11] == [4, 1, 4, 256, 256]
+    assert fwd["values"][11] == pytest.approx(0.125 * 1.4426950408889634)
+    assert fwd["values"][12:] == [4, 65536, 16384, 64]
+    assert join["values"][3] == POINTERS["lse"]
+    config = fwd["config"]
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (2, 4, 2)
+    assert (config.blockDimX, config.sharedMemBytes, config.hStream) == (384, 100_000, 77)
+    functions = (fwd["function"][1], join["function"][1])
+    assert functions == ("flash_fwd_wgmma", "flash_fwd_wgmma_combine")
+
+
+def test_a_thread_without_a_context_gets_the_devices(tmp_path, monkeypatch):
+    driver = FakeDriver()
+    made = table(tmp_path, winner(shape()))
+    kernel = made.gpus[H100].winners[0].kernel
+    device = Device(made, driver, 3)
+    todo = calls(kernel, shape(), 1.0, False, (0, 0, 0))
+    launches = device.launches(todo, kernel.stages[0], TENSORS, NAMES)
+    launches.issue(ADDRESSES, 0)
+    assert (driver.contexts.current, driver.retained) == (1003, 1)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(launches.issue, ADDRESSES, 0).result()
+    assert (len(driver.launches), driver.retained) == (2, 2)
+    with ThreadPoolExecutor(1) as third:  # which meets new addresses, so that maps are made first
+        third.submit(launches.issue, elsewhere(1), 0).result()
+    assert (len(driver.launches), driver.retained) == (3, 3)
+    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 2)
+    with ThreadPoolExecutor(1) as fourth:  # which moves launches
+        fourth.submit(launches.issue, elsewhere(2), 0).result()
+    assert (len(driver.launches), driver.retained) == (4, 4)
+
+
+def elsewhere(number):
+    """Addresses of other tensors."""
+    return tuple(address + (number << 30) for address in ADDRESSES)
+
+
+@pytest.fixture
+def split(tmp_path, monkeypatch):
+    """Makes launches of two kernels, of which three are remembered."""
+    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 3)
+    made = table(tmp_path, winner(shape(), SPLIT))
+    kernel = made.gpus[H100].winners[0].kernel
+    todo = calls(kernel, shape(), 0.125, True, (65536, 16384, 64))
+    return lambda driver: Device(made, driver).launches(todo, kernel.stages[1], TENSORS, NAMES)
+
+
+def said(launch):
+    values = [
+        v | {"pointer": hex(v["pointer"])} if isinstance(v, dict) else v for v in launch["values"]
+    ]
+    return launch["function"][1], launch["config"], values
+
+
+def test_launches_at_new_addresses_are_moved(split):
+    """Nothing is encoded then, and they pass what launches made there would pass."""
+    driver, fresh = FakeDriver(), FakeDriver()
+    launches = split(driver)
+    for number in range(8):
+        launches.issue(elsewhere(number), 70 + number)
+        split(fresh).issue(elsewhere(number), 70 + number)
+        assert len(launches._ready) <= 3
+    assert list(map(said, driver.launches)) == list(map(said, fresh.launches))
+    tried = 2 * 4  # maps that show once that the driver replaces addresses as it encodes them
+    assert len(driver.maps) == 3 * 4 + tried
+    assert driver.replaced == 4 + 5 * 4
+    launches.issue(elsewhere(7), 77)
+    launches.issue(elsewhere(6), 76)
+    assert (len(driver.maps), driver.replaced) == (20, 24), "known addresses"
+    launches.issue((*ADDRESSES[:3], 9 << 30, *ADDRESSES[4:]), 0)
+    assert driver.replaced == 28
+    launches.issue(elsewhere(6), 76)
+    assert driver.replaced == 28, "the oldest was moved"
+
+
+class Strange(FakeDriver):
+    """Encodes the address in two places of a map, and replaces one."""
+
+    def cuTensorMapEncodeTiled(self, *arguments):
+        status, encoded = super().cuTensorMapEncodeTiled(*arguments)
+        ctypes.memmove(encoded.getPtr() + 120, struct.pack("=Q", arguments[2]), 8)
+        return status, encoded
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra):
+        (first,) = struct.unpack("=Q", ctypes.string_at(parameters, 8))
+        if not function[1].endswith("_combine"):
+            self.second = struct.unpack("=Q", ctypes.string_at(first + 120, 8))
+        return super().cuLaunchKernelEx(config, function, parameters, extra)
+
+
+@pytest.mark.parametrize("make", [FakeDriver, Strange])
+def test_maps_are_encoded_anew_where_replacing_an_address_does_not_do(split, make):
+    driver, fresh = make(), FakeDriver()
+    if make is FakeDriver:
+        driver.refuses.add("cuTensorMapReplaceAddress")
+    launches = split(driver)
+    for number in range(6):
+        launches.issue(elsewhere(number), 0)
+        split(fresh).issue(elsewhere(number), 0)
+        assert make is FakeDriver or driver.second == elsewhere(number)[:1]
+    assert list(map(said, driver.launches)) == list(map(said, fresh.launches))
+    assert driver.replaced <= 1
+    assert len(driver.maps) == 6 * 4 + 2
+
+
+def test_a_map_that_cannot_be_moved_any_more_is_an_error(split):
+    driver = FakeDriver()
+    launches = split(driver)
+    for number in range(4):
+        launches.issue(elsewhere(number), 0)
+    driver.refuses.add("cuTensorMapReplaceAddress")
+    with pytest.raises(DriverError, match="refused the tensor map of q, at 0x"):
+        launches.issue(elsewhere(4), 0)
+    driver.refuses.clear()
+    launches.issue(elsewhere(4), 0)
+    assert said(driver.launches[-2])[2][0]["pointer"] == hex(elsewhere(4)[0])
+
+
+def test_addresses_that_no_map_takes(split):
+    driver = FakeDriver()
+    launches = split(driver)
+    for wrong in (0, ADDRESSES[0] + 8):
+        for place in range(3):
+            with pytest.raises(driver_module.Unaligned):
+                launches.issue((*ADDRESSES[:place], wrong, *ADDRESSES[place + 1 :]), 0)
+    assert driver.launches == driver.maps == []
+
+
+def test_the_bindings_own_types_take_what_a_launch_says(tmp_path, monkeypatch):
+    """All but the calls, which need a GPU."""
+    binding = pytest.importorskip("cuda.bindings.driver")
+    names = (
+        *("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID", "CUfunction_attribute"),
+        *("CUstreamCaptureMode", "CUtensorMapDataType", "CUtensorMapInterleave", "CUstream"),
+        "CUtensorMap",
+        *("CUtensorMapSwizzle", "CUtensorMapL2promotion", "CUtensorMapFloatOOBfill"),
+    )
+    driver = FakeDriver()
+    for name in names:
+        setattr(driver, name, getattr(binding, name))
+    made = table(tmp_path, winner(shape(), SPLIT))
+    kernel = made.gpus[H100].winners[0].kernel
+    device = Device(made, driver)
+    todo = calls(kernel, shape(), 0.125, True, (65536, 16384, 64))
+    launches = device.launches(todo, kernel.stages[1], TENSORS, NAMES)
+    launches.issue(ADDRESSES, 77)
+    fwd, join = (launch["config"] for launch in driver.launches)
+    assert (fwd.gridDimX, fwd.gridDimY, fwd.gridDimZ, fwd.numAttrs) == (2, 4, 2, 0)
+    assert (int(fwd.hStream), fwd.sharedMemBytes) == (77, 100_000)
+    assert join.numAttrs == 1
+    assert join.attrs[0].value.programmaticStreamSerializationAllowed == 1
+    monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 1)
+    launches.issue(elsewhere(1), 78)
+    assert [m["pointer"] for m in driver.launches[2]["values"][:4]] == list(elsewhere(1)[:4])
+    assert [int(launch["config"].hStream) for launch in driver.launches[2:]] == [78, 78]
+
+
+def test_a_stride_that_no_map_takes_is_an_error(tmp_path):
+    driver = FakeDriver()
+    made = table(tmp_path, winner(shape()))
+    kernel = made.gpus[H100].winners[0].kernel
+    device = Device(made, driver)
+    odd = TENSORS | {"k": Tensor((1, 4, 256, 64), (65536, 16384, 65, 1))}
+    todo = calls(kernel, shape(), 1.0, False, (0, 0, 0))
+    launches = device.launches(todo, kernel.stages[0], odd, NAMES)
+    with pytest.raises(DriverError, match="tensor map of k"):
+        launches.issue(ADDRESSES, 0)
+
+
+class Interrupted(FakeDriver):
+    """Lets someone else call in between, before it reads what it shall launch."""
+
+    between = None
+
+    def cuLaunchKernelEx(self, *arguments):
+        between, self.between = self.between, None
+        if between:
+            between()
+        return super().cuLaunchKernelEx(*arguments)
+
+
+def test_launches_in_use_are_not_moved(split):
+    """As by a thread that comes between when the driver is called."""
+    driver = Interrupted()
+    launches = split(driver)
+    for number in range(3):
+        launches.issue(elsewhere(number), 0)
+    for own, other in ((0, 5), (6, 0), (6, 6), (7, 8)):
+        driver.launches.clear()
+        driver.between = lambda other=other: launches.issue(elsewhere(other), 0)
+        launches.issue(elsewhere(own), 0)
+        seen = [launch["values"][0] for launch in driver.launches[::2]]
+        assert [m["pointer"] for m in seen] == [elsewhere(other)[0], elsewhere(own)[0]]
+        assert len(launches._ready) <= 4

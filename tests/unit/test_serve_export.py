@@ -1,0 +1,443 @@
+"""What `attnsweep export` writes, how it is read again, and which kernel a shape gets."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from fake_compiler import FakeCompiler
+from fake_driver import FakeDriver
+from hypothesis import given
+from hypothesis import strategies as st
+from ordinary import ordinary
+from packages import H100, PLAIN, shape, table, winner
+from rich.console import Console
+
+from attnsweep.choose.ranking import rank
+from attnsweep.core.errors import SpecError, StoreError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.family.discover import discover
+from attnsweep.serve import export as serve_export
+from attnsweep.serve.export_code import config_of
+from attnsweep.serve.runtime.dispatch import choose
+from attnsweep.serve.runtime.driver import Device
+from attnsweep.serve.runtime.table import CUBINS, TABLE, Guard, PackageError, read_table
+from attnsweep.store import run as store_run
+
+FAMILIES = discover()
+RESULTS = Path(__file__).parent.parent.parent / "results"
+H100_RUN, H200_RUN = RESULTS / "h100-80gb-hbm3/h100", RESULTS / "h200/flash_training"
+LADDER = RESULTS / "h200/ladder"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    return export(tmp_path_factory.mktemp("export"), [H100_RUN, H200_RUN, LADDER])
+
+
+def export(place, runs, out="my_attention", **options):
+    compilers = {"sm_90a": FakeCompiler(ARCHS["sm_90a"], place / "cache")}
+    return serve_export.export(runs, place / out, FAMILIES, compilers=compilers, **options)
+
+
+def contents(directory):
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+# ---- the package ----
+def test_a_package_holds_cubins_a_table_and_the_runtime(exported):
+    files = contents(exported.directory)
+    code = {name for name in files if name.endswith(".py")}
+    modules = {"__init__.py", *serve_export.MODULES}
+    assert code == {f"my_attention/{name}" for name in modules}
+    runtime = Path(serve_export.__file__).parent / "runtime"
+    for name in serve_export.MODULES:
+        assert files[f"my_attention/{name}"] == (runtime / name).read_bytes()
+    here = {path.name for path in runtime.glob("*.py")}
+    assert here == {*serve_export.MODULES, "__init__.py", "package.py"}, "a module is not exported"
+    cubins = {name for name in files if name.endswith(".cubin")}
+    assert set(files) - code - cubins == {
+        "pyproject.toml",
+        "my_attention/table.json",
+        "my_attention/py.typed",
+    }
+
+
+def test_the_runtime_imports_nothing_but_torch_and_the_driver():
+    """And transformers in the one function that a user of it calls."""
+    runtime = Path(serve_export.__file__).parent / "runtime"
+    outside, at_once = set(), set()
+    for path in runtime.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name.split(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [str(node.module).split(".")[0]]
+            outside |= set(names)
+            at_once |= set(names) if node in tree.body else set()
+    assert outside - set(sys.stdlib_module_names) == {"torch", "cuda", "transformers"}
+    assert at_once - set(sys.stdlib_module_names) == {"torch"}
+
+
+def test_every_gpu_of_the_runs_is_in_the_table(exported):
+    made = read_table(exported.directory / "my_attention")
+    assert [key.label for key in made.gpus] == list(exported.gpus)
+    assert {key.l2_bytes for key in made.gpus} == {52428800, 62914560}
+    h100 = made.gpus[H100]
+    assert len(h100.winners) == 9
+    assert all(w.gain > 1 and 0 < w.gain_low <= w.gain for w in h100.winners)
+    one = next(w for w in h100.winners if w.shape == shape(1, 16, 1024, dtype="fp16"))
+    assert one.gain == pytest.approx(1.33, abs=1e-3)
+    for each in made.gpus.values():
+        for w in each.winners:
+            for codes in w.kernel.stages:
+                assert all(made.code(code) for code in codes.values())
+
+
+def test_every_winner_also_serves_the_other_dtype(exported):
+    made = read_table(exported.directory / "my_attention")
+    for each in made.gpus.values():
+        kernels = [*(w.kernel for w in each.winners), *each.twins]
+        served = {(k.head_dim, k.causal, k.config, k.dtype) for k in kernels}
+        assert {(*kind, dtype) for *kind, _ in served for dtype in ("fp16", "bf16")} == served
+        won = {(w.shape[5:], w.kernel.config) for w in each.winners}
+        assert not {((t.head_dim, t.dtype, t.causal), t.config) for t in each.twins} & won
+        for twin in each.twins:
+            assert all(made.code(code) for codes in twin.stages for code in codes.values())
+
+
+def test_a_row_has_the_times_of_the_other_kernels(exported):
+    """As the run has them: of the configs that won elsewhere, and of no others."""
+    known = read_table(exported.directory / "my_attention").gpus[H100]
+    one = next(w for w in known.winners if w.shape == shape(1, 16, 1024, dtype="fp16"))
+    configs = {w.kernel.config for w in known.winners}
+    measured = {
+        config_of(t, FAMILIES["flash_fwd_wgmma"]).label: t.time_us.median
+        for t in store_run.open_run(H100_RUN).trials
+        if t.kernel == "flash_fwd_wgmma" and t.time_us and t.problem.label == one.shape.label
+    }
+    assert one.others
+    for kernel, time_us in one.others:
+        assert (kernel.head_dim, kernel.causal, kernel.dtype) == (64, False, "fp16")
+        assert kernel.config in configs - {one.kernel.config}
+        assert time_us == pytest.approx(measured[kernel.config], abs=1e-4)
+
+
+def test_what_cannot_be_served_is_said(exported):
+    assert len(exported.left_out) == 2
+    assert "no correct candidate of flash_fwd_wgmma" in exported.left_out[0]
+
+
+def test_equal_runs_give_equal_bytes(exported, tmp_path):
+    again = export(tmp_path, [LADDER, H200_RUN, H100_RUN, H100_RUN])
+    assert contents(again.directory) == contents(exported.directory)
+
+
+def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path):
+    done = export(tmp_path, [H100_RUN])
+    stale = done.directory / "my_attention" / CUBINS / "old.cubin"
+    stale.write_bytes(b"")
+    export(tmp_path, [H100_RUN])
+    assert not stale.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "my_attention"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    with pytest.raises(StoreError, match="no earlier export"):
+        export(tmp_path, [H100_RUN], out="mine")
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("name", ["1st", "class", "torch", "my attention", "größe", ""])
+def test_names_that_python_cannot_import(tmp_path, name):
+    with pytest.raises(SpecError, match="--name"):
+        export(tmp_path, [H100_RUN], name=name)
+    assert not (tmp_path / "my_attention").exists()
+
+
+def test_runs_without_anything_to_export(tmp_path):
+    with pytest.raises(StoreError, match="no winner that a package could hold") as error:
+        export(tmp_path, [LADDER])
+    assert "(1,8,512,64) fp16 full" in str(error.value)
+
+
+def test_a_winner_without_a_time_of_pytorch_is_left_out(tmp_path, monkeypatch):
+    """It cannot be known to be faster."""
+    run = store_run.open_run(H100_RUN)
+    ours = [t for t in run.trials if not t.provider.startswith("torch_")]
+    monkeypatch.setattr(serve_export, "open_run", lambda _: replace(run, trials=ours))
+    with pytest.raises(StoreError, match="torch_flash, torch_cudnn"):
+        export(tmp_path, [H100_RUN])
+
+
+def test_a_winner_that_packs_grouped_heads_is_left_out(tmp_path, monkeypatch):
+    """A package's calls have any strides, and packed heads need those of contiguous tensors."""
+    run = store_run.open_run(H100_RUN)
+    won = rank(run.trials, run.environment).query("winner")["trial"].iloc[0]
+    packed = won.with_(config=won.config | {"PACK_GQA": 1})
+    trials = [packed if trial is won else trial for trial in run.trials]
+    monkeypatch.setattr(serve_export, "open_run", lambda _: replace(run, trials=trials))
+    done = export(tmp_path, [H100_RUN])
+    (said,) = (line for line in done.left_out if won.problem.label in line)
+    assert "packs grouped heads (PACK_GQA=1)" in said
+    assert done.winners == 8
+
+
+def test_the_command_says_what_it_wrote(attnsweep, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        serve_export, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache")
+    )
+    done = attnsweep("export", H100_RUN, LADDER, "--out", tmp_path / "my-attention")
+    assert done.returncode == 0, done.stderr
+    assert "9 problems, " in done.stdout
+    gpus = [line for line in done.stdout.splitlines() if line.startswith("for ")]
+    assert gpus == ["for sm_90, 132 SMs, 50 MiB of L2"], "the H200's run has no winner to export"
+    assert f"pip install {tmp_path}/my-attention, then: import my_attention\n" in done.stdout
+    assert "left out: (1,8,512,64) fp16 causal (ladder)" in done.stderr
+    assert (tmp_path / "my-attention" / "my_attention" / TABLE).is_file()
+    done = attnsweep("export", H100_RUN, "--out", tmp_path / "my-attention", "--json")
+    assert json.loads(done.stdout)["winners"] == 9
+    monkeypatch.chdir(tmp_path)
+    done = attnsweep("export", H100_RUN.absolute(), "--out", "here")
+    assert "pip install ./here, then: import here\n" in done.stdout  # not the index's `here`
+    (tmp_path / "other").write_text("")
+    done = attnsweep("export", H100_RUN, "--out", tmp_path / "other")
+    assert done.returncode == 2
+    assert "choose another --out" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        ("closed/mine", "cannot be written: Permission denied"),
+        ("closed/deeper/mine", "cannot be written: Permission denied"),
+        ("closed", "there are files, and they are no earlier export"),
+        ("file/mine", "cannot be written: Not a directory"),
+        ("a" * 250, "cannot be written: File name too long"),
+        ("full", "there are files, and they are no earlier export"),
+        (".", "the working directory is in it"),
+        ("..", "the working directory is in it"),
+    ],
+)
+def test_an_export_looks_at_its_target_first(attnsweep, tmp_path, monkeypatch, out, why):
+    """It compiled for a minute, and then said that it could not write."""
+    (tmp_path / "here" / "closed").mkdir(parents=True)
+    (tmp_path / "here" / "closed" / "kept").touch()
+    (tmp_path / "here" / "full").mkdir()
+    (tmp_path / "here" / "full" / "pyproject.toml").write_text("[project]\nname = 'mine'\n")
+    (tmp_path / "here" / "file").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    before = sorted(Path().rglob("*"))
+    monkeypatch.setattr(serve_export, "Compiler", None)
+    monkeypatch.setattr(serve_export, "open_run", None)
+    Path("closed").chmod(0o555)
+    with ordinary():
+        done = attnsweep("export", H100_RUN, "--out", out, "--name", "mine", width=1000)
+    Path("closed").chmod(0o755)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {out}: {why}")
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_a_target_that_is_deep_is_made_and_nothing_else_is_left(tmp_path):
+    export(tmp_path, [H100_RUN], out="some/deep/mine")
+    assert [path.name for path in (tmp_path / "some" / "deep").iterdir()] == ["mine"]
+
+
+def test_an_export_tells_how_many_kernels_have_compiled(attnsweep, tmp_path, monkeypatch):
+    told = []
+    runs = [H100_RUN, RESULTS / "h100-80gb-hbm3/fp8_h100"]
+    done = export(tmp_path, runs, compiled=lambda *counts: told.append(counts))
+    assert told == [(number, done.kernels) for number in range(done.kernels + 1)]
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    monkeypatch.setattr(importlib.import_module("attnsweep.cli.export"), "errors", console)
+    monkeypatch.setattr(
+        serve_export, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache")
+    )
+    shown = attnsweep("export", H100_RUN, "--out", tmp_path / "shown", "--json")
+    count = json.loads(shown.stdout)["kernels"]
+    assert f"{count}/{count}" in out.getvalue()
+
+
+def test_an_export_in_a_log_is_not_silent(attnsweep, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        serve_export, "Compiler", lambda arch: FakeCompiler(arch, tmp_path / "cache")
+    )
+    said = attnsweep("export", H100_RUN, "--out", tmp_path / "shown").stderr
+    assert said.startswith("compile ")
+    assert " kernels\n" in said
+    out = ("export", H100_RUN, "--out", tmp_path / "shown")
+    assert "compile" not in attnsweep("-q", *out).stderr
+    first = attnsweep(*out, "--progress", "json").stderr.splitlines()[0]
+    assert json.loads(first)["phase"] == "compile"
+
+
+# ---- the table ----
+def test_a_table_of_another_format_says_who_wrote_it(exported, tmp_path):
+    raw = json.loads((exported.directory / "my_attention" / TABLE).read_text())
+    (tmp_path / TABLE).write_text(json.dumps(raw | {"format": 99, "attnsweep": "9.9"}))
+    with pytest.raises(PackageError, match=r"format is 99, by attnsweep 9\.9"):
+        read_table(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda raw: raw.pop("kernels"),
+        lambda raw: raw["kernels"][0].pop("threads"),
+        lambda raw: raw["gpus"][0]["winners"][0].update(kernel=999),
+        lambda raw: raw["gpus"][0]["winners"][0].update(kernel=-1),
+        lambda raw: raw["kernels"][0]["stages"][0]["fwd"].update(file="../../etc/passwd"),
+        lambda raw: raw["kernels"][0]["stages"][0]["fwd"].update(file=".."),
+        lambda raw: raw["kernels"][0]["stages"][0]["fwd"].update(file="a\0b"),
+        lambda raw: raw.update(archives={"..": []}),
+        lambda raw: raw["gpus"][0].pop("guard"),
+        lambda raw: raw["gpus"][0].pop("memory_bytes_per_us"),
+        lambda raw: raw["gpus"][0]["winners"][0].update(others=[[999, 1.0]]),
+        lambda raw: raw["gpus"][0]["winners"][0].update(others=[[0]]),
+        lambda raw: raw["gpus"][0].update(twins=[-1]),
+    ],
+)
+def test_a_damaged_table(exported, tmp_path, spoil):
+    raw = json.loads((exported.directory / "my_attention" / TABLE).read_text())
+    spoil(raw)
+    (tmp_path / TABLE).write_text(json.dumps(raw))
+    with pytest.raises(PackageError, match="damaged"):
+        read_table(tmp_path)
+
+
+def places(value, path=()):
+    """The way to every value inside a value of JSON."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in inside:
+        yield (*path, key)
+        if isinstance(each, dict | list):
+            yield from places(each, (*path, key))
+
+
+@cache
+def small_table():
+    """The text of a table with one GPU, three winners and their kernels."""
+    raw = json.loads((Path(serve_export.__file__).parent / "runtime" / TABLE).read_text())
+    known = raw["gpus"][0]
+    winners = [{**w, "others": []} for w in known["winners"][:3]]
+    kernels = raw["kernels"][: 1 + max(w["kernel"] for w in winners)]
+    gpus = [{**known, "winners": winners, "twins": [0]}]
+    archives = {"00.zip.xz": [kernels[0]["stages"][0]["fwd"]["file"]]}
+    return json.dumps(raw | {"kernels": kernels, "gpus": gpus, "archives": archives})
+
+
+NONSENSE = (None, -1, 0, 2**70, float("inf"), float("nan"), "x", "../x", [], {}, True, [[]], 1.5)
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from(NONSENSE))
+def test_a_table_with_any_value_spoiled_is_refused_or_serves(random, nonsense):
+    raw = json.loads(small_table())
+    *way, last = random.choice(list(places(raw)))
+    within = raw
+    for key in way:
+        within = within[key]
+    within[last] = nonsense
+    with TemporaryDirectory() as place:
+        (Path(place) / TABLE).write_text(json.dumps(raw))
+        try:
+            made = read_table(Path(place))
+        except PackageError:
+            return
+    for known in made.gpus.values():
+        for seqlen, causal in ((1024, False), (777, False), (5000, True)):
+            chosen = choose(known, shape(2, 16, seqlen, dtype="fp16", causal=causal))
+            assert chosen.reason
+
+
+def test_values_that_would_fail_only_in_a_call(exported, tmp_path):
+    text = (exported.directory / "my_attention" / TABLE).read_text()
+    spoiled = [
+        lambda raw: raw["kernels"][0].update(block_n=0),
+        lambda raw: raw["kernels"][0].update(threads="384"),
+        lambda raw: raw["kernels"][0].update(stages=[[], []]),
+        lambda raw: raw["gpus"][0]["winners"][0].update(sdpa_us=0.0),
+        lambda raw: raw["gpus"][0]["winners"][0].update(gain_low=None),
+        lambda raw: raw["gpus"][0]["winners"][0]["shape"].update(heads=-16),
+        lambda raw: raw["gpus"][0]["winners"][0]["shape"].update(head_dim=96),
+        lambda raw: raw["gpus"][0]["guard"].update(reach=float("nan")),
+        lambda raw: raw["gpus"][0].update(sm_count=float("inf")),
+        lambda raw: raw["gpus"][0].update(memory_bytes_per_us=0.0),
+        lambda raw: raw["gpus"][0].update(memory_bytes_per_us=float("nan")),
+    ]
+    for spoil in spoiled:
+        raw = json.loads(text)
+        spoil(raw)
+        (tmp_path / TABLE).write_text(json.dumps(raw))
+        with pytest.raises(PackageError, match="damaged"):
+            read_table(tmp_path)
+    (tmp_path / TABLE).write_text("[" * 200_000)
+    with pytest.raises(PackageError, match="damaged"):
+        read_table(tmp_path)
+
+
+def test_no_table_and_no_json(tmp_path):
+    with pytest.raises(PackageError, match="cannot be read"):
+        read_table(tmp_path)
+    (tmp_path / TABLE).write_text("[]")
+    with pytest.raises(PackageError, match="damaged"):
+        read_table(tmp_path)
+
+
+# ---- cubins ----
+def test_a_cubin_is_checked_before_it_is_loaded(tmp_path):
+    driver = FakeDriver()
+    made = table(tmp_path, winner(shape(), PLAIN))
+    kernel = made.gpus[H100].winners[0].kernel
+    code = kernel.stages[0]["fwd"]
+    path = tmp_path / CUBINS / code.file
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(PackageError, match=r"SHA-256.*export again"):
+        Device(made, driver).function(code, 0)
+    path.unlink()
+    with pytest.raises(PackageError, match="cannot be read"):
+        Device(made, driver).function(code, 0)
+    assert driver.modules == []
+
+
+def test_a_fitted_guard_is_in_the_table(tmp_path):
+    fitted = Guard(per_octave=0.05, reach=1.5, margin=0.1)
+    done = export(tmp_path, [H100_RUN], guard=fitted)
+    assert read_table(done.directory / done.name).gpus[H100].guard == fitted
+
+
+def test_a_package_runs_without_attnsweep(tmp_path):
+    """In a process of its own; on tensors of the CPU, PyTorch's own attention answers."""
+    pytest.importorskip("torch")
+    done = export(tmp_path, [H100_RUN])
+    code = """
+import copy, pickle, sys, torch
+import my_attention
+q = torch.randn(1, 2, 8, 64)
+expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+assert torch.equal(my_attention.attention(q, q, q, causal=True), expected)
+assert my_attention.explain(q, q, q).code == "device"
+assert my_attention.counters() == {"device": 1}
+assert copy.deepcopy(my_attention.attention) is my_attention.attention
+assert pickle.loads(pickle.dumps(my_attention.attention)) is my_attention.attention
+assert not {"attnsweep", "cupy", "transformers"} & set(sys.modules)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=done.directory, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr

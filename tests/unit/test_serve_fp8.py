@@ -1,0 +1,314 @@
+"""FP8 winners in a package: what is exported, which kernel a shape gets, how it is launched."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from fake_compiler import FakeCompiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packages import H100
+
+from attnsweep.choose.columns import held_to
+from attnsweep.core.errors import StoreError
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.family import family
+from attnsweep.family.discover import discover
+from attnsweep.family.family import TensorMap
+from attnsweep.family.space import Space
+from attnsweep.serve import export as serve_export
+from attnsweep.serve import fp8 as made_of
+from attnsweep.serve.export_code import shape_of
+from attnsweep.serve.runtime import fp8
+from attnsweep.serve.runtime.table import CUBINS, TABLE, PackageError, Shape, read_table
+from attnsweep.store import run as store_run
+
+FAMILIES = discover()
+FAMILY = FAMILIES[made_of.FAMILY]
+ARCH = ARCHS["sm_90a"]
+RESULTS = Path(__file__).parent.parent.parent / "results"
+FP8_RUN, H100_RUN = RESULTS / "h100-80gb-hbm3/fp8_h100", RESULTS / "h100-80gb-hbm3/h100"
+
+
+def export(place, runs, out="my_attention"):
+    compilers = {"sm_90a": FakeCompiler(ARCH, place / "cache")}
+    return serve_export.export(runs, place / out, FAMILIES, compilers=compilers)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    return export(tmp_path_factory.mktemp("fp8"), [FP8_RUN])
+
+
+@pytest.fixture(scope="module")
+def known(exported):
+    return read_table(exported.directory / exported.name).fp8[H100]
+
+
+def contents(directory):
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+
+def shape(batch, heads, seqlen, head_dim, dtype="e4m3_tensor", causal=False, *, heads_kv=None):
+    return Shape(batch, heads, heads_kv or heads, seqlen, seqlen, head_dim, dtype, causal)
+
+
+# ---- the package ----
+def test_the_run_of_fp8_problems_is_exported(exported, known):
+    """Without a time of PyTorch's attention, which has no FP8."""
+    assert (exported.winners, exported.left_out, exported.gpus) == (12, [], (H100.label,))
+    made = read_table(exported.directory / exported.name)
+    assert made.gpus == {}
+    assert len(known.winners) == 12
+    one = next(w for w in known.winners if w.shape == shape(4, 16, 4096, 128))
+    assert one.time_us == pytest.approx(511.04, abs=1e-3)  # as ranked
+    assert "BLOCK_N=96 WARPGROUPS=3" in one.kernel.config
+    assert (one.kernel.block_m, one.kernel.threads, one.kernel.persistent) == (192, 512, 132)
+    for kernel in (*(w.kernel for w in known.winners), *known.spare):
+        assert made.code(kernel.code)
+        assert kernel.code.function == "flash_fwd_fp8_wgmma"
+
+
+def test_the_ranking_rules_which_candidate_wins(tmp_path, monkeypatch):
+    """A spec's max_error takes the fastest ones out of the ranking, so out of the package too."""
+    run = store_run.open_run(FP8_RUN)
+    few = [held_to(trial, 0.06) for trial in run.trials]
+    monkeypatch.setattr(serve_export, "open_run", lambda _: replace(run, trials=few))
+    done = export(tmp_path, [FP8_RUN])
+    made = read_table(done.directory / done.name).fp8[H100]
+    errors = {
+        (shape_of(t.problem), t.time_us.median): t.accuracy.timed_err
+        for t in few
+        if t.kernel == made_of.FAMILY and t.time_us and t.accuracy
+    }
+    assert made.winners
+    for w in made.winners:
+        error = next(
+            e for (s, us), e in errors.items() if s == w.shape and abs(us - w.time_us) < 1e-3
+        )
+        assert error <= 0.06
+
+
+def test_equal_runs_give_equal_bytes_and_one_package_has_both(tmp_path):
+    both = export(tmp_path, [FP8_RUN, H100_RUN])
+    again = export(tmp_path, [H100_RUN, FP8_RUN, FP8_RUN], out="other/my_attention")
+    assert contents(again.directory) == contents(both.directory)
+    made = read_table(both.directory / both.name)
+    assert (len(made.gpus[H100].winners), len(made.fp8[H100].winners)) == (9, 12)
+    assert (both.winners, both.gpus) == (21, (H100.label,))
+
+
+def test_runs_without_fp8_have_the_table_that_they_had(tmp_path):
+    done = export(tmp_path, [H100_RUN])
+    assert "fp8" not in json.loads((done.directory / done.name / TABLE).read_text())
+    assert read_table(done.directory / done.name).fp8 == {}
+
+
+def test_what_cannot_be_exported_is_said(tmp_path, monkeypatch):
+    run = store_run.open_run(FP8_RUN)
+    peers = [t for t in run.trials if t.kernel != made_of.FAMILY]
+    monkeypatch.setattr(serve_export, "open_run", lambda _: replace(run, trials=peers))
+    with pytest.raises(StoreError, match="no correct candidate of flash_fwd_fp8_wgmma"):
+        export(tmp_path, [FP8_RUN])
+    cut = [t.with_(schedule={**t.schedule, "chunks": 2}) for t in run.trials]
+    monkeypatch.setattr(serve_export, "open_run", lambda _: replace(run, trials=cut))
+    with pytest.raises(StoreError, match="cut into chunks"):
+        export(tmp_path, [FP8_RUN])
+
+
+def test_a_damaged_cubin_is_found(exported, known, tmp_path):
+    made = read_table(exported.directory / exported.name)
+    code = known.winners[0].kernel.code
+    (tmp_path / CUBINS).mkdir()
+    (tmp_path / CUBINS / code.file).write_bytes(made.code(code) + b"x")
+    with pytest.raises(PackageError, match="SHA-256"):
+        replace(made, directory=tmp_path).code(code)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda raw: raw.update(kernels=None),
+        lambda raw: raw["kernels"][0].pop("threads"),
+        lambda raw: raw["kernels"][0].update(block_n=0),
+        lambda raw: raw["kernels"][0].update(threads="384"),
+        lambda raw: raw["kernels"][0]["code"].update(file="../../etc/passwd"),
+        lambda raw: raw["gpus"][0].pop("spare"),
+        lambda raw: raw["gpus"][0].update(spare=[-1]),
+        lambda raw: raw["gpus"][0].update(sm_count=0),
+        lambda raw: raw["gpus"][0]["winners"][0].update(kernel=999),
+        lambda raw: raw["gpus"][0]["winners"][0].update(time_us=0.0),
+        lambda raw: raw["gpus"][0]["winners"][0]["shape"].update(head_dim=256),
+        lambda raw: raw["gpus"][0]["winners"][0]["shape"].update(dtype="e4m3_block"),
+    ],
+)
+def test_a_damaged_table(exported, tmp_path, spoil):
+    raw = json.loads((exported.directory / exported.name / TABLE).read_text())
+    spoil(raw["fp8"])
+    (tmp_path / TABLE).write_text(json.dumps(raw))
+    with pytest.raises(PackageError, match="damaged"):
+        read_table(tmp_path)
+
+
+# ---- which kernel ----
+def test_a_tuned_shape_gets_its_winner(known):
+    for winner in known.winners:
+        choice = fp8.choose(known, winner.shape)
+        assert (choice.kernel, choice.code) == (winner.kernel, "tuned")
+        # Scales of heads go to the same machine code.
+        choice = fp8.choose(known, winner.shape._replace(dtype="e4m3"))
+        assert (choice.kernel, choice.code) == (winner.kernel, "tuned")
+
+
+def test_another_shape_gets_the_nearest_winner_that_may_run_there(known):
+    choice = fp8.choose(known, shape(4, 16, 3500, 128))
+    assert choice.code == "near"
+    assert "(4,16,4096,128) e4m3_tensor full" in choice.reason
+    assert fp8.refused_by(choice.kernel, shape(4, 16, 3500, 128)) is None
+    # The winners' blocks take turns, which needs more tiles than this shape has.
+    few = shape(1, 16, 1024, 128)
+    choice = fp8.choose(known, few)
+    assert (choice.code, choice.kernel.persistent) == ("spare", 0)
+
+
+SEQLENS = st.one_of(st.integers(1, 300), st.integers(1, 8000))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    batch=st.sampled_from((1, 3, 16)),
+    heads_kv=st.sampled_from((1, 2, 5)),
+    group=st.sampled_from((1, 4)),
+    lengths=st.tuples(SEQLENS, SEQLENS),
+    head_dim=st.sampled_from((64, 128)),
+    causal=st.booleans(),
+)
+def test_every_shape_of_a_tuned_kind_is_served(
+    known, batch, heads_kv, group, lengths, head_dim, causal
+):
+    q, k = lengths
+    one = Shape(batch, heads_kv * group, heads_kv, q, q if causal else k, head_dim, "e4m3", causal)
+    choice = fp8.choose(known, one)
+    assert not isinstance(choice, str), choice
+    problem = Problem(*one[:6], "e4m3", causal)
+    assert fp8.call(choice.kernel, one, 1.0).grid == declared(choice.kernel, problem).grid
+    alike = [w.kernel for w in known.winners if w.kernel.head_dim == head_dim]
+    refused = [fp8.refused_by(kernel, one) for kernel in alike if kernel.causal == causal]
+    assert (choice.code == "spare") == all(refused)
+
+
+def test_a_kind_that_was_not_tuned_has_no_kernel(known):
+    for one in (
+        shape(4, 16, 4096, 256),
+        shape(4, 16, 4096, 128, "e4m3_block"),
+        shape(4, 16, 4096, 96),
+    ):
+        said = fp8.choose(known, one)
+        assert said.startswith(f"no FP8 shape with head_dim {one.head_dim}, full, scales of ")
+        assert "head_dim 128, causal, scales of tensors or heads" in said
+
+
+# ---- launches ----
+@cache
+def space():
+    found = []
+    shapes = ((1, 16, 16, 1024, 1024), (4, 32, 8, 4096, 4096), (1, 4, 1, 64, 16384))
+    for head_dims, causal in (((64, 128, 256), False), ((128, 256, 64), True)):
+        for sizes, head_dim, dtype in zip(shapes, head_dims, FAMILY.dtypes, strict=True):
+            problem = Problem(*sizes, head_dim, dtype, causal)
+            configs = Space.build(FAMILY, problem, ARCH).configs
+            found += [(config, problem) for config in configs[:: len(configs) // 30 + 1]]
+    return found
+
+
+def declared(kernel, problem):
+    """The declaration's launch of a table's kernel."""
+    values = dict(pair.split("=") for pair in kernel.config.split())
+    config = family.Config({name: int(value) for name, value in values.items()})
+    return FAMILY.launches(config, problem, ARCH)["fwd"]
+
+
+@st.composite
+def others(draw):
+    """A config, a problem that it suits, and any problem that its machine code could be run on."""
+    config, suits = draw(st.sampled_from(space()))
+    heads_kv, seqlen_q = draw(st.sampled_from((1, 2, 3, 8))), draw(SEQLENS)
+    return (
+        config,
+        suits,
+        replace(
+            suits,
+            batch=draw(st.sampled_from((1, 2, 16))),
+            heads=heads_kv * draw(st.sampled_from((1, 2, 7))),
+            heads_kv=heads_kv,
+            seqlen_q=seqlen_q,
+            seqlen_k=max(seqlen_q, draw(SEQLENS)) if suits.causal else draw(SEQLENS),
+        ),
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(others())
+def test_launches_are_the_declarations(what):
+    config, suits, problem = what
+    got = made_of.launch_of(made_of.facts(FAMILY, config, suits, ARCH), problem)
+    declared = FAMILY.launches(config, problem, ARCH)["fwd"]
+    assert (got.function, got.grid, got.threads, got.smem_bytes) == (
+        *(declared.function, declared.grid, declared.threads, declared.smem_bytes),
+    )
+    assert len(got.args) == len(declared.args)
+    for mine, theirs in zip(got.args, declared.args, strict=True):
+        if isinstance(theirs, TensorMap):
+            assert (mine.buffer, mine.dims, mine.strides, mine.box, mine.swizzle_bytes) == (
+                *(theirs.buffer, theirs.dims, theirs.strides, theirs.box, theirs.swizzle_bytes),
+            )
+        else:  # the kernel never uses the pointer to the log-sum-exp
+            assert mine == theirs or (mine, theirs) == ("o", "lse")
+    wanted = {f"{name}_scale": problem.shape_of(f"{name}_scale") for name in "qkv"}
+    assert tuple(wanted.values()) == fp8.scale_shapes(shape_of(problem))
+
+
+@settings(max_examples=200, deadline=None)
+@given(others())
+def test_rules_are_the_declarations(what):
+    config, suits, problem = what
+    own = made_of.facts(FAMILY, config, suits, ARCH)
+    assert fp8.refused_by(own, shape_of(problem)) == FAMILY.refused_by(config, problem, ARCH)
+
+
+def test_the_rules_meet_both_answers():
+    """Otherwise the test above would compare nothing."""
+    wanted = {None, "no_idle_tile", "block_order", "turns_of_blocks", "block_limits"}
+    for config, suits in space():
+        for batch, q in ((1, 16), (1, 100), (1, 700), (64, 8192), (16400, 300)):
+            if batch == 16400 and "block_limits" not in wanted:
+                continue  # it takes a tenth of a second to plan turns for so many heads
+            other = replace(suits, batch=batch, seqlen_q=q, seqlen_k=q)
+            wanted.discard(FAMILY.refused_by(config, other, ARCH))
+        if not wanted:
+            return
+    raise AssertionError(f"no problem is answered by {wanted}")
+
+
+@pytest.mark.parametrize("dtype", FAMILY.dtypes)
+@pytest.mark.parametrize("head_dim", FAMILY.head_dims)
+@pytest.mark.parametrize("causal", [False, True])
+def test_spare_kernels_round_as_the_winner_and_serve_all_lengths(dtype, head_dim, causal):
+    problem = Problem(4, 16, 16, 4096, 4096, head_dim, dtype, causal)
+    for config in Space.build(FAMILY, problem, ARCH).configs[::97]:
+        found = made_of.spares(config, problem, FAMILY, ARCH)
+        kernels = [made_of.facts(FAMILY, c, p, ARCH) for c, p in found]
+        shortest = [1, 2, 63, 64] if head_dim < 256 else []  # no config of the family serves them
+        for seqlen in (*shortest, 65, 100, 127, 128, 129, 5000):
+            of = shape_of(replace(problem, seqlen_q=seqlen, seqlen_k=seqlen, batch=2))
+            assert any(fp8.refused_by(kernel, of) is None for kernel in kernels), config.label
+        for spare, _ in found:
+            rounding = ("SUMS", "MAXIMA", "HEADROOM", "EXP2_POLY")
+            assert [spare[name] for name in rounding] == [config[name] for name in rounding]
+            assert (spare.INTERVAL > 0) == (config.INTERVAL > 0)

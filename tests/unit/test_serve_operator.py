@@ -1,0 +1,441 @@
+"""The operator of a package in PyTorch, with a fake driver whose kernels are NumPy's."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fake_driver  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from operators import close, make, shifted, tensors  # noqa: E402
+from packages import H100, PLAIN, SPLIT, shape, winner  # noqa: E402
+
+from attnsweep.serve.runtime import driver as driver_module  # noqa: E402
+from attnsweep.serve.runtime import gradients  # noqa: E402
+from attnsweep.serve.runtime import operator as of_package  # noqa: E402
+from attnsweep.serve.runtime.table import CUBINS  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_layouts_without_copies(operator, driver, layout, heads_kv):
+    q, k, v = tensors(heads_kv=heads_kv, layout=layout)
+    out = operator.attention(q, k, v, enable_gqa=heads_kv != 4)
+    assert close(out, F.scaled_dot_product_attention(q, k, v, enable_gqa=heads_kv != 4))
+    assert out.stride() == torch.empty_like(q).stride()
+    assert [m["pointer"] for m in driver.maps] == [t.data_ptr() for t in (q, k, v, out)]
+    assert operator.counters() == {"kernel": 1}
+
+
+def test_causal_scale_and_the_alias(operator, driver):
+    driver.on_launch.causal = True
+    q, k, v = tensors()
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    assert close(operator.attention(q, k, v, causal=True, scale=0.3), expected)
+    assert close(operator.attention(q, k, v, None, 0.0, True, scale=0.3), expected)
+    assert len(driver.launches) == 2
+
+
+def test_splits_are_joined_by_a_second_programmatic_launch(tmp_path, driver):
+    driver.on_launch = None
+    made = make(tmp_path, driver, winner(shape(), SPLIT))
+    made.attention(*tensors())
+    first, second = driver.launches
+    assert (first["config"].numAttrs, second["config"].numAttrs) == (0, 1)
+    assert second["values"][:2] == [first["values"][5], first["values"][4]]
+    assert second["values"][4:6] == [1024, 256]
+
+
+REFUSED = {
+    "mask": lambda q, k, v: ((q, k, v, torch.zeros(256, 256).bfloat16()), {}),
+    "dropout": lambda q, k, v: ((q, k, v, None, 0.5), {}),
+    "dtype": lambda q, k, v: ((q.float(), k.float(), v.float()), {}),
+    "rank": lambda q, k, v: ((q[0], k[0], v[0]), {}),
+    "head_dim": lambda q, k, v: ((q[..., :32], k[..., :32], v[..., :32]), {}),
+    "shapes": lambda q, k, v: ((q, k, v[..., :32]), {}),
+    "causal_alignment": lambda q, k, v: ((q, k[:, :, :128], v[:, :, :128]), {"is_causal": True}),
+    "layout": lambda q, k, v: ((q, k, v.mT.contiguous().mT), {}),
+    "alignment": lambda q, k, v: ((shifted(q), k, v), {}),
+    "empty": lambda q, k, v: ((q[:, :, :0], k, v), {}),
+    "scale": lambda q, k, v: ((q, k, v), {"scale": -1.0}),
+    "not_tuned": lambda q, k, v: ((q[:, :, :3], k, v), {}),
+    "subclass": lambda q, k, v: ((q.as_subclass(Own), k, v), {}),
+}
+
+
+class Own(torch.Tensor):
+    """A subclass, as DTensor is one."""
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_what_is_not_served_is_pytorchs(operator, driver, caplog, code):
+    arguments, options = REFUSED[code](*tensors())
+    explained = operator.explain(*arguments, **options)
+    assert (explained.kernel, explained.code) == (None, code)
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            torch.manual_seed(1)
+            got = operator.attention(*arguments, **options)
+    torch.manual_seed(1)
+    assert torch.equal(got, F.scaled_dot_product_attention(*arguments, **options))
+    assert driver.launches == []
+    assert operator.counters() == {code: 3}
+    assert len(caplog.records) == 1, "said once"
+
+
+def test_pytorchs_errors_stay(operator):
+    q, k, v = tensors(heads_kv=2)
+    with pytest.raises(RuntimeError):
+        operator.attention(q, k, v)  # without enable_gqa
+    with pytest.raises(RuntimeError):
+        operator.attention(q, q, q.float())
+
+
+def test_what_is_no_tensor_is_pytorchs_error(operator):
+    q, k, v = tensors()
+    for wrong in (q.float().numpy(), None, [1.0]):
+        assert operator.explain(wrong, k, v).code == "subclass"
+        with pytest.raises(TypeError):
+            operator.attention(wrong, k, v)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError):
+            operator.attention(wrong, k, v)
+
+
+@pytest.mark.parametrize("dimension", ["batch", "heads", "queries", "keys"])
+def test_empty_tensors(operator, driver, dimension):
+    q, k, v = tensors()
+    if dimension == "keys":
+        k, v = k[:, :, :0], v[:, :, :0]
+    elif dimension == "queries":
+        q = q[:, :, :0]
+    else:
+        at = int(dimension == "heads")
+        q, k, v = (t.narrow(at, 0, 0) for t in (q, k, v))
+    got, expected = operator.attention(q, k, v), F.scaled_dot_product_attention(q, k, v)
+    assert got.shape == expected.shape
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+    assert (driver.launches, operator.counters()) == ([], {"empty": 1})
+
+
+def test_several_devices_are_pytorchs_error(operator, driver):
+    q, k, v = tensors()
+    assert operator.explain(q, k.to("meta"), v).reason == "tensors are on several devices"
+    with pytest.raises(RuntimeError):
+        operator.attention(q, k.to("cpu"), v.float())
+    assert driver.launches == []
+
+
+def test_a_kernel_without_code_for_gradients(tmp_path, driver):
+    own = winner(shape())
+    made = make(tmp_path, driver, own)
+    known = made.table.gpus[H100]
+    bare = replace(
+        known.winners[0],
+        kernel=replace(known.winners[0].kernel, stages=(known.winners[0].kernel.stages[0], {})),
+    )
+    made._gpus[0] = replace(known, winners=(bare,))
+    q, k, v = (t.requires_grad_() for t in tensors())
+    out = made.attention(q, k, v)
+    out.sum().backward()
+    assert made.explain(q, k, v).code == "no_lse"
+    assert made.counters() == {"no_lse": 1}
+    with torch.no_grad():
+        made.attention(q, k, v)
+    assert made.counters() == {"no_lse": 1, "kernel": 1}
+
+
+def test_lazy_negations_and_zeros_are_made_real(operator, driver):
+    """Their memory does not hold what they are; PyTorch's dispatcher sees to that."""
+    q, k, v = tensors()
+    expected = F.scaled_dot_product_attention(q, k, -v)
+    assert close(operator.attention(q, k, torch._neg_view(v)), expected)
+    assert operator.counters() == {"kernel": 1}
+    zeros = torch._efficientzerotensor(v.shape, dtype=v.dtype)
+    assert not operator.attention(q, k, zeros).any()
+
+
+def test_traces_hold_pytorchs_operator(operator, driver):
+    q, k, v = tensors()
+    traced = torch.jit.trace(operator.attention, (q, k, v), check_trace=False)
+    assert "scaled_dot_product_attention" in str(traced.graph)
+    other = torch.randn_like(q)
+    assert torch.equal(traced(other, k, v), F.scaled_dot_product_attention(other, k, v))
+    graph = torch.fx.symbolic_trace(lambda q, k, v: operator.attention(q, k, v))
+    assert torch.equal(graph(other, k, v), F.scaled_dot_product_attention(other, k, v))
+    assert driver.launches == []
+
+
+def test_more_than_2_31_elements():
+    sizes, strides = (2, 4, 256, 64), (2**31, 64, 256, 1)
+    assert driver_module.unmapped(driver_module.Tensor(sizes, strides))[0] == "too_large"
+    assert driver_module.unmapped(driver_module.Tensor(sizes, (2**30, 64, 256, 1))) is None
+    overlapping = driver_module.Tensor(sizes, (0, 64, 256, 1))
+    assert driver_module.unmapped(overlapping)[0] == "layout"
+
+
+def test_another_gpu(operator, driver, caplog):
+    operator._gpus[0] = None
+    q, k, v = tensors()
+    assert operator.explain(q, k, v).code == "gpu"
+    expected = F.scaled_dot_product_attention(q, k, v)
+    for _ in range(2):
+        assert torch.equal(operator.attention(q, k, v), expected)
+    (said,) = caplog.records
+    assert "knows sm_90, 132 SMs, 50 MiB of L2. To tune it: attnsweep run" in said.getMessage()
+
+
+def test_a_damaged_cubin(operator, driver, caplog):
+    for path in (operator.table.directory / CUBINS).iterdir():
+        path.write_bytes(path.read_bytes() + b"!")
+    q, k, v = tensors()
+    for _ in range(2):
+        got = operator.attention(q, k, v)
+        assert torch.equal(got, F.scaled_dot_product_attention(q, k, v))
+    assert driver.modules == []
+    assert "SHA-256" in caplog.text
+    assert operator.explain(q, k, v).code == "damaged"
+
+
+@pytest.mark.parametrize("name", ["cuModuleLoadData", "cuTensorMapEncodeTiled", "cuLaunchKernelEx"])
+def test_a_driver_that_refuses(operator, driver, name, caplog):
+    driver.refuses = {name}
+    q, k, v = tensors()
+    for _ in range(2):
+        got = operator.attention(q, k, v)
+        assert torch.equal(got, F.scaled_dot_product_attention(q, k, v))
+    assert driver.capture_modes[-1] == 0
+    assert operator.counters()["driver"] == 2
+    assert "CUDA_ERROR_INVALID_VALUE" in caplog.text
+    driver.refuses = set()  # it would do now, and is not asked again for such tensors
+    operator.attention(q, k, v)
+    assert (driver.launches, operator.counters()) == ([], {"driver": 3})
+    operator.attention(*tensors(seqlen=250))
+    assert len(driver.launches) == 1
+
+
+def test_a_fork_falls_back(tmp_path):
+    """The child has no CUDA context; in a process of its own, since a test's has threads."""
+    code = f"""
+import os, sys
+sys.path[:0] = {[str(Path(fake_driver.__file__).parent)]!r}
+import torch
+from pathlib import Path
+from attending import Kernel
+from fake_driver import FakeDriver
+from operators import close, make, shifted, tensors  # noqa: E402
+from packages import H100, shape, table, winner
+from attnsweep.serve.runtime.operator import Operator
+
+torch.set_num_threads(1)
+driver = FakeDriver(Kernel())
+made = Operator(table(Path({str(tmp_path)!r}), winner(shape())), "forked", driver, ("cpu",))
+made._gpus[0] = made.table.gpus[H100]
+q = torch.randn(1, 4, 256, 64).bfloat16()
+early = os.fork()
+if not early:  # before a kernel was used, a child is as good as any process
+    made.attention(q, q, q)
+    os._exit(made.counters() != {{"kernel": 1}})
+k, v = q.clone(), q.clone()
+for _ in range(4):  # the last ones are known from before
+    made.attention(q, k, v)
+late = os.fork()
+if not late:
+    made._counts.clear()
+    made.attention(q, k, v)
+    got = made.attention(q, q, q)
+    right = torch.equal(got, torch.nn.functional.scaled_dot_product_attention(q, q, q))
+    os._exit(not right or made.counters() != {{"fork": 2}})
+assert os.waitpid(early, 0)[1] == os.waitpid(late, 0)[1] == 0
+made.attention(q, k, v)
+assert made.counters() == {{"kernel": 5}}
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_modules_are_loaded_once_and_maps_reused(operator, driver):
+    q, k, v = tensors()
+    outputs = {operator.attention(q, k, v).data_ptr() for _ in range(5)}
+    assert len(driver.modules) == 1
+    assert len(driver.launches) == 5
+    assert len(driver.maps) == 4 * len(outputs)
+    assert driver.shared == {(0, "flash_fwd_wgmma"): PLAIN.smem_bytes}
+    assert set(driver.capture_modes) == {0, 2}
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_gradients_by_pytorchs_backward(operator, driver, name, monkeypatch):
+    """By the backend that PyTorch would have called."""
+    monkeypatch.setattr(gradients, "_choice", lambda *_, **how: 3 if name == "cudnn" else 1)
+    driver.on_launch.causal = True
+    seen = {}
+
+    def flash(grad, q, k, v, out, lse, _a, _b, max_q, max_k, dropout, causal, *_, scale=None):
+        seen.update(lse=lse, causal=causal, scale=scale, lengths=(max_q, max_k), dropout=dropout)
+        return backward(grad, q, k, v, out, lse, scale)
+
+    def cudnn(grad, q, k, v, out, lse, *rest, scale=None):
+        assert lse.shape == (*q.shape[:3], 1)
+        lse, (max_q, max_k, dropout, causal) = lse[..., 0], rest[5:]
+        seen.update(lse=lse, causal=causal, scale=scale, lengths=(max_q, max_k), dropout=dropout)
+        return backward(grad, q, k, v, out, lse, scale)
+
+    def backward(grad, q, k, v, out, lse, scale):
+        q, k, v, out, grad = (t.double() for t in (q, k, v, out, grad))
+        scores = q @ k.mT * scale
+        scores = scores.masked_fill(
+            ~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf")
+        )
+        p = torch.exp(scores - lse.double()[..., None])
+        dv = p.mT @ grad
+        dp = grad @ v.mT
+        ds = p * (dp - (grad * out).sum(-1, keepdim=True)) * scale
+        return tuple(t.bfloat16() for t in (ds @ k, ds.mT @ q, dv))
+
+    library = torch.library.Library("aten", "IMPL")
+    called = {"flash": flash, "cudnn": cudnn}[name]
+    library.impl(f"_scaled_dot_product_{name}_attention_backward", called, "CPU")
+    try:
+        q, k, v = (t.requires_grad_() for t in tensors())
+        out = operator.attention(q, k, v, is_causal=True)
+        direction = torch.randn_like(out)
+        got = torch.autograd.grad(out, (q, k, v), direction)
+        doubles = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        expected = torch.autograd.grad(
+            F.scaled_dot_product_attention(*doubles, is_causal=True), doubles, direction.double()
+        )
+    finally:
+        library._destroy()
+    for mine, right in zip(got, expected, strict=True):
+        assert torch.allclose(mine.double(), right, atol=3e-2, rtol=3e-2)
+    assert (seen["causal"], seen["lengths"], seen["dropout"]) == (True, (256, 256), 0.0)
+    assert seen["scale"] == pytest.approx(0.125)
+    assert seen["lse"].shape == (1, 4, 256)
+    assert [len(driver.modules), operator.counters()] == [1, {"kernel": 1}]
+
+
+def test_flash_serves_what_a_compiled_training_step_cannot(operator, driver):
+    """In compiled code the kernel is refused inside the operator, which owes a log-sum-exp."""
+
+    def flash(q, k, v, dropout=0.0, causal=False, mask=False, scale=None):
+        assert (dropout, causal, mask) == (0.0, False, False)
+        assert all(t.stride(-1) == 1 for t in (q, k, v))
+        scores = q.float() @ k.float().mT * scale
+        out = (torch.softmax(scores, -1) @ v.float()).bfloat16()
+        rest = (torch.empty(0),) * 2 + (q.shape[2], k.shape[2]) + (torch.empty(0),) * 3
+        return out.transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(-1), *rest
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
+    try:
+        q, k, v = tensors()
+        odd = v.mT.contiguous().mT
+        out, lse = operator._forward_lse(q, k, odd, False, 0.125)
+    finally:
+        library._destroy()
+    assert close(out, F.scaled_dot_product_attention(q, k, v))
+    assert out.stride() == q.stride()
+    assert lse.shape == (1, 4, 256)
+    assert (driver.launches, operator.counters()) == ([], {"layout": 1})
+
+
+def test_a_call_is_planned_once(operator, driver, monkeypatch):
+    """With gradients too: looking a plan up takes a third of a call's time on the host."""
+    asked, own = [], operator._plan
+    monkeypatch.setattr(operator, "_plan", lambda *what: asked.append(what) or own(*what))
+    q, k, v = tensors()
+    operator.attention(q, k, v)
+    assert len(asked) == 1
+    operator.attention(q.requires_grad_(), k, v)
+    assert len(asked) == 2
+    assert operator.counters() == {"kernel": 2}
+
+
+def test_inference_mode_and_autocast(operator, driver):
+    q, k, v = tensors(dtype=torch.float32)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        out = operator.attention(q, k, v)
+        assert out.dtype == F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+    assert operator.counters() == {"kernel": 1}
+
+
+def test_two_packages_at_once(tmp_path, driver):
+    one = make(tmp_path / "one", driver, winner(shape()))
+    other = make(tmp_path / "other", driver, winner(shape(), gain=0.9))
+    q, k, v = tensors()
+    one.attention(q, k, v), other.attention(q, k, v)
+    assert (one.counters(), other.counters()) == ({"kernel": 1}, {"not_faster": 1})
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.3), np.float64(0.3), torch.tensor(0.3), 1])
+def test_a_scale_of_any_type_that_pytorch_takes(operator, driver, scale):
+    q, k, v = tensors()
+    expected = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    assert close(operator.attention(q, k, v, scale=scale), expected)
+    assert operator.explain(q, k, v, scale=scale).code == "tuned"
+    assert operator.counters() == {"kernel": 1}
+
+
+def test_a_scale_that_changes_in_place(operator):
+    """A tensor is found in a cache by what it is, not by what it holds."""
+    q, k, v = tensors()
+    scale = torch.tensor(0.05)
+    operator.attention(q, k, v, scale=scale)
+    scale.fill_(0.9)
+    expected = F.scaled_dot_product_attention(q, k, v, scale=0.9)
+    assert close(operator.attention(q, k, v, scale=scale), expected)
+
+
+@pytest.mark.parametrize("scale", [1e39, 3.3e38, 1e300])
+def test_a_scale_beyond_32_bits(operator, scale):
+    q, k, v = tensors()
+    operator.attention(q, k, v, scale=scale)
+    assert operator.counters() == {"scale": 1}
+
+
+def test_what_is_no_scale_is_pytorchs_error(operator):
+    q, k, v = tensors()
+    with pytest.raises(TypeError, match="must be float"):
+        operator.attention(q, k, v, scale="0.3")
+
+
+@pytest.mark.parametrize("stride", [2**31, 2**40])
+def test_the_stride_of_a_lone_sample_is_never_used(operator, stride):
+    """That of the first of a few samples of gigabytes, say."""
+    q, k, v = tensors()
+    far = q.as_strided(q.shape, (stride, *q.stride()[1:]))
+    assert torch.empty_like(far).stride()[0] == stride
+    out = operator.attention(far, k, v)
+    assert close(out, F.scaled_dot_product_attention(q, k, v))
+    assert operator.counters() == {"kernel": 1}
+
+
+def test_a_kernel_that_another_thread_found_damaged_meanwhile(operator, driver, monkeypatch):
+    """Between a thread's question whether a plan has launches and its own launch."""
+    q, k, v = tensors()
+    driver.refuses.add("cuModuleLoadData")
+    empty_like = torch.empty_like
+    other = threading.Thread(target=operator.attention, args=(q, k, v))
+
+    def slowly(tensor):
+        if threading.current_thread() is not other and not other.ident:
+            other.start()
+            other.join(10)
+        return empty_like(tensor)
+
+    monkeypatch.setattr(of_package, "_empty_like", slowly)
+    out = operator.attention(q, k, v)
+    assert close(out, F.scaled_dot_product_attention(q, k, v))
+    assert operator.counters() == {"driver": 2}
+    assert not driver.launches

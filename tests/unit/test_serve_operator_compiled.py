@@ -1,0 +1,215 @@
+"""The operator of a package within torch.compile and its like, with a fake driver."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from operators import close, compiled, make, shifted, tensors, traced  # noqa: E402
+from packages import H100, shape, winner  # noqa: E402
+
+from attnsweep.serve.runtime import gradients  # noqa: E402
+from attnsweep.serve.runtime.table import Guard  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "packed"])
+@pytest.mark.parametrize("name", ["forward", "forward_lse"])
+def test_opcheck(operator, layout, name):
+    op = getattr(getattr(torch.ops, operator.namespace), name).default
+    arguments = (*tensors(layout=layout), False, 0.125)
+    utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(op, arguments, test_utils=utilities)
+
+
+def test_compiles_as_one_graph(operator, driver):
+    def block(q, k, v):
+        return operator.attention(q * 1.0, k, v) + 1
+
+    q, k, v = tensors(layout="packed")
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    assert close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v) + 1)
+    assert operator.counters() == {"kernel": 1}
+    masked = torch.compile(
+        lambda q, k, v, m: operator.attention(q, k, v, m), fullgraph=True, backend="aot_eager"
+    )
+    mask = torch.zeros(256, 256, dtype=torch.bfloat16)
+    assert close(masked(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
+    assert operator.counters() == {"kernel": 1}
+
+
+def test_compiled_calls_fall_back_at_run_time(operator, driver):
+    """A graph is kept for shapes that no kernel serves, and for addresses that none can take."""
+    compiled = torch.compile(
+        lambda q, k, v: operator.attention(q, k, v),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=True,
+    )
+    for q, k, v in (tensors(), tensors(seqlen=5), tensors(seqlen=300)):
+        assert close(compiled(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    q, k, v = tensors()
+    assert close(compiled(shifted(q), k, v), F.scaled_dot_product_attention(q, k, v))
+    assert operator.counters() == {"kernel": 2, "not_tuned": 1, "alignment": 1}
+
+
+def test_compiled_code_on_another_gpu_is_pytorchs(operator):
+    operator._gpus[0] = None
+    attention, graphs = compiled(operator)
+    q, k, v = tensors()
+    assert torch.equal(attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    assert "scaled_dot_product_attention" in graphs[0].code
+    assert operator.namespace not in graphs[0].code
+
+
+@pytest.fixture
+def backwards():
+    """PyTorch's backward of each backend, which say that they were called."""
+    calls = []
+    library = torch.library.Library("aten", "IMPL")
+
+    def backward(name):
+        def run(grad, q, k, v, out, lse, *_, scale=None):
+            calls.append((name, tuple(lse.shape), scale))
+            return torch.ones_like(q), torch.ones_like(k), torch.ones_like(v)
+
+        return run
+
+    for name in ("flash", "cudnn"):
+        library.impl(f"_scaled_dot_product_{name}_attention_backward", backward(name), "CPU")
+    yield calls
+    library._destroy()
+
+
+CUDNN = "_scaled_dot_product_cudnn_attention"
+
+
+@pytest.mark.parametrize(("name", "rows"), [("cudnn", (256, 1)), ("flash", (256,))])
+def test_a_compiled_backward_is_what_pytorch_would_call(
+    operator, backwards, monkeypatch, name, rows
+):
+    becomes = f"_scaled_dot_product_{name}_attention"
+    asked = []
+    monkeypatch.setattr(
+        gradients, "_becomes", lambda given, **how: asked.append((given, how)) or becomes
+    )
+    graphs, grads = traced(lambda q, k, v: operator.attention(q, k, v), tensors())
+    assert len(grads) == 3
+    assert backwards == [(name, (1, 4, *rows), 0.125)]
+    assert f"_scaled_dot_product_{name}_attention_backward" in graphs[-1]
+    (query, *_), how = asked[0]
+    assert tuple(query.shape) == (1, 4, 256, 64)
+    assert how == {"is_causal": False, "scale": 0.125, "enable_gqa": False}
+
+
+def test_what_pytorchs_attention_becomes_in_compiled_code(operator, backwards, monkeypatch):
+    """Its own graph says it, also where autograd asks; and the question is in no graph."""
+    becomes, answers = gradients._becomes, []
+    monkeypatch.setattr(
+        gradients, "_becomes", lambda *given, **how: answers.append(becomes(*given, **how)) or ""
+    )
+    pytorchs, _ = traced(F.scaled_dot_product_attention, tensors())
+    name = becomes(tensors(), is_causal=False, scale=0.125, enable_gqa=False)
+    assert f"aten.{name}.default" in pytorchs[0]
+    graphs, _ = traced(lambda q, k, v: operator.attention(q, k, v), tensors())
+    assert answers
+    assert {*answers} == {name}
+    assert operator.counters() == {"kernel": 1}
+    assert not any(name in graph or "_fused_sdp_choice" in graph for graph in graphs)
+
+
+def test_a_compiled_backward_of_growing_shapes(operator, backwards, monkeypatch):
+    """A compiler that knows no sizes asks with those that it began with."""
+    sizes = []
+    monkeypatch.setattr(
+        gradients,
+        "_becomes",
+        lambda given, **_: sizes.append([gradients._first(n) for n in given[0].shape]) or CUDNN,
+    )
+    attention = torch.compile(
+        lambda q, k, v: operator.attention(q, k, v),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=True,
+    )
+    for seqlen in (256, 320):
+        leaves = [t.requires_grad_() for t in tensors(seqlen=seqlen)]
+        torch.autograd.grad(attention(*leaves).sum(), leaves)
+    assert [name for name, *_ in backwards] == ["cudnn", "cudnn"]
+    assert all(size == [1, 4, 256, 64] for size in sizes)
+
+
+def test_a_forward_that_no_kernel_serves_is_what_pytorch_would_call(operator, monkeypatch):
+    """In a graph for all sizes, of which only some have kernels."""
+    called = []
+
+    def cudnn(q, k, v, bias, lse, dropout=0.0, causal=False, *_, scale=None):
+        called.append((causal, scale))
+        none = torch.zeros((), dtype=torch.int64)
+        rows = torch.zeros(*q.shape[:3], 1)
+        return q.clone(), rows, None, None, q.shape[2], k.shape[2], none, none, None
+
+    monkeypatch.setattr(gradients, "_choice", lambda *_, **how: 3)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_cudnn_attention", cudnn, "CPU")
+    try:
+        q, k, v = tensors(seqlen=5)
+        out, lse = operator._forward_lse(q, k, v, False, 0.125)
+    finally:
+        library._destroy()
+    assert torch.equal(out, q)
+    assert (lse.shape, called) == ((1, 4, 5), [(False, 0.125)])
+
+
+def test_short_calls_with_gradients_are_pytorchs(tmp_path, driver, backwards):
+    """Whatever was tuned: the host takes longer for them than the device."""
+    operator = make(tmp_path, driver, winner(shape(), gain=2.0))
+    given = tensors()
+    for least, served in ((19.0, True), (21.0, False)):  # PyTorch's forward takes 20 µs
+        gpu = operator.table.gpus[H100]
+        operator._gpus[0] = type(gpu)(
+            gpu.key, gpu.names, Guard(short_us=least), gpu.winners, gpu.memory_bytes_per_us
+        )
+        operator._plans.clear()
+        leaves = [t.detach().requires_grad_() for t in given]
+        assert operator.explain(*given).code == "tuned"
+        assert (operator.explain(*leaves).code == "tuned") == served
+        graphs, _ = traced(lambda q, k, v: operator.attention(q, k, v), given)
+        assert any(operator.namespace in graph for graph in graphs) == served
+        out = operator.attention(*leaves)
+        assert close(out, F.scaled_dot_product_attention(*given))
+    assert operator.counters()["short_training"] == 1
+    reason = operator.explain(*leaves).reason
+    assert "with gradients" in reason, reason
+
+
+def test_a_compiler_that_knows_all_sizes_hands_over_what_no_kernel_serves(operator):
+    graphs, _ = traced(lambda q, k, v: operator.attention(q, k, v), tensors(seqlen=5))
+    assert not any(operator.namespace in graph for graph in graphs)
+
+
+def test_transforms_are_pytorchs(operator, driver):
+    q, k, v = tensors(batch=2)
+    batched = [t[:, None] for t in (q, k, v)]
+    out = torch.vmap(operator.attention)(*batched)
+    assert close(out[:, 0], F.scaled_dot_product_attention(q, k, v))
+    assert (driver.launches, operator.counters()) == ([], {"transform": 1})
+
+
+def test_dispatch_modes_see_an_operator(operator, driver):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        operator.attention(*tensors())
+    assert f"{operator.namespace}.forward.default" in seen
+    assert operator.counters() == {"kernel": 1}

@@ -1,0 +1,151 @@
+"""What the GPU tests of packages ask for is served on each card: its table is asked, no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import recorded
+from fake_compiler import FakeCompiler
+
+from attnsweep.core.hardware import ARCHS
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+from attnsweep.serve import export, shipped
+from attnsweep.serve.export_code import shape_of
+from attnsweep.serve.runtime import dispatch, fp8
+from attnsweep.serve.runtime.table import TABLE, GpuKey, read_table
+from attnsweep.serve.runtime.table import known as known_to
+
+H100, H200 = (GpuKey((9, 0), 132, mib << 20) for mib in (50, 60))
+H100_PCIE, A100 = GpuKey((9, 0), 114, 50 << 20), GpuKey((8, 0), 108, 40 << 20)
+SHIPPED = Path(shipped.__file__).parent / "runtime"
+CARDS = {"H100": H100, "H200": H200, "H100 PCIe": H100_PCIE}
+CALLS = {
+    *(*recorded.OUTPUTS, *recorded.GRADIENTS, *recorded.MAPPED),
+    *(recorded.PLAIN, recorded.COMPILED, *map(recorded.changing, recorded.CHANGING)),
+}
+
+
+@pytest.fixture(scope="module", params=CARDS.values(), ids=CARDS)
+def card(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def known(card, tmp_path_factory):
+    """The GPU as the package of test_export.py knows it."""
+    place, runs = tmp_path_factory.mktemp("table"), recorded.runs_for(card, recorded.RUNS)
+    raw = recorded.taken_for(export.outline(runs, discover()), card)
+    (place / TABLE).write_text(json.dumps(raw))
+    return read_table(place).gpus[card]
+
+
+# ---- which runs ----
+def test_each_card_has_its_own_runs():
+    assert set(recorded.cards(recorded.RUNS)) == {H100, H200}, "name a new one in CARDS too"
+    for key, folder in ((H100, "h100-80gb-hbm3"), (H200, "h200"), (H100_PCIE, "h100-80gb-hbm3")):
+        runs = recorded.runs_for(key, recorded.RUNS)
+        assert {run.parent.name for run in runs} == {folder}
+        assert {run.name for run in runs} == recorded.RUNS
+
+
+def test_fp8_of_one_card_stands_for_that_of_others_with_its_machine_code():
+    for key in CARDS.values():
+        assert recorded.runs_for(key, recorded.FP8_RUNS)
+    assert recorded.runs_for(A100, recorded.FP8_RUNS) == []
+    assert recorded.runs_for(A100, recorded.RUNS) == []
+
+
+# ---- 16 bits ----
+def test_every_call_of_the_gpu_tests_is_served(known):
+    """Else test_export.py compares PyTorch's attention with itself."""
+    free = recorded.unguarded(known)
+    choices = {shape.label: dispatch.choose(free, shape) for shape in CALLS}
+    assert len(choices) > 700
+    assert {label: c.reason for label, c in choices.items() if c.kernel is None} == {}
+    choice = dispatch.choose(known, recorded.PLAIN)
+    assert choice.kernel, "test_a_first_call_in_a_capture has the package's own guard"
+
+
+def test_winners_split_keys_in_both_ways_and_take_turns(known):
+    """Those that test_every_kernel_of_the_table calls."""
+    small = [w.kernel for w in known.winners if w.shape.seqlen_q * w.shape.seqlen_k <= 1 << 25]
+    assert any(kernel.combines for kernel in small)
+    assert any(kernel.split_cluster for kernel in small)
+    assert any(kernel.persistent for kernel in small)
+    assert any(kernel.key_groups > 1 for kernel in small)
+
+
+@pytest.mark.parametrize("shape", recorded.SHIPPED, ids=lambda shape: shape.label)
+def test_what_comes_with_attnsweep_serves_the_calls_of_its_gpu_test(shape):
+    gpus = read_table(SHIPPED).gpus
+    assert {*gpus} == {H100, H200}
+    for gpu in gpus.values():
+        assert dispatch.choose(gpu, shape).kernel, gpu.key.label
+
+
+@pytest.mark.parametrize(("key", "name"), [(H100, "H100"), (H200, "H200")])
+def test_the_page_says_which_lengths_are_near_enough(key, name):
+    gpus = read_table(SHIPPED).gpus
+    gpu = known_to(gpus, key)
+    page = " ".join((recorded.RESULTS.parent / "docs/how-to/use.md").read_text().split())
+    assert f" {len(gpu.winners)} " in page[: page.index("both of 132 SMs")]
+
+    def far(head_dim, seqlen):
+        shapes = [recorded.call(1, 32, 32, seqlen, head_dim, "bf16", c) for c in recorded.BOTH]
+        return any(dispatch.choose(gpu, s).code in ("far", "not_tuned") for s in shapes)
+
+    row = page[page.index(f"| {name} |") :].split("|")[2:7]
+    for head_dim, shortest in zip((64, 96, 128, 192, 256), map(int, row), strict=True):
+        assert [far(head_dim, shortest + more) for more in (-1, 0, 1, 100)] == [True, *3 * [False]]
+
+
+def test_a_gpu_with_an_l2_nearest_to_an_h200s_has_its_kernels():
+    gpus = read_table(SHIPPED).gpus
+    of_other = known_to(gpus, H200._replace(l2_bytes=61 << 20))
+    for causal in recorded.BOTH:
+        for seqlen in range(64, 512, 7):
+            shape = recorded.call(1, 32, 32, seqlen, 128, "bf16", causal)
+            found, there = dispatch.choose(of_other, shape), dispatch.choose(gpus[H200], shape)
+            assert (found.code, there.code) == ("stand_in", "near")
+            assert (found.kernel, found.gain) == (there.kernel, there.gain)
+            assert "NVIDIA H200" in found.reason
+
+
+def test_an_h100_pcie_has_no_kernels_of_other_cards():
+    assert known_to(read_table(SHIPPED).gpus, H100_PCIE) is None
+
+
+# ---- FP8 ----
+def test_every_winner_in_fp8_serves_its_shape_and_half_a_tile_off_it(card, tmp_path):
+    runs = recorded.runs_for(card, recorded.FP8_RUNS)
+    compilers = {"sm_90a": FakeCompiler(ARCHS["sm_90a"], tmp_path / "cache")}
+    place = recorded.exported_for(card, runs, tmp_path, "of_another", compilers)
+    made = read_table(place / "of_another")
+    assert (made.gpus, {*made.fp8}) == ({}, {card})
+    winners = made.fp8[card].winners
+    assert len(winners) == 12
+    for winner in winners:
+        of = winner.shape
+        assert fp8.choose(made.fp8[card], of).code == "tuned"
+        beside = recorded.off(Problem(*of[:6], of.dtype, of.causal))
+        assert fp8.choose(made.fp8[card], shape_of(beside)).code in ("near", "spare")
+
+
+def test_every_call_of_the_gpu_tests_is_served_in_fp8(card, tmp_path):
+    compiler = FakeCompiler(ARCHS["sm_90a"], tmp_path / "cache")
+    made = recorded.fp8_table(card, compiler, tmp_path, [])
+    asked = [
+        Problem(*sizes, head_dim, dtype, causal)
+        for sizes in recorded.FP8_SIZES
+        for head_dim in (64, 128, 256)
+        for dtype in recorded.FP8_DTYPES
+        for causal in recorded.BOTH
+        if not (causal and sizes[3] != sizes[4])
+    ]
+    for problem in asked:
+        choice = fp8.choose(made.fp8[card], shape_of(problem))
+        refused = problem.head_dim == 256 and problem.seqlen_q <= 64
+        assert isinstance(choice, str) == refused, (problem.label, choice)

@@ -1,0 +1,352 @@
+"""`attnsweep.attention`: the winners that come with attnsweep, and what they follow from."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import lzma
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import attnsweep
+from attnsweep.serve.runtime import table as tables
+from attnsweep.serve.runtime.table import CUBINS, TABLE, PackageError, read_table
+
+ROOT = Path(attnsweep.__file__).parent.parent
+PLACE = Path(tables.__file__).parent
+H200_L2, H100_L2 = 62914560, 52428800
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("winners", ROOT / "scripts" / "winners.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_h100_and_h200_are_known_and_every_cubin_is_whole():
+    made = read_table(PLACE)
+    assert {key.l2_bytes for key in made.gpus} == {H100_L2, H200_L2}
+    for gpu in made.gpus.values():
+        assert len(gpu.winners) > 30
+        for winner in gpu.winners:
+            for stage in winner.kernel.stages:
+                assert set(stage) == {"fwd", "combine"} if winner.kernel.combines else {"fwd"}
+                assert all(made.code(code)[:4] == b"\x7fELF" for code in stage.values())
+
+
+def test_they_are_small():
+    """Which is why cubins are shipped and nothing is compiled on first use."""
+    size = sum(path.stat().st_size for path in (PLACE / CUBINS).iterdir())
+    assert size < 1300 * 2**10
+    raw = json.loads((PLACE / TABLE).read_text())
+    page = " ".join((ROOT / "docs" / "how-to" / "use.md").read_text().split())
+    told = f"{len(raw['kernels'])} kernels in {size / 2**10:.0f} KiB, of NVRTC {raw['nvrtc']}"
+    assert told in page
+
+
+def test_a_call_unpacks_a_small_share_of_them(monkeypatch):
+    """Unpacking all of them took 60 of the 79 ms of a first call."""
+    unpacked = []
+    whole = tables._unpacked.__wrapped__
+
+    def counted(path):
+        unpacked.append(path.name)
+        return whole(path)
+
+    monkeypatch.setattr(tables, "_unpacked", counted)
+    made = read_table(PLACE)
+    total = sum(len(zipped(path)) for path in (PLACE / CUBINS).iterdir())
+    for gpu in made.gpus.values():
+        for winner in gpu.winners:
+            for stage in winner.kernel.stages:
+                unpacked.clear()
+                for code in stage.values():
+                    made.code(code)
+                # Two archives at most, if its second stage is another kernel's too.
+                share = sum(len(zipped(PLACE / CUBINS / name)) for name in set(unpacked))
+                assert share <= 0.1 * total, (winner.shape.label, unpacked)
+
+
+def test_no_more_than_a_few_archives_stay_unpacked():
+    made = read_table(PLACE)
+    for kernel in {
+        w.kernel.config: w.kernel for g in made.gpus.values() for w in g.winners
+    }.values():
+        made.code(kernel.stages[0]["fwd"])
+    assert tables._unpacked.cache_info().currsize <= 4 < len(set(made.archives.values()))
+
+
+def test_the_archives_hold_each_cubin_of_the_table_once_and_nothing_else():
+    raw = json.loads((PLACE / TABLE).read_text())
+    there = {path.name for path in (PLACE / CUBINS).iterdir()}
+    assert there == set(raw["archives"])
+    held = [name for archive in there for name in zipped_names(PLACE / CUBINS / archive)]
+    codes = [
+        stage for kernel in raw["kernels"] for both in kernel["stages"] for stage in both.values()
+    ]
+    assert sorted(held) == sorted({code["file"] for code in codes})
+    for archive, files in raw["archives"].items():
+        assert zipped_names(PLACE / CUBINS / archive) == files
+
+
+def test_a_table_that_the_recorded_runs_no_longer_give_is_stale(monkeypatch, capsys, tmp_path):
+    """scripts/check compares the shipped table with the runs themselves, which takes 10 s."""
+    winners = script()
+    text = (PLACE / TABLE).read_text()
+    monkeypatch.setattr(winners, "exported_table", lambda runs: json.loads(text))
+    monkeypatch.setattr(sys, "argv", ["winners.py", "--check"])
+    assert winners.main() == 0
+    raw = json.loads((PLACE / TABLE).read_text())
+    raw["gpus"][0]["winners"][0]["gain"] += 0.01
+    raw["source"] = "0" * 64
+    (tmp_path / TABLE).write_text(json.dumps(raw))
+    winners.TABLE = tmp_path / TABLE
+    assert winners.main() == 1
+    assert "stale (gpus, source)" in capsys.readouterr().out
+    raw = json.loads((PLACE / TABLE).read_text())
+    (tmp_path / TABLE).write_text(json.dumps(raw | {"nvrtc": "12.9"}))
+    assert winners.main() == 1
+    assert "compile with the NVRTC" in capsys.readouterr().out
+
+
+def test_equal_packages_are_packed_to_equal_bytes(tmp_path, monkeypatch):
+    """Whatever was there before, and in whichever order a directory is read."""
+    winners, made = script(), tmp_path / "made"
+    (made / CUBINS).mkdir(parents=True)
+    rows = []
+    for number in range(40):
+        file = f"{97 * number % 1000:03}.cubin"
+        (made / CUBINS / file).write_bytes(bytes([number]) * 5000)
+        config = f"BLOCK_N={16 * (number % 7)} LSE=0"
+        stages = [{"fwd": {"file": file}}, {"fwd": {"file": file}}]
+        facts = {"head_dim": 64 + 64 * (number % 2), "causal": number % 3 == 0, "dtype": "fp16"}
+        rows.append({**facts, "config": config, "stages": stages})
+    written = []
+    for place in ("one", "two"):
+        monkeypatch.setattr(winners, "TABLE", tmp_path / place / TABLE)
+        monkeypatch.setattr(winners, "CUBINS", tmp_path / place / CUBINS)
+        (tmp_path / place / CUBINS).mkdir(parents=True)
+        if place == "two":
+            (tmp_path / place / CUBINS / "77.zip.xz").write_bytes(b"of an earlier sweep")
+        (made / TABLE).write_text(json.dumps({"kernels": rows}))
+        winners.write(made)
+        files = sorted(path for path in (tmp_path / place).rglob("*") if path.is_file())
+        written.append([(path.name, path.read_bytes()) for path in files])
+    assert written[0] == written[1]
+    archives = json.loads(written[0][-1][1])["archives"]
+    assert [len(files) for files in archives.values()] == [winners.GROUP, 40 - winners.GROUP]
+    order = [file for files in archives.values() for file in files]
+    by_file = {row["stages"][0]["fwd"]["file"]: row for row in rows}
+    assert [by_file[file]["head_dim"] for file in order] == [64] * 20 + [128] * 20
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A copy of what is shipped, a code of it, and the archive of that."""
+    shutil.copy(PLACE / TABLE, tmp_path)
+    shutil.copytree(PLACE / CUBINS, tmp_path / CUBINS)
+    made = read_table(tmp_path)
+    code = next(iter(made.gpus.values())).winners[0].kernel.stages[0]["fwd"]
+    return made, code, tmp_path / CUBINS / made.archives[code.file]
+
+
+@pytest.mark.parametrize("spoil", ["cut", "other", "empty", "missing", "directory"])
+def test_a_damaged_archive(copied, spoil):
+    made, code, archive = copied
+    data = archive.read_bytes()
+    if spoil in ("missing", "directory"):
+        archive.unlink()
+    if spoil == "directory":
+        archive.mkdir()
+    elif spoil == "other":
+        other = next(path for path in archive.parent.iterdir() if path != archive)
+        archive.write_bytes(other.read_bytes())
+    elif spoil != "missing":
+        archive.write_bytes(data[: len(data) // 2] if spoil == "cut" else b"")
+    with pytest.raises(PackageError, match=f"{archive.name}.*cannot be read.*export again"):
+        made.code(code)
+
+
+def test_an_archive_with_another_cubin_of_the_same_name(copied):
+    made, code, archive = copied
+    archive.write_bytes(stored({code.file: b"\x7fELF of someone else"}))
+    with pytest.raises(PackageError, match=r"damaged: its SHA-256 is not the table's"):
+        made.code(code)
+
+
+def test_damage_to_one_archive_leaves_the_others(copied):
+    made, code, archive = copied
+    archive.write_bytes(b"")
+    other = next(
+        stage["fwd"]
+        for gpu in made.gpus.values()
+        for winner in gpu.winners
+        for stage in winner.kernel.stages
+        if made.archives[stage["fwd"].file] != archive.name
+    )
+    assert made.code(other)[:4] == b"\x7fELF"
+    with pytest.raises(PackageError):
+        made.code(code)
+    shutil.copy(PLACE / CUBINS / archive.name, archive)  # repaired, it is read again
+    assert made.code(code)[:4] == b"\x7fELF"
+
+
+def test_archives_that_would_fill_the_memory(copied, monkeypatch):
+    """A file of 150 KiB can hold a gigabyte of zeros."""
+    made, code, archive = copied
+    monkeypatch.setattr(tables, "_MOST_BYTES", 2**20)
+    archive.write_bytes(lzma.compress(bytes(2**24)))
+    with pytest.raises(PackageError, match="more than 1048576 bytes"):
+        made.code(code)
+    archive.write_bytes(stored({code.file: bytes(2**24)}, zipfile.ZIP_DEFLATED))
+    with pytest.raises(PackageError, match="compressed once more"):
+        made.code(code)
+
+
+@pytest.mark.parametrize(
+    "archives",
+    [
+        {"../00.zip.xz": []},
+        {"/etc/passwd": ["x.cubin"]},
+        {"00.zip.xz": "x.cubin"},
+        {"00.zip.xz": [1]},
+        {"00.zip.xz": [["x.cubin"]]},
+        ["00.zip.xz"],
+        None,
+        "00.zip.xz",
+    ],
+    ids=repr,
+)
+def test_a_table_with_nonsense_for_archives(tmp_path, archives):
+    raw = json.loads((PLACE / TABLE).read_text()) | {"archives": archives}
+    (tmp_path / TABLE).write_text(json.dumps(raw))
+    with pytest.raises(PackageError, match="damaged"):
+        read_table(tmp_path)
+
+
+def test_the_wheel_and_the_source_distribution_have_what_is_shipped():
+    """By the rules of the build: all of attnsweep/ that git does not ignore."""
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert told["wheel"]["packages"] == ["attnsweep"]
+    assert not {"exclude", "only-include"} & {*told["wheel"]}
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout, so git ignores nothing")
+    files = [PLACE / TABLE, *(PLACE / CUBINS).iterdir()]
+    asked = ["git", "check-ignore", *map(str, files)]
+    assert subprocess.run(asked, cwd=ROOT, capture_output=True).returncode == 1
+
+
+def stored(files, how=zipfile.ZIP_STORED):
+    inner = io.BytesIO()
+    with zipfile.ZipFile(inner, "w", how) as file:
+        for name, data in files.items():
+            file.writestr(name, data)
+    return lzma.compress(inner.getvalue())
+
+
+def zipped(path):
+    return lzma.decompress(path.read_bytes())
+
+
+def zipped_names(path):
+    return zipfile.ZipFile(io.BytesIO(zipped(path))).namelist()
+
+
+def ran(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_pytorch_the_error_says_what_to_install():
+    out = ran(
+        "import sys; sys.modules['torch'] = None\n"
+        "import attnsweep\n"
+        "try: attnsweep.attention(1, 2, 3)\n"
+        "except ImportError as error: print(error)\n"
+    )
+    assert "pip install -e '.[torch]'" in out  # from the clone, as `doctor` says
+
+
+def test_importing_attnsweep_imports_no_pytorch():
+    assert ran("import sys, attnsweep; attnsweep.attention; print('torch' in sys.modules)") == (
+        "False\n"
+    )
+
+
+def test_importing_it_imports_no_compiler():
+    """PyTorch's takes 1.2 s, where all of a package takes 0.04."""
+    pytest.importorskip("torch")
+    code = "import sys, torch\nbefore = set(sys.modules)\nimport attnsweep\n"
+    code += "attnsweep.attention_counters()\n"
+    code += "print({name.split('.')[1] for name in {*sys.modules} - before if 'torch.' in name})\n"
+    assert "_dynamo" not in ran(code)
+
+
+def test_on_the_cpu_and_enabled():
+    pytest.importorskip("torch")
+    out = ran(
+        """
+import logging, sys
+import attnsweep, torch
+import torch.nn.functional as F
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+q = torch.randn(1, 2, 8, 64)
+expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+assert torch.equal(attnsweep.attention(q, q, q, causal=True), expected)
+with attnsweep.enable():
+    assert torch.equal(F.scaled_dot_product_attention(q, q, q, is_causal=True), expected)
+assert attnsweep.attention_counters() == {"device": 2}
+assert attnsweep.explain_attention(q, q, q).code == "device"
+attnsweep.enable()
+attnsweep.disable()
+compiled = torch.compile(
+    lambda q: attnsweep.attention(q, q, q, causal=True), fullgraph=True, backend="eager"
+)
+assert torch.equal(compiled(q), expected)
+assert not {"cupy", "numpy.testing", "pandas", "pydantic", "transformers"} & set(sys.modules)
+"""
+    )
+    assert out.startswith("WARNING:attnsweep:scaled_dot_product_attention: tensors are on cpu")
+
+
+def test_compiled_before_it_is_imported():
+    pytest.importorskip("torch")
+    ran(
+        """
+import attnsweep, torch
+q = torch.randn(1, 2, 8, 64)
+compiled = torch.compile(
+    lambda q: attnsweep.attention(q, q, q), fullgraph=True, backend="eager"
+)
+assert torch.allclose(compiled(q), attnsweep.attention(q, q, q))
+"""
+    )
+
+
+def test_a_kernel_of_the_shipped_package_is_launched(tmp_path):
+    """With a fake driver, on a shape that the recorded runs tuned."""
+    torch = pytest.importorskip("torch")
+    from attending import Kernel
+    from fake_driver import FakeDriver
+
+    from attnsweep.serve.runtime.operator import Operator
+
+    driver = FakeDriver(Kernel())
+    operator = Operator(read_table(PLACE), "shipped_for_tests", driver, devices=("cpu",))
+    key = next(key for key in operator.table.gpus if key.l2_bytes == H100_L2)
+    operator._gpus[0] = operator.table.gpus[key]
+    q = torch.randn(4, 16, 2048, 64).bfloat16()
+    assert operator.explain(q, q, q).code == "tuned"
+    driver.on_launch = None
+    operator.attention(q, q, q)
+    assert operator.counters() == {"kernel": 1}
+    assert driver.modules[0][:4] == b"\x7fELF"

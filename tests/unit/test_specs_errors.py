@@ -1,0 +1,456 @@
+"""Every way to get a sweep spec wrong, with the words that answer."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from specs import MINIMAL, PROBLEM, toy, with_problem
+
+from attnsweep.core.hardware import ARCHS
+from attnsweep.family.space import Selection
+from attnsweep.specs.load import check_against
+from attnsweep.specs.model import KNOWN_BASELINES
+from attnsweep.specs.shipped import shipped_specs
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            (
+                "a: [1, 2\nb: 3",
+                "2:2: not valid YAML: expected ',' or ']', but got ':'\n"
+                "  while parsing a flow sequence that begins in line 1",
+            ),
+            ("a: b: c", "1:5: not valid YAML: mapping values are not allowed here"),
+            (
+                "a:\n\tb: c",
+                "2:1: not valid YAML: found character '\\t' that cannot start any token\n"
+                "  write spaces in place of the tab",
+            ),
+            ("a: *b", "1:4: not valid YAML: found undefined alias 'b'"),
+            (
+                f"{MINIMAL}---\na: 1\n",
+                "3:1: not valid YAML: expected a single document in the stream, "
+                "but found another document",
+            ),
+            ("a: b\nc: d\x01", "2:5: not valid YAML: character U+0001 is not allowed"),
+            ("name: caf\u00e9\nb: \x02", "2:4: not valid YAML: character U+0002 is not allowed"),
+            (
+                b"a: 1\nb: \xff",
+                "2:4: not UTF-8: byte 0xff\n  save the file as UTF-8",
+            ),
+            ("name: a\nname: b", "2:1: duplicate key 'name'\n  first in line 1: drop one"),
+            (
+                "problems: [{batch: 1,\n 'batch': 2}]",
+                "2:2: duplicate key 'batch'\n  first in line 1: drop one",
+            ),
+            ("? [a]\n: 1", "1:3: a key must be text, not a list or a mapping"),
+            ("a: &x [1, *x]", "1:4: this alias contains itself\n  write the values out"),
+            (
+                "name: !!python/name:os.system x",
+                "1:7: a spec cannot use tag tag:yaml.org,2002:python/name:os.system\n"
+                "  remove the tag",
+            ),
+            ("name: !!int x", "1:7: a spec cannot use tag tag:yaml.org,2002:int\n  remove the tag"),
+        ],
+    )
+    def test_not_yaml(self, error_of, text, message):
+        assert error_of(text) == f"sweep.yaml:{message}"
+
+    @pytest.mark.parametrize("text", ["", "\n# nothing yet\n", "---\n", "--- # no\n..."])
+    def test_empty(self, error_of, text):
+        assert (
+            error_of(text) == f"sweep.yaml: is empty\n  shipped specs: {', '.join(shipped_specs())}"
+        )
+
+    @pytest.mark.parametrize(
+        ("text", "what"),
+        [("[1, 2]", "a list"), ("naive", "naive"), ("null", "null"), ("3", "3")],
+    )
+    def test_wrong_top_level(self, error_of, text, what):
+        assert (
+            error_of(f"# a comment\n{text}")
+            == f"sweep.yaml:2:1: a spec must be a mapping, not {what}"
+        )
+
+    def test_a_shape_of_the_command_line_is_no_problem(self, error_of):
+        text = MINIMAL.replace(PROBLEM, "'1,16,1024,64'")
+        assert error_of(text) == (
+            "sweep.yaml:1:12: problems[0] must be a mapping, not '1,16,1024,64'\n"
+            "  write {batch: 1, heads: 16, seqlen: 1024, head_dim: 64}"
+        )
+
+    def test_a_spec_nested_without_end_is_refused_quickly(self, error_of):
+        assert error_of("[" * 5000) == "sweep.yaml: nested too deeply"
+        aliases = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]\n" for n in range(1, 12)]
+        assert "this alias contains itsel" in error_of("x0: &x0 [1]\n" + "".join(aliases))
+
+    @pytest.mark.parametrize(
+        ("batch", "message"),
+        [
+            ("'8'", "3:13: batch must be a whole number, not '8'\n  write 8"),
+            ("true", "3:13: batch must be a whole number, not true"),
+            ("yes", "3:13: batch must be a whole number, not yes"),
+            ("1e3", "3:13: batch must be a whole number, not 1e3\n  write 1000"),
+            ("2.0", "3:13: batch must be a whole number, not 2.0\n  write 2"),
+            ("2.5", "3:13: batch must be a whole number, not 2.5"),
+            # Numbers to YAML 1.1, where these are 8, 90, 1000 and 16; each is a trap.
+            ("010", "3:13: batch must be a whole number, not 010\n  write 10"),
+            ("1:30", "3:13: batch must be a whole number, not 1:30"),
+            ("1_000", "3:13: batch must be a whole number, not 1_000\n  write 1000"),
+            ("0x10", "3:13: batch must be a whole number, not 0x10"),
+            ("0", "3:13: batch must be at least 1, not 0"),
+            ("-3", "3:13: batch must be at least 1, not -3"),
+            ("3000000000", "3:13: batch must be at most 2147483647, not 3000000000"),
+            ("9" * 5000, f"3:13: batch must be a whole number, not {'9' * 60}…"),
+            ("[]", "3:13: batch must not be empty"),
+            ("null", "3:13: batch must be a whole number, not null"),
+            ("{a: 1}", "3:13: batch must be a whole number, not a mapping"),
+            ("[1, [2]]", "3:17: batch[1] must be a whole number, not a list"),
+            (
+                "[1, x, 2, true]",
+                "3:17: batch[1] must be a whole number, not x\n"
+                "sweep.yaml:3:23: batch[3] must be a whole number, not true",
+            ),
+        ],
+    )
+    def test_not_a_whole_number(self, error_of, batch, message):
+        text = "# a spec\n" + with_problem(f"batch: {batch}, heads: 1, seqlen: 8, head_dim: 64")
+        assert error_of(text) == f"sweep.yaml:{message}"
+
+    @pytest.mark.parametrize(
+        ("causal", "message"),
+        [
+            ("1", "59: causal must be true or false, not 1\n  write true"),
+            ("0", "59: causal must be true or false, not 0\n  write false"),
+            ("yes", "59: causal must be true or false, not yes\n  write true"),
+            ("Off", "59: causal must be true or false, not Off\n  write false"),
+            ("'true'", "59: causal must be true or false, not 'true'\n  write true"),
+            ("maybe", "59: causal must be true or false, not maybe"),
+            ("null", "59: causal must be true or false, not null"),
+            ("[true, no]", "66: causal[1] must be true or false, not no\n  write false"),
+        ],
+    )
+    def test_not_a_bool(self, error_of, causal, message):
+        text = with_problem(f"batch: 1, heads: 1, seqlen: 8, head_dim: 64, causal: {causal}")
+        assert error_of(text) == f"sweep.yaml:2:{message}"
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            (
+                "batch: 1, heads: 16, heads_kv: 3, seqlen: 8, head_dim: 64",
+                "5: heads_kv must divide heads: 16 is not a multiple of 3",
+            ),
+            (
+                "batch: 1, heads: 1, seqlen_q: 9, seqlen_k: 8, head_dim: 64, causal: true",
+                "5: causal with seqlen_q 9 > seqlen_k 8: the first 1 queries would see no key at "
+                "all\n  make seqlen_k at least seqlen_q, or drop causal",
+            ),
+            (
+                "batch: 1, heads: 1, head_dim: 64, seqlen_q: 8",
+                "5: seqlen_k is missing\n  give seqlen, or both seqlen_q and seqlen_k",
+            ),
+            (
+                "batch: 1, heads: 1, head_dim: 64, seqlen: 8, seqlen_k: 8",
+                "5: seqlen already sets both seqlen_q and seqlen_k\n"
+                "  give seqlen alone, or seqlen_q and seqlen_k",
+            ),
+            (
+                "batch: 1, heads: 1, seqlen: 8",
+                "5: 'head_dim' is missing\n  Elements per head and row.",
+            ),
+            (
+                "batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: bf61",
+                "58: dtype cannot be bf61\n  did you mean 'bf16'? there are: fp16, bf16, fp32, "
+                "e4m3, e4m3_tensor, e4m3_block",
+            ),
+            (
+                "batch: 1, heads: 1, seqlen: 8, head_dim: 64, dtype: torch.bfloat16",
+                "58: dtype cannot be torch.bfloat16\n  did you mean 'bf16'? there are: fp16, bf16, "
+                "fp32, e4m3, e4m3_tensor, e4m3_block",
+            ),
+            (
+                "batch: 1, heads: 1, seqlen: 8, head_dim: 64, head_kv: 1",
+                "51: unknown key 'head_kv'\n  did you mean 'heads_kv'? there are: batch, heads, "
+                "heads_kv, seqlen, seqlen_q, seqlen_k, head_dim, dtype, causal, kernels, "
+                "slower, calls",
+            ),
+            (
+                "batch: 1, heads: 1, seqlen: 8, head_dim: 64, kernels: [naive, naiv]",
+                "68: kernel 'naiv' is not among this spec's kernels\n"
+                "  did you mean 'naive'? there are: naive",
+            ),
+            (
+                f"batch: {list(range(1, 1002))}, heads: 1, seqlen: 8, head_dim: 64",
+                "5: this entry has 1001 problems; a spec may have 1000",
+            ),
+        ],
+    )
+    def test_core_problem(self, error_of, fields, message):
+        assert error_of(with_problem(fields)) == f"sweep.yaml:2:{message}"
+
+    def test_the_error_is_at_its_own_entry_and_two_are_shown_at_once(self, error_of):
+        bad = PROBLEM.replace("heads: 16", "heads: 16, heads_kv: 5")
+        text = f"problems:\n  - {PROBLEM}\n  - {bad}\n  -   {bad}\nkernels: {{naive: }}\n"
+        what = "heads_kv must divide heads: 16 is not a multiple of 5"
+        assert error_of(text) == f"sweep.yaml:3:5: {what}\nsweep.yaml:4:7: {what}"
+
+    def test_entries_together_may_not_be_too_many(self, error_of):
+        entry = "{batch: [%s], heads: 1, seqlen: 8, head_dim: 64}"
+        halves = [entry % ", ".join(map(str, range(n, n + 600))) for n in (1, 700)]
+        text = f"kernels: {{naive: }}\nproblems: [{', '.join(halves)}]\n"
+        assert error_of(text) == "sweep.yaml:2:11: 1200 problems; a spec may have 1000"
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("device: gpu", "9: device cannot be gpu\n  there are: cuda, replay"),
+            (
+                "device: replay",
+                "9: device replay needs a recording\n"
+                "  add recording: the run to replay, relative to this file",
+            ),
+            (
+                "recording: runs",
+                "1: recording is for device replay\n  add device: replay, or drop recording",
+            ),
+            ("recording: ''", "12: recording must not be empty"),
+            (
+                "arch: sm_91a",
+                "7: unknown architecture 'sm_91a'\n"
+                f"  did you mean 'sm_90a'? there are: {', '.join(ARCHS)}",
+            ),
+            ("arch: 90", "7: arch must be text, not 90\n  write it in quotes"),
+            ("name: a/b", "7: name must be of a-z, 0-9, _ and - only, not a/b"),
+            ("name: ..", "7: name must be of a-z, 0-9, _ and - only, not .."),
+            ("name: 200", "7: name must be text, not 200\n  write it in quotes"),
+            (
+                "baseline: all",
+                "1: unknown key 'baseline'\n  did you mean 'baselines'? there are: name, device, "
+                "recording, arch, kernel_dir, problems, kernels, baselines, search, measure, "
+                "limits, require, check, unserved",
+            ),
+            (
+                "<<: {a: 1}",
+                "1: merge keys (<<) are not supported\n  write the keys out, or give a whole value "
+                "an anchor: {a: &x [1, 2], b: *x}",
+            ),
+            (
+                "baselines: [unfused, torch_flsh]",
+                "22: baselines[1] cannot be torch_flsh\n"
+                f"  did you mean 'torch_flash'? there are: {', '.join(KNOWN_BASELINES)}",
+            ),
+            (
+                "baselines: none",
+                "12: baselines cannot be none\n  write [] for none, or all",
+            ),
+            (
+                "baselines:",
+                "11: baselines cannot be null\n  write [] for none, or all",
+            ),
+            (
+                "search: {strategy: random}",
+                "9: search: strategy random needs candidates\n"
+                "  set the number per kernel and problem, or budget_s: "
+                "{strategy: random, candidates: 100}",
+            ),
+            (
+                "search: random",
+                "9: search must be a mapping, not random\n  Which candidates are tried.",
+            ),
+            (
+                "search: {strategy: randm, seed: -1}",
+                "20: strategy cannot be randm\n"
+                "  did you mean 'random'? there are: exhaustive, gp, random, staged, tpe\n"
+                "sweep.yaml:3:33: seed must be at least 0, not -1",
+            ),
+            (
+                "measure: {round: 3}",
+                "11: unknown key 'round'\n  did you mean 'rounds'? there are: rank_by, rounds, "
+                "finalists, replay_us, cold, eager, energy, max_error, input_seed, timeout_s",
+            ),
+            ("measure: {timeout_s: 0}", "22: timeout_s must be more than 0, not 0"),
+            ("measure: {timeout_s: true}", "22: timeout_s must be a number, not true"),
+            ("measure: {timeout_s: 1e999}", "22: timeout_s must be a finite number, not 1e999"),
+            ("measure: {timeout_s: .inf}", "22: timeout_s must be a number, not .inf"),
+            (
+                "limits: {workspace_bytes: 2 gigs}",
+                "27: workspace_bytes must be a number of bytes or a size, not 2 gigs\n"
+                "  write an int, or a number and one of B, KB, MB, GB, KiB, MiB, GiB: '2 GiB'",
+            ),
+            (
+                "limits: {workspace_bytes: true}",
+                "27: workspace_bytes must be a whole number, not true",
+            ),
+            ("limits: {spill_bytes: -1}", "23: spill_bytes must be at least 0, not -1"),
+            ("check: {slower: 2 %}", "17: slower must be a number, not 2 %"),
+            ("check: {slower: 0}", "17: slower must be at least 0.001, not 0"),
+            ("check: {budget_s: 0}", "19: budget_s must be more than 0, not 0"),
+        ],
+    )
+    def test_key(self, error_of, line, message):
+        assert error_of(f"{MINIMAL}{line}\n") == f"sweep.yaml:3:{message}"
+
+    @pytest.mark.parametrize(
+        ("kernels", "message"),
+        [
+            (
+                "[naive]",
+                "10: kernels must be a mapping, not a list\n"
+                "  Family name to parameter values that replace its own; {} keeps its own.",
+            ),
+            ("{}", "10: kernels must not be empty"),
+            ("{naive: {THREADS: []}}", "28: THREADS must not be empty"),
+            (
+                "{naive: {THREADS: }}",
+                "27: THREADS must be a whole number, true or false, or text, not null",
+            ),
+            (
+                "{naive: {THREADS: [1, 0.5]}}",
+                "32: THREADS[1] must be a whole number, true or false, or text, not 0.5",
+            ),
+            (
+                "{naive: 64}",
+                "18: naive must be a mapping, not 64\n  write {} for the family's own values",
+            ),
+        ],
+    )
+    def test_kernels(self, error_of, kernels, message):
+        text = MINIMAL.replace("{naive: {}}", kernels)
+        assert error_of(text) == f"sweep.yaml:2:{message}"
+
+    def test_errors_come_in_the_file_s_order(self, error_of):
+        text = "limits: 1\nkernels: 2\nproblems: 3\ndevice: 4\n"
+        found = re.findall(r"^sweep\.yaml:(\d)", error_of(text), re.MULTILINE)
+        assert found == ["1", "2", "3", "4"]
+
+    def test_five_are_shown_in_order_and_the_rest_counted(self, error_of):
+        lines = error_of("".join(f"k{n}: 1\n" for n in range(8)) + MINIMAL).splitlines()
+        assert [line for line in lines if not line.startswith("  ")] == [
+            *(f"sweep.yaml:{n + 1}:1: unknown key 'k{n}'" for n in range(5)),
+            "sweep.yaml: and 3 more",
+        ]
+
+    def test_a_stem_that_cannot_name_a_run(self, load, error_of):
+        assert error_of(MINIMAL, name="My sweep.yaml") == (
+            "My sweep.yaml:1:1: the file's stem 'My sweep' cannot name a run\n"
+            "  add name: of a-z, 0-9, _ and - only"
+        )
+        assert load(MINIMAL + "name: mine\n", name="My sweep.yaml").name == "mine"
+
+
+MODE_NAMES = "LAUNCH, STREAMS, CHUNK_HEADS, CHUNK_ROWS"
+
+
+class TestAgainstFamilies:
+    FAMILIES = toy(BLOCK_M=(64, 128), SPLIT=(0, 1), FAST=(True,), LAYOUT=("row", "column"))
+
+    @pytest.mark.parametrize(
+        ("kernels", "message"),
+        [
+            ("{tyo: {}}", "11: unknown kernel 'tyo'\n  did you mean 'toy'? there are: toy"),
+            (
+                "{toy: {BLOCKM: 64}}",
+                "17: toy has no parameter 'BLOCKM'\n"
+                "  did you mean 'BLOCK_M'? there are: BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
+            ),
+            (
+                "{toy: {BLOCK_M: [64, big]}}",
+                "31: toy: BLOCK_M cannot be 'big'\n  its own values: 64, 128",
+            ),
+            (
+                "{toy: {BLOCK_M: [64, 64, true]}}",  # the repeat does not move the position
+                "35: toy: BLOCK_M cannot be true\n  its own values: 64, 128",
+            ),
+            (
+                "{toy: {BLOCK_M: [1, true]}}",  # equal to Python
+                "30: toy: BLOCK_M cannot be true\n  its own values: 64, 128",
+            ),
+            (
+                "{toy: {BLOCK_M: 0}}",
+                "26: toy: BLOCK_M must be at least 1, not 0\n  its own values: 64, 128",
+            ),
+            (
+                "{toy: {SPLIT: -1}}",
+                "24: toy: SPLIT must be at least 0, not -1\n  its own values: 0, 1",
+            ),
+            ("{toy: {FAST: 1}}", "23: toy: FAST cannot be 1\n  its own values: true"),
+            (
+                "{toy: {LAYOUT: colunm}}",
+                "25: toy: LAYOUT cannot be 'colunm'\n"
+                "  did you mean 'column'? there are: row, column",
+            ),
+            (
+                "{a: {}, toy: {X: 1}}",
+                "11: unknown kernel 'a'\n  there are: toy\n"
+                "sweep.yaml:2:24: toy has no parameter 'X'\n"
+                "  there are: BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
+            ),
+        ],
+    )
+    def test_refused(self, error_of, kernels, message):
+        text = MINIMAL.replace("{naive: {}}", kernels)
+        assert error_of(text, self.FAMILIES) == f"sweep.yaml:2:{message}"
+
+    def test_a_mode_is_a_parameter_of_every_family(self, load):
+        kernels = "{toy: {BLOCK_M: 32, STREAMS: [1, 4], LAUNCH: eager}}"
+        values = load(MINIMAL.replace("{naive: {}}", kernels), self.FAMILIES).kernels["toy"].values
+        assert values == {"BLOCK_M": (32,), "STREAMS": (1, 4), "LAUNCH": ("eager",)}
+
+    @pytest.mark.parametrize(
+        ("kernels", "message"),
+        [
+            (
+                "{toy: {variants: {tile: {small: {BLOCKM: 64}}}}}",
+                "43: toy has no parameter 'BLOCKM'\n  did you mean 'BLOCK_M'? there are: "
+                "BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
+            ),
+            (
+                "{toy: {variant: {tile: {small: {BLOCK_M: 64}}}}}",
+                "26: variant must be a whole number, true or false, or text, not a mapping\n"
+                "  did you mean 'variants'?",
+            ),
+            (
+                "{toy: all}",
+                "16: toy must be a mapping, not all\n  write {} for the family's own values",
+            ),
+            (
+                "{toy: {variants: {tile: {small: {block_m: 64}}}}}",
+                "43: toy has no parameter 'block_m'\n  did you mean 'BLOCK_M'? there are: "
+                "BLOCK_M, SPLIT, FAST, LAYOUT, " + MODE_NAMES,
+            ),
+            (
+                "{toy: {variants: {tile: {small: {BLOCK_M: big}}}}}",
+                "52: toy: BLOCK_M cannot be 'big'\n  its own values: 64, 128",
+            ),
+            (
+                "{toy: {variants: {a: {x: {SPLIT: 1}}, b: {y: {SPLIT: 0}}}}}",
+                "56: SPLIT is in the variants of 'a' and of 'b'\n  a parameter belongs to one axis",
+            ),
+            ("{toy: {variants: {tile: {}}}}", "28: axis 'tile' has no variant"),
+            ("{toy: {variants: 3}}", "27: variants must be a mapping, not 3"),
+            ("{toy: {variants: {tile: [1]}}}", "34: tile must be a mapping, not a list"),
+        ],
+    )
+    def test_variants_refused(self, error_of, kernels, message):
+        text = MINIMAL.replace("{naive: {}}", kernels)
+        assert error_of(text, self.FAMILIES) == f"sweep.yaml:2:{message}"
+
+    def test_variants_survive_being_resolved(self, load):
+        kernels = (
+            "{toy: {FAST: true, variants: {tile: {s: {BLOCK_M: 64}, l: {BLOCK_M: [64, 128]}}}}}"
+        )
+        spec = load(MINIMAL.replace("{naive: {}}", kernels), self.FAMILIES)
+        assert spec.kernels["toy"] == Selection(
+            {"FAST": (True,)}, {"tile": {"s": {"BLOCK_M": (64,)}, "l": {"BLOCK_M": (64, 128)}}}
+        )
+        again = load(spec.resolved(), self.FAMILIES, name="again.yaml")
+        assert again.kernels == spec.kernels
+
+    def test_accepted(self, load):
+        kernels = "{toy: {BLOCK_M: [32, 1], SPLIT: 0, FAST: [true, false], LAYOUT: row}}"
+        spec = load(MINIMAL.replace("{naive: {}}", kernels))
+        check_against(spec, self.FAMILIES)

@@ -1,0 +1,136 @@
+"""Twins: of candidates with the same machine code, the first asked for has the measured row."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+from samples import PROBLEM
+
+from attnsweep.core.trial import Accuracy, Measurement, Resources, Status, Trial
+from attnsweep.sweep.candidates import Twins
+
+USED = Resources(registers=32, spill_bytes=0, smem_bytes=0, occupancy=1.0)
+ORDERS = list(itertools.permutations((1, 2, 3)))
+RAN = (Status.OK, Status.NOISY, Status.INACCURATE)
+
+
+class Stub:
+    """The part of a Build that twins need: a name, and code that may be another one's."""
+
+    compiled = True
+
+    def __init__(self, name: int, code: str = "same") -> None:
+        self.name, self.code = name, code
+        self.kernel = SimpleNamespace(name="k")
+        self.config = SimpleNamespace(label=f"A={name}")
+
+    def machine_code(self):
+        return (self.code,)
+
+    def row(self, **facts):
+        identity = {"kernel": "k", "provider": "attnsweep", "config": {"A": self.name}}
+        return Trial(**identity, problem=PROBLEM, **facts)
+
+
+def compiled(build):
+    facts = {"resources": USED, "schedule": {"chunks": 1}, "fingerprint": f"of {build.name}"}
+    return build.row(status=Status.OK, **facts)
+
+
+def measured(build, status=Status.OK):
+    return compiled(build).with_(
+        status=status,
+        detail="quartiles" if status is Status.NOISY else None,
+        accuracy=Accuracy(rel_err=1e-4, limit=1e-3),
+        time_us=Measurement(median=7.0, low=7.0, high=7.0, samples=1),
+        first_us=7.0,
+        stages_us={"one": 3.0},
+        launch_us=1.0,
+    )
+
+
+def result_of(asked, ready):
+    """Rows by name if candidates are asked for and compiled in these orders, and who ran."""
+    builds = {name: Stub(name) for name in asked}
+    twins, rows, ran = Twins(), {}, []
+    twins.asked([builds[name] for name in asked[:2]])
+    twins.asked([builds[name] for name in asked])
+    for build in (builds[name] for name in ready):
+        if twins.of(build) is None:
+            row = measured(build)
+            rows[build.name] = row
+            ran.append(build.name)
+        else:
+            for of, row in twins.replace(build, compiled(build)):
+                rows[of.name] = row
+        twins.add(build, row)
+    return rows, ran
+
+
+@pytest.mark.parametrize("asked", ORDERS)
+@pytest.mark.parametrize("ready", ORDERS)
+def test_the_order_of_asking_decides_and_only_one_runs(asked, ready):
+    rows, ran = result_of(asked, ready)
+    assert ran == [ready[0]]
+    assert [name for name, row in rows.items() if row.status is Status.OK] == [asked[0]]
+    heir = rows[asked[0]]
+    assert (heir.time_us.median, heir.first_us, heir.stages_us) == (7.0, 7.0, {"one": 3.0})
+    assert heir.fingerprint == f"of {asked[0]}"
+    for name in asked[1:]:
+        assert rows[name].status is Status.PRUNED
+        assert rows[name].time_us is None
+        assert rows[name].detail.startswith("same machine code as k A=")
+
+
+def test_who_ran_and_lost_its_place_keeps_its_code_and_first_time_and_nothing_else():
+    """An earlier run may have left it with rounds, a race, and the state of the card."""
+    first, second = Stub(1), Stub(2)
+    twins = Twins()
+    twins.asked([first, second])
+    finalist = measured(second).with_(
+        warm_us=7.0, cold_us=8.0, eager_us=2.0, race={"rounds": 4}, conditions={"sm_mhz": 1980}
+    )
+    twins.add(second, finalist)
+    (of, left), (heir_of, heir) = twins.replace(first, compiled(first))
+    assert (of, heir_of) == (second, first)
+    detail = "same machine code as k A=1"
+    assert left == compiled(second).with_(status=Status.PRUNED, detail=detail, first_us=7.0)
+    assert heir == measured(first)
+    assert twins.of(second) == (first, heir)
+
+
+def test_a_noisy_twin_stands_for_others_too():
+    first, second = Stub(1), Stub(2)
+    twins = Twins()
+    twins.asked([first, second])
+    twins.add(second, measured(second, Status.NOISY))
+    _, (_, heir) = twins.replace(first, compiled(first))
+    assert (heir.status, heir.detail) == (Status.NOISY, "quartiles")
+
+
+@pytest.mark.parametrize("status", [s for s in Status if s not in RAN], ids=str)
+def test_who_did_not_run_stands_for_nobody(status):
+    twins = Twins()
+    twins.add(Stub(1), compiled(Stub(1)).with_(status=status))
+    assert twins.of(Stub(2)) is None
+
+
+def test_of_two_measured_twins_the_first_that_came_stands_for_others():
+    first, second, third = Stub(1), Stub(2), Stub(3)
+    twins = Twins()
+    twins.asked([first, second, third])
+    twins.add(first, measured(first))
+    twins.add(second, measured(second))
+    ((_, row),) = twins.replace(third, compiled(third))
+    assert row.detail == "same machine code as k A=1"
+
+
+def test_other_code_is_no_twin_nor_is_what_did_not_compile():
+    twins = Twins()
+    twins.add(Stub(1), measured(Stub(1)))
+    broken = Stub(3)
+    broken.compiled = False
+    assert twins.of(Stub(2, "other")) is None
+    assert twins.of(broken) is None

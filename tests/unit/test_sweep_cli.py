@@ -1,0 +1,200 @@
+"""`run --gpus` on the command line, with fake cards: tables, progress, exit codes, refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from fake_cards import FakeCards
+from fake_compiler import FakeCompiler
+from rich.console import Console
+from samples import PROBLEM, candidate
+
+from attnsweep.device import cards as installed_cards
+from attnsweep.device.lock import LOCK_VARIABLE
+from attnsweep.reports import fleet_progress
+from attnsweep.reports.fleet_progress import FleetLeft
+from attnsweep.reports.terminal import Form
+from attnsweep.sweep import start, sweeps
+
+SPEC = """
+problems:
+  - {batch: 1, heads: 2, seqlen: [256, 512], head_dim: 64}
+kernels: {naive: {THREADS: [32, 64, 128]}}
+baselines: []
+measure: {rounds: 4}
+"""
+TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0}
+
+
+@pytest.fixture
+def cards(tmp_path, monkeypatch, nursery):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
+    monkeypatch.setattr(
+        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+    )
+    cards = FakeCards(tmp_path, nursery=nursery, times=TIMES, trial_s=0.02, together=2)
+    monkeypatch.setattr(installed_cards, "installed", lambda: cards.cards)
+    run = sweeps.run
+    monkeypatch.setattr(sweeps, "run", lambda *a, **o: run(*a, **o, start_child=cards.start_child))
+    (tmp_path / "small.yaml").write_text(SPEC)
+    return cards
+
+
+def test_a_run_on_all_cards_prints_the_tables(attnsweep, cards):
+    done = attnsweep("run", "small.yaml", "--gpus", "all")
+    assert done.returncode == 0, done.stderr
+    assert "(1,2,256,64) fp16 full" in done.stdout
+    assert "card 0: (1,2," in done.stderr
+    assert "card 1: (1,2," in done.stderr
+    assert "on 2 cards" in done.stderr
+
+
+def test_json_events_say_the_card(attnsweep, cards):
+    done = attnsweep("run", "small.yaml", "--gpus", "GPU-00000000,1", "--progress", "json")
+    events = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    opened = {e["problem"]: (e["gpu"], e["uuid"]) for e in events if e["event"] == "problem"}
+    assert set(opened.values()) == {(card.number, card.hashed) for card in cards.cards}
+    assert all("gpu" in event for event in events if event["event"] == "progress")
+    [planned] = [event for event in events if event["event"] == "planned"]
+    assert (planned["problems"], planned["candidates"]) == (2, 6)
+    assert events[-1]["event"] == "end"
+    assert "ranked" in {event["event"] for event in events}
+
+
+def test_the_page_is_of_the_whole_run(attnsweep, cards, tmp_path):
+    done = attnsweep("run", "small.yaml", "--gpus", "all", "--html", tmp_path / "page.html")
+    assert done.returncode == 0, done.stderr
+    assert "(1,2,512,64)" in (tmp_path / "page.html").read_text()
+
+
+def test_what_is_not_measured_is_said_with_how_to_go_on(attnsweep, cards):
+    for number in (0, 1):
+        cards.on(number, deadly=["(1,2,512,64) fp16 full"])
+    done = attnsweep("run", "small.yaml", "--gpus", "all")
+    assert done.returncode == 1
+    assert "not measured (lost twice): (1,2,512,64) fp16 full" in done.stderr
+    assert "the same command continues" in done.stderr
+    assert "(1,2,256,64) fp16 full" in done.stdout
+
+
+def test_lost_cards_are_exit_code_3_with_the_tables_so_far(attnsweep, cards):
+    cards.facts["all"]["together"] = 1
+    cards.on(0, fault="off", after=4)
+    done = attnsweep("run", "small.yaml", "--gpus", "0")
+    assert done.returncode == 3
+    assert "not measured (no card is left): (1,2,256,64) fp16 full" in done.stderr
+    assert "(1,2,512,64) fp16 full" in done.stdout
+
+
+def test_a_busy_card_is_exit_code_3_with_who_has_it(attnsweep, cards, monkeypatch):
+    from attnsweep.device import lock
+
+    def busy(file, owner, name, wait, say):
+        raise lock.BusyError(f"{name} is in use by process 7", hint="--wait waits")
+
+    monkeypatch.setattr(lock, "_acquire", busy)
+    done = attnsweep("run", "small.yaml", "--gpus", "all")
+    assert done.returncode == 3
+    assert "card 0, NVIDIA Test 1 (GPU-00000000) is in use by process 7" in done.stderr
+    assert "card 1, NVIDIA Test 1" in done.stderr
+    assert "What works here" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--gpus", "2"], "'2' is no card"),
+        (["--gpus", "0,0"], "names a card again"),
+        (["--gpus", "all", "--dry-run"], "--gpus needs a run, and --dry-run makes none"),
+        (["--gpus", "all", "--shard", "3/3"], "part 3 of 3 is empty"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason(attnsweep, cards, words, why):
+    done = attnsweep("run", "small.yaml", *words)
+    assert done.returncode == 2
+    assert why in done.stderr
+
+
+def test_a_replay_is_refused(attnsweep, cards):
+    done = attnsweep("run", "quickstart", "--gpus", "all")
+    assert done.returncode == 2
+    assert "replays a recording" in done.stderr
+
+
+# -- progress ---------------------------------------------------------------------------------
+
+
+def test_the_time_left_is_that_of_the_problems_left_shared_by_the_cards():
+    now = [0.0]
+    left = FleetLeft(2, lambda: now[0])
+    left.planned(10)
+    for ended, took_s in ((0, 30.0), (1, 0.0), (0, 10.0), (1, 0.0), (0, 10.0)):
+        left.opening(0, measures=True)
+        left.opening(1, measures=True)
+        assert left.left is None
+        now[0] += took_s
+        left.closing(ended, done=True)
+    left.opening(0, measures=True)  # 10 s each, without the first one of each card
+    assert left.left.seconds == 20
+
+
+def test_a_card_that_joins_late_shares_the_problems_that_are_left():
+    now = [0.0]
+    left = FleetLeft(1, lambda: now[0])
+    left.planned(8)
+    for _ in range(4):
+        left.opening(0, measures=True)
+        now[0] += 10.0
+        left.closing(0, done=True)
+    assert left.left.seconds == 40
+    left.joined(1)
+    assert left.left.seconds == 20
+    left.joined(0)  # again
+    assert left.left.seconds == 20
+
+
+def test_problems_that_an_earlier_run_has_measured_tell_nothing_of_the_rate():
+    left = FleetLeft(1, lambda: 0.0)
+    left.planned(9)
+    for _ in range(4):
+        left.opening(0, measures=False)
+        left.closing(0, done=True)
+    assert left.left is None
+
+
+@pytest.mark.parametrize("form", [Form.AUTO, Form.PLAIN])
+def test_each_card_has_a_line(form):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=form is Form.AUTO, color_system=None, width=120)
+    with fleet_progress.watch(console, 2, form) as observer:
+        observer.planned([3, 3])
+        on = [observer.on(card, f"uuid{card}") for card in (0, 1)]
+        for each in on:
+            each.opening(PROBLEM, 3, 0)
+            each.compiled(1, 3)
+            each.tried(candidate("flash", 7.5, BLOCK_M=64))
+            each.racing(1, 2)
+            each.preparing("torch_flash", 0, 2)
+            each.prepared("torch_flash", 1.0, {"first calls": 1.0})
+            each.timing(1, 4)
+        if form is Form.AUTO:
+            observer.progress.refresh()
+        on[0].resting(done=True)
+        on[1].resting(done=False)
+        observer.note("card 1 [is] lost")
+        late = observer.on(2, "uuid2")
+        late.opening(PROBLEM, 3, 0)
+        late.tried(candidate("flash", 6.5, BLOCK_M=64))
+        if form is Form.AUTO:
+            observer.progress.refresh()
+    shown = out.getvalue()
+    assert "card 0" in shown
+    assert "card 1" in shown
+    assert "card 1 [is] lost" in shown
+    assert "card 2" in shown
+    if form is Form.AUTO:
+        assert "best 7.50 µs flash" in shown
+        assert "sweep of 2 problems" in shown

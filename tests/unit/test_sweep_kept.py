@@ -1,0 +1,186 @@
+"""Resume: which rows of an earlier run hold, and what makes each of them void."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from fake_compiler import FakeCompiler
+from samples import TEST_GPU, numbered
+
+from attnsweep.choose.lower_bound import Skip, Skips
+from attnsweep.choose.rounds import together
+from attnsweep.compile.candidate import Build
+from attnsweep.core import trial
+from attnsweep.core.hardware import arch_named
+from attnsweep.core.trial import Measurement, Status
+from attnsweep.family.discover import discover
+from attnsweep.family.family import Config
+from attnsweep.specs.load import SearchSpec
+from attnsweep.specs.model import MeasureSpec
+from attnsweep.store.store import Store
+from attnsweep.sweep import kept as sweep_kept
+from attnsweep.sweep.kept import Kept
+
+PROBLEM = numbered(0).problem
+SPEC = SimpleNamespace(
+    measure=MeasureSpec(rounds=4), search=SearchSpec(), require={}, baselines=["torch_flash"]
+)
+ONCE = Measurement(median=7.0, low=7.0, high=7.0, samples=1)
+ROUNDS = ONCE.model_copy(update={"rounds": [7.0, 7.0]})
+
+
+@pytest.fixture
+def build(tmp_path):
+    kernel, arch = discover()["naive"], arch_named("sm_90a")
+    return Build.of(kernel, Config({"THREADS": 64}), PROBLEM, FakeCompiler(arch, tmp_path))
+
+
+class Excluding(Skips):
+    """Skips whose verdict a test sets."""
+
+    says: Skip | None = None
+
+    def verdict(self, build, *, skipped_before=False):
+        assert skipped_before
+        return self.says
+
+
+def kept_of(spec=SPEC, environment=TEST_GPU, rows=()):
+    skips = Excluding(finalists=4, entry=1.25)
+    return Kept(spec, environment, SimpleNamespace(trials=list(rows)), skips), skips
+
+
+def measure(**changes):
+    return SimpleNamespace(**{**vars(SPEC), "measure": MeasureSpec(**{"rounds": 4, **changes})})
+
+
+OTHER_RUNS = {
+    "rank_by": {"spec": measure(rank_by="cold")},
+    "rounds": {"spec": measure(rounds=5)},
+    "replay_us": {"spec": measure(replay_us=3000)},
+    "cold": {"spec": measure(cold=False)},
+    "eager": {"spec": measure(eager=False)},
+    "require": {"spec": SimpleNamespace(**{**vars(SPEC), "require": {"fwd": ["registers < 9"]}})},
+    "gpu": {"environment": TEST_GPU.model_copy(update={"gpu": "NVIDIA Test 2"})},
+    "driver": {"environment": TEST_GPU.model_copy(update={"driver": "2.0"})},
+    "cuda": {"environment": TEST_GPU.model_copy(update={"cuda": "14.0"})},
+}
+
+
+@pytest.mark.parametrize("changed", OTHER_RUNS.values(), ids=OTHER_RUNS)
+def test_a_row_holds_only_under_the_same_settings_and_card(build, changed):
+    row = build.row(status=Status.OK, fingerprint=kept_of()[0].fingerprint(build))
+    assert kept_of(rows=[row])[0].rows([build]) == {id(build): row}
+    assert kept_of(rows=[row], **changed)[0].rows([build]) == {}
+
+
+def test_a_row_holds_only_for_the_same_code_launches_problem_and_protocol(build, monkeypatch):
+    kept, _ = kept_of()
+    name, launch = next(iter(build.launches.items()))
+    grid = replace(launch, grid=(1, 2, 3))
+    others = [
+        replace(build, keys=("other source",)),
+        replace(build, launches={**build.launches, name: grid}),
+        replace(build, problem=replace(PROBLEM, batch=PROBLEM.batch + 1)),
+        replace(build, schedule=replace(build.schedule, eager=True)),
+    ]
+    first = kept.fingerprint(build)
+    found = {kept.fingerprint(other) for other in others}
+    monkeypatch.setattr(sweep_kept, "PROTOCOL", trial.PROTOCOL + 1)
+    found |= {first, kept.fingerprint(build)}
+    assert len(found) == len(others) + 2
+
+
+def test_what_does_not_change_a_time_changes_no_fingerprint(build):
+    now = TEST_GPU.model_copy(update={"date": "2027-01-01T00:00:00Z", "python": "3.14"})
+    more = SimpleNamespace(**{**vars(measure(finalists=9)), "baselines": []})
+    prints = {
+        kept_of()[0].fingerprint(build),
+        kept_of(environment=now)[0].fingerprint(build),
+        kept_of(spec=more)[0].fingerprint(build),
+    }
+    assert len(prints) == 1
+
+
+def test_a_skipped_row_holds_as_long_as_it_is_excluded_and_skipping_is_asked_for(build):
+    row = build.row(status=Status.PRUNED, at_least_us=9.0)
+    row = row.with_(fingerprint=kept_of()[0].fingerprint(build))
+    kept, skips = kept_of(rows=[row])
+    assert kept.rows([build]) == {}
+    skips.says = Skip(9.0, "slow")
+    assert kept.rows([build]) == {id(build): row}
+    never = SimpleNamespace(**{**vars(SPEC), "search": SearchSpec(skip_by_bound=False)})
+    kept, skips = kept_of(never, rows=[row])
+    skips.says = Skip(9.0, "slow")
+    assert kept.rows([build]) == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "time_us", "baseline", "whole"),
+    [
+        (Status.OK, ROUNDS, "same", True),
+        (Status.OK, ONCE, "same", False),
+        (Status.WRONG, None, "same", True),
+        (Status.OK, ROUNDS, "none", False),
+        (Status.OK, ROUNDS, "another", False),
+        (None, None, "same", False),
+    ],
+    ids=["rounds", "no rounds", "all failed", "no baseline", "another baseline", "no row"],
+)
+def test_a_problem_is_whole_with_all_rows_the_baselines_and_rounds(
+    build, status, time_us, baseline, whole
+):
+    kept, _ = kept_of()
+    rows = [] if baseline == "none" else kept.peers(PROBLEM)
+    if baseline == "another":
+        packages = TEST_GPU.model_copy(update={"packages": {"torch": "1.0"}})
+        rows = kept_of(environment=packages)[0].peers(PROBLEM)
+    if status is not None:
+        fingerprint = kept.fingerprint(build)
+        rows.append(build.row(status=status, time_us=time_us, fingerprint=fingerprint))
+    assert kept_of(rows=rows)[0].whole(PROBLEM, [build]) is whole
+
+
+def test_rounds_whose_rows_were_not_all_stored_are_taken_again(build, tmp_path):
+    """A run that is killed between two rows of its finals has some with rounds and some without."""
+    arch = arch_named("sm_90a")
+    other = Build.of(
+        discover()["naive"], Config({"THREADS": 128}), PROBLEM, FakeCompiler(arch, tmp_path / "b")
+    )
+    kept, builds = kept_of()[0], [build, other]
+    bare = [b.row(status=Status.OK, time_us=ONCE, fingerprint=kept.fingerprint(b)) for b in builds]
+    peers = [row.with_(status=Status.OK) for row in kept.peers(PROBLEM)]
+    timed = together([row.with_(time_us=ROUNDS) for row in (*bare, *peers)])
+    later = ROUNDS.model_copy(update={"rounds": [7.0, 7.1]})
+    again = together([row.with_(time_us=later) for row in (*bare, *peers)])
+
+    def whole(*rows):
+        return kept_of(rows=rows)[0].whole(PROBLEM, builds)
+
+    assert whole(*timed)
+    assert not whole(timed[0], bare[1], peers[0])
+    assert not whole(timed[0], timed[1], peers[0])  # the baseline's is still that of before
+    assert not whole(again[0], *timed[1:])  # killed while a later run's rows replaced these
+    assert not whole(*again[:2], timed[2])
+    assert whole(*again)
+    assert kept_of(rows=[timed[0], bare[1], *timed[2:]])[0].whole(PROBLEM, [build]) is False
+    assert whole(*(row.with_(conditions={}) for row in timed))  # recorded before rows said so
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        ({"uuid": "a"}, {"uuid": "a"}, None),
+        ({"uuid": "a"}, {"uuid": "b"}, f"another {TEST_GPU.gpu}"),
+        ({"uuid": None}, {"uuid": "b"}, None),  # recorded before rows named their card
+        ({"driver": "1.2"}, {}, f"{TEST_GPU.gpu}, driver 1.2, CUDA {TEST_GPU.cuda}"),
+    ],
+)
+def test_rows_of_another_card_are_set_aside(before, now, found, tmp_path):
+    with Store.open(tmp_path / "run") as store:
+        store.describe("name: x\n", TEST_GPU.model_copy(update=before))
+        store.append(numbered(0))
+    today = TEST_GPU.model_copy(update=now)
+    assert sweep_kept.measured_elsewhere(tmp_path / "run", today) == found

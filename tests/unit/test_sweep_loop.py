@@ -1,0 +1,505 @@
+"""The loop with a stand-in for the GPU process: rows, resume, faults, Ctrl-C, exit codes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_compiler import FakeCompiler
+from samples import TEST_GPU
+from sweeping import SPEC, by_config
+
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.compile import candidate as compile_candidate
+from attnsweep.compile import cubin as compile_cubin
+from attnsweep.compile.launches import FirstTimes
+from attnsweep.core.errors import KernelError, NoGpuError, SpaceError
+from attnsweep.core.hardware import arch_named, arch_on
+from attnsweep.core.observer import Observer
+from attnsweep.core.trial import Status
+from attnsweep.family import time_limit
+from attnsweep.family.discover import discover
+from attnsweep.specs.plan import Shard
+from attnsweep.store.run import pack, read_trials
+from attnsweep.sweep import candidates as sweep_candidates
+from attnsweep.sweep import start
+
+pytestmark = pytest.mark.usefixtures("gpu")
+FAMILIES = Path(__file__).parent.parent / "families"
+
+
+def test_every_candidate_and_baseline_is_a_row(go, tmp_path):
+    outcome = go()
+    rows = by_config(outcome)
+    assert outcome.exit_code == 0
+    assert {key: row.status for key, row in rows.items()} == {
+        (32,): Status.OK,
+        (64,): Status.OK,
+        (128,): Status.OK,
+        "torch_flash": Status.OK,
+        "flash_attn_3": Status.SKIPPED,
+    }
+    best = rows[(64,)]
+    assert best.time_us.median == 20.0
+    assert best.time_us.samples == len(best.time_us.rounds) == 4
+    assert (best.cold_us, best.eager_us) == (20.0, 9.0)
+    assert best.conditions["sm_mhz"] == 1980
+    assert best.conditions["rounds"] == {"sm_mhz": [1980] * 4}
+    assert best.conditions["strays"] == {}
+    assert best.time_us.cycles == 20.0 * 1980
+    assert best.resources.registers > 0
+    assert best.launch_us == 1.5
+    assert best.schedule["chunks"] == 1
+    assert outcome.run.spaces[0]["candidates"] == 3
+    assert rows["flash_attn_3"].detail == "flash_attn_3 is not installed"
+    directory = tmp_path / "results" / "test-1" / "test"
+    for name in ("spec.yaml", "environment.json", "trials.jsonl", "ranking.csv", "ranking.md"):
+        assert (directory / name).is_file()
+    launches, cubin = sorted(
+        (directory / "cubins").iterdir(), key=lambda path: path.suffix == ".cubin"
+    )
+    assert cubin.read_bytes()[:4] == b"\x7fELF"
+    assert json.loads(launches.read_text())["config"] == {"THREADS": 64}
+
+
+def test_the_first_candidates_compile_while_the_gpu_process_starts(go, gpu, monkeypatch):
+    submit, early = FakeCompiler.submit, threading.Event()
+
+    def told(self, source, defines):
+        early.set()
+        return submit(self, source, defines)
+
+    def describe(*, preload=(), first=None):
+        assert early.wait(10), "nothing is compiled before the GPU process has answered"
+        return TEST_GPU
+
+    monkeypatch.setattr(start, "installed_arch", lambda: arch_on(TEST_GPU))
+    monkeypatch.setattr(FakeCompiler, "submit", told)
+    monkeypatch.setattr(gpu, "describe", describe)
+    assert by_config(go())[(64,)].status is Status.OK
+
+
+def test_the_first_problems_inputs_begin_while_the_gpu_process_starts(go, gpu, monkeypatch):
+    describe, open_, asked = gpu.describe, gpu.open, []
+
+    def described(*, preload=(), first=None):
+        asked.append(first)
+        return describe()
+
+    def opened(problem, *, seed, **options):
+        asked.append((problem, seed))
+        return open_(problem, seed=seed, **options)
+
+    monkeypatch.setattr(gpu, "describe", described)
+    monkeypatch.setattr(gpu, "open", opened)
+    go()
+    assert asked[0] == asked[1]  # also of a seed that was drawn
+    asked.clear()
+    go(shard=Shard(1, 1))
+    assert asked[0] is None  # a part may not have the spec's first problem
+
+
+def test_inputs_are_drawn_anew_in_each_run_unless_the_spec_has_their_seed(go, gpu, monkeypatch):
+    open_, seeds = gpu.open, []
+
+    def opened(problem, *, seed, **options):
+        seeds.append(seed)
+        return open_(problem, seed=seed, **options)
+
+    monkeypatch.setattr(gpu, "open", opened)
+    seeded = SPEC.replace("{rounds: 4}", "{rounds: 4, input_seed: 7}")
+    for number, text in enumerate((SPEC, SPEC, seeded, seeded)):
+        go(f"name: run{number}\n{text}")
+    assert len(set(seeds[:2])) == 2
+    assert seeds[2:] == [7, 7]
+
+
+def test_a_row_keeps_the_clock_of_its_first_time(go, gpu, monkeypatch):
+    """Cycles decide which candidates race: at the power cap a time alone says little."""
+    times = gpu.first_times
+    monkeypatch.setattr(gpu, "first_times", lambda each: replace(times(each), sm_mhz=1395.0))
+    rows = by_config(go())
+    assert {rows[threads,].first_mhz for threads in (32, 64, 128)} == {1395.0}
+
+
+def test_the_output_says_what_proofs_took_of_the_sweep(attnsweep, gpu, tmp_path):
+    gpu.proof_s = {"inputs": 1.04, "replays": 0.01, "candidates": 2.25}
+    (tmp_path / "test.yaml").write_text(SPEC)
+    done = attnsweep("run", tmp_path / "test.yaml", "--results", tmp_path / "results")
+    assert "3.3 s of them proved outputs right (candidates 2.2" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("there", ["sm_80", None], ids=str)
+def test_nothing_is_compiled_early_for_a_card_that_is_not_asked_for(go, gpu, monkeypatch, there):
+    """The spec names another one, or NVML does not tell."""
+    made, archs = compile_cubin.compiler_for, []
+
+    def told(spec, arch, cache_dir):
+        archs.append(arch.name)
+        return made(spec, arch, cache_dir)
+
+    monkeypatch.setattr(start, "installed_arch", lambda: there and arch_named(there))
+    monkeypatch.setattr(start, "compiler_for", told)
+    assert go(f"arch: {TEST_GPU.arch}\n{SPEC}").exit_code == 0
+    assert archs == [TEST_GPU.arch]
+
+
+@pytest.mark.parametrize("ready", [list, lambda builds: list(builds)[::-1]])
+def test_of_the_same_code_the_first_asked_for_is_measured(go, gpu, monkeypatch, ready):
+    """Whichever of them is compiled first."""
+    monkeypatch.setattr(compile_candidate, "as_ready", ready)
+    monkeypatch.setattr(sweep_candidates, "as_ready", ready)
+    monkeypatch.setattr(
+        compile_candidate.Build, "machine_code", lambda self: self.config["THREADS"] < 128
+    )
+    rows = by_config(go())
+    assert rows[(32,)].status is Status.OK
+    assert rows[(64,)].status is Status.PRUNED
+    assert rows[(64,)].detail == "same machine code as naive THREADS=32"
+    assert rows[(64,)].time_us is None
+    assert len(gpu.names("trial")) == 2
+    gpu.calls.clear()
+    go()
+    assert gpu.calls == []
+
+
+PIPELINES = """
+problems:
+  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
+kernels: {twice: {}}
+baselines: []
+measure: {rounds: 4, finalists: 2}
+"""
+
+
+def test_a_pipeline_of_stages_known_to_be_slow_is_pruned_unrun(go, gpu, monkeypatch):
+    families = discover(FAMILIES)
+    monkeypatch.setattr(compile_candidate, "as_ready", list)
+    monkeypatch.setattr(sweep_candidates, "as_ready", list)
+
+    def first_times(candidate):
+        score, mix = candidate.config["SCORE_THREADS"], candidate.config["MIX_THREADS"]
+        stages = {"scores": score / 64 * 10.0, "mix": 10.0 if mix == 32 else 60.0}
+        return FirstTimes(sum(stages.values()), stages, 1.0)
+
+    monkeypatch.setattr(gpu, "first_times", first_times)
+    monkeypatch.setattr(gpu, "sample", lambda name, kind: 20.0)
+    rows = by_config(go(PIPELINES, families))
+    assert rows[128, 64].status is Status.PRUNED
+    assert "stages too slow in other configs: at least 64.0 us" in rows[128, 64].detail
+    assert rows[128, 64].at_least_us == pytest.approx(64.0)
+    assert [rows[key].status for key in ((64, 32), (64, 64), (128, 32))] == [Status.OK] * 3
+    gpu.calls.clear()
+    go(PIPELINES, families)
+    assert gpu.calls == []
+    rows = by_config(go(PIPELINES + "search: {skip_by_bound: false}\n", families))
+    assert rows[128, 64].status is Status.OK
+    assert gpu.names("trial") == ["SCORE_THREADS=128 MIX_THREADS=64"]
+
+
+def test_a_second_run_measures_nothing(go, gpu):
+    go()
+    gpu.calls.clear()
+    outcome = go()
+    assert gpu.calls == []
+    assert outcome.exit_code == 0
+
+
+def test_rows_of_configs_that_the_kernel_has_no_longer_are_not_ranked(go, tmp_path):
+    path = go().run.directory / "trials.jsonl"
+    (row, *_) = [json.loads(line) for line in path.read_text().splitlines() if "THREADS" in line]
+    gone = row | {"config": {"THREADS": 32, "UNROLL": 2}}
+    gone["time_us"] = row["time_us"] | {"median": 1.0, "low": 1.0, "high": 1.0, "rounds": []}
+    path.write_text(path.read_text() + json.dumps(gone) + "\n")
+    for _ in range(2):
+        rows = by_config(go())
+        assert rows[(32, 2)].status is Status.PRUNED
+        assert rows[(32, 2)].detail == "naive changed since: UNROLL"
+        assert rows[(32,)].status is Status.OK
+
+
+def test_fresh_measures_again_and_keeps_the_old_rows(go, gpu, tmp_path):
+    go()
+    gpu.calls.clear()
+    go(fresh=True)
+    assert ("trial", "THREADS=32") in gpu.calls
+    assert len(list(tmp_path.rglob("trials.*.jsonl"))) == 1
+
+
+def test_another_driver_measures_again(go, gpu):
+    go()
+    gpu.calls.clear()
+    gpu.environment = TEST_GPU.model_copy(update={"driver": "2.0"})
+    go()
+    assert ("trial", "THREADS=32") in gpu.calls
+
+
+def test_a_changed_parameter_list_keeps_what_holds(go, gpu):
+    go(SPEC.replace("[32, 64, 128]", "[32, 64]"))
+    gpu.calls.clear()
+    go()
+    assert gpu.names("trial") == ["THREADS=128"]
+
+
+def test_candidates_asked_for_later_may_be_measured_already(go, gpu, monkeypatch):
+    monkeypatch.setattr(sweep_candidates, "_LOOKAHEAD", 1)
+    one = SPEC.replace("THREADS: [32, 64, 128]", "THREADS: [64]")
+    assert by_config(go(one))[64,].status is Status.OK
+    gpu.calls.clear()
+    rows = by_config(go(one.replace("[64]", "[32, 64]")))
+    assert {rows[32,].status, rows[64,].status} == {Status.OK}
+    assert gpu.names("trial") == ["THREADS=32"]
+
+
+def test_candidates_behind_measured_ones_are_tried(go, gpu, monkeypatch):
+    monkeypatch.setattr(sweep_candidates, "_LOOKAHEAD", 1)
+    one = SPEC.replace("THREADS: [32, 64, 128]", "THREADS: [64]")
+    go(one)
+    gpu.calls.clear()
+    rows = by_config(go(one.replace("[64]", "[64, 32]")))
+    assert {rows[32,].status, rows[64,].status} == {Status.OK}
+    assert gpu.names("trial") == ["THREADS=32"]
+
+
+@pytest.mark.parametrize(
+    "status", [Status.WRONG, Status.TIMEOUT, Status.LAUNCH_ERROR], ids=lambda s: s.value
+)
+def test_a_failed_candidate_costs_its_own_row(go, gpu, status):
+    gpu.faults["trial", "THREADS=64"] = WorkerError(status, "what happened")
+    rows = by_config(go())
+    assert (rows[(64,)].status, rows[(64,)].detail) == (status, "what happened")
+    assert rows[(32,)].status is rows[(128,)].status is Status.OK
+
+
+def test_a_finalist_that_fails_while_timed_leaves_the_rounds(go, gpu):
+    gpu.faults["replay", "naive THREADS=64"] = WorkerError(Status.TIMEOUT, "no answer")
+    rows = by_config(go())
+    assert rows[(64,)].status is Status.TIMEOUT
+    assert rows[(64,)].detail == "while timing: no answer"
+    assert rows[(32,)].time_us.samples == 4
+    assert ("forget", "naive THREADS=64") in gpu.calls
+
+
+def test_ctrl_c_keeps_what_is_measured(go, gpu, tmp_path):
+    gpu.faults["trial", "THREADS=128"] = KeyboardInterrupt()
+    outcome = go()
+    assert outcome.interrupted
+    assert outcome.exit_code == 130
+    (path,) = tmp_path.rglob("trials.jsonl")
+    kept, warnings = read_trials(path)
+    assert warnings == []
+    assert 0 < len(kept) < 3
+    assert (path.parent / "ranking.md").is_file()
+    gpu.faults.clear()
+    gpu.calls.clear()
+    assert go().exit_code == 0
+    assert len(gpu.names("trial")) == 3 - len(kept)
+
+
+class Killed(BaseException):
+    """What ends a process at once, as far as this loop can see it."""
+
+
+def test_a_run_killed_in_its_second_problem_has_the_first_ones_code(go, gpu, tmp_path):
+    text = SPEC.replace("seqlen: 256", "seqlen: [256, 512]")
+    gpu.faults["open", "(1,2,512,64) fp16 full"] = Killed()
+    with pytest.raises(Killed):
+        go(text)
+    (cubins,) = tmp_path.rglob("cubins")
+    kept = [path for path in cubins.parent.rglob("*256*.json") if path.parent.name == "cubins"]
+    assert [json.loads(path.read_text())["config"] for path in kept] == [{"THREADS": 64}]
+    # As an older version left it: the next process makes up for it.
+    for path in kept:
+        path.unlink()
+    gpu.faults.clear()
+    assert go(text).exit_code == 0
+    for path in kept:
+        assert json.loads(path.read_text())["config"] == {"THREADS": 64}
+
+
+def test_ctrl_c_in_the_rounds_goes_on_with_the_rounds(go, gpu):
+    gpu.faults["replay", "torch_flash"] = KeyboardInterrupt()
+    assert go().interrupted
+    gpu.faults.clear()
+    gpu.calls.clear()
+    rows = by_config(go())
+    assert not gpu.names("trial")
+    assert rows[(64,)].time_us.samples == 4
+
+
+def test_every_candidate_wrong_is_exit_code_1(go, gpu):
+    for threads in (32, 64, 128):
+        gpu.faults["trial", f"THREADS={threads}"] = WorkerError(Status.WRONG, "wrong")
+    assert go().exit_code == 1
+
+
+def test_a_spread_out_time_is_noisy(go, gpu, monkeypatch):
+    times, sample = itertools.cycle([20.0, 60.0]), gpu.sample
+
+    def jumping(name, kind):
+        return next(times) if "THREADS=64" in name else sample(name, kind)
+
+    monkeypatch.setattr(gpu, "sample", jumping)
+    row = by_config(go())[(64,)]
+    assert row.status is Status.NOISY
+    assert "quartiles" in row.detail
+
+
+def test_a_spec_for_another_architecture_is_refused(go):
+    with pytest.raises(NoGpuError, match="for sm_80, this machine's NVIDIA Test 1 is sm_90a"):
+        go("arch: sm_80\n" + SPEC)
+
+
+def test_more_memory_than_the_card_is_refused(go):
+    big = SPEC.replace("batch: 1", "batch: 25000").replace("seqlen: 256", "seqlen: 8192")
+    with pytest.raises(NoGpuError, match="GiB"):
+        go(big)
+
+
+def test_no_candidate_left_names_the_rules_and_what_they_say(go):
+    short = SPEC.replace("seqlen: 256", "seqlen: 16")
+    with pytest.raises(SpaceError) as caught:
+        go(short.replace("[32, 64, 128]", "256"))
+    assert caught.value.hint == (
+        "naive: its only config is ruled out: no_idle_block removed 1\n"
+        "    no_idle_block: a block has at most the rows of a head, rounded up to a warp"
+    )
+    with pytest.raises(SpaceError, match="naive: all 2 configs are ruled out: "):
+        go(short.replace("[32, 64, 128]", "[128, 256]"))
+
+
+def test_a_shape_no_family_supports_says_why(go):
+    with pytest.raises(SpaceError, match="head_dim 96 is not one of 64, 128, 256"):
+        go(SPEC.replace("head_dim: 64", "head_dim: 96"))
+
+
+def test_workspace_over_the_limit_is_pruned(go):
+    kernels = "{three_kernel_mma: {}}"
+    text = SPEC.replace("{naive: {THREADS: [32, 64, 128]}}", kernels)
+    outcome = go(text + "limits: {workspace_bytes: 1024}\n", limit=2)
+    reasons = {t.detail for t in outcome.run.trials if t.provider == "attnsweep"}
+    assert reasons == {"needs 0.0 GiB of workspace, 0.0 allowed"}
+    assert outcome.exit_code == 1
+
+
+def test_the_observer_sees_each_row_once_tried(go):
+    class Watch(Observer):
+        def __init__(self):
+            self.rows, self.rounds, self.opened = [], [], []
+
+        def opening(self, problem, candidates, kept):
+            self.opened.append((problem.label, candidates, kept))
+
+        def tried(self, trial, *, kept=False):
+            self.rows.append(trial)
+
+        def timing(self, done, total):
+            self.rounds.append((done, total))
+
+    watch = Watch()
+    go(observer=watch)
+    assert watch.opened == [("(1,2,256,64) fp16 full", 3, 0)]
+    assert {t.kernel for t in watch.rows} == {"naive", "torch_flash", "flash_attn_3"}
+    assert watch.rounds[-1][0] == watch.rounds[-1][1]
+
+
+def test_replay_marks_every_row_and_invents_none(go, tmp_path):
+    go()
+    recording = tmp_path / "results" / "test-1" / "test"
+    text = SPEC.replace("[32, 64, 128]", "[64, 256]")
+    outcome = go(f"name: again\ndevice: replay\nrecording: {recording}\n" + text)
+    rows = by_config(outcome)
+    assert rows[(64,)].recorded
+    assert rows[(64,)].time_us.median == 20.0
+    assert rows[(64,)].recorded_on == "NVIDIA Test 1, 2026-01-01"
+    assert rows[(256,)].status is Status.NO_RECORD
+    assert rows[(256,)].time_us is None
+    assert not rows[(256,)].recorded
+    assert outcome.run.directory == tmp_path / "results" / "replay" / "again"
+    assert Path(recording / "trials.jsonl").read_text().count("recorded_on") > 0
+
+
+def test_a_launch_that_fails_on_a_checked_shape_costs_its_own_row(go):
+    kernels = discover()
+    stage = kernels["naive"].stages["fwd"]
+
+    def picky(config, problem, arch):
+        if problem.seqlen_k == 17 and config.THREADS == 64:
+            raise ValueError("seventeen")
+        return stage.launch(config, problem, arch)
+
+    kernels["naive"].stages["fwd"] = replace(stage, launch=picky)
+    rows = by_config(go(kernels=kernels))
+    assert rows[(64,)].status is Status.LAUNCH_ERROR
+    assert "raised ValueError: seventeen" in rows[(64,)].detail
+    assert rows[(32,)].status is Status.OK
+
+
+def test_a_replay_leaves_one_file_of_trials(go, tmp_path):
+    go()
+    recording = tmp_path / "results" / "test-1" / "test"
+    for _ in range(3):
+        go(f"name: again\ndevice: replay\nrecording: {recording}\n" + SPEC)
+    assert len(list((tmp_path / "results" / "replay" / "again").glob("trials*"))) == 1
+
+
+def test_a_problem_that_cannot_be_opened_costs_its_own_rows(go, gpu):
+    label = "(1,2,256,64) fp16 full"
+    gpu.faults["open", f"{label}"] = WorkerError(Status.LAUNCH_ERROR, "out of memory")
+    outcome = go(SPEC.replace("seqlen: 256", "seqlen: [256, 128]"))
+    found = {}
+    for trial in outcome.run.trials:
+        found.setdefault(trial.problem.label, set()).add((trial.status, trial.detail))
+    assert found[label] == {(Status.LAUNCH_ERROR, "cannot open the problem: out of memory")}
+    assert (Status.OK, None) in found["(1,2,128,64) fp16 full"]
+    assert outcome.exit_code == 1
+    gpu.faults.clear()
+    assert go(SPEC.replace("seqlen: 256", "seqlen: [256, 128]")).exit_code == 0
+
+
+def test_a_failure_to_read_the_clocks_loses_nothing(go, gpu):
+    gpu.faults["conditions", ""] = WorkerError(Status.TIMEOUT, "no answer")
+    row = by_config(go())[(64,)]
+    assert row.time_us.samples == 4
+    assert not {"sm_mhz", "rounds", "strays"} & set(row.conditions)
+    assert row.time_us.cycles is None
+
+
+def test_a_sweep_next_to_a_packed_run_says_which_rows_are_read(go, tmp_path):
+    class Notes(Observer):
+        def __init__(self):
+            self.notes = []
+
+        def note(self, text):
+            self.notes.append(text)
+
+    directory = go().run.directory
+    pack(directory)
+    notes = Notes()
+    outcome = go(observer=notes)
+    assert any("trials.jsonl.gz stays there" in note for note in notes.notes)
+    assert outcome.exit_code == 0
+    assert (directory / "trials.jsonl.gz").is_file()
+    again = Notes()
+    go(observer=again)
+    assert again.notes == []
+
+
+def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gpu, monkeypatch):
+    """The plan was made in a thread of its own, where no time limit and no Ctrl-C reached it."""
+    monkeypatch.setattr(time_limit, "LIMIT_S", 0.2)
+    monkeypatch.setattr(start, "installed_arch", lambda: arch_on(TEST_GPU))
+    kernels = discover()
+    naive = kernels["naive"]
+
+    def endless(config, problem, arch):
+        while True:
+            pass
+
+    naive.rule("never ends")(endless)
+    with pytest.raises(KernelError, match=r"rule endless of naive did not return within 0.2 s"):
+        go(kernels=kernels)

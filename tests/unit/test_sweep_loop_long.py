@@ -1,0 +1,435 @@
+"""Sweeps of problems whose calls take long, with a stand-in for the GPU process."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+from fake_compiler import FakeCompiler
+from fake_gpu import RIGHT, FakeGpu, label_of
+from rich.console import Console
+from sweeping import by_config
+
+from attnsweep.bench.gpu import WorkerError
+from attnsweep.core.observer import Observer
+from attnsweep.core.trial import Status
+from attnsweep.reports import progress
+from attnsweep.reports.terminal import Form
+from attnsweep.sweep import candidates, session, start
+
+SPEC = """
+problems:
+  - {batch: 1, heads: 32, seqlen: 131072, head_dim: 128, causal: true, dtype: bf16}
+kernels: {naive: {THREADS: [32, 64, 96, 128, 160, 192, 224, 256, 288, 320]}}
+baselines: [torch_flash]
+measure: {rounds: 12}
+"""
+LONG = "(1,32,131072,128) bf16 causal"
+SHORT = "(1,32,16384,128) bf16 causal"
+THREADS = [32 * n for n in range(1, 11)]
+LONGER = 64
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+class TwoLengths(FakeGpu):
+    """A card on which calls of the long problem take LONGER times as long, but for `longer`.
+
+    longer: by THREADS. wrong: (problem, THREADS) of candidates that are wrong.
+    """
+
+    def __init__(self):
+        super().__init__({f"THREADS={n}": 2800.0 + n for n in THREADS} | {"torch_flash": 2500.0})
+        self.longer, self.wrong = {}, set()
+        self.opened = ""
+
+    def time_us(self, name):
+        times = 1 if self.opened == SHORT else self.longer.get(name.rpartition("=")[2], LONGER)
+        return times * super().time_us(name)
+
+    def open(self, problem, **options):
+        self.opened = problem.label
+        super().open(problem, **options)
+
+    def trial(self, candidate):
+        if (self.opened, candidate.config.get("THREADS")) in self.wrong:
+            self.calls.append(("trial", label_of(candidate)))
+            raise WorkerError(Status.WRONG, "too far off", RIGHT)
+        return super().trial(candidate)
+
+    def tried_on(self, label):
+        """THREADS of the candidates tried while a problem was open, in order."""
+        open_now, found = "", []
+        for method, name in self.calls:
+            open_now = name if method == "open" else open_now
+            if method == "trial" and open_now == label:
+                found.append(int(name.partition("=")[2]))
+        return found
+
+    def measured(self):
+        """Whether anything was opened, tried or timed."""
+        return bool({method for method, _ in self.calls} - {"describe"})
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = TwoLengths()
+    monkeypatch.setattr(session, "Worker", gpu)
+    monkeypatch.setattr(
+        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+    )
+    return gpu
+
+
+def ours(outcome):
+    return {key[0]: row for key, row in by_config(outcome).items() if isinstance(key, tuple)}
+
+
+def statuses(outcome):
+    return {threads: row.status for threads, row in ours(outcome).items()}
+
+
+def timed(outcome):
+    return sorted(n for n, row in ours(outcome).items() if row.time_us and row.time_us.rounds)
+
+
+def winner(outcome):
+    """THREADS of the candidate whose code the run keeps."""
+    (path,) = (outcome.run.directory / "cubins").glob("*.json")
+    return json.loads(path.read_text())["config"]["THREADS"]
+
+
+def chosen_among_all(outcome, gpu, entrants):
+    """What every whole sweep of SPEC leaves, however often it was interrupted."""
+    rows = ours(outcome)
+    assert sorted(rows) == THREADS
+    assert timed(outcome) == sorted(entrants)
+    assert {n for n, row in rows.items() if row.status is Status.PRUNED} == {*THREADS} - {*entrants}
+    gpu.calls.clear()
+    return True
+
+
+def test_the_candidates_are_tried_on_a_shorter_problem_and_the_best_on_the_long_one(go, gpu):
+    outcome = go(SPEC)
+    assert gpu.names("open") == [SHORT, LONG]
+    assert sorted(gpu.tried_on(SHORT)) == THREADS
+    assert sorted(gpu.tried_on(LONG)) == timed(outcome) == THREADS[:5]
+    assert outcome.exit_code == 0
+    assert winner(outcome) == 32
+    assert {t.problem.label for t in outcome.run.trials} == {LONG}
+    lines = (outcome.run.directory / "trials.jsonl").read_text()
+    assert lines.count('"seqlen_q":16384') == 0 < lines.count('"seqlen_q":131072')
+
+
+def test_each_other_candidate_is_a_row_that_says_how_it_did_on_the_shorter_one(go):
+    outcome = go(SPEC)
+    assert sorted(ours(outcome)) == THREADS
+    row = ours(outcome)[320]
+    assert row.status is Status.PRUNED
+    assert row.detail == f"slower on {SHORT}: 3120 µs, where the best takes 2832"
+    assert row.time_us is row.first_us is None
+    assert row.resources.registers > 0
+
+
+def test_fewer_candidates_are_tried_where_calls_take_longer(go, gpu):
+    slow = SPEC.replace("seqlen: 131072", "seqlen: 262144")
+    outcome = go(slow)
+    assert timed(outcome) == [32, 64]
+    gpu.times = {name: time / 1.6 for name, time in gpu.times.items()}
+    assert timed(go(f"name: faster\n{slow}")) == [32, 64, 96, 128]
+
+
+def test_a_fast_baseline_in_another_format_ends_nobodys_rounds(go, gpu):
+    """FlashAttention-3 in FP8 took two thirds of the best's time; candidates then had one round."""
+    gpu.times |= {"flash_attn_3_fp8": 1700.0, "triton_flash": 3300.0}
+    outcome = go(SPEC.replace("[torch_flash]", "[torch_flash, flash_attn_3_fp8, triton_flash]"))
+    rounds = {t.provider: len(t.time_us.rounds) for t in outcome.run.trials if t.time_us}
+    assert rounds == {"attnsweep": 6, "torch_flash": 6, "flash_attn_3_fp8": 1, "triton_flash": 1}
+
+
+@pytest.mark.parametrize("finalists", [1, 3])
+def test_no_more_are_tried_than_are_finalists_so_that_no_long_calls_race(go, gpu, finalists):
+    outcome = go(SPEC.replace("rounds: 12", f"rounds: 12, finalists: {finalists}"))
+    assert len(gpu.tried_on(LONG)) == finalists
+    assert winner(outcome) == 32
+    raced = [method for method, _ in gpu.calls[gpu.calls.index(("open", LONG)) :]]
+    assert "race" not in raced
+    assert "race" in [method for method, _ in gpu.calls]
+
+
+def test_a_candidate_that_is_wrong_on_the_shorter_problem_is_wrong(go, gpu):
+    gpu.wrong = {(SHORT, 32)}
+    outcome = go(SPEC)
+    row = ours(outcome)[32]
+    assert (row.status, row.detail) == (Status.WRONG, f"on {SHORT}: too far off")
+    assert timed(outcome) == THREADS[1:6]
+    assert winner(outcome) == 64
+    gpu.calls.clear()
+    go(SPEC)
+    assert not gpu.measured()
+
+
+def test_a_candidate_that_is_wrong_on_the_long_problem_alone_is_wrong(go, gpu):
+    gpu.wrong = {(LONG, 32)}
+    outcome = go(SPEC)
+    row = ours(outcome)[32]
+    assert (row.status, row.detail) == (Status.WRONG, "too far off")
+    assert row.time_us is None
+    assert winner(outcome) == 64
+    gpu.calls.clear()
+    assert ours(go(SPEC))[32].status is Status.WRONG
+    assert not gpu.measured()
+
+
+def test_the_long_problem_decides_which_entrant_wins(go, gpu):
+    """The best on the shorter problem is the slowest there."""
+    gpu.longer = {"32": 2 * LONGER, "128": LONGER / 2}
+    outcome = go(SPEC)
+    assert winner(outcome) == 128
+    slowest = ours(outcome)[32].time_us
+    assert slowest.rounds == [2832.0 * 2 * LONGER]  # more than 1.5 times as slow: one round
+
+
+def test_the_same_command_again_measures_nothing_unless_it_is_fresh(go, gpu):
+    first = go(SPEC)
+    before = (first.run.directory / "trials.jsonl").read_bytes()
+    gpu.calls.clear()
+    again = go(SPEC)
+    assert not gpu.measured()
+    assert (again.run.directory / "trials.jsonl").read_bytes() == before
+    assert statuses(again) == statuses(first)
+    go(SPEC, fresh=True)
+    assert gpu.names("open") == [SHORT, LONG]
+    assert len(gpu.tried_on(SHORT)) == 10
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        SPEC.replace("rounds: 12", "rounds: 11"),
+        SPEC.replace("[torch_flash]", "[torch_flash, unfused]"),
+        SPEC.replace("{naive:", "{ladder_2_tiles: {BLOCK_M: [64]}, naive:"),
+        SPEC.replace("THREADS: [32, ", "THREADS: ["),
+    ],
+    ids=["rounds", "a baseline", "a family", "without the winner"],
+)
+def test_what_changes_a_row_or_adds_to_them_is_measured(go, gpu, changed):
+    gpu.times["BLOCK_M=64"] = 2800.0
+    go(SPEC)
+    gpu.calls.clear()
+    go(changed)
+    assert gpu.names("open") == [SHORT, LONG]
+
+
+def test_another_code_of_a_candidate_that_was_left_out_is_tried(go, gpu, monkeypatch):
+    go(SPEC)
+    key = FakeCompiler.key
+
+    def edited(self, source, defines):
+        return key(self, source, defines) + "edited" * (defines.get("THREADS") == "320")
+
+    monkeypatch.setattr(FakeCompiler, "key", edited)
+    gpu.calls.clear()
+    gpu.times["THREADS=320"] = 2700.0
+    assert 320 in timed(go(SPEC))
+
+
+@pytest.mark.parametrize("after", [0, 1, 4, 9])
+def test_a_run_interrupted_while_it_chooses_goes_on(go, gpu, after):
+    gpu.faults["trial", f"THREADS={THREADS[after]}"] = KeyboardInterrupt()
+    assert go(SPEC).interrupted
+    assert gpu.names("open") == [SHORT]
+    gpu.faults.clear()
+    assert chosen_among_all(go(SPEC), gpu, THREADS[:5])
+    go(SPEC)
+    assert not gpu.measured()
+
+
+@pytest.mark.parametrize("where", ["open", "trial", "add", "replay", "confirm"])
+def test_a_run_interrupted_on_the_long_problem_goes_on(go, gpu, monkeypatch, where):
+    """Also if the shorter problem's times are others by then, so that others are chosen."""
+    heard = gpu.heard
+
+    def interrupted(method, name=""):
+        heard(method, name)
+        if method == where and LONG in gpu.names("open"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "heard", interrupted)
+    assert go(SPEC).interrupted
+    monkeypatch.setattr(gpu, "heard", heard)
+    gpu.calls.clear()
+    gpu.times |= {f"THREADS={n}": 4000.0 - n for n in THREADS}
+    assert chosen_among_all(go(SPEC), gpu, THREADS[5:])
+    go(SPEC)
+    assert not gpu.measured()
+
+
+def test_what_an_interrupted_run_tried_on_the_long_problem_is_not_tried_again(go, gpu):
+    gpu.wrong = {(LONG, 32)}
+    gpu.faults["add_baseline", "torch_flash"] = KeyboardInterrupt()
+    assert go(SPEC).interrupted
+    gpu.faults.clear()
+    gpu.calls.clear()
+    outcome = go(SPEC)
+    assert gpu.tried_on(LONG) == []
+    assert statuses(outcome)[32] is Status.WRONG
+    assert timed(outcome) == THREADS[1:5]
+
+
+def test_a_candidate_that_failed_on_the_long_problem_stays_so_if_it_is_not_chosen_again(go, gpu):
+    gpu.wrong = {(LONG, 32)}
+    gpu.faults["add_baseline", "torch_flash"] = KeyboardInterrupt()
+    assert go(SPEC).interrupted
+    gpu.faults.clear()
+    gpu.times["THREADS=32"] = 3400.0
+    row = ours(go(SPEC))[32]
+    assert (row.status, row.detail) == (Status.WRONG, "too far off")
+
+
+def test_without_the_shorter_problem_all_are_tried_on_the_long_one(go, gpu):
+    gpu.faults["open", SHORT] = WorkerError(Status.LAUNCH_ERROR, "out of memory")
+    said = []
+
+    class Listener(Observer):
+        def note(self, text):
+            said.append(text)
+
+    outcome = go(SPEC, observer=Listener())
+    assert gpu.names("open") == [SHORT, LONG]
+    assert sorted(gpu.tried_on(LONG)) == THREADS
+    assert set(statuses(outcome).values()) == {Status.OK}
+    assert winner(outcome) == 32
+    assert f"{SHORT} cannot be opened: out of memory" in said
+    gpu.calls.clear()
+    go(SPEC)
+    assert not gpu.measured()
+
+
+def test_time_that_is_up_after_the_shorter_problem_leaves_the_entrants(go, gpu, monkeypatch):
+    """A budget is for the search, which is on the shorter problem."""
+    now, trial = [0.0], gpu.trial
+
+    def slow(candidate):
+        now[0] += 0.7
+        return trial(candidate)
+
+    monkeypatch.setattr(gpu, "trial", slow)
+    monkeypatch.setattr(candidates, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    outcome = go(SPEC + "search: {strategy: random, budget_s: 4}\n")
+    assert len(gpu.tried_on(SHORT)) == 6
+    assert len(timed(outcome)) == len(gpu.tried_on(LONG)) == 5
+    assert len(ours(outcome)) == 6
+
+
+def test_the_search_of_a_long_problem_has_seven_seconds_at_most(go, gpu, monkeypatch):
+    now, trial = [0.0], gpu.trial
+
+    def slow(candidate):
+        now[0] += 1.6
+        return trial(candidate)
+
+    monkeypatch.setattr(gpu, "trial", slow)
+    monkeypatch.setattr(candidates, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    go(SPEC)
+    assert len(gpu.tried_on(SHORT)) == 5
+
+
+def test_a_long_problem_of_few_queries_has_all_candidates_tried(go, gpu):
+    few = SPEC.replace("heads: 32", "heads: 128").replace("causal: true, ", "")
+    few = few.replace("seqlen: 131072", "seqlen_q: 4096, seqlen_k: 1048576")
+    outcome = go(few)
+    assert gpu.names("open") == ["(1,128,4096x1048576,128) bf16 full"]
+    assert len(gpu.names("trial")) == 10
+    assert set(statuses(outcome).values()) == {Status.OK}
+
+
+def test_a_long_problem_that_fails_to_open_leaves_a_row_of_each_entrant(go, gpu):
+    gpu.faults["open", LONG] = WorkerError(Status.LAUNCH_ERROR, "out of memory")
+    outcome = go(SPEC)
+    assert outcome.exit_code == 1
+    failed = {n for n, status in statuses(outcome).items() if status is Status.LAUNCH_ERROR}
+    assert failed == {*THREADS[:5]}
+    assert sorted(ours(outcome)) == THREADS
+
+
+def test_the_finals_of_long_calls_take_one_kind_in_as_many_rounds_as_are_affordable(go, gpu):
+    gpu.chaining = {f"naive THREADS={n}" for n in THREADS}
+    gpu.longer = {"160": 2 * LONGER}
+    rows = ours(go(SPEC))
+    assert {len(rows[n].time_us.rounds) for n in THREADS[:4]} == {6}
+    assert len(rows[160].time_us.rounds) == 1
+    assert gpu.names("replay").count("naive THREADS=32") == 6  # no warm-up, no other kind
+    assert gpu.names("eager_us") == []
+    assert (rows[32].cold_us, rows[32].eager_us, rows[32].chained_us) == (None, None, None)
+    assert rows[32].warm_us == rows[32].time_us.median
+
+
+def test_a_noisy_baseline_of_long_calls_is_not_timed_again(go, gpu, monkeypatch):
+    sample, noise, said = gpu.sample, itertools.cycle([1.0, 1.3]), []
+
+    def noisy(name, kind):
+        return sample(name, kind) * (next(noise) if name == "torch_flash" else 1.0)
+
+    class Listener(Observer):
+        def note(self, text):
+            said.append(text)
+
+    monkeypatch.setattr(gpu, "sample", noisy)
+    row = by_config(go(SPEC, observer=Listener()))["torch_flash"]
+    assert row.status is Status.NOISY
+    assert len(row.time_us.rounds) == gpu.names("replay").count("torch_flash") == 8
+    assert row.time_us.discarded == []
+    assert not [text for text in said if "timed again" in text]
+
+
+def test_progress_counts_no_candidate_twice(go, monkeypatch):
+    monkeypatch.setattr(progress, "_JSON_INTERVAL_S", -1.0)
+    out = io.StringIO()
+    with progress.watch(Console(file=out), Form.JSON) as observer:
+        go(SPEC, observer=observer)
+    events = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [e["event"] for e in events].count("problem") == 1
+    began = [(e["problem"], e["candidates"]) for e in events if e["event"] == "trying_on"]
+    assert began == [(SHORT, 10), (LONG, 5)]
+    told = [(e.get("on"), e["done"], e["total"]) for e in events if e.get("phase") == "search"]
+    assert max(done for on, done, _ in told if on == SHORT) == 10
+    assert max(done for on, done, _ in told if on is None) == 5
+    assert [each for each in told if each[1] > each[2]] == []
+    assert {on for on, _, _ in told} == {SHORT, None}
+
+
+def test_bars_count_no_candidate_twice_and_name_the_shorter_problem(go, monkeypatch):
+    shown = []
+    console = Console(file=io.StringIO(), width=160, force_terminal=True)
+    with progress.watch(console) as observer:
+        advance = observer._progress.advance
+
+        def watched(task):
+            advance(task)
+            shown.extend((t.description, t.completed, t.total) for t in observer._progress.tasks)
+
+        monkeypatch.setattr(observer._progress, "advance", watched)
+        go(SPEC, observer=observer)
+    assert ("sweep", 10, 10) in shown
+    assert (f"  check on {SHORT}", 10, 10) in shown
+    assert ("  check", 5, 5) in shown
+    assert [each for each in shown if each[2] is not None and each[1] > each[2]] == []
+
+
+def test_plain_lines_name_the_shorter_problem(go, monkeypatch):
+    monkeypatch.setattr(progress, "_PLAIN_INTERVAL_S", -1.0)
+    out = io.StringIO()
+    with progress.watch(Console(file=out, width=200), Form.PLAIN) as observer:
+        go(SPEC, observer=observer)
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert f"{LONG}: its entrants are chosen on {SHORT}" in lines
+    assert f"compiled 10, checked 10 of 10 on {SHORT}" in lines
+    assert f"compiled 10, checked 0 of 10 on {SHORT}" in lines
+    of_five = [line for line in lines if line.startswith("compiled 5, checked ")]
+    assert of_five[0].startswith("compiled 5, checked 0 of 5")
+    assert of_five[-1].startswith("compiled 5, checked 5 of 5")
+    assert not any(" on (" in line for line in of_five)

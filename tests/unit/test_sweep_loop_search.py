@@ -1,0 +1,231 @@
+"""Sweeps with budgets and model-based searches, with a stand-in for the GPU process."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from sweeping import SPEC, by_config
+
+from attnsweep.choose.strategies import gp, tpe
+from attnsweep.compile.candidate import Build
+from attnsweep.compile.launches import FirstTimes
+from attnsweep.core.observer import Observer
+from attnsweep.core.trial import Status
+from attnsweep.reports import progress
+from attnsweep.reports.terminal import Form
+from attnsweep.sweep import candidates, loop, session
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+@pytest.fixture
+def slow_trials(gpu, monkeypatch):
+    """A clock that stands still but while a candidate is tried, which takes 0.7 s."""
+    now, trial = [0.0], gpu.trial
+
+    def slow(candidate):
+        now[0] += 0.7
+        return trial(candidate)
+
+    monkeypatch.setattr(gpu, "trial", slow)
+    monkeypatch.setattr(candidates, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+
+@pytest.mark.usefixtures("slow_trials")
+@pytest.mark.parametrize("lookahead", [1, 64])
+def test_a_budget_in_time_is_kept_to_one_candidate_and_the_finals_still_come(
+    go, gpu, monkeypatch, lookahead
+):
+    monkeypatch.setattr(candidates, "_LOOKAHEAD_IN_TIME", lookahead)
+    spec = SPEC + "search: {strategy: random, budget_s: 1}\n"
+    rows = by_config(go(spec))
+    tried = [row for key, row in rows.items() if isinstance(key, tuple)]
+    assert len(tried) == 2
+    assert all(row.time_us.rounds for row in tried)
+    # Run again: what was left out is tried, and what is known is not, and takes no time.
+    gpu.calls.clear()
+    rows = by_config(go(spec))
+    assert len(gpu.names("trial")) == 1
+    assert [row.status for key, row in rows.items() if isinstance(key, tuple)] == [Status.OK] * 3
+
+
+def test_a_budget_that_compiling_used_up_is_enough_for_one_candidate(go, monkeypatch):
+    clock = itertools.count(0.0, 1.5)
+    monkeypatch.setattr(candidates, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    rows = by_config(go(SPEC + "search: {budget_s: 1}\n"))
+    assert len([1 for key in rows if isinstance(key, tuple)]) == 1
+
+
+MANY = """
+problems:
+  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
+kernels: {naive: {THREADS: [32, 64, 96, 128, 160, 192, 224, 256]}}
+baselines: []
+measure: {rounds: 4, finalists: 3}
+search: {strategy: tpe, candidates: 6, seed: 4}
+"""
+
+
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """A search that asks for one candidate at a time, as one that learns may."""
+    monkeypatch.setattr(candidates, "_LOOKAHEAD", 1)
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_json_never_tells_of_more_candidates_done_than_there_are(go, monkeypatch):
+    monkeypatch.setattr(progress, "_JSON_INTERVAL_S", -1.0)
+    out = io.StringIO()
+    with progress.watch(Console(file=out), Form.JSON) as observer:
+        go(observer=observer)
+    events = [json.loads(line) for line in out.getvalue().splitlines()]
+    told = [(e["done"], e["total"], e["compiled"]) for e in events if e.get("phase") == "search"]
+    assert told[-1] == (3, 3, 3)
+    assert [each for each in told if each[0] > each[1]] == []
+    assert sorted(told) == told
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_bars_never_show_more_candidates_than_there_are(go, monkeypatch):
+    shown = []
+    console = Console(file=io.StringIO(), width=160, force_terminal=True)
+    with progress.watch(console) as observer:
+        advance = observer._progress.advance
+
+        def watched(task):
+            advance(task)
+            shown.extend((t.completed, t.total) for t in observer._progress.tasks)
+
+        monkeypatch.setattr(observer._progress, "advance", watched)
+        go(observer=observer)
+    assert (3, 3) in shown
+    assert [pair for pair in shown if pair[0] > pair[1]] == []
+
+
+@pytest.fixture
+def model(gpu, monkeypatch):
+    """A small model-based search on a card whose clock is another one in races and finals.
+
+    tried: THREADS of each trial. stop: the number of trials after which Ctrl-C comes.
+    """
+    pytest.importorskip("optuna", reason="needs Optuna: pip install 'attnsweep[search]'")
+    monkeypatch.setattr(tpe, "STARTUP", 2)
+    monkeypatch.setattr(tpe, "BATCH", 2)
+    drift = itertools.cycle([1.0, 1.02, 0.97])
+    found = SimpleNamespace(tried=[], stop=None)
+
+    def first_times(candidate):
+        if len(found.tried) == found.stop:
+            raise KeyboardInterrupt
+        threads = candidate.config["THREADS"]
+        found.tried.append(threads)
+        return FirstTimes(20.0 + abs(threads - 160) / 10, {}, 1.0)
+
+    def sample(name, kind):
+        return 9.0 if kind == "eager" else 50.0 * next(drift) - int(name.split("=")[1]) / 10
+
+    monkeypatch.setattr(gpu, "first_times", first_times)
+    monkeypatch.setattr(gpu, "sample", sample)
+    return found
+
+
+def test_a_model_based_search_that_is_done_asks_for_nothing_when_run_again(go, model):
+    go(MANY)
+    assert len(model.tried) == len(set(model.tried)) == 6
+    model.tried.clear()
+    go(MANY)
+    assert model.tried == []
+
+
+@pytest.mark.parametrize("before", ["stop at 1", "stop at 3", "stop at 5", "candidates: 4"])
+def test_a_model_based_search_goes_on_as_if_it_had_not_stopped(go, model, tmp_path, before):
+    """Its rows say what the model was told, though finals of another clock changed their times."""
+    go(MANY)
+    whole = set(model.tried)
+    model.tried.clear()
+    (path,) = tmp_path.rglob("trials.jsonl")
+    path.unlink()
+    if before == "candidates: 4":
+        go(MANY.replace("candidates: 6", before))
+    else:
+        model.stop = int(before.split()[-1])
+        assert go(MANY).interrupted
+    model.stop = None
+    go(MANY)
+    assert sorted(model.tried) == sorted(whole)
+
+
+SEARCHED = MANY.replace("{strategy: tpe, candidates: 6, seed: 4}", "{strategy: gp}")
+
+
+def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
+    go, model, gpu, monkeypatch, tmp_path
+):
+    for name, value in {"FEW": 2, "LEAST": 2, "PATIENCE": 1, "EXPECTED": 0.1}.items():
+        monkeypatch.setattr(gp, name, value)
+    monkeypatch.setattr(Observer, "note", lambda self, text: said.append(text))
+    monkeypatch.setattr(gpu, "sample", lambda name, kind: 20.0)
+    said: list[str] = []
+    outcome = go(SEARCHED)
+    tried = len(model.tried)
+    assert 2 <= tried < 8
+    (facts,) = json.loads((outcome.run.directory / "spaces.json").read_text())
+    assert re.fullmatch(
+        r"the last \d were no better, and another one is expected to gain \d\.\d\d % at most",
+        facts["ended"],
+    )
+    assert said == [f"naive: the search ended: {facts['ended']}"]
+    left = f"{tried} of 8 candidates tried, {8 - tried} left out: {facts['ended']}"
+    assert left in (outcome.run.directory / "ranking.md").read_text()
+
+    # A replay takes what is recorded, wherever a search would stop today.
+    monkeypatch.setattr(gp, "LEAST", 1)
+    recording = f"name: again\ndevice: replay\nrecording: {outcome.run.directory}\n"
+    again = go(recording + SEARCHED).run.trials
+    assert {t.key for t in again} == {t.key for t in outcome.run.trials}
+    assert all(row.recorded for row in again)
+
+    monkeypatch.setattr(gp, "LEAST", 2)
+    model.tried.clear()
+    go(SEARCHED)
+    assert model.tried == []
+    go(SEARCHED.replace("gp", "exhaustive"))
+    assert len(model.tried) == 8 - tried
+    (facts,) = json.loads((outcome.run.directory / "spaces.json").read_text())
+    assert "ended" not in facts
+
+
+def test_a_row_has_the_seconds_of_its_search_and_a_run_that_goes_on_counts_on(go, monkeypatch):
+    ticks = itertools.count(100)
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    first = {t.key: t.tried_s for t in go(limit=2).run.trials}
+    again = {t.key: t.tried_s for t in go().run.trials}
+    assert sorted(s for s in first.values() if s is not None) == [1, 2]  # peers have none
+    assert {key: again[key] for key in first} == first
+    assert [s for key, s in again.items() if key not in first] == [3]
+
+
+def test_a_candidate_is_made_once_for_its_row_and_its_trial(go, gpu, monkeypatch):
+    """The GPU waits while its launches on a dozen cases are made."""
+    made, before_trials = [], []
+    make, trial = Build.candidate, gpu.trial
+
+    def counted(build):
+        made.append(build.key)
+        return make(build)
+
+    def tried(candidate):
+        before_trials.append(len(made))
+        return trial(candidate)
+
+    monkeypatch.setattr(Build, "candidate", counted)
+    monkeypatch.setattr(gpu, "trial", tried)
+    go()
+    assert before_trials == [1, 2, 3]

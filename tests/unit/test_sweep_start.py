@@ -1,0 +1,130 @@
+"""What the cards of a fleet begin as they start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+from fleets import LABELS, SPEC, is_whole, swept
+from samples import TEST_GPU
+
+from attnsweep.compile.candidate import Build
+from attnsweep.core.hardware import arch_on
+from attnsweep.family.discover import discover
+from attnsweep.specs.load import load_spec
+from attnsweep.specs.plan import Shard
+from attnsweep.sweep import cards as sweep_cards
+from attnsweep.sweep import start
+from attnsweep.sweep.messages import start_child
+
+pytestmark = pytest.mark.usefixtures("cards")
+
+
+@pytest.fixture
+def go(tmp_path, cards):
+    return partial(swept, tmp_path, cards)
+
+
+def seeds(cards):
+    return {opened.split()[-1] for _, opened in cards.calls("opened")}
+
+
+def test_what_is_computed_ahead_for_the_next_problem_is_of_its_seed(go, cards):
+    """A child that drew a seed for each problem computed 1.3 s of each anew on two H100s."""
+    go()
+    assert len(cards.calls("opened")) == 4
+    assert len(seeds(cards)) == 1
+    go(fresh=True)
+    assert len(seeds(cards)) == 2
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_card_knows_as_it_starts_what_it_opens_first(go, cards, late):
+    """It waited 4.6 to 6.6 s for NumPy on H100s, which began when the problem was opened."""
+    cards.on(late, start_s=0.3)
+    cards.on(1 - late, trial_s=0.2)  # so that it does not take all while the other one starts
+    go()
+    expected = dict(cards.calls("first"))
+    assert len(set(expected.values())) == 2
+    assert dict(reversed(cards.calls("opened"))) == expected  # also if the other is ready earlier
+
+
+CHILD = """
+import sys, time
+from contextlib import contextmanager
+from attnsweep.core.errors import NoGpuError
+from attnsweep.sweep import card_worker as child
+
+class Gpu:
+    def describe(self, **_):
+        while "attnsweep.sweep.card_tasks" not in sys.modules:
+            time.sleep(0.01)
+        raise NoGpuError("asked")
+
+@contextmanager
+def opened(begin):
+    assert "attnsweep.sweep.loop" not in sys.modules
+    yield Gpu()
+
+child.main(opened)
+"""
+
+
+def test_a_child_starts_its_gpu_process_before_it_imports_what_a_sweep_needs():
+    """That is a second, which a GPU process that starts later does not give back."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b'{"do": "begin", "preload": [], "cache_dir": null}\n')
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline()) == {"say": "gone", "why": "asked"}
+
+
+def test_a_card_that_is_started_again_is_told_nothing_that_it_may_not_open(go, cards):
+    cards.on(0, fault="kill", after=2, once=True)
+    assert is_whole(go()[0])
+    assert cards.started[0] == 2
+    assert len(cards.calls("first")) == 2
+
+
+def test_cards_are_expected_to_open_nothing_that_another_part_may_have(go, cards):
+    go(shard=Shard(2, 2))
+    assert len(cards.calls("open")) == 2
+    assert not cards.calls("first")
+
+
+def test_what_the_first_problems_need_compiles_first(go, cards, monkeypatch):
+    """Not what the spec names first, nor all of one problem before the other."""
+    submitted, submit = [], Build.submit
+
+    def told(build):
+        submitted.append(build.problem.label)
+        submit(build)
+
+    monkeypatch.setattr(Build, "submit", told)
+    monkeypatch.setattr(start, "installed_arch", lambda: arch_on(TEST_GPU))
+    go()
+    assert submitted[:6] == [LABELS[2], LABELS[3]] * 3
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
+def test_the_child_of_a_real_card_says_that_there_is_none(cards, tmp_path):
+    """Through its own GPU process, which has no driver here."""
+    told = SimpleQueue()
+    child = start_child(cards.cards[0], told.put)
+    (tmp_path / "test.yaml").write_text(SPEC)
+    hello = sweep_cards.hello_of(load_spec(tmp_path / "test.yaml", discover()), None)
+    child.send({"do": "begin", **hello})
+    message = told.get(timeout=60)
+    assert message["say"] == "gone"
+    assert "GPU" in message["why"] or "driver" in message["why"]
+    assert told.get(timeout=30) is None
+    child.stop()
+    assert "exit code 0" in child.why

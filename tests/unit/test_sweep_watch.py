@@ -1,0 +1,237 @@
+"""`run --watch`, `--html` and `--progress json`, with a stand-in for the GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fake_compiler import FakeCompiler
+from fake_gpu import FakeGpu
+from typer.testing import CliRunner
+
+from attnsweep.cli import app
+from attnsweep.core.errors import CompileError, KernelError
+from attnsweep.core.files import shipped
+from attnsweep.sweep import session, start, watch
+
+SPEC = """
+problems: [{batch: 1, heads: 2, seqlen: 256, head_dim: 64}]
+kernels: {mine: {THREADS: [32, 64]}}
+measure: {rounds: 4}
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = FakeGpu({"THREADS=32": 30.0, "THREADS=64": 20.0})
+    monkeypatch.setattr(session, "Worker", gpu)
+    monkeypatch.setattr(
+        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
+    )
+    monkeypatch.setattr(start, "installed_arch", lambda: None)
+    monkeypatch.setattr(FakeCompiler, "errors", {})
+    return gpu
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch) -> Path:
+    """A directory with a family of the user's own, which is `naive` by another name."""
+    monkeypatch.setenv("ATTNSWEEP_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    for end in (".py", ".cu"):
+        text = (shipped("kernels") / f"naive{end}").read_text()
+        (folder / f"mine{end}").write_text(re.sub(r"\bnaive\b", "mine", text))
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    return folder
+
+
+def arguments(mine: Path, *more: str) -> list[str]:
+    place = mine.parent
+    return [
+        *("run", str(place / "spec.yaml"), "--kernels", str(mine)),
+        *("--results", str(place / "results"), *more),
+    ]
+
+
+def edits_of(*steps):
+    """A watcher that does one step, an edit, before each wake; then Ctrl-C."""
+
+    def edits(folders):
+        for step in steps:
+            step()
+            yield set()
+        raise KeyboardInterrupt
+
+    return edits
+
+
+@pytest.fixture
+def go(gpu, mine, monkeypatch):
+    def run(*steps, options=()):
+        monkeypatch.setattr(watch.keep_running, "__defaults__", (edits_of(*steps),))
+        return CliRunner().invoke(app, arguments(mine, "--watch", *options))
+
+    return run
+
+
+def test_an_edited_family_is_compiled_and_timed_again(go, gpu, mine) -> None:
+    template = mine / "mine.cu"
+
+    def slower() -> None:
+        gpu.times = {"THREADS=32": 35.0, "THREADS=64": 25.0}
+        template.write_text(template.read_text() + "// another machine code\n")
+
+    done = go(slower)
+    assert isinstance(done.exception.__cause__, KeyboardInterrupt)  # exit code 130
+    assert "mine.cu changed" in done.stderr
+    assert re.findall(r"\* winner mine \S+: (\S+)", done.stdout) == ["20.00", "25.00"]
+    assert len(gpu.names("trial")) == 4
+
+
+def test_what_is_saved_unchanged_is_not_run_again(go, gpu, mine) -> None:
+    template = mine / "mine.cu"
+    done = go(lambda: template.write_text(template.read_text()), lambda: None)
+    assert done.stdout.count("* winner") == 1
+    assert "changed" not in done.stderr
+
+
+def test_a_file_that_vanishes_is_waited_for(go, mine) -> None:
+    template, aside = mine / "mine.cu", mine.parent / "aside.cu"
+
+    def back() -> None:
+        shutil.move(aside, template)
+        template.write_text(template.read_text() + "// edited\n")
+
+    done = go(lambda: shutil.move(template, aside), lambda: None, back)
+    assert "mine.cu vanished" in done.stderr
+    assert done.stderr.count("waiting until mine.cu can be read again") == 1
+    assert "mine.cu is back" in done.stderr
+    assert done.stdout.count("* winner") == 2
+
+
+def test_a_declaration_that_is_broken_for_a_while_ends_nothing(go, mine) -> None:
+    declaration = mine / "mine.py"
+    good = declaration.read_text()
+    done = go(
+        lambda: declaration.write_text("kernel = Kernel(\n"),
+        lambda: declaration.write_text(good + "\n# mended\n"),
+    )
+    assert "error: " in done.stderr
+    assert "SyntaxError" in done.stderr
+    assert done.stdout.count("* winner") == 2
+
+
+def test_a_template_that_does_not_compile_says_why_and_goes_on(go, mine, monkeypatch) -> None:
+    template = mine / "mine.cu"
+    log = 'mine.cu(3): error: identifier "y" is undefined\n  y\n  ^\n'
+
+    def breaks() -> None:
+        monkeypatch.setattr(
+            FakeCompiler, "errors", {"mine.cu": CompileError(log.splitlines()[0], log=log)}
+        )
+        template.write_text(template.read_text() + "y\n")
+
+    def mends() -> None:
+        monkeypatch.setattr(FakeCompiler, "errors", {})
+        template.write_text(template.read_text().removesuffix("y\n"))
+
+    done = go(breaks, mends)
+    assert "2 compile error: mine: mine.cu(3)" in done.stdout
+    assert done.stdout.count("* winner") == 2
+
+
+def test_an_edit_during_the_sweep_is_not_lost(tmp_path) -> None:
+    path, calls = tmp_path / "a", []
+    path.write_text("1")
+
+    def once() -> None:
+        calls.append(path.read_text())
+        if len(calls) < 3:
+            path.write_text(f"{len(calls) + 1}")
+
+    with pytest.raises(KeyboardInterrupt):
+        watch.keep_running(once, lambda: [path], lambda _: None, edits_of(lambda: None))
+    assert calls == ["1", "2", "3"]
+
+
+def test_the_first_call_raises_what_is_wrong(tmp_path) -> None:
+    def once() -> None:
+        raise KernelError("no")
+
+    with pytest.raises(KernelError):
+        watch.keep_running(once, lambda: [tmp_path / "a"], lambda _: None, edits_of())
+
+
+def test_the_files_are_the_spec_declarations_templates_and_headers() -> None:
+    from attnsweep.family.discover import discover
+
+    kernel = discover()["flash_fwd_mma"]
+    names = [path.name for path in watch.files_of(Path("x.yaml"), [kernel])]
+    assert {"x.yaml", "flash_fwd_mma.py", "flash_fwd_mma.cu"} <= set(names)
+    assert any(name.endswith(".cuh") for name in names)
+    assert len(names) == len(set(names))
+
+
+def test_the_real_watcher_wakes_on_an_edit(tmp_path) -> None:
+    pytest.importorskip("watchfiles")
+    path = tmp_path / "a"
+    path.write_text("1")
+
+    def edit() -> None:
+        for number in range(50):
+            time.sleep(0.1)
+            path.write_text(str(number))
+            if woken.is_set():
+                return
+
+    woken = threading.Event()
+    thread = threading.Thread(target=edit)
+    thread.start()
+    next(iter(watch.wakes([tmp_path])))
+    woken.set()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--watch", "--json"], "not one JSON document"),
+        (["--watch", "--fresh"], "--fresh would drop them each time"),
+        (["--watch", "--dry-run"], "--dry-run makes none"),
+        (["--html", "x.html", "--dry-run"], "--html needs a run"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(gpu, mine, options, said) -> None:
+    done = CliRunner().invoke(app, arguments(mine, *options))
+    assert said in str(done.exception)
+    assert gpu.calls == []
+
+
+def test_the_page_is_written_at_the_end(gpu, mine, tmp_path) -> None:
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(app, arguments(mine, "--html", str(page)))
+    assert done.exit_code == 0, done.output
+    assert "<!doctype html>" in page.read_text()[:100]
+    assert f"{page}: " in done.stderr
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_sweep(gpu, mine, tmp_path) -> None:
+    for place in (tmp_path / "no" / "page.html", tmp_path):
+        done = CliRunner().invoke(app, arguments(mine, "--html", str(place)))
+        assert "cannot write the page" in str(done.exception)
+    assert gpu.calls == []
+    assert not (tmp_path / "results").exists()
+
+
+def test_progress_as_json_leaves_the_output_alone(gpu, mine) -> None:
+    done = CliRunner().invoke(app, arguments(mine, "--progress", "json", "--json"))
+    assert json.loads(done.stdout)["problems"][0]["winner"]["time_us"] == 20.0
+    events = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    assert [event["event"] for event in events[:2]] == ["planned", "problem"]
+    assert events[-1]["event"] == "end"
