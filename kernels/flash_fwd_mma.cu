@@ -10,6 +10,11 @@
 #include "common/ptx/shared.cuh"
 #include "common/tile/arithmetic.cuh"
 
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+static_assert(!WINDOW || !CAUSAL, "a causal window is a window");
+
 // KEY_GROUPS groups of warps share the block's queries: each takes its own WARP_N keys of every
 // tile, never waits for another group, and they merge outputs at the end: more warps for a small
 // grid, at WARP_M = 32.
@@ -82,7 +87,12 @@ constexpr float NOTHING_YET =
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     flash_fwd_mma(const element_t* __restrict__ q, const element_t* __restrict__ k,
                   const element_t* __restrict__ v, element_t* __restrict__ o, int heads,
-                  int heads_kv, int seqlen_q, int seqlen_k, float scale) {
+                  int heads_kv, int seqlen_q, int seqlen_k, float scale
+#if WINDOW
+                  ,
+                  int low, int high  // query i sees keys i + low to i + high
+#endif
+    ) {
     extern __shared__ __align__(128) unsigned char smem[];
     const unsigned smem_q = smem_address(smem);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / WARPS_M;
@@ -103,19 +113,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int head_kv = head / (heads / heads_kv);  // both counted over the batch
     const long long kv = (static_cast<long long>(head_kv) * seqlen_k + group * WARP_N) * HEAD_DIM;
     q += (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
-    const int diagonal = seqlen_k - seqlen_q;  // row i sees keys up to i + diagonal
-    const int block_keys = CAUSAL ? min(seqlen_k, first_row + BLOCK_M + diagonal) : seqlen_k;
+#if !WINDOW
+    const int high = seqlen_k - seqlen_q;  // row i sees keys up to i + high
+#endif
+    constexpr bool ENDS = CAUSAL || WINDOW;  // rows see keys up to some diagonal
+    const int block_keys = ENDS ? min(seqlen_k, first_row + BLOCK_M + high) : seqlen_k;
     // Keys that some row of this warp sees, and keys that all its rows see.
-    const int some_keys = CAUSAL ? min(seqlen_k, warp_row + WARP_M + diagonal) : seqlen_k;
-    const int all_keys = CAUSAL ? min(seqlen_k, warp_row + 1 + diagonal) : seqlen_k;
-    const int tiles = ceil_div<BLOCK_N>(block_keys);
+    const int some_keys = ENDS ? min(seqlen_k, warp_row + WARP_M + high) : seqlen_k;
+    const int all_keys = ENDS ? min(seqlen_k, warp_row + 1 + high) : seqlen_k;
+    // A window hides keys before it as well: tiles that hold no others are not loaded.
+#if WINDOW
+    const int skipped = max(0, first_row + low) / BLOCK_N;
+    const int hidden_keys = warp_row + WARP_M - 1 + low;  // that some row of this warp does not see
+#else
+    constexpr int skipped = 0, hidden_keys = 0;
+#endif
+    const int tiles = ceil_div<BLOCK_N>(block_keys) - skipped;
     const float to_log2 = scale * LOG2E;
 
     const unsigned group_ring = smem_q + Q_BYTES + group * (NUM_STAGES * STAGE_BYTES);
     const unsigned group_thread = threadIdx.x % GROUP_THREADS;
     auto load_tile = [&](unsigned target, const element_t* source, int tile) {
-        const int keys_left = seqlen_k - tile * BLOCK_N - group * WARP_N;
-        source += kv + static_cast<long long>(tile) * (BLOCK_N * HEAD_DIM);
+        const int keys_left = seqlen_k - (tile + skipped) * BLOCK_N - group * WARP_N;
+        source += kv + static_cast<long long>(tile + skipped) * (BLOCK_N * HEAD_DIM);
         if (tile < tiles && keys_left > 0)
             load_rows<WARP_N, GROUP_THREADS>(target, source, keys_left, group_thread);
     };
@@ -166,17 +186,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     // Masks what lies beyond the diagonal or the last key; moves references where scores outgrew
     // them.
     auto settle = [&](Scores& s, int first_key) {
-        if (first_key + WARP_N > all_keys) {
+        if (first_key + WARP_N > all_keys || (WINDOW && first_key < hidden_keys)) {
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const int row = warp_row + m * 16 + h * 8 + lane / 4;
-                    const int seen = CAUSAL ? min(seqlen_k, row + 1 + diagonal) : seqlen_k;
+                    const int seen = ENDS ? min(seqlen_k, row + 1 + high) : seqlen_k;
                     const int keys = seen - first_key - lane % 4 * 2;
+#if WINDOW
+                    const int before = row + low - first_key - lane % 4 * 2;
+#else
+                    constexpr int before = 0;
+#endif
 #pragma unroll
                     for (int n = 0; n < 4 * N_STEPS; ++n)
-                        if (n / 2 * 8 + n % 2 >= keys)
+                        if (n / 2 * 8 + n % 2 >= keys || (WINDOW && n / 2 * 8 + n % 2 < before))
                             s[m][n / 2][2 * h + n % 2] = minus_infinity();
                 }
         }
@@ -264,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         cp_async_commit();
         if (tile == 0) keep_q();
 
-        const int first_key = tile * BLOCK_N + group * WARP_N;
+        const int first_key = (tile + skipped) * BLOCK_N + group * WARP_N;
         const bool active = first_key < some_keys;
         Scores s = {};
         if (active) {

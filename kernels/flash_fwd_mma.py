@@ -17,6 +17,7 @@ kernel = Kernel(
         Param("Q_IN_REGISTERS", (0, 1), "Q fragments in registers (1) or read again each tile (0)"),
         Param("BLOCK_ORDER", (0, 1, 2), "0 by head; causal: 1 longest first, 2 long next to short"),
     ),
+    masks=("full", "causal", "window"),
 )
 
 
@@ -81,12 +82,13 @@ def fwd(config: Config, problem: Problem, arch: Arch) -> Launch:
     smem = smem_bytes(config, p.head_dim)
     blocks = arch.planned_blocks(config.NUM_WARPS * 32, needed, smem)
     grid = (ceil_div(p.seqlen_q, config.BLOCK_M), p.batch * p.heads)
+    window = p.diagonals if p.mask.kind == "window" else ()
     return Launch(
         function="flash_fwd_mma",
         grid=(*(grid if config.BLOCK_ORDER == 0 else grid[::-1]), 1),
         threads=config.NUM_WARPS * 32,
-        args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale),
+        args=("q", "k", "v", "o", p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.scale, *window),
         smem_bytes=smem,
-        defines={"MIN_BLOCKS": blocks},
+        defines={"MIN_BLOCKS": blocks, **({"WINDOW": 1} if window else {})},
         min_blocks_per_sm=blocks,
     )

@@ -50,7 +50,8 @@ def build(
     made = _Graph(torch, cudnn, problem, stream, layout, getattr(cudnn.data_type, kind))
     out, _ = made.graph.sdpa(
         **made.options(),
-        diagonal_band_right_bound=0 if problem.causal else None,
+        diagonal_band_right_bound=problem.mask.right,
+        **_left_bound(problem),
     )
     made.plan(out, made.io)
     shape, own, execute = made.shape, made.strides, made.execute
@@ -81,7 +82,7 @@ def build_fp8(
         for name, uid in _SCALES.items()
     }
     out, _, *largest = made.graph.sdpa_fp8(
-        **made.options(), **scales, right_bound=0 if problem.causal else None
+        **made.options(), **scales, right_bound=problem.mask.right
     )
     for tensor, uid in zip(largest, _AMAX, strict=True):
         tensor.set_uid(uid).set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
@@ -114,6 +115,12 @@ def build_fp8(
 
     weakref.finalize(forward, cudnn.destroy_handle, made.handle)
     return Way(forward, convert, finish=finish if narrow else None)
+
+
+def _left_bound(problem: Problem) -> dict[str, int]:
+    """cuDNN's option of a window, which counts the key on the diagonal too."""
+    left = problem.mask.left
+    return {} if left is None else {"diagonal_band_left_bound": left + 1}
 
 
 def _in_layout(*inputs: Any) -> tuple[Any, ...]:

@@ -31,6 +31,8 @@ def flash_3(torch: Any, attention: Callable[[], Any], problem: Problem, *, spare
             f"FlashAttention-3 has one scale of each head of keys, not of each {SCALE_BLOCK} keys"
         )
 
+    window = _window(problem)
+
     def quantise(*inputs: Any) -> tuple[Any, ...]:
         tensors, descales = [], []
         for x in inputs:
@@ -49,7 +51,7 @@ def flash_3(torch: Any, attention: Callable[[], Any], problem: Problem, *, spare
 
     def forward(q: Any, k: Any, v: Any, *descales: Any) -> Any:
         scales = dict(zip(_FLASH_SCALES, descales, strict=True))
-        out = attention()(q, k, v, causal=problem.causal, **scales)
+        out = attention()(q, k, v, causal=problem.causal, **window, **scales)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return Way(forward, lay_out if problem.scaled else quantise, spare)
@@ -105,12 +107,20 @@ def loaded(module: str) -> Any:
     return package
 
 
+def _window(problem: Problem) -> dict[str, tuple[int, int]]:
+    """The option of a window: keys before and after the diagonal, -1 for all of them."""
+    if problem.mask.kind != "window":
+        return {}
+    left, right = (-1 if side is None else side for side in problem.mask.sides)
+    return {"window_size": (left, right)}
+
+
 def _in_own(module: str, problem: Problem, *, spare: bool = False, **how: int) -> Way:
-    attention = _attention_of(module)
+    attention, window = _attention_of(module), _window(problem)
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         given = (x.transpose(1, 2) for x in (q, k, v))
-        out = attention()(*given, causal=problem.causal, **how)
+        out = attention()(*given, causal=problem.causal, **window, **how)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return Way(forward, spare=spare)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import _TORCH, Builder, Unavailable, Way
-from attnsweep.core.problem import DTYPE_BYTES, Problem
+from attnsweep.core.problem import DTYPE_BYTES, FULL, Problem
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import Session
@@ -21,6 +21,14 @@ def _import_torch() -> Any:
     return torch
 
 
+def hidden_keys(torch: Any, problem: Problem) -> Any:
+    """A boolean tensor (seqlen_q, seqlen_k) of the pairs that the mask hides."""
+    low, high = problem.diagonals
+    rows = torch.arange(problem.seqlen_q, device="cuda")[:, None]
+    after = torch.arange(problem.seqlen_k, device="cuda") - rows
+    return (after < low) | (after > high)
+
+
 def _sdpa(backend: str) -> Builder:
     def build(torch: Any, problem: Problem, session: Session) -> list[Way]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,7 +38,11 @@ def _sdpa(backend: str) -> Builder:
         options: dict[str, Any] = {"is_causal": problem.causal}
         if problem.heads != problem.heads_kv:
             options["enable_gqa"] = True
-        if problem.causal and problem.seqlen_q != problem.seqlen_k:
+        if problem.mask.kind == "window":
+            if backend == "FLASH_ATTENTION":
+                raise Unavailable("PyTorch's flash attention takes no mask but causal")
+            options |= {"attn_mask": ~hidden_keys(torch, problem)}
+        elif problem.causal and problem.seqlen_q != problem.seqlen_k:
             if backend == "CUDNN_ATTENTION":
                 raise Unavailable("PyTorch reaches cuDNN only with a causal mask aligned top-left")
             from torch.nn.attention.bias import causal_lower_right
@@ -52,11 +64,7 @@ def _unfused(torch: Any, problem: Problem, session: Session) -> list[Way]:
     item = DTYPE_BYTES[problem.dtype]
     if scores * item * 4 > session.free_bytes:
         raise Unavailable(f"its scores need four times {scores * item / 2**30:.0f} GiB")
-    mask = None
-    if problem.causal:
-        rows = torch.arange(problem.seqlen_q, device="cuda")[:, None]
-        keys = torch.arange(problem.seqlen_k, device="cuda")
-        mask = keys > rows + problem.seqlen_k - problem.seqlen_q
+    mask = None if problem.mask == FULL else hidden_keys(torch, problem)
     group = problem.heads // problem.heads_kv
 
     def forward(q: Any, k: Any, v: Any) -> Any:

@@ -19,6 +19,9 @@ def _triton(torch: Any, problem: Problem, session: Session) -> list[Way]:
     except ImportError as error:
         raise Unavailable(f"Triton is not installed: {PACKAGES['triton_flash'].fix}") from error
 
+    if problem.mask.kind == "window":
+        raise Unavailable("its kernel has no window")
+
     def way(config: Any) -> Way:
         def forward(q: Any, k: Any, v: Any) -> Any:
             out = torch.empty_like(q)

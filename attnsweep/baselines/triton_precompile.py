@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 from attnsweep.baselines.flash import importable
@@ -75,7 +74,7 @@ class Ahead:
 
 
 def _line_of(problem: Problem) -> str:
-    return json.dumps(asdict(problem)) + "\n"
+    return json.dumps(problem.facts) + "\n"
 
 
 def _command() -> list[str]:
@@ -85,7 +84,7 @@ def _command() -> list[str]:
 def _serve() -> None:
     for line in sys.stdin:
         with contextlib.suppress(Exception):
-            compile_triton(Problem(**json.loads(line)))
+            compile_triton(Problem.of(json.loads(line)))
         sys.stdout.write(line)
         sys.stdout.flush()
 

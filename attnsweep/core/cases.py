@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from attnsweep.core.problem import Problem, ceil_div
+from attnsweep.core.problem import Interval, Problem, ceil_div
 
 TILE = 64
 """Query rows of a tile of checks: judge.cu takes gains of this many rows together."""
@@ -54,16 +54,8 @@ def small_cases(problem: Problem) -> tuple[Case, ...]:
         heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, inputs: Inputs, batch: int = 1
     ) -> Case:
         seqlen_k = min(seqlen_k, problem.seqlen_k)
-        seqlen_q = min(seqlen_q, seqlen_k) if problem.causal else seqlen_q
-        shape = replace(
-            problem,
-            batch=batch,
-            heads=heads,
-            heads_kv=heads_kv,
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-        )
-        return Case(shape, inputs)
+        shape = _shaped(problem, seqlen_q, seqlen_k)
+        return Case(replace(shape, batch=batch, heads=heads, heads_kv=heads_kv), inputs)
 
     return (
         case(1, 1, 1, 1, "normal"),
@@ -89,13 +81,26 @@ def short_turns(problem: Problem, sm_count: int) -> Case | None:
     successive turns of a block then read different keys, and keys of another turn show. Wide heads
     get fewer turns, and None is returned if one group of heads is too large.
     """
-    seqlen_q, seqlen_k = _SHORT_CAUSAL if problem.causal else _SHORT
-    seqlen_k = min(seqlen_k, problem.seqlen_k)
-    seqlen_q = min(seqlen_q, seqlen_k) if problem.causal else seqlen_q
+    seqlen_q, seqlen_k = _SHORT if problem.mask.right is None else _SHORT_CAUSAL
+    of_one = _shaped(problem, seqlen_q, min(seqlen_k, problem.seqlen_k))
+    seqlen_q = of_one.seqlen_q
     group = problem.heads // problem.heads_kv
     wanted = ceil_div(_TURNS_OF_AN_SM * sm_count, group * ceil_div(seqlen_q, TILE))
     batch = min(wanted, _MOST_ELEMENTS // (group * seqlen_q * problem.head_dim))
     if batch == 0:
         return None
-    of_one = replace(problem, heads=group, heads_kv=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    return Case(replace(of_one, batch=batch))
+    return Case(replace(of_one, batch=batch, heads=group, heads_kv=1))
+
+
+def _shaped(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
+    """The problem with other lengths, none of whose rows is empty.
+
+    A window becomes so narrow that it hides keys on both of its sides.
+    """
+    mask = problem.mask
+    if mask.empty_rows(seqlen_q, seqlen_k):
+        seqlen_q = min(seqlen_q, seqlen_k)
+    if mask.left is not None:
+        sides = (None if side is None else min(side, seqlen_k // 3) for side in mask.sides)
+        mask = Interval(*sides)
+    return replace(problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=mask)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from attnsweep.core.errors import ProblemError
+from attnsweep.core.masks import CAUSAL as CAUSAL
+from attnsweep.core.masks import FULL as FULL
+from attnsweep.core.masks import Interval as Interval
+from attnsweep.core.ops import DTYPE_BYTES as DTYPE_BYTES
+from attnsweep.core.ops import FORWARD, Op, Tensor
+from attnsweep.core.ops import SCALE_BLOCK as SCALE_BLOCK
 
 Dtype = Literal["fp16", "bf16", "fp32", "e4m3", "e4m3_tensor", "e4m3_block"]
-DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4} | dict.fromkeys(
-    ("e4m3", "e4m3_tensor", "e4m3_block"), 1
-)
-SCALE_BLOCK = 128
-"""Keys that share one k_scale and one v_scale in e4m3_block; the last block may have fewer."""
 MOST_MEMORY_BYTES = 288 * 2**30
 """Memory of the largest card there is, a B300. No card holds the tensors of a larger problem."""
 LOG2E = math.log2(math.e)
@@ -27,17 +29,18 @@ def ceil_div(a: int, b: int) -> int:
 
 
 _LABEL = re.compile(
-    r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)\)?(?: +(\w+))?(?: +(full|causal))?"
+    r"\(?(\d+), ?(\d+)(?:/(\d+))?, ?(\d+)(?:x(\d+))?, ?(\d+)\)?"
+    r"(?: +(?!window)(\w+))?(?: +(full|causal|window\([^)]*\)))?"
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Problem:
     """One attention forward: O = softmax(Q Kᵀ / sqrt(head_dim)) V.
 
     q, o: (batch, heads, seqlen_q, head_dim) · k, v: (batch, heads_kv, seqlen_k, head_dim), all
-    contiguous. Query head h reads key head h // (heads // heads_kv). The causal mask is aligned
-    bottom-right: query i sees keys 0 .. i + seqlen_k - seqlen_q (FlashAttention >= 2.1).
+    contiguous. Query head h reads key head h // (heads // heads_kv). `mask` says which keys a query
+    sees; causal=True is another way to write mask=CAUSAL.
 
     In e4m3, e4m3_tensor and e4m3_block, q, k and v are FP8 (1 sign, 4 exponent, 3 mantissa bits,
     no infinity) and o is bf16. A stored value times its scale is the value. The scales are three
@@ -55,10 +58,31 @@ class Problem:
     seqlen_k: int
     head_dim: int
     dtype: Dtype = "fp16"
-    causal: bool = False
+    mask: Interval = FULL
 
-    def __post_init__(self) -> None:
-        for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim"):
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        heads_kv: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        head_dim: int,
+        dtype: Dtype = "fp16",
+        mask: Interval = FULL,
+        *,
+        causal: bool | None = None,
+    ) -> None:
+        """causal: in the place of `mask`, CAUSAL or FULL."""
+        if causal is not None:
+            mask = CAUSAL if causal else FULL
+        values = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype, mask)
+        for field, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)
+        self._check()
+
+    def _check(self) -> None:
+        for name in SIZES:
             if getattr(self, name) < 1:
                 raise ProblemError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.dtype not in get_args(Dtype):
@@ -72,11 +96,11 @@ class Problem:
             raise ProblemError(
                 f"heads_kv must divide heads: {self.heads} is not a multiple of {self.heads_kv}"
             )
-        if self.has_empty_rows:
+        if empty := self.mask.empty_rows(self.seqlen_q, self.seqlen_k):
             raise ProblemError(
-                f"causal with seqlen_q {self.seqlen_q} > seqlen_k {self.seqlen_k}: the first "
-                f"{self.seqlen_q - self.seqlen_k} queries would see no key at all",
-                hint="make seqlen_k at least seqlen_q, or drop causal",
+                f"{self.mask.label} with seqlen_q {self.seqlen_q} > seqlen_k {self.seqlen_k}: the "
+                f"first {empty} queries would see no key at all",
+                hint=f"make seqlen_k at least seqlen_q, or drop {self.mask.label}",
             )
         if self.min_bytes > MOST_MEMORY_BYTES:
             raise ProblemError(
@@ -86,9 +110,19 @@ class Problem:
             )
 
     @property
+    def causal(self) -> bool:
+        """Whether the mask is the causal one."""
+        return self.mask == CAUSAL
+
+    @property
     def has_empty_rows(self) -> bool:
         """Whether the mask leaves some queries no key, which is refused so far."""
-        return self.causal and self.seqlen_q > self.seqlen_k
+        return self.mask.empty_rows(self.seqlen_q, self.seqlen_k) > 0
+
+    @property
+    def diagonals(self) -> tuple[int, int]:
+        """(low, high): query i sees the keys i + low to i + high that there are."""
+        return self.mask.diagonals(self.seqlen_q, self.seqlen_k)
 
     def query_tiles(self, block_m: int) -> int:
         """Number of tiles of block_m queries, over all heads."""
@@ -103,8 +137,7 @@ class Problem:
             if self.seqlen_q == self.seqlen_k
             else f"{self.seqlen_q}x{self.seqlen_k}"
         )
-        mask = "causal" if self.causal else "full"
-        return f"({self.batch},{heads},{seqlen},{self.head_dim}) {self.dtype} {mask}"
+        return f"({self.batch},{heads},{seqlen},{self.head_dim}) {self.dtype} {self.mask.label}"
 
     @classmethod
     def parse(cls, text: str) -> Problem:
@@ -122,7 +155,45 @@ class Problem:
         b, heads, kv, q, k, d, dtype, mask = match.groups()
         sizes = (int(b), int(heads), int(kv or heads), int(q), int(k or q), int(d))
         known: Any = dtype or "fp16"  # Problem refuses any other dtype
-        return cls(*sizes, dtype=known, causal=mask == "causal")
+        return cls(*sizes, dtype=known, mask=Interval.parse(mask) if mask else FULL)
+
+    def __repr__(self) -> str:
+        """As of a dataclass of the facts: fingerprints of recorded rows are hashes of it."""
+        facts = ", ".join(f"{name}={value!r}" for name, value in self.facts.items())
+        return f"Problem({facts})"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Sizes, dtype and mask as rows have them in JSON."""
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "mask"}
+        return sizes | self.mask.facts
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Problem:
+        """The problem of such facts; keys that are none are ignored. Raises ProblemError."""
+        own = {f.name: facts[f.name] for f in fields(cls) if f.name in facts}
+        missing = [name for name in SIZES if not isinstance(own.get(name), int)]
+        if missing:
+            raise ProblemError(f"not a problem: no whole number {', '.join(missing)}")
+        window = facts.get("window")
+        mask = Interval(*window) if window else CAUSAL if facts.get("causal") else FULL
+        return cls(**own | {"mask": mask})
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _source: Any, _handler: Any) -> Any:
+        """In models a problem is its facts. Nothing else of this file needs pydantic."""
+        from pydantic_core import core_schema
+
+        def validated(given: Any) -> Problem:
+            if isinstance(given, Problem):
+                return given
+            try:
+                return cls.of(given)
+            except (ProblemError, TypeError, AttributeError) as error:
+                raise ValueError(str(error)) from error
+
+        facts = core_schema.plain_serializer_function_ser_schema(lambda problem: problem.facts)
+        return core_schema.no_info_plain_validator_function(validated, serialization=facts)
 
     @property
     def scaled(self) -> bool:
@@ -135,16 +206,32 @@ class Problem:
         return "bf16" if self.scaled else self.dtype
 
     @property
+    def op(self) -> Op:
+        """What a call computes."""
+        return FORWARD
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """Names of a call's inputs: q, k, v, and their scales if there are any."""
-        return ("q", "k", "v", *(("q_scale", "k_scale", "v_scale") if self.scaled else ()))
+        return tuple(tensor.name for tensor in self.op.inputs(self))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of a call's outputs."""
+        return tuple(tensor.name for tensor in self.op.outputs(self))
+
+    def tensor(self, name: str) -> Tensor:
+        """An input or output of a call."""
+        tensors = (*self.op.inputs(self), *self.op.outputs(self))
+        return next(each for each in tensors if each.name == name)
 
     def bytes_of(self, tensor: str) -> int:
-        """Bytes of an input or of `o`."""
-        item = 4 if tensor.endswith("_scale") else DTYPE_BYTES[self.dtype]
-        if tensor == "o":
-            item = DTYPE_BYTES[self.out_dtype]
-        return math.prod(self.shape_of(tensor)) * item
+        """Bytes of an input or output."""
+        return self.tensor(tensor).nbytes
+
+    def shape_of(self, tensor: str) -> tuple[int, ...]:
+        """Shape of an input or output: four sizes, but of scales two or three."""
+        return self.tensor(tensor).shape
 
     @property
     def scale(self) -> float:
@@ -154,31 +241,20 @@ class Problem:
     @property
     def pairs(self) -> int:
         """Unmasked (query, key) pairs over all heads: the pairs that both products and exp need."""
-        per_head = self.seqlen_q * self.seqlen_k
-        if self.causal:
-            per_head -= self.seqlen_q * (self.seqlen_q - 1) // 2
-        return self.batch * self.heads * per_head
+        return self.batch * self.heads * self.mask.pairs(self.seqlen_q, self.seqlen_k)
 
     @property
     def flops(self) -> int:
-        """FLOPs of QKᵀ and PV (multiply-add = 2), without the softmax and without masked pairs."""
-        return 4 * self.pairs * self.head_dim
+        """FLOPs of the products (multiply-add = 2), without the softmax and masked pairs."""
+        return self.op.flops(self)
 
     @property
     def min_bytes(self) -> int:
-        """Bytes of the inputs read once and o written once."""
-        return sum(map(self.bytes_of, (*self.inputs, "o")))
+        """Bytes of the inputs read once and the outputs written once."""
+        return sum(t.nbytes for t in (*self.op.inputs(self), *self.op.outputs(self)))
 
-    def shape_of(self, tensor: str) -> tuple[int, ...]:
-        """Shape of an input or of `o`: four sizes, but of scales two or three."""
-        if tensor.endswith("_scale"):
-            blocks = self.dtype == "e4m3_block" and tensor != "q_scale"
-            per = (ceil_div(self.seqlen_k, SCALE_BLOCK),) if blocks else ()
-            return (self.batch, self.heads_kv, *per)
-        if tensor in ("q", "o"):
-            return (self.batch, self.heads, self.seqlen_q, self.head_dim)
-        return (self.batch, self.heads_kv, self.seqlen_k, self.head_dim)
 
+SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
 
 Value = int | bool | str
 """Value of a parameter. It reaches the preprocessor, so it is never a float."""

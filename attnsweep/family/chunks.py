@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from attnsweep.core.problem import Problem, Value, ceil_div
+from attnsweep.core.problem import CAUSAL, FULL, Problem, Value, ceil_div
 from attnsweep.core.trial import OURS, Trial
 from attnsweep.family.family import Config, Kernel, Param
 
@@ -115,6 +115,8 @@ def is_used(config: Config, problem: Problem) -> bool:
     heads, rows = _number(config, "CHUNK_HEADS"), _number(config, "CHUNK_ROWS")
     if rows and (rows >= problem.seqlen_q or rows % ROW_UNIT or heads > 1):
         return False
+    if rows and not _splits_queries(problem):
+        return False
     if heads and (heads > total or not _keeps_groups(heads, group)):
         return False
     if heads == total and not rows:
@@ -147,7 +149,7 @@ def schedule_of(
         while not fits(schedule) and heads > 1:
             heads = next(n for n in range(heads - 1, 0, -1) if _keeps_groups(n, group))
             schedule = made(heads, rows)
-    if not _number(config, "CHUNK_ROWS") and heads == 1:
+    if not _number(config, "CHUNK_ROWS") and heads == 1 and _splits_queries(problem):
         while not fits(schedule) and rows > ROW_UNIT:
             rows = max(ROW_UNIT, (rows - 1) // 2 // ROW_UNIT * ROW_UNIT)
             schedule = made(heads, rows)
@@ -157,6 +159,11 @@ def schedule_of(
 def _keeps_groups(heads: int, group: int) -> bool:
     """Whether chunks of `heads` query heads each read key heads of their own."""
     return heads % group == 0 or group % heads == 0
+
+
+def _splits_queries(problem: Problem) -> bool:
+    """Whether some queries with the keys up to their last are a problem with the same mask."""
+    return problem.mask in (FULL, CAUSAL) or problem.mask.right == 0
 
 
 def _wanted(config: Config, problem: Problem) -> tuple[int, int]:
@@ -210,7 +217,7 @@ def _chunk(
     """The problem of a chunk, with batch and heads merged, and the byte offsets of its tensors."""
     group = problem.heads // problem.heads_kv
     seqlen_k = problem.seqlen_k
-    if problem.causal:  # dropping masked keys at the end keeps the mask aligned
+    if problem.mask.right is not None:  # dropping hidden keys at the end keeps the mask aligned
         seqlen_k -= problem.seqlen_q - row - rows
     chunk = replace(
         problem,

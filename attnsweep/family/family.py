@@ -17,7 +17,7 @@ from typing import Any
 
 from attnsweep.core.errors import KernelError
 from attnsweep.core.hardware import Arch
-from attnsweep.core.problem import Problem, Value
+from attnsweep.core.problem import CAUSAL, Problem, Value
 from attnsweep.family import time_limit, validate
 from attnsweep.family.launch import Arg as Arg
 from attnsweep.family.launch import Launch as Launch
@@ -106,7 +106,7 @@ _SLOW_S = 0.5
 PROBLEM_CONSTANTS: dict[str, Callable[[Problem], int]] = {
     "HEAD_DIM": lambda p: p.head_dim,
     "IS_BF16": lambda p: int(p.dtype == "bf16"),
-    "CAUSAL": lambda p: int(p.causal),
+    "CAUSAL": lambda p: int(p.mask == CAUSAL),
 }
 
 
@@ -173,7 +173,8 @@ class Kernel:
 
     rounds_scores: how often the family rounds scores to the problem's dtype (1 if it stores them
     between stages); the error limit comes from the same maths with scores rounded as often.
-    head_dims: the supported ones, as a tuple or a range. deterministic: equal calls give equal
+    head_dims: the supported ones, as a tuple or a range. masks: the kinds that it can: full,
+    causal, window. deterministic: equal calls give equal
     bits, and the bits of a head follow from its own q, k and v alone, which is checked; False for a
     family with atomic sums. lse: name of the switch with which the family writes the log-sum-exp of
     every row (float32, natural) to the workspace `lse`; it is then checked too.
@@ -185,6 +186,7 @@ class Kernel:
     min_arch: str = "sm_80"
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     head_dims: tuple[int, ...] | range = (64, 128, 256)
+    masks: tuple[str, ...] = ("full", "causal")
     rounds_scores: int = 0
     deterministic: bool = True
     lse: str = ""
@@ -339,6 +341,8 @@ class Kernel:
             return f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}"
         if problem.head_dim not in self.head_dims:
             return f"head_dim {problem.head_dim} is not one of {self.head_dims_text}"
+        if problem.mask.kind not in self.masks:
+            return f"mask {problem.mask.label} is not one of {', '.join(self.masks)}"
         return None
 
     def refused_by(self, config: Config, problem: Problem, arch: Arch) -> str | None:
@@ -374,7 +378,7 @@ class Kernel:
 
     def launches(self, config: Config, problem: Problem, arch: Arch) -> dict[str, Launch]:
         """Stage name to its Launch, in running order. Raises KernelError for a faulty launch."""
-        buffers = {*problem.inputs, "o", *self.workspaces(config, problem)}
+        buffers = {*problem.inputs, *problem.outputs, *self.workspaces(config, problem)}
         launches = {}
         for name, stage in self.stages.items():
             launch = self._ask(f"stage {name}", stage.launch, config, problem, arch)
@@ -397,7 +401,7 @@ class Kernel:
     def workspaces(self, config: Config, problem: Problem) -> dict[str, int]:
         """Bytes of each workspace by name."""
         made: dict[str, int] = self._ask("workspace", self.workspace_of, config, problem)
-        fault = validate.of_workspaces(made, (*problem.inputs, "o"))
+        fault = validate.of_workspaces(made, (*problem.inputs, *problem.outputs))
         if fault is not None:
             raise self._fault("workspace", fault, self.workspace_of, config, problem)
         return made

@@ -80,12 +80,7 @@ def _calls_of(spec_text: str | None) -> tuple[dict[Problem, int], list[dict[str,
     try:
         data = yaml.safe_load(spec_text or "")
         entries = [dict(entry) for entry in data["problems"]]
-        names = Problem.__dataclass_fields__
-        calls = {
-            Problem(**{name: entry[name] for name in names}): int(entry["calls"])
-            for entry in entries
-            if "calls" in entry
-        }
+        calls = {Problem.of(entry): int(entry["calls"]) for entry in entries if "calls" in entry}
         unserved = [
             {"call": str(u["call"]), "calls": int(u["calls"]), "reason": str(u["reason"])}
             for u in data.get("unserved") or ()

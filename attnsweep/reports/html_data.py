@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -97,7 +96,7 @@ def _drawn(section: Section, variants: Mapping[str, Any]) -> dict[str, Any]:
     binds = next((row["bound"] for row in section.rows if row["bound"]), None)
     return {
         "label": problem.label,
-        "axes": asdict(problem),
+        "axes": problem.facts,
         "flops": problem.flops,
         "bytes": problem.min_bytes,
         "bounds": {unit: short(us) for unit, us in section.bounds_us.items()},

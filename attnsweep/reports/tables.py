@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import pandas
@@ -163,7 +163,7 @@ def to_json(run: Run) -> dict[str, Any]:
         "environment": run.environment.model_dump(mode="json") if run.environment else None,
         "problems": [
             {
-                "problem": asdict(section.problem),
+                "problem": section.problem.facts,
                 "label": section.problem.label,
                 "bounds_us": section.bounds_us,
                 "winner": _json_row(section.winner) if section.winner else None,

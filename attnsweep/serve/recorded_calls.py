@@ -275,7 +275,7 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
         return reason
     head_dim = kind.get("padded_from", q[3])
     try:
-        return Problem(q[0], q[1], k[1], q[2], k[2], head_dim, dtype, kind["causal"])
+        return Problem(q[0], q[1], k[1], q[2], k[2], head_dim, dtype, causal=kind["causal"])
     except ProblemError as error:  # such as more than a card holds, on a host that holds it
         return error.what
 

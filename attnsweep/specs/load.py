@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from attnsweep.core.errors import ProblemError, SpecError
-from attnsweep.core.problem import Dtype, Problem, Value
+from attnsweep.core.problem import CAUSAL, FULL, Dtype, Interval, Problem, Value
 from attnsweep.family.chunks import MODES
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Kernel, Param
@@ -45,6 +45,7 @@ from attnsweep.specs.model import (
     KernelSpec,
     MeasureSpec,
     ParameterValues,
+    Side,
     Size,
     Slower,
     UnservedCalls,
@@ -93,6 +94,11 @@ class ProblemSpec(_Model):
     causal: Many[StrictBool] = Field(
         default=[False], description="Mask aligned bottom-right; needs seqlen_q <= seqlen_k."
     )
+    window: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
+        default=None,
+        description="In the place of causal: keys that a query sees before and after its own, "
+        "[512, 0]; null is all of them.",
+    )
     kernels: Many[StrictStr] | None = Field(
         default=None, description="Sweep only these of the spec's kernels on this entry."
     )
@@ -124,14 +130,19 @@ class ProblemSpec(_Model):
                     raise wrong(f"{name} is missing", "give seqlen, or both seqlen_q and seqlen_k")
             seqlens = list(itertools.product(self.seqlen_q or (), self.seqlen_k or ()))
         axes: list[list[Any]] = [self.batch, self.heads, self.heads_kv or [None]]
-        axes += [seqlens, self.head_dim, self.dtype, self.causal]
+        masks = [CAUSAL if causal else FULL for causal in self.causal]
+        if self.window is not None:
+            if masks != [FULL]:
+                raise wrong("both causal and window", "a causal window is window: [LEFT, 0]")
+            masks = [Interval(*self.window)]
+        axes += [seqlens, self.head_dim, self.dtype, masks]
         count = math.prod(map(len, axes))
         if count > MAX_PROBLEMS:
             raise wrong(f"this entry has {count} problems; a spec may have {MAX_PROBLEMS}")
         try:
             return [
-                Problem(b, heads, kv or heads, q, k, d, dtype, causal)
-                for b, heads, kv, (q, k), d, dtype, causal in itertools.product(*axes)
+                Problem(b, heads, kv or heads, q, k, d, dtype, mask)
+                for b, heads, kv, (q, k), d, dtype, mask in itertools.product(*axes)
             ]
         except ProblemError as error:
             raise wrong(error.what, error.hint) from error
@@ -312,7 +323,7 @@ class SweepSpec:
             },
             "problems": [
                 Flow(
-                    {name: getattr(entry.problem, name) for name in Problem.__dataclass_fields__}
+                    entry.problem.facts
                     | ({} if entry.kernels == usual else {"kernels": [*entry.kernels]})
                     | ({} if entry.slower is None else {"slower": entry.slower})
                     | ({} if entry.calls is None else {"calls": entry.calls})

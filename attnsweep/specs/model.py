@@ -98,6 +98,7 @@ def _bytes(value: object) -> object:
 
 
 Size = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+Side = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)] | None
 Calls = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
 # A share by which a check lets code become slower. Rounds hardly resolve less than 0.5 %.
 Slower = Annotated[float, Field(strict=True, ge=0.001, le=10.0)]

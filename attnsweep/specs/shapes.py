@@ -5,7 +5,7 @@ The grammar, in words apart from each other:
     4,32,4096,128          batch, heads, seqlen, head_dim; heads/heads_kv, seqlen_q x seqlen_k:
     2,32/8,512x2048,128
     B=4 H=32 Hkv=8 S=4096 D=128        in any order; Sq and Sk instead of S
-    bf16, causal, full                 after a shape: of that shape alone
+    bf16, causal, window(512,0)        after a shape: of that shape alone
     shapes.csv                         a row for each shape
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.core.errors import ProblemError
-from attnsweep.core.problem import DTYPE_BYTES, Problem
+from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Interval, Problem
 from attnsweep.specs.load import MAX_PROBLEMS
 from attnsweep.specs.yaml_file import MAX_ERRORS, closest
 
@@ -37,9 +37,8 @@ _KEYS = {
 }
 """The short name of each size; dtype and causal have none."""
 _FIELDS = {name.lower(): of for name, of in _KEYS.items()} | {of: of for of in _KEYS.values()}
-_FIELDS |= {"dtype": "dtype", "causal": "causal", "mask": "causal"}
-_MASKS = {"causal": True, "full": False, "true": True, "false": False, "1": True, "0": False}
-_SAID = {"causal": "mask"}
+_FIELDS |= {"dtype": "dtype", "causal": "mask", "mask": "mask"}
+_MASKS = {"causal": CAUSAL, "full": FULL, "true": CAUSAL, "false": FULL, "1": CAUSAL, "0": FULL}
 _EXAMPLES = "4,32,4096,128 or B=4 H=32 Hkv=8 S=4096 D=128"
 
 
@@ -150,11 +149,12 @@ class _Shape:
         try:
             sizes = _sizes({of: text for of, text in self.fields.items() if of in _KEYS.values()})
             own: Any = _dtype(self.fields.get("dtype", dtype))
-            mask = _mask(self.fields["causal"]) if "causal" in self.fields else causal
+            mask = _mask(self.fields["mask"]) if "mask" in self.fields else None
         except _Wrong as error:
             raise ProblemError(error.what, where=where, hint=error.hint) from error
         try:
-            return Problem(**sizes, dtype=own, causal=mask)
+            chosen = mask or (CAUSAL if causal else FULL)
+            return Problem.of({**sizes, "dtype": own} | chosen.facts)
         except ProblemError as error:
             raise ProblemError(error.what, where=where, hint=error.hint) from error
 
@@ -180,8 +180,8 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
         if "=" in bare:
             pieces = bare.split(",")
             given = [_named(piece) for piece in pieces]
-        elif bare.lower() in ("causal", "full"):
-            given = [("causal", bare.lower())]
+        elif bare.lower() in ("causal", "full") or bare.startswith("window("):
+            given = [("mask", bare.lower())]
         elif bare.lower() in DTYPE_BYTES:
             given = [("dtype", bare.lower())]
         elif bare[:1].isdigit() or bare[:1] in "-+.":
@@ -196,15 +196,15 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
         else:
             raise _unknown(bare)
         for piece, (of, text) in zip(pieces, given, strict=True):
-            if not shapes and of in ("dtype", "causal"):
+            if not shapes and of in ("dtype", "mask"):
                 raise ProblemError(
                     f"{piece!r} stands before its shape",
                     hint=f"write the shape first: 4,32,4096,128 {piece}",
                 )
             if not shapes or of in shapes[-1].fields:
-                if of in ("dtype", "causal"):
+                if of in ("dtype", "mask"):
                     raise ProblemError(
-                        f"{piece!r} is the second {_SAID.get(of, of)} of one shape",
+                        f"{piece!r} is the second {of} of one shape",
                         where=repr(shapes[-1].text),
                     )
                 shapes.append(_Shape())
@@ -242,16 +242,16 @@ def _of_cells(cells: Sequence[str]) -> _Shape:
     for text in rest:
         if text.lower() not in (*DTYPE_BYTES, *_MASKS):
             raise _unknown_cell(text)
-        of = "dtype" if text.lower() in DTYPE_BYTES else "causal"
+        of = "dtype" if text.lower() in DTYPE_BYTES else "mask"
         if of in fields:
-            raise _Wrong(f"{text!r} is the second {_SAID.get(of, of)} of one shape")
+            raise _Wrong(f"{text!r} is the second {of} of one shape")
         fields[of] = text
     return _Shape([], fields)
 
 
 def _unknown_cell(text: str) -> _Wrong:
     """The error for a cell after the numbers that is neither a dtype nor a mask."""
-    known = [*DTYPE_BYTES, "causal", "full"]
+    known = [*DTYPE_BYTES, "causal", "full", "window(LEFT,RIGHT)"]
     close = closest(text, known)
     guess = f"did you mean {close!r}? " if close else ""
     return _Wrong(
@@ -282,7 +282,7 @@ def _nearest(name: str) -> str:
 
 
 def _unknown(word: str) -> ProblemError:
-    known = [*DTYPE_BYTES, "causal", "full"]
+    known = [*DTYPE_BYTES, "causal", "full", "window(LEFT,RIGHT)"]
     close = closest(word, known)
     guess = f"did you mean {close!r}? " if close else ""
     return ProblemError(f"{word!r} is no shape", hint=f"{guess}write {_EXAMPLES}, or a file .csv")
@@ -331,10 +331,13 @@ def _dtype(text: str) -> str:
     return text.lower()
 
 
-def _mask(text: str) -> bool:
-    if text.lower() not in _MASKS:
-        raise _Wrong(f"causal cannot be {text!r}", "write true or false")
-    return _MASKS[text.lower()]
+def _mask(text: str) -> Interval:
+    if text.lower() in _MASKS:
+        return _MASKS[text.lower()]
+    try:
+        return Interval.parse(text.lower())
+    except ProblemError as error:
+        raise _Wrong(f"mask cannot be {text!r}", "write causal, full or window(512,0)") from error
 
 
 # -- CSV ------------------------------------------------------------------------------------

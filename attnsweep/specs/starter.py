@@ -249,7 +249,7 @@ def _entry(problem: Problem) -> dict[str, Any]:
     entry |= {"seqlen": p.seqlen_q} if same else {"seqlen_q": p.seqlen_q, "seqlen_k": p.seqlen_k}
     entry["head_dim"] = p.head_dim
     entry |= {} if p.dtype == "fp16" else {"dtype": p.dtype}
-    return entry | ({"causal": True} if p.causal else {})
+    return entry | {name: value for name, value in p.mask.facts.items() if value}
 
 
 def _families_for(

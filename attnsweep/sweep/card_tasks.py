@@ -249,7 +249,7 @@ class Tasks:
             *(self._spec, self._kernels, baseline, gpu, self._here),
             *(self.compiler, observer, budget),
         )
-        problem = Problem(**message["problem"])
+        problem = Problem.of(message["problem"])
         options = {name: message[name] for name in ("slower", "other_driver")}
         (finding,) = gate.run([problem], **options)
         self._pipe.tell("done", finding=finding.to_json())

@@ -65,7 +65,7 @@ def serve(read: BinaryIO, write: BinaryIO, open_gpu: OpenGpu) -> None:
         with open_gpu(begin) as gpu:
             first = begin.get("first")
             if first is not None:
-                first = Problem(**first["problem"]), first["seed"]
+                first = Problem.of(first["problem"]), first["seed"]
             with ThreadPoolExecutor(1) as aside:
                 described = aside.submit(gpu.describe, preload=begin["preload"], first=first)
                 from attnsweep.sweep.card_tasks import (

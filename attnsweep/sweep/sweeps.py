@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from attnsweep.compile.advice import spilling, unused_parameters
@@ -173,7 +173,7 @@ def longest(spec: SweepSpec, shard: Shard | None) -> list[Problem]:
 
 def first_of(problem: Problem, seed: int) -> Message:
     """What the first message says besides if a card will probably open this problem first."""
-    return {"first": {"problem": asdict(problem), "seed": seed}}
+    return {"first": {"problem": problem.facts, "seed": seed}}
 
 
 # -- the sweep --------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class Inspection:
         return {
             "kernel": self.kernel.name,
             "config": dict(self.config),
-            "problem": asdict(self.problem),
+            "problem": self.problem.facts,
             "label": self.problem.label,
             "arch": self.arch.name,
             "nvrtc": f"{major}.{minor}",

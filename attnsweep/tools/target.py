@@ -83,7 +83,7 @@ def recorded(run: Path, problems: Sequence[Problem]) -> Target:
 
 def _differs(known: Problem, asked: Problem) -> str:
     """The options of `tune` by which a problem of the same shape is asked for; `` of others."""
-    if replace(known, dtype=asked.dtype, causal=asked.causal) != asked:
+    if replace(known, dtype=asked.dtype, mask=asked.mask) != asked:
         return ""
     options = [f"--dtype {known.dtype}"] if known.dtype != asked.dtype else []
     if known.causal != asked.causal:

@@ -169,7 +169,7 @@ class Judge:
             [
                 *(*pointers, np.uint64(out.pointer), np.uint64(lse.pointer)),
                 *map(np.int32, (*sizes, problem.head_dim)),
-                *(np.float64(problem.scale * (1 + tilt)), np.int32(problem.causal)),
+                *(np.float64(problem.scale * (1 + tilt)), *map(np.int32, problem.diagonals)),
                 *(*map(np.uint64, scales), np.int32(per), np.int32(blocks)),
                 *(np.int32(sample.every), np.int32(sample.phase)),
             ],

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnsweep.core.length import is_long
-from attnsweep.core.problem import SCALE_BLOCK, Problem, ceil_div
+from attnsweep.core.problem import FULL, SCALE_BLOCK, Problem, ceil_div
 from attnsweep.core.threads import parallel
 from attnsweep.verify.encoding import Bits, Tensor, Windows, stored, to_bits
 
@@ -114,7 +114,7 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         if case.inputs == "tiny_ends":
             end = min(256, 2 * problem.seqlen_k // 5)
             shift[end : problem.seqlen_k - end] = 0
-        elif case.inputs == "far_below" and problem.causal:
+        elif case.inputs == "far_below" and problem.mask.right is not None:
             # Not at the edge of a tile, so that the last tile of some queries has such keys.
             shift[max(1, problem.seqlen_k - problem.seqlen_q // 2 - 3) :] = 0
         side = np.ones((problem.seqlen_q, 1), np.float32)
@@ -129,8 +129,14 @@ def draw(case: Case, seed: int) -> dict[str, npt.NDArray[np.float32]]:
         # what rounding their scores costs is then as rare as it is large. A causal row sees no key
         # after the last.
         shape, keys = (problem.seqlen_q, 32), problem.seqlen_k
-        last = np.arange(problem.seqlen_q) + max(0, keys - problem.seqlen_q)
-        drawn = rng_q.integers(0, np.minimum(last, keys - 1)[:, None] + 1, shape)
+        # A window's row sees none before the first either.
+        low, high = problem.diagonals
+        rows = np.arange(problem.seqlen_q)[:, None]
+        if problem.mask == FULL:  # row i then draws of as many keys as in a causal problem
+            low, high = 1 - problem.seqlen_q, max(0, keys - problem.seqlen_q)
+        drawn = rng_q.integers(
+            np.maximum(rows + low, 0), np.minimum(rows + high, keys - 1) + 1, shape
+        )
         heads = np.repeat(k, problem.heads // problem.heads_kv, axis=1)
         products = heads @ heads.swapaxes(2, 3)
         others = np.where(np.eye(keys, dtype=bool), -np.inf, products).max(-1)

@@ -21,6 +21,14 @@ _REFERENCE_FLOPS = 2e9
 _BLOCK_ROWS, _BLOCK_ROWS_OF_LONG = 128, 64
 
 
+def hidden_keys(problem: Problem, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """(rows, seqlen_k): the keys that these query rows do not see."""
+    low, high = problem.diagonals
+    after = np.arange(problem.seqlen_k) - rows[:, None]
+    hidden: npt.NDArray[np.bool_] = (after < low) | (after > high)
+    return hidden
+
+
 def sampled_rows(
     problem: Problem, seed: int, flops: float = _REFERENCE_FLOPS
 ) -> npt.NDArray[np.int64]:
@@ -66,9 +74,7 @@ def exact_rows(
                 scores = q @ k.T * problem.scale
                 for sign, (out, lse) in zip(signs, sides, strict=True):
                     signed = scores * sign
-                    if problem.causal:
-                        last = some[:, None] + problem.seqlen_k - problem.seqlen_q
-                        signed[np.arange(problem.seqlen_k) > last] = -np.inf
+                    signed[hidden_keys(problem, some)] = -np.inf
                     largest = signed.max(axis=1, keepdims=True)
                     p = np.exp(signed - largest)
                     total = p.sum(axis=1, keepdims=True)

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import FULL, Problem
 from attnsweep.core.threads import one_blas_thread, parallel
 from attnsweep.verify.encoding import E4M3_MAX, Float, Tensor, round_to, values_of
 from attnsweep.verify.measures import TILT
-from attnsweep.verify.reference import _BLOCK_ROWS, _BLOCK_ROWS_OF_LONG
+from attnsweep.verify.reference import _BLOCK_ROWS, _BLOCK_ROWS_OF_LONG, hidden_keys
 
 _K = 32  # products that are added at once
 _FRACTION = 13
@@ -155,10 +155,8 @@ def _attend(
     maths: Sequence[Maths],
 ) -> Iterator[npt.NDArray[Any]]:
     """Some rows of one head (rows, head_dim), by each of the maths."""
-    dtype, hidden = problem.dtype, None
-    if problem.causal:
-        last_key = rows + problem.seqlen_k - problem.seqlen_q
-        hidden = np.arange(problem.seqlen_k) > last_key[:, None]
+    dtype = problem.dtype
+    hidden = None if problem.mask == FULL else hidden_keys(problem, rows)
 
     @cache
     def raw_scores(kind: Any) -> npt.NDArray[Any]:
@@ -239,7 +237,7 @@ def log_sum_exp(
     in_fp8: of scores as Hopper's FP8 products add them, by this maths.
     """
     group = problem.heads // problem.heads_kv
-    last_key = rows + problem.seqlen_k - problem.seqlen_q if problem.causal else None
+    hidden = hidden_keys(problem, rows)
     out = np.empty((problem.batch, problem.heads, len(rows)))
 
     def one(batch: int, head: int) -> None:
@@ -247,8 +245,7 @@ def log_sum_exp(
         keys = values_of(inputs, problem, "k", batch, head // group).astype(np.float64)
         product = matmul(queries, keys.T, by_term=in_fp8.by_term) if in_fp8 else queries @ keys.T
         scores = product * problem.scale
-        if last_key is not None:
-            scores[np.arange(problem.seqlen_k) > last_key[:, None]] = -np.inf
+        scores[hidden] = -np.inf
         largest = scores.max(axis=1)
         out[batch, head] = largest + np.log(np.exp(scores - largest[:, None]).sum(axis=1))
 

@@ -143,18 +143,18 @@ using Scales = Unscaled;
 #endif
 extern "C" __global__ void __launch_bounds__(256)
     reference_64(const void* q, const void* k, const void* v, double* out, double* lse, int group,
-                 int seqlen_q, int seqlen_k, int head_dim, double scale, int causal,
+                 int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
                  const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
                  int every, int phase) {
-    attend<In, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, causal,
+    attend<In, 64>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, low, high,
                    Scales{of_q, of_k, of_v, block, blocks}, Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)
     reference_128(const void* q, const void* k, const void* v, double* out, double* lse, int group,
-                  int seqlen_q, int seqlen_k, int head_dim, double scale, int causal,
+                  int seqlen_q, int seqlen_k, int head_dim, double scale, int low, int high,
                   const float* of_q, const float* of_k, const float* of_v, int block, int blocks,
                   int every, int phase) {
-    attend<In, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, causal,
+    attend<In, 128>(q, k, v, out, lse, group, seqlen_q, seqlen_k, head_dim, scale, low, high,
                     Scales{of_q, of_k, of_v, block, blocks}, Sample{every, phase});
 }
 extern "C" __global__ void __launch_bounds__(256)

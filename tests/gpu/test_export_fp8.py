@@ -152,7 +152,7 @@ def test_outputs(operator, dtype, causal, head_dim, sizes):
         with pytest.raises(ValueError, match="libraries differ in how they align the mask"):
             operator.attention(*given, causal, None, True)
         return
-    problem = Problem(*sizes, head_dim, dtype, causal)
+    problem = Problem(*sizes, head_dim, dtype, causal=causal)
     if head_dim == 256 and sizes[3] <= 64:
         with pytest.raises(Exception, match="no FP8 kernel of the package may run"):
             operator.attention(*inputs(problem), causal, None, True)
@@ -169,7 +169,7 @@ def test_every_winner_of_the_recorded_run(package):
     assert winners
     for winner in winners:
         s = winner.shape
-        tuned = Problem(*s[:6], s.dtype, s.causal)
+        tuned = Problem(*s[:6], s.dtype, causal=s.causal)
         for problem in (tuned, recorded.off(tuned)):
             given = large_inputs(problem)
             explained = package.explain_fp8(*given, causal=s.causal)
@@ -189,7 +189,7 @@ def test_winners_of_16_bits_are_not_needed(package):
 def test_cuda_graphs_and_streams(table, dtype):
     """The first call is in a capture, and scales are read anew by each replay."""
     fresh = Fp8Operator(table, torch.library.Library(f"exported_fp8_{dtype}", "DEF"))
-    given = [each.clone() for each in inputs(Problem(2, 8, 8, 1000, 1000, 128, dtype, True))]
+    given = [each.clone() for each in inputs(Problem(2, 8, 8, 1000, 1000, 128, dtype, causal=True))]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = fresh.attention(*given, True)

@@ -101,7 +101,7 @@ MODES = [
 @pytest.mark.parametrize("modes", MODES, ids=str)
 @pytest.mark.parametrize("kernel", [*PIPELINES, KERNELS["flash_fwd_mma"]], ids=str)
 def test_right_in_every_mode(kernel, modes, causal, worker, compiler):
-    problem = Problem(2, 4, 2, 700, 900, 64, "fp16", causal)
+    problem = Problem(2, 4, 2, 700, 900, 64, "fp16", causal=causal)
     reason = kernel.refusal(problem, compiler.arch)
     if reason is not None:
         pytest.skip(reason)
@@ -119,7 +119,7 @@ def test_right_in_every_mode(kernel, modes, causal, worker, compiler):
 
 @pytest.mark.parametrize("kernel", PIPELINES, ids=str)
 def test_a_workspace_limit_is_kept_and_the_result_right(kernel, worker, compiler):
-    problem = Problem(1, 4, 4, 1500, 1500, 64, "fp16", True)
+    problem = Problem(1, 4, 4, 1500, 1500, 64, "fp16", causal=True)
     reason = kernel.refusal(problem, compiler.arch)
     if reason is not None:
         pytest.skip(reason)

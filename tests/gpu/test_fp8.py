@@ -25,7 +25,7 @@ OWN_BF16_MOST = 0.04
 
 def opened(worker, dtype, causal=True):
     """Opening proves the device's reference against NumPy's, or raises."""
-    problem = Problem(2, 8, 4, 1024, 1024, 128, dtype, causal)
+    problem = Problem(2, 8, 4, 1024, 1024, 128, dtype, causal=causal)
     worker.open(problem, replay_us=200, seed=5)
     return problem
 

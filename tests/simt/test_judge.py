@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attnsweep.core.cases import Case
+from attnsweep.core.masks import CAUSAL, FULL, Interval
 from attnsweep.core.problem import Problem
 from attnsweep.verify import encoding, measures, rounded
 from attnsweep.verify import inputs as verify_inputs
@@ -33,15 +34,17 @@ FP8 = ("e4m3", "e4m3_tensor", "e4m3_block")
 SHAPES = (
     Problem(1, 1, 1, 1, 1, 8),  # one query, one key
     Problem(1, 1, 1, 1, 130, 72, "bf16"),
-    Problem(2, 4, 2, 9, 17, 8, "fp16", True),  # batches, grouped heads, seqlen_q != seqlen_k
-    Problem(1, 2, 1, 65, 129, 64, "bf16", True),
-    Problem(1, 1, 1, 67, 140, 96, "fp32", True),
-    Problem(1, 3, 1, 5, 66, 130, "fp16", True),  # columns in two parts
+    Problem(2, 4, 2, 9, 17, 8, "fp16", causal=True),  # batches, grouped heads, seqlen_q != seqlen_k
+    Problem(1, 2, 1, 65, 129, 64, "bf16", causal=True),
+    Problem(1, 1, 1, 67, 140, 96, "fp32", causal=True),
+    Problem(1, 3, 1, 5, 66, 130, "fp16", causal=True),  # columns in two parts
     Problem(2, 2, 2, 3, 64, 200, "bf16"),
-    Problem(1, 1, 1, 129, 129, 3, "fp16", True),  # an odd head
-    Problem(2, 4, 2, 9, 300, 16, "e4m3", True),  # a scale of each head
+    Problem(1, 1, 1, 129, 129, 3, "fp16", causal=True),  # an odd head
+    Problem(2, 4, 2, 9, 300, 16, "e4m3", causal=True),  # a scale of each head
     Problem(2, 2, 2, 5, 140, 64, "e4m3_tensor"),
-    Problem(2, 4, 2, 5, 300, 48, "e4m3_block", True),  # of each block of keys, the last short
+    Problem(
+        2, 4, 2, 5, 300, 48, "e4m3_block", causal=True
+    ),  # of each block of keys, the last short
     Problem(1, 2, 1, 3, 128, 144, "e4m3_block"),  # one block, and columns in two parts
 )
 
@@ -122,6 +125,9 @@ def test_the_reference_at_another_scale_is_that_of_scaled_keys(device):
     assert lse <= 1e-12
 
 
+_SIDE = st.none() | st.integers(0, 150)
+
+
 @small
 @given(
     batch=st.integers(1, 2),
@@ -131,20 +137,20 @@ def test_the_reference_at_another_scale_is_that_of_scaled_keys(device):
     more_keys=st.integers(0, 70),
     head_dim=st.integers(1, 40),
     dtype=st.sampled_from(DTYPES),
-    causal=st.booleans(),
+    mask=st.sampled_from([FULL, CAUSAL]) | st.builds(Interval, _SIDE, _SIDE),
 )
 def test_the_reference_is_attention_of_any_shape(
-    device, batch, heads_kv, group, seqlen_q, more_keys, head_dim, dtype, causal
+    device, batch, heads_kv, group, seqlen_q, more_keys, head_dim, dtype, mask
 ):
     seqlen_k = seqlen_q + more_keys
     shape = (batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim)
-    row, lse = differences(device, Case(Problem(*shape, dtype, causal)), 4)
+    row, lse = differences(device, Case(Problem(*shape, dtype, mask)), 4)
     assert row <= 1e-12
     assert lse <= 1e-12
 
 
 def test_threads_in_another_order_give_the_same_reference(simulator, device):
-    case = Case(Problem(1, 2, 1, 66, 80, 24, "bf16", True))
+    case = Case(Problem(1, 2, 1, 66, 80, 24, "bf16", causal=True))
     results = []
     for schedule in (0, 1, 2):
         device.schedule = schedule
@@ -157,7 +163,9 @@ def test_threads_in_another_order_give_the_same_reference(simulator, device):
 # -- a sample of the tiles ----------------------------------------------------------------------
 
 SPARSE = Sample(every=3, phase=1)
-WIDE = Problem(2, 2, 1, 400, 450, 24, "bf16", True)  # tiles 0 to 6, of which 0, 1, 4, 6 are judged
+WIDE = Problem(
+    2, 2, 1, 400, 450, 24, "bf16", causal=True
+)  # tiles 0 to 6, of which 0, 1, 4, 6 are judged
 
 
 def sampled(device):

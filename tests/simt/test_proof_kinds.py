@@ -18,7 +18,7 @@ from .proving import Bench, inputs_in
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
-CAUSAL, FULL = (Problem(1, 2, 1, 40, 640, 32, "bf16", causal) for causal in (True, False))
+CAUSAL, FULL = (Problem(1, 2, 1, 40, 640, 32, "bf16", causal=causal) for causal in (True, False))
 TILE = 64
 
 

@@ -116,7 +116,7 @@ def test_any_layout_is_right(simulator, layout, number):
         "CLUSTER=" not in words.replace("SPLIT_CLUSTER", "") and number % 2 == 0
     )
     dtype = FAMILY.dtypes[number % 2]
-    problem = Problem(3, 4, 2, 150, 330, (64, 128)[number % 3 == 0], dtype, causal)
+    problem = Problem(3, 4, 2, 150, 330, (64, 128)[number % 3 == 0], dtype, causal=causal)
     words = words.replace("LSE=1", "").strip()
     layouts = {"q": layout, "k": "packed", "v": "rows_first", "o": layout}
     check(simulator, words, problem, layouts, lse=bool(number % 2) or "SPLIT" in words)
@@ -124,7 +124,7 @@ def test_any_layout_is_right(simulator, layout, number):
 
 def test_the_usual_layouts_of_models(simulator):
     """Every push: slices of one packed tensor, an output of (batch, seqlen, heads, head_dim)."""
-    problem = Problem(2, 4, 2, 100, 100, 64, "bf16", True)
+    problem = Problem(2, 4, 2, 100, 100, 64, "bf16", causal=True)
     layouts = dict.fromkeys("qkv", "packed") | {"o": "rows_first"}
     for words in PLAIN[:2]:
         check(simulator, words, problem, layouts, lse=True)

@@ -12,7 +12,7 @@ from attnsweep.store.run import Run
 
 def fp8_run(bound: float | None = None) -> Run:
     """Four candidates that differ in accuracy, and a peer. bound: their max_error."""
-    problem = Problem(1, 16, 16, 4096, 4096, 128, "e4m3", True)
+    problem = Problem(1, 16, 16, 4096, 4096, 128, "e4m3", causal=True)
 
     def row(us: float, error: float, **config: int) -> Trial:
         accuracy = Accuracy(

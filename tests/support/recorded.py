@@ -167,7 +167,7 @@ def _of_every_kind(key: GpuKey, family: Kernel) -> list[made_of.Winner]:
             for causal in BOTH:
                 configs = zip((1000, 3000), _configs(family, head_dim), strict=True)
                 for seqlen, config in configs:
-                    problem = Problem(2, 8, 8, seqlen, seqlen, head_dim, dtype, causal)
+                    problem = Problem(2, 8, 8, seqlen, seqlen, head_dim, dtype, causal=causal)
                     own = Config({**config, "ORDER": int(causal)})
                     assert family.refused_by(own, problem, arch) is None, (own.label, problem.label)
                     winners.append(made_of.Winner(key, problem, own, 1.0))

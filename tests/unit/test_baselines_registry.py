@@ -22,7 +22,7 @@ from attnsweep.baselines.registry import WAYS
 from attnsweep.core.problem import Problem
 from attnsweep.specs.model import BASELINES, KNOWN_BASELINES, OWN_BF16
 
-PROBLEM = Problem(2, 8, 2, 64, 128, 64, "fp16", True)
+PROBLEM = Problem(2, 8, 2, 64, 128, 64, "fp16", causal=True)
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_every_baseline_has_ways_and_says_how_to_get_it():
 
 
 def flash_3(torch, name="flash_attn_3", dtype="fp16"):
-    problem = Problem(2, 8, 2, 64, 128, 64, dtype, True)
+    problem = Problem(2, 8, 2, 64, 128, 64, dtype, causal=True)
     return prepare(name, problem, inputs(problem), Session([0.0]))
 
 
@@ -246,7 +246,7 @@ def test_flash_attention_3_may_split_the_keys_where_queries_are_few(torch, monke
     for way in ways:
         way.forward(*inputs()[0].values())
     assert [options.get("num_splits") for _, options in whole.calls] == [None, 0]
-    square = Problem(2, 8, 2, 128, 128, 64, "fp16", True)
+    square = Problem(2, 8, 2, 128, 128, 64, "fp16", causal=True)
     assert len(WAYS["flash_attn_3"](torch, square, Session([0.0]))) == 1
 
 
@@ -276,7 +276,7 @@ def test_fp8_inputs_are_scaled_by_batch_and_head_of_k_before_any_call(torch, mon
     baseline = flash_3(torch, "flash_attn_3_fp8", dtype)
     (q, k, v), options = package.calls[0]
     assert [x.dtype for x in (q, k, v)] == ["float8_e4m3fn"] * 3
-    own = inputs(Problem(2, 8, 2, 64, 128, 64, dtype, True))[0]
+    own = inputs(Problem(2, 8, 2, 64, 128, 64, dtype, causal=True))[0]
     for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
         descale = options[f"{name}_descale"]
         assert (descale.shape, descale.dtype) == ((2, 2), "float32")
@@ -301,7 +301,7 @@ STRIDES = {"bhsd": (32768, 4096, 64, 1), "bshd": (32768, 64, 512, 1)}  # q of PR
 @pytest.mark.parametrize(("causal", "square"), [(True, False), (True, True), (False, False)])
 def test_cudnn_is_asked_for_the_problem_and_planned_once(torch, layout, dtype, causal, square):
     cudnn = Cudnn()
-    problem = Problem(2, 8, 2, 64, 64 if square else 128, 64, dtype, causal)
+    problem = Problem(2, 8, 2, 64, 64 if square else 128, 64, dtype, causal=causal)
     forward, convert = baselines_cudnn.build(torch, cudnn, problem, 77, layout)
     (graph,) = cudnn.graphs
     kind = "half" if dtype == "fp16" else "bf16"
@@ -403,7 +403,7 @@ def triton(monkeypatch):
 
 def test_triton_is_tuned_for_the_very_problem_over_24_configs_and_more(torch, triton):
     """It was tuned once for a key without batch and heads, from ten configs, with a cold L2."""
-    problem = Problem(3, 8, 2, 100, 128, 96, "bf16", True)
+    problem = Problem(3, 8, 2, 100, 128, 96, "bf16", causal=True)
     ways = WAYS["triton_flash"](torch, problem, Session([0.0]))
     assert len(ways) == len(triton.CONFIGS) >= 24
     settings = {(*c.kwargs.values(), c.num_warps, c.num_stages) for c in triton.CONFIGS}

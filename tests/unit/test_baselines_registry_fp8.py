@@ -19,7 +19,7 @@ from attnsweep.baselines.registry import WAYS
 from attnsweep.core.problem import Problem
 from attnsweep.specs.model import OWN_BF16, in_other_format
 
-PROBLEM = Problem(2, 8, 2, 64, 128, 64, "fp16", True)
+PROBLEM = Problem(2, 8, 2, 64, 128, 64, "fp16", causal=True)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def torch(monkeypatch):
 
 
 def fp8(dtype="e4m3", causal=True, keys=128, **sizes):
-    return Problem(2, 8, 2, 64, keys, 64, dtype, causal)
+    return Problem(2, 8, 2, 64, keys, 64, dtype, causal=causal)
 
 
 def fp8_inputs(problem, seed=0):

@@ -12,7 +12,7 @@ from attnsweep.baselines import flash, triton_precompile
 from attnsweep.baselines.triton_precompile import Ahead
 from attnsweep.core.problem import Problem
 
-ONE, OTHER = (Problem(1, heads, 2, 100, 128, 96, "bf16", True) for heads in (2, 4))
+ONE, OTHER = (Problem(1, heads, 2, 100, 128, 96, "bf16", causal=True) for heads in (2, 4))
 
 
 @pytest.fixture
@@ -138,7 +138,9 @@ def test_only_what_triton_can_take_is_begun(monkeypatch):
     monkeypatch.setattr(flash, "importable", lambda module: True)
     monkeypatch.setattr(triton_precompile, "importable", lambda module: True)
     triton_precompile.compile_ahead(["cudnn"], ONE)
-    triton_precompile.compile_ahead(["triton_flash"], Problem(1, 2, 2, 100, 128, 96, "fp32", True))
+    triton_precompile.compile_ahead(
+        ["triton_flash"], Problem(1, 2, 2, 100, 128, 96, "fp32", causal=True)
+    )
     assert begun == []
     triton_precompile.compile_ahead(["cudnn", "triton_flash"], ONE)
     assert begun == [ONE]

@@ -417,7 +417,7 @@ def test_a_baseline_that_is_not_ok_is_not_the_best() -> None:
 
 
 def test_problems_are_ranked_apart_in_order_of_appearance() -> None:
-    other = Problem(1, 8, 8, 512, 512, 64, "bf16", True)
+    other = Problem(1, 8, 8, 512, 512, 64, "bf16", causal=True)
     rows = [trial("k1", once(7.0)), trial("k1", once(3.0), problem=other), trial("k2", once(6.0))]
     frame = rank(rows, None)
     assert list(frame["problem"]) == [PROBLEM.label, PROBLEM.label, other.label]

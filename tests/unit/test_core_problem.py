@@ -80,7 +80,7 @@ def test_labels_tell_problems_apart(one, other):
     ("problem", "label"),
     [
         (Problem(1, 16, 16, 1024, 1024, 64), "(1,16,1024,64) fp16 full"),
-        (Problem(2, 8, 2, 100, 333, 128, "bf16", True), "(2,8/2,100x333,128) bf16 causal"),
+        (Problem(2, 8, 2, 100, 333, 128, "bf16", causal=True), "(2,8/2,100x333,128) bf16 causal"),
     ],
 )
 def test_label(problem, label):

@@ -51,7 +51,14 @@ def problems(draw, *, longest=1200, most_heads_kv=4):
     causal = draw(st.booleans())
     seqlen_k = draw(st.integers(seqlen_q if causal else 1, longest + 100))
     return Problem(
-        draw(st.integers(1, 3)), heads_kv * group, heads_kv, seqlen_q, seqlen_k, 8, "fp16", causal
+        draw(st.integers(1, 3)),
+        heads_kv * group,
+        heads_kv,
+        seqlen_q,
+        seqlen_k,
+        8,
+        "fp16",
+        causal=causal,
     )
 
 

@@ -90,7 +90,7 @@ def test_a_head_dim_that_no_fp8_tile_takes_is_an_error_with_its_place(tmp_path, 
 
 def test_a_causal_problem_with_fewer_keys_than_queries_is_refused_in_fp8_too():
     with pytest.raises(ProblemError, match="would see no key"):
-        Problem(1, 1, 1, 300, 256, 64, "e4m3", True)
+        Problem(1, 1, 1, 300, 256, 64, "e4m3", causal=True)
 
 
 def test_a_launch_names_scales_as_it_names_q():
@@ -134,7 +134,7 @@ def test_a_max_error_that_cannot_be_is_refused_at_its_place(tmp_path, value):
 
 @pytest.mark.parametrize(("dtype", "causal"), [*zip(DTYPES, (False, True, True), strict=True)])
 def test_limits_admit_the_same_maths_and_refuse_a_lost_key(dtype, causal):
-    problem = Problem(2, 4, 2, 97, 161, 64, dtype, causal)
+    problem = Problem(2, 4, 2, 97, 161, 64, dtype, causal=causal)
     for case in (*cases.small_cases(problem), Case(problem)):
         limit, rows = verify_limits.limits(case, 0).row, np.arange(case.problem.seqlen_q)
         for seed in range(2):
@@ -145,7 +145,7 @@ def test_limits_admit_the_same_maths_and_refuse_a_lost_key(dtype, causal):
     if dtype == "e4m3_block":
         return  # one key fewer changes the blocks
     shorter = {name: x[:, :, :-1] if name in ("k", "v") else x for name, x in inputs.items()}
-    less = Problem(2, 4, 2, 97, 160, 64, dtype, causal)
+    less = Problem(2, 4, 2, 97, 160, 64, dtype, causal=causal)
     assert not measures.row_error(rounded.reference(shorter, less, rows), exact) <= limit
 
 

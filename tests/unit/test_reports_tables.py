@@ -46,7 +46,7 @@ def table(text: str) -> list[list[str]]:
 
 def capped_run() -> Run:
     """Everything at once that a section may say: throttled, timed once, unrecorded, failed."""
-    run, other = full_run(), Problem(1, 8, 8, 512, 512, 64, "bf16", True)
+    run, other = full_run(), Problem(1, 8, 8, 512, 512, 64, "bf16", causal=True)
     hot = {"sm_mhz": 1680, "throttle": ["power_cap", "thermal_software"]}
     once = Measurement(median=9.5, low=9.5, high=9.5, samples=1)
     return full_run(
@@ -389,7 +389,7 @@ def test_colours_are_for_terminals_only() -> None:
 
 
 def test_several_problems_end_in_a_summary() -> None:
-    other = Problem(1, 8, 8, 512, 512, 64, "bf16", True)
+    other = Problem(1, 8, 8, 512, 512, 64, "bf16", causal=True)
     run = full_run()
     both = full_run(trials=[*run.trials, candidate("naive", 12345.0).with_(problem=other)])
     for width in (60, 80, 120):

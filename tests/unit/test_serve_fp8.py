@@ -196,7 +196,7 @@ def test_every_shape_of_a_tuned_kind_is_served(
     one = Shape(batch, heads_kv * group, heads_kv, q, q if causal else k, head_dim, "e4m3", causal)
     choice = fp8.choose(known, one)
     assert not isinstance(choice, str), choice
-    problem = Problem(*one[:6], "e4m3", causal)
+    problem = Problem(*one[:6], "e4m3", causal=causal)
     assert fp8.call(choice.kernel, one, 1.0).grid == declared(choice.kernel, problem).grid
     alike = [w.kernel for w in known.winners if w.kernel.head_dim == head_dim]
     refused = [fp8.refused_by(kernel, one) for kernel in alike if kernel.causal == causal]
@@ -221,7 +221,7 @@ def space():
     shapes = ((1, 16, 16, 1024, 1024), (4, 32, 8, 4096, 4096), (1, 4, 1, 64, 16384))
     for head_dims, causal in (((64, 128, 256), False), ((128, 256, 64), True)):
         for sizes, head_dim, dtype in zip(shapes, head_dims, FAMILY.dtypes, strict=True):
-            problem = Problem(*sizes, head_dim, dtype, causal)
+            problem = Problem(*sizes, head_dim, dtype, causal=causal)
             configs = Space.build(FAMILY, problem, ARCH).configs
             found += [(config, problem) for config in configs[:: len(configs) // 30 + 1]]
     return found
@@ -300,7 +300,7 @@ def test_the_rules_meet_both_answers():
 @pytest.mark.parametrize("head_dim", FAMILY.head_dims)
 @pytest.mark.parametrize("causal", [False, True])
 def test_spare_kernels_round_as_the_winner_and_serve_all_lengths(dtype, head_dim, causal):
-    problem = Problem(4, 16, 16, 4096, 4096, head_dim, dtype, causal)
+    problem = Problem(4, 16, 16, 4096, 4096, head_dim, dtype, causal=causal)
     for config in Space.build(FAMILY, problem, ARCH).configs[::97]:
         found = made_of.spares(config, problem, FAMILY, ARCH)
         kernels = [made_of.facts(FAMILY, c, p, ARCH) for c, p in found]

@@ -46,7 +46,7 @@ def space() -> list[tuple[Config, Problem]]:
     shapes = ((1, 16, 16, 1024, 1024), (4, 32, 8, 4096, 4096), (1, 4, 1, 64, 16384))
     for head_dims, causal in (((64, 128, 256), False), ((128, 256, 64), True)):
         for shape, head_dim in zip(shapes, head_dims, strict=True):  # each takes half a second
-            problem = Problem(*shape, head_dim, "fp16", causal)
+            problem = Problem(*shape, head_dim, "fp16", causal=causal)
             configs = Space.build(FAMILY, problem, ARCH).configs
             found += [(config, problem) for config in configs[:: len(configs) // 30 + 1]]
     return found

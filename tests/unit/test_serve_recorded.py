@@ -130,7 +130,7 @@ def test_every_winner_in_fp8_serves_its_shape_and_half_a_tile_off_it(card, tmp_p
     for winner in winners:
         of = winner.shape
         assert fp8.choose(made.fp8[card], of).code == "tuned"
-        beside = recorded.off(Problem(*of[:6], of.dtype, of.causal))
+        beside = recorded.off(Problem(*of[:6], of.dtype, causal=of.causal))
         assert fp8.choose(made.fp8[card], shape_of(beside)).code in ("near", "spare")
 
 
@@ -138,7 +138,7 @@ def test_every_call_of_the_gpu_tests_is_served_in_fp8(card, tmp_path):
     compiler = FakeCompiler(ARCHS["sm_90a"], tmp_path / "cache")
     made = recorded.fp8_table(card, compiler, tmp_path, [])
     asked = [
-        Problem(*sizes, head_dim, dtype, causal)
+        Problem(*sizes, head_dim, dtype, causal=causal)
         for sizes in recorded.FP8_SIZES
         for head_dim in (64, 128, 256)
         for dtype in recorded.FP8_DTYPES

@@ -64,7 +64,9 @@ def only(*args, **changes):
 
 def test_a_call_is_a_problem():
     assert only() == Problem(1, 32, 8, 4096, 4096, 128, "bf16")
-    assert only(dtype="float16", causal=True) == Problem(1, 32, 8, 4096, 4096, 128, "fp16", True)
+    assert only(dtype="float16", causal=True) == Problem(
+        1, 32, 8, 4096, 4096, 128, "fp16", causal=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_the_reason_of_the_families():
 
 def test_causal_with_two_lengths_is_a_problem_only_if_aligned_bottom_right():
     q, k = (1, 8, 16, 64), (1, 8, 64, 64)
-    assert only(q, k, causal=True) == Problem(1, 8, 8, 16, 64, 64, "bf16", True)
+    assert only(q, k, causal=True) == Problem(1, 8, 8, 16, 64, 64, "bf16", causal=True)
     efficient = "_scaled_dot_product_efficient_attention"
     assert "aligned top-left" in only(q, k, causal=True, op=efficient)
     assert "seqlen_q 64 > seqlen_k 16" in only(k, q, causal=True)

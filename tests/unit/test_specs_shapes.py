@@ -35,7 +35,7 @@ def problems(draw):
     head_dim = sizes["head_dim"]
     if dtype.startswith("e4m3"):
         head_dim = max(16, head_dim // 16 * 16)
-    return Problem(sizes["batch"], heads, kv, q, k, head_dim, dtype, causal)
+    return Problem(sizes["batch"], heads, kv, q, k, head_dim, dtype, causal=causal)
 
 
 def named(problem):
@@ -132,7 +132,7 @@ class TestWhatDoesNot:
             (["4,32,64,64,torch.bfloat16"], ["did you mean 'bf16'?"]),
             (["4,32,64,64 bfloat16"], ["did you mean 'bf16'?"]),
             (["4,32,64,64,float8_e4m3fn"], ["did you mean 'e4m3'?"]),
-            (["B=1 H=1 S=1 D=64 causal=maybe"], ["causal cannot be 'maybe'"]),
+            (["B=1 H=1 S=1 D=64 causal=maybe"], ["mask cannot be 'maybe'"]),
             ([], ["no shape"]),
             ([" ,"], ["no shape"]),
             (["nowhere.csv"], ["nowhere.csv: cannot be read"]),

@@ -206,7 +206,7 @@ def test_the_search_is_written_out():
 sizes = st.integers(1, 64)
 shapes = st.builds(
     lambda b, kv, group, q, k, d, dtype, causal: Problem(
-        b, kv * group, kv, min(q, k), k, d, dtype, causal
+        b, kv * group, kv, min(q, k), k, d, dtype, causal=causal
     ),
     *(sizes, sizes, sizes, sizes, sizes),
     st.sampled_from([64, 96, 128, 192, 256]),

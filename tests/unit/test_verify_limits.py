@@ -47,8 +47,8 @@ def slow_reference(inputs, problem, batch, head, row):
     [
         Problem(1, 1, 1, 1, 1, 8),
         Problem(2, 4, 2, 5, 9, 8),
-        Problem(1, 3, 1, 7, 7, 16, "bf16", True),
-        Problem(1, 2, 2, 3, 11, 8, "fp16", True),
+        Problem(1, 3, 1, 7, 7, 16, "bf16", causal=True),
+        Problem(1, 2, 2, 3, 11, 8, "fp16", causal=True),
     ],
     ids=lambda p: p.label,
 )
@@ -63,7 +63,7 @@ def test_reference_is_attention(problem):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_log_sum_exp_is_natural_and_of_the_keys_that_a_row_sees(causal):
-    problem = Problem(2, 4, 2, 5, 9, 8, "bf16", causal)
+    problem = Problem(2, 4, 2, 5, 9, 8, "bf16", causal=causal)
     inputs = verify_inputs.make_inputs(Case(problem), seed=1)
     q, k = (encoding.from_bits(inputs[name], "bf16").astype(float) for name in "qk")
     rows = np.array([0, 3, 4])
@@ -147,7 +147,7 @@ def test_fp32_limit_admits_sums_in_another_order_and_refuses_tf32(inputs):
 @pytest.mark.parametrize("rounds_scores", [0, 1, 2])
 @pytest.mark.parametrize("causal", [False, True])
 def test_limits_admit_honest_rounding_and_refuse_a_shifted_mask(dtype, rounds_scores, causal):
-    problem = Problem(2, 4, 2, 97, 161, 64, dtype, causal)
+    problem = Problem(2, 4, 2, 97, 161, 64, dtype, causal=causal)
     for case in (*cases.small_cases(problem), Case(problem)):
         limit = verify_limits.limits(case, rounds_scores).row
         rows = np.arange(case.problem.seqlen_q)
@@ -160,7 +160,7 @@ def test_limits_admit_honest_rounding_and_refuse_a_shifted_mask(dtype, rounds_sc
             assert measures.row_error(honest, exact) <= limit
     # One key too few for every row: the commonest mistake of a tail or a mask.
     shorter = {name: bits[:, :, :-1] if name in "kv" else bits for name, bits in inputs.items()}
-    less = Problem(2, 4, 2, 97, 160, 64, dtype, causal)
+    less = Problem(2, 4, 2, 97, 160, 64, dtype, causal=causal)
     wrong = verify_rounded.reference(shorter, less, rows)
     assert not measures.row_error(wrong, exact) <= limit
 
@@ -172,7 +172,7 @@ def test_limits_admit_honest_rounding_and_refuse_a_shifted_mask(dtype, rounds_sc
     head_dim=st.sampled_from([64, 128, 256]),
 )
 def test_small_cases_are_never_longer_than_the_problem(seqlen_q, extra, causal, head_dim):
-    problem = Problem(1, 2, 1, seqlen_q, seqlen_q + extra, head_dim, "fp16", causal)
+    problem = Problem(1, 2, 1, seqlen_q, seqlen_q + extra, head_dim, "fp16", causal=causal)
     for case in cases.small_cases(problem):
         small = case.problem
         assert small.seqlen_k <= problem.seqlen_k
@@ -182,7 +182,7 @@ def test_small_cases_are_never_longer_than_the_problem(seqlen_q, extra, causal, 
 def test_only_problems_that_outlast_a_sweep_are_judged_by_a_sample():
     usual = Problem(4, 32, 32, 8192, 8192, 128, "bf16")
     assert Sample.of(usual, 5) == ALL
-    long = Problem(1, 32, 32, 131072, 131072, 128, "bf16", True)
+    long = Problem(1, 32, 32, 131072, 131072, 128, "bf16", causal=True)
     samples = [Sample.of(long, seed) for seed in range(20)]
     assert {sample.every for sample in samples} == {15}
     assert len({sample.phase for sample in samples}) > 3, "rows are new in each run"
@@ -218,7 +218,7 @@ def test_hard_inputs_are_hard():
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "e4m3"])
 @pytest.mark.parametrize("seqlen_q", [1, 2, 130])
 def test_keys_that_half_of_the_queries_must_not_see_are_far_above_others(dtype, seqlen_q):
-    problem = Problem(1, 1, 1, seqlen_q, 255, 64, dtype, True)
+    problem = Problem(1, 1, 1, seqlen_q, 255, 64, dtype, causal=True)
     made = verify_inputs.make_inputs(Case(problem, "far_below"), 0)
     q, k = (values_of(made, problem, name, 0, 0).astype(float) for name in "qk")
     scores = q @ k.T * problem.scale
@@ -231,7 +231,7 @@ def test_keys_that_half_of_the_queries_must_not_see_are_far_above_others(dtype, 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
 def test_the_second_key_of_one_hot_does_not_matter(head_dim, causal):
     """However its score is rounded: a right kernel that stores scores was over its limit."""
-    problem = Problem(1, 2, 1, 65, 131, head_dim, "bf16", causal)
+    problem = Problem(1, 2, 1, 65, 131, head_dim, "bf16", causal=causal)
     for seed in range(10):
         made = verify_inputs.make_inputs(Case(problem, "one_hot"), seed)
         q, k = (encoding.from_bits(made[name], "bf16")[0] for name in "qk")
@@ -278,7 +278,7 @@ def test_blas_gets_its_threads_back_when_the_last_leaves():
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "e4m3", "e4m3_block"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_of_both_signs_are_the_references_of_negated_keys_and_values(dtype, causal):
-    problem = Problem(2, 4, 2, 150, 190, 16, dtype, causal)
+    problem = Problem(2, 4, 2, 150, 190, 16, dtype, causal=causal)
     inputs, rows = verify_inputs.make_inputs(Case(problem), 3), np.arange(0, 150, 7)
     opposite = dict(inputs)
     for name in "kv":

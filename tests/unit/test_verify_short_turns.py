@@ -38,7 +38,7 @@ def problems(draw):
     queries = draw(st.integers(1, keys if causal else longest))
     batch = draw(st.integers(1, min(300, most // max(keys, queries))))
     dtype = draw(st.sampled_from(get_args(Dtype)))
-    return Problem(batch, group * kv, kv, queries, keys, head_dim, dtype, causal)
+    return Problem(batch, group * kv, kv, queries, keys, head_dim, dtype, causal=causal)
 
 
 @given(problem=problems(), sm_count=st.integers(1, 200))

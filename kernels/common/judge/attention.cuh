@@ -85,7 +85,7 @@ struct Sample {
 template <class T, int COLUMNS, class S>
 __device__ void attend(const void* q_all, const void* k_all, const void* v_all, double* out,
                        double* lse, int group, int seqlen_q, int seqlen_k, int head_dim,
-                       double scale, int causal, S all_scales, Sample sample) {
+                       double scale, int low, int high, S all_scales, Sample sample) {
     extern __shared__ double shared[];
     using Bits = typename T::Bits;
     double *p = shared, *q_chunk = p + TILE * PITCH, *k_chunk = q_chunk + CHUNK * PITCH;
@@ -106,9 +106,9 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
 #pragma unroll
         for (int j = 0; j < COLUMNS / LANES; ++j) acc[i][j] = 0;
     }
-    int ahead = seqlen_k - seqlen_q;  // query i sees keys up to i + ahead
-    int end = causal ? min(seqlen_k, first + TILE + ahead) : seqlen_k;
-    for (int key = 0; key < end; key += TILE) {
+    // Query i sees the keys i + low to i + high.
+    int end = min(seqlen_k, first + TILE + high);
+    for (int key = max(0, first + low) / TILE * TILE; key < end; key += TILE) {
         double s[4][4] = {};
         for (int d = 0; d < head_dim; d += CHUNK) {
             __syncthreads();
@@ -148,7 +148,7 @@ __device__ void attend(const void* q_all, const void* k_all, const void* v_all, 
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 int column = key + x + 16 * j;
-                bool seen = column < seqlen_k && !(causal && column > row + ahead);
+                bool seen = column < seqlen_k && column >= row + low && column <= row + high;
                 s[i][j] = seen ? s[i][j] * scale : -1e300;
                 grown = fmax(grown, s[i][j]);
             }

@@ -1,0 +1,72 @@
+"""Ops: what a call computes. Its tensors, in the order of a call, and its FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnsweep.core.problem import Problem
+
+DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4} | dict.fromkeys(
+    ("e4m3", "e4m3_tensor", "e4m3_block"), 1
+)
+SCALE_BLOCK = 128
+"""Keys that share one k_scale and one v_scale in e4m3_block; the last block may have fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An input or output of a call, contiguous."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What a call computes of a problem."""
+
+    name: str
+    inputs: Callable[[Problem], tuple[Tensor, ...]]
+    outputs: Callable[[Problem], tuple[Tensor, ...]]
+    flops: Callable[[Problem], int]
+
+
+def _queries(p: Problem) -> tuple[int, ...]:
+    return (p.batch, p.heads, p.seqlen_q, p.head_dim)
+
+
+def _keys(p: Problem) -> tuple[int, ...]:
+    return (p.batch, p.heads_kv, p.seqlen_k, p.head_dim)
+
+
+def _forward_inputs(p: Problem) -> tuple[Tensor, ...]:
+    shapes = {"q": _queries(p), "k": _keys(p), "v": _keys(p)}
+    given = tuple(Tensor(name, shape, p.dtype) for name, shape in shapes.items())
+    if not p.scaled:
+        return given
+    each = (p.batch, p.heads_kv)
+    blocks = (*each, -(-p.seqlen_k // SCALE_BLOCK)) if p.dtype == "e4m3_block" else each
+    scales = {"q_scale": each, "k_scale": blocks, "v_scale": blocks}
+    return given + tuple(Tensor(name, shape, "fp32") for name, shape in scales.items())
+
+
+def _forward_outputs(p: Problem) -> tuple[Tensor, ...]:
+    return (Tensor("o", _queries(p), p.out_dtype),)
+
+
+def _forward_flops(p: Problem) -> int:
+    return 2 * p.pairs * (p.head_dim + p.head_dim)  # of Q K^T, and of P V
+
+
+FORWARD = Op("forward", _forward_inputs, _forward_outputs, _forward_flops)
+"""O = softmax(Q K^T / sqrt(head_dim)) V."""

@@ -1,0 +1,54 @@
+"""Windows: every key that a query sees counts, and no other, in each family that has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attnsweep.core.cases import Case, small_cases
+from attnsweep.core.masks import Interval
+from attnsweep.core.problem import Problem
+from attnsweep.family.discover import discover
+
+from .harness import ARCH, COMPILER, config_of
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+FAMILIES = {name: family for name, family in discover().items() if "window" in family.masks}
+CONFIGS = ("", "BLOCK_N=64 NUM_STAGES=2", "NUM_WARPS=8 KEY_GROUPS=2 NUM_STAGES=3")
+# Sides that end in a tile, at its edge, beyond the keys; with nothing before, and nothing after.
+WINDOWS = ((20, 0), (31, 64), (0, 0), (500, 3), (None, 17), (40, None))
+
+
+@pytest.mark.parametrize("words", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_right_on_windows_of_every_kind(simulator, name, words):
+    family = FAMILIES[name]
+    config = config_of(family, words)
+    for number, sides in enumerate(WINDOWS):
+        of = Problem(1, 2, 1, 150, 150 + 61 * (number % 2), 64, "bf16", Interval(*sides))
+        assert family.refused_by(config, of, ARCH) is None
+        result = simulator.check(family, config, Case(of), schedules=(number % 2,))
+        assert result.ok, (config.label, of.label, str(result))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_right_on_hard_cases_of_a_window(simulator, name):
+    family, of = FAMILIES[name], Problem(1, 4, 4, 2048, 2048, 64, "fp16", Interval(256, 0))
+    config = config_of(family, "")
+    for case in small_cases(of)[2::3]:
+        assert case.problem.mask.left < case.problem.seqlen_k
+        result = simulator.check(family, config, case, schedules=(0,))
+        assert result.ok, (config.label, case.label, str(result))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_window_without_its_left_side_is_wrong(simulator, monkeypatch, name):
+    family, of = FAMILIES[name], Problem(1, 1, 1, 150, 150, 64, "bf16", Interval(20, 0))
+    stage = family.stages["fwd"]
+
+    def launch(config, problem, arch):
+        return stage.launch(config, replace(problem, mask=Interval(149, 0)), arch)
+
+    monkeypatch.setitem(family.stages, "fwd", replace(stage, launch=launch))
+    assert not simulator.check(family, config_of(family, ""), Case(of), schedules=(0,)).ok

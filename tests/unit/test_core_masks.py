@@ -1,0 +1,85 @@
+"""Masks: what an interval says of its pairs, against brute force, and how it is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from attnsweep.core.errors import ProblemError
+from attnsweep.core.masks import CAUSAL, FULL, Interval
+from attnsweep.core.problem import Problem
+
+sides = st.none() | st.integers(0, 12)
+masks = st.builds(Interval, sides, sides)
+lengths = st.integers(1, 10)
+
+
+def seen(mask, seqlen_q, seqlen_k):
+    """(seqlen_q, seqlen_k): the pairs in words, the last query's diagonal being the last key."""
+    diagonal = np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    keys = np.arange(seqlen_k)
+    before = mask.left is None or keys >= diagonal - (mask.left or 0)
+    after = mask.right is None or keys <= diagonal + (mask.right or 0)
+    return np.broadcast_to(before & after, (seqlen_q, seqlen_k))
+
+
+@given(masks, lengths, lengths)
+def test_counts_are_those_of_the_pairs(mask, seqlen_q, seqlen_k):
+    pairs = seen(mask, seqlen_q, seqlen_k)
+    assert mask.pairs(seqlen_q, seqlen_k) == pairs.sum()
+    assert mask.empty_rows(seqlen_q, seqlen_k) == (pairs.sum(axis=1) == 0).sum()
+
+
+@given(masks, lengths, lengths)
+def test_a_query_sees_the_keys_between_two_diagonals(mask, seqlen_q, seqlen_k):
+    low, high = mask.diagonals(seqlen_q, seqlen_k)
+    after = np.arange(seqlen_k) - np.arange(seqlen_q)[:, None]
+    assert ((low <= after) & (after <= high) == seen(mask, seqlen_q, seqlen_k)).all()
+
+
+@given(masks, st.sampled_from(["fp16", "bf16"]))
+def test_a_problem_is_read_back_from_its_label_and_its_facts(mask, dtype):
+    problem = Problem(2, 4, 2, 9, 30, 64, dtype, mask)
+    assert Problem.parse(problem.label) == problem
+    assert Problem.of(json.loads(json.dumps(problem.facts))) == problem
+    adapter = TypeAdapter(Problem)
+    assert adapter.validate_json(adapter.dump_json(problem)) == problem
+
+
+def test_full_and_causal_problems_are_written_as_ever():
+    """Rows and fingerprints of recorded runs hold these forms."""
+    problem = Problem(1, 2, 1, 3, 4, 64, "bf16", causal=True)
+    sizes = "batch=1, heads=2, heads_kv=1, seqlen_q=3, seqlen_k=4, head_dim=64, dtype='bf16'"
+    assert repr(problem) == f"Problem({sizes}, causal=True)"
+    assert repr(replace(problem, mask=FULL)) == f"Problem({sizes}, causal=False)"
+    assert [*problem.facts][-1] == "causal"
+    assert problem.label == "(1,2/1,3x4,64) bf16 causal"
+
+
+def test_causal_is_another_way_to_write_a_mask():
+    assert Problem(1, 1, 1, 2, 2, 64, causal=True).mask == CAUSAL
+    window = Problem(1, 1, 1, 2, 2, 64, mask=Interval(1, 0))
+    assert not window.causal
+    assert replace(window, causal=True).mask == CAUSAL
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("window(3)", "is not a mask"), ("window(-2,0)", "is not a mask"), ("diagonal", "not a mask")],
+)
+def test_what_is_no_mask(text, says):
+    with pytest.raises(ProblemError, match=says):
+        Interval.parse(text)
+
+
+def test_a_window_that_leaves_queries_no_key_is_refused():
+    with pytest.raises(ProblemError, match="the first 4 queries would see no key"):
+        Problem(1, 1, 1, 9, 5, 64, mask=Interval(2, 0))
+    with pytest.raises(ProblemError, match="at least 0"):
+        Interval(-1, 0)
