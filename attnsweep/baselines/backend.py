@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from attnsweep.core.files import install_command
 from attnsweep.core.problem import Problem
-from attnsweep.specs.model import OWN_BF16
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import Session
@@ -21,6 +20,10 @@ Forward = Callable[..., Any]
 
 class Unavailable(Exception):
     """A baseline that cannot run this problem here; the message is the reason."""
+
+
+class NotInstalled(Unavailable):
+    """A baseline whose package is missing: `prepare` adds how to get it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +72,6 @@ def why_not(name: str, error: Exception, warned: Sequence[str]) -> str:
     return ("; ".join(reasons) or (first or [type(error).__name__])[0])[:400]
 
 
-_STORES_SCORES = ("torch_math", "unfused")
-
-
-def rounds_scores_of(name: str) -> int:
-    """How often a baseline rounds its scores: one that stores them, before and after scaling."""
-    return 2 if name in _STORES_SCORES else 0
-
-
 @dataclass(frozen=True, slots=True)
 class Package:
     """The distributions of which one brings a peer, and how to get it."""
@@ -93,23 +88,27 @@ class Package:
         return found
 
 
-_TORCH = Package(("torch",), install_command("torch"))
-_FLASH_ATTN_3 = Package(
-    ("flash-attn-3", "tokenspeed-fa3", "fa3-fwd"),
-    "pip install tokenspeed-fa3 (fp16, bf16, FP8) or fa3-fwd (bf16, FP8), or build "
-    "FlashAttention's hopper/ directory",
-)
-PACKAGES: dict[str, Package] = {
-    **dict.fromkeys(("torch_flash", "torch_cudnn", "torch_efficient", "torch_math"), _TORCH),
-    "unfused": _TORCH,
-    "cudnn": Package(("nvidia-cudnn-frontend",), "pip install nvidia-cudnn-frontend"),
-    "triton_flash": Package(
-        ("triton", "pytorch-triton"), f"{install_command('torch')} (on Linux it brings Triton)"
-    ),
-    "flash_attn_2": Package(("flash-attn",), "pip install flash-attn"),
-    "flash_attn_3": _FLASH_ATTN_3,
-    "flash_attn_3_fp8": _FLASH_ATTN_3,
-    "flash_attn_4": Package(("flash-attn-4",), "pip install flash-attn-4"),
-    OWN_BF16: _TORCH,
-}
-"""By baseline: all of `KNOWN_BASELINES`."""
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A baseline: which problems it does, and the ways to call it on one of them.
+
+    rounds_scores: how often it rounds its scores: 2 where it stores them, before and after scaling.
+    """
+
+    name: str
+    ways: Builder
+    package: Package
+    dtypes: tuple[str, ...] = ("fp16", "bf16")
+    masks: tuple[str, ...] = ("full", "causal", "window")
+    rounds_scores: int = 0
+
+    def supports(self, problem: Problem) -> str | None:
+        """Why it cannot do a problem at all; None if it can, as far as that is known before."""
+        if problem.dtype not in self.dtypes:
+            return f"{self.name} does not do {problem.dtype}"
+        if problem.mask.kind not in self.masks:
+            return f"{self.name} has no mask {problem.mask.label}"
+        return None
+
+
+TORCH = Package(("torch",), install_command("torch"))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.baselines.backend import PACKAGES, Unavailable, Way
+from attnsweep.baselines.backend import NotInstalled, Unavailable, Way
 from attnsweep.core.problem import Problem
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _cudnn(torch: Any, problem: Problem, session: Session) -> list[Way]:
     try:
         cudnn = importlib.import_module("cudnn")
     except ImportError as error:
-        raise Unavailable(f"cuDNN's frontend is not installed: {PACKAGES['cudnn'].fix}") from error
+        raise NotInstalled("cuDNN's frontend is not installed") from error
     ours, theirs = cudnn.backend_version(), torch.backends.cudnn.version()
     if ours != theirs:
         raise Unavailable(f"its frontend loads cuDNN {ours}, but PyTorch has {theirs}")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.baselines.backend import PACKAGES, Builder, Unavailable, Way
+from attnsweep.baselines.backend import Builder, NotInstalled, Unavailable, Way
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _flash_attention(name: str, *modules: str) -> Builder:
     def build(torch: Any, problem: Problem, session: Session) -> list[Way]:
         there = [module for module in modules if importable(module)]
         if not there:
-            raise Unavailable(f"{name} is not installed: {PACKAGES[name].fix}")
+            raise NotInstalled(f"{name} is not installed")
         able = [m for m in there if problem.dtype != "fp16" or m not in _NO_FP16]
         if name == "flash_attn_3_fp8":
             calls = [(_attention_of(m), m != there[0]) for m in there]

@@ -7,14 +7,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.baselines.backend import Unavailable, Way, rounds_scores_of, why_not
-from attnsweep.baselines.registry import WAYS
+from attnsweep.baselines.backend import NotInstalled, Unavailable, Way, why_not
+from attnsweep.baselines.registry import backend_of
 from attnsweep.baselines.torch_sdpa import _import_torch
 from attnsweep.core.length import has_shorter, shorter
 from attnsweep.core.problem import DTYPE_BYTES, Problem
 from attnsweep.device.cuda_graph import lasting, uncollected
 from attnsweep.device.timings import step
-from attnsweep.specs.model import OWN_BF16
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import Session
@@ -110,10 +109,9 @@ def prepare(
     """
     with step("PyTorch"):
         torch = _import_torch()
-    if problem.dtype == "fp32" and name not in _FP32:
-        raise Unavailable(f"no {name} baseline for {problem.dtype}")
-    if (name not in _FP8) if problem.scaled else (name == OWN_BF16):
-        raise Unavailable(f"{name} is no baseline for {problem.dtype}: {_NOT_FP8[problem.scaled]}")
+    backend = backend_of(name)
+    if (reason := backend.supports(problem)) is not None:
+        raise Unavailable(reason)
     names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
     own, out = (
         getattr(torch, names.get(dtype, "float8_e4m3fn"))
@@ -135,7 +133,9 @@ def prepare(
         warnings.simplefilter("always")
         try:
             with step("set up"):
-                ways = WAYS[name](torch, problem, session)
+                ways = backend.ways(torch, problem, session)
+        except NotInstalled as error:
+            raise Unavailable(f"{error}: {backend.package.fix}") from error
         except Unavailable:
             raise
         except Exception as error:
@@ -146,7 +146,7 @@ def prepare(
             if way.spare and made:
                 continue
             try:
-                how = {"rounds_scores": rounds_scores_of(name), "dtype": out}
+                how = {"rounds_scores": backend.rounds_scores, "dtype": out}
                 with step("first calls"):
                     baseline = Baseline(way, tensors, session, **how)
                     baseline.enqueue()
@@ -170,7 +170,7 @@ def _best_on_shorter(
     """The fastest way on a shorter problem, and spare ones; or all ways: Triton alone has 30."""
     short = shorter(problem)
     tensors = tuple(torch.randn(short.shape_of(t), device="cuda").to(dtype) for t in "qkv")
-    alike = WAYS[name](torch, short, session)
+    alike = backend_of(name).ways(torch, short, session)
     made: dict[int, Baseline] = {}
     for number, way in enumerate(alike if len(alike) == len(ways) else ()):
         with contextlib.suppress(Exception):  # the problem itself tells why
@@ -214,9 +214,3 @@ def _screen_us(baseline: Baseline, session: Session, *, replays: int) -> float:
         once = session.time_us(baseline.enqueue)
         replay, calls, _ = lasting(baseline.capture, time_us, once, _SCREEN_US, _SCREEN_CALLS)
         return min(session.time_us(replay) for _ in range(replays)) / calls
-
-
-# Peers that take fp32, that take FP8, and that store scores before and after scaling them.
-_FP32 = ("torch_efficient", "torch_math", "unfused")
-_FP8 = ("flash_attn_3_fp8", "cudnn", OWN_BF16)
-_NOT_FP8 = {True: "it takes no FP8 inputs", False: "it stands beside FP8 alone"}

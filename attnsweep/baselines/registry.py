@@ -1,31 +1,63 @@
-"""Peers timed in the same rounds: PyTorch's attention, unfused, cuDNN, Triton, FlashAttention.
+"""Baselines timed in the same rounds: PyTorch's attention, unfused, cuDNN, Triton, FlashAttention.
 
-Each peer is called as its users call it, on the same inputs, at its best: where there are several
-ways (layouts, packages, tiles), the fastest on this very problem, from graphs with a warm L2, is
-taken. A peer that cannot run here gives the reason.
+Each is called as its users call it, on the same inputs, at its best: where there are several ways
+(layouts, packages, tiles), the fastest on this very problem, from graphs with a warm L2, is taken.
+A baseline that cannot run here gives the reason.
 """
 
 from __future__ import annotations
 
-from attnsweep.baselines import callable as baselines_callable
-from attnsweep.baselines.backend import Builder
+from attnsweep.baselines import callable as own
+from attnsweep.baselines.backend import TORCH, Backend, Package
 from attnsweep.baselines.cudnn import _cudnn
 from attnsweep.baselines.flash import FLASH_3, _flash_attention
 from attnsweep.baselines.torch_sdpa import _sdpa, _unfused
 from attnsweep.baselines.triton import _triton
-from attnsweep.specs.model import OWN_BF16
+from attnsweep.core.files import install_command
+from attnsweep.specs.model import CALLABLE, OWN_BF16
 
-WAYS: dict[str, Builder] = {
-    "torch_flash": _sdpa("FLASH_ATTENTION"),
-    "torch_cudnn": _sdpa("CUDNN_ATTENTION"),
-    "torch_efficient": _sdpa("EFFICIENT_ATTENTION"),
-    "torch_math": _sdpa("MATH"),
-    "unfused": _unfused,
-    "cudnn": _cudnn,
-    "triton_flash": _triton,
-    "flash_attn_2": _flash_attention("flash_attn_2", "flash_attn"),
-    "flash_attn_3": _flash_attention("flash_attn_3", *FLASH_3),
-    "flash_attn_3_fp8": _flash_attention("flash_attn_3_fp8", *FLASH_3),
-    "flash_attn_4": _flash_attention("flash_attn_4", "flash_attn.cute"),
-    OWN_BF16: baselines_callable.own_bf16,
+_HALF = ("fp16", "bf16")
+_FP32 = (*_HALF, "fp32")
+_FP8 = ("e4m3", "e4m3_tensor", "e4m3_block")
+_FLASH_2 = Package(("flash-attn",), "pip install flash-attn")
+_FLASH_3 = Package(
+    ("flash-attn-3", "tokenspeed-fa3", "fa3-fwd"),
+    "pip install tokenspeed-fa3 (fp16, bf16, FP8) or fa3-fwd (bf16, FP8), or build "
+    "FlashAttention's hopper/ directory",
+)
+_FLASH_4 = Package(("flash-attn-4",), "pip install flash-attn-4")
+_CUDNN = Package(("nvidia-cudnn-frontend",), "pip install nvidia-cudnn-frontend")
+_TRITON = Package(
+    ("triton", "pytorch-triton"), f"{install_command('torch')} (on Linux it brings Triton)"
+)
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("torch_flash", _sdpa("FLASH_ATTENTION"), TORCH),
+        Backend("torch_cudnn", _sdpa("CUDNN_ATTENTION"), TORCH),
+        Backend("torch_efficient", _sdpa("EFFICIENT_ATTENTION"), TORCH, _FP32),
+        Backend("torch_math", _sdpa("MATH"), TORCH, _FP32, rounds_scores=2),
+        Backend("unfused", _unfused, TORCH, _FP32, rounds_scores=2),
+        Backend("cudnn", _cudnn, _CUDNN, (*_HALF, *_FP8)),
+        Backend("triton_flash", _triton, _TRITON, masks=("full", "causal")),
+        Backend("flash_attn_2", _flash_attention("flash_attn_2", "flash_attn"), _FLASH_2),
+        Backend("flash_attn_3", _flash_attention("flash_attn_3", *FLASH_3), _FLASH_3),
+        Backend(
+            "flash_attn_3_fp8",
+            _flash_attention("flash_attn_3_fp8", *FLASH_3),
+            _FLASH_3,
+            (*_HALF, *_FP8),
+        ),
+        Backend("flash_attn_4", _flash_attention("flash_attn_4", "flash_attn.cute"), _FLASH_4),
+        Backend(OWN_BF16, own.own_bf16, TORCH, _FP8, masks=("full", "causal")),
+    )
 }
+
+
+def backend_of(name: str) -> Backend:
+    """The baseline called so: one of BACKENDS, or any Python callable as `module:function`."""
+    if CALLABLE.fullmatch(name) is None:
+        return BACKENDS[name]
+    package = Package((), f"put {name.partition(':')[0]} where Python finds it")
+    return Backend(name, own.ways_of(name), package, _FP32)

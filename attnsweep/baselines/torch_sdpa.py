@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.baselines.backend import _TORCH, Builder, Unavailable, Way
+from attnsweep.baselines.backend import TORCH, Builder, Unavailable, Way
 from attnsweep.core.problem import DTYPE_BYTES, FULL, Problem
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ def _import_torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise Unavailable(f"PyTorch is not installed: {_TORCH.fix}") from error
+        raise Unavailable(f"PyTorch is not installed: {TORCH.fix}") from error
     if not torch.cuda.is_available():
         raise Unavailable("this PyTorch sees no CUDA GPU")
     return torch

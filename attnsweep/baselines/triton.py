@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnsweep.baselines.backend import PACKAGES, Unavailable, Way
+from attnsweep.baselines.backend import NotInstalled, Way
 from attnsweep.baselines.triton_precompile import _ahead, _compile_triton
 from attnsweep.core.problem import Problem
 from attnsweep.device.timings import step
@@ -17,10 +17,7 @@ def _triton(torch: Any, problem: Problem, session: Session) -> list[Way]:
     try:
         from attnsweep.baselines import triton_kernel
     except ImportError as error:
-        raise Unavailable(f"Triton is not installed: {PACKAGES['triton_flash'].fix}") from error
-
-    if problem.mask.kind == "window":
-        raise Unavailable("its kernel has no window")
+        raise NotInstalled("Triton is not installed") from error
 
     def way(config: Any) -> Way:
         def forward(q: Any, k: Any, v: Any) -> Any:

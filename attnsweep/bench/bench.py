@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from attnsweep.baselines import backend, prepare, triton_precompile
+from attnsweep.baselines import prepare, triton_precompile
 from attnsweep.baselines.import_ahead import PRELOAD
+from attnsweep.baselines.registry import backend_of
 from attnsweep.compile.launches import Candidate, FirstTimes, Launches
 from attnsweep.core.length import is_long
 from attnsweep.core.problem import DTYPE_BYTES, Problem, ceil_div
@@ -110,7 +111,7 @@ class Bench:
         self._replay_us = replay_us
         self._long = is_long(problem)  # nothing before a call matters beside it
         self._dtype = {1: np.uint8, 2: np.uint16, 4: np.uint32}[DTYPE_BYTES[problem.dtype]]
-        rounded = {*rounds_scores, *map(backend.rounds_scores_of, baselines)}
+        rounded = {*rounds_scores, *(backend_of(name).rounds_scores for name in baselines)}
         self._proof = Proof(problem, seed, self.session, cache_dir, then, rounded)
         self._workspaces: dict[tuple[str, int], Buffer] = {}
         self._right: dict[str, Digests] = {}

@@ -170,12 +170,21 @@ class Problem:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Problem:
-        """The problem of such facts; keys that are none are ignored. Raises ProblemError."""
+        """The problem of such facts. Raises ProblemError, also for keys of a later version."""
+        if unknown := facts.keys() - FACTS:
+            raise ProblemError(
+                f"a problem has no {', '.join(sorted(unknown))}: written by another version of "
+                "attnsweep?"
+            )
         own = {f.name: facts[f.name] for f in fields(cls) if f.name in facts}
         missing = [name for name in SIZES if not isinstance(own.get(name), int)]
         if missing:
             raise ProblemError(f"not a problem: no whole number {', '.join(missing)}")
         window = facts.get("window")
+        if window is not None and (not isinstance(window, list | tuple) or len(window) != 2):
+            raise ProblemError(f"a window is [LEFT, RIGHT], not {window!r}")
+        if window is not None and not (isinstance(window, list | tuple) and len(window) == 2):
+            raise ProblemError(f"a window is [LEFT, RIGHT], not {window!r}")
         mask = Interval(*window) if window else CAUSAL if facts.get("causal") else FULL
         return cls(**own | {"mask": mask})
 
@@ -255,6 +264,8 @@ class Problem:
 
 
 SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
+FACTS = frozenset({*SIZES, "dtype", "causal", "window"})
+"""Keys that `Problem.facts` may have."""
 
 Value = int | bool | str
 """Value of a parameter. It reaches the preprocessor, so it is never a float."""

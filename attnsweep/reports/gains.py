@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from attnsweep.choose.baseline_ratio import fastest_round
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import FACTS, Problem
 from attnsweep.core.trial import Status
 from attnsweep.reports.terminal import GLUE
 from attnsweep.reports.text import Section, figure, who
@@ -80,7 +80,11 @@ def _calls_of(spec_text: str | None) -> tuple[dict[Problem, int], list[dict[str,
     try:
         data = yaml.safe_load(spec_text or "")
         entries = [dict(entry) for entry in data["problems"]]
-        calls = {Problem.of(entry): int(entry["calls"]) for entry in entries if "calls" in entry}
+        calls = {
+            Problem.of({name: entry[name] for name in entry.keys() & FACTS}): int(entry["calls"])
+            for entry in entries
+            if "calls" in entry
+        }
         unserved = [
             {"call": str(u["call"]), "calls": int(u["calls"]), "reason": str(u["reason"])}
             for u in data.get("unserved") or ()

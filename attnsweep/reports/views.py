@@ -10,7 +10,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.text import Text
 
-from attnsweep.baselines.backend import PACKAGES
+from attnsweep.baselines.registry import backend_of
 from attnsweep.core.errors import errors_of
 from attnsweep.core.hardware import Arch
 from attnsweep.core.trial import Status, Trial
@@ -209,7 +209,8 @@ def families_json(kernels: Mapping[str, Kernel], baselines: Iterable[str]) -> di
 
 def _missing(baselines: Iterable[str]) -> dict[str, str]:
     """Each baseline whose package is not installed here, and how to get it."""
-    return {name: PACKAGES[name].fix for name in baselines if not PACKAGES[name].installed()}
+    packages = {name: backend_of(name).package for name in baselines}
+    return {name: p.fix for name, p in packages.items() if p.names and not p.installed()}
 
 
 # -- compile --------------------------------------------------------------------------------

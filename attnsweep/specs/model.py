@@ -44,6 +44,20 @@ BASELINES = tuple(name for name in KNOWN_BASELINES if name != OWN_BF16)
 """All peers of other makers: the default."""
 
 
+CALLABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""`module:function`: any Python callable as a baseline."""
+
+
+def _baseline_name(value: object) -> object:
+    known = isinstance(value, str) and (value in KNOWN_BASELINES or CALLABLE.fullmatch(value))
+    if not known:
+        raise wrong(
+            "{name} cannot be {value}",
+            f"{nearest(str(value), KNOWN_BASELINES)}, or a callable of yours as MODULE:FUNCTION",
+        )
+    return value
+
+
 def in_other_format(provider: str, problem: Problem) -> bool:
     """Whether a peer computes in another format than the problem's: it is timed, but never × base.
 
@@ -135,11 +149,19 @@ ArchName = Annotated[
     BeforeValidator(_arch_name),
     WithJsonSchema({"enum": sorted({*ARCHS, *(name.rstrip("a") for name in ARCHS)})}),
 ]
+_OneBaseline = Annotated[
+    str,
+    BeforeValidator(
+        _baseline_name,
+        json_schema_input_type=BaselineName
+        | Annotated[str, Field(pattern=f"^{CALLABLE.pattern}$")],
+    ),
+]
 Baselines = Annotated[
-    list[BaselineName],
+    list[_OneBaseline],
     BeforeValidator(
         _baseline_names,
-        json_schema_input_type=Literal["all"] | BaselineName | list[BaselineName],
+        json_schema_input_type=Literal["all"] | _OneBaseline | list[_OneBaseline],
     ),
 ]
 Bytes = Annotated[

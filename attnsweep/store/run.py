@@ -107,9 +107,6 @@ def _parse_row(line: bytes) -> Trial | str:
         return f"{place}: {first['msg']}" if place else first["msg"]
     except AttnsweepError as error:
         return error.what
-    except AttributeError as error:
-        # A Problem accepts no other fields, so one more means a shape that this version misreads.
-        return f"written by another version of attnsweep? {error}"
 
 
 def row_bytes(trial: Trial) -> bytes:

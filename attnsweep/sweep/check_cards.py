@@ -149,7 +149,7 @@ class _Checks:
         known = self._baseline.environment
         return {
             "do": "check",
-            "problem": {name: getattr(problem, name) for name in Problem.__dataclass_fields__},
+            "problem": problem.facts,
             "last": task.last,
             "baseline": str(self._baseline.directory.absolute()),
             "rows": [row.model_dump(mode="json") for row in rows],

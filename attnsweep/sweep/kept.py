@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attnsweep.baselines.callable import source_digest
 from attnsweep.choose.lower_bound import Skips
 from attnsweep.choose.race import race_entry
 from attnsweep.compile.candidate import Build
@@ -19,6 +20,7 @@ from attnsweep.core.trial import OURS, PROTOCOL, Environment, Status, Trial, car
 from attnsweep.family.chunks import MODES
 from attnsweep.family.family import Kernel
 from attnsweep.specs.load import SweepSpec
+from attnsweep.specs.model import CALLABLE
 from attnsweep.specs.plan import PlannedProblem
 from attnsweep.store.run import PACKED, TRIALS, open_run
 from attnsweep.store.store import Store, Writer
@@ -91,7 +93,7 @@ class Kept:
                 config={},
                 problem=problem,
                 status=Status.SKIPPED,
-                fingerprint=self._digest(problem, name, packages),
+                fingerprint=self._digest(problem, name, packages, *_source(name)),
                 machine=self._environment.machine,
             )
             for name in self._spec.baselines
@@ -117,6 +119,11 @@ class Kept:
         parts += ("energy",) if settings.energy else ()
         parts += () if settings.max_error is None else (f"max_error {settings.max_error!r}",)
         return hashlib.sha256(repr((PROTOCOL, card, how, parts)).encode()).hexdigest()[:32]
+
+
+def _source(baseline: str) -> tuple[str | None, ...]:
+    """What a baseline depends on beside the packages that are installed."""
+    return (source_digest(baseline),) if CALLABLE.fullmatch(baseline) else ()
 
 
 def _together(row: Trial) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.text import Text
 
 from attnsweep import __version__
-from attnsweep.baselines.backend import PACKAGES
+from attnsweep.baselines.registry import BACKENDS
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.bench.worker import Worker
 from attnsweep.compile import cache
@@ -189,7 +189,7 @@ _PEERS = ("cudnn", "triton_flash", "flash_attn_2", "flash_attn_3", "flash_attn_4
 
 
 def _peer(name: str) -> Finding:
-    package = PACKAGES[name]
+    package = BACKENDS[name].package
     installed = package.installed()
     if installed:
         return Finding(name, True, ", ".join(installed), needed=False)

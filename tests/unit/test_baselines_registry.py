@@ -6,6 +6,7 @@ import gc
 import importlib
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -16,9 +17,9 @@ from fake_torch import Tensor, torch_of
 from attnsweep.baselines import cudnn as baselines_cudnn
 from attnsweep.baselines import prepare as baselines_prepare
 from attnsweep.baselines import torch_sdpa, triton_precompile
-from attnsweep.baselines.backend import PACKAGES, Unavailable, Way
+from attnsweep.baselines.backend import Unavailable, Way
 from attnsweep.baselines.prepare import Baseline, prepare
-from attnsweep.baselines.registry import WAYS
+from attnsweep.baselines.registry import BACKENDS
 from attnsweep.core.problem import Problem
 from attnsweep.specs.model import BASELINES, KNOWN_BASELINES, OWN_BF16
 
@@ -84,7 +85,7 @@ def timed(ways, monkeypatch, torch, name="torch_flash"):
 
     torch.cuda.CUDAGraph, torch.cuda.graph = graph_of, Capture
     made = [way(label, us, spare=label.startswith("spare")) for label, us in ways.items()]
-    monkeypatch.setitem(WAYS, name, lambda *_: made)
+    monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], ways=lambda *_: made))
     baseline = prepare(name, PROBLEM, inputs(), Session(clock))
     return baseline._way.forward(), called
 
@@ -149,7 +150,7 @@ def best_on_shorter(on_short, torch, monkeypatch, on_long="abc"):
 
     torch.cuda.CUDAGraph, torch.cuda.graph = SimpleNamespace, Graph
     torch.randn = lambda shape, device: Tensor(np.broadcast_to(np.float32(1), shape))
-    monkeypatch.setitem(WAYS, "triton_flash", ways)
+    monkeypatch.setitem(BACKENDS, "triton_flash", replace(BACKENDS["triton_flash"], ways=ways))
     there = [Way(lambda *_: pytest.fail("called"), spare=each == "spare") for each in on_long]
     left = baselines_prepare._best_on_shorter(
         "triton_flash", torch, LONG, there, "bfloat16", Session(clock)
@@ -214,8 +215,8 @@ def test_an_output_is_written_where_it_is_judged_in_the_problems_type(torch, dty
 
 
 def test_every_baseline_has_ways_and_says_how_to_get_it():
-    assert set(WAYS) == set(PACKAGES) == set(KNOWN_BASELINES) == {*BASELINES, OWN_BF16}
-    assert all(package.fix for package in PACKAGES.values())
+    assert set(BACKENDS) == set(KNOWN_BASELINES) == {*BASELINES, OWN_BF16}
+    assert all(backend.package.fix for backend in BACKENDS.values())
 
 
 # -- FlashAttention -------------------------------------------------------------------------
@@ -242,12 +243,12 @@ def test_flash_attention_3_comes_from_either_package(torch, monkeypatch):
 def test_flash_attention_3_may_split_the_keys_where_queries_are_few(torch, monkeypatch):
     whole = Attention("flash_attn_interface")
     installed(monkeypatch, whole)
-    ways = WAYS["flash_attn_3"](torch, PROBLEM, Session([0.0]))
+    ways = BACKENDS["flash_attn_3"].ways(torch, PROBLEM, Session([0.0]))
     for way in ways:
         way.forward(*inputs()[0].values())
     assert [options.get("num_splits") for _, options in whole.calls] == [None, 0]
     square = Problem(2, 8, 2, 128, 128, 64, "fp16", causal=True)
-    assert len(WAYS["flash_attn_3"](torch, square, Session([0.0]))) == 1
+    assert len(BACKENDS["flash_attn_3"].ways(torch, square, Session([0.0]))) == 1
 
 
 def test_what_one_package_cannot_do_the_other_does(torch, monkeypatch):
@@ -339,7 +340,7 @@ def test_cudnn_is_asked_for_the_problem_and_planned_once(torch, layout, dtype, c
 
 def test_a_layout_that_cudnn_refuses_is_left_out_and_both_are_a_reason(torch, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", Cudnn(unsupported={4096}))
-    ways = WAYS["cudnn"](torch, PROBLEM, Session([0.0]))
+    ways = BACKENDS["cudnn"].ways(torch, PROBLEM, Session([0.0]))
     assert [way.convert is not None for way in ways] == [True]
     monkeypatch.setitem(sys.modules, "cudnn", Cudnn(unsupported={4096, 64}))
     with pytest.raises(Unavailable, match=r"^No valid engine configs$"):
@@ -404,7 +405,7 @@ def triton(monkeypatch):
 def test_triton_is_tuned_for_the_very_problem_over_24_configs_and_more(torch, triton):
     """It was tuned once for a key without batch and heads, from ten configs, with a cold L2."""
     problem = Problem(3, 8, 2, 100, 128, 96, "bf16", causal=True)
-    ways = WAYS["triton_flash"](torch, problem, Session([0.0]))
+    ways = BACKENDS["triton_flash"].ways(torch, problem, Session([0.0]))
     assert len(ways) == len(triton.CONFIGS) >= 24
     settings = {(*c.kwargs.values(), c.num_warps, c.num_stages) for c in triton.CONFIGS}
     assert len(settings) == len(triton.CONFIGS)

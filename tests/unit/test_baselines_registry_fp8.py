@@ -15,7 +15,7 @@ from attnsweep.baselines import cudnn, torch_sdpa, triton_precompile
 from attnsweep.baselines import prepare as baselines_prepare
 from attnsweep.baselines.backend import Unavailable
 from attnsweep.baselines.prepare import prepare
-from attnsweep.baselines.registry import WAYS
+from attnsweep.baselines.registry import BACKENDS
 from attnsweep.core.problem import Problem
 from attnsweep.specs.model import OWN_BF16, in_other_format
 
@@ -67,10 +67,10 @@ def test_flash_attention_3_takes_the_same_bytes_and_scales(torch, monkeypatch, d
         ("flash_attn_3_fp8", "e4m3_block", "FlashAttention-3 has one scale of each head of keys"),
         ("cudnn", "e4m3", "cuDNN has one scale of each tensor: dtype e4m3_tensor"),
         ("cudnn", "e4m3_block", "cuDNN has one scale of each tensor"),
-        ("torch_flash", "e4m3", "torch_flash is no baseline for e4m3: it takes no FP8 inputs"),
-        ("flash_attn_3", "e4m3_tensor", "flash_attn_3 is no baseline for e4m3_tensor"),
-        ("triton_flash", "e4m3", "it takes no FP8 inputs"),
-        ("unfused", "e4m3", "it takes no FP8 inputs"),
+        ("torch_flash", "e4m3", "torch_flash does not do e4m3"),
+        ("flash_attn_3", "e4m3_tensor", "flash_attn_3 does not do e4m3_tensor"),
+        ("triton_flash", "e4m3", "does not do e4m3"),
+        ("unfused", "e4m3", "does not do e4m3"),
     ],
 )
 def test_a_peer_without_this_fp8_says_so(torch, monkeypatch, name, dtype, reason):
@@ -114,7 +114,7 @@ def test_cudnn_in_fp8_gets_the_scales_of_the_tensors(torch, layout, causal, keys
 def test_where_cudnn_writes_no_bf16_its_output_has_the_scale_of_v(torch, monkeypatch):
     module, problem = Cudnn(unsupported={"bf16"}), fp8("e4m3_tensor")
     monkeypatch.setitem(sys.modules, "cudnn", module)
-    ways = WAYS["cudnn"](torch, problem, Session([0.0]))
+    ways = BACKENDS["cudnn"].ways(torch, problem, Session([0.0]))
     assert [graph.out.told["data_type"] for graph in module.graphs] == [
         *["bf16"] * 2,
         *["e4m3"] * 2,
@@ -131,7 +131,7 @@ def test_where_cudnn_writes_no_bf16_its_output_has_the_scale_of_v(torch, monkeyp
 
 def test_where_cudnn_writes_bf16_its_other_output_is_spare(torch, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", Cudnn())
-    ways = WAYS["cudnn"](torch, fp8("e4m3_tensor"), Session([0.0]))
+    ways = BACKENDS["cudnn"].ways(torch, fp8("e4m3_tensor"), Session([0.0]))
     assert [(way.spare, way.finish is None) for way in ways] == [(False, True)] * 2 + [
         (True, False)
     ] * 2
@@ -183,7 +183,7 @@ def test_our_bf16_is_a_row_that_says_why_where_pytorch_would_answer(torch, ours)
         prepare(OWN_BF16, problem, fp8_inputs(problem), Session([0.0]))
     with pytest.raises(Unavailable, match="aligned top-left alone"):
         prepare(OWN_BF16, fp8(), fp8_inputs(fp8()), Session([0.0]))
-    with pytest.raises(Unavailable, match="attnsweep_bf16 is no baseline for fp16: it stands"):
+    with pytest.raises(Unavailable, match="attnsweep_bf16 does not do fp16"):
         prepare(OWN_BF16, PROBLEM, fp8_inputs(PROBLEM), Session([0.0]))
 
 

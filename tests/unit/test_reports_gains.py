@@ -16,11 +16,11 @@ from attnsweep.reports.gains import gains, sentences, table, to_json
 from attnsweep.reports.text import by_problem
 from attnsweep.store.run import Run
 
-OTHER = type(PROBLEM)(1, 8, 2, 512, 512, 128, "bf16", True)
+OTHER = type(PROBLEM)(1, 8, 2, 512, 512, 128, "bf16", causal=True)
 
 
 def entry(problem, calls=None):
-    fields = {name: getattr(problem, name) for name in type(problem).__dataclass_fields__}
+    fields = problem.facts
     return fields | ({} if calls is None else {"calls": calls})
 
 

@@ -241,7 +241,8 @@ class TestErrors:
             (
                 "baselines: [unfused, torch_flsh]",
                 "22: baselines[1] cannot be torch_flsh\n"
-                f"  did you mean 'torch_flash'? there are: {', '.join(KNOWN_BASELINES)}",
+                f"  did you mean 'torch_flash'? there are: {', '.join(KNOWN_BASELINES)}, or a "
+                "callable of yours as MODULE:FUNCTION",
             ),
             (
                 "baselines: none",

@@ -125,7 +125,7 @@ def test_a_foreign_line_is_skipped_and_named(tmp_path: Path, line: bytes, reason
     ("old", "new", "reason"),
     [
         (b'"heads_kv":16', b'"heads_kv":5', "heads_kv must divide heads"),
-        (b'"heads_kv":16', b'"heads_kv":16,"window":3', "another version of attnsweep"),
+        (b'"heads_kv":16', b'"heads_kv":16,"layout":3', "another version of attnsweep"),
         (b'"status":"ok"', b'"status":"great"', "status: Input should be"),
         (b'"median":7.5', b'"median":"fast"', "time_us.median"),
     ],

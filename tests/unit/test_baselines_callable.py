@@ -1,0 +1,98 @@
+"""`module:function` as a baseline: how it is found, called and told apart when its file changes."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from attnsweep.baselines import prepare
+from attnsweep.baselines.backend import Unavailable
+from attnsweep.baselines.callable import source_digest
+from attnsweep.baselines.registry import backend_of
+from attnsweep.core.errors import SpecError
+from attnsweep.core.problem import Problem
+from attnsweep.specs.load import load_spec
+
+PROBLEM = Problem(1, 2, 2, 8, 8, 64, "bf16")
+SOURCE = """
+def plain(q, k, v):
+    return ("plain", q, k, v)
+
+def knows(q, k, v, *, problem):
+    return (problem.label, q, k, v)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A module of the user's in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_attn.py").write_text(SOURCE)
+    yield tmp_path / "mine_attn.py"
+    sys.modules.pop("mine_attn", None)
+
+
+def forward(name):
+    (way,) = backend_of(name).ways(None, PROBLEM, None)
+    return way.forward
+
+
+def test_a_function_of_the_working_directory_is_called_with_the_problem_if_it_takes_one(mine):
+    assert forward("mine_attn:plain")("q", "k", "v") == ("plain", "q", "k", "v")
+    assert forward("mine_attn:knows")("q", "k", "v") == (PROBLEM.label, "q", "k", "v")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("mine_attn:missing", "has no attribute 'missing'"),
+        ("mine_attn:number", "is no callable but int"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+    ],
+)
+def test_what_cannot_be_called_is_unavailable_with_the_reason(mine, name, says):
+    with pytest.raises(Unavailable, match=says):
+        forward(name)
+
+
+def test_a_module_that_fails_while_it_is_imported_is_unavailable(mine):
+    mine.write_text("1 / 0")
+    with pytest.raises(Unavailable, match="ZeroDivisionError"):
+        forward("mine_attn:plain")
+
+
+def test_a_changed_file_has_another_digest_and_a_missing_one_none(mine):
+    before = source_digest("mine_attn:plain")
+    mine.write_text(SOURCE + "# changed")
+    assert before != source_digest("mine_attn:plain") is not None
+    assert source_digest("no_such_module:f") is None
+
+
+def test_a_problem_that_it_cannot_do_is_refused_before_anything_is_imported():
+    assert backend_of("no_such_module:f").supports(PROBLEM) is None
+    fp8 = Problem(1, 2, 2, 8, 8, 64, "e4m3")
+    assert "does not do e4m3" in str(backend_of("no_such_module:f").supports(fp8))
+    assert prepare.Unavailable is Unavailable
+
+
+def spec(tmp_path, baselines):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(
+        "problems: [{batch: 1, heads: 1, seqlen: 64, head_dim: 64}]\n"
+        f"kernels: {{naive: {{}}}}\nbaselines: {baselines}\n"
+    )
+    return load_spec(path)
+
+
+def test_a_spec_names_it_beside_the_known_ones(tmp_path):
+    asked = spec(tmp_path, "[torch_flash, 'my_pkg.attn:forward']")
+    assert asked.baselines == ("torch_flash", "my_pkg.attn:forward")
+
+
+@pytest.mark.parametrize("name", ["my_pkg.attn:", "my pkg:f", "a:b:c", "torch-flash"])
+def test_what_is_neither_known_nor_a_callable_is_an_error(tmp_path, name):
+    with pytest.raises(SpecError, match="MODULE:FUNCTION"):
+        spec(tmp_path, f"['{name}']")
