@@ -21,6 +21,7 @@ if __name__ == "__main__":
 import typer.cli
 from cards import cards
 from claims import ENV, Sheet
+from performance import csv
 from records import Book
 from typer.testing import CliRunner
 from used import judged, models, training
@@ -42,6 +43,7 @@ PAGES = {
     "cli": "docs/cli.md",
     "kernels": "docs/kernels.md",
     "performance": "docs/performance.md",
+    "performance csv": "docs/performance.csv",
     "schema": "docs/spec.schema.json",
     "measuring": "docs/measuring.md",
     "numerics": "docs/explanation/numerics.md",
@@ -165,6 +167,8 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     known["cards"] = cards(book.results.parent, specs, book)
     for name in TEMPLATES:
         yield PAGES[name], NOTE + render(name, name, known)
+    baselines = known["performance"].data["given"]["peers"]
+    yield PAGES["performance csv"], csv(known["cards"], baselines)
     yield PAGES["cli"], cli()
     yield PAGES["schema"], attnsweep.schema()
     runs = [card.book.run(name) for card in known["cards"] for name in card.tables]
