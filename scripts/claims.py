@@ -19,7 +19,7 @@ from typing import Any
 import counts
 import jinja2
 import jinja2.meta
-from records import Book, QueryError, Row
+from records import Book, QueryError
 
 from attnsweep import arch_named
 
@@ -29,12 +29,6 @@ FILE_KEYS = {"given", "rows", "let", "claim", "section", "table"}
 CLAIM_KEYS = {"says", "each", "rows", "let", "open", "holds", "part", "measured", "note"}
 WRONG = (TypeError, ValueError, ArithmeticError, AttributeError, KeyError)  # in an expression
 QUERY_KEYS = {"like", *inspect.signature(Book.find).parameters} - {"self"}
-
-
-def stages(row: Row) -> str:
-    """A row's name, the time of each stage, and of its launches."""
-    each = ", ".join(f"{name} {time:.1f}" for name, time in row.stages_us.items())
-    return f"{row.name}: {each}; launches alone {row.launch_us:.1f} µs"
 
 
 ENV = jinja2.Environment(
@@ -51,7 +45,6 @@ ENV.filters |= {
     "percent": lambda share, digits=0: f"{round(100 * share, digits) + 0.0:.{digits}f} %",
     "signed": lambda value, digits=0: f"{value:+.{digits}f}",
     "settings": lambda row, names: " ".join(f"{name}={row.config[name]}" for name in names),
-    "stages": stages,
     "starting": lambda verdicts, text: [v for v in verdicts if v.says.startswith(text)],
     "mean_ratio": counts.mean_ratio,
     "wmma": counts.wmma,

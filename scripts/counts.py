@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from records import Book, Row, among
 
 from attnsweep import (
-    Config,
     Environment,
     Problem,
-    Search,
     arch_named,
-    families,
-    load_spec,
-    plan,
     proportion_interval,
 )
 
@@ -37,9 +32,6 @@ __all__ = [
     "own_and_best",
     "peers_beside",
     "stage_bounds",
-    "staged",
-    "steps",
-    "varied",
     "wide",
     "with_and_without",
     "wmma",
@@ -114,12 +106,6 @@ def most_apart(first: Mapping[str, float], second: Mapping[str, float]) -> str:
     """The name under which two records differ most."""
     both = sorted(first.keys() & second.keys())
     return max(both, key=lambda name: abs(first[name] - second[name]))
-
-
-def varied(rows: Sequence[Row]) -> list[str]:
-    """Parameters that have several values in the rows."""
-    names = dict.fromkeys(name for row in rows for name in row.config)
-    return [name for name in names if len({row.config.get(name) for row in rows}) > 1]
 
 
 def peers_beside(
@@ -224,36 +210,6 @@ def stage_bounds(row: Row, stage: str, rates: Mapping[str, float]) -> dict[str, 
     return {"matrix": products, "L2": least, "tiled": max(least, 1e6 * read / rates["l2_read"])}
 
 
-def staged(book: Book, name: str) -> Iterator[dict[str, Any]]:
-    """What strategy `staged` would have tried of an exhaustive run, and found."""
-    kernels = families()
-    spec = load_spec(book.run(name).directory / "spec.yaml", kernels)
-    for item in plan(spec, kernels, arch_named(book.card(name).arch)):
-        for space in item.spaces:
-            query: dict[str, Any] = {
-                "problem": item.problem,
-                "kernel": space.kernel.name,
-                "status": None,
-            }
-            rows = {Config(row.config): row for row in book.find(name, take="all", **query)}
-            search, tried = Search("staged", space), []
-            while (config := search.ask()) is not None:
-                if config in rows:
-                    tried.append(rows[config])
-                    search.tell(rows[config].trial)
-            best, found = (
-                min((row for row in some if row.status == "ok"), key=lambda row: row.us)
-                for some in (rows.values(), tried)
-            )
-            yield {
-                "problem": item.problem,
-                "candidates": len(rows),
-                "tried": len(tried),
-                "best": best,
-                "found": found,
-            }
-
-
 # -- wide heads in fp32: system C -------------------------------------------------------------
 
 
@@ -292,8 +248,6 @@ def _wide(
     written = row_bytes * p.seqlen_q + partial
     tiled = max(larger, 1e6 * max(read / rates["l2_read"], written / rates["l2_write"]))
     launches = best.launch_us or 0.0
-    each = list(dict.fromkeys(n * tiles * p.batch * p.heads for n in blocks))
-    cluster = f"clusters of {config.get('CLUSTER')}, then workspace"
     ffma = _least(rows, lambda row: _products(row) == "ffma")
     tensor = _least(rows, lambda row: _products(row) != "ffma")
     peer = base_of(book, best)
@@ -318,11 +272,6 @@ def _wide(
             "the bound as tiled": tiled,
             "the rest": best.us - launches - tiled,
         },
-        "blocks": ", then ".join(map(str, each)),
-        "sms": ", then ".join(str(min(n, card.sm_count)) for n in each) + f" of {card.sm_count}",
-        "exchange": "cluster" if not parts else cluster if _own_wgmma(best) else "workspace",
-        "one_launch": _least(rows, lambda row: not _partial_scores(row)),
-        "two_launches": _least(rows, lambda row: _partial_scores(row) > 0),
         "tensor_gain": ffma / tensor if ffma and tensor else None,
         "l2_share": bounds["L2"] / best.us,
     }
@@ -449,30 +398,3 @@ def with_and_without(rows: Sequence[Row], own: Mapping[str, Any], name: str) -> 
 
 def _is_own(row: Row, own: Mapping[str, Any], name: str) -> bool:
     return among(row.config[name], own[name])
-
-
-def steps(rows: Sequence[Row], own: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """From the authors' settings to the winner, one setting at a time, the most helpful next.
-
-    If there are several settings to begin with, it takes the one from which more is recorded. Ends
-    early where no row of a next step is recorded. The first item is the start, and has no name.
-    """
-    best = rows[0].config
-    recorded = {tuple(row.config[name] for name in own): row for row in rows}
-
-    def next_step(at: Row) -> dict[str, Any] | None:
-        ahead = {n: {**at.config, n: best[n]} for n in own if at.config[n] != best[n]}
-        keys = {n: tuple(config[name] for name in own) for n, config in ahead.items()}
-        there = [(recorded[key], n) for n, key in keys.items() if key in recorded]
-        row, name = min(there, key=lambda step: step[0].us, default=(None, None))
-        return {"row": row, "name": name, "gain": at.us / row.us} if row else None
-
-    def walk(start: Row) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [{"row": start, "name": None}]
-        while step := next_step(found[-1]["row"]):
-            found.append(step)
-        return found
-
-    starts = [row for row in rows if all(_is_own(row, own, name) for name in own)]
-    walks = map(walk, starts)
-    return max(walks, key=lambda way: (way[-1]["row"] is rows[0], -way[0]["row"].us), default=[])

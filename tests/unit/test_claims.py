@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -240,15 +239,6 @@ def test_what_a_wmma_config_must_do():
     # A warp: 4 × 36 fragment rows, 8 ways; 80 + 16 for scores; 128 for the output; K and V 128.
     assert theirs["shared"] * 1980 == 8 * (4 * (4 * 36 * 8 + 96 + 128) + 128)
     assert (theirs["blocks"], theirs["sms"], theirs["tiles"]) == (64, 64, 8)
-
-
-def test_the_walk_to_the_best_changes_one_setting_at_a_time():
-    rows = RECORDED.find("wmma_pipeline", problem="1,8,512,64", take="all")
-    walk = counts.steps(rows, own())
-    assert walk[-1]["row"] is rows[0]
-    for before, after in pairwise(walk):
-        differ = [n for n in own() if before["row"].config[n] != after["row"].config[n]]
-        assert differ == [after["name"]]
 
 
 def test_the_least_plausible_share_is_clopper_and_pearsons():
