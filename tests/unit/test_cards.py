@@ -178,4 +178,4 @@ def test_shares_of_limits_are_told_once_a_recording_has_them(results):
     record(results, "l4", "flash_short", [row_of])
     text = docs.shares_used([Book(results / "l4").run("flash_short")])
     assert "| `flash_fwd_wgmma` | fp16 | 1 | 50 % | 25 % | 0.0001 | 0.001 |" in text
-    assert "Recorded on NVIDIA L4, 1 rows of l4/flash_short" in text
+    assert "Recorded on NVIDIA L4: 1 rows of 1 runs" in text
