@@ -116,6 +116,9 @@ def shares_used(runs: Iterable[attnsweep.Run]) -> str:
     found = accuracy.summary(runs)
     if not found["of"]:
         return ""
+    every = found["of"]
+    found["of"] = [each for each in every if not each["peer"] or max(each["shares"].values()) > 1]
+    found |= {"rows": sum(each["rows"] for each in every), "within": len(every) - len(found["of"])}
     text = ENV.get_template("accuracy.md").render(found=found, table=accuracy.markdown(found))
     return f"\n{text.strip()}\n"
 
