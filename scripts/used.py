@@ -108,30 +108,30 @@ def _expected(found: Mapping[str, Any]) -> str:
 
 
 def training(path: Path = ROOT / CARD / "training.json") -> str:
-    """Training steps by PyTorch and with the package, eager and compiled, of each shape."""
+    """Training steps by PyTorch and with the package; the device's times are of eager calls."""
     if not path.is_file():
         return NOT_RECORDED
     found = json.loads(path.read_text(encoding="utf-8"))
     lines = [
-        "| shape, bf16 | code | call | step, µs | × | device: forward + backward, µs |",
-        "|---|---|---|---:|---:|---:|",
+        "| shape, bf16 | code | eager, µs | × | compiled, µs | × | forward, µs | backward, µs |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in found["rows"]:
+        cells = [row["shape"], f"`{row['code']}`"]
         for mode in STEPS:
-            theirs, ours = (row[mode][who] for who in ("pytorch", "package"))
             middle, low, high = row[mode]["ratio"]
-            both = (f"{of['forward']:.0f} + {of['backward']:.0f}" for of in (theirs, ours))
-            cells = [
-                *(row["shape"], f"`{row['code']}`", mode),
-                f"{theirs['step']:.0f} → {ours['step']:.0f}",
-                f"{middle:.2f} ({low:.2f} to {high:.2f})",
-                " → ".join(both),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+            cells += [_change(row[mode], "step"), f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+        cells += [_change(row["eager"], part) for part in ("forward", "backward")]
+        lines.append(f"| {' | '.join(cells)} |")
     made = found["environment"]
     origin = f"{made['gpu']}, driver {made['driver']}, torch {found['torch']}, {made['date'][:10]}"
     lines += ["", f"{origin}; {found['rounds']} rounds."]
     return "\n".join(lines) + "\n"
+
+
+def _change(of: Mapping[str, Any], part: str) -> str:
+    """Microseconds by PyTorch, then with the package."""
+    return f"{of['pytorch'][part]:.0f} → {of['package'][part]:.0f}"
 
 
 def judged(results: Path = ROOT / "results", tuned: Mapping[str, Sequence[str]] = TUNED) -> str:
