@@ -98,6 +98,10 @@ def cli() -> str:
         commands = "".join(f"$ {line}\n" for line in found[1].split("\n") if line)
         return f"**Examples**:\n\n```console\n{commands}```\n"
 
+    # Its list of commands is cut off, and each has a heading.
+    text = re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n", "", text)
+    text = re.sub(r"\* `--help`: .*\n", "", text)
+    text = text.replace("**Options**:\n\n\n", "")
     return NOTE + re.sub(r"Examples:\n((?:\nattnsweep .*\n)+)", block, text)
 
 

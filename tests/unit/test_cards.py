@@ -165,9 +165,9 @@ def test_the_page_has_both_cards_and_says_where_calls_overlap(results):
     known["performance"].data["given"]["specs"] |= SPECS
     text = docs.render("performance", "performance", known)
     short = "[flash_short](../results/h200/flash_short_h200) (calls may overlap on 1)"
-    assert f"| H200 | Short: {short} | 1 | **1.40** | 1.40 to 1.40 | 0 | – |" in text
+    assert f"| H200 | {short} | 1 | **1.40** | 1.40 to 1.40 | 0 | – |" in text
     short = "[flash_short](../results/h100-80gb-hbm3/flash_short)"
-    assert f"| H100 | Short: {short} | 3 | **0.93** | 0.75 to 1.20 | 2 | 1.22 (2) |" in text
+    assert f"| H100 | {short} | 3 | **0.93** | 0.75 to 1.20 | 2 | 1.22 (2) |" in text
 
 
 def test_shares_of_limits_are_told_once_a_recording_has_them(results):
