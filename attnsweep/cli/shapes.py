@@ -45,16 +45,21 @@ def shapes(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")] = False,
+    every_call: Annotated[
+        bool,
+        typer.Option("--every-call", help="Count calls of compiled code and C++ too; costs more."),
+    ] = False,
     top: Annotated[
         int, typer.Option("--top", min=1, max=1000, help="Most problems: the costliest shapes.")
     ] = 50,
 ) -> None:
     """Run a PyTorch program unchanged, and write its attention calls to OUT as a spec.
 
-    Every shape that `scaled_dot_product_attention` is called with, in eager or compiled code and
-    in all processes, becomes a problem with the number of its calls; `attnsweep run OUT` then says
-    what the whole program gains. Calls that no family can serve are listed with the reason. The
-    exit code is the program's; 1 if it is 0 but no problem was found.
+    Every shape that `scaled_dot_product_attention` is called with from Python, in all processes,
+    becomes a problem with the number of its calls; `attnsweep run OUT` then says what the whole
+    program gains. Calls of compiled code and C++ are counted with `--every-call` only. Calls that
+    no family can serve are listed with the reason. The exit code is the program's; 1 if it is 0 but
+    no problem was found.
     """
     from attnsweep.family.discover import discover
     from attnsweep.serve.recorded_calls import lines_of, read, refuse, write
@@ -72,7 +77,7 @@ def shapes(
         hint = f"{error.hint}\n  {hint}" if error.hint else hint
         raise NoGpuError(error.what, hint=hint) from error
     with tempfile.TemporaryDirectory(prefix="attnsweep-shapes-") as folder:
-        code = run_recorded(command, Path(folder))
+        code = run_recorded(command, Path(folder), every_call)
         recorded = read(Path(folder))
     found = write(out, recorded, target, top)
     for line in lines_of(found, recorded):
@@ -84,13 +89,13 @@ def shapes(
     raise typer.Exit(code or (0 if found.problems else 1))
 
 
-def run_recorded(command: Sequence[str], folder: Path) -> int:
+def run_recorded(command: Sequence[str], folder: Path, every_call: bool = False) -> int:
     """Run a command whose Python processes record into a folder; returns its exit code.
 
     A command that a signal ended has 128 and the signal's number. Ctrl-C and SIGTERM reach the
     command; this process waits until it ends. Raises SpecError if it cannot be started.
     """
-    install(folder)
+    install(folder, every_call)
     paths = [str(folder), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
@@ -119,7 +124,7 @@ def run_recorded(command: Sequence[str], folder: Path) -> int:
     return 128 - code if code < 0 else code
 
 
-def install(folder: Path) -> None:
+def install(folder: Path, every_call: bool = False) -> None:
     """Have each Python that finds this folder on PYTHONPATH record into it."""
     from attnsweep.serve import recorder
 
@@ -128,5 +133,5 @@ def install(folder: Path) -> None:
     shutil.copytree(Path(recorder.__file__).parent, folder / name, ignore=unneeded)
     # Python imports sitecustomize when it starts, whatever launches it.
     begin = f"import pathlib\nimport {name}.start as start\n"
-    begin += f"start.begin(pathlib.Path({str(folder)!r}))\n"
+    begin += f"start.begin(pathlib.Path({str(folder)!r}), {every_call})\n"
     (folder / "sitecustomize.py").write_text(begin, encoding="utf-8")

@@ -22,15 +22,16 @@ from attnsweep.core.problem import DTYPE_BYTES, Dtype, Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Kernel
 from attnsweep.reports.terminal import counted
-from attnsweep.serve.recorder.log import COUNTS, ERRORS, KINDS, TORCH
-from attnsweep.serve.recorder.recorder import Recording
+from attnsweep.serve.recorder.log import COMPILED, COUNTS, ERRORS, EVERY_CALL, KINDS, TORCH, Log
 from attnsweep.specs.model import UnservedCalls
 from attnsweep.specs.starter import Request, Target, refusal, starter
 
+NAME = "torch.nn.functional.scaled_dot_product_attention"
 TOP = 50
 """Most problems of a spec that is made from a program."""
 _DTYPES: dict[str, Dtype] = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _MOST_UNSERVED = 50
+_NOTES = TORCH, EVERY_CALL, COMPILED
 _UNSEEN = ": no process imported PyTorch, or only under python -I, -E or -S, which hide it from us"
 _MASKS = {
     "causal": "an explicit mask; the first one was causal: is_causal=True can be served",
@@ -50,6 +51,20 @@ class Recorded:
     torch: bool = False
     """Whether any process imported PyTorch."""
     errors: tuple[str, ...] = ()
+    every_call: bool = False
+    """Whether PyTorch's dispatcher counted them, in any process."""
+    compiled: bool = False
+    """Whether a call was seen that torch.compile compiled, where the dispatcher did not count."""
+
+    @property
+    def way(self) -> str:
+        """Which calls were counted, and which were not."""
+        if self.every_call:
+            return "every call of PyTorch's attention operators was counted, also from C++"
+        missed = "those of C++ and torch._C._nn are not"
+        if self.compiled:
+            missed = "torch.compile compiled attention, whose calls are not; nor are those of C++"
+        return f"calls of {NAME} from Python were counted; {missed} (--every-call counts all)"
 
 
 @dataclass
@@ -87,7 +102,8 @@ def read(folder: Path) -> Recorded:
             calls['{"beyond": true}'] += counts[-1]
     errors = {path.read_text(encoding="utf-8").strip() for path in folder.glob(f"*{ERRORS}")}
     kinds = [(json.loads(line), count) for line, count in calls.items() if count]
-    return Recorded(kinds, len(files), (folder / TORCH).exists(), tuple(sorted(errors)))
+    torch, every_call, compiled = ((folder / name).exists() for name in _NOTES)
+    return Recorded(kinds, len(files), torch, tuple(sorted(errors)), every_call, compiled)
 
 
 def sort(
@@ -121,8 +137,13 @@ def sort(
     return Sorted({problem: found[problem] for problem in costly[:top]}, _unserved(others))
 
 
-def spec_text(found: Sorted, name: str, target: Target, families: Mapping[str, Kernel]) -> str:
-    """The text of the spec; `attnsweep run` reads it. There must be a problem."""
+def spec_text(
+    found: Sorted, name: str, target: Target, families: Mapping[str, Kernel], way: str = ""
+) -> str:
+    """The text of the spec; `attnsweep run` reads it. There must be a problem.
+
+    way: which calls were counted, for a comment.
+    """
     request = Request(
         [*found.problems],
         name,
@@ -131,7 +152,8 @@ def spec_text(found: Sorted, name: str, target: Target, families: Mapping[str, K
         notes={problem: ", ".join(served.notes) for problem, served in found.problems.items()},
         unserved=found.unserved,
     )
-    return starter(request, target, families)
+    head, rest = starter(request, target, families).split("\n", 1)
+    return f"{head}\n# {way}\n{rest}" if way else f"{head}\n{rest}"
 
 
 def lines_of(found: Sorted, recorded: Recorded) -> list[str]:
@@ -147,6 +169,8 @@ def lines_of(found: Sorted, recorded: Recorded) -> list[str]:
         out[0] += f"; {rest:,} have none:"
     for each in found.unserved:
         out.append(f"  {_counted(each.calls)} {each.call}: {each.reason}")
+    if recorded.torch:
+        out.append(recorded.way)
     return out + [f"recording failed in a process: {error}" for error in recorded.errors]
 
 
@@ -159,7 +183,8 @@ def write(path: Path, recorded: Recorded, target: Target, top: int = TOP) -> Sor
     found = sort(recorded, target, families, top)
     if found.problems:
         try:
-            write_file(path, spec_text(found, run_name_of(path), target, families).encode())
+            text = spec_text(found, run_name_of(path), target, families, recorded.way)
+            write_file(path, text.encode())
         except OSError as error:
             why = error.strerror or str(error)
             raise StoreError(f"cannot be written: {why}", where=str(path)) from error
@@ -196,21 +221,28 @@ def run_name_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def shapes(
-    path: str | Path, *, arch: str | None = None, force: bool = False, top: int = TOP
+    path: str | Path,
+    *,
+    arch: str | None = None,
+    force: bool = False,
+    top: int = TOP,
+    every_call: bool = False,
 ) -> Iterator[None]:
     """Record the attention calls of this process, and write them to `path` as a spec.
 
-    Calls of PyTorch's `scaled_dot_product_attention`, eager or compiled, become problems with the
-    number of their calls. arch: architecture of the spec (default: this machine's GPU). force:
-    replace the file. top: most problems. The file is written when the block ends, also by an
-    error. Raises SpecError if the file is there, NoGpuError without a GPU and `arch`, RuntimeError
-    if PyTorch is too old.
+    Python's calls of PyTorch's `scaled_dot_product_attention` become problems with the number of
+    their calls. arch: architecture of the spec (default: this machine's GPU). force: replace the
+    file. top: most problems. every_call: count calls of compiled code and C++ too, which costs
+    more. The file is written when the block ends, also by an error. Raises SpecError if the file
+    is there, NoGpuError without a GPU and `arch`, RuntimeError if PyTorch is too old.
     """
+    from attnsweep.serve.recorder.recorder import Recording
+
     path = Path(path)
     refuse(path, force)
     target = _target_here() if arch is None else Target(arch_named(arch))
     with tempfile.TemporaryDirectory(prefix="attnsweep-shapes-") as folder:
-        recording = Recording(Path(folder))
+        recording = Recording(Log(Path(folder)), every_call)
         try:
             yield
         finally:
@@ -246,6 +278,8 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
         return "compiled into plain operations; how often they ran is unknown"
     if kind.get("nested"):
         return "nested tensors"
+    if "class" in kind:
+        return f"tensors of class {kind['class']}; --every-call counts what they compute"
     q, k, v, device, dtype = (kind[name] for name in ("q", "k", "v", "device", "dtype"))
     dtype = _DTYPES.get(dtype, dtype)
     reason = None
@@ -273,11 +307,48 @@ def _problem(kind: Mapping[str, Any], on_gpu: bool) -> Problem | str:
         reason = f"causal with seqlen_q {q[2]} > seqlen_k {k[2]}"
     if reason is not None:
         return reason
-    head_dim = kind.get("padded_from", q[3])
     try:
-        return Problem(q[0], q[1], k[1], q[2], k[2], head_dim, dtype, causal=kind["causal"])
+        return Problem(
+            q[0], q[1], k[1], q[2], k[2], _own_scale(kind)[0], dtype, causal=kind["causal"]
+        )
     except ProblemError as error:  # such as more than a card holds, on a host that holds it
         return error.what
+
+
+def layout_of(shape: Sequence[int], stride: Sequence[int]) -> str:
+    """How a (batch, heads, seqlen, head_dim) tensor lies in memory.
+
+    bhsd or bshd if it is whole in that order; `packed` if it is a part of rows of (seqlen, …), as
+    a slice of one q, k, v tensor is; otherwise `strided`.
+    """
+    _, heads, seqlen, head_dim = shape
+    row = heads * head_dim
+
+    def lies(*steps: int) -> bool:
+        return all(n == 1 or a == b for n, a, b in zip(shape, stride, steps, strict=True))
+
+    if lies(seqlen * row, seqlen * head_dim, head_dim, 1):
+        return "bhsd"
+    if lies(seqlen * row, head_dim, row, 1):
+        return "bshd"
+    packed = seqlen > 1 and stride[2] > row and lies(seqlen * stride[2], head_dim, stride[2], 1)
+    return "packed" if packed else "strided"
+
+
+def _own_scale(kind: Mapping[str, Any]) -> tuple[int, bool]:
+    """The head_dim of the model, and whether a call has a scale of its own.
+
+    PyTorch's FlashAttention gets a head_dim that is padded to a multiple of 8, and the scale of the
+    model's.
+    """
+    head_dim, scale = kind["q"][-1], kind.get("scale")
+    if scale is None:
+        return head_dim, False
+    own = round(scale**-2) if scale > 0 else 0
+    usual = abs(own * scale**2 - 1) < 1e-6
+    if usual and kind["op"].endswith("flash_attention") and head_dim - 8 < own < head_dim:
+        return own, False
+    return head_dim, not usual or own != head_dim
 
 
 def _bottom_right(kind: Mapping[str, Any]) -> bool:
@@ -286,13 +357,15 @@ def _bottom_right(kind: Mapping[str, Any]) -> bool:
 
 
 def _notes(kind: Mapping[str, Any], problem: Problem) -> Iterator[str]:
-    q, k = kind["layout"]
+    q, k = map(layout_of, (kind["q"], kind["k"]), kind["strides"])
     yield q if q == k else f"q {q}, k {k}"
-    if kind.get("repeats"):
+    if kind.get("repeats", 1) > 1:
         groups = problem.heads_kv // kind["repeats"]
         yield f"k holds each of {groups} heads {kind['repeats']} times: enable_gqa avoids that"
-    if kind.get("scale"):
+    if _own_scale(kind)[1]:
         yield "a scale of its own"
+    if kind.get("captured"):
+        yield "captured in a CUDA graph once: its replays are not counted"
     if kind["grad"]:
         yield "with gradients"
     if kind["device"] != "cuda":

@@ -1,102 +1,70 @@
-"""`attnsweep shapes` on a card: it counts as much without the dispatcher's kernels as with them."""
+"""`attnsweep shapes` on a card: what Python calls counts as much as in PyTorch's dispatcher."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 
 torch = pytest.importorskip("torch")
-from attention_calls import counted  # noqa: E402  (it needs PyTorch)
-
-from attnsweep.serve.recorder.eager import CALM  # noqa: E402
+from attention_calls import counts, qkv, recorded  # noqa: E402  (it needs PyTorch)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 F = torch.nn.functional
-
-
-def qkv(*shape, dtype=torch.bfloat16):
-    return tuple(torch.randn(3, *(shape or (1, 8, 256, 64)), dtype=dtype, device="cuda"))
-
-
-def in_a_graph():
-    tensors, graph = qkv(), torch.cuda.CUDAGraph()
-    F.scaled_dot_product_attention(*tensors)
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            F.scaled_dot_product_attention(*tensors)
-    for _ in range(5):
-        graph.replay()
-
-
-def compiled():
-    torch._dynamo.reset()
-    block = torch.compile(
-        lambda q, k, v: F.scaled_dot_product_attention(q * 2, k, v) + 1, fullgraph=True
-    )
-    for _ in range(3):
-        block(*qkv())
-
-
-def fast_path_of_a_layer():
-    layer = torch.nn.TransformerEncoderLayer(64, 2, 64, batch_first=True).eval().cuda().half()
-    with torch.no_grad():
-        layer(torch.randn(2, 8, 64, device="cuda", dtype=torch.float16))
+SHAPE, CUDA = (1, 8, 256, 64), {"dtype": torch.bfloat16, "device": "cuda"}
 
 
 def autocast():
-    tensors = qkv(dtype=torch.float32)
+    tensors = qkv(*SHAPE, device="cuda")
     for dtype in (torch.float16, torch.bfloat16) * 2:
         with torch.autocast("cuda", dtype):
-            for _ in range(2 * CALM):
-                F.scaled_dot_product_attention(*tensors)
+            F.scaled_dot_product_attention(*tensors)
 
 
 def gradients():
-    for _ in range(2 * CALM):
-        q, k, v = (each.requires_grad_() for each in qkv())
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    q, k, v = (each.requires_grad_() for each in qkv(*SHAPE, **CUDA))
+    F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
 
 def padded_and_grouped():
-    for _ in range(2 * CALM):
-        F.scaled_dot_product_attention(*qkv(1, 8, 256, 60))
-    q, k, v = qkv()
-    for _ in range(2 * CALM):
-        F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)
-
-
-def causal_of_other_lengths():
-    q, k, v = qkv()
-    for _ in range(2 * CALM):
-        F.scaled_dot_product_attention(q[:, :, :64], k, v, is_causal=True)
+    F.scaled_dot_product_attention(*qkv(1, 8, 256, 60, **CUDA))
+    q, k, v = qkv(*SHAPE, **CUDA)
+    F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)
 
 
 def growing():
-    q, k, v = qkv()
+    q, k, v = qkv(*SHAPE, **CUDA)
     for seqlen in range(100, 200):
         F.scaled_dot_product_attention(q[:, :, :1], k[:, :, :seqlen], v[:, :, :seqlen])
 
 
-PROGRAMS = (
-    *(in_a_graph, compiled, fast_path_of_a_layer, autocast, gradients, padded_and_grouped),
-    *(causal_of_other_lengths, growing),
-)
+@pytest.mark.parametrize("run", [autocast, gradients, padded_and_grouped, growing])
+def test_both_ways_count_the_same(tmp_path, run):
+    got = counts(tmp_path, lambda _: run())
+    assert got == counts(tmp_path, lambda _: run(), every_call=True)
+    assert got
 
 
-@pytest.mark.parametrize("run", PROGRAMS, ids=lambda run: run.__name__)
-def test_it_counts_what_the_kernels_count(tmp_path, run):
-    def program(recording):
-        for _ in range(2 * CALM):
-            F.scaled_dot_product_attention(*qkv())
-        assert recording.eager.gone or not recording.eager.watches
-        run()
-        F.scaled_dot_product_attention(*qkv())
+def test_a_call_in_a_graph_counts_once_and_says_so(tmp_path):
+    def program(_):
+        tensors, graph = qkv(*SHAPE, **CUDA), torch.cuda.CUDAGraph()
+        F.scaled_dot_product_attention(*tensors)
+        with torch.cuda.graph(graph):
+            F.scaled_dot_product_attention(*tensors)
+        for _ in range(5):
+            graph.replay()
+
+    calls = recorded(tmp_path, program).calls
+    assert [(call["captured"], n) for call, n in calls] == [(False, 1), (True, 1)]
+
+
+def test_compiled_calls_and_a_layers_own_count_with_every_call(tmp_path):
+    layer = torch.nn.TransformerEncoderLayer(64, 2, 64, batch_first=True).eval().cuda().half()
+    block = torch.compile(lambda x: F.scaled_dot_product_attention(x * 2, x, x) + 1)
+
+    def program(_):
+        for _ in range(3):
+            block(qkv(*SHAPE, **CUDA)[0])
+        with torch.no_grad():
+            layer(torch.randn(2, 8, 64, device="cuda", dtype=torch.float16))
 
     torch._dynamo.reset()
-    want = counted(tmp_path, program, quick=False)
-    torch._dynamo.reset()
-    got = counted(tmp_path, program)
-    assert got == want
-    assert sum(n for _, n in got) > 2 * CALM
-    assert all(json.loads(call)["device"] == "cuda" for call, _ in got)
+    assert sum(counts(tmp_path, program, every_call=True)) == 4

@@ -20,6 +20,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.serve.recorded_calls import (
     Recorded,
+    layout_of,
     lines_of,
     read,
     refuse,
@@ -27,10 +28,7 @@ from attnsweep.serve.recorded_calls import (
     sort,
     spec_text,
 )
-from attnsweep.serve.recorder import graphs as recorder_graphs
 from attnsweep.serve.recorder import log as recorder_log
-from attnsweep.serve.recorder.graphs import Graphs
-from attnsweep.serve.recorder.kinds import layout_of
 from attnsweep.serve.recorder.log import Log
 from attnsweep.specs.load import load_spec, spec_of
 from attnsweep.specs.starter import Target
@@ -46,7 +44,8 @@ def kind(q=(1, 32, 4096, 128), k=(1, 8, 4096, 128), v=None, **changes):
     """A call that FlashAttention serves on a GPU."""
     facts = {"op": FLASH, "q": [*q], "k": [*k], "v": [*(v or k)], "dtype": "bfloat16"}
     facts |= {"device": "cuda", "causal": False, "dropout": False, "grad": False}
-    return facts | {"layout": ["bshd", "bshd"]} | changes
+    bshd = [(n[1] * n[2] * n[3], n[3], n[1] * n[3], 1) for n in (q, k)] if len(q) == 4 else None
+    return facts | {"strides": bshd} | changes
 
 
 def sorted_(*calls, top=50):
@@ -108,7 +107,7 @@ def test_causal_with_two_lengths_is_a_problem_only_if_aligned_bottom_right():
 
 
 def test_a_head_dim_that_was_padded_is_the_models_own():
-    padded = kind((1, 8, 64, 128), (1, 8, 64, 128), padded_from=122)
+    padded = kind((1, 8, 64, 128), (1, 8, 64, 128), scale=122**-0.5)
     (call,) = sorted_((padded, 1)).unserved
     assert call.call == "(1,8,64,122) bf16 full"
 
@@ -122,7 +121,8 @@ def test_calls_on_the_cpu_count_only_where_there_are_none_on_a_gpu():
 
 def test_kinds_of_one_problem_are_one_problem_and_the_costliest_is_first():
     small = kind((1, 8, 64, 64), (1, 8, 64, 64))
-    got = sorted_((small, 10), (kind(), 3), (kind(layout=["packed", "packed"], grad=True), 4))
+    packed = [(4096 * 6144, 128, 6144, 1)] * 2
+    got = sorted_((small, 10), (kind(), 3), (kind(strides=packed, grad=True), 4))
     big = Problem(1, 32, 8, 4096, 4096, 128, "bf16")
     assert [*got.problems] == [big, Problem(1, 8, 8, 64, 64, 64, "bf16")]
     assert got.problems[big].calls == 7
@@ -140,7 +140,7 @@ def test_beyond_top_the_cheapest_are_left_out_and_counted():
 
 
 def test_the_text_is_a_spec_that_keeps_calls_notes_and_what_is_not_served():
-    got = sorted_((kind(scale=True, repeats=4), 64), (kind(dropout=True), 2))
+    got = sorted_((kind(scale=0.5, repeats=4), 64), (kind(dropout=True), 2))
     text = spec_text(got, "model", HOPPER, FAMILIES)
     spec = spec_of(Document.parse(Path("model.yaml"), text), FAMILIES)
     (entry,) = spec.problems
@@ -232,6 +232,7 @@ def test_what_is_said_of_a_recording():
     assert lines_of(sort(some, HOPPER, FAMILIES), some) == [
         "1,203 attention calls of 2 processes: 1,200 in 1 problem; 3 have none:",
         "  3 × (1,32/8,4096,128) bf16 full: dropout",
+        some.way,
         "recording failed in a process: RuntimeError: x",
     ]
 
@@ -248,36 +249,6 @@ def test_what_is_said_of_a_recording():
 )
 def test_layouts(stride, layout):
     assert layout_of((2, 8, 64, 32), stride) == layout
-
-
-class Graph:
-    def capture_begin(self):
-        return "begun"
-
-    def capture_end(self):
-        return "ended"
-
-    def replay(self):
-        return "replayed"
-
-
-def test_calls_in_a_cuda_graph_count_with_each_replay(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder_graphs, "_stream_captures", lambda: True)
-    own = dict(vars(Graph))
-    log = Log(tmp_path)
-    slot = log.slot({"op": "x"})
-    graphs, graph = Graphs(log, Graph), Graph()
-    graphs.add(slot, True)  # warm-up: runs
-    assert graph.capture_begin() == "begun"
-    graphs.add(slot, True)
-    graphs.add(slot, True)
-    graphs.add(slot, False)  # on the CPU: runs now
-    assert graph.capture_end() == "ended"
-    assert read(tmp_path).calls == [({"op": "x"}, 2)]
-    assert [graph.replay(), graph.replay(), Graph().replay()] == ["replayed"] * 3
-    assert read(tmp_path).calls == [({"op": "x"}, 2 + 2 * 2)]
-    graphs.stop()
-    assert dict(vars(Graph)) == own
 
 
 # -- the command ----------------------------------------------------------------------------
@@ -427,3 +398,17 @@ def test_nested_tensors_are_no_problem():
     nested = {"op": FLASH, "q": shape, "k": shape, "v": shape, "dtype": "bfloat16"}
     (call,) = sorted_((nested | {"device": "cuda", "nested": True}, 3)).unserved
     assert (call.call, call.calls, call.reason) == ("(?,?,?,?) bf16", 3, "nested tensors")
+
+
+def test_tensors_of_a_class_and_calls_in_a_graph_are_said():
+    own = {"op": FLASH, "q": [None] * 4, "k": [None] * 4, "v": [None] * 4, "dtype": "bfloat16"}
+    (call,) = sorted_((own | {"device": "cuda", "class": "DTensor"}, 3)).unserved
+    assert "tensors of class DTensor; --every-call" in call.reason
+    (served,) = sorted_((kind(captured=True), 1)).problems.values()
+    assert "captured in a CUDA graph once: its replays are not counted" in served.notes
+
+
+def test_the_way_of_counting_says_what_it_missed():
+    assert "C++ and torch._C._nn are not" in Recorded([], 1, True).way
+    assert "torch.compile compiled attention" in Recorded([], 1, True, compiled=True).way
+    assert "--every-call" not in Recorded([], 1, True, every_call=True).way

@@ -1,10 +1,16 @@
-"""The recorder on PyTorch itself, on the CPU: eager and compiled, counts and kinds of calls."""
+"""The recorder on PyTorch itself, on the CPU: counts and kinds of calls, by both ways."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
+import pickle
+import random
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -12,210 +18,375 @@ import pytest
 import attnsweep
 from attnsweep.core.errors import NoGpuError, SpecError
 from attnsweep.serve.recorded_calls import read
-from attnsweep.serve.recorder import dispatcher, eager
-from attnsweep.serve.recorder.recorder import Recording
+from attnsweep.serve.recorder.log import Log
 from attnsweep.specs.load import load_spec
 
 torch = pytest.importorskip("torch")
 if not hasattr(torch.library, "get_kernel"):
     pytest.skip("needs torch.library.get_kernel", allow_module_level=True)
-from attention_calls import counts  # noqa: E402  (it needs PyTorch)
+from attention_calls import OWN, counts, every_change, qkv, recorded  # noqa: E402  (PyTorch's)
+
+from attnsweep.serve.recorder import recorder  # noqa: E402
+from attnsweep.serve.recorder.recorder import Recording  # noqa: E402
 
 F = torch.nn.functional
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch's own
+both_ways = pytest.mark.parametrize("every_call", [False, True])
 
 
-def tensor(*shape, dtype=torch.float32):
-    return torch.randn(*shape, dtype=dtype)
+@both_ways
+def test_calls_are_counted_by_kind_and_keep_their_result(tmp_path, every_call):
+    q, k = qkv(2, 8, 64, 32)[0], qkv(2, 2, 64, 32)[0]
+    results = []
 
+    def program(_):
+        for _ in range(5):
+            results.append(F.scaled_dot_product_attention(q, key=k, value=k, enable_gqa=True))
+        F.scaled_dot_product_attention(q, q, q, None, 0.0, True)
 
-@pytest.fixture
-def recorded(tmp_path):
-    recording = Recording(tmp_path)
-
-    def stop():
-        recording.stop()
-        got = read(tmp_path)
-        assert not got.errors
-        return got.calls
-
-    yield stop
-    recording.stop()
-
-
-def test_eager_calls_are_counted_by_kind_and_keep_their_result(recorded):
-    q, k = tensor(2, 8, 64, 32), tensor(2, 2, 64, 32)
-    got = [F.scaled_dot_product_attention(q, k, k, enable_gqa=True) for _ in range(5)]
-    F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    calls = recorded()
-    assert torch.equal(got[0], F.scaled_dot_product_attention(q, k, k, enable_gqa=True))
+    calls = recorded(tmp_path, program, every_call).calls
+    assert torch.equal(results[0], F.scaled_dot_product_attention(q, k, k, enable_gqa=True))
     assert [(c["q"], c["k"], c["causal"], n) for c, n in calls] == [
         ([2, 8, 64, 32], [2, 2, 64, 32], False, 5),
         ([2, 8, 64, 32], [2, 8, 64, 32], True, 1),
     ]
 
 
-def test_compiled_calls_count_when_they_run_also_with_gradients_and_growing_shapes(recorded):
+@both_ways
+@pytest.mark.parametrize("context", ["no_grad", "enable_grad", "inference_mode", "device", "bf16"])
+def test_kinds_that_differ_in_one_thing_are_counted_apart(tmp_path, context, every_call):
+    kinds = list(every_change(*qkv()))
+    drawn = random.Random(0).choices(kinds, k=300) + kinds
+    enter = {
+        "device": lambda: torch.device("cpu"),
+        "bf16": lambda: torch.autocast("cpu", torch.bfloat16),
+    }.get(context) or getattr(torch, context)
+
+    def program(_):
+        with enter():
+            for options, tensors in drawn:
+                F.scaled_dot_product_attention(*tensors, **options)
+
+    got = counts(tmp_path, program, every_call=every_call)
+    assert sum(got) == len(drawn)
+    # Autocast makes one dtype of two, and without gradients those kinds are one.
+    same = (context == "bf16") + (context in ("no_grad", "inference_mode"))
+    assert len(got) == len(kinds) - same
+
+
+def test_compiled_calls_are_said_to_be_missed_and_compile_as_pytorchs_own(tmp_path):
+    torch._dynamo.reset()
+    x = qkv()[0]
+    block = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x) + 1, fullgraph=True)
+
+    def program(_):
+        torch.testing.assert_close(block(x), torch._C._nn.scaled_dot_product_attention(x, x, x) + 1)
+        block(x)
+        F.scaled_dot_product_attention(x, x, x)
+
+    got = recorded(tmp_path, program)
+    assert [n for _, n in got.calls] == [1]
+    assert got.compiled
+    assert "torch.compile compiled attention" in got.way
+    assert not recorded(
+        tmp_path, lambda _: torch._C._nn.scaled_dot_product_attention(x, x, x)
+    ).compiled
+
+
+def test_with_every_call_compiled_calls_count_when_they_run(tmp_path):
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True)
     def block(x):
         return F.scaled_dot_product_attention(x * 2, x, x, is_causal=True) + 1
 
-    for _ in range(7):
-        block(tensor(1, 4, 64, 32))
-    for _ in range(3):
-        x = tensor(1, 4, 64, 32).requires_grad_()
-        block(x).sum().backward()
-        assert x.grad is not None
-    for seqlen in (65, 66, 67, 68):
-        block(tensor(1, 4, seqlen, 32))
+    def program(_):
+        for _ in range(7):
+            block(qkv(1, 4, 64, 32)[0])
+        for _ in range(3):
+            x = qkv(1, 4, 64, 32)[0].requires_grad_()
+            block(x).sum().backward()
+            assert x.grad is not None
+        for seqlen in (65, 66, 67, 68):
+            block(qkv(1, 4, seqlen, 32)[0])
+
     seen = {}
-    for call, n in recorded():
+    got = recorded(tmp_path, program, every_call=True)
+    for call, n in got.calls:
         assert call["causal"]
         seen[call["q"][2]] = seen.get(call["q"][2], 0) + n
     assert seen == {64: 10, 65: 1, 66: 1, 67: 1, 68: 1}
+    assert "every call" in got.way
 
 
-def test_what_was_compiled_inside_is_no_longer_recorded_outside(recorded):
-    torch._dynamo.reset()
-    block = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x))
-    x = tensor(1, 2, 64, 32)
-    block(x)
-    calls = recorded()
-    block(x)
-    assert [n for _, n in calls] == [1]
-
-
-def test_a_call_compiled_into_plain_operations_is_traced_and_not_counted_as_run(recorded):
+def test_a_call_compiled_into_plain_operations_is_traced_and_not_counted_as_run(tmp_path):
     torch._dynamo.reset()
     block = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))
-    block(tensor(1, 2, 64, 32))
-    calls = recorded()
+    calls = recorded(tmp_path, lambda _: block(qkv()[0]), every_call=True).calls
     assert calls
     assert all(call["traced"] for call, _ in calls)
 
 
-def test_dropout_masks_scales_layouts_and_gradients(recorded):
-    q = tensor(1, 4, 64, 32)
+@both_ways
+def test_dropout_masks_scales_layouts_and_gradients(tmp_path, every_call):
+    q = qkv(1, 4, 64, 32)[0]
     lower = torch.ones(64, 64, dtype=torch.bool).tril()
-    F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-    # The values of the first mask of each kind of call are looked at, so each has its own batch.
-    masks = (lower, torch.zeros(64, 64), torch.randn(64, 64), lower.flip(0))
-    for batch, mask in enumerate(masks, 2):
-        x = tensor(batch, 4, 64, 32)
-        F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
-    F.scaled_dot_product_attention(q, q, q, scale=0.5)
-    F.scaled_dot_product_attention(q, q, q.clone().requires_grad_())
-    F.scaled_dot_product_attention(q.clone().requires_grad_(), q, q)
-    packed = tensor(1, 64, 3, 4, 32).unbind(2)
-    F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in packed))
-    calls = [call for call, _ in recorded()]
+    packed = torch.randn(1, 64, 3, 4, 32).unbind(2)
+
+    def program(_):
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        # The values of the first mask of each kind are looked at, so each has its own batch.
+        masks = (lower, torch.zeros(64, 64), torch.randn(64, 64), lower.flip(0))
+        for batch, mask in enumerate(masks, 2):
+            x = qkv(batch, 4, 64, 32)[0]
+            F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        F.scaled_dot_product_attention(q, q, q, scale=0.5)
+        F.scaled_dot_product_attention(q, q, q.clone().requires_grad_())
+        F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in packed))
+
+    calls = [call for call, _ in recorded(tmp_path, program, every_call).calls]
     assert [call.get("mask") for call in calls if "mask" in call] == [
         *("causal", "full", "bias", "mask"),
     ]
     assert [call["dropout"] for call in calls] == [True, *(len(calls) - 1) * [False]]
-    assert sum(call.get("scale", False) for call in calls) == 1
+    assert sum(call["scale"] == 0.5 for call in calls) == 1
     assert sum(call["grad"] for call in calls) == 1
-    assert calls[-1]["layout"] == ["packed", "packed"]
+    assert calls[-1]["strides"] == [[64 * 384, 32, 384, 1]] * 2
 
 
-def test_repeated_keys_are_seen(recorded):
-    q, k = tensor(1, 8, 64, 32), tensor(1, 2, 64, 32).repeat_interleave(4, 1)
-    F.scaled_dot_product_attention(q, k, k)
-    other = tensor(2, 8, 64, 32)
-    F.scaled_dot_product_attention(other, other, other)
-    zeros = torch.zeros(1, 8, 64, 32)
-    F.scaled_dot_product_attention(zeros.clone(), zeros, zeros, is_causal=True)
-    assert [call.get("repeats") for call, _ in recorded()] == [4, None, None]
+@both_ways
+def test_repeated_keys_are_seen(tmp_path, every_call):
+    q, k = qkv(1, 8, 64, 32)[0], qkv(1, 2, 64, 32)[0].repeat_interleave(4, 1)
+    other, zeros = qkv(2, 8, 64, 32)[0], torch.zeros(1, 8, 64, 32)
+
+    def program(_):
+        F.scaled_dot_product_attention(q, k, k)
+        F.scaled_dot_product_attention(other, other, other)
+        F.scaled_dot_product_attention(zeros.clone(), zeros, zeros, is_causal=True)
+
+    calls = recorded(tmp_path, program, every_call).calls
+    assert [call.get("repeats") for call, _ in calls] == [4, 1, 1]
 
 
-def test_an_operator_that_is_no_attention_runs_no_line_of_ours(recorded):
-    q, k, v = tensor(3, 1, 2, 64, 32)
-    F.scaled_dot_product_attention(q, k, v)
-    ran = []
+@both_ways
+def test_the_dtype_is_that_of_autocast(tmp_path, every_call):
+    tensors = qkv()
 
-    def profile(frame, event, _):
-        if Path(frame.f_code.co_filename).parent == Path(dispatcher.__file__).parent:
-            ran.append(event)
+    def program(_):
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                F.scaled_dot_product_attention(*tensors)
+        F.scaled_dot_product_attention(*tensors)
 
-    sys.setprofile(profile)
-    try:
-        F.layer_norm(q @ k.mT + v.sum(), [64]).unsqueeze(0).add_(1)
-        others = len(ran)
-        F.scaled_dot_product_attention(q, k, v)
-    finally:
-        sys.setprofile(None)
-    assert others == 0
-    assert ran
+    calls = recorded(tmp_path, program, every_call).calls
+    assert [call["dtype"] for call, _ in calls] == ["bfloat16", "float16", "float32"]
 
 
-@pytest.mark.parametrize("theirs", [False, True])
-def test_only_a_kernel_of_python_that_was_there_is_given_a_set_of_keys(
-    tmp_path, monkeypatch, theirs
-):
-    """To make the set costs more than all that we do, and no kernel of PyTorch's own reads it."""
-    there = {f"aten/{name}/{key}" for name, op in dispatcher.OPS.items() for key in op.keys}
-    monkeypatch.setattr(torch.library, "_impls", there if theirs else set())
-    with_keys, own = set(), torch.library.Library.impl
+def test_a_scale_that_is_a_tensor_is_known_by_its_value(tmp_path):
+    def program(_):
+        for value in (32**-0.5, 0.5) * 3:
+            F.scaled_dot_product_attention(*qkv(), scale=torch.tensor(value))
 
-    def impl(self, *args, with_keyset=False, **options):
-        with_keys.add(with_keyset)
-        return own(self, *args, with_keyset=with_keyset, **options)
-
-    monkeypatch.setattr(torch.library.Library, "impl", impl)
-    assert [n for _, n in counts(tmp_path, [({}, tuple(tensor(3, 1, 2, 8, 32)))] * 3)] == [3]
-    assert with_keys == {theirs}
+    assert counts(tmp_path, program) == [3, 3]
 
 
-def test_recordings_in_recordings_count_for_themselves(tmp_path):
-    folders, recordings = (tmp_path / "outer", tmp_path / "inner"), []
-    q, k, v = tensor(3, 1, 2, 8, 32)
-    for folder in folders:
-        folder.mkdir()
-        recordings.append(Recording(folder))
-        F.scaled_dot_product_attention(q, k, v)
-    for recording in reversed(recordings):
-        recording.stop()
-        F.scaled_dot_product_attention(q, k, v)
-    assert [[n for _, n in read(folder).calls] for folder in folders] == [[3], [1]]
+def test_tensors_without_values_are_counted(tmp_path):
+    tensors = qkv(1, 2, 8, 32, device="meta")
+    mask = torch.zeros(8, 8, device="meta")
+    calls = recorded(
+        tmp_path, lambda _: F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    ).calls
+    assert [(call["mask"], n) for call, n in calls] == [("unknown", 1)]
 
 
-@pytest.mark.parametrize("missing", ["guards", "keys"])
-def test_without_pytorchs_private_classes_calls_count_too(tmp_path, monkeypatch, missing):
-    if missing == "guards":
-        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
-    else:
-        monkeypatch.setattr(dispatcher, "_set_of", lambda *_: None)
-    q, k, v = tensor(3, 1, 2, 8, 32)
-    assert [n for _, n in counts(tmp_path, [({}, (q, k, v))] * 50)] == [50]
-
-
-def test_more_kinds_than_are_known_by_a_question_count_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(eager, "_MOST_KNOWN", 2)
-    kinds = [({}, tuple(tensor(3, 1, 2, seqlen, 32))) for seqlen in range(8, 13)]
-    calls = [kind for kind in kinds for _ in range(50)] * 2
-    assert [n for _, n in counts(tmp_path, calls)] == [100] * 5
-
-
-def test_causal_bias_and_function_modes_still_work(recorded):
+def test_causal_bias_works_and_is_counted_as_what_it_calls(tmp_path):
     from torch.nn.attention.bias import causal_lower_right
 
-    q, k = tensor(1, 2, 8, 32), tensor(1, 2, 16, 32)
+    q, k = qkv(1, 2, 8, 32)[0], qkv(1, 2, 16, 32)[0]
     lower = torch.ones(8, 16, dtype=torch.bool).tril(8)
     want = F.scaled_dot_product_attention(q, k, k, attn_mask=lower)
-    got = F.scaled_dot_product_attention(q, k, k, attn_mask=causal_lower_right(8, 16))
-    torch.testing.assert_close(got, want)
-    assert {call["mask"] for call, _ in recorded()} == {"causal"}
+    compiled = torch.compile(
+        lambda q, k, mask: F.scaled_dot_product_attention(q, k, k, mask), fullgraph=True
+    )
+
+    def program(_):
+        mask = causal_lower_right(8, 16)
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, k, attn_mask=mask), want)
+        torch.testing.assert_close(compiled(q, k, mask), want)
+
+    torch._dynamo.reset()
+    calls = recorded(tmp_path, program).calls
+    assert [(call["mask"], n) for call, n in calls] == [("causal", 1)]
+
+
+def test_what_stands_in_the_place_is_pytorchs_function_to_a_program(tmp_path):
+    """No class makes it a method, tables find it by either, and it can be sent and copied."""
+
+    class Attention:
+        call = F.scaled_dot_product_attention
+
+    class Its(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return table.get(func)
+
+    table, name, text = {OWN: "its own"}, OWN.__name__, OWN.__doc__
+
+    def program(_):
+        ours = Attention.call = F.scaled_dot_product_attention
+        assert ours is not torch._C._nn.scaled_dot_product_attention
+        Attention().call(*qkv())
+        assert copy.copy(ours) is ours
+        assert copy.deepcopy(ours) is ours
+        assert pickle.loads(pickle.dumps(ours)) is ours
+        assert (ours.__name__, ours.__doc__) == (name, text)
+        theirs = [each.as_subclass(Its) for each in qkv()]
+        assert F.scaled_dot_product_attention(*theirs) == "its own"
+
+    assert counts(tmp_path, program) == [1]
+    assert Attention().call(*qkv()).shape == (1, 2, 64, 32)
+
+
+@pytest.mark.parametrize("form", ["closure", "default", "partial", "attribute", "of a class"])
+def test_code_that_holds_what_stood_in_the_place_compiles(tmp_path, form):
+    def program(_):
+        ours = F.scaled_dot_product_attention
+        bound = functools.partial(ours, is_causal=False)
+
+        class Holds(torch.nn.Module):
+            of_class = ours
+
+            def __init__(self):
+                super().__init__()
+                self.own = ours
+
+            def forward(self, x):
+                return (self.own if form == "attribute" else self.of_class)(x, x, x) + 1
+
+        blocks = {
+            "closure": lambda x: ours(x, x, x) + 1,
+            "default": lambda x, own=ours: own(x, x, x) + 1,
+            "partial": lambda x: bound(x, x, x) + 1,
+        }
+        block = torch.compile(blocks.get(form) or Holds(), backend="eager", fullgraph=True)
+        x = qkv()[0]
+        torch.testing.assert_close(block(x), torch._C._nn.scaled_dot_product_attention(x, x, x) + 1)
+
+    torch._dynamo.reset()
+    assert recorded(tmp_path, program).compiled
+
+
+@pytest.mark.parametrize("every_call", [False, True])
+def test_recordings_in_recordings_count_for_themselves(tmp_path, every_call):
+    folders, recordings = (tmp_path / "outer", tmp_path / "inner"), []
+    for folder in folders:
+        folder.mkdir()
+        recordings.append(Recording(Log(folder), every_call))
+        F.scaled_dot_product_attention(*qkv())
+    for one in reversed(recordings):
+        one.stop()
+        F.scaled_dot_product_attention(*qkv())
+    assert [[n for _, n in read(folder).calls] for folder in folders] == [[3], [1]]
+    assert F.scaled_dot_product_attention is OWN
+
+
+def test_a_package_that_is_enabled_takes_the_place_and_every_call_counts(tmp_path):
+    from attnsweep.serve.runtime.sdpa_patch import Routing
+
+    def routed(*args, **kwargs):
+        return torch._C._nn.scaled_dot_product_attention(*args, **kwargs)
+
+    def program(_):
+        F.scaled_dot_product_attention(*qkv())
+        with Routing(routed).enable():
+            assert F.scaled_dot_product_attention is routed
+            F.scaled_dot_product_attention(*qkv())
+        assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+        F.scaled_dot_product_attention(*qkv())
+
+    got = recorded(tmp_path, program)
+    assert sum(n for _, n in got.calls) == 3
+    assert got.every_call
+
+
+def test_a_function_that_others_replaced_is_theirs_and_ours_still_works(tmp_path):
+    recording = Recording(Log(tmp_path))
+    ours = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = theirs = lambda *args: ours(*args)
+    try:
+        F.scaled_dot_product_attention(*qkv())
+        recording.stop()
+        assert F.scaled_dot_product_attention is theirs
+        F.scaled_dot_product_attention(*qkv())
+    finally:
+        F.scaled_dot_product_attention = OWN
+    assert [n for _, n in read(tmp_path).calls] == [1]
+
+
+def test_modules_that_imported_the_function_count_and_get_their_own_back(tmp_path, monkeypatch):
+    module = types.ModuleType("theirs")
+    module.scaled_dot_product_attention = OWN
+    monkeypatch.setitem(sys.modules, "theirs", module)
+    assert counts(tmp_path, lambda _: module.scaled_dot_product_attention(*qkv())) == [1]
+    assert module.scaled_dot_product_attention is OWN
+
+
+def test_a_call_that_pytorch_refuses_raises_and_is_not_counted(tmp_path):
+    q, k, v = qkv()
+    wrong = [(q, k[:, :, :, :8], v), (q, "k", v), (q, k), (q, k.double(), v), ()]
+
+    def program(_):
+        for each in wrong:
+            with pytest.raises((RuntimeError, TypeError)):
+                F.scaled_dot_product_attention(*each)
+
+    assert counts(tmp_path, program) == []
+
+
+@both_ways
+def test_threads_lose_no_call(tmp_path, every_call):
+    shapes = [qkv(1, 1, seqlen, 8) for seqlen in (8, 8, 16, 24)]
+
+    def work(seed):
+        for tensors in random.Random(seed).choices(shapes, k=1000):
+            F.scaled_dot_product_attention(*tensors)
+
+    def program(_):
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert sum(counts(tmp_path, program, every_call=every_call)) == 4000
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@both_ways
+def test_a_forked_child_counts_kinds_of_its_parent_for_itself(tmp_path, every_call):
+    code = (
+        "import os, sys, torch; from pathlib import Path\n"
+        "from attnsweep.serve.recorder.log import Log\n"
+        "from attnsweep.serve.recorder.recorder import Recording\n"
+        f"torch.set_num_threads(1); Recording(Log(Path(sys.argv[1])), {every_call})\n"
+        "q, k, v = torch.randn(3, 1, 2, 8, 32)\n"
+        "def calls(n):\n"
+        "    for _ in range(n): torch.nn.functional.scaled_dot_product_attention(q, k, v)\n"
+        "calls(100)\n"
+        "if os.fork() == 0: calls(50); os._exit(0)\n"
+        "os.wait(); calls(10)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    got = read(tmp_path)
+    assert (got.processes, [n for _, n in got.calls]) == (2, [160])
 
 
 def test_an_error_of_the_recorder_is_kept_and_the_program_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(dispatcher, "kind_of", lambda *_: 1 / 0)
-    recording = Recording(tmp_path)
-    q = tensor(1, 2, 8, 32)
+    monkeypatch.setattr(recorder, "_repeats", lambda *_: 1 / 0)
+    recording = Recording(Log(tmp_path))
     try:
-        assert F.scaled_dot_product_attention(q, q, q).shape == q.shape
-        assert F.scaled_dot_product_attention(q, q, q).shape == q.shape
+        for _ in range(2):
+            assert F.scaled_dot_product_attention(*qkv()).shape == (1, 2, 64, 32)
     finally:
         recording.stop()
     (error,) = read(tmp_path).errors
@@ -223,7 +394,7 @@ def test_an_error_of_the_recorder_is_kept_and_the_program_goes_on(tmp_path, monk
 
 
 def test_the_context_manager_writes_a_spec_also_after_an_error(tmp_path, capsys):
-    path, q = tmp_path / "model.yaml", tensor(1, 2, 64, 64, dtype=torch.bfloat16)
+    path, q = tmp_path / "model.yaml", qkv(1, 2, 64, 64, dtype=torch.bfloat16)[0]
 
     def program():
         with attnsweep.shapes(path, arch="sm_90a"):
@@ -233,13 +404,17 @@ def test_the_context_manager_writes_a_spec_also_after_an_error(tmp_path, capsys)
     with pytest.raises(ValueError, match="mine"):
         program()
     assert load_spec(path).problems[0].calls == 1
-    assert "1 attention call: 1 in 1 problem" in capsys.readouterr().err
+    assert "from Python were counted" in path.read_text().splitlines()[1]
+    said = capsys.readouterr().err
+    assert "1 attention call: 1 in 1 problem" in said
+    assert "--every-call" in said
     with pytest.raises(SpecError, match="is there already"), attnsweep.shapes(path, arch="sm_90a"):
         raise AssertionError("not reached")
-    with attnsweep.shapes(path, arch="sm_90a", force=True):
+    with attnsweep.shapes(path, arch="sm_90a", force=True, every_call=True):
         F.scaled_dot_product_attention(q, q, q)
-        F.scaled_dot_product_attention(q, q, q)
+        torch._C._nn.scaled_dot_product_attention(q, q, q)
     assert load_spec(path).problems[0].calls == 2
+    assert "every call" in path.read_text().splitlines()[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
@@ -248,14 +423,16 @@ def test_without_a_gpu_the_architecture_must_be_given(tmp_path):
         raise AssertionError("not reached")
 
 
-def test_the_command_records_every_process_of_an_unchanged_program(tmp_path):
+@pytest.mark.parametrize("options", [[], ["--every-call"]], ids=["", "every-call"])
+def test_the_command_records_every_process_of_an_unchanged_program(tmp_path, options):
     program, out = tmp_path / "program.py", tmp_path / "model.yaml"
     program.write_text(
         "import multiprocessing, os, sys, torch\n"
+        "from torch.nn.functional import scaled_dot_product_attention\n"
         "torch.set_num_threads(1)\n"
         "def work(n):\n"
         "    q = torch.randn(1, 4, 64, 64, dtype=torch.bfloat16)\n"
-        "    for _ in range(n): torch.nn.functional.scaled_dot_product_attention(q, q, q)\n"
+        "    for _ in range(n): scaled_dot_product_attention(q, q, q)\n"
         "if __name__ == '__main__':\n"
         "    work(1)\n"
         "    for how, n in (('fork', 10), ('spawn', 100)):\n"
@@ -264,9 +441,9 @@ def test_the_command_records_every_process_of_an_unchanged_program(tmp_path):
         "    work(1000)\n"
         "    os._exit(7)\n"
     )
-    command = ["shapes", str(out), "--arch", "sm_90a", "--", sys.executable, str(program)]
+    given = [str(out), "--arch", "sm_90a", *options, "--", sys.executable, str(program)]
     done = subprocess.run(
-        [sys.executable, "-m", "attnsweep", *command],
+        [sys.executable, "-m", "attnsweep", "shapes", *given],
         timeout=120,
         stderr=subprocess.PIPE,
         text=True,
@@ -274,6 +451,7 @@ def test_the_command_records_every_process_of_an_unchanged_program(tmp_path):
     assert done.returncode == 7
     assert "overrid" not in done.stderr  # PyTorch warns of that
     assert load_spec(out).problems[0].calls == 1111
+    assert ("every call" in Path(out).read_text()) == bool(options)
 
 
 def test_importing_attnsweep_imports_no_torch():

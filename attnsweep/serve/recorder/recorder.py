@@ -1,28 +1,220 @@
-"""Records from now on, until it is stopped."""
+"""Counts the attention calls of this process, and says what each kind of call is."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
+import warnings
+from contextlib import ExitStack, suppress
+from pkgutil import resolve_name
+from typing import Any
 
-from .eager import Eager
-from .graphs import Graphs
-from .log import TORCH, Log
+import torch
+
+from .log import COMPILED, EVERY_CALL, TORCH, Log
+
+NAME, PLACE = "scaled_dot_product_attention", "torch.nn.functional"
+# PyTorch's operators of attention: the place of dropout_p, which is_causal follows, and the
+# dispatch key of the kernel that is counted. The mask is the fourth argument, or named.
+OPS = {
+    "_scaled_dot_product_flash_attention": (3, "CUDA"),
+    "_scaled_dot_product_efficient_attention": (5, "CUDA"),
+    "_scaled_dot_product_cudnn_attention": (5, "CUDA"),
+    "_scaled_dot_product_flash_attention_for_cpu": (3, "CPU"),
+    # Made of plain operations, for every device; a compiler takes it apart while it traces.
+    "_scaled_dot_product_attention_math": (4, "CompositeImplicitAutograd"),
+}
+_LARGEST_MASK = 1 << 26  # elements; a larger one is not looked at
 
 
 class Recording:
-    """Counts the attention calls of this process until `stop`. Needs torch.library.get_kernel."""
+    """Counts the attention calls of this process until `stop`.
 
-    def __init__(self, folder: Path) -> None:
-        import torch
+    An object in the place of PyTorch's scaled_dot_product_attention counts what Python calls by
+    that name. With `every_call`, kernels in PyTorch's dispatcher count, which see calls from
+    compiled code and C++ too, and cost more. They need torch.library.get_kernel.
+    """
 
+    def __init__(self, log: Log, every_call: bool = False) -> None:
+        self.log = log
+        self._undo = ExitStack()
+        self.stop = self._undo.close
+        log.note(TORCH)
+        if every_call:
+            self.count_every_call()
+            return
+        own = getattr(sys.modules[PLACE], NAME)
+        ours = InPlace(self, own)
+        # To TorchScript's compiler, which knows functions by their ids, it is PyTorch's own.
+        torch.jit._builtins._register_builtin(ours, f"aten::{NAME}")
+        _replace(own, ours)
+        self._undo.callback(_replace, ours, own)
+        self._undo.callback(setattr, ours, "recording", None)  # wherever else it is held
+
+    def count_every_call(self) -> None:
+        """Leave all calls to kernels of ours in PyTorch's dispatcher, from now on."""
         if not hasattr(torch.library, "get_kernel"):
             raise RuntimeError(f"needs a newer PyTorch than {torch.__version__}: get_kernel")
-        (folder / TORCH).touch()
-        self.log = Log(folder)
-        self.graphs = Graphs(self.log, torch.cuda.CUDAGraph)
-        self.eager = Eager(self.log, self.graphs)
+        self.stop()
+        self.log.note(EVERY_CALL)
+        library = torch.library.Library("aten", "IMPL")
+        self._undo.callback(library._destroy)
+        with warnings.catch_warnings():  # PyTorch warns that its own kernel is overridden
+            warnings.simplefilter("ignore")
+            for name, (dropout, key) in OPS.items():
+                # The kernel of an alias key is the one that each of its keys runs.
+                with suppress(RuntimeError):  # this build of PyTorch has none
+                    own = torch.library.get_kernel(f"aten::{name}", key if key == "CUDA" else "CPU")
+                    kernel = self._counted(name, dropout, own.call_boxed)
+                    library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
-    def stop(self) -> None:
-        """Give PyTorch all its own back."""
-        self.eager.stop()
-        self.graphs.stop()
+    def _counted(self, name: str, dropout: int, own: Any) -> Any:
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            out = own(keys, *args, **kwargs)
+            mask = kwargs.pop("attn_mask", None) if dropout == 3 else (*args, None)[3]
+            given: Any = (name, *args[:3], mask, *args[dropout : dropout + 2])
+            self.count(*given, **kwargs)
+            return out
+
+        return kernel
+
+    def count(
+        self,
+        op: str,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> None:
+        """Count a call, which has run."""
+        log, q, k, v = self.log, query, key, value
+        if log.failed:
+            return
+        try:
+            if q.is_nested or type(q) not in (torch.Tensor, torch.nn.Parameter):
+                log.add(log.slot(_other_kind(q, k, v)))
+                return
+            device, dtype = q.device.type, q.dtype
+            cast = op == NAME and device in ("cuda", "cpu") and torch.is_autocast_enabled(device)
+            if cast and dtype != torch.float64:
+                dtype = torch.get_autocast_dtype(device)
+            scale = options.get("scale")
+            grad = q.requires_grad or k.requires_grad or v.requires_grad
+            seen = (
+                *(op, q.shape, k.shape, v.shape, (q.stride(), k.stride()), device, dtype),
+                *(attn_mask is not None, bool(is_causal), bool(dropout_p > 0)),
+                *(grad and torch.is_grad_enabled(), None if scale is None else float(scale)),
+                device == "cuda" and torch.cuda.is_current_stream_capturing(),
+            )
+            slot = log.known.get(seen)
+            if slot is None:
+                slot = log.known[seen] = log.slot(_kind(seen, k, attn_mask))
+            log.add(slot)
+        except Exception:
+            log.fail()
+
+
+class InPlace:
+    """What stands in the place of PyTorch's function: for a program it is that function.
+
+    It is no function of Python's, which a class would make a method. Tables for
+    `__torch_function__` have both, since it equals PyTorch's. A copy is what stands in the place.
+    """
+
+    def __init__(self, recording: Recording, own: Any) -> None:
+        self.recording: Recording | None = recording
+        self.own, self.__doc__ = own, own.__doc__
+        self.gives_way = recording.count_every_call  # to a package that takes this place
+        self.__name__, self.__module__ = NAME, PLACE
+        self._note_compiled = lambda: recording.log.note(COMPILED)
+        # Dynamo calls it while it traces, and leaves it out of the code.
+        self._note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch's attention. Code that is compiled has PyTorch's own function in it."""
+        if torch.compiler.is_compiling():
+            self._note_compiled()  # type: ignore[no-untyped-call]
+            mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            if type(mask).__name__ == "CausalBias":  # which knows a call by what stands here
+                return mask._dispatch(*args, **kwargs)
+        elif self.recording is not None and not torch._C._is_tracing():
+            given = (*args, *kwargs.values())
+            # Nested tensors know a call by PyTorch's own function, others by what stands here.
+            if torch.overrides.has_torch_function(given) and not given[0].is_nested:
+                return torch.overrides.handle_torch_function(self, given, *args, **kwargs)
+            out = self.own(*args, **kwargs)
+            self.recording.count(NAME, *args, **kwargs)
+            return out
+        return self.own(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InPlace) or other is torch._C._nn.scaled_dot_product_attention
+
+    def __hash__(self) -> int:
+        return hash(torch._C._nn.scaled_dot_product_attention)
+
+    def __reduce__(self) -> Any:
+        return resolve_name, (f"{PLACE}:{NAME}",)
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Put a function in the place of another wherever modules have it, by whatever name."""
+    for path, module in list(sys.modules.items()):
+        if path == PLACE or not path.startswith("torch."):
+            for name, each in list(getattr(module, "__dict__", {}).items()):
+                if each is old:
+                    setattr(module, name, new)
+
+
+def _other_kind(q: Any, k: Any, v: Any) -> dict[str, Any]:
+    """The facts of a call on tensors of a class of their own: their sizes say not what runs."""
+    sizes = {name: [None] * t.dim() for name, t in (("q", q), ("k", k), ("v", v))}
+    kind = {**sizes, "dtype": str(q.dtype).removeprefix("torch."), "device": q.device.type}
+    # Those of a compiler hold no values, and nothing runs.
+    traced = type(q).__name__ in ("FakeTensor", "FunctionalTensor")
+    what = "nested" if q.is_nested else "traced" if traced else "class"
+    return kind | {what: type(q).__name__}
+
+
+def _kind(seen: tuple[Any, ...], k: Any, mask: Any) -> dict[str, Any]:
+    """The facts of a call, as plain data. Shapes are (batch, heads, seqlen, head_dim)."""
+    op, q, _, v, strides, device, dtype, _, causal, dropout, grad, scale, captured = seen
+    kind: dict[str, Any] = {"op": op, "q": q, "k": k.shape, "v": v, "strides": strides}
+    kind |= {"dtype": str(dtype).removeprefix("torch."), "device": device, "causal": causal}
+    kind |= {"dropout": dropout, "grad": grad, "scale": scale, "captured": captured}
+    # A capture of a graph and a transform may not wait for values; some devices have none.
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    quiet = captured or transformed or device == "meta"
+    if mask is not None:
+        kind["mask"] = "unknown" if quiet else _mask_kind(mask, q[-2], k.shape[-2])
+    if k.dim() == 4 and not quiet:
+        kind["repeats"] = _repeats(k)
+    return kind
+
+
+def _mask_kind(mask: Any, rows: int, keys: int) -> str:
+    """`full` if it masks nothing, `causal` if it is the causal mask, aligned bottom-right."""
+    if mask.numel() > _LARGEST_MASK:
+        return "unknown"
+    sees = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool((sees | (mask <= -1e4)).all()):
+        return "bias"
+    if bool(sees.all()):
+        return "full"
+    lower = torch.ones(rows, keys, dtype=torch.bool, device=mask.device).tril(keys - rows)
+    return "causal" if bool((sees == lower).all()) else "mask"
+
+
+def _repeats(k: Any) -> int:
+    """How often each key head stands in k; 1 if they all differ. A few rows are compared."""
+    few = k.detach()[:, :, :: max(1, k.shape[2] // 4)]
+    if not k.numel() or bool((few == few.reshape(-1)[0]).all()):
+        return 1  # all the same, as before any training
+    for times in range(k.shape[1], 1, -1):
+        if k.shape[1] % times == 0:
+            groups = few.unflatten(1, (-1, times))
+            if bool((groups == groups[:, :, :1]).all()):
+                return times
+    return 1

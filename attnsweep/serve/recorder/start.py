@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
-import importlib.machinery
+import functools
 import importlib.util
-import secrets
 import sys
-from os import getpid
+from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
-from .imported import when_imported
-from .log import ERRORS
+from .log import Log
 
 
-def begin(folder: Path) -> None:
+def begin(folder: Path, every_call: bool) -> None:
     """Record this process once it imports PyTorch, and run the sitecustomize of its own."""
+    sys.meta_path.insert(0, _AfterPyTorch(folder, every_call))
+    sys.path[:] = [place for place in sys.path if place != str(folder)]
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
 
-    def start() -> None:
+
+class _AfterPyTorch:
+    """Starts the recording right after PyTorch was imported, before any module holds its names."""
+
+    def __init__(self, folder: Path, every_call: bool) -> None:
+        self._folder, self._every_call = folder, every_call
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+            own = functools.partial(self._execute, execute)
+            spec.loader.exec_module = own  # type: ignore[method-assign]
+        return spec
+
+    def _execute(self, execute: Any, module: Any) -> None:
+        execute(module)
+        log = Log(self._folder)
         try:
             from .recorder import Recording
 
-            Recording(folder)
-        except Exception as error:
-            name = f"{getpid()}-{secrets.token_hex(4)}{ERRORS}"
-            (folder / name).write_text(f"{type(error).__name__}: {error}\n", encoding="utf-8")
-
-    when_imported("torch", start)
-    sys.path[:] = [place for place in sys.path if place != str(folder)]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
-    if spec is not None and spec.loader is not None:
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["sitecustomize"] = module
-        spec.loader.exec_module(module)
+            Recording(log, self._every_call)
+        except Exception:
+            log.fail()
