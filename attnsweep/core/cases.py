@@ -8,7 +8,7 @@ from typing import Literal
 from attnsweep.core.problem import Interval, Problem, ceil_div
 
 TILE = 64
-"""Query rows of a tile of checks: judge.cu takes gains of this many rows together."""
+"""Query rows of a tile of checks: compare.cu takes gains of this many rows together."""
 
 Inputs = Literal[
     "normal",

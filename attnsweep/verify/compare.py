@@ -1,6 +1,6 @@
 """Is an output right? Every element of it is compared with float64, on the device.
 
-`Judge` launches kernels/common/judge.cu: attention in float64, the comparison with it, and digests
+`Judge` launches device/compare.cu: attention in float64, the comparison with it, and digests
 that tell whether many calls gave the same bits.
 """
 
@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.cases import TILE
-from attnsweep.core.files import shipped
 from attnsweep.core.hardware import arch_named
 from attnsweep.core.problem import SCALE_BLOCK, Problem, ceil_div
 from attnsweep.device.buffers import GUARD_BYTES, POISON, Buffer
@@ -27,7 +26,8 @@ from attnsweep.verify.sample import ALL, Sample
 if TYPE_CHECKING:
     from attnsweep.device.cuda import Session
 
-# The fields of judge.cu's Found.
+SOURCE = Path(__file__).parent / "device" / "compare.cu"
+# The fields of compare.cu's Found.
 _FOUND = (
     *("nans", "squares", "row", "row_at", "element", "row_gain", "tile_gain"),
     *("gains", "norm", "tilt", "tilt_norm"),
@@ -42,7 +42,7 @@ _SUMS = 8 * _THREADS // 32  # bytes of shared memory: a sum of each warp
 def judge_source(dtype: str) -> tuple[Path, dict[str, str]]:
     """The source and the defines of the judge of a dtype."""
     name = "E4M3" if dtype.startswith("e4m3") else dtype.upper()
-    return shipped("kernels") / "common" / "judge.cu", {f"DTYPE_{name}": "1"}
+    return SOURCE, {f"DTYPE_{name}": "1"}
 
 
 @cache
@@ -54,7 +54,7 @@ def _cubin(arch: str, dtype: str, cache_dir: Path | None) -> str:
         compiler.close()
 
 
-# judge.cu's Region and Output.
+# compare.cu's Region and Output.
 _REGION = np.dtype([(name, np.int64) for name in ("at", "bytes", "guard", "digested", "slot")])
 _OUTPUT = np.dtype(
     [

@@ -20,7 +20,7 @@ PLAIN, OPPOSITE = 0, 1
 
 
 def negated_heads(mix: int, heads_kv: int) -> npt.NDArray[np.bool_]:
-    """Which of all heads of keys are negated in a mix; the same function as judge.cu's."""
+    """Which of all heads of keys are negated in a mix; the same function as compare.cu's."""
     if mix in (PLAIN, OPPOSITE):
         return np.full(heads_kv, bool(mix))
     x = np.uint64(mix) ^ np.arange(heads_kv, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -1,4 +1,4 @@
-"""How far an output is from float64: what common/judge.cu measures too. NumPy only."""
+"""How far an output is from float64: what verify/device/compare.cu measures too. NumPy only."""
 
 from __future__ import annotations
 

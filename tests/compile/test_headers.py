@@ -7,6 +7,7 @@ import pytest
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.files import shipped
 from attnsweep.core.hardware import ARCHS
+from attnsweep.verify.compare import SOURCE
 
 KERNELS = shipped("kernels")
 HEADERS = sorted(str(path.relative_to(KERNELS)) for path in KERNELS.glob("common/**/*.cuh"))
@@ -54,7 +55,7 @@ def test_a_header_bears_the_names_of_parameters(compiler, header, tmp_path):
 def test_the_judge_compiles_without_spills(dtype, arch, tmp_path):
     compiler = Compiler(ARCHS[arch], tmp_path / "cubins")
     try:
-        made = compiler.compile(KERNELS / "common" / "judge.cu", {f"DTYPE_{dtype}": "1"})
+        made = compiler.compile(SOURCE, {f"DTYPE_{dtype}": "1"})
     finally:
         compiler.close()
     spills = [line for line in made.log.splitlines() if "spill" in line]

@@ -1,4 +1,4 @@
-"""A GPU for common/judge.cu: its kernels compiled by g++, on buffers of this process.
+"""A GPU for verify/device/compare.cu: its kernels compiled by g++, on buffers of this process.
 
 `Device` stands for gpu.device.Session and `HostBuffer` for its Buffer, so that the code which
 launches these kernels runs unchanged. What is launched has ended when the launch returns; nothing

@@ -1,4 +1,4 @@
-"""What common/judge.cu reads of a buffer: digests of all words, and some rows for the host."""
+"""What compare.cu reads of a buffer: digests of all words, and some rows for the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""common/judge.cu against NumPy: attention in float64, what an error measures, digests, mixes."""
+"""compare.cu against NumPy: attention in float64, what an error measures, digests, mixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verify/verifier.py tells right calls from wrong ones, with the kernels of judge.cu on the CPU.
+"""verify/verifier.py tells right calls from wrong ones, with the kernels of compare.cu on the CPU.
 
 A call is a function in Python that writes to the buffers which a GPU's would.
 """

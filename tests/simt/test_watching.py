@@ -1,4 +1,4 @@
-"""The kernels of common/judge.cu that watch many calls: digests, guards, poison and mixes."""
+"""The kernels of compare.cu that watch many calls: digests, guards, poison and mixes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def fixture(monkeypatch):
 
 
 def finding(**changes):
-    """Values as judge.cu finds them, of measures that are half of each limit."""
+    """Values as compare.cu finds them, of measures that are half of each limit."""
     measured = replace(Measures(*(value / 2 for value in asdict(LIMITS).values())), **changes)
     return {
         **{name: getattr(measured, name) for name in ("row", "element", "row_gain", "tile_gain")},

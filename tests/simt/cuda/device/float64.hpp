@@ -1,5 +1,5 @@
-// What common/judge.cu needs beside simt.hpp: float64. Templates get none of it, so that a double
-// slipped into one does not compile.
+// What verify/device/compare.cu needs beside simt.hpp: float64. Templates get none of it, so that a
+// double slipped into one does not compile.
 #pragma once
 #include "../simt.hpp"
 

@@ -1,4 +1,4 @@
-// Attention in float64, for judge.cu. It shares no code with the kernels that it judges.
+// Attention in float64, for compare.cu. It shares no code with the kernels that it judges.
 #pragma once
 
 // ---- storage to float64, exactly ----

@@ -6,7 +6,7 @@
 // seqlen_k, head_dim). The causal mask is aligned bottom-right. In e4m3 (q, k and v, while o is
 // bf16), a stored value times its scale is the value.
 
-#include "judge/attention.cuh"
+#include "reference.cuh"
 
 // Some rows of every head, one after the other, so that one copy takes them to the host.
 extern "C" __global__ void __launch_bounds__(256)
