@@ -1,16 +1,14 @@
-"""Compares the machine code of two trees' kernels: python -m tests.same_code OLD_TREE [NEW_TREE].
+"""Check that the recorded winners have the machine code that they had at a git revision.
 
-Both trees are compiled with the NVRTC at hand: the winner of each family on each recorded problem,
-and with --spread configs of every Hopper family that together take each value of its parameters.
-Configs that need a parameter which the old tree has not are left out.
-Prints each stage, and where two differ the registers, spilled bytes and instructions of both.
-Exit code 1 if any differ.
+Usage: python -m scripts.same_sass REVISION [--only FAMILY] [--few] [--spread] [--threads N]. It
+compiles the kernels of both without a GPU, prints each stage, and, where two differ, registers,
+spilled bytes and instructions of both. --few takes one config of each family, head_dim and mask.
+Exit code 1 if any stage differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from elftools.elf.elffile import ELFFile
 
 from attnsweep.compile import sass
 from attnsweep.compile.cubin import functions
@@ -28,7 +28,7 @@ from attnsweep.family.chunks import schedule_of
 from attnsweep.family.discover import load_kernel
 from attnsweep.family.family import Config, Kernel
 from attnsweep.family.space import Space
-from tests.simt.recorded import winners
+from tests.simt.recorded import RESULTS, winners
 from tests.simt.unusual import FLASH_FWD_WGMMA, THREE_KERNEL_WGMMA
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,9 +51,9 @@ class Job:
     arch: str = "sm_90a"
 
 
-def recorded(families: dict[str, Kernel], results: Path) -> Iterator[Job]:
+def recorded(families: dict[str, Kernel]) -> Iterator[Job]:
     """The first of each family in the ranking of each recorded problem."""
-    for each in winners(families, results):
+    for each in winners(families, RESULTS):
         yield Job(each.run, each.kernel, each.config, each.problem, each.arch)
 
 
@@ -101,15 +101,11 @@ def stages(kernel: Kernel, job: Job, compiler: Compiler) -> dict[str, tuple[str,
 
 
 @cache
-def code(path: Path, digest: str) -> str:
-    """The instructions of a cubin, kept next to it under the digest of the machine code."""
-    kept = path.with_name(f"{digest}.sass")
-    if not kept.is_file():
-        command = [str(sass.nvdisasm()), "-c", "-hex", str(path)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        # Instruction words alone: labels and section names say what the code does not.
-        kept.write_text("\n".join(re.findall(r"/\* (0x[0-9a-f]{16}) \*/", text)))
-    return kept.read_text()
+def code(path: Path) -> bytes:
+    """The instructions of a cubin's functions."""
+    with path.open("rb") as file:
+        sections = ELFFile(file).iter_sections()
+        return b"".join(each.data() for each in sections if each.name.startswith(".text."))
 
 
 def again(
@@ -120,13 +116,13 @@ def again(
     name: str,
 ) -> bool:
     """Whether both trees give the same code in some of TRIES: of one source NVRTC gives several."""
-    seen: tuple[set[str], set[str]] = (set(), set())
+    seen: tuple[set[bytes], set[bytes]] = (set(), set())
     for _ in range(TRIES):
         for which, tree in enumerate((old, new)):
             with TemporaryDirectory() as place:
                 compiler = Compiler(arch, Path(place), threads=1)
                 made = compiler.compile(tree[name].source, defines[which])
-                seen[which].add(code(made.path, made.digest))
+                seen[which].add(code.__wrapped__(made.path))
         if seen[0] & seen[1]:
             return True
     return False
@@ -142,16 +138,27 @@ def facts(cubin: Cubin, function: str) -> str:
 def main() -> int:
     """Compile both trees, compare, and print what differs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path, nargs="?", default=ROOT)
+    parser.add_argument("revision")
+    parser.add_argument("--few", action="store_true", help="one of each family, head_dim and mask")
     parser.add_argument("--spread", action="store_true", help="also configs that were not recorded")
     parser.add_argument("--only", default="", help="families whose name contains this")
     parser.add_argument("--threads", type=int, default=2)
     chosen = parser.parse_args()
-    new = {kernel.name: kernel for kernel in discover_in(chosen.new)}
-    old = {kernel.name: kernel for kernel in discover_in(chosen.old)}
-    new = {name: kernel for name, kernel in new.items() if chosen.only in name and name in old}
-    jobs = list(recorded(new, chosen.new / "results"))
+    with TemporaryDirectory() as place:
+        archive = subprocess.check_output(["git", "archive", chosen.revision, "kernels"], cwd=ROOT)
+        subprocess.run(["tar", "-x", "-C", place], input=archive, check=True)
+        return compare(Path(place), chosen)
+
+
+def compare(old_tree: Path, chosen: argparse.Namespace) -> int:
+    """Compile what was chosen of the old tree and of this one; 1 if a stage differs."""
+    old = {kernel.name: kernel for kernel in discover_in(old_tree)}
+    new = {kernel.name: kernel for kernel in discover_in(ROOT) if kernel.name in old}
+    new = {name: kernel for name, kernel in new.items() if chosen.only in name}
+    jobs = list(recorded(new))
+    if chosen.few:
+        kinds = {(j.kernel, j.problem.head_dim, j.problem.causal, j.arch): j for j in jobs}
+        jobs = list(kinds.values())
     if chosen.spread:
         jobs += spread(new)
     jobs = [job for job in jobs if not says_more(job, old[job.kernel], new[job.kernel])]
@@ -167,15 +174,13 @@ def main() -> int:
             if what not in seen:
                 seen.add(what)
                 of_old = compiler.submit(old[job.kernel].source, before)
-                asked.append((job, name, function, of_old, before, defines))
+                of_new = compiler.submit(new[job.kernel].source, defines)
+                asked.append((job, name, function, (before, defines), of_old, of_new))
     differ = 0
-    futures = [compilers[job.arch].submit(new[job.kernel].source, d) for job, *_, d in asked]
-    for (job, stage, function, of_old, old_defines, defines), of_new in zip(
-        asked, futures, strict=True
-    ):
+    for job, stage, function, defines, of_old, of_new in asked:
         was, now = of_old.result(), of_new.result()
-        same = was.digest == now.digest or code(was.path, was.digest) == code(now.path, now.digest)
-        same = same or again(arch_named(job.arch), (old_defines, defines), old, new, job.kernel)
+        same = was.digest == now.digest or code(was.path) == code(now.path)
+        same = same or again(arch_named(job.arch), defines, old, new, job.kernel)
         differ += not same
         print(f"{job.source} · {job.problem.label} · {job.kernel} · {stage} · ", end="")
         print("same" if same else f"DIFFERS · {job.config.label}", flush=True)
