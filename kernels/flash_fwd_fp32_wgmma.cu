@@ -9,15 +9,14 @@
 // then gives all the P of its rows, and there is one launch (fwd). Else the first launch (scores)
 // writes them, and the second (output), which may have other slices, adds those of all CLUSTERS. q,
 // o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM), all fp32.
-#include "common/element.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/launch.cuh"
 #include "common/ptx/shared.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
-#include "common/tile/arithmetic.cuh"
-#include "common/tile/operand.cuh"
+#include "common/tile/scheduler.cuh"
+#include "common/tile/shared_tile.cuh"
 
 constexpr int THREADS = WARPGROUPS * 128, WARPS = WARPGROUPS * 4;
 constexpr int STAGES = NUM_STAGES;

@@ -2,11 +2,10 @@
 // BLOCK_M, KEYS and MAX_TILES; LONG_SUMS of Q K^T; ROWS that the block does, SHARES warps that do
 // the same, and so ROWS_AT_ONCE, in TURNS.
 #pragma once
-#include "common/element.cuh"
 #include "common/ptx/convert.cuh"
 #include "common/ptx/wgmma.cuh"
-#include "common/tile/rows.cuh"
-#include "common/tile/tf32.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
 
 // x = high + low, and a product is high * high in TF32 and the cross products high * low and low *
 // high. Of Q, high is what a tensor core reads of it: not rounded, so that Q need not be written

@@ -7,10 +7,11 @@
 // exchange scores in distributed shared memory. SCORES workspace: two; the first writes partial
 // scores, which every block of the second adds. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v:
 // (batch, heads_kv, seqlen_k, HEAD_DIM), all fp32.
-#include "common/element.cuh"
 #include "common/ptx/cache.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/launch.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/softmax.cuh"
 #include "flash_fwd_fp32_wide.cuh"
 
 // ---- softmax ----

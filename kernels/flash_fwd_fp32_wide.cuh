@@ -3,9 +3,9 @@
 #pragma once
 #include "common/ptx/mma.cuh"
 #include "common/ptx/shared.cuh"
-#include "common/tile/arithmetic.cuh"
-#include "common/tile/rows.cuh"
-#include "common/tile/tf32.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/scheduler.cuh"
 
 #if MATH_TF32X3
 constexpr bool TENSOR = true;

@@ -5,24 +5,19 @@
 // last two have one for each block of keys of a head, and a tile lies in one block. A CTA has
 // WARPGROUPS consumer warpgroups, 64 queries each, and a producer warpgroup: it loads by TMA, and
 // transposes V, because wgmma of bytes takes only operands whose rows run along the sum: V^T of a
-// tile has a row of keys for each column (see common/tile/bytes.cuh, also for the order of those
-// keys). Tiles of keys are taken right to left, so that those with a mask come first. The tensor
-// core adds with fewer bits than fp32 has. So sums of INTERVAL keys, if that is not 0, are added to
-// the output in fp32 registers. With SUMS 1, V^T has rows of ones, and the tensor core sums the
-// rows of P, as it is rounded, too.
-#include "common/element.cuh"
+// tile has a row of keys for each column (see common/tile/shared_tile.cuh, also for the order of
+// those keys). Tiles of keys are taken right to left, so that those with a mask come first. The
+// tensor core adds with fewer bits than fp32 has. So sums of INTERVAL keys, if that is not 0, are
+// added to the output in fp32 registers. With SUMS 1, V^T has rows of ones, and the tensor core
+// sums the rows of P, as it is rounded, too.
 #include "common/ptx/barrier.cuh"
-#include "common/ptx/fp8.cuh"
 #include "common/ptx/launch.cuh"
 #include "common/ptx/shared.cuh"
 #include "common/ptx/tma.cuh"
-#include "common/tile/arithmetic.cuh"
-#include "common/tile/bytes.cuh"
-#include "common/tile/mask.cuh"
-#include "common/tile/ring.cuh"
-#include "common/tile/rows.cuh"
-#include "common/tile/scaled_softmax.cuh"
-#include "common/tile/schedule.cuh"
+#include "common/tile/pipeline.cuh"
+#include "common/tile/scheduler.cuh"
+#include "common/tile/shared_tile.cuh"
+#include "common/tile/softmax.cuh"
 
 constexpr int BLOCK_M = 64 * WARPGROUPS, CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 128;
 constexpr int PRODUCERS = 4;  // warps

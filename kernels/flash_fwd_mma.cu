@@ -4,11 +4,11 @@
 // registers: fp32, unscaled by the row sum until the end. Scores become P in registers, so they
 // never touch shared memory. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv,
 // seqlen_k, HEAD_DIM).
-#include "common/element.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/shared.cuh"
-#include "common/tile/arithmetic.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/scheduler.cuh"
 
 #ifndef WINDOW
 #define WINDOW 0

@@ -8,17 +8,19 @@
 // SPLIT_CLUSTER, they are a cluster, and join through its shared memory. With PACK_GQA, the query
 // heads of a key head are one head: its rows are the queries of the first, then of the second, and
 // so on, as they lie in memory, so that few queries fill a tile together.
-#include "common/element.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/launch.cuh"
-#include "common/ptx/mma.cuh"
 #include "common/ptx/shared.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
-#include "common/tile/arithmetic.cuh"
-#include "common/tile/layout.cuh"
-#include "common/tile/rows.cuh"
+#include "common/tile/epilogue.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/pipeline.cuh"
+#include "common/tile/scheduler.cuh"
+#include "common/tile/shared_tile.cuh"
+#include "common/tile/softmax.cuh"
 
 // 1: tensors have any strides, and the launch says how many heads a batch has and where the output
 // lies, for code that serves a model; a sweep times contiguous tensors.
@@ -37,7 +39,6 @@
 using TensorLayout = Layout<STRIDED, HEAD_DIM>;
 
 #if STAGE_COMBINE
-#include "common/tile/combine.cuh"
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     flash_fwd_wgmma_combine(const float* partial, const float* partial_lse,
                             element_t* __restrict__ o, float* __restrict__ lse,
@@ -63,13 +64,6 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     if (LSE && chunk == 0) lse[row] = whole * LN2;
 }
 #else
-#include "common/tile/mask.cuh"
-#include "common/tile/merge.cuh"
-#include "common/tile/operand.cuh"
-#include "common/tile/ring.cuh"
-#include "common/tile/schedule.cuh"
-#include "common/tile/softmax.cuh"
-#include "common/tile/join.cuh"
 
 constexpr int ROW_GROUPS = WARPGROUPS / KEY_GROUPS, BLOCK_M = 64 * ROW_GROUPS;
 constexpr int STAGES = NUM_STAGES;

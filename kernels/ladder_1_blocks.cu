@@ -3,8 +3,9 @@
 // row has 32: a lane takes a key for the scores, then HEAD_DIM / 32 columns for the output, which
 // makes loads of V whole lines. What it cannot do: every row still reads all of K and V itself. q,
 // o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
-#include "common/element.cuh"
-#include "common/tile/rows.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/softmax.cuh"
 
 constexpr int PAIRS =
     HEAD_DIM / 64;  // of columns that a lane holds: 2 * lane + 64 * i and the next

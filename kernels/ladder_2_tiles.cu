@@ -4,8 +4,9 @@
 // for BLOCK_M rows, and from shared memory once for the thread's ROWS rows. What it cannot do:
 // multiply on tensor cores, which are 16 times as fast. q, o: (batch, heads, seqlen_q, HEAD_DIM);
 // k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
-#include "common/element.cuh"
-#include "common/tile/rows.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/softmax.cuh"
 
 // 16 x 16 threads: thread (y, x) has rows y + 16 * i; of the scores the keys x + 16 * j, of the
 // output the column pairs x + 16 * c. So the 16 threads of a row are half a warp, and reduce it by

@@ -2,14 +2,15 @@
 // ladder_2_tiles takes an FMA of every thread for each 32 products, and most of its instructions
 // fetch operands; here one instruction of a warp does 4096. A warp owns 16 queries. Which element
 // of a fragment a lane holds is not defined, so scores pass through shared memory for the softmax
-// (common/wmma_rows.cuh). What it cannot do: load and multiply at the same time. All warps wait for
+// (softmax_rows). What it cannot do: load and multiply at the same time. All warps wait for
 // a tile, then use it. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k,
 // HEAD_DIM).
-#include "common/element.cuh"
-#include "common/tile/rows.cuh"
-#include "common/tile/wmma_fragments.cuh"
-#include "common/tile/wmma_rows.cuh"
+#include "common/tile/epilogue.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/softmax.cuh"
 
+using Fragments = WmmaFragments;
 constexpr int WARPS = BLOCK_M / 16, THREADS = WARPS * 32, BLOCK_N = 64;
 constexpr int D_STEPS = HEAD_DIM / 16, N_STEPS = BLOCK_N / 16, CHUNKS = HEAD_DIM / 8;
 constexpr int SCORES = 16 * SCORE_PITCH<BLOCK_N>;  // floats a warp, then 16 factors
@@ -51,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     load_rows<BLOCK_M>(q_tile, q, seqlen_q - first_row);
 
     RowState state;
-    Accumulator out[D_STEPS] = {};
+    Fragments::Accumulator out[D_STEPS] = {};
     for (int first = 0; first < block_keys; first += BLOCK_N) {
         const long long tile = static_cast<long long>(first) * HEAD_DIM;
         __syncthreads();  // the tile before is used
@@ -61,11 +62,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
 #pragma unroll
         for (int n = 0; n < N_STEPS; ++n) {
-            Accumulator s = {};
+            Fragments::Accumulator s = {};
 #pragma unroll
             for (int d = 0; d < D_STEPS; ++d) {
-                FragmentA a;
-                FragmentB<true> b;
+                Fragments::A a;
+                Fragments::B<true> b;
                 wmma_load(a, q_tile + warp * 16 * HEAD_DIM + d * 16, HEAD_DIM);
                 wmma_load(b, k_tile + n * 16 * HEAD_DIM + d * 16, HEAD_DIM);
                 wmma_multiply(s, a, b);
@@ -75,15 +76,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         __syncwarp();
         softmax_rows<BLOCK_N, false>(scores, factors, keys - first, scale * LOG2E, state);
 
-        Accumulator shrink;
+        Fragments::Accumulator shrink;
         wmma_load_rows(shrink, factors);
 #pragma unroll
         for (int d = 0; d < D_STEPS; ++d) {
             scale_rows(out[d], shrink);
 #pragma unroll
             for (int n = 0; n < N_STEPS; ++n) {
-                FragmentA p;
-                FragmentB<false> b;
+                Fragments::A p;
+                Fragments::B<false> b;
                 wmma_load(p, reinterpret_cast<element_t*>(scores) + n * 16,
                           2 * SCORE_PITCH<BLOCK_N>);
                 wmma_load(b, v_tile + n * 16 * HEAD_DIM + d * 16, HEAD_DIM);

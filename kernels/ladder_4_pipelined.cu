@@ -6,15 +6,16 @@
 // the same bank, so the 8 rows of a matrix come one after the other; and scores still pass through
 // shared memory. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k,
 // HEAD_DIM).
-#include "common/element.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/shared.cuh"
-#include "common/tile/arithmetic.cuh"
-#include "common/tile/copy_rows.cuh"
-#include "common/tile/rows.cuh"
-#include "common/tile/wmma_fragments.cuh"
-#include "common/tile/wmma_rows.cuh"
+#include "common/tile/epilogue.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/pipeline.cuh"
+#include "common/tile/scheduler.cuh"
+#include "common/tile/softmax.cuh"
 
+using Fragments = WmmaFragments;
 constexpr int WARPS = BLOCK_M / 16, THREADS = (WARPS + PRODUCER_WARPS) * 32, BLOCK_N = 64;
 constexpr int D_STEPS = HEAD_DIM / 16, N_STEPS = BLOCK_N / 16, TILE = BLOCK_N * HEAD_DIM;
 constexpr int SCORES = 16 * SCORE_PITCH<BLOCK_N>;  // floats a warp, then 16 factors
@@ -72,18 +73,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();
 
     RowState state;
-    Accumulator out[D_STEPS] = {};
+    Fragments::Accumulator out[D_STEPS] = {};
     for (int tile = 0; tile < tiles; ++tile) {
         const int stage = tile % 2;
         const element_t *k_tile = ring + stage * 2 * TILE, *v_tile = k_tile + TILE;
         named_barrier_sync(FULL + stage, THREADS);
 #pragma unroll
         for (int n = 0; n < N_STEPS; ++n) {
-            Accumulator s = {};
+            Fragments::Accumulator s = {};
 #pragma unroll
             for (int d = 0; d < D_STEPS; ++d) {
-                FragmentA a;
-                FragmentB<true> b;
+                Fragments::A a;
+                Fragments::B<true> b;
                 wmma_load(a, q_rows + d * 16, HEAD_DIM);
                 wmma_load(b, k_tile + n * 16 * HEAD_DIM + d * 16, HEAD_DIM);
                 wmma_multiply(s, a, b);
@@ -93,15 +94,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncwarp();
         softmax_rows<BLOCK_N, false>(scores, factors, keys - tile * BLOCK_N, scale * LOG2E, state);
 
-        Accumulator shrink;
+        Fragments::Accumulator shrink;
         wmma_load_rows(shrink, factors);
 #pragma unroll
         for (int d = 0; d < D_STEPS; ++d) {
             scale_rows(out[d], shrink);
 #pragma unroll
             for (int n = 0; n < N_STEPS; ++n) {
-                FragmentA p;
-                FragmentB<false> b;
+                Fragments::A p;
+                Fragments::B<false> b;
                 wmma_load(p, reinterpret_cast<element_t*>(scores) + n * 16,
                           2 * SCORE_PITCH<BLOCK_N>);
                 wmma_load(b, v_tile + n * 16 * HEAD_DIM + d * 16, HEAD_DIM);

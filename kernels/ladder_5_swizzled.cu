@@ -9,12 +9,12 @@
 // only on sizes and places, never on a score: it leaves out tiles that a causal mask hides, and
 // masks only at edges. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k,
 // HEAD_DIM).
-#include "common/element.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/shared.cuh"
-#include "common/tile/arithmetic.cuh"
-#include "common/tile/copy_rows.cuh"
-#include "common/tile/rows.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/pipeline.cuh"
+#include "common/tile/scheduler.cuh"
 
 constexpr int WARPS_M = BLOCK_M / 16, THREADS = WARPS_M * KEY_WARPS * 32,
               WARP_N = BLOCK_N / KEY_WARPS;

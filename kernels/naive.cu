@@ -1,7 +1,7 @@
 // naive: one thread per query row, no shared memory, no tensor cores. The first rung of the ladder
 // and the smallest complete family: read it beside naive.py.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
-#include "common/element.cuh"
+#include "common/tile/fragments.cuh"
 
 // Output columns held in registers at once; wider heads recompute the scores once a slice.
 constexpr int SLICE = 64;

@@ -6,11 +6,12 @@
 //   qk writes every chunk that holds a key of the row; softmax reads these and no others, and
 //   zeroes the last one's tail; pv reads these and no others, so nothing above the diagonal ever
 //   moves.
-#include "common/element.cuh"
 #include "common/ptx/mma.cuh"
 #include "common/ptx/shared.cuh"
-#include "common/tile/arithmetic.cuh"
-#include "common/tile/rows.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/scheduler.cuh"
+#include "common/tile/softmax.cuh"
 
 constexpr int CHUNK = 8;  // elements in 16 bytes
 

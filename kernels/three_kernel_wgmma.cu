@@ -18,7 +18,6 @@
 // softmax 11.3, pv 7.3 and 8.2 (results/h200/three_kernel_h200). What the stages owe each other: a
 // row i has keys_of(i) keys. A warpgroup of pv multiplies tiles of at most UNIT x UNIT, so softmax
 // (STATS 0) or qk (1, 3) write zeros up to extent_of(i). With STATS 2 pv masks.
-#include "common/element.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cache.cuh"
 #include "common/ptx/cluster.cuh"
@@ -26,16 +25,13 @@
 #include "common/ptx/shared.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
-#include "common/tile/arithmetic.cuh"
+#include "common/tile/epilogue.cuh"
+#include "common/tile/fragments.cuh"
 #include "common/tile/mask.cuh"
-#include "common/tile/operand.cuh"
 #include "common/tile/pipeline.cuh"
-#include "common/tile/ring.cuh"
-#include "common/tile/row_softmax.cuh"
-#include "common/tile/row_softmax_tma.cuh"
-#include "common/tile/rows.cuh"
-#include "common/tile/store.cuh"
-#include "common/tile/unit_softmax.cuh"
+#include "common/tile/scheduler.cuh"
+#include "common/tile/shared_tile.cuh"
+#include "common/tile/softmax.cuh"
 
 #if STAGE_QK || STAGE_PV
 #if STAGE_QK

@@ -4,22 +4,24 @@
 // probabilities in place and loads these as fragments again. What limits it is to be found by its
 // parameters, each of which removes one suspect. q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v:
 // (batch, heads_kv, seqlen_k, HEAD_DIM).
-#include "common/element.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/shared.cuh"
-#include "common/tile/arithmetic.cuh"
-#include "common/tile/copy_rows.cuh"
-#include "common/tile/rows.cuh"
+#include "common/tile/epilogue.cuh"
+#include "common/tile/fragments.cuh"
+#include "common/tile/mask.cuh"
+#include "common/tile/pipeline.cuh"
+#include "common/tile/scheduler.cuh"
+#include "common/tile/softmax.cuh"
+
 #define PLAIN 0
 #define PADDED 1
 #define SUBTILES 2
 #define XOR 3
 #if LAYOUT == XOR
-#include "common/tile/mma_fragments.cuh"
+using Fragments = MmaFragments;
 #else
-#include "common/tile/wmma_fragments.cuh"
+using Fragments = WmmaFragments;
 #endif
-#include "common/tile/wmma_rows.cuh"
 
 constexpr int WARPS = BLOCK_M / 16, COMPUTE = WARPS * 32, THREADS = COMPUTE + PRODUCER_WARPS * 32;
 constexpr int D_STEPS = HEAD_DIM / 16, N_STEPS = BLOCK_N / 16;
@@ -52,7 +54,8 @@ __device__ __forceinline__ void load_fragment(Fragment& to, const element_t* til
 #endif
 }
 // 16 rows of probabilities, keys 16 * step and on.
-__device__ __forceinline__ void load_probabilities(FragmentA& to, const float* scores, int step) {
+__device__ __forceinline__ void load_probabilities(Fragments::A& to, const float* scores,
+                                                   int step) {
     const element_t* p = reinterpret_cast<const element_t*>(scores) + step * 16;
 #if LAYOUT == XOR
     const unsigned base = smem_address(p);
@@ -143,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const int keys = keys_of<CAUSAL>(row + lane % 16, seqlen_q, seqlen_k);
         const int some_keys = keys_of<CAUSAL>(row + 15, seqlen_q, seqlen_k);
         RowState state;
-        Accumulator out[O_IN_REGISTERS ? D_STEPS : 1] = {};
+        Fragments::Accumulator out[O_IN_REGISTERS ? D_STEPS : 1] = {};
         if (!O_IN_REGISTERS) {
 #pragma unroll
             for (int i = 0; i < HEAD_DIM / 8; ++i)
@@ -160,15 +163,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             __syncthreads();
 #endif
             if (tile * BLOCK_N < some_keys) {
-                FragmentA a[D_STEPS];
+                Fragments::A a[D_STEPS];
 #pragma unroll
                 for (int d = 0; d < D_STEPS; ++d) load_fragment(a[d], q_rows, 0, d);
 #pragma unroll
                 for (int n = 0; n < N_STEPS; ++n) {
-                    Accumulator s = {};
+                    Fragments::Accumulator s = {};
 #pragma unroll
                     for (int d = 0; d < D_STEPS; ++d) {
-                        FragmentB<true> b;
+                        Fragments::B<true> b;
                         load_fragment(b, k_tile, n * 16, d);
                         wmma_multiply(s, a[d], b);
                     }
@@ -177,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 __syncwarp();
                 const float shrink = softmax_rows<BLOCK_N, true>(
                     scores, factors, keys - tile * BLOCK_N, scale * LOG2E, state);
-                Accumulator by_row;
+                Fragments::Accumulator by_row;
                 if (O_IN_REGISTERS) {
                     wmma_load_rows(by_row, factors);
                 } else {
@@ -188,17 +191,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     }
                     __syncwarp();
                 }
-                FragmentA p[N_STEPS];
+                Fragments::A p[N_STEPS];
 #pragma unroll
                 for (int n = 0; n < N_STEPS; ++n) load_probabilities(p[n], scores, n);
 #pragma unroll
                 for (int d = 0; d < D_STEPS; ++d) {
-                    Accumulator& x = out[O_IN_REGISTERS ? d : 0];
+                    Fragments::Accumulator& x = out[O_IN_REGISTERS ? d : 0];
                     if (O_IN_REGISTERS) scale_rows(x, by_row);
                     else wmma_load(x, shared_out + d * 16, O_PITCH);
 #pragma unroll
                     for (int n = 0; n < N_STEPS; ++n) {
-                        FragmentB<false> b;
+                        Fragments::B<false> b;
                         load_fragment(b, v_tile, n * 16, d);
                         wmma_multiply(x, p[n], b);
                     }

@@ -1,7 +1,7 @@
 // A right kernel that can be told to be wrong in many ways: FAULT is a number in this list. A block
 // computes one row, with the online softmax over tiles of 64 keys. Faults of one place are in rows
 // beyond 256, so that only the timed problem has them.
-#include "common/element.cuh"
+#include "common/tile/fragments.cuh"
 
 enum Fault {
     NONE,

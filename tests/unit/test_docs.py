@@ -87,14 +87,17 @@ def test_the_defaults_it_names_are_the_spec_s():
 
 
 def test_the_names_of_elements_are_those_of_their_header():
-    header = (ROOT / "kernels" / "common" / "element.cuh").read_text()
+    header = (ROOT / "kernels" / "common" / "tile" / "fragments.cuh").read_text()
+    header = header[: header.index("// ---- fragments")]
     defined = r"^(?:typedef [\w ]+ (\w+);|constexpr \w+ (\w+) =|__device__ [\w ]+ (\w+)\()"
     names = {name for found in re.findall(defined, header, re.MULTILINE) for name in found if name}
     page = (ROOT / "docs" / "writing-a-kernel.md").read_text()
-    (table,) = re.findall(r"\n`common/element.cuh` has:\n\n(.*?)\n\n", page, re.DOTALL)
+    (table,) = re.findall(
+        r"\nOf elements, `common/tile/fragments.cuh` has:\n\n(.*?)\n\n", page, re.DOTALL
+    )
     cells = "".join(line.split("|")[1] for line in table.splitlines())
     assert set(re.findall(r"`(\w+)", cells)) == names
-    assert len(names) == 9
+    assert len(names) == 10
 
 
 @pytest.mark.parametrize("page", ["index.md", "tutorials/on-a-gpu.md"])

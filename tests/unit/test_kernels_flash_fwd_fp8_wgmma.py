@@ -1,6 +1,6 @@
 """How flash_fwd_fp8_wgmma brings P and V together, by what the PTX manual says of each instruction.
 
-A model of common/tile/bytes.cuh and of the consumer's fragments in NumPy: which key and which
+A model of common/tile/shared_tile.cuh and of the consumer's fragments in NumPy: which key and which
 column each byte holds. The simulator runs the code itself.
 """
 
@@ -19,7 +19,7 @@ from attnsweep.family.discover import discover
 from attnsweep.family.family import Config, TensorMap
 from attnsweep.verify.encoding import round_to
 
-HEADER = (shipped("kernels") / "common/tile/bytes.cuh").read_text()
+HEADER = (shipped("kernels") / "common/tile/shared_tile.cuh").read_text()
 LANES = range(32)
 
 

@@ -17,7 +17,7 @@ template <bool Bf16, bool Transposed>
 struct WmmaB {
     unsigned x[Bf16 ? 4 : 8];
 };
-struct Accumulator {
+struct WmmaAccumulator {
     float x[8];  // fp32, 16x16
 };
 
@@ -63,17 +63,17 @@ __device__ __forceinline__ void wmma_load(WmmaB<Bf16, false>& to, const unsigned
                    "=f"(to.x[5]), "=f"(to.x[6]), "=f"(to.x[7])                                \
                  : "r"(address), "r"(STRIDE)                                                  \
                  : "memory")
-__device__ __forceinline__ void wmma_load(Accumulator& to, const float* from, int stride) {
+__device__ __forceinline__ void wmma_load(WmmaAccumulator& to, const float* from, int stride) {
     unsigned address = smem_address(from);
     WMMA_ACCUMULATOR_LOAD("row", stride);
 }
 // Element (row, column) becomes from[row]: a column-major matrix whose columns all lie at one
 // address. So a fragment can be scaled by row although nobody knows which rows a lane holds.
-__device__ __forceinline__ void wmma_load_rows(Accumulator& to, const float* from) {
+__device__ __forceinline__ void wmma_load_rows(WmmaAccumulator& to, const float* from) {
     unsigned address = smem_address(from);
     WMMA_ACCUMULATOR_LOAD("col", 0);
 }
-__device__ __forceinline__ void wmma_store(float* to, const Accumulator& from, int stride) {
+__device__ __forceinline__ void wmma_store(float* to, const WmmaAccumulator& from, int stride) {
     asm volatile(
         "wmma.store.d.sync.aligned.row.m16n16k16.shared.f32 [%0], {%1,%2,%3,%4,%5,%6,%7,%8}, %9;" ::
             "r"(smem_address(to)),
@@ -103,13 +103,13 @@ __device__ __forceinline__ void wmma_store(float* to, const Accumulator& from, i
                    "r"(a.x[6]), "r"(a.x[7]), "r"(b.x[0]), "r"(b.x[1]), "r"(b.x[2]), "r"(b.x[3]), \
                    "r"(b.x[4]), "r"(b.x[5]), "r"(b.x[6]), "r"(b.x[7]))
 template <bool Bf16>
-__device__ __forceinline__ void wmma_multiply(Accumulator& d, const WmmaA<Bf16>& a,
+__device__ __forceinline__ void wmma_multiply(WmmaAccumulator& d, const WmmaA<Bf16>& a,
                                               const WmmaB<Bf16, true>& b) {
     if constexpr (Bf16) WMMA_MULTIPLY_BF16("col");
     else WMMA_MULTIPLY_F16("col");
 }
 template <bool Bf16>
-__device__ __forceinline__ void wmma_multiply(Accumulator& d, const WmmaA<Bf16>& a,
+__device__ __forceinline__ void wmma_multiply(WmmaAccumulator& d, const WmmaA<Bf16>& a,
                                               const WmmaB<Bf16, false>& b) {
     if constexpr (Bf16) WMMA_MULTIPLY_BF16("row");
     else WMMA_MULTIPLY_F16("row");

@@ -13,7 +13,7 @@ template <bool Bf16, bool Transposed>
 struct WmmaB {
     unsigned short x[8];
 };
-struct Accumulator {
+struct WmmaAccumulator {
     float x[8];
 };
 
@@ -54,22 +54,22 @@ template <bool Bf16, bool Transposed>
 void wmma_load(WmmaB<Bf16, Transposed>& to, const unsigned short* from, int stride, SIMT_HERE) {
     simt::wmma_read(to.x, from, stride, Transposed, "wmma.load.b", SIMT_AT);
 }
-inline void wmma_load(Accumulator& to, const float* from, int stride, SIMT_HERE) {
+inline void wmma_load(WmmaAccumulator& to, const float* from, int stride, SIMT_HERE) {
     simt::wmma_read(to.x, from, stride, false, "wmma.load.c", SIMT_AT);
 }
-inline void wmma_load_rows(Accumulator& to, const float* from, SIMT_HERE) {
+inline void wmma_load_rows(WmmaAccumulator& to, const float* from, SIMT_HERE) {
     simt::wmma_at(from, 0, SIMT_AT);
     for (unsigned e = 0; e < 8; ++e) to.x[e] = from[2 * e + simt::self->lane / 16];
     simt::wmma_meet("wmma.load.c", SIMT_AT);
 }
-inline void wmma_store(float* to, const Accumulator& from, int stride, SIMT_HERE) {
+inline void wmma_store(float* to, const WmmaAccumulator& from, int stride, SIMT_HERE) {
     unsigned address = simt::wmma_at(to, stride, SIMT_AT), lane = simt::self->lane;
     float probe;  // the last element must be inside
     simt::load_shared(&probe, address + (15 * stride + 15) * 4, 4, SIMT_AT);
     for (unsigned e = 0; e < 8; ++e) to[(2 * e + lane / 16) * stride + lane % 16] = from.x[e];
 }
 template <bool Bf16, bool Transposed>
-void wmma_multiply(Accumulator& d, const WmmaA<Bf16>& a, const WmmaB<Bf16, Transposed>& b,
+void wmma_multiply(WmmaAccumulator& d, const WmmaA<Bf16>& a, const WmmaB<Bf16, Transposed>& b,
                    SIMT_HERE) {
     struct Lane {
         float* d;

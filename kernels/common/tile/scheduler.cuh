@@ -1,7 +1,13 @@
 // Which tile of queries a block of a flash kernel takes, and which tiles of keys.
 #pragma once
-#include "common/tile/arithmetic.cuh"
-#include "common/tile/rows.cuh"
+#include "common/tile/mask.cuh"
+
+// Units that x needs. Unit is a template parameter: NVRTC makes other code of it as an argument.
+template <int Unit>
+__device__ __forceinline__ constexpr int ceil_div(int x) {
+    return (x + Unit - 1) / Unit;
+}
+__device__ __forceinline__ int round_up(int x, int unit) { return (x + unit - 1) / unit * unit; }
 
 // A tile of queries of one head, how many tiles of keys it sees, and how many of them the block
 // takes: one for each key group at least, though it be past the end.
