@@ -18,6 +18,8 @@
 #include "common/tile/scheduler.cuh"
 #include "common/tile/shared_tile.cuh"
 
+using namespace attn;
+
 constexpr int THREADS = WARPGROUPS * 128, WARPS = WARPGROUPS * 4;
 constexpr int STAGES = NUM_STAGES;
 constexpr int KEYS = 64;  // of a tile; a row has MAX_TILES at most

@@ -7,6 +7,8 @@
 #include "common/tile/fragments.cuh"
 #include "common/tile/mask.cuh"
 
+using namespace attn;
+
 // x = high + low, and a product is high * high in TF32 and the cross products high * low and low *
 // high. Of Q, high is what a tensor core reads of it: not rounded, so that Q need not be written
 // again. Those of Q K^T are two more instructions. Those of P V may miss some 2^-21 of the product,
@@ -34,7 +36,9 @@ struct Fragments {
         high[i] = __float_as_uint(part),
         cross[i] = PAIRS ? pack_bf16(low, part) : __float_as_uint(low);
     }
-    __device__ __forceinline__ void pinned() { pin(high), pin(cross); }
+    __device__ __forceinline__ void pinned() {
+        warpgroup_fence_operand(high), warpgroup_fence_operand(cross);
+    }
 };
 // Tensor cores round sums towards zero, so the large ones are of few terms: the cross products,
 // which are small, have sums of their own, and long sums of the others are added up outside.
@@ -58,14 +62,14 @@ struct Sums {
     }
     // All products have been waited for. `first`: there was nothing outside.
     __device__ __forceinline__ void put_outside(bool first) {
-        pin(big);
+        warpgroup_fence_operand(big);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; ++i)
             outside[i] = first ? big[i] : outside[i] + big[i], big[i] = 0.f;
     }
     __device__ __forceinline__ void finish(bool with_outside) {
         wgmma_wait<0>();
-        pin(big), pin(small);
+        warpgroup_fence_operand(big), warpgroup_fence_operand(small);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; ++i)
             big[i] = with_outside ? outside[i] + (big[i] + small[i]) : big[i] + small[i];
@@ -106,7 +110,8 @@ __device__ __forceinline__ void softmax_rows(int tiles, int first_row, int seqle
 #pragma unroll
     for (int i = 0; i < TURNS; ++i) {
         const int keys =
-            keys_of<CAUSAL>(min(first_row + row_of_lane(i), seqlen_q - 1), seqlen_q, seqlen_k);
+            visible_keys<CAUSAL>(min(first_row + row_of_lane(i), seqlen_q - 1), seqlen_q, seqlen_k)
+                .end;
         largest[i] = minus_infinity();
 #pragma unroll
         for (int j = 0; j < MAX_TILES * 4; ++j) {

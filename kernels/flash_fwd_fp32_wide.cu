@@ -14,6 +14,8 @@
 #include "common/tile/softmax.cuh"
 #include "flash_fwd_fp32_wide.cuh"
 
+using namespace attn;
+
 // ---- softmax ----
 // One row by one warp: score(key) is the sum over all slices for a key and the next, put(key, p)
 // takes the row's probabilities, zeros behind the last key it sees. `row_of_p` is room for the row,
@@ -123,7 +125,7 @@ __cluster_dims__(SLICES, 1, 1)
             }
         };
         const int keys =
-            keys_of<CAUSAL>(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
+            visible_keys<CAUSAL>(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k).end;
         softmax_row(row_of_p, keys, keys_used, scale * LOG2E, score, put);
     }
     // The last word between the blocks. Where rows are shared all wait for it; else a block only
@@ -178,7 +180,7 @@ __cluster_dims__(SLICES, 1, 1)
     for (int row = threadIdx.x / 32; row < BLOCK_M; row += NUM_WARPS) {
         float* row_of_p = p + row;
         const int keys =
-            keys_of<CAUSAL>(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k);
+            visible_keys<CAUSAL>(min(work.first_row + row, seqlen_q - 1), seqlen_q, seqlen_k).end;
         softmax_row(
             row_of_p, keys, keys_used, scale * LOG2E,
             [&](int key) {

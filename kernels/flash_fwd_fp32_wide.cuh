@@ -7,6 +7,8 @@
 #include "common/tile/mask.cuh"
 #include "common/tile/scheduler.cuh"
 
+using namespace attn;
+
 #if MATH_TF32X3
 constexpr bool TENSOR = true;
 #else
@@ -62,7 +64,7 @@ struct Work {
         this->q = q + row * HEAD_DIM, this->o = o + row * HEAD_DIM;
         this->k = k + key * HEAD_DIM, this->v = v + key * HEAD_DIM;
         first_column = slice * SLICE, width = WHOLE ? SLICE : min(SLICE, HEAD_DIM - first_column);
-        keys = keys_of<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
+        keys = visible_keys<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k).end;
         keys_padded = ceil_div<BLOCK_N>(seqlen_k) * BLOCK_N;
     }
 };

@@ -19,6 +19,8 @@
 #include "common/tile/shared_tile.cuh"
 #include "common/tile/softmax.cuh"
 
+using namespace attn;
+
 constexpr int BLOCK_M = 64 * WARPGROUPS, CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 128;
 constexpr int PRODUCERS = 4;  // warps
 static_assert(HEAD_DIM % 64 == 0 && BLOCK_N % 32 == 0, "wgmma takes 32 columns or keys at once");
@@ -96,13 +98,13 @@ struct Memory {
           barriers{transposed + NUM_STAGES * T_BYTES} {}
 };
 struct Call {
-    int heads, queries_per_key_head, heads_together, seqlen_q, seqlen_k;
+    int heads, queries_per_key_head, heads_per_l2_section, seqlen_q, seqlen_k;
     float factor;  // of the scores, besides the heads' own: scale * log2(e)
     __device__ __forceinline__ int key_head(int head) const {
         return queries_per_key_head == 1 ? head : head / queries_per_key_head;
     }
     __device__ __forceinline__ Tiles schedule(int seqlen_q) const {
-        return {ceil_div<BLOCK_M>(seqlen_q), heads, seqlen_q, seqlen_k, heads_together};
+        return {ceil_div<BLOCK_M>(seqlen_q), heads, seqlen_q, seqlen_k, heads_per_l2_section};
     }
 };
 
@@ -180,7 +182,7 @@ struct Producer {
         if (ONES) write_ones();
 #pragma unroll 1
         for (int turn = 0;; ++turn) {
-            TileOfQueries work = schedule.of(turn);
+            WorkTile work = schedule.of(turn);
             if (PERSISTENT && work.row < 0) break;
             const int head_kv = call.key_head(work.head);
             bool begun = false;
@@ -269,7 +271,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     unsigned q_phase = 0;
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
-        TileOfQueries work = self.schedule.of(turn);
+        WorkTile work = self.schedule.of(turn);
         if (PERSISTENT && work.row < 0) break;
         const int first_row = work.row + row_group * 64 + warp % 4 * 16,
                   head_kv = call.key_head(work.head);
@@ -311,10 +313,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
                         const float* q_scale, const float* k_scale, const float* v_scale,
                         float* __restrict__ lse, int heads, int queries_per_key_head,
-                        int heads_together, int seqlen_q, int seqlen_k, float factor) {
+                        int heads_per_l2_section, int seqlen_q, int seqlen_k, float factor) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
-    const Call call{heads, queries_per_key_head, heads_together, seqlen_q, seqlen_k, factor};
+    const Call call{heads, queries_per_key_head, heads_per_l2_section, seqlen_q, seqlen_k, factor};
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
     if (warp >= CONSUMERS / 32) {
         registers_decrease<PRODUCER_REGISTERS>();

@@ -105,14 +105,14 @@ struct Consumer {
     template <int Ahead, int PENDING>
     __device__ __forceinline__ void end_qk(Scores& s) const {
         wgmma_wait<PENDING>();
-        pin(s);
+        warpgroup_fence_operand(s);
         release(at.barriers.k_empty(at_k<Ahead>().stage));
     }
     // Adds P V of a part of the tile's keys, in a slice of columns.
     // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
     __device__ __forceinline__ void begin_part(Sums& sums, Weights& p, int part, int slice) const {
         auto& to = sums.target();
-        pin(p), pin(to);
+        warpgroup_fence_operand(p), warpgroup_fence_operand(to);
         wgmma_fence();
         unsigned long long v =
             t_descriptor + at_v.stage * (T_BYTES / 16) + slice * (COLUMNS * KeyTile::WIDTH / 16);
@@ -129,13 +129,13 @@ struct Consumer {
     }
     __device__ __forceinline__ void end_pv(Sums& sums, Weights& p) {
         wgmma_wait<0>();
-        pin(sums.target()), pin(p);
+        warpgroup_fence_operand(sums.target()), warpgroup_fence_operand(p);
 #pragma unroll
         for (int n = 1; n < PARTS * SLICES; ++n) {
             sums.add((n - 1) % SLICES);
             begin_part(sums, p, n / SLICES, n % SLICES);
             wgmma_wait<0>();
-            pin(sums.target()), pin(p);
+            warpgroup_fence_operand(sums.target()), warpgroup_fence_operand(p);
         }
         release(at.barriers.t_empty(at_v.stage)), at_v.next();
         if (INTERVAL > 0 && ++sums.tiles == TILES) sums.add(SLICES - 1);
@@ -160,7 +160,9 @@ struct Consumer {
     }
     __device__ __forceinline__ void mask(Scores& s, int j) const {
         const int key = schedule.key(j, all_keys), row = first_row + lane / 4;
-        auto keys = [this](int row) { return keys_of<CAUSAL>(row, call.seqlen_q, call.seqlen_k); };
+        auto keys = [this](int row) {
+            return visible_keys<CAUSAL>(row, call.seqlen_q, call.seqlen_k).end;
+        };
         if (__builtin_expect(key + BLOCK_N > keys(first_row), 0))
             mask_columns(s, keys(row) - key, keys(row + 8) - key);
     }
@@ -204,7 +206,7 @@ struct Consumer {
             if constexpr (OVERLAP == 2) {
                 Weights next;
                 grew = rows.tile(s, own.scores, false, by, to_fragments(next));
-                pin(next);
+                warpgroup_fence_operand(next);
                 hold(next);
                 end_pv(sums, p);
                 move(p, next);
@@ -222,7 +224,8 @@ struct Consumer {
     // one. A stage is given back when it is full: before, its barrier may be one phase behind.
     __device__ __forceinline__ int pass_unseen(int tiles) {
         const int last = (first_row / 64 + 1) * 64 - 1;  // of the warpgroup's queries
-        int seen = ceil_div<BLOCK_N>(keys_of<CAUSAL>(last, call.seqlen_q, call.seqlen_k)), j = 0;
+        int seen = ceil_div<BLOCK_N>(visible_keys<CAUSAL>(last, call.seqlen_q, call.seqlen_k).end),
+            j = 0;
 #pragma unroll 1
         for (; j < min(all_keys - seen, tiles - 1); ++j) {
             wait_for_k<0>(), release(at.barriers.k_empty(at_v.stage));

@@ -10,6 +10,8 @@
 #include "common/tile/fragments.cuh"
 #include "common/tile/scheduler.cuh"
 
+using namespace attn;
+
 #ifndef WINDOW
 #define WINDOW 0
 #endif

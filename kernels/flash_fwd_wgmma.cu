@@ -22,6 +22,8 @@
 #include "common/tile/shared_tile.cuh"
 #include "common/tile/softmax.cuh"
 
+using namespace attn;
+
 // 1: tensors have any strides, and the launch says how many heads a batch has and where the output
 // lies, for code that serves a model; a sweep times contiguous tensors.
 #ifndef STRIDED
@@ -185,23 +187,23 @@ struct Memory {
 // Each role makes its own schedule: what both keep from before they part is spilled by the
 // producer, which has 24 registers.
 struct Call {
-    int heads, queries_per_key_head, heads_together;
+    int heads, queries_per_key_head, heads_per_l2_section;
     int seqlen_q, seqlen_k;  // rows of a head; with PACK_GQA of all the query heads that it packs
     float factor;            // of the scores: scale * log2(e)
     TensorLayout layout;
     int queries;  // of one query head
     __device__ __forceinline__ int keys_of_row(int row) const {
-        return keys_of<CAUSAL>(PACK_GQA ? row % queries : row, queries, seqlen_k);
+        return visible_keys<CAUSAL>(PACK_GQA ? row % queries : row, queries, seqlen_k).end;
     }
     // Keys that all 16 rows from this one on see: where a head ends among them, the next one's
     // first query sees fewest.
     __device__ __forceinline__ int keys_of_rows(int row) const {
         bool next = PACK_GQA && row % queries + 15 >= queries;
-        return next ? keys_of<CAUSAL>(0, queries, seqlen_k) : keys_of_row(row);
+        return next ? visible_keys<CAUSAL>(0, queries, seqlen_k).end : keys_of_row(row);
     }
     __device__ __forceinline__ Tiles schedule(int seqlen_q) const {
         int tiles_m = ceil_div<MULTICAST * BLOCK_M>(seqlen_q) * MULTICAST;
-        return {tiles_m, heads, seqlen_q, seqlen_k, heads_together};
+        return {tiles_m, heads, seqlen_q, seqlen_k, heads_per_l2_section};
     }
 };
 
@@ -235,7 +237,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
     unsigned q_phase = 0;
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
-        TileOfQueries work = schedule.of(turn);
+        WorkTile work = schedule.of(turn);
         if (PERSISTENT && work.row < 0) break;
         auto head_kv = call.layout.of_keys(work.head, PACK_GQA ? 1 : call.queries_per_key_head);
 #pragma unroll 1
@@ -412,7 +414,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     unsigned q_phase = 0, taken = 0;  // tiles of the ring before this turn
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
-        TileOfQueries work = self.schedule.of(turn);
+        WorkTile work = self.schedule.of(turn);
         if (PERSISTENT && work.row < 0) break;
         int first_row = work.row + row_group * 64 + warp % 4 * 16;
         Place to{work.head, first_row, first_row + lane / 4};
@@ -462,19 +464,20 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
 }
 
 // of_split: what a split stores of a row is no box of TMA's. With SPLIT_CLUSTER it is the output,
-// of element_t, otherwise partial outputs of float. heads, heads_together: with PACK_GQA, of k and
-// v; seqlen_q is of one query head all the same.
+// of element_t, otherwise partial outputs of float. heads, heads_per_l2_section: with PACK_GQA, of
+// k and v; seqlen_q is of one query head all the same.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_fwd_wgmma(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                     const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap o,
                     float* __restrict__ lse, void* __restrict__ of_split, int heads,
-                    int queries_per_key_head, int heads_together, int seqlen_q, int seqlen_k,
+                    int queries_per_key_head, int heads_per_l2_section, int seqlen_q, int seqlen_k,
                     float factor LAYOUT_PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Memory at(smem_address(smem));
     int rows = PACK_GQA ? queries_per_key_head * seqlen_q : seqlen_q;
-    const Call call{heads,   queries_per_key_head, heads_together, rows, seqlen_k, factor, {LAYOUT},
-                    seqlen_q};
+    const Call call{
+        heads,   queries_per_key_head, heads_per_l2_section, rows, seqlen_k, factor, {LAYOUT},
+        seqlen_q};
     int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that it is known to be uniform
     if (warp >= CONSUMERS / 32) {
         if constexpr (PRODUCER_WARPS == 4) registers_decrease<PRODUCER_REGISTERS>();

@@ -80,7 +80,7 @@ struct Consumer {
     template <int PENDING, int N>
     __device__ __forceinline__ void end_qk(float (&s)[N]) {
         wgmma_wait<PENDING>();
-        pin(s);
+        warpgroup_fence_operand(s);
         if (!SCORES_AGAIN || PENDING == 0) release_k();
     }
     __device__ __forceinline__ void release_k() {
@@ -110,8 +110,8 @@ struct Consumer {
     // out += P V, with P in registers or in shared memory.
     // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
     __device__ __forceinline__ void begin_pv(Output& out, Weights& p) const {
-        if (!P_SHARED) pin(p);
-        pin(out);
+        if (!P_SHARED) warpgroup_fence_operand(p);
+        warpgroup_fence_operand(out);
         wgmma_fence();
         unsigned long long shared_p = p_descriptor + p_buffer * (P_BYTES / 16),
                            v = v_descriptor + v_at.stage * (KV_BYTES / 16);
@@ -125,8 +125,8 @@ struct Consumer {
     }
     __device__ __forceinline__ void end_pv(Output& out, Weights& p) {
         wgmma_wait<0>();
-        pin(out);
-        if (!P_SHARED) pin(p);
+        warpgroup_fence_operand(out);
+        if (!P_SHARED) warpgroup_fence_operand(p);
         release_v();
     }
     __device__ __forceinline__ void release_v() {
@@ -200,7 +200,7 @@ struct Consumer {
                     for (int j = 0; j < 8; ++j) s[i + j] = e[j];
                 });
             }
-            pin(s);
+            warpgroup_fence_operand(s);
             end_pv(out, p);
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);

@@ -7,6 +7,8 @@
 #include "common/tile/mask.cuh"
 #include "common/tile/softmax.cuh"
 
+using namespace attn;
+
 constexpr int PAIRS =
     HEAD_DIM / 64;  // of columns that a lane holds: 2 * lane + 64 * i and the next
 static_assert(HEAD_DIM % 64 == 0, "a lane holds whole pairs of columns");
@@ -28,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const long long query = (static_cast<long long>(head) * seqlen_q + row) * HEAD_DIM;
     const long long kv = static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
     const uint4* q_row = reinterpret_cast<const uint4*>(q + query);
-    const int keys = keys_of<CAUSAL>(row, seqlen_q, seqlen_k);
+    const int keys = visible_keys<CAUSAL>(row, seqlen_q, seqlen_k).end;
 
     float out[PAIRS][2] = {}, largest = minus_infinity(), sum = 0.f;
     for (int first = 0; first < keys; first += 32) {

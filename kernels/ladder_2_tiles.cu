@@ -8,6 +8,8 @@
 #include "common/tile/mask.cuh"
 #include "common/tile/softmax.cuh"
 
+using namespace attn;
+
 // 16 x 16 threads: thread (y, x) has rows y + 16 * i; of the scores the keys x + 16 * j, of the
 // output the column pairs x + 16 * c. So the 16 threads of a row are half a warp, and reduce it by
 // shuffles.
@@ -43,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const int head = blockIdx.y,
               head_kv = head / (heads / heads_kv);  // both counted over the batch
     const int first_row = blockIdx.x * BLOCK_M, rows = min(BLOCK_M, seqlen_q - first_row);
-    const int block_keys = keys_of<CAUSAL>(first_row + rows - 1, seqlen_q, seqlen_k);
+    const int block_keys = visible_keys<CAUSAL>(first_row + rows - 1, seqlen_q, seqlen_k).end;
     const long long query = (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
     k += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
     v += static_cast<long long>(head_kv) * seqlen_k * HEAD_DIM;
@@ -81,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const int row = y + 16 * i,
-                      keys = keys_of<CAUSAL>(first_row + row, seqlen_q, seqlen_k) - first;
+                      keys = visible_keys<CAUSAL>(first_row + row, seqlen_q, seqlen_k).end - first;
             float most = minus_infinity(), weights = 0.f;
 #pragma unroll
             for (int j = 0; j < KEYS; ++j) {

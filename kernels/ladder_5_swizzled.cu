@@ -16,6 +16,8 @@
 #include "common/tile/pipeline.cuh"
 #include "common/tile/scheduler.cuh"
 
+using namespace attn;
+
 constexpr int WARPS_M = BLOCK_M / 16, THREADS = WARPS_M * KEY_WARPS * 32,
               WARP_N = BLOCK_N / KEY_WARPS;
 constexpr int D_STEPS = HEAD_DIM / 16, N_STEPS = WARP_N / 16;
@@ -51,10 +53,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int first_row = block * BLOCK_M, warp_row = warp % WARPS_M * 16,
               row = first_row + warp_row;
     const int block_keys =
-        keys_of<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k);
+        visible_keys<CAUSAL>(min(first_row + BLOCK_M, seqlen_q) - 1, seqlen_q, seqlen_k).end;
     const int tiles = BRANCHES ? ceil_div<BLOCK_N>(block_keys) : TILES;
-    const int some_keys = keys_of<CAUSAL>(row + 15, seqlen_q, seqlen_k),
-              all_keys = keys_of<CAUSAL>(row, seqlen_q, seqlen_k);
+    const int some_keys = visible_keys<CAUSAL>(row + 15, seqlen_q, seqlen_k).end,
+              all_keys = visible_keys<CAUSAL>(row, seqlen_q, seqlen_k).end;
     const float to_log2 = scale * LOG2E;
     q += (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
     o += (static_cast<long long>(head) * seqlen_q + first_row) * HEAD_DIM;
@@ -117,8 +119,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (!BRANCHES || first_key + WARP_N > all_keys) {
-                const int keys = keys_of<CAUSAL>(row + h * 8 + lane / 4, seqlen_q, seqlen_k) -
-                                 first_key - lane % 4 * 2;
+                const int keys =
+                    visible_keys<CAUSAL>(row + h * 8 + lane / 4, seqlen_q, seqlen_k).end -
+                    first_key - lane % 4 * 2;
 #pragma unroll
                 for (int i = 0; i < 4 * N_STEPS; ++i) {
                     float& x = s[i / 2][2 * h + i % 2];

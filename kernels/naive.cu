@@ -3,6 +3,8 @@
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
 #include "common/tile/fragments.cuh"
 
+using namespace attn;
+
 // Output columns held in registers at once; wider heads recompute the scores once a slice.
 constexpr int SLICE = 64;
 static_assert(HEAD_DIM % SLICE == 0, "HEAD_DIM must be a multiple of 64");

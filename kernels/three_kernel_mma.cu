@@ -2,7 +2,8 @@
 // scores over through L2. mma.sync, cp.async and ldmatrix only, so it runs on sm_80 and later.
 // q, o: (batch, heads, seqlen_q, HEAD_DIM); k, v: (batch, heads_kv, seqlen_k, HEAD_DIM).
 // scores: (batch * heads, seqlen_q, stride) with stride = seqlen_k rounded up to CHUNK elements.
-// Row i has `keys_of(i)` keys. What the stages owe each other, in whole 16-byte chunks of a row:
+// Row i has `visible_keys(i)` keys. What the stages owe each other, in whole 16-byte chunks of a
+// row:
 //   qk writes every chunk that holds a key of the row; softmax reads these and no others, and
 //   zeroes the last one's tail; pv reads these and no others, so nothing above the diagonal ever
 //   moves.
@@ -12,6 +13,8 @@
 #include "common/tile/mask.cuh"
 #include "common/tile/scheduler.cuh"
 #include "common/tile/softmax.cuh"
+
+using namespace attn;
 
 constexpr int CHUNK = 8;  // elements in 16 bytes
 
@@ -204,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int blocks_n = ceil_div<KEYS>(seqlen_k);
     int row = blockIdx.x / blocks_n * BLOCK_M, key = blockIdx.x % blocks_n * KEYS;
     int rows = min(BLOCK_M, seqlen_q - row);
-    int keys = min(KEYS, keys_of<CAUSAL>(row + rows - 1, seqlen_q, seqlen_k) - key);
+    int keys = min(KEYS, visible_keys<CAUSAL>(row + rows - 1, seqlen_q, seqlen_k).end - key);
     if (CAUSAL && keys <= 0) return;
     long long query = static_cast<long long>(blockIdx.y) * seqlen_q + row;
     q += query * HEAD_DIM;
@@ -292,7 +295,8 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
     // 79 us a call instead of 87 at 32 heads, where they do not. If causal, also the longest first.
     int row = (gridDim.x - 1 - blockIdx.x) * BLOCK_ROWS + threadIdx.x / SOFTMAX_THREADS;
     // Threads without a row stay for the barriers: they have no key, and so touch nothing.
-    int keys = row < rows ? keys_of<CAUSAL>(CAUSAL ? row % seqlen_q : 0, seqlen_q, seqlen_k) : 0;
+    int keys =
+        row < rows ? visible_keys<CAUSAL>(CAUSAL ? row % seqlen_q : 0, seqlen_q, seqlen_k).end : 0;
     int written = round_up(keys, CHUNK), first = threadIdx.x % SOFTMAX_THREADS * VECTOR;
     scores += static_cast<long long>(row) * stride;
 
@@ -363,13 +367,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int tile_m = blockIdx.x / TILES_N, column = blockIdx.x % TILES_N * BLOCK_N;
     if (CAUSAL) tile_m = gridDim.x / TILES_N - 1 - tile_m;  // the longest first
     int row = tile_m * BLOCK_M, rows = min(BLOCK_M, seqlen_q - row);
-    int keys = keys_of<CAUSAL>(row + rows - 1, seqlen_q, seqlen_k);
+    int keys = visible_keys<CAUSAL>(row + rows - 1, seqlen_q, seqlen_k).end;
     long long query = static_cast<long long>(blockIdx.y) * seqlen_q + row;
     scores += query * stride;
     v += head_kv_of(blockIdx.y, heads, heads_kv) * seqlen_k * HEAD_DIM + column;
 
-    int whole =
-        rows < BLOCK_M ? 0 : keys_of<CAUSAL>(row, seqlen_q, seqlen_k);  // keys that all rows have
+    int whole = rows < BLOCK_M
+                    ? 0
+                    : visible_keys<CAUSAL>(row, seqlen_q, seqlen_k).end;  // keys that all rows have
     unsigned smem_a = smem_address(smem), smem_b = smem_a + STAGES * A_BYTES;
     float tile[MMA_M][MMA_N][4] = {};
     pipeline(
@@ -379,7 +384,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             load_tile<BLOCK_M, BLOCK_K>(
                 smem_a + stage * A_BYTES, scores + key, stride, key + BLOCK_K <= whole,
                 [&](int r, int c) {
-                    return r < rows && key + c < keys_of<CAUSAL>(row + r, seqlen_q, seqlen_k);
+                    return r < rows &&
+                           key + c < visible_keys<CAUSAL>(row + r, seqlen_q, seqlen_k).end;
                 });
             load_tile<BLOCK_K, BLOCK_N>(
                 smem_b + stage * B_BYTES, v + static_cast<long long>(key) * HEAD_DIM, HEAD_DIM,

@@ -16,8 +16,8 @@
 // writing these scores is 7.4 us, softmax 8.8 (both ways at 7.6 TB/s), and pv, whose tiles read V
 // again, 6.0. Recorded alone, with their launches: qk 10.0 with STATS 0 and 11.2 with 3,
 // softmax 11.3, pv 7.3 and 8.2 (results/h200/three_kernel_h200). What the stages owe each other: a
-// row i has keys_of(i) keys. A warpgroup of pv multiplies tiles of at most UNIT x UNIT, so softmax
-// (STATS 0) or qk (1, 3) write zeros up to extent_of(i). With STATS 2 pv masks.
+// row i has visible_keys(i) keys. A warpgroup of pv multiplies tiles of at most UNIT x UNIT, so
+// softmax (STATS 0) or qk (1, 3) write zeros up to extent_of(i). With STATS 2 pv masks.
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cache.cuh"
 #include "common/ptx/cluster.cuh"
@@ -32,6 +32,8 @@
 #include "common/tile/scheduler.cuh"
 #include "common/tile/shared_tile.cuh"
 #include "common/tile/softmax.cuh"
+
+using namespace attn;
 
 #if STAGE_QK || STAGE_PV
 #if STAGE_QK
@@ -97,7 +99,7 @@ struct Run {
     __device__ __forceinline__ int tiles_for(int rows) const {
         int last = min(rows, seqlen_q) - 1;
         int end = STATS % 2 ? extent_of<CAUSAL>(last, seqlen_q, seqlen_k)
-                            : keys_of<CAUSAL>(last, seqlen_q, seqlen_k);
+                            : visible_keys<CAUSAL>(last, seqlen_q, seqlen_k).end;
         int n = min(QK_TILES, ceil_div<BLOCK_N>(min(end, seqlen_k) - key));
         return round_up(n, TOGETHER);
     }
@@ -250,9 +252,10 @@ struct Consumer {
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 64; ++i) store(d[f], staged, f, i, first, key);
             } else {
-                if (keys_of<CAUSAL>(first, run.seqlen_q, run.seqlen_k) < key + BLOCK_N) {
-                    int limit = keys_of<CAUSAL>(mine, run.seqlen_q, run.seqlen_k) - key,
-                        limit_8 = keys_of<CAUSAL>(mine + 8, run.seqlen_q, run.seqlen_k) - key;
+                if (visible_keys<CAUSAL>(first, run.seqlen_q, run.seqlen_k).end < key + BLOCK_N) {
+                    int limit = visible_keys<CAUSAL>(mine, run.seqlen_q, run.seqlen_k).end - key,
+                        limit_8 =
+                            visible_keys<CAUSAL>(mine + 8, run.seqlen_q, run.seqlen_k).end - key;
                     mask_columns(d[f], limit, limit_8);
                 }
 #pragma unroll
@@ -307,7 +310,7 @@ __device__ __forceinline__ void consumer(const Memory& at, const Outputs& to, Ru
                         mbarrier_arrive(q_empty);
                 }
 #pragma unroll
-                for (int f = 0; f < FRAGMENTS; ++f) pin(s[t][f]);
+                for (int f = 0; f < FRAGMENTS; ++f) warpgroup_fence_operand(s[t][f]);
                 self.finish(s[t], run.key + t * BLOCK_N);  // mask; P = 2^(S - m), or S; to memory
             }
         }
@@ -361,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
     int row = blockIdx.x * SOFTMAX_BLOCK + threadIdx.x;
     if (row >= rows) return;
     int head = row / seqlen_q, within = row % seqlen_q, units = units_of(seqlen_k);
-    int own = units_of(keys_of<CAUSAL>(within, seqlen_q, seqlen_k));
+    int own = units_of(visible_keys<CAUSAL>(within, seqlen_q, seqlen_k).end);
     long long first = static_cast<long long>(head) * units * seqlen_q + within;
     if (STATS == 1) {
         int all = CAUSAL ? min(units, extent_of<CAUSAL>(within, seqlen_q, seqlen_k) / UNIT) : own;
@@ -410,7 +413,8 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_BLOCK, MIN_BLOCKS)
     int row = block * GROUPS * SOFTMAX_ROWS + threadIdx.x / SOFTMAX_THREADS;
     // Threads without a row stay for the barriers: they have no key, and so touch nothing.
     auto keys_in = [&](int r) {
-        return r < rows ? keys_of<CAUSAL>(CAUSAL ? r % seqlen_q : 0, seqlen_q, seqlen_k) : 0;
+        return r < rows ? visible_keys<CAUSAL>(CAUSAL ? r % seqlen_q : 0, seqlen_q, seqlen_k).end
+                        : 0;
     };
     auto written_in = [&](int r) {
         return !CAUSAL ? stride : min(stride, extent_of<CAUSAL>(r % seqlen_q, seqlen_q, seqlen_k));

@@ -13,7 +13,7 @@ struct Item {
         all;  // steps of keys for this block, and for the longest of its cluster
 
     __device__ __forceinline__ int steps_for(int rows) const {
-        int end = keys_of<CAUSAL>(min(rows, seqlen_q) - 1, seqlen_q, seqlen_k);
+        int end = visible_keys<CAUSAL>(min(rows, seqlen_q) - 1, seqlen_q, seqlen_k).end;
         return round_up(end, STATS % 2 ? UNIT : BLOCK_K) / BLOCK_K;
     }
     __device__ __forceinline__ void decode(int item) {
@@ -119,7 +119,7 @@ struct Consumer {
         wgmma_wait<0>();
         release(before);
 #pragma unroll
-        for (int f = 0; f < FRAGMENTS; ++f) pin(d[f]);
+        for (int f = 0; f < FRAGMENTS; ++f) warpgroup_fence_operand(d[f]);
     }
     // STATS 1 and 3: what a unit of keys adds is multiplied by its factor; `mine` is this thread's
     // first row. With 3 the factors follow from maxima and sums: scale becomes what a row is
@@ -137,7 +137,8 @@ struct Consumer {
         for (int i = 0; i < ROWS; ++i)
             own_units[i] =
                 mine + offset(i) < item.seqlen_q
-                    ? units_of(keys_of<CAUSAL>(mine + offset(i), item.seqlen_q, item.seqlen_k))
+                    ? units_of(
+                          visible_keys<CAUSAL>(mine + offset(i), item.seqlen_q, item.seqlen_k).end)
                     : 0;
         float largest[ROWS];
         if constexpr (STATS == 3)
@@ -168,7 +169,7 @@ struct Consumer {
             release(before);
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; ++f) {
-                pin(part[f]);
+                warpgroup_fence_operand(part[f]);
 #pragma unroll
                 for (int i = 0; i < BLOCK_N / 2; ++i)  // O += factor * P V
                     d[f][i] = fmaf(part[f][i], by[f * 2 + i / 2 % 2], d[f][i]);
@@ -218,16 +219,16 @@ struct Consumer {
         rows.from[0] = mine < item.seqlen_q ? largest[0] : 0.f;
         rows.from[1] = mine + 8 < item.seqlen_q ? largest[8] : 0.f;
         rows.sum[0] = rows.sum[1] = 0.f;
-        rows.limit[0] = keys_of<CAUSAL>(mine, item.seqlen_q, item.seqlen_k);
-        rows.limit[1] = keys_of<CAUSAL>(mine + 8, item.seqlen_q, item.seqlen_k);
-        rows.whole = keys_of<CAUSAL>(first, item.seqlen_q, item.seqlen_k);
+        rows.limit[0] = visible_keys<CAUSAL>(mine, item.seqlen_q, item.seqlen_k).end;
+        rows.limit[1] = visible_keys<CAUSAL>(mine + 8, item.seqlen_q, item.seqlen_k).end;
+        rows.whole = visible_keys<CAUSAL>(first, item.seqlen_q, item.seqlen_k).end;
 #pragma unroll 1
         for (int step = 0; step < item.steps; ++step, at.next()) {
             unsigned p[BLOCK_K / 4];
             wait_for_stage();
             __syncwarp();
             exponentials(p, rows, step);  // P = 2^(S - m)
-            pin(p);
+            warpgroup_fence_operand(p);
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < KEY_STEPS; ++i)  // O += P V
@@ -236,8 +237,8 @@ struct Consumer {
             // Not later: ptxas gives the registers of p to the next step's scores while wgmma still
             // reads them, and rows came out NaN. Other warpgroups cover the wait.
             wgmma_wait<0>();
-            pin(d[0]);
-            pin(p);
+            warpgroup_fence_operand(d[0]);
+            warpgroup_fence_operand(p);
             release(at.stage);
         }
         scale[0] = 1.f / quad_sum(rows.sum[0]), scale[1] = 1.f / quad_sum(rows.sum[1]);

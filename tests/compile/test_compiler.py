@@ -76,10 +76,10 @@ def test_a_header_of_a_header_is_looked_up_beside_it(tmp_path):
 
 
 def test_the_shipped_headers_are_there_for_every_family(tmp_path):
-    (tmp_path / "f.cu").write_text('#include "common/tile/fragments.cuh"\n' + KERNEL)
+    (tmp_path / "f.cu").write_text('#include "common/element.cuh"\n' + KERNEL)
     defines = {"IS_BF16": "0", "VALUE": "1.0f", "PART": "to_float(0)"}
     assert compiler(tmp_path).compile(tmp_path / "f.cu", defines).digest
-    assert "common/tile/fragments.cuh" in source_closure(tmp_path / "f.cu")
+    assert "common/element.cuh" in source_closure(tmp_path / "f.cu")
 
 
 def test_defines_and_architecture_are_part_of_the_address(source, tmp_path):

@@ -38,7 +38,7 @@ PROBLEM = Problem(2, 16, 16, 1024, 1024, 64)
 LONGEST_S = 60.0
 SOURCE = """#include "part.cuh"
 #include "common/tile/fragments.cuh"
-extern "C" __global__ void f(float* out) { out[threadIdx.x] = VALUE + PART + to_float(0); }
+extern "C" __global__ void f(float* out) { out[threadIdx.x] = VALUE + PART + attn::to_float(0); }
 """
 
 

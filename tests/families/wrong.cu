@@ -3,6 +3,8 @@
 // beyond 256, so that only the timed problem has them.
 #include "common/tile/fragments.cuh"
 
+using namespace attn;
+
 enum Fault {
     NONE,
     // one row, in one head

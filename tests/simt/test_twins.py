@@ -94,7 +94,7 @@ def test_e4m3_is_rounded_as_numpy_rounds_it(tmp_path):
     (tmp_path / "round.cpp").write_text(
         '#include "simt.hpp"\n#include "common/ptx/fp8.cuh"\n#include <stdio.h>\n'
         "int main() {\n    float x[4];\n    while (fread(x, 4, 4, stdin) == 4) {\n"
-        "        unsigned y = pack_e4m3(x[0], x[1], x[2], x[3]);\n"
+        "        unsigned y = attn::pack_e4m3(x[0], x[1], x[2], x[3]);\n"
         "        fwrite(&y, 4, 1, stdout);\n    }\n}\n"
     )
     program = tmp_path / "round"

@@ -3,6 +3,8 @@
 // Source: PTX ISA, "bar" and "mbarrier".
 #pragma once
 
+namespace attn {
+
 // ---- named barriers, sm_80 on: numbers 1 to 15 (0 is __syncthreads), `threads` in whole warps
 // ---- What a thread wrote before it arrives is seen by those that wait.
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
@@ -63,3 +65,5 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
 #endif
     } while (!done);
 }
+
+}  // namespace attn

@@ -1,6 +1,8 @@
 // Loads and stores of global memory with a word to the caches about what becomes of the data.
 #pragma once
 
+namespace attn {
+
 // Policies of L2, for these and for the copies of common/ptx/tma.cuh.
 constexpr unsigned long long EVICT_NORMAL = 0x16f0000000000000ull;
 constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000ull,
@@ -46,3 +48,5 @@ __device__ __forceinline__ void store_kept(void* to, const unsigned* x) {
                      "l"(EVICT_LAST)
                      : "memory");
 }
+
+}  // namespace attn

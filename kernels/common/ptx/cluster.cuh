@@ -3,6 +3,8 @@
 // "barrier.cluster", "mapa" and "st.async".
 #pragma once
 
+namespace attn {
+
 __device__ __forceinline__ unsigned cluster_rank() {
     unsigned rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -47,3 +49,5 @@ __device__ __forceinline__ void store_async_16(unsigned address, unsigned barrie
         "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
         : "memory");
 }
+
+}  // namespace attn

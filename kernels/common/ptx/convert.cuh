@@ -1,6 +1,8 @@
 // Conversions between fp32 and the two types of 16 bits, which are passed as their bits; and 2^x.
 #pragma once
 
+namespace attn {
+
 __device__ __forceinline__ float from_half(unsigned short x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
@@ -33,3 +35,5 @@ __device__ __forceinline__ float ex2_approx(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+}  // namespace attn

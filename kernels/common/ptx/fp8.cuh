@@ -4,6 +4,8 @@
 #pragma once
 #include "common/ptx/wgmma.cuh"
 
+namespace attn {
+
 // Four numbers in one register, `a` at the lowest address: rounded to nearest even, beyond 448 to
 // 448.
 __device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d) {
@@ -79,3 +81,5 @@ WGMMA_E4M3_DEFINE(160, 80, 80, 81, 82, 83, 84, 85)
 WGMMA_E4M3_DEFINE(192, 96, 96, 97, 98, 99, 100, 101)
 WGMMA_E4M3_DEFINE(224, 112, 112, 113, 114, 115, 116, 117)
 WGMMA_E4M3_DEFINE(256, 128, 128, 129, 130, 131, 132, 133)
+
+}  // namespace attn

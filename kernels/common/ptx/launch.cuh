@@ -4,6 +4,8 @@
 // it: the compiler then takes ld.global.nc, which is for what nobody writes while the kernel lives.
 #pragma once
 
+namespace attn {
+
 // Until the launch ahead has ended and its writes are seen; at once if this launch is not
 // programmatic.
 __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -21,3 +23,5 @@ template <int Registers>
 __device__ __forceinline__ void registers_decrease() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
+
+}  // namespace attn

@@ -2,6 +2,8 @@
 // mma.m16n8k16" and "for mma.m16n8k8".
 #pragma once
 
+namespace attn {
+
 // d (16x8, fp32) += a (16x16) * b (16x8), of fp16 or bf16. Lane l holds rows l / 4 and l / 4 + 8,
 // columns 2 * (l % 4) and the next: d[0], d[1] in the first row, d[2], d[3] in the second.
 template <bool Bf16>
@@ -27,3 +29,5 @@ __device__ __forceinline__ void mma_1688(float (&d)[4], const unsigned (&a)[4], 
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+}  // namespace attn

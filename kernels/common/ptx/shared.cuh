@@ -3,6 +3,8 @@
 // and "stmatrix".
 #pragma once
 
+namespace attn {
+
 __device__ __forceinline__ unsigned smem_address(const void* p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
@@ -58,3 +60,5 @@ __device__ __forceinline__ uint4 load_shared_16(unsigned address) {
                  : "memory");
     return x;
 }
+
+}  // namespace attn

@@ -2,6 +2,8 @@
 // Source: PTX ISA, "Tensor copies".
 #pragma once
 
+namespace attn {
+
 struct alignas(64) TensorMap {
     char bytes[128];
 };  // passed as `const __grid_constant__ TensorMap`
@@ -90,3 +92,5 @@ __device__ __forceinline__ void tma_store_wait_read() {
 __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+
+}  // namespace attn

@@ -3,6 +3,8 @@
 // Instructions".
 #pragma once
 
+namespace attn {
+
 // Thread t, register i of the accumulator: row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2), column
 // 8 (i / 4) + 2 (t % 4) + i % 2. A fragment of A from registers is that of mma.m16n8k16.
 __device__ __forceinline__ void wgmma_fence() {
@@ -17,12 +19,12 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 // Keeps the compiler's reads of r after a wait, and its writes before a fence.
 template <int N>
-__device__ __forceinline__ void pin(float (&r)[N]) {
+__device__ __forceinline__ void warpgroup_fence_operand(float (&r)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
 template <int N>
-__device__ __forceinline__ void pin(unsigned (&r)[N]) {
+__device__ __forceinline__ void warpgroup_fence_operand(unsigned (&r)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(r[i])::"memory");
 }
@@ -129,3 +131,5 @@ WGMMA_DEFINE(208, 104, 104, 105, 106, 107, 108, 109, 110)
 WGMMA_DEFINE(224, 112, 112, 113, 114, 115, 116, 117, 118)
 WGMMA_DEFINE(240, 120, 120, 121, 122, 123, 124, 125, 126)
 WGMMA_DEFINE(256, 128, 128, 129, 130, 131, 132, 133, 134)
+
+}  // namespace attn

@@ -6,6 +6,8 @@
 #pragma once
 #include "common/ptx/shared.cuh"
 
+namespace attn {
+
 // 16 rows, 16 of the inner dimension, of fp16 or bf16.
 template <bool Bf16>
 struct WmmaA {
@@ -114,3 +116,5 @@ __device__ __forceinline__ void wmma_multiply(WmmaAccumulator& d, const WmmaA<Bf
     if constexpr (Bf16) WMMA_MULTIPLY_BF16("row");
     else WMMA_MULTIPLY_F16("row");
 }
+
+}  // namespace attn

@@ -9,6 +9,8 @@
 #include "common/tile/fragments.cuh"
 #include "common/tile/mask.cuh"
 
+namespace attn {
+
 // ---- merge: groups of warpgroups with the same queries, which took tiles of keys in turn ----
 
 // What a key group hands over: accumulators, maxima and sums of each thread.
@@ -273,3 +275,5 @@ __device__ __forceinline__ void store_rows(element_t* o, Accumulator (&out)[Coun
                         scratch + row * OUTPUT_PITCH + column, factor);
     }
 }
+
+}  // namespace attn

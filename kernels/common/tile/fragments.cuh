@@ -6,6 +6,8 @@
 #include "common/ptx/shared.cuh"
 #include "common/ptx/wmma.cuh"
 
+namespace attn {
+
 // ---- elements: of 16 bits, as IS_BF16 of the problem chooses ----
 // Without CUDA's headers: a template compiles in 0.05 s instead of 0.25 s, and needs no header
 // package beside NVRTC.
@@ -138,3 +140,5 @@ __device__ __forceinline__ float tf32_unread(float x) {
     const float low = x - __uint_as_float(__float_as_uint(x) & 0xffffe000u);
     return __uint_as_float(__float_as_uint(low) + 0x1000u);
 }
+
+}  // namespace attn

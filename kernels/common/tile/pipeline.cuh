@@ -6,6 +6,8 @@
 #include "common/ptx/tma.cuh"
 #include "common/tile/fragments.cuh"
 
+namespace attn {
+
 // ---- positions ----
 // A position in a ring of Stages buffers: consumers wait for `phase`, the producer for `phase ^ 1`.
 template <int Stages>
@@ -105,3 +107,5 @@ __device__ __forceinline__ void copy_rows(unsigned target, const element_t* sour
         cp_async_16(target + offset(row, chunk), source + i * (Count * 8), valid);
     }
 }
+
+}  // namespace attn

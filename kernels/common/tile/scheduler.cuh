@@ -2,6 +2,8 @@
 #pragma once
 #include "common/tile/mask.cuh"
 
+namespace attn {
+
 // Units that x needs. Unit is a template parameter: NVRTC makes other code of it as an argument.
 template <int Unit>
 __device__ __forceinline__ constexpr int ceil_div(int x) {
@@ -11,7 +13,7 @@ __device__ __forceinline__ int round_up(int x, int unit) { return (x + unit - 1)
 
 // A tile of queries of one head, how many tiles of keys it sees, and how many of them the block
 // takes: one for each key group at least, though it be past the end.
-struct TileOfQueries {
+struct WorkTile {
     int row, head, all, tiles;
 };
 // Order: the longest first. Persistent: blocks take turns at tiles. Splits blocks share the keys of
@@ -19,33 +21,34 @@ struct TileOfQueries {
 template <int BlockM, int BlockN, int KeyGroups, int Splits, bool SplitCluster, bool Order,
           bool Persistent, bool Causal>
 struct Schedule {
-    int tiles_m, heads, seqlen_q, seqlen_k, heads_together;
+    int tiles_m, heads, seqlen_q, seqlen_k, heads_per_l2_section;
     __device__ __forceinline__ static int split() {
         return SplitCluster ? blockIdx.x % Splits : blockIdx.z;
     }
-    __device__ __forceinline__ TileOfQueries at(int tile_m, int head) const {
+    __device__ __forceinline__ WorkTile at(int tile_m, int head) const {
         int last = min((tile_m + 1) * BlockM, seqlen_q) - 1;
-        int all = ceil_div<BlockN>(keys_of<Causal>(last, seqlen_q, seqlen_k));
+        int all = ceil_div<BlockN>(visible_keys<Causal>(last, seqlen_q, seqlen_k).end);
         int tiles = Splits == 1 ? all : ceil_div<Splits>(all - split());
         return {tile_m * BlockM, head, all, max(tiles, KeyGroups)};
     }
     // Of one tile a block: the grid is (queries, heads, Splits), or (queries and Splits, heads),
-    // or, longest first, (heads_together, queries, rest).
-    __device__ __forceinline__ TileOfQueries of_block() const {
+    // or, longest first, (heads_per_l2_section, queries, rest).
+    __device__ __forceinline__ WorkTile of_block() const {
         if (Order) return at(gridDim.y - 1 - blockIdx.y, blockIdx.z * gridDim.x + blockIdx.x);
         int block = Causal ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
         return at(SplitCluster ? block / Splits : block, blockIdx.y);
     }
     // Of blocks that take turns: causal, every second round runs backwards, so that long meets
     // short.
-    __device__ __forceinline__ TileOfQueries of_turn(int turn) const {
+    __device__ __forceinline__ WorkTile of_turn(int turn) const {
         int block = Causal && turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
         int item = turn * gridDim.x + block, tile_m, head;
         if (item >= tiles_m * heads) return {-1, 0, 0, 0};
         if (Order) {
-            int section = item / (heads_together * tiles_m),
-                within = item % (heads_together * tiles_m);
-            int first = section * heads_together, count = min(heads_together, heads - first);
+            int section = item / (heads_per_l2_section * tiles_m),
+                within = item % (heads_per_l2_section * tiles_m);
+            int first = section * heads_per_l2_section,
+                count = min(heads_per_l2_section, heads - first);
             tile_m = tiles_m - 1 - within / count;
             head = first + within % count;
         } else {
@@ -54,7 +57,7 @@ struct Schedule {
         }
         return at(tile_m, head);
     }
-    __device__ __forceinline__ TileOfQueries of(int turn) const {
+    __device__ __forceinline__ WorkTile of(int turn) const {
         return Persistent ? of_turn(turn) : of_block();
     }
     // First key of the block's j-th tile, from the right.
@@ -63,3 +66,5 @@ struct Schedule {
         return (KeyGroups == 1 && Splits == 1) || j < all ? (all - 1 - j) * BlockN : seqlen_k;
     }
 };
+
+}  // namespace attn

@@ -4,6 +4,8 @@
 #include "common/ptx/shared.cuh"
 #include "common/ptx/tma.cuh"
 
+namespace attn {
+
 // ---- rows of a head in global memory ----
 // Heads are counted over all batches: query head `head` is one of batch * heads.
 
@@ -182,3 +184,5 @@ __device__ __forceinline__ void transpose_bytes(unsigned from, unsigned to, int 
 __device__ __forceinline__ void fill_shared(unsigned to, unsigned word) {
     stmatrix_x4(to + threadIdx.x % 32 * 16, word, word, word, word);
 }
+
+}  // namespace attn

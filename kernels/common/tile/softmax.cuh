@@ -11,6 +11,8 @@
 #include "common/tile/pipeline.cuh"
 #include "common/tile/scheduler.cuh"
 
+namespace attn {
+
 // ---- reductions over a row ----
 // The four lanes that hold a row of an accumulator join what they have.
 __device__ __forceinline__ float quad_max(float x) {
@@ -365,7 +367,8 @@ __device__ __forceinline__ int units_of(int keys) { return ceil_div<UNIT>(keys);
 // Columns of a row that a tile of UNIT queries and UNIT keys reads, beyond seqlen_k aside.
 template <bool Causal>
 __device__ __forceinline__ int extent_of(int row, int seqlen_q, int seqlen_k) {
-    return round_up(keys_of<Causal>(min(row | (UNIT - 1), seqlen_q - 1), seqlen_q, seqlen_k), UNIT);
+    return round_up(
+        visible_keys<Causal>(min(row | (UNIT - 1), seqlen_q - 1), seqlen_q, seqlen_k).end, UNIT);
 }
 
 // The largest of Columns columns, of this thread's two rows.
@@ -612,7 +615,7 @@ struct WarpRows {
     __device__ __forceinline__ int boxes(int columns) const { return ceil_div<BOX>(columns); }
     // The group's boxes up to the last key of its last row.
     __device__ __forceinline__ void load(int slot, int row, int head) const {
-        int n = boxes(keys_of<Causal>(min(row + Group, seqlen_q) - 1, seqlen_q, seqlen_k));
+        int n = boxes(visible_keys<Causal>(min(row + Group, seqlen_q) - 1, seqlen_q, seqlen_k).end);
         mbarrier_expect(barriers + 8 * slot, n * BOX_BYTES);
         for (int i = 0; i < n; ++i)
             tma_load(smem_address(rows) + slot * SLOT_BYTES + i * BOX_BYTES, map,
@@ -675,7 +678,7 @@ struct WarpRows {
 #pragma unroll(Group < 2 ? 1 : 2)
             for (int r = 0; r < Group; ++r)
                 if (row + r < seqlen_q)
-                    normalise(at.stage, r, keys_of<Causal>(row + r, seqlen_q, seqlen_k));
+                    normalise(at.stage, r, visible_keys<Causal>(row + r, seqlen_q, seqlen_k).end);
             fence_async_proxy();
             __syncwarp();
             if (lane == 0) {
@@ -748,3 +751,5 @@ __device__ __forceinline__ float softmax_rows(float* scores, float* factors, int
 __device__ __forceinline__ float inverse_of(const RowState& state) {
     return 1.f / (state.sum + __shfl_xor_sync(0xffffffffu, state.sum, 16));
 }
+
+}  // namespace attn

@@ -1,6 +1,8 @@
 // The twin of kernels/common/ptx/barrier.cuh.
 #pragma once
 
+namespace attn {
+
 inline void named_barrier_sync(int barrier, int threads, SIMT_HERE) {
     simt::barrier(barrier, threads, true, "named_barrier_sync", SIMT_AT);
 }
@@ -25,3 +27,5 @@ inline void mbarrier_wait(unsigned barrier, unsigned parity, SIMT_HERE) {
 inline void mbarrier_arrive_remote(unsigned barrier, unsigned lane, unsigned lanes, SIMT_HERE) {
     if (lane < lanes) simt::mbarrier_arrive(barrier, 0, 1, SIMT_AT);
 }
+
+}  // namespace attn

@@ -1,6 +1,8 @@
 // The twin of kernels/common/ptx/cache.cuh.
 #pragma once
 
+namespace attn {
+
 constexpr unsigned long long EVICT_NORMAL = 0x16f0000000000000ull;
 constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000ull,
                              EVICT_LAST = 0x14f0000000000000ull;
@@ -14,3 +16,5 @@ template <int Bytes>
 void store_kept(void* to, const unsigned* x) {
     memcpy(to, x, Bytes);
 }
+
+}  // namespace attn

@@ -1,6 +1,8 @@
 // The twin of kernels/common/ptx/cluster.cuh.
 #pragma once
 
+namespace attn {
+
 inline unsigned cluster_rank() { return simt::cluster_rank(); }
 inline void cluster_arrive(SIMT_HERE) { simt::cluster_barrier(true, false, SIMT_AT); }
 inline void cluster_arrive_relaxed(SIMT_HERE) { simt::cluster_barrier(true, false, SIMT_AT); }
@@ -21,3 +23,5 @@ inline void store_async_16(unsigned address, unsigned barrier, float a, float b,
     const float values[] = {a, b, c, d};
     simt::store_async(address, values, barrier, SIMT_AT);
 }
+
+}  // namespace attn

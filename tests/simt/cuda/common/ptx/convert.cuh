@@ -1,6 +1,8 @@
 // The twin of kernels/common/ptx/convert.cuh: conversions by the CPU.
 #pragma once
 
+namespace attn {
+
 inline float from_half(unsigned short x) { return simt::half_values[x]; }
 inline unsigned short to_half(float x) {
     return simt_cast<unsigned short>(static_cast<_Float16>(x));
@@ -17,3 +19,5 @@ inline unsigned pack_bf16(float low, float high) {
     return to_bf16(low) | static_cast<unsigned>(to_bf16(high)) << 16;
 }
 inline float ex2_approx(float x) { return simt::flush(exp2f(simt::flush(x))); }
+
+}  // namespace attn

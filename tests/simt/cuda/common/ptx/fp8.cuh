@@ -25,6 +25,9 @@ inline float from_e4m3(unsigned x) {
     return x & 0x80 ? -size : size;
 }
 }  // namespace simt
+
+namespace attn {
+
 inline unsigned pack_e4m3(float a, float b, float c, float d) {
     return simt::to_e4m3(a) | simt::to_e4m3(b) << 8 | simt::to_e4m3(c) << 16 |
            simt::to_e4m3(d) << 24;
@@ -68,3 +71,5 @@ struct WgmmaE4m3 {
         simt::wgmma(d, product, SIMT_AT);
     }
 };
+
+}  // namespace attn

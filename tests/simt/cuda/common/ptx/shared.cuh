@@ -2,6 +2,8 @@
 // the wait.
 #pragma once
 
+namespace attn {
+
 inline unsigned smem_address(const void* p) { return simt::address_of(p); }
 
 inline void cp_async_16(unsigned target, const void* source, bool valid, SIMT_HERE) {
@@ -33,3 +35,5 @@ inline uint4 load_shared_16(unsigned address, SIMT_HERE) {
     simt::load_shared(&x, address, 16, SIMT_AT);
     return x;
 }
+
+}  // namespace attn

@@ -1,6 +1,8 @@
 // The twin of kernels/common/ptx/tma.cuh.
 #pragma once
 
+namespace attn {
+
 inline void tma_prefetch(const TensorMap&) {}
 inline void tma_load(unsigned target, const TensorMap& map, unsigned barrier, int c0, int c1,
                      int c2, SIMT_HERE) {
@@ -47,3 +49,5 @@ void tma_store_wait_read() {
     simt::tma_store_wait(Pending, true);
 }
 inline void fence_async_proxy() { simt::fence_async_proxy(); }
+
+}  // namespace attn

@@ -1,6 +1,8 @@
 // The twin of kernels/common/ptx/wgmma.cuh: the same names, run by wgmma.cpp.
 #pragma once
 
+namespace attn {
+
 inline void wgmma_fence(SIMT_HERE) { simt::wgmma_fence(SIMT_AT); }
 inline void wgmma_commit(SIMT_HERE) { simt::wgmma_commit(SIMT_AT); }
 template <int Pending>
@@ -8,7 +10,7 @@ void wgmma_wait(SIMT_HERE) {
     simt::wgmma_wait(Pending, SIMT_AT);
 }
 template <class T, int N>
-void pin(T (&)[N]) {}
+void warpgroup_fence_operand(T (&)[N]) {}
 
 inline int opaque(int x) { return x; }
 
@@ -31,3 +33,5 @@ struct Wgmma {
         simt::wgmma(d, {N, false, false, false, accumulate != 0, a, 0, b, true}, SIMT_AT);
     }
 };
+
+}  // namespace attn

@@ -5,18 +5,6 @@
 #include "common/ptx/convert.cuh"
 #include "common/ptx/shared.cuh"
 
-template <bool Bf16>
-struct WmmaA {
-    unsigned short x[8];  // row lane % 16, every other element of the inner dimension
-};
-template <bool Bf16, bool Transposed>
-struct WmmaB {
-    unsigned short x[8];
-};
-struct WmmaAccumulator {
-    float x[8];
-};
-
 namespace simt {
 // Lanes meet after they read, so that nobody overwrites what others still read, and not before:
 // what other lanes store takes a __syncwarp to be seen.
@@ -46,6 +34,21 @@ void wmma_read(T (&to)[8], const T* from, int stride, bool swap, const char* nam
     wmma_meet(name, where);
 }
 }  // namespace simt
+
+namespace attn {
+
+template <bool Bf16>
+struct WmmaA {
+    unsigned short x[8];  // row lane % 16, every other element of the inner dimension
+};
+template <bool Bf16, bool Transposed>
+struct WmmaB {
+    unsigned short x[8];
+};
+struct WmmaAccumulator {
+    float x[8];
+};
+
 template <bool Bf16>
 void wmma_load(WmmaA<Bf16>& to, const unsigned short* from, int stride, SIMT_HERE) {
     simt::wmma_read(to.x, from, stride, true, "wmma.load.a", SIMT_AT);
@@ -95,3 +98,5 @@ void wmma_multiply(WmmaAccumulator& d, const WmmaA<Bf16>& a, const WmmaB<Bf16, T
         },
         SIMT_AT);
 }
+
+}  // namespace attn
