@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from attnsweep.baselines import flash, triton_precompile
 from attnsweep.core.problem import Problem
-from attnsweep.device.timings import step
+from attnsweep.core.timings import step
 
 _LOOK_S = 0.05
 # An import that takes longer hangs; the first entrant must not be blamed for it.
@@ -32,13 +32,14 @@ _IMPORTS = {
 _OPERATORS = "torch._dynamo"
 
 
-class Preload:
+class ImportAhead:
     """The thread: it imports, then takes up what Triton's process has compiled, if that is there.
 
     Whatever fails in it fails again, with its reason, when the peer is prepared.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, triton: triton_precompile.TritonPrecompile) -> None:
+        self._triton = triton
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
 
@@ -61,7 +62,7 @@ class Preload:
         if problem is None or "triton_flash" not in names:
             return
         while not self._ending.is_set():
-            if triton_precompile.compiled_ahead(problem):
+            if self._triton.done(problem):
                 with contextlib.suppress(Exception), step("take up Triton's code"):
                     triton_precompile.compile_triton(problem)
                 return
@@ -80,7 +81,3 @@ def load(names: Sequence[str]) -> None:
             if modules == flash.FLASH_3 and not inspect.isfunction(forward):
                 with step(f"import {_OPERATORS}"):
                     importlib.import_module(_OPERATORS)
-
-
-PRELOAD = Preload()
-"""This process's."""

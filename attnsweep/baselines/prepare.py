@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from attnsweep.baselines.backend import NotInstalled, Unavailable, Way, why_not
 from attnsweep.baselines.registry import backend_of
 from attnsweep.baselines.torch_sdpa import _import_torch
+from attnsweep.baselines.triton_precompile import TritonPrecompile
 from attnsweep.core.length import has_shorter, shorter
 from attnsweep.core.problem import DTYPE_BYTES, Problem
+from attnsweep.core.timings import step
 from attnsweep.device.cuda_graph import lasting, uncollected
-from attnsweep.device.timings import step
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import Session
@@ -101,11 +102,16 @@ class Baseline:
 
 
 def prepare(
-    name: str, problem: Problem, copies: Sequence[Mapping[str, Any]], session: Session
+    name: str,
+    problem: Problem,
+    copies: Sequence[Mapping[str, Any]],
+    session: Session,
+    triton: TritonPrecompile | None = None,
 ) -> Baseline:
     """The baseline called `name`, after one run. copies: CuPy arrays of each input, as storage.
 
-    Raises Unavailable with the reason if anything goes wrong inside the peer.
+    triton: waited for if it has begun what the baseline needs. Raises Unavailable with the reason
+    if anything goes wrong inside the baseline.
     """
     with step("PyTorch"):
         torch = _import_torch()
@@ -132,6 +138,9 @@ def prepare(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
+            if triton is not None and name == "triton_flash":
+                with step("wait for Triton's process"):
+                    triton.wait(problem)
             with step("set up"):
                 ways = backend.ways(torch, problem, session)
         except NotInstalled as error:

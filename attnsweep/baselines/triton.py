@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.backend import NotInstalled, Way
-from attnsweep.baselines.triton_precompile import _ahead, _compile_triton
+from attnsweep.baselines.triton_precompile import _compile_triton
 from attnsweep.core.problem import Problem
-from attnsweep.device.timings import step
+from attnsweep.core.timings import step
 
 if TYPE_CHECKING:
     from attnsweep.device.cuda import Session
@@ -27,8 +27,6 @@ def _triton(torch: Any, problem: Problem, session: Session) -> list[Way]:
 
         return Way(forward)
 
-    with step("wait for Triton's process"):
-        _ahead.wait(problem)
     with step("take up Triton's code"):
         _compile_triton(torch, problem)
     return [way(config) for config in triton_kernel.CONFIGS]

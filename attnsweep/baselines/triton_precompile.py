@@ -26,7 +26,7 @@ _LONGEST_S = 60.0
 _NICE = 10
 
 
-class Ahead:
+class TritonPrecompile:
     """The process; it starts with the first problem that wants it, and ends with this one."""
 
     def __init__(self) -> None:
@@ -35,12 +35,13 @@ class Ahead:
         self._answers: dict[Problem, Future[bool]] = {}
         self._begun: Problem | None = None
 
-    def begin(self, problem: Problem) -> None:
-        """Have a problem's configs compiled, unless they were begun last.
+    def begin(self, names: Collection[str], problem: Problem) -> None:
+        """Have a problem's configs compiled if they are needed and were not begun last.
 
         Whatever fails here fails in `wait`'s caller again.
         """
-        if problem == self._begun:
+        wanted = "triton_flash" in names and problem.dtype in ("fp16", "bf16")
+        if problem == self._begun or not wanted or not importable("triton"):
             return
         self._begun = problem
         self._answers.clear()
@@ -51,6 +52,10 @@ class Ahead:
             asked.flush()
             # The process says a line again when all of the problem's configs are compiled.
             self._answers[problem] = self._pool.submit(lambda: any(s == line for s in said))
+
+    def begun(self, problem: Problem) -> bool:
+        """Whether a problem's configs were begun last."""
+        return problem == self._begun
 
     def done(self, problem: Problem) -> bool:
         """Whether the process has compiled a problem's configs by now."""
@@ -100,20 +105,6 @@ def _compile_triton(torch: Any, problem: Problem) -> None:
 def compile_triton(problem: Problem) -> None:
     """Compile all configs of `triton_flash` for a problem, or read them from Triton's cache."""
     _compile_triton(_import_torch(), problem)
-
-
-_ahead = Ahead()
-
-
-def compile_ahead(names: Collection[str], problem: Problem) -> None:
-    """Begin to compile what these peers will need; `prepare` waits for it."""
-    if "triton_flash" in names and problem.dtype in ("fp16", "bf16") and importable("triton"):
-        _ahead.begin(problem)
-
-
-def compiled_ahead(problem: Problem) -> bool:
-    """Whether `prepare` would not have to wait for what `compile_ahead` has begun."""
-    return _ahead.done(problem)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from attnsweep.baselines import prepare, triton_precompile
-from attnsweep.baselines.import_ahead import PRELOAD
+from attnsweep.baselines import prepare
 from attnsweep.baselines.registry import backend_of
+from attnsweep.bench.owned import Owned
 from attnsweep.compile.launches import Candidate, FirstTimes, Launches
 from attnsweep.core.length import is_long
 from attnsweep.core.problem import DTYPE_BYTES, Problem, ceil_div
+from attnsweep.core.timings import step
 from attnsweep.core.trial import Accuracy
 from attnsweep.device import energy
 from attnsweep.device.bound_call import Pipeline
@@ -31,7 +32,6 @@ from attnsweep.device.buffers import Buffer
 from attnsweep.device.cuda import Session, cuda_errors
 from attnsweep.device.cuda_graph import lasting
 from attnsweep.device.energy import Stretch
-from attnsweep.device.timings import step
 from attnsweep.verify.device_case import WrongResult
 from attnsweep.verify.verifier import Digests, Proof, Proven
 
@@ -56,7 +56,6 @@ _PAIR_US = 90_000.0
 _TRIAL_REPEATS, _TRIAL_REPEATS_US = 8, 1_000.0
 _REPEATS = 7_000
 _LONG_CONFIRM_US = 20_000.0  # an entry of long calls that is to take less makes none
-_IN_TURNS: set[str] = set()  # launches that made as many right calls in short turns
 
 
 class Call(Protocol):
@@ -104,15 +103,20 @@ class Bench:
         baselines: Sequence[str] = (),
         rounds_scores: Collection[int] = (),
         cache_dir: Path | None = None,
+        owned: Owned | None = None,
     ) -> None:
-        triton_precompile.compile_ahead(baselines, problem)
+        """owned: of the process, which outlasts the problem."""
+        self._owned = owned = owned or Owned()
+        owned.triton.begin(baselines, problem)
         self.session = Session()
         self.problem = problem
         self._replay_us = replay_us
         self._long = is_long(problem)  # nothing before a call matters beside it
         self._dtype = {1: np.uint8, 2: np.uint16, 4: np.uint32}[DTYPE_BYTES[problem.dtype]]
         rounded = {*rounds_scores, *(backend_of(name).rounds_scores for name in baselines)}
-        self._proof = Proof(problem, seed, self.session, cache_dir, then, rounded)
+        self._proof = Proof(
+            *(problem, seed, self.session, cache_dir, then, rounded), owned.references
+        )
         self._workspaces: dict[tuple[str, int], Buffer] = {}
         self._right: dict[str, Digests] = {}
         self._cold_copies: list[dict[str, Buffer]] | None = None
@@ -180,7 +184,7 @@ class Bench:
         most, each_us = (2, entry.warm_us) if self._long else (_REPEATS, None)
         calls = self._proof.repeat(entry.proven, most, longest_us, each_us)
         launches = repr(entry.candidate.turns)
-        if launches in _IN_TURNS:
+        if launches in self._owned.right_on_short:
             return calls
         try:
             turns = self._proof.of_turns(entry.candidate, self._pipeline, self._workspaces)
@@ -188,7 +192,7 @@ class Bench:
                 made = self._proof.repeat(turns, _REPEATS, longest_us)
                 calls += made
                 if made >= _REPEATS:
-                    _IN_TURNS.add(launches)
+                    self._owned.right_on_short.add(launches)
         except WrongResult as error:
             detail = f"right in all other cases, but not in many short turns: {error.detail}"
             raise WrongResult(detail, error.accuracy) from error
@@ -308,7 +312,7 @@ class Bench:
 
         Returns whether its calls can be chained.
         """
-        PRELOAD.end()  # rounds follow
+        self._owned.imports.end()  # rounds follow
         copies = [self._timed, *(self._cold() if cold else [])]
         right = self._right.get(repr(candidate.timed))
         if right is None:  # tried in an earlier process or run
@@ -340,7 +344,7 @@ class Bench:
 
     def add_baseline(self, name: str) -> Accuracy:
         """Prepare, check and add a baseline. Raises peers.Unavailable with the reason."""
-        PRELOAD.end()
+        self._owned.imports.end()
         copies = [
             {
                 tensor: copy[tensor].view(
@@ -355,7 +359,7 @@ class Bench:
         with self.session.stream:  # first, because some peers convert the inputs once
             self._proof.timed.go_to(0)
         self.session.synchronize()
-        call = prepare.prepare(name, self.problem, copies, self.session)
+        call = prepare.prepare(name, self.problem, copies, self.session, self._owned.triton)
         bits = {2: np.int16, 4: np.int32}[DTYPE_BYTES[self.problem.out_dtype]]
 
         def write(output: Buffer) -> None:

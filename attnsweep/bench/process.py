@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import platform
@@ -11,16 +12,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnsweep import __version__
 from attnsweep.core.errors import AttnsweepError, NoGpuError
 from attnsweep.core.problem import Problem
+from attnsweep.core.timings import proof_taken, step, taken
 from attnsweep.core.trial import PROTOCOL, Environment, Status
 from attnsweep.device import energy, process
 from attnsweep.device.cards import hashed
 from attnsweep.device.environment import cpu_model, driver_version, installed_packages
-from attnsweep.device.timings import proof_taken, step, taken
+
+if TYPE_CHECKING:
+    from attnsweep.bench.owned import Owned
 
 _ANEW = (
     "`nvidia-smi -L` lists the cards that are there; the same command begins anew on one of them"
@@ -59,6 +63,12 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.die_with(parent)
     bench: Any = None
+    owned: Any = None
+    if open_problem is open_bench:
+        from attnsweep.bench.owned import Owned
+
+        owned = Owned()
+        open_problem = functools.partial(open_bench, owned=owned)
     while True:
         try:
             method, args, options = pipe.recv()
@@ -68,6 +78,8 @@ def _serve(
         if method == "open":
             bench = None  # frees the last problem's memory before the next takes its own
             gc.collect()  # and what peers hold in cycles, as cuDNN's handles
+        if method == "describe":
+            options = {**options, "owned": owned}
         reply, bench = _answer(open_problem, bench, method, args, options, card)
         reply = replace(reply, proof_s=proof_taken(), steps_s=taken())
         pipe.send(reply)
@@ -118,27 +130,22 @@ def _where(error: BaseException) -> str:
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
-def _describe(preload: Sequence[str], first: tuple[Problem, int] | None) -> Environment:
+def _describe(
+    preload: Sequence[str], first: tuple[Problem, int] | None, owned: Owned | None
+) -> Environment:
     from attnsweep.compile.nvrtc import nvrtc_version
     from attnsweep.device.cuda import Session, driver_cuda
 
-    if first is not None and driver_cuda() is not None:  # NumPy computes while CUDA starts
-        from attnsweep.verify.verifier import compute_ahead
-
-        compute_ahead(*first)
+    if first is not None and owned is not None and driver_cuda() is not None:
+        # NumPy computes while CUDA starts.
+        owned.references.begin(*first)
     with step("start CUDA"):
         session = Session()
     gpu = session.gpu
     versions = session.versions
     nvrtc = nvrtc_version()  # before a package can bring another one
-    if preload:
-        from attnsweep.baselines import triton_precompile
-        from attnsweep.baselines.import_ahead import PRELOAD
-
-        problem = None if first is None else first[0]
-        if problem is not None:
-            triton_precompile.compile_ahead(preload, problem)
-        PRELOAD.begin(preload, problem)
+    if preload and owned is not None:
+        owned.begin(preload, first)
     return Environment(
         gpu=gpu.name,
         arch=gpu.arch,

@@ -266,13 +266,21 @@ class Fixture:
         expected = self._sides[self.mix].lse
         self.judge.compare_lse(written, expected, self.case.problem, self.sample, slot)
 
-    def accuracy(self, found: Found, rounds_scores: int, *, peer: bool = False) -> Accuracy:
+    def accuracy(
+        self,
+        found: Found,
+        rounds_scores: int,
+        *,
+        peer: bool = False,
+        same: Measures | None = None,
+    ) -> Accuracy:
         """The accuracy of an output. Raises WrongResult if it is wrong.
 
-        peer: only NaN is wrong; an error over the limit is returned, to be shown.
+        peer: only NaN is wrong; an error over the limit is returned, to be shown. same: errors of
+        the same maths, if they are known, which give the limits.
         """
         label = self.case.label
-        limits = verify_limits.limits(self.case, rounds_scores)
+        limits = verify_limits.limits(self.case, rounds_scores, same)
         values = found.values
         often = rounds_scores if values["tilt_norm"] > 0 else 0  # of small cases alone
         of_rounding = verify_limits.scale_of_rounding(self.case, self._seed, often)

@@ -104,9 +104,6 @@ def rounded_scores(problem: Problem, rounds_scores: int) -> int:
     return 0 if problem.dtype == "fp32" else rounds_scores
 
 
-FOUND: dict[tuple[Case, int], Measures] = {}  # by same_maths, here or in a process beside
-
-
 @lru_cache(maxsize=256)
 def lse_limit(case: Case) -> float:
     """The largest error of a log-sum-exp, as a share of its size, or of 1 if that is larger.
@@ -144,10 +141,10 @@ def _draws(case: Case) -> int:
     return _DRAWS if case.inputs != "normal" or case.problem.seqlen_k < TILE else 1
 
 
+@lru_cache(maxsize=256)
 def same_maths(case: Case, rounds_scores: int) -> Measures:
     """Largest measures of the rounded maths with scores rounded 0, 1 or 2 times."""
-    key = case, rounded_scores(case.problem, rounds_scores)
-    return FOUND[key] if key in FOUND else FOUND.setdefault(key, [*each_draw(*key)][-1])
+    return [*each_draw(case, rounded_scores(case.problem, rounds_scores))][-1]
 
 
 def each_draw(case: Case, rounds_scores: int) -> Iterator[Measures]:

@@ -21,8 +21,8 @@ from attnsweep.core import cases as verify_cases
 from attnsweep.core.cases import Case
 from attnsweep.core.problem import Problem
 from attnsweep.core.threads import one_blas_thread
+from attnsweep.core.timings import proving
 from attnsweep.device.process import Beside
-from attnsweep.device.timings import proving
 from attnsweep.verify import limits
 from attnsweep.verify.expected import Known
 from attnsweep.verify.measures import Measures
@@ -133,7 +133,7 @@ def _always() -> bool:
     return True
 
 
-class Ahead:
+class ReferencePool:
     """Three processes, which end with this one: for inputs, for limits, and for short turns.
 
     A run of 18 problems with few candidates waited 9.4 of 42 s with one process, and 6.9 of 44 s

@@ -17,16 +17,17 @@ from attnsweep.compile.launches import Candidate, Launches
 from attnsweep.core import cases as verify_cases
 from attnsweep.core.cases import Case
 from attnsweep.core.problem import Problem
+from attnsweep.core.timings import proved, proves, step
 from attnsweep.core.trial import Accuracy
 from attnsweep.device.bound_call import Pipeline
 from attnsweep.device.buffers import POISON, Buffer
 from attnsweep.device.cuda import Session
-from attnsweep.device.timings import proved, proves, step
 from attnsweep.verify import limits
 from attnsweep.verify.compare import Judge
 from attnsweep.verify.device_case import Fixture, Found, Small, WrongResult
 from attnsweep.verify.expected import OPPOSITE, PLAIN
-from attnsweep.verify.reference_pool import Ahead
+from attnsweep.verify.measures import Measures
+from attnsweep.verify.reference_pool import Maths, ReferencePool
 from attnsweep.verify.sample import Sample
 
 # Repeated calls that are issued rather than captured and replayed.
@@ -62,14 +63,6 @@ class _Called:
 Digests = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64] | None]
 
 
-_ahead = Ahead()
-
-
-def compute_ahead(problem: Problem, seed: int) -> None:
-    """Begin what the host computes of a problem, beside this process, if it has not been begun."""
-    _ahead.begin(problem, seed)
-
-
 class Proof:
     """The cases of one problem on the device, and the candidates' outputs on them."""
 
@@ -82,19 +75,24 @@ class Proof:
         cache_dir: Path | None = None,
         then: Problem | None = None,
         rounds_scores: Collection[int] = (),
+        pool: ReferencePool | None = None,
     ) -> None:
-        """then: the problem that will be opened next; its inputs are made meanwhile.
+        """pool: the process's, or one of this problem alone.
+
+        then: the problem that will be opened next; its inputs are made meanwhile.
 
         rounds_scores: how often candidates and peers round scores; what their limits come from is
         computed meanwhile, and then that of the next problem.
         """
         self._session, self._seed = session, seed
-        compute_ahead(problem, seed)
+        self._pool = pool = pool or ReferencePool()
+        self._maths: Maths = {}
+        pool.begin(problem, seed)
         with step("compile the judge"):
             self._judge = judge = Judge(session, problem.dtype, cache_dir)
         with step("wait for NumPy's results"):
-            known = _ahead.take(problem, seed)
-        limits.FOUND.update(known.maths)
+            known = pool.take(problem, seed)
+        self._maths.update(known.maths)
         timed = known.timed
         self._begin(problem, rounds_scores)
         with step("inputs and float64 outputs"):
@@ -105,7 +103,7 @@ class Proof:
             self._small = Small(small, judge)
             session.settle()
         if then is not None:
-            compute_ahead(then, seed)
+            pool.begin(then, seed)
             self._begin(then, rounds_scores)  # a peer needs its limits soon
         self._poisons = False
         self._preparation: tuple[Any, Any] | None = None
@@ -116,21 +114,26 @@ class Proof:
     def _begin(self, problem: Problem, rounds_scores: Collection[int]) -> None:
         """Begin what limits of rounded scores and short turns of a problem need."""
         for often in {limits.rounded_scores(problem, each) for each in rounds_scores} - {0}:
-            _ahead.begin_rounding(problem, often)
+            self._pool.begin_rounding(problem, often)
         if (turns := verify_cases.short_turns(problem, self._session.gpu.sm_count)) is not None:
-            _ahead.begin_turns(turns, self._seed)
+            self._pool.begin_turns(turns, self._seed)
 
     def _know_limits(self, rounds_scores: int) -> None:
         """Take what the limits come from of the process beside: here, imports would slow it."""
         case = self.timed.case
         often = limits.rounded_scores(case.problem, rounds_scores)
-        if (case, often) not in limits.FOUND:
+        if (case, often) not in self._maths:
             with step("wait for NumPy's limits"):
-                limits.FOUND.update(_ahead.rounding(case.problem, often))
+                self._maths.update(self._pool.rounding(case.problem, often))
+
+    def _same(self, of: Fixture, rounds_scores: int) -> Measures | None:
+        """What the limits of a case come from, if it was computed beside."""
+        problem = of.case.problem
+        return self._maths.get((of.case, limits.rounded_scores(problem, rounds_scores)))
 
     def settle(self) -> None:
         """Wait until the host computes nothing, so that its own times can be taken."""
-        _ahead.wait()
+        self._pool.wait()
 
     @property
     def output(self) -> Buffer:
@@ -218,7 +221,8 @@ class Proof:
             outside = {name: int(counts[slot]) for name, slot in one.outside.items()}
             off = 0.0 if one.lse is None else float(counts[one.lse : one.lse + 1].view(float)[0])
             shown = Found(values, outside, off)
-            accuracies.append(one.fixture.accuracy(shown, candidate.rounds_scores))
+            same = self._same(one.fixture, candidate.rounds_scores)
+            accuracies.append(one.fixture.accuracy(shown, candidate.rounds_scores, same=same))
         how = pipeline, candidate.deterministic, candidate.rounds_scores
         return accuracies, found, Proven(last, *how, digests[0], lse, digests[1])
 
@@ -261,8 +265,8 @@ class Proof:
         case = Case(launches.problem)
         if self._turns is None or self._turns.case != case:
             with step("wait for NumPy's results"):
-                known, maths = _ahead.turns(case, self._seed)
-            limits.FOUND.update(maths)
+                known, maths = self._pool.turns(case, self._seed)
+            self._maths.update(maths)
             with step("inputs and float64 outputs"):
                 how = (self._seed, self._session, self._judge)
                 self._turns = Fixture(case, *how, two_sided=True, known=known)
@@ -317,7 +321,8 @@ class Proof:
             self.timed.compare(0)
             self.timed.compare_format(1)
             found, of_format = self._judge.found(2)
-        accuracy = self.timed.accuracy(Found(found, {}), rounds_scores, peer=True)
+        same = self._same(self.timed, rounds_scores)
+        accuracy = self.timed.accuracy(Found(found, {}), rounds_scores, peer=True, same=same)
         return self._named(accuracy, found, of_format)
 
     # -- many calls -------------------------------------------------------------------------
@@ -456,7 +461,8 @@ class Proof:
         if not proven.deterministic:
             try:
                 for found in self._judge.found(slots):
-                    fixture.accuracy(Found(found, {}), proven.rounds_scores)
+                    same = self._same(fixture, proven.rounds_scores)
+                    fixture.accuracy(Found(found, {}), proven.rounds_scores, same=same)
             except WrongResult:
                 self._mend(fixture)
                 raise

@@ -7,7 +7,7 @@ import signal
 import time
 
 from attnsweep.core.errors import NoGpuError
-from attnsweep.device.timings import step
+from attnsweep.core.timings import step
 
 
 class FakeBench:

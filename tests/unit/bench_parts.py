@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -139,11 +140,13 @@ def made(monkeypatch):
     """A bench of PROBLEM whose candidates are right, and whose calls take 1 µs."""
     monkeypatch.setattr(measure, "Buffer", FakeBuffer)
     monkeypatch.setattr(measure, "Pipeline", FakePipeline)
-    monkeypatch.setattr(measure, "_IN_TURNS", set())
     made = Bench.__new__(Bench)
     made.session, made.problem = FakeSession(), PROBLEM
     made._workspaces, made._entries, made._cold_copies = {}, {}, []
     made._right = {}
+    made._owned = SimpleNamespace(
+        triton=None, right_on_short=set(), imports=SimpleNamespace(end=lambda: None)
+    )
     made._proof = proof_of(lambda look, side: 100 + side)
 
     def of_candidate(candidate, call, bind, workspaces, *, small):

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from attnsweep.baselines import cudnn, flash, import_ahead, triton_precompile
-from attnsweep.baselines.import_ahead import Preload
+from attnsweep.baselines.import_ahead import ImportAhead
 from attnsweep.bench import bench, process
+from attnsweep.core import timings
 from attnsweep.core.errors import NoGpuError
 from attnsweep.core.problem import Problem
-from attnsweep.device import cuda, energy, timings
-from attnsweep.verify import verifier
+from attnsweep.device import cuda, energy
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
 NAMES = ("torch_flash", "triton_flash")
@@ -28,6 +28,9 @@ def no_steps():
     timings.taken()
     yield
     timings.taken()
+
+
+TRITON = SimpleNamespace(done=lambda problem: False)
 
 
 def test_packages_are_imported_ahead_each_once_and_none_that_is_not_asked_for(monkeypatch):
@@ -124,7 +127,7 @@ def test_rounds_wait_for_imports(monkeypatch):
         imported.set()
 
     monkeypatch.setattr(import_ahead, "load", slowly)
-    made = Preload()
+    made = ImportAhead(TRITON)
     made.end()  # nothing was begun
     made.begin(["torch_flash"])
     assert not imported.is_set()
@@ -140,7 +143,7 @@ def test_an_import_that_hangs_is_waited_for_within_bounds(monkeypatch):
     hanging = threading.Event()
     monkeypatch.setattr(import_ahead, "load", lambda names: hanging.wait(60))
     monkeypatch.setattr(import_ahead, "_LONGEST_S", 0.1)
-    made = Preload()
+    made = ImportAhead(TRITON)
     made.begin(["torch_flash"])
     began = time.monotonic()
     made.end()
@@ -152,9 +155,9 @@ def test_an_import_that_hangs_is_waited_for_within_bounds(monkeypatch):
 def test_triton_s_code_is_taken_up_if_it_is_there_and_not_waited_for(monkeypatch, compiled):
     taken = []
     monkeypatch.setattr(import_ahead, "load", lambda names: None)
-    monkeypatch.setattr(triton_precompile, "compiled_ahead", lambda problem: compiled)
+    triton = SimpleNamespace(done=lambda problem: compiled)
     monkeypatch.setattr(triton_precompile, "compile_triton", taken.append)
-    made = Preload()
+    made = ImportAhead(triton)
     made.begin(NAMES, PROBLEM)
     thread = made._thread
     if compiled:
@@ -169,8 +172,8 @@ def test_triton_s_code_is_taken_up_if_it_is_there_and_not_waited_for(monkeypatch
 @pytest.mark.parametrize("names", [NAMES, ("cudnn",)])
 def test_triton_s_code_is_awaited_only_for_a_problem_that_wants_it(monkeypatch, names):
     monkeypatch.setattr(import_ahead, "load", lambda names: None)
-    monkeypatch.setattr(triton_precompile, "compiled_ahead", lambda problem: pytest.fail("asked"))
-    made = Preload()
+    triton = SimpleNamespace(done=lambda problem: pytest.fail("asked"))
+    made = ImportAhead(triton)
     made.begin(names, None if "triton_flash" in names else PROBLEM)
     made._thread.join(30)
     assert not made._thread.is_alive()
@@ -181,9 +184,9 @@ def test_what_fails_in_the_thread_ends_nothing(monkeypatch):
         raise RuntimeError("no GPU")
 
     monkeypatch.setattr(import_ahead, "load", lambda names: None)
-    monkeypatch.setattr(triton_precompile, "compiled_ahead", lambda problem: True)
+    triton = SimpleNamespace(done=lambda problem: True)
     monkeypatch.setattr(triton_precompile, "compile_triton", broken)
-    made = Preload()
+    made = ImportAhead(triton)
     made.begin(NAMES, PROBLEM)
     made.end()
 
@@ -209,30 +212,26 @@ def test_what_the_first_problem_needs_is_begun_before_it_is_opened(monkeypatch):
     monkeypatch.setattr(cuda, "Session", started)
     monkeypatch.setattr(cuda, "driver_cuda", lambda: (13, 0))
     monkeypatch.setattr(energy, "counter", lambda session: None)
-    monkeypatch.setattr(verifier, "compute_ahead", lambda *asked: begun.append(("numpy", *asked)))
-    monkeypatch.setattr(
-        triton_precompile, "compile_ahead", lambda *asked: begun.append(("triton", *asked))
+    owned = SimpleNamespace(
+        references=SimpleNamespace(begin=lambda *asked: begun.append(("numpy", *asked))),
+        begin=lambda *asked: begun.append(("baselines", *asked)),
     )
-    monkeypatch.setattr(
-        import_ahead.PRELOAD, "begin", lambda *asked: begun.append(("import", *asked))
-    )
-    process._describe(NAMES, (PROBLEM, 3))
+    process._describe(NAMES, (PROBLEM, 3), owned)
     numpy = ("numpy", PROBLEM, 3)
-    assert begun == [numpy, "CUDA", ("triton", NAMES, PROBLEM), ("import", NAMES, PROBLEM)]
+    assert begun == [numpy, "CUDA", ("baselines", NAMES, (PROBLEM, 3))]
     begun.clear()
-    process._describe(NAMES, None)  # a part of a spec: its problem is not known yet
-    assert begun == ["CUDA", ("import", NAMES, None)]
+    process._describe(NAMES, None, owned)  # a part of a spec: its problem is not known yet
+    assert begun == ["CUDA", ("baselines", NAMES, None)]
     begun.clear()
-    process._describe((), (PROBLEM, 3))
+    process._describe((), (PROBLEM, 3), owned)
     assert begun == [numpy, "CUDA"]
 
 
 def test_nothing_is_begun_without_a_driver(monkeypatch):
     """It would go on for seconds after the command has said why it ended."""
     monkeypatch.setattr(cuda, "driver_cuda", lambda: None)
-    monkeypatch.setattr(verifier, "compute_ahead", lambda *asked: pytest.fail("begun"))
     with pytest.raises(NoGpuError, match="no NVIDIA driver"):
-        process._describe(NAMES, (PROBLEM, 3))
+        process._describe(NAMES, (PROBLEM, 3), SimpleNamespace())  # which begins nothing
 
 
 @pytest.mark.parametrize("method", ["add", "add_baseline"])
@@ -240,7 +239,7 @@ def test_nothing_is_imported_while_rounds_are_timed(monkeypatch, method):
     """An import takes Python from the thread that gives the GPU its work."""
     made = object.__new__(bench.Bench)
     order = []
-    monkeypatch.setattr(import_ahead.PRELOAD, "end", lambda: order.append("imported"))
+    made._owned = SimpleNamespace(imports=SimpleNamespace(end=lambda: order.append("imported")))
     arguments = ("a", None, False) if method == "add" else ("torch_flash",)
     with pytest.raises(AttributeError):  # the bench is empty
         getattr(made, method)(*arguments)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
-from attnsweep.baselines import flash, triton_precompile
-from attnsweep.baselines.triton_precompile import Ahead
+from attnsweep.baselines import triton_precompile
+from attnsweep.baselines.triton_precompile import TritonPrecompile
 from attnsweep.core.problem import Problem
 
 ONE, OTHER = (Problem(1, heads, 2, 100, 128, 96, "bf16", causal=True) for heads in (2, 4))
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch):
+    """Triton seems to be there: what the process compiles is the tests' own."""
+    monkeypatch.setattr(triton_precompile, "importable", lambda module: True)
 
 
 @pytest.fixture
@@ -22,7 +29,7 @@ def beside(monkeypatch):
 
     def of(program):
         monkeypatch.setattr(triton_precompile, "_command", lambda: [sys.executable, "-c", program])
-        made.append(Ahead())
+        made.append(TritonPrecompile())
         return made[-1]
 
     yield of
@@ -37,18 +44,18 @@ def test_it_waits_until_a_problem_is_compiled(beside):
         "    time.sleep(0.3); print('a word of Triton'); print(line, end='', flush=True)"
     )
     begun = time.monotonic()
-    slow.begin(ONE)
+    slow.begin(["triton_flash"], ONE)
     assert time.monotonic() - begun < 0.3
     assert slow.wait(ONE)
     assert time.monotonic() - begun > 0.3
-    slow.begin(OTHER)
+    slow.begin(["triton_flash"], OTHER)
     assert slow.wait(OTHER)
 
 
 def test_a_problem_that_was_not_begun_is_not_waited_for(beside):
     never = beside("import time; time.sleep(60)")
     assert not never.wait(ONE)
-    never.begin(ONE)
+    never.begin(["triton_flash"], ONE)
     assert not never.wait(OTHER)
 
 
@@ -56,21 +63,21 @@ def test_a_problem_that_was_not_begun_is_not_waited_for(beside):
 def test_a_process_that_ends_is_not_waited_for_and_replaced(beside, program):
     dying = beside(program)
     for problem in (ONE, OTHER):
-        dying.begin(problem)
+        dying.begin(["triton_flash"], problem)
         assert not dying.wait(problem)
 
 
 def test_a_process_that_hangs_is_waited_for_within_bounds(beside, monkeypatch):
     monkeypatch.setattr(triton_precompile, "_LONGEST_S", 0.2)
     hanging = beside("import time; time.sleep(60)")
-    hanging.begin(ONE)
+    hanging.begin(["triton_flash"], ONE)
     assert not hanging.wait(ONE)
 
 
 def test_a_machine_that_starts_no_process_compiles_later(monkeypatch):
     monkeypatch.setattr(triton_precompile, "_command", lambda: ["/no/such/program"])
-    nothing = Ahead()
-    nothing.begin(ONE)
+    nothing = TritonPrecompile()
+    nothing.begin(["triton_flash"], ONE)
     assert not nothing.wait(ONE)
 
 
@@ -95,7 +102,7 @@ def test_a_problem_that_was_begun_is_not_compiled_again(beside):
         "    assert number < 2; print(line, end='', flush=True)"
     )
     for problem in (ONE, ONE, OTHER, OTHER):
-        counting.begin(problem)
+        counting.begin(["triton_flash"], problem)
     assert counting.wait(OTHER)
 
 
@@ -104,7 +111,7 @@ def test_it_tells_without_waiting_whether_a_problem_is_compiled(beside):
         "import sys, time\nfor line in sys.stdin: time.sleep(0.3); print(line, flush=True)"
     )
     assert not slow.done(ONE)
-    slow.begin(ONE)
+    slow.begin(["triton_flash"], ONE)
     assert not slow.done(ONE)
     deadline = time.monotonic() + 30
     while not slow.done(ONE) and time.monotonic() < deadline:
@@ -115,16 +122,16 @@ def test_it_tells_without_waiting_whether_a_problem_is_compiled(beside):
 
 def test_a_process_that_compiled_nothing_is_not_done(beside):
     ending = beside("")
-    ending.begin(ONE)
+    ending.begin(["triton_flash"], ONE)
     ending._answers[ONE].result(30)
     assert not ending.done(ONE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other priorities")
 def test_the_process_steps_back_behind_candidates_as_their_threads_do():
-    real = Ahead()
+    real = TritonPrecompile()
     try:
-        real.begin(ONE)
+        real.begin(["triton_flash"], ONE)
         assert real.wait(ONE)  # it answers, whatever it could compile
         own, its = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, real._beside.process.pid))
     finally:
@@ -133,14 +140,11 @@ def test_the_process_steps_back_behind_candidates_as_their_threads_do():
 
 
 def test_only_what_triton_can_take_is_begun(monkeypatch):
-    begun = []
-    monkeypatch.setattr(triton_precompile._ahead, "begin", begun.append)
-    monkeypatch.setattr(flash, "importable", lambda module: True)
-    monkeypatch.setattr(triton_precompile, "importable", lambda module: True)
-    triton_precompile.compile_ahead(["cudnn"], ONE)
-    triton_precompile.compile_ahead(
-        ["triton_flash"], Problem(1, 2, 2, 100, 128, 96, "fp32", causal=True)
-    )
-    assert begun == []
-    triton_precompile.compile_ahead(["cudnn", "triton_flash"], ONE)
-    assert begun == [ONE]
+    monkeypatch.setattr(triton_precompile, "_command", lambda: [sys.executable, "-c", ""])
+    made = TritonPrecompile()
+    made.begin(["cudnn"], ONE)
+    made.begin(["triton_flash"], replace(ONE, dtype="fp32"))
+    assert not made.begun(ONE)
+    made.begin(["cudnn", "triton_flash"], ONE)
+    assert made.begun(ONE)
+    made.close()

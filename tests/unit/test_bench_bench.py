@@ -24,9 +24,7 @@ from bench_parts import (
 from attnsweep.baselines import prepare as baselines_prepare
 from attnsweep.bench import bench as measure
 from attnsweep.bench.bench import Bench
-from attnsweep.core import cases
-from attnsweep.device import timings
-from attnsweep.verify import limits, verifier
+from attnsweep.core import cases, timings
 from attnsweep.verify.device_case import WrongResult
 from attnsweep.verify.verifier import Proof
 
@@ -98,7 +96,7 @@ def test_a_peer_is_prepared_after_the_inputs_are_as_they_were_made(bench, monkey
     """Some convert them, once."""
     timed, prepared = bench._proof.timed, []
 
-    def prepare(name, problem, copies, session):
+    def prepare(name, problem, copies, session, triton):
         prepared.append(timed.mix)
         return SimpleNamespace(output=lambda: None, rounds_scores=0)
 
@@ -327,7 +325,7 @@ def test_what_preparing_inputs_took_is_counted_where_the_output_is_compared_then
 
 
 @pytest.mark.parametrize(("dtype", "asked"), [("bf16", [2]), ("fp32", [])])
-def test_limits_of_rounded_scores_are_asked_of_the_process_beside(dtype, asked, monkeypatch):
+def test_limits_of_rounded_scores_are_asked_of_the_process_beside(dtype, asked):
     made, problem = proof_of(lambda look, mix: 0), replace(PROBLEM, dtype=dtype)
     made.timed, said = FakeFixture(problem), []
 
@@ -335,8 +333,8 @@ def test_limits_of_rounded_scores_are_asked_of_the_process_beside(dtype, asked, 
         said.append(often)
         return {(cases.Case(of), often): "errors"}
 
-    monkeypatch.setattr(verifier, "_ahead", SimpleNamespace(rounding=rounding))
-    monkeypatch.setattr(limits, "FOUND", {(made.timed.case, 0): "known"})
+    made._pool = SimpleNamespace(rounding=rounding)
+    made._maths = {(made.timed.case, 0): "known"}
     for _ in range(2):
         made._know_limits(0)
         made._know_limits(2)

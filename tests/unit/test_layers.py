@@ -92,6 +92,18 @@ def test_no_files_import_each_other_in_a_circle():
     assert not left
 
 
+@pytest.mark.parametrize(
+    "path", [p for p in CODE if room(p) in ("device", "verify", "baselines", "bench")], ids=str
+)
+def test_rooms_of_the_gpu_process_keep_nothing_between_problems(path):
+    """What outlasts a problem is in bench.owned: hidden state made one problem depend on others."""
+    tree = ast.parse((PACKAGE / path).read_text())
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            assert ast.unparse(node.value) not in ("{}", "[]", "set()", "threading.local()"), node
+
+
 KERNELS = [
     path for path in sorted(shipped("kernels").rglob("*")) if path.suffix in (".cu", ".cuh", ".py")
 ]

@@ -45,7 +45,7 @@ def fixture_of(heads_kv=4, parts=8):
 
 @pytest.fixture
 def fixture(monkeypatch):
-    monkeypatch.setattr(limits, "limits", lambda case, rounds_scores: LIMITS)
+    monkeypatch.setattr(limits, "limits", lambda case, rounds_scores, same=None: LIMITS)
     return fixture_of()
 
 

@@ -12,7 +12,7 @@ from attnsweep.core import cases
 from attnsweep.core.problem import Problem
 from attnsweep.verify import limits, reference_pool, rounded
 from attnsweep.verify.expected import Known
-from attnsweep.verify.reference_pool import Ahead, Answer, rounding, turns
+from attnsweep.verify.reference_pool import Answer, ReferencePool, rounding, turns
 
 PROBLEM, OTHER = Problem(1, 2, 1, 64, 64, 16), Problem(1, 1, 1, 32, 48, 16, "bf16")
 
@@ -20,7 +20,7 @@ PROBLEM, OTHER = Problem(1, 2, 1, 64, 64, 16), Problem(1, 1, 1, 32, 48, 16, "bf1
 @pytest.fixture
 def ahead(monkeypatch):
     monkeypatch.setattr(reference_pool, "_LEAST_BYTES", 0)
-    made = Ahead()
+    made = ReferencePool()
     yield made
     made.close()
 
@@ -179,7 +179,7 @@ def test_a_machine_that_starts_no_process_computes_it_here(ahead, monkeypatch):
 
 def test_small_problems_start_no_process(monkeypatch):
     monkeypatch.setattr(reference_pool, "_COMMAND", ["/no/such/program"])
-    ahead = Ahead()
+    ahead = ReferencePool()
     ahead.begin(PROBLEM, 3)
     ahead.wait()
     assert ahead._next.beside.process is None

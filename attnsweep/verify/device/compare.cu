@@ -3,7 +3,7 @@
 // verify/compare.py launches it, and proves `reference` against NumPy's float64 in every process.
 //
 // Tensors are contiguous: q, o (batch * heads, seqlen_q, head_dim), k, v (batch * heads_kv,
-// seqlen_k, head_dim). The causal mask is aligned bottom-right. In e4m3 (q, k and v, while o is
+// seqlen_k, head_dim). Query i sees the keys i + low to i + high. In e4m3 (q, k and v, while o is
 // bf16), a stored value times its scale is the value.
 
 #include "reference.cuh"

@@ -1,4 +1,7 @@
-"""Seconds of each step that prepares a sweep, and of what proves its outputs right."""
+"""Seconds of each step that prepares a sweep, and of what proves its outputs right.
+
+One log a process, as of `logging`: every room adds to it, and the process's owner takes it.
+"""
 
 from __future__ import annotations
 

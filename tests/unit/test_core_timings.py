@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from attnsweep.device import timings
+from attnsweep.core import timings
 
 
 @pytest.fixture
