@@ -1,10 +1,10 @@
-"""Print how much of each limit of error the recorded kernels and peers use.
+"""Print how much of each limit of error the recorded kernels and baselines use.
 
 Usage: python benchmarks/accuracy.py RUN... [--json FILE]. Nothing is measured. Rows since protocol
 4 say, for the case in which they came nearest to a limit, what share of each limit they used there;
-runs without such rows are passed over. For each family and peer and each dtype, the Markdown table
-has the largest share of each limit, and the error and the limit of the row whose error was the
-largest share of its limit. Wrong rows are left out; a peer over a limit is not wrong.
+runs without such rows are passed over. For each family and baseline and each dtype, the Markdown
+table has the largest share of each limit, and the error and the limit of the row whose error was
+the largest share of its limit. Wrong rows are left out; a baseline over a limit is not wrong.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def judged(run: Run) -> list[Trial]:
 
 
 def figures(who: str, dtype: str, rows: Sequence[Trial]) -> dict[str, Any]:
-    """The largest shares of one family or peer in one dtype, and its largest error."""
+    """The largest shares of one family or baseline in one dtype, and its largest error."""
     found = [row.accuracy for row in rows if row.accuracy is not None]
     shares: dict[str, float] = {}
     for accuracy in found:
@@ -55,7 +55,7 @@ def figures(who: str, dtype: str, rows: Sequence[Trial]) -> dict[str, Any]:
     nearest = max(found, key=lambda accuracy: max(accuracy.shares.values()))
     return {
         "who": who,
-        "peer": rows[0].provider != OURS,
+        "baseline": rows[0].provider != OURS,
         "dtype": dtype,
         "rows": len(rows),
         "shares": {name: shares[name] for name in (*MEASURES, *shares) if name in shares},
@@ -66,7 +66,7 @@ def figures(who: str, dtype: str, rows: Sequence[Trial]) -> dict[str, Any]:
 
 
 def summary(runs: Iterable[Run]) -> dict[str, Any]:
-    """The figures of every family and peer in each dtype, ours first; `of` is empty without any."""
+    """The figures of every family and baseline in each dtype, ours first; `of` may be empty."""
     groups: dict[tuple[bool, str, str], list[Trial]] = {}
     read, places = [], set()
     for run in runs:
@@ -77,8 +77,8 @@ def summary(runs: Iterable[Run]) -> dict[str, Any]:
         read.append(f"{run.directory.parent.name}/{run.directory.name}")
         places |= {card.gpu} if card is not None else set()
         for row in rows:
-            peer = row.provider != OURS
-            key = (peer, row.provider if peer else row.kernel, row.problem.dtype)
+            baseline = row.provider != OURS
+            key = (baseline, row.provider if baseline else row.kernel, row.problem.dtype)
             groups.setdefault(key, []).append(row)
     each = [figures(who, dtype, rows) for (_, who, dtype), rows in sorted(groups.items())]
     return {"runs": read, "recorded_on": sorted(places), "of": each}
@@ -90,12 +90,12 @@ def markdown(found: dict[str, Any]) -> str:
         return ""
     names = [n for n in MEASURES if any(n in one["shares"] for one in found["of"])]
     names += sorted({n for one in found["of"] for n in one["shares"]} - {*names})
-    header = ["kernel or peer", "dtype", "rows", *(MEASURES.get(n, n) for n in names)]
+    header = ["kernel or baseline", "dtype", "rows", *(MEASURES.get(n, n) for n in names)]
     header += ["largest error", "its limit"]
     rule = ["---", "---", *["---:"] * (len(header) - 2)]
     lines = [header, rule]
     for one in found["of"]:
-        name = f"{one['who']} (peer)" if one["peer"] else f"`{one['who']}`"
+        name = f"{one['who']} (baseline)" if one["baseline"] else f"`{one['who']}`"
         cells = [_percent(one["shares"].get(n)) for n in names]
         error = "–" if one["error"] is None else f"{one['error']:.2g}"
         limit = "–" if one["limit"] is None else f"{one['limit']:.2g}"

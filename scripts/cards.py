@@ -1,4 +1,4 @@
-"""The recorded runs of each card: our best beside every peer of its rounds, and means of × base."""
+"""The recorded runs of each card: our best beside every baseline, and means of × base."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from counts import mean_ratio, peers_beside
+from counts import baselines_beside, mean_ratio
 from records import OURS, Book
 
 FIRST = ("h100-80gb-hbm3", "h200")  # the order of cards; others follow by name
@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mean:
-    """Geometric means over some problems: × the fastest peer, and × FlashAttention-3."""
+    """Geometric means over some problems: × the fastest baseline, and × FlashAttention-3."""
 
     of: str
     protocol: str
@@ -35,12 +35,12 @@ class Mean:
 
     @property
     def overlapping(self) -> int:
-        """Problems on which calls of ours may have overlapped, which no peer's can."""
+        """Problems on which calls of ours may have overlapped, which no baseline's can."""
         return sum(record["overlaps"] for record in self.records)
 
     @property
     def slower(self) -> int:
-        """Problems on which the fastest peer is faster than ours."""
+        """Problems on which the fastest baseline is faster than ours."""
         return sum(ratio < 1 for ratio in self.ratios)
 
     @property
@@ -50,7 +50,7 @@ class Mean:
 
     @property
     def mean(self) -> float:
-        """× the fastest peer."""
+        """× the fastest baseline."""
         return mean_ratio(self.ratios)
 
     @property
@@ -72,7 +72,7 @@ class Recordings:
 
     @cached_property
     def tables(self) -> dict[str, list[Record]]:
-        """Spec to a record for each problem on which our kernel and a peer are ranked."""
+        """Spec to a record for each problem on which our kernel and a baseline are ranked."""
         found = {name: self._records(name) for name in self._specs}
         return {name: records for name, records in found.items() if records}
 
@@ -114,13 +114,13 @@ class Recordings:
         names.sort(key=lambda name: self.book.protocol(name) < ALONE)
         return [record for name in names for record in self.tables[name]]
 
-    def peers_of(self, name: str, names: Mapping[str, str]) -> list[str]:
-        """The peers that any problem of a spec has, the named ones first and in their order."""
-        there = {peer for record in self.tables[name] for peer in record["peers"]}
-        return [peer for peer in names if peer in there] + sorted(there - names.keys())
+    def baselines_of(self, name: str, names: Mapping[str, str]) -> list[str]:
+        """The baselines that any problem of a spec has, the named ones first and in their order."""
+        there = {baseline for record in self.tables[name] for baseline in record["baselines"]}
+        return [baseline for baseline in names if baseline in there] + sorted(there - names.keys())
 
     def untimed(self, name: str) -> list[str]:
-        """Peers without a time on some problem, and why: `unfused: wrong on 3 of 8 problems`."""
+        """Baselines without a time on some problem, and why: `unfused: wrong on 3 of 8`."""
         tables = {record["problem"] for record in self.tables[name]}
         missing = Counter(
             (row.provider, row.status)
@@ -128,8 +128,8 @@ class Recordings:
             if row.provider != OURS and row.problem in tables and row.status not in TIMED
         )
         return [
-            f"{peer}: {status.replace('_', ' ')} on {count} of {len(tables)} problems"
-            for (peer, status), count in sorted(missing.items())
+            f"{baseline}: {status.replace('_', ' ')} on {count} of {len(tables)} problems"
+            for (baseline, status), count in sorted(missing.items())
         ]
 
     def where(self, name: str) -> str:
@@ -139,11 +139,11 @@ class Recordings:
     def _records(self, name: str) -> list[Record]:
         book, protocol = self.book, self.book.protocol(name)
         every = {row.provider for row in book.rows(name)} - {OURS}
-        found = peers_beside(book, [name], self._specs[name].get("kernel"), sorted(every))
-        against = book.against(name, FA3) if any(FA3 in r["peers"] for r in found) else {}
+        found = baselines_beside(book, [name], self._specs[name].get("kernel"), sorted(every))
+        against = book.against(name, FA3) if any(FA3 in r["baselines"] for r in found) else {}
         for record in found:
             best = record["best"]
-            fa3 = against.get(best.trial.key) if FA3 in record["peers"] else None
+            fa3 = against.get(best.trial.key) if FA3 in record["baselines"] else None
             overlaps = protocol < ALONE and best.config.get("PDL", 0) != 0
             chained = [row for row in record["rows"] if row.chained_us is not None]
             record |= {"protocol": protocol, "fa3": fa3, "overlaps": overlaps, "card": self.slug}

@@ -23,6 +23,7 @@ from attnsweep import (
 __all__ = [
     "Peak",
     "at_least",
+    "baselines_beside",
     "beside",
     "bounded",
     "gains",
@@ -30,7 +31,6 @@ __all__ = [
     "mean_ratio",
     "most_apart",
     "own_and_best",
-    "peers_beside",
     "stage_bounds",
     "wide",
     "with_and_without",
@@ -108,22 +108,23 @@ def most_apart(first: Mapping[str, float], second: Mapping[str, float]) -> str:
     return max(both, key=lambda name: abs(first[name] - second[name]))
 
 
-def peers_beside(
-    book: Book, runs: Sequence[str], kernel: str | list[str] | None, peers: Sequence[str]
+def baselines_beside(
+    book: Book, runs: Sequence[str], kernel: str | list[str] | None, baselines: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """A record for each problem of the runs on which a kernel (None: any) and a peer are ranked.
+    """A record for each problem on which a kernel (None: any) and a baseline are ranked.
 
-    peers: by provider, the noisy ones too. peer: the base, the fastest known of all peers of the
-    run, noisy or not; ratio, low, high, of: its time over ours, as `rank` tells it.
+    baselines: by provider, the noisy ones too. baseline: the base, the fastest known of all
+    baselines of the run, noisy or not; ratio, low, high, of: its time over ours, as `rank` tells
+    it.
     """
     found = []
     for run, problem in [(name, problem) for name in runs for problem in book.problems(name)]:
         ours = book.find(run, problem=problem, kernel=kernel, take="all")
         timed = book.find(
-            run, problem=problem, provider=list(peers), status=["ok", "noisy"], take="all"
+            run, problem=problem, provider=list(baselines), status=["ok", "noisy"], take="all"
         )
-        peer = base_of(book, ours[0]) if ours else None
-        if peer is not None:
+        baseline = base_of(book, ours[0]) if ours else None
+        if baseline is not None:
             best = ours[0]
             found.append(
                 {
@@ -131,8 +132,8 @@ def peers_beside(
                     "problem": problem,
                     "rows": ours,
                     "best": best,
-                    "peers": {row.provider: row for row in timed},
-                    "peer": peer,
+                    "baselines": {row.provider: row for row in timed},
+                    "baseline": baseline,
                     "ratio": best.ratio_to_best_baseline,
                     "low": best.ratio_low,
                     "high": best.ratio_high,
@@ -143,7 +144,7 @@ def peers_beside(
 
 
 def base_of(book: Book, row: Row) -> Row | None:
-    """The row of the peer that × base of a row compares with, noisy or not."""
+    """The row of the baseline that × base of a row compares with, noisy or not."""
     if row.ratio_of is None:
         return None
     found: list[Row] = book.find(
@@ -213,9 +214,9 @@ def stage_bounds(row: Row, stage: str, rates: Mapping[str, float]) -> dict[str, 
 # -- wide heads in fp32: system C -------------------------------------------------------------
 
 
-def wide(book: Book, run: str, rates: Mapping[str, float], peers: Sequence[str]) -> list[Any]:
-    """A record for each problem: winner, peers, bounds, and where the winner's time goes."""
-    return [_wide(book, run, problem, rates, peers) for problem in book.problems(run)]
+def wide(book: Book, run: str, rates: Mapping[str, float], baselines: Sequence[str]) -> list[Any]:
+    """A record for each problem: winner, baselines, bounds, and where the winner's time goes."""
+    return [_wide(book, run, problem, rates, baselines) for problem in book.problems(run)]
 
 
 def wide_bounds(p: Problem, card: Environment, l2_read: float) -> dict[str, float]:
@@ -232,7 +233,7 @@ def wide_bounds(p: Problem, card: Environment, l2_read: float) -> dict[str, floa
 
 
 def _wide(
-    book: Book, run: str, problem: Problem, rates: Mapping[str, float], peers: Sequence[str]
+    book: Book, run: str, problem: Problem, rates: Mapping[str, float], baselines: Sequence[str]
 ) -> dict[str, Any]:
     rows = book.find(run, problem=problem, take="all")
     best, card, p = rows[0], book.card(run), problem
@@ -250,8 +251,8 @@ def _wide(
     launches = best.launch_us or 0.0
     ffma = _least(rows, lambda row: _products(row) == "ffma")
     tensor = _least(rows, lambda row: _products(row) != "ffma")
-    peer = base_of(book, best)
-    timed = book.find(run, problem=p, provider=list(peers), status=None, take="all")
+    baseline = base_of(book, best)
+    timed = book.find(run, problem=p, provider=list(baselines), status=None, take="all")
 
     return {
         "problem": p,
@@ -259,8 +260,8 @@ def _wide(
         "rows": rows,
         "best": best,
         "products": _products(best),
-        "peer": peer,
-        "peer_ratio": best.ratio_to_best_baseline if peer else None,
+        "baseline": baseline,
+        "baseline_ratio": best.ratio_to_best_baseline if baseline else None,
         "untimed": sorted(row.provider for row in timed if row.status == "wrong"),
         "over": sorted(row.provider for row in timed if row.over_limit and row.status != "wrong"),
         "bounds": bounds,

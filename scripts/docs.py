@@ -121,7 +121,9 @@ def shares_used(runs: Iterable[attnsweep.Run]) -> str:
     if not found["of"]:
         return ""
     every = found["of"]
-    found["of"] = [each for each in every if not each["peer"] or max(each["shares"].values()) > 1]
+    found["of"] = [
+        each for each in every if not each["baseline"] or max(each["shares"].values()) > 1
+    ]
     found |= {"rows": sum(each["rows"] for each in every), "within": len(every) - len(found["of"])}
     text = ENV.get_template("accuracy.md").render(found=found, table=accuracy.markdown(found))
     return f"\n{text.strip()}\n"
@@ -174,7 +176,7 @@ def pages(book: Book) -> Iterator[tuple[str, str]]:
     known["cards"] = cards(book.results.parent, specs, book)
     for name in TEMPLATES:
         yield PAGES[name], NOTE + render(name, name, known)
-    baselines = known["performance"].data["given"]["peers"]
+    baselines = known["performance"].data["given"]["baselines"]
     yield PAGES["performance csv"], csv(known["cards"], baselines)
     yield PAGES["cli"], cli()
     yield PAGES["schema"], attnsweep.schema()

@@ -33,9 +33,11 @@ def csv(cards: Sequence[Recordings], baselines: Sequence[str]) -> str:
 def _rows(card: Recordings) -> Iterator[dict[str, Any]]:
     for name, records in card.tables.items():
         environment, counted = card.book.card(name), card.book.counters(name)
-        errors = any(row.provider.endswith("_fp8") for r in records for row in r["peers"].values())
+        errors = any(
+            row.provider.endswith("_fp8") for r in records for row in r["baselines"].values()
+        )
         for record in records:
-            best, base = record["best"], record["peer"]
+            best, base = record["best"], record["baseline"]
             counters = [
                 facts["stages"]
                 for facts in counted
@@ -50,7 +52,7 @@ def _rows(card: Recordings) -> Iterator[dict[str, Any]]:
                 "base_us": base.us,
                 **_ratio("x_base", record),
                 **_ratio("x_fa3", record["fa3"] or {}),
-                **{f"{peer}_us": row.us for peer, row in record["peers"].items()},
+                **{f"{baseline}_us": row.us for baseline, row in record["baselines"].items()},
                 "notes": "; ".join(_notes(card, record)),
                 "tflops": best.tflops,
                 "bound": best.bound,
@@ -86,11 +88,11 @@ def _chained(row: Row | None) -> dict[str, float]:
 
 def _notes(card: Recordings, record: Record) -> Iterator[str]:
     """Which baselines are noisy, over the limit of errors, or without a time, and why."""
-    for peer, row in record["peers"].items():
+    for baseline, row in record["baselines"].items():
         if row.status == "noisy":
-            yield f"{peer} noisy"
+            yield f"{baseline} noisy"
         if row.over_limit:
-            yield f"{peer} over the limit"
+            yield f"{baseline} over the limit"
     for row in card.book.rows(record["run"]):
         if row.problem == record["problem"] and row.provider != OURS and row.status not in TIMED:
             yield f"{row.provider} {row.status.replace('_', ' ')}, not timed"
@@ -104,7 +106,7 @@ def _errors(record: Record) -> dict[str, float]:
         "ours_error": record["best"].rel_err,
         "most_exact_us": exact.us,
         "most_exact_error": exact.rel_err,
-        **{f"{peer}_error": row.rel_err for peer, row in record["peers"].items()},
+        **{f"{baseline}_error": row.rel_err for baseline, row in record["baselines"].items()},
     }
 
 

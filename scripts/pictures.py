@@ -36,7 +36,7 @@ def where(book: Book, run: str) -> str:
 
 
 def best_of(book: Book, run: str, provider: str) -> list[Row]:
-    """The best row of ours or of a peer on each problem of a run; a noisy one is left out."""
+    """The best row of ours or of a baseline on each problem of a run; a noisy one is left out."""
     found = (
         book.find(run, problem=problem, provider=provider, take="winner")
         for problem in book.problems(run)
@@ -51,7 +51,7 @@ def filled(template: str, **figures: Any) -> dict[str, Any]:
 
 
 def speed(theme: str) -> dict[str, Any]:
-    """TFLOP/s of the fused kernel and its peers, one row a problem."""
+    """TFLOP/s of the fused kernel and its baselines, one row a problem."""
     names = {OURS: "flash_fwd_wgmma (ours)", **PEERS}
     values = [
         {"problem": row.problem.label, "of": name, "tflops": row.tflops}
@@ -66,19 +66,21 @@ def speed(theme: str) -> dict[str, Any]:
 
 
 def ladder(theme: str) -> dict[str, Any]:
-    """Microseconds of each rung's best on one problem, slowest first, and the best peer's."""
+    """Microseconds of each rung's best on one problem, slowest first, and the best baseline's."""
     problem = BOOK.problems("ladder")[0]
     best: dict[str, Row] = {}
     for row in BOOK.find("ladder", problem=problem, take="all"):
         best.setdefault(row.kernel, row)
     rungs = sorted(best.values(), key=lambda row: -row.us)
-    peers = [row for row in BOOK.rows("ladder") if row.problem == problem and row.provider != OURS]
-    peer = min((row for row in peers if row.status == "ok"), key=lambda row: row.us)
-    name = PEERS.get(peer.provider, peer.provider)
+    baselines = [
+        row for row in BOOK.rows("ladder") if row.problem == problem and row.provider != OURS
+    ]
+    baseline = min((row for row in baselines if row.status == "ok"), key=lambda row: row.us)
+    name = PEERS.get(baseline.provider, baseline.provider)
     return filled(
         "ladder.vl.json",
         values=[{"kernel": r.kernel, "us": r.us, "said": f"{r.us:.4g} µs"} for r in rungs],
-        peer={"us": peer.us, "said": f"best peer, {name}: {peer.us:.4g} µs"},
+        baseline={"us": baseline.us, "said": f"best baseline, {name}: {baseline.us:.4g} µs"},
         problem=problem.label,
         where=where(BOOK, "ladder"),
         ink=THEMES[theme][0],

@@ -89,7 +89,7 @@ class Book:
         return f"{self.results.name}/{name}" in self._earlier.get("candidates", ())
 
     def contradicted(self, name: str) -> list[str]:
-        """The labels of a run's problems on which a later run contradicts the time of a peer."""
+        """The labels of problems on which a later run contradicts the time of a baseline."""
         found: list[str] = self._earlier.get("contradicted", {}).get(
             f"{self.results.name}/{name}", []
         )
@@ -155,9 +155,9 @@ class Book:
         found = (r.problem for r in self.rows(run) if r.provider == OURS and r.status == "ok")
         return list(dict.fromkeys(found))
 
-    def against(self, name: str, peer: str) -> dict[tuple[object, ...], dict[str, Any]]:
-        """Key of each of our trials to its ratio to one peer: ratio, low, high, of."""
-        trials = [trial for trial in self.run(name).trials if trial.provider in (OURS, peer)]
+    def against(self, name: str, baseline: str) -> dict[tuple[object, ...], dict[str, Any]]:
+        """Key of each of our trials to its ratio to one baseline: ratio, low, high, of."""
+        trials = [trial for trial in self.run(name).trials if trial.provider in (OURS, baseline)]
         ranked = rank(trials, self.card(name)).to_dict("records")
         return {
             row["trial"].key: {

@@ -28,7 +28,7 @@ class NotInstalled(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to call a peer. convert: makes its inputs of the problem's before any call is timed.
+    """One way to call a baseline. convert: makes its inputs of the problem's, which is not timed.
 
     spare: tried only if no way before it works. finish: makes the values of the output of it and
     of the inputs, if it is stored with a scale; it is not timed.
@@ -41,7 +41,7 @@ class Way:
 
 
 Builder = Callable[[Any, Problem, "Session"], list[Way]]
-"""Takes the module torch; raises Unavailable, or anything else, if the peer cannot run here."""
+"""Takes the module torch; raises Unavailable, or anything else, if the baseline cannot run here."""
 
 
 # By baseline, the first words of PyTorch's `… kernel not used because:`.
@@ -74,7 +74,7 @@ def why_not(name: str, error: Exception, warned: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """The distributions of which one brings a peer, and how to get it."""
+    """The distributions of which one brings a baseline, and how to get it."""
 
     names: tuple[str, ...]
     fix: str

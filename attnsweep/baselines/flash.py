@@ -96,7 +96,7 @@ def _attention_of(module: str) -> Callable[[], Any]:
 
 
 def loaded(module: str) -> Any:
-    """A peer's package. FlashAttention-3 then calls its forward as the function that it is.
+    """A baseline's package. FlashAttention-3 then calls its forward as the function that it is.
 
     It declares that as an operator, whose first call imports torch._dynamo and with it 890 modules:
     5 to 8 s on H100 hosts. Either way the same kernels are launched.

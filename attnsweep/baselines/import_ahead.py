@@ -1,4 +1,4 @@
-"""Packages of peers are imported in a thread of the GPU process while candidates compile.
+"""Packages of baselines are imported in a thread of the GPU process while candidates compile.
 
 Importing PyTorch, Triton and FlashAttention takes seconds. The thread is over before any round is
 timed, because it would take Python from the thread that gives the GPU its work.
@@ -28,14 +28,15 @@ _IMPORTS = {
     "flash_attn_3_fp8": flash.FLASH_3,
     "flash_attn_4": ("flash_attn.cute",),
 }
-# What the first call of FlashAttention-3 imports if peers.loaded has not found a function in it.
+# What the first call of FlashAttention-3 imports if baselines.loaded has not found a function in
+# it.
 _OPERATORS = "torch._dynamo"
 
 
 class ImportAhead:
     """The thread: it imports, then takes up what Triton's process has compiled, if that is there.
 
-    Whatever fails in it fails again, with its reason, when the peer is prepared.
+    Whatever fails in it fails again, with its reason, when the baseline is prepared.
     """
 
     def __init__(self, triton: triton_precompile.TritonPrecompile) -> None:

@@ -19,14 +19,15 @@ from attnsweep.device.cuda_graph import lasting, uncollected
 if TYPE_CHECKING:
     from attnsweep.device.cuda import Session
 
-# The ways to call a peer are compared in graphs of about this length, with at most this many calls.
+# The ways to call a baseline are compared in graphs of about this length, with at most this many
+# calls.
 _SCREEN_US, _SCREEN_CALLS = 1_500.0, 50
 # The fastest few are timed again, because the first time is of three replays only.
 _FINALISTS = 3
 
 
 class Baseline:
-    """A peer bound to inputs; it is timed exactly as a candidate is."""
+    """A baseline bound to inputs; it is timed exactly as a candidate is."""
 
     stage_names: tuple[str, ...] = ()
 
@@ -69,7 +70,7 @@ class Baseline:
     def capture(
         self, calls: int, *, rotate: bool = False, stage: str | None = None
     ) -> Callable[[], None]:
-        """A function that replays a graph of back-to-back calls; a peer has no stages."""
+        """A function that replays a graph of back-to-back calls; a baseline has no stages."""
         if stage is not None:
             raise ValueError(f"a baseline has no stage {stage!r}")
         graph = self._torch.cuda.CUDAGraph()
@@ -86,7 +87,7 @@ class Baseline:
     def output(self, into: Any) -> None:
         """Write the output on copy 0 to a CuPy array of its shape, of int16, or int32 for fp32.
 
-        A peer whose output has another type, as FP8's may have, is converted to the problem's.
+        A baseline whose output has another type, as FP8's may have, is converted to the problem's.
         Raises ValueError if it has another shape.
         """
         given = self._inputs[0]
@@ -161,7 +162,7 @@ def prepare(
                     baseline.enqueue()
                     session.synchronize()
                 made.append(baseline)
-            except Exception as error:  # a peer may raise anything; the reason becomes a row
+            except Exception as error:  # a baseline may raise anything; the reason becomes a row
                 said = [str(warning.message) for warning in caught]
                 reason = str(error) if isinstance(error, Unavailable) else ""
                 failed.append(Unavailable(reason or why_not(name, error, said)))
@@ -196,7 +197,7 @@ def _best_on_shorter(
 
 
 def _fastest(baselines: Sequence[Baseline], session: Session) -> Baseline:
-    """The fastest of several ways to call one peer. Raises Unavailable if none can be captured."""
+    """The fastest of several ways to call it. Raises Unavailable if none can be captured."""
     times: dict[int, float] = {}
     reason: Exception = Unavailable("no way to call it was timed")
     for number, baseline in enumerate(baselines):

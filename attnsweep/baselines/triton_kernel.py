@@ -1,8 +1,8 @@
 """The baseline `triton_flash`: a plain fused forward in Triton, in each of `CONFIGS`.
 
-A user without CUDA C++ would write it in an afternoon, and it is a strong peer on small problems.
-`peers` times all configs on the very problem and takes the fastest. Only `peers` imports this, and
-only where Triton is installed.
+A user without CUDA C++ would write it in an afternoon, and it is a strong baseline on small
+problems. `baselines` times all configs on the very problem and takes the fastest. Only `baselines`
+imports this, and only where Triton is installed.
 """
 
 from __future__ import annotations

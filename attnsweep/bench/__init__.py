@@ -1,1 +1,1 @@
-"""The process that owns the GPU: it checks and times candidates and peers."""
+"""The process that owns the GPU: it checks and times candidates and baselines."""

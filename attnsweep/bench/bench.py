@@ -343,7 +343,7 @@ class Bench:
         return time_us, self._launched - before
 
     def add_baseline(self, name: str) -> Accuracy:
-        """Prepare, check and add a baseline. Raises peers.Unavailable with the reason."""
+        """Prepare, check and add a baseline. Raises baselines.Unavailable with the reason."""
         self._owned.imports.end()
         copies = [
             {
@@ -356,7 +356,7 @@ class Bench:
             for copy in (self._timed, *self._cold())
         ]
         self.session.release()
-        with self.session.stream:  # first, because some peers convert the inputs once
+        with self.session.stream:  # first, because some baselines convert the inputs once
             self._proof.timed.go_to(0)
         self.session.synchronize()
         call = prepare.prepare(name, self.problem, copies, self.session, self._owned.triton)
@@ -366,7 +366,7 @@ class Bench:
             call.output(output.view(self.problem.shape_of("o"), bits))
 
         with step("judge"):
-            accuracy = self._proof.of_peer(write, call.rounds_scores)
+            accuracy = self._proof.of_baseline(write, call.rounds_scores)
         self._entries[name] = _Entry(call)
         return accuracy
 

@@ -77,7 +77,7 @@ def _serve(
             os._exit(0)
         if method == "open":
             bench = None  # frees the last problem's memory before the next takes its own
-            gc.collect()  # and what peers hold in cycles, as cuDNN's handles
+            gc.collect()  # and what baselines hold in cycles, as cuDNN's handles
         if method == "describe":
             options = {**options, "owned": owned}
         reply, bench = _answer(open_problem, bench, method, args, options, card)

@@ -80,7 +80,7 @@ class Worker:
     ) -> Environment:
         """GPU, driver and versions. Raises NoGpuError if this machine cannot run CUDA.
 
-        preload: peers whose packages the child imports in a thread meanwhile.
+        preload: baselines whose packages the child imports in a thread meanwhile.
         first: the problem and the seed that will be opened first; the child begins to compute what
         is right for them.
         """

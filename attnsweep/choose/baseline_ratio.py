@@ -1,6 +1,6 @@
-"""× base: the time of the fastest peer known over a row's own, paired by rounds, with its interval.
+"""× base: the fastest baseline's time over a row's own, paired by rounds, with its interval.
 
-A peer whose rounds scatter too much is not left out, because the ratio to a slower one would
+A baseline whose rounds scatter too much is not left out, because the ratio to a slower one would
 flatter us: its fastest round stands for it, so that the ratio is a lower bound.
 """
 
@@ -51,7 +51,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The fastest peer known of a problem, in µs at the usual pace of the rounds (pace.at_pace).
+    """The fastest baseline of a problem, in µs at the usual pace of the rounds (drift.at_pace).
 
     noisy: only its fastest round is believed, as it was and at that pace, whichever is less.
     """
@@ -82,16 +82,16 @@ class Base:
 
 
 def fastest_round(trial: Trial) -> float:
-    """The time in µs of the fastest round of a peer, also of those that were discarded."""
+    """The time in µs of the fastest round of a baseline, also of those that were discarded."""
     time = trial.time_us
     return min([*time.rounds, *time.discarded, time.low]) if time is not None else math.inf
 
 
-def fastest_peer(trials: Sequence[Trial], statuses: Mapping[int, Status]) -> Base | None:
+def fastest_baseline(trials: Sequence[Trial], statuses: Mapping[int, Status]) -> Base | None:
     """The base among the rows of a problem, or None. statuses: by id, as the ranking judges them.
 
-    A peer over the error limit counts, one that is listed below the ranking never does. A noisy
-    peer counts with its fastest round.
+    A baseline over the error limit counts, one that is listed below the ranking never does. A noisy
+    baseline counts with its fastest round.
     """
     good = [trial for trial in trials if statuses[id(trial)] is Status.OK]
     paced = at_pace(good)
@@ -112,7 +112,7 @@ def fastest_peer(trials: Sequence[Trial], statuses: Mapping[int, Status]) -> Bas
 
 
 def over_limit(trial: Trial) -> bool:
-    """Whether a peer's error exceeds the limit that candidates keep. It is timed all the same."""
+    """Whether a baseline's error exceeds the limit of candidates. It is timed all the same."""
     accuracy = trial.accuracy
     if trial.provider == OURS or accuracy is None or accuracy.rel_err is None:
         return False
@@ -120,10 +120,10 @@ def over_limit(trial: Trial) -> bool:
 
 
 def below_ranking(trial: Trial) -> str | None:
-    """Why a peer is timed, but listed below the ranking and never the base; None if it competes.
+    """Why a baseline is listed below the ranking and never the base; None if it competes.
 
     One that computes in another format solves another problem. One over the error limit competes:
-    the limit is our own rule, and the ratio to a slower peer would flatter us.
+    the limit is our own rule, and the ratio to a slower baseline would flatter us.
     """
     if trial.provider != OURS and in_other_format(trial.provider, trial.problem):
         return f"it does not compute in {trial.problem.dtype}"

@@ -169,7 +169,7 @@ _SAME = 0.98
 def held_to(trial: Trial, max_error: float | None) -> Trial:
     """The row under a spec's max_error: a right candidate whose error is larger is INACCURATE.
 
-    It keeps its times, and is neither ranked nor timed in rounds. Peers are left as they are.
+    It keeps its times, and is neither ranked nor timed in rounds. Baselines are left as they are.
     """
     accuracy = trial.accuracy
     if trial.provider != OURS or accuracy is None or trial.status not in _RIGHT:

@@ -1,4 +1,4 @@
-"""Energy of a call of each finalist and peer: stretches in turns, after the rounds."""
+"""Energy of a call of each finalist and baseline: stretches in turns, after the rounds."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ _FAR_OF_LONG = 1.25
 # Only entries within this of the fastest take part in further rounds, and those not shown slower;
 # beyond _MOST times as many, only the latter.
 _NEAR = 1.02
-# A noisy peer is timed again, at most this often, in as many rounds as the spec asks for, beside
-# the best entries: at least _COMPANY, because two cannot tell who of them is noisy.
+# A noisy baseline is timed again, at most this often, in as many rounds as the spec asks for,
+# beside the best entries: at least _COMPANY, because two cannot tell who of them is noisy.
 _TIMES_AGAIN = 3
 _COMPANY = 3
 
@@ -88,10 +88,10 @@ class Finals:
         self._noisy: dict[str, _Noisy] = {}
         self._undecided_us = 0.0
 
-    def run(self, raced: Sequence[Pair], peers: Sequence[Trial]) -> list[Pair]:
-        """Time the best of `raced` and all peers in turns; returns the finalists among `raced`.
+    def run(self, raced: Sequence[Pair], baselines: Sequence[Trial]) -> list[Pair]:
+        """Time the best of `raced` and all baselines in turns; returns the finalists among `raced`.
 
-        peers: a row for each baseline, with the status for a baseline that cannot run.
+        baselines: a row for each baseline, with the status for a baseline that cannot run.
         """
         chosen = finalists_of(raced, self._spec.measure.finalists)
         finalists = []
@@ -104,8 +104,8 @@ class Finals:
                     finalists.append((build, trial))
                 except WorkerError as error:
                     self._fail(label_of(build), trial, error)
-        for done, row in enumerate(peers):
-            self._observer.preparing(row.provider, done, len(peers))
+        for done, row in enumerate(baselines):
+            self._observer.preparing(row.provider, done, len(baselines))
             try:
                 with prepared(row.provider, self._gpu, self._observer):
                     accuracy = self._gpu.add_baseline(row.provider)
@@ -248,7 +248,7 @@ class Finals:
         return more
 
     def _still(self, names: Sequence[str], taken: int) -> list[str]:
-        """Those that are not known well enough, and the fastest peer, which × base pairs with."""
+        """Those not known well enough, and the fastest baseline, which × base pairs with."""
         settings, first = self._spec.measure, taken < self._spec.measure.rounds
         times = {name: self._samples[name][settings.timed_by] for name in names}
         ranked = {n: own for n, own in times.items() if below_ranking(self._entries[n]) is None}
@@ -263,13 +263,14 @@ class Finals:
         far = _FAR_OF_LONG if self._long else _FAR
         keep = {name for name, own in times.items() if statistics.median(own) <= far * least}
         keep &= ranked.keys() if self._long else times.keys()
-        peers = [name for name in names if self._may_be_base(name)]
-        # A noisy peer may be slow in most of five rounds, and look quiet: its fastest one counts.
+        baselines = [name for name in names if self._may_be_base(name)]
+        # A noisy baseline may be slow in most of five rounds, and look quiet: its fastest one
+        # counts.
         most_us = far * least
-        keep |= {name for name in peers if min(times[name]) <= most_us}
-        if peers:
-            keep.add(min(peers, key=lambda name: statistics.median(times[name])))
-            keep.add(min(peers, key=lambda name: min(times[name])))
+        keep |= {name for name in baselines if min(times[name]) <= most_us}
+        if baselines:
+            keep.add(min(baselines, key=lambda name: statistics.median(times[name])))
+            keep.add(min(baselines, key=lambda name: min(times[name])))
         return [name for name in names if name in keep]
 
     def _may_be_base(self, name: str) -> bool:
@@ -277,9 +278,9 @@ class Finals:
         return entry.provider != OURS and below_ranking(entry) is None
 
     def _again(self, wanted: dict[str, int], rounds: Rounds, replay: Replay) -> Iterator[Round]:
-        """More rounds with the peers that are noisy, beside the best entries, until they are not.
+        """More rounds with noisy baselines, beside the best entries, until they are not noisy.
 
-        The last series of a peer replaces its earlier rounds. Those are kept as `discarded`.
+        The last series of a baseline replaces its earlier rounds. Those are kept as `discarded`.
         """
         kind, count = self._spec.measure.timed_by, self._spec.measure.rounds
         for _ in range(0 if self._long else _TIMES_AGAIN):
@@ -318,7 +319,7 @@ class Finals:
         return _pace([self._samples[name][kind] for name in self._entries])
 
     def _is_noisy(self, name: str, pace: Sequence[float]) -> bool:
-        """Whether a peer is noisy in its last series, or much slower in it than it was before."""
+        """Whether a baseline is noisy in its last series, or much slower than it was before."""
         times = self._samples[name][self._spec.measure.timed_by]
         trial = self._entries[name]
         return trial.provider != OURS and _scatter(times, self._noisy.get(name), pace) is not None
@@ -335,7 +336,7 @@ class Finals:
 
 
 def select(checked: Sequence[Pair], spec: SweepSpec, gpu: Gpu) -> list[Trial]:
-    """The race and the finals of candidates with first times, as a sweep runs them, without peers.
+    """The race and the finals of candidates with first times, without baselines.
 
     Returns a row for each of `checked`, for `rank`.
     """
@@ -381,7 +382,7 @@ def _within(rounds: Mapping[str, Sequence[float]], ratio: float) -> list[str]:
 
 @dataclass
 class _Noisy:
-    """What a peer was before it was timed again. first: the position of its first round now."""
+    """What a baseline was before it was timed again. first: the position of its first round now."""
 
     first: int = 0
     discarded: list[float] = field(default_factory=list)

@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 import pandas
 
-from attnsweep.choose.baseline_ratio import below_ranking, common_rounds, fastest_peer, over_limit
+from attnsweep.choose.baseline_ratio import (
+    below_ranking,
+    common_rounds,
+    fastest_baseline,
+    over_limit,
+)
 from attnsweep.choose.columns import COLUMNS, Row, facts, too_inaccurate
 from attnsweep.choose.drift import at_pace, last_round, rounds_of, session, time_kind
 from attnsweep.choose.stats import ratio_interval
@@ -73,13 +78,13 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
     ranked, TFLOP/s, GB/s and bound_share use warm_us. Bounds need an environment of the GPU that
     measured the trials. The column `trial` holds the Trial itself.
 
-    ratio_to_best_baseline is the time of best_baseline, the fastest peer known, over this row's:
-    above 1, this one is faster. ratio_of says what it is: `rounds`, the median of the ratios of the
-    rounds that both ran, with the 95 % sign interval ratio_low to ratio_high; `medians` if they
-    have no round in common, both at the pace of the rounds; `bound` if that peer is noisy, so that
-    its fastest round stands for it and the ratio is a lower bound. over_limit: a peer whose error
-    exceeds the limit; it is ranked and serves as base all the same, unless it computes in another
-    format.
+    ratio_to_best_baseline is the time of best_baseline, the fastest baseline known, over this
+    row's: above 1, this one is faster. ratio_of says what it is: `rounds`, the median of the ratios
+    of the rounds that both ran, with the 95 % sign interval ratio_low to ratio_high; `medians` if
+    they have no round in common, both at the pace of the rounds; `bound` if that baseline is noisy,
+    so that its fastest round stands for it and the ratio is a lower bound. over_limit: a baseline
+    whose error exceeds the limit; it is ranked and serves as base all the same, unless it computes
+    in another format.
     """
     by_problem: dict[Problem, list[Trial]] = {}
     for trial in {trial.key: trial for trial in trials}.values():
@@ -101,7 +106,7 @@ def rank(trials: Sequence[Trial], environment: Environment | None) -> pandas.Dat
 def judged(trial: Trial) -> tuple[Status, str | None]:
     """Checked status and detail: an ok row needs error <= limit, and times that can be times.
 
-    A peer may exceed the limit: it says what its users get, and `over_limit` marks it.
+    A baseline may exceed the limit: it says what its users get, and `over_limit` marks it.
     """
     if trial.status is not Status.OK:
         return trial.status, trial.detail
@@ -266,7 +271,7 @@ def _rank_problem(
     rest = [t for t in trials if verdicts[id(t)][0] is not Status.OK]
     rest.sort(key=lambda t: (_AFTER.index(verdicts[id(t)][0]), _identity(t)))
     places += [(t, None, False, False) for t in (*below, *rest)]
-    base = fastest_peer(trials, {number: status for number, (status, _) in verdicts.items()})
+    base = fastest_baseline(trials, {number: status for number, (status, _) in verdicts.items()})
     us = at_pace(right)
     return [
         {

@@ -34,8 +34,8 @@ def compare(
     """Set two runs side by side: two cards, two kinds of GPU, two versions. Needs no GPU.
 
     For each problem that both have timed: the winners, whether they agree, what each costs in the
-    other run, and the ratios to the same peer. Whatever differs in GPU and software comes first.
-    To judge a change of code on one card, take `check`.
+    other run, and the ratios to the same baseline. Whatever differs in GPU and software comes
+    first. To judge a change of code on one card, take `check`.
     """
     from attnsweep.family.discover import discover
     from attnsweep.reports.compare import compare as compared

@@ -65,7 +65,7 @@ def report_(
         typer.Option(
             "--target-us",
             min=0.001,
-            help="With --html: reference time for the ladder (default: the fastest peer).",
+            help="With --html: reference time for the ladder (default: the fastest baseline).",
         ),
     ] = None,
 ) -> None:

@@ -124,8 +124,8 @@ def tune(
 ) -> None:
     """Find the fastest kernel for SHAPE on this GPU; needs no spec.
 
-    Sweeps the shipped space of this kind of GPU next to the peers that are installed, and ends in
-    a sentence for each shape: which is faster, and by how much. The run is stored in
+    Sweeps the shipped space of this kind of GPU next to the baselines that are installed, and ends
+    in a sentence for each shape: which is faster, and by how much. The run is stored in
     RESULTS/<gpu>/tune-<shape>; the same command again continues there.
     """
     from attnsweep.choose.search import DEFAULT_STRATEGY

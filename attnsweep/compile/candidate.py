@@ -143,8 +143,8 @@ class Build:
             launches = self.kernel.launches(self.config, piece.problem, self.arch)
             for name, launch in launches.items():
                 check_arguments(name, cubins[name], launch)
-                # A call has ordinary dependencies on the call before it, as a peer's call has. On
-                # several streams, the first launch waits for an event anyway.
+                # A call has ordinary dependencies on the call before it, as a baseline's call has.
+                # On several streams, the first launch waits for an event anyway.
                 first = piece.stream not in begun
                 chains = chains or (first and launch.programmatic and schedule.streams == 1)
                 begun.add(piece.stream)

@@ -43,11 +43,11 @@ class Observer:
     def racing(self, alive: int, entrants: int) -> None:
         """A round of the race is over; `alive` of the entrants are left."""
 
-    def preparing(self, peer: str, done: int, total: int) -> None:
-        """A peer is being prepared for the rounds, after `done` of `total` others."""
+    def preparing(self, baseline: str, done: int, total: int) -> None:
+        """A baseline is being prepared for the rounds, after `done` of `total` others."""
 
     def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
-        """The problem is open, or all finalists or a peer are prepared, as far as they can be.
+        """The problem is open, or all finalists or a baseline are prepared, as far as they can be.
 
         steps_s: seconds of what the GPU process did since the last time, by step; some of it in a
         thread beside.

@@ -59,7 +59,7 @@ class Measurement(_Row):
     first_round: int = 0
     """Position of its first round among the problem's, if it was timed again after the others."""
     discarded: list[float] = Field(default_factory=list)
-    """Rounds of a noisy peer that quieter ones replaced, in microseconds."""
+    """Rounds of a noisy baseline that quieter ones replaced, in microseconds."""
     cycles: float | None = None
     """Median over the rounds of the time multiplied by the SM clock that NVML reported then."""
 
@@ -143,8 +143,8 @@ class Trial(_Row):
     tried_s: float | None = None
     """Seconds from the problem's beginning until first_us, or the reason why there is none, stood.
 
-    A run that goes on counts from the seconds of its earlier rows. None of peers, and of rows of
-    before this was kept.
+    A run that goes on counts from the seconds of its earlier rows. None of baselines, and of rows
+    of before this was kept.
     """
     first_us_before: float | None = None
     """A first time that rounds contradicted by a factor of two or more; first_us replaced it."""
@@ -154,7 +154,7 @@ class Trial(_Row):
     chained_us: float | None = None
     """Time of a call that may begin before the one before it ends, by a programmatic launch.
 
-    A peer's calls have no such form, so it is never ranked. None if calls cannot be chained.
+    A baseline's calls have no such form, so it is never ranked. None if calls cannot be chained.
     """
     eager_us: float | None = None
     """Host time to issue one call eagerly, without waiting for the device."""

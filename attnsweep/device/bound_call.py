@@ -17,7 +17,7 @@ class Pipeline:
     """One config's launches bound to buffers: a call launches its stages in order.
 
     A call has ordinary dependencies: its first launches wait until the call before has ended, as a
-    peer's do. Chained calls do not wait there, where the first launch is programmatic.
+    baseline's do. Chained calls do not wait there, where the first launch is programmatic.
     """
 
     def __init__(

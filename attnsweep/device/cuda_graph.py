@@ -41,7 +41,7 @@ def lasting(
     time_us: replays a graph, and times a replay right after it. once_us: of an eager call, which is
     a first guess only: it is mostly launch latency if the kernel is small, and anything if the host
     stood still. On H100s cuDNN's calls of 9.1 and 32.4 us took 21.6 and 46.7 in all rounds of
-    another run, 13 to 14 us more, as in graphs of one call; a slower peer then became the base.
+    another run, 13 to 14 us more, as in graphs of one call; a slower baseline then became the base.
     """
     calls = max(1, min(most, round(target_us / max(once_us, 1.0))))
     replay, launched = capture(calls), 0

@@ -7,7 +7,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-# Packages whose versions a run records: they do the timing, or are peers.
+# Packages whose versions a run records: they do the timing, or are baselines.
 PACKAGES = (
     *("cupy-cuda12x", "cupy-cuda13x", "numpy", "torch", "triton", "nvidia-cudnn-cu13"),
     *("flash-attn", "flash-attn-3", "fa3-fwd", "tokenspeed-fa3"),

@@ -35,7 +35,7 @@ class OnCard:
 
     @property
     def over_base(self) -> float | None:
-        """Geometric mean over the problems of the fastest peer's time over the winner's."""
+        """Geometric mean over the problems of the fastest baseline's time over the winner's."""
         known = [row["ratio_to_best_baseline"] for row in self.winners.values()]
         ratios = [ratio for ratio in known if ratio]
         return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None

@@ -1,7 +1,7 @@
 """Two recorded runs side by side: the same problems, their winners, and what changed around them.
 
 Needs no GPU. Times are microseconds of one call. Nothing here is a verdict on a regression: times
-of two cards differ for many reasons, so only ratios to peers of the same rounds are comparable;
+of two cards differ for many reasons, so only ratios to baselines of the same rounds are comparable;
 `attnsweep check` judges.
 """
 
@@ -34,11 +34,11 @@ _FACTS = (
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One run's part of a problem. winner: its best of ours. peers: name to time_us of the peers
+    """One run's part of a problem. winner: its best of ours. baselines: name to time_us of those
     that compute in the problem's format."""
 
     winner: Row
-    peers: Mapping[str, float]
+    baselines: Mapping[str, float]
     of_the_others: float | None
     """How many times as long as the winner the other run's winner takes here; None if it has no
     ranked row."""
@@ -70,13 +70,13 @@ class Pair:
         return self.same_winner or (self.first.tied and self.second.tied)
 
     @property
-    def over_peers(self) -> dict[str, tuple[float, float]]:
-        """Peer to its time over the winner's, in the first run and in the second."""
-        shared = [name for name in self.first.peers if name in self.second.peers]
+    def over_baselines(self) -> dict[str, tuple[float, float]]:
+        """Baseline to its time over the winner's, in the first run and in the second."""
+        shared = [name for name in self.first.baselines if name in self.second.baselines]
         return {
             name: (
-                self.first.peers[name] / self.first.us,
-                self.second.peers[name] / self.second.us,
+                self.first.baselines[name] / self.first.us,
+                self.second.baselines[name] / self.second.us,
             )
             for name in shared
         }
@@ -90,7 +90,7 @@ class Pair:
                 "kernel": trial.kernel,
                 "config": dict(trial.config),
                 "time_us": one.us,
-                "peers_us": dict(one.peers),
+                "baselines_us": dict(one.baselines),
                 "others_winner_ratio": one.of_the_others,
                 "others_winner_tied": one.tied,
             }
@@ -101,7 +101,7 @@ class Pair:
             "agree": self.agree,
             "first": side(self.first),
             "second": side(self.second),
-            "over_peers": {name: list(both) for name, both in self.over_peers.items()},
+            "over_baselines": {name: list(both) for name, both in self.over_baselines.items()},
         }
 
 
@@ -170,14 +170,14 @@ def _side(section: Section, others: Row | None) -> Side:
         (row for row in section.rows if row["rank"] and _key(row) == _key(others)),
         None,
     )
-    peers = {
+    baselines = {
         str(row["provider"]): float(row["time_us"])
         for row in section.rows
         if row["baseline"] and row["rank"]
     }
     return Side(
         winner,
-        peers,
+        baselines,
         None if there is None else float(there["time_us"]) / float(winner["time_us"]),
         there is not None and there["rank"] == winner["rank"],
     )
@@ -217,8 +217,8 @@ def config_changes(pair: Pair) -> Sequence[str]:
 
 LEGEND = (
     "first, second: µs of each run's best candidate · second/first: above 1, the second run is "
-    "slower; on two cards that is the card as much as the kernel · × peer: time of the fastest "
-    "peer that both runs timed over the best candidate's, in each run · winner: same, tied (each "
+    "slower; on two cards that is the card as much as the kernel · × baseline: time of the fastest "
+    "baseline of both runs over the best candidate's, in each run · winner: same, tied (each "
     "is in the other's tie for the first place), or how much slower the first run's winner is in "
     "the second run, and the second's in the first (– if not ranked there)"
 )
@@ -236,7 +236,7 @@ def lines(found: Comparison, width: int) -> list[Text]:
     for name, (one, other) in found.differences.items():
         say(f"{name}: {_fact(one)} → {_fact(other)}", "dim")
     out.append(Text())
-    header = ["problem", "first", "second", "second/first", "× peer", "peer", "winner"]
+    header = ["problem", "first", "second", "second/first", "× baseline", "baseline", "winner"]
     rows = [_row(pair) for pair in found.pairs]
     table = aligned([header, *rows], "lrrrrll", width, shrink=(0, 5, 6))
     out += [Text(line, "" if number else "bold") for number, line in enumerate(table)]
@@ -273,9 +273,9 @@ def verdict(found: Comparison) -> str:
 
 
 def _row(pair: Pair) -> list[str]:
-    peers = pair.over_peers
-    name = min(peers, key=lambda peer: pair.first.peers[peer], default=None)
-    both = "–" if name is None else f"{peers[name][0]:.2f} → {peers[name][1]:.2f}"
+    baselines = pair.over_baselines
+    name = min(baselines, key=lambda baseline: pair.first.baselines[baseline], default=None)
+    both = "–" if name is None else f"{baselines[name][0]:.2f} → {baselines[name][1]:.2f}"
     return [
         pair.problem.label,
         figure(pair.first.us, 4),

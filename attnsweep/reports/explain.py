@@ -62,8 +62,8 @@ class Explanation:
 
     row: its ranked row, None if no row of the run has it. config: its config. rule: name and
     description of the rule that removes it, if it has no row. beside: rows to compare with, each
-    with its part: `winner`, `next`, `best NAME` of another family, `fastest peer`. counters: what
-    `profile` recorded of it and of the winner. effects: of each parameter of its family.
+    with its part: `winner`, `next`, `best NAME` of another family, `fastest baseline`. counters:
+    what `profile` recorded of it and of the winner. effects: of each parameter of its family.
     """
 
     section: Section
@@ -240,7 +240,7 @@ def _by_place(word: str, section: Section, kernel: str | None) -> dict[str, str]
         family, names = next(iter(fitting.items()))
         return {"kernel": family} | dict(zip(names, values, strict=True))
     if word in {row["trial"].provider for row in section.rows if row["baseline"]}:
-        what = f"{word!r} is a peer, and a candidate of ours is explained"
+        what = f"{word!r} is a baseline, and a candidate of ours is explained"
         raise SpecError(what, hint=f"attnsweep report has its times; ours: {', '.join(families)}")
     shown = "; ".join(order) or "none, because no parameter differs in this run"
     close = "" if "/" in word else f"{nearest(word, families)}\n  "
@@ -430,7 +430,7 @@ def _beside(section: Section, row: Row | None) -> list[tuple[str, Row]]:
             picked.setdefault(id(other), (part, other))
 
     add("winner", section.winner)
-    add("fastest peer", section.best_baseline)
+    add("fastest baseline", section.best_baseline)
     ranked = [r for r in _ours(section) if r["rank"]]
     at = next((i for i, r in enumerate(ranked) if r is row), None)
     for other in [] if at is None else ranked[at + 1 : at + 1 + NEXT]:

@@ -14,7 +14,7 @@ from attnsweep.core.trial import Status
 from attnsweep.reports.explain import Explanation, Neighbour
 from attnsweep.reports.left_out import judged_line
 from attnsweep.reports.terminal import GLUE, aligned, wrap
-from attnsweep.reports.text import Row, faster_peer, figure, first_line, heading, place_of, who
+from attnsweep.reports.text import Row, faster_baseline, figure, first_line, heading, place_of, who
 from attnsweep.reports.views import counters, with_tails
 
 HOW = (
@@ -80,11 +80,11 @@ def verdict(found: Explanation) -> list[str]:
     us = _cost(row)
     ranked = sum(bool(r["rank"]) and not r["baseline"] for r in found.section.rows)
     if found.won:
-        peer = faster_peer(found.section)
+        baseline = faster_baseline(found.section)
         tied = sum(r["tied"] and not r["baseline"] for r in found.section.rows)
         said = [
-            f"It is the best of ours, {us}; {peer}."
-            if peer
+            f"It is the best of ours, {us}; {baseline}."
+            if baseline
             else f"It won: {us}, the first of {ranked} ranked candidates."
         ]
         if row["tied"] and tied > 1:

@@ -243,8 +243,8 @@ class _BarCard(_Best):
     def racing(self, alive: int, entrants: int) -> None:
         self._show("race", entrants - alive, entrants)
 
-    def preparing(self, peer: str, done: int, total: int) -> None:
-        self._show(f"prepare {peer}", done, total)
+    def preparing(self, baseline: str, done: int, total: int) -> None:
+        self._show(f"prepare {baseline}", done, total)
 
     def timing(self, done: int, total: int) -> None:
         self._show("time", done, total)

@@ -25,7 +25,7 @@ def frontier_lines(section: Section) -> list[str]:
 
 
 def frontier_points(section: Section) -> list[dict[str, Any]]:
-    """Every right candidate and peer with a time and an error; `on` if it is on the frontier."""
+    """Right candidates and baselines with a time and an error; `on` if on the frontier."""
     if not _matters(section):
         return []
     best = {trial.key for trial in frontier([row["trial"] for row in section.rows])}
@@ -79,7 +79,7 @@ def _left_out(section: Section) -> list[str]:
         if row["baseline"] and row["status"] == Status.OK and _error(row) > asked
     ]
     line = f"max_error {asked:.1e}: candidates with a larger error are not ranked ({out} are not)"
-    return [line + (f"; peers with a larger one: {', '.join(over)}" if over else "")]
+    return [line + (f"; baselines with a larger one: {', '.join(over)}" if over else "")]
 
 
 def _error(row: Row) -> float:

@@ -1,4 +1,4 @@
-"""What a program gains from the winners: the calls of each problem × (fastest peer − winner).
+"""What a program gains from the winners: the calls of each problem × (fastest baseline − winner).
 
 A run has this if its spec says how often a program makes its calls. Times are microseconds.
 """
@@ -24,14 +24,14 @@ NONE = "–"
 class Gain:
     """The gain of one problem. A time is None where it is unknown, and the gain is then 0.
 
-    peer_us, winner_us: of one call. gain_us: of all calls, never below 0, because the peer stays
-    where it is as fast. why: why the gain is 0, or is only a lower bound, or None.
+    baseline_us, winner_us: of one call. gain_us: of all calls, never below 0, because the baseline
+    stays where it is as fast. why: why the gain is 0, or is only a lower bound, or None.
     """
 
     label: str
     calls: int
-    peer: str | None
-    peer_us: float | None
+    baseline: str | None
+    baseline_us: float | None
     winner: str | None
     winner_us: float | None
     gain_us: float
@@ -47,13 +47,15 @@ class Gains:
 
     @property
     def calls(self) -> int:
-        """Calls of the problems whose peer's time is known."""
-        return sum(each.calls for each in self.problems if each.peer_us is not None)
+        """Calls of the problems whose baseline's time is known."""
+        return sum(each.calls for each in self.problems if each.baseline_us is not None)
 
     @property
-    def peer_us(self) -> float:
-        """Time of these calls with the fastest peers."""
-        return sum(each.calls * each.peer_us for each in self.problems if each.peer_us is not None)
+    def baseline_us(self) -> float:
+        """Time of these calls with the fastest baselines."""
+        return sum(
+            each.calls * each.baseline_us for each in self.problems if each.baseline_us is not None
+        )
 
     @property
     def gain_us(self) -> float:
@@ -62,8 +64,8 @@ class Gains:
 
     @property
     def others(self) -> int:
-        """Calls without a problem, or without a peer's time."""
-        unknown = sum(each.calls for each in self.problems if each.peer_us is None)
+        """Calls without a problem, or without a baseline's time."""
+        unknown = sum(each.calls for each in self.problems if each.baseline_us is None)
         return unknown + sum(int(each["calls"]) for each in self.unserved)
 
 
@@ -98,35 +100,35 @@ def _gain(problem: Problem, calls: int, section: Section | None) -> Gain:
     won = None if section is None else section.winner
     best = None if section is None else section.best_baseline
     row = won or {}
-    peer_us = None
+    baseline_us = None
     if best is not None:
-        # A noisy peer counts with its fastest round, as × base does.
+        # A noisy baseline counts with its fastest round, as × base does.
         noisy = best["status"] == Status.NOISY
-        peer_us = fastest_round(best["trial"]) if noisy else best["time_us"]
+        baseline_us = fastest_round(best["trial"]) if noisy else best["time_us"]
     winner_us = row.get("time_us")
     gain, why = 0.0, None
     low, high = row.get("ratio_low"), row.get("ratio_high")
     if section is None:
         why = "not measured"
-    elif peer_us is None:
-        why = "no peer was timed"
+    elif baseline_us is None:
+        why = "no baseline was timed"
     elif winner_us is None:
         why = "no candidate is ok"
-    elif winner_us >= peer_us:
-        why = "the peer is as fast, and stays"
+    elif winner_us >= baseline_us:
+        why = "the baseline is as fast, and stays"
     elif low is not None and high is not None and low <= 1 <= high:
         why = "no difference was shown"
     else:
-        gain = calls * (peer_us - winner_us)
+        gain = calls * (baseline_us - winner_us)
         why = {
-            "bound": "at least: the peer was noisy",
+            "bound": "at least: the baseline was noisy",
             "medians": "not in the same rounds",
         }.get(row.get("ratio_of") or "")
     return Gain(
         problem.label,
         calls,
         who(best) if best is not None else None,
-        peer_us,
+        baseline_us,
         who(won) if won is not None else None,
         winner_us,
         gain,
@@ -143,16 +145,16 @@ SHRINK = (6, 5, 0)
 
 def table(found: Gains) -> list[list[str]]:
     """Header and cells: a line for each problem, the largest gain first, and the total."""
-    lines = [["problem", "calls", "peer µs", "ours µs", "gain ms", "peer", "note"]]
+    lines = [["problem", "calls", "baseline µs", "ours µs", "gain ms", "baseline", "note"]]
     for each in sorted(found.problems, key=lambda each: (-each.gain_us, each.label)):
         lines.append(
             [
                 each.label,
                 f"{each.calls:,}",
-                NONE if each.peer_us is None else figure(each.peer_us, 4),
+                NONE if each.baseline_us is None else figure(each.baseline_us, 4),
                 NONE if each.winner_us is None else figure(each.winner_us, 4),
                 _ms(each.gain_us),
-                each.peer or NONE,
+                each.baseline or NONE,
                 each.why or "",
             ]
         )
@@ -162,13 +164,13 @@ def table(found: Gains) -> list[list[str]]:
 
 def sentences(found: Gains) -> list[str]:
     """The total, then the calls that it does not hold."""
-    peer_ms, ours_ms = found.peer_us / 1e3, (found.peer_us - found.gain_us) / 1e3
-    share = found.gain_us / found.peer_us if found.peer_us else 0.0
+    baseline_ms, ours_ms = found.baseline_us / 1e3, (found.baseline_us - found.gain_us) / 1e3
+    share = found.gain_us / found.baseline_us if found.baseline_us else 0.0
     plural = "s" * (found.calls != 1)
     out = [
-        f"The program's {found.calls:,} call{plural} take {figure(peer_ms, 4)}{GLUE}ms with the "
-        f"fastest peers and {figure(ours_ms, 4)}{GLUE}ms where a winner replaces a slower peer: "
-        f"{_ms(found.gain_us)}{GLUE}ms less ({100 * share:.1f}{GLUE}%)."
+        f"The program's {found.calls:,} call{plural} take {figure(baseline_ms, 4)}{GLUE}ms with "
+        f"the fastest baselines and {figure(ours_ms, 4)}{GLUE}ms where a winner replaces a slower "
+        f"baseline: {_ms(found.gain_us)}{GLUE}ms less ({100 * share:.1f}{GLUE}%)."
     ]
     if found.others or found.unserved:
         out.append(
@@ -185,7 +187,7 @@ def to_json(found: Gains) -> dict[str, Any]:
     return {
         "problems": [asdict(each) for each in found.problems],
         "calls": found.calls,
-        "peer_us": found.peer_us,
+        "baseline_us": found.baseline_us,
         "gain_us": found.gain_us,
         "unserved_calls": found.others,
         "unserved": list(found.unserved),

@@ -36,13 +36,13 @@ from attnsweep.reports.text import (
     Row,
     Section,
     absent_baselines,
+    baseline_lines,
     bound_line,
     by_problem,
     conditions_line,
-    faster_peer,
+    faster_baseline,
     figure,
     heading,
-    peer_lines,
     ratio_text,
     recorded_lines,
     tie_line,
@@ -75,9 +75,9 @@ def write(
     """Write the page of `run` to `path`, in one step, and return its size in bytes.
 
     top: candidates per ranked table, fewer if there are many problems. target_us: reference time
-    for the ladder (default: each problem's fastest peer known). plots: a library that was started
-    earlier, to save waiting for it. Raises ToolchainError if the packages of the `html` extra are
-    missing, StoreError if `path` cannot be written.
+    for the ladder (default: each problem's fastest baseline known). plots: a library that was
+    started earlier, to save waiting for it. Raises ToolchainError if the packages of the `html`
+    extra are missing, StoreError if `path` cannot be written.
     """
     refuse_recorded(path)
     data = render(run, top=top, target_us=target_us, plots=plots).encode("utf-8", "replace")
@@ -218,7 +218,7 @@ def _problem(
         rest_line(section, shown, "the list below has all of them"),
         *searched_lines(section),
         judged_line(section.rows),
-        *peer_lines(section),
+        *baseline_lines(section),
         *absent_baselines(section),
         *recorded_lines(section),
     ]
@@ -229,7 +229,7 @@ def _problem(
         "lines": [_plain(line) for line in lines_of_bound if line],
         "winner": won and {**won, "who": who(won), "key": _key_figures(section, won)},
         "best": best and {**best, "who": who(best)},
-        "faster_peer": faster_peer(section),
+        "faster_baseline": faster_baseline(section),
         "ratio": won["ratio_to_best_baseline"] if won and best else None,
         "ratio_text": ratio_text(won, name=False) if won else None,
         "header": _in_order(lines[0]) if lines else [],
@@ -347,7 +347,7 @@ def _ladder(section: Section, rungs: Sequence[str], target_us: float | None) -> 
     best = section.best_baseline
     target, of = target_us, "the given target"
     if target is None and best is not None:
-        target, of = best["time_us"], f"{who(best)}, the fastest peer known"
+        target, of = best["time_us"], f"{who(best)}, the fastest baseline known"
     rows = {row["kernel"]: row for row in section.best_of_families}
     steps: list[dict[str, Any]] = []
     before: float | None = None

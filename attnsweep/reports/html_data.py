@@ -85,7 +85,7 @@ def _settings(row: Row) -> dict[str, Any]:
 
 
 def _drawn(section: Section, variants: Mapping[str, Any]) -> dict[str, Any]:
-    """One problem: its size, bounds, peers, the stages of its best pipelines, and the effects."""
+    """One problem: size, bounds, baselines, the stages of its best pipelines, and effects."""
     problem: Problem = section.problem
     bests = {id(row) for row in section.best_of_families}
     ranked = [row for row in section.rows if row["rank"]]
@@ -101,7 +101,7 @@ def _drawn(section: Section, variants: Mapping[str, Any]) -> dict[str, Any]:
         "bytes": problem.min_bytes,
         "bounds": {unit: short(us) for unit, us in section.bounds_us.items()},
         "binds": binds,
-        "peers": [_peer(row) for row in ranked if row["baseline"] or id(row) in bests],
+        "baselines": [_baseline(row) for row in ranked if row["baseline"] or id(row) in bests],
         "effects": _effects(section, variants),
         "frontier": frontier_points(section),
         "staged": [
@@ -163,7 +163,7 @@ def own_settings(section: Section, row: Row) -> Mapping[str, object]:
     return {name: config[name] for name in names if name in config}
 
 
-def _peer(row: Row) -> dict[str, Any]:
+def _baseline(row: Row) -> dict[str, Any]:
     time = row["trial"].time_us
     return {
         "who": who(row),

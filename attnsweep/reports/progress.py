@@ -198,7 +198,7 @@ class _Best(Observer):
     def racing(self, alive: int, entrants: int) -> None:  # noqa: ARG002
         self.eta.finals()
 
-    def preparing(self, peer: str, done: int, total: int) -> None:  # noqa: ARG002
+    def preparing(self, baseline: str, done: int, total: int) -> None:  # noqa: ARG002
         self.eta.finals()
 
     def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
@@ -306,16 +306,16 @@ class _Bars(_Best):
             self._tasks["race"] = self._progress.add_task("  race", total=entrants, best="")
         self._progress.update(self._tasks["race"], completed=entrants - alive)
 
-    def preparing(self, peer: str, done: int, total: int) -> None:
-        super().preparing(peer, done, total)
-        if "peers" not in self._tasks:
-            self._tasks["peers"] = self._progress.add_task("  peers", total=total, best="")
-        self._progress.update(self._tasks["peers"], completed=done, best=peer)
+    def preparing(self, baseline: str, done: int, total: int) -> None:
+        super().preparing(baseline, done, total)
+        if "baselines" not in self._tasks:
+            self._tasks["baselines"] = self._progress.add_task("  baselines", total=total, best="")
+        self._progress.update(self._tasks["baselines"], completed=done, best=baseline)
 
     def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
         super().prepared(what, took_s, steps_s)
-        if "peers" in self._tasks:
-            self._progress.update(self._tasks["peers"], advance=1, best="")
+        if "baselines" in self._tasks:
+            self._progress.update(self._tasks["baselines"], advance=1, best="")
 
     def timing(self, done: int, total: int) -> None:
         super().timing(done, total)
@@ -368,9 +368,9 @@ class _PlainLines(_Best):
         super().racing(alive, entrants)
         self._say(f"race {alive} of {entrants} left")
 
-    def preparing(self, peer: str, done: int, total: int) -> None:
-        super().preparing(peer, done, total)
-        self._say(f"prepare {peer}, peer {done + 1} of {total}")
+    def preparing(self, baseline: str, done: int, total: int) -> None:
+        super().preparing(baseline, done, total)
+        self._say(f"prepare {baseline}, baseline {done + 1} of {total}")
 
     def timing(self, done: int, total: int) -> None:
         super().timing(done, total)
@@ -430,10 +430,10 @@ class _JsonLines(_Best):
         super().racing(alive, entrants)
         self._tell("race", entrants - alive, entrants)
 
-    def preparing(self, peer: str, done: int, total: int) -> None:
-        super().preparing(peer, done, total)
+    def preparing(self, baseline: str, done: int, total: int) -> None:
+        super().preparing(baseline, done, total)
         self._phase = ""  # a line for each: one may take long
-        self._tell("peers", done, total, peer=peer)
+        self._tell("baselines", done, total, baseline=baseline)
 
     def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
         steps_s = {name: round(spent_s, 3) for name, spent_s in steps_s.items()}

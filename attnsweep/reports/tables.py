@@ -27,17 +27,17 @@ from attnsweep.reports.text import (
     Section,
     absent_baselines,
     apart,
+    baseline_lines,
     bound_line,
     by_problem,
     conditions_line,
     decimals_for,
     failures,
     failures_in_full,
-    faster_peer,
+    faster_baseline,
     figure,
     heading,
     marks,
-    peer_lines,
     place_of,
     ratio_text,
     recorded_lines,
@@ -53,8 +53,8 @@ MARKDOWN_TOP = 20
 _WIDE = 100
 LEGEND = (
     "~ not timed in the rounds of the finals · ± half the interquartile range of the rounds, – if "
-    "timed once · × base: time of the fastest peer known over this one, paired by rounds; ~ of "
-    f"medians, ≥ at least, because that peer is noisy · 95{GLUE}%: interval of × base, of fewer "
+    "timed once · × base: time of the fastest baseline known over this one, paired by rounds; ~ of "
+    f"medians, ≥ at least, because that one is noisy · 95{GLUE}%: interval of × base, of fewer "
     f"than 6 rounds their range · regs, smem: the largest stage · %{GLUE}bound: 100 is at the bound"
     " · eager: host time to issue one call, next to which the device works · ranks follow the "
     "paired rounds, so a row with a lower median can rank below another"
@@ -102,7 +102,7 @@ def print_run(run: Run, console: Console, *, top: int = 10) -> None:
 def first_rows(
     trials: Sequence[Trial], environment: Environment, width: int, top: int = 3
 ) -> list[tuple[str, str]]:
-    """The table of one problem's best rows and its peers: lines with their rich styles."""
+    """The table of one problem's best rows and its baselines: lines with their rich styles."""
     (section,) = by_problem(rank(trials, environment), environment)
     shown = section.shown(top)
     if not shown:
@@ -327,7 +327,7 @@ def _table(section: Section, rows: Sequence[Row], width: int) -> tuple[list[str]
 
 
 def _summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]:
-    """Header and one line per problem: the best of ours, its time, the ratio to the fastest peer.
+    """Header and one line per problem: the best of ours, its time, × the fastest baseline.
 
     intervals: whether the ratios have theirs, for which a narrow terminal has no room.
     """
@@ -354,7 +354,7 @@ def _summary(sections: Sequence[Section], *, intervals: bool) -> list[list[str]]
 def _styled(
     section: Section, rows: Sequence[Row], lines: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    best = "bold" if faster_peer(section) else "bold green"
+    best = "bold" if faster_baseline(section) else "bold green"
     for row, line in zip(rows, lines, strict=True):
         yield line, best if row["winner"] else "cyan" if row["baseline"] else ""
 
@@ -387,7 +387,7 @@ def _terminal(section: Section, width: int, top: int, more: str) -> list[tuple[s
     for line, errors in failures_in_full(section):
         out.append((cut(line, width), "yellow"))
         out += [(cut(f"    {text}", width), "") for text in errors]
-    for line in peer_lines(section):
+    for line in baseline_lines(section):
         say(line)
     for line in [*absent_baselines(section), *recorded_lines(section)]:
         say(line, "dim")
@@ -437,7 +437,7 @@ def to_markdown(
             *searched_lines(section),
             judged_line(section.rows),
             *failures(section),
-            *peer_lines(section),
+            *baseline_lines(section),
             *absent_baselines(section),
             *recorded_lines(section),
         ]

@@ -46,7 +46,7 @@ class Section:
 
     @property
     def best_baseline(self) -> Row | None:
-        """The fastest peer known, which × base compares with, or None. It may be noisy."""
+        """The fastest baseline known, which × base compares with, or None. It may be noisy."""
         name = self.rows[0]["best_baseline"]
         return next((row for row in self.rows if row["baseline"] and row["provider"] == name), None)
 
@@ -61,7 +61,7 @@ class Section:
         best = [row for row in ranked if not row["baseline"]][:top]
         keep = {id(row) for row in (*best, *self.best_of_families)}
         shown = [row for row in ranked if row["baseline"] or id(row) in keep]
-        return shown + [row for row in self.rows if _unranked_peer(row)] if shown else []
+        return shown + [row for row in self.rows if _unranked_baseline(row)] if shown else []
 
     @property
     def best_of_families(self) -> list[Row]:
@@ -125,7 +125,7 @@ def by_problem(
     ]
 
 
-def _unranked_peer(row: Row) -> bool:
+def _unranked_baseline(row: Row) -> bool:
     """Whether a baseline has a time, but is noisy or listed below the ranking."""
     timed = bool(row["baseline"] and row["time_us"])
     return timed and (row["status"] == Status.NOISY or is_below(row))
@@ -146,7 +146,7 @@ def marks(row: Row) -> list[str]:
 
 
 def ratio_text(row: Row, *, name: bool = True, interval: bool = True) -> str:
-    """`1.10× (1.09 to 1.11) flash_attn_3`; a ratio to a noisy peer is `at least` so much."""
+    """`1.10× (1.09 to 1.11) flash_attn_3`; a ratio to a noisy baseline is `at least` so much."""
     value, of = row["ratio_to_best_baseline"], row["ratio_of"]
     if value is None:
         return "–"
@@ -246,8 +246,8 @@ def apart(row: Row) -> bool:
     return not row["rounds"]
 
 
-def faster_peer(section: Section) -> str | None:
-    """`torch_cudnn is faster (1.12×)`, if the fastest peer ranks before the best of ours.
+def faster_baseline(section: Section) -> str | None:
+    """`torch_cudnn is faster (1.12×)`, if the fastest baseline ranks before the best of ours.
 
     `torch_cudnn takes less energy (1.12×)`, if energy ranks.
     """
@@ -301,7 +301,7 @@ def winner_lines(section: Section) -> list[str]:
         said.append("no baseline was timed with it")
     else:
         by = " by medians of different rounds" if row["ratio_of"] == "medians" else ""
-        said.append(f"{ratio_text(row, name=False)} {who(best)}, the fastest peer{by}")
+        said.append(f"{ratio_text(row, name=False)} {who(best)}, the fastest baseline{by}")
     said += others
     chained = row["trial"].chained_us
     said += [] if chained is None else [f"chained{GLUE}{figure(chained, 3)}{GLUE}µs"]
@@ -309,8 +309,8 @@ def winner_lines(section: Section) -> list[str]:
         rank = ", which ranks" if row["ranked_as"] == "energy" else ""
         said.append(f"{row['energy_uj'] / 1e3:.4g}{GLUE}mJ at {row['power_w']:.0f}{GLUE}W{rank}")
     config = f" {row['config']}" if row["config"] else ""
-    peer = faster_peer(section)
-    title = f"* best of ours; {peer}:" if peer else "* winner"
+    baseline = faster_baseline(section)
+    title = f"* best of ours; {baseline}:" if baseline else "* winner"
     lines = [f"{title} {who(row)}{config}: {', '.join(said)}"]
     lines += _chained(section) if chained is None else []
     for row in section.best_of_families:
@@ -393,8 +393,8 @@ def failures_in_full(section: Section) -> list[tuple[str, list[str]]]:
     return out[:MAX_REASONS] + ([(f"and {hidden} more causes", [])] if hidden > 0 else [])
 
 
-def peer_lines(section: Section) -> list[str]:
-    """What a reader must know of the peers that × base compares with, or does not."""
+def baseline_lines(section: Section) -> list[str]:
+    """What a reader must know of the baselines that × base compares with, or does not."""
     best = section.best_baseline
     lines = []
     if best is not None and best["status"] == Status.NOISY:
@@ -450,13 +450,13 @@ _TITLES = {
     "flash_attn_4": "FlashAttention-4",
     "attnsweep_bf16": "attnsweep's own attention in bf16",
 }
-"""The name that a reader has for each peer."""
+"""The name that a reader has for each baseline."""
 
 
 def sentence(section: Section) -> str:
     """`flash_fwd_wgmma is 1.10 ± 0.01 times as fast as FlashAttention-3 (398 against 438 µs) on …`.
 
-    The figure after ± reaches to the farther end of the 95 % interval. A peer that is faster is
+    The figure after ± reaches to the farther end of the 95 % interval. A baseline that is faster is
     named first, and no difference is claimed where the interval holds 1.
     """
     label, row, best = section.problem.label, section.winner, section.best_baseline
@@ -465,27 +465,29 @@ def sentence(section: Section) -> str:
     ours, us = str(row["kernel"]), figure(row["time_us"], 3)
     unit = "µs" if row["timed_as"] == "warm" else f"µs {row['timed_as']}"
     if best is None or row["ratio_to_best_baseline"] is None:
-        return f"{ours} takes {us} {unit} on {label}{_where(row)}; no peer was timed with it."
-    peer = _TITLES.get(best["provider"], best["provider"])
+        return f"{ours} takes {us} {unit} on {label}{_where(row)}; no baseline was timed with it."
+    baseline = _TITLES.get(best["provider"], best["provider"])
     noisy = row["ratio_of"] == "bound"
-    peer_us = fastest_round(best["trial"]) if noisy else best["time_us"]
-    times, ratio = (us, figure(peer_us, 3)), row["ratio_to_best_baseline"]
+    baseline_us = fastest_round(best["trial"]) if noisy else best["time_us"]
+    times, ratio = (us, figure(baseline_us, 3)), row["ratio_to_best_baseline"]
     low, high = row["ratio_low"], row["ratio_high"]
     on = f" on {label}{_where(row)}"
     if best["over_limit"]:
-        on += f"; the error of {peer} is over the limit"
+        on += f"; the error of {baseline} is over the limit"
     if noisy:
         if ratio <= 1:
             return (
-                f"{peer} was too noisy to compare with {ours} ({times[0]} against {times[1]} "
+                f"{baseline} was too noisy to compare with {ours} ({times[0]} against {times[1]} "
                 f"{unit} in its fastest round){on}."
             )
         return (
-            f"{ours} is at least {_floored(ratio)} times as fast as {peer}, which was noisy "
+            f"{ours} is at least {_floored(ratio)} times as fast as {baseline}, which was noisy "
             f"({times[0]} against {times[1]} {unit} in its fastest round){on}."
         )
     if low is None or high is None:
-        first, second, factor = (ours, peer, ratio) if ratio >= 1 else (peer, ours, 1 / ratio)
+        first, second, factor = (
+            (ours, baseline, ratio) if ratio >= 1 else (baseline, ours, 1 / ratio)
+        )
         both = times if ratio >= 1 else times[::-1]
         return (
             f"{first} is about {factor:.2f} times as fast as {second} ({both[0]} against {both[1]} "
@@ -493,17 +495,17 @@ def sentence(section: Section) -> str:
         )
     if low <= 1 <= high:
         return (
-            f"No difference between {ours} and {peer} was shown ({times[0]} against {times[1]} "
+            f"No difference between {ours} and {baseline} was shown ({times[0]} against {times[1]} "
             f"{unit}, a ratio of {_pm(ratio, low, high)}){on}."
         )
     if ratio > 1:
         return (
-            f"{ours} is {_pm(ratio, low, high)} times as fast as {peer} ({times[0]} against "
+            f"{ours} is {_pm(ratio, low, high)} times as fast as {baseline} ({times[0]} against "
             f"{times[1]} {unit}){on}."
         )
     return (
-        f"{peer} is {_pm(1 / ratio, 1 / high, 1 / low)} times as fast as {ours}, the best of ours "
-        f"({times[1]} against {times[0]} {unit}){on}."
+        f"{baseline} is {_pm(1 / ratio, 1 / high, 1 / low)} times as fast as {ours}, the best of "
+        f"ours ({times[1]} against {times[0]} {unit}){on}."
     )
 
 

@@ -227,7 +227,7 @@ class SpecFile(_Model):
     )
     baselines: Baselines = Field(
         default=list(BASELINES),
-        description="Peers timed in the same rounds: all, or a list of names.",
+        description="Baselines timed in the same rounds: all, or a list of names.",
     )
     search: SearchSpec = Field(default=SearchSpec(), description="Which candidates are tried.")
     measure: MeasureSpec = Field(default=MeasureSpec(), description="How they are timed.")

@@ -41,7 +41,7 @@ KNOWN_BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
 OWN_BF16: BaselineName = "attnsweep_bf16"
 """The winner of the recorded runs in bf16, on what FP8 inputs stand for. It must be asked for."""
 BASELINES = tuple(name for name in KNOWN_BASELINES if name != OWN_BF16)
-"""All peers of other makers: the default."""
+"""All baselines of other makers: the default."""
 
 
 CALLABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -59,7 +59,7 @@ def _baseline_name(value: object) -> object:
 
 
 def in_other_format(provider: str, problem: Problem) -> bool:
-    """Whether a peer computes in another format than the problem's: it is timed, but never × base.
+    """Whether a baseline computes in another format than the problem's: it is never × base.
 
     flash_attn_3_fp8 does so of a problem that is not in FP8, whose inputs it converts.
     """

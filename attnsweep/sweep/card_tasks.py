@@ -159,9 +159,9 @@ class Telling(Observer):
         """A round of the race is over."""
         self._pipe.tell("racing", alive=alive, entrants=entrants)
 
-    def preparing(self, peer: str, done: int, total: int) -> None:
-        """A peer is being prepared."""
-        self._pipe.tell("preparing", peer=peer, done=done, total=total)
+    def preparing(self, baseline: str, done: int, total: int) -> None:
+        """A baseline is being prepared."""
+        self._pipe.tell("preparing", baseline=baseline, done=done, total=total)
 
     def prepared(self, what: str, took_s: float, steps_s: Mapping[str, float]) -> None:
         """Something is prepared."""

@@ -62,7 +62,7 @@ class Kept:
         if len(kept) < len(builds):
             return False
         stored = {trial.key: trial for trial in self._store.trials}
-        for row in self.peers(problem):
+        for row in self.baselines(problem):
             old = stored.get(row.key)
             if old is None or old.fingerprint != row.fingerprint:
                 return False
@@ -83,7 +83,7 @@ class Kept:
         same = [facts for facts in found if facts.get("name") == name]
         return name is None or all(facts.get("rows") == len(same) for facts in same)
 
-    def peers(self, problem: Problem) -> list[Trial]:
+    def baselines(self, problem: Problem) -> list[Trial]:
         """A row for each baseline, with the status for a baseline that cannot run."""
         packages = sorted(self._environment.packages.items())
         return [

@@ -140,14 +140,14 @@ class Sweep:
             queue.ask()
             queue.submit()
         checked = [(b, t) for b, t in rows.values() if t.status is Status.OK]
-        self._finals(checked, self._kept.peers(queue.problem))
+        self._finals(checked, self._kept.baselines(queue.problem))
         self.keep_winners(queue.problem)  # so that a run that is killed later has them
 
-    def _finals(self, checked: Sequence[Pair], peers: Sequence[Trial]) -> None:
+    def _finals(self, checked: Sequence[Pair], baselines: Sequence[Trial]) -> None:
         raced = race(checked, self._spec, self._gpu, put=self._put, observer=self._observer)
         keep, observer = self._store.append, self._observer
         finals = Finals(self._spec, self._gpu, put=self._put, keep=keep, observer=observer)
-        for build, trial in finals.run(raced, peers):
+        for build, trial in finals.run(raced, baselines):
             self._finalists[trial.key] = build
 
     # -- one candidate ----------------------------------------------------------------------

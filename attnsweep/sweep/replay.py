@@ -80,8 +80,8 @@ def replay(
                     row = Trial.model_validate(missing | asked | {"config": dict(config)})
                     search.tell(stored(row))
             for name in spec.baselines:
-                peer = {"kernel": name, "provider": name, "config": {}}
-                stored(Trial.model_validate(missing | peer))
+                baseline = {"kernel": name, "provider": name, "config": {}}
+                stored(Trial.model_validate(missing | baseline))
         return store.finish(tables.files)
     finally:
         store.close()

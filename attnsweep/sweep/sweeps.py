@@ -302,7 +302,7 @@ class _Sweeps:
             case "racing":
                 on.racing(message["alive"], message["entrants"])
             case "preparing":
-                on.preparing(message["peer"], message["done"], message["total"])
+                on.preparing(message["baseline"], message["done"], message["total"])
             case "prepared":
                 on.prepared(message["what"], message["took_s"], message["steps_s"])
             case "timing":

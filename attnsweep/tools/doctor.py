@@ -1,4 +1,4 @@
-"""State of this machine: pip, driver, GPU, NVRTC, CuPy, peers, cache."""
+"""State of this machine: pip, driver, GPU, NVRTC, CuPy, baselines, cache."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def examine() -> list[Finding]:
         Finding("GPU", False, "none without a driver") if cuda is None else _gpu(),
         _package(("nvidia-ml-py",), "NVML", install, needed=False),
         _package(("torch",), "PyTorch", install_command("torch"), needed=False),
-        *(_peer(name) for name in _PEERS),
+        *(_baseline(name) for name in _PEERS),
     ]
     if cuda is None:  # without a driver no package helps to use a GPU
         on_gpu = [replace(finding, fix=None, needed=False) for finding in on_gpu]
@@ -184,11 +184,11 @@ def _gpu() -> Finding:
     return Finding("GPU", True, detail)
 
 
-# Peers that packages of their own bring; the others come with PyTorch.
+# Baselines that packages of their own bring; the others come with PyTorch.
 _PEERS = ("cudnn", "triton_flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
 
 
-def _peer(name: str) -> Finding:
+def _baseline(name: str) -> Finding:
     package = BACKENDS[name].package
     installed = package.installed()
     if installed:

@@ -16,7 +16,7 @@ from attnsweep.store.outputs import FILE as COUNTERS
 from attnsweep.store.run import CUBINS, SPEC, Run, environment_of, trials_of
 from attnsweep.store.store import Store
 
-# What the runs must have in common, besides their spec and the versions of the peers. Cards and
+# What the runs must have in common, besides their spec and the versions of the baselines. Cards and
 # hosts may differ: every row says its own.
 _ALIKE = ("gpu", "arch", "protocol", "driver", "cuda", "nvrtc", "attnsweep", "power_limit_w")
 _OF_ONE_CARD = ("uuid", "sku", "host")

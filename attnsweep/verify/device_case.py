@@ -271,13 +271,13 @@ class Fixture:
         found: Found,
         rounds_scores: int,
         *,
-        peer: bool = False,
+        baseline: bool = False,
         same: Measures | None = None,
     ) -> Accuracy:
         """The accuracy of an output. Raises WrongResult if it is wrong.
 
-        peer: only NaN is wrong; an error over the limit is returned, to be shown. same: errors of
-        the same maths, if they are known, which give the limits.
+        baseline: only NaN is wrong; an error over the limit is returned, to be shown. same: errors
+        of the same maths, if they are known, which give the limits.
         """
         label = self.case.label
         limits = verify_limits.limits(self.case, rounds_scores, same)
@@ -306,7 +306,7 @@ class Fixture:
                 f"or were never written ({label})",
                 accuracy,
             )
-        if peer:
+        if baseline:
             return accuracy
         over = [name for name, share in shares.items() if not share <= 1]  # so that NaN fails
         if over:

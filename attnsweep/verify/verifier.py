@@ -81,8 +81,8 @@ class Proof:
 
         then: the problem that will be opened next; its inputs are made meanwhile.
 
-        rounds_scores: how often candidates and peers round scores; what their limits come from is
-        computed meanwhile, and then that of the next problem.
+        rounds_scores: how often candidates and baselines round scores; what their limits come from
+        is computed meanwhile, and then that of the next problem.
         """
         self._session, self._seed = session, seed
         self._pool = pool = pool or ReferencePool()
@@ -104,7 +104,7 @@ class Proof:
             session.settle()
         if then is not None:
             pool.begin(then, seed)
-            self._begin(then, rounds_scores)  # a peer needs its limits soon
+            self._begin(then, rounds_scores)  # a baseline needs its limits soon
         self._poisons = False
         self._preparation: tuple[Any, Any] | None = None
         # Digests of o and of lse, (2, 2, parts).
@@ -304,9 +304,9 @@ class Proof:
         how = (call, candidate.deterministic, candidate.rounds_scores)
         return Proven(self.timed, *how, digests[0], lse, digests[1])
 
-    @proves("peers")
-    def of_peer(self, write: Callable[[Buffer], None], rounds_scores: int) -> Accuracy:
-        """The accuracy of a peer's output on the inputs as they were made; only NaN is wrong.
+    @proves("baselines")
+    def of_baseline(self, write: Callable[[Buffer], None], rounds_scores: int) -> Accuracy:
+        """The accuracy of a baseline's output on the inputs as they were made; only NaN is wrong.
 
         write: puts it into a buffer, which is poisoned before.
         """
@@ -322,7 +322,7 @@ class Proof:
             self.timed.compare_format(1)
             found, of_format = self._judge.found(2)
         same = self._same(self.timed, rounds_scores)
-        accuracy = self.timed.accuracy(Found(found, {}), rounds_scores, peer=True, same=same)
+        accuracy = self.timed.accuracy(Found(found, {}), rounds_scores, baseline=True, same=same)
         return self._named(accuracy, found, of_format)
 
     # -- many calls -------------------------------------------------------------------------

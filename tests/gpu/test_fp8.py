@@ -1,4 +1,4 @@
-"""FP8 on a GPU: the judge proves its reference there, and peers take the same bytes and scales."""
+"""FP8 on a GPU: the judge proves its reference, and baselines take the same bytes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def opened(worker, dtype, causal=True):
     return problem
 
 
-def peer(worker, name):
-    """The accuracy of a peer, or why it cannot run."""
+def baseline(worker, name):
+    """The accuracy of a baseline, or why it cannot run."""
     try:
         return worker.add_baseline(name)
     except WorkerError as error:
@@ -46,11 +46,13 @@ def test_the_reference_of_scaled_inputs_is_numpys(worker, dtype, causal):
 
 @pytest.mark.parametrize("name", ["flash_attn_3_fp8", "cudnn", OWN_BF16])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_peer_is_near_the_values_that_the_bytes_stand_for_or_says_why_not(worker, name, dtype):
+def test_a_baseline_is_near_the_values_that_the_bytes_stand_for_or_says_why_not(
+    worker, name, dtype
+):
     if arch_named(worker.describe().arch).compute_capability < (8, 9):
         pytest.skip("this GPU has no FP8")
     opened(worker, dtype)
-    found = peer(worker, name)
+    found = baseline(worker, name)
     if isinstance(found, str):
         assert found
         assert not found.endswith("!"), found
@@ -61,10 +63,10 @@ def test_a_peer_is_near_the_values_that_the_bytes_stand_for_or_says_why_not(work
     assert abs(found.total_err - found.format_err) <= 1.1 * found.timed_err
 
 
-def test_peers_that_have_no_such_scales_say_so(worker):
+def test_baselines_that_have_no_such_scales_say_so(worker):
     opened(worker, "e4m3_block")
     for name in ("flash_attn_3_fp8", "cudnn", "torch_flash", "unfused"):
-        assert isinstance(peer(worker, name), str)
+        assert isinstance(baseline(worker, name), str)
 
 
 @pytest.mark.parametrize("k", [32, 64, 128])

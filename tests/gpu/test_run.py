@@ -86,23 +86,23 @@ def test_only_faults_is_exit_code_1(tmp_path):
 
 
 def test_baselines_are_rows_and_skipped_ones_say_why(tmp_path):
-    spec = write_spec(tmp_path / "peers.yaml", kernels="{naive: {}}", baselines="all")
+    spec = write_spec(tmp_path / "baselines.yaml", kernels="{naive: {}}", baselines="all")
     done = attnsweep(spec, tmp_path / "results", "--json")
     assert done.returncode == 0, done.stderr
     trials, _, _ = rows(tmp_path / "results")
-    peers = {t.provider: t for t in trials if t.provider != "attnsweep"}
-    assert set(peers) >= {
+    baselines = {t.provider: t for t in trials if t.provider != "attnsweep"}
+    assert set(baselines) >= {
         "torch_flash",
         "torch_cudnn",
         "torch_efficient",
         "unfused",
         "triton_flash",
     }
-    for peer in peers.values():
-        assert peer.status in (Status.OK, Status.NOISY, Status.SKIPPED)
-        assert peer.time_us is not None or peer.detail
-        if peer.accuracy and not in_other_format(peer.provider, peer.problem):
-            assert peer.accuracy.rel_err <= peer.accuracy.limit
+    for baseline in baselines.values():
+        assert baseline.status in (Status.OK, Status.NOISY, Status.SKIPPED)
+        assert baseline.time_us is not None or baseline.detail
+        if baseline.accuracy and not in_other_format(baseline.provider, baseline.problem):
+            assert baseline.accuracy.rel_err <= baseline.accuracy.limit
     assert json.loads(done.stdout)["problems"]
 
 

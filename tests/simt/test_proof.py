@@ -380,15 +380,16 @@ def test_a_log_sum_exp_that_has_no_room_is_refused(bench):
         bench.prove(attend, lse=True, workspaces={"lse": 16})
 
 
-# -- peers, and the judge itself ------------------------------------------------------------------
+# -- baselines, and the judge itself
+# ------------------------------------------------------------------
 
 
-def test_a_peer_is_refused_for_nan_alone(bench):
+def test_a_baseline_is_refused_for_nan_alone(bench):
     attend(PROBLEM, bench.proof.timed.buffers)
     right = bench.proof.output.of(np.uint16).copy()
 
     def judged(output):
-        return bench.proof.of_peer(lambda buffer: buffer.upload(output), 0)
+        return bench.proof.of_baseline(lambda buffer: buffer.upload(output), 0)
 
     assert max(judged(right).shares.values()) <= 1
     wrong = right.copy()
@@ -400,7 +401,7 @@ def test_a_peer_is_refused_for_nan_alone(bench):
     with pytest.raises(WrongResult, match="1 of 1152 outputs are NaN"):
         judged(wrong)
     with pytest.raises(WrongResult, match="1152 of 1152 outputs are NaN or were never written"):
-        bench.proof.of_peer(lambda buffer: None, 0)
+        bench.proof.of_baseline(lambda buffer: None, 0)
 
 
 @pytest.mark.parametrize("what", ["output", "log_sum_exp"])

@@ -1,4 +1,4 @@
-"""The part of PyTorch that timing peers needs, with NumPy arrays for tensors."""
+"""The part of PyTorch that timing baselines needs, with NumPy arrays for tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Tensor:
-    """The part of a torch tensor that peers use, on NumPy."""
+    """The part of a torch tensor that baselines use, on NumPy."""
 
     def __init__(self, array: Any, dtype: str = "float16") -> None:
         self.array, self.dtype, self.device = np.asarray(array), dtype, "cuda"

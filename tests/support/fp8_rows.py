@@ -11,7 +11,7 @@ from attnsweep.store.run import Run
 
 
 def fp8_run(bound: float | None = None) -> Run:
-    """Four candidates that differ in accuracy, and a peer. bound: their max_error."""
+    """Four candidates that differ in accuracy, and a baseline. bound: their max_error."""
     problem = Problem(1, 16, 16, 4096, 4096, 128, "e4m3", causal=True)
 
     def row(us: float, error: float, **config: int) -> Trial:
@@ -21,13 +21,13 @@ def fp8_run(bound: float | None = None) -> Run:
         made = candidate("flash_fwd_fp8_wgmma", us, **config)
         return held_to(made.with_(problem=problem, accuracy=accuracy), bound)
 
-    peer = baseline("flash_attn_3_fp8", 101.0)
+    other = baseline("flash_attn_3_fp8", 101.0)
     errs = Accuracy(rel_err=0.06, limit=0.1, timed_err=0.06)
     trials = [
         row(100.0, 0.05, INTERVAL=0, BLOCK_N=128),
         row(104.0, 0.026, INTERVAL=4, BLOCK_N=128),
         row(109.0, 0.027, INTERVAL=2, BLOCK_N=128),
         row(120.0, 0.02, INTERVAL=1, BLOCK_N=64),
-        peer.with_(problem=problem, accuracy=errs),
+        other.with_(problem=problem, accuracy=errs),
     ]
     return full_run(trials=trials)

@@ -1,4 +1,4 @@
-"""Peers' packages are imported in a thread, which is over before rounds are timed."""
+"""Baselines' packages are imported in a thread, which is over before rounds are timed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_flash_attention_3_is_called_without_its_operator(monkeypatch, declared)
     assert package.flash_attn_func(1) == 2
 
 
-def test_a_peer_of_flash_attention_3_that_was_not_imported_ahead_has_no_operator(monkeypatch):
+def test_a_baseline_of_flash_attention_3_that_was_not_imported_ahead_has_no_operator(monkeypatch):
     package = SimpleNamespace(_flash_attn_forward=Operator(lambda x: x + 1))
     package.flash_attn_func = lambda x: package._flash_attn_forward(x)
     monkeypatch.setattr(cudnn.importlib, "import_module", lambda module: package)
@@ -105,8 +105,8 @@ def test_an_operator_of_pytorch_has_a_function(tmp_path):
         "def flash_attn_func(x):\n"
         "    return _flash_attn_forward(x)\n"
     )
-    done = "import sys, torch; from attnsweep.baselines import registry as peers; "
-    done += "print(peers._attention_of('flash_attn_interface')()(torch.zeros(1)).item(), "
+    done = "import sys, torch; from attnsweep.baselines import registry as baselines; "
+    done += "print(baselines._attention_of('flash_attn_interface')()(torch.zeros(1)).item(), "
     done += "'torch._dynamo' in sys.modules)"
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     said = subprocess.run(

@@ -1,4 +1,4 @@
-"""How peers are called, on a PyTorch of numbers: which way is chosen, and why one cannot run."""
+"""How baselines are called, on a PyTorch of numbers: the chosen way, or why none can run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_peers import Attention, Cudnn, Session, installed
+from fake_baselines import Attention, Cudnn, Session, installed
 from fake_torch import Tensor, torch_of
 
 from attnsweep.baselines import cudnn as baselines_cudnn
@@ -44,7 +44,7 @@ def inputs(problem=PROBLEM, copies=2, seed=0):
 
 
 def timed(ways, monkeypatch, torch, name="torch_flash"):
-    """prepare() with these ways to call a peer: name of a way to microseconds, or its error.
+    """prepare() with these ways to call a baseline: name of a way to microseconds, or its error.
 
     A pair is the microseconds of a call that the host launches, and of one in a graph.
     """
@@ -202,7 +202,7 @@ def test_converted_inputs_are_converted_again_where_they_are(torch):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_an_output_is_written_where_it_is_judged_in_the_problems_type(torch, dtype):
-    """Through the host, an output of 64 MiB took 50 ms of each peer."""
+    """Through the host, an output of 64 MiB took 50 ms of each baseline."""
     copies = [tuple(copy.values()) for copy in inputs()]
     way = Way(lambda q, k, v: q * q, finish=lambda out, q, k, v: out / 2)
     baseline = Baseline(way, copies, Session([0.0]), rounds_scores=0, dtype=dtype)
@@ -439,7 +439,7 @@ def test_an_older_triton_compiles_at_the_first_call(torch, triton, monkeypatch):
     assert triton._forward.warmed == []
 
 
-def test_no_garbage_is_collected_while_a_peer_is_captured(torch):
+def test_no_garbage_is_collected_while_a_baseline_is_captured(torch):
     """A finalizer that waits for the device, as cuDNN's handle's, would end the capture."""
     seen = []
     way = Way(lambda *inputs: seen.append(gc.isenabled()) or inputs[0])

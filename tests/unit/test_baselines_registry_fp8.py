@@ -1,4 +1,4 @@
-"""Peers of problems in FP8: which bytes and scales they get, and which cannot run them."""
+"""Baselines of problems in FP8: which bytes and scales they get, and which cannot run them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_peers import Attention, Cudnn, Session, installed
+from fake_baselines import Attention, Cudnn, Session, installed
 from fake_torch import Tensor, torch_of
 
 import attnsweep
@@ -73,7 +73,7 @@ def test_flash_attention_3_takes_the_same_bytes_and_scales(torch, monkeypatch, d
         ("unfused", "e4m3", "does not do e4m3"),
     ],
 )
-def test_a_peer_without_this_fp8_says_so(torch, monkeypatch, name, dtype, reason):
+def test_a_baseline_without_this_fp8_says_so(torch, monkeypatch, name, dtype, reason):
     installed(monkeypatch, Attention("fa3_fwd_interface"))
     monkeypatch.setitem(sys.modules, "cudnn", Cudnn())
     with pytest.raises(Unavailable, match=reason):
@@ -187,7 +187,7 @@ def test_our_bf16_is_a_row_that_says_why_where_pytorch_would_answer(torch, ours)
         prepare(OWN_BF16, PROBLEM, fp8_inputs(PROBLEM), Session([0.0]))
 
 
-def test_a_peer_in_the_problems_own_format_is_a_base():
+def test_a_baseline_in_the_problems_own_format_is_a_base():
     assert in_other_format("flash_attn_3_fp8", PROBLEM)
     assert not in_other_format("flash_attn_3_fp8", fp8())
     assert not in_other_format("cudnn", fp8("e4m3_tensor"))

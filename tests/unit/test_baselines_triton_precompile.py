@@ -1,4 +1,4 @@
-"""Triton's configs are compiled by a process beside; whatever becomes of it, the peer is there."""
+"""A helper process compiles Triton's configs; whatever becomes of it, the baseline is there."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_timed_replay_is_compared_with_the_checked_output(bench, monkeypatch):
         bench._sample(PROVEN.call, lambda: None, 5, PROVEN)
     assert (
         bench._sample(PROVEN.call, lambda: None, 5, None) == 2.0
-    )  # of a peer, whose output is its own
+    )  # of a baseline, whose output is its own
 
 
 def test_outputs_of_cold_copies_are_compared_too(bench):
@@ -92,7 +92,7 @@ def test_outputs_of_cold_copies_are_compared_too(bench):
         bench._sample(PROVEN.call, lambda: None, 4, PROVEN, cold=True)
 
 
-def test_a_peer_is_prepared_after_the_inputs_are_as_they_were_made(bench, monkeypatch):
+def test_a_baseline_is_prepared_after_the_inputs_are_as_they_were_made(bench, monkeypatch):
     """Some convert them, once."""
     timed, prepared = bench._proof.timed, []
 
@@ -101,7 +101,7 @@ def test_a_peer_is_prepared_after_the_inputs_are_as_they_were_made(bench, monkey
         return SimpleNamespace(output=lambda: None, rounds_scores=0)
 
     monkeypatch.setattr(baselines_prepare, "prepare", prepare)
-    monkeypatch.setattr(bench._proof, "of_peer", lambda output, rounds_scores: None)
+    monkeypatch.setattr(bench._proof, "of_baseline", lambda output, rounds_scores: None)
     bench._dtype = np.uint16
     timed.draw()
     bench.add_baseline("flash")

@@ -343,7 +343,7 @@ def judged_row(us, case="(1,16,1024,64) fp16 full, normal", **shares):
     return candidate("flash_fwd_wgmma", us, A=int(10 * us)).with_(accuracy=accuracy)
 
 
-def a_peer(name, status=Status.OK, **shares):
+def a_baseline(name, status=Status.OK, **shares):
     row = judged_row(9.0, **shares)
     return row.with_(kernel=name, provider=name, config={}, status=status, detail="it is so")
 
@@ -354,9 +354,9 @@ def test_accuracy_has_the_largest_share_of_each_limit(module, tmp_path, capsys):
         judged_row(2.0, case="(1,8,64,64) fp16 full, one_hot", row=0.64, gain=0.125, scale=0.9),
         judged_row(3.0, row=7.0).with_(status=Status.WRONG, detail="wrong"),
         candidate("naive", 4.0),  # of an older protocol
-        a_peer("torch_math", row=1.5, rms=1.25),
-        a_peer("cudnn", Status.NOISY, row=0.5),
-        a_peer("unfused", Status.SKIPPED, row=0.5),
+        a_baseline("torch_math", row=1.5, rms=1.25),
+        a_baseline("cudnn", Status.NOISY, row=0.5),
+        a_baseline("unfused", Status.SKIPPED, row=0.5),
     ]
     accuracy = module("accuracy")
     found = accuracy.summary([full_run(Path("results/h200/x"), trials=rows)])
@@ -365,7 +365,7 @@ def test_accuracy_has_the_largest_share_of_each_limit(module, tmp_path, capsys):
     ours, noisy, over = found["of"]
     assert ours == {
         "who": "flash_fwd_wgmma",
-        "peer": False,
+        "baseline": False,
         "dtype": "fp16",
         "rows": 2,
         "shares": {"row": 0.64, "gain": 0.25, "scale": 0.9},
@@ -373,14 +373,14 @@ def test_accuracy_has_the_largest_share_of_each_limit(module, tmp_path, capsys):
         "error": 1e-3 * 0.64,
         "limit": 1e-3,
     }
-    assert (noisy["who"], over["who"], over["peer"]) == ("cudnn", "torch_math", True)
+    assert (noisy["who"], over["who"], over["baseline"]) == ("cudnn", "torch_math", True)
     header, _, first, second, third = accuracy.markdown(found).splitlines()
     assert header == (
-        "| kernel or peer | dtype | rows | row | RMS | gain of all | softmax scale | "
+        "| kernel or baseline | dtype | rows | row | RMS | gain of all | softmax scale | "
         "largest error | its limit |"
     )
     assert first == ("| `flash_fwd_wgmma` | fp16 | 2 | 64 % | – | 25 % | 90 % | 0.00064 | 0.001 |")
-    assert second.startswith("| cudnn (peer) | fp16 | 1 | 50 % | – |")
+    assert second.startswith("| cudnn (baseline) | fp16 | 1 | 50 % | – |")
     assert third.endswith("| 150 % | 125 % | – | – | 0.0015, over the limit | 0.001 |")
 
 

@@ -107,7 +107,9 @@ def test_cards_have_an_order_and_only_what_is_recorded(results):
 def test_losses_and_lower_bounds_stay_in_the_means(results):
     h100, h200 = cards(results, SPECS)
     each, pooled = h100.means
-    assert each.ratios == pytest.approx([1.2, 0.9, 0.75])  # the third: a noisy peer's best round
+    assert each.ratios == pytest.approx(
+        [1.2, 0.9, 0.75]
+    )  # the third: a noisy baseline's best round
     assert (each.slower, each.overlapping, each.protocol) == (2, 0, "4")
     assert each.mean == pytest.approx((1.2 * 0.9 * 0.75) ** (1 / 3))
     assert each.fa3 == pytest.approx([1.5, 1.0])

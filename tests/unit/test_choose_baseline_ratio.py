@@ -1,4 +1,4 @@
-"""× base: which peer it compares with, in which rounds, and what is said of it."""
+"""× base: which baseline it compares with, in which rounds, and what is said of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ours(rounds: Sequence[float], number: int = 1, **changes: object) -> Trial:
     return candidate("flash", 1.0, A=number).with_(time_us=timed(rounds), **changes)
 
 
-def peer(
+def baseline(
     name: str, rounds: Sequence[float], status: Status = Status.OK, **changes: object
 ) -> Trial:
     return candidate(name, 1.0).with_(
@@ -70,22 +70,22 @@ CLOCK = [1.0, 1.3, 1.1, 1.0, 1.2, 1.3, 1.0, 1.1, 1.2, 1.0, 1.3, 1.1]
 def test_the_ratio_is_the_median_of_the_rounds_that_both_ran() -> None:
     own = [10.0 * pace for pace in CLOCK]
     theirs = [us * ratio for us, ratio in zip(own, [1.1, 1.09, 1.1, 1.11] * 3, strict=True)]
-    row = best(ours(own), peer("torch_cudnn", theirs))
+    row = best(ours(own), baseline("torch_cudnn", theirs))
     assert row["ratio_to_best_baseline"] == pytest.approx(1.1)
     assert (row["ratio_low"], row["ratio_high"]) == pytest.approx((1.09, 1.11))
     assert (row["ratio_of"], row["best_baseline"]) == ("rounds", "torch_cudnn")
 
 
-def test_a_slow_peer_that_left_is_paired_with_the_rounds_that_it_ran() -> None:
+def test_a_slow_baseline_that_left_is_paired_with_the_rounds_that_it_ran() -> None:
     own = [20.0] * 5 + [10.0] * 10  # the clock doubled when the slow one had left
-    row = best(ours(own), peer("unfused", [40.0] * 5))
+    row = best(ours(own), baseline("unfused", [40.0] * 5))
     assert row["ratio_to_best_baseline"] == 2  # the medians would say 4
     assert (row["ratio_low"], row["ratio_high"]) == (2, 2)
 
 
 def test_rounds_taken_later_are_paired_by_their_position() -> None:
     own = ours([20.0] * 6 + [10.0] * 6)
-    later = peer("torch_cudnn", [1.0])
+    later = baseline("torch_cudnn", [1.0])
     later = later.with_(time_us=timed([12.0] * 6, first_round=6))
     assert common_rounds(own, later) == ([10.0] * 6, [12.0] * 6)
     assert common_rounds(later, own) == ([12.0] * 6, [10.0] * 6)
@@ -94,44 +94,46 @@ def test_rounds_taken_later_are_paired_by_their_position() -> None:
     assert common_rounds(own, beyond) == ([], [])
 
 
-def test_a_peer_timed_again_may_share_the_first_rank() -> None:
-    rows = [ours([20.0] * 6 + [10.0] * 6), peer("torch_cudnn", [1.0])]
+def test_a_baseline_timed_again_may_share_the_first_rank() -> None:
+    rows = [ours([20.0] * 6 + [10.0] * 6), baseline("torch_cudnn", [1.0])]
     rows[1] = rows[1].with_(time_us=timed([10.0] * 6, first_round=6))
     assert list(rank(rows, None)["rank"]) == [1, 1]
 
 
 def test_without_rounds_in_common_it_is_marked_and_has_no_interval() -> None:
     once = Measurement(median=10.0, low=10.0, high=10.0, samples=1)
-    row = best(ours([1.0]).with_(time_us=once), peer("torch_cudnn", [12.0] * 9))
+    row = best(ours([1.0]).with_(time_us=once), baseline("torch_cudnn", [12.0] * 9))
     assert row["ratio_to_best_baseline"] == pytest.approx(1.2)
     assert row["ratio_of"] == "medians"
     assert math.isnan(float(str(row["ratio_low"])))
-    text = printed([ours([1.0]).with_(time_us=once), peer("torch_cudnn", [12.0] * 9)], 120)
+    text = printed([ours([1.0]).with_(time_us=once), baseline("torch_cudnn", [12.0] * 9)], 120)
     assert "~1.20" in text
-    assert "1.20× torch_cudnn, the fastest peer by medians of different rounds" in " ".join(
+    assert "1.20× torch_cudnn, the fastest baseline by medians of different rounds" in " ".join(
         text.split()
     )
 
 
 def test_another_kind_of_time_has_no_ratio() -> None:
-    cold = peer("torch_cudnn", [12.0] * 9)
+    cold = baseline("torch_cudnn", [12.0] * 9)
     cold = cold.with_(time_us=timed([12.0] * 9, l2="cold"))
     row = best(ours([10.0] * 9), cold)
     assert math.isnan(float(str(row["ratio_to_best_baseline"])))
 
 
-# -- noisy peers ----------------------------------------------------------------------------
+# -- noisy baselines ----------------------------------------------------------------------------
 
 WILD = [12.0, 30.0, 13.0, 29.0, 12.5, 31.0]
-"""Rounds of a peer that stays noisy; its fastest takes 12 µs."""
+"""Rounds of a baseline that stays noisy; its fastest takes 12 µs."""
 
 
-def test_a_noisy_peer_bounds_the_ratio_and_is_never_dropped_in_silence() -> None:
-    """The slowest peer left once became the base: 3.97x, with the three fast ones noisy."""
+def test_a_noisy_baseline_bounds_the_ratio_and_is_never_dropped_in_silence() -> None:
+    """The slowest baseline left once became the base: 3.97x, with the three fast ones noisy."""
     rows = [
         ours([10.0] * 6),
-        peer("torch_cudnn", WILD, Status.NOISY, detail="quartiles of 6 rounds 12.38 to 29.75 us"),
-        peer("unfused", [39.7] * 6),
+        baseline(
+            "torch_cudnn", WILD, Status.NOISY, detail="quartiles of 6 rounds 12.38 to 29.75 us"
+        ),
+        baseline("unfused", [39.7] * 6),
     ]
     row = best(*rows)
     assert row["ratio_to_best_baseline"] == pytest.approx(1.2)
@@ -139,32 +141,38 @@ def test_a_noisy_peer_bounds_the_ratio_and_is_never_dropped_in_silence() -> None
     for width in (80, 120):
         text = " ".join(printed(rows, width).split())
         assert "≥1.20" in text
-        assert "at least 1.20× torch_cudnn, the fastest peer" in text
+        assert "at least 1.20× torch_cudnn, the fastest baseline" in text
         assert "torch_cudnn stayed noisy: × base takes its fastest round, 12.00 µs" in text
     page = to_markdown(rank(rows, None), None)
     assert "| – | torch_cudnn | base, noisy | 21.00" in page
     assert "stayed noisy" in page
 
 
-def test_a_noisy_peer_that_is_slower_even_at_its_best_changes_nothing() -> None:
-    row = best(ours([10.0] * 6), peer("torch_flash", WILD, Status.NOISY), peer("b", [11.0] * 6))
+def test_a_noisy_baseline_that_is_slower_even_at_its_best_changes_nothing() -> None:
+    row = best(
+        ours([10.0] * 6), baseline("torch_flash", WILD, Status.NOISY), baseline("b", [11.0] * 6)
+    )
     assert (row["best_baseline"], row["ratio_of"]) == ("b", "rounds")
 
 
-def test_a_noisy_peer_without_a_believable_time_is_no_base() -> None:
-    broken = peer("b1", [float("nan")] * 6, Status.NOISY)
-    row = best(ours([10.0] * 6), broken, peer("b2", [11.0] * 6))
+def test_a_noisy_baseline_without_a_believable_time_is_no_base() -> None:
+    broken = baseline("b1", [float("nan")] * 6, Status.NOISY)
+    row = best(ours([10.0] * 6), broken, baseline("b2", [11.0] * 6))
     assert row["best_baseline"] == "b2"
 
 
-# -- peers over the error limit, and in another format ----------------------------------------
+# -- baselines over the error limit, and in another format ----------------------------------------
 
 OVER = Accuracy(rel_err=7.1e-6, limit=5.0e-6)
 
 
-def test_a_peer_over_the_limit_is_ranked_marked_and_serves_as_base() -> None:
-    """The limit is our rule: without the faster peer, the ratio to a slower one flattered us."""
-    rows = [ours([10.0] * 6), peer("unfused", [12.0] * 6, accuracy=OVER), peer("b", [20.0] * 6)]
+def test_a_baseline_over_the_limit_is_ranked_marked_and_serves_as_base() -> None:
+    """The limit is our rule: without the faster one, the ratio to a slower one flattered us."""
+    rows = [
+        ours([10.0] * 6),
+        baseline("unfused", [12.0] * 6, accuracy=OVER),
+        baseline("b", [20.0] * 6),
+    ]
     assert judged(rows[1])[0] is Status.OK
     ranking = rank(rows, None)
     assert ranking["provider"].tolist() == [OURS, "unfused", "b"]
@@ -180,17 +188,17 @@ def test_a_peer_over_the_limit_is_ranked_marked_and_serves_as_base() -> None:
     assert "over_limit" in to_csv(ranking).splitlines()[0]
 
 
-def test_a_faster_peer_over_the_limit_has_the_first_rank() -> None:
-    ranking = rank([ours([10.0] * 6), peer("unfused", [8.0] * 6, accuracy=OVER)], None)
+def test_a_faster_baseline_over_the_limit_has_the_first_rank() -> None:
+    ranking = rank([ours([10.0] * 6), baseline("unfused", [8.0] * 6, accuracy=OVER)], None)
     assert ranking["provider"].tolist() == ["unfused", OURS]
     assert ranking["rank"].tolist() == [1, 2]
     assert ranking["ratio_to_best_baseline"].tolist()[1] == pytest.approx(0.8)
 
 
-def test_a_candidate_over_the_limit_stays_wrong_and_so_does_a_peer_that_is_nan() -> None:
+def test_a_candidate_over_the_limit_stays_wrong_and_so_does_a_baseline_that_is_nan() -> None:
     assert judged(ours([10.0] * 6, accuracy=OVER))[0] is Status.WRONG
     for error in (None, math.nan, math.inf):
-        row = peer("unfused", [12.0] * 6, accuracy=Accuracy(rel_err=error, limit=5e-6))
+        row = baseline("unfused", [12.0] * 6, accuracy=Accuracy(rel_err=error, limit=5e-6))
         assert judged(row)[0] is Status.WRONG
 
 
@@ -203,12 +211,12 @@ def test_a_candidate_over_the_limit_stays_wrong_and_so_does_a_peer_that_is_nan()
     ],
     ids=["over-the-limit", "within-the-limit", "unchecked"],
 )
-def test_a_peer_in_another_format_is_shown_but_never_has_a_rank_nor_is_the_base(
+def test_a_baseline_in_another_format_is_shown_but_never_has_a_rank_nor_is_the_base(
     accuracy: Accuracy | None, said: str
 ) -> None:
-    """Such a peer had rank 1 of a problem in bf16, above our winner."""
-    fp8 = peer("flash_attn_3_fp8", [5.0] * 6, accuracy=accuracy)
-    rows = [fp8, ours([10.0] * 6), peer("flash_attn_3", [11.0] * 6)]
+    """Such a baseline had rank 1 of a problem in bf16, above our winner."""
+    fp8 = baseline("flash_attn_3_fp8", [5.0] * 6, accuracy=accuracy)
+    rows = [fp8, ours([10.0] * 6), baseline("flash_attn_3", [11.0] * 6)]
     ranking = rank(rows, None)
     assert ranking["provider"].tolist() == [OURS, "flash_attn_3", "flash_attn_3_fp8"]
     assert ranking["rank"].tolist()[:2] == [1, 2]
@@ -232,11 +240,15 @@ def test_a_peer_in_another_format_is_shown_but_never_has_a_rank_nor_is_the_base(
     assert best(ours([10.0] * 6), fp8)["best_baseline"] is None
 
 
-def test_a_peer_in_a_finer_format_is_not_ranked_either() -> None:
+def test_a_baseline_in_a_finer_format_is_not_ranked_either() -> None:
     fp8 = replace(PROBLEM, dtype="e4m3_tensor")
     rows = [
         trial.with_(problem=fp8)
-        for trial in (ours([10.0] * 6), peer(OWN_BF16, [9.0] * 6), peer("cudnn", [11.0] * 6))
+        for trial in (
+            ours([10.0] * 6),
+            baseline(OWN_BF16, [9.0] * 6),
+            baseline("cudnn", [11.0] * 6),
+        )
     ]
     ranking = rank(rows, None)
     assert ranking["provider"].tolist() == [OURS, "cudnn", OWN_BF16]
@@ -246,7 +258,7 @@ def test_a_peer_in_a_finer_format_is_not_ranked_either() -> None:
     assert f"– {OWN_BF16} other format" in text
 
 
-def test_no_peer_of_a_recorded_run_computes_in_another_format_and_has_a_rank() -> None:
+def test_no_baseline_of_a_recorded_run_computes_in_another_format_and_has_a_rank() -> None:
     """In `report --json` of the run of the H100, FlashAttention-3 in FP8 led two problems."""
     seen = 0
     for problem in to_json(open_run(RECORDED))["problems"]:
@@ -267,8 +279,8 @@ def test_marks_and_intervals_fit_the_terminal(width: int) -> None:
     rows = [
         ours([1001.0, 1003.0] * 6),
         ours([1050.0] * 12, 2),
-        peer("torch_cudnn", [us * 100 for us in WILD], Status.NOISY),
-        peer("unfused", [1390.7] * 12, accuracy=OVER),
+        baseline("torch_cudnn", [us * 100 for us in WILD], Status.NOISY),
+        baseline("unfused", [1390.7] * 12, accuracy=OVER),
     ]
     text = printed(rows, width)
     assert max(map(cell_len, text.splitlines())) <= width
@@ -279,7 +291,7 @@ def test_a_row_out_of_the_rounds_of_the_finals_is_marked() -> None:
     rows = [
         ours([10.0] * 12),
         ours([1.0], 2).with_(time_us=raced, race={"rounds": 20}),
-        peer("b", [12.0] * 12),
+        baseline("b", [12.0] * 12),
     ]
     text = printed(rows, 100)
     assert "~11.00" in text
@@ -294,9 +306,9 @@ def alone(us: float, number: int, first_us: float) -> Trial:
 
 def test_who_was_not_in_the_rounds_gains_nothing_by_a_card_that_is_slower_in_them() -> None:
     # Seen on a hot H100: first times of 2900 to 3200 us, rounds of 3400, and one that never raced,
-    # whose first time was one of many, led with 1.28 times the peer.
+    # whose first time was one of many, led with 1.28 times the baseline.
     there = [ours([131.0, 130.0, 132.0] * 5, n).with_(first_us=100.0 + n) for n in (1, 2)]
-    rows = [*there, peer("p", [143.0, 143.5, 144.0] * 5), alone(101.0, 3, 101.0)]
+    rows = [*there, baseline("p", [143.0, 143.5, 144.0] * 5), alone(101.0, 3, 101.0)]
     rows.append(alone(104.0, 4, 102.0))  # lost a race, before the card was hot
     frame = rank(rows, None)
     placed = {row.trial.config.get("A", "p"): row for row in frame.itertuples()}
@@ -347,18 +359,18 @@ def test_who_left_before_the_card_became_slow_does_not_lead_by_it() -> None:
 
 def test_the_base_is_the_fastest_at_one_pace_and_not_the_one_that_left_the_slow_rounds() -> None:
     own = ours([100.0 * pace for pace in STEP])
-    near = peer("flash_attn_3", [101.0 * pace for pace in STEP])
-    left = peer("torch_cudnn", [125.0] * 15)
+    near = baseline("flash_attn_3", [101.0 * pace for pace in STEP])
+    left = baseline("torch_cudnn", [125.0] * 15)
     row = best(own, near, left)
     assert (row["best_baseline"], row["ratio_of"]) == ("flash_attn_3", "rounds")
     assert row["ratio_to_best_baseline"] == pytest.approx(1.01)
 
 
-def test_a_peer_of_slow_rounds_alone_flatters_no_row_without_rounds() -> None:
-    # All rounds of the peer were on a slow card, which then was as fast as in the first times.
+def test_a_baseline_of_slow_rounds_alone_flatters_no_row_without_rounds() -> None:
+    # All rounds of the baseline were on a slow card, which then was as fast as in the first times.
     own = ours([us * (1.3 if n < 15 else 1.0) for n, us in enumerate([100.0] * 45)])
     own = own.with_(first_us=100.0)
-    frame = rank([own, peer("torch_cudnn", [112.0 * 1.3] * 15), alone(103.0, 2, 103.0)], None)
+    frame = rank([own, baseline("torch_cudnn", [112.0 * 1.3] * 15), alone(103.0, 2, 103.0)], None)
     ratios = {row.trial.config.get("A"): row.ratio_to_best_baseline for row in frame.itertuples()}
     assert ratios[1] == pytest.approx(1.12)
     assert ratios[2] == pytest.approx(112 / 103)
@@ -395,21 +407,19 @@ def test_first_times_of_two_states_count_at_the_slower_of_time_and_cycles() -> N
     assert at_pace([there, late])[id(late)] == pytest.approx(140.0)
 
 
-def test_a_noisy_peer_bounds_the_ratio_of_a_row_that_never_raced_at_the_pace_of_the_rounds() -> (
-    None
-):
+def test_a_noisy_baseline_bounds_the_ratio_of_a_row_that_never_raced() -> None:
     there = ours([130.0] * 9, 1).with_(first_us=100.0)
-    noisy = peer("torch_cudnn", [150.0, 210.0] * 4 + [150.0], Status.NOISY)
+    noisy = baseline("torch_cudnn", [150.0, 210.0] * 4 + [150.0], Status.NOISY)
     frame = rank([there, noisy, alone(101.0, 2, 101.0)], None)
     ratios = {row.trial.config.get("A"): row for row in frame.itertuples()}
     assert ratios[1].ratio_of == ratios[2].ratio_of == "bound"
     assert ratios[2].ratio_to_best_baseline == pytest.approx(150 / (1.3 * 101))
 
 
-def test_a_noisy_peer_of_slow_rounds_alone_is_no_bound_that_flatters() -> None:
+def test_a_noisy_baseline_of_slow_rounds_alone_is_no_bound_that_flatters() -> None:
     pace = [1.3] * 5 + [1.0] * 10
     own = [ours([us * slow for slow in pace], n) for n, us in ((1, 100.0), (2, 101.0))]
-    noisy = peer("torch_cudnn", [120.0 * 1.3, 180.0, 230.0, 120.0 * 1.3, 230.0], Status.NOISY)
+    noisy = baseline("torch_cudnn", [120.0 * 1.3, 180.0, 230.0, 120.0 * 1.3, 230.0], Status.NOISY)
     row = best(*own, noisy)
     assert row["ratio_of"] == "bound"
     assert row["ratio_to_best_baseline"] == pytest.approx(1.2)
@@ -441,7 +451,7 @@ def test_rows_of_as_many_slow_as_fast_rounds_are_at_one_pace() -> None:
         for n, us in ((1, 100.0), (2, 103.0), (3, 101.0))
     ]
     rows[1] = rows[1].with_(time_us=rows[1].time_us.model_copy(update={"median": 103.2}))
-    base = peer("torch_cudnn", [112.0] * 15)
+    base = baseline("torch_cudnn", [112.0] * 15)
     paced = at_pace([*rows, base])
     assert paced[id(rows[1])] / paced[id(rows[0])] == pytest.approx(1.03, abs=2e-3)
     assert paced[id(base)] / paced[id(rows[0])] == pytest.approx(1.12, abs=2e-3)

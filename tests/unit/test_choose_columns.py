@@ -45,7 +45,7 @@ def test_another_bound_takes_back_the_verdict():
     assert (again.status, again.detail, too_inaccurate(again)) == (Status.OK, None, None)
 
 
-def test_peers_and_failed_rows_are_not_held_to_it():
+def test_baselines_and_failed_rows_are_not_held_to_it():
     for other in (baseline("torch_flash", 9.0), row(9.0, 0.5, status=Status.WRONG)):
         assert held_to(other, 1e-6) is other
 
@@ -59,7 +59,7 @@ def test_only_what_is_accurate_enough_is_ranked_and_wins():
     ours = found[~found["baseline"]]
     assert list(ours.loc[ours["rank"].notna(), "time_us"]) == [12.0, 13.0]
     assert list(ours.loc[ours["rank"].isna(), "status"]) == ["inaccurate"] * 2
-    assert found.loc[found["baseline"], "rank"].notna().all()  # a peer is ranked all the same
+    assert found.loc[found["baseline"], "rank"].notna().all()  # a baseline is ranked all the same
 
 
 def test_a_row_that_says_ok_over_its_bound_is_not_believed():

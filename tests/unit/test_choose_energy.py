@@ -106,7 +106,7 @@ def test_it_is_off_by_default(go, gpu):
     assert " mJ" not in tables.files(run)["ranking.md"]
 
 
-def test_every_finalist_and_peer_has_one_and_times_still_rank(go, gpu):
+def test_every_finalist_and_baseline_has_one_and_times_still_rank(go, gpu):
     run = go(", energy: true")
     rows = by_name(run)
     assert set(rows) == {32, 64, 128, "torch_flash"}
@@ -152,7 +152,7 @@ def test_the_least_energy_wins_if_it_ranks(go, gpu):
     assert by_name(run)[128].energy_uj.samples == RANKED
 
 
-def test_a_peer_that_takes_less_energy_is_named_and_not_the_one_that_is_faster(go, gpu):
+def test_a_baseline_that_takes_less_energy_is_named_and_not_the_one_that_is_faster(go, gpu):
     gpu.times |= {"flash_attn_3": 20.5, "torch_flash": 22.0}
     gpu.watts |= {"flash_attn_3": 600.0, "torch_flash": 350.0}
     run = go(", rank_by: energy")

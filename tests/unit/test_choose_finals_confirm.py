@@ -11,15 +11,15 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Measurement, Resources, Status, Trial
 
 PROBLEM = Problem(1, 2, 2, 128, 128, 64)
-US = {"a": 30.0, "b": 30.03, "c": 30.06, "d": 33.0, "peer": 31.0}
-SMEM = {"a": 300, "b": 200, "c": 100, "d": 1, "peer": 0}
+US = {"a": 30.0, "b": 30.03, "c": 30.06, "d": 33.0, "baseline": 31.0}
+SMEM = {"a": 300, "b": 200, "c": 100, "d": 1, "baseline": 0}
 
 
 def row(name):
     us = US[name]
     return Trial(
         kernel="k",
-        provider="cudnn" if name == "peer" else "attnsweep",
+        provider="cudnn" if name == "baseline" else "attnsweep",
         config={"A": SMEM[name]},
         problem=PROBLEM,
         status=Status.OK,
@@ -43,7 +43,7 @@ class Card:
 
 
 def confirmed(wrong=(), names="abcd"):
-    entries = {name: row(name) for name in (*names, "peer")}
+    entries = {name: row(name) for name in (*names, "baseline")}
     card, failed = Card(wrong), []
     confirm(entries, lambda: dict(entries), card, lambda name, trial, error: failed.append(name))
     assert failed == [name for name, _ in card.asked if name in wrong]
@@ -58,7 +58,7 @@ def test_the_thriftiest_of_the_equally_good_is_called_for_longest():
         "b": 58,
         "d": 58,
         "c": 5008,
-        "peer": 8,
+        "baseline": 8,
     }
 
 
@@ -75,5 +75,5 @@ def test_whoever_wins_in_the_end_was_called_for_longest(wrong, at_length):
     assert len(asked) == len(set(asked))
 
 
-def test_peers_alone_are_not_confirmed():
-    assert confirmed(names="") == ([], {"peer": row("peer")})
+def test_baselines_alone_are_not_confirmed():
+    assert confirmed(names="") == ([], {"baseline": row("baseline")})

@@ -1,4 +1,4 @@
-"""Peers in the finals: a noisy one is timed again, and what it then stands for."""
+"""Baselines in the finals: a noisy one is timed again, and what it then stands for."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pair(number, first_us):
     return build, trial
 
 
-def peer(name):
+def baseline(name):
     return Trial(kernel=name, provider=name, config={}, problem=PROBLEM, status=Status.SKIPPED)
 
 
@@ -63,9 +63,9 @@ def finals(card, firsts, **measure):
     observer = Observer()
     observer.note = notes.append
     checked = [pair(number, us) for number, us in enumerate(firsts)]
-    peers = [peer(name) for name in card.times if not name.startswith("k ")]
+    baselines = [baseline(name) for name in card.times if not name.startswith("k ")]
     raced = race(checked, spec, card, put=put, observer=observer)
-    Finals(spec, card, put=put, keep=put, observer=observer).run(raced, peers)
+    Finals(spec, card, put=put, keep=put, observer=observer).run(raced, baselines)
     by_name = {row.config.get("A", row.provider): row for row in rows.values()}
     return SimpleNamespace(rows=by_name, notes=notes)
 
@@ -74,7 +74,7 @@ OURS_THREE = {"k 0": 10.0, "k 1": 10.5, "k 2": 11.0}
 NOISY = [1.0, 1.6, 1.1, 1.5]
 
 
-def test_a_noisy_peer_is_timed_again_until_it_is_quiet():
+def test_a_noisy_baseline_is_timed_again_until_it_is_quiet():
     factors = [*NOISY * 4, *[1.0] * 100]  # the warm-up, 15 rounds, then peace
     card = Card({**OURS_THREE, "torch_cudnn": 12.0}, torch_cudnn=factors)
     done = finals(card, [10.0, 10.5, 11.0])
@@ -90,7 +90,7 @@ def test_a_noisy_peer_is_timed_again_until_it_is_quiet():
     assert (first["ratio_of"], first["ratio_to_best_baseline"]) == ("rounds", pytest.approx(1.2))
 
 
-def test_a_peer_that_stays_noisy_is_given_up_in_bounds_and_bounds_the_ratio():
+def test_a_baseline_that_stays_noisy_is_given_up_in_bounds_and_bounds_the_ratio():
     card = Card({**OURS_THREE, "torch_cudnn": 12.0}, torch_cudnn=NOISY)
     done = finals(card, [10.0, 10.5, 11.0])
     row = done.rows["torch_cudnn"]
@@ -104,7 +104,7 @@ def test_a_peer_that_stays_noisy_is_given_up_in_bounds_and_bounds_the_ratio():
     assert first["ratio_to_best_baseline"] == pytest.approx(1.2)  # its fastest, not its median
 
 
-def test_a_quiet_series_in_the_slow_mode_does_not_make_a_peer_slow():
+def test_a_quiet_series_in_the_slow_mode_does_not_make_a_baseline_slow():
     """It has two modes; a series in the slow one alone would flatter us by 1.4x."""
     factors = [1.0, *[1.0, 1.4] * 8, *[1.4] * 1000]
     card = Card({**OURS_THREE, "torch_cudnn": 12.0}, torch_cudnn=factors)
@@ -114,7 +114,7 @@ def test_a_quiet_series_in_the_slow_mode_does_not_make_a_peer_slow():
     assert frame["ratio_to_best_baseline"].iloc[0] == pytest.approx(1.2)
 
 
-def test_a_slow_noisy_peer_that_left_after_five_rounds_comes_back():
+def test_a_slow_noisy_baseline_that_left_after_five_rounds_comes_back():
     factors = [1.0, 1.0, 2.0, 1.1, 1.9, 1.0, *[1.0] * 100]
     card = Card({**OURS_THREE, "b": 12.0, "unfused": 90.0}, unfused=factors)
     done = finals(card, [10.0, 10.5, 11.0])
@@ -125,7 +125,7 @@ def test_a_slow_noisy_peer_that_left_after_five_rounds_comes_back():
     assert row.time_us.cycles == pytest.approx(90 * 1980)
 
 
-def test_what_slows_all_rounds_alike_is_no_reason_to_time_a_peer_again():
+def test_what_slows_all_rounds_alike_is_no_reason_to_time_a_baseline_again():
     class Capped(Card):
         def sample(self, name, kind):
             return super().sample(name, kind) * (1.3 if self.taken[name] > 8 else 1.0)
@@ -135,7 +135,7 @@ def test_what_slows_all_rounds_alike_is_no_reason_to_time_a_peer_again():
     assert card.taken["torch_cudnn"] == 1 + ROUNDS
 
 
-def test_the_fastest_peer_stays_in_the_rounds_however_slow_it_is():
+def test_the_fastest_baseline_stays_in_the_rounds_however_slow_it_is():
     """Otherwise × base would rest on five rounds."""
     card = Card({**OURS_THREE, "unfused": 40.0, "torch_math": 90.0, "flash_attn_3_fp8": 20.0})
     done = finals(card, [10.0, 10.5, 11.0])
@@ -144,7 +144,7 @@ def test_the_fastest_peer_stays_in_the_rounds_however_slow_it_is():
     assert len(done.rows["flash_attn_3_fp8"].time_us.rounds) == 5
 
 
-def test_the_fastest_peer_stays_in_the_rounds_though_its_error_is_over_the_limit():
+def test_the_fastest_baseline_stays_in_the_rounds_though_its_error_is_over_the_limit():
     class Wrong(Card):
         def add_baseline(self, name):
             right = super().add_baseline(name)
@@ -156,8 +156,8 @@ def test_the_fastest_peer_stays_in_the_rounds_though_its_error_is_over_the_limit
     assert len(rows["unfused"].time_us.rounds) == 5
 
 
-def test_a_noisy_peer_that_is_slow_in_most_of_five_rounds_is_not_taken_for_a_slow_one():
-    """Four of five rounds look quiet, and too slow to stay: × base was then a slower peer's."""
+def test_a_noisy_baseline_that_is_slow_in_most_of_five_rounds_is_not_taken_for_a_slow_one():
+    """Four of five rounds look quiet, and too slow to stay: × base was then a slower baseline's."""
     factors = [1.0, *[1.4] * 4, 1.0, *[1.0, 1.4] * 5, *[1.0, 1.4] * 30]
     times = {**OURS_THREE, "torch_cudnn": 11.5, "flash_attn_3": 14.0}
     done = finals(Card(times, torch_cudnn=factors), [10.0, 10.5, 11.0])

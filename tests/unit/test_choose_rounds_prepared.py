@@ -24,8 +24,8 @@ class Heard(Observer):
     def __init__(self):
         self.events = []
 
-    def preparing(self, peer, done, total):
-        self.events.append(("preparing", peer, done, total))
+    def preparing(self, baseline, done, total):
+        self.events.append(("preparing", baseline, done, total))
 
     def prepared(self, what, took_s, steps_s):
         assert 0 <= took_s < 60
@@ -40,13 +40,13 @@ class Slow(FakeGpu):
         super().heard(method, name)
 
 
-def peer(name):
+def baseline(name):
     return Trial(
         kernel=name, provider=name, config={}, problem=PROBLEM, status=Status.SKIPPED, detail=None
     )
 
 
-def test_each_peer_is_told_before_and_after_it_is_prepared_also_if_it_cannot_be():
+def test_each_baseline_is_told_before_and_after_it_is_prepared_also_if_it_cannot_be():
     gpu, heard, rows = Slow({"flash A=1": 7.0, "torch_flash": 9.0}), Heard(), {}
 
     def put(row):
@@ -59,7 +59,9 @@ def test_each_peer_is_told_before_and_after_it_is_prepared_also_if_it_cannot_be(
         candidate=lambda: None,
     )
     finals = Finals(spec, gpu, put=put, keep=put, observer=heard)
-    finals.run([(build, candidate("flash", 7.0, A=1))], [peer("flash_attn_4"), peer("torch_flash")])
+    finals.run(
+        [(build, candidate("flash", 7.0, A=1))], [baseline("flash_attn_4"), baseline("torch_flash")]
+    )
     assert heard.events == [
         ("prepared", "finalists", {"add flash A=1": 1.5}),
         ("preparing", "flash_attn_4", 0, 2),

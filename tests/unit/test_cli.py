@@ -479,7 +479,7 @@ def test_version(environment):
     assert re.fullmatch(r"attnsweep \d+\.\d+.*\n", said.stdout)
 
 
-def test_doctor_says_in_a_line_how_to_get_each_peer(monkeypatch):
+def test_doctor_says_in_a_line_how_to_get_each_baseline(monkeypatch):
     monkeypatch.setattr(doctor, "driver_cuda", lambda: (13, 0))
     monkeypatch.setattr(doctor, "_gpu", lambda: doctor.Finding("GPU", True, "a card"))
     monkeypatch.setattr(

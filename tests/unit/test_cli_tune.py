@@ -104,7 +104,7 @@ def test_several_shapes_are_one_run_with_a_sentence_each(attnsweep, gpu, tmp_pat
     assert [*directory.parent.iterdir()] == [directory], "the order makes another run"
 
 
-def test_a_faster_peer_is_named_first(attnsweep, gpu):
+def test_a_faster_baseline_is_named_first(attnsweep, gpu):
     gpu.times["flash_attn_3"] = 10.0
     last = attnsweep(*NAIVE).stdout.splitlines()[-1]
     assert last.startswith("FlashAttention-3 is 2.000 ± 0.000 times as fast as naive, the best of")

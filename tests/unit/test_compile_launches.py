@@ -1,7 +1,7 @@
-"""What a call is made of: it begins when the call before has ended, as a peer's call does.
+"""What a call is made of: it begins when the call before has ended, as a baseline's call does.
 
-With a programmatic first launch, a call's prologue ran under the call before, which no peer's can:
-0.4 to 0.7 µs a call that were none of the kernel's.
+With a programmatic first launch, a call's prologue ran under the call before, which no baseline's
+can: 0.4 to 0.7 µs a call that were none of the kernel's.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def test_the_hint_for_a_missing_compiler_suits_a_clone(monkeypatch, bindings, fo
     assert caught.value.hint == install_command("compile") + more
 
 
-def test_the_reason_of_a_peer_without_pytorch_suits_a_clone(monkeypatch):
+def test_the_reason_of_a_baseline_without_pytorch_suits_a_clone(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(Unavailable) as caught:
         _import_torch()

@@ -61,17 +61,17 @@ NAMES = {
 
 
 def known_us(row):
-    """What is known of a peer: its median, or the fastest round of a noisy one."""
+    """What is known of a baseline: its median, or the fastest round of a noisy one."""
     time = row["time_us"]
     if row["status"] == "noisy":
         return min([*time["rounds"], *time.get("discarded", []), time["low"]])
     return time["median"]
 
 
-def paired(peer, row):
-    """The times of both in the rounds that both ran: a peer timed again began later."""
+def paired(baseline, row):
+    """The times of both in the rounds that both ran: a baseline timed again began later."""
     rounds = {}
-    for each in (peer, row):
+    for each in (baseline, row):
         first = each["time_us"].get("first_round", 0)
         for number, us in enumerate(each["time_us"]["rounds"], start=first):
             rounds.setdefault(number, []).append(us)
@@ -79,7 +79,7 @@ def paired(peer, row):
 
 
 @pytest.mark.parametrize("run", ["flash_short", "flash_training", "flash_dims", "flash_long"])
-def test_each_shape_is_next_to_its_peers(run):
+def test_each_shape_is_next_to_its_baselines(run):
     table = pandas.read_csv(docs.ROOT / docs.PAGES["performance csv"], dtype=str)
     table = table[(table["card"] == "NVIDIA H200") & (table["spec"] == run)]
     lines = [line.dropna() for _, line in table.iterrows()]

@@ -46,7 +46,7 @@ def test_winners_that_differ_say_what_each_costs_in_the_other_run():
     assert not pair.agree
     assert pair.first.of_the_others == pytest.approx(1.2)
     assert pair.second.of_the_others == pytest.approx(9 / 8)
-    assert pair.over_peers == {"cudnn": (2.0, 2.5)}
+    assert pair.over_baselines == {"cudnn": (2.0, 2.5)}
     assert config_changes(pair) == ["N 1 → 2"]
     said = text(found)
     assert "+12.5 %, +20.0 %" in said
@@ -77,16 +77,16 @@ def test_a_parameter_that_a_family_got_later_is_no_difference():
     assert config_changes(pair) == []
 
 
-def test_peers_of_one_run_alone_are_not_compared():
+def test_baselines_of_one_run_alone_are_not_compared():
     found = compare(
         run(candidate("a", 10.0, N=1), baseline("cudnn", 20.0)),
         run(candidate("a", 10.0, N=1), baseline("flash_attn_3", 20.0)),
     )
-    assert found.pairs[0].over_peers == {}
+    assert found.pairs[0].over_baselines == {}
     assert found.pairs[0].same_winner
 
 
-def test_a_peer_that_computes_in_another_format_is_no_base():
+def test_a_baseline_that_computes_in_another_format_is_no_base():
     in_bf16 = {"problem": replace(OTHER, dtype="bf16")}
     trials = (
         candidate("a", 10.0, N=1).with_(**in_bf16),
@@ -94,7 +94,7 @@ def test_a_peer_that_computes_in_another_format_is_no_base():
         baseline("flash_attn_3_fp8", 8.0).with_(**in_bf16),
     )
     found = compare(run(*trials), run(*trials))
-    assert found.pairs[0].over_peers == {"flash_attn_3": (1.2, 1.2)}
+    assert found.pairs[0].over_baselines == {"flash_attn_3": (1.2, 1.2)}
     assert "1.20 → 1.20  flash_attn_3  same" in text(found)
     cards = (open_run(RESULTS / card) for card in ("h100-80gb-hbm3/h100", "h200/h200"))
     assert "flash_attn_3_fp8" not in text(compare(*cards))
@@ -133,4 +133,4 @@ def test_as_data_it_names_configs_and_ratios():
     assert len(data["problems"]) == 9
     first = data["problems"][0]
     assert first["first"]["config"]["BLOCK_N"] > 0
-    assert set(first["over_peers"]) <= set(first["first"]["peers_us"])
+    assert set(first["over_baselines"]) <= set(first["first"]["baselines_us"])

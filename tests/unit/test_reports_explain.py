@@ -52,7 +52,7 @@ def test_the_winner_of_a_recorded_run_is_explained_by_default(short, families) -
     assert found.ratio == 1.0
     assert verdict(found)[0] == "It won: 10.55\u00a0µs, the first of 86 ranked candidates."
     parts = [part for part, _ in found.beside]
-    assert parts == ["next", "next", "next", "fastest peer"]
+    assert parts == ["next", "next", "next", "fastest baseline"]
     assert found.effects[0].name == "KEY_GROUPS"
     said = flat(found)
     for words in (
@@ -136,7 +136,7 @@ def test_a_config_that_a_rule_removed_is_no_candidate(short, families) -> None:
         ("BLOCK_N=65", "has BLOCK_N=65", "there are: 64, 96, 128"),
         ("64/1", "is named '64/1'", "BLOCK_N / WARPGROUPS / KEY_GROUPS"),
         ("flash_fwd_wgma", "is named 'flash_fwd_wgma'", "did you mean 'flash_fwd_wgmma'"),
-        ("torch_cudnn", "'torch_cudnn' is a peer", "ours: flash_fwd_wgmma"),
+        ("torch_cudnn", "'torch_cudnn' is a baseline", "ours: flash_fwd_wgmma"),
         ("kernel=flash", "has kernel=flash", "there are: flash_fwd_wgmma"),
         ("=", "is named '='", "or write NAME=VALUE"),
     ],
@@ -171,7 +171,7 @@ def test_pruned_failed_and_untried_configs_say_so() -> None:
     assert verdict(absent)[0].startswith("The run did not try it: no row has this config")
 
 
-def test_a_faster_peer_is_not_hidden() -> None:
+def test_a_faster_baseline_is_not_hidden() -> None:
     run = full_run()
     (found,) = explain(run, [], None, {})
     assert verdict(found)[0].startswith("It won: 28.10")

@@ -41,8 +41,8 @@ def test_a_bound_on_the_error_is_said_with_what_it_left_out() -> None:
     text = " ".join(printed(run, 200).split())
     assert "* best of ours; flash_attn_3_fp8 is faster (1.03×): flash_fwd_fp8_wgmma" in text
     assert (
-        "max_error 3.0e-02: candidates with a larger error are not ranked (1 are not); peers with "
-        "a larger one: flash_attn_3_fp8 (6.0e-02)" in text
+        "max_error 3.0e-02: candidates with a larger error are not ranked (1 are not); baselines "
+        "with a larger one: flash_attn_3_fp8 (6.0e-02)" in text
     )
     assert "100.0 µs, error 5.0e-02, over max_error: flash_fwd_fp8_wgmma INTERVAL=0" in text
     points = report.to_json(run)["problems"][0]["frontier"]

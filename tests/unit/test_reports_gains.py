@@ -1,4 +1,4 @@
-"""What a program gains: calls × (fastest peer − winner), and where that is nothing."""
+"""What a program gains: calls × (fastest baseline − winner), and where that is nothing."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ def found(trials, text):
     return gains(by_problem(rank(trials, H200), H200), text)
 
 
-def pair(ours, peer, problem=PROBLEM, **changes):
+def pair(ours, theirs, problem=PROBLEM, **changes):
     return [
         candidate("flash", ours, BLOCK_M=64).with_(problem=problem),
-        baseline("torch_cudnn", peer).with_(problem=problem, **changes),
+        baseline("torch_cudnn", theirs).with_(problem=problem, **changes),
     ]
 
 
 def test_the_gain_is_calls_times_the_difference():
     got = found(pair(10.0, 12.5), spec(entry(PROBLEM, 400)))
     assert got.gain_us == pytest.approx(400 * 2.5)
-    assert got.peer_us == pytest.approx(400 * 12.5)
+    assert got.baseline_us == pytest.approx(400 * 12.5)
     assert got.problems[0].why is None
     assert sentences(got) == [
-        "The program's 400 calls take 5.000\u00a0ms with the fastest peers and 4.000\u00a0ms where "
-        "a winner replaces a slower peer: 1.00\u00a0ms less (20.0\u00a0%)."
+        "The program's 400 calls take 5.000\u00a0ms with the fastest baselines and 4.000\u00a0ms "
+        "where a winner replaces a slower baseline: 1.00\u00a0ms less (20.0\u00a0%)."
     ]
 
 
-def test_a_faster_peer_stays_and_takes_nothing_from_the_total():
+def test_a_faster_baseline_stays_and_takes_nothing_from_the_total():
     trials = pair(10.0, 12.0) + pair(30.0, 20.0, OTHER)
     got = found(trials, spec(entry(PROBLEM, 10), entry(OTHER, 1000)))
     assert got.gain_us == pytest.approx(20.0)
     assert [each.gain_us for each in got.problems] == [pytest.approx(20.0), 0.0]
-    assert got.problems[1].why == "the peer is as fast, and stays"
+    assert got.problems[1].why == "the baseline is as fast, and stays"
     assert table(got)[-1][:5] == ["in all", "1,010", "", "", "0.0200"]
 
 
@@ -68,7 +68,7 @@ def test_no_gain_is_claimed_where_no_difference_was_shown():
     trials = [*pair(10.0, 10.0)]
     trials[1] = trials[1].with_(time_us=wide)
     got = found(trials, spec(entry(PROBLEM, 10)))
-    assert got.problems[0].peer_us > got.problems[0].winner_us
+    assert got.problems[0].baseline_us > got.problems[0].winner_us
     assert (got.gain_us, got.problems[0].why) == (0.0, "no difference was shown")
 
 
@@ -79,7 +79,7 @@ def test_what_has_no_time_is_named_and_not_in_the_total():
     text = spec(entry(PROBLEM, 1), entry(OTHER, 7), entry(third, 5), unserved=[lost])
     got = found(trials, text)
     why = {each.label: each.why for each in got.problems}
-    assert why[OTHER.label] == "no peer was timed"
+    assert why[OTHER.label] == "no baseline was timed"
     assert why[third.label] == "not measured"
     assert (got.calls, got.others) == (1, 7 + 5 + 30)
     assert sentences(got)[1:] == [
@@ -89,11 +89,11 @@ def test_what_has_no_time_is_named_and_not_in_the_total():
     assert to_json(got)["unserved"] == [lost]
 
 
-def test_a_noisy_peer_counts_with_its_fastest_round():
+def test_a_noisy_baseline_counts_with_its_fastest_round():
     trials = pair(10.0, 12.0, status=Status.NOISY, detail="noisy")
     got = found(trials, spec(entry(PROBLEM, 10)))
-    assert got.problems[0].peer_us == pytest.approx(min(rounds_of(12.0).rounds))
-    assert got.problems[0].why == "at least: the peer was noisy"
+    assert got.problems[0].baseline_us == pytest.approx(min(rounds_of(12.0).rounds))
+    assert got.problems[0].why == "at least: the baseline was noisy"
 
 
 @pytest.mark.parametrize("text", [None, "", "[1", "problems: 3", spec(entry(PROBLEM))])

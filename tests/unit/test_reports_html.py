@@ -121,10 +121,10 @@ def test_chained_calls_are_named_so():
     text = page.render(full_run(trials=chained))
     assert "chained, not ranked 27.0 µs" in visible(text)
     assert "chained, not ranked" not in visible(page.render(full_run()))
-    peers = data_of(text)["problems"][0]["peers"]
-    assert {peer["who"]: peer["chained"] for peer in peers if peer["chained"]} == {
-        "three_kernel_wgmma": 27.0
-    }
+    baselines = data_of(text)["problems"][0]["baselines"]
+    assert {
+        baseline["who"]: baseline["chained"] for baseline in baselines if baseline["chained"]
+    } == {"three_kernel_wgmma": 27.0}
 
 
 def test_reasons_of_one_cause_are_one_line():
@@ -169,7 +169,7 @@ def test_what_a_run_holds_cannot_leave_its_place():
     trials = [
         candidate("<b>naive</b>", 9.0, N=1),
         failed("naive", Status.WRONG, wicked, N=2),
-        baseline("<i>peer</i>", 8.0),
+        baseline("<i>baseline</i>", 8.0),
     ]
     text = page.render(full_run(trials=trials, spec_text=wicked, warnings=[wicked]))
     tags = Elements(text).tags
@@ -184,7 +184,7 @@ def test_the_ladder_is_in_the_specs_order_with_distances():
     first = text.index("Ladder")
     assert text.index("slow", first) < text.index("flash", first)
     rung = text[first : first + 500]
-    assert "Target: 5.500 µs, torch_cudnn, the fastest peer known" in rung
+    assert "Target: 5.500 µs, torch_cudnn, the fastest baseline known" in rung
     assert "8.18×" in rung  # 45 µs / 5.5 µs
     assert "met, 2" in rung
     given = visible(page.render(scaled_run(), target_us=2.5))
@@ -321,7 +321,15 @@ def test_a_browser_draws_every_plot_without_errors_or_requests(tmp_path):
     assert asked == []
     assert DRAWN in document
     drawn = plots(document, 1)
-    assert set(drawn) == {"peers", "stages", "effects", "search", "heatmap", "scaling", "roofline"}
+    assert set(drawn) == {
+        "baselines",
+        "stages",
+        "effects",
+        "search",
+        "heatmap",
+        "scaling",
+        "roofline",
+    }
     for name, svg in drawn.items():
         assert marks(svg) >= 2, f"{name} is empty: {svg[:400]}"
         assert "NaN" not in svg, name
@@ -353,10 +361,10 @@ def test_the_recorded_run_is_drawn_in_both_schemes(tmp_path, dark):
     assert (said, asked) == ([], [])
     drawn = plots(document, 0)
     # Its problems differ in more than one way each, so that nothing is drawn along a shape.
-    assert set(drawn) == {"peers", "stages", "effects", "search", "heatmap", "roofline"}
+    assert set(drawn) == {"baselines", "stages", "effects", "search", "heatmap", "roofline"}
     assert all(marks(svg) >= 2 for svg in drawn.values())
     for kernel in ("flash_fwd_mma", "three_kernel_mma", "torch_cudnn"):
-        assert kernel in drawn["peers"]
+        assert kernel in drawn["baselines"]
         assert kernel in drawn["roofline"]
     assert all(bound in drawn["roofline"] for bound in ("matrix", "exp2", "memory"))
 
@@ -452,13 +460,13 @@ def test_every_dashed_line_has_its_name_and_whiskers_end_before_the_labels(tmp_p
     document, said, _ = opened(open_run(SEVERAL), tmp_path, "#problem=0")
     assert said == []
     drawn = plots(document, 0)
-    peers = re.sub(r"<title>.*?</title>", "", drawn["peers"])
-    texts = re.findall(r"<text[^>]*>([^<]*)</text>", peers)
+    baselines = re.sub(r"<title>.*?</title>", "", drawn["baselines"])
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", baselines)
     assert {"memory", "matrix, exp2"} <= set(texts)
     whisker = r'<line aria-label="low: [^"]*who: ([^;]*);[^"]*"[^>]*\(([\d.]+),[^>]*x2="([\d.]+)"'
-    ends = {who: float(at) + float(end) for who, at, end in re.findall(whisker, peers)}
+    ends = {who: float(at) + float(end) for who, at, end in re.findall(whisker, baselines)}
     labels = re.findall(
-        r'<text aria-label="end: [^"]*who: ([^;]*);[^"]*"[^>]*translate\(([\d.]+),', peers
+        r'<text aria-label="end: [^"]*who: ([^;]*);[^"]*"[^>]*translate\(([\d.]+),', baselines
     )
     assert len(labels) == len(ends) >= 7
     assert "flash_attn_3_fp8" not in ends, "it computes in another format"

@@ -176,21 +176,21 @@ def preparing(form: Form, console: Console) -> None:
         observer.planned([40])
         observer.opening(PROBLEM, 40, 0)
         observer.prepared("problem", 2.0, {"start CUDA": 1.5})
-        for done, peer in enumerate(("torch_cudnn", "triton_flash")):
-            observer.preparing(peer, done, 2)
-            observer.prepared(peer, 1.5, STEPS)
+        for done, baseline in enumerate(("torch_cudnn", "triton_flash")):
+            observer.preparing(baseline, done, 2)
+            observer.prepared(baseline, 1.5, STEPS)
         observer.timing(1, 30)
 
 
-def test_json_tells_each_peer_that_is_prepared_and_how_long_it_took(clock):
+def test_json_tells_each_baseline_that_is_prepared_and_how_long_it_took(clock):
     """Twelve seconds passed in silence; lines of a phase come once a second at most."""
     out = io.StringIO()
     preparing(Form.JSON, Console(file=out))
     events = [json.loads(line) for line in out.getvalue().splitlines()]
     told = [e for e in events if e["event"] == "progress"]
-    assert [(e["phase"], e.get("peer"), e["done"], e["total"]) for e in told] == [
-        ("peers", "torch_cudnn", 0, 2),
-        ("peers", "triton_flash", 1, 2),
+    assert [(e["phase"], e.get("baseline"), e["done"], e["total"]) for e in told] == [
+        ("baselines", "torch_cudnn", 0, 2),
+        ("baselines", "triton_flash", 1, 2),
         ("finals", None, 1, 30),
     ]
     prepared = [e for e in events if e["event"] == "prepared"]
@@ -242,7 +242,7 @@ def test_a_count_in_json(clock, monkeypatch):
     assert events[-1]["event"] == "end"
 
 
-def test_a_bar_and_a_log_name_the_peer_that_is_prepared(clock):
+def test_a_bar_and_a_log_name_the_baseline_that_is_prepared(clock):
     out = io.StringIO()
     console = Console(file=out, width=160, force_terminal=True, color_system=None)
     with progress.watch(console) as observer:
@@ -251,11 +251,11 @@ def test_a_bar_and_a_log_name_the_peer_that_is_prepared(clock):
         observer.preparing("triton_flash", 3, 8)
         observer._progress.refresh()
     bar = next(line for line in out.getvalue().splitlines() if "triton_flash" in line)
-    assert "peers" in bar
+    assert "baselines" in bar
     assert "3/8" in bar
     log = io.StringIO()
     with progress.watch(Console(file=log, width=100), Form.PLAIN) as observer:
         observer.opening(PROBLEM, 40, 0)
         clock.now += 20
         observer.preparing("triton_flash", 3, 8)
-    assert "  prepare triton_flash, peer 4 of 8" in log.getvalue()
+    assert "  prepare triton_flash, baseline 4 of 8" in log.getvalue()

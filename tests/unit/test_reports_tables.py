@@ -135,7 +135,7 @@ def test_the_winner_is_told_in_full_with_its_stages() -> None:
     text = " ".join(printed(full_run(), 100).split())
     assert "* winner three_kernel_wgmma QK_BLOCK_M=128 PV_BLOCK_M=64 SOFTMAX_THREADS=128:" in text
     assert "28.10 µs, 0.439 µs/head, 7.03 µs/sequence, 611 TFLOP/s, 57 % of the bound" in text
-    assert "2.04× (2.04 to 2.04) torch_cudnn, the fastest peer" in text
+    assert "2.04× (2.04 to 2.04) torch_cudnn, the fastest baseline" in text
     assert (
         "stages of the best three_kernel_wgmma: qk 10.1 · softmax 9.0 · pv 8.2 · rest 0.8 µs"
         in text
@@ -429,7 +429,7 @@ def test_a_run_without_an_environment_is_still_shown() -> None:
     assert "% bound" not in " ".join(table(text)[0])
 
 
-def test_the_best_of_ours_is_no_winner_where_a_peer_is_faster() -> None:
+def test_the_best_of_ours_is_no_winner_where_a_baseline_is_faster() -> None:
     run = full_run()
     ahead = full_run(trials=[*run.trials, baseline("flash_attn_3", 25.0)])
     text = " ".join(printed(ahead, 120).split())
@@ -443,17 +443,21 @@ def test_the_best_of_ours_is_no_winner_where_a_peer_is_faster() -> None:
 
 
 def test_a_ratio_that_is_a_bound_or_of_medians_is_marked() -> None:
-    ours, peer = candidate("flash", 20.0), baseline("torch_cudnn", 30.0)
-    once = peer.with_(time_us=peer.time_us.model_copy(update={"rounds": []}))
-    for marked, mark in ((peer.with_(status=Status.NOISY), "≥1.5"), (once, "~1.5"), (peer, "1.5")):
+    ours, other = candidate("flash", 20.0), baseline("torch_cudnn", 30.0)
+    once = other.with_(time_us=other.time_us.model_copy(update={"rounds": []}))
+    for marked, mark in (
+        (other.with_(status=Status.NOISY), "≥1.5"),
+        (once, "~1.5"),
+        (other, "1.5"),
+    ):
         header, first, *_ = table(printed(full_run(trials=[ours, marked])))
         assert first[header.index("× base")].startswith(mark)
 
 
-def test_a_tie_with_a_peer_or_a_peer_of_another_format_is_still_won() -> None:
+def test_a_tie_with_a_baseline_or_a_baseline_of_another_format_is_still_won() -> None:
     run = full_run()
-    for peer in (baseline("torch_flash", 28.1), baseline("flash_attn_3_fp8", 20.0)):
-        assert "* winner three_kernel" in printed(full_run(trials=[*run.trials, peer]), 120)
+    for other in (baseline("torch_flash", 28.1), baseline("flash_attn_3_fp8", 20.0)):
+        assert "* winner three_kernel" in printed(full_run(trials=[*run.trials, other]), 120)
 
 
 def test_the_legend_explains_eager_and_ranks_that_medians_do_not_follow() -> None:

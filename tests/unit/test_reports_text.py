@@ -32,7 +32,7 @@ def test_ours_is_faster():
     )
 
 
-def test_a_faster_peer_is_said_to_be_faster():
+def test_a_faster_baseline_is_said_to_be_faster():
     text = said(candidate("flash", 25.0), baseline("torch_cudnn", 20.0), baseline("cudnn", 21.0))
     assert text.startswith("PyTorch's cuDNN attention is 1.25")
     assert text.endswith(
@@ -41,10 +41,10 @@ def test_a_faster_peer_is_said_to_be_faster():
 
 
 def test_no_difference_is_claimed_where_the_interval_holds_one():
-    ours, peer = candidate("flash", 20.0), baseline("flash_attn_3", 20.0)
+    ours, other = candidate("flash", 20.0), baseline("flash_attn_3", 20.0)
     rounds = [20 + 0.5 * (-1) ** i for i in range(12)]
     time = ours.time_us.model_copy(update={"rounds": rounds})
-    text = said(ours.with_(time_us=time), peer)
+    text = said(ours.with_(time_us=time), other)
     assert text.startswith(
         "No difference between flash and FlashAttention-3 was shown (20.0 against"
     )
@@ -67,30 +67,30 @@ def test_times_of_different_rounds_are_only_about():
         (18.0, "cuDNN was too noisy to compare with flash"),
     ],
 )
-def test_a_noisy_peer_gives_no_more_than_a_bound(us, words):
+def test_a_noisy_baseline_gives_no_more_than_a_bound(us, words):
     text = said(candidate("flash", 20.0), baseline("cudnn", us).with_(status=Status.NOISY))
     assert text.startswith(words)
     assert "in its fastest round" in text
 
 
-def test_without_a_peer_and_without_a_winner():
+def test_without_a_baseline_and_without_a_winner():
     assert (
         said(candidate("flash", 20.0))
-        == f"flash takes 20.0 µs on {LABEL}; no peer was timed with it."
+        == f"flash takes 20.0 µs on {LABEL}; no baseline was timed with it."
     )
     wrong = failed("flash", Status.WRONG, "error")
     assert said(wrong, baseline("cudnn", 20.0)) == f"No candidate is right and timed on {LABEL}."
 
 
-def test_a_peer_over_the_limit_of_error_is_said_to_be():
+def test_a_baseline_over_the_limit_of_error_is_said_to_be():
     wrong = Accuracy(rel_err=0.1, limit=0.01)
     text = said(candidate("flash", 20.0), baseline("cudnn", 30.0).with_(accuracy=wrong))
     assert text.endswith(f"on {LABEL}; the error of cuDNN is over the limit.")
 
 
-def test_no_sentence_compares_with_a_peer_in_another_format():
+def test_no_sentence_compares_with_a_baseline_in_another_format():
     ours, other = candidate("flash", 20.0), baseline("flash_attn_3_fp8", 15.0)
-    assert said(ours, other) == f"flash takes 20.0 µs on {LABEL}; no peer was timed with it."
+    assert said(ours, other) == f"flash takes 20.0 µs on {LABEL}; no baseline was timed with it."
     assert "cuDNN" in said(ours, other, baseline("cudnn", 30.0))
 
 

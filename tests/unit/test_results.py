@@ -29,7 +29,7 @@ RUNS = [run for run in find_runs(ROOT / "results") if run.parent.name != "replay
 RENAMED = json.loads((ROOT / "results" / "renamed.json").read_text())
 NAME_OF = {before: now for now, before in RENAMED.items()}
 EARLIER = json.loads((ROOT / "results" / "earlier.json").read_text())
-# Changed with protocol 4 in space, problems or peers; since then a run says its protocol.
+# Changed with protocol 4 in space, problems or baselines; since then a run says its protocol.
 CHANGED = {*RENAMED, "three_kernel", "wide_head", "ladder"}
 
 open_run = lru_cache(read_run)
@@ -92,7 +92,7 @@ def test_it_is_the_shipped_spec(run, directory):
     kernels, specs = shipped()
     recorded = load_spec(directory / "spec.yaml", kernels)
     assert recorded.name == directory.name
-    # A later version may know more peers, and a run is recorded with --exhaustive; nothing else
+    # A later version may know more baselines, and a run is recorded with --exhaustive; nothing else
     # may differ.
     name = NAME_OF.get(recorded.name, recorded.name)
     (spec,) = (spec for spec in specs if spec.name == name)

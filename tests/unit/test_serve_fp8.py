@@ -112,8 +112,8 @@ def test_runs_without_fp8_have_the_table_that_they_had(tmp_path):
 
 def test_what_cannot_be_exported_is_said(tmp_path, monkeypatch):
     run = store_run.open_run(FP8_RUN)
-    peers = [t for t in run.trials if t.kernel != made_of.FAMILY]
-    monkeypatch.setattr(serve_export, "open_run", lambda _: replace(run, trials=peers))
+    baselines = [t for t in run.trials if t.kernel != made_of.FAMILY]
+    monkeypatch.setattr(serve_export, "open_run", lambda _: replace(run, trials=baselines))
     with pytest.raises(StoreError, match="no correct candidate of flash_fwd_fp8_wgmma"):
         export(tmp_path, [FP8_RUN])
     cut = [t.with_(schedule={**t.schedule, "chunks": 2}) for t in run.trials]

@@ -126,10 +126,10 @@ class TestShipped:
     @pytest.mark.parametrize(
         "name", ["flash_training", "flash_short", "flash_dims", "flash_long", "batched"]
     )
-    def test_the_fused_kernel_meets_the_peers_that_a_user_would_pick(self, name):
+    def test_the_fused_kernel_meets_the_baselines_that_a_user_would_pick(self, name):
         spec = load_spec(Path(name))
-        peers = ("torch_cudnn", "cudnn", "torch_flash", "triton_flash", "flash_attn_3")
-        assert spec.baselines == peers
+        baselines = ("torch_cudnn", "cudnn", "torch_flash", "triton_flash", "flash_attn_3")
+        assert spec.baselines == baselines
 
     def test_decoding_packs_grouped_heads_and_sweeps_them_apart_too(self):
         kernels = discover()

@@ -17,7 +17,7 @@ from attnsweep.store.run import open_run
 from attnsweep.sweep.assign import MOST_FAULTS, Schedule, Task
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
-# Sweeps as users run them; specs that judge dispatch leave out most rounds and peers.
+# Sweeps as users run them; specs that judge dispatch leave out most rounds and baselines.
 SPECS = (
     *("h100", "flash_training", "flash_short", "batched", "flash_dims", "flash_long", "ladder"),
     *("three_kernel", "wide_head"),

@@ -133,10 +133,10 @@ def test_a_problem_is_whole_with_all_rows_the_baselines_and_rounds(
     build, status, time_us, baseline, whole
 ):
     kept, _ = kept_of()
-    rows = [] if baseline == "none" else kept.peers(PROBLEM)
+    rows = [] if baseline == "none" else kept.baselines(PROBLEM)
     if baseline == "another":
         packages = TEST_GPU.model_copy(update={"packages": {"torch": "1.0"}})
-        rows = kept_of(environment=packages)[0].peers(PROBLEM)
+        rows = kept_of(environment=packages)[0].baselines(PROBLEM)
     if status is not None:
         fingerprint = kept.fingerprint(build)
         rows.append(build.row(status=status, time_us=time_us, fingerprint=fingerprint))
@@ -151,17 +151,17 @@ def test_rounds_whose_rows_were_not_all_stored_are_taken_again(build, tmp_path):
     )
     kept, builds = kept_of()[0], [build, other]
     bare = [b.row(status=Status.OK, time_us=ONCE, fingerprint=kept.fingerprint(b)) for b in builds]
-    peers = [row.with_(status=Status.OK) for row in kept.peers(PROBLEM)]
-    timed = together([row.with_(time_us=ROUNDS) for row in (*bare, *peers)])
+    baselines = [row.with_(status=Status.OK) for row in kept.baselines(PROBLEM)]
+    timed = together([row.with_(time_us=ROUNDS) for row in (*bare, *baselines)])
     later = ROUNDS.model_copy(update={"rounds": [7.0, 7.1]})
-    again = together([row.with_(time_us=later) for row in (*bare, *peers)])
+    again = together([row.with_(time_us=later) for row in (*bare, *baselines)])
 
     def whole(*rows):
         return kept_of(rows=rows)[0].whole(PROBLEM, builds)
 
     assert whole(*timed)
-    assert not whole(timed[0], bare[1], peers[0])
-    assert not whole(timed[0], timed[1], peers[0])  # the baseline's is still that of before
+    assert not whole(timed[0], bare[1], baselines[0])
+    assert not whole(timed[0], timed[1], baselines[0])  # the baseline's is still that of before
     assert not whole(again[0], *timed[1:])  # killed while a later run's rows replaced these
     assert not whole(*again[:2], timed[2])
     assert whole(*again)

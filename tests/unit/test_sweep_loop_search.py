@@ -207,7 +207,7 @@ def test_a_row_has_the_seconds_of_its_search_and_a_run_that_goes_on_counts_on(go
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     first = {t.key: t.tried_s for t in go(limit=2).run.trials}
     again = {t.key: t.tried_s for t in go().run.trials}
-    assert sorted(s for s in first.values() if s is not None) == [1, 2]  # peers have none
+    assert sorted(s for s in first.values() if s is not None) == [1, 2]  # baselines have none
     assert {key: again[key] for key in first} == first
     assert [s for key, s in again.items() if key not in first] == [3]
 

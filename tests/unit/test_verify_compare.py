@@ -156,15 +156,15 @@ def test_the_limit_of_a_log_sum_exp_is_not_computed_where_none_is_written(fixtur
 
 
 @pytest.mark.parametrize("times", [5.0, math.inf])
-def test_of_a_peer_an_error_is_shown(times, fixture):
-    shown = fixture.accuracy(Found(finding(row=LIMITS.row * times), {}), 0, peer=True)
+def test_of_a_baseline_an_error_is_shown(times, fixture):
+    shown = fixture.accuracy(Found(finding(row=LIMITS.row * times), {}), 0, baseline=True)
     assert shown.shares["row"] == times
     assert shown.rel_err == (LIMITS.row * times if times < math.inf else None)
 
 
-def test_of_a_peer_nan_is_refused(fixture):
+def test_of_a_baseline_nan_is_refused(fixture):
     with pytest.raises(WrongResult, match="are NaN"):
-        fixture.accuracy(Found(finding() | {"nans": 1.0}, {}), 0, peer=True)
+        fixture.accuracy(Found(finding() | {"nans": 1.0}, {}), 0, baseline=True)
 
 
 # -- limits ---------------------------------------------------------------------------------------

@@ -323,8 +323,8 @@ def test_limits_of_hard_inputs_admit_other_draws_of_few_keys(dtype, inputs):
 
 
 def test_limits_of_long_rows_admit_what_tensor_cores_cut_off_their_sums():
-    # Measured on an H100, alike for five peers and ours: 3.4e-5 at 32,768 keys, linear in the keys.
-    # Where the limit was 1e-4, all of them would have been wrong from 98,000 keys on.
+    # Measured on an H100, alike for five baselines and ours: 3.4e-5 at 32,768 keys, linear in the
+    # keys. Where the limit was 1e-4, all of them would have been wrong from 98,000 keys on.
     same = measures.Measures(row=1e-4, element=1e-3, rms=8e-5, row_gain=1e-4, tile_gain=1e-5)
     for keys, most in ((1024, 1.1e-4), (131_072, 4e-4), (1_048_576, 2.3e-3)):
         limits = verify_limits.limits(Case(Problem(1, 16, 16, 1024, keys, 64)), 0, same)

@@ -67,7 +67,7 @@ def test_the_process_computes_what_limits_of_rounded_scores_come_from(ahead, mon
     monkeypatch.setattr(limits, "same_maths", here)
     ahead.begin_rounding(PROBLEM, 1)
     assert ahead.rounding(PROBLEM, 1) == expected
-    assert ahead.rounding(PROBLEM, 1) == expected  # kept, for other candidates and peers
+    assert ahead.rounding(PROBLEM, 1) == expected  # kept, for other candidates and baselines
     ahead.begin_rounding(OTHER, 2)  # the next problem's
     assert ahead.rounding(PROBLEM, 1) == expected
     begun = ahead._maths[OTHER, 2]

@@ -64,13 +64,13 @@ const room = (box) => 1 + 56 / Math.max(90, box.clientWidth - 190);
 // Bars longer than this many times the shortest are cut off, and say so.
 const CUT = 8;
 
-function peers(box, problem) {
-  if (!problem.peers.length) return nothing(box, "This problem has no times.");
-  const least = Math.min(...problem.peers.map((peer) => peer.us));
-  const most = Math.min(CUT * least, Math.max(...problem.peers.map((peer) => peer.us)));
-  const values = problem.peers.map((peer) => ({
-    ...peer, shown: Math.min(peer.us, most), low: Math.min(peer.low, most), high: Math.min(peer.high, most),
-    end: Math.max(Math.min(peer.us, most), Math.min(peer.high, most)), said: `${figure(peer.us)}${peer.us > most ? " →" : ""}`,
+function baselines(box, problem) {
+  if (!problem.baselines.length) return nothing(box, "This problem has no times.");
+  const least = Math.min(...problem.baselines.map((baseline) => baseline.us));
+  const most = Math.min(CUT * least, Math.max(...problem.baselines.map((baseline) => baseline.us)));
+  const values = problem.baselines.map((baseline) => ({
+    ...baseline, shown: Math.min(baseline.us, most), low: Math.min(baseline.low, most), high: Math.min(baseline.high, most),
+    end: Math.max(Math.min(baseline.us, most), Math.min(baseline.high, most)), said: `${figure(baseline.us)}${baseline.us > most ? " →" : ""}`,
   }));
   const bounds = Object.entries(problem.bounds).filter(([, us]) => us <= most).map(([unit, us]) => ({ unit, us }));
   // Every line has its name; lines in one place share a label, and neighbours take turns in height.
@@ -84,8 +84,8 @@ function peers(box, problem) {
     { field: "who", title: "kernel" }, { field: "us", title: "µs", format: ".4~g" }, { field: "cold", title: "cold L2 µs", format: ".4~g" },
     { field: "eager", title: "host µs", format: ".3~g" }, { field: "config", title: "config" },
   ];
-  if (values.some((peer) => peer.chained !== null)) tooltip.splice(3, 0, { field: "chained", title: "chained µs", format: ".4~g" });
-  const inTime = [...values].sort((a, b) => a.us - b.us).map((peer) => peer.who);
+  if (values.some((baseline) => baseline.chained !== null)) tooltip.splice(3, 0, { field: "chained", title: "chained µs", format: ".4~g" });
+  const inTime = [...values].sort((a, b) => a.us - b.us).map((baseline) => baseline.who);
   const y = { field: "who", type: "nominal", sort: inTime, title: null, axis: { domain: false, ticks: false, labelColor: color("ink"), labelPadding: 6 } };
   return draw(box, {
     height: 30 * values.length, data: { values },
@@ -248,7 +248,7 @@ function heatmap(box, problem, index, figureElement) {
   const choose = Object.fromEntries([...figureElement.querySelectorAll("[data-choose]")].map((select) => [select.dataset.choose, select]));
   const kernels = [...new Set(all.map((row) => row.kernel))];
   const many = (kernel) => all.filter((row) => row.kernel === kernel).length;
-  const winner = problem.peers.find((peer) => peer.kind === "winner")?.who.replace("†", "");
+  const winner = problem.baselines.find((baseline) => baseline.kind === "winner")?.who.replace("†", "");
   const first = kernels.includes(winner) ? winner : [...kernels].sort((a, b) => many(b) - many(a))[0];
   const kernel = options(choose.kernel, kernels, kernels.includes(state.kernel) ? state.kernel : first);
   const rows = all.filter((row) => row.kernel === kernel);
@@ -390,7 +390,7 @@ function scaling(box, figureElement) {
   for (const axis of ["seqlen", "batch", "seqlen_k", "seqlen_q", "heads", "head_dim"]) {
     const found = new Map();
     for (const problem of shapes) {
-      if (!(axis in problem.axes) || !problem.peers.length) continue;
+      if (!(axis in problem.axes) || !problem.baselines.length) continue;
       const key = rest(problem, axis);
       found.set(key, [...(found.get(key) ?? []), problem]);
     }
@@ -406,7 +406,7 @@ function scaling(box, figureElement) {
   const unit = choose.unit.value;
   const problems = groups.get(axis).get(fixed);
   const value = { tflops: (problem, us) => problem.flops / us / 1e6, us: (_, us) => us, per_sequence: (problem, us) => us / problem.axes.batch }[unit];
-  const values = problems.flatMap((problem) => problem.peers.map((peer) => ({ at: problem.axes[axis], value: value(problem, peer.us), who: peer.who, baseline: peer.kind === "baseline", us: peer.us, config: peer.config })));
+  const values = problems.flatMap((problem) => problem.baselines.map((baseline) => ({ at: problem.axes[axis], value: value(problem, baseline.us), who: baseline.who, baseline: baseline.kind === "baseline", us: baseline.us, config: baseline.config })));
   const ours = [...new Set(values.filter((row) => !row.baseline).map((row) => row.who))];
   const theirs = [...new Set(values.filter((row) => row.baseline).map((row) => row.who))];
   const heights = values.map((row) => row.value);
@@ -427,10 +427,10 @@ function scaling(box, figureElement) {
 }
 
 function roofline(box) {
-  const known = run.problems.filter((problem) => Object.keys(problem.bounds).length && problem.peers.length);
+  const known = run.problems.filter((problem) => Object.keys(problem.bounds).length && problem.baselines.length);
   if (!known.length) return nothing(box, "The card's rates are unknown, so there are no bounds to draw.");
-  const points = known.flatMap((problem) => problem.peers.map((peer) => ({
-    who: peer.who, kind: peer.kind, intensity: problem.flops / problem.bytes, tflops: problem.flops / peer.us / 1e6, problem: problem.label, us: peer.us, config: peer.config,
+  const points = known.flatMap((problem) => problem.baselines.map((baseline) => ({
+    who: baseline.who, kind: baseline.kind, intensity: problem.flops / problem.bytes, tflops: problem.flops / baseline.us / 1e6, problem: problem.label, us: baseline.us, config: baseline.config,
   })));
   const spread = points.map((point) => point.intensity);
   const [left, right] = [Math.min(...spread) / 3, Math.max(...spread) * 2.2];
@@ -522,7 +522,7 @@ async function show(index) {
   });
   const details = article.querySelector("details.every");
   details.addEventListener("toggle", () => details.open && !details.dataset.filled && (details.dataset.filled = "yes") && every(details, index));
-  await Promise.all([peers(box(parts.peers), problem), stages(box(parts.stages), problem), effects(box(parts.effects), problem), frontier(box(parts.frontier), problem), search(box(parts.search), problem), explore()]);
+  await Promise.all([baselines(box(parts.baselines), problem), stages(box(parts.stages), problem), effects(box(parts.effects), problem), frontier(box(parts.frontier), problem), search(box(parts.search), problem), explore()]);
 }
 
 function asked() {

@@ -1,4 +1,4 @@
-"""What the HTML page says of peers, and what a narrow window shows of it."""
+"""What the HTML page says of baselines, and what a narrow window shows of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("jinja2", reason="needs the html extra: Jinja2")
 RECORDED = Path(__file__).parent.parent.parent / "results" / "h100-80gb-hbm3" / "h100"
 
 
-def test_a_noisy_base_and_a_peer_over_the_limit_are_marked_on_the_page() -> None:
+def test_a_noisy_base_and_a_baseline_over_the_limit_are_marked_on_the_page() -> None:
     noisy = baseline("torch_cudnn", 57.4).with_(status=Status.NOISY, detail="quartiles")
     over = baseline("unfused", 71.0).with_(accuracy=Accuracy(rel_err=7.1e-6, limit=5.0e-6))
     run = full_run(trials=[candidate("flash_fwd_wgmma", 28.1, BLOCK_M=64), noisy, over])
@@ -44,7 +44,7 @@ def test_the_time_is_next_to_the_problem_where_a_narrow_window_shows_it() -> Non
     assert row[2] == "three_kernel_wgmma"
 
 
-def test_a_peer_that_is_faster_wins_no_card_for_us() -> None:
+def test_a_baseline_that_is_faster_wins_no_card_for_us() -> None:
     run = full_run()
     text = page.render(full_run(trials=[*run.trials, baseline("flash_attn_3", 25.0)]))
     assert "is the best of ours; flash_attn_3 is faster (1.12×)" in text

@@ -1,4 +1,4 @@
-"""What peers are called through: a session, FlashAttention's packages, and cuDNN's frontend."""
+"""What baselines are called through: a session, FlashAttention's packages, and cuDNN's frontend."""
 
 from __future__ import annotations
 
