@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,24 +112,6 @@ class Recordings:
         names = [name for name in self.tables if self._specs[name].get("fused")]
         names.sort(key=lambda name: self.book.protocol(name) < ALONE)
         return [record for name in names for record in self.tables[name]]
-
-    def baselines_of(self, name: str, names: Mapping[str, str]) -> list[str]:
-        """The baselines that any problem of a spec has, the named ones first and in their order."""
-        there = {baseline for record in self.tables[name] for baseline in record["baselines"]}
-        return [baseline for baseline in names if baseline in there] + sorted(there - names.keys())
-
-    def untimed(self, name: str) -> list[str]:
-        """Baselines without a time on some problem, and why: `unfused: wrong on 3 of 8`."""
-        tables = {record["problem"] for record in self.tables[name]}
-        missing = Counter(
-            (row.provider, row.status)
-            for row in self.book.rows(name)
-            if row.provider != OURS and row.problem in tables and row.status not in TIMED
-        )
-        return [
-            f"{baseline}: {status.replace('_', ' ')} on {count} of {len(tables)} problems"
-            for (baseline, status), count in sorted(missing.items())
-        ]
 
     def where(self, name: str) -> str:
         """The directory of a spec's run below `results`."""
