@@ -305,10 +305,13 @@ class Proof:
         return Proven(self.timed, *how, digests[0], lse, digests[1])
 
     @proves("baselines")
-    def of_baseline(self, write: Callable[[Buffer], None], rounds_scores: int) -> Accuracy:
-        """The accuracy of a baseline's output on the inputs as they were made; only NaN is wrong.
+    def of_baseline(
+        self, write: Callable[[Buffer], None], rounds_scores: int, *, held: bool = False
+    ) -> Accuracy:
+        """The accuracy of a baseline's output on the inputs as they were made.
 
-        write: puts it into a buffer, which is poisoned before.
+        write: puts it into a buffer, which is poisoned before. held: an error over the limit is
+        wrong, as a candidate's; otherwise only NaN is. Raises WrongResult.
         """
         self._know_limits(rounds_scores)
         with self._session.stream:
@@ -322,7 +325,9 @@ class Proof:
             self.timed.compare_format(1)
             found, of_format = self._judge.found(2)
         same = self._same(self.timed, rounds_scores)
-        accuracy = self.timed.accuracy(Found(found, {}), rounds_scores, baseline=True, same=same)
+        accuracy = self.timed.accuracy(
+            Found(found, {}), rounds_scores, baseline=not held, same=same
+        )
         return self._named(accuracy, found, of_format)
 
     # -- many calls -------------------------------------------------------------------------

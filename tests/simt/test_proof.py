@@ -397,6 +397,8 @@ def test_a_baseline_is_refused_for_nan_alone(bench):
     shown = judged(wrong)
     assert shown.shares["row"] > 1
     assert shown.rel_err > shown.limit
+    with pytest.raises(WrongResult, match="over the limit"):  # of a callable of the user's
+        bench.proof.of_baseline(lambda buffer: buffer.upload(wrong), 0, held=True)
     wrong[70] = 0x7FC0
     with pytest.raises(WrongResult, match="1 of 1152 outputs are NaN"):
         judged(wrong)

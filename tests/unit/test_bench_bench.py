@@ -101,7 +101,7 @@ def test_a_baseline_is_prepared_after_the_inputs_are_as_they_were_made(bench, mo
         return SimpleNamespace(output=lambda: None, rounds_scores=0)
 
     monkeypatch.setattr(baselines_prepare, "prepare", prepare)
-    monkeypatch.setattr(bench._proof, "of_baseline", lambda output, rounds_scores: None)
+    monkeypatch.setattr(bench._proof, "of_baseline", lambda output, rounds_scores, held: None)
     bench._dtype = np.uint16
     timed.draw()
     bench.add_baseline("flash")
