@@ -145,6 +145,8 @@ kernel.keep_if(
     ("blocks_fit", "the planned blocks fit the shared memory of an SM",
      lambda c, p, arch: smem_bytes(c, p) <= arch.smem_per_block
      and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM),
+)
+kernel.keep_if(
     ("no_idle_tile", "a tile is under twice its sequence, and a ring holds at most it",
      lambda c, p, arch: block_m(c) < 2 * max(64, p.seqlen_q) and c.BLOCK_N < 2 * max(64, p.seqlen_k)
      and c.V_STAGES <= c.NUM_STAGES <= max(2, ceil_div(p.seqlen_k, c.BLOCK_N))),
@@ -155,6 +157,7 @@ kernel.keep_if(
      lambda c, p, arch: p.query_tiles(block_m(c)) >= 2 * c.PERSISTENT * c.BLOCKS_PER_SM),
     ("short_calls", "a programmatic launch is for short calls, under 2e11 FLOPs",
      lambda c, p, arch: c.PDL == 0 or p.flops < 2e11),
+    by_shape=True,
 )
 # fmt: on
 

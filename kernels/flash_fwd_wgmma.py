@@ -142,23 +142,28 @@ kernel.keep_if(
      and arch.smem_per_sm // (smem_bytes(c, p) + arch.smem_reserved_per_block) >= c.BLOCKS_PER_SM),
     ("merge_fits", "the merge of key groups fits the ring", lambda c, p, arch: c.PERSISTENT > 0
      or merge_bytes(c, p) <= 2 * c.NUM_STAGES * c.BLOCK_N * hopper.panels(p.head_dim) * 128),
+    ("q_in_registers", "Q has head_dim / 16 sixteens of columns",
+     lambda c, p, arch: c.Q_REGISTERS <= p.head_dim // 16),
+    ("p_in_shared_memory", "P is in shared memory up to head_dim 128: wider K and V need the room",
+     lambda c, p, arch: c.P_SHARED == 0 or p.head_dim <= 128),
+    ("output_over_q", "blocks that take turns, without key groups, stage the output where Q was",
+     lambda c, p, arch: c.O_OVER_Q == 0 or (c.PERSISTENT > 0 and c.KEY_GROUPS == 1)),
+    ("split_clusters", "a cluster has 2, 4 or 8 splits, which divide the columns in eights",
+     lambda c, p, arch: not c.SPLIT_CLUSTER
+     or (c.SPLITS in (2, 4, 8) and p.head_dim % (8 * c.SPLITS) == 0)),
+)
+kernel.keep_if(
     ("packed_heads", "grouped heads are packed where one has fewer queries than a block's rows",
      lambda c, p, arch: c.PACK_GQA == 0 or (p.heads > p.heads_kv and p.seqlen_q < block_m(c))),
     ("no_idle_tile", "a tile is under twice its sequence; a ring holds at most it, and 384 keys",
      lambda c, p, arch: block_m(c) < 2 * max(64, in_tiles(c, p).seqlen_q)
      and c.BLOCK_N < 2 * max(64, p.seqlen_k)
      and c.NUM_STAGES <= max(2, min(ceil_div(p.seqlen_k, c.BLOCK_N), 384 // c.BLOCK_N))),
-    ("q_in_registers", "Q has head_dim / 16 sixteens of columns",
-     lambda c, p, arch: c.Q_REGISTERS <= p.head_dim // 16),
-    ("p_in_shared_memory", "P is in shared memory up to head_dim 128: wider K and V need the room",
-     lambda c, p, arch: c.P_SHARED == 0 or p.head_dim <= 128),
     ("block_order", "longest first needs blocks of different lengths, and turns then need it",
      lambda c, p, arch: (p.causal and p.seqlen_q > block_m(c)) in ([True] if c.ORDER else
                                                                    [False, not c.PERSISTENT])),
     ("turns_of_blocks", "blocks that take turns have at least two tiles of queries each",
      lambda c, p, arch: tiles_of_queries(c, p) >= 2 * c.PERSISTENT * c.BLOCKS_PER_SM),
-    ("output_over_q", "blocks that take turns, without key groups, stage the output where Q was",
-     lambda c, p, arch: c.O_OVER_Q == 0 or (c.PERSISTENT > 0 and c.KEY_GROUPS == 1)),
     ("split_keys", "key groups split keys only with at most 640 tiles of queries",
      lambda c, p, arch: c.KEY_GROUPS == 1 or tiles_of_queries(c, p) <= 640),
     ("short_calls", "a programmatic launch is for short calls, under 2e11 FLOPs",
@@ -167,13 +172,11 @@ kernel.keep_if(
      lambda c, p, arch: c.SPLITS == 1 or (c.SPLITS > 1 and c.ORDER == c.PERSISTENT == 0
      and tiles_of_queries(c, p) < min(arch.sm_count, most_blocks(c, arch) // c.SPLITS + 1)
      and c.SPLITS * c.KEY_GROUPS * c.BLOCK_N <= max(64, p.seqlen_k))),
-    ("split_clusters", "a cluster has 2, 4 or 8 splits, which divide the columns in eights",
-     lambda c, p, arch: not c.SPLIT_CLUSTER
-     or (c.SPLITS in (2, 4, 8) and p.head_dim % (8 * c.SPLITS) == 0)),
     ("clusters", "a cluster has 1, 2 or 4 equally long, unsplit blocks, each with queries",
      lambda c, p, arch: c.CLUSTER == 1 or (c.CLUSTER in (2, 4) and not p.causal and c.ORDER == 0
      and c.SPLITS == 1 and c.PERSISTENT % c.CLUSTER == 0 == c.BLOCK_N % (8 * c.CLUSTER)
      and in_tiles(c, p).seqlen_q > (c.CLUSTER - 1) * block_m(c))),
+    by_shape=True,
 )
 # fmt: on
 

@@ -28,10 +28,9 @@ from attnsweep.family.validate import Fault
 class Config(Mapping[str, Value]):
     """One value for each Param of a family: a mapping that also reads as attributes."""
 
-    __slots__ = ("_values",)
-
     def __init__(self, values: Mapping[str, Value]) -> None:
         self._values = dict(values)
+        vars(self).update(values)  # rules read them often, and __getattr__ is slow
 
     def __getitem__(self, name: str) -> Value:
         return self._values[name]
@@ -39,9 +38,10 @@ class Config(Mapping[str, Value]):
     def __getattr__(self, name: str) -> int:
         # Declarations do arithmetic on ints; they read the rare str Param as config["NAME"].
         try:
-            return self._values[name]  # type: ignore[return-value]
+            return vars(self)["_values"][name]  # type: ignore[no-any-return]
         except KeyError:
-            raise AttributeError(f"no parameter {name!r}; it has {', '.join(self)}") from None
+            names = ", ".join(vars(self).get("_values", ()))
+            raise AttributeError(f"no parameter {name!r}; it has {names}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -59,7 +59,7 @@ class Config(Mapping[str, Value]):
         return self._values
 
     def __setstate__(self, state: dict[str, Value]) -> None:
-        self._values = state
+        Config.__init__(self, state)
 
     @property
     def label(self) -> str:
@@ -194,6 +194,8 @@ class Kernel:
     declared_at: str = field(init=False)
     """file:line of the declaration."""
     rules: dict[str, tuple[str, Rule]] = field(init=False, default_factory=dict)
+    by_shape: dict[str, Rule] = field(init=False, default_factory=dict)
+    """The rules that depend on more of a problem than head_dim, dtype and mask."""
     stages: dict[str, Stage] = field(init=False, default_factory=dict)
     workspace_of: WorkspaceBuilder = field(init=False, default_factory=lambda: _no_workspace)
     _undecorated: dict[str, str] = field(init=False, default_factory=dict)
@@ -247,14 +249,20 @@ class Kernel:
 
         return add
 
-    def keep_if(self, *rules: tuple[str, str, Rule]) -> None:
-        """Add rules as rows of a table: name, description, `lambda config, problem, arch: bool`."""
+    def keep_if(self, *rules: tuple[str, str, Rule], by_shape: bool = False) -> None:
+        """Add rules as rows of a table: name, description, `lambda config, problem, arch: bool`.
+
+        by_shape: whether they depend on more of the problem than head_dim, dtype and mask. Only
+        these are asked whether a winner may run on another shape.
+        """
         where = _caller()
         for row in rules:
             if not isinstance(row, tuple) or len(row) != 3:
                 fix = 'write ("name", "what it says", lambda config, problem, arch: ...)'
                 self._refuse(Fault(f"a row of rules is {row!r}", fix), where)
             self._add_rule(*row, where)
+            if by_shape:
+                self.by_shape[row[0]] = row[2]
 
     def _add_rule(self, name: str, description: str, rule: Rule, where: str) -> None:
         where = _place(rule, where)
@@ -349,6 +357,16 @@ class Kernel:
         """Name of the first rule that refuses the config, or None. BLOCK_LIMITS comes last."""
         names = (*self.rules, BLOCK_LIMITS)
         return next((n for n in names if not self.passes(n, config, problem, arch)), None)
+
+    def refused_on(self, config: Config, problem: Problem, arch: Arch) -> str | None:
+        """Name of the first rule by shape that refuses a config whose other rules hold, or None.
+
+        BLOCK_LIMITS is none of them: see `excess`.
+        """
+        for name, rule in self.by_shape.items():
+            if not rule(config, problem, arch):
+                return name
+        return None
 
     def passes(self, name: str, config: Config, problem: Problem, arch: Arch) -> bool:
         """Whether a rule keeps a config that all earlier rules keep."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import operator
+import itertools
+from typing import Protocol
 
 from attnsweep.core.hardware import Arch
 from attnsweep.core.problem import Problem, ceil_div
@@ -12,6 +13,23 @@ from attnsweep.family.family import TensorMap
 # Most registers of a thread of a warp-specialised consumer: setmaxnreg takes multiples of 8, at
 # most 240 next to a producer that keeps 24.
 _MOST_REGISTERS = 240
+# Runs of equally long tiles for which groups of heads are weighed: above, in 50 ms of host time.
+_MOST_RUNS = 1 << 16
+
+
+class Sizes(Protocol):
+    """The sizes of an attention call: of a Problem, or of a package's Shape."""
+
+    @property
+    def batch(self) -> int: ...  # noqa: D102
+    @property
+    def heads(self) -> int: ...  # noqa: D102
+    @property
+    def heads_kv(self) -> int: ...  # noqa: D102
+    @property
+    def seqlen_k(self) -> int: ...  # noqa: D102
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
 
 
 def panels(columns: int) -> int:
@@ -74,38 +92,66 @@ def heads_sharing_l2(p: Problem, block_m: int, block_n: int, blocks: int, l2_byt
     that take turns at all tiles; 0 if each block has one tile. l2_bytes: bytes of K and V that
     blocks which run at the same time should share.
     """
-    heads, group = p.batch * p.heads, p.heads // p.heads_kv
-    fit = min(heads, max(1, l2_bytes * group // (4 * p.seqlen_k * p.head_dim)))
+    heads, fit = p.batch * p.heads, heads_that_fit(p, l2_bytes)
     if not blocks:
-        return max(n for n in range(1, fit + 1) if heads % n == 0)
+        return next(n for n in range(fit, 0, -1) if heads % n == 0)
+    if not p.causal:
+        return fit
     # A tile of queries costs one per tile of keys, plus one and a half; here all of it doubled.
     rows = range(ceil_div(p.seqlen_q, block_m) * block_m, 0, -block_m)
-    keys = [p.seqlen_k - max(0, p.seqlen_q - row) if p.causal else p.seqlen_k for row in rows]
+    keys = (p.seqlen_k - max(0, p.seqlen_q - row) for row in rows)
     costs = tuple(2 * ceil_div(max(0, seen), block_n) + 3 for seen in keys)
-    return even_turns(heads, fit, costs, blocks)
+    return fit if heads * len(costs) > _MOST_RUNS else even_turns(heads, fit, costs, blocks)
+
+
+def heads_that_fit(p: Sizes, l2_bytes: int) -> int:
+    """Number of heads whose K and V fit in the L2 together; see heads_sharing_l2."""
+    fit = l2_bytes * (p.heads // p.heads_kv) // (4 * p.seqlen_k * p.head_dim)
+    return min(p.batch * p.heads, max(1, fit))
 
 
 @functools.lru_cache(maxsize=4096)
 def even_turns(heads: int, fit: int, costs: tuple[int, ...], blocks: int) -> int:
     """The size of a group of heads, from fit / 2 to fit, that gives the busiest block least work.
 
-    Blocks take turns in order, then in reverse order. costs: cost of each tile of queries of one
-    head, in the order in which tiles are dealt. Two turns within one group of heads balance each
-    other, but not two turns at the end of one group and the beginning of the next: for
-    (16,16,1024,128) causal the busiest of 132 blocks has 19 % too much work with groups of 64
-    heads, and 1 % with groups of 33.
+    costs: cost of each tile of queries of one head, in the order in which tiles are dealt. Two
+    turns within one group of heads balance each other, but not two turns at the end of one group
+    and the beginning of the next: for (16,16,1024,128) causal the busiest of 132 blocks has 19 %
+    too much work with groups of 64 heads, and 1 % with groups of 33.
     """
-
-    def most(together: int) -> int:
-        groups = (min(together, heads - first) for first in range(0, heads, together))
-        items = [cost for n in groups for cost in costs for _ in range(n)]
-        load = [0] * blocks
-        for turn, first in enumerate(range(0, len(items), blocks)):
-            dealt = items[first : first + blocks]
-            dealt += [0] * (blocks - len(dealt))
-            load = [*map(operator.add, load, dealt[::-1] if turn % 2 else dealt)]
-        return max(load)
-
     if len(set(costs)) == 1:
         return fit
-    return min(range(fit, (fit - 1) // 2, -1), key=most)
+    return min(range(fit, (fit - 1) // 2, -1), key=lambda n: busiest_turns(heads, n, costs, blocks))
+
+
+def busiest_turns(heads: int, together: int, costs: tuple[int, ...], blocks: int) -> int:
+    """Work of the busiest block, which take turns in order, then in reverse order.
+
+    Tiles of one cost are a run of items in a row, and whole turns of a run count for all blocks.
+    """
+    steps = [0] * (blocks + 1)  # by how much a block's work differs from the block's before
+    steps[0] = costs[-1]  # as if the last run of a group came before the first one
+    runs = [(cost, cost - before) for cost, before in zip(costs, (costs[-1], *costs), strict=False)]
+    everyone = at = 0
+    reverse = False
+    for first in range(0, heads, together):
+        count = min(together, heads - first)
+        for cost, more in runs:
+            if reverse:
+                steps[blocks - at] -= more
+            else:
+                steps[at] += more
+            at += count
+            if at >= blocks:  # the run fills its turn, and maybe whole turns after it
+                if reverse:
+                    steps[0] += cost
+                whole, at = divmod(at - blocks, blocks)
+                everyone += whole * cost
+                reverse = reverse == bool(whole % 2)
+                if not reverse:
+                    steps[0] += cost
+    if reverse:
+        steps[blocks - at] += costs[-1]
+    else:
+        steps[at] -= costs[-1]
+    return everyone + max(itertools.accumulate(steps[:-1]))

@@ -31,10 +31,8 @@ Values = Mapping[str, tuple[Value, ...]]
 class _Noting(Config):
     """A config that notes the names of the parameters that are read, in order."""
 
-    __slots__ = ("read",)
-
     def __init__(self, values: Mapping[str, Value]) -> None:
-        super().__init__(values)
+        self._values = dict(values)  # alone, so that __getattr__ is asked
         self.read: dict[str, None] = {}
 
     def __getitem__(self, name: str) -> Value:
