@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep import export, exported_table, find_runs
+from attnsweep.serve.export import table_text
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "attnsweep" / "serve" / "runtime"
@@ -37,18 +38,18 @@ def recorded() -> list[Path]:
     return [run for run in runs if run.parent.name != "replay" and run.name not in JUDGES]
 
 
-def grouped(kernels: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+def grouped(table: Mapping[str, Any]) -> dict[str, list[str]]:
     """The cubins of each archive: alike ones next to each other, since they share most bytes."""
 
     def likeness(kernel: Mapping[str, Any]) -> tuple[object, ...]:
-        config = [int(number) for number in re.findall(r"\d+", kernel["config"])]
+        config = [int(number) for number in re.findall(r"\d+", table["configs"][kernel["config"]])]
         return kernel["head_dim"], config, kernel["causal"], kernel["dtype"]
 
     codes = (
-        code["file"]
-        for kernel in sorted(kernels, key=likeness)
-        for stages in kernel["stages"]
-        for _, code in sorted(stages.items())
+        f"{kernel['stages'][stage][lse][:16]}.cubin"
+        for kernel in sorted(table["kernels"], key=likeness)
+        for lse in (0, 1)
+        for stage in sorted(kernel["stages"])
     )
     files = list(dict.fromkeys(codes))  # two kernels may have the same code of a stage
     groups = [files[first : first + GROUP] for first in range(0, len(files), GROUP)]
@@ -68,18 +69,18 @@ def write(made: Path) -> None:
     """Put the table and the cubins of an exported package in their place."""
     table = json.loads((made / TABLE.name).read_text())
     table.pop("fp8", None)  # what comes with attnsweep serves 16 bits
-    table["archives"] = grouped(table["kernels"])
+    table["archives"] = grouped(table)
     if CUBINS.exists():
         shutil.rmtree(CUBINS)
     CUBINS.mkdir()
     for archive, files in table["archives"].items():
         (CUBINS / archive).write_bytes(packed(made / CUBINS.name, files))
-    TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    TABLE.write_text(table_text(table))
 
 
 def outline(table: dict[str, Any]) -> dict[str, Any]:
     """What of a table follows from results/ and the kernels' text, whoever compiles."""
-    kernels = [{**kernel, "stages": []} for kernel in table["kernels"]]
+    kernels = [{**kernel, "stages": {}} for kernel in table["kernels"]]
     return {**table, "kernels": kernels, "attnsweep": "", "archives": {}}
 
 

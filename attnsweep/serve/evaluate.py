@@ -24,7 +24,7 @@ from attnsweep.family.family import Config
 from attnsweep.serve.export import held_for, outline
 from attnsweep.serve.export_code import FAMILY, gpu_of, shape_of
 from attnsweep.serve.runtime.dispatch import choose
-from attnsweep.serve.runtime.launch import refused_by
+from attnsweep.serve.runtime.served import WGMMA, refused_by
 from attnsweep.serve.runtime.table import TABLE, Gpu, GpuKey, Kernel, Shape, known, read_table
 from attnsweep.store.run import open_run
 
@@ -140,7 +140,7 @@ def judge(gpu: Gpu, one: Swept) -> Judged:
         for k in made
         if (k.head_dim, k.causal, k.dtype) == kind
         and k.config in one.configs_us
-        and refused_by(k, one.shape, gpu.key.sm_count) is None
+        and refused_by(WGMMA, k.values, one.shape.problem, gpu.key.sm_count) is None
     ]
     return Judged(
         one.run,

@@ -23,6 +23,7 @@ from attnsweep.choose.ranking import rank
 from attnsweep.choose.stats import ratio_interval
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import SpecError, StoreError
+from attnsweep.core.files import shipped
 from attnsweep.core.hardware import Arch, arch_named, arch_on
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Environment, Trial
@@ -33,7 +34,6 @@ from attnsweep.serve.export_code import (
     FAMILY,
     compile_for_models,
     config_of,
-    facts,
     gpu_of,
     gpu_row,
     shape_of,
@@ -44,19 +44,16 @@ from attnsweep.serve.runtime.table import CUBINS, FORMAT, TABLE, GpuKey, Guard
 from attnsweep.store.run import Run, open_run
 
 _RUNTIME = Path(__file__).parent / "runtime"
-MODULES = (
-    *("arguments.py", "dispatch.py", "driver.py", "fp8.py", "fp8_operator.py", "gradients.py"),
-    *(
-        "launch.py",
-        "transformers_hook.py",
-        "operator.py",
-        "plans.py",
-        "cost_model.py",
-        "torch_ops.py",
-    ),
-    *("sdpa_patch.py", "call_cache.py", "table.py"),
+MODULES = tuple(
+    sorted(path.name for path in _RUNTIME.glob("*.py") if path.stem not in ("__init__", "package"))
 )
 """The runtime's files that a package has under the same name; package.py is its __init__.py."""
+_CARRIED = (
+    *("core/__init__.py", "core/errors.py", "core/files.py", "core/hardware.py"),
+    *("core/problem.py", "family/__init__.py", "family/family.py", "family/hopper.py"),
+    *("family/launch.py", "family/time_limit.py", "family/validate.py"),
+)
+"""What of attnsweep the declarations import; a package has it under the same names."""
 # Providers of PyTorch's own attention: what a call gets without a package.
 _SDPA = "torch_"
 # Configs that a package holds for a tuned shape, and for the shapes near it: the winner, and the
@@ -143,22 +140,22 @@ def export(
     compiler = given or Compiler(arch_named(family.min_arch))
     try:
         tell()
-        kernels, files = _compiled(selected.codes, family, compiler, notes, tell)
-        table = _table(selected, family, kernels, guard or Guard()) | {"nvrtc": compiler.version}
+        stages, files = _compiled(selected.codes, family, compiler, notes, tell)
+        table = _table(selected, family, stages, guard or Guard()) | {"nvrtc": compiler.version}
         if of_fp8 is not None and selected.fp8.winners:
-            in_fp8, own = fp8.compiled(selected.fp8, of_fp8, compiler, notes, tell)
+            numbers = selected.configs
+            in_fp8, own = fp8.compiled(selected.fp8, of_fp8, compiler, notes, numbers, tell)
             table["fp8"], files = fp8.section(selected.fp8, of_fp8, in_fp8), files | own
-            kernels = kernels + in_fp8
     finally:
         if given is None:
             compiler.close()
-    contents = _contents(called, _text(table), files)
+    contents = _contents(called, table_text(table), files)
     target.write(out, contents)
     return Exported(
         out,
         called,
         len(selected.winners) + len(selected.fp8.winners),
-        len(kernels),
+        len(selected.codes) + len(selected.fp8.codes),
         sum(map(len, contents.values())),
         tuple(key.label for key in sorted({*selected.names, *selected.fp8.names})),
         selected.left_out,
@@ -175,9 +172,9 @@ def outline(
     Raises StoreError.
     """
     family = families[FAMILY]
-    selected, arch = _selected(directories, family, None), arch_named(family.min_arch)
-    kernels = [asdict(facts(family, *code, arch)) for code in selected.codes.values()]
-    made = json.loads(_text(_table(selected, family, kernels, guard or Guard())))
+    selected = _selected(directories, family, None)
+    stages: list[Any] = [{}] * len(selected.codes)
+    made = json.loads(table_text(_table(selected, family, stages, guard or Guard())))
     return dict(made)
 
 
@@ -196,6 +193,12 @@ class _Selected:
     codes: dict[tuple[object, ...], tuple[Config, Problem]]
     left_out: list[str]
     fp8: fp8.Selected
+
+    @property
+    def configs(self) -> dict[str, int]:
+        """The number of each config, by its label."""
+        both = (*self.codes.values(), *self.fp8.codes.values())
+        return {label: n for n, label in enumerate(sorted({c.label for c, _ in both}))}
 
 
 def _selected(directories: Sequence[Path], family: Kernel, of_fp8: Kernel | None) -> _Selected:
@@ -244,16 +247,22 @@ def _selected(directories: Sequence[Path], family: Kernel, of_fp8: Kernel | None
 
 
 def _table(
-    selected: _Selected, family: Kernel, kernels: list[dict[str, Any]], guard: Guard
+    selected: _Selected, family: Kernel, stages: Sequence[Mapping[str, Any]], guard: Guard
 ) -> dict[str, Any]:
     """The table of a package. source: a digest of the text that its machine code is compiled of."""
+    configs = selected.configs
     numbers = {key: number for number, key in enumerate(selected.codes)}
     served, won = selected.served, selected.winners
     return {
         "format": FORMAT,
         "attnsweep": __version__,
         "source": source_digest(family),
-        "kernels": kernels,
+        "configs": list(configs),
+        "kernels": [
+            {"head_dim": p.head_dim, "dtype": p.dtype, "causal": p.causal}
+            | {"config": configs[config.label], "stages": stages[number]}
+            for number, (config, p) in enumerate(selected.codes.values())
+        ],
         "gpus": [
             gpu_row(key, names)
             | {
@@ -271,8 +280,17 @@ def _table(
     }
 
 
-def _text(table: Mapping[str, Any]) -> str:
-    return json.dumps(table, indent=1, sort_keys=True) + "\n"
+def table_text(value: Any, of: str = "table") -> str:
+    """A table as JSON, with a row on each line."""
+    if isinstance(value, dict) and of in ("table", "gpus", "archives", "fp8"):
+        lines = [f"{json.dumps(key)}: {table_text(value[key], key)}" for key in sorted(value)]
+        text = "{\n" + ",\n".join(lines) + "\n}"
+    elif isinstance(value, list) and of in ("configs", "kernels", "gpus", "winners"):
+        rows = (table_text(row, of if of == "gpus" else "row") for row in value)
+        text = "[\n" + ",\n".join(rows) + "\n]"
+    else:
+        return json.dumps(value, sort_keys=True)
+    return text + "\n" if of == "table" else text
 
 
 def _chosen(
@@ -385,20 +403,20 @@ def _compiled(
     compiler: Compiler,
     notes: list[str],
     tell: Callable[[], None],
-) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Rows of the table's kernels, and cubins by file name; spills go to `notes`.
+) -> tuple[list[dict[str, list[str]]], dict[str, bytes]]:
+    """SHA-256 of each kernel's stages, and cubins by file name; spills go to `notes`.
 
     tell: is called after each kernel.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, list[str]]] = []
     files: dict[str, bytes] = {}
     asked = [compile_for_models(family, *code, compiler) for code in codes.values()]
     for each in asked:
-        compiled, own, spills = each.done()
-        rows.append(asdict(compiled))
+        stages, own, spills = each.done()
+        rows.append(stages)
         files |= own
         if spills:
-            notes.append(f"{compiled.config}: {spills} bytes of spills")
+            notes.append(f"{each.config.label}: {spills} bytes of spills")
         tell()
     return rows, files
 
@@ -417,7 +435,7 @@ def _row(
         if label in chosen.times_us and label != own.label
     ]
     return {
-        "shape": shape_of(problem)._asdict(),
+        "shape": problem.label,
         "kernel": numbers[_code_key(own, problem)],
         "time_us": round(_median(chosen.trial), 4),
         "sdpa_us": round(chosen.sdpa_us, 4),
@@ -432,12 +450,24 @@ def _contents(name: str, table: str, cubins: Mapping[str, bytes]) -> dict[str, b
     project = _PROJECT.format(
         mark=target.MARK, name=name, version=__version__, cubins=CUBINS, table=TABLE
     )
-    inside = {"__init__.py": (_RUNTIME / "package.py").read_bytes()}
-    inside |= {module: (_RUNTIME / module).read_bytes() for module in MODULES}
+    inside = {path: data.encode() for path, data in sources(name).items()}
     inside |= {TABLE: table.encode(), "py.typed": b""}
     inside |= {f"{CUBINS}/{file}": data for file, data in cubins.items()}
     files = {f"{name}/{path}": data for path, data in inside.items()}
     return {"pyproject.toml": project.encode(), **files}
+
+
+def sources(name: str) -> dict[str, str]:
+    """The package's modules and declarations, which import each other by its name."""
+    paths = {"__init__.py": _RUNTIME / "package.py"}
+    paths |= {module: _RUNTIME / module for module in MODULES}
+    paths |= {path: _RUNTIME.parent.parent / path for path in _CARRIED}
+    for family in (FAMILY, fp8.FAMILY):
+        paths[f"kernels/{family}.py"] = shipped("kernels") / f"{family}.py"
+    return {
+        path: re.sub(r"^( *)from attnsweep\.", rf"\1from {name}.", file.read_text(), flags=re.M)
+        for path, file in paths.items()
+    }
 
 
 _PROJECT = """\
@@ -454,8 +484,8 @@ requires-python = ">=3.10"
 dependencies = ["torch>=2.5", "cuda-bindings>=12.9"]
 
 [tool.setuptools]
-packages = ["{name}"]
+packages = ["{name}", "{name}.core", "{name}.family"]
 
 [tool.setuptools.package-data]
-{name} = ["{table}", "py.typed", "{cubins}/*.cubin"]
+{name} = ["{table}", "py.typed", "kernels/*.py", "{cubins}/*.cubin"]
 """

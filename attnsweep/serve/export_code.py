@@ -14,10 +14,9 @@ from attnsweep.core.hardware import Arch, arch_named
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.family.chunks import changed_since, of_today
-from attnsweep.family.family import Config, Kernel, Launch, TensorMap
-from attnsweep.serve.runtime import launch as geometry
-from attnsweep.serve.runtime.table import Code, GpuKey, Shape
-from attnsweep.serve.runtime.table import Kernel as Compiled
+from attnsweep.family.family import Config, Kernel
+from attnsweep.serve.runtime import served
+from attnsweep.serve.runtime.table import GpuKey, Shape
 from attnsweep.store.run import Run, environment_of
 
 FAMILY = "flash_fwd_wgmma"
@@ -42,40 +41,6 @@ def contiguous(problem: Problem) -> Strides:
     return found
 
 
-def facts(
-    family: Kernel,
-    config: Config,
-    problem: Problem,
-    arch: Arch,
-    stages: tuple[Mapping[str, Code], Mapping[str, Code]] = ({}, {}),
-) -> Compiled:
-    """What a table says of a config of FAMILY; its launches are worked out from this alone."""
-    launches = family.launches(config, problem, arch)
-    fwd, join = launches["fwd"], launches.get("combine")
-    plain = Config({**config, "LSE": 0})
-    return Compiled(
-        head_dim=problem.head_dim,
-        dtype=problem.dtype,
-        causal=problem.causal,
-        block_m=64 * config.WARPGROUPS // config.KEY_GROUPS,
-        block_n=config.BLOCK_N,
-        key_groups=config.KEY_GROUPS,
-        num_stages=config.NUM_STAGES,
-        blocks_per_sm=config.BLOCKS_PER_SM,
-        order=config.ORDER,
-        persistent=config.PERSISTENT,
-        splits=config.SPLITS,
-        split_cluster=config.SPLIT_CLUSTER,
-        cluster=config.CLUSTER,
-        pdl=config.PDL,
-        threads=fwd.threads,
-        smem_bytes=fwd.smem_bytes,
-        combine_threads=join.threads if join is not None else 0,
-        config=plain.label,
-        stages=stages,
-    )
-
-
 def config_of(trial: Trial, family: Kernel) -> Config:
     """The family's own parameters, in declared order; LSE is chosen per call."""
     config = of_today(family, trial.config)
@@ -96,74 +61,37 @@ def why_not_today(best: Trial, family: Kernel, arch: Arch) -> str | None:
     return f"today's rules refuse its config: {refused}" if refused else None
 
 
-def launches_of(
-    compiled: Compiled, problem: Problem, strides: Strides, *, lse: bool
-) -> dict[str, Launch]:
-    """The runtime's launches on tensors with these strides, as a family declares launches."""
-    shape = shape_of(problem)
-    calls = geometry.calls(compiled, shape, problem.scale, lse, strides["o"])
-
-    def arg(given: geometry.Arg) -> str | int | float | TensorMap:
-        if isinstance(given, geometry.Pointer):
-            return given.buffer or "o"  # a null pointer has the size of any other
-        if not isinstance(given, geometry.Map):
-            return given
-        batch, heads, seqlen, head_dim = problem.shape_of(given.buffer)
-        of_batch, of_head, of_row = (2 * stride for stride in strides[given.buffer])
-        return TensorMap(
-            given.buffer,
-            dims=(head_dim, seqlen, heads, batch),
-            strides=(of_row, of_head, of_batch),
-            box=(*given.box, 1, 1),
-        )
-
-    return {
-        call.stage: Launch(
-            function="flash_fwd_wgmma" + ("_combine" if call.stage == "combine" else ""),
-            grid=call.grid,
-            threads=call.threads,
-            args=tuple(map(arg, call.args)),
-            smem_bytes=call.smem_bytes,
-            programmatic=call.programmatic,
-        )
-        for call in calls
-    }
-
-
 @dataclass(frozen=True)
 class Compiling:
     """One config on its way to a package. futures: without and with the log-sum-exp, by stage."""
 
-    family: Kernel
     config: Config
     problem: Problem
-    arch: Arch
     futures: tuple[Mapping[str, Future[Cubin]], Mapping[str, Future[Cubin]]]
 
-    def done(self) -> tuple[Compiled, dict[str, bytes], int]:
-        """What the table says, cubins by file name, and bytes of spills of all stages.
+    def done(self) -> tuple[dict[str, list[str]], dict[str, bytes], int]:
+        """SHA-256 of each stage's two cubins, cubins by file name, and bytes of all spills.
 
         Raises CompileError if a stage does not compile, or if a launch does not fit its template.
         """
         files: dict[str, bytes] = {}
-        stages: list[Mapping[str, Code]] = []
+        stages: dict[str, list[str]] = {}
         spills = 0
         for lse, futures in enumerate(self.futures):
-            compiled = facts(self.family, self.config, self.problem, self.arch)
-            strides = contiguous(self.problem)
-            launches = launches_of(compiled, self.problem, strides, lse=bool(lse))
-            codes = {}
+            strides = contiguous(self.problem)["o"]
+            launches = served.launches(
+                *(served.WGMMA, self.config, self.problem, self.problem.scale),
+                lse=bool(lse),
+                o_strides=strides,
+            )
             for name, future in futures.items():
-                cubin, launch = future.result(), launches[name]
-                check_arguments(name, cubin, launch)
+                cubin = future.result()
+                check_arguments(name, cubin, launches[name])
                 spills += sum(f["spill_bytes"] for f in functions(cubin.log).values())
-                data = cubin.path.read_bytes()
-                code = Code(**named(data), function=launch.function)
-                codes[name] = code
-                files[code.file] = data
-            stages.append(codes)
-        done = facts(self.family, self.config, self.problem, self.arch, (stages[0], stages[1]))
-        return done, files, spills
+                digest, file, data = named(cubin)
+                stages.setdefault(name, []).append(digest)
+                files[file] = data
+        return stages, files, spills
 
 
 def source_digest(family: Kernel) -> str:
@@ -184,10 +112,11 @@ def gpu_row(key: GpuKey, names: Sequence[str]) -> dict[str, Any]:
     return key._asdict() | {"names": list(names)}
 
 
-def named(data: bytes) -> dict[str, str]:
-    """A cubin's file name and SHA-256, as Code has them."""
+def named(cubin: Cubin) -> tuple[str, str, bytes]:
+    """A cubin's SHA-256, its file's name in a package, and its bytes."""
+    data = cubin.path.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
-    return {"file": f"{digest[:16]}.cubin", "sha256": digest}
+    return digest, f"{digest[:16]}.cubin", data
 
 
 def compile_for_models(
@@ -207,4 +136,4 @@ def compile_for_models(
                 for name, launch in launches.items()
             }
         )
-    return Compiling(family, config, problem, compiler.arch, (both[0], both[1]))
+    return Compiling(config, problem, (both[0], both[1]))

@@ -6,7 +6,7 @@ They need no time of PyTorch's own attention, which has no FP8 that they could b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -16,7 +16,7 @@ from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import Arch, arch_named, arch_on
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 from attnsweep.core.trial import OURS, Environment, Trial
-from attnsweep.family.family import Config, Kernel, Launch, TensorMap
+from attnsweep.family.family import Config, Kernel
 from attnsweep.serve.export_code import (
     config_of,
     gpu_row,
@@ -25,14 +25,12 @@ from attnsweep.serve.export_code import (
     source_digest,
     why_not_today,
 )
-from attnsweep.serve.runtime import fp8
-from attnsweep.serve.runtime.launch import Arg, Map, Pointer
-from attnsweep.serve.runtime.table import Code, Fp8Kernel, GpuKey
+from attnsweep.serve.runtime import served
+from attnsweep.serve.runtime.table import GpuKey
 from attnsweep.store.run import Run
 
 FAMILY = "flash_fwd_fp8_wgmma"
 """The family whose FP8 kernels a package can call."""
-_NONE = Code("", "", "")
 
 CodeKey = tuple[object, ...]
 
@@ -169,58 +167,10 @@ def spares(
 
 
 # ---- machine code ----
-def facts(
-    family: Kernel, config: Config, problem: Problem, arch: Arch, code: Code = _NONE
-) -> Fp8Kernel:
-    """What a table says of a config of FAMILY; its launch is worked out from this alone."""
-    launch = family.launches(config, problem, arch)["fwd"]
-    return Fp8Kernel(
-        head_dim=problem.head_dim,
-        causal=problem.causal,
-        scale_block=_scale_block(problem),
-        block_m=64 * config.WARPGROUPS,
-        block_n=config.BLOCK_N,
-        num_stages=config.NUM_STAGES,
-        v_stages=config.V_STAGES,
-        blocks_per_sm=config.BLOCKS_PER_SM,
-        order=config.ORDER,
-        persistent=config.PERSISTENT,
-        pdl=config.PDL,
-        threads=launch.threads,
-        smem_bytes=launch.smem_bytes,
-        config=config.label,
-        code=code,
-    )
-
-
-def launch_of(kernel: Fp8Kernel, problem: Problem) -> Launch:
-    """The runtime's launch as a family declares launches."""
-    shape = shape_of(problem)
-    call = fp8.call(kernel, shape, problem.scale)
-    tensors = fp8.tensors(shape)
-
-    def arg(given: Arg) -> str | int | float | TensorMap:
-        if isinstance(given, Pointer):
-            return given.buffer or "o"  # a null pointer has the size of any other
-        if not isinstance(given, Map):
-            return given
-        heads, rows, columns = tensors[given.buffer].sizes
-        return TensorMap(
-            given.buffer,
-            dims=(columns, rows, heads),
-            strides=(2 * columns, 2 * rows * columns),
-            box=(*given.box, 1),
-            swizzle_bytes=2 * given.box[0],
-        )
-
-    return Launch(
-        function=FAMILY,
-        grid=call.grid,
-        threads=call.threads,
-        args=tuple(map(arg, call.args)),
-        smem_bytes=call.smem_bytes,
-        programmatic=call.programmatic,
-    )
+def row(config: Config, problem: Problem, configs: Mapping[str, int]) -> dict[str, Any]:
+    """What a table says of a config of FAMILY, but for its code. configs: numbers by label."""
+    kind = {"head_dim": problem.head_dim, "causal": problem.causal}
+    return kind | {"scale_block": _scale_block(problem), "config": configs[config.label]}
 
 
 def compiled(
@@ -228,12 +178,13 @@ def compiled(
     family: Kernel,
     compiler: Compiler,
     notes: list[str],
+    configs: Mapping[str, int],
     tell: Callable[[], None] = lambda: None,
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """Rows of the table's kernels, and cubins by file name; spills go to `notes`.
 
-    tell: is called after each kernel. The machine code is that of a sweep: its tensors are
-    contiguous. Raises CompileError.
+    configs: their numbers by label. tell: is called after each kernel. The machine code is that of
+    a sweep: its tensors are contiguous. Raises CompileError.
     """
     asked = []
     for config, problem in selected.codes.values():
@@ -244,16 +195,14 @@ def compiled(
     files: dict[str, bytes] = {}
     for config, problem, future in asked:
         cubin = future.result()
-        check_arguments(
-            "fwd", cubin, launch_of(facts(family, config, problem, compiler.arch), problem)
-        )
+        launches = served.launches(served.FP8, config, problem, problem.scale)
+        check_arguments("fwd", cubin, launches["fwd"])
         spills = sum(f["spill_bytes"] for f in functions(cubin.log).values())
         if spills:
             notes.append(f"{config.label}: {spills} bytes of spills")
-        data = cubin.path.read_bytes()
-        code = Code(**named(data), function=FAMILY)
-        files[code.file] = data
-        rows.append(asdict(facts(family, config, problem, compiler.arch, code)))
+        digest, file, data = named(cubin)
+        files[file] = data
+        rows.append(row(config, problem, configs) | {"code": digest})
         tell()
     return rows, files
 
@@ -269,7 +218,7 @@ def section(selected: Selected, family: Kernel, kernels: list[dict[str, Any]]) -
             | {
                 "winners": [
                     {
-                        "shape": shape_of(winner.problem)._asdict(),
+                        "shape": winner.problem.label,
                         "kernel": numbers[_code_key(winner.config, winner.problem)],
                         "time_us": round(winner.time_us, 4),
                     }

@@ -11,7 +11,9 @@ from attnsweep.core.cases import Case
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
+from attnsweep.family.launch import Arg, Launch, TensorMap
 from attnsweep.serve import export_code
+from attnsweep.serve.runtime import served
 from attnsweep.verify.encoding import from_bits
 from attnsweep.verify.inputs import make_inputs
 from attnsweep.verify.limits import limits
@@ -52,6 +54,20 @@ def spread(array: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
     return memory, memory.transpose(*back, 3)[:, : array.shape[1]]
 
 
+def _strided(made: Launch, problem: Problem, strides: dict[str, tuple[int, ...]]) -> Launch:
+    """The launch with the maps that a package's driver makes, of tensors with these strides."""
+
+    def arg(given: Arg) -> Arg:
+        if not isinstance(given, TensorMap):
+            return "o" if given == "" else given  # a null pointer has the size of any other
+        batch, heads, seqlen, head_dim = problem.shape_of(given.buffer)
+        of_batch, of_head, of_row = (2 * stride for stride in strides[given.buffer])
+        dims, pitches = (head_dim, seqlen, heads, batch), (of_row, of_head, of_batch)
+        return replace(given, dims=dims, strides=pitches, box=(*given.box, 1))
+
+    return replace(made, args=tuple(map(arg, made.args)))
+
+
 def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, lse: bool) -> None:
     """Runs the launches of a package, and compares output, log-sum-exp, and what lies between."""
     config = Config({**config_of(FAMILY, words), "LSE": int(lse)})
@@ -64,8 +80,10 @@ def check(simulator, words: str, problem: Problem, layouts: dict[str, str], *, l
         if tensor != "o":
             views[tensor][:] = like
         strides[tensor] = tuple(stride // 2 for stride in views[tensor].strides[:3])
-    own = export_code.facts(FAMILY, config, problem, ARCH)
-    launches = export_code.launches_of(own, problem, strides, lse=lse)
+    launches = served.launches(
+        *(served.WGMMA, config, problem, problem.scale), lse=lse, o_strides=strides["o"]
+    )
+    launches = {name: _strided(made, problem, strides) for name, made in launches.items()}
     declared = FAMILY.launches(config, problem, ARCH)
     sizes = {**FAMILY.workspaces(config, problem)}
     rows = np.arange(problem.seqlen_q)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from attnsweep.family.family import Config
 from attnsweep.serve import export
+from attnsweep.serve.runtime.served import WGMMA
 from attnsweep.serve.runtime.table import (
     CUBINS,
     FORMAT,
@@ -30,28 +31,21 @@ from attnsweep.serve.runtime.table import (
 H100 = GpuKey((9, 0), 132, 52428800)
 H100_MEMORY = 3_352_320.0
 """Bytes in a microsecond, at most."""
-PLAIN = Kernel(
-    head_dim=64,
-    dtype="bf16",
-    causal=False,
-    block_m=128,
-    block_n=64,
-    key_groups=1,
-    num_stages=2,
-    blocks_per_sm=1,
-    order=0,
-    persistent=0,
-    splits=1,
-    split_cluster=0,
-    cluster=1,
-    pdl=0,
-    threads=384,
-    smem_bytes=100_000,
-    combine_threads=0,
-    config="BLOCK_N=64 WARPGROUPS=2",
-    stages=({}, {}),
-)
-SPLIT = replace(PLAIN, splits=2, pdl=2, combine_threads=128, config="BLOCK_N=64 SPLITS=2")
+_FIRST = {param.name: param.values[0] for param in WGMMA.kernel.params} | {"LSE": 0}
+
+
+def label(**changes: int) -> str:
+    """The label of a config of the family: its first values, but for these."""
+    return Config(_FIRST | {"WARPGROUPS": 2, "NUM_STAGES": 2} | changes).label
+
+
+PLAIN = Kernel(64, "bf16", False, label(), ({}, {}))
+SPLIT = replace(PLAIN, config=label(SPLITS=2, PDL=2))
+
+
+def with_config(kernel: Kernel, **changes: int) -> Kernel:
+    """The kernel with another config."""
+    return replace(kernel, config=Config({**kernel.values, **changes}).label)
 
 
 def shape(
@@ -83,7 +77,7 @@ def with_code(kernel: Kernel, directory: Path) -> Kernel:
         suffix = "_combine" if stage == "combine" else ""
         return Code(file, digest, f"flash_fwd_wgmma{suffix}")
 
-    names = ("fwd", "combine") if kernel.combines else ("fwd",)
+    names = ("fwd", "combine") if WGMMA.combines(kernel.values) else ("fwd",)
     both: list[Mapping[str, Code]] = [{name: code(name, lse) for name in names} for lse in (0, 1)]
     return replace(kernel, stages=(both[0], both[1]))
 
@@ -112,19 +106,24 @@ def written(place: Path, name: str, *winners: Winner) -> Path:
     """A package on the disk, as `attnsweep export` writes it, with cubins of a few bytes."""
     directory = place / name
     directory.mkdir(parents=True)
-    runtime = Path(export.__file__).parent / "runtime"
-    for module in export.MODULES:
-        shutil.copy(runtime / module, directory / module)
-    shutil.copy(runtime / "package.py", directory / "__init__.py")
+    for path, text in export.sources(name).items():
+        (directory / path).parent.mkdir(exist_ok=True)
+        (directory / path).write_text(text)
     made = table(directory, *winners).gpus[H100]
-    kernels = [asdict(winner.kernel) for winner in made.winners]
+    kernels = [
+        {"head_dim": k.head_dim, "dtype": k.dtype, "causal": k.causal, "config": number}
+        | {"stages": {n: [both[n].sha256 for both in k.stages] for n in k.stages[0]}}
+        for number, k in enumerate(winner.kernel for winner in made.winners)
+    ]
     rows = [
-        asdict(winner) | {"shape": winner.shape._asdict(), "kernel": number}
+        {"kernel": number, "shape": winner.shape.label, "others": []}
+        | {name: getattr(winner, name) for name in ("time_us", "sdpa_us", "gain", "gain_low")}
         for number, winner in enumerate(made.winners)
     ]
     known: dict[str, Any] = {"names": made.names, "guard": asdict(made.guard), "winners": rows}
     known["memory_bytes_per_us"] = made.memory_bytes_per_us
-    raw = {"format": FORMAT, "attnsweep": "0.0", "kernels": kernels}
+    configs = [winner.kernel.config for winner in made.winners]
+    raw = {"format": FORMAT, "attnsweep": "0.0", "configs": configs, "kernels": kernels}
     (directory / TABLE).write_text(json.dumps(raw | {"gpus": [H100._asdict() | known]}))
     return directory
 

@@ -150,11 +150,13 @@ def fp8_table(key: GpuKey, compiler: Compiler, place: Path, notes: list[str]) ->
     """A package of every head_dim, mask and kind of scales for a GPU. notes: its spills."""
     family = discover()[made_of.FAMILY]
     selected = made_of.select(_of_every_kind(key, family), {key: {"this"}}, family)
-    kernels, files = made_of.compiled(selected, family, compiler, notes)
+    labels = sorted({config.label for config, _ in selected.codes.values()})
+    configs = {label: number for number, label in enumerate(labels)}
+    kernels, files = made_of.compiled(selected, family, compiler, notes, configs)
     (place / CUBINS).mkdir()
     for file, data in files.items():
         (place / CUBINS / file).write_bytes(data)
-    raw = {"format": FORMAT, "attnsweep": "0", "kernels": [], "gpus": []}
+    raw = {"format": FORMAT, "attnsweep": "0", "configs": labels, "kernels": [], "gpus": []}
     section = made_of.section(selected, family, kernels)
     (place / TABLE).write_text(json.dumps(raw | {"fp8": section}))
     return read_table(place)

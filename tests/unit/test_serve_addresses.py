@@ -17,7 +17,8 @@ from fake_driver import FakeDriver  # noqa: E402
 from operators import close, make, tensors  # noqa: E402
 from packages import shape, winner  # noqa: E402
 
-from attnsweep.serve.runtime import cost_model, launch  # noqa: E402
+from attnsweep.family import hopper  # noqa: E402
+from attnsweep.serve.runtime import cost_model  # noqa: E402
 from attnsweep.serve.runtime import driver as driver_module  # noqa: E402
 from attnsweep.serve.runtime import operator as of_package  # noqa: E402
 
@@ -43,7 +44,7 @@ def test_no_memory_grows_with_the_calls(tmp_path, monkeypatch, grad):
     monkeypatch.setattr(driver_module, "_MOST_READY", 64)
     for bounded in (
         cost_model.work,
-        launch.heads_together,
+        hopper.even_turns,
     ):  # else what ran before decides their size
         bounded.cache_clear()
     driver = Forgetful()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packages import H100, PLAIN, SPLIT, gpu, shape, winner
+from packages import H100, PLAIN, SPLIT, gpu, shape, winner, with_config
 
 from attnsweep.serve.runtime.cost_model import (
     ALONE,
@@ -27,7 +27,7 @@ from attnsweep.serve.runtime.table import Guard
 SMS = H100.sm_count
 CARD = gpu().card
 FREE = Guard(margin=-9.0, per_octave=0.0, reach=99.0)
-SMALL = replace(PLAIN, block_m=64, blocks_per_sm=2, config="BLOCK_N=64 WARPGROUPS=1")
+SMALL = with_config(PLAIN, WARPGROUPS=1, BLOCKS_PER_SM=2)
 
 
 def predict(made, times, asked, key):
@@ -97,13 +97,13 @@ def test_other_machine_code_never_serves(other):
 
 
 def test_a_twin_without_a_time_never_serves():
-    unknown = replace(PLAIN, config="never timed")
+    unknown = with_config(PLAIN, PINGPONG=1)
     known = replace(gpu(timed(shape())), twins=(unknown,))
     assert choose(known, shape(seqlen=300)).kernel.config == PLAIN.config
 
 
 def test_a_kernel_whose_rules_do_not_hold_is_passed_over():
-    split = timed(shape(1, 4, 128, seqlen_k=8192), 1.0, kernel=replace(SPLIT, block_m=64))
+    split = timed(shape(1, 4, 128, seqlen_k=8192), 1.0, kernel=with_config(SPLIT, WARPGROUPS=1))
     plain = timed(shape(4, 16, 128, seqlen_k=8192), 50.0, 90.0)
     # With 80 heads the queries fill the SMs, where no kernel splits the keys.
     asked = shape(1, 80, 128, seqlen_k=8192)
@@ -161,7 +161,7 @@ def test_a_faster_memory_makes_the_same_shape_faster():
 
 def test_what_is_predicted_to_be_slower_goes_to_pytorch():
     """A gain at one shape is none where one query more makes two waves of one, and three of two."""
-    big = replace(PLAIN, block_m=256, config="big")
+    big = with_config(PLAIN, WARPGROUPS=4)
     known = gpu(timed(shape(1, 132, 256, seqlen_k=4096), 100.0, 104.0, kernel=big))
     found = choose(known, shape(1, 132, 257, seqlen_k=4096))
     assert (found.kernel, found.code) == (None, "not_faster")
@@ -241,7 +241,7 @@ def test_work_of_causal_blocks_is_that_of_dealing_them_out(heads, seqlen):
 
 def test_work_of_blocks_that_take_turns_is_that_of_the_busiest():
     """16 heads of 16384 rows in groups that share L2 leave some SMs a fifth more than others."""
-    turns = tiling(replace(PLAIN, block_n=128, order=1, persistent=132))
+    turns = tiling(with_config(PLAIN, BLOCK_N=128, ORDER=1, PERSISTENT=132))
     uneven = shape(1, 16, 16384, head_dim=128, causal=True)
     even = shape(4, 16, 4096, head_dim=128, causal=True)
 
@@ -318,7 +318,7 @@ def test_a_time_that_memory_took_says_least_of_computing():
 
 def test_a_second_launch_takes_time():
     split = tiling(SPLIT)
-    joined_in_clusters = tiling(replace(SPLIT, split_cluster=1))
+    joined_in_clusters = tiling(with_config(SPLIT, SPLIT_CLUSTER=1))
     assert split.start_us == 2 * joined_in_clusters.start_us
     known = [(shape(1, 8, 64, seqlen_k=8192), 20.0)]
     short = shape(1, 8, 64, seqlen_k=256)
@@ -371,7 +371,7 @@ def test_pytorch_divides_the_keys_of_few_blocks():
 
 def test_of_equal_kernels_the_one_that_was_timed_nearer_serves():
     near = timed(shape(4, 16, 1024), 100.0, 150.0)
-    far = timed(shape(4, 16, 8192), 6200.0, 9900.0, kernel=replace(PLAIN, config="far"))
+    far = timed(shape(4, 16, 8192), 6200.0, 9900.0, kernel=with_config(PLAIN, PINGPONG=1))
     chosen = choose(gpu(near, far, guard=FREE), shape(4, 16, 1100))
     assert chosen.kernel.config == PLAIN.config
 
@@ -389,7 +389,7 @@ def test_what_is_worked_out_once_does_not_grow():
 @pytest.mark.parametrize("queries", [1, 16, 63])
 def test_few_queries_are_served_by_no_shape_of_64_or_more(queries):
     """Whatever the guard is: 64 queries and one are six octaves apart, and no alike."""
-    tile = replace(PLAIN, block_m=64)
+    tile = with_config(PLAIN, WARPGROUPS=1)
     known = gpu(timed(shape(1, 32, 64, seqlen_k=32768), 10.0, 900.0, tile), guard=FREE)
     asked = shape(1, 32, queries, seqlen_k=32768)
     assert choose(known, asked).kernel is None

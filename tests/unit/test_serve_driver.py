@@ -12,7 +12,8 @@ from packages import H100, SPLIT, shape, table, winner
 
 from attnsweep.serve.runtime import driver as driver_module
 from attnsweep.serve.runtime.driver import Device, DriverError, Tensor
-from attnsweep.serve.runtime.launch import calls
+from attnsweep.serve.runtime.served import WGMMA
+from attnsweep.serve.runtime.served import launches as launches_of
 
 TENSORS = dict.fromkeys("qkvo", Tensor((1, 4, 256, 64), (65536, 16384, 64, 1)))
 POINTERS = {"q": 1 << 20, "k": 2 << 20, "v": 3 << 20, "o": 4 << 20, "lse": 5 << 20}
@@ -20,12 +21,16 @@ POINTERS |= {"partial": 6 << 20, "partial_lse": 7 << 20}
 NAMES, ADDRESSES = tuple(POINTERS), tuple(POINTERS.values())
 
 
+def calls(kernel, scale, **options):
+    return launches_of(WGMMA, kernel.values, shape().problem, scale, **options)
+
+
 def test_a_launch_passes_what_the_template_takes(tmp_path):
     driver = FakeDriver()
     made = table(tmp_path, winner(shape(), SPLIT))
     kernel = made.gpus[H100].winners[0].kernel
     device = Device(made, driver)
-    todo = calls(kernel, shape(), 0.125, True, (65536, 16384, 64))
+    todo = calls(kernel, 0.125, lse=True, o_strides=(65536, 16384, 64))
     device.launches(todo, kernel.stages[1], TENSORS, NAMES).issue(ADDRESSES, 77)
     fwd, join = driver.launches
     assert [m["pointer"] for m in fwd["values"][:4]] == [POINTERS[name] for name in "qkvo"]
@@ -38,7 +43,8 @@ def test_a_launch_passes_what_the_template_takes(tmp_path):
     assert join["values"][3] == POINTERS["lse"]
     config = fwd["config"]
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (2, 4, 2)
-    assert (config.blockDimX, config.sharedMemBytes, config.hStream) == (384, 100_000, 77)
+    assert (config.blockDimX, config.hStream) == (384, 77)
+    assert config.sharedMemBytes == WGMMA.smem_bytes(kernel.values, shape().problem)
     functions = (fwd["function"][1], join["function"][1])
     assert functions == ("flash_fwd_wgmma", "flash_fwd_wgmma_combine")
 
@@ -48,7 +54,7 @@ def test_a_thread_without_a_context_gets_the_devices(tmp_path, monkeypatch):
     made = table(tmp_path, winner(shape()))
     kernel = made.gpus[H100].winners[0].kernel
     device = Device(made, driver, 3)
-    todo = calls(kernel, shape(), 1.0, False, (0, 0, 0))
+    todo = calls(kernel, 1.0, o_strides=(0, 0, 0))
     launches = device.launches(todo, kernel.stages[0], TENSORS, NAMES)
     launches.issue(ADDRESSES, 0)
     assert (driver.contexts.current, driver.retained) == (1003, 1)
@@ -75,7 +81,7 @@ def split(tmp_path, monkeypatch):
     monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 3)
     made = table(tmp_path, winner(shape(), SPLIT))
     kernel = made.gpus[H100].winners[0].kernel
-    todo = calls(kernel, shape(), 0.125, True, (65536, 16384, 64))
+    todo = calls(kernel, 0.125, lse=True, o_strides=(65536, 16384, 64))
     return lambda driver: Device(made, driver).launches(todo, kernel.stages[1], TENSORS, NAMES)
 
 
@@ -175,12 +181,15 @@ def test_the_bindings_own_types_take_what_a_launch_says(tmp_path, monkeypatch):
     made = table(tmp_path, winner(shape(), SPLIT))
     kernel = made.gpus[H100].winners[0].kernel
     device = Device(made, driver)
-    todo = calls(kernel, shape(), 0.125, True, (65536, 16384, 64))
+    todo = calls(kernel, 0.125, lse=True, o_strides=(65536, 16384, 64))
     launches = device.launches(todo, kernel.stages[1], TENSORS, NAMES)
     launches.issue(ADDRESSES, 77)
     fwd, join = (launch["config"] for launch in driver.launches)
     assert (fwd.gridDimX, fwd.gridDimY, fwd.gridDimZ, fwd.numAttrs) == (2, 4, 2, 0)
-    assert (int(fwd.hStream), fwd.sharedMemBytes) == (77, 100_000)
+    assert (int(fwd.hStream), fwd.sharedMemBytes) == (
+        77,
+        WGMMA.smem_bytes(kernel.values, shape().problem),
+    )
     assert join.numAttrs == 1
     assert join.attrs[0].value.programmaticStreamSerializationAllowed == 1
     monkeypatch.setattr(driver_module, "_MOST_OF_A_KIND", 1)
@@ -195,7 +204,7 @@ def test_a_stride_that_no_map_takes_is_an_error(tmp_path):
     kernel = made.gpus[H100].winners[0].kernel
     device = Device(made, driver)
     odd = TENSORS | {"k": Tensor((1, 4, 256, 64), (65536, 16384, 65, 1))}
-    todo = calls(kernel, shape(), 1.0, False, (0, 0, 0))
+    todo = calls(kernel, 1.0, o_strides=(0, 0, 0))
     launches = device.launches(todo, kernel.stages[0], odd, NAMES)
     with pytest.raises(DriverError, match="tensor map of k"):
         launches.issue(ADDRESSES, 0)

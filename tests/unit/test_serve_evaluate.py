@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from packages import H100, PLAIN, gpu, shape, winner
+from packages import H100, PLAIN, gpu, shape, winner, with_config
 
 from attnsweep.core.errors import StoreError
 from attnsweep.serve import evaluate
@@ -104,9 +104,9 @@ def one(configs_us, **sdpa_us):
 
 
 def test_regret_and_gain():
-    other = replace(PLAIN, config="other")
+    other = with_config(PLAIN, PINGPONG=1)
     known = gpu(winner(shape(), gain=2.0), winner(shape(2), other, gain=1.5))
-    times = {PLAIN.config: 11.0, "other": 30.0, "not held": 10.0}
+    times = {PLAIN.config: 11.0, other.config: 30.0, "not held": 10.0}
     found = evaluate.judge(known, one(times, torch_flash=22.0, torch_cudnn=33.0))
     assert (found.code, found.config) == ("near", PLAIN.config)
     assert found.regret == pytest.approx(0.1)

@@ -6,6 +6,7 @@ import ast
 import importlib
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -61,11 +62,11 @@ def contents(directory):
 def test_a_package_holds_cubins_a_table_and_the_runtime(exported):
     files = contents(exported.directory)
     code = {name for name in files if name.endswith(".py")}
-    modules = {"__init__.py", *serve_export.MODULES}
-    assert code == {f"my_attention/{name}" for name in modules}
+    assert code == {f"my_attention/{name}" for name in serve_export.sources("my_attention")}
     runtime = Path(serve_export.__file__).parent / "runtime"
-    for name in serve_export.MODULES:
-        assert files[f"my_attention/{name}"] == (runtime / name).read_bytes()
+    for name in serve_export.MODULES:  # the prefix of imports is all that differs
+        own = files[f"my_attention/{name}"].replace(b"from my_attention.", b"from attnsweep.")
+        assert own == (runtime / name).read_bytes()
     here = {path.name for path in runtime.glob("*.py")}
     assert here == {*serve_export.MODULES, "__init__.py", "package.py"}, "a module is not exported"
     cubins = {name for name in files if name.endswith(".cubin")}
@@ -78,10 +79,9 @@ def test_a_package_holds_cubins_a_table_and_the_runtime(exported):
 
 def test_the_runtime_imports_nothing_but_torch_and_the_driver():
     """And transformers in the one function that a user of it calls."""
-    runtime = Path(serve_export.__file__).parent / "runtime"
     outside, at_once = set(), set()
-    for path in runtime.glob("*.py"):
-        tree = ast.parse(path.read_text())
+    for text in serve_export.sources("my_attention").values():
+        tree = ast.parse(text)
         for node in ast.walk(tree):
             names = []
             if isinstance(node, ast.Import):
@@ -90,8 +90,9 @@ def test_the_runtime_imports_nothing_but_torch_and_the_driver():
                 names = [str(node.module).split(".")[0]]
             outside |= set(names)
             at_once |= set(names) if node in tree.body else set()
-    assert outside - set(sys.stdlib_module_names) == {"torch", "cuda", "transformers"}
-    assert at_once - set(sys.stdlib_module_names) == {"torch"}
+    own = {*sys.stdlib_module_names, "my_attention"}
+    assert outside - own == {"torch", "cuda", "transformers"}
+    assert at_once - own == {"torch"}
 
 
 def test_every_gpu_of_the_runs_is_in_the_table(exported):
@@ -299,12 +300,13 @@ def test_a_table_of_another_format_says_who_wrote_it(exported, tmp_path):
     "spoil",
     [
         lambda raw: raw.pop("kernels"),
-        lambda raw: raw["kernels"][0].pop("threads"),
+        lambda raw: raw["kernels"][0].pop("config"),
+        lambda raw: raw.pop("configs"),
         lambda raw: raw["gpus"][0]["winners"][0].update(kernel=999),
         lambda raw: raw["gpus"][0]["winners"][0].update(kernel=-1),
-        lambda raw: raw["kernels"][0]["stages"][0]["fwd"].update(file="../../etc/passwd"),
-        lambda raw: raw["kernels"][0]["stages"][0]["fwd"].update(file=".."),
-        lambda raw: raw["kernels"][0]["stages"][0]["fwd"].update(file="a\0b"),
+        lambda raw: raw["kernels"][0]["stages"].update(fwd=["../../etc/passwd"] * 2),
+        lambda raw: raw["kernels"][0]["stages"].update(fwd=["0" * 63] * 2),
+        lambda raw: raw["kernels"][0]["stages"].update(fwd=[]),
         lambda raw: raw.update(archives={"..": []}),
         lambda raw: raw["gpus"][0].pop("guard"),
         lambda raw: raw["gpus"][0].pop("memory_bytes_per_us"),
@@ -338,7 +340,7 @@ def small_table():
     winners = [{**w, "others": []} for w in known["winners"][:3]]
     kernels = raw["kernels"][: 1 + max(w["kernel"] for w in winners)]
     gpus = [{**known, "winners": winners, "twins": [0]}]
-    archives = {"00.zip.xz": [kernels[0]["stages"][0]["fwd"]["file"]]}
+    archives = {"00.zip.xz": [f"{kernels[0]['stages']['fwd'][0][:16]}.cubin"]}
     return json.dumps(raw | {"kernels": kernels, "gpus": gpus, "archives": archives})
 
 
@@ -365,16 +367,22 @@ def test_a_table_with_any_value_spoiled_is_refused_or_serves(random, nonsense):
             assert chosen.reason
 
 
+def spoil_config(raw, text):
+    raw["configs"][0] = re.sub(r"^BLOCK_N=\d+", text, raw["configs"][0])
+
+
 def test_values_that_would_fail_only_in_a_call(exported, tmp_path):
     text = (exported.directory / "my_attention" / TABLE).read_text()
     spoiled = [
-        lambda raw: raw["kernels"][0].update(block_n=0),
-        lambda raw: raw["kernels"][0].update(threads="384"),
+        lambda raw: spoil_config(raw, "BLOCK_N=0"),
+        lambda raw: spoil_config(raw, "BLOCK_N=x"),
+        lambda raw: spoil_config(raw, ""),
+        lambda raw: spoil_config(raw, "BLOCK_N=64 OTHER=1"),
         lambda raw: raw["kernels"][0].update(stages=[[], []]),
         lambda raw: raw["gpus"][0]["winners"][0].update(sdpa_us=0.0),
         lambda raw: raw["gpus"][0]["winners"][0].update(gain_low=None),
-        lambda raw: raw["gpus"][0]["winners"][0]["shape"].update(heads=-16),
-        lambda raw: raw["gpus"][0]["winners"][0]["shape"].update(head_dim=96),
+        lambda raw: raw["gpus"][0]["winners"][0].update(shape="(1,0,9,64) fp16 full"),
+        lambda raw: raw["gpus"][0]["winners"][0].update(shape="(1,1,9,96) fp16 full"),
         lambda raw: raw["gpus"][0]["guard"].update(reach=float("nan")),
         lambda raw: raw["gpus"][0].update(sm_count=float("inf")),
         lambda raw: raw["gpus"][0].update(memory_bytes_per_us=0.0),

@@ -22,6 +22,7 @@ from packages import H100, PLAIN, SPLIT, shape, winner  # noqa: E402
 from attnsweep.serve.runtime import driver as driver_module  # noqa: E402
 from attnsweep.serve.runtime import gradients  # noqa: E402
 from attnsweep.serve.runtime import operator as of_package  # noqa: E402
+from attnsweep.serve.runtime.served import WGMMA  # noqa: E402
 from attnsweep.serve.runtime.table import CUBINS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -270,7 +271,9 @@ def test_modules_are_loaded_once_and_maps_reused(operator, driver):
     assert len(driver.modules) == 1
     assert len(driver.launches) == 5
     assert len(driver.maps) == 4 * len(outputs)
-    assert driver.shared == {(0, "flash_fwd_wgmma"): PLAIN.smem_bytes}
+    assert driver.shared == {
+        (0, "flash_fwd_wgmma"): WGMMA.smem_bytes(PLAIN.values, shape().problem)
+    }
     assert set(driver.capture_modes) == {0, 2}
 
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from operators import NUMBERS, close, tensors  # noqa: E402
-from packages import H100, PLAIN, SPLIT, imported, shape, table, winner  # noqa: E402
+from packages import H100, PLAIN, SPLIT, imported, shape, table, winner, with_config  # noqa: E402
 
 from attnsweep.serve.runtime.operator import Operator  # noqa: E402
 from attnsweep.serve.runtime.table import GpuKey  # noqa: E402
@@ -50,7 +50,7 @@ def test_a_call_is_served_counted_and_explained(on, driver):
     explained = operator.explain(q, k, v)
     assert (explained.code, explained.gain) == ("stand_in", 1.2)
     assert str(explained) == (
-        "BLOCK_N=64 WARPGROUPS=2: by the runs of NVIDIA H100 80GB HBM3, which stand in for this "
+        f"{PLAIN.config}: by the runs of NVIDIA H100 80GB HBM3, which stand in for this "
         "GPU's: this shape was tuned, expected gain 1.200 [sm_90, 132 SMs, 60 MiB of L2]"
     )
     assert len(driver.launches) == 1
@@ -120,7 +120,7 @@ def test_masks_dropout_and_dtypes_go_where_they_went(on, driver):
 def test_a_kernel_that_does_not_fit_the_device_is_pytorchs_call(on, driver, caplog):
     """The driver refuses shared memory that the device does not have."""
     driver.refuses.add("cuFuncSetAttribute")
-    operator = on(H200, winner(ASKED, replace(winner(ASKED).kernel, smem_bytes=300_000)))
+    operator = on(H200, winner(ASKED, with_config(PLAIN, NUM_STAGES=8)))
     q, k, v = tensors()
     for _ in range(2):
         assert close(operator.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))

@@ -14,7 +14,9 @@ from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.serve import export, shipped
 from attnsweep.serve.export_code import shape_of
-from attnsweep.serve.runtime import dispatch, fp8
+from attnsweep.serve.runtime import dispatch
+from attnsweep.serve.runtime import fp8_dispatch as fp8
+from attnsweep.serve.runtime.served import WGMMA
 from attnsweep.serve.runtime.table import TABLE, GpuKey, read_table
 from attnsweep.serve.runtime.table import known as known_to
 
@@ -72,10 +74,10 @@ def test_every_call_of_the_gpu_tests_is_served(known):
 def test_winners_split_keys_in_both_ways_and_take_turns(known):
     """Those that test_every_kernel_of_the_table calls."""
     small = [w.kernel for w in known.winners if w.shape.seqlen_q * w.shape.seqlen_k <= 1 << 25]
-    assert any(kernel.combines for kernel in small)
-    assert any(kernel.split_cluster for kernel in small)
-    assert any(kernel.persistent for kernel in small)
-    assert any(kernel.key_groups > 1 for kernel in small)
+    assert any(WGMMA.combines(kernel.values) for kernel in small)
+    assert any(kernel.values.SPLIT_CLUSTER for kernel in small)
+    assert any(kernel.values.PERSISTENT for kernel in small)
+    assert any(kernel.values.KEY_GROUPS > 1 for kernel in small)
 
 
 @pytest.mark.parametrize("shape", recorded.SHIPPED, ids=lambda shape: shape.label)

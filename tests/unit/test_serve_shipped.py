@@ -17,6 +17,7 @@ import pytest
 
 import attnsweep
 from attnsweep.serve.runtime import table as tables
+from attnsweep.serve.runtime.served import WGMMA
 from attnsweep.serve.runtime.table import CUBINS, TABLE, PackageError, read_table
 
 ROOT = Path(attnsweep.__file__).parent.parent
@@ -38,7 +39,11 @@ def test_h100_and_h200_are_known_and_every_cubin_is_whole():
         assert len(gpu.winners) > 30
         for winner in gpu.winners:
             for stage in winner.kernel.stages:
-                assert set(stage) == {"fwd", "combine"} if winner.kernel.combines else {"fwd"}
+                assert (
+                    set(stage) == {"fwd", "combine"}
+                    if WGMMA.combines(winner.kernel.values)
+                    else {"fwd"}
+                )
                 assert all(made.code(code)[:4] == b"\x7fELF" for code in stage.values())
 
 
@@ -89,10 +94,8 @@ def test_the_archives_hold_each_cubin_of_the_table_once_and_nothing_else():
     there = {path.name for path in (PLACE / CUBINS).iterdir()}
     assert there == set(raw["archives"])
     held = [name for archive in there for name in zipped_names(PLACE / CUBINS / archive)]
-    codes = [
-        stage for kernel in raw["kernels"] for both in kernel["stages"] for stage in both.values()
-    ]
-    assert sorted(held) == sorted({code["file"] for code in codes})
+    stages = [both for kernel in raw["kernels"] for both in kernel["stages"].values()]
+    assert sorted(held) == sorted({f"{code[:16]}.cubin" for both in stages for code in both})
     for archive, files in raw["archives"].items():
         assert zipped_names(PLACE / CUBINS / archive) == files
 
@@ -121,14 +124,14 @@ def test_equal_packages_are_packed_to_equal_bytes(tmp_path, monkeypatch):
     """Whatever was there before, and in whichever order a directory is read."""
     winners, made = script(), tmp_path / "made"
     (made / CUBINS).mkdir(parents=True)
-    rows = []
+    rows, configs = [], [f"BLOCK_N={16 * number} LSE=0" for number in range(7)]
     for number in range(40):
-        file = f"{97 * number % 1000:03}.cubin"
+        digest = f"{97 * number % 1000:064}"[::-1]
+        file = f"{digest[:16]}.cubin"
         (made / CUBINS / file).write_bytes(bytes([number]) * 5000)
-        config = f"BLOCK_N={16 * (number % 7)} LSE=0"
-        stages = [{"fwd": {"file": file}}, {"fwd": {"file": file}}]
+        stages = {"fwd": [digest, digest]}
         facts = {"head_dim": 64 + 64 * (number % 2), "causal": number % 3 == 0, "dtype": "fp16"}
-        rows.append({**facts, "config": config, "stages": stages})
+        rows.append({**facts, "config": number % 7, "stages": stages})
     written = []
     for place in ("one", "two"):
         monkeypatch.setattr(winners, "TABLE", tmp_path / place / TABLE)
@@ -136,7 +139,7 @@ def test_equal_packages_are_packed_to_equal_bytes(tmp_path, monkeypatch):
         (tmp_path / place / CUBINS).mkdir(parents=True)
         if place == "two":
             (tmp_path / place / CUBINS / "77.zip.xz").write_bytes(b"of an earlier sweep")
-        (made / TABLE).write_text(json.dumps({"kernels": rows}))
+        (made / TABLE).write_text(json.dumps({"configs": configs, "kernels": rows}))
         winners.write(made)
         files = sorted(path for path in (tmp_path / place).rglob("*") if path.is_file())
         written.append([(path.name, path.read_bytes()) for path in files])
@@ -144,7 +147,7 @@ def test_equal_packages_are_packed_to_equal_bytes(tmp_path, monkeypatch):
     archives = json.loads(written[0][-1][1])["archives"]
     assert [len(files) for files in archives.values()] == [winners.GROUP, 40 - winners.GROUP]
     order = [file for files in archives.values() for file in files]
-    by_file = {row["stages"][0]["fwd"]["file"]: row for row in rows}
+    by_file = {f"{row['stages']['fwd'][0][:16]}.cubin": row for row in rows}
     assert [by_file[file]["head_dim"] for file in order] == [64] * 20 + [128] * 20
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packages import H100, PLAIN, gpu, shape, winner
+from packages import H100, PLAIN, gpu, shape, winner, with_config
 
 from attnsweep import dispatch_summary, judge_dispatch
 from attnsweep.core.errors import StoreError
@@ -104,7 +104,7 @@ def test_rows_that_say_nothing_are_stood_in_for():
 
 
 def test_own_rows_win():
-    better = [winner(ASKED, replace(PLAIN, config="another"), gain=9.0)]
+    better = [winner(ASKED, with_config(PLAIN, PINGPONG=1), gain=9.0)]
     for own in (winner(ASKED, gain=1.05), winner(ASKED._replace(seqlen_k=500), gain=1.2)):
         found = choose(on_h200(own, of=better), ASKED)
         assert found.code in ("tuned", "near")

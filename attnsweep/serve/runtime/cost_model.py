@@ -20,7 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .launch import busiest_turns, ceil_div, heads_that_fit
+from attnsweep.core.problem import ceil_div
+from attnsweep.family.hopper import busiest_turns, heads_that_fit
+
+from .served import WGMMA
 from .table import Card, Kernel, Shape
 
 FEW_QUERIES = 64
@@ -88,20 +91,21 @@ SDPA = Tiling(128, 128, 1, 1, 1, 0, False, 100.0, 0.5, 3.75, 0.95, divides=True,
 
 def tiling(kernel: Kernel) -> Tiling:
     """What the time depends on, of all that is known of a kernel."""
-    alone = kernel.blocks_per_sm == 1 and not kernel.persistent  # nothing hides its first loads
+    c, combines = kernel.values, WGMMA.combines(kernel.values)
+    alone = c.BLOCKS_PER_SM == 1 and not c.PERSISTENT  # nothing hides its first loads
     return Tiling(
-        kernel.block_m,
-        kernel.block_n,
-        kernel.key_groups * kernel.splits,
-        kernel.splits,
-        kernel.blocks_per_sm,
-        kernel.persistent * kernel.blocks_per_sm,
-        kernel.order > 0,
+        WGMMA.block_m(c),
+        c.BLOCK_N,
+        c.KEY_GROUPS * c.SPLITS,
+        c.SPLITS,
+        c.BLOCKS_PER_SM,
+        c.PERSISTENT * c.BLOCKS_PER_SM,
+        c.ORDER > 0,
         block_keys=150.0 if alone else 90.0,
-        tail=0.2 if kernel.order else 0.8,
-        start_us=1.6 * (2 if kernel.combines else 1),
+        tail=0.2 if c.ORDER else 0.8,
+        start_us=1.6 * (2 if combines else 1),
         of_memory=0.78,
-        parts=kernel.splits if kernel.combines else 0,
+        parts=c.SPLITS if combines else 0,
     )
 
 
@@ -150,7 +154,8 @@ def _undivided(tiling: Tiling, shape: Shape, visits: list[int], sm_count: int) -
         return max(longest / _speed(1, tiling.blocks_per_sm), share / full)
     if tiling.turns and heads * tiles_m <= _MOST_TILES * 16:
         costs = tuple(round(8 * (n + extra)) for n in reversed(visits))
-        fit = heads_that_fit(shape)  # the launch takes the most even of all groups in this range
+        # The launch takes the most even of all groups in this range.
+        fit = heads_that_fit(shape, WGMMA.L2_BYTES)
         groups = range(fit, (fit - 1) // 2, -ceil_div(fit, 16))
         busiest = min(busiest_turns(heads, n, costs, tiling.turns) for n in groups)
         return busiest * tiling.blocks_per_sm / 8

@@ -6,8 +6,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from attnsweep.core.errors import ProblemError
+from attnsweep.core.problem import ceil_div
+
 from .cost_model import FEW_QUERIES, SDPA, Learned, Prediction, learn, memory_us, nearness, tiling
-from .launch import ceil_div, refused_by
+from .served import WGMMA, arch_of, beyond_limits
 from .table import Gpu, Kernel, Shape, Winner
 
 # By how much slower a kernel is taken to be for each octave to the nearest shape of its times.
@@ -166,20 +169,28 @@ def _predicted(gpu: Gpu, shape: Shape, kind: Kind) -> Choice:
     """The kernel for a shape that was not tuned. Times in fp16 and bf16 are taken as equal."""
     guard = gpu.guard
     nearby = nearness(shape, kind.winners, gpu.card)
+    try:
+        problem = shape.problem
+    except ProblemError as error:
+        return Choice(None, "far", error.what)
     found: list[tuple[Prediction, Kernel]] = []
+    refused_on, arch = WGMMA.kernel.refused_on, arch_of(gpu.key.sm_count)
     for kernel, learned in kind.kernels:
-        if refused_by(kernel, shape, gpu.key.sm_count) is None:
+        if refused_on(kernel.values, problem, arch) is None:
             prediction = learned.predict(shape, nearby, gpu.card)
             if prediction is not None:
                 found.append((prediction, kernel))
     near = [each for each in found if each[0].octaves <= guard.reach]
-    if not near:
+    near.sort(key=lambda each: each[0].time_us * (1 + _DOUBT * each[0].octaves))
+    fits = (each for each in near if not beyond_limits(WGMMA, each[1].values, problem))
+    best = next(fits, None)
+    if best is None:
         why = "no tuned shape is near enough whose kernel may run here"
         if found:
             nearest = min(found, key=lambda each: each[0].octaves)[0]
             why += f"; the nearest is {nearest.nearest.label} ({nearest.octaves:.1f} octaves)"
         return Choice(None, "far", why)
-    ours, kernel = min(near, key=lambda each: each[0].time_us * (1 + _DOUBT * each[0].octaves))
+    ours, kernel = best
     theirs = kind.sdpa.predict(shape, nearby, gpu.card)
     if theirs is None:  # there are winners, and each has a time of PyTorch's
         raise AssertionError

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from .launch import Call, Map, Pointer
+from attnsweep.family.launch import Launch, TensorMap
+
 from .table import Code, Table
 
 _MAP_BYTES = 128
@@ -48,7 +49,7 @@ class Form(NamedTuple):
     before and after the address. pointers: offset and place.
     """
 
-    call: Call
+    launch: Launch
     function: Any
     constants: bytes
     offsets: list[int]
@@ -166,7 +167,7 @@ class Device:
 
     def launches(
         self,
-        calls: Sequence[Call],
+        calls: Mapping[str, Launch],
         stages: Mapping[str, Code],
         tensors: Mapping[str, Tensor],
         names: Sequence[str],
@@ -179,7 +180,7 @@ class Device:
 
     def prepare(
         self,
-        calls: Sequence[Call],
+        calls: Mapping[str, Launch],
         stages: Mapping[str, Code],
         tensors: Mapping[str, Tensor],
         names: Sequence[str],
@@ -190,11 +191,13 @@ class Device:
         """
         self._enter()
         places = {name: place for place, name in enumerate(names)}
-        return tuple(self._form(call, stages[call.stage], tensors, places) for call in calls)
+        return tuple(
+            self._form(launch, stages[stage], tensors, places) for stage, launch in calls.items()
+        )
 
     def _form(
         self,
-        call: Call,
+        launch: Launch,
         code: Code,
         tensors: Mapping[str, Tensor],
         places: Mapping[str, int],
@@ -203,24 +206,24 @@ class Device:
         maps: list[tuple[int, str, int, tuple[Any, ...], tuple[Any, ...]]] = []
         pointers: list[tuple[int, int]] = []
         # Maps first: they are aligned, and everything after them to 8 bytes.
-        count = sum(isinstance(arg, Map) for arg in call.args)
+        count = sum(isinstance(arg, TensorMap) for arg in launch.args)
         constants = bytearray(count * _MAP_BYTES)
-        for arg in call.args:
-            if isinstance(arg, Map):
+        for arg in launch.args:
+            if isinstance(arg, TensorMap):
                 offsets.append(len(maps) * _MAP_BYTES)
                 name = arg.buffer
                 told = self._described(arg, tensors[name])
                 maps.append((offsets[-1], name, places[name], *told))
                 continue
             offsets.append(len(constants))
-            if isinstance(arg, Pointer):
+            if isinstance(arg, str):
                 constants += struct.pack("=Q", 0)
-                if arg.buffer:
-                    pointers.append((offsets[-1], places[arg.buffer]))
+                if arg:
+                    pointers.append((offsets[-1], places[arg]))
             else:
                 constants += struct.pack("=f4x" if isinstance(arg, float) else "=i4x", arg)
-        function = self.function(code, call.smem_bytes)
-        return Form(call, function, bytes(constants), offsets, maps, pointers)
+        function = self.function(code, launch.smem_bytes)
+        return Form(launch, function, bytes(constants), offsets, maps, pointers)
 
     def ready(self, forms: Sequence[Form], addresses: tuple[int, ...], stream: int) -> Ready:
         """The launches at these addresses and on this stream. Raises DriverError."""
@@ -238,7 +241,7 @@ class Device:
         return made
 
     def _add(self, made: Ready, form: Form) -> None:
-        cuda, call = self._cuda, form.call
+        cuda, call = self._cuda, form.launch
         memory = (ctypes.c_uint8 * (len(form.constants) + _ALIGNMENT))()
         at = ctypes.addressof(memory) + -ctypes.addressof(memory) % _ALIGNMENT
         ctypes.memmove(at, form.constants, len(form.constants))
@@ -326,7 +329,7 @@ class Device:
             alike = True
         return alike
 
-    def _described(self, box: Map, tensor: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def _described(self, box: TensorMap, tensor: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The arguments of cuTensorMapEncodeTiled before and after the address."""
         cuda, rank = self._cuda, len(tensor.sizes)
         columns, *outer = tensor.sizes[::-1]
@@ -341,10 +344,10 @@ class Device:
         after = (
             [cuda.cuuint64_t(size) for size in (columns, *outer)],
             [cuda.cuuint64_t(stride) for stride in strides],
-            [cuda.cuuint32_t(size) for size in (*box.box, *[1] * (rank - 2))],
+            [cuda.cuuint32_t(size) for size in (*box.box[:2], *[1] * (rank - 2))],
             [cuda.cuuint32_t(1)] * rank,
             cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            {32: of_64, 64: of_128}[box.box[0]],
+            {64: of_64, 128: of_128}[box.swizzle_bytes],
             cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
-from . import fp8
+from attnsweep.core.problem import SCALE_BLOCK, Problem
+from attnsweep.family.launch import Launch
+
+from . import fp8_dispatch as fp8
+from . import served
 from .driver import Device, DriverError, Launches, Tensor, cuda_driver
-from .launch import Call
 from .plans import Explanation
 from .table import Fp8Gpu, GpuKey, PackageError, Shape, Table
 from .torch_ops import register_fp8
@@ -33,8 +36,8 @@ class _Plan:
     """
 
     choice: fp8.Choice
-    shape: Shape
-    call: Call
+    problem: Problem
+    calls: dict[str, Launch]
     tensors: dict[str, Tensor]
     index: int
     launches: Launches | None = None
@@ -160,7 +163,7 @@ class Fp8Operator:
     def _run(self, plan: _Plan, tensors: list[torch.Tensor]) -> torch.Tensor:
         query, key, value = tensors[:3]
         _check_alignment((query, key, value))
-        scales = _spread(tensors[3:], plan.shape)
+        scales = _spread(tensors[3:], plan.problem)
         out = query.new_empty(query.shape, dtype=torch.bfloat16)
         stream = 0
         if plan.index >= 0:
@@ -171,7 +174,7 @@ class Fp8Operator:
                 plan.launches = self._prepared(plan)
             plan.launches.issue(addresses, stream)
         except DriverError as error:
-            raise PackageError(f"{plan.shape.label}: {error}") from error
+            raise PackageError(f"{plan.problem.label}: {error}") from error
         self._calls += 1
         return out
 
@@ -179,9 +182,9 @@ class Fp8Operator:
         if plan.index not in self._devices:
             cuda = self._cuda or cuda_driver()
             self._devices[plan.index] = Device(self.table, cuda, plan.index)
-        stages = {plan.call.stage: plan.choice.kernel.code}
+        stages = {"fwd": plan.choice.kernel.code}
         names = ("q", "k", "v", "o", *_SCALES)
-        return self._devices[plan.index].launches((plan.call,), stages, plan.tensors, names)
+        return self._devices[plan.index].launches(plan.calls, stages, plan.tensors, names)
 
     def _plan(self, tensors: tuple[Any, ...], causal: bool, scale: float) -> _Plan:
         """The plan of a call, from the cache if its shapes and strides were met before."""
@@ -196,8 +199,9 @@ class Fp8Operator:
             choice = fp8.choose(self._known(index), shape)
             if isinstance(choice, str):
                 raise PackageError(f"{choice}; to add it: attnsweep run, then attnsweep export")
-            call = fp8.call(choice.kernel, shape, scale)
-            plan = _Plan(choice, shape, call, fp8.tensors(shape), index)
+            problem = shape.problem
+            calls = served.launches(served.FP8, choice.kernel.values, problem, scale)
+            plan = _Plan(choice, problem, calls, tensors_of(shape), index)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[what] = plan
@@ -262,9 +266,27 @@ class Fp8Operator:
         return Shape(*sizes, kind, bool(causal))
 
 
+def tensors_of(shape: Shape) -> dict[str, Tensor]:
+    """q, k, v and o, contiguous, as tensor maps see them: bytes in pairs, batches of heads as one.
+
+    q, k and v are (batch · heads, seqlen, head_dim / 2), o (batch · heads, seqlen_q, head_dim).
+    """
+
+    def of(heads: int, rows: int, columns: int) -> Tensor:
+        return Tensor((shape.batch * heads, rows, columns), (rows * columns, columns, 1))
+
+    keys = of(shape.heads_kv, shape.seqlen_k, shape.head_dim // 2)
+    return {
+        "q": of(shape.heads, shape.seqlen_q, shape.head_dim // 2),
+        "k": keys,
+        "v": keys,
+        "o": of(shape.heads, shape.seqlen_q, shape.head_dim),
+    }
+
+
 def _kind_of(scales: list[Any], batch: int, heads_kv: int, seqlen_k: int) -> str:
     """The dtype of a Shape. Raises TypeError or ValueError for scales that are none."""
-    blocks = (seqlen_k + fp8.SCALE_BLOCK - 1) // fp8.SCALE_BLOCK
+    blocks = (seqlen_k + SCALE_BLOCK - 1) // SCALE_BLOCK
     of_heads, of_blocks = (batch, heads_kv), (batch, heads_kv, blocks)
     kinds = set()
     for name, scale in zip(_SCALES, scales, strict=True):
@@ -296,10 +318,10 @@ def _scale_tensor(name: str, scale: Any, query: torch.Tensor) -> torch.Tensor:
     return torch.full((), float(scale), dtype=torch.float32, device=query.device)
 
 
-def _spread(scales: list[torch.Tensor], shape: Shape) -> tuple[torch.Tensor, ...]:
+def _spread(scales: list[torch.Tensor], problem: Problem) -> tuple[torch.Tensor, ...]:
     """Scales as a kernel reads them; of those that lie so already nothing is copied."""
-    wanted = fp8.scale_shapes(shape)
-    if shape.dtype == fp8.TENSOR:  # one launch for the three
+    wanted = [problem.shape_of(name) for name in _SCALES]
+    if problem.dtype == fp8.TENSOR:  # one launch for the three
         return tuple(torch.stack([each.reshape(()).expand(wanted[0]) for each in scales]))
     made = []
     for scale, sizes in zip(scales, wanted, strict=True):

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
+from . import served
 from .arguments import DTYPES, autocast, never, number, plain, shape_of, strides
 from .call_cache import Seen, transformed
 from .dispatch import Choice, choose
 from .driver import Device, DriverError, Launches, Tensor, Unaligned, cuda_driver, unmapped
 from .gradients import Gradient, like, with_gradient, with_lse
-from .launch import calls, workspaces
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .sdpa_patch import asked_once
 from .sdpa_patch import pytorchs as _sdpa
+from .served import WGMMA
 from .table import Gpu, GpuKey, PackageError, Table, known
 from .torch_ops import register
 
@@ -383,13 +384,14 @@ class Operator:
         choice = choose(gpu, shape, gradients=lse)
         if choice.kernel is None:
             return Plan(choice)
-        kernel = choice.kernel
+        kernel, problem = choice.kernel, shape.problem
         by = scale if scale is not None else shape.head_dim**-0.5
-        made = calls(kernel, shape, by, lse, tensors["o"].strides)
-        spaces = workspaces(kernel, shape)
+        layout = tensors["o"].strides
+        made = served.launches(WGMMA, kernel.values, problem, by, lse=lse, o_strides=layout)
+        spaces = served.workspaces(WGMMA, kernel.values, problem)
         names = ("q", "k", "v", "o", *(["lse"] if lse else []), *spaces)
         stages = kernel.stages[lse]
-        if not {call.stage for call in made} <= stages.keys():
+        if not made.keys() <= stages.keys():
             return Plan(Choice(None, "no_lse", "the kernel has no code that a gradient needs"))
         floats, rows = tuple(spaces.values()), (shape.batch, shape.heads, shape.seqlen_q)
         how = (bool(causal), by, shape.heads != shape.heads_kv)
@@ -439,7 +441,7 @@ class Operator:
         except (DriverError, PackageError) as error:
             code = "damaged" if isinstance(error, PackageError) else "driver"
             plan.choice = Choice(None, code, str(error), plan.choice.gain)
-            plan.calls, plan.launches = (), None  # not tried again
+            plan.calls, plan.launches = {}, None  # not tried again
             self._fell_back(plan.choice)
             return None
         self._counts["kernel"] += 1

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from attnsweep.family.launch import Launch
+
 from .dispatch import Choice
 from .driver import Launches, Tensor
-from .launch import Call
 from .table import Code
 
 
@@ -44,7 +45,7 @@ class Plan:
     """
 
     choice: Choice
-    calls: tuple[Call, ...] = ()
+    calls: Mapping[str, Launch] = field(default_factory=dict)
     stages: Mapping[str, Code] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     index: int = -1

@@ -14,8 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from attnsweep.core.errors import ProblemError
+from attnsweep.core.problem import Problem
+from attnsweep.family.family import Config
+
+from .served import FP8, WGMMA, config_of
+
 _T = TypeVar("_T")
-FORMAT = 2
+FORMAT = 3
 """Raise it if older code would misread the table. Code reads its own format only."""
 TABLE = "table.json"
 CUBINS = "cubins"
@@ -25,11 +31,18 @@ _MOST_BYTES = 2**24
 # Archives that are kept unpacked: cubins of one model's calls are mostly next to each other.
 _KEPT = 4
 # What reading a table raises that is none.
-_NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_NONSENSE = (
+    ProblemError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 _TYPES: Mapping[str, type] = {"int": int, "str": str, "bool": bool, "float": float}
-# Fields of a Kernel or an Fp8Kernel that may be 0.
-_OPTIONAL = {"order", "persistent", "split_cluster", "pdl", "combine_threads", "smem_bytes"}
-_OPTIONAL |= {"scale_block"}
+# Fields of a row that may be 0.
+_OPTIONAL = {"scale_block"}
 
 
 class PackageError(Exception):
@@ -57,6 +70,24 @@ class Shape(NamedTuple):
         )
         mask = "causal" if self.causal else "full"
         return f"({self.batch},{heads},{seqlen},{self.head_dim}) {self.dtype} {mask}"
+
+    @property
+    def problem(self) -> Problem:
+        """The same as a declaration takes it. Raises ProblemError if it cannot exist."""
+        return _problem_of(self)
+
+    @classmethod
+    def of(cls, label: str) -> Shape:
+        """The shape of a label. Raises ProblemError for any other text."""
+        p = Problem.parse(label)
+        sizes = (p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim)
+        return cls(*sizes, p.dtype, p.causal)
+
+
+@functools.lru_cache(maxsize=64)
+def _problem_of(shape: Shape) -> Problem:
+    dtype: Any = shape.dtype
+    return Problem(*shape[:6], dtype, causal=shape.causal)
 
 
 class GpuKey(NamedTuple):
@@ -98,37 +129,21 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One compiled config. Names and meanings of the fields are those of flash_fwd_wgmma.
+    """One compiled config of flash_fwd_wgmma.
 
-    stages: without and with the log-sum-exp, stage name to its code. block_m: queries of a block.
-    block_n: keys of a tile. smem_bytes: dynamic shared memory of stage fwd. threads: of a block.
-    combine_threads: of a block of stage `combine`.
+    config: its label. stages: without and with the log-sum-exp, stage name to its code. values: the
+    config itself.
     """
 
     head_dim: int
     dtype: str
     causal: bool
-    block_m: int
-    block_n: int
-    key_groups: int
-    num_stages: int
-    blocks_per_sm: int
-    order: int
-    persistent: int
-    splits: int
-    split_cluster: int
-    cluster: int
-    pdl: int
-    threads: int
-    smem_bytes: int
-    combine_threads: int
     config: str
     stages: tuple[Mapping[str, Code], Mapping[str, Code]]
+    values: Config = field(init=False, compare=False, repr=False)
 
-    @property
-    def combines(self) -> bool:
-        """Whether a second launch joins the splits of the keys."""
-        return self.splits > 1 and not self.split_cluster
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", config_of(WGMMA, self.config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,27 +225,21 @@ def known(gpus: Mapping[GpuKey, Gpu], key: GpuKey) -> Gpu | None:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Kernel:
-    """One compiled config. Names and meanings of the fields are those of flash_fwd_fp8_wgmma.
+    """One compiled config of flash_fwd_fp8_wgmma.
 
-    scale_block: keys that share a scale of k and of v; 0 if all keys of a head do. block_m: queries
-    of a block. block_n: keys of a tile. smem_bytes: dynamic shared memory. threads: of a block.
+    scale_block: keys that share a scale of k and of v; 0 if all keys of a head do. config: its
+    label. values: the config itself.
     """
 
     head_dim: int
     causal: bool
     scale_block: int
-    block_m: int
-    block_n: int
-    num_stages: int
-    v_stages: int
-    blocks_per_sm: int
-    order: int
-    persistent: int
-    pdl: int
-    threads: int
-    smem_bytes: int
     config: str
     code: Code
+    values: Config = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", config_of(FP8, self.config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,12 +329,13 @@ def read_table(directory: Path) -> Table:
             f"{FORMAT}; export again with one version of attnsweep"
         )
     try:
-        kernels = [_kernel(each) for each in raw["kernels"]]
+        configs = raw["configs"]
+        kernels = [_kernel(each, configs) for each in raw["kernels"]]
         gpus = [_gpu(each, kernels) for each in raw["gpus"]]
         archives = _archives(raw.get("archives", {}))
-        fp8 = _fp8(raw["fp8"]) if "fp8" in raw else {}
+        fp8 = _fp8(raw["fp8"], configs) if "fp8" in raw else {}
         by = str(raw["attnsweep"])
-    except _NONSENSE as error:
+    except (*_NONSENSE, ProblemError) as error:
         raise PackageError(f"{path}: damaged: {error!r}; export again") from error
     digest = hashlib.sha256(data).hexdigest()
     return Table(directory, by, digest, {gpu.key: gpu for gpu in gpus}, archives, fp8)
@@ -343,18 +353,21 @@ def _archives(raw: Mapping[str, Any]) -> dict[str, str]:
     return archives
 
 
-def _kernel(raw: Mapping[str, Any]) -> Kernel:
+def _kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> Kernel:
+    stages = raw["stages"]
     plain, lse = (
-        {name: _sound(Code(**code)) for name, code in stages.items()} for stages in raw["stages"]
+        {name: _code(WGMMA.kernel.name, name, both[number]) for name, both in stages.items()}
+        for number in (0, 1)
     )
-    for code in (*plain.values(), *lse.values()):
-        _check_file(code)
-    return _sound(Kernel(**{**raw, "stages": (plain, lse)}))
+    config = _numbered(configs, raw["config"])
+    return _sound(Kernel(**{**raw, "config": config, "stages": (plain, lse)}))
 
 
-def _check_file(code: Code) -> None:
-    if not _is_name(code.file):
-        raise ValueError(f"{code.file!r} is no file name")
+def _code(family: str, stage: str, sha256: str) -> Code:
+    """The code of a stage, whose file and function are named by its digest and its stage."""
+    if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
+        raise ValueError(f"{sha256!r} is no SHA-256")
+    return Code(f"{sha256[:16]}.cubin", sha256, family + ("" if stage == "fwd" else f"_{stage}"))
 
 
 def _is_name(file: str) -> bool:
@@ -408,7 +421,7 @@ def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
     winners = []
     for each in raw["winners"]:
         facts = dict(each)
-        shape, kernel = _sound(Shape(**facts.pop("shape"))), _numbered(kernels, facts.pop("kernel"))
+        shape, kernel = Shape.of(facts.pop("shape")), _numbered(kernels, facts.pop("kernel"))
         if (kernel.head_dim, kernel.dtype, kernel.causal) != shape[5:]:
             raise ValueError(f"a kernel of other code serves {shape.label}")
         others = tuple((_numbered(kernels, n), float(us)) for n, us in facts.pop("others"))
@@ -423,22 +436,21 @@ def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
     return Gpu(key, names, guard, tuple(winners), rate, twins)
 
 
-def _fp8(raw: Mapping[str, Any]) -> dict[GpuKey, Fp8Gpu]:
-    kernels = [_fp8_kernel(each) for each in raw["kernels"]]
+def _fp8(raw: Mapping[str, Any], configs: Sequence[str]) -> dict[GpuKey, Fp8Gpu]:
+    kernels = [_fp8_kernel(each, configs) for each in raw["kernels"]]
     gpus = [_fp8_gpu(each, kernels) for each in raw["gpus"]]
     return {gpu.key: gpu for gpu in gpus}
 
 
-def _fp8_kernel(raw: Mapping[str, Any]) -> Fp8Kernel:
-    code = _sound(Code(**raw["code"]))
-    _check_file(code)
-    return _sound(Fp8Kernel(**{**raw, "code": code}))
+def _fp8_kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> Fp8Kernel:
+    code = _code(FP8.kernel.name, "fwd", raw["code"])
+    return _sound(Fp8Kernel(**{**raw, "config": _numbered(configs, raw["config"]), "code": code}))
 
 
 def _fp8_gpu(raw: Mapping[str, Any], kernels: list[Fp8Kernel]) -> Fp8Gpu:
     winners = []
     for each in raw["winners"]:
-        shape, kernel = _sound(Shape(**each["shape"])), _numbered(kernels, each["kernel"])
+        shape, kernel = Shape.of(each["shape"]), _numbered(kernels, each["kernel"])
         if (kernel.head_dim, kernel.causal) != (shape.head_dim, shape.causal) or (
             kernel.scale_block > 0
         ) != (shape.dtype == "e4m3_block"):

@@ -1,0 +1,110 @@
+"""The families that a package serves, by their declarations: launches and rules on a shape."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from attnsweep.core.files import shipped
+from attnsweep.core.hardware import ARCHS, Arch
+from attnsweep.core.problem import LOG2E, Problem
+from attnsweep.family.family import Config, Launch
+from attnsweep.family.family import Kernel as Family
+from attnsweep.family.launch import Arg
+
+
+def _declared(name: str) -> Any:
+    """The module of a declaration: its `kernel`, and what it says of a config."""
+    path = shipped("kernels") / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{__package__}.{name}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+WGMMA = _declared("flash_fwd_wgmma")
+FP8 = _declared("flash_fwd_fp8_wgmma")
+_ARCH = ARCHS[WGMMA.kernel.min_arch]
+
+
+@functools.cache
+def config_of(declaration: Any, label: str) -> Config:
+    """The config of a label. Raises ValueError or LookupError for a label of another family."""
+    family: Family = declaration.kernel
+    texts = dict(part.split("=") for part in label.split())
+    values = {param.name: int(texts.pop(param.name)) for param in family.params}
+    faults = [fault for p in family.params if (fault := p.why_not(values[p.name])) is not None]
+    if texts or faults:
+        raise ValueError("; ".join(faults) or f"{family} has no {', '.join(texts)}")
+    return Config(values)
+
+
+@functools.cache
+def arch_of(sm_count: int) -> Arch:
+    """The architecture of a card."""
+    return replace(_ARCH, sm_count=sm_count)
+
+
+def refused_by(declaration: Any, config: Config, problem: Problem, sm_count: int) -> str | None:
+    """Name of the family's rule that a problem breaks, for a config that won another, or None."""
+    family: Family = declaration.kernel
+    refused = family.refused_on(config, problem, arch_of(sm_count))
+    return refused or ("block_limits" if beyond_limits(declaration, config, problem) else None)
+
+
+def beyond_limits(declaration: Any, config: Config, problem: Problem) -> bool:
+    """Whether a grid is larger than CUDA's largest: all that `Family.excess` finds by shape."""
+    grids = [launch.grid for launch in _launches(declaration, config, problem).values()]
+    return any(x >= 2**31 or max(y, z) > 65535 for x, y, z in grids)
+
+
+@functools.lru_cache(maxsize=64)
+def _launches(declaration: Any, config: Config, problem: Problem) -> dict[str, Launch]:
+    """The launches as they are declared. The export has looked for faults in them."""
+    stages = declaration.kernel.stages.values()
+    found = [(stage.name, stage.launch(config, problem, _ARCH)) for stage in stages]
+    return {name: launch for name, launch in found if launch is not None}
+
+
+def launches(
+    declaration: Any,
+    config: Config,
+    problem: Problem,
+    scale: float,
+    *,
+    lse: bool = False,
+    o_strides: tuple[int, ...] = (),
+) -> dict[str, Launch]:
+    """The launches of one attention call, by stage, in order.
+
+    scale: of the scores. lse: whether the kernel writes the log-sum-exp, float32 (batch, heads,
+    seqlen_q), contiguous; otherwise its pointer is null, named ``. o_strides: elements from batch
+    to batch, head to head and row to row of the output, for code that was compiled with STRIDED.
+    """
+
+    def here(arg: Arg) -> Arg:
+        if isinstance(arg, float):  # the only one: the scale
+            return scale * LOG2E
+        return "" if arg == "lse" and not lse else arg
+
+    made: dict[str, Launch] = {}
+    for name, launch in _launches(declaration, config, problem).items():
+        args = [here(arg) for arg in launch.args]
+        if o_strides:
+            args += [problem.seqlen_q] if made else []
+            args += [problem.heads, *o_strides[:3]]
+        # The first one follows a launch of PyTorch's, which lets nobody begin early.
+        programmatic = launch.programmatic and bool(made)
+        made[name] = replace(launch, args=tuple(args), programmatic=programmatic)
+    return made
+
+
+def workspaces(declaration: Any, config: Config, problem: Problem) -> Mapping[str, int]:
+    """Floats of each workspace by name, but for the log-sum-exp."""
+    sizes: Mapping[str, int] = declaration.kernel.workspace_of(config, problem)
+    return {name: size // 4 for name, size in sizes.items() if name != "lse"}
