@@ -10,6 +10,7 @@
 // tensor core adds with fewer bits than fp32 has. So sums of INTERVAL keys, if that is not 0, are
 // added to the output in fp32 registers. With SUMS 1, V^T has rows of ones, and the tensor core
 // sums the rows of P, as it is rounded, too.
+#include "common/hopper/consumer.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/launch.cuh"
 #include "common/ptx/shared.cuh"
@@ -222,7 +223,7 @@ __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& k, 
     if (PDL == 1) grid_launch_dependents();
 }
 
-#include "flash_fwd_fp8_wgmma_consumer.cuh"
+#include "flash_fwd_fp8_wgmma_products.cuh"
 
 // ---- what becomes of the output ----
 // Each warp stores its own 16 rows, so that none waits for another, in the layout of a swizzled
@@ -258,14 +259,13 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
                                          const float* v_scale, float* lse) {
     const int lane = threadIdx.x % 32, row_group = warp / 4;
     if (threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
-    Consumer self{at, call, warp, lane};
+    Consumer self{{at, call, warp, lane}};
     self.q_descriptor = RowTile::descriptor(at.q + row_group * Q_BYTES);
     self.k_descriptor = RowTile::descriptor(at.k);
     self.t_descriptor = KeyTile::descriptor(at.transposed);
     named_barrier_sync(START_BARRIER, CONSUMERS + 32);
-    if (PINGPONG && row_group == 0)
-        named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
-    if (PDL) grid_wait();                         // for the scales
+    self.begin_turns();
+    if (PDL) grid_wait();  // for the scales
 
     self.schedule = call.schedule(call.seqlen_q);
     unsigned q_phase = 0;
@@ -280,13 +280,15 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         self.factor = call.factor * q_scale[head_kv];
         if (SCALE_BLOCK == 0) self.factor *= self.k_scale[0];
         self.all_keys = work.all, self.first_row = first_row;
-        Consumer::Sums sums;
-        Softmax rows;
+        Consumer::State state;
+        auto& [sums, rows, p, last] = state;
         sums.clear();
 
         mbarrier_wait(at.barriers.q_full(row_group), q_phase);
         q_phase ^= 1;
-        float units = self.attend(sums, rows, work.tiles);
+        self.attend(state, work.tiles);
+        sums.finish();
+        float units = last.v;
 
         if (ONES)
             rows.l[0] = sums.out[OUT_COLUMNS / 2 - 4], rows.l[1] = sums.out[OUT_COLUMNS / 2 - 2];
@@ -302,8 +304,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         }
         if (!PERSISTENT) break;
     }
-    // Takes the last turn, so that no barrier is left half full.
-    if (PINGPONG && row_group == 0) named_barrier_sync(TURN_BARRIER, 256);
+    self.end_turns();
     if (lane == 0)
         tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
 }

@@ -8,9 +8,11 @@
 // SPLIT_CLUSTER, they are a cluster, and join through its shared memory. With PACK_GQA, the query
 // heads of a key head are one head: its rows are the queries of the first, then of the second, and
 // so on, as they lie in memory, so that few queries fill a tile together.
+#include "common/hopper/consumer.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/launch.cuh"
+#include "common/ptx/mma.cuh"
 #include "common/ptx/shared.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -293,7 +295,7 @@ __device__ __forceinline__ void producer(const TensorMap& q, const TensorMap& k,
     }
 }
 
-#include "flash_fwd_wgmma_consumer.cuh"
+#include "flash_fwd_wgmma_products.cuh"
 
 // ---- what becomes of the output ----
 // This thread's two rows: `row` and 8 further, of `head`.
@@ -390,7 +392,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     int lane = threadIdx.x % 32, key_group = warp / (4 * ROW_GROUPS),
         row_group = warp / 4 % ROW_GROUPS;
     if (!SPLIT_CLUSTER && threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
-    Consumer self{at, call, warp, lane, key_group, row_group};
+    Consumer self{{at, call, warp, lane, key_group, row_group}};
     self.own_q = at.q + row_group * Q_BYTES;
     self.q_descriptor = wgmma_descriptor<128>(self.own_q, 1024);
     self.k_descriptor = wgmma_descriptor<128>(at.k, 1024);
@@ -405,8 +407,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         if (SPLIT_CLUSTER) cluster_arrive_relaxed();
         named_barrier_sync(START_BARRIER, CONSUMERS + 32);
     }
-    if (PINGPONG && warp / 4 == 0)
-        named_barrier_arrive(TURN_BARRIER, 256);  // the first turn is warpgroup 0's
+    self.begin_turns();
 
     self.schedule = call.schedule(call.seqlen_q);
     if constexpr (MULTICAST > 1)
@@ -421,9 +422,9 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         self.all_keys = work.all, self.unmasked = call.keys_of_rows(first_row);
         self.limit = call.keys_of_row(to.row);
         self.limit_8 = call.keys_of_row(to.row + 8);
-        if (UNSEEN_TILES) self.keys_of_last = call.keys_of_row(work.row + row_group * 64 + 63);
-        float out[HEAD_DIM / 2];
-        Softmax rows;
+        if (UNSEEN_TILES) self.last_keys = call.keys_of_row(work.row + row_group * 64 + 63);
+        Consumer::State state;
+        auto& [out, rows, p] = state;
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
 
@@ -433,7 +434,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         q_phase ^= 1;
 #pragma unroll
         for (int i = 0; i < Q_REGISTERS; ++i) self.load_q(self.q_columns[i], i);
-        self.attend(out, rows, work.tiles);
+        self.attend(state, work.tiles);
 
         rows.l[0] = quad_sum(rows.l[0]), rows.l[1] = quad_sum(rows.l[1]);
         if constexpr (SPLIT_CLUSTER)
@@ -452,8 +453,7 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
         else store_tile(self, to, out, rows, o, lse);
         if (!PERSISTENT) break;
     }
-    // Takes the last turn, so that no barrier is left half full.
-    if (PINGPONG && warp / 4 == 0) named_barrier_sync(TURN_BARRIER, 256);
+    self.end_turns();
     if (lane == 0)
         tma_store_wait_read<0>();  // shared memory must outlive the reads of the last stores
     if constexpr (MULTICAST > 1) {

@@ -1,9 +1,12 @@
-// The consumer of flash_fwd_wgmma. Its template includes this where its constants, Barriers, Memory
-// and Call are known.
+// The products of flash_fwd_wgmma's consumer. Its template includes this where its constants,
+// Barriers, Memory and Call are known.
 #pragma once
 
 // ---- a consumer warpgroup: 64 queries, in turns with the other key groups ----
-struct Consumer {
+struct Products {
+    static constexpr bool Turns = PINGPONG, Overlaps = OVERLAP, UnseenTiles = UNSEEN_TILES;
+    static constexpr int TurnBarrier = TURN_BARRIER, Warpgroups = WARPGROUPS,
+                         KeyGroups = KEY_GROUPS, TileKeys = BLOCK_N;
     const Memory& at;
     const Call& call;
     int warp, lane, key_group, row_group;
@@ -16,16 +19,29 @@ struct Consumer {
     // For the tile of queries: keys that all of a warp's rows see, and those of this thread's two
     // rows.
     int all_keys, unmasked, limit, limit_8;
-    int keys_of_last;         // that the last of the warpgroup's 64 queries sees
+    int last_keys;            // that the last of the warpgroup's 64 queries sees
     unsigned remote;          // from a barrier to that of the block that this lane tells
     Ring<STAGES> k_at, v_at;  // of this key group's tiles, KEY_GROUPS apart
     unsigned q_columns[Q_REGISTERS > 0 ? Q_REGISTERS : 1][4];  // Q's first, as fragments
 
     using Scores = float[BLOCK_N / 2];
     using Output = float[HEAD_DIM / 2];
+    using HalfScores = float[HALF_TILES ? BLOCK_N / 4 : BLOCK_N / 2];
     using Weights = unsigned[BLOCK_N / 4];  // P as fragments; unused if P is in shared memory
+    struct State {
+        Output out;
+        Softmax rows;
+        Weights p;
+    };
+    struct Factors {};  // a tile has none of its own
 
-    __device__ __forceinline__ void wait_for_k() const {
+    __device__ __forceinline__ int keys_of_last() const { return last_keys; }
+    __device__ __forceinline__ bool sees_half(int j) const {
+        return HALF_TILES && last_keys <= schedule.key(j, all_keys) + BLOCK_N / 2;
+    }
+    __device__ __forceinline__ Factors factors_of(int) const { return {}; }
+
+    __device__ __forceinline__ void wait_for_k(bool) const {
         mbarrier_wait(at.barriers.k_full(k_at.stage), k_at.phase);
     }
     __device__ __forceinline__ void wait_for_v() const {
@@ -40,19 +56,10 @@ struct Consumer {
     // is in registers, the first, which needed them. Not right behind their ldmatrix: no arrival
     // waits for these, and the next Q then came over this one in 1 of 1,024 calls (docs/tried.md).
     // With O_OVER_Q the output goes there first: see store_tile.
-    template <bool FIRST>
-    __device__ __forceinline__ void release_q() const {
-        if (PERSISTENT && !O_OVER_Q && FIRST == (Q_REGISTERS == HEAD_DIM / 16) && lane == 0)
+    __device__ __forceinline__ void release_q(bool first) const {
+        if (PERSISTENT && !O_OVER_Q && first == (Q_REGISTERS == HEAD_DIM / 16) && lane == 0)
             mbarrier_arrive(at.barriers.q_empty(0));
     }
-    // Warpgroups that overlap tiles take turns to begin their products.
-    __device__ __forceinline__ void take_turn() const {
-        if (PINGPONG) named_barrier_sync(TURN_BARRIER + warp / 4, 256);
-    }
-    __device__ __forceinline__ void pass_turn() const {
-        if (PINGPONG) named_barrier_arrive(TURN_BARRIER + (warp / 4 + 1) % WARPGROUPS, 256);
-    }
-
     // The i-th 16 columns of this warp's 16 rows of Q, as a fragment.
     __device__ __forceinline__ void load_q(unsigned (&fragment)[4], int i) const {
         unsigned q = own_q + warp % 4 * 2048 + lane % 16 * 128;
@@ -60,7 +67,7 @@ struct Consumer {
     }
     // s = Q K^T of 64 queries and the first 2 N keys of a tile, BLOCK_N or half of them.
     template <int N>
-    __device__ __forceinline__ void begin_qk(float (&s)[N]) const {
+    __device__ __forceinline__ void begin_qk(float (&s)[N], bool) const {
         wgmma_fence();
         unsigned long long k = k_descriptor + k_at.stage * (KV_BYTES / 16);
 #pragma unroll
@@ -76,12 +83,13 @@ struct Consumer {
         }
         wgmma_commit();
     }
-    // PENDING products that began later may go on.
-    template <int PENDING, int N>
-    __device__ __forceinline__ void end_qk(float (&s)[N]) {
-        wgmma_wait<PENDING>();
+    // P V that began later may go on.
+    template <int N>
+    __device__ __forceinline__ void end_qk(float (&s)[N], bool beside_pv) {
+        if (beside_pv) wgmma_wait<1>();
+        else wgmma_wait<0>();
         warpgroup_fence_operand(s);
-        if (!SCORES_AGAIN || PENDING == 0) release_k();
+        if (!SCORES_AGAIN || !beside_pv) release_k();
     }
     __device__ __forceinline__ void release_k() {
         release(at.barriers.k_empty(k_at.stage)), k_at.skip<KEY_GROUPS>();
@@ -109,7 +117,8 @@ struct Consumer {
     }
     // out += P V, with P in registers or in shared memory.
     // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
-    __device__ __forceinline__ void begin_pv(Output& out, Weights& p) const {
+    __device__ __forceinline__ void begin_pv(State& state) const {
+        auto& [out, rows, p] = state;
         if (!P_SHARED) warpgroup_fence_operand(p);
         warpgroup_fence_operand(out);
         wgmma_fence();
@@ -123,10 +132,10 @@ struct Consumer {
             else Wgmma<HEAD_DIM>::rs<IS_BF16, 1>(out, p + i * 4, v + i * 2048 / 16, 1);
         wgmma_commit();
     }
-    __device__ __forceinline__ void end_pv(Output& out, Weights& p) {
+    __device__ __forceinline__ void end_pv(State& state) {
         wgmma_wait<0>();
-        warpgroup_fence_operand(out);
-        if (!P_SHARED) warpgroup_fence_operand(p);
+        warpgroup_fence_operand(state.out);
+        if (!P_SHARED) warpgroup_fence_operand(state.p);
         release_v();
     }
     __device__ __forceinline__ void release_v() {
@@ -164,8 +173,10 @@ struct Consumer {
     }
     // The softmax of a tile that nothing runs beside.
     template <int N>
-    __device__ __forceinline__ void softmax(float (&s)[N], Weights& p, Output& out, Softmax& rows,
-                                            float (&by)[2], bool first) const {
+    __device__ __forceinline__ void softmax(float (&s)[N], State& state, Factors,
+                                            bool first) const {
+        auto& [out, rows, p] = state;
+        float by[2];
         bool grew;
         if constexpr (P_SHARED) {
             grew = rows.tile(s, call.factor, first, by, to_shared());
@@ -174,18 +185,21 @@ struct Consumer {
             grew = rows.tile(s, call.factor, first, by, to_registers(p));
         }
         if (grew) scale_rows(out, by);
+#pragma unroll
+        for (int i = N / 2; i < BLOCK_N / 4; ++i) p[i] = 0;  // of the half that is not seen
     }
     // The same beside P V of the tile before, which is then waited for. The P before is being read,
     // so the new one goes elsewhere: to the other buffer, or over the scores. With MAXIMA 1 no tile
     // is done again; with 2 its scores are then computed again, so that K must still be there.
-    __device__ __forceinline__ void softmax_beside_pv(Scores& s, Weights& p, Output& out,
-                                                      Softmax& rows, float (&by)[2], int j) {
+    __device__ __forceinline__ void softmax_beside_pv(Scores& s, State& state, Factors, int j) {
+        auto& [out, rows, p] = state;
+        float by[2];
         bool grew;
         if constexpr (P_SHARED) {
             p_buffer ^= 1;
             grew = rows.tile(s, call.factor, false, by, to_shared());
             shared_p_written();
-            end_pv(out, p);
+            end_pv(state);
         } else {
             if constexpr (SCORES_AGAIN) {
                 grew = rows.tile_over(s, call.factor, by, [this, j](Scores& s) {
@@ -201,85 +215,11 @@ struct Consumer {
                 });
             }
             warpgroup_fence_operand(s);
-            end_pv(out, p);
+            end_pv(state);
 #pragma unroll
             for (int i = 0; i < BLOCK_N / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
         }
         if (grew) scale_rows(out, by);
     }
-
-    // Passes by the tiles that the block's later queries alone see, and returns the first other
-    // one. A stage is given back when it is full: before, its barrier may be one phase behind.
-    __device__ __forceinline__ int pass_unseen(int tiles) {
-        int seen = ceil_div<BLOCK_N>(keys_of_last), j = 0;
-#pragma unroll 1
-        for (; j < min(all_keys - seen, tiles - 1); ++j) {
-            wait_for_k(), release_k();
-            take_turn(), pass_turn();  // all warpgroups have as many turns
-            wait_for_v(), release_v();
-        }
-        return j;
-    }
-    // S = Q K^T and P = softmax(S) of the first tile of keys, or of half of it and no weights of
-    // the other half.
-    template <int N>
-    __device__ __forceinline__ void begin(float (&s)[N], Weights& p, Output& out, Softmax& rows,
-                                          float (&by)[2], int j) {
-        begin_qk(s);
-        end_qk<0>(s);
-        release_q<true>();
-        mask(s, j);
-        softmax(s, p, out, rows, by, true);
-#pragma unroll
-        for (int i = N / 2; i < BLOCK_N / 4; ++i) p[i] = 0;
-    }
-
-    // out = softmax(Q K^T) V, not yet divided by the sums of `rows`. Tiles of keys come right to
-    // left.
-    __device__ __forceinline__ void attend(Output& out, Softmax& rows, int tiles) {
-        Weights p;
-        float by[2];
-        const int first = UNSEEN_TILES ? pass_unseen(tiles) : key_group;
-        if constexpr (!OVERLAP) {
-#pragma unroll 1
-            for (int j = first; j < tiles; j += KEY_GROUPS) {
-                Scores s;
-                wait_for_k();
-                begin_qk(s);  // S = Q K^T
-                end_qk<0>(s);
-                if (j == first) release_q<true>();
-                mask(s, j);
-                softmax(s, p, out, rows, by, j == first);  // P = softmax(S)
-                wait_for_v();
-                begin_pv(out, p);  // O += P V
-                end_pv(out, p);
-            }
-            release_q<false>();
-        } else {
-            wait_for_k();
-            constexpr int PART = HALF_TILES ? BLOCK_N / 2 : BLOCK_N;
-            if (HALF_TILES && keys_of_last <= schedule.key(first, all_keys) + PART) {
-                float s[PART / 2];
-                begin(s, p, out, rows, by, first);
-            } else {
-                Scores s;
-                begin(s, p, out, rows, by, first);
-            }
-#pragma unroll 1
-            for (int j = first + KEY_GROUPS; j < tiles; j += KEY_GROUPS) {
-                Scores s;
-                wait_for_k(), take_turn();
-                begin_qk(s);  // S = Q K^T
-                wait_for_v();
-                begin_pv(out, p), pass_turn();  // O += P V, of the tile before
-                end_qk<1>(s);
-                mask(s, j);
-                softmax_beside_pv(s, p, out, rows, by, j);  // P = softmax(S)
-            }
-            release_q<false>();
-            wait_for_v();
-            begin_pv(out, p);
-            end_pv(out, p);
-        }
-    }
 };
+using Consumer = FlashConsumer<Products>;

@@ -1,9 +1,13 @@
-// The consumer of flash_fwd_fp8_wgmma. Its template includes this where its constants, Barriers,
-// Memory and Call are known.
+// The products of flash_fwd_fp8_wgmma's consumer. Its template includes this where its constants,
+// Barriers, Memory and Call are known.
 #pragma once
 
 // ---- a consumer warpgroup: 64 queries ----
-struct Consumer {
+struct Products {
+    static constexpr bool Turns = PINGPONG, Overlaps = OVERLAP > 0,
+                          UnseenTiles = CAUSAL && WARPGROUPS > 1;
+    static constexpr int TurnBarrier = TURN_BARRIER, Warpgroups = WARPGROUPS, KeyGroups = 1,
+                         key_group = 0, TileKeys = BLOCK_N;
     const Memory& at;
     const Call& call;
     int warp, lane;
@@ -17,6 +21,7 @@ struct Consumer {
     Ring<NUM_STAGES> at_v;           // of the next tile of V^T; K is at the same one, or after it
 
     using Scores = float[BLOCK_N / 2];
+    using HalfScores = Scores;
     using Output = float[OUT_COLUMNS / 2];  // with ONES, the last four are sums of P's rows
     using Weights = unsigned[BLOCK_N / 8];  // P as fragments
 
@@ -47,6 +52,10 @@ struct Consumer {
             for (int i = 0; i < COLUMNS / 2; ++i) out[slice * (COLUMNS / 2) + i] += part[i];
             tiles = 0;
         }
+        // Behind the last tile: what is left of an interval.
+        __device__ __forceinline__ void finish() {
+            if (TILES > 1 && tiles > 0) add(0);
+        }
         // Columns from First to End / 2 - 1 accumulators, for both rows.
         template <int First, int End>
         __device__ __forceinline__ void scale(const float (&by)[2]) {
@@ -60,17 +69,32 @@ struct Consumer {
         }
     };
 
-    // The place of the tile of K that is `Ahead` tiles after V's.
-    template <int Ahead>
-    __device__ __forceinline__ Ring<NUM_STAGES> at_k() const {
+    // Factors of a tile. With SCALE_BLOCK the output is in units of the v_scale of the tile that
+    // was added last, so that a tile is added as it is.
+    struct Factors {
+        float scores, v;
+    };
+    struct State {
+        Sums sums;
+        Softmax rows;
+        Weights p;
+        Factors last;
+    };
+
+    __device__ __forceinline__ int keys_of_last() const {
+        const int last = (first_row / 64 + 1) * 64 - 1;  // of the warpgroup's queries
+        return visible_keys<CAUSAL>(last, call.seqlen_q, call.seqlen_k).end;
+    }
+    __device__ __forceinline__ bool sees_half(int) const { return false; }
+
+    // The place of the tile of K: V's, or, beside P V of the tile before, the next.
+    __device__ __forceinline__ Ring<NUM_STAGES> at_k(bool beside_pv) const {
         Ring<NUM_STAGES> position = at_v;
-#pragma unroll
-        for (int i = 0; i < Ahead; ++i) position.next();
+        if (beside_pv) position.next();
         return position;
     }
-    template <int Ahead>
-    __device__ __forceinline__ void wait_for_k() const {
-        const auto k = at_k<Ahead>();
+    __device__ __forceinline__ void wait_for_k(bool beside_pv) const {
+        const auto k = at_k(beside_pv);
         mbarrier_wait(at.barriers.k_full(k.stage), k.phase);
     }
     __device__ __forceinline__ void wait_for_v() const {
@@ -79,34 +103,31 @@ struct Consumer {
     __device__ __forceinline__ void release(unsigned barrier) const {
         if (lane == 0) mbarrier_arrive(barrier);
     }
-    __device__ __forceinline__ void release_q() const {
-        if (PERSISTENT) release(at.barriers.q_empty());
+    __device__ __forceinline__ void release_k(bool beside_pv = ALONE) const {
+        release(at.barriers.k_empty(at_k(beside_pv).stage));
     }
-    // Warpgroups that overlap tiles take turns to begin their products.
-    __device__ __forceinline__ void take_turn() const {
-        if (PINGPONG) named_barrier_sync(TURN_BARRIER + warp / 4, 256);
+    __device__ __forceinline__ void release_v() {
+        release(at.barriers.t_empty(at_v.stage)), at_v.next();
     }
-    __device__ __forceinline__ void pass_turn() const {
-        if (PINGPONG) named_barrier_arrive(TURN_BARRIER + (warp / 4 + 1) % WARPGROUPS, 256);
+    __device__ __forceinline__ void release_q(bool first) const {
+        if (PERSISTENT && !first) release(at.barriers.q_empty());
     }
-
     // s = Q K^T of 64 queries and BLOCK_N keys.
-    template <int Ahead>
-    __device__ __forceinline__ void begin_qk(Scores& s) const {
+    __device__ __forceinline__ void begin_qk(Scores& s, bool beside_pv) const {
         wgmma_fence();
-        unsigned long long k = k_descriptor + at_k<Ahead>().stage * (KV_BYTES / 16);
+        unsigned long long k = k_descriptor + at_k(beside_pv).stage * (KV_BYTES / 16);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; ++i)
             WgmmaE4m3<BLOCK_N>::ss(s, q_descriptor + RowTile::step<64>(i),
                                    k + RowTile::step<BLOCK_N>(i), i > 0);
         wgmma_commit();
     }
-    // PENDING products that began later may go on.
-    template <int Ahead, int PENDING>
-    __device__ __forceinline__ void end_qk(Scores& s) const {
-        wgmma_wait<PENDING>();
+    // P V that began later may go on.
+    __device__ __forceinline__ void end_qk(Scores& s, bool beside_pv) const {
+        if (beside_pv) wgmma_wait<1>();
+        else wgmma_wait<0>();
         warpgroup_fence_operand(s);
-        release(at.barriers.k_empty(at_k<Ahead>().stage));
+        release_k(beside_pv);
     }
     // Adds P V of a part of the tile's keys, in a slice of columns.
     // A fence of its own: with a wait between two products ptxas otherwise serialises them (C7519).
@@ -124,10 +145,11 @@ struct Consumer {
         }
         wgmma_commit();
     }
-    __device__ __forceinline__ void begin_pv(Sums& sums, Weights& p) const {
-        begin_part(sums, p, 0, 0);
+    __device__ __forceinline__ void begin_pv(State& state) const {
+        begin_part(state.sums, state.p, 0, 0);
     }
-    __device__ __forceinline__ void end_pv(Sums& sums, Weights& p) {
+    __device__ __forceinline__ void end_pv(State& state) {
+        auto& [sums, rows, p, last] = state;
         wgmma_wait<0>();
         warpgroup_fence_operand(sums.target()), warpgroup_fence_operand(p);
 #pragma unroll
@@ -137,14 +159,9 @@ struct Consumer {
             wgmma_wait<0>();
             warpgroup_fence_operand(sums.target()), warpgroup_fence_operand(p);
         }
-        release(at.barriers.t_empty(at_v.stage)), at_v.next();
+        release_v();
         if (INTERVAL > 0 && ++sums.tiles == TILES) sums.add(SLICES - 1);
     }
-    // Factors of a tile. With SCALE_BLOCK the output is in units of the v_scale of the tile that
-    // was added last, so that a tile is added as it is.
-    struct Factors {
-        float scores, v;
-    };
     __device__ __forceinline__ Factors factors_of(int j) const {
         if constexpr (SCALE_BLOCK == 0) return {factor, 1.f};
         int block = schedule.key(j, all_keys) / (SCALE_BLOCK ? SCALE_BLOCK : 1);
@@ -179,8 +196,9 @@ struct Consumer {
         if (__builtin_expect(__any_sync(0xffffffffu, all & 0x80808080u), 0)) wait_for_v();
     }
     // P = softmax(S) of a tile next to which none of this warpgroup's products runs.
-    __device__ __forceinline__ void softmax(Scores& s, Weights& p, Sums& sums, Softmax& rows,
-                                            bool first, Factors& last, const Factors& own) const {
+    __device__ __forceinline__ void softmax(Scores& s, State& state, const Factors& own,
+                                            bool first) const {
+        auto& [sums, rows, p, last] = state;
         float by[2];
         bool grew = rows.tile(s, own.scores, first, by, to_fragments(p));
         if (grew) sums.scale<0, OUT_COLUMNS>(by);
@@ -189,13 +207,13 @@ struct Consumer {
     }
     // The same of a later tile, and the end of P V of the tile before. OVERLAP 1: next to it only
     // the maxima are taken, so that P needs no second place. 2: all of it.
-    __device__ __forceinline__ void softmax_beside_pv(Scores& s, Weights& p, Sums& sums,
-                                                      Softmax& rows, Factors& last,
-                                                      const Factors& own) {
+    __device__ __forceinline__ void softmax_beside_pv(Scores& s, State& state, const Factors& own,
+                                                      int) {
+        auto& [sums, rows, p, last] = state;
         float by[2];
         if constexpr (OVERLAP == 1 && MAXIMA == 2) {
             float sum[2];
-            end_pv(sums, p);
+            end_pv(state);
             if (!rows.fits(s, own.scores, sum, to_fragments(p))) {
                 rows.refer(s, own.scores, false, by, sum);
                 rows.add(s, own.scores, to_fragments(p));
@@ -208,82 +226,16 @@ struct Consumer {
                 grew = rows.tile(s, own.scores, false, by, to_fragments(next));
                 warpgroup_fence_operand(next);
                 hold(next);
-                end_pv(sums, p);
+                end_pv(state);
                 move(p, next);
             } else {
                 grew = rows.refer(s, own.scores, false, by);
-                end_pv(sums, p);
+                end_pv(state);
                 rows.add(s, own.scores, to_fragments(p));
             }
             if (grew) sums.scale<0, OUT_COLUMNS>(by);
         }
         convert(sums, last, own);
     }
-
-    // Passes by the tiles that the block's later queries alone see, and returns the first other
-    // one. A stage is given back when it is full: before, its barrier may be one phase behind.
-    __device__ __forceinline__ int pass_unseen(int tiles) {
-        const int last = (first_row / 64 + 1) * 64 - 1;  // of the warpgroup's queries
-        int seen = ceil_div<BLOCK_N>(visible_keys<CAUSAL>(last, call.seqlen_q, call.seqlen_k).end),
-            j = 0;
-#pragma unroll 1
-        for (; j < min(all_keys - seen, tiles - 1); ++j) {
-            wait_for_k<0>(), release(at.barriers.k_empty(at_v.stage));
-            take_turn(), pass_turn();  // all warpgroups have as many turns
-            wait_for_v(), release(at.barriers.t_empty(at_v.stage)), at_v.next();
-        }
-        return j;
-    }
-
-    // out = softmax(Q K^T) V, not yet divided by the sums of `rows`, in units of the v_scale that
-    // is returned, or of the head's. Tiles of keys come right to left.
-    __device__ __forceinline__ float attend(Sums& sums, Softmax& rows, int tiles) {
-        Weights p;
-        Factors last;
-        const int first = CAUSAL && WARPGROUPS > 1 ? pass_unseen(tiles) : 0;
-        if constexpr (!OVERLAP) {
-#pragma unroll 1
-            for (int j = first; j < tiles; ++j) {
-                Scores s;
-                const Factors own = factors_of(j);
-                wait_for_k<0>();
-                begin_qk<0>(s);  // S = Q K^T
-                end_qk<0, 0>(s);
-                mask(s, j);
-                softmax(s, p, sums, rows, j == first, last, own);  // P = softmax(S)
-                wait_for_v();
-                begin_pv(sums, p);  // O += P V
-                end_pv(sums, p);
-            }
-            release_q();
-        } else {
-            {
-                Scores s;
-                const Factors own = factors_of(first);
-                wait_for_k<0>();
-                begin_qk<0>(s);
-                end_qk<0, 0>(s);
-                mask(s, first);
-                softmax(s, p, sums, rows, true, last, own);
-            }
-#pragma unroll 1
-            for (int j = first + 1; j < tiles; ++j) {
-                Scores s;
-                const Factors own = factors_of(j);
-                wait_for_k<1>(), take_turn();
-                begin_qk<1>(s);  // S = Q K^T
-                wait_for_v();
-                begin_pv(sums, p), pass_turn();  // O += P V, of the tile before
-                end_qk<1, 1>(s);
-                mask(s, j);
-                softmax_beside_pv(s, p, sums, rows, last, own);  // P = softmax(S)
-            }
-            release_q();
-            wait_for_v();
-            begin_pv(sums, p);
-            end_pv(sums, p);
-        }
-        if (TILES > 1 && sums.tiles > 0) sums.add(0);
-        return last.v;
-    }
 };
+using Consumer = FlashConsumer<Products>;
