@@ -50,7 +50,8 @@ MODULES = tuple(
 """The runtime's files that a package has under the same name; package.py is its __init__.py."""
 _CARRIED = (
     *("core/__init__.py", "core/errors.py", "core/files.py", "core/hardware.py"),
-    *("core/problem.py", "family/__init__.py", "family/family.py", "family/hopper.py"),
+    *("core/masks.py", "core/ops.py", "core/problem.py"),
+    *("family/__init__.py", "family/family.py", "family/hopper.py"),
     *("family/launch.py", "family/time_limit.py", "family/validate.py"),
 )
 """What of attnsweep the declarations import; a package has it under the same names."""
