@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-LINK = re.compile(r"\[([^]]*)\]\(((?:\.\./)+[^)#\s]*)\)")
+LINK = re.compile(r"\[([^]]*)\]\(((?:\.\./)+[^)#\s]*)(#[^)\s]*)?\)")
 log = getLogger("mkdocs.hooks.repository_links")
 
 
@@ -22,14 +22,14 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """The page's text with its links to files outside docs/ replaced."""
 
     def replaced(link: re.Match[str]) -> str:
-        text, target = link.groups()
+        text, target, anchor = link.groups()
         path = posixpath.normpath(posixpath.join("docs", page.file.src_uri, "..", target))
         if path.startswith("docs/"):
             return link[0]  # another page, which MkDocs itself checks
         if not (ROOT / path).exists():
             log.warning("%s links to %s, which does not exist", page.file.src_uri, path)
         if config.repo_url:
-            return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path})"
+            return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor or ''})"
         bare = text.strip("`").rstrip("/")
         return f"`{path}`" if path.endswith(bare) else f"{text} (`{path}`)"
 

@@ -17,7 +17,7 @@ from .dispatch import Choice, choose
 from .driver import Device, DriverError, Launches, Tensor, Unaligned, cuda_driver, unmapped
 from .gradients import Gradient, like, with_gradient, with_lse
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
-from .sdpa_patch import asked_once
+from .sdpa_patch import asked_once, sdpa
 from .sdpa_patch import pytorchs as _sdpa
 from .served import WGMMA
 from .table import Gpu, GpuKey, Guard, PackageError, Table, known
@@ -157,7 +157,8 @@ class Operator:
             masks = (attn_mask, dropout_p, is_causal)
             return self._traced(query, key, value, *masks, scale, enable_gqa)
         if (
-            type(query) is type(key) is _TENSOR  # others may see that they are asked
+            attn_mask is None
+            and type(query) is type(key) is _TENSOR  # others may see that they are asked
             and query.requires_grad
             and _is_grad_enabled()
             and query.is_cuda is self._on_cuda
@@ -166,10 +167,8 @@ class Operator:
             and query.numel() * key.size(2) < self._short_work
         ):
             self._fell_back(_SHORT)
-            return _sdpa(
-                *(query, key, value, attn_mask, dropout_p, is_causal),
-                scale=scale,
-                enable_gqa=enable_gqa,
+            return sdpa(
+                query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         if scale is not None and type(scale) is not float:
             scale = number(scale)
