@@ -11,6 +11,7 @@
 // added to the output in fp32 registers. With SUMS 1, V^T has rows of ones, and the tensor core
 // sums the rows of P, as it is rounded, too.
 #include "common/hopper/consumer.cuh"
+#include "common/hopper/producer.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/launch.cuh"
 #include "common/ptx/shared.cuh"
@@ -32,16 +33,18 @@ static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK % BLOCK_N == 0, "a tile has one sc
 static_assert(!PINGPONG || (OVERLAP && WARPGROUPS > 1),
               "warpgroups take turns at overlapped tiles");
 
-using RowTile = ByteTile<HEAD_DIM>;  // of Q, K and V, as TMA brings them
-using KeyTile = ByteTile<BLOCK_N>;   // of V^T
 constexpr bool ONES = SUMS == 1;
 constexpr int OUT_COLUMNS = HEAD_DIM + (ONES ? 8 : 0);  // rows of V^T; wgmma counts them in eights
-constexpr unsigned Q_BYTES = RowTile::BYTES<64>, KV_BYTES = RowTile::BYTES<BLOCK_N>,
-                   T_BYTES = KeyTile::BYTES<OUT_COLUMNS>;
+using QTile = SharedTile<unsigned char, 64, HEAD_DIM>;  // of a warpgroup
+using KVTile = SharedTile<unsigned char, BLOCK_N, HEAD_DIM>;
+using TransposedTile = SharedTile<unsigned char, OUT_COLUMNS, BLOCK_N>;  // of V
+constexpr unsigned Q_BYTES = QTile::BYTES, KV_BYTES = KVTile::BYTES,
+                   T_BYTES = TransposedTile::BYTES;
 // The output of a warpgroup on its way, in panels of 64 columns of bf16. Blocks that take turns at
 // tiles stage it beside the rings, which are already filled for the next tile, others over V, whose
 // last tile has been transposed when its product begins.
-constexpr unsigned O_PANEL = 64 * 128, O_BYTES = HEAD_DIM / 64 * O_PANEL;
+using OutTile = SharedTile<unsigned short, 64, HEAD_DIM, 128>;
+constexpr unsigned O_PANEL = OutTile::PANEL_BYTES, O_BYTES = OutTile::BYTES;
 constexpr unsigned STAGED_BYTES = WARPGROUPS * O_BYTES, V_RING = V_STAGES * KV_BYTES;
 constexpr unsigned V_BYTES = PERSISTENT || V_RING > STAGED_BYTES ? V_RING : STAGED_BYTES;
 // Producers wait for one of their own: synccheck refuses a barrier that is waited for in two
@@ -110,15 +113,6 @@ struct Call {
 };
 
 // ---- the producer ----
-template <int Rows>
-__device__ __forceinline__ void load(unsigned target, const TensorMap& map, unsigned barrier,
-                                     int row, int head) {
-    mbarrier_expect(barrier, RowTile::BYTES<Rows>);
-#pragma unroll
-    for (int i = 0; i < RowTile::PANELS; ++i)  // a map counts pairs of bytes
-        tma_load(target + i * RowTile::PANEL_BYTES<Rows>, map, barrier, i * RowTile::WIDTH / 2, row,
-                 head);
-}
 // What the producer's warps keep between tiles: where the next tile to transpose is. The first
 // thread of the first warp loads.
 struct Producer {
@@ -139,19 +133,19 @@ struct Producer {
     __device__ __forceinline__ void load_k(int key, int head, bool after) const {
         const auto to = position(k_at, after);
         mbarrier_wait(at.barriers.k_empty(to.stage), to.phase ^ 1);
-        load<BLOCK_N>(at.k + to.stage * KV_BYTES, k, at.barriers.k_full(to.stage), key, head);
+        load_tile<KVTile>(at.k + to.stage * KV_BYTES, k, at.barriers.k_full(to.stage), key, head);
     }
     __device__ __forceinline__ void load_v(int key, int head, bool after) const {
         const auto to = position(v_at, after);
         mbarrier_wait(at.barriers.v_empty(to.stage), to.phase ^ 1);
-        load<BLOCK_N>(at.v + to.stage * KV_BYTES, v, at.barriers.v_full(to.stage), key, head);
+        load_tile<KVTile>(at.v + to.stage * KV_BYTES, v, at.barriers.v_full(to.stage), key, head);
     }
     __device__ __forceinline__ void load_q(int row, int head) {
         if (PERSISTENT) mbarrier_wait(at.barriers.q_empty(), q_phase ^ 1);
         q_phase ^= 1;
 #pragma unroll
         for (int i = 0; i < WARPGROUPS; ++i)
-            load<64>(at.q + i * Q_BYTES, q, at.barriers.q_full(i), row + i * 64, head);
+            load_tile<QTile>(at.q + i * Q_BYTES, q, at.barriers.q_full(i), row + i * 64, head);
     }
     __device__ __forceinline__ void transpose() {
         mbarrier_wait(at.barriers.t_empty(k_at.stage), k_at.phase ^ 1);
@@ -168,13 +162,13 @@ struct Producer {
     }
     // Rows of ones below V^T in all panels of every stage, which stay there; 512 bytes at a time.
     __device__ __forceinline__ void write_ones() const {
-        constexpr unsigned ONES = 0x38383838, PARTS = KeyTile::WIDTH * 8 / 512,
-                           PANEL = KeyTile::PANEL_BYTES<OUT_COLUMNS>;
+        using Tile = TransposedTile;
+        constexpr unsigned ONES = 0x38383838, PARTS = Tile::ROW_BYTES * 8 / 512;
 #pragma unroll 1
-        for (unsigned i = warp; i < NUM_STAGES * KeyTile::PANELS * PARTS; i += PRODUCERS)
-            fill_shared(
-                at.transposed + i / PARTS * PANEL + HEAD_DIM * KeyTile::WIDTH + i % PARTS * 512,
-                ONES);
+        for (unsigned i = warp; i < NUM_STAGES * Tile::PANELS * PARTS; i += PRODUCERS)
+            fill_shared(at.transposed + i / PARTS * Tile::PANEL_BYTES + HEAD_DIM * Tile::ROW_BYTES +
+                            i % PARTS * 512,
+                        ONES);
     }
     // K of the first tile comes before Q. Tiles are loaded one ahead of the one that is transposed;
     // but V after it, if there is room for one alone.
@@ -233,15 +227,14 @@ __device__ __forceinline__ void store_tile(const Consumer& self, int head, int f
                                            const TensorMap& o) {
     const int lane = self.lane;
     unsigned staged = self.at.staging + self.warp / 4 * O_BYTES + self.warp % 4 * 2048;
-    unsigned lane_at = staged + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
+    unsigned lane_at = OutTile::chunk(staged + lane % 16 * 128, lane, 0, lane / 16);
     if (PERSISTENT) {
         if (lane == 0) tma_store_wait_read<0>();
         __syncwarp();
     }
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16; ++i)
-        stmatrix_x4((lane_at + i / 4 * O_PANEL) ^ (i % 4 * 32),
-                    pack_bf16(out[i * 8] * low, out[i * 8 + 1] * low),
+        stmatrix_x4(OutTile::to_step(lane_at, i), pack_bf16(out[i * 8] * low, out[i * 8 + 1] * low),
                     pack_bf16(out[i * 8 + 2] * high, out[i * 8 + 3] * high),
                     pack_bf16(out[i * 8 + 4] * low, out[i * 8 + 5] * low),
                     pack_bf16(out[i * 8 + 6] * high, out[i * 8 + 7] * high));
@@ -260,9 +253,9 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     const int lane = threadIdx.x % 32, row_group = warp / 4;
     if (threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
     Consumer self{{at, call, warp, lane}};
-    self.q_descriptor = RowTile::descriptor(at.q + row_group * Q_BYTES);
-    self.k_descriptor = RowTile::descriptor(at.k);
-    self.t_descriptor = KeyTile::descriptor(at.transposed);
+    self.q_descriptor = QTile{at.q + row_group * Q_BYTES}.descriptor();
+    self.k_descriptor = KVTile{at.k}.descriptor();
+    self.t_descriptor = TransposedTile{at.transposed}.descriptor();
     named_barrier_sync(START_BARRIER, CONSUMERS + 32);
     self.begin_turns();
     if (PDL) grid_wait();  // for the scales

@@ -118,8 +118,7 @@ struct Products {
         unsigned long long k = k_descriptor + at_k(beside_pv).stage * (KV_BYTES / 16);
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; ++i)
-            WgmmaE4m3<BLOCK_N>::ss(s, q_descriptor + RowTile::step<64>(i),
-                                   k + RowTile::step<BLOCK_N>(i), i > 0);
+            WgmmaE4m3<BLOCK_N>::ss(s, q_descriptor + QTile::step(i), k + KVTile::step(i), i > 0);
         wgmma_commit();
     }
     // P V that began later may go on.
@@ -135,12 +134,12 @@ struct Products {
         auto& to = sums.target();
         warpgroup_fence_operand(p), warpgroup_fence_operand(to);
         wgmma_fence();
-        unsigned long long v =
-            t_descriptor + at_v.stage * (T_BYTES / 16) + slice * (COLUMNS * KeyTile::WIDTH / 16);
+        unsigned long long v = t_descriptor + at_v.stage * (T_BYTES / 16) +
+                               slice * (COLUMNS * TransposedTile::ROW_BYTES / 16);
 #pragma unroll
         for (int i = part * (AT_ONCE / 32); i < (part + 1) * (AT_ONCE / 32); ++i) {
             bool begins = INTERVAL > 0 && i == part * (AT_ONCE / 32);
-            WgmmaE4m3<COLUMNS>::rs(to, p + i * 4, v + KeyTile::step<OUT_COLUMNS>(i),
+            WgmmaE4m3<COLUMNS>::rs(to, p + i * 4, v + TransposedTile::step(i),
                                    !begins || (TILES > 1 && sums.tiles > 0));
         }
         wgmma_commit();

@@ -9,6 +9,7 @@
 // heads of a key head are one head: its rows are the queries of the first, then of the second, and
 // so on, as they lie in memory, so that few queries fill a tile together.
 #include "common/hopper/consumer.cuh"
+#include "common/hopper/producer.cuh"
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/launch.cuh"
@@ -95,12 +96,12 @@ static_assert(!PACK_GQA || (!STRIDED && !ORDER),
               "packed heads lie one behind the other, and their tiles are of equal length");
 // Tiles lie in panels of 64 columns: rows of 128 bytes, swizzled by TMA. Of head_dim 96 the second
 // panel is half empty: its columns are outside the tensor, so nothing is moved for them.
-constexpr int PANELS = (HEAD_DIM + 63) / 64;
-constexpr unsigned Q_PANEL = 64 * 128, Q_BYTES = PANELS * Q_PANEL;  // of one warpgroup's queries
-constexpr unsigned KV_PANEL = BLOCK_N * 128, KV_BYTES = PANELS * KV_PANEL;
+using QTile = SharedTile<element_t, 64, HEAD_DIM, 128>;  // of one warpgroup
+using KVTile = SharedTile<element_t, BLOCK_N, HEAD_DIM, 128>;
+using PTile = SharedTile<element_t, 64, BLOCK_N, 128>;
+constexpr unsigned Q_BYTES = QTile::BYTES, KV_BYTES = KVTile::BYTES;
 // P of a warpgroup in shared memory: one buffer, or one being read and one being written.
-constexpr unsigned P_PANEL = 64 * 128, P_BYTES = (BLOCK_N + 63) / 64 * P_PANEL,
-                   P_BUFFERS = OVERLAP ? 2 : 1;
+constexpr unsigned P_BYTES = PTile::BYTES, P_BUFFERS = OVERLAP ? 2 : 1;
 constexpr unsigned ALL_P_BYTES = P_SHARED ? WARPGROUPS * P_BUFFERS * P_BYTES : 0;
 // With P over its scores in registers, MAXIMA 2 computes them again from K where it needs them.
 constexpr bool SCORES_AGAIN = OVERLAP && !P_SHARED && MAXIMA == 2;
@@ -210,25 +211,6 @@ struct Call {
 };
 
 // ---- the producer: one thread loads Q, K and V ----
-__device__ __forceinline__ void load_queries(unsigned target, const TensorMap& map,
-                                             unsigned barrier, int row,
-                                             const TensorLayout::Head& head) {
-    mbarrier_expect(barrier, Q_BYTES);
-#pragma unroll
-    for (int i = 0; i < PANELS; ++i)
-        load_box(target + i * Q_PANEL, map, barrier, i * 64, row, head);
-}
-__device__ __forceinline__ void load_keys(unsigned target, const TensorMap& map, unsigned barrier,
-                                          int key, const TensorLayout::Head& head, int rank) {
-    mbarrier_expect(barrier, KV_BYTES);
-    constexpr int PART = BLOCK_N / MULTICAST;
-#pragma unroll
-    for (int i = 0; i < PANELS; ++i)
-        if constexpr (MULTICAST > 1)
-            load_box_multicast(target + i * KV_PANEL + rank * PART * 128, map, barrier, i * 64,
-                               key + rank * PART, head, (1 << MULTICAST) - 1);
-        else load_box(target + i * KV_PANEL, map, barrier, i * 64, key, head);
-}
 // K of a tile comes before Q of the first, and V of the tile before.
 __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& k,
                                            const TensorMap& v, const Memory& at, const Call& call,
@@ -246,8 +228,9 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
         for (int j = 0; j <= work.tiles; ++j) {
             if (j < work.tiles) {
                 mbarrier_wait(barriers.k_empty(k_at.stage), k_at.phase ^ 1);
-                load_keys(at.k + k_at.stage * KV_BYTES, k, barriers.k_full(k_at.stage),
-                          schedule.key(j, work.all), head_kv, rank);
+                load_tile<KVTile, MULTICAST>(at.k + k_at.stage * KV_BYTES, k,
+                                             barriers.k_full(k_at.stage), schedule.key(j, work.all),
+                                             head_kv, rank);
                 k_at.next();
             }
             if (j == 0) {
@@ -255,15 +238,16 @@ __device__ __forceinline__ void load_tiles(const TensorMap& q, const TensorMap& 
                 for (int i = 0; i < ROW_GROUPS; ++i) {
                     if (PERSISTENT && i < Barriers::Q_EMPTIES)
                         mbarrier_wait(barriers.q_empty(i), q_phase ^ 1);
-                    load_queries(at.q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64,
-                                 call.layout.of_queries(work.head));
+                    load_tile<QTile>(at.q + i * Q_BYTES, q, barriers.q_full(i), work.row + i * 64,
+                                     call.layout.of_queries(work.head));
                 }
                 q_phase ^= 1;
                 continue;
             }
             mbarrier_wait(barriers.v_empty(v_at.stage), v_at.phase ^ 1);
-            load_keys(at.v + v_at.stage * KV_BYTES, v, barriers.v_full(v_at.stage),
-                      schedule.key(j - 1, work.all), head_kv, rank);
+            load_tile<KVTile, MULTICAST>(at.v + v_at.stage * KV_BYTES, v,
+                                         barriers.v_full(v_at.stage), schedule.key(j - 1, work.all),
+                                         head_kv, rank);
             v_at.next();
         }
         if (!PERSISTENT) break;
@@ -359,7 +343,7 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
     }
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16; ++i)
-        stmatrix_x4((staged + self.lane_at + i / 4 * Q_PANEL) ^ (i % 4 * 32),
+        stmatrix_x4((staged + self.lane_at + i / 4 * QTile::PANEL_BYTES) ^ (i % 4 * 32),
                     pack(out[i * 8] * low, out[i * 8 + 1] * low),
                     pack(out[i * 8 + 2] * high, out[i * 8 + 3] * high),
                     pack(out[i * 8 + 4] * low, out[i * 8 + 5] * low),
@@ -368,9 +352,9 @@ __device__ __forceinline__ void store_tile(const Consumer& self, const Place& to
     __syncwarp();
     if (self.lane == 0 && to.first_row < self.call.seqlen_q) {
 #pragma unroll
-        for (int i = 0; i < PANELS; ++i)
-            store_box(o, staged + self.warp % 4 * 2048 + i * Q_PANEL, i * 64, to.first_row,
-                      self.call.layout.of_queries(to.head));
+        for (int i = 0; i < QTile::PANELS; ++i)
+            store_box(o, staged + self.warp % 4 * 2048 + i * QTile::PANEL_BYTES, i * 64,
+                      to.first_row, self.call.layout.of_queries(to.head));
         tma_store_commit();
     }
     if (LSE && self.lane % 4 == 0) {
@@ -394,12 +378,12 @@ __device__ __forceinline__ void consumer(const TensorMap& o, const Memory& at, c
     if (!SPLIT_CLUSTER && threadIdx.x == 0) tma_prefetch(o);  // the others are used at once
     Consumer self{{at, call, warp, lane, key_group, row_group}};
     self.own_q = at.q + row_group * Q_BYTES;
-    self.q_descriptor = wgmma_descriptor<128>(self.own_q, 1024);
-    self.k_descriptor = wgmma_descriptor<128>(at.k, 1024);
-    self.v_descriptor = wgmma_descriptor<128>(at.v, 1024, KV_PANEL);
+    self.q_descriptor = QTile{self.own_q}.descriptor();
+    self.k_descriptor = KVTile{at.k}.descriptor();
+    self.v_descriptor = KVTile{at.v}.transposed_descriptor();
     self.lane_at = warp % 4 * 2048 + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
     self.own_p = at.p + warp / 4 * P_BUFFERS * P_BYTES, self.p_buffer = 0;
-    self.p_descriptor = wgmma_descriptor<128>(self.own_p, 1024);
+    self.p_descriptor = PTile{self.own_p}.descriptor();
     if constexpr (MULTICAST > 1) {
         cluster_arrive();
         cluster_wait();

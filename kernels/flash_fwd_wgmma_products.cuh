@@ -63,7 +63,9 @@ struct Products {
     // The i-th 16 columns of this warp's 16 rows of Q, as a fragment.
     __device__ __forceinline__ void load_q(unsigned (&fragment)[4], int i) const {
         unsigned q = own_q + warp % 4 * 2048 + lane % 16 * 128;
-        ldmatrix_x4(fragment, q + i / 4 * Q_PANEL + ((i % 4 * 2 + lane / 16 ^ lane % 8) << 4));
+        // By SharedTile::chunk, ptxas orders some of the recorded winners otherwise.
+        ldmatrix_x4(fragment,
+                    q + i / 4 * QTile::PANEL_BYTES + ((i % 4 * 2 + lane / 16 ^ lane % 8) << 4));
     }
     // s = Q K^T of 64 queries and the first 2 N keys of a tile, BLOCK_N or half of them.
     template <int N>
@@ -74,12 +76,12 @@ struct Products {
         for (int i = 0; i < HEAD_DIM / 16; ++i) {
             constexpr int IN_PANEL = 4;  // 16 columns are 32 bytes
             unsigned in = i % IN_PANEL * 32;
-            unsigned long long of_k = k + (i / IN_PANEL * KV_PANEL + in) / 16;
+            unsigned long long of_k = k + KVTile::step(i);
             if (i < Q_REGISTERS)
                 Wgmma<2 * N>::template rs<IS_BF16, 0>(s, q_columns[i], of_k, i > 0);
             else
-                Wgmma<2 * N>::template ss<IS_BF16, 0>(
-                    s, q_descriptor + (i / IN_PANEL * Q_PANEL + in) / 16, of_k, i > 0);
+                Wgmma<2 * N>::template ss<IS_BF16, 0>(s, q_descriptor + QTile::step(i), of_k,
+                                                      i > 0);
         }
         wgmma_commit();
     }
@@ -106,7 +108,7 @@ struct Products {
                 if (i >= Q_REGISTERS) load_q(a, i);
 #pragma unroll
                 for (int j = 0; j < (i < Q_REGISTERS ? 4 : 0); ++j) a[j] = q_columns[i][j];
-                ldmatrix_x4(b, k + n * 2048 + i / 4 * KV_PANEL +
+                ldmatrix_x4(b, k + n * 2048 + i / 4 * KVTile::PANEL_BYTES +
                                    ((i % 4 * 2 + lane / 8 % 2 ^ lane % 8) << 4));
                 mma_16816<IS_BF16>(d[0], a, b[0], b[1]);
                 mma_16816<IS_BF16>(d[1], a, b[2], b[3]);
@@ -127,8 +129,8 @@ struct Products {
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 16; ++i)
             if (P_SHARED)
-                Wgmma<HEAD_DIM>::ss<IS_BF16, 1>(out, shared_p + (i / 4 * P_PANEL + i % 4 * 32) / 16,
-                                                v + i * 2048 / 16, 1);
+                Wgmma<HEAD_DIM>::ss<IS_BF16, 1>(out, shared_p + PTile::step(i), v + i * 2048 / 16,
+                                                1);
             else Wgmma<HEAD_DIM>::rs<IS_BF16, 1>(out, p + i * 4, v + i * 2048 / 16, 1);
         wgmma_commit();
     }
@@ -157,9 +159,8 @@ struct Products {
     }
     __device__ __forceinline__ auto to_shared() const {
         return [this](int i, const float (&e)[8]) {
-            stmatrix_x4(
-                (own_p + p_buffer * P_BYTES + lane_at + i / 32 * P_PANEL) ^ (i / 8 % 4 * 32),
-                pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7]));
+            stmatrix_x4(PTile::to_step(own_p + p_buffer * P_BYTES + lane_at, i / 8),
+                        pack(e[0], e[1]), pack(e[2], e[3]), pack(e[4], e[5]), pack(e[6], e[7]));
         };
     }
     __device__ __forceinline__ void

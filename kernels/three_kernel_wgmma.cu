@@ -51,8 +51,8 @@ constexpr int WARPS = WARPGROUPS * 4, THREADS = WARPS * 32 + 32;  // the last wa
 constexpr int FRAGMENTS = BLOCK_M / (64 * WARPGROUPS);            // 64-row pieces of a warpgroup
 static_assert(FRAGMENTS * 64 * WARPGROUPS == BLOCK_M, "a warpgroup computes 64 rows at once");
 static_assert(FRAGMENTS * 64 <= UNIT, "zeros are written for a warpgroup of UNIT rows");
-using Tile = KMajor<BLOCK_K>;
-constexpr int PANEL = Tile::PANEL, PANELS = Tile::PANELS, SWIZZLE = Tile::ROW_BYTES;
+using ATile = SharedTile<element_t, BLOCK_M, BLOCK_K>;
+constexpr int PANEL = ATile::PANEL, PANELS = ATile::PANELS, SWIZZLE = ATile::ROW_BYTES;
 constexpr unsigned A_BYTES = BLOCK_M * BLOCK_K * 2, B_BYTES = BLOCK_N * BLOCK_K * 2;
 #if CLUSTER > 1
 #define CLUSTER_OF_BLOCKS __cluster_dims__(CLUSTER, 1, 1)
@@ -80,6 +80,7 @@ __device__ __forceinline__ int head_kv_of(int head, int heads, int heads_kv) {
 
 #if STAGE_QK
 using Store = PanelStore<QK_STORE, QK_EVICT_LAST>;
+using KTile = SharedTile<element_t, BLOCK_N, BLOCK_K>;
 constexpr unsigned Q_PANEL_BYTES = BLOCK_M * SWIZZLE, Q_BYTES = BLOCK_M * HEAD_DIM * 2;
 constexpr int STEPS = HEAD_DIM / BLOCK_K, TOGETHER = QK_AHEAD ? 2 : 1;
 static_assert(STAGES > 1 || STEPS * TOGETHER == 1,
@@ -191,9 +192,8 @@ struct Consumer {
             for (int i = 0; i < BLOCK_K / 16; ++i)
                 Wgmma<BLOCK_N>::ss<IS_BF16, 0>(
                     d[f],
-                    Tile::descriptor<BLOCK_M>(
-                        own_q + step * PANELS * Q_PANEL_BYTES + f * 64 * SWIZZLE, i),
-                    Tile::descriptor<BLOCK_N>(at.ring + stage * B_BYTES, i), step + i > 0);
+                    ATile{own_q + step * PANELS * Q_PANEL_BYTES + f * 64 * SWIZZLE}.descriptor(i),
+                    KTile{at.ring + stage * B_BYTES}.descriptor(i), step + i > 0);
         wgmma_commit();
     }
     // 64 columns of a fragment, from `column` on.

@@ -2,6 +2,7 @@
 #pragma once
 
 using Store = PanelStore<0, false>;
+using VTile = SharedTile<element_t, BLOCK_K, BLOCK_N>;
 constexpr unsigned STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int COLUMN_TILES = HEAD_DIM / BLOCK_N, KEY_STEPS = BLOCK_K / 16;
 constexpr int ROWS = FRAGMENTS * 2;  // of a thread
@@ -85,11 +86,10 @@ struct Consumer {
     }
     __device__ __forceinline__ unsigned long long
     v_descriptor(int i) const {  // 16 keys of all columns
-        return wgmma_descriptor<128>(ring + at.stage * STAGE_BYTES + A_BYTES + i * 2048, 1024,
-                                     BLOCK_K * 128);
+        return VTile{ring + at.stage * STAGE_BYTES + A_BYTES + i * 2048}.transposed_descriptor();
     }
-    __device__ __forceinline__ unsigned p_tile(int f) const {
-        return ring + at.stage * STAGE_BYTES + (warp / 4 * FRAGMENTS + f) * 64 * SWIZZLE;
+    __device__ __forceinline__ ATile p_tile(int f) const {
+        return {ring + at.stage * STAGE_BYTES + (warp / 4 * FRAGMENTS + f) * 64 * SWIZZLE};
     }
     // d += P V of a stage; `first`: d held nothing.
     __device__ __forceinline__ void multiply(Output& d, bool first) const {
@@ -98,8 +98,8 @@ struct Consumer {
         for (int i = 0; i < KEY_STEPS; ++i)
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; ++f)
-                Wgmma<BLOCK_N>::ss<IS_BF16, 1>(d[f], Tile::descriptor<BLOCK_M>(p_tile(f), i),
-                                               v_descriptor(i), !first || i > 0);
+                Wgmma<BLOCK_N>::ss<IS_BF16, 1>(d[f], p_tile(f).descriptor(i), v_descriptor(i),
+                                               !first || i > 0);
         wgmma_commit();
     }
 
@@ -185,14 +185,13 @@ struct Consumer {
     };
     __device__ __forceinline__ void exponentials(unsigned (&p)[BLOCK_K / 4], Exponents& rows,
                                                  int step) const {
-        int in = warp % 4 * 16 + lane % 16;  // ldmatrix: this lane's row and chunk of each 16 keys
-        unsigned tile = p_tile(0) + in * SWIZZLE, swizzle = SWIZZLE == 128 ? in % 8 : in / 2 % 4;
+        int row = warp % 4 * 16 + lane % 16;  // of ldmatrix
+        unsigned tile = p_tile(0).address + row * SWIZZLE;
         bool edge = rows.whole < (step + 1) * BLOCK_K;
 #pragma unroll
         for (int i = 0; i < KEY_STEPS; ++i) {
             unsigned s[4];
-            ldmatrix_x4(s, tile + i * 16 / PANEL * BLOCK_M * SWIZZLE +
-                               ((i * 16 % PANEL / 8 + lane / 16 ^ swizzle) << 4));
+            ldmatrix_x4(s, ATile::chunk(tile, row, i, lane / 16));
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 float x = low_of(s[j]), y = high_of(s[j]);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from attnsweep.compile.nvrtc import Compiler
@@ -11,6 +13,7 @@ from attnsweep.family.discover import discover
 from attnsweep.verify.compare import SOURCE
 
 KERNELS = shipped("kernels")
+LINES = 80
 HEADERS = sorted(str(path.relative_to(KERNELS)) for path in KERNELS.glob("common/**/*.cuh"))
 
 
@@ -40,6 +43,13 @@ def test_a_header_bears_the_names_of_parameters(compiler, header, tmp_path):
     names = {param.name for family in discover().values() for param in family.params}
     names |= {"HEAD_DIM", "CAUSAL", "STAGES", "THREADS", "WARPS", "ROWS", "SWIZZLE", "LSE"}
     assert compiler.compile(source, dict.fromkeys(names, "3")).path.is_file()
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_functions_of_a_header_are_short(header):
+    function = re.compile(r"^( *)__device__ .*?^\1\}$", re.DOTALL | re.MULTILINE)
+    found = function.finditer((KERNELS / header).read_text())
+    assert all(match[0].count("\n") < LINES for match in found)
 
 
 # All dtypes where all families run; elsewhere another ptxas compiles what they share. Each takes

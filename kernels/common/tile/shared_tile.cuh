@@ -91,47 +91,50 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
            (Swizzle == 128 ? 1ull : 2ull) << 62;
 }
 
-// A K-major tile of BlockK columns lies in panels of PANEL columns: rows of 128 or 64 bytes, which
-// TMA swizzles over that width.
-template <int BlockK>
-struct KMajor {
-    static constexpr int PANEL = BlockK < 64 ? BlockK : 64, PANELS = BlockK / PANEL,
-                         ROW_BYTES = PANEL * 2;
+// A tile of T as TMA writes it: in panels whose rows have Swizzle bytes, 64 or 128, and in which 16
+// bytes, a chunk, lie in chunk ^ swizzle(row). The last panel may be half unused. A step is 32
+// bytes of columns: what one wgmma multiplies, and one ldmatrix of 16 rows brings.
+template <class T, int Rows, int Columns, int Swizzle = Columns * sizeof(T) % 128 == 0 ? 128 : 64>
+struct SharedTile {
+    static constexpr int PANEL = Swizzle / static_cast<int>(sizeof(T)),  // columns
+        PANELS = (Columns + PANEL - 1) / PANEL, ROW_BYTES = Swizzle;
+    static constexpr unsigned PANEL_BYTES = Rows * Swizzle, BYTES = PANELS * PANEL_BYTES;
+    unsigned address;  // a multiple of 8 * Swizzle
 
-    // Descriptor of columns 16 i .. of the tile, which has Rows rows.
-    template <int Rows>
-    __device__ static __forceinline__ unsigned long long descriptor(unsigned tile, int i) {
-        return wgmma_descriptor<ROW_BYTES>(
-            tile + i * 16 / PANEL * Rows * ROW_BYTES + i * 16 % PANEL * 2, 8 * ROW_BYTES);
+    // From the tile, or from a row of it, to step k; in 16 bytes, as descriptors count.
+    __device__ static __forceinline__ constexpr unsigned offset(int k) {
+        return k * 32 / Swizzle * PANEL_BYTES + k * 32 % Swizzle;
     }
-};
-
-// ---- tiles of bytes, and their transposition ----
-
-// A K-major tile of Columns bytes a row. It lies in panels whose rows are WIDTH bytes, swizzled
-// over that width as TMA writes them; of 96 columns the second panel is half unused.
-template <int Columns>
-struct ByteTile {
-    static constexpr int WIDTH = Columns % 128 == 0 ? 128 : 64,
-                         PANELS = (Columns + WIDTH - 1) / WIDTH;
-    template <int Rows>
-    static constexpr unsigned PANEL_BYTES = Rows * WIDTH;
-    template <int Rows>
-    static constexpr unsigned BYTES = PANELS * Rows * WIDTH;
-
-    // From the tile to columns 32 i .., as a descriptor counts: in 16 bytes.
-    template <int Rows>
-    __device__ static __forceinline__ constexpr unsigned step(int i) {
-        return (i * 32 / WIDTH * Rows * WIDTH + i * 32 % WIDTH) / 16;
+    __device__ static __forceinline__ constexpr unsigned step(int k) { return offset(k) / 16; }
+    // The operand of wgmma whose rows run along the sum: step k of it, and, with step() to be
+    // added, the first one.
+    __device__ __forceinline__ unsigned long long descriptor(int k) const {
+        return wgmma_descriptor<Swizzle>(address + offset(k), 8 * Swizzle);
     }
-    __device__ static __forceinline__ unsigned long long descriptor(unsigned tile) {
-        return wgmma_descriptor<WIDTH>(tile, 8 * WIDTH);
+    __device__ __forceinline__ unsigned long long descriptor() const {
+        return wgmma_descriptor<Swizzle>(address, 8 * Swizzle);
     }
-    // By how many chunks of 16 bytes a row is swizzled: `chunk` lies in chunk ^ swizzle(row).
+    // The operand whose columns do not, as V's: all of them, and the first 16 rows.
+    __device__ __forceinline__ unsigned long long transposed_descriptor() const {
+        return wgmma_descriptor<Swizzle>(address, 8 * Swizzle, PANEL_BYTES);
+    }
+
     __device__ static __forceinline__ int swizzle(int row) {
-        return row * WIDTH / 128 % (WIDTH / 16);
+        return row * Swizzle / 128 % (Swizzle / 16);
+    }
+    // Where the first or second chunk of step k lies in a row, which begins at `at`. Only the bits
+    // of `row` that swizzle it count, so that a lane may pass its number.
+    __device__ static __forceinline__ unsigned chunk(unsigned at, int row, int k, int second) {
+        return at + k * 32 / Swizzle * PANEL_BYTES +
+               ((k * 32 % Swizzle / 16 + second ^ swizzle(row)) << 4);
+    }
+    // The same from the chunk of step 0, by constants alone: the swizzle is an XOR too.
+    __device__ static __forceinline__ unsigned to_step(unsigned chunk, int k) {
+        return (chunk + k * 32 / Swizzle * PANEL_BYTES) ^ (k * 32 % Swizzle);
     }
 };
+
+// ---- transposition of bytes ----
 
 // V of Keys rows and Columns bytes becomes its transpose, whose rows have the keys in the order in
 // which P comes. A thread of a warpgroup has of a row of scores, in each 8 keys, the keys 2 q and
@@ -147,17 +150,17 @@ struct ByteTile {
 // Rows >= Columns rows. All addresses are two bases and constants.
 template <int Keys, int Columns, int Rows, int Ahead>
 __device__ __forceinline__ void transpose_bytes(unsigned from, unsigned to, int warp) {
-    using From = ByteTile<Columns>;
-    using To = ByteTile<Keys>;
-    constexpr int BLOCKS = Keys / 32, PIECES = BLOCKS * (Columns / 64), CHUNKS = From::WIDTH / 16,
-                  KEY_CHUNKS = To::WIDTH / 16;
+    using From = SharedTile<unsigned char, Keys, Columns>;
+    using To = SharedTile<unsigned char, Rows, Keys>;
+    constexpr int BLOCKS = Keys / 32, PIECES = BLOCKS * (Columns / 64),
+                  CHUNKS = From::ROW_BYTES / 16, KEY_CHUNKS = To::ROW_BYTES / 16;
     static_assert(Keys % 32 == 0 && Columns % 64 == 0, "a piece is 32 keys and 16 columns");
     const int lane = threadIdx.x % 32, row = lane % 8, matrix = lane / 8;
     const unsigned first = lane < 16 ? 0x6420 : 0x7531, second = first ^ 0x1111;
     // Matrices are stored of columns 0, 2, 4, 6, 9, 11, 13, 15 and of the others.
     const int column = 2 * row + ((row >= 4) ^ matrix % 2);
-    from += lane * From::WIDTH + ((warp ^ From::swizzle(lane)) << 4);
-    to += (warp * 16 + column) * To::WIDTH + ((matrix / 2 ^ To::swizzle(column)) << 4);
+    from += lane * From::ROW_BYTES + ((warp ^ From::swizzle(lane)) << 4);
+    to += (warp * 16 + column) * To::ROW_BYTES + ((matrix / 2 ^ To::swizzle(column)) << 4);
 #pragma unroll
     for (int begin = 0; begin < PIECES; begin += Ahead) {
         unsigned x[Ahead][4];
@@ -165,7 +168,7 @@ __device__ __forceinline__ void transpose_bytes(unsigned from, unsigned to, int 
         for (int i = begin; i < begin + Ahead && i < PIECES; ++i) {
             const int keys = i % BLOCKS * 32, chunk = i / BLOCKS * 4;
             ldmatrix_x4_trans(x[i - begin], (from ^ (chunk % CHUNKS << 4)) +
-                                                (chunk / CHUNKS * Keys + keys) * From::WIDTH);
+                                                (chunk / CHUNKS * Keys + keys) * From::ROW_BYTES);
         }
 #pragma unroll
         for (int i = begin; i < begin + Ahead && i < PIECES; ++i) {
@@ -173,7 +176,7 @@ __device__ __forceinline__ void transpose_bytes(unsigned from, unsigned to, int 
             const unsigned (&piece)[4] = x[i - begin];
             stmatrix_x4(
                 (to ^ (chunk % KEY_CHUNKS << 4)) +
-                    (chunk / KEY_CHUNKS * Rows + columns) * To::WIDTH,
+                    (chunk / KEY_CHUNKS * Rows + columns) * To::ROW_BYTES,
                 byte_permute(piece[0], piece[1], first), byte_permute(piece[0], piece[1], second),
                 byte_permute(piece[2], piece[3], first), byte_permute(piece[2], piece[3], second));
         }
