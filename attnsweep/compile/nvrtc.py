@@ -139,7 +139,7 @@ def source_closure(source: Path) -> dict[str, bytes]:
         found[name] = path.read_bytes()
         for included in _INCLUDE.findall(found[name].decode(errors="replace")):
             places = ((place / included).resolve() for place in (path.parent, *roots))
-            queue += [place for place in places if place.is_file()]
+            queue += [place for place in places if place.is_file()][:1]
     return found
 
 

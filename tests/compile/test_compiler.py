@@ -75,6 +75,15 @@ def test_a_header_of_a_header_is_looked_up_beside_it(tmp_path):
     assert len(digests) == 3
 
 
+def test_a_header_of_the_family_comes_before_the_shipped_one_of_its_name(tmp_path):
+    (tmp_path / "common").mkdir()
+    own = tmp_path / "common" / "element.cuh"
+    own.write_text("#define VALUE 1.0f\n#define PART 2.0f\n")
+    (tmp_path / "f.cu").write_text('#include "common/element.cuh"\n' + KERNEL)
+    assert source_closure(tmp_path / "f.cu")["common/element.cuh"] == own.read_bytes()
+    assert compiler(tmp_path).compile(tmp_path / "f.cu", {}).digest
+
+
 def test_the_shipped_headers_are_there_for_every_family(tmp_path):
     (tmp_path / "f.cu").write_text('#include "common/element.cuh"\n' + KERNEL)
     defines = {"IS_BF16": "0", "VALUE": "1.0f", "PART": "to_float(0)"}
