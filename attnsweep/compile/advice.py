@@ -25,6 +25,8 @@ class _Asked(Config):
 
     def __init__(self, config: Config) -> None:
         super().__init__(dict(config))
+        for name in config:
+            del vars(self)[name]  # so that __getattr__ is asked for it
         self.read: set[str] = set()
 
     def __getitem__(self, name: str) -> Value:

@@ -19,8 +19,8 @@ import attnsweep
 PACKAGE = Path(attnsweep.__file__).parent
 ROOT = PACKAGE.parent
 PAGE = (ROOT / "docs" / "reference" / "api.md").read_text()
-# A script that compares the compiler's work on two trees is about what is inside.
-INSIDE = {"same_sass.py"}
+# Scripts about what is inside: machine code of two trees, and the package that attnsweep holds.
+INSIDE = {"same_sass.py", "winners.py"}
 PROGRAMS = sorted(
     path
     for folder in ("scripts", "benchmarks")
