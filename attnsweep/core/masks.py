@@ -8,7 +8,7 @@ from typing import Any
 
 from attnsweep.core.errors import ProblemError
 
-_WINDOW = re.compile(r"window\((\d+|-1), ?(\d+|-1)\)")
+_WINDOW = re.compile(r"window\((\d+|all|-1), ?(\d+|all|-1)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,6 @@ class Interval:
         after = min(seqlen_q, max(0, seqlen_q - (seqlen_k - low)))
         return min(seqlen_q, before + after)
 
-    def over(self, seqlen_q: int, seqlen_k: int) -> Interval:
-        """The same mask on this many queries and keys, with None for a side that hides nothing."""
-        low, high = self.diagonals(seqlen_q, seqlen_k)
-        left = None if low <= 1 - seqlen_q else self.left
-        right = None if high >= seqlen_k - 1 else self.right
-        return Interval(left, right)
-
     @property
     def kind(self) -> str:
         """`full`, `causal` or `window`: what a family declares that it can."""
@@ -70,10 +63,13 @@ class Interval:
 
     @property
     def label(self) -> str:
-        """`full`, `causal`, `window(512,0)`; -1 in a window is an open side."""
+        """`full`, `causal`, `window(512,0)`, `window(all,512)`.
+
+        An open side is a word: names of files keep no sign, and -1 and 1 would share one.
+        """
         if self in _NAMED:
             return _NAMED[self]
-        left, right = (-1 if size is None else size for size in self.sides)
+        left, right = ("all" if size is None else size for size in self.sides)
         return f"window({left},{right})"
 
     @property
@@ -93,7 +89,7 @@ class Interval:
         if match is None:
             hint = "write full, causal, or window(LEFT,RIGHT): window(512,0)"
             raise ProblemError(f"{text!r} is not a mask", hint=hint)
-        left, right = (None if size == "-1" else int(size) for size in match.groups())
+        left, right = (None if size in ("all", "-1") else int(size) for size in match.groups())
         return cls(left, right)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -60,6 +61,18 @@ def test_full_and_causal_problems_are_written_as_ever():
     assert repr(replace(problem, mask=FULL)) == f"Problem({sizes}, causal=False)"
     assert [*problem.facts][-1] == "causal"
     assert problem.label == "(1,2/1,3x4,64) bf16 causal"
+
+
+def test_an_open_side_and_a_side_of_one_key_have_other_names_of_files():
+    """A winner's code is kept by the label's letters and digits: -1 and 1 shared a file."""
+    labels = [
+        Interval(None, 5).label,
+        Interval(1, 5).label,
+        Interval(5).label,
+        Interval(5, 1).label,
+    ]
+    assert len({re.sub(r"[^a-z0-9]+", "-", label) for label in labels}) == 4
+    assert Interval.parse("window(-1,5)") == Interval.parse("window(all,5)") == Interval(None, 5)
 
 
 def test_causal_is_another_way_to_write_a_mask():
