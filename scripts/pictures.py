@@ -22,7 +22,7 @@ THEMES = {
     "light": ("#24292f", "#d8dee4", ("#0a58ca", "#bc4c00", "#7d8590", "#9a6fb8", "#1a7f37")),
     "dark": ("#e6edf3", "#30363d", ("#58a6ff", "#ffa657", "#8b949e", "#d2a8ff", "#56d364")),
 }
-PEERS = {
+BASELINES = {
     "torch_cudnn": "SDPA cuDNN",
     "torch_flash": "SDPA flash",
     "triton_flash": "Triton",
@@ -52,7 +52,7 @@ def filled(template: str, **figures: Any) -> dict[str, Any]:
 
 def speed(theme: str) -> dict[str, Any]:
     """TFLOP/s of the fused kernel and its baselines, one row a problem."""
-    names = {OURS: "flash_fwd_wgmma (ours)", **PEERS}
+    names = {OURS: "flash_fwd_wgmma (ours)", **BASELINES}
     values = [
         {"problem": row.problem.label, "of": name, "tflops": row.tflops}
         for provider, name in names.items()
@@ -76,7 +76,7 @@ def ladder(theme: str) -> dict[str, Any]:
         row for row in BOOK.rows("ladder") if row.problem == problem and row.provider != OURS
     ]
     baseline = min((row for row in baselines if row.status == "ok"), key=lambda row: row.us)
-    name = PEERS.get(baseline.provider, baseline.provider)
+    name = BASELINES.get(baseline.provider, baseline.provider)
     return filled(
         "ladder.vl.json",
         values=[{"kernel": r.kernel, "us": r.us, "said": f"{r.us:.4g} µs"} for r in rungs],

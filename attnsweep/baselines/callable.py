@@ -48,8 +48,8 @@ def ways_of(name: str) -> Builder:
     """Call `module:function` as f(q, k, v, problem=problem), or f(q, k, v) if it takes no problem.
 
     q, k, v: contiguous CUDA tensors (batch, heads, seqlen, head_dim) of the problem's dtype; k and
-    v with its heads_kv. It returns o as such a tensor, in at most so many launches that a CUDA
-    graph can capture them, and without waiting for the device.
+    v with its heads_kv. It returns o as such a tensor. A CUDA graph must be able to capture it, so
+    it may not wait for the device.
     """
 
     def build(torch: Any, problem: Problem, session: Session) -> list[Way]:

@@ -1,10 +1,10 @@
 """Did the best candidate of a problem get slower between two recorded runs?
 
 Both runs were measured at different times, so their times cannot be paired. But each run timed our
-best candidate and its peers (baselines) in the same rounds. Their ratio in the new run, over their
-ratio in the old one, is free of what met both alike. Peers that disagree about it show how far such
-ratios move between sessions without any change of code. Needs no GPU. Times are microseconds of one
-call.
+best candidate and its baselines in the same rounds. Their ratio in the new run, over their
+ratio in the old one, is free of what met both alike. Baselines that disagree about it show how far
+such ratios move between sessions without any change of code. Needs no GPU. Times are microseconds
+of one call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CANNOT = (
     "one GPU can."
 )
 # Standard deviation by which the ratio of two kernels moves from one session to the next while
-# neither kernel changes, if the peers do not show a larger one: see docs/measuring.md.
+# neither kernel changes, if the baselines do not show a larger one: see docs/measuring.md.
 SESSION_SD = 0.0075
 # Standard errors in a two-sided 95 % interval, and those of a median deviation in a standard one.
 _NORMAL, _MAD = 1.96, 1.4826
@@ -126,12 +126,15 @@ def _judge(old: Section, new: Section | None, slower: float, control: str | None
         if not row["trial"].time_us.rounds:
             why = f"the {which} run timed its best candidate without rounds"
             return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
-    peers = [*_compared(old, new)]
-    if not peers:
+    baselines = [*_compared(old, new)]
+    if not baselines:
         why = "no baseline has rounds in both runs, so the drift is unknown"
         return Finding(label, Verdict.INCONCLUSIVE, why, won, now)
-    ratio, low, high = combined(peers)
-    drift = min(peer.drift for peer in peers), max(peer.drift for peer in peers)
+    ratio, low, high = combined(baselines)
+    drift = (
+        min(baseline.drift for baseline in baselines),
+        max(baseline.drift for baseline in baselines),
+    )
     facts = (won, now, ratio, low, high, drift)
     other = _changed(won, now)
     if low > 1 + slower:
@@ -147,7 +150,7 @@ def _judge(old: Section, new: Section | None, slower: float, control: str | None
 def _damage(which: str, section: Section) -> str | None:
     """The first row of a problem that says ok and cannot be, or None.
 
-    It may have been the best one, or the best one's peer: without it no comparison is to be had.
+    It may have been the best one, or its baseline: without it nothing can be compared.
     """
     for row in section.rows:
         trial = row["trial"]
@@ -158,7 +161,7 @@ def _damage(which: str, section: Section) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class Compared:
     """What one baseline says of the best candidates: logarithms of (ours / it), new over old.
 
     down, up: from the median to its 95 % limits. drift: its own time, new over old.
@@ -170,23 +173,23 @@ class Peer:
     drift: float
 
 
-def combined(peers: Sequence[Peer]) -> tuple[float, float, float]:
-    """Ratio new to old by all peers, and its limits.
+def combined(baselines: Sequence[Compared]) -> tuple[float, float, float]:
+    """Ratio new to old by all baselines, and its limits.
 
-    The ratio is the median of what the peers say. Their scatter about it estimates how far the
+    The ratio is the median of what the baselines say. Their scatter about it estimates how far the
     ratio of two kernels moves between sessions (at least SESSION_SD); ours moves too, however many
-    peers there are. Scatter of the rounds comes from the same rounds of ours for all peers, so more
-    peers do not lessen it.
+    baselines there are. Scatter of the rounds comes from the same rounds of ours for all, so more
+    baselines do not lessen it.
     """
-    middle = median(peer.change for peer in peers)
-    scatter = _MAD * median(abs(peer.change - middle) for peer in peers)
-    session = _NORMAL * max(SESSION_SD, scatter * math.sqrt(1 + 1 / len(peers)))
-    down = math.hypot(session, median(peer.down for peer in peers))
-    up = math.hypot(session, median(peer.up for peer in peers))
+    middle = median(baseline.change for baseline in baselines)
+    scatter = _MAD * median(abs(baseline.change - middle) for baseline in baselines)
+    session = _NORMAL * max(SESSION_SD, scatter * math.sqrt(1 + 1 / len(baselines)))
+    down = math.hypot(session, median(baseline.down for baseline in baselines))
+    up = math.hypot(session, median(baseline.up for baseline in baselines))
     return math.exp(middle), math.exp(middle - down), math.exp(middle + up)
 
 
-def _compared(old: Section, new: Section) -> Iterator[Peer]:
+def _compared(old: Section, new: Section) -> Iterator[Compared]:
     """Every baseline that shares rounds with the best candidate in both runs."""
     before, after = _beside_winner(old), _beside_winner(new)
     for name in before:
@@ -196,7 +199,7 @@ def _compared(old: Section, new: Section) -> Iterator[Peer]:
         # Zou and Donner, Statist. Med. 27, 2008).
         (was, was_low, was_high), (now, low, high) = map(_log_ratio, (before[name], after[name]))
         drift = median(after[name][1]) / median(before[name][1])
-        yield Peer(
+        yield Compared(
             now - was, math.hypot(now - low, was_high - was), math.hypot(high - now, was - was_low),
             drift,
         )  # fmt: skip
@@ -217,10 +220,10 @@ def _beside_winner(section: Section) -> dict[str, tuple[list[float], list[float]
 
 
 def _log_ratio(rounds: tuple[list[float], list[float]]) -> tuple[float, float, float]:
-    """Median of the logarithm of (ours / the peer's), and its 95 % sign interval."""
-    ours, peers = rounds
-    low, high = ratio_interval(ours, peers)
-    middle = median(a / b for a, b in zip(ours, peers, strict=True))
+    """Median of the logarithm of (ours / the baseline's), and its 95 % sign interval."""
+    ours, baselines = rounds
+    low, high = ratio_interval(ours, baselines)
+    middle = median(a / b for a, b in zip(ours, baselines, strict=True))
     return math.log(middle), math.log(low), math.log(high)
 
 

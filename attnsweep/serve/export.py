@@ -304,22 +304,22 @@ def _chosen(
     for problem, rows in ranking[ranking["rank"].notna()].groupby("problem", sort=False):
         trials: list[Trial] = list(rows["trial"])
         own = [t for t in trials if t.provider == OURS and t.kernel == FAMILY]
-        peers = [t for t in trials if t.provider.startswith(_SDPA)]
-        peer = min(peers, key=_median, default=None)
+        baselines = [t for t in trials if t.provider.startswith(_SDPA)]
+        baseline = min(baselines, key=_median, default=None)
         won = [t for t in rows.loc[rows["winner"], "trial"] if t.kernel == FAMILY]
         best = won[0] if won else min(own, key=_median, default=None)
-        reason = _why_not(best, peer, family, arch)
-        if reason is not None or best is None or peer is None:
+        reason = _why_not(best, baseline, family, arch)
+        if reason is not None or best is None or baseline is None:
             left_out.append(f"{problem} ({run.directory.name}): {reason}")
             continue
-        ours, theirs = common_rounds(best, peer)
-        gain = low = _median(peer) / _median(best)
+        ours, theirs = common_rounds(best, baseline)
+        gain = low = _median(baseline) / _median(best)
         if ours and all(us > 0 for us in ours):
             gain = median(a / b for a, b in zip(theirs, ours, strict=True))
             low, _ = ratio_interval(theirs, ours)
         times_us = {config_of(t, family).label: _median(t) for t in own if _is_kept(t, family)}
         rate = environment.memory_bytes_per_second / 1e6
-        chosen.append(Chosen(best, key, _median(peer), gain, low, times_us, rate))
+        chosen.append(Chosen(best, key, _median(baseline), gain, low, times_us, rate))
     return chosen
 
 
@@ -327,10 +327,10 @@ def _median(trial: Trial) -> float:
     return trial.time_us.median if trial.time_us is not None else float("inf")
 
 
-def _why_not(best: Trial | None, peer: Trial | None, family: Kernel, arch: Arch) -> str | None:
+def _why_not(best: Trial | None, baseline: Trial | None, family: Kernel, arch: Arch) -> str | None:
     if best is None:
         return f"no correct candidate of {FAMILY}, the family that a package can call"
-    if peer is None:
+    if baseline is None:
         return "no time of PyTorch's own attention; add baselines: [torch_flash, torch_cudnn]"
     return why_not_today(best, family, arch)
 

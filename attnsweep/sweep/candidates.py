@@ -1,8 +1,8 @@
 """One problem's candidates, in the order in which their code is ready.
 
 Candidates are asked for far ahead of their turn and compile in threads meanwhile. If the spec
-limits a problem's time, candidates that are not ready by then are left for a later run. Of those
-that compile to the same machine code, one is measured and stands for all.
+limits a problem's time, a later run takes the candidates that are not ready by then. Candidates
+with the same machine code are measured once.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def examine() -> list[Finding]:
         Finding("GPU", False, "none without a driver") if cuda is None else _gpu(),
         _package(("nvidia-ml-py",), "NVML", install, needed=False),
         _package(("torch",), "PyTorch", install_command("torch"), needed=False),
-        *(_baseline(name) for name in _PEERS),
+        *(_baseline(name) for name in _BASELINES),
     ]
     if cuda is None:  # without a driver no package helps to use a GPU
         on_gpu = [replace(finding, fix=None, needed=False) for finding in on_gpu]
@@ -185,7 +185,7 @@ def _gpu() -> Finding:
 
 
 # Baselines that packages of their own bring; the others come with PyTorch.
-_PEERS = ("cudnn", "triton_flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
+_BASELINES = ("cudnn", "triton_flash", "flash_attn_2", "flash_attn_3", "flash_attn_4")
 
 
 def _baseline(name: str) -> Finding:

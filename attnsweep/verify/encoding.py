@@ -39,7 +39,7 @@ class Windows:
 
     @property
     def nbytes(self) -> int:
-        """Of all heads, as an array has it."""
+        """Bytes of all heads, as if each had its own values."""
         return math.prod(self.shape) * self.pool.itemsize
 
     @property

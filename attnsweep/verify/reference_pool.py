@@ -215,8 +215,7 @@ def main() -> None:
     """Answer what standard input asks, until it ends."""
     asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not come between
-    # Between two uses of BLAS its threads would wake: 56 s instead of 14 for
-    # (1,16,131072,256) on two cores.
+    # Between two uses of BLAS its threads would wake, and spin beside those of `parallel`.
     with contextlib.suppress(EOFError, OSError), one_blas_thread():
         while True:
             pickle.dump(pickle.load(asked)(), answers, protocol=5)

@@ -51,7 +51,7 @@ BEFORE = run(candidate("flash", 20.0, M=64), baseline("torch_cudnn", 30.0))
 
 
 @pytest.mark.parametrize(
-    ("us", "peer_us", "verdict"),
+    ("us", "their_us", "verdict"),
     [
         (20.01, 30.0, Verdict.PASS),
         (20.2, 30.0, Verdict.PASS),
@@ -66,13 +66,13 @@ BEFORE = run(candidate("flash", 20.0, M=64), baseline("torch_cudnn", 30.0))
         (20.01, 31.5, Verdict.IMPROVEMENT),
     ],
 )
-def test_a_time_is_compared_by_its_ratio_to_the_baseline(us, peer_us, verdict):
-    after = run(candidate("flash", us, M=64), baseline("torch_cudnn", peer_us))
+def test_a_time_is_compared_by_its_ratio_to_the_baseline(us, their_us, verdict):
+    after = run(candidate("flash", us, M=64), baseline("torch_cudnn", their_us))
     found = judged(BEFORE, after)
     assert found.verdict is verdict, found
-    assert found.ratio == pytest.approx(us / 20 / (peer_us / 30), rel=1e-3)
+    assert found.ratio == pytest.approx(us / 20 / (their_us / 30), rel=1e-3)
     assert found.low < found.ratio < found.high
-    assert found.drift == pytest.approx((peer_us / 30, peer_us / 30))
+    assert found.drift == pytest.approx((their_us / 30, their_us / 30))
 
 
 def rounds(row, values):
@@ -90,8 +90,8 @@ def test_drift_within_a_run_cancels_round_by_round():
     for us, first in ((20.0, 0), (20.1, 4)):
         turned = pace[first:] + pace[:first]
         ours = rounds(candidate("flash", us, M=64), [us * p for p in turned])
-        peer = rounds(baseline("torch_cudnn", 30.0), [30.0 * p for p in turned])
-        runs.append(run(ours, peer))
+        other = rounds(baseline("torch_cudnn", 30.0), [30.0 * p for p in turned])
+        runs.append(run(ours, other))
     found = judged(*runs)
     assert found.verdict is Verdict.PASS
     assert found.high - found.low < 0.04
@@ -111,8 +111,8 @@ def test_a_baseline_that_was_timed_again_is_paired_in_its_own_rounds():
     """Its last series is of rounds 15 to 29, in which the clock was lower than before."""
     pace = [1.0] * 15 + [1.2] * 15
     ours = rounds(candidate("flash", 20.0, M=64), [20 * p for p in pace])
-    peer = rounds(baseline("torch_cudnn", 30.0), [30 * p for p in pace[15:]])
-    late = peer.with_(time_us=peer.time_us.model_copy(update={"first_round": 15}))
+    other = rounds(baseline("torch_cudnn", 30.0), [30 * p for p in pace[15:]])
+    late = other.with_(time_us=other.time_us.model_copy(update={"first_round": 15}))
     found = judged(run(ours, late), BEFORE)
     assert found.verdict is Verdict.PASS
     assert found.ratio == pytest.approx(1, rel=1e-3)
@@ -122,18 +122,18 @@ def test_a_baseline_that_was_timed_again_is_paired_in_its_own_rounds():
     assert found.why == "no baseline has rounds in both runs, so the drift is unknown"
 
 
-def peers(*changes):
-    return [regress.Peer(math.log(c), 0.0, 0.0, 1.0) for c in changes]
+def compared(*changes):
+    return [regress.Compared(math.log(c), 0.0, 0.0, 1.0) for c in changes]
 
 
 def test_baselines_that_disagree_widen_the_interval_and_one_stranger_does_not():
-    alone = regress.combined(peers(1.0))
+    alone = regress.combined(compared(1.0))
     assert alone == pytest.approx((1.0, math.exp(-0.0147), math.exp(0.0147)), abs=1e-4)
-    together = regress.combined(peers(1.001, 1.0, 0.999))
+    together = regress.combined(compared(1.001, 1.0, 0.999))
     assert together == pytest.approx(alone)  # never surer than sessions let one be
-    apart = regress.combined(peers(1.04, 1.0, 0.96))
+    apart = regress.combined(compared(1.04, 1.0, 0.96))
     assert apart[2] > 1.08
-    stranger = regress.combined(peers(1.001, 1.0, 0.999, 1.0, 1.3))  # another version of one
+    stranger = regress.combined(compared(1.001, 1.0, 0.999, 1.0, 1.3))  # another version of one
     assert stranger == pytest.approx(together, abs=1e-3)
 
 
@@ -144,7 +144,7 @@ def test_sessions_that_differ_seldom_pass_a_slowdown():
         for _ in range(400):
             ours = true * rng.gauss(1, 0.005)
             said = [ours / rng.gauss(1, 0.005) for _ in range(3)]
-            passed[true] += regress.combined(peers(*said))[2] <= 1.03
+            passed[true] += regress.combined(compared(*said))[2] <= 1.03
     assert passed[1.0] >= 380
     assert passed[1.03] <= 8  # 2 %
 
@@ -226,12 +226,12 @@ def with_time(row, field, value):
 @pytest.mark.parametrize("who", ["winner", "baseline"])
 def test_a_time_that_cannot_be_is_damage_and_is_named(which, who, field, value):
     """Without its best row an old run would let a slower one pass, and a new one be blamed."""
-    ours, peer = candidate("flash", 20.0, M=64), baseline("torch_cudnn", 30.0)
+    ours, other = candidate("flash", 20.0, M=64), baseline("torch_cudnn", 30.0)
     second = candidate("flash", 22.0, M=128)
-    bad = {"winner": ours, "baseline": peer}[who]
-    rows = [with_time(row, field, value) if row is bad else row for row in (ours, second, peer)]
+    bad = {"winner": ours, "baseline": other}[who]
+    rows = [with_time(row, field, value) if row is bad else row for row in (ours, second, other)]
     slower = candidate("flash", 21.0, M=64)
-    old, new = (run(*rows), run(slower, peer)) if which == "old" else (BEFORE, run(*rows))
+    old, new = (run(*rows), run(slower, other)) if which == "old" else (BEFORE, run(*rows))
     compared = regress.compare(old, new, slower=0.03)
     (found,) = compared.findings
     assert (found.verdict, compared.exit_code) == (Verdict.INCONCLUSIVE, 4)

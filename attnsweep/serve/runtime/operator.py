@@ -30,9 +30,8 @@ _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _empty_like, _FLOAT, _TENSOR = torch.empty_like, torch.float32, torch.Tensor
 _NUMBERS = (int, float, torch.SymFloat)
 _MOST_SCALE = 1e38  # a kernel gets it as a 32-bit number, times the logarithm of e
-# Elements of q times keys, below which a call that records gradients is PyTorch's before anything
-# is looked up: 10^10 FLOPs, 33 us at 300 TFLOP/s. Looking it up added 8 to 11 us to host-bound
-# steps of 155 to 177 us on an H100's host.
+# Elements of q times keys, below which PyTorch gets a call that records gradients before anything
+# is looked up: the host takes longer for such a step than the device, and would notice.
 _SHORT_WORK = 2.5e9
 _SHORT = Choice(
     None,
