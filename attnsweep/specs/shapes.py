@@ -39,6 +39,7 @@ _KEYS = {
 _FIELDS = {name.lower(): of for name, of in _KEYS.items()} | {of: of for of in _KEYS.values()}
 _FIELDS |= {"dtype": "dtype", "causal": "mask", "mask": "mask"}
 _MASKS = {"causal": CAUSAL, "full": FULL, "true": CAUSAL, "false": FULL, "1": CAUSAL, "0": FULL}
+_WINDOW = re.compile(r",?\s*window\(([^(),]*),([^(),]*)\)", re.IGNORECASE)
 _EXAMPLES = "4,32,4096,128 or B=4 H=32 Hkv=8 S=4096 D=128"
 
 
@@ -164,7 +165,11 @@ def _is_file(argument: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    """The words of a text; one space or none around a comma or an equals sign is the same."""
+    """The words of a text; one space or none around a comma or an equals sign is the same.
+
+    A window is one word, with colons for the comma and brackets that shapes are written with.
+    """
+    text = _WINDOW.sub(lambda found: f" window:{found[1].strip()}:{found[2].strip()}", text)
     return re.sub(r"\s*([,=/])\s*", r"\1", text).replace("(", " ").replace(")", " ").split()
 
 
@@ -180,7 +185,7 @@ def _shapes(words: Iterable[str]) -> list[_Shape]:
         if "=" in bare:
             pieces = bare.split(",")
             given = [_named(piece) for piece in pieces]
-        elif bare.lower() in ("causal", "full") or bare.startswith("window("):
+        elif bare.lower() in ("causal", "full") or bare.startswith("window:"):
             given = [("mask", bare.lower())]
         elif bare.lower() in DTYPE_BYTES:
             given = [("dtype", bare.lower())]
@@ -334,10 +339,11 @@ def _dtype(text: str) -> str:
 def _mask(text: str) -> Interval:
     if text.lower() in _MASKS:
         return _MASKS[text.lower()]
+    said = re.sub(r"^window:([^:]*):([^:]*)$", r"window(\1,\2)", text.lower())
     try:
-        return Interval.parse(text.lower())
+        return Interval.parse(said)
     except ProblemError as error:
-        raise _Wrong(f"mask cannot be {text!r}", "write causal, full or window(512,0)") from error
+        raise _Wrong(f"mask cannot be {said!r}", "write causal, full or window(512,0)") from error
 
 
 # -- CSV ------------------------------------------------------------------------------------

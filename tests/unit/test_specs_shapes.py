@@ -61,6 +61,9 @@ class TestWhatFits:
             (["4,32,4096,128", "bf16", "causal"], "(4,32,4096,128) bf16 causal"),
             (["4,32,4096,128,bf16,causal"], "(4,32,4096,128) bf16 causal"),
             (["B=1 H=2 S=3 D=64 dtype=bf16 causal=true"], "(1,2,3,64) bf16 causal"),
+            (["1,2,3,64", "window(2,0)", "bf16"], "(1,2,3,64) bf16 window(2,0)"),
+            (["1,2,3,64,bf16,window(2, all)"], "(1,2,3,64) bf16 window(2,all)"),
+            (["(1,2,3,64) fp16 window(-1,1)"], "(1,2,3,64) fp16 window(all,1)"),
         ],
     )
     def test_one_shape(self, arguments, label):
