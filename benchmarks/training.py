@@ -1,6 +1,7 @@
 """Time forward and backward of attention calls, by PyTorch alone and with a package enabled.
 
-Usage: python benchmarks/training.py [FILE.json] [--package DIR] [--seconds 240] [--only LABEL ...].
+Usage: python benchmarks/training.py [FILE.json] [--package DIR] [--seconds 240] [--only LABEL ...]
+[--blocks].
 Needs a GPU that the package has winners for (default: the package that comes with attnsweep).
 
 q, k and v are (batch, seqlen, heads, head_dim) tensors seen as (batch, heads, seqlen, head_dim), as
@@ -15,6 +16,10 @@ in random order, ROUNDS times, while Python collects no garbage.
 - forward, backward: of the device alone, while it has steps of its own to do before.
 - alone: a step that begins and ends with an idle GPU, by the host's clock.
 - code: what the package says of the call; a call that it hands over is PyTorch's in both.
+
+With `--blocks` only the host's time of eager steps, where it is the slower one: BLOCKS blocks of
+BLOCK_STEPS steps each, PyTorch alone and the package in turns; the time of each step, from its call
+to its return, and their percentiles. The noise of a host is in the upper ones.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ from setting import console
 import attnsweep
 
 ROUNDS, SAMPLE_US, MOST_STEPS = 31, 6000, 16
+BLOCKS, BLOCK_STEPS, PERCENTILES = 60, 80, (10, 25, 50)
 AHEAD_CYCLES = 8_000_000  # the GPU spins while the host queues the steps that follow
 # batch, heads, heads_kv, seqlen, head_dim, causal
 SHAPES = (
@@ -180,8 +186,7 @@ def measured(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
     row: dict[str, Any] = {"shape": label(shape), "differs": differs}
     step = callers["eager", "package"]
     options = {"is_causal": shape[5], "enable_gqa": shape[1] != shape[2]}
-    explain = getattr(package, "explain_attention", None) or package.explain
-    row["code"] = explain(*step.given, **options).code
+    row["code"] = package_explains(package)(*step.given, **options).code
     for mode in ("eager", "compiled"):
         both = {who: found[mode, who] for who in ("pytorch", "package")}
         pairs = zip(both["pytorch"]["step"], both["package"]["step"], strict=True)
@@ -201,6 +206,39 @@ def measured(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
     return row
 
 
+def in_blocks(shape: tuple[Any, ...], package: Any) -> dict[str, Any]:
+    """The row of a shape with `--blocks`."""
+    step = Step(shape, False, package.enable)
+    steps_us: dict[str, list[float]] = {"pytorch": [], "package": []}
+    gc.collect()
+    gc.disable()
+    for _ in range(BLOCKS):
+        for who in random.sample(list(steps_us), 2):
+            with package.enable() if who == "package" else _alone():
+                for number in range(-BLOCK_STEPS // 4, BLOCK_STEPS):
+                    begin = time.perf_counter()
+                    step()
+                    took_us = (time.perf_counter() - begin) * 1e6
+                    if number >= 0:
+                        steps_us[who].append(took_us)
+            torch.cuda.synchronize()
+    gc.enable()
+    found = {
+        who: [sorted(us)[len(us) * part // 100] for part in PERCENTILES]
+        for who, us in steps_us.items()
+    }
+    pairs = zip(found["pytorch"], found["package"], strict=True)
+    row = {who: [round(each, 1) for each in us] for who, us in found.items()}
+    ratio = [round(theirs / ours, 3) for theirs, ours in pairs]
+    code = package_explains(package)(*step.given, is_causal=shape[5]).code
+    return {"shape": label(shape), **row, "ratio": ratio, "code": code}
+
+
+def package_explains(package: Any) -> Callable[..., Any]:
+    """What explains a call, of attnsweep or of an exported package."""
+    return getattr(package, "explain_attention", None) or package.explain
+
+
 def _alone() -> Any:
     return nullcontext()
 
@@ -212,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--package", type=Path, metavar="DIR")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--only", nargs="+", metavar="LABEL", default=[])
+    parser.add_argument("--blocks", action="store_true")
     given = parser.parse_args(arguments)
     package: Any = attnsweep
     if given.package is not None:
@@ -224,6 +263,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if time.monotonic() > end:
             left_out.append(label(shape))
             continue
+        if given.blocks:
+            rows.append(row := in_blocks(shape, package))
+            console.print(
+                f"{row['shape']:26} {PERCENTILES} % of steps within {row['pytorch']} → "
+                f"{row['package']} µs  {row['ratio']}  {row['code']}"
+            )
+            continue
         rows.append(row := measured(shape, package))
         for mode in ("eager", "compiled"):
             theirs, ours = row[mode]["pytorch"], row[mode]["package"]
@@ -234,7 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{theirs['backward']:.0f} → {ours['forward']:.0f} + {ours['backward']:.0f}  alone "
                 f"{theirs['alone']:.0f} → {ours['alone']:.0f}  {row['code']}"
             )
-    result = {"torch": torch.__version__, "rounds": ROUNDS, "rows": rows, "left_out": left_out}
+    rounds = {"blocks": BLOCKS} if given.blocks else {"rounds": ROUNDS}
+    result = {"torch": torch.__version__, **rounds, "rows": rows, "left_out": left_out}
     if given.file is None:
         console.print(json.dumps(result))
         return

@@ -60,7 +60,7 @@ def known(operator, planned):
         operator.attention(q, k, v)
     assert len(planned) == 4, "not known"
     assert operator.counters() == {"kernel": 7}
-    operator._counts.clear()
+    operator.counts.update(dict.fromkeys(operator.counts, 0))
     planned.clear()
     return q, k, v
 

@@ -252,7 +252,7 @@ for _ in range(4):  # the last ones are known from before
     made.attention(q, k, v)
 late = os.fork()
 if not late:
-    made._counts.clear()
+    made.counts.update(dict.fromkeys(made.counts, 0))
     made.attention(q, k, v)
     got = made.attention(q, q, q)
     right = torch.equal(got, torch.nn.functional.scaled_dot_product_attention(q, q, q))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ _MOST_SCALE = 1e38  # a kernel gets it as a 32-bit number, times the logarithm o
 # Elements of q times keys, below which PyTorch gets a call that records gradients before anything
 # is looked up: the host takes longer for such a step than the device, and would notice.
 _SHORT_WORK = 2.5e9
-_SHORT = Choice(
+SHORT = Choice(
     None,
     "short_training",
     "a step with gradients this short takes as long as the host's part of it",
@@ -58,7 +57,7 @@ class Operator:
         self._cuda, self._types = cuda, devices
         self._log = logging.getLogger(namespace)
         self._said: set[str] = set()
-        self._counts: Counter[str] = Counter()
+        self.counts = {SHORT.code: 0, "kernel": 0}  # not a Counter, which takes four times as long
         self._plans: dict[Any, Plan] = {}
         self._seen = Seen()
         self._find = self._seen.plan
@@ -71,7 +70,7 @@ class Operator:
         # Where a table's guards hand short steps over, and not those of a test.
         guards = [gpu.guard for gpu in table.gpus.values()]
         short = guards and min(guard.short_us for guard in guards) >= Guard().short_us
-        self._short_work = _SHORT_WORK if short else 0.0
+        self.short_work = _SHORT_WORK if short else 0.0
         self._on_cuda = "cuda" in devices
         # Without PyTorch's Python around them, where this build has them.
         self._current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -163,9 +162,9 @@ class Operator:
             and query.is_cuda is self._on_cuda
             and not (query.is_nested or key.is_nested)
             and key.dim() == 4
-            and query.numel() * key.size(2) < self._short_work
+            and query.numel() * key.shape[2] < self.short_work
         ):
-            self._fell_back(_SHORT)
+            self._fell_back(SHORT)
             return sdpa(
                 query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -291,10 +290,10 @@ class Operator:
 
         Calls of a replayed CUDA graph are not seen.
         """
-        return dict(self._counts)
+        return {code: count for code, count in self.counts.items() if count}
 
     def _fell_back(self, choice: Choice) -> None:
-        self._counts[choice.code] += 1
+        self.counts[choice.code] = self.counts.get(choice.code, 0) + 1
         if choice.code not in self._said:
             self._said.add(choice.code)
             level = logging.INFO if choice.code in _EXPECTED else logging.WARNING
@@ -471,7 +470,7 @@ class Operator:
             plan.calls, plan.launches = {}, None  # not tried again
             self._fell_back(plan.choice)
             return None
-        self._counts["kernel"] += 1
+        self.counts["kernel"] += 1
         return made
 
     def _prepared(self, plan: Plan, index: int) -> Launches | None:

@@ -87,11 +87,13 @@ class Routing:
     """Puts `routed` in the place of PyTorch's attention, for the whole process, and takes it out.
 
     routed: what it is replaced with; asks `on`, since a module may have kept it. Each `enable` that
-    is not undone keeps it in place; `disable` takes it out however many there are.
+    is not undone keeps it in place; `disable` takes it out however many there are. short_work:
+    below it `routed` hands over a call that records gradients; 0 while it is not in place.
     """
 
-    def __init__(self, routed: Callable[..., Any]) -> None:
+    def __init__(self, routed: Callable[..., Any], short_work: float = 0.0) -> None:
         self.on = False
+        self.short_work, self._short_work = 0.0, short_work
         self._routed = routed
         self._lock = threading.Lock()
         self._enabled = 0
@@ -145,10 +147,10 @@ class Routing:
             torch.jit._builtins._register_builtin(self._routed, f"aten::{NAME}")
             for module in (*_holders(sdpa), *_holders(found)):
                 setattr(module, NAME, self._routed)
-        self.on = True
+        self.on, self.short_work = True, self._short_work
 
     def _take_out(self) -> None:
-        self.on, self._enabled = False, 0
+        self.on, self.short_work, self._enabled = False, 0.0, 0
         for module in _holders(self._routed):
             setattr(module, NAME, sdpa)
 
