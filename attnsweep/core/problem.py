@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from attnsweep.core.errors import ProblemError
@@ -59,6 +59,8 @@ class Problem:
     head_dim: int
     dtype: Dtype = "fp16"
     mask: Interval = FULL
+    # Of whole numbers, so that it is the same in all processes; dispatch asks it in each new call.
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -77,9 +79,15 @@ class Problem:
         if causal is not None:
             mask = CAUSAL if causal else FULL
         values = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype, mask)
-        for field, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)
+        for each, value in zip(fields(self), values, strict=False):
+            object.__setattr__(self, each.name, value)
         self._check()
+        sides = (-1 if side is None else side for side in mask.sides)
+        numbers = (*values[:6], [*DTYPE_BYTES].index(dtype), *sides)
+        object.__setattr__(self, "_hash", hash(numbers))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def _check(self) -> None:
         for name in SIZES:
@@ -165,8 +173,8 @@ class Problem:
     @property
     def facts(self) -> dict[str, Any]:
         """Sizes, dtype and mask as rows have them in JSON."""
-        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "mask"}
-        return sizes | self.mask.facts
+        sizes = {name: getattr(self, name) for name in SIZES}
+        return sizes | {"dtype": self.dtype} | self.mask.facts
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Problem:
@@ -176,14 +184,12 @@ class Problem:
                 f"a problem has no {', '.join(sorted(unknown))}: written by another version of "
                 "attnsweep?"
             )
-        own = {f.name: facts[f.name] for f in fields(cls) if f.name in facts}
+        own = {name: facts[name] for name in (*SIZES, "dtype") if name in facts}
         missing = [name for name in SIZES if not isinstance(own.get(name), int)]
         if missing:
             raise ProblemError(f"not a problem: no whole number {', '.join(missing)}")
         window = facts.get("window")
         if window is not None and (not isinstance(window, list | tuple) or len(window) != 2):
-            raise ProblemError(f"a window is [LEFT, RIGHT], not {window!r}")
-        if window is not None and not (isinstance(window, list | tuple) and len(window) == 2):
             raise ProblemError(f"a window is [LEFT, RIGHT], not {window!r}")
         mask = Interval(*window) if window else CAUSAL if facts.get("causal") else FULL
         return cls(**own | {"mask": mask})

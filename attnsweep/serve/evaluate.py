@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from attnsweep.core.errors import StoreError
+from attnsweep.core.problem import Problem
 from attnsweep.core.trial import OURS, Status, Trial
 from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
 from attnsweep.serve.export import held_for, outline
-from attnsweep.serve.export_code import FAMILY, gpu_of, shape_of
+from attnsweep.serve.export_code import FAMILY, gpu_of
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.served import WGMMA, refused_by
-from attnsweep.serve.runtime.table import TABLE, Gpu, GpuKey, Kernel, Shape, known, read_table
+from attnsweep.serve.runtime.table import TABLE, Gpu, GpuKey, Kernel, known, read_table
 from attnsweep.store.run import open_run
 
 SDPA = "torch_"
@@ -37,7 +38,7 @@ class Swept:
     """What a run says of one shape: microseconds of each config, and of PyTorch's backends."""
 
     run: str
-    shape: Shape
+    problem: Problem
     configs_us: Mapping[str, float]
     sdpa_us: Mapping[str, float]
 
@@ -78,20 +79,20 @@ def swept(run: Path) -> list[Swept]:
     """The shapes that a run can judge: with correct candidates, and with times of PyTorch's."""
     family = discover()[FAMILY]
     names = [param.name for param in family.params]
-    ours: dict[Shape, dict[str, float]] = {}
-    theirs: dict[Shape, dict[str, float]] = {}
+    ours: dict[Problem, dict[str, float]] = {}
+    theirs: dict[Problem, dict[str, float]] = {}
     for trial in open_run(run).trials:
         if trial.status is not Status.OK or trial.time_us is None:
             continue
-        shape, time_us = shape_of(trial.problem), trial.time_us.median
+        problem, time_us = trial.problem, trial.time_us.median
         if trial.provider.startswith(SDPA):
-            theirs.setdefault(shape, {})[trial.provider] = time_us
+            theirs.setdefault(problem, {})[trial.provider] = time_us
         elif _is_ours(trial) and changed_since(family, Config(trial.config)) is None:
             config = of_today(family, trial.config)
             label = Config({**{name: config[name] for name in names}, "LSE": 0}).label
-            ours.setdefault(shape, {})[label] = time_us
-    both = [shape for shape in ours if shape in theirs]
-    return [Swept(run.name, shape, ours[shape], theirs[shape]) for shape in both]
+            ours.setdefault(problem, {})[label] = time_us
+    both = [problem for problem in ours if problem in theirs]
+    return [Swept(run.name, problem, ours[problem], theirs[problem]) for problem in both]
 
 
 def _is_ours(trial: Trial) -> bool:
@@ -99,52 +100,51 @@ def _is_ours(trial: Trial) -> bool:
     return kernel and trial.schedule.get("chunks", 1) == 1
 
 
-def without(gpu: Gpu, shape: Shape) -> Gpu:
+def without(gpu: Gpu, problem: Problem) -> Gpu:
     """What would be known if neither the shape nor its twin in the other dtype had been tuned.
 
     Neither on this GPU nor on the one that stands in for it.
     """
-    sizes = shape._replace(dtype="")
-    winners = tuple(w for w in gpu.winners if w.shape._replace(dtype="") != sizes)
+    winners = tuple(w for w in gpu.winners if replace(w.problem, dtype=problem.dtype) != problem)
     won = {w.kernel.config for w in winners}
     held = {_key(w.kernel) for w in winners}
-    shapes = Counter((w.shape.head_dim, w.shape.causal) for w in winners)
+    shapes = Counter((w.problem.head_dim, w.problem.mask.kind) for w in winners)
     for w in winners:
         times_us = {k.config: us for k, us in ((w.kernel, w.time_us), *w.others)}
-        kind = (w.shape.head_dim, w.shape.causal)
+        kind = (w.problem.head_dim, w.problem.mask.kind)
         held |= {(*kind, config) for config in held_for(times_us, won, shapes[kind])}
     made = [w.kernel for w in gpu.winners] + [*gpu.twins]
     twins = tuple(kernel for kernel in made if _key(kernel) in held)
     left = [
         replace(w, others=tuple((k, us) for k, us in w.others if _key(k) in held)) for w in winners
     ]
-    other = None if gpu.stand_in is None else without(gpu.stand_in, shape)
+    other = None if gpu.stand_in is None else without(gpu.stand_in, problem)
     return replace(gpu, winners=tuple(left), twins=twins, stand_in=other)
 
 
-def _key(kernel: Kernel) -> tuple[int, bool, str]:
-    return (kernel.head_dim, kernel.causal, kernel.config)
+def _key(kernel: Kernel) -> tuple[int, str, str]:
+    return (kernel.head_dim, kernel.mask, kernel.config)
 
 
 def judge(gpu: Gpu, one: Swept) -> Judged:
     """What the package would call on a shape, and what the shape's own sweep says of it."""
-    choice = choose(gpu, one.shape)
+    choice = choose(gpu, one.problem)
     sdpa_us = min(one.sdpa_us.values())
     config = choice.kernel.config if choice.kernel is not None else None
     time_us = sdpa_us if config is None else one.configs_us.get(config)
     known_of = [gpu, *([gpu.stand_in] if gpu.stand_in is not None else [])]
     made = [k for each in known_of for k in (*(w.kernel for w in each.winners), *each.twins)]
-    kind = (one.shape.head_dim, one.shape.causal, one.shape.dtype)
+    kind = (one.problem.head_dim, one.problem.mask.kind, one.problem.dtype)
     held = [
         one.configs_us[k.config]
         for k in made
-        if (k.head_dim, k.causal, k.dtype) == kind
+        if (k.head_dim, k.mask, k.dtype) == kind
         and k.config in one.configs_us
-        and refused_by(WGMMA, k.values, one.shape.problem, gpu.key.sm_count) is None
+        and refused_by(WGMMA, k.values, one.problem, gpu.key.sm_count) is None
     ]
     return Judged(
         one.run,
-        one.shape.label,
+        one.problem.label,
         choice.code,
         config,
         None if time_us is None else time_us / one.best_us - 1,
@@ -171,11 +171,11 @@ def judged(
                 where=str(run),
                 hint="name runs of this GPU before --held-out",
             )
-        shapes = {winner.shape for winner in gpu.winners}
+        shapes = {winner.problem for winner in gpu.winners}
         for one in swept(run):
             if leave_one_out or not held_out:
-                yield judge(without(gpu, one.shape), one)
-            elif one.shape not in shapes:
+                yield judge(without(gpu, one.problem), one)
+            elif one.problem not in shapes:
                 yield judge(gpu, one)
 
 

@@ -36,7 +36,8 @@ from attnsweep.serve.export_code import (
     config_of,
     gpu_of,
     gpu_row,
-    shape_of,
+    kind_of_mask,
+    order_of,
     source_digest,
     why_not_today,
 )
@@ -228,7 +229,7 @@ def _selected(directories: Sequence[Path], family: Kernel, of_fp8: Kernel | None
             where=", ".join(map(str, directories)),
             hint="\n  ".join(left_out) or "run a spec with flash_fwd_wgmma and torch_* baselines",
         )
-    winners = sorted(found.values(), key=lambda c: (c.gpu, shape_of(c.trial.problem)))
+    winners = sorted(found.values(), key=lambda c: (c.gpu, order_of(c.trial.problem)))
     codes: dict[tuple[object, ...], tuple[Config, Problem]] = {}
     for chosen in winners:
         config, problem = config_of(chosen.trial, family), chosen.trial.problem
@@ -260,7 +261,7 @@ def _table(
         "source": source_digest(family),
         "configs": list(configs),
         "kernels": [
-            {"head_dim": p.head_dim, "dtype": p.dtype, "causal": p.causal}
+            {"head_dim": p.head_dim, "dtype": p.dtype, "mask": p.mask.kind}
             | {"config": configs[config.label], "stages": stages[number]}
             for number, (config, p) in enumerate(selected.codes.values())
         ],
@@ -347,15 +348,15 @@ def _order(chosen: Chosen) -> tuple[float, str]:
 
 def _code_key(config: Config, problem: Problem) -> tuple[object, ...]:
     values = tuple(sorted((name, str(value)) for name, value in config.items() if name != "LSE"))
-    return (problem.head_dim, problem.dtype, problem.causal, values)
+    return (problem.head_dim, problem.dtype, kind_of_mask(problem), values)
 
 
-Kind = tuple[int, bool]
-"""head_dim, and whether causal: kernels of one kind are compared on a shape."""
+Kind = tuple[int, str]
+"""head_dim and kind of mask: kernels of one kind are compared on a shape."""
 
 
 def _kind(problem: Problem) -> Kind:
-    return (problem.head_dim, problem.causal)
+    return (problem.head_dim, problem.mask.kind)
 
 
 def _served(
@@ -436,7 +437,7 @@ def _row(
         if label in chosen.times_us and label != own.label
     ]
     return {
-        "shape": problem.label,
+        "problem": problem.label,
         "kernel": numbers[_code_key(own, problem)],
         "time_us": round(_median(chosen.trial), 4),
         "sdpa_us": round(chosen.sdpa_us, 4),

@@ -11,12 +11,12 @@ from typing import Any
 from attnsweep.compile.cubin import check_arguments, functions
 from attnsweep.compile.nvrtc import Compiler, Cubin, source_closure
 from attnsweep.core.hardware import Arch, arch_named
-from attnsweep.core.problem import Problem
+from attnsweep.core.problem import FULL, SIZES, Problem
 from attnsweep.core.trial import Environment, Trial
 from attnsweep.family.chunks import changed_since, of_today
 from attnsweep.family.family import Config, Kernel
 from attnsweep.serve.runtime import served
-from attnsweep.serve.runtime.table import GpuKey, Shape
+from attnsweep.serve.runtime.table import GpuKey
 from attnsweep.store.run import Run, environment_of
 
 FAMILY = "flash_fwd_wgmma"
@@ -26,10 +26,15 @@ Strides = Mapping[str, tuple[int, int, int]]
 """Tensor to elements from batch to batch, head to head, and row to row."""
 
 
-def shape_of(problem: Problem) -> Shape:
-    """A problem as a table has it."""
-    sizes = (problem.batch, problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
-    return Shape(*sizes, problem.head_dim, problem.dtype, problem.causal)
+def order_of(problem: Problem) -> tuple[object, ...]:
+    """A problem's place in a table: by its sizes, and those without a mask first."""
+    sizes = (getattr(problem, name) for name in SIZES)
+    return (*sizes, problem.dtype, *kind_of_mask(problem), problem.mask.label)
+
+
+def kind_of_mask(problem: Problem) -> tuple[bool, str]:
+    """The kind of its mask, in the order of a table."""
+    return problem.mask != FULL, problem.mask.kind
 
 
 def contiguous(problem: Problem) -> Strides:

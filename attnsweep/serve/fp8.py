@@ -14,14 +14,15 @@ from attnsweep.choose.ranking import rank
 from attnsweep.compile.cubin import check_arguments, functions
 from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.hardware import Arch, arch_named, arch_on
-from attnsweep.core.problem import SCALE_BLOCK, Problem
+from attnsweep.core.problem import FULL, SCALE_BLOCK, Problem
 from attnsweep.core.trial import OURS, Environment, Trial
 from attnsweep.family.family import Config, Kernel
 from attnsweep.serve.export_code import (
     config_of,
     gpu_row,
+    kind_of_mask,
     named,
-    shape_of,
+    order_of,
     source_digest,
     why_not_today,
 )
@@ -106,7 +107,7 @@ def _scale_block(problem: Problem) -> int:
 def _code_key(config: Config, problem: Problem) -> CodeKey:
     """What tells machine code from other. Scales of heads and of tensors have the same."""
     values = tuple(sorted((name, str(value)) for name, value in config.items()))
-    return (problem.head_dim, problem.causal, _scale_block(problem), values)
+    return (problem.head_dim, kind_of_mask(problem), _scale_block(problem), values)
 
 
 def select(found: Sequence[Winner], names: Mapping[GpuKey, set[str]], family: Kernel) -> Selected:
@@ -114,7 +115,7 @@ def select(found: Sequence[Winner], names: Mapping[GpuKey, set[str]], family: Ke
     fastest: dict[tuple[GpuKey, Problem], Winner] = {}
     for winner in sorted(found, key=lambda w: (w.time_us, w.config.label), reverse=True):
         fastest[winner.gpu, winner.problem] = winner
-    won = sorted(fastest.values(), key=lambda w: (w.gpu, shape_of(w.problem)))
+    won = sorted(fastest.values(), key=lambda w: (w.gpu, order_of(w.problem)))
     codes: dict[CodeKey, tuple[Config, Problem]] = {}
     spare: dict[CodeKey, tuple[Config, Problem]] = {}
     kinds: dict[CodeKey, Winner] = {}
@@ -146,7 +147,7 @@ def spares(
     """
     for warpgroups in (1, 2):
         block_m = 64 * warpgroups
-        lengths = [(block_m - 63, 0)] + ([(block_m + 1, 1)] if problem.causal else [])
+        lengths = [(block_m - 63, 0)] + ([(block_m + 1, 1)] if problem.mask != FULL else [])
         found = []
         for seqlen, order in lengths:
             small = replace(problem, seqlen_q=seqlen, seqlen_k=seqlen)
@@ -169,7 +170,7 @@ def spares(
 # ---- machine code ----
 def row(config: Config, problem: Problem, configs: Mapping[str, int]) -> dict[str, Any]:
     """What a table says of a config of FAMILY, but for its code. configs: numbers by label."""
-    kind = {"head_dim": problem.head_dim, "causal": problem.causal}
+    kind = {"head_dim": problem.head_dim, "mask": problem.mask.kind}
     return kind | {"scale_block": _scale_block(problem), "config": configs[config.label]}
 
 
@@ -218,7 +219,7 @@ def section(selected: Selected, family: Kernel, kernels: list[dict[str, Any]]) -
             | {
                 "winners": [
                     {
-                        "shape": winner.problem.label,
+                        "problem": winner.problem.label,
                         "kernel": numbers[_code_key(winner.config, winner.problem)],
                         "time_us": round(winner.time_us, 4),
                     }

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from attnsweep.core.problem import Problem
 from attnsweep.family.family import Config
 from attnsweep.serve import export
 from attnsweep.serve.runtime.served import WGMMA
@@ -23,7 +24,6 @@ from attnsweep.serve.runtime.table import (
     GpuKey,
     Guard,
     Kernel,
-    Shape,
     Table,
     Winner,
 )
@@ -39,7 +39,7 @@ def label(**changes: int) -> str:
     return Config(_FIRST | {"WARPGROUPS": 2, "NUM_STAGES": 2} | changes).label
 
 
-PLAIN = Kernel(64, "bf16", False, label(), ({}, {}))
+PLAIN = Kernel(64, "bf16", "full", label(), ({}, {}))
 SPLIT = replace(PLAIN, config=label(SPLITS=2, PDL=2))
 
 
@@ -58,10 +58,11 @@ def shape(
     head_dim: int = 64,
     dtype: str = "bf16",
     causal: bool = False,
-) -> Shape:
+) -> Problem:
     """A shape with the defaults of PLAIN."""
-    return Shape(
-        *(batch, heads, heads_kv or heads, seqlen, seqlen_k or seqlen, head_dim, dtype, causal)
+    return Problem(
+        *(batch, heads, heads_kv or heads, seqlen, seqlen_k or seqlen, head_dim, dtype),
+        causal=causal,
     )
 
 
@@ -70,7 +71,7 @@ def with_code(kernel: Kernel, directory: Path) -> Kernel:
     (directory / CUBINS).mkdir(parents=True, exist_ok=True)
 
     def code(stage: str, lse: int) -> Code:
-        data = f"{kernel.config} {stage} {lse} {kernel.causal} {kernel.dtype}".encode()
+        data = f"{kernel.config} {stage} {lse} {kernel.mask} {kernel.dtype}".encode()
         digest = hashlib.sha256(data).hexdigest()
         file = f"{digest[:16]}.cubin"
         (directory / CUBINS / file).write_bytes(data)
@@ -83,10 +84,10 @@ def with_code(kernel: Kernel, directory: Path) -> Kernel:
 
 
 def winner(
-    of: Shape, kernel: Kernel = PLAIN, gain: float = 1.2, low: float | None = None
+    of: Problem, kernel: Kernel = PLAIN, gain: float = 1.2, low: float | None = None
 ) -> Winner:
     """A winner whose kernel is made for the shape's head_dim, dtype and mask."""
-    own = replace(kernel, head_dim=of.head_dim, dtype=of.dtype, causal=of.causal)
+    own = replace(kernel, head_dim=of.head_dim, dtype=of.dtype, mask=of.mask.kind)
     return Winner(of, own, 10.0, 10.0 * gain, gain, gain if low is None else low)
 
 
@@ -111,12 +112,12 @@ def written(place: Path, name: str, *winners: Winner) -> Path:
         (directory / path).write_text(text)
     made = table(directory, *winners).gpus[H100]
     kernels = [
-        {"head_dim": k.head_dim, "dtype": k.dtype, "causal": k.causal, "config": number}
+        {"head_dim": k.head_dim, "dtype": k.dtype, "mask": k.mask, "config": number}
         | {"stages": {n: [both[n].sha256 for both in k.stages] for n in k.stages[0]}}
         for number, k in enumerate(winner.kernel for winner in made.winners)
     ]
     rows = [
-        {"kernel": number, "shape": winner.shape.label, "others": []}
+        {"kernel": number, "problem": winner.problem.label, "others": []}
         | {name: getattr(winner, name) for name in ("time_us", "sdpa_us", "gain", "gain_low")}
         for number, winner in enumerate(made.winners)
     ]

@@ -26,7 +26,6 @@ from attnsweep.serve.runtime.table import (
     Gpu,
     GpuKey,
     Guard,
-    Shape,
     Table,
     read_table,
 )
@@ -101,9 +100,9 @@ def unguarded(gpu: Gpu) -> Gpu:
 # ---- calls in 16 bits ----
 def call(
     batch: int, heads: int, heads_kv: int, seqlen: int, head_dim: int, dtype: str, causal: bool
-) -> Shape:
+) -> Problem:
     """A call with as many queries as keys."""
-    return Shape(batch, heads, heads_kv, seqlen, seqlen, head_dim, dtype, causal)
+    return Problem(batch, heads, heads_kv, seqlen, seqlen, head_dim, dtype, causal=causal)
 
 
 BOTH = (False, True)
@@ -128,7 +127,7 @@ SHIPPED = tuple(
 """By the winners that come with attnsweep, on each card that they are of."""
 
 
-def changing(seqlen: int) -> Shape:
+def changing(seqlen: int) -> Problem:
     """The call of a length of CHANGING."""
     return call(1, 16, 16, seqlen, 64, "fp16", False)
 

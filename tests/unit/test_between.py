@@ -12,7 +12,7 @@ from attnsweep import dispatch_summary, families, judge_dispatch, load_spec, ope
 from attnsweep.core.hardware import ARCHS
 from attnsweep.family.family import Config
 from attnsweep.serve import export
-from attnsweep.serve.export_code import FAMILY, config_of, gpu_of, shape_of
+from attnsweep.serve.export_code import FAMILY, config_of, gpu_of
 
 ROOT = Path(__file__).parent.parent.parent
 # Specs that both cards have runs of; each has a spec of its own besides.
@@ -92,7 +92,7 @@ def test_the_held_out_shapes_timed_all_choices(name):
     """What is judged is all that the rule chose, and no choice is slower than PyTorch's own."""
     rows = judge_dispatch([*RUNS, H100 / "between_short"], [H100 / name])
     assert len(rows) >= 40
-    assert [row.shape for row in rows if row.regret is None] == []
+    assert [row.problem for row in rows if row.regret is None] == []
     found = dispatch_summary(rows)
     assert found["regret"]["median"] <= 0.03
     assert found["regret"]["p95"] <= 0.10
@@ -109,7 +109,7 @@ def test_the_page_says_what_the_rule_loses_of_all_runs(card, runs):
     page = (ROOT / "docs/tutorials/your-model.md").read_text()
     assert row in page
     assert found["regret"]["p95"] <= 0.10
-    slower = sorted((row.gain, row.shape) for row in rows if row.gain and row.gain < 0.97)
+    slower = sorted((row.gain, row.problem) for row in rows if row.gain and row.gain < 0.97)
     assert [shape for _, shape in slower] == SLOWER[card]
     for gain, shape in slower:
         assert f"{shape.replace(' bf16 ', ', bf16 ')}, {100 * (1 / gain - 1):.1f} %" in page
@@ -118,7 +118,7 @@ def test_the_page_says_what_the_rule_loses_of_all_runs(card, runs):
 def test_the_specs_vary_what_decides_a_time(planned):
     if planned is plan_of("between_short"):
         pytest.skip("a supplement")
-    shapes = [shape_of(item.problem) for item in planned]
+    shapes = [item.problem for item in planned]
     assert {s.head_dim for s in shapes} == {64, 96, 128, 256}
     assert {(s.dtype, s.causal) for s in shapes} == {
         (dtype, causal) for dtype in ("fp16", "bf16") for causal in (False, True)

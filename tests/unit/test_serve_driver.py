@@ -22,7 +22,7 @@ NAMES, ADDRESSES = tuple(POINTERS), tuple(POINTERS.values())
 
 
 def calls(kernel, scale, **options):
-    return launches_of(WGMMA, kernel.values, shape().problem, scale, **options)
+    return launches_of(WGMMA, kernel.values, shape(), scale, **options)
 
 
 def test_a_launch_passes_what_the_template_takes(tmp_path):
@@ -44,7 +44,7 @@ def test_a_launch_passes_what_the_template_takes(tmp_path):
     config = fwd["config"]
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (2, 4, 2)
     assert (config.blockDimX, config.hStream) == (384, 77)
-    assert config.sharedMemBytes == WGMMA.smem_bytes(kernel.values, shape().problem)
+    assert config.sharedMemBytes == WGMMA.smem_bytes(kernel.values, shape())
     functions = (fwd["function"][1], join["function"][1])
     assert functions == ("flash_fwd_wgmma", "flash_fwd_wgmma_combine")
 
@@ -188,7 +188,7 @@ def test_the_bindings_own_types_take_what_a_launch_says(tmp_path, monkeypatch):
     assert (fwd.gridDimX, fwd.gridDimY, fwd.gridDimZ, fwd.numAttrs) == (2, 4, 2, 0)
     assert (int(fwd.hStream), fwd.sharedMemBytes) == (
         77,
-        WGMMA.smem_bytes(kernel.values, shape().problem),
+        WGMMA.smem_bytes(kernel.values, shape()),
     )
     assert join.numAttrs == 1
     assert join.attrs[0].value.programmaticStreamSerializationAllowed == 1

@@ -90,9 +90,9 @@ def test_runners_up_are_held_of_the_configs_that_won_anywhere():
 def test_a_left_out_shape_is_not_known():
     known = evaluate.tuned(TUNED)[H100]
     first = known.winners[0]
-    left = evaluate.without(known, first.shape)
-    sizes = first.shape._replace(dtype="")
-    assert not [w for w in left.winners if w.shape._replace(dtype="") == sizes]
+    left = evaluate.without(known, first.problem)
+    twins = [replace(first.problem, dtype=dtype) for dtype in ("fp16", "bf16")]
+    assert not [w for w in left.winners if w.problem in twins]
     won = {w.kernel.config for w in left.winners}
     kernels = [*left.twins, *(k for w in left.winners for k, _ in w.others)]
     assert {k.config for k in kernels} <= won

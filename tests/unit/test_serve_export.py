@@ -102,7 +102,7 @@ def test_every_gpu_of_the_runs_is_in_the_table(exported):
     h100 = made.gpus[H100]
     assert len(h100.winners) == 9
     assert all(w.gain > 1 and 0 < w.gain_low <= w.gain for w in h100.winners)
-    one = next(w for w in h100.winners if w.shape == shape(1, 16, 1024, dtype="fp16"))
+    one = next(w for w in h100.winners if w.problem == shape(1, 16, 1024, dtype="fp16"))
     assert one.gain == pytest.approx(1.33, abs=1e-3)
     for each in made.gpus.values():
         for w in each.winners:
@@ -114,10 +114,10 @@ def test_every_winner_also_serves_the_other_dtype(exported):
     made = read_table(exported.directory / "my_attention")
     for each in made.gpus.values():
         kernels = [*(w.kernel for w in each.winners), *each.twins]
-        served = {(k.head_dim, k.causal, k.config, k.dtype) for k in kernels}
+        served = {(k.head_dim, k.mask, k.config, k.dtype) for k in kernels}
         assert {(*kind, dtype) for *kind, _ in served for dtype in ("fp16", "bf16")} == served
-        won = {(w.shape[5:], w.kernel.config) for w in each.winners}
-        assert not {((t.head_dim, t.dtype, t.causal), t.config) for t in each.twins} & won
+        won = {((k.head_dim, k.dtype, k.mask), k.config) for k in (w.kernel for w in each.winners)}
+        assert not {((t.head_dim, t.dtype, t.mask), t.config) for t in each.twins} & won
         for twin in each.twins:
             assert all(made.code(code) for codes in twin.stages for code in codes.values())
 
@@ -125,16 +125,16 @@ def test_every_winner_also_serves_the_other_dtype(exported):
 def test_a_row_has_the_times_of_the_other_kernels(exported):
     """As the run has them: of the configs that won elsewhere, and of no others."""
     known = read_table(exported.directory / "my_attention").gpus[H100]
-    one = next(w for w in known.winners if w.shape == shape(1, 16, 1024, dtype="fp16"))
+    one = next(w for w in known.winners if w.problem == shape(1, 16, 1024, dtype="fp16"))
     configs = {w.kernel.config for w in known.winners}
     measured = {
         config_of(t, FAMILIES["flash_fwd_wgmma"]).label: t.time_us.median
         for t in store_run.open_run(H100_RUN).trials
-        if t.kernel == "flash_fwd_wgmma" and t.time_us and t.problem.label == one.shape.label
+        if t.kernel == "flash_fwd_wgmma" and t.time_us and t.problem.label == one.problem.label
     }
     assert one.others
     for kernel, time_us in one.others:
-        assert (kernel.head_dim, kernel.causal, kernel.dtype) == (64, False, "fp16")
+        assert (kernel.head_dim, kernel.mask, kernel.dtype) == (64, "full", "fp16")
         assert kernel.config in configs - {one.kernel.config}
         assert time_us == pytest.approx(measured[kernel.config], abs=1e-4)
 

@@ -10,7 +10,7 @@ import pytest
 from attnsweep import dispatch_summary, judge_dispatch
 from attnsweep.serve import evaluate, shipped
 from attnsweep.serve.runtime.dispatch import choose
-from attnsweep.serve.runtime.table import Shape, known, read_table
+from attnsweep.serve.runtime.table import Problem, known, read_table
 
 H100 = Path(__file__).parent.parent.parent / "results/h100-80gb-hbm3"
 JUDGE = H100 / "held_out_decode"
@@ -21,7 +21,7 @@ TUNED = (
 )
 RUNS = [H100 / name for name in TUNED]
 # By kernels that were timed with 64 queries it took 51.6 µs, 48.9 by PyTorch's own attention.
-SLOWER_BEFORE = Shape(1, 32, 8, 1, 32768, 128, "bf16", False)
+SLOWER_BEFORE = Problem(1, 32, 8, 1, 32768, 128, "bf16")
 
 
 @cache
@@ -38,14 +38,14 @@ def gpu(request):
 
 @pytest.fixture
 def shapes():
-    return [one.shape for one in evaluate.swept(JUDGE)]
+    return [one.problem for one in evaluate.swept(JUDGE)]
 
 
 def test_no_kernel_of_more_queries_serves_few(gpu, shapes):
     """Until few queries are tuned for packages, PyTorch's own attention serves all of them."""
     assert len(shapes) == 18
     assert max(shape.seqlen_q for shape in shapes) < FEW
-    assert not [w for w in gpu.winners if w.shape.seqlen_q < FEW], "judge their times then"
+    assert not [w for w in gpu.winners if w.problem.seqlen_q < FEW], "judge their times then"
     for shape in (*shapes, SLOWER_BEFORE):
         choice = choose(gpu, shape)
         assert (choice.kernel, choice.code) == (None, "far"), choice.reason
@@ -72,4 +72,4 @@ def test_the_page_says_what_is_lost_on_few_queries():
 
 
 def test_nothing_in_the_shipped_table_comes_from_what_judges_it(gpu, shapes):
-    assert not {winner.shape for winner in gpu.winners} & {*shapes}
+    assert not {winner.problem for winner in gpu.winners} & {*shapes}

@@ -21,10 +21,9 @@ from attnsweep.family.discover import discover
 from attnsweep.family.space import Space
 from attnsweep.serve import export as serve_export
 from attnsweep.serve import fp8 as made_of
-from attnsweep.serve.export_code import shape_of
 from attnsweep.serve.runtime import fp8_dispatch as fp8
 from attnsweep.serve.runtime import served
-from attnsweep.serve.runtime.table import CUBINS, TABLE, PackageError, Shape, read_table
+from attnsweep.serve.runtime.table import CUBINS, TABLE, PackageError, read_table
 from attnsweep.store import run as store_run
 
 FAMILIES = discover()
@@ -55,7 +54,9 @@ def contents(directory):
 
 
 def shape(batch, heads, seqlen, head_dim, dtype="e4m3_tensor", causal=False, *, heads_kv=None):
-    return Shape(batch, heads, heads_kv or heads, seqlen, seqlen, head_dim, dtype, causal)
+    return Problem(
+        *(batch, heads, heads_kv or heads, seqlen, seqlen, head_dim, dtype), causal=causal
+    )
 
 
 # ---- the package ----
@@ -65,7 +66,7 @@ def test_the_run_of_fp8_problems_is_exported(exported, known):
     made = read_table(exported.directory / exported.name)
     assert made.gpus == {}
     assert len(known.winners) == 12
-    one = next(w for w in known.winners if w.shape == shape(4, 16, 4096, 128))
+    one = next(w for w in known.winners if w.problem == shape(4, 16, 4096, 128))
     assert one.time_us == pytest.approx(511.04, abs=1e-3)  # as ranked
     assert "BLOCK_N=96 WARPGROUPS=3" in one.kernel.config
     assert one.kernel.values.PERSISTENT == 132
@@ -82,14 +83,14 @@ def test_the_ranking_rules_which_candidate_wins(tmp_path, monkeypatch):
     done = export(tmp_path, [FP8_RUN])
     made = read_table(done.directory / done.name).fp8[H100]
     errors = {
-        (shape_of(t.problem), t.time_us.median): t.accuracy.timed_err
+        (t.problem, t.time_us.median): t.accuracy.timed_err
         for t in few
         if t.kernel == made_of.FAMILY and t.time_us and t.accuracy
     }
     assert made.winners
     for w in made.winners:
         error = next(
-            e for (s, us), e in errors.items() if s == w.shape and abs(us - w.time_us) < 1e-3
+            e for (s, us), e in errors.items() if s == w.problem and abs(us - w.time_us) < 1e-3
         )
         assert error <= 0.06
 
@@ -143,8 +144,8 @@ def test_a_damaged_cubin_is_found(exported, known, tmp_path):
         lambda raw: raw["gpus"][0].update(sm_count=0),
         lambda raw: raw["gpus"][0]["winners"][0].update(kernel=999),
         lambda raw: raw["gpus"][0]["winners"][0].update(time_us=0.0),
-        lambda raw: raw["gpus"][0]["winners"][0].update(shape="(1,1,9,256) e4m3 full"),
-        lambda raw: raw["gpus"][0]["winners"][0].update(shape="(1,1,9,64) e4m3_block full"),
+        lambda raw: raw["gpus"][0]["winners"][0].update(problem="(1,1,9,256) e4m3 full"),
+        lambda raw: raw["gpus"][0]["winners"][0].update(problem="(1,1,9,64) e4m3_block full"),
     ],
 )
 def test_a_damaged_table(exported, tmp_path, spoil):
@@ -157,15 +158,15 @@ def test_a_damaged_table(exported, tmp_path, spoil):
 
 # ---- which kernel ----
 def refused(kernel, shape):
-    return served.refused_by(served.FP8, kernel.values, shape.problem, ARCH.sm_count)
+    return served.refused_by(served.FP8, kernel.values, shape, ARCH.sm_count)
 
 
 def test_a_tuned_shape_gets_its_winner(known):
     for winner in known.winners:
-        choice = fp8.choose(known, winner.shape)
+        choice = fp8.choose(known, winner.problem)
         assert (choice.kernel, choice.code) == (winner.kernel, "tuned")
         # Scales of heads go to the same machine code.
-        choice = fp8.choose(known, winner.shape._replace(dtype="e4m3"))
+        choice = fp8.choose(known, replace(winner.problem, dtype="e4m3"))
         assert (choice.kernel, choice.code) == (winner.kernel, "tuned")
 
 
@@ -196,11 +197,12 @@ def test_every_shape_of_a_tuned_kind_is_served(
     known, batch, heads_kv, group, lengths, head_dim, causal
 ):
     q, k = lengths
-    one = Shape(batch, heads_kv * group, heads_kv, q, q if causal else k, head_dim, "e4m3", causal)
+    sizes = (batch, heads_kv * group, heads_kv, q, q if causal else k, head_dim)
+    one = Problem(*sizes, "e4m3", causal=causal)
     choice = fp8.choose(known, one)
     assert not isinstance(choice, str), choice
     alike = [w.kernel for w in known.winners if w.kernel.head_dim == head_dim]
-    broken = [refused(kernel, one) for kernel in alike if kernel.causal == causal]
+    broken = [refused(kernel, one) for kernel in alike if kernel.mask == one.mask.kind]
     assert (choice.code == "spare") == all(broken)
 
 

@@ -21,6 +21,7 @@ from fake_driver import FakeDriver  # noqa: E402
 from packages import H100  # noqa: E402
 
 from attnsweep.core.hardware import ARCHS  # noqa: E402
+from attnsweep.core.problem import Problem  # noqa: E402
 from attnsweep.family.discover import discover  # noqa: E402
 from attnsweep.serve import export  # noqa: E402
 from attnsweep.serve.runtime import driver as driver_module  # noqa: E402
@@ -54,11 +55,11 @@ def table(exported):
     blocks = tuple(
         replace(
             winner,
-            shape=winner.shape._replace(dtype="e4m3_block"),
+            problem=replace(winner.problem, dtype="e4m3_block"),
             kernel=replace(winner.kernel, scale_block=128),
         )
         for winner in known.winners
-        if winner.shape.head_dim == 64
+        if winner.problem.head_dim == 64
     )
     return replace(made, fp8={H100: replace(known, winners=known.winners + blocks)})
 
@@ -159,8 +160,8 @@ def test_masks_tails_and_grouped_heads(operator, driver, table, causal, seqlen, 
     known = table.fp8[H100]
     loaded = driver.modules[driver.launches[0]["function"][0]]
     kernels = [*(winner.kernel for winner in known.winners), *known.spare]
-    of_code = {(k.head_dim, k.causal) for k in kernels if table.code(k.code) == loaded}
-    assert of_code == {(head_dim, causal)}
+    of_code = {(k.head_dim, k.mask) for k in kernels if table.code(k.code) == loaded}
+    assert of_code == {(head_dim, "causal" if causal else "full")}
 
 
 def test_explain_says_which_kernel_and_launches_nothing(operator, driver, table):
@@ -174,9 +175,7 @@ def test_explain_says_which_kernel_and_launches_nothing(operator, driver, table)
     (won,) = (
         w
         for w in table.fp8[H100].winners
-        if w.shape[:6] == (16, 32, 32, 1024, 1024, 64)
-        and not w.shape.causal
-        and w.shape.dtype == "e4m3_tensor"
+        if w.problem == Problem(16, 32, 32, 1024, 1024, 64, "e4m3_tensor")
     )
     assert (said.code, said.reason) == ("tuned", f"this shape was tuned, {won.time_us:.4g} µs")
     assert driver.launches == []

@@ -271,9 +271,7 @@ def test_modules_are_loaded_once_and_maps_reused(operator, driver):
     assert len(driver.modules) == 1
     assert len(driver.launches) == 5
     assert len(driver.maps) == 4 * len(outputs)
-    assert driver.shared == {
-        (0, "flash_fwd_wgmma"): WGMMA.smem_bytes(PLAIN.values, shape().problem)
-    }
+    assert driver.shared == {(0, "flash_fwd_wgmma"): WGMMA.smem_bytes(PLAIN.values, shape())}
     assert set(driver.capture_modes) == {0, 2}
 
 

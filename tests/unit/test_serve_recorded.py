@@ -13,7 +13,6 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
 from attnsweep.serve import export, shipped
-from attnsweep.serve.export_code import shape_of
 from attnsweep.serve.runtime import dispatch
 from attnsweep.serve.runtime import fp8_dispatch as fp8
 from attnsweep.serve.runtime.served import WGMMA
@@ -73,7 +72,7 @@ def test_every_call_of_the_gpu_tests_is_served(known):
 
 def test_winners_split_keys_in_both_ways_and_take_turns(known):
     """Those that test_every_kernel_of_the_table calls."""
-    small = [w.kernel for w in known.winners if w.shape.seqlen_q * w.shape.seqlen_k <= 1 << 25]
+    small = [w.kernel for w in known.winners if w.problem.seqlen_q * w.problem.seqlen_k <= 1 << 25]
     assert any(WGMMA.combines(kernel.values) for kernel in small)
     assert any(kernel.values.SPLIT_CLUSTER for kernel in small)
     assert any(kernel.values.PERSISTENT for kernel in small)
@@ -130,10 +129,10 @@ def test_every_winner_in_fp8_serves_its_shape_and_half_a_tile_off_it(card, tmp_p
     winners = made.fp8[card].winners
     assert len(winners) == 12
     for winner in winners:
-        of = winner.shape
+        of = winner.problem
         assert fp8.choose(made.fp8[card], of).code == "tuned"
-        beside = recorded.off(Problem(*of[:6], of.dtype, causal=of.causal))
-        assert fp8.choose(made.fp8[card], shape_of(beside)).code in ("near", "spare")
+        beside = recorded.off(of)
+        assert fp8.choose(made.fp8[card], beside).code in ("near", "spare")
 
 
 def test_every_call_of_the_gpu_tests_is_served_in_fp8(card, tmp_path):
@@ -148,6 +147,6 @@ def test_every_call_of_the_gpu_tests_is_served_in_fp8(card, tmp_path):
         if not (causal and sizes[3] != sizes[4])
     ]
     for problem in asked:
-        choice = fp8.choose(made.fp8[card], shape_of(problem))
+        choice = fp8.choose(made.fp8[card], problem)
         refused = problem.head_dim == 256 and problem.seqlen_q <= 64
         assert isinstance(choice, str) == refused, (problem.label, choice)

@@ -77,7 +77,7 @@ def test_a_call_unpacks_a_small_share_of_them(monkeypatch):
                     made.code(code)
                 # Two archives at most, if its second stage is another kernel's too.
                 share = sum(len(zipped(PLACE / CUBINS / name)) for name in set(unpacked))
-                assert share <= 0.1 * total, (winner.shape.label, unpacked)
+                assert share <= 0.1 * total, (winner.problem.label, unpacked)
 
 
 def test_no_more_than_a_few_archives_stay_unpacked():

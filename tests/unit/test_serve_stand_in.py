@@ -15,6 +15,7 @@ from packages import H100, PLAIN, gpu, shape, winner, with_config
 
 from attnsweep import dispatch_summary, judge_dispatch
 from attnsweep.core.errors import StoreError
+from attnsweep.core.problem import Problem
 from attnsweep.serve import evaluate
 from attnsweep.serve.runtime import dispatch
 from attnsweep.serve.runtime.dispatch import choose
@@ -90,14 +91,14 @@ def test_a_gpu_without_rows_is_served_by_those_of_another():
     assert found.reason == (
         "by the runs of NVIDIA H100 80GB HBM3, which stand in for this GPU's: this shape was tuned"
     )
-    beside = choose(on_h200(of=[winner(ASKED, gain=1.3)]), ASKED._replace(seqlen_k=500))
+    beside = choose(on_h200(of=[winner(ASKED, gain=1.3)]), replace(ASKED, seqlen_k=500))
     assert beside.code == "stand_in"
     assert "predicted" in beside.reason
 
 
 def test_rows_that_say_nothing_are_stood_in_for():
     """None near enough, and none of the head_dim or the mask."""
-    for own in (shape(512, 16, 8192, seqlen_k=1 << 20), shape(head_dim=128), shape(causal=True)):
+    for own in (shape(64, 16, 8192, seqlen_k=1 << 20), shape(head_dim=128), shape(causal=True)):
         known_there = on_h200(winner(own), of=[winner(ASKED, gain=1.3)])
         assert choose(replace(known_there, stand_in=None), ASKED).code in ("far", "not_tuned")
         assert choose(known_there, ASKED).code == "stand_in"
@@ -105,7 +106,7 @@ def test_rows_that_say_nothing_are_stood_in_for():
 
 def test_own_rows_win():
     better = [winner(ASKED, with_config(PLAIN, PINGPONG=1), gain=9.0)]
-    for own in (winner(ASKED, gain=1.05), winner(ASKED._replace(seqlen_k=500), gain=1.2)):
+    for own in (winner(ASKED, gain=1.05), winner(replace(ASKED, seqlen_k=500), gain=1.2)):
         found = choose(on_h200(own, of=better), ASKED)
         assert found.code in ("tuned", "near")
         assert found.kernel.config == PLAIN.config
@@ -113,14 +114,14 @@ def test_own_rows_win():
 
 def test_where_pytorch_is_as_fast_on_this_gpu_nothing_overrides_that():
     """Measured at the shape, in the other dtype of it, or predicted from near."""
-    better = [winner(each, gain=9.0) for each in (ASKED, ASKED._replace(dtype="fp16"))]
+    better = [winner(each, gain=9.0) for each in (ASKED, replace(ASKED, dtype="fp16"))]
     slow = winner(ASKED, gain=1.05, low=0.99)
-    twin = winner(ASKED._replace(dtype="fp16"), gain=0.9)
-    near = winner(ASKED._replace(seqlen_k=550), gain=0.9)
+    twin = winner(replace(ASKED, dtype="fp16"), gain=0.9)
+    near = winner(replace(ASKED, seqlen_k=550), gain=0.9)
     for own in (slow, twin, near):
         both = replace(on_h200(own, of=better), twins=(PLAIN,))
         found = choose(both, ASKED)
-        assert (found.kernel, found.code) == (None, "not_faster"), own.shape.label
+        assert (found.kernel, found.code) == (None, "not_faster"), own.problem.label
 
 
 @pytest.mark.parametrize(("gain", "serves"), [(1.09, False), (1.11, True)])
@@ -158,7 +159,7 @@ def test_few_queries_are_left_to_pytorch(queries):
         assert (found.kernel is not None) == serves, asked.label
         if not serves:
             assert found.reason.endswith("do not stand in for it: too few queries")
-            far = on_h200(winner(shape(512, 16, 8192, seqlen_k=1 << 20)), of=of)
+            far = on_h200(winner(shape(64, 16, 8192, seqlen_k=1 << 20)), of=of)
             assert choose(far, asked).code == ("far" if queries >= 64 else "not_tuned")
 
 
@@ -183,14 +184,15 @@ def test_every_dtype_and_mask_has_a_kernel_of_its_own():
             for heads, heads_kv in ((32, 32), (32, 8)):
                 for dtype in ("fp16", "bf16"):
                     for causal in (False, True):
-                        sizes = (1, heads, heads_kv, seqlen, seqlen, head_dim, dtype, causal)
-                        asked = shape()._make(sizes)
+                        sizes = (1, heads, heads_kv, seqlen, seqlen, head_dim)
+                        asked = Problem(*sizes, dtype, causal=causal)
                         found = choose(there, asked)
                         if found.kernel is None:
                             continue
                         served += 1
                         made = found.kernel
-                        assert (made.head_dim, made.dtype, made.causal) == asked[5:]
+                        kind = (asked.head_dim, asked.dtype, asked.mask.kind)
+                        assert (made.head_dim, made.dtype, made.mask) == kind
                         assert all(set(stage) for stage in made.stages), "with the log-sum-exp too"
                         assert found.gain >= 1.1
     assert served > 150
@@ -292,7 +294,7 @@ def test_the_page_says_how_the_shapes_did_that_came_after_the_conditions():
 def test_the_page_says_how_many_shapes_were_swept_twice():
     for card, runs in CARDS.items():
         places = [ROOT / "results" / FOLDERS[card] / run for run in runs]
-        labels = [one.shape.label for place in places for one in evaluate.swept(place)]
+        labels = [one.problem.label for place in places for one in evaluate.swept(place)]
         assert len(labels) - len(set(labels)) == 4
     page = " ".join((ROOT / "docs/tutorials/your-model.md").read_text().split())
     assert "Four shapes of each card were swept twice" in page
@@ -303,7 +305,7 @@ def test_a_shape_is_left_out_of_the_stand_ins_rows_too():
     both = known(table(own, gpu(winner(shape(dtype="fp16")), winner(shape(2)))), H200)
     left = evaluate.without(both, shape())
     assert left.winners == ()
-    assert [each.shape for each in left.stand_in.winners] == [shape(2)]
+    assert [each.problem for each in left.stand_in.winners] == [shape(2)]
 
 
 def test_runs_that_no_gpu_stands_in_for_cannot_be_judged(tmp_path):

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from attnsweep.core.masks import Interval
+from attnsweep.core.problem import Problem
+
 from .dispatch import Choice
-from .table import Shape
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -37,11 +39,15 @@ def number(scale: Any) -> Any:
     return scale if tensor or not hasattr(scale, "__float__") else float(scale)
 
 
-def shape_of(query: torch.Tensor, key: torch.Tensor, causal: bool) -> Shape:
-    """The shape of a call that `Operator._unserved` lets pass."""
+def problem_of(query: torch.Tensor, key: torch.Tensor, mask: Interval) -> Problem:
+    """The problem of a call that `Operator._unserved` lets pass.
+
+    Raises ProblemError if no card could hold it.
+    """
     batch, heads, seqlen_q, head_dim = query.shape
-    lengths = (seqlen_q, key.shape[2])
-    return Shape(batch, heads, key.shape[1], *lengths, head_dim, DTYPES[query.dtype], causal)
+    sizes = (batch, heads, key.shape[1], seqlen_q, key.shape[2], head_dim)
+    dtype: Any = DTYPES[query.dtype]
+    return Problem(*sizes, dtype, mask)
 
 
 def strides(tensor: torch.Tensor) -> tuple[int, ...]:

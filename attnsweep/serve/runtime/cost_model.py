@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from attnsweep.core.problem import ceil_div
+from attnsweep.core.masks import FULL
+from attnsweep.core.problem import Problem, ceil_div
 from attnsweep.family.hopper import busiest_turns, heads_that_fit
 
 from .served import WGMMA
-from .table import Card, Kernel, Shape
+from .table import Card, Kernel
 
 FEW_QUERIES = 64
 """Fewer queries than this fill no tile. Their times say nothing of more, nor the reverse."""
@@ -110,32 +111,32 @@ def tiling(kernel: Kernel) -> Tiling:
 
 
 @functools.lru_cache(maxsize=4096)
-def work(tiling: Tiling, shape: Shape, sm_count: int) -> float:
+def work(tiling: Tiling, problem: Problem, sm_count: int) -> float:
     """Work of the busiest SM, in tiles of keys at the speed of an SM that is full of blocks."""
     if tiling.divides:
-        shape = _packed(shape)
-    visits = _visits(tiling, shape, ceil_div(shape.seqlen_q, tiling.block_m))
-    least = _undivided(tiling, shape, visits, sm_count)
+        problem = _packed(problem)
+    visits = _visits(tiling, problem, ceil_div(problem.seqlen_q, tiling.block_m))
+    least = _undivided(tiling, problem, visits, sm_count)
     if tiling.divides:
-        tiles = shape.batch * shape.heads * ceil_div(shape.seqlen_q, 64)
+        tiles = problem.batch * problem.heads * ceil_div(problem.seqlen_q, 64)
         share = tiles * math.fsum(visits) / len(visits) / sm_count
         least = min(least, _DIVIDED + _DIVIDED_TILE * share)
-    if tiling.masks and not shape.causal and shape.seqlen_k % tiling.block_n:
-        least *= 1 + _MASKED_COLUMNS / shape.head_dim
+    if tiling.masks and problem.mask == FULL and problem.seqlen_k % tiling.block_n:
+        least *= 1 + _MASKED_COLUMNS / problem.head_dim
     return least
 
 
-def _packed(shape: Shape) -> Shape:
+def _packed(problem: Problem) -> Problem:
     """A call of few queries as cuDNN computes it: the heads of a group are rows of one head."""
-    if shape.seqlen_q >= FEW_QUERIES or shape.heads == shape.heads_kv:
-        return shape
-    rows = shape.heads // shape.heads_kv * shape.seqlen_q
-    return shape._replace(heads=shape.heads_kv, seqlen_q=rows, causal=False)
+    if problem.seqlen_q >= FEW_QUERIES or problem.heads == problem.heads_kv:
+        return problem
+    rows = problem.heads // problem.heads_kv * problem.seqlen_q
+    return replace(problem, heads=problem.heads_kv, seqlen_q=rows, mask=FULL)
 
 
-def _undivided(tiling: Tiling, shape: Shape, visits: list[int], sm_count: int) -> float:
-    heads = shape.batch * shape.heads
-    tiles_m = ceil_div(shape.seqlen_q, tiling.block_m)
+def _undivided(tiling: Tiling, problem: Problem, visits: list[int], sm_count: int) -> float:
+    heads = problem.batch * problem.heads
+    tiles_m = ceil_div(problem.seqlen_q, tiling.block_m)
     extra = tiling.block_keys / tiling.block_n
     longest, mean = max(visits) + extra, math.fsum(visits) / len(visits) + extra
     blocks, room = heads * tiles_m * tiling.splits, sm_count * tiling.blocks_per_sm
@@ -155,7 +156,7 @@ def _undivided(tiling: Tiling, shape: Shape, visits: list[int], sm_count: int) -
     if tiling.turns and heads * tiles_m <= _MOST_TILES * 16:
         costs = tuple(round(8 * (n + extra)) for n in reversed(visits))
         # The launch takes the most even of all groups in this range.
-        fit = heads_that_fit(shape, WGMMA.L2_BYTES)
+        fit = heads_that_fit(problem, WGMMA.L2_BYTES)
         groups = range(fit, (fit - 1) // 2, -ceil_div(fit, 16))
         busiest = min(busiest_turns(heads, n, costs, tiling.turns) for n in groups)
         return busiest * tiling.blocks_per_sm / 8
@@ -185,15 +186,15 @@ def _shared(costs: Sequence[float], room: int) -> float:
     )
 
 
-def _visits(tiling: Tiling, shape: Shape, tiles_m: int) -> list[int]:
+def _visits(tiling: Tiling, problem: Problem, tiles_m: int) -> list[int]:
     """Tiles of keys that a block visits, for each tile of queries, the first ones first."""
     together = tiling.block_n * tiling.shares
-    if not shape.causal or tiles_m == 1:
-        return [ceil_div(max(1, shape.seqlen_k), together)]
-    before = shape.seqlen_k - shape.seqlen_q
-    ends = range(tiles_m, 0, -ceil_div(tiles_m, _MOST_TILES))
-    seen = (min(shape.seqlen_k, before + n * tiling.block_m) for n in ends)
-    return [ceil_div(max(1, keys), together) for keys in seen][::-1]
+    if problem.mask == FULL or tiles_m == 1:
+        return [ceil_div(max(1, problem.seqlen_k), together)]
+    low, high = problem.diagonals
+    rows = range(tiles_m * tiling.block_m, 0, -ceil_div(tiles_m, _MOST_TILES) * tiling.block_m)
+    seen = ((max(0, n - tiling.block_m + low), min(problem.seqlen_k, n + high)) for n in rows)
+    return [ceil_div(max(1, end), together) - begin // together for begin, end in seen][::-1]
 
 
 def _speed(blocks: int, room: int) -> float:
@@ -208,14 +209,15 @@ class Prediction:
     """A time in microseconds. nearest: of the shapes that it comes from. octaves: to that one."""
 
     time_us: float
-    nearest: Shape
+    nearest: Problem
     octaves: float
     shapes: int
 
 
 class Near(NamedTuple):
-    """How near a timed shape is: octaves, and how much its times count."""
+    """How near a timed problem is: octaves, and how much its times count."""
 
+    problem: Problem
     octaves: float
     weight: float
 
@@ -224,75 +226,82 @@ class Near(NamedTuple):
 class Learned:
     """What the times of one kernel say, of all shapes.
 
-    units: a timed shape, the logarithm of a unit of work there in microseconds, at most _MOST_OFF
-    off their median, and how far it can be trusted: computing's share of the time's square.
+    units: the number of a timed problem, the logarithm of a unit of work there in microseconds, at
+    most _MOST_OFF off their median, and how far it can be trusted: computing's share of the time's
+    square.
     """
 
     tiling: Tiling
-    units: tuple[tuple[Shape, float, float], ...]
+    units: tuple[tuple[int, float, float], ...]
 
-    def predict(self, shape: Shape, near: Mapping[Shape, Near], card: Card) -> Prediction | None:
-        """The time on a shape; None if there are no times. near: of each timed shape."""
+    def predict(self, problem: Problem, near: Sequence[Near], card: Card) -> Prediction | None:
+        """The time; None if none is known. near: of each timed problem, by its number."""
         if not self.units:
             return None
         weights = logs = 0.0
-        for other, unit, trust in self.units:
-            weight = trust * near[other].weight
+        for number, unit, trust in self.units:
+            weight = trust * near[number].weight
             weights += weight
             logs += weight * unit
-        far, nearest = min((near[other].octaves, other) for other, _, _ in self.units)
-        computing = work(self.tiling, shape, card.sm_count) * math.exp(logs / weights)
-        time_us = _launches_us(self.tiling, shape) + math.hypot(
-            computing, memory_us(self.tiling, shape, card)
+        far = min(near[number].octaves for number, _, _ in self.units)
+        alike = [near[n].problem for n, _, _ in self.units if near[n].octaves == far]
+        nearest = min(alike, key=lambda other: other.label)
+        computing = work(self.tiling, problem, card.sm_count) * math.exp(logs / weights)
+        time_us = _launches_us(self.tiling, problem) + math.hypot(
+            computing, memory_us(self.tiling, problem, card)
         )
         return Prediction(time_us, nearest, far, len(self.units))
 
 
-def learn(tiling: Tiling, timed: Iterable[tuple[Shape, float]], card: Card) -> Learned:
-    """From times in microseconds on shapes of one head_dim and mask."""
+def learn(tiling: Tiling, timed: Iterable[tuple[int, Problem, float]], card: Card) -> Learned:
+    """From times in microseconds on problems of one head_dim and mask, each with its number."""
     units = []
-    for shape, time_us in timed:
-        left = max(time_us - _launches_us(tiling, shape), 0.2 * time_us)
-        memory = memory_us(tiling, shape, card)
+    for number, problem, time_us in timed:
+        left = max(time_us - _launches_us(tiling, problem), 0.2 * time_us)
+        memory = memory_us(tiling, problem, card)
         square = max(left**2 - memory**2, (_LEAST_COMPUTING * left) ** 2)
-        unit = 0.5 * math.log(square) - math.log(work(tiling, shape, card.sm_count))
-        units.append((shape, unit, square / left**2))
+        unit = 0.5 * math.log(square) - math.log(work(tiling, problem, card.sm_count))
+        units.append((number, unit, square / left**2))
     if len(units) > 2:  # of two, nobody knows which is wrong
         middle = sorted(unit for _, unit, _ in units)[len(units) // 2]
         low, high = middle - _MOST_OFF, middle + _MOST_OFF
-        units = [(shape, min(max(unit, low), high), trust) for shape, unit, trust in units]
+        units = [(number, min(max(unit, low), high), trust) for number, unit, trust in units]
     return Learned(tiling, tuple(units))
 
 
-def nearness(shape: Shape, others: Iterable[Shape], card: Card) -> dict[Shape, Near]:
-    """How near each of other shapes is."""
-    return {
-        other: Near(octaves(shape, other, card.sm_count), math.exp(-_FADES * _apart(shape, other)))
+def nearness(problem: Problem, others: Iterable[Problem], card: Card) -> tuple[Near, ...]:
+    """How near each of other problems is, in their order."""
+    return tuple(
+        Near(
+            other,
+            octaves(problem, other, card.sm_count),
+            math.exp(-_FADES * _apart(problem, other)),
+        )
         for other in others
-    }
+    )
 
 
-def _launches_us(tiling: Tiling, shape: Shape) -> float:
+def _launches_us(tiling: Tiling, problem: Problem) -> float:
     """Time that no computing hides: launches, and writing and reading the parts of an output."""
-    elements = shape.batch * shape.heads * shape.seqlen_q * shape.head_dim
+    elements = problem.batch * problem.heads * problem.seqlen_q * problem.head_dim
     return tiling.start_us + 8.0 * tiling.parts * elements / _L2_BYTES_PER_US
 
 
-def memory_us(tiling: Tiling, shape: Shape, card: Card) -> float:
+def memory_us(tiling: Tiling, problem: Problem, card: Card) -> float:
     """Time that the bytes beyond the L2 take: q, k, v and o, of two bytes an element."""
-    rows = 2 * shape.heads * shape.seqlen_q + 2 * shape.heads_kv * shape.seqlen_k
-    beyond = 2.0 * shape.batch * rows * shape.head_dim - _L2_SHARE * card.l2_bytes
+    rows = 2 * problem.heads * problem.seqlen_q + 2 * problem.heads_kv * problem.seqlen_k
+    beyond = 2.0 * problem.batch * rows * problem.head_dim - _L2_SHARE * card.l2_bytes
     return max(0.0, beyond) / (tiling.of_memory * card.memory_bytes_per_us)
 
 
-def _apart(shape: Shape, other: Shape) -> float:
+def _apart(problem: Problem, other: Problem) -> float:
     """Octaves between two shapes in all their queries, and in keys."""
-    rows = shape.batch * shape.heads * shape.seqlen_q
+    rows = problem.batch * problem.heads * problem.seqlen_q
     other_rows = other.batch * other.heads * other.seqlen_q
-    return abs(math.log2(rows / other_rows)) + abs(math.log2(shape.seqlen_k / other.seqlen_k))
+    return abs(math.log2(rows / other_rows)) + abs(math.log2(problem.seqlen_k / other.seqlen_k))
 
 
-def octaves(shape: Shape, other: Shape, sm_count: int) -> float:
+def octaves(problem: Problem, other: Problem, sm_count: int) -> float:
     """How far a shape is from another: factors of two in tiles of queries, in queries, in keys.
 
     Tiles that leave SMs idle count as one for each SM, since the idle ones change nothing; beyond
@@ -301,11 +310,11 @@ def octaves(shape: Shape, other: Shape, sm_count: int) -> float:
     tiles, other_tiles = (
         min(max(sm_count, tiles), _MANY_TILES * sm_count)
         for tiles in (
-            each.batch * each.heads * ceil_div(each.seqlen_q, 64) for each in (shape, other)
+            each.batch * each.heads * ceil_div(each.seqlen_q, 64) for each in (problem, other)
         )
     )
     return (
         abs(math.log2(tiles / other_tiles))
-        + abs(math.log2(shape.seqlen_q / other.seqlen_q))
-        + abs(math.log2(shape.seqlen_k / other.seqlen_k))
+        + abs(math.log2(problem.seqlen_q / other.seqlen_q))
+        + abs(math.log2(problem.seqlen_k / other.seqlen_k))
     )

@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from attnsweep.core.errors import ProblemError
-from attnsweep.core.problem import ceil_div
+from attnsweep.core.problem import Problem, ceil_div
 
 from .cost_model import FEW_QUERIES, SDPA, Learned, Prediction, learn, memory_us, nearness, tiling
 from .served import WGMMA, arch_of, beyond_limits
-from .table import Gpu, Kernel, Shape, Winner
+from .table import Gpu, Kernel, Winner
 
 # By how much slower a kernel is taken to be for each octave to the nearest shape of its times.
 _DOUBT = 0.01
@@ -52,12 +51,12 @@ class Kind:
     winners: also of the other dtype.
     """
 
-    winners: Mapping[Shape, Winner]
+    winners: Mapping[Problem, Winner]
     kernels: tuple[tuple[Kernel, Learned], ...]
     sdpa: Learned
 
 
-def choose(gpu: Gpu, shape: Shape, *, gradients: bool = False) -> Choice:
+def choose(gpu: Gpu, problem: Problem, *, gradients: bool = False) -> Choice:
     """The kernel for a shape, or why there is none.
 
     A tuned shape gets its winner if the lower end of its gain is at least 1. Any other gets the
@@ -66,7 +65,7 @@ def choose(gpu: Gpu, shape: Shape, *, gradients: bool = False) -> Choice:
     Where the GPU's own rows have nothing to say of a shape, those of its stand-in are asked.
     gradients: whether the call records them; then PyTorch's own serves short ones.
     """
-    choice = _forward(gpu, shape)
+    choice = _forward(gpu, problem)
     if not gradients or choice.kernel is None or choice.sdpa_us >= gpu.guard.short_us:
         return choice
     why = (
@@ -75,28 +74,28 @@ def choose(gpu: Gpu, shape: Shape, *, gradients: bool = False) -> Choice:
     return Choice(None, "short_training", why, choice.gain, choice.sdpa_us)
 
 
-def _forward(gpu: Gpu, shape: Shape) -> Choice:
-    own = _by_rows(gpu, shape)
+def _forward(gpu: Gpu, problem: Problem) -> Choice:
+    own = _by_rows(gpu, problem)
     if gpu.stand_in is None or own.code not in _SILENT:
         return own
-    return _by_stand_in(gpu, gpu.stand_in, shape, own)
+    return _by_stand_in(gpu, gpu.stand_in, problem, own)
 
 
 # Codes of choices that say nothing of how fast a kernel would be.
 _SILENT = ("far", "not_tuned")
 
 
-def _by_stand_in(gpu: Gpu, other: Gpu, shape: Shape, own: Choice) -> Choice:
+def _by_stand_in(gpu: Gpu, other: Gpu, problem: Problem, own: Choice) -> Choice:
     """The choice by another GPU's rows, if it is beyond doubt here, or else none, as `own`."""
     why = own.reason if gpu.winners else "this GPU was not tuned"
     runs = f"the runs of {', '.join(other.names) or other.key.label}"
-    if shape.seqlen_q < FEW_QUERIES or shape.seqlen_k > _MANY_KEYS * shape.seqlen_q:
+    if problem.seqlen_q < FEW_QUERIES or problem.seqlen_k > _MANY_KEYS * problem.seqlen_q:
         return Choice(None, own.code, f"{why}; {runs} do not stand in for it: too few queries")
-    found = _by_rows(other, shape)
+    found = _by_rows(other, problem)
     told = f"{why}; by {runs}: {found.reason}"
     if found.kernel is None:
         return Choice(None, own.code, told, found.gain)
-    if memory_us(SDPA, shape, other.card) > _STAND_IN_MEMORY * found.sdpa_us:
+    if memory_us(SDPA, problem, other.card) > _STAND_IN_MEMORY * found.sdpa_us:
         told += ", but too much of that is memory's time, which differs here"
         return Choice(None, own.code, told, found.gain)
     if found.gain < max(_STAND_IN_GAIN, 1 + other.guard.margin):
@@ -105,17 +104,16 @@ def _by_stand_in(gpu: Gpu, other: Gpu, shape: Shape, own: Choice) -> Choice:
     return Choice(found.kernel, "stand_in", told, found.gain, found.sdpa_us)
 
 
-def _by_rows(gpu: Gpu, shape: Shape) -> Choice:
+def _by_rows(gpu: Gpu, problem: Problem) -> Choice:
     """What the rows of a GPU say, whichever GPU is asked about."""
-    kind = _kind_of(gpu, shape)
+    kind = _kind_of(gpu, problem)
     if not kind.kernels:
-        mask = "causal" if shape.causal else "full"
-        few = f", fewer than {FEW_QUERIES} queries" if shape.seqlen_q < FEW_QUERIES else ""
-        what = f"head_dim {shape.head_dim}, {shape.dtype}, {mask}{few}"
+        few = f", fewer than {FEW_QUERIES} queries" if problem.seqlen_q < FEW_QUERIES else ""
+        what = f"head_dim {problem.head_dim}, {problem.dtype}, {problem.mask.label}{few}"
         return Choice(None, "not_tuned", f"no shape with {what} was tuned")
-    winner = kind.winners.get(shape)
+    winner = kind.winners.get(problem)
     if winner is None:
-        return _predicted(gpu, shape, kind)
+        return _predicted(gpu, problem, kind)
     if winner.gain_low >= 1:
         why = "this shape was tuned"
         return Choice(winner.kernel, "tuned", why, winner.gain, winner.sdpa_us)
@@ -123,61 +121,59 @@ def _by_rows(gpu: Gpu, shape: Shape) -> Choice:
     return Choice(None, "not_faster", why, winner.gain)
 
 
-def _kind_of(gpu: Gpu, shape: Shape) -> Kind:
+def _kind_of(gpu: Gpu, problem: Problem) -> Kind:
     """What is known of the shape's head_dim, dtype, mask and number of queries, worked out once."""
-    few = shape.seqlen_q < FEW_QUERIES
-    asked = (shape.head_dim, shape.dtype, shape.causal, few)
+    few = problem.seqlen_q < FEW_QUERIES
+    asked = (problem.head_dim, problem.dtype, problem.mask.kind, few)
     found: Kind | None = gpu.kinds.get(asked)
     if found is not None:
         return found
-    alike = (shape.head_dim, shape.causal)
+    alike = (problem.head_dim, problem.mask.kind)
     known = [
         winner
         for winner in gpu.winners
-        if (winner.shape.head_dim, winner.shape.causal) == alike
-        and (winner.shape.seqlen_q < FEW_QUERIES) == few
+        if (winner.problem.head_dim, winner.problem.mask.kind) == alike
+        and (winner.problem.seqlen_q < FEW_QUERIES) == few
     ]
-    timed: dict[str, list[tuple[Shape, float]]] = defaultdict(list)
+    winners = {winner.problem: winner for winner in reversed(known)}
+    numbers = {problem: number for number, problem in enumerate(winners)}
+    timed: dict[str, list[tuple[int, Problem, float]]] = defaultdict(list)
     for winner in known:
         for kernel, time_us in ((winner.kernel, winner.time_us), *winner.others):
-            timed[kernel.config].append((winner.shape, time_us))
-    kernels = _kernels(gpu, known, shape)
+            timed[kernel.config].append((numbers[winner.problem], winner.problem, time_us))
+    kernels = _kernels(gpu, known, problem)
     kind = Kind(
-        {winner.shape: winner for winner in reversed(known)},
+        winners,
         tuple((kernel, learn(tiling(kernel), timed[name], gpu.card)) for name, kernel in kernels),
-        learn(SDPA, ((winner.shape, winner.sdpa_us) for winner in known), gpu.card),
+        learn(SDPA, ((numbers[w.problem], w.problem, w.sdpa_us) for w in known), gpu.card),
     )
     if kernels:  # only then is their number bounded by the table's
         gpu.kinds[asked] = kind
     return kind
 
 
-def _kernels(gpu: Gpu, known: Sequence[Winner], shape: Shape) -> list[tuple[str, Kernel]]:
+def _kernels(gpu: Gpu, known: Sequence[Winner], problem: Problem) -> list[tuple[str, Kernel]]:
     """The kernels of the shape's head_dim, dtype and mask by their configs, in a fixed order."""
     kernels = [winner.kernel for winner in known]
     kernels += [kernel for winner in known for kernel, _ in winner.others]
-    made = {each.config: each for each in (*kernels, *gpu.twins) if _made(each, shape)}
+    made = {each.config: each for each in (*kernels, *gpu.twins) if _made(each, problem)}
     return sorted(made.items())
 
 
-def _made(kernel: Kernel, shape: Shape) -> bool:
-    kind = (kernel.head_dim, kernel.dtype, kernel.causal)
-    return kind == (shape.head_dim, shape.dtype, shape.causal)
+def _made(kernel: Kernel, problem: Problem) -> bool:
+    kind = (kernel.head_dim, kernel.dtype, kernel.mask)
+    return kind == (problem.head_dim, problem.dtype, problem.mask.kind)
 
 
-def _predicted(gpu: Gpu, shape: Shape, kind: Kind) -> Choice:
+def _predicted(gpu: Gpu, problem: Problem, kind: Kind) -> Choice:
     """The kernel for a shape that was not tuned. Times in fp16 and bf16 are taken as equal."""
     guard = gpu.guard
-    nearby = nearness(shape, kind.winners, gpu.card)
-    try:
-        problem = shape.problem
-    except ProblemError as error:
-        return Choice(None, "far", error.what)
+    nearby = nearness(problem, kind.winners, gpu.card)
     found: list[tuple[Prediction, Kernel]] = []
     refused_on, arch = WGMMA.kernel.refused_on, arch_of(gpu.key.sm_count)
     for kernel, learned in kind.kernels:
         if refused_on(kernel.values, problem, arch) is None:
-            prediction = learned.predict(shape, nearby, gpu.card)
+            prediction = learned.predict(problem, nearby, gpu.card)
             if prediction is not None:
                 found.append((prediction, kernel))
     near = [each for each in found if each[0].octaves <= guard.reach]
@@ -191,12 +187,12 @@ def _predicted(gpu: Gpu, shape: Shape, kind: Kind) -> Choice:
             why += f"; the nearest is {nearest.nearest.label} ({nearest.octaves:.1f} octaves)"
         return Choice(None, "far", why)
     ours, kernel = best
-    theirs = kind.sdpa.predict(shape, nearby, gpu.card)
+    theirs = kind.sdpa.predict(problem, nearby, gpu.card)
     if theirs is None:  # there are winners, and each has a time of PyTorch's
         raise AssertionError
     gain = theirs.time_us / ours.time_us
-    tiles = shape.batch * shape.heads * ceil_div(shape.seqlen_q, 64)
-    divided = tiles < gpu.key.sm_count and shape.seqlen_k > _MANY_KEYS * shape.seqlen_q
+    tiles = problem.batch * problem.heads * ceil_div(problem.seqlen_q, 64)
+    divided = tiles < gpu.key.sm_count and problem.seqlen_k > _MANY_KEYS * problem.seqlen_q
     least = _DIVIDED_GAIN if divided else 1 + guard.margin + guard.per_octave * ours.octaves
     why = (
         f"predicted {ours.time_us:.4g} µs from {ours.nearest.label} ({ours.octaves:.1f} octaves)"

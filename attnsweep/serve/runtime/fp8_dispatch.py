@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from attnsweep.core.errors import ProblemError
-from attnsweep.core.problem import SCALE_BLOCK
+from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 from .cost_model import octaves
 from .served import FP8, refused_by
-from .table import Fp8Gpu, Fp8Kernel, Shape
+from .table import Fp8Gpu, Fp8Kernel
 
 BLOCK, HEADS, TENSOR = "e4m3_block", "e4m3", "e4m3_tensor"
-"""Dtypes of a Shape: a scale of each SCALE_BLOCK keys, of each key head, of each tensor."""
+"""Dtypes of a Problem: a scale of each SCALE_BLOCK keys, of each key head, of each tensor."""
 
 
 class Choice(NamedTuple):
@@ -23,30 +23,30 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(gpu: Fp8Gpu, shape: Shape) -> Choice | str:
+def choose(gpu: Fp8Gpu, problem: Problem) -> Choice | str:
     """The kernel for a shape, or why there is none.
 
     A tuned shape gets its winner. Any other gets the winner of the nearest shape of its head_dim,
     mask and kind of scales that the family's rules allow to run there, and if there is none, a
     spare kernel. Scales of heads and of tensors are of one kind: their machine code is the same.
     """
-    kind = (shape.head_dim, shape.causal, shape.dtype == BLOCK)
+    kind = (problem.head_dim, problem.mask.kind, problem.dtype == BLOCK)
     known = [winner for winner in gpu.winners if _kind(winner.kernel) == kind]
     if not known:
         tuned = sorted({_named(*_kind(winner.kernel)) for winner in gpu.winners})
         return f"no FP8 shape with {_named(*kind)} was tuned; the package has {'; '.join(tuned)}"
     near = sorted(
-        (octaves(shape, winner.shape, gpu.key.sm_count), winner.shape.dtype != shape.dtype, number)
+        (
+            octaves(problem, winner.problem, gpu.key.sm_count),
+            winner.problem.dtype != problem.dtype,
+            number,
+        )
         for number, winner in enumerate(known)
     )
     for _, _, number in near:
         winner = known[number]
-        if winner.shape._replace(dtype=shape.dtype) == shape:
+        if replace(winner.problem, dtype=problem.dtype) == problem:
             return Choice(winner.kernel, "tuned", f"this shape was tuned, {winner.time_us:.4g} µs")
-    try:
-        problem = shape.problem
-    except ProblemError as error:
-        return error.what
 
     def may_run(kernel: Fp8Kernel) -> bool:
         return refused_by(FP8, kernel.values, problem, gpu.key.sm_count) is None
@@ -54,18 +54,20 @@ def choose(gpu: Fp8Gpu, shape: Shape) -> Choice | str:
     for far, _, number in near:
         winner = known[number]
         if may_run(winner.kernel):
-            why = f"won {winner.shape.label}, the nearest whose kernel may run ({far:.1f} octaves)"
+            why = (
+                f"won {winner.problem.label}, the nearest whose kernel may run ({far:.1f} octaves)"
+            )
             return Choice(winner.kernel, "near", why)
     for kernel in gpu.spare:
         if _kind(kernel) == kind and may_run(kernel):
             return Choice(kernel, "spare", "no winner may run here; this kernel was not timed")
-    return f"no FP8 kernel of the package may run {shape.label}"
+    return f"no FP8 kernel of the package may run {problem.label}"
 
 
-def _kind(kernel: Fp8Kernel) -> tuple[int, bool, bool]:
-    return (kernel.head_dim, kernel.causal, kernel.scale_block > 0)
+def _kind(kernel: Fp8Kernel) -> tuple[int, str, bool]:
+    return (kernel.head_dim, kernel.mask, kernel.scale_block > 0)
 
 
-def _named(head_dim: int, causal: bool, blocks: bool) -> str:
+def _named(head_dim: int, mask: str, blocks: bool) -> str:
     by = f"each {SCALE_BLOCK} keys" if blocks else "tensors or heads"
-    return f"head_dim {head_dim}, {'causal' if causal else 'full'}, scales of {by}"
+    return f"head_dim {head_dim}, {mask}, scales of {by}"

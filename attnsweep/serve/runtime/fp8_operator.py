@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import SCALE_BLOCK, Problem
 from attnsweep.family.launch import Launch
 
@@ -17,7 +18,7 @@ from . import fp8_dispatch as fp8
 from . import served
 from .driver import Device, DriverError, Launches, Tensor, cuda_driver
 from .plans import Explanation
-from .table import Fp8Gpu, GpuKey, PackageError, Shape, Table
+from .table import Fp8Gpu, GpuKey, PackageError, Table
 from .torch_ops import register_fp8
 
 _MOST_SCALE = 1e38  # of the scores: a kernel gets it as a 32-bit number, times the logarithm of e
@@ -191,17 +192,20 @@ class Fp8Operator:
         what = (causal, scale, *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
         plan = self._plans.get(what)
         if plan is None:
-            shape = self._checked(tensors, causal, scale)
+            sizes = self._checked(tensors, causal, scale)
+            try:
+                problem = Problem(*sizes, causal=bool(causal))
+            except ProblemError as error:
+                raise PackageError(error.what) from error
             for name, tensor in zip(_NAMES, tensors, strict=False):
                 if tensor.numel() >= 2**31:
                     raise ValueError(f"{name} has 2^31 elements or more; cut the batch")
             index = tensors[0].get_device()
-            choice = fp8.choose(self._known(index), shape)
+            choice = fp8.choose(self._known(index), problem)
             if isinstance(choice, str):
                 raise PackageError(f"{choice}; to add it: attnsweep run, then attnsweep export")
-            problem = shape.problem
             calls = served.launches(served.FP8, choice.kernel.values, problem, scale)
-            plan = _Plan(choice, problem, calls, tensors_of(shape), index)
+            plan = _Plan(choice, problem, calls, tensors_of(problem), index)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[what] = plan
@@ -222,8 +226,8 @@ class Fp8Operator:
             )
         return gpu
 
-    def _checked(self, tensors: Any, causal: bool, scale: float) -> Shape:
-        """The shape of a call, by what a compiler knows too. Raises TypeError or ValueError."""
+    def _checked(self, tensors: Any, causal: bool, scale: float) -> tuple[Any, ...]:
+        """Sizes and dtype of a call, as a compiler knows them too. Raises TypeError, ValueError."""
         query, key, value, *scales = tensors
         for name, tensor in zip((*_NAMES, *_SCALES), tensors, strict=True):
             if tensor.device != query.device or tensor.device.type not in self._types:
@@ -263,29 +267,29 @@ class Fp8Operator:
             raise ValueError(f"scale is {scale}, not a positive number of 32 bits")
         kind = _kind_of(scales, batch, heads_kv, seqlen_k)
         sizes = (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim)
-        return Shape(*sizes, kind, bool(causal))
+        return *sizes, kind
 
 
-def tensors_of(shape: Shape) -> dict[str, Tensor]:
+def tensors_of(problem: Problem) -> dict[str, Tensor]:
     """q, k, v and o, contiguous, as tensor maps see them: bytes in pairs, batches of heads as one.
 
     q, k and v are (batch · heads, seqlen, head_dim / 2), o (batch · heads, seqlen_q, head_dim).
     """
 
     def of(heads: int, rows: int, columns: int) -> Tensor:
-        return Tensor((shape.batch * heads, rows, columns), (rows * columns, columns, 1))
+        return Tensor((problem.batch * heads, rows, columns), (rows * columns, columns, 1))
 
-    keys = of(shape.heads_kv, shape.seqlen_k, shape.head_dim // 2)
+    keys = of(problem.heads_kv, problem.seqlen_k, problem.head_dim // 2)
     return {
-        "q": of(shape.heads, shape.seqlen_q, shape.head_dim // 2),
+        "q": of(problem.heads, problem.seqlen_q, problem.head_dim // 2),
         "k": keys,
         "v": keys,
-        "o": of(shape.heads, shape.seqlen_q, shape.head_dim),
+        "o": of(problem.heads, problem.seqlen_q, problem.head_dim),
     }
 
 
-def _kind_of(scales: list[Any], batch: int, heads_kv: int, seqlen_k: int) -> str:
-    """The dtype of a Shape. Raises TypeError or ValueError for scales that are none."""
+def _kind_of(scales: list[Any], batch: int, heads_kv: int, seqlen_k: int) -> Any:
+    """The dtype of a Problem. Raises TypeError or ValueError for scales that are none."""
     blocks = (seqlen_k + SCALE_BLOCK - 1) // SCALE_BLOCK
     of_heads, of_blocks = (batch, heads_kv), (batch, heads_kv, blocks)
     kinds = set()

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from attnsweep.core.errors import ProblemError
+from attnsweep.core.problem import CAUSAL, FULL, Problem
+
 from . import served
-from .arguments import DTYPES, autocast, never, number, plain, shape_of, strides
+from .arguments import DTYPES, autocast, never, number, plain, problem_of, strides
 from .call_cache import Seen, transformed
 from .dispatch import Choice, choose
 from .driver import Device, DriverError, Launches, Tensor, Unaligned, cuda_driver, unmapped
@@ -65,7 +68,7 @@ class Operator:
         self._devices: dict[int, Device] = {}
         self._forked = False
         self._head_dims = frozenset(
-            winner.shape.head_dim for gpu in table.gpus.values() for winner in gpu.winners
+            winner.problem.head_dim for gpu in table.gpus.values() for winner in gpu.winners
         )
         # Where a table's guards hand short steps over, and not those of a test.
         guards = [gpu.guard for gpu in table.gpus.values()]
@@ -100,7 +103,7 @@ class Operator:
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         gpu = self._gpu(query.device.index or 0)
         if gpu is not None and all(type(n) is int for n in (*query.shape, *key.shape)):
-            choice = choose(gpu, shape_of(query, key, causal), gradients=grad)
+            choice, _ = _choice(gpu, query, key, causal, grad)
             if choice.kernel is None:
                 grouped = query.shape[1] != key.shape[1]
                 return _sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -406,12 +409,11 @@ class Operator:
             fault = unmapped(tensor)
             if fault is not None:
                 return Plan(Choice(None, fault[0], f"{name} {fault[1]}"))
-        shape = shape_of(query, key, causal)
-        choice = choose(gpu, shape, gradients=lse)
-        if choice.kernel is None:
+        choice, problem = _choice(gpu, query, key, causal, lse)
+        if choice.kernel is None or problem is None:
             return Plan(choice)
-        kernel, problem = choice.kernel, shape.problem
-        by = scale if scale is not None else shape.head_dim**-0.5
+        kernel = choice.kernel
+        by = scale if scale is not None else problem.scale
         layout = tensors["o"].strides
         made = served.launches(WGMMA, kernel.values, problem, by, lse=lse, o_strides=layout)
         spaces = served.workspaces(WGMMA, kernel.values, problem)
@@ -419,8 +421,8 @@ class Operator:
         stages = kernel.stages[lse]
         if not made.keys() <= stages.keys():
             return Plan(Choice(None, "no_lse", "the kernel has no code that a gradient needs"))
-        floats, rows = tuple(spaces.values()), (shape.batch, shape.heads, shape.seqlen_q)
-        how = (bool(causal), by, shape.heads != shape.heads_kv)
+        floats, rows = tuple(spaces.values()), (problem.batch, problem.heads, problem.seqlen_q)
+        how = (bool(causal), by, problem.heads != problem.heads_kv)
         device = query.get_device()
         return Plan(choice, made, stages, tensors, device, lse, floats, names, *how, rows)
 
@@ -489,6 +491,17 @@ class Operator:
 _EXPECTED = frozenset(
     {"not_faster", "short_training", "far", "not_tuned", "mask", "dropout", "head_dim"}
 )
+
+
+def _choice(
+    gpu: Gpu, query: torch.Tensor, key: torch.Tensor, causal: bool, gradients: bool
+) -> tuple[Choice, Problem | None]:
+    """What serves a call that `Operator._unserved` lets pass, and its problem if it has one."""
+    try:
+        problem = problem_of(query, key, CAUSAL if causal else FULL)
+    except ProblemError as error:
+        return Choice(None, "far", error.what), None
+    return choose(gpu, problem, gradients=gradients), problem
 
 
 def _no_stream(_: int) -> int:

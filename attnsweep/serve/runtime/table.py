@@ -21,7 +21,7 @@ from attnsweep.family.family import Config
 from .served import FP8, WGMMA, config_of
 
 _T = TypeVar("_T")
-FORMAT = 3
+FORMAT = 4
 """Raise it if older code would misread the table. Code reads its own format only."""
 TABLE = "table.json"
 CUBINS = "cubins"
@@ -47,47 +47,6 @@ _OPTIONAL = {"scale_block"}
 
 class PackageError(Exception):
     """A package cannot be used: its table or a cubin is missing, damaged or foreign."""
-
-
-class Shape(NamedTuple):
-    """One attention call. q, o: (batch, heads, seqlen_q, head_dim); k, v: heads_kv, seqlen_k."""
-
-    batch: int
-    heads: int
-    heads_kv: int
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
-    dtype: str
-    causal: bool
-
-    @property
-    def label(self) -> str:
-        """`(1,16,1024,64) fp16 causal`, `(2,32/8,64x80,128) bf16 full`."""
-        heads = str(self.heads) + (f"/{self.heads_kv}" if self.heads != self.heads_kv else "")
-        seqlen = str(self.seqlen_q) + (
-            f"x{self.seqlen_k}" if self.seqlen_q != self.seqlen_k else ""
-        )
-        mask = "causal" if self.causal else "full"
-        return f"({self.batch},{heads},{seqlen},{self.head_dim}) {self.dtype} {mask}"
-
-    @property
-    def problem(self) -> Problem:
-        """The same as a declaration takes it. Raises ProblemError if it cannot exist."""
-        return _problem_of(self)
-
-    @classmethod
-    def of(cls, label: str) -> Shape:
-        """The shape of a label. Raises ProblemError for any other text."""
-        p = Problem.parse(label)
-        sizes = (p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim)
-        return cls(*sizes, p.dtype, p.causal)
-
-
-@functools.lru_cache(maxsize=64)
-def _problem_of(shape: Shape) -> Problem:
-    dtype: Any = shape.dtype
-    return Problem(*shape[:6], dtype, causal=shape.causal)
 
 
 class GpuKey(NamedTuple):
@@ -131,13 +90,13 @@ class Code:
 class Kernel:
     """One compiled config of flash_fwd_wgmma.
 
-    config: its label. stages: without and with the log-sum-exp, stage name to its code. values: the
-    config itself.
+    mask: its kind, see `Interval.kind`. config: its label. stages: without and with the
+    log-sum-exp, stage name to its code. values: the config itself.
     """
 
     head_dim: int
     dtype: str
-    causal: bool
+    mask: str
     config: str
     stages: tuple[Mapping[str, Code], Mapping[str, Code]]
     values: Config = field(init=False, compare=False, repr=False)
@@ -155,7 +114,7 @@ class Winner:
     kernels that the run timed on the shape, with their times in microseconds.
     """
 
-    shape: Shape
+    problem: Problem
     kernel: Kernel
     time_us: float
     sdpa_us: float
@@ -188,7 +147,7 @@ class Gpu:
     memory_bytes_per_us: the least peak rate of their memories; 0 if none was measured. twins:
     kernels that serve besides the winners': runners-up, and configs for the other dtype. stand_in:
     the GPU whose rows serve where these say nothing; see `known`. kinds: what dispatch has worked
-    out of the rows, by head_dim, dtype and whether causal.
+    out of the rows, by head_dim, dtype, kind of mask, and whether there are few queries.
     """
 
     key: GpuKey
@@ -198,7 +157,7 @@ class Gpu:
     memory_bytes_per_us: float = 0.0
     twins: tuple[Kernel, ...] = ()
     stand_in: Gpu | None = None
-    kinds: dict[tuple[int, str, bool, bool], Any] = field(
+    kinds: dict[tuple[int, str, str, bool], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -227,12 +186,12 @@ def known(gpus: Mapping[GpuKey, Gpu], key: GpuKey) -> Gpu | None:
 class Fp8Kernel:
     """One compiled config of flash_fwd_fp8_wgmma.
 
-    scale_block: keys that share a scale of k and of v; 0 if all keys of a head do. config: its
-    label. values: the config itself.
+    mask: its kind. scale_block: keys that share a scale of k and of v; 0 if all keys of a head do.
+    config: its label. values: the config itself.
     """
 
     head_dim: int
-    causal: bool
+    mask: str
     scale_block: int
     config: str
     code: Code
@@ -244,9 +203,9 @@ class Fp8Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Winner:
-    """The kernel that won a shape in FP8. shape.dtype: e4m3, e4m3_tensor or e4m3_block."""
+    """The kernel that won a problem in FP8, of dtype e4m3, e4m3_tensor or e4m3_block."""
 
-    shape: Shape
+    problem: Problem
     kernel: Fp8Kernel
     time_us: float
 
@@ -421,13 +380,15 @@ def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
     winners = []
     for each in raw["winners"]:
         facts = dict(each)
-        shape, kernel = Shape.of(facts.pop("shape")), _numbered(kernels, facts.pop("kernel"))
-        if (kernel.head_dim, kernel.dtype, kernel.causal) != shape[5:]:
-            raise ValueError(f"a kernel of other code serves {shape.label}")
+        problem = Problem.parse(facts.pop("problem"))
+        kernel = _numbered(kernels, facts.pop("kernel"))
+        kind = (problem.head_dim, problem.dtype, problem.mask.kind)
+        if (kernel.head_dim, kernel.dtype, kernel.mask) != kind:
+            raise ValueError(f"a kernel of other code serves {problem.label}")
         others = tuple((_numbered(kernels, n), float(us)) for n, us in facts.pop("others"))
         if not all(0 < us < math.inf for _, us in others):
-            raise ValueError(f"times on {shape.label}: {others}")
-        winners.append(_sound(Winner(shape, kernel, **facts, others=others)))
+            raise ValueError(f"times on {problem.label}: {others}")
+        winners.append(_sound(Winner(problem, kernel, **facts, others=others)))
     twins = tuple(_numbered(kernels, number) for number in raw.get("twins", ()))
     rate = float(raw["memory_bytes_per_us"])
     if not 0 < rate < math.inf:
@@ -450,11 +411,10 @@ def _fp8_kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> Fp8Kernel:
 def _fp8_gpu(raw: Mapping[str, Any], kernels: list[Fp8Kernel]) -> Fp8Gpu:
     winners = []
     for each in raw["winners"]:
-        shape, kernel = Shape.of(each["shape"]), _numbered(kernels, each["kernel"])
-        if (kernel.head_dim, kernel.causal) != (shape.head_dim, shape.causal) or (
-            kernel.scale_block > 0
-        ) != (shape.dtype == "e4m3_block"):
-            raise ValueError(f"a kernel of other code serves {shape.label}")
-        winners.append(_sound(Fp8Winner(shape, kernel, each["time_us"])))
+        problem, kernel = Problem.parse(each["problem"]), _numbered(kernels, each["kernel"])
+        kind = (problem.head_dim, problem.mask.kind, problem.dtype == "e4m3_block")
+        if (kernel.head_dim, kernel.mask, kernel.scale_block > 0) != kind:
+            raise ValueError(f"a kernel of other code serves {problem.label}")
+        winners.append(_sound(Fp8Winner(problem, kernel, each["time_us"])))
     spare = tuple(_numbered(kernels, number) for number in raw["spare"])
     return Fp8Gpu(_key(raw), tuple(raw["names"]), tuple(winners), spare)
