@@ -13,8 +13,8 @@ import torch
 from .log import COMPILED, EVERY_CALL, TORCH, Log
 
 NAME, PLACE = "scaled_dot_product_attention", "torch.nn.functional"
-# PyTorch's operators of attention: the place of dropout_p, which is_causal follows, and the
-# dispatch key of the kernel that is counted. The mask is the fourth argument, or named.
+# Operators of attention: the place of dropout_p, which is_causal follows, and the dispatch key of
+# the kernel that is counted. The mask is the fourth argument, or named.
 OPS = {
     "_scaled_dot_product_flash_attention": (3, "CUDA"),
     "_scaled_dot_product_efficient_attention": (5, "CUDA"),
@@ -24,14 +24,20 @@ OPS = {
     "_scaled_dot_product_attention_math": (4, "CompositeImplicitAutograd"),
 }
 _LARGEST_MASK = 1 << 26  # elements; a larger one is not looked at
+# Looked up once, without PyTorch's Python around them: each is asked in every call.
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+_is_compiling, _is_tracing = torch.compiler.is_compiling, torch._C._is_tracing
+_is_grad_enabled, _has_torch_function = torch.is_grad_enabled, torch.overrides.has_torch_function
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Recording:
     """Counts the attention calls of this process until `stop`.
 
-    An object in the place of PyTorch's scaled_dot_product_attention counts what Python calls by
-    that name. With `every_call`, kernels in PyTorch's dispatcher count, which see calls from
-    compiled code and C++ too, and cost more. They need torch.library.get_kernel.
+    An object in the place of PyTorch's function counts what Python calls by its name. With
+    `every_call`, kernels in PyTorch's dispatcher count, which see calls from compiled code and C++
+    too, cost more, and need torch.library.get_kernel.
     """
 
     def __init__(self, log: Log, every_call: bool = False) -> None:
@@ -44,7 +50,7 @@ class Recording:
             return
         own = getattr(sys.modules[PLACE], NAME)
         ours = InPlace(self, own)
-        # To TorchScript's compiler, which knows functions by their ids, it is PyTorch's own.
+        # To TorchScript, which knows functions by their ids, it is PyTorch's own.
         torch.jit._builtins._register_builtin(ours, f"aten::{NAME}")
         _replace(own, ours)
         self._undo.callback(_replace, ours, own)
@@ -61,8 +67,8 @@ class Recording:
         with warnings.catch_warnings():  # PyTorch warns that its own kernel is overridden
             warnings.simplefilter("ignore")
             for name, (dropout, key) in OPS.items():
-                # The kernel of an alias key is the one that each of its keys runs.
                 with suppress(RuntimeError):  # this build of PyTorch has none
+                    # The kernel of an alias key is the one that each of its keys runs.
                     own = torch.library.get_kernel(f"aten::{name}", key if key == "CUDA" else "CPU")
                     kernel = self._counted(name, dropout, own.call_boxed)
                     library.impl(name, kernel, key, with_keyset=True, allow_override=True)
@@ -93,20 +99,21 @@ class Recording:
         if log.failed:
             return
         try:
-            if q.is_nested or type(q) not in (torch.Tensor, torch.nn.Parameter):
+            if type(q) not in _PLAIN or q.is_nested:
                 log.add(log.slot(_other_kind(q, k, v)))
                 return
-            device, dtype = q.device.type, q.dtype
-            cast = op == NAME and device in ("cuda", "cpu") and torch.is_autocast_enabled(device)
-            if cast and dtype != torch.float64:
+            cuda, dtype = q.is_cuda, q.dtype
+            device = "cuda" if cuda else q.device.type
+            cast = op == NAME and _any_autocast() and device in ("cuda", "cpu")
+            if cast and torch.is_autocast_enabled(device) and dtype != torch.float64:
                 dtype = torch.get_autocast_dtype(device)
             scale = options.get("scale")
-            grad = q.requires_grad or k.requires_grad or v.requires_grad
+            grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             seen = (
                 *(op, q.shape, k.shape, v.shape, (q.stride(), k.stride()), device, dtype),
                 *(attn_mask is not None, bool(is_causal), bool(dropout_p > 0)),
-                *(grad and torch.is_grad_enabled(), None if scale is None else float(scale)),
-                device == "cuda" and torch.cuda.is_current_stream_capturing(),
+                *(grad, None if scale is None else float(scale)),
+                cuda and _is_capturing(),
             )
             slot = log.known.get(seen)
             if slot is None:
@@ -119,30 +126,30 @@ class Recording:
 class InPlace:
     """What stands in the place of PyTorch's function: for a program it is that function.
 
-    It is no function of Python's, which a class would make a method. Tables for
-    `__torch_function__` have both, since it equals PyTorch's. A copy is what stands in the place.
+    No function of Python's, which a class would make a method. It equals PyTorch's, so that tables
+    for `__torch_function__` have both. A copy is what stands in the place.
     """
 
     def __init__(self, recording: Recording, own: Any) -> None:
         self.recording: Recording | None = recording
         self.own, self.__doc__ = own, own.__doc__
-        self.gives_way = recording.count_every_call  # to a package that takes this place
         self.__name__, self.__module__ = NAME, PLACE
+        self.gives_way = recording.count_every_call  # to a package that takes this place
         self._note_compiled = lambda: recording.log.note(COMPILED)
         # Dynamo calls it while it traces, and leaves it out of the code.
         self._note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """PyTorch's attention. Code that is compiled has PyTorch's own function in it."""
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             self._note_compiled()  # type: ignore[no-untyped-call]
             mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             if type(mask).__name__ == "CausalBias":  # which knows a call by what stands here
                 return mask._dispatch(*args, **kwargs)
-        elif self.recording is not None and not torch._C._is_tracing():
+        elif self.recording is not None and not _is_tracing():
             given = (*args, *kwargs.values())
             # Nested tensors know a call by PyTorch's own function, others by what stands here.
-            if torch.overrides.has_torch_function(given) and not given[0].is_nested:
+            if _has_torch_function(given) and not given[0].is_nested:
                 return torch.overrides.handle_torch_function(self, given, *args, **kwargs)
             out = self.own(*args, **kwargs)
             self.recording.count(NAME, *args, **kwargs)
@@ -169,7 +176,7 @@ def _replace(old: Any, new: Any) -> None:
 
 
 def _other_kind(q: Any, k: Any, v: Any) -> dict[str, Any]:
-    """The facts of a call on tensors of a class of their own: their sizes say not what runs."""
+    """The facts of a call on tensors of a class of their own, whose sizes say not what runs."""
     sizes = {name: [None] * t.dim() for name, t in (("q", q), ("k", k), ("v", v))}
     kind = {**sizes, "dtype": str(q.dtype).removeprefix("torch."), "device": q.device.type}
     # Those of a compiler hold no values, and nothing runs.
@@ -181,12 +188,11 @@ def _other_kind(q: Any, k: Any, v: Any) -> dict[str, Any]:
 def _kind(seen: tuple[Any, ...], k: Any, mask: Any) -> dict[str, Any]:
     """The facts of a call, as plain data. Shapes are (batch, heads, seqlen, head_dim)."""
     op, q, _, v, strides, device, dtype, _, causal, dropout, grad, scale, captured = seen
-    kind: dict[str, Any] = {"op": op, "q": q, "k": k.shape, "v": v, "strides": strides}
-    kind |= {"dtype": str(dtype).removeprefix("torch."), "device": device, "causal": causal}
+    kind = {"op": op, "q": q, "k": k.shape, "v": v, "strides": strides, "device": device}
+    kind |= {"dtype": str(dtype).removeprefix("torch."), "causal": causal}
     kind |= {"dropout": dropout, "grad": grad, "scale": scale, "captured": captured}
     # A capture of a graph and a transform may not wait for values; some devices have none.
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    quiet = captured or transformed or device == "meta"
+    quiet = captured or device == "meta" or torch._C._functorch.peek_interpreter_stack() is not None
     if mask is not None:
         kind["mask"] = "unknown" if quiet else _mask_kind(mask, q[-2], k.shape[-2])
     if k.dim() == 4 and not quiet:
@@ -209,12 +215,11 @@ def _mask_kind(mask: Any, rows: int, keys: int) -> str:
 
 def _repeats(k: Any) -> int:
     """How often each key head stands in k; 1 if they all differ. A few rows are compared."""
-    few = k.detach()[:, :, :: max(1, k.shape[2] // 4)]
+    few, heads = k.detach()[:, :, :: max(1, k.shape[2] // 4)], k.shape[1]
     if not k.numel() or bool((few == few.reshape(-1)[0]).all()):
         return 1  # all the same, as before any training
-    for times in range(k.shape[1], 1, -1):
-        if k.shape[1] % times == 0:
-            groups = few.unflatten(1, (-1, times))
-            if bool((groups == groups[:, :, :1]).all()):
-                return times
+    for times in (n for n in range(heads, 1, -1) if heads % n == 0):
+        groups = few.unflatten(1, (-1, times))
+        if bool((groups == groups[:, :, :1]).all()):
+            return times
     return 1

@@ -34,8 +34,7 @@ class _AfterPyTorch:
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-            own = functools.partial(self._execute, execute)
+            own = functools.partial(self._execute, spec.loader.exec_module)
             spec.loader.exec_module = own  # type: ignore[method-assign]
         return spec
 
