@@ -26,7 +26,7 @@ from attnsweep.serve.export import held_for, outline
 from attnsweep.serve.export_code import FAMILY, gpu_of
 from attnsweep.serve.runtime.dispatch import choose
 from attnsweep.serve.runtime.served import WGMMA, refused_by
-from attnsweep.serve.runtime.table import TABLE, Gpu, GpuKey, Kernel, known, read_table
+from attnsweep.serve.runtime.table import TABLE, CompiledKernel, GpuKey, TunedGpu, known, read_table
 from attnsweep.store.run import open_run
 
 SDPA = "torch_"
@@ -63,7 +63,7 @@ class Judged:
     reason: str
 
 
-def tuned(runs: Sequence[Path]) -> dict[GpuKey, Gpu]:
+def tuned(runs: Sequence[Path]) -> dict[GpuKey, TunedGpu]:
     """The table that an export of these runs has."""
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / TABLE).write_text(json.dumps(outline(runs, discover())))
@@ -100,7 +100,7 @@ def _is_ours(trial: Trial) -> bool:
     return kernel and trial.schedule.get("chunks", 1) == 1
 
 
-def without(gpu: Gpu, problem: Problem) -> Gpu:
+def without(gpu: TunedGpu, problem: Problem) -> TunedGpu:
     """What would be known if neither the shape nor its twin in the other dtype had been tuned.
 
     Neither on this GPU nor on the one that stands in for it.
@@ -122,11 +122,11 @@ def without(gpu: Gpu, problem: Problem) -> Gpu:
     return replace(gpu, winners=tuple(left), twins=twins, stand_in=other)
 
 
-def _key(kernel: Kernel) -> tuple[int, str, str]:
+def _key(kernel: CompiledKernel) -> tuple[int, str, str]:
     return (kernel.head_dim, kernel.mask, kernel.config)
 
 
-def judge(gpu: Gpu, one: Swept) -> Judged:
+def judge(gpu: TunedGpu, one: Swept) -> Judged:
     """What the package would call on a shape, and what the shape's own sweep says of it."""
     choice = choose(gpu, one.problem)
     sdpa_us = min(one.sdpa_us.values())

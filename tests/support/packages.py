@@ -20,11 +20,11 @@ from attnsweep.serve.runtime.table import (
     FORMAT,
     TABLE,
     Code,
-    Gpu,
+    CompiledKernel,
     GpuKey,
     Guard,
-    Kernel,
     Table,
+    TunedGpu,
     Winner,
 )
 
@@ -39,11 +39,11 @@ def label(**changes: int) -> str:
     return Config(_FIRST | {"WARPGROUPS": 2, "NUM_STAGES": 2} | changes).label
 
 
-PLAIN = Kernel(64, "bf16", "full", label(), ({}, {}))
+PLAIN = CompiledKernel(64, "bf16", "full", label(), ({}, {}))
 SPLIT = replace(PLAIN, config=label(SPLITS=2, PDL=2))
 
 
-def with_config(kernel: Kernel, **changes: int) -> Kernel:
+def with_config(kernel: CompiledKernel, **changes: int) -> CompiledKernel:
     """The kernel with another config."""
     return replace(kernel, config=Config({**kernel.values, **changes}).label)
 
@@ -66,7 +66,7 @@ def shape(
     )
 
 
-def with_code(kernel: Kernel, directory: Path) -> Kernel:
+def with_code(kernel: CompiledKernel, directory: Path) -> CompiledKernel:
     """The kernel with cubins of a few bytes on the disk, other ones for each stage."""
     (directory / CUBINS).mkdir(parents=True, exist_ok=True)
 
@@ -84,17 +84,17 @@ def with_code(kernel: Kernel, directory: Path) -> Kernel:
 
 
 def winner(
-    of: Problem, kernel: Kernel = PLAIN, gain: float = 1.2, low: float | None = None
+    of: Problem, kernel: CompiledKernel = PLAIN, gain: float = 1.2, low: float | None = None
 ) -> Winner:
     """A winner whose kernel is made for the shape's head_dim, dtype and mask."""
     own = replace(kernel, head_dim=of.head_dim, dtype=of.dtype, mask=of.mask.kind)
     return Winner(of, own, 10.0, 10.0 * gain, gain, gain if low is None else low)
 
 
-def gpu(*winners: Winner, guard: Guard | None = None) -> Gpu:
+def gpu(*winners: Winner, guard: Guard | None = None) -> TunedGpu:
     """An H100 with these winners. Their times are short, and calls with gradients served."""
     guard = guard or Guard(short_us=0.0)
-    return Gpu(H100, ("NVIDIA H100 80GB HBM3",), guard, winners, H100_MEMORY)
+    return TunedGpu(H100, ("NVIDIA H100 80GB HBM3",), guard, winners, H100_MEMORY)
 
 
 def table(directory: Path, *winners: Winner) -> Table:

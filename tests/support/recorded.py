@@ -23,10 +23,10 @@ from attnsweep.serve.runtime.table import (
     CUBINS,
     FORMAT,
     TABLE,
-    Gpu,
     GpuKey,
     Guard,
     Table,
+    TunedGpu,
     read_table,
 )
 from attnsweep.store.run import find_runs
@@ -90,7 +90,7 @@ def taken_for(raw: dict[str, Any], key: GpuKey) -> dict[str, Any]:
     return raw
 
 
-def unguarded(gpu: Gpu) -> Gpu:
+def unguarded(gpu: TunedGpu) -> TunedGpu:
     """A GPU whose kernels serve whatever the rules allow."""
     winners = tuple(replace(winner, gain_low=9.0) for winner in gpu.winners)
     guard = Guard(margin=-99.0, per_octave=0.0, reach=99.0, short_us=0.0)

@@ -25,7 +25,7 @@ from attnsweep.core.problem import Problem, ceil_div
 from attnsweep.family.hopper import busiest_turns, heads_that_fit
 
 from .served import WGMMA
-from .table import Card, Kernel
+from .table import CardFacts, CompiledKernel
 
 FEW_QUERIES = 64
 """Fewer queries than this fill no tile. Their times say nothing of more, nor the reverse."""
@@ -90,7 +90,7 @@ SDPA = Tiling(128, 128, 1, 1, 1, 0, False, 100.0, 0.5, 3.75, 0.95, divides=True,
 """PyTorch's own attention: the faster of cuDNN's and flash, both with tiles of about this size."""
 
 
-def tiling(kernel: Kernel) -> Tiling:
+def tiling(kernel: CompiledKernel) -> Tiling:
     """What the time depends on, of all that is known of a kernel."""
     c, combines = kernel.values, WGMMA.combines(kernel.values)
     alone = c.BLOCKS_PER_SM == 1 and not c.PERSISTENT  # nothing hides its first loads
@@ -234,7 +234,7 @@ class Learned:
     tiling: Tiling
     units: tuple[tuple[int, float, float], ...]
 
-    def predict(self, problem: Problem, near: Sequence[Near], card: Card) -> Prediction | None:
+    def predict(self, problem: Problem, near: Sequence[Near], card: CardFacts) -> Prediction | None:
         """The time; None if none is known. near: of each timed problem, by its number."""
         if not self.units:
             return None
@@ -253,7 +253,7 @@ class Learned:
         return Prediction(time_us, nearest, far, len(self.units))
 
 
-def learn(tiling: Tiling, timed: Iterable[tuple[int, Problem, float]], card: Card) -> Learned:
+def learn(tiling: Tiling, timed: Iterable[tuple[int, Problem, float]], card: CardFacts) -> Learned:
     """From times in microseconds on problems of one head_dim and mask, each with its number."""
     units = []
     for number, problem, time_us in timed:
@@ -269,7 +269,7 @@ def learn(tiling: Tiling, timed: Iterable[tuple[int, Problem, float]], card: Car
     return Learned(tiling, tuple(units))
 
 
-def nearness(problem: Problem, others: Iterable[Problem], card: Card) -> tuple[Near, ...]:
+def nearness(problem: Problem, others: Iterable[Problem], card: CardFacts) -> tuple[Near, ...]:
     """How near each of other problems is, in their order."""
     return tuple(
         Near(
@@ -287,7 +287,7 @@ def _launches_us(tiling: Tiling, problem: Problem) -> float:
     return tiling.start_us + 8.0 * tiling.parts * elements / _L2_BYTES_PER_US
 
 
-def memory_us(tiling: Tiling, problem: Problem, card: Card) -> float:
+def memory_us(tiling: Tiling, problem: Problem, card: CardFacts) -> float:
     """Time that the bytes beyond the L2 take: q, k, v and o, of two bytes an element."""
     rows = 2 * problem.heads * problem.seqlen_q + 2 * problem.heads_kv * problem.seqlen_k
     beyond = 2.0 * problem.batch * rows * problem.head_dim - _L2_SHARE * card.l2_bytes

@@ -10,7 +10,7 @@ from attnsweep.core.problem import Problem, ceil_div
 
 from .cost_model import FEW_QUERIES, SDPA, Learned, Prediction, learn, memory_us, nearness, tiling
 from .served import WGMMA, arch_of, beyond_limits
-from .table import Gpu, Kernel, Winner
+from .table import CompiledKernel, TunedGpu, Winner
 
 # By how much slower a kernel is taken to be for each octave to the nearest shape of its times.
 _DOUBT = 0.01
@@ -37,7 +37,7 @@ class Choice:
     sdpa_us: that time of PyTorch's own.
     """
 
-    kernel: Kernel | None
+    kernel: CompiledKernel | None
     code: str
     reason: str
     gain: float = 0.0
@@ -45,18 +45,18 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CallKind:
     """What is known of calls of one head_dim, dtype and mask, with few queries or with more.
 
     winners: also of the other dtype.
     """
 
     winners: Mapping[Problem, Winner]
-    kernels: tuple[tuple[Kernel, Learned], ...]
+    kernels: tuple[tuple[CompiledKernel, Learned], ...]
     sdpa: Learned
 
 
-def choose(gpu: Gpu, problem: Problem, *, gradients: bool = False) -> Choice:
+def choose(gpu: TunedGpu, problem: Problem, *, gradients: bool = False) -> Choice:
     """The kernel for a shape, or why there is none.
 
     A tuned shape gets its winner if the lower end of its gain is at least 1. Any other gets the
@@ -74,7 +74,7 @@ def choose(gpu: Gpu, problem: Problem, *, gradients: bool = False) -> Choice:
     return Choice(None, "short_training", why, choice.gain, choice.sdpa_us)
 
 
-def _forward(gpu: Gpu, problem: Problem) -> Choice:
+def _forward(gpu: TunedGpu, problem: Problem) -> Choice:
     own = _by_rows(gpu, problem)
     if gpu.stand_in is None or own.code not in _SILENT:
         return own
@@ -85,7 +85,7 @@ def _forward(gpu: Gpu, problem: Problem) -> Choice:
 _SILENT = ("far", "not_tuned")
 
 
-def _by_stand_in(gpu: Gpu, other: Gpu, problem: Problem, own: Choice) -> Choice:
+def _by_stand_in(gpu: TunedGpu, other: TunedGpu, problem: Problem, own: Choice) -> Choice:
     """The choice by another GPU's rows, if it is beyond doubt here, or else none, as `own`."""
     why = own.reason if gpu.winners else "this GPU was not tuned"
     runs = f"the runs of {', '.join(other.names) or other.key.label}"
@@ -104,7 +104,7 @@ def _by_stand_in(gpu: Gpu, other: Gpu, problem: Problem, own: Choice) -> Choice:
     return Choice(found.kernel, "stand_in", told, found.gain, found.sdpa_us)
 
 
-def _by_rows(gpu: Gpu, problem: Problem) -> Choice:
+def _by_rows(gpu: TunedGpu, problem: Problem) -> Choice:
     """What the rows of a GPU say, whichever GPU is asked about."""
     kind = _kind_of(gpu, problem)
     if not kind.kernels:
@@ -121,11 +121,11 @@ def _by_rows(gpu: Gpu, problem: Problem) -> Choice:
     return Choice(None, "not_faster", why, winner.gain)
 
 
-def _kind_of(gpu: Gpu, problem: Problem) -> Kind:
+def _kind_of(gpu: TunedGpu, problem: Problem) -> CallKind:
     """What is known of the shape's head_dim, dtype, mask and number of queries, worked out once."""
     few = problem.seqlen_q < FEW_QUERIES
     asked = (problem.head_dim, problem.dtype, problem.mask.kind, few)
-    found: Kind | None = gpu.kinds.get(asked)
+    found: CallKind | None = gpu.kinds.get(asked)
     if found is not None:
         return found
     alike = (problem.head_dim, problem.mask.kind)
@@ -142,7 +142,7 @@ def _kind_of(gpu: Gpu, problem: Problem) -> Kind:
         for kernel, time_us in ((winner.kernel, winner.time_us), *winner.others):
             timed[kernel.config].append((numbers[winner.problem], winner.problem, time_us))
     kernels = _kernels(gpu, known, problem)
-    kind = Kind(
+    kind = CallKind(
         winners,
         tuple((kernel, learn(tiling(kernel), timed[name], gpu.card)) for name, kernel in kernels),
         learn(SDPA, ((numbers[w.problem], w.problem, w.sdpa_us) for w in known), gpu.card),
@@ -152,7 +152,9 @@ def _kind_of(gpu: Gpu, problem: Problem) -> Kind:
     return kind
 
 
-def _kernels(gpu: Gpu, known: Sequence[Winner], problem: Problem) -> list[tuple[str, Kernel]]:
+def _kernels(
+    gpu: TunedGpu, known: Sequence[Winner], problem: Problem
+) -> list[tuple[str, CompiledKernel]]:
     """The kernels of the shape's head_dim, dtype and mask by their configs, in a fixed order."""
     kernels = [winner.kernel for winner in known]
     kernels += [kernel for winner in known for kernel, _ in winner.others]
@@ -160,16 +162,16 @@ def _kernels(gpu: Gpu, known: Sequence[Winner], problem: Problem) -> list[tuple[
     return sorted(made.items())
 
 
-def _made(kernel: Kernel, problem: Problem) -> bool:
+def _made(kernel: CompiledKernel, problem: Problem) -> bool:
     kind = (kernel.head_dim, kernel.dtype, kernel.mask)
     return kind == (problem.head_dim, problem.dtype, problem.mask.kind)
 
 
-def _predicted(gpu: Gpu, problem: Problem, kind: Kind) -> Choice:
+def _predicted(gpu: TunedGpu, problem: Problem, kind: CallKind) -> Choice:
     """The kernel for a shape that was not tuned. Times in fp16 and bf16 are taken as equal."""
     guard = gpu.guard
     nearby = nearness(problem, kind.winners, gpu.card)
-    found: list[tuple[Prediction, Kernel]] = []
+    found: list[tuple[Prediction, CompiledKernel]] = []
     refused_on, arch = WGMMA.kernel.refused_on, arch_of(gpu.key.sm_count)
     for kernel, learned in kind.kernels:
         if refused_on(kernel.values, problem, arch) is None:

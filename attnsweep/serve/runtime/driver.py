@@ -113,7 +113,7 @@ class Device:
         self._modules: list[Any] = []
         # Whether cuTensorMapReplaceAddress does what it should: None until it was tried.
         self._replaces: bool | None = None
-        self._kept: WeakSet[Launches] = WeakSet()
+        self._kept: WeakSet[BoundLaunches] = WeakSet()
         self._readied = 0
         self._lock = threading.Lock()
 
@@ -171,9 +171,9 @@ class Device:
         stages: Mapping[str, Code],
         tensors: Mapping[str, Tensor],
         names: Sequence[str],
-    ) -> Launches:
+    ) -> BoundLaunches:
         """Launches that `issue` enqueues anywhere; arguments and errors as of `prepare`."""
-        made = Launches(self, self.prepare(calls, stages, tensors, names))
+        made = BoundLaunches(self, self.prepare(calls, stages, tensors, names))
         with self._lock:
             self._kept.add(made)
         return made
@@ -364,7 +364,7 @@ class Device:
                 self._call((status,), "a launch")
 
 
-class Launches:
+class BoundLaunches:
     """The launches of one kind of call on a device, remembered by addresses and stream."""
 
     def __init__(self, device: Device, forms: tuple[Form, ...]) -> None:

@@ -9,7 +9,7 @@ from attnsweep.core.problem import SCALE_BLOCK, Problem
 
 from .cost_model import octaves
 from .served import FP8, refused_by
-from .table import Fp8Gpu, Fp8Kernel
+from .table import CompiledFp8Kernel, TunedFp8Gpu
 
 BLOCK, HEADS, TENSOR = "e4m3_block", "e4m3", "e4m3_tensor"
 """Dtypes of a Problem: a scale of each SCALE_BLOCK keys, of each key head, of each tensor."""
@@ -18,12 +18,12 @@ BLOCK, HEADS, TENSOR = "e4m3_block", "e4m3", "e4m3_tensor"
 class Choice(NamedTuple):
     """The kernel that serves a shape. code: a short name of the reason, of few."""
 
-    kernel: Fp8Kernel
+    kernel: CompiledFp8Kernel
     code: str
     reason: str
 
 
-def choose(gpu: Fp8Gpu, problem: Problem) -> Choice | str:
+def choose(gpu: TunedFp8Gpu, problem: Problem) -> Choice | str:
     """The kernel for a shape, or why there is none.
 
     A tuned shape gets its winner. Any other gets the winner of the nearest shape of its head_dim,
@@ -48,7 +48,7 @@ def choose(gpu: Fp8Gpu, problem: Problem) -> Choice | str:
         if replace(winner.problem, dtype=problem.dtype) == problem:
             return Choice(winner.kernel, "tuned", f"this shape was tuned, {winner.time_us:.4g} µs")
 
-    def may_run(kernel: Fp8Kernel) -> bool:
+    def may_run(kernel: CompiledFp8Kernel) -> bool:
         return refused_by(FP8, kernel.values, problem, gpu.key.sm_count) is None
 
     for far, _, number in near:
@@ -64,7 +64,7 @@ def choose(gpu: Fp8Gpu, problem: Problem) -> Choice | str:
     return f"no FP8 kernel of the package may run {problem.label}"
 
 
-def _kind(kernel: Fp8Kernel) -> tuple[int, str, bool]:
+def _kind(kernel: CompiledFp8Kernel) -> tuple[int, str, bool]:
     return (kernel.head_dim, kernel.mask, kernel.scale_block > 0)
 
 

@@ -16,9 +16,9 @@ from attnsweep.family.launch import Launch
 
 from . import fp8_dispatch as fp8
 from . import served
-from .driver import Device, DriverError, Launches, Tensor, cuda_driver
+from .driver import BoundLaunches, Device, DriverError, Tensor, cuda_driver
 from .plans import Explanation
-from .table import Fp8Gpu, GpuKey, PackageError, Table
+from .table import GpuKey, PackageError, Table, TunedFp8Gpu
 from .torch_ops import register_fp8
 
 _MOST_SCALE = 1e38  # of the scores: a kernel gets it as a 32-bit number, times the logarithm of e
@@ -41,7 +41,7 @@ class _Plan:
     calls: dict[str, Launch]
     tensors: dict[str, Tensor]
     index: int
-    launches: Launches | None = None
+    launches: BoundLaunches | None = None
 
 
 class Fp8Operator:
@@ -60,7 +60,7 @@ class Fp8Operator:
         self._cuda, self._types = cuda, devices
         self._calls = 0
         self._plans: dict[Any, _Plan] = {}
-        self._gpus: dict[int, Fp8Gpu | None] = {}
+        self._gpus: dict[int, TunedFp8Gpu | None] = {}
         self._devices: dict[int, Device] = {}
         self._forward: Any = None
         if table.fp8:
@@ -179,7 +179,7 @@ class Fp8Operator:
         self._calls += 1
         return out
 
-    def _prepared(self, plan: _Plan) -> Launches:
+    def _prepared(self, plan: _Plan) -> BoundLaunches:
         if plan.index not in self._devices:
             cuda = self._cuda or cuda_driver()
             self._devices[plan.index] = Device(self.table, cuda, plan.index)
@@ -211,7 +211,7 @@ class Fp8Operator:
             self._plans[what] = plan
         return plan
 
-    def _known(self, index: int) -> Fp8Gpu:
+    def _known(self, index: int) -> TunedFp8Gpu:
         """What the table has of a device. Raises PackageError."""
         index = max(index, 0)
         if index not in self._gpus:

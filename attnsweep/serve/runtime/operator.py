@@ -16,13 +16,13 @@ from . import served
 from .arguments import DTYPES, autocast, never, number, plain, problem_of, strides
 from .call_cache import Seen, transformed
 from .dispatch import Choice, choose
-from .driver import Device, DriverError, Launches, Tensor, Unaligned, cuda_driver, unmapped
+from .driver import BoundLaunches, Device, DriverError, Tensor, Unaligned, cuda_driver, unmapped
 from .gradients import Gradient, like, with_gradient, with_lse
 from .plans import FORKED, SUBCLASS, TRANSFORMED, UNALIGNED, Explanation, Plan
 from .sdpa_patch import asked_once, sdpa
 from .sdpa_patch import pytorchs as _sdpa
 from .served import WGMMA
-from .table import Gpu, GpuKey, Guard, PackageError, Table, known
+from .table import GpuKey, Guard, PackageError, Table, TunedGpu, known
 from .torch_ops import register
 
 # Looked up once: each is asked in every call.
@@ -64,7 +64,7 @@ class Operator:
         self._plans: dict[Any, Plan] = {}
         self._seen = Seen()
         self._find = self._seen.plan
-        self._gpus: dict[int, Gpu | None] = {}
+        self._gpus: dict[int, TunedGpu | None] = {}
         self._devices: dict[int, Device] = {}
         self._forked = False
         self._head_dims = frozenset(
@@ -343,7 +343,7 @@ class Operator:
         """Whether a device's kind is in the table: for a compiler, which need not look into it."""
         return self._gpu(index) is not None
 
-    def _gpu(self, index: int) -> Gpu | None:
+    def _gpu(self, index: int) -> TunedGpu | None:
         if index not in self._gpus:
             key = GpuKey.of(torch.cuda.get_device_properties(index))
             self._gpus[index] = known(self.table.gpus, key)
@@ -475,7 +475,7 @@ class Operator:
         self.counts["kernel"] += 1
         return made
 
-    def _prepared(self, plan: Plan, index: int) -> Launches | None:
+    def _prepared(self, plan: Plan, index: int) -> BoundLaunches | None:
         """The plan's launches, or None if it has no calls any more."""
         calls = plan.calls
         if not calls:
@@ -494,7 +494,7 @@ _EXPECTED = frozenset(
 
 
 def _choice(
-    gpu: Gpu, query: torch.Tensor, key: torch.Tensor, causal: bool, gradients: bool
+    gpu: TunedGpu, query: torch.Tensor, key: torch.Tensor, causal: bool, gradients: bool
 ) -> tuple[Choice, Problem | None]:
     """What serves a call that `Operator._unserved` lets pass, and its problem if it has one."""
     try:

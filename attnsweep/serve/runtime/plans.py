@@ -9,7 +9,7 @@ from typing import Any
 from attnsweep.family.launch import Launch
 
 from .dispatch import Choice
-from .driver import Launches, Tensor
+from .driver import BoundLaunches, Tensor
 from .table import Code
 
 
@@ -56,7 +56,7 @@ class Plan:
     scale: float = 0.0
     grouped: bool = False
     rows: tuple[int, ...] = ()
-    launches: Launches | None = None
+    launches: BoundLaunches | None = None
     met: int = 0
     backward: tuple[Any, ...] | None = None
 

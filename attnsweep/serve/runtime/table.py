@@ -69,7 +69,7 @@ class GpuKey(NamedTuple):
         return f"sm_{major}{minor}, {self.sm_count} SMs, {self.l2_bytes / 2**20:.0f} MiB of L2"
 
 
-class Card(NamedTuple):
+class CardFacts(NamedTuple):
     """What a GPU has, as far as times of kernels depend on it. memory_bytes_per_us: its peak."""
 
     sm_count: int
@@ -87,7 +87,7 @@ class Code:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class CompiledKernel:
     """One compiled config of flash_fwd_wgmma.
 
     mask: its kind, see `Interval.kind`. config: its label. stages: without and with the
@@ -115,12 +115,12 @@ class Winner:
     """
 
     problem: Problem
-    kernel: Kernel
+    kernel: CompiledKernel
     time_us: float
     sdpa_us: float
     gain: float
     gain_low: float
-    others: tuple[tuple[Kernel, float], ...] = ()
+    others: tuple[tuple[CompiledKernel, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class TunedGpu:
     """What is known of one kind of GPU. names: of the cards that were measured.
 
     memory_bytes_per_us: the least peak rate of their memories; 0 if none was measured. twins:
@@ -155,19 +155,19 @@ class Gpu:
     guard: Guard
     winners: tuple[Winner, ...]
     memory_bytes_per_us: float = 0.0
-    twins: tuple[Kernel, ...] = ()
-    stand_in: Gpu | None = None
+    twins: tuple[CompiledKernel, ...] = ()
+    stand_in: TunedGpu | None = None
     kinds: dict[tuple[int, str, str, bool], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @property
-    def card(self) -> Card:
+    def card(self) -> CardFacts:
         """What its times depend on."""
-        return Card(self.key.sm_count, self.key.l2_bytes, self.memory_bytes_per_us)
+        return CardFacts(self.key.sm_count, self.key.l2_bytes, self.memory_bytes_per_us)
 
 
-def known(gpus: Mapping[GpuKey, Gpu], key: GpuKey) -> Gpu | None:
+def known(gpus: Mapping[GpuKey, TunedGpu], key: GpuKey) -> TunedGpu | None:
     """What a table knows of a GPU: its own rows, if any, and those that stand in for them.
 
     Those are of a GPU with the same compute capability, which runs the same machine code, and as
@@ -179,11 +179,11 @@ def known(gpus: Mapping[GpuKey, Gpu], key: GpuKey) -> Gpu | None:
     if not alike:
         return own
     nearest = min(alike, key=lambda each: (abs(each.key.l2_bytes - key.l2_bytes), each.key))
-    return replace(own or Gpu(key, (), nearest.guard, ()), stand_in=nearest)
+    return replace(own or TunedGpu(key, (), nearest.guard, ()), stand_in=nearest)
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Kernel:
+class CompiledFp8Kernel:
     """One compiled config of flash_fwd_fp8_wgmma.
 
     mask: its kind. scale_block: keys that share a scale of k and of v; 0 if all keys of a head do.
@@ -206,12 +206,12 @@ class Fp8Winner:
     """The kernel that won a problem in FP8, of dtype e4m3, e4m3_tensor or e4m3_block."""
 
     problem: Problem
-    kernel: Fp8Kernel
+    kernel: CompiledFp8Kernel
     time_us: float
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Gpu:
+class TunedFp8Gpu:
     """What is known in FP8 of one kind of GPU. names: of the cards that were measured.
 
     spare: kernels for shapes where the rules allow no winner to run. They were not timed.
@@ -220,7 +220,7 @@ class Fp8Gpu:
     key: GpuKey
     names: tuple[str, ...]
     winners: tuple[Fp8Winner, ...]
-    spare: tuple[Fp8Kernel, ...] = ()
+    spare: tuple[CompiledFp8Kernel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +234,9 @@ class Table:
     directory: Path
     attnsweep: str
     digest: str
-    gpus: Mapping[GpuKey, Gpu]
+    gpus: Mapping[GpuKey, TunedGpu]
     archives: Mapping[str, str] = field(default_factory=dict)
-    fp8: Mapping[GpuKey, Fp8Gpu] = field(default_factory=dict)
+    fp8: Mapping[GpuKey, TunedFp8Gpu] = field(default_factory=dict)
 
     def code(self, code: Code) -> bytes:
         """A cubin's bytes. Raises PackageError if it is missing, or not what was exported."""
@@ -312,14 +312,14 @@ def _archives(raw: Mapping[str, Any]) -> dict[str, str]:
     return archives
 
 
-def _kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> Kernel:
+def _kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> CompiledKernel:
     stages = raw["stages"]
     plain, lse = (
         {name: _code(WGMMA.kernel.name, name, both[number]) for name, both in stages.items()}
         for number in (0, 1)
     )
     config = _numbered(configs, raw["config"])
-    return _sound(Kernel(**{**raw, "config": config, "stages": (plain, lse)}))
+    return _sound(CompiledKernel(**{**raw, "config": config, "stages": (plain, lse)}))
 
 
 def _code(family: str, stage: str, sha256: str) -> Code:
@@ -375,7 +375,7 @@ def _key(raw: Mapping[str, Any]) -> GpuKey:
     return key
 
 
-def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
+def _gpu(raw: Mapping[str, Any], kernels: list[CompiledKernel]) -> TunedGpu:
     key = _key(raw)
     winners = []
     for each in raw["winners"]:
@@ -394,21 +394,23 @@ def _gpu(raw: Mapping[str, Any], kernels: list[Kernel]) -> Gpu:
     if not 0 < rate < math.inf:
         raise ValueError(f"memory_bytes_per_us is {rate}")
     names, guard = tuple(raw["names"]), _sound(Guard(**raw["guard"]))
-    return Gpu(key, names, guard, tuple(winners), rate, twins)
+    return TunedGpu(key, names, guard, tuple(winners), rate, twins)
 
 
-def _fp8(raw: Mapping[str, Any], configs: Sequence[str]) -> dict[GpuKey, Fp8Gpu]:
+def _fp8(raw: Mapping[str, Any], configs: Sequence[str]) -> dict[GpuKey, TunedFp8Gpu]:
     kernels = [_fp8_kernel(each, configs) for each in raw["kernels"]]
     gpus = [_fp8_gpu(each, kernels) for each in raw["gpus"]]
     return {gpu.key: gpu for gpu in gpus}
 
 
-def _fp8_kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> Fp8Kernel:
+def _fp8_kernel(raw: Mapping[str, Any], configs: Sequence[str]) -> CompiledFp8Kernel:
     code = _code(FP8.kernel.name, "fwd", raw["code"])
-    return _sound(Fp8Kernel(**{**raw, "config": _numbered(configs, raw["config"]), "code": code}))
+    return _sound(
+        CompiledFp8Kernel(**{**raw, "config": _numbered(configs, raw["config"]), "code": code})
+    )
 
 
-def _fp8_gpu(raw: Mapping[str, Any], kernels: list[Fp8Kernel]) -> Fp8Gpu:
+def _fp8_gpu(raw: Mapping[str, Any], kernels: list[CompiledFp8Kernel]) -> TunedFp8Gpu:
     winners = []
     for each in raw["winners"]:
         problem, kernel = Problem.parse(each["problem"]), _numbered(kernels, each["kernel"])
@@ -417,4 +419,4 @@ def _fp8_gpu(raw: Mapping[str, Any], kernels: list[Fp8Kernel]) -> Fp8Gpu:
             raise ValueError(f"a kernel of other code serves {problem.label}")
         winners.append(_sound(Fp8Winner(problem, kernel, each["time_us"])))
     spare = tuple(_numbered(kernels, number) for number in raw["spare"])
-    return Fp8Gpu(_key(raw), tuple(raw["names"]), tuple(winners), spare)
+    return TunedFp8Gpu(_key(raw), tuple(raw["names"]), tuple(winners), spare)
