@@ -65,7 +65,7 @@ from .serve.shipped import (
 )
 from .specs.load import SweepSpec
 from .store.run import Run, find_runs, latest_run
-from .sweep.session import Outcome
+from .sweep.session import SweepOutcome
 
 __version__: str
 __all__ = [
@@ -98,7 +98,6 @@ __all__ = [
     "Measurement",
     "NoGpuError",
     "Observer",
-    "Outcome",
     "PackageError",
     "Param",
     "Problem",
@@ -112,6 +111,7 @@ __all__ = [
     "SpecError",
     "Status",
     "StoreError",
+    "SweepOutcome",
     "SweepSpec",
     "TensorMap",
     "ToolchainError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from attnsweep.specs.load import SweepSpec
     from attnsweep.specs.plan import PlannedProblem
     from attnsweep.store.run import Run
-    from attnsweep.sweep.session import Outcome
+    from attnsweep.sweep.session import SweepOutcome
 
 
 def families(directory: str | Path | None = None) -> dict[str, Kernel]:
@@ -43,12 +44,10 @@ def load_spec(path: str | Path, kernels: Mapping[str, Kernel] | None = None) -> 
     kernels: the families (default: the shipped ones, and those in the spec's `kernel_dir`). Raises
     SpecError, which says `file:line:column: what` and how to fix it.
     """
+    from attnsweep.family.discover import discover
     from attnsweep.specs import load
-    from attnsweep.specs.load import check_against
 
-    spec = load.load_spec(Path(path))
-    check_against(spec, _families(spec, kernels))
-    return spec
+    return load.load_spec(Path(path), discover if kernels is None else kernels)
 
 
 def plan(
@@ -63,7 +62,7 @@ def plan(
     """
     from attnsweep.specs.plan import plan as plan_on
 
-    return plan_on(spec, _families(spec, kernels), _target(spec, arch))
+    return plan_on(_bound(spec, kernels), _target(spec, arch))
 
 
 def run(
@@ -77,7 +76,7 @@ def run(
     wait: bool = False,
     cache_dir: str | Path | None = None,
     observer: Observer | None = None,
-) -> Outcome:
+) -> SweepOutcome:
     """Sweep: compile, check, time and rank every candidate; stored below `results`.
 
     The same spec again resumes. fresh: set older rows aside. limit: at most this many candidates
@@ -86,20 +85,19 @@ def run(
     is an error. Raises NoGpuError, SpaceError, SpecError, StoreError or ToolchainError.
     """
     from attnsweep.device.cards import chosen, installed
-    from attnsweep.sweep import session, sweeps
+    from attnsweep.sweep import session
+    from attnsweep.sweep.fleet import Fleet
 
-    families = _families(spec, kernels)
-    asked: dict[str, Any] = {
-        "results": Path(results),
-        "fresh": fresh,
-        "limit": limit,
-        "wait": wait,
-        "cache_dir": None if cache_dir is None else Path(cache_dir),
-        "observer": observer,
-    }
-    if gpus is None:
-        return session.run(spec, families, **asked)
-    return sweeps.run(spec, families, chosen(gpus, installed()), **asked)
+    return session.run(
+        _bound(spec, kernels),
+        None if gpus is None else Fleet(chosen(gpus, installed())),
+        results=Path(results),
+        fresh=fresh,
+        limit=limit,
+        wait=wait,
+        cache_dir=None if cache_dir is None else Path(cache_dir),
+        observer=observer,
+    )
 
 
 def compile_spec(
@@ -117,7 +115,7 @@ def compile_spec(
     from attnsweep.tools.compile import compile_all
 
     target = _target(spec, arch)
-    return compile_all(spec, _families(spec, kernels), target, limit=limit)
+    return compile_all(_bound(spec, kernels), target, limit=limit)
 
 
 def builds(
@@ -352,10 +350,11 @@ def schema() -> str:
     return schema_text()
 
 
-def _families(spec: SweepSpec, kernels: Mapping[str, Kernel] | None) -> Mapping[str, Kernel]:
-    from attnsweep.specs.load import families_of
+def _bound(spec: SweepSpec, kernels: Mapping[str, Kernel] | None) -> SweepSpec:
+    """The spec with these families, or with its own as their files declare them now."""
+    from attnsweep.family.discover import discover
 
-    return families_of(spec) if kernels is None else kernels
+    return replace(spec, families=discover(spec.kernel_dir) if kernels is None else kernels)
 
 
 def _target(spec: SweepSpec, arch: Arch | str | None) -> Arch:

@@ -25,9 +25,9 @@ from attnsweep.reports import terminal
 from attnsweep.reports.terminal import Form, console, errors
 
 if TYPE_CHECKING:
-    from attnsweep.family.family import Kernel
     from attnsweep.specs.load import SweepSpec
     from attnsweep.store.run import Run
+    from attnsweep.sweep.session import SweepOutcome
 
 
 def examples(*commands: str) -> str:
@@ -168,25 +168,35 @@ def load(
     kernels: Path | None,
     settings: Sequence[str] = (),
     shapes: Sequence[str] = (),
-) -> tuple[SweepSpec, dict[str, Kernel]]:
-    """A spec and the families that it may name. settings, shapes: of --set and --problem.
+) -> SweepSpec:
+    """A spec with the families that it may name. settings, shapes: of --set and --problem.
 
     A spec with either has a name, and so a run, of its own.
     """
-    from attnsweep.specs.load import check_against, families_of, load_spec, with_problems
+    from attnsweep.family.discover import discover
+    from attnsweep.specs.load import load_spec, with_problems
     from attnsweep.specs.overrides import tag
     from attnsweep.specs.shapes import read_shapes
 
-    loaded = load_spec(spec, settings=settings)
-    families = families_of(loaded, kernels)
-    check_against(loaded, families)
+    loaded = load_spec(spec, discover if kernels is None else discover(kernels), settings)
     problems = read_shapes(shapes, option="--problem") if shapes else []
     if problems:
         loaded = with_problems(loaded, problems)
     if settings or problems:
         asked = tag(settings, [problem.label for problem in problems])
         loaded = replace(loaded, name=f"{loaded.name}-{asked}")
-    return loaded, families
+    return loaded
+
+
+def print_end(outcome: SweepOutcome) -> None:
+    """Say how a sweep ended, if not as it should."""
+    if outcome.interrupted:
+        errors.print("interrupted: all rows are kept; the same command continues from here")
+    elif outcome.unmeasured:
+        why = "no card is left" if outcome.no_card else "lost twice"
+        what = f"not measured ({why}): {', '.join(outcome.unmeasured)}"
+        errors.print(f"[yellow]warning:[/] {escape(what)}", soft_wrap=True)
+        errors.print("all rows so far are kept; the same command continues from here")
 
 
 @contextlib.contextmanager

@@ -65,18 +65,18 @@ def compile_(
 
     if json_:
         refuse_idle(context, ("every",), "with --json, which has every candidate")
-    loaded, families = load(spec, kernels, set_ or (), problem or ())
+    loaded = load(spec, kernels, set_ or (), problem or ())
     targets = [target_arch(loaded, name) for name in dict.fromkeys(arch or [])]
     targets = targets or [target_arch(loaded, None)]
     if len(targets) > 1:  # a family that one of them lacks is told before the first compiles
         for target in targets:
-            plan(loaded, families, target)
+            plan(loaded, target)
     rows: dict[str, list[Any]] = {}
     failed = False
     for target in targets:
         try:
             with progress.watch(errors, form) as observer:
-                trials = compile_all(loaded, families, target, limit=limit, observer=observer)
+                trials = compile_all(loaded, target, limit=limit, observer=observer)
         except Interrupted as stop:
             done = f"{stop.done} of {stop.total} are cached"
             errors.print(f"interrupted: {done} for {target.name}; the same command goes on")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -25,6 +25,7 @@ from attnsweep.cli.app import (
     app,
     examples,
     load,
+    print_end,
     print_result,
     print_run,
     refuse_idle,
@@ -34,10 +35,9 @@ from attnsweep.core.hardware import ARCHS
 from attnsweep.reports.terminal import Form, console, errors
 
 if TYPE_CHECKING:
-    from attnsweep.family.family import Kernel
+    from attnsweep.core.observer import Observer
     from attnsweep.specs.load import SweepSpec
-    from attnsweep.specs.plan import Shard
-    from attnsweep.sweep.session import Outcome
+    from attnsweep.sweep.session import Cards
 
 
 @app.command(
@@ -122,16 +122,22 @@ def run(
     problems are over; before that nothing tells it.
     """
     from attnsweep.choose.search import exhaustively
+    from attnsweep.device.lock import BusyError
+    from attnsweep.reports import html as page
     from attnsweep.reports import views
+    from attnsweep.reports.plots import PlotLibrary
     from attnsweep.specs.plan import Shard, plan, plan_facts
+    from attnsweep.sweep import session
+    from attnsweep.sweep.watch import files_of, keep_running
     from attnsweep.tools.compile import target_arch
+    from attnsweep.tools.doctor import without_gpu
 
-    def read() -> tuple[SweepSpec, dict[str, Kernel]]:
-        loaded, families = load(spec, kernels, set_ or (), problem or ())
-        return (exhaustively(loaded) if exhaustive else loaded), families
+    def read() -> SweepSpec:
+        loaded = load(spec, kernels, set_ or (), problem or ())
+        return exhaustively(loaded) if exhaustive else loaded
 
     part = None if shard is None else Shard.parse(shard)
-    loaded, families = read()
+    loaded = read()
     _refuse_gpus(loaded, gpus, scheduler, dry_run, wait)
     _refuse_combinations(loaded, dry_run=dry_run, json_=json_, html=html, watch=watch, fresh=fresh)
     if dry_run:
@@ -141,7 +147,7 @@ def run(
     if json_:
         refuse_idle(context, ("top",), "with --json, which has every row")
     if dry_run:
-        planned = plan(loaded, families, target_arch(loaded, arch))
+        planned = plan(loaded, target_arch(loaded, arch))
         planned = planned if part is None else part.take(planned)
         shown = views.planned(planned, limit, console.width)
         print_result(shown, plan_facts(planned, limit), json_)
@@ -154,35 +160,43 @@ def run(
     options += [word for text in set_ or () for word in ("--set", text)]
 
     def once() -> int:
-        loaded, families = read()
-        outcome = _sweep(
-            spec,
-            loaded,
-            families,
-            kernels,
-            results,
-            fresh,
-            limit,
-            form,
-            html,
-            options,
-            part,
-            wait,
-            gpus,
-            scheduler,
-        )
+        loaded = read()
+        plots = None
+        if html is not None:  # what the page needs is missing before the sweep, not after it
+            page.check(html)
+            plots = PlotLibrary()
+        try:
+            with _cards(gpus, scheduler, form) as (cards, observer):
+                outcome = session.run(
+                    loaded,
+                    cards,
+                    results=results,
+                    fresh=fresh,
+                    limit=limit,
+                    shard=part,
+                    wait=wait,
+                    observer=observer,
+                )
+        except BusyError:
+            raise
+        except NoGpuError as error:
+            raise NoGpuError(
+                f"{error.what}. Nothing was measured.",
+                hint=without_gpu(error, spec, loaded.arch, kernels, errors.width, options),
+            ) from error
+        print_end(outcome)
+        if html is not None and outcome.run.trials:
+            size = page.write(outcome.run, html, plots=plots)
+            errors.print(f"{escape(str(html))}: {size / 1e6:.1f} MB", soft_wrap=True)
         print_run(outcome.run, json_, top)
         return outcome.exit_code
 
     def files() -> Sequence[Path]:
-        from attnsweep.sweep.watch import files_of
-
-        loaded, families = read()
-        return files_of(_file_of(spec), [families[name] for name in loaded.families])
+        loaded = read()
+        return files_of(loaded.document.path, [loaded.families[name] for name in loaded.used])
 
     if not watch:
         raise typer.Exit(once())
-    from attnsweep.sweep.watch import keep_running
 
     def once_more() -> None:
         if once() == 130:
@@ -234,83 +248,26 @@ def _refuse_combinations(
         raise SpecError("--watch needs a GPU; this spec replays a recording, which no edit changes")
 
 
-def _file_of(spec: Path) -> Path:
-    """The file of a spec, which may be the name of a shipped one."""
-    from attnsweep.specs.shipped import find
-
-    return find(spec)
-
-
-def _sweep(
-    spec: Path,
-    loaded: SweepSpec,
-    families: dict[str, Kernel],
-    kernels: Path | None,
-    results: Path,
-    fresh: bool,
-    limit: int | None,
-    form: Form,
-    html: Path | None,
-    options: Sequence[str],
-    part: Shard | None,
-    wait: bool,
-    gpus: str | None,
-    scheduler: str | None,
-) -> Outcome:
-    """Run the sweep and write its page. Raises NoGpuError with the commands that do work."""
+@contextmanager
+def _cards(
+    gpus: str | None, scheduler: str | None, form: Form
+) -> Iterator[tuple[Cards | None, Observer]]:
+    """The cards that are asked for, and what shows their progress."""
     from attnsweep.device.cards import chosen, installed
-    from attnsweep.device.lock import BusyError
     from attnsweep.reports import fleet_progress, progress
-    from attnsweep.sweep import dask_cluster, dask_compile, session, sweeps
-    from attnsweep.tools.doctor import without_gpu
+    from attnsweep.sweep.fleet import Fleet
 
-    plots = None
-    if html is not None:  # what the page needs is missing before the sweep, not after it
-        from attnsweep.reports import html as page
-        from attnsweep.reports.plots import PlotLibrary
+    if scheduler is not None:
+        from attnsweep.sweep import dask_cluster
 
-        page.check(html)
-        plots = PlotLibrary()
-    asked: dict[str, Any] = {
-        "results": results,
-        "fresh": fresh,
-        "limit": limit,
-        "shard": part,
-        "wait": wait,
-    }
-    try:
-        if scheduler is not None:
-            with dask_cluster.connected(scheduler) as client:
-                workers = dask_cluster.cards_of(client, _say)
-                start = dask_cluster.starter(client)
-                with fleet_progress.watch(errors, len(workers), form) as observer:
-                    outcome = sweeps.run(
-                        loaded, families, workers, **asked, observer=observer, start_child=start,
-                        helpers=partial(dask_compile.shared, client),
-                        arrivals=dask_cluster.arrivals(client),
-                    )  # fmt: skip
-        elif gpus is None:
-            with progress.watch(errors, form) as observer:
-                outcome = session.run(loaded, families, **asked, observer=observer)
-        else:
-            cards = chosen(gpus, installed())
-            with fleet_progress.watch(errors, len(cards), form) as observer:
-                outcome = sweeps.run(loaded, families, cards, **asked, observer=observer)
-    except BusyError:
-        raise
-    except NoGpuError as error:
-        raise NoGpuError(
-            f"{error.what}. Nothing was measured.",
-            hint=without_gpu(error, spec, loaded.arch, kernels, errors.width, options),
-        ) from error
-    if outcome.interrupted:
-        errors.print("interrupted: all rows are kept; the same command continues from here")
-    elif outcome.unmeasured:
-        why = "no card is left" if outcome.no_card else "lost twice"
-        what = f"not measured ({why}): {', '.join(outcome.unmeasured)}"
-        errors.print(f"[yellow]warning:[/] {escape(what)}", soft_wrap=True)
-        errors.print("all rows so far are kept; the same command continues from here")
-    if html is not None and outcome.run.trials:
-        size = page.write(outcome.run, html, plots=plots)
-        errors.print(f"{escape(str(html))}: {size / 1e6:.1f} MB", soft_wrap=True)
-    return outcome
+        with dask_cluster.connected(scheduler) as client:
+            workers = dask_cluster.cards_of(client, _say)
+            with fleet_progress.watch(errors, len(workers), form) as observer:
+                yield dask_cluster.fleet(client, workers), observer
+    elif gpus is not None:
+        cards = chosen(gpus, installed())
+        with fleet_progress.watch(errors, len(cards), form) as observer:
+            yield Fleet(cards), observer
+    else:
+        with progress.watch(errors, form) as observer:
+            yield None, observer

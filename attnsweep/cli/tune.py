@@ -20,6 +20,7 @@ from attnsweep.cli.app import (
     WaitOption,
     app,
     examples,
+    print_end,
     print_result,
     refuse_idle,
     warn,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from attnsweep.core.problem import Problem
     from attnsweep.family.family import Kernel
     from attnsweep.specs.starter import Target
-    from attnsweep.sweep.session import Outcome
+    from attnsweep.sweep.session import SweepOutcome
 
 
 @app.command(
@@ -164,7 +165,7 @@ def tune(
     if save_spec is not None:
         write_spec(save_spec, text, force)
     if dry_run:
-        planned = plan(spec, families, target.arch)
+        planned = plan(spec, target.arch)
         print_result(
             views.planned(planned, limit, console.width), plan_facts(planned, limit), json_
         )
@@ -172,15 +173,13 @@ def tune(
     with progress.watch(errors, form) as observer:
         outcome = session.run(
             spec,
-            families,
             results=results,
             fresh=fresh,
             limit=limit,
             wait=wait,
             observer=observer,
         )
-    if outcome.interrupted:
-        errors.print("interrupted: all rows are kept; the same command continues from here")
+    print_end(outcome)
     _show(outcome, top, json_)
     raise typer.Exit(outcome.exit_code)
 
@@ -241,7 +240,7 @@ def _without_gpu(
     return NoGpuError(f"{error.what}. Nothing was measured.", hint=hint)
 
 
-def _show(outcome: Outcome, top: int, json_: bool) -> None:
+def _show(outcome: SweepOutcome, top: int, json_: bool) -> None:
     """The tables, and the sentence about each problem, last."""
     from attnsweep.choose.ranking import rank
     from attnsweep.reports import tables

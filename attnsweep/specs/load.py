@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,7 +31,6 @@ from pydantic import (
 from attnsweep.core.errors import ProblemError, SpecError
 from attnsweep.core.problem import CAUSAL, FULL, Dtype, Interval, Problem, Value
 from attnsweep.family.chunks import MODES
-from attnsweep.family.discover import discover
 from attnsweep.family.family import Kernel, Param
 from attnsweep.family.space import Selection, Values
 from attnsweep.specs.model import (
@@ -282,7 +281,7 @@ class SweepSpec:
     """Absolute; set if and only if device is `replay`."""
     arch: str | None
     kernel_dir: Path | None
-    """Absolute; families besides the shipped ones. It may be missing: `families_of` looks."""
+    """Absolute; families besides the shipped ones."""
     problems: tuple[ProblemEntry, ...]
     kernels: dict[str, Selection]
     """Name of a space, which is mostly its family's, to the values that replace the family's."""
@@ -294,14 +293,16 @@ class SweepSpec:
     check: CheckSpec
     unserved: tuple[UnservedCalls, ...] = field(compare=False)
     document: Document = field(compare=False, repr=False)
+    families: Mapping[str, Kernel] = field(default_factory=dict, compare=False, repr=False)
+    """Every family that there is, by name; none if the spec was read without them."""
 
     def family_of(self, space: str) -> str:
-        """The family of one of the `kernels`."""
+        """Name of the family of one of the `kernels`."""
         return self.kernels[space].family or space
 
     @property
-    def families(self) -> tuple[str, ...]:
-        """The families of all spaces, each once."""
+    def used(self) -> tuple[str, ...]:
+        """Names of the families of all spaces, each once."""
         return tuple(dict.fromkeys(map(self.family_of, self.kernels)))
 
     def resolved(self, relative_to: Path | None = None) -> str:
@@ -368,26 +369,29 @@ def _dumped(selection: Selection) -> dict[str, Any]:
     return {**of, **own, "variants": axes}
 
 
-def load_spec(
-    path: Path, kernels: Mapping[str, Kernel] | None = None, settings: Sequence[str] = ()
-) -> SweepSpec:
+Families = Mapping[str, Kernel] | Callable[[Path | None], Mapping[str, Kernel]] | None
+"""The families that a spec may name; `discover`, which finds them in the spec's `kernel_dir`; or
+None: the spec is then read alone, nothing is imported, and it can be neither planned nor swept."""
+
+
+def load_spec(path: Path, families: Families = None, settings: Sequence[str] = ()) -> SweepSpec:
     """Read a spec, or the shipped spec of that name if there is no such file.
 
-    kernels: the families, with which `check_against` checks the spec. settings: `PATH=VALUE` each,
-    which replace values of the file. Raises SpecError with `file:line:column: what` and a
-    correction, for up to five errors at once.
+    settings: `PATH=VALUE` each, which replace values of the file. Raises SpecError with
+    `file:line:column: what` and a correction, for up to five errors at once; KernelError if the
+    declaration of a family is broken.
     """
     document = Document.read(find(path), hint=shipped_hint())
     apply(document, settings)
-    return spec_of(document, kernels)
+    return spec_of(document, families)
 
 
-def spec_of(document: Document, kernels: Mapping[str, Kernel] | None = None) -> SweepSpec:
+def spec_of(document: Document, families: Families = None) -> SweepSpec:
     """The spec of a document, checked as `load_spec` says."""
     path = document.path
 
-    def place(text: str) -> Path:
-        return (path.parent / Path(text).expanduser()).resolve()
+    def place(text: str | None) -> Path | None:
+        return None if text is None else (path.parent / Path(text).expanduser()).resolve()
 
     try:
         file = SpecFile.model_validate(document.data)
@@ -408,26 +412,24 @@ def spec_of(document: Document, kernels: Mapping[str, Kernel] | None = None) -> 
     if file.name is None and not re.fullmatch(NAME_PATTERN, path.stem):
         what = f"the file's stem {path.stem!r} cannot name a run"
         document.report(what, "add name: of a-z, 0-9, _ and - only", document.at())
+    spaces = {name: _selection(name, choice) for name, choice in file.kernels.items()}
+    own = place(file.kernel_dir)
+    if callable(families) and own is not None and not own.is_dir():
+        what = f"kernel_dir: no such directory: {own}"
+        document.report(what, "name it relative to this file", document.at("kernel_dir"))
+        families = None
+    found = families(own) if callable(families) else families
+    if found is not None:
+        _check_spaces(document, spaces, found)
     document.raise_issues()
-
-    spec = SweepSpec(
+    return SweepSpec(
         name=file.name or path.stem,
         device=file.device,
-        recording=None if file.recording is None else place(file.recording),
+        recording=place(file.recording),
         arch=file.arch,
-        kernel_dir=None if file.kernel_dir is None else place(file.kernel_dir),
+        kernel_dir=own,
         problems=entries,
-        kernels={
-            name: Selection(
-                _tuples(choice.__pydantic_extra__ or {}),
-                {
-                    axis: {name: _tuples(values) for name, values in variants.items()}
-                    for axis, variants in choice.variants.items()
-                },
-                choice.family if choice.family != name else "",
-            )
-            for name, choice in file.kernels.items()
-        },
+        kernels=spaces,
         baselines=tuple(dict.fromkeys(file.baselines)),
         search=file.search,
         measure=file.measure,
@@ -436,10 +438,19 @@ def spec_of(document: Document, kernels: Mapping[str, Kernel] | None = None) -> 
         check=file.check,
         unserved=tuple(file.unserved),
         document=document,
+        families=found or {},
     )
-    if kernels is not None:
-        check_against(spec, kernels)
-    return spec
+
+
+def _selection(name: str, choice: KernelSpec) -> Selection:
+    return Selection(
+        _tuples(choice.__pydantic_extra__ or {}),
+        {
+            axis: {variant: _tuples(values) for variant, values in variants.items()}
+            for axis, variants in choice.variants.items()
+        },
+        choice.family if choice.family != name else "",
+    )
 
 
 def _entries(file: SpecFile, document: Document) -> tuple[ProblemEntry, ...]:
@@ -513,31 +524,19 @@ def with_problems(spec: SweepSpec, problems: Sequence[Problem]) -> SweepSpec:
     return replace(spec, problems=entries)
 
 
-def families_of(spec: SweepSpec, directory: Path | None = None) -> dict[str, Kernel]:
-    """The shipped families, and those in `directory`, or else in the spec's `kernel_dir`.
-
-    This imports their declarations, which are code. Raises KernelError if one is broken, SpecError
-    if the spec names a directory that is not there.
-    """
-    if directory is None and spec.kernel_dir is not None and not spec.kernel_dir.is_dir():
-        what, hint = f"no such directory: {spec.kernel_dir}", "name it relative to this file"
-        spec.document.report(f"kernel_dir: {what}", hint, spec.document.at("kernel_dir"))
-        spec.document.raise_issues()
-    return discover(directory or spec.kernel_dir)
-
-
-def check_against(spec: SweepSpec, kernels: Mapping[str, Kernel]) -> None:
-    """Raise SpecError if the spec names a family, parameter or value that does not exist."""
-    document = spec.document
-    for name, selection in spec.kernels.items():
+def _check_spaces(
+    document: Document, spaces: Mapping[str, Selection], families: Mapping[str, Kernel]
+) -> None:
+    """Report each family, parameter and value that does not exist."""
+    for name, selection in spaces.items():
         loc: Loc = ("kernels", name)
-        family = spec.family_of(name)
-        if family not in kernels:
-            hint = nearest(family, kernels)
+        family = selection.family or name
+        if family not in families:
             named = (*loc, "family") if selection.family else loc
-            document.report(f"unknown kernel {family!r}", hint, document.keys[named])
+            what, hint = f"unknown kernel {family!r}", nearest(family, families)
+            document.report(what, hint, document.keys[named])
             continue
-        declared = {param.name: param for param in (*kernels[family].params, *MODES)}
+        declared = {param.name: param for param in (*families[family].params, *MODES)}
         _check_values(document, family, loc, selection.values, declared)
         axis_of: dict[str, str] = {}
         for axis, variants in selection.variants.items():
@@ -553,7 +552,6 @@ def check_against(spec: SweepSpec, kernels: Mapping[str, Kernel]) -> None:
             if not variants:
                 at = (*loc, "variants", axis)
                 document.report(f"axis {axis!r} has no variant", None, document.keys[at])
-    document.raise_issues()
 
 
 def _check_values(

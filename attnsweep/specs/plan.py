@@ -12,7 +12,6 @@ from attnsweep.core.errors import NoGpuError, SpaceError, SpecError
 from attnsweep.core.hardware import Arch, arch_on
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
-from attnsweep.family.family import Kernel
 from attnsweep.family.space import Space
 from attnsweep.specs.load import SweepSpec
 
@@ -26,13 +25,13 @@ class PlannedProblem:
     refused: Mapping[str, str]
 
 
-def plan(spec: SweepSpec, kernels: Mapping[str, Kernel], arch: Arch) -> tuple[PlannedProblem, ...]:
+def plan(spec: SweepSpec, arch: Arch) -> tuple[PlannedProblem, ...]:
     """Every space of the spec on `arch`. Raises SpaceError if a problem has no candidate."""
     planned = []
     for entry in spec.problems:
         spaces, refused = [], {}
         for name in entry.kernels:
-            kernel = kernels[spec.family_of(name)]
+            kernel = spec.families[spec.family_of(name)]
             reason = kernel.refusal(entry.problem, arch)
             if reason is not None:
                 refused[kernel.name] = reason

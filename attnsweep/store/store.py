@@ -44,9 +44,8 @@ class Writer(Protocol):
     def directory(self) -> Path:
         """The run directory."""
 
-    @property
-    def trials(self) -> list[Trial]:
-        """The rows so far, in order of first appearance."""
+    def rows_of(self, problem: Problem) -> list[Trial]:
+        """The rows of a problem so far, in order of first appearance."""
 
     def append(self, trial: Trial) -> None:
         """Add one row."""

@@ -38,7 +38,7 @@ class Loss:
     left_out: bool
 
 
-class Schedule:
+class Assignment:
     """The tasks of a run, the costliest first.
 
     costs: of each task, in any unit. bound: task to the worker that has begun it in an earlier run;

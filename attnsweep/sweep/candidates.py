@@ -31,7 +31,7 @@ _LOOKAHEAD_IN_TIME = 64
 _PROGRESS_S = 0.1
 
 
-class Queue:
+class Candidates:
     """The candidates that the searches of one problem ask for."""
 
     def __init__(
@@ -46,6 +46,7 @@ class Queue:
         self._budget_s = spec.search.budget_s
         self._deadline = math.inf
         self._begun = False
+        self._told: set[int] = set()
         self._before = 0
         """Candidates of earlier batches."""
 
@@ -86,7 +87,10 @@ class Queue:
         self.ask()
 
     def tell(self, build: Build, trial: Trial) -> None:
-        """Tell a candidate's row to the search that asked for it."""
+        """Tell a candidate's row to the search that asked for it; again does nothing."""
+        if id(build) in self._told:
+            return
+        self._told.add(id(build))
         for space, search in self._searches:
             if space.kernel is build.kernel:
                 search.tell(trial)
@@ -135,8 +139,8 @@ _MEASURED = ("status", "detail", "accuracy", "time_us", "first_us", "stages_us",
 _KEPT = ("resources", "schedule", "fingerprint", "first_us", "tried_s")
 
 
-class Twins:
-    """The candidates of one problem, by their machine code."""
+class SameCode:
+    """The candidates of one problem that ran, by their machine code."""
 
     def __init__(self) -> None:
         self._measured: dict[tuple[object, ...], tuple[Build, Trial]] = {}
@@ -148,7 +152,7 @@ class Twins:
             self._order.setdefault(id(build), len(self._order))
 
     def add(self, build: Build, trial: Trial) -> None:
-        """Remember a candidate that ran, if it is the first of its twins."""
+        """Remember a candidate that ran, if it is the first of its code."""
         if trial.status in (Status.OK, Status.NOISY, Status.INACCURATE):
             self._measured.setdefault(build.machine_code(), (build, trial))
 
@@ -157,20 +161,22 @@ class Twins:
         return self._measured.get(build.machine_code()) if build.compiled else None
 
     def replace(self, build: Build, row: Trial) -> list[tuple[Build, Trial]]:
-        """The rows of a candidate whose twin ran. row: its own, compiled and not pruned.
+        """The rows of a candidate whose code ran. row: its own, compiled and not pruned.
 
         The candidate that was asked for first gets the measured row. Chance decides which of two
-        twins is compiled first, and chance must not name the winner, so a twin may hand over its
+        is compiled first, and chance must not name the winner, so the other one may hand over its
         measurement.
         """
-        twin, measured = self._measured[build.machine_code()]
-        if self._order[id(build)] > self._order[id(twin)]:
-            return [(build, same_code(row, twin))]
+        other, measured = self._measured[build.machine_code()]
+        if self._order[id(build)] > self._order[id(other)]:
+            return [(build, same_code(row, other))]
         heir = row.with_(**{name: getattr(measured, name) for name in _MEASURED})
         self._measured[build.machine_code()] = (build, heir)
         # Keep its first_us: the search was told that time, and is told it again after a resume.
-        left = twin.row(status=measured.status, **{name: getattr(measured, name) for name in _KEPT})
-        return [(twin, same_code(left, build)), (build, heir)]
+        left = other.row(
+            status=measured.status, **{name: getattr(measured, name) for name in _KEPT}
+        )
+        return [(other, same_code(left, build)), (build, heir)]
 
 
 def same_code(row: Trial, as_: Build) -> Trial:

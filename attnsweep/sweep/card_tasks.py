@@ -30,7 +30,7 @@ from attnsweep.regress.live import Gate
 from attnsweep.specs.load import SweepSpec, load_spec
 from attnsweep.specs.plan import plan
 from attnsweep.store.run import Run, row_bytes
-from attnsweep.sweep.loop import Sweep
+from attnsweep.sweep.loop import Share, begin, sweep_problem
 from attnsweep.sweep.messages import CardFault, Message, Pipe
 
 # If as many candidates fail at the start of a problem and none is right, the card is suspected.
@@ -85,10 +85,9 @@ class Told:
         self._rows = {row.key: row for row in rows}
         self._pipe = pipe
 
-    @property
-    def trials(self) -> list[Trial]:
-        """See store.writer.Writer, as for the other methods."""
-        return list(self._rows.values())
+    def rows_of(self, problem: Problem) -> list[Trial]:
+        """See `Writer`, as for the other methods."""
+        return [row for row in self._rows.values() if row.problem == problem]
 
     def append(self, trial: Trial) -> None:
         """Tell a row."""
@@ -201,9 +200,7 @@ class Tasks:
         place = Path(cache_dir) if cache_dir else default_cache_dir()
         self.compiler = RemoteCompiler(arch_on(here), place, pipe)
         self._spec: SweepSpec | None = None
-        self._kernels: dict[str, Kernel] = {}
         self._directory = Path()
-        self._input_seed: int | None = None
 
     def do(self, message: Message) -> None:
         """Obey one message. Raises CardFault, NoGpuError or another AttnsweepError."""
@@ -211,29 +208,28 @@ class Tasks:
 
     def _open(self, message: Message) -> None:
         self._directory = Path(message["directory"])
-        self._input_seed = message.get("input_seed")  # a check has none
-        self._spec = load_spec(Path(message["spec"]))
         found = {place: _declared(place) for place in set(message["families"].values())}
-        self._kernels = {name: found[at][name] for name, at in message["families"].items()}
+        families = {name: found[at][name] for name, at in message["families"].items()}
+        self._spec = load_spec(Path(message["spec"]), families)
 
     def _sweep(self, message: Message) -> None:
         spec = self._spec
         assert spec is not None
         entry = spec.problems[message["problem"]]
-        (item,) = plan(replace(spec, problems=(entry,)), self._kernels, self.compiler.arch)
+        (item,) = plan(replace(spec, problems=(entry,)), self.compiler.arch)
         rows = [Trial.model_validate(row) for row in message["rows"]]
         store = Told(self._directory, rows, self._pipe)
         gpu = self._gpu if message["last"] else cast(Gpu, _Movable(self._gpu))
-        then = message["then"]
         observer = Telling(self._pipe, suspect=not message["last"])
-        sweep = Sweep(spec, gpu, self._here, store, observer, self._input_seed)
+        seed = message["input_seed"]
+        share = Share(spec, self._here, self.compiler, store, observer, seed)
+        then = None if message["then"] is None else spec.problems[message["then"]].problem
         try:
-            sweep.run([item], self.compiler, None if then is None else spec.problems[then].problem)
+            sweep_problem(begin(item, share), gpu, share, then)
             observer.suspect("its")
         except Suspected:
             store.set_aside(entry.problem)  # all rows may be there: another card would keep them
             raise
-        sweep.keep_winners(entry.problem, missing=True)
         self._pipe.tell("done")
 
     def _check(self, message: Message) -> None:
@@ -246,7 +242,7 @@ class Tasks:
         baseline = Run(Path(message["baseline"]), rows, environment, None, [])
         budget = Budget(message["budget_s"], message["left_s"])
         gate = Gate(
-            *(self._spec, self._kernels, baseline, gpu, self._here),
+            *(self._spec, self._spec.families, baseline, gpu, self._here),
             *(self.compiler, observer, budget),
         )
         problem = Problem.of(message["problem"])

@@ -28,7 +28,7 @@ from attnsweep.device.cards import InstalledCard
 from attnsweep.device.lock import BusyError, held
 from attnsweep.family.family import Kernel
 from attnsweep.specs.load import SweepSpec
-from attnsweep.sweep.assign import Schedule, Task
+from attnsweep.sweep.assign import Assignment, Task
 from attnsweep.sweep.messages import Child, Message, StartChild
 
 _LOOK_S = 0.5
@@ -119,7 +119,7 @@ class Engine:
         self._start_child, self._hello = start_child, hello
         self._silence_s, self._note, self._first = silence_s, note, first or {}
         self._events: SimpleQueue[tuple[_Seat, int, Message | None]] = SimpleQueue()
-        self._schedule: Schedule | None = None
+        self._assignment: Assignment | None = None
         self._job: Job | None = None
         self._compiler: Compiler | None = None
         self._there: tuple[float, Sequence[InstalledCard]] = (0.0, ())
@@ -163,21 +163,21 @@ class Engine:
         """
         self._there = (seen_at, cards)
 
-    def run(self, schedule: Schedule, job: Job, compiler: Compiler) -> bool:
+    def run(self, assignment: Assignment, job: Job, compiler: Compiler) -> bool:
         """Work until every problem is done or given up, or every card is lost.
 
         Returns whether a card is left. Ctrl-C is raised.
         """
-        self._schedule, self._job, self._compiler = schedule, job, compiler
+        self._assignment, self._job, self._compiler = assignment, job, compiler
         for seat in self._seats:
             if seat.child is None and not seat.left_out:
                 self._start(seat)
         for seat in self._alive:
-            schedule.join(seat.name)
+            assignment.join(seat.name)
         for seat in self._alive:
             if seat.environment is not None and seat.child is not None:
                 self._ready(seat)
-        while not schedule.over:
+        while not assignment.over:
             self._hand_out()
             if not self._alive and not self._awaits:
                 return False
@@ -217,7 +217,7 @@ class Engine:
     def _meet(self) -> None:
         """Start a child for each card that came, or came back after it was left out."""
         (seen_at, cards), self._there = self._there, (0.0, ())
-        if not cards or (self._schedule is not None and not self._schedule.pending):
+        if not cards or (self._assignment is not None and not self._assignment.pending):
             return  # they are told again while there is something for them
         seats = {seat.name: seat for seat in self._seats}
         for card in cards:
@@ -225,7 +225,7 @@ class Engine:
             if seat is None:
                 seat = _Seat(replace(card, number=len(self._seats)))
                 self._seats.append(seat)
-            elif seat.left_out and not (self._schedule and self._schedule.failing(seat.name)):
+            elif seat.left_out and not (self._assignment and self._assignment.failing(seat.name)):
                 card = replace(card, number=seat.card.number)
                 back = seat.away_at is not None and seat.away_at < seen_at
                 if not back and card == seat.card:
@@ -292,11 +292,11 @@ class Engine:
             seat.compiling.discard(message["key"])
             if seat.child is not None:
                 seat.child.send({"do": "cubin", **message})
-        elif seat.task is None or self._job is None or self._schedule is None:
+        elif seat.task is None or self._job is None or self._assignment is None:
             raise ValueError(f"{say} without a problem")
         elif say == "done":
             self._job.finished(seat.card, seat.task.number, message)
-            self._schedule.finish(seat.name)
+            self._assignment.finish(seat.name)
             seat.task = None
         else:
             self._job.heard(seat.card, seat.task.number, message)
@@ -305,7 +305,7 @@ class Engine:
         assert seat.environment is not None
         assert seat.child is not None
         assert self._job is not None
-        assert self._schedule is not None
+        assert self._assignment is not None
         here, before = seat.environment, None
         refused = self._job.refusal(here)
         if here.uuid is not None and seat.card.hashed not in (None, here.uuid):
@@ -313,8 +313,8 @@ class Engine:
         if refused is None:
             before = self._before(seat, here)
             begun = self._job.joined(seat.card, here)
-            self._schedule.join(seat.name, begun, None if before is None else before.name)
-            if self._schedule.failing(seat.name):
+            self._assignment.join(seat.name, begun, None if before is None else before.name)
+            if self._assignment.failing(seat.name):
                 refused = "its card has lost too many problems in a row"
         if refused is not None:
             self._fault(seat, refused, gone=True)
@@ -339,15 +339,15 @@ class Engine:
         return None
 
     def _hand_out(self) -> None:
-        assert self._schedule is not None
+        assert self._assignment is not None
         assert self._job is not None
         for seat in self._alive:
             if seat.environment is None or seat.task is not None:
                 continue
-            seat.task = self._schedule.assign(seat.name)
+            seat.task = self._assignment.assign(seat.name)
             if seat.task is not None:
                 assert seat.child is not None
-                then = self._schedule.ahead(seat.name)
+                then = self._assignment.ahead(seat.name)
                 seat.heard_at = time.monotonic()
                 seat.child.send(self._job.task(seat.task, then))
 
@@ -362,18 +362,18 @@ class Engine:
     ) -> None:
         """A child failed: its problem goes to another card, and it is started again or left out.
 
-        gone: it is left out. away: it may come back. blame: see Schedule.lose.
+        gone: it is left out. away: it may come back. blame: see Assignment.lose.
         """
         assert seat.child is not None
         seat.child.stop()
         seat.child = None
         lost = ""
-        if self._schedule is None or self._job is None:
+        if self._assignment is None or self._job is None:
             left_out = gone
         else:
-            loss = self._schedule.lose(seat.name, gone=gone, blame=blame)
+            loss = self._assignment.lose(seat.name, gone=gone, blame=blame)
             left_out = loss.left_out
-            away = away and not self._schedule.failing(seat.name)
+            away = away and not self._assignment.failing(seat.name)
             self._job.lost(seat.card)
             if loss.task is not None and loss.given_up:
                 lost = f"; {self._job.label(loss.task)} was lost twice and is left for a later run"
@@ -388,9 +388,9 @@ class Engine:
         if gone and not away:  # it may be there again, and is refused again
             self._said.add(text)
         seat.left_out, seat.away_at = left_out, time.monotonic() if away else None
-        # Before there is a schedule this may not be the main thread, and a child ends with the
+        # Before there is a assignment this may not be the main thread, and a child ends with the
         # thread that started it: `run` starts it again.
-        if not left_out and self._schedule is not None:
+        if not left_out and self._assignment is not None:
             self._start(seat)
         if not self._alive and self._awaits:
             self._note(f"no card is left: waiting up to {AWAY_S:.0f} s for one to come")

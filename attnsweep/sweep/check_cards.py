@@ -27,7 +27,7 @@ from attnsweep.regress.verdicts import Comparison, Finding, Verdict
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import arch_of
 from attnsweep.store.run import SPEC, Run
-from attnsweep.sweep.assign import Schedule, Task
+from attnsweep.sweep.assign import Assignment, Task
 from attnsweep.sweep.cards import (
     Engine,
     all_held,
@@ -36,7 +36,7 @@ from attnsweep.sweep.cards import (
     opening_of,
     refusal_of,
 )
-from attnsweep.sweep.messages import Message, StartChild, start_child
+from attnsweep.sweep.messages import PROGRESS, Message, StartChild, progress, start_child
 
 # Two processes take less for most problems. With a smaller share none would be decided.
 _LEAST_SHARE_S = 15.0
@@ -87,7 +87,7 @@ def check(
         job.on = {c: observer.on(c.number, c.hashed or c.uuid) for c in cards}
         observer.planned([1] * len(job.problems), finals=False)
         began = time.monotonic()
-        engine.run(job.schedule, job, compiler)
+        engine.run(job.assignment, job, compiler)
         observer.note(f"took {time.monotonic() - began:.0f} s on {len(cards)} cards")
     return comparison(spec, baseline, here, job.findings, slower, budget)
 
@@ -111,7 +111,7 @@ class _Checks:
         self._spec, self._kernels, self._baseline = spec, kernels, baseline
         self._here, self._written, self._options = here, written, options
         self._budget, self._tell = budget, tell
-        self.schedule = Schedule([1 + problem.flops / 5e11 for problem in self.problems])
+        self.assignment = Assignment([1 + problem.flops / 5e11 for problem in self.problems])
         self.on: dict[InstalledCard, Observer] = {}
         self._found: dict[int, Finding] = {}
 
@@ -138,7 +138,7 @@ class _Checks:
 
     def opening(self) -> Message:
         """The spec, and every family that a winner of the baseline may be of."""
-        used = {*self._spec.families, *(trial.kernel for trial in self._baseline.trials)}
+        used = {*self._spec.used, *(trial.kernel for trial in self._baseline.trials)}
         names = [name for name in self._kernels if name in used]
         return opening_of(self._written, self._kernels, names)
 
@@ -161,8 +161,8 @@ class _Checks:
 
     def _share_s(self) -> float:
         """Seconds for the problem that a card begins now."""
-        left_s, waiting = self._budget.left_s, len(self.schedule.pending)
-        share = min(1.0, len(self.schedule.workers) / (waiting + 1))
+        left_s, waiting = self._budget.left_s, len(self.assignment.pending)
+        share = min(1.0, len(self.assignment.workers) / (waiting + 1))
         return min(left_s, max(left_s * share, _LEAST_SHARE_S))
 
     def heard(self, card: InstalledCard, number: int, message: Message) -> None:
@@ -171,12 +171,8 @@ class _Checks:
         match message["say"]:
             case "opening":
                 on.opening(self.problems[number], message["candidates"], message["kept"])
-            case "compiled":
-                on.compiled(message["done"], message["total"])
-            case "timing":
-                on.timing(message["done"], message["total"])
-            case "note":
-                on.note(message["text"])
+            case say if say in PROGRESS:
+                progress(on, message)
             case other:
                 raise ValueError(f"unknown message {other!r}")
 

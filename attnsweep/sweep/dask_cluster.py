@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, cast
@@ -23,10 +24,10 @@ from attnsweep import __version__
 from attnsweep.core.errors import NoGpuError, SpecError, ToolchainError
 from attnsweep.core.files import install_command, shipped
 from attnsweep.device.cards import InstalledCard
-from attnsweep.sweep import dask_worker
+from attnsweep.sweep import dask_compile, dask_worker
 from attnsweep.sweep.cards import AWAY_S
+from attnsweep.sweep.fleet import Arrivals, Fleet
 from attnsweep.sweep.messages import Child, Deliver, Message
-from attnsweep.sweep.sweeps import Arrivals
 
 _LOOK_S = 1.0
 # How long a scheduler may take to answer.
@@ -190,6 +191,16 @@ def starter(
     return start
 
 
+def fleet(client: Any, workers: Sequence[ClusterCard]) -> Fleet:
+    """These workers, and those that come later; the ones without a GPU compile."""
+    return Fleet(
+        workers,
+        start_child=starter(client),
+        helpers=partial(dask_compile.shared, client),
+        arrivals=arrivals(client),
+    )
+
+
 class _Away(Exception):
     """The worker is not there; it may come back."""
 
@@ -207,7 +218,7 @@ class _InUse(Exception):
 
 
 class ClusterChild:
-    """The child of a worker, through `bridge.serve` there."""
+    """The child of a worker, through `dask_worker.serve` there."""
 
     def __init__(
         self,

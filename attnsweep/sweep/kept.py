@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnsweep.baselines.callable import source_digest
 from attnsweep.choose.lower_bound import Skips
 from attnsweep.choose.race import race_entry
 from attnsweep.compile.candidate import Build
-from attnsweep.compile.nvrtc import Compiler
 from attnsweep.core.errors import StoreError
 from attnsweep.core.length import has_shorter
 from attnsweep.core.observer import Observer
@@ -25,34 +24,35 @@ from attnsweep.specs.plan import PlannedProblem
 from attnsweep.store.run import PACKED, TRIALS, open_run
 from attnsweep.store.store import Store, Writer
 from attnsweep.sweep import scout
-from attnsweep.sweep.candidates import Queue
+
+if TYPE_CHECKING:
+    from attnsweep.sweep.loop import Share
 
 
 class Kept:
     """The stored rows that still hold: same code, launches, problem, settings, GPU, driver."""
 
-    def __init__(
-        self, spec: SweepSpec, environment: Environment, store: Writer, skips: Skips
-    ) -> None:
-        self._spec, self._environment = spec, environment
-        self._store, self._skips = store, skips
+    def __init__(self, spec: SweepSpec, environment: Environment, store: Writer) -> None:
+        self._spec, self._environment, self._store = spec, environment, store
+        self.skips = Skips(finalists=spec.measure.finalists, entry=race_entry(spec))
+        """What they show of candidates that need not run."""
 
     def rows(self, builds: Sequence[Build]) -> dict[int, Trial]:
         """The rows of these candidates that hold, by id of the build.
 
         A row that was skipped by its bound holds as long as the other rows still exclude it.
         """
-        stored = {trial.key: trial for trial in self._store.trials}
+        stored = self._stored(builds[0].problem) if builds else {}
         kept: dict[int, Trial] = {}
         for build in builds:
             trial = stored.get(build.key)
             if trial is not None and trial.fingerprint == self.fingerprint(build):
                 kept[id(build)] = trial
-                self._skips.learn(build, trial)
+                self.skips.learn(build, trial)
         for build in builds:
             if id(build) in kept and kept[id(build)].at_least_us is not None:
                 asked = self._spec.search.skip_by_bound
-                if not asked or self._skips.verdict(build, skipped_before=True) is None:
+                if not asked or self.skips.verdict(build, skipped_before=True) is None:
                     del kept[id(build)]
         return kept
 
@@ -61,7 +61,7 @@ class Kept:
         kept = self.rows(builds)
         if len(kept) < len(builds):
             return False
-        stored = {trial.key: trial for trial in self._store.trials}
+        stored = self._stored(problem)
         for row in self.baselines(problem):
             old = stored.get(row.key)
             if old is None or old.fingerprint != row.fingerprint:
@@ -78,10 +78,13 @@ class Kept:
         if len(names) != 1:  # no rounds, or some of an earlier run that was added to
             return False
         (name,) = names
-        stored = (t for t in self._store.trials if t.problem == problem)
+        stored = self._store.rows_of(problem)
         found = [_together(t) for t in stored if t.time_us and t.time_us.rounds]
         same = [facts for facts in found if facts.get("name") == name]
         return name is None or all(facts.get("rows") == len(same) for facts in same)
+
+    def _stored(self, problem: Problem) -> dict[tuple[object, ...], Trial]:
+        return {trial.key: trial for trial in self._store.rows_of(problem)}
 
     def baselines(self, problem: Problem) -> list[Trial]:
         """A row for each baseline, with the status for a baseline that cannot run."""
@@ -131,15 +134,15 @@ def _together(row: Trial) -> Mapping[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def retire(store: Store, kernels: Mapping[str, Kernel], observer: Observer) -> None:
+def retire(store: Store, families: Mapping[str, Kernel], observer: Observer) -> None:
     """Prune rows of configs that their family no longer has; otherwise they would be ranked."""
     if (store.directory / PACKED).is_file() and not store.trials:
         observer.note(f"{PACKED} stays there; this run's rows are in {TRIALS} and are read first")
     modes, retired = {param.name for param in MODES}, 0
     for trial in store.trials:
-        if trial.provider != OURS or trial.status is Status.PRUNED or trial.kernel not in kernels:
+        if trial.provider != OURS or trial.status is Status.PRUNED or trial.kernel not in families:
             continue
-        params = {param.name for param in kernels[trial.kernel].params}
+        params = {param.name for param in families[trial.kernel].params}
         changed = (set(trial.config) - modes) ^ params
         if changed:
             what = f"{trial.kernel} changed since: {', '.join(sorted(changed))}"
@@ -177,35 +180,20 @@ def of_these_cards(environment: Environment, uuids: Iterable[str | None]) -> Env
     return environment.model_copy(update={"uuid": None, "sku": None}) if several else environment
 
 
-def begin_anew_if_begun_elsewhere(
-    item: PlannedProblem,
-    spec: SweepSpec,
-    environment: Environment,
-    store: Writer,
-    compiler: Compiler,
-    limit: int | None,
-) -> bool:
-    """Set aside the rows of a problem that another card has begun and not finished.
-
-    Candidates of one problem are compared on one card only. What another card has finished stays.
-    limit: bytes of workspace. Returns whether rows were set aside.
-    """
-    rows = [trial for trial in store.trials if trial.problem == item.problem]
-    if environment.uuid is None or not set(cards_of(rows)) - {environment.uuid}:
+def is_begun_elsewhere(item: PlannedProblem, share: Share) -> bool:
+    """Whether another card has begun a problem and not finished it."""
+    rows, card = share.store.rows_of(item.problem), share.environment.uuid
+    if card is None or not set(cards_of(rows)) - {card}:
         return False
-    if len(cards_of(rows)) == 1:
-        skips = Skips(finalists=spec.measure.finalists, entry=race_entry(spec))
-        kept = Kept(spec, environment, store, skips)
-        queue = Queue(item, spec, compiler, limit)
-        if has_shorter(item.problem) and scout.whole(queue, rows, kept, kept.stamp):
-            return False
-        while builds := queue.ask():
-            if not kept.whole(item.problem, builds):
-                break
-            for build, row in zip(builds, map(kept.rows(builds).get, map(id, builds)), strict=True):
-                assert row is not None  # or the batch would not be whole
-                queue.tell(build, row)
-        else:
-            return False
-    store.set_aside(item.problem)
-    return True
+    if len(cards_of(rows)) > 1:
+        return True
+    candidates, kept = share.candidates(item), share.kept()
+    if has_shorter(item.problem) and scout.whole(candidates, rows, kept, kept.stamp):
+        return False
+    while builds := candidates.ask():
+        if not kept.whole(item.problem, builds):
+            return True
+        held = kept.rows(builds)
+        for build in builds:
+            candidates.tell(build, held[id(build)])
+    return False

@@ -14,7 +14,6 @@ from attnsweep.core.hardware import arch_on
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import OURS, Status, Trial
 from attnsweep.family.chunks import row_of_today
-from attnsweep.family.family import Kernel
 from attnsweep.family.space import Space
 from attnsweep.reports import tables
 from attnsweep.specs.load import SweepSpec
@@ -29,13 +28,7 @@ def _shown(path: Path) -> str:
     return str(path) if near.startswith("..") else near
 
 
-def replay(
-    spec: SweepSpec,
-    kernels: Mapping[str, Kernel],
-    results: Path,
-    observer: Observer,
-    shard: Shard | None = None,
-) -> Run:
+def replay(spec: SweepSpec, results: Path, observer: Observer, shard: Shard | None = None) -> Run:
     """Sweep a recorded run: every row is marked recorded, and none is invented.
 
     With a strategy that stops by itself, every candidate that the recording holds is taken: where
@@ -44,10 +37,10 @@ def replay(
     assert spec.recording is not None  # load_spec checks it
     recording = open_run(spec.recording)
     environment = environment_of(recording)
-    planned = plan(spec, kernels, arch_on(environment))
+    planned = plan(spec, arch_on(environment))
     planned = planned if shard is None else shard.take(planned)
     observer.planned(candidate_counts(planned, spec.search.candidates), finals=False)
-    by_key = {row.key: row for row in (row_of_today(kernels, t) for t in recording.trials)}
+    by_key = {row.key: row for row in (row_of_today(spec.families, t) for t in recording.trials)}
     where = f"{environment.gpu}, {environment.date[:10]}"
     directory = results / "replay" / run_name(spec, shard)
     if directory.resolve() == recording.directory.resolve():

@@ -24,7 +24,7 @@ from attnsweep.core.trial import OURS, Status, Trial
 from attnsweep.family.family import Config
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import PlannedProblem
-from attnsweep.sweep.candidates import Queue
+from attnsweep.sweep.candidates import Candidates
 
 # Entrants at most, and at least; between, as many as are tried in this time, of three calls each.
 _MOST, _LEAST = 5, 2
@@ -47,24 +47,24 @@ class Scout:
 
     def __init__(
         self,
-        queue: Queue,
+        candidates: Candidates,
         spec: SweepSpec,
         gpu: Gpu,
         stamp: Callable[[Build], Mapping[str, Any]],
     ) -> None:
-        """queue: of the long problem. stamp: the fields of a row that say what it depends on."""
-        self._queue, self._spec, self._gpu, self._stamp = queue, spec, gpu, stamp
-        self.problem = shorter(queue.problem)
+        """candidates: of the long problem. stamp: fields of a row that say what it depends on."""
+        self._candidates, self._spec, self._gpu, self._stamp = candidates, spec, gpu, stamp
+        self.problem = shorter(candidates.problem)
         """The shorter problem."""
 
     def done(self, stored: Sequence[Trial], kept: KeptRows) -> bool:
-        """Whether an earlier run has measured all; the queue then has what it measured.
+        """Whether an earlier run has measured all; the candidates then has what it measured.
 
         stored: the rows of the long problem.
         """
-        found = _measured(self._queue, self.problem, stored, kept, self._stamp)
+        found = _measured(self._candidates, self.problem, stored, kept, self._stamp)
         if found:
-            self._queue.only(found)
+            self._candidates.only(found)
         return bool(found)
 
     def run(
@@ -76,32 +76,34 @@ class Scout:
         put: Callable[[Trial], None],
         observer: Observer,
     ) -> None:
-        """Try the candidates on the shorter problem, and leave the queue the best.
+        """Try the candidates on the shorter problem, and leave the candidates the best.
 
         attempt: checks a candidate and takes its first time. put: stores the rows of the others.
         stored: the rows of the long problem that an earlier run left.
         """
-        queue = self._queue
-        observer.note(f"{queue.problem.label}: its entrants are chosen on {self.problem.label}")
-        observer.trying_on(self.problem.label, len(queue.builds))
-        spaces = tuple(replace(space, problem=self.problem) for space in queue.spaces)
+        candidates = self._candidates
+        observer.note(
+            f"{candidates.problem.label}: its entrants are chosen on {self.problem.label}"
+        )
+        observer.trying_on(self.problem.label, len(candidates.builds))
+        spaces = tuple(replace(space, problem=self.problem) for space in candidates.spaces)
         item = PlannedProblem(self.problem, spaces, {})
         budget = {"budget_s": min(_SEARCH_S, self._spec.search.budget_s or _SEARCH_S)}
         limited = replace(self._spec, search=self._spec.search.model_copy(update=budget))
-        search = Queue(item, limited, queue.compiler, queue.limit)
+        search = Candidates(item, limited, candidates.compiler, candidates.limit)
         try:
             with prepared("shorter problem", self._gpu, observer):
                 self._gpu.open(
                     self.problem,
                     replay_us=self._spec.measure.replay_us,
                     seed=seed,
-                    then=queue.problem,
+                    then=candidates.problem,
                     baselines=(),
-                    rounds_scores=queue.rounds_scores,
+                    rounds_scores=candidates.rounds_scores,
                 )
         except WorkerError as error:
             observer.note(f"{self.problem.label} cannot be opened: {error.detail}")
-            observer.trying_on(queue.problem.label, len(queue.builds))
+            observer.trying_on(candidates.problem.label, len(candidates.builds))
             return
         tried: list[Pair] = []
         search.start()
@@ -112,7 +114,7 @@ class Scout:
                 row = row if candidate is None else attempt(build, candidate, row)
                 tried.append((build, row))
                 search.tell(build, row)
-                observer.tried(row.with_(problem=queue.problem, time_us=None))
+                observer.tried(row.with_(problem=candidates.problem, time_us=None))
         entrants = self._entrants([pair for pair in tried if pair[1].status is Status.OK], observer)
         chosen = {row.key for _, row in entrants}
         best_us = min((first_of(row) for _, row in entrants), default=0.0)
@@ -121,14 +123,14 @@ class Scout:
             told = self._told(build, row, best_us)
             if row.key not in chosen and told.key not in failed:
                 put(told)
-        queue.only([(row.kernel, build.config) for build, row in entrants])
-        queue.submit()
-        observer.trying_on(queue.problem.label, len(entrants))
+        candidates.only([(row.kernel, build.config) for build, row in entrants])
+        candidates.submit()
+        observer.trying_on(candidates.problem.label, len(entrants))
 
     def _failed(self, stored: Sequence[Trial]) -> set[tuple[object, ...]]:
         """The candidates that failed on the long problem itself in an earlier run, and still do."""
         bad = [t for t in stored if t.provider == OURS and t.status in _SHOWN_THERE]
-        builds = _builds_of(self._queue, self._queue.problem, bad)
+        builds = _builds_of(self._candidates, self._candidates.problem, bad)
         now = {build.key: self._stamp(build)["fingerprint"] for build in builds}
         return {t.key for t in bad if t.fingerprint == now.get(t.key)}
 
@@ -136,7 +138,7 @@ class Scout:
         """The best of those that are right, by a race on the shorter problem."""
         if not checked:
             return []
-        longer = self._queue.problem.flops / self.problem.flops
+        longer = self._candidates.problem.flops / self.problem.flops
         call_us = longer * min(first_of(row) for _, row in checked)
         count = max(_LEAST, min(_MOST, int(_TRIED_US / (_CALLS * call_us))))
         count = min(count, self._spec.measure.finalists)  # no race of long calls follows
@@ -152,7 +154,7 @@ class Scout:
         It depends on the shorter problem, and has that one's fingerprint: should another choice
         make the candidate an entrant, it is measured.
         """
-        (longer,) = _builds_of(self._queue, self._queue.problem, [row])
+        (longer,) = _builds_of(self._candidates, self._candidates.problem, [row])
         status, detail = row.status, row.detail
         if status is Status.OK:
             status = Status.PRUNED
@@ -164,17 +166,17 @@ class Scout:
 
 
 def whole(
-    queue: Queue,
+    candidates: Candidates,
     stored: Sequence[Trial],
     kept: KeptRows,
     stamp: Callable[[Build], Mapping[str, Any]],
 ) -> bool:
     """Whether an earlier run has measured all of a long problem. stored: its rows."""
-    return bool(_measured(queue, shorter(queue.problem), stored, kept, stamp))
+    return bool(_measured(candidates, shorter(candidates.problem), stored, kept, stamp))
 
 
 def _measured(
-    queue: Queue,
+    candidates: Candidates,
     short: Problem,
     stored: Sequence[Trial],
     kept: KeptRows,
@@ -183,28 +185,28 @@ def _measured(
     """The entrants of an earlier run, if their rounds still hold and so does their choice."""
     ours = [t for t in stored if t.provider == OURS]
     timed = [t for t in ours if t.time_us and t.time_us.rounds]
-    builds = _builds_of(queue, queue.problem, timed)
-    if not timed or len(builds) < len(timed) or not kept.whole(queue.problem, builds):
+    builds = _builds_of(candidates, candidates.problem, timed)
+    if not timed or len(builds) < len(timed) or not kept.whole(candidates.problem, builds):
         return []
-    if {space.kernel.name for space in queue.spaces} - {t.kernel for t in ours}:
+    if {space.kernel.name for space in candidates.spaces} - {t.kernel for t in ours}:
         return []  # a family that was not tried
     now: dict[tuple[object, ...], set[object]] = {}
-    for problem in (queue.problem, short):
-        for build in _builds_of(queue, problem, ours):
-            key = (queue.problem, *build.key[1:])
+    for problem in (candidates.problem, short):
+        for build in _builds_of(candidates, problem, ours):
+            key = (candidates.problem, *build.key[1:])
             now.setdefault(key, set()).add(stamp(build)["fingerprint"])
     if any(t.fingerprint not in now[t.key] for t in ours if t.key in now):
         return []
     return [(t.kernel, Config(t.config)) for t in timed]
 
 
-def _builds_of(queue: Queue, problem: Problem, rows: Sequence[Trial]) -> list[Build]:
-    """A build on a problem for each row whose config the queue's spaces have."""
+def _builds_of(candidates: Candidates, problem: Problem, rows: Sequence[Trial]) -> list[Build]:
+    """A build on a problem for each row whose config the candidates's spaces have."""
     found: list[Build] = []
-    for space in queue.spaces:
+    for space in candidates.spaces:
         there = set(space.configs)
         configs = [Config(t.config) for t in rows if t.kernel == space.kernel.name]
         configs = [config for config in configs if config in there]
         on = replace(space, problem=problem)
-        found += builds_of(on, configs, queue.compiler, queue.limit)
+        found += builds_of(on, configs, candidates.compiler, candidates.limit)
     return found

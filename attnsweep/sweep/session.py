@@ -1,39 +1,40 @@
-"""A sweep from its spec to its stored run, on one card."""
+"""A sweep from its spec to its stored run, on 1 to N cards."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from attnsweep.bench.worker import Worker
 from attnsweep.compile.advice import spilling, unused_parameters
-from attnsweep.core.errors import CardLostError
+from attnsweep.core.errors import CardLostError, SpecError
 from attnsweep.core.observer import Observer
-from attnsweep.core.trial import OURS, Status, cards_of
+from attnsweep.core.problem import Problem
+from attnsweep.core.trial import OURS, Environment, Status, cards_of
 from attnsweep.device.lock import held
-from attnsweep.family.family import Kernel
 from attnsweep.reports import tables
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import Shard, candidate_counts, input_seed, plan_facts, run_name
 from attnsweep.store.run import Run
 from attnsweep.store.store import Store
 from attnsweep.sweep.kept import measured_elsewhere, of_these_cards, retire
-from attnsweep.sweep.loop import Sweep
+from attnsweep.sweep.loop import Share, begin, sweep_problem
 from attnsweep.sweep.replay import replay
 from attnsweep.sweep.start import start
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SweepOutcome:
     """The result of a sweep."""
 
     run: Run
     interrupted: bool
     unmeasured: tuple[str, ...] = ()
-    """Labels of problems that no card could measure to the end."""
+    """Labels of problems that no card has measured to the end."""
     no_card: bool = False
     """Whether that is because every card was lost."""
 
@@ -50,9 +51,33 @@ class Outcome:
         return 0 if problems and ok == problems else 1
 
 
+class Cards(Protocol):
+    """The cards of a sweep: one of this process, or several behind lines of JSON."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be more than one."""
+
+    @property
+    def firsts(self) -> Sequence[Problem]:
+        """The problems that the cards probably open first, as far as is known before the plan."""
+
+    def opened(self, session: SweepSession) -> AbstractContextManager[None]:
+        """Start their processes while the context lasts."""
+
+    def describe(self) -> Environment:
+        """What the first one is that is ready. Raises NoGpuError."""
+
+    def hold(self, environment: Environment) -> None:
+        """Lock the card, unless that is done. Raises BusyError."""
+
+    def sweep(self, session: SweepSession) -> bool:
+        """Sweep every problem; returns whether a card is left. Ctrl-C is raised."""
+
+
 def run(
     spec: SweepSpec,
-    kernels: Mapping[str, Kernel],
+    cards: Cards | None = None,
     *,
     results: Path,
     fresh: bool = False,
@@ -61,63 +86,147 @@ def run(
     cache_dir: Path | None = None,
     wait: bool = False,
     observer: Observer | None = None,
-) -> Outcome:
+) -> SweepOutcome:
     """Run a sweep and store it under `results`/<gpu>/<spec name>. Same spec again: resume.
 
-    limit: at most this many candidates per family and problem. shard: sweep this part of the
-    problems alone, and store it under `results`/<gpu>/<spec name>-<part>. wait: for another run
-    that times on the card; otherwise BusyError. Ctrl-C, and a card that is lost, return an Outcome
-    with the rows measured so far. Raises NoGpuError, SpaceError, StoreError or ToolchainError.
+    cards: default: the first visible one, in this process. limit: at most this many candidates per
+    family and problem. shard: sweep this part of the problems alone, and store it under
+    `results`/<gpu>/<spec name>-<part>. wait: for another run that times on a card; otherwise
+    BusyError. Ctrl-C, and cards that are lost, return an outcome with the rows measured so far.
+    Raises NoGpuError, SpaceError, SpecError, StoreError or ToolchainError.
     """
     observer = observer or Observer()
     if limit is not None:
         cap = min(limit, spec.search.candidates or limit)
         spec = replace(spec, search=spec.search.model_copy(update={"candidates": cap}))
     if spec.device == "replay":
-        return Outcome(replay(spec, kernels, results, observer, shard), False)
-    with (
-        ExitStack() as locks,  # until the worker has stopped
-        Worker(spec.measure.timeout_s, cache_dir=cache_dir) as gpu,
-        ExitStack() as at_end,
-    ):
-        seed = input_seed(spec)
-        environment, planned, compiler = start(
-            spec, kernels, gpu, cache_dir, at_end, seed, shard=shard
-        )
-        card = held(environment.uuid, environment.gpu, wait=wait, say=observer.note)
-        locks.enter_context(card)
-        observer.planned(candidate_counts(planned, spec.search.candidates))
-        for warning in unused_parameters(
-            (space for item in planned for space in item.spaces), compiler.arch
+        if cards is not None:
+            what = "--gpus needs GPUs, and this spec replays a recording"
+            raise SpecError(what, where=str(spec.document.path))
+        return SweepOutcome(replay(spec, results, observer, shard), False)
+    session = SweepSession(spec, observer, shard, cache_dir, wait)
+    return session.run(cards or ThisCard(), results, fresh)
+
+
+class SweepSession:
+    """What all cards of a sweep share: the plan, the compiler and the store."""
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        observer: Observer,
+        shard: Shard | None,
+        cache_dir: Path | None,
+        wait: bool,
+    ) -> None:
+        self.spec, self.observer = spec, observer
+        self.shard, self.cache_dir, self.wait = shard, cache_dir, wait
+        self.seed = input_seed(spec)
+        """Of the inputs of all problems: a card computes ahead for its next one."""
+        self._uuids: set[str | None] = set()
+        self._finished: set[Problem] = set()
+
+    def run(self, cards: Cards, results: Path, fresh: bool) -> SweepOutcome:
+        """Sweep on these cards. See `run`."""
+        spec, note = self.spec, self.observer.note
+        with cards.opened(self), ExitStack() as at_end:
+            self.environment, self.planned, self.compiler = start(
+                spec, cards.describe, at_end, self.cache_dir, self.shard, cards.firsts
+            )
+            cards.hold(self.environment)
+            self.observer.planned(candidate_counts(self.planned, spec.search.candidates))
+            spaces = (space for item in self.planned for space in item.spaces)
+            for warning in unused_parameters(spaces, self.compiler.arch):
+                note(warning)
+            directory = results / self.environment.slug / run_name(spec, self.shard)
+            of_any = {"uuid": None} if cards.several else {}
+            here = self.environment.model_copy(update=of_any)
+            elsewhere = not fresh and measured_elsewhere(directory, here)
+            if elsewhere:
+                note(f"set aside earlier rows, measured with {elsewhere}")
+            opened = Store.open(directory, fresh=fresh or bool(elsewhere))
+            self.store = at_end.enter_context(opened)
+            self.describe(cards_of(self.store.trials), plan_facts(self.planned))
+            retire(self.store, spec.families, self.observer)
+            interrupted, left = False, True
+            try:
+                left = cards.sweep(self)
+            except KeyboardInterrupt:
+                interrupted = True
+            self.compiler.close()
+            if spills := spilling(self.store.trials, spec):
+                note(spills)
+            problems = [item.problem for item in self.planned]
+            unmeasured = tuple(p.label for p in problems if p not in self._finished)
+            run = self.store.finish(tables.files)
+            return SweepOutcome(run, interrupted, unmeasured, not left)
+
+    def describe(
+        self, uuids: Iterable[str | None], facts: Sequence[Mapping[str, object]] | None = None
+    ) -> None:
+        """Write what the run is of. uuids: more of its cards. facts: of its plan, at first."""
+        if facts is None and {*uuids} <= self._uuids:
+            return
+        self._uuids.update(uuids)
+        where = of_these_cards(self.environment, self._uuids)
+        self.store.describe(self.spec.resolved(self.store.directory), where, facts)
+
+    def finished(self, problem: Problem) -> None:
+        """A card has swept a problem to its end."""
+        self._finished.add(problem)
+        rows = self.store.rows_of(problem)
+        if len(self._finished) < len(self.planned) and rows:
+            self.observer.ranked(rows, self.environment)
+
+
+class ThisCard:
+    """The first visible card, swept by this process."""
+
+    several = False
+    firsts: Sequence[Problem] = ()
+
+    @contextmanager
+    def opened(self, session: SweepSession) -> Iterator[None]:
+        """See `Cards`."""
+        spec = session.spec
+        self._wait, self._note, self._preload = session.wait, session.observer.note, spec.baselines
+        # Only the plan says which problems a part has.
+        self._first = None if session.shard else (spec.problems[0].problem, session.seed)
+        with (
+            ExitStack() as self._locks,  # until the worker has stopped
+            Worker(spec.measure.timeout_s, cache_dir=session.cache_dir) as self._gpu,
         ):
-            observer.note(warning)
-        directory = results / environment.slug / run_name(spec, shard)
-        elsewhere = not fresh and measured_elsewhere(directory, environment)
-        if elsewhere:
-            observer.note(f"set aside earlier rows, measured with {elsewhere}")
-        store = at_end.enter_context(Store.open(directory, fresh=fresh or bool(elsewhere)))
-        where = of_these_cards(environment, cards_of(store.trials))
-        store.describe(spec.resolved(store.directory), where, plan_facts(planned))
-        retire(store, kernels, observer)
-        sweep = Sweep(spec, gpu, environment, store, observer, seed)
-        began = time.monotonic()
-        interrupted, lost = False, False
+            yield
+
+    def describe(self) -> Environment:
+        """See `Cards`."""
+        return self._gpu.describe(preload=self._preload, first=self._first)
+
+    def hold(self, environment: Environment) -> None:
+        """See `Cards`."""
+        lock = held(environment.uuid, environment.gpu, wait=self._wait, say=self._note)
+        self._locks.enter_context(lock)
+
+    def sweep(self, session: SweepSession) -> bool:
+        """See `Cards`."""
+        s, began = session, time.monotonic()
+        share = Share(s.spec, s.environment, s.compiler, s.store, s.observer, s.seed)
         try:
-            interrupted = sweep.run(planned, compiler)
+            # The first candidates of all problems compile at once.
+            begun = [begin(item, share) for item in s.planned]
+            then = [*(candidates.problem for candidates in begun[1:]), None]
+            for candidates, following in zip(begun, then, strict=True):
+                sweep_problem(candidates, self._gpu, share, following)
+                s.finished(candidates.problem)
         except CardLostError as error:
-            if not store.trials:
+            if not s.store.trials:
                 raise
-            lost = True
-            observer.note(error.what)
-            compiler.close()
-        if proof_s := gpu.proof_s:
-            observer.note(_said_of_proof(time.monotonic() - began, proof_s))
-        sweep.keep_winners(missing=not interrupted and not lost)
-        spills = spilling(store.trials, spec)
-        if spills is not None:
-            observer.note(spills)
-        left = [item.problem.label for item in planned if item.problem not in sweep.finished]
-        return Outcome(store.finish(tables.files), interrupted, tuple(left) if lost else (), lost)
+            self._note(error.what)
+            return False
+        finally:
+            if proof_s := self._gpu.proof_s:
+                self._note(_said_of_proof(time.monotonic() - began, proof_s))
+        return True
 
 
 def _said_of_proof(took_s: float, proof_s: Mapping[str, float]) -> str:

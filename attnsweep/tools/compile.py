@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from attnsweep.bench.worker import Worker
@@ -14,7 +14,6 @@ from attnsweep.core.hardware import ARCHS, Arch, arch_named, arch_on
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Status, Trial
 from attnsweep.device.cards import installed_arch
-from attnsweep.family.family import Kernel
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import candidate_counts, plan
 from attnsweep.store.run import open_run
@@ -30,7 +29,6 @@ class Interrupted(KeyboardInterrupt):
 
 def compile_all(
     spec: SweepSpec,
-    kernels: Mapping[str, Kernel],
     arch: Arch,
     *,
     limit: int | None = None,
@@ -45,7 +43,7 @@ def compile_all(
     Interrupted for Ctrl-C.
     """
     observer = observer or Observer()
-    planned = plan(spec, kernels, arch)
+    planned = plan(spec, arch)
     cap = limit or spec.search.candidates
     counts = candidate_counts(planned, cap)
     observer.planned(counts, finals=False)

@@ -11,7 +11,8 @@ from attnsweep.core.trial import Status
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
-from attnsweep.sweep import sweeps
+from attnsweep.sweep import session
+from attnsweep.sweep.fleet import Fleet
 
 SPEC = """
 problems:
@@ -36,11 +37,9 @@ def test_a_stage_that_two_cards_need_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setattr(Compiler, "_obtain", counted)
     path = tmp_path / "test.yaml"
     path.write_text(SPEC)
-    kernels = discover()
     asked = {"results": tmp_path / "results", "cache_dir": tmp_path / "cache"}
-    outcome = sweeps.run(
-        load_spec(path, kernels), kernels, cards.cards, start_child=cards.start_child, **asked
-    )
+    fleet = Fleet(cards.cards, start_child=cards.start_child)
+    outcome = session.run(load_spec(path, discover()), fleet, **asked)
     assert outcome.exit_code == 0
     assert len(outcome.run.trials) == 12
     assert {t.status for t in outcome.run.trials} == {Status.OK}

@@ -27,7 +27,8 @@ from attnsweep.core.trial import Status
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
-from attnsweep.sweep import dask_cluster, dask_compile, sweeps
+from attnsweep.sweep import dask_cluster, dask_compile, session
+from attnsweep.sweep.fleet import Fleet
 
 distributed = pytest.importorskip("distributed")
 dask = pytest.importorskip("dask")
@@ -415,15 +416,16 @@ def test_a_sweep_has_its_stages_compiled_by_both(started, tmp_path, monkeypatch)
     cards = FakeCards(tmp_path, times=times, together=2, nvrtc=True)
     (tmp_path / "cards.json").write_text(json.dumps(cards.facts))
     (tmp_path / "test.yaml").write_text(SPEC)
-    kernels = discover()
-    outcome = sweeps.run(
-        load_spec(tmp_path / "test.yaml", kernels),
-        kernels,
+    fleet = Fleet(
         dask_cluster.cards_of(on.client, print),
-        results=tmp_path / "results",
-        cache_dir=tmp_path / "cache",
         start_child=dask_cluster.starter(on.client, [sys.executable, "-c", script_of(tmp_path)]),
         helpers=partial(dask_compile.shared, on.client),
+    )
+    outcome = session.run(
+        load_spec(tmp_path / "test.yaml", discover()),
+        fleet,
+        results=tmp_path / "results",
+        cache_dir=tmp_path / "cache",
     )
     assert outcome.exit_code == 0
     assert {trial.status for trial in outcome.run.trials} == {Status.OK}

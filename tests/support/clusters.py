@@ -20,8 +20,9 @@ import attnsweep
 from attnsweep.core.observer import Observer
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
-from attnsweep.sweep import dask_cluster, sweeps
-from attnsweep.sweep.session import Outcome
+from attnsweep.sweep import dask_cluster, session
+from attnsweep.sweep.fleet import Fleet
+from attnsweep.sweep.session import SweepOutcome
 
 SUPPORT = Path(__file__).parent
 # At the end, of a scheduler that is gone.
@@ -104,25 +105,27 @@ def swept(
     text: str,
     families: Path | None = None,
     **options: Any,
-) -> tuple[Outcome, Notes]:
+) -> tuple[SweepOutcome, Notes]:
     """A sweep on a cluster, as the command line runs it."""
     path = place / "test.yaml"
     path.write_text(text)
-    kernels = discover(families)
     notes = Notes()
     for met in place.glob("GPU-* here"):
         met.unlink()
     (place / "cards.json").write_text(json.dumps(cards.facts))
     with dask_cluster.connected(address) as client:
-        outcome = sweeps.run(
-            load_spec(path, kernels),
-            kernels,
+        fleet = Fleet(
             dask_cluster.cards_of(client, notes.note),
+            start_child=dask_cluster.starter(client, [sys.executable, "-c", script_of(place)]),
+            arrivals=dask_cluster.arrivals(client),
+            silence_s=options.pop("silence_s", None),
+        )
+        outcome = session.run(
+            load_spec(path, discover(families)),
+            fleet,
             results=place / "results",
             cache_dir=place / "cache",
             observer=notes,
-            start_child=dask_cluster.starter(client, [sys.executable, "-c", script_of(place)]),
-            arrivals=dask_cluster.arrivals(client),
             **options,
         )
     return outcome, notes

@@ -14,8 +14,9 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment, Status, Trial, cards_of
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
-from attnsweep.sweep import sweeps
-from attnsweep.sweep.session import Outcome
+from attnsweep.sweep import session
+from attnsweep.sweep.fleet import Fleet
+from attnsweep.sweep.session import SweepOutcome
 
 SPEC = """
 problems:
@@ -74,29 +75,28 @@ def swept(
     text: str = SPEC,
     on: Sequence[int] | None = None,
     **options: Any,
-) -> tuple[Outcome, Heard]:
+) -> tuple[SweepOutcome, Heard]:
     """A sweep in a directory. text: of its spec. on: the numbers of some of the cards."""
     for met in place.glob("GPU-* here"):
         met.unlink()
     cards.facts["all"]["together"] = len(cards.cards if on is None else on)
     path = place / "test.yaml"
     path.write_text(text)
-    kernels = discover()
     heard = Heard()
-    outcome = sweeps.run(
-        load_spec(path, kernels),
-        kernels,
-        cards.cards if on is None else [cards.cards[number] for number in on],
+    of_fleet = {name: options.pop(name) for name in ("silence_s", "arrivals") if name in options}
+    these = cards.cards if on is None else [cards.cards[number] for number in on]
+    outcome = session.run(
+        load_spec(path, discover()),
+        Fleet(these, start_child=cards.start_child, **of_fleet),
         results=place / "results",
         cache_dir=place / "cache",
         observer=heard,
-        start_child=cards.start_child,
         **options,
     )
     return outcome, heard
 
 
-def is_whole(outcome: Outcome, labels: Sequence[str] = LABELS) -> bool:
+def is_whole(outcome: SweepOutcome, labels: Sequence[str] = LABELS) -> bool:
     """Every problem has every row, with rounds, and all of a problem are of one card."""
     rows = outcome.run.trials
     assert Counter(t.problem.label for t in rows) == dict.fromkeys(labels, 3)

@@ -2,7 +2,7 @@
 
 A nursery is a process that has imported everything and forks for each child that it is asked for.
 What a child is told, how it may be killed and what it leaves are those of a program of its own;
-`test_sweep_sweeps` starts such programs too.
+`test_sweep_fleet` starts such programs too.
 """
 
 from __future__ import annotations

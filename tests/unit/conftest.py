@@ -107,7 +107,6 @@ def go(tmp_path):
         spec = load_spec(path, kernels)
         return session.run(
             spec,
-            kernels,
             results=tmp_path / "results",
             cache_dir=tmp_path / "cache",
             **options,

@@ -82,7 +82,7 @@ def test_stability_reads_a_recorded_run(module):
 @pytest.mark.parametrize("name", ["stability", "kernel_tuner_compare"])
 def test_the_space_is_as_large_as_it_must_be(module, name, tmp_path):
     spec = module("setting").spec_of(module(name).SPEC, tmp_path)
-    (item,) = plan(spec, discover(), arch_named("sm_90a"))
+    (item,) = plan(spec, arch_named("sm_90a"))
     least = {"stability": 100, "kernel_tuner_compare": 500}[name]
     assert sum(len(space.configs) for space in item.spaces) >= least
 
@@ -300,7 +300,7 @@ def test_a_hard_case_of_stability_is_kept_beside_the_easy_one(module):
 def test_every_case_of_stability_has_enough_candidates(module, tmp_path, case):
     stability, setting = module("stability"), module("setting")
     spec = setting.spec_of(stability.CASES[case], tmp_path)
-    (item,) = plan(spec, discover(), arch_named("sm_90a"))
+    (item,) = plan(spec, arch_named("sm_90a"))
     assert sum(len(space.configs) for space in item.spaces) >= (100 if case == "easy" else 15)
 
 

@@ -79,7 +79,6 @@ def go(gpu, tmp_path):
         path.write_text(SPEC % measure)
         return session.run(
             load_spec(path, kernels),
-            kernels,
             results=tmp_path / place,
             cache_dir=tmp_path / "cache",
             observer=notes,

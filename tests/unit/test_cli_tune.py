@@ -121,9 +121,9 @@ def test_its_options_reach_the_sweep(attnsweep, gpu, tmp_path, monkeypatch, comm
     attnsweep(*NAIVE, "--save-spec", "mine.yaml", "--dry-run")
     asked, sweeps = {}, session.run
 
-    def run(spec, families, **options):
+    def run(spec, *cards, **options):
         asked.update(options, strategy=spec.search.strategy)
-        return sweeps(spec, families, **options)
+        return sweeps(spec, *cards, **options)
 
     monkeypatch.setattr(session, "run", run)
     options = ("--limit", "2", "--wait", "--fresh", "--exhaustive", "--results", "elsewhere")
@@ -318,7 +318,7 @@ class TestInit:
         families = discover()
         spec = load_spec(Path("mine.yaml"), families)
         assert (spec.name, spec.arch) == ("mine", arch)
-        assert all(item.spaces for item in plan(spec, families, ARCHS[arch]))
+        assert all(item.spaces for item in plan(spec, ARCHS[arch]))
         assert "\n# " in Path("mine.yaml").read_text()
 
     def test_it_is_for_this_card(self, attnsweep, gpu, monkeypatch):

@@ -152,9 +152,7 @@ def go(tmp_path, monkeypatch):
     kernels = discover()
 
     def run(**options):
-        return session.run(
-            load_spec(path, kernels), kernels, results=tmp_path / "results", **options
-        )
+        return session.run(load_spec(path, kernels), results=tmp_path / "results", **options)
 
     return run
 

@@ -106,7 +106,7 @@ def test_a_split_fills_the_sms_of_the_card():
 def test_a_shipped_spec_suits_every_hopper_card(name):
     spec = load_spec(Path(name), FAMILIES)
     for sms in CARDS.values():
-        for item in plan(spec, FAMILIES, replace(HOPPER, sm_count=sms)):
+        for item in plan(spec, replace(HOPPER, sm_count=sms)):
             (space, *_) = item.spaces
             assert persistent(space) <= {0, sms}
 
@@ -186,7 +186,7 @@ def go(tmp_path, monkeypatch):
         (tmp_path / "turns.cu").write_text(TEMPLATE)
         kernels = {"turns": load_kernel(tmp_path / "ab_test.py")}
         found = session.run(
-            load_spec(path, kernels), kernels, results=tmp_path / "out", cache_dir=tmp_path / "c"
+            load_spec(path, kernels), results=tmp_path / "out", cache_dir=tmp_path / "c"
         )
         return found.run, gpu
 

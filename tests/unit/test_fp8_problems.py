@@ -55,7 +55,7 @@ def test_a_spec_may_ask_for_each_form_of_scales(tmp_path, dtype):
 def test_families_without_fp8_are_refused_each_with_its_reason(tmp_path):
     spec = loaded(tmp_path, SPEC % "e4m3")
     with pytest.raises(SpaceError, match="no candidate is left for") as refused:
-        plan(spec, discover(), ARCHS["sm_90a"])
+        plan(spec, ARCHS["sm_90a"])
     for name in ("flash_fwd_wgmma", "naive"):
         assert f"{name}: dtype e4m3 is not one of fp16, bf16" in refused.value.hint
 
@@ -63,10 +63,12 @@ def test_families_without_fp8_are_refused_each_with_its_reason(tmp_path):
 def test_a_family_that_has_it_runs_beside_those_that_have_not(tmp_path):
     kernels = discover() | {"toy": family("q", "k", "v", "o")}
     spec = replace(
-        loaded(tmp_path, SPEC % "e4m3"), kernels={"toy": Selection(), "naive": Selection()}
+        loaded(tmp_path, SPEC % "e4m3"),
+        kernels={"toy": Selection(), "naive": Selection()},
+        families=kernels,
     )
     spec = replace(spec, problems=(replace(spec.problems[0], kernels=("toy", "naive")),))
-    (item,) = plan(spec, kernels, ARCHS["sm_90a"])
+    (item,) = plan(spec, ARCHS["sm_90a"])
     assert [space.kernel.name for space in item.spaces] == ["toy"]
     assert item.refused == {"naive": "dtype e4m3 is not one of fp16, bf16"}
 

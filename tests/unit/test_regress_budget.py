@@ -79,7 +79,7 @@ def recorded(tmp_path_factory):
         patch.setattr(session, "Worker", FakeGpu({"CYCLES=400000": 20.0}))
         patch.setattr(start, "compiler_for", compiler_for)
         spec = load_spec(place / "spec.yaml", kernels)
-        outcome = session.run(spec, kernels, results=place, cache_dir=place / "cache")
+        outcome = session.run(spec, results=place, cache_dir=place / "cache")
     return outcome.run.directory
 
 

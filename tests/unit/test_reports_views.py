@@ -25,7 +25,7 @@ def planned(tmp_path_factory):
     path = tmp_path_factory.mktemp("view") / "small.yaml"
     path.write_text(SPEC)
     families = discover(None)
-    return plan(load_spec(path, families), families, arch_named("sm_80"))
+    return plan(load_spec(path, families), arch_named("sm_80"))
 
 
 @pytest.fixture(scope="module")

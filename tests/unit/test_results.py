@@ -144,7 +144,7 @@ def test_what_won_among_earlier_candidates_is_still_swept(name):
     ranked = rank(before.trials, before.environment)
     rows = (row_of_today(kernels, row.trial) for row in ranked[ranked["winner"]].itertuples())
     won = {(row.problem, row.kernel): row.config for row in rows}
-    for item in plan(spec, kernels, arch_named("sm_90a")):
+    for item in plan(spec, arch_named("sm_90a")):
         for space in item.spaces:
             config = won.get((item.problem, space.kernel.name))
             # A config with EXP2_POLY 2 won at (1,8,512,64), tied with one without.

@@ -9,7 +9,7 @@ import pytest
 from attnsweep.core.errors import KernelError, SpecError
 from attnsweep.core.problem import Problem
 from attnsweep.family.discover import discover
-from attnsweep.specs.load import families_of, load_spec, with_problems
+from attnsweep.specs.load import load_spec, with_problems
 from attnsweep.specs.overrides import tag
 
 FAMILIES = discover()
@@ -180,20 +180,22 @@ class TestKernelDirectory:
 
     def test_a_missing_one_is_named_with_its_place(self, tmp_path):
         path = self.spec(tmp_path, "kernel_dir: mine")
-        spec = load_spec(path)  # a stored run's spec is read where its kernels are not
+        load_spec(path)  # a stored run's spec is read where its kernels are not
         with pytest.raises(SpecError) as caught:
-            families_of(spec)
+            load_spec(path, discover)
         assert str(caught.value).startswith(
             f"{path}:1:13: kernel_dir: no such directory: {tmp_path}/mine\n"
         )
-        assert "twice" in families_of(spec, Path(__file__).parent.parent / "families")
+        mine = discover(Path(__file__).parent.parent / "families")
+        assert "twice" in load_spec(path, mine).families
 
     def test_reading_a_spec_runs_no_code_of_it(self, tmp_path):
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "bomb.py").write_text("raise RuntimeError('ran')\n")
-        spec = load_spec(self.spec(tmp_path, "kernel_dir: mine"), FAMILIES)
+        path = self.spec(tmp_path, "kernel_dir: mine")
+        load_spec(path, FAMILIES)
         with pytest.raises(KernelError, match="ran"):
-            families_of(spec)
+            load_spec(path, discover)
 
     def test_there_is_none_by_default(self, tmp_path):
         assert load_spec(Path("h100")).kernel_dir is None

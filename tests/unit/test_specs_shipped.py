@@ -135,7 +135,7 @@ class TestShipped:
         kernels = discover()
         spec = load_spec(Path("decode"), kernels)
         assert spec.baselines == ("flash_attn_3", "torch_flash", "torch_cudnn", "cudnn")
-        for item in plan(spec, kernels, arch_named("sm_90a")):
+        for item in plan(spec, arch_named("sm_90a")):
             p, (space,) = item.problem, item.spaces
             assert p.heads == 8 * p.heads_kv
             alone, packed = (
@@ -152,7 +152,7 @@ class TestShipped:
     @pytest.mark.parametrize("name", ["flash_short", "batched"])
     def test_one_tile_of_short_calls_may_be_chained(self, name):
         kernels = discover()
-        for item in plan(load_spec(Path(name), kernels), kernels, arch_named("sm_90a")):
+        for item in plan(load_spec(Path(name), kernels), arch_named("sm_90a")):
             (space,) = item.spaces
             chained = [config for config in space.configs if config.PDL]
             assert 0 < len(chained) < 0.4 * len(space.configs)

@@ -92,7 +92,7 @@ def test_the_space_follows_the_shape(shape, name):
 
 def test_few_queries_have_candidates_that_pack_groups_and_split_the_keys():
     spec, _ = made(Problem(1, 32, 8, 1, 32768, 128, "bf16"))
-    (item,) = plan(spec, FAMILIES, ARCHS["sm_90a"])
+    (item,) = plan(spec, ARCHS["sm_90a"])
     configs = item.spaces[0].configs
     assert {config["PACK_GQA"] for config in configs} == {0, 1}
     assert any(c["SPLITS"] == 8 and c["SPLIT_CLUSTER"] for c in configs)
@@ -107,14 +107,14 @@ def test_shapes_of_several_kinds_have_a_space_each():
         (f"{ours}_decode",),
         (f"{ours}_flash_short",),
     ]
-    assert spec.families == (ours,)
+    assert spec.used == (ours,)
     again = spec_of(Document.parse(Path("mine.yaml"), spec.resolved()), FAMILIES)
     assert again == spec
     for item, name in zip(
-        plan(spec, FAMILIES, ARCHS["sm_90a"]), ("h100", "decode", "flash_short"), strict=True
+        plan(spec, ARCHS["sm_90a"]), ("h100", "decode", "flash_short"), strict=True
     ):
         alone, _ = made(item.problem)
-        (same,) = plan(alone, FAMILIES, ARCHS["sm_90a"])
+        (same,) = plan(alone, ARCHS["sm_90a"])
         assert item.spaces[0].configs == same.spaces[0].configs, name
         assert item.spaces[0].kernel.name == ours
 
@@ -142,7 +142,7 @@ def test_a_family_may_have_several_spaces():
     spec = spec_of(Document.parse(Path("mine.yaml"), NAMED), FAMILIES)
     tiles = [
         {config["BLOCK_N"] for config in item.spaces[0].configs}
-        for item in plan(spec, FAMILIES, ARCHS["sm_90a"])
+        for item in plan(spec, ARCHS["sm_90a"])
     ]
     assert tiles == [{64}, {128}]
     both = NAMED.replace("kernels: wide", "kernels: [flash_fwd_wgmma, wide]")
@@ -170,7 +170,7 @@ def test_each_problem_gets_the_first_spec_that_has_a_family_for_it():
 def test_a_shape_without_a_candidate_in_the_shipped_space_gets_the_whole_space():
     spec, text = made(Problem(4, 16, 16, 2048, 2048, 256, "e4m3"))
     assert "  flash_fwd_fp8_wgmma: {}\n" in text
-    (item,) = plan(spec, discover(), ARCHS["sm_90a"])
+    (item,) = plan(spec, ARCHS["sm_90a"])
     assert item.spaces[0].configs
 
 

@@ -20,7 +20,7 @@ from attnsweep.bench.worker import Worker
 from attnsweep.device import cards as installed_cards
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.store.run import find_runs, open_run
-from attnsweep.sweep import start, sweeps
+from attnsweep.sweep import messages, start
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = """
@@ -181,8 +181,7 @@ def test_a_run_on_several_cards_keeps_its_rows(attnsweep, tmp_path, monkeypatch,
     )
     cards = FakeCards(tmp_path, nursery=nursery, times=TIMES, trial_s=0.3, together=2)
     monkeypatch.setattr(installed_cards, "installed", lambda: cards.cards)
-    run = sweeps.run
-    monkeypatch.setattr(sweeps, "run", lambda *a, **o: run(*a, **o, start_child=cards.start_child))
+    monkeypatch.setattr(messages, "start_child", cards.start_child)
     (tmp_path / "small.yaml").write_text(SPEC)
 
     def stop():

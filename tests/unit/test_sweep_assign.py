@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnsweep.store.run import open_run
-from attnsweep.sweep.assign import MOST_FAULTS, Schedule, Task
+from attnsweep.sweep.assign import MOST_FAULTS, Assignment, Task
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 # Sweeps as users run them; specs that judge dispatch leave out most rounds and baselines.
@@ -25,212 +25,212 @@ SPECS = (
 
 
 def fleet(costs, *workers, **options):
-    schedule = Schedule(costs, **options)
+    assignment = Assignment(costs, **options)
     for worker in workers or ("a", "b"):
-        schedule.join(worker)
-    return schedule
+        assignment.join(worker)
+    return assignment
 
 
 def test_the_costliest_problem_comes_first_and_equal_ones_in_order():
-    schedule = fleet([1, 5, 3, 5], "a")
+    assignment = fleet([1, 5, 3, 5], "a")
     order = []
-    while not schedule.over:
-        order.append(schedule.assign("a").number)
-        assert schedule.finish("a") == order[-1]
+    while not assignment.over:
+        order.append(assignment.assign("a").number)
+        assert assignment.finish("a") == order[-1]
     assert order == [1, 3, 2, 0]
-    assert schedule.assign("a") is None
+    assert assignment.assign("a") is None
 
 
 def test_a_task_is_with_one_worker():
-    schedule = fleet([1, 1])
-    assert {schedule.assign("a").number, schedule.assign("b").number} == {0, 1}
-    schedule.finish("a")
-    assert schedule.assign("a") is None
-    assert not schedule.over
-    schedule.finish("b")
-    assert schedule.over
+    assignment = fleet([1, 1])
+    assert {assignment.assign("a").number, assignment.assign("b").number} == {0, 1}
+    assignment.finish("a")
+    assert assignment.assign("a") is None
+    assert not assignment.over
+    assignment.finish("b")
+    assert assignment.over
 
 
 def test_a_late_worker_gets_what_its_card_had_begun_and_others_get_the_rest():
-    schedule = fleet([9, 8, 7, 6], "a")
-    assert schedule.assign("a").number == 0
-    schedule.join("late", begun=[0, 2])  # 0 is with another one now
-    schedule.finish("a")
-    assert schedule.assign("a").number == 1
-    schedule.finish("a")
-    assert schedule.assign("a").number == 3  # though 2 is longer
-    assert schedule.assign("late").number == 2
+    assignment = fleet([9, 8, 7, 6], "a")
+    assert assignment.assign("a").number == 0
+    assignment.join("late", begun=[0, 2])  # 0 is with another one now
+    assignment.finish("a")
+    assert assignment.assign("a").number == 1
+    assignment.finish("a")
+    assert assignment.assign("a").number == 3  # though 2 is longer
+    assert assignment.assign("late").number == 2
 
 
 def test_a_lost_task_is_bound_to_nobody_again():
-    schedule = fleet([9, 8])
-    assert schedule.assign("a").number == 0
-    schedule.lose("a", gone=True)
-    schedule.join("a", begun=[0])
-    assert schedule.assign("a").number == 1
-    assert schedule.assign("b").number == 0
+    assignment = fleet([9, 8])
+    assert assignment.assign("a").number == 0
+    assignment.lose("a", gone=True)
+    assignment.join("a", begun=[0])
+    assert assignment.assign("a").number == 1
+    assert assignment.assign("b").number == 0
 
 
 @pytest.mark.parametrize("back", ["a", "heir"])
 def test_what_a_worker_has_lost_counts_when_it_comes_back_under_any_name(back):
-    schedule = fleet([9, 8, 7, 6, 5, 4], "a", "b")
+    assignment = fleet([9, 8, 7, 6, 5, 4], "a", "b")
     worker, lost = "a", []
     for _ in range(MOST_FAULTS):
-        assert not schedule.failing(worker)
-        lost.append(schedule.assign(worker).number)
-        assert schedule.lose(worker, gone=True).left_out
+        assert not assignment.failing(worker)
+        lost.append(assignment.assign(worker).number)
+        assert assignment.lose(worker, gone=True).left_out
         before, worker = worker, "a" if back == "a" else worker + "'"
-        schedule.join(worker, heir_of=None if worker == before else before)
+        assignment.join(worker, heir_of=None if worker == before else before)
     assert lost == [0, 1, 2]  # none of them twice
-    assert schedule.failing(worker)
-    assert not schedule.given_up
+    assert assignment.failing(worker)
+    assert not assignment.given_up
 
 
 def test_a_loss_that_nobody_is_to_blame_for_counts_for_nothing():
-    schedule = fleet([9, 8, 7], "a")
+    assignment = fleet([9, 8, 7], "a")
     for _ in range(MOST_FAULTS + 1):
-        assert schedule.assign("a") == Task(0, last=False)
-        assert not schedule.lose("a", gone=True, blame=False).given_up
-        schedule.join("b")
-        schedule.join("a", begun=[0])
-    assert not schedule.failing("a")
-    assert schedule.assign("b").number == 1  # a has begun 0
+        assert assignment.assign("a") == Task(0, last=False)
+        assert not assignment.lose("a", gone=True, blame=False).given_up
+        assignment.join("b")
+        assignment.join("a", begun=[0])
+    assert not assignment.failing("a")
+    assert assignment.assign("b").number == 1  # a has begun 0
 
 
 def test_an_idle_worker_may_come_and_go():
-    schedule = fleet([9], "a")
+    assignment = fleet([9], "a")
     for _ in range(MOST_FAULTS + 1):
-        schedule.lose("a", gone=True)
-        schedule.join("a")
-    assert not schedule.failing("a")
-    assert schedule.assign("a").number == 0
+        assignment.lose("a", gone=True)
+        assignment.join("a")
+    assert not assignment.failing("a")
+    assert assignment.assign("a").number == 0
 
 
 def test_what_was_prepared_is_what_comes_next_unless_another_has_taken_it():
-    schedule = fleet([9, 8, 7, 6, 5])
-    assert (schedule.assign("a").number, schedule.assign("b").number) == (0, 1)
-    assert (schedule.ahead("a"), schedule.ahead("b")) == (2, 3)
-    schedule.finish("b")
-    assert schedule.assign("b").number == 3  # prepared, though 2 is longer
-    assert schedule.ahead("b") == 4
-    schedule.join("c")
-    assert schedule.assign("c").number == 2  # nothing else is left: better than to wait
-    schedule.finish("a")
-    assert schedule.assign("a").number == 4
+    assignment = fleet([9, 8, 7, 6, 5])
+    assert (assignment.assign("a").number, assignment.assign("b").number) == (0, 1)
+    assert (assignment.ahead("a"), assignment.ahead("b")) == (2, 3)
+    assignment.finish("b")
+    assert assignment.assign("b").number == 3  # prepared, though 2 is longer
+    assert assignment.ahead("b") == 4
+    assignment.join("c")
+    assert assignment.assign("c").number == 2  # nothing else is left: better than to wait
+    assignment.finish("a")
+    assert assignment.assign("a").number == 4
 
 
 def test_what_a_worker_that_is_still_free_will_take_is_not_prepared_elsewhere():
-    schedule = fleet([9, 8, 7, 6])
-    schedule.assign("a")
-    assert schedule.ahead("a") == 2
-    assert schedule.assign("b").number == 1
-    assert schedule.ahead("b") == 3
-    schedule.finish("a")
-    assert schedule.assign("a").number == 2
-    assert schedule.ahead("a") is None
+    assignment = fleet([9, 8, 7, 6])
+    assignment.assign("a")
+    assert assignment.ahead("a") == 2
+    assert assignment.assign("b").number == 1
+    assert assignment.ahead("b") == 3
+    assignment.finish("a")
+    assert assignment.assign("a").number == 2
+    assert assignment.ahead("a") is None
 
 
 def test_a_worker_first_gets_what_it_was_expected_to_get_unless_that_is_short():
-    schedule = Schedule([9, 8, 7, 4], guesses={"a": 2, "b": 3, "c": 1})
-    assert set(schedule.expected) == {2, 1}
+    assignment = Assignment([9, 8, 7, 4], guesses={"a": 2, "b": 3, "c": 1})
+    assert set(assignment.expected) == {2, 1}
     for worker in "bac":
-        schedule.join(worker)
-    assert schedule.assign("b").number == 0  # it was expected to get 3, which is short
-    assert schedule.ahead("b") == 3  # 2 is prepared by `a`, and 1 by `c`
-    assert schedule.assign("a").number == 2
-    schedule.finish("b")
-    assert schedule.assign("b").number == 3
-    schedule.finish("b")
-    assert schedule.assign("b").number == 1  # nothing waits for `c`, which is not ready
+        assignment.join(worker)
+    assert assignment.assign("b").number == 0  # it was expected to get 3, which is short
+    assert assignment.ahead("b") == 3  # 2 is prepared by `a`, and 1 by `c`
+    assert assignment.assign("a").number == 2
+    assignment.finish("b")
+    assert assignment.assign("b").number == 3
+    assignment.finish("b")
+    assert assignment.assign("b").number == 1  # nothing waits for `c`, which is not ready
 
 
 def test_what_a_worker_was_expected_to_get_is_free_when_it_is_lost():
-    schedule = fleet([9, 8, 7], guesses={"a": 1, "b": 0})
-    schedule.lose("b", gone=True)
-    assert (schedule.assign("a").number, schedule.ahead("a")) == (1, 0)
+    assignment = fleet([9, 8, 7], guesses={"a": 1, "b": 0})
+    assignment.lose("b", gone=True)
+    assert (assignment.assign("a").number, assignment.ahead("a")) == (1, 0)
 
 
 def test_a_lost_task_goes_to_another_worker_from_the_start():
-    schedule = fleet([9, 1])
-    assert schedule.assign("a") == Task(0, last=False)
-    loss = schedule.lose("a")
+    assignment = fleet([9, 1])
+    assert assignment.assign("a") == Task(0, last=False)
+    loss = assignment.lose("a")
     assert (loss.task, loss.given_up, loss.left_out) == (0, False, False)
-    assert schedule.assign("a").number == 1  # not what it has just lost
-    assert schedule.assign("b") == Task(0, last=True)
-    schedule.finish("a")
-    schedule.finish("b")
-    assert schedule.over
-    assert sorted(schedule.done) == [0, 1]
+    assert assignment.assign("a").number == 1  # not what it has just lost
+    assert assignment.assign("b") == Task(0, last=True)
+    assignment.finish("a")
+    assignment.finish("b")
+    assert assignment.over
+    assert sorted(assignment.done) == [0, 1]
 
 
 def test_a_worker_that_lost_the_only_task_waits_for_another_and_has_it_if_there_is_none():
-    schedule = fleet([9])
-    schedule.assign("a")
-    schedule.lose("a")
-    assert schedule.assign("a") is None
-    schedule.lose("b", gone=True)
-    assert schedule.assign("a") == Task(0, last=True)
+    assignment = fleet([9])
+    assignment.assign("a")
+    assignment.lose("a")
+    assert assignment.assign("a") is None
+    assignment.lose("b", gone=True)
+    assert assignment.assign("a") == Task(0, last=True)
 
 
 def test_a_task_that_two_workers_lost_is_given_up():
-    schedule = fleet([9, 1], "a", "b", "c")
+    assignment = fleet([9, 1], "a", "b", "c")
     for worker in ("a", "b"):
-        assert schedule.assign(worker).number == 0
-        loss = schedule.lose(worker)
+        assert assignment.assign(worker).number == 0
+        loss = assignment.lose(worker)
     assert loss.given_up
-    assert list(schedule.given_up) == [0]
-    assert schedule.assign("c").number == 1
-    schedule.finish("c")
-    assert schedule.over
+    assert list(assignment.given_up) == [0]
+    assert assignment.assign("c").number == 1
+    assignment.finish("c")
+    assert assignment.over
 
 
 def test_a_worker_that_is_gone_may_have_left_for_another_reason():
-    schedule = fleet([9], "a", "b", "c", "d")
-    assert schedule.assign("a").number == 0
-    assert not schedule.lose("a", gone=True).given_up
-    assert schedule.assign("b") == Task(0, last=False)
-    assert not schedule.lose("b").given_up
-    assert schedule.assign("c") == Task(0, last=True)
-    assert schedule.lose("c", gone=True).given_up
+    assignment = fleet([9], "a", "b", "c", "d")
+    assert assignment.assign("a").number == 0
+    assert not assignment.lose("a", gone=True).given_up
+    assert assignment.assign("b") == Task(0, last=False)
+    assert not assignment.lose("b").given_up
+    assert assignment.assign("c") == Task(0, last=True)
+    assert assignment.lose("c", gone=True).given_up
 
 
 def test_a_worker_is_left_out_after_faults_in_a_row():
-    schedule = fleet([5, 4, 3, 2, 1, 1, 1])
+    assignment = fleet([5, 4, 3, 2, 1, 1, 1])
     for fault in range(MOST_FAULTS):
-        schedule.assign("a")
-        assert schedule.lose("a").left_out is (fault == MOST_FAULTS - 1)
-    assert list(schedule.workers) == ["b"]
-    while (task := schedule.assign("b")) is not None:
-        assert schedule.finish("b") == task.number
-    assert schedule.over
-    assert not schedule.given_up
+        assignment.assign("a")
+        assert assignment.lose("a").left_out is (fault == MOST_FAULTS - 1)
+    assert list(assignment.workers) == ["b"]
+    while (task := assignment.assign("b")) is not None:
+        assert assignment.finish("b") == task.number
+    assert assignment.over
+    assert not assignment.given_up
 
 
 def test_a_finished_task_forgives_faults():
-    schedule = fleet([1] * 3 * MOST_FAULTS)
+    assignment = fleet([1] * 3 * MOST_FAULTS)
     for _ in range(MOST_FAULTS + 1):
-        schedule.assign("a")
-        assert not schedule.lose("a").left_out
-        schedule.assign("a")
-        schedule.finish("a")
-    assert "a" in schedule.workers
+        assignment.assign("a")
+        assert not assignment.lose("a").left_out
+        assignment.assign("a")
+        assignment.finish("a")
+    assert "a" in assignment.workers
 
 
 def test_what_a_card_has_begun_in_an_earlier_run_goes_to_it_alone():
-    schedule = fleet([1, 9, 5], bound={0: "a", 1: "elsewhere"})
-    assert schedule.assign("b").number == 1  # its card is not there
-    schedule.finish("b")
-    assert schedule.assign("b").number == 2
-    schedule.finish("b")
-    assert schedule.assign("b") is None
-    assert schedule.assign("a").number == 0
+    assignment = fleet([1, 9, 5], bound={0: "a", 1: "elsewhere"})
+    assert assignment.assign("b").number == 1  # its card is not there
+    assignment.finish("b")
+    assert assignment.assign("b").number == 2
+    assignment.finish("b")
+    assert assignment.assign("b") is None
+    assert assignment.assign("a").number == 0
 
 
 def test_a_begun_problem_of_a_card_that_is_lost_is_free():
-    schedule = fleet([1], bound={0: "a"})
-    assert schedule.assign("b") is None
-    schedule.lose("a", gone=True)
-    assert schedule.assign("b") == Task(0, last=False)
+    assignment = fleet([1], bound={0: "a"})
+    assert assignment.assign("b") is None
+    assignment.lose("a", gone=True)
+    assert assignment.assign("b") == Task(0, last=False)
 
 
 @given(st.data())
@@ -240,26 +240,26 @@ def test_whatever_happens_every_task_is_with_one_worker_done_or_given_up(data):
     costs = data.draw(st.lists(st.integers(0, 3), max_size=6))
     owners = st.sampled_from((*workers, "elsewhere", None))
     bound = {task: owner for task in range(len(costs)) if (owner := data.draw(owners))}
-    schedule = fleet(costs, *workers, bound=bound)
-    while not schedule.over and schedule.workers:
-        for worker in list(schedule.workers):
-            if schedule.task_of(worker) is None:
-                pending = list(schedule.pending)
-                task = schedule.assign(worker)
+    assignment = fleet(costs, *workers, bound=bound)
+    while not assignment.over and assignment.workers:
+        for worker in list(assignment.workers):
+            if assignment.task_of(worker) is None:
+                pending = list(assignment.pending)
+                task = assignment.assign(worker)
                 assert task is None or task.number in pending
                 if data.draw(st.booleans()):
-                    schedule.ahead(worker)
-        busy = [worker for worker in schedule.workers if schedule.task_of(worker) is not None]
+                    assignment.ahead(worker)
+        busy = [worker for worker in assignment.workers if assignment.task_of(worker) is not None]
         assert busy, "nobody has a task, and some are left"
         match data.draw(st.sampled_from(("finish", "finish", "lose", "gone"))):
             case "finish":
-                schedule.finish(data.draw(st.sampled_from(busy)))
+                assignment.finish(data.draw(st.sampled_from(busy)))
             case how:
-                at = data.draw(st.sampled_from(list(schedule.workers)))
-                schedule.lose(at, gone=how == "gone")
-        held = [schedule.task_of(worker) for worker in schedule.workers]
+                at = data.draw(st.sampled_from(list(assignment.workers)))
+                assignment.lose(at, gone=how == "gone")
+        held = [assignment.task_of(worker) for worker in assignment.workers]
         held = [task for task in held if task is not None]
-        everywhere = [*schedule.done, *schedule.given_up, *schedule.pending, *held]
+        everywhere = [*assignment.done, *assignment.given_up, *assignment.pending, *held]
         assert sorted(everywhere) == list(range(len(costs)))
 
 
@@ -299,7 +299,7 @@ class Fleet:
         self.dies_s = {name: rng.uniform(0, ideal_s) for name in dying}
         # Estimated as `--gpus` does, by a rule that does not know what a problem really takes.
         costs = [seconds * rng.uniform(0.5, 2) for seconds, _ in self.problems]
-        self.schedule = Schedule(costs)
+        self.assignment = Assignment(costs)
         self.names = names
         self.store = {}
         self.lost_s = self.own_s = 0.0
@@ -318,11 +318,11 @@ class Fleet:
 
         def ask(name, now):
             nonlocal order
-            task = self.timed(self.schedule.assign, name)
+            task = self.timed(self.assignment.assign, name)
             if task is None:
                 idle.append(name)
                 return
-            self.timed(self.schedule.ahead, name)
+            self.timed(self.assignment.ahead, name)
             begun[name] = now
             ends = now + self.problems[task.number][0]
             dies = self.dies_s.get(name, float("inf"))
@@ -330,22 +330,22 @@ class Fleet:
             heapq.heappush(events, (min(ends, dies), order, name, dies < ends))
 
         for name in self.names:
-            self.timed(self.schedule.join, name)
+            self.timed(self.assignment.join, name)
             ask(name, 0.0)
         now = 0.0
         while events:
             now, _, name, died = heapq.heappop(events)
-            number = self.schedule.task_of(name)
+            number = self.assignment.task_of(name)
             if died:
                 self.lost_s += now - begun[name]
-                self.timed(self.schedule.lose, name, gone=True)
+                self.timed(self.assignment.lose, name, gone=True)
                 waiting, idle[:] = list(idle), []
                 for other in waiting:
                     ask(other, now)
             else:
                 assert number not in self.store, "done twice"
                 self.store[number] = (name, self.problems[number][1])
-                self.timed(self.schedule.finish, name)
+                self.timed(self.assignment.finish, name)
                 ask(name, now)
         return now
 
@@ -357,10 +357,10 @@ def test_64_workers_do_1000_recorded_problems_though_a_tenth_of_them_die(seed):
     work_s = sum(seconds for seconds, _ in fleet.problems)
     there_s = sum(min(fleet.dies_s.get(name, makespan_s), makespan_s) for name in fleet.names)
     rows = sum(rows for _, rows in fleet.problems)
-    assert fleet.schedule.over
-    assert not fleet.schedule.given_up
+    assert fleet.assignment.over
+    assert not fleet.assignment.given_up
     assert sum(rows for _, rows in fleet.store.values()) == rows  # none is lost
-    assert sorted(fleet.schedule.done) == list(range(1000))
+    assert sorted(fleet.assignment.done) == list(range(1000))
     assert work_s / there_s >= 0.90
     assert fleet.lost_s / work_s <= 0.02
     assert fleet.own_s / rows < 1e-3

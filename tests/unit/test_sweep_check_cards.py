@@ -65,7 +65,7 @@ def check(tmp_path, cards, monkeypatch, attnsweep):
     monkeypatch.setattr(session, "Worker", FakeGpu({"CYCLES=400000": 20.0}))
     kernels = discover(families)
     spec = load_spec(tmp_path / "ci.yaml", kernels)
-    baseline = session.run(spec, kernels, results=tmp_path, cache_dir=tmp_path / "c").run.directory
+    baseline = session.run(spec, results=tmp_path, cache_dir=tmp_path / "c").run.directory
 
     def run(*words, edit=False):
         if edit:
@@ -143,15 +143,15 @@ def test_a_problem_gets_an_equal_share_of_the_time_left(problems, after_s, share
     spec, baseline = SimpleNamespace(problems=entries), Run(Path(), [], None, None, [])
     job = check_cards._Checks(spec, {}, baseline, TEST_GPU, Path(), {}, Budget(120), None)
     for card in ("a", "b", "c"):
-        job.schedule.join(card)
-    job.schedule.lose("c", gone=True)  # two cards are left
+        job.assignment.join(card)
+    job.assignment.lose("c", gone=True)  # two cards are left
     clock.now_s = after_s
     given = []
     for _ in shares:
-        message = job.task(job.schedule.assign("a"), None)
+        message = job.task(job.assignment.assign("a"), None)
         assert message["budget_s"] == 120
         given.append(message["left_s"])
-        job.schedule.finish("a")
+        job.assignment.finish("a")
     assert given == pytest.approx(shares)
 
 

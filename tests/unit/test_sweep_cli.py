@@ -16,7 +16,7 @@ from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.reports import fleet_progress
 from attnsweep.reports.fleet_progress import FleetLeft
 from attnsweep.reports.terminal import Form
-from attnsweep.sweep import start, sweeps
+from attnsweep.sweep import messages, start
 
 SPEC = """
 problems:
@@ -37,8 +37,7 @@ def cards(tmp_path, monkeypatch, nursery):
     )
     cards = FakeCards(tmp_path, nursery=nursery, times=TIMES, trial_s=0.02, together=2)
     monkeypatch.setattr(installed_cards, "installed", lambda: cards.cards)
-    run = sweeps.run
-    monkeypatch.setattr(sweeps, "run", lambda *a, **o: run(*a, **o, start_child=cards.start_child))
+    monkeypatch.setattr(messages, "start_child", cards.start_child)
     (tmp_path / "small.yaml").write_text(SPEC)
     return cards
 

@@ -346,15 +346,17 @@ from pathlib import Path
 from fake_compiler import FakeCompiler
 from attnsweep.sweep import start
 from attnsweep.family.discover import discover
-from attnsweep.sweep import dask_worker as bridge, dask_cluster as cluster, sweeps
+from attnsweep.sweep import dask_worker as bridge, dask_cluster as cluster, session
+from attnsweep.sweep.fleet import Fleet
 from attnsweep.specs.load import load_spec
 bridge.ALIVE_S, bridge.SILENT_S = 0.3, 1.5
 start.compiler_for = lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-place, kernels = Path({place!r}), discover()
+place = Path({place!r})
 with cluster.connected({address!r}) as client:
-    sweeps.run(load_spec(place / "test.yaml", kernels), kernels, cluster.cards_of(client, print),
-               results=place / "results", cache_dir=place / "cache",
-               start_child=cluster.starter(client, [sys.executable, "-c", {script!r}]))
+    start_child = cluster.starter(client, [sys.executable, "-c", {script!r}])
+    session.run(load_spec(place / "test.yaml", discover()),
+                Fleet(cluster.cards_of(client, print), start_child=start_child),
+                results=place / "results", cache_dir=place / "cache")
 """
 
 

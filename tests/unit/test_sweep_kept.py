@@ -48,8 +48,9 @@ class Excluding(Skips):
 
 
 def kept_of(spec=SPEC, environment=TEST_GPU, rows=()):
-    skips = Excluding(finalists=4, entry=1.25)
-    return Kept(spec, environment, SimpleNamespace(trials=list(rows)), skips), skips
+    kept = Kept(spec, environment, SimpleNamespace(rows_of=lambda problem: list(rows)))
+    kept.skips = Excluding(finalists=4, entry=1.25)
+    return kept, kept.skips
 
 
 def measure(**changes):

@@ -50,9 +50,7 @@ def go(tmp_path, monkeypatch):
         gpu.faults |= dict(faults)
         monkeypatch.setattr(session, "Worker", gpu)
         notes = Notes()
-        outcome = session.run(
-            load_spec(path, kernels), kernels, results=tmp_path, observer=notes, **options
-        )
+        outcome = session.run(load_spec(path, kernels), results=tmp_path, observer=notes, **options)
         return outcome, gpu, notes.texts
 
     return run

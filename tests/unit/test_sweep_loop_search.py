@@ -180,7 +180,7 @@ def test_a_search_that_stops_by_itself_says_why_and_all_can_be_tried_later(
         r"the last \d were no better, and another one is expected to gain \d\.\d\d % at most",
         facts["ended"],
     )
-    assert said == [f"naive: the search ended: {facts['ended']}"]
+    assert said == [f"(1,2,256,64) fp16 full: naive: the search ended: {facts['ended']}"]
     left = f"{tried} of 8 candidates tried, {8 - tried} left out: {facts['ended']}"
     assert left in (outcome.run.directory / "ranking.md").read_text()
 

@@ -1,4 +1,4 @@
-"""Twins: of candidates with the same machine code, the first asked for has the measured row."""
+"""SameCode: of candidates with the same machine code, the first asked for has the measured row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from samples import PROBLEM
 
 from attnsweep.core.trial import Accuracy, Measurement, Resources, Status, Trial
-from attnsweep.sweep.candidates import Twins
+from attnsweep.sweep.candidates import SameCode
 
 USED = Resources(registers=32, spill_bytes=0, smem_bytes=0, occupancy=1.0)
 ORDERS = list(itertools.permutations((1, 2, 3)))
@@ -17,7 +17,7 @@ RAN = (Status.OK, Status.NOISY, Status.INACCURATE)
 
 
 class Stub:
-    """The part of a Build that twins need: a name, and code that may be another one's."""
+    """The part of a Build that same need: a name, and code that may be another one's."""
 
     compiled = True
 
@@ -54,18 +54,18 @@ def measured(build, status=Status.OK):
 def result_of(asked, ready):
     """Rows by name if candidates are asked for and compiled in these orders, and who ran."""
     builds = {name: Stub(name) for name in asked}
-    twins, rows, ran = Twins(), {}, []
-    twins.asked([builds[name] for name in asked[:2]])
-    twins.asked([builds[name] for name in asked])
+    same, rows, ran = SameCode(), {}, []
+    same.asked([builds[name] for name in asked[:2]])
+    same.asked([builds[name] for name in asked])
     for build in (builds[name] for name in ready):
-        if twins.of(build) is None:
+        if same.of(build) is None:
             row = measured(build)
             rows[build.name] = row
             ran.append(build.name)
         else:
-            for of, row in twins.replace(build, compiled(build)):
+            for of, row in same.replace(build, compiled(build)):
                 rows[of.name] = row
-        twins.add(build, row)
+        same.add(build, row)
     return rows, ran
 
 
@@ -87,50 +87,50 @@ def test_the_order_of_asking_decides_and_only_one_runs(asked, ready):
 def test_who_ran_and_lost_its_place_keeps_its_code_and_first_time_and_nothing_else():
     """An earlier run may have left it with rounds, a race, and the state of the card."""
     first, second = Stub(1), Stub(2)
-    twins = Twins()
-    twins.asked([first, second])
+    same = SameCode()
+    same.asked([first, second])
     finalist = measured(second).with_(
         warm_us=7.0, cold_us=8.0, eager_us=2.0, race={"rounds": 4}, conditions={"sm_mhz": 1980}
     )
-    twins.add(second, finalist)
-    (of, left), (heir_of, heir) = twins.replace(first, compiled(first))
+    same.add(second, finalist)
+    (of, left), (heir_of, heir) = same.replace(first, compiled(first))
     assert (of, heir_of) == (second, first)
     detail = "same machine code as k A=1"
     assert left == compiled(second).with_(status=Status.PRUNED, detail=detail, first_us=7.0)
     assert heir == measured(first)
-    assert twins.of(second) == (first, heir)
+    assert same.of(second) == (first, heir)
 
 
 def test_a_noisy_twin_stands_for_others_too():
     first, second = Stub(1), Stub(2)
-    twins = Twins()
-    twins.asked([first, second])
-    twins.add(second, measured(second, Status.NOISY))
-    _, (_, heir) = twins.replace(first, compiled(first))
+    same = SameCode()
+    same.asked([first, second])
+    same.add(second, measured(second, Status.NOISY))
+    _, (_, heir) = same.replace(first, compiled(first))
     assert (heir.status, heir.detail) == (Status.NOISY, "quartiles")
 
 
 @pytest.mark.parametrize("status", [s for s in Status if s not in RAN], ids=str)
 def test_who_did_not_run_stands_for_nobody(status):
-    twins = Twins()
-    twins.add(Stub(1), compiled(Stub(1)).with_(status=status))
-    assert twins.of(Stub(2)) is None
+    same = SameCode()
+    same.add(Stub(1), compiled(Stub(1)).with_(status=status))
+    assert same.of(Stub(2)) is None
 
 
-def test_of_two_measured_twins_the_first_that_came_stands_for_others():
+def test_of_two_measured_same_the_first_that_came_stands_for_others():
     first, second, third = Stub(1), Stub(2), Stub(3)
-    twins = Twins()
-    twins.asked([first, second, third])
-    twins.add(first, measured(first))
-    twins.add(second, measured(second))
-    ((_, row),) = twins.replace(third, compiled(third))
+    same = SameCode()
+    same.asked([first, second, third])
+    same.add(first, measured(first))
+    same.add(second, measured(second))
+    ((_, row),) = same.replace(third, compiled(third))
     assert row.detail == "same machine code as k A=1"
 
 
 def test_other_code_is_no_twin_nor_is_what_did_not_compile():
-    twins = Twins()
-    twins.add(Stub(1), measured(Stub(1)))
+    same = SameCode()
+    same.add(Stub(1), measured(Stub(1)))
     broken = Stub(3)
     broken.compiled = False
-    assert twins.of(Stub(2, "other")) is None
-    assert twins.of(broken) is None
+    assert same.of(Stub(2, "other")) is None
+    assert same.of(broken) is None

@@ -14,7 +14,7 @@ from attnsweep.family.family import Config
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import plan
 from attnsweep.sweep import candidates as queue_module
-from attnsweep.sweep.candidates import Queue
+from attnsweep.sweep.candidates import Candidates
 
 SPEC = """
 problems:
@@ -39,8 +39,8 @@ def queue_of(tmp_path, clock):
         (tmp_path / "test.yaml").write_text(f"{SPEC}search: {search}\n")
         kernels, arch = discover(), arch_named("sm_90a")
         spec = load_spec(tmp_path / "test.yaml", kernels)
-        (item,) = plan(spec, kernels, arch)
-        return Queue(item, spec, FakeCompiler(arch, tmp_path), None)
+        (item,) = plan(spec, arch)
+        return Candidates(item, spec, FakeCompiler(arch, tmp_path), None)
 
     return made
 
