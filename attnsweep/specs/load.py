@@ -1,260 +1,43 @@
-"""The YAML sweep spec: models of its file, and `load_spec`, which checks and expands it.
+"""The sweep spec: `load_spec` reads its file, checks it and expands it.
 
-Values are never converted: a bool is not an int, a quoted number is text, `1e3` is not a whole
-number, `no` is text. `attnsweep.specs.yaml_file` reads the YAML and places errors in it. Every
-family, parameter and value that a spec names must exist. `schema` is the JSON Schema with which
-editors complete and check a spec.
+`model` has the models of the file; `yaml_file` reads the YAML and places errors in it. Every
+family, parameter and value that a spec names must exist.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictStr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import ValidationError
 
-from attnsweep.core.errors import ProblemError, SpecError
-from attnsweep.core.problem import CAUSAL, FULL, Dtype, Interval, Problem, Value
+from attnsweep.core.errors import SpecError
+from attnsweep.core.problem import Problem, Value
 from attnsweep.family.chunks import MODES
 from attnsweep.family.family import Kernel, Param
 from attnsweep.family.space import Selection, Values
 from attnsweep.specs.model import (
-    BASELINES,
-    ArchName,
-    Baselines,
-    Bytes,
-    Calls,
+    MAX_PROBLEMS,
+    MODELS,
     CheckSpec,
-    KernelChoice,
+    Device,
     KernelSpec,
+    LimitsSpec,
     MeasureSpec,
     ParameterValues,
-    Side,
-    Size,
-    Slower,
+    SearchSpec,
+    SpecFile,
     UnservedCalls,
 )
 from attnsweep.specs.overrides import apply
-from attnsweep.specs.require import Requirements, RequireSpec, requirements
+from attnsweep.specs.require import Requirements, requirements
 from attnsweep.specs.shipped import find, shipped_hint
-from attnsweep.specs.yaml_file import NAME_PATTERN, Document, Flow, Loc, Many, dump, nearest, wrong
-
-Device = Literal["cuda", "replay"]
-MAX_PROBLEMS = 1000
-"""A spec that expands to more is a mistake: at 1 s a problem and family, it takes hours."""
-
-
-# Models of a spec file's content. They also give the JSON Schema for editors.
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ProblemSpec(_Model):
-    """One or more problems: a value may be a list, and then every combination is taken."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [{"required": ["seqlen"]}, {"required": ["seqlen_q", "seqlen_k"]}]
-        }
-    )
-
-    batch: Many[Size] = Field(description="Sequences in the batch.")
-    heads: Many[Size] = Field(description="Query heads.")
-    heads_kv: Many[Size] | None = Field(
-        default=None,
-        description="Key and value heads, a divisor of heads (default: heads).",
-    )
-    seqlen: Many[Size] | None = Field(default=None, description="Sets both seqlen_q and seqlen_k.")
-    seqlen_q: Many[Size] | None = Field(default=None, description="Query rows per head.")
-    seqlen_k: Many[Size] | None = Field(default=None, description="Key and value rows per head.")
-    head_dim: Many[Size] = Field(description="Elements per head and row.")
-    dtype: Many[Dtype] = Field(
-        default=["fp16"],
-        description="Type of q, k, v and o. e4m3 is FP8 with a scale of each head, e4m3_tensor of "
-        "each tensor, e4m3_block of each 128 keys; o is then bf16.",
-    )
-    causal: Many[StrictBool] = Field(
-        default=[False], description="Mask aligned bottom-right; needs seqlen_q <= seqlen_k."
-    )
-    window: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
-        default=None,
-        description="In the place of causal: keys that a query sees before and after its own, "
-        "[512, 0]; null is all of them.",
-    )
-    kernels: Many[StrictStr] | None = Field(
-        default=None, description="Sweep only these of the spec's kernels on this entry."
-    )
-    slower: Slower | None = Field(
-        default=None, description="Replaces check.slower for the problems of this entry."
-    )
-    calls: Calls | None = Field(
-        default=None, description="How often a program calls this; reports then say what it gains."
-    )
-
-    @model_validator(mode="after")
-    def _can_exist(self) -> ProblemSpec:
-        self.expand()
-        return self
-
-    def expand(self) -> list[Problem]:
-        """Every combination, the last field varying fastest."""
-        seqlens: list[tuple[int, int]]
-        if self.seqlen is not None:
-            if self.seqlen_q is not None or self.seqlen_k is not None:
-                raise wrong(
-                    "seqlen already sets both seqlen_q and seqlen_k",
-                    "give seqlen alone, or seqlen_q and seqlen_k",
-                )
-            seqlens = [(seqlen, seqlen) for seqlen in self.seqlen]
-        else:
-            for name in ("seqlen_q", "seqlen_k"):
-                if getattr(self, name) is None:
-                    raise wrong(f"{name} is missing", "give seqlen, or both seqlen_q and seqlen_k")
-            seqlens = list(itertools.product(self.seqlen_q or (), self.seqlen_k or ()))
-        axes: list[list[Any]] = [self.batch, self.heads, self.heads_kv or [None]]
-        masks = [CAUSAL if causal else FULL for causal in self.causal]
-        if self.window is not None:
-            if masks != [FULL]:
-                raise wrong("both causal and window", "a causal window is window: [LEFT, 0]")
-            masks = [Interval(*self.window)]
-        axes += [seqlens, self.head_dim, self.dtype, masks]
-        count = math.prod(map(len, axes))
-        if count > MAX_PROBLEMS:
-            raise wrong(f"this entry has {count} problems; a spec may have {MAX_PROBLEMS}")
-        try:
-            return [
-                Problem(b, heads, kv or heads, q, k, d, dtype, mask)
-                for b, heads, kv, (q, k), d, dtype, mask in itertools.product(*axes)
-            ]
-        except ProblemError as error:
-            raise wrong(error.what, error.hint) from error
-
-
-class SearchSpec(_Model):
-    """Which candidates are tried, and in which order."""
-
-    strategy: Literal["exhaustive", "gp", "random", "staged", "tpe"] = Field(
-        default="exhaustive",
-        description="exhaustive: all, in order. gp: a model that begins with recorded runs, and "
-        "stops by itself. random: a sample without repeats. staged: each stage alone, then "
-        "combinations of the best. tpe: model-based (attnsweep[search]).",
-    )
-    candidates: Size | None = Field(
-        default=None,
-        description="Most candidates per kernel and problem; random and tpe need it or budget_s.",
-    )
-    budget_s: Size | None = Field(
-        default=None,
-        description="Seconds for trying a problem's candidates; the rounds of the finalists "
-        "follow.",
-    )
-    seed: Annotated[int, Field(strict=True, ge=0)] = Field(
-        default=0, description="Seed of strategies gp, random and tpe."
-    )
-    skip_by_bound: StrictBool = Field(
-        default=True,
-        description="Skip candidates whose stages, measured in other configs, already take too "
-        "long for a finalist.",
-    )
-
-    @model_validator(mode="after")
-    def _random_is_bounded(self) -> SearchSpec:
-        if self.strategy in ("random", "tpe") and self.candidates is None and not self.budget_s:
-            raise wrong(
-                f"search: strategy {self.strategy} needs candidates",
-                "set the number per kernel and problem, or budget_s: "
-                f"{{strategy: {self.strategy}, candidates: 100}}",
-            )
-        return self
-
-
-class LimitsSpec(_Model):
-    """Candidates above a limit are pruned, with the reason; null is no limit."""
-
-    workspace_bytes: Bytes | None = Field(
-        default=None,
-        description="Device memory for intermediate buffers: an int, or a size like '2 GiB'.",
-    )
-    spill_bytes: Annotated[int, Field(strict=True, ge=0)] | None = Field(
-        default=None, description="Register spills of all stages, in bytes."
-    )
-
-
-class SpecFile(_Model):
-    """A sweep spec of attnsweep: which kernels are tuned on which problems, and how."""
-
-    name: Annotated[StrictStr, Field(pattern=NAME_PATTERN)] | None = Field(
-        default=None, description="Name of the run's directory (default: the file's stem)."
-    )
-    device: Device = Field(
-        default="cuda",
-        description="cuda: measure on a GPU. replay: take times from a recorded run.",
-    )
-    recording: Annotated[StrictStr, Field(min_length=1)] | None = Field(
-        default=None, description="With device replay: the run to replay, relative to this file."
-    )
-    arch: ArchName | None = Field(
-        default=None, description="Architecture of the spec; other GPUs are refused."
-    )
-    kernel_dir: Annotated[StrictStr, Field(min_length=1)] | None = Field(
-        default=None,
-        description="Directory with kernel families of your own, relative to this file; "
-        "--kernels replaces it.",
-    )
-    problems: Annotated[list[ProblemSpec], Field(min_length=1)] = Field(
-        description="Attention shapes."
-    )
-    kernels: Annotated[dict[str, KernelChoice], Field(min_length=1)] = Field(
-        description="Family name to parameter values that replace its own; {} keeps its own."
-    )
-    baselines: Baselines = Field(
-        default=list(BASELINES),
-        description="Baselines timed in the same rounds: all, or a list of names.",
-    )
-    search: SearchSpec = Field(default=SearchSpec(), description="Which candidates are tried.")
-    measure: MeasureSpec = Field(default=MeasureSpec(), description="How they are timed.")
-    limits: LimitsSpec = Field(default=LimitsSpec(), description="Limits that prune candidates.")
-    require: RequireSpec = Field(  # type: ignore[valid-type]
-        default=RequireSpec(), description="Requirements for compiled code; others are pruned."
-    )
-    check: CheckSpec = Field(
-        default=CheckSpec(), description="When check calls a kernel slower than its baseline."
-    )
-    unserved: list[UnservedCalls] = Field(
-        default=[], description="A program's calls that are none of the problems, for the report."
-    )
-
-
-_MODELS: dict[str, type[BaseModel]] = {
-    "": SpecFile,
-    "problems": ProblemSpec,
-    "search": SearchSpec,
-    "measure": MeasureSpec,
-    "limits": LimitsSpec,
-    "require": RequireSpec,
-    "check": CheckSpec,
-    "unserved": UnservedCalls,
-}
-
-
-# The spec itself.
+from attnsweep.specs.yaml_file import NAME_PATTERN, Document, Flow, Loc, dump, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +179,7 @@ def spec_of(document: Document, families: Families = None) -> SweepSpec:
     try:
         file = SpecFile.model_validate(document.data)
     except ValidationError as error:
-        document.report_all(error, _MODELS)
+        document.report_all(error, MODELS)
         document.raise_issues()
         raise  # not reached: pydantic reports at least one error
     entries = _entries(file, document)

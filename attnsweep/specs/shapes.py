@@ -22,7 +22,7 @@ from typing import Any
 
 from attnsweep.core.errors import ProblemError
 from attnsweep.core.problem import CAUSAL, DTYPE_BYTES, FULL, Interval, Problem
-from attnsweep.specs.load import MAX_PROBLEMS
+from attnsweep.specs.model import MAX_PROBLEMS
 from attnsweep.specs.yaml_file import MAX_ERRORS, closest
 
 _LARGEST = 2**31 - 1

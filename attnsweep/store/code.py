@@ -20,7 +20,7 @@ from attnsweep.compile.launches import Launches
 from attnsweep.core.errors import StoreError
 from attnsweep.core.problem import Problem, Value
 from attnsweep.core.trial import Trial
-from attnsweep.store.run import CUBINS
+from attnsweep.store.run import CUBINS, _store_error
 from attnsweep.store.store import Writer
 
 _AGAIN = "record again: attnsweep run SPEC --fresh, then attnsweep accept"
@@ -50,11 +50,15 @@ def keep_code(store: Writer, build: Build) -> None:
     digests = {}
     for stage, cubin in build.cubins().items():
         digests[f"{name}.{stage}.cubin"] = cubin.digest
-        store.keep_cubin(cubin.path, f"{name}.{stage}.cubin")
+        try:
+            code = cubin.path.read_bytes()
+        except OSError as error:
+            raise _store_error(error, cubin.path, "cannot read the cubin to keep") from error
+        store.keep(f"{name}.{stage}.cubin", code)
     launches = build.launches_for(build.problem)
     stages = tuple(replace(s, cubin=f"{name}.{s.name}.cubin") for s in launches.stages)
-    code = _Code(config=dict(build.config), digests=digests, plan=replace(launches, stages=stages))
-    store.keep(f"{name}.json", code.model_dump_json(indent=1).encode() + b"\n")
+    facts = _Code(config=dict(build.config), digests=digests, plan=replace(launches, stages=stages))
+    store.keep(f"{name}.json", facts.model_dump_json(indent=1).encode() + b"\n")
 
 
 def read_code(of_run: Path, winner: Trial) -> Launches:

@@ -3,17 +3,12 @@
     results/<gpu>/<spec>/  spec.yaml  environment.json  spaces.json  trials.jsonl  ranking.csv
                            ranking.md  cubins/
 
-A recorded run that is kept has trials.jsonl.gz instead, and no tables: see run.py.
-
 Only the parent process writes, through one `Store` that holds the directory's lock. Readers take no
 lock: they see a row once its line is whole, and drop a torn last line.
 
-The environment of a run that cannot do without it, and why one has none.
-
-Pack a run to be kept: one compressed row per candidate, without files made from the rows.
-
-A packed run can be read, ranked, shown and checked like any other. A sweep does not resume it: its
-rows were measured on another card, so a sweep in its directory starts without rows.
+A run to be kept is packed: it has trials.jsonl.gz instead, and no tables. It can be read, ranked,
+shown and checked like any other. A sweep does not resume it: its rows were measured on another
+card, so a sweep in its directory starts without rows.
 """
 
 from __future__ import annotations
@@ -23,10 +18,11 @@ import gzip
 import json
 import os
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import to_json
@@ -102,9 +98,7 @@ def _parse_row(line: bytes) -> Trial | str:
     try:
         return Trial.model_validate_json(line)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        return f"{place}: {first['msg']}" if place else first["msg"]
+        return _first(error)
     except AttnsweepError as error:
         return error.what
 
@@ -179,10 +173,13 @@ def open_run(path: Path) -> Run:
 
 def _described(directory: Path, trials: list[Trial], warnings: list[str]) -> Run:
     """The run with the files next to its trials; a file that cannot be read is a warning."""
-    environment, odd_environment = _read_environment(directory / ENVIRONMENT)
-    spec, odd_spec = _read_spec(directory / SPEC)
+    environment, odd_environment = _read(
+        directory / ENVIRONMENT, Environment.model_validate_json, None
+    )
+    spec, odd_spec = _read(directory / SPEC, _text, None)
     named = SPACES if (directory / SPACES).exists() else _OLD_SPACES
-    spaces, odd_spaces = _read_spaces(directory / named)
+    none: list[dict[str, Any]] = []
+    spaces, odd_spaces = _read(directory / named, _spaces, none)
     warnings += [odd for odd in (odd_environment, odd_spec, odd_spaces) if odd]
     return Run(directory, trials, environment, spec, warnings, spaces)
 
@@ -193,44 +190,44 @@ def trials_of(directory: Path) -> Path:
     return packed if packed.is_file() and not plain.is_file() else plain
 
 
-def _read_spaces(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The facts in spaces.json, empty if the file is missing, and a warning if it is damaged."""
+T = TypeVar("T")
+
+
+def _read(path: Path, parse: Callable[[bytes], T], missing: T) -> tuple[T, str | None]:
+    """What a file next to the trials holds, and a warning if it is damaged."""
     try:
-        facts = json.loads(path.read_bytes())
+        return parse(path.read_bytes()), None
     except FileNotFoundError:
-        return [], None
+        return missing, None
     except OSError as error:
-        return [], f"{path}: cannot be read: {error.strerror}"
-    except ValueError as error:
-        return [], f"{path}: not JSON: {error}"
-    if not isinstance(facts, list) or not all(isinstance(fact, dict) for fact in facts):
-        return [], f"{path}: not a list of objects"
-    return facts, None
-
-
-def _read_spec(path: Path) -> tuple[str | None, str | None]:
-    """The text of spec.yaml, None if it is missing, and a warning if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8"), None
-    except FileNotFoundError:
-        return None, None
-    except (OSError, UnicodeDecodeError) as error:
-        return None, f"{path}: cannot be read: {error}"
-
-
-def _read_environment(path: Path) -> tuple[Environment | None, str | None]:
-    """The environment, None if the file is missing, and a warning if it is damaged."""
-    try:
-        return Environment.model_validate_json(path.read_bytes()), None
-    except FileNotFoundError:
-        return None, None
-    except OSError as error:
-        return None, f"{path}: cannot be read: {error.strerror}"
+        return missing, f"{path}: cannot be read: {error.strerror}"
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        what = f"{place}: {first['msg']}" if place else first["msg"]
-        return None, f"{path}: not an environment: {what}"
+        return missing, f"{path}: not an environment: {_first(error)}"
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return missing, f"{path}: not JSON: {error}"
+    except ValueError as error:
+        return missing, f"{path}: {error}"
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot be read: {error}") from None
+
+
+def _spaces(data: bytes) -> list[dict[str, Any]]:
+    facts = json.loads(data)
+    if not isinstance(facts, list) or not all(isinstance(fact, dict) for fact in facts):
+        raise ValueError("not a list of objects")
+    return facts
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing that is wrong, with its place."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def find_runs(results_dir: Path) -> list[Path]:

@@ -56,9 +56,6 @@ class Writer(Protocol):
     def end_searches(self, problem: str, endings: Mapping[str, str]) -> None:
         """Note why the searches of a problem ended, by family."""
 
-    def keep_cubin(self, path: Path, name: str) -> object:
-        """Copy a winner's cubin into the run as `name`."""
-
     def keep(self, name: str, data: bytes) -> object:
         """Keep part of a winner's code as `name`."""
 
@@ -260,13 +257,6 @@ class Store:
         for name, text in (render(run) if render else {}).items():
             self._write_text(name, text)
         return run
-
-    def keep_cubin(self, path: Path, name: str) -> Path:
-        """Copy a winner's cubin to cubins/`name` and return its path."""
-        try:
-            return self.keep(name, path.read_bytes())
-        except OSError as error:
-            raise _store_error(error, path, "cannot read the cubin to keep") from error
 
     def keep(self, name: str, data: bytes) -> Path:
         """Write cubins/`name`, part of a winner's code, and return its path."""

@@ -104,10 +104,6 @@ class Told:
         """Tell why the searches ended."""
         self._pipe.tell("ended", problem=problem, endings=dict(endings))
 
-    def keep_cubin(self, path: Path, name: str) -> None:
-        """Tell the winner's machine code."""
-        self.keep(name, path.read_bytes())
-
     def keep(self, name: str, data: bytes) -> None:
         """Tell part of the winner's code."""
         self._pipe.tell("keep", name=name, data=base64.b64encode(data).decode())

@@ -10,7 +10,6 @@ import base64
 import contextlib
 import hashlib
 import json
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 from attnsweep import __version__
 from attnsweep.compile.nvrtc import default_cache_dir
 from attnsweep.core.files import shipped, write_file
-from attnsweep.sweep.messages import Message, Process
+from attnsweep.sweep.messages import COMMAND, Message, Process
 
 SILENT_S = 60.0
 ALIVE_S = 5.0
@@ -74,14 +73,9 @@ def serve(name: str, version: str, command: Sequence[str] | None, silent_s: floa
     tell({"say": "begun"})
     with tempfile.TemporaryDirectory(prefix="attnsweep-") as place:
         carrier = _Carrier(Path(place), tell)
-        command = command or [
-            sys.executable,
-            "-c",
-            "from attnsweep.sweep.card_worker import main; main()",
-        ]
         # Dask's own, such as one thread for BLAS, would make this child unlike that of --gpus.
         daskish = dask.config.get("distributed.nanny.pre-spawn-environ", {})
-        child = Process(command, {}, carrier.told, without=daskish)
+        child = Process(command or COMMAND, {}, carrier.told, without=daskish)
         try:
             _carry(Queue(queue_of(name)), carrier, child, silent_s)
         finally:

@@ -5,28 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attnsweep.baselines.callable import source_digest
 from attnsweep.choose.lower_bound import Skips
 from attnsweep.choose.race import race_entry
 from attnsweep.compile.candidate import Build
 from attnsweep.core.errors import StoreError
-from attnsweep.core.length import has_shorter
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import OURS, PROTOCOL, Environment, Status, Trial, cards_of
+from attnsweep.core.trial import OURS, PROTOCOL, Environment, Status, Trial
 from attnsweep.family.chunks import MODES
 from attnsweep.family.family import Kernel
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.model import CALLABLE
-from attnsweep.specs.plan import PlannedProblem
 from attnsweep.store.run import PACKED, TRIALS, open_run
 from attnsweep.store.store import Store, Writer
-from attnsweep.sweep import scout
-
-if TYPE_CHECKING:
-    from attnsweep.sweep.loop import Share
 
 
 class Kept:
@@ -178,22 +172,3 @@ def of_these_cards(environment: Environment, uuids: Iterable[str | None]) -> Env
     """The environment of a run that several cards measured: it names no card, each row does."""
     several = {uuid for uuid in (environment.uuid, *uuids) if uuid is not None} - {environment.uuid}
     return environment.model_copy(update={"uuid": None, "sku": None}) if several else environment
-
-
-def is_begun_elsewhere(item: PlannedProblem, share: Share) -> bool:
-    """Whether another card has begun a problem and not finished it."""
-    rows, card = share.store.rows_of(item.problem), share.environment.uuid
-    if card is None or not set(cards_of(rows)) - {card}:
-        return False
-    if len(cards_of(rows)) > 1:
-        return True
-    candidates, kept = share.candidates(item), share.kept()
-    if has_shorter(item.problem) and scout.whole(candidates, rows, kept, kept.stamp):
-        return False
-    while builds := candidates.ask():
-        if not kept.whole(item.problem, builds):
-            return True
-        held = kept.rows(builds)
-        for build in builds:
-            candidates.tell(build, held[id(build)])
-    return False

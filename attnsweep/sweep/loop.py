@@ -23,13 +23,14 @@ from attnsweep.core.errors import StoreError
 from attnsweep.core.length import has_shorter
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
-from attnsweep.core.trial import Environment, Measurement, Status, Trial
+from attnsweep.core.trial import Environment, Measurement, Status, Trial, cards_of
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import PlannedProblem
 from attnsweep.store.code import keep_code, read_code
 from attnsweep.store.store import Writer
+from attnsweep.sweep import scout
 from attnsweep.sweep.candidates import Candidates, SameCode
-from attnsweep.sweep.kept import Kept, is_begun_elsewhere
+from attnsweep.sweep.kept import Kept
 from attnsweep.sweep.scout import Scout
 
 
@@ -60,7 +61,7 @@ def begin(item: PlannedProblem, share: Share) -> Candidates:
     Sets aside the rows of a problem that another card has begun and not finished: candidates of one
     problem are compared on one card only. What another card has finished stays.
     """
-    if is_begun_elsewhere(item, share):
+    if _is_begun_elsewhere(item, share):
         share.store.set_aside(item.problem)
         what = f"set aside the rows of {item.problem.label}"
         share.observer.note(f"{what}: another card began it, and did not finish")
@@ -68,6 +69,25 @@ def begin(item: PlannedProblem, share: Share) -> Candidates:
     if not share.kept().whole(item.problem, candidates.ask()):
         candidates.submit()
     return candidates
+
+
+def _is_begun_elsewhere(item: PlannedProblem, share: Share) -> bool:
+    """Whether another card has begun a problem and not finished it."""
+    rows, card = share.store.rows_of(item.problem), share.environment.uuid
+    if card is None or not set(cards_of(rows)) - {card}:
+        return False
+    if len(cards_of(rows)) > 1:
+        return True
+    candidates, kept = share.candidates(item), share.kept()
+    if has_shorter(item.problem) and scout.whole(candidates, rows, kept):
+        return False
+    while builds := candidates.ask():
+        if not kept.whole(item.problem, builds):
+            return True
+        held = kept.rows(builds)
+        for build in builds:
+            candidates.tell(build, held[id(build)])
+    return False
 
 
 def sweep_problem(
@@ -101,13 +121,13 @@ class _ProblemSweep:
         candidates.start()
         stored = self._store.rows_of(self._problem)
         self._began = time.monotonic() - max((t.tried_s or 0.0 for t in stored), default=0.0)
-        scout = Scout(candidates, self._spec, self._gpu, self._kept.stamp)
-        choose = has_shorter(self._problem) and not scout.done(stored, self._kept)
+        chooser = Scout(candidates, self._spec, self._gpu, self._kept)
+        choose = has_shorter(self._problem) and not chooser.done(stored)
         before = 0 if choose else len(self._kept.rows(candidates.builds))
         self._observer.opening(self._problem, len(candidates.builds), before)
         if choose:
             put, observer = self._store.append, self._observer
-            scout.run(self._share.seed, self._try, stored=stored, put=put, observer=observer)
+            chooser.run(self._share.seed, self._try, stored=stored, put=put, observer=observer)
         self._take_kept()
         if not candidates.builds:
             return  # every candidate and every round is measured

@@ -47,14 +47,14 @@ class Child(Protocol):
         """How it ended, and its last words."""
 
 
+# Not -m: its GPU process would import the child's module too.
+COMMAND = [sys.executable, "-c", "from attnsweep.sweep.card_worker import main; main()"]
 StartChild = Callable[[InstalledCard, Deliver], Child]
 
 
 def start_child(card: InstalledCard, deliver: Deliver) -> Child:
     """The child process of a card, which sees that card alone."""
-    # Not -m: its GPU process would import the child's module too.
-    command = [sys.executable, "-c", "from attnsweep.sweep.card_worker import main; main()"]
-    return Process(command, {VISIBLE: card.uuid}, deliver)
+    return Process(COMMAND, {VISIBLE: card.uuid}, deliver)
 
 
 class Process:

@@ -7,9 +7,8 @@ other candidate becomes a row that says how it did on the shorter one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 from attnsweep.bench.gpu import Gpu, WorkerError
 from attnsweep.choose.finals import finalists_of
@@ -25,6 +24,7 @@ from attnsweep.family.family import Config
 from attnsweep.specs.load import SweepSpec
 from attnsweep.specs.plan import PlannedProblem
 from attnsweep.sweep.candidates import Candidates
+from attnsweep.sweep.kept import Kept
 
 # Entrants at most, and at least; between, as many as are tried in this time, of three calls each.
 _MOST, _LEAST = 5, 2
@@ -35,13 +35,6 @@ _SEARCH_S, _RACERS = 7, 3
 _SHOWN_THERE = (Status.WRONG, Status.LAUNCH_ERROR, Status.TIMEOUT, Status.INACCURATE)
 
 
-class KeptRows(Protocol):
-    """What of an earlier run still holds: resume.Kept."""
-
-    def whole(self, problem: Problem, builds: Sequence[Build]) -> bool:
-        """Whether nothing of a problem is left to measure."""
-
-
 class Scout:
     """Chooses the candidates that a long problem is left with."""
 
@@ -50,19 +43,19 @@ class Scout:
         candidates: Candidates,
         spec: SweepSpec,
         gpu: Gpu,
-        stamp: Callable[[Build], Mapping[str, Any]],
+        kept: Kept,
     ) -> None:
-        """candidates: of the long problem. stamp: fields of a row that say what it depends on."""
-        self._candidates, self._spec, self._gpu, self._stamp = candidates, spec, gpu, stamp
+        """candidates: of the long problem. kept: what of an earlier run still holds."""
+        self._candidates, self._spec, self._gpu, self._kept = candidates, spec, gpu, kept
         self.problem = shorter(candidates.problem)
         """The shorter problem."""
 
-    def done(self, stored: Sequence[Trial], kept: KeptRows) -> bool:
+    def done(self, stored: Sequence[Trial]) -> bool:
         """Whether an earlier run has measured all; the candidates then has what it measured.
 
         stored: the rows of the long problem.
         """
-        found = _measured(self._candidates, self.problem, stored, kept, self._stamp)
+        found = _measured(self._candidates, self.problem, stored, self._kept)
         if found:
             self._candidates.only(found)
         return bool(found)
@@ -131,7 +124,7 @@ class Scout:
         """The candidates that failed on the long problem itself in an earlier run, and still do."""
         bad = [t for t in stored if t.provider == OURS and t.status in _SHOWN_THERE]
         builds = _builds_of(self._candidates, self._candidates.problem, bad)
-        now = {build.key: self._stamp(build)["fingerprint"] for build in builds}
+        now = {build.key: self._kept.fingerprint(build) for build in builds}
         return {t.key for t in bad if t.fingerprint == now.get(t.key)}
 
     def _entrants(self, checked: Sequence[Pair], observer: Observer) -> list[Pair]:
@@ -162,25 +155,16 @@ class Scout:
         elif status in _SHOWN_THERE:
             detail = f"on {self.problem.label}: {row.detail}"
         facts = {"status": status, "detail": detail, "resources": row.resources}
-        return longer.row(**facts).with_(accuracy=row.accuracy, **self._stamp(build))
+        return longer.row(**facts).with_(accuracy=row.accuracy, **self._kept.stamp(build))
 
 
-def whole(
-    candidates: Candidates,
-    stored: Sequence[Trial],
-    kept: KeptRows,
-    stamp: Callable[[Build], Mapping[str, Any]],
-) -> bool:
+def whole(candidates: Candidates, stored: Sequence[Trial], kept: Kept) -> bool:
     """Whether an earlier run has measured all of a long problem. stored: its rows."""
-    return bool(_measured(candidates, shorter(candidates.problem), stored, kept, stamp))
+    return bool(_measured(candidates, shorter(candidates.problem), stored, kept))
 
 
 def _measured(
-    candidates: Candidates,
-    short: Problem,
-    stored: Sequence[Trial],
-    kept: KeptRows,
-    stamp: Callable[[Build], Mapping[str, Any]],
+    candidates: Candidates, short: Problem, stored: Sequence[Trial], kept: Kept
 ) -> list[tuple[str, Config]]:
     """The entrants of an earlier run, if their rounds still hold and so does their choice."""
     ours = [t for t in stored if t.provider == OURS]
@@ -194,7 +178,7 @@ def _measured(
     for problem in (candidates.problem, short):
         for build in _builds_of(candidates, problem, ours):
             key = (candidates.problem, *build.key[1:])
-            now.setdefault(key, set()).add(stamp(build)["fingerprint"])
+            now.setdefault(key, set()).add(kept.fingerprint(build))
     if any(t.fingerprint not in now[t.key] for t in ours if t.key in now):
         return []
     return [(t.kernel, Config(t.config)) for t in timed]

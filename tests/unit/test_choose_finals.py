@@ -17,8 +17,7 @@ from attnsweep.choose.ranking import rank
 from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Accuracy, Measurement, Status, Trial
-from attnsweep.specs.load import SearchSpec
-from attnsweep.specs.model import MeasureSpec
+from attnsweep.specs.model import MeasureSpec, SearchSpec
 
 PROBLEM = Problem(1, 16, 16, 1024, 1024, 64)
 

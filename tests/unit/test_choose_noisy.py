@@ -14,8 +14,7 @@ from attnsweep.choose.race import race, settled_first
 from attnsweep.choose.ranking import rank
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import OURS, Accuracy, Measurement, Status, Trial
-from attnsweep.specs.load import SearchSpec
-from attnsweep.specs.model import MeasureSpec
+from attnsweep.specs.model import MeasureSpec, SearchSpec
 
 ROUNDS = 15
 

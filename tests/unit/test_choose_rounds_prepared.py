@@ -14,8 +14,7 @@ from attnsweep.choose.finals import Finals
 from attnsweep.choose.rounds import prepared
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Status, Trial
-from attnsweep.specs.load import SearchSpec
-from attnsweep.specs.model import MeasureSpec
+from attnsweep.specs.model import MeasureSpec, SearchSpec
 
 
 class Heard(Observer):

@@ -20,7 +20,7 @@ from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Measurement, Status, Trial
 from attnsweep.family.family import Kernel, Launch, Param
 from attnsweep.family.space import Selection, Space
-from attnsweep.specs.load import SearchSpec
+from attnsweep.specs.model import SearchSpec
 
 PROBLEM = Problem(1, 2, 2, 64, 64, 64)
 caps = st.none() | st.integers(1, 40)

@@ -435,14 +435,10 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(
 
 
 def test_a_cubin_is_kept_under_its_name_and_nowhere_else(tmp_path: Path) -> None:
-    source = tmp_path / "cache.bin"
-    source.write_bytes(b"\x7fELF")
-    with Store.open(tmp_path / "run") as store:
-        kept = store.keep_cubin(source, "flash.cubin")
+    with Store.open(tmp_path) as store:
+        kept = store.keep("flash.cubin", b"\x7fELF")
         for name in ("../flash.cubin", "a/b", "", ".."):
             with pytest.raises(StoreError, match="cannot keep"):
-                store.keep_cubin(source, name)
-        with pytest.raises(StoreError, match="No such file"):
-            store.keep_cubin(tmp_path / "gone", "flash.cubin")
-    assert kept == tmp_path / "run" / "cubins" / "flash.cubin"
+                store.keep(name, b"")
+    assert kept == tmp_path / "cubins" / "flash.cubin"
     assert kept.read_bytes() == b"\x7fELF"

@@ -17,8 +17,7 @@ from attnsweep.core.hardware import arch_named
 from attnsweep.core.trial import Measurement, Status
 from attnsweep.family.discover import discover
 from attnsweep.family.family import Config
-from attnsweep.specs.load import SearchSpec
-from attnsweep.specs.model import MeasureSpec
+from attnsweep.specs.model import MeasureSpec, SearchSpec
 from attnsweep.store.store import Store
 from attnsweep.sweep import kept as sweep_kept
 from attnsweep.sweep.kept import Kept
