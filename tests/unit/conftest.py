@@ -8,9 +8,8 @@ from pathlib import Path
 import fleets
 import pytest
 from fake_cards import FakeCards
-from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
-from sweeping import SPEC, TIMES
+from sweeping import SPEC, TIMES, use, use_fake_compiler
 
 from attnsweep.core.errors import SpecError
 from attnsweep.device.lock import LOCK_VARIABLE
@@ -18,7 +17,7 @@ from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
 from attnsweep.store import run as store
 from attnsweep.store import store as store_store
-from attnsweep.sweep import session, start
+from attnsweep.sweep import session
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
 
@@ -88,12 +87,7 @@ def error_of(load, tmp_path):
 @pytest.fixture
 def gpu(monkeypatch):
     """A fake GPU and a fake compiler for sweeps."""
-    gpu = FakeGpu(TIMES)
-    monkeypatch.setattr(session, "Worker", gpu)
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
-    return gpu
+    return use(monkeypatch, FakeGpu(TIMES))
 
 
 @pytest.fixture
@@ -130,9 +124,7 @@ def accept(attnsweep):
 def cards(monkeypatch, tmp_path, nursery):
     """Fake cards, each a process of its own, and a compiler that compiles nothing."""
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
+    use_fake_compiler(monkeypatch)
     return FakeCards(tmp_path, nursery=nursery, times=fleets.TIMES, trial_s=0.02)
 
 

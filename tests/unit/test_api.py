@@ -195,3 +195,8 @@ def test_what_the_page_shows_of_a_recorded_run_works(monkeypatch, capsys):
     code = re.search(r"```python\n(from attnsweep import open_run.*?)```", PAGE, re.DOTALL)[1]
     exec(code, {})
     assert "ratio_to_best_baseline" in capsys.readouterr().out
+
+
+def test_a_renamed_name_still_works_and_says_its_new_one():
+    with pytest.warns(DeprecationWarning, match="use SweepOutcome"):
+        assert attnsweep.Outcome is attnsweep.SweepOutcome

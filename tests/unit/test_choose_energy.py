@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from samples import TEST_GPU
+from sweeping import use
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.choose.energy import RANKED, SHOWN
@@ -25,7 +25,7 @@ from attnsweep.reports.explain import explain
 from attnsweep.reports.explain_text import verdict
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.yaml_file import Document
-from attnsweep.sweep import session, start
+from attnsweep.sweep import session
 
 TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 21.0, "torch_flash": 25.0}
 WATTS = {"naive THREADS=64": 600.0, "naive THREADS=128": 400.0, "torch_flash": 550.0}
@@ -62,11 +62,7 @@ class Notes(Observer):
 def gpu(monkeypatch):
     gpu = Card(TIMES)
     gpu.watts = dict(WATTS)
-    monkeypatch.setattr(session, "Worker", gpu)
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
-    return gpu
+    return use(monkeypatch, gpu)
 
 
 @pytest.fixture

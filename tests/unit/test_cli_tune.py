@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from samples import TEST_GPU
+from sweeping import use
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.errors import NoGpuError
@@ -20,7 +20,7 @@ from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
 from attnsweep.specs.plan import plan
 from attnsweep.store.run import open_run
-from attnsweep.sweep import session, start
+from attnsweep.sweep import session
 from attnsweep.tools import target
 
 FAMILIES = Path(__file__).parent.parent / "families"
@@ -38,20 +38,12 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    gpu = FakeGpu(TIMES)
-    monkeypatch.setattr(session, "Worker", gpu)
-    monkeypatch.setattr(target, "Worker", gpu)
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
-    return gpu
+    return use(monkeypatch, FakeGpu(TIMES))
 
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    gpu = FakeGpu(environment=NoGpuError("no driver", hint="get one"))
-    monkeypatch.setattr(session, "Worker", gpu)
-    monkeypatch.setattr(target, "Worker", gpu)
+    use(monkeypatch, FakeGpu(environment=NoGpuError("no driver", hint="get one")))
 
 
 def on(monkeypatch, **facts):

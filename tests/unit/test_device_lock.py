@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from samples import TEST_GPU
+from sweeping import use
 
 from attnsweep.bench.worker import Worker
 from attnsweep.core.observer import Observer
@@ -21,7 +21,7 @@ from attnsweep.device.cards import hashed
 from attnsweep.device.lock import BusyError, held
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
-from attnsweep.sweep import loop, session, start
+from attnsweep.sweep import loop, session
 
 UUID = hashed("GPU-1b2c3d4e")
 HOLD = """
@@ -143,10 +143,7 @@ measure: {rounds: 4}
 @pytest.fixture
 def go(tmp_path, monkeypatch):
     gpu = FakeGpu({"THREADS=32": 1.0}, environment=TEST_GPU.model_copy(update={"uuid": UUID}))
-    monkeypatch.setattr(session, "Worker", gpu)
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
+    use(monkeypatch, gpu)
     path = tmp_path / "test.yaml"
     path.write_text(SPEC)
     kernels = discover()

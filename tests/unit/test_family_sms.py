@@ -8,9 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from samples import H200, TEST_GPU
+from sweeping import use
 
 from attnsweep.choose.strategies.history import history_on, shipped_history
 from attnsweep.core.errors import SpecError
@@ -175,11 +175,8 @@ TEMPLATE = 'extern "C" __global__ void turns(void* q, void* k, void* v, void* o)
 def go(tmp_path, monkeypatch):
     def run(sms, early=None, value=SMS):
         gpu = Turns(environment=TEST_GPU.model_copy(update={"sm_count": sms}))
-        monkeypatch.setattr(session, "Worker", gpu)
+        use(monkeypatch, gpu)
         monkeypatch.setattr(start, "installed_arch", lambda: early)
-        monkeypatch.setattr(
-            start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-        )
         path = tmp_path / "turns.yaml"
         path.write_text(SPEC.replace("sms", str(value)))
         (tmp_path / "ab_test.py").write_text(DECLARATION)

@@ -14,13 +14,13 @@ import fake_bench
 import pytest
 from fake_bench import FakeBench
 from fake_cards import FakeCards
-from fake_compiler import FakeCompiler
+from sweeping import use_fake_compiler
 
 from attnsweep.bench.worker import Worker
 from attnsweep.device import cards as installed_cards
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.store.run import find_runs, open_run
-from attnsweep.sweep import messages, start
+from attnsweep.sweep import messages
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = """
@@ -176,9 +176,7 @@ def test_a_gpu_process_that_is_stopped_is_no_candidates_fault():
 def test_a_run_on_several_cards_keeps_its_rows(attnsweep, tmp_path, monkeypatch, nursery):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
+    use_fake_compiler(monkeypatch)
     cards = FakeCards(tmp_path, nursery=nursery, times=TIMES, trial_s=0.3, together=2)
     monkeypatch.setattr(installed_cards, "installed", lambda: cards.cards)
     monkeypatch.setattr(messages, "start_child", cards.start_child)

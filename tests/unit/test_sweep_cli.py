@@ -7,16 +7,16 @@ import json
 
 import pytest
 from fake_cards import FakeCards
-from fake_compiler import FakeCompiler
 from rich.console import Console
 from samples import PROBLEM, candidate
+from sweeping import use_fake_compiler
 
 from attnsweep.device import cards as installed_cards
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.reports import fleet_progress
 from attnsweep.reports.fleet_progress import FleetLeft
 from attnsweep.reports.terminal import Form
-from attnsweep.sweep import messages, start
+from attnsweep.sweep import messages
 
 SPEC = """
 problems:
@@ -32,9 +32,7 @@ TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0}
 def cards(tmp_path, monkeypatch, nursery):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
+    use_fake_compiler(monkeypatch)
     cards = FakeCards(tmp_path, nursery=nursery, times=TIMES, trial_s=0.02, together=2)
     monkeypatch.setattr(installed_cards, "installed", lambda: cards.cards)
     monkeypatch.setattr(messages, "start_child", cards.start_child)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
-from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
 from samples import TEST_GPU
+from sweeping import TIMES, Notes, use
 
 from attnsweep.core.errors import CardLostError, NoGpuError
-from attnsweep.core.observer import Observer
 from attnsweep.device.lock import LOCK_VARIABLE
 from attnsweep.family.discover import discover
 from attnsweep.specs.load import load_spec
 from attnsweep.store.run import TRIALS, read_trials
-from attnsweep.sweep import session, start
+from attnsweep.sweep import session
 
 SPEC = """
 problems:
@@ -24,23 +23,11 @@ kernels: {naive: {THREADS: [32, 64, 128]}}
 baselines: []
 measure: {rounds: 4}
 """
-TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0}
-
-
-class Notes(Observer):
-    def __init__(self):
-        self.texts = []
-
-    def note(self, text):
-        self.texts.append(text)
 
 
 @pytest.fixture
 def go(tmp_path, monkeypatch):
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
     path = tmp_path / "test.yaml"
     kernels = discover()
 
@@ -48,7 +35,7 @@ def go(tmp_path, monkeypatch):
         path.write_text(text)
         gpu = FakeGpu(times, environment=TEST_GPU.model_copy(update={"uuid": uuid}))
         gpu.faults |= dict(faults)
-        monkeypatch.setattr(session, "Worker", gpu)
+        use(monkeypatch, gpu)
         notes = Notes()
         outcome = session.run(load_spec(path, kernels), results=tmp_path, observer=notes, **options)
         return outcome, gpu, notes.texts

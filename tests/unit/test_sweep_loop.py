@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fake_compiler import FakeCompiler
 from samples import TEST_GPU
-from sweeping import SPEC, by_config
+from sweeping import SPEC, Notes, by_config
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.compile import candidate as compile_candidate
@@ -470,23 +470,16 @@ def test_a_failure_to_read_the_clocks_loses_nothing(go, gpu):
 
 
 def test_a_sweep_next_to_a_packed_run_says_which_rows_are_read(go, tmp_path):
-    class Notes(Observer):
-        def __init__(self):
-            self.notes = []
-
-        def note(self, text):
-            self.notes.append(text)
-
     directory = go().run.directory
     pack(directory)
     notes = Notes()
     outcome = go(observer=notes)
-    assert any("trials.jsonl.gz stays there" in note for note in notes.notes)
+    assert any("trials.jsonl.gz stays there" in note for note in notes.texts)
     assert outcome.exit_code == 0
     assert (directory / "trials.jsonl.gz").is_file()
     again = Notes()
     go(observer=again)
-    assert again.notes == []
+    assert again.texts == []
 
 
 def test_an_endless_rule_ends_the_sweep_also_while_the_gpu_process_starts(go, gpu, monkeypatch):

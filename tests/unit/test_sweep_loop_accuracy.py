@@ -6,26 +6,12 @@ import copy
 
 import pytest
 from fake_gpu import label_of
-from sweeping import by_config
+from sweeping import SPEC, by_config
 
 from attnsweep.core.trial import Status
 from attnsweep.family.discover import discover
 
-SPEC = """
-problems:
-  - {batch: 1, heads: 2, seqlen: 256, head_dim: 64}
-kernels: {naive: {THREADS: [32, 64, 128]}}
-baselines: [torch_flash, flash_attn_3]
-measure: {rounds: 4}
-"""
-
-
-TIMES = {"THREADS=32": 30.0, "THREADS=64": 20.0, "THREADS=128": 40.0, "torch_flash": 25.0}
-
-
-@pytest.fixture(autouse=True)
-def times(gpu):
-    gpu.times = dict(TIMES)
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ import pytest
 from fake_compiler import FakeCompiler
 from fake_gpu import RIGHT, FakeGpu, label_of
 from rich.console import Console
-from sweeping import by_config
+from sweeping import by_config, use
 
 from attnsweep.bench.gpu import WorkerError
 from attnsweep.core.observer import Observer
 from attnsweep.core.trial import Status
 from attnsweep.reports import progress
 from attnsweep.reports.terminal import Form
-from attnsweep.sweep import candidates, session, start
+from attnsweep.sweep import candidates
 
 SPEC = """
 problems:
@@ -76,12 +76,7 @@ class TwoLengths(FakeGpu):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    gpu = TwoLengths()
-    monkeypatch.setattr(session, "Worker", gpu)
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
-    return gpu
+    return use(monkeypatch, TwoLengths())
 
 
 def ours(outcome):

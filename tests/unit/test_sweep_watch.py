@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from fake_compiler import FakeCompiler
 from fake_gpu import FakeGpu
+from sweeping import use
 from typer.testing import CliRunner
 
 from attnsweep.cli import app
 from attnsweep.core.errors import CompileError, KernelError
 from attnsweep.core.files import shipped
-from attnsweep.sweep import session, start, watch
+from attnsweep.sweep import start, watch
 
 SPEC = """
 problems: [{batch: 1, heads: 2, seqlen: 256, head_dim: 64}]
@@ -29,10 +30,7 @@ measure: {rounds: 4}
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = FakeGpu({"THREADS=32": 30.0, "THREADS=64": 20.0})
-    monkeypatch.setattr(session, "Worker", gpu)
-    monkeypatch.setattr(
-        start, "compiler_for", lambda spec, arch, cache_dir: FakeCompiler(arch, cache_dir)
-    )
+    use(monkeypatch, gpu)
     monkeypatch.setattr(start, "installed_arch", lambda: None)
     monkeypatch.setattr(FakeCompiler, "errors", {})
     return gpu
