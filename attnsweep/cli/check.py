@@ -176,12 +176,12 @@ def check(
             if gpus is None:
                 with progress.watch(errors, form) as observer:
                     asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
-                    compared = live.check(loaded, loaded.families, baseline, **asked)
+                    compared = live.check(loaded, baseline, **asked)
             else:
                 cards = chosen(gpus, installed())
                 with fleet_progress.watch(errors, len(cards), form) as observer:
                     asked |= {"observer": observer, "tell": _teller(observer, json_ or printed)}
-                    compared = check_cards.check(loaded, loaded.families, baseline, cards, **asked)
+                    compared = check_cards.check(loaded, baseline, cards, **asked)
     table = compared.to_markdown()
     lines = [Text(line, style) for line, style in compared.lines(console.width)]
     with contextlib.suppress(BrokenPipeError):  # `check … | head`: the exit code is the verdict

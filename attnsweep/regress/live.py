@@ -69,7 +69,6 @@ class _Pair:
 
 def check(
     spec: SweepSpec,
-    kernels: Mapping[str, Kernel],
     baseline: Run,
     *,
     slower: float | None = None,
@@ -104,7 +103,7 @@ def check(
         with budget.paused():
             locks.enter_context(held(here.uuid, here.gpu, wait=wait, say=observer.note))
         compiler = compiler_for(spec, arch, cache_dir)
-        gate = Gate(spec, kernels, baseline, gpu, here, compiler, observer, budget)
+        gate = Gate(spec, baseline, gpu, here, compiler, observer, budget)
         try:
             findings = gate.run(
                 asked_of(spec, baseline),
@@ -170,7 +169,6 @@ def comparison(
 
 def _pairs(
     spec: SweepSpec,
-    kernels: Mapping[str, Kernel],
     baseline: Run,
     here: Environment,
     elsewhere: str | None,
@@ -196,7 +194,7 @@ def _pairs(
             if row is None:
                 raise Ended(Verdict.INCONCLUSIVE, "no candidate is ok in the baseline")
             old = _kept(baseline, row["trial"])
-            build = _today(row["trial"], kernels, compiler, limit)
+            build = _today(row["trial"], spec.families, compiler, limit)
             build.submit()
             share = slower if slower is not None else own[problem] or spec.check.slower
             found.append(_Pair(problem, share, row, old, build))
@@ -288,7 +286,6 @@ class Gate:
     def __init__(
         self,
         spec: SweepSpec,
-        kernels: Mapping[str, Kernel],
         baseline: Run,
         gpu: Gpu,
         here: Environment,
@@ -297,7 +294,7 @@ class Gate:
         budget: Budget,
     ) -> None:
         """here: what `gpu` says of itself."""
-        self._spec, self._kernels, self._baseline = spec, kernels, baseline
+        self._spec, self._baseline = spec, baseline
         self._gpu, self._here, self._compiler = gpu, here, compiler
         self._observer, self._budget = observer, budget
 
@@ -315,7 +312,6 @@ class Gate:
             elsewhere = _other_driver(self._baseline.environment, self._here)
         pairs = _pairs(
             self._spec,
-            self._kernels,
             self._baseline,
             self._here,
             elsewhere,

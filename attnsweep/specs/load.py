@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from attnsweep.core.errors import SpecError
+from attnsweep.core.errors import KernelError, SpecError
 from attnsweep.core.problem import Problem, Value
 from attnsweep.family.chunks import MODES
 from attnsweep.family.family import Kernel, Param
@@ -201,7 +201,11 @@ def spec_of(document: Document, families: Families = None) -> SweepSpec:
         what = f"kernel_dir: no such directory: {own}"
         document.report(what, "name it relative to this file", document.at("kernel_dir"))
         families = None
-    found = families(own) if callable(families) else families
+    try:
+        found = families(own) if callable(families) else families
+    except KernelError:
+        document.raise_issues()  # of the spec's own first
+        raise
     if found is not None:
         _check_spaces(document, spaces, found)
     document.raise_issues()

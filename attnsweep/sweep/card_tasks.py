@@ -238,7 +238,7 @@ class Tasks:
         baseline = Run(Path(message["baseline"]), rows, environment, None, [])
         budget = Budget(message["budget_s"], message["left_s"])
         gate = Gate(
-            *(self._spec, self._spec.families, baseline, gpu, self._here),
+            *(self._spec, baseline, gpu, self._here),
             *(self.compiler, observer, budget),
         )
         problem = Problem.of(message["problem"])

@@ -20,7 +20,6 @@ from attnsweep.core.observer import Observer
 from attnsweep.core.problem import Problem
 from attnsweep.core.trial import Environment
 from attnsweep.device.cards import InstalledCard
-from attnsweep.family.family import Kernel
 from attnsweep.regress.budget import Budget
 from attnsweep.regress.live import Tell, asked_of, comparison, not_compared, refuse_replay
 from attnsweep.regress.verdicts import Comparison, Finding, Verdict
@@ -44,7 +43,6 @@ _LEAST_SHARE_S = 15.0
 
 def check(
     spec: SweepSpec,
-    kernels: Mapping[str, Kernel],
     baseline: Run,
     cards: Sequence[InstalledCard],
     *,
@@ -83,7 +81,7 @@ def check(
         place = Path(at_end.enter_context(tempfile.TemporaryDirectory(prefix="attnsweep-")))
         (place / SPEC).write_text(spec.resolved(place), encoding="utf-8")
         options = {"slower": slower, "other_driver": other_driver}
-        job = _Checks(spec, kernels, baseline, here, place / SPEC, options, budget, tell)
+        job = _Checks(spec, baseline, here, place / SPEC, options, budget, tell)
         job.on = {c: observer.on(c.number, c.hashed or c.uuid) for c in cards}
         observer.planned([1] * len(job.problems), finals=False)
         began = time.monotonic()
@@ -98,7 +96,6 @@ class _Checks:
     def __init__(
         self,
         spec: SweepSpec,
-        kernels: Mapping[str, Kernel],
         baseline: Run,
         here: Environment,
         written: Path,
@@ -108,7 +105,7 @@ class _Checks:
     ) -> None:
         """written: where the spec lies."""
         self.problems: list[Problem] = asked_of(spec, baseline)
-        self._spec, self._kernels, self._baseline = spec, kernels, baseline
+        self._spec, self._baseline = spec, baseline
         self._here, self._written, self._options = here, written, options
         self._budget, self._tell = budget, tell
         self.assignment = Assignment([1 + problem.flops / 5e11 for problem in self.problems])
@@ -139,8 +136,8 @@ class _Checks:
     def opening(self) -> Message:
         """The spec, and every family that a winner of the baseline may be of."""
         used = {*self._spec.used, *(trial.kernel for trial in self._baseline.trials)}
-        names = [name for name in self._kernels if name in used]
-        return opening_of(self._written, self._kernels, names)
+        names = [name for name in self._spec.families if name in used]
+        return opening_of(self._written, self._spec.families, names)
 
     def task(self, task: Task, then: int | None) -> Message:  # noqa: ARG002
         """The problem with its rows of the baseline."""

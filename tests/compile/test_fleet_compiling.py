@@ -32,6 +32,7 @@ from attnsweep.sweep.fleet import Fleet
 
 distributed = pytest.importorskip("distributed")
 dask = pytest.importorskip("dask")
+clusters = pytest.importorskip("clusters")
 pytestmark = pytest.mark.filterwarnings("default")  # of Dask's own code
 SUPPORT = Path(__file__).parent.parent / "support"
 ARCH = ARCHS["sm_90a"]
@@ -401,14 +402,6 @@ def test_texts_stay_in_their_place(tmp_path, monkeypatch):
     assert "leads elsewhere" in answer["why"]
 
 
-def script_of(place):
-    """The fake child, which reads from `place` what happens on which card."""
-    return (
-        f"import os, runpy; os.environ['FAKE_CARDS'] = open({str(place / 'cards.json')!r})"
-        f".read(); runpy.run_path({str(SUPPORT / 'fake_child.py')!r}, run_name='__main__')"
-    )
-
-
 def test_a_sweep_has_its_stages_compiled_by_both(started, tmp_path, monkeypatch):
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "locks"))
     on = started("card0", "card1", "host1")
@@ -418,7 +411,9 @@ def test_a_sweep_has_its_stages_compiled_by_both(started, tmp_path, monkeypatch)
     (tmp_path / "test.yaml").write_text(SPEC)
     fleet = Fleet(
         dask_cluster.cards_of(on.client, print),
-        start_child=dask_cluster.starter(on.client, [sys.executable, "-c", script_of(tmp_path)]),
+        start_child=dask_cluster.starter(
+            on.client, [sys.executable, "-c", clusters.script_of(tmp_path)]
+        ),
         helpers=partial(dask_compile.shared, on.client),
     )
     outcome = session.run(

@@ -41,16 +41,6 @@ def test_the_costliest_problem_comes_first_and_equal_ones_in_order():
     assert assignment.assign("a") is None
 
 
-def test_a_task_is_with_one_worker():
-    assignment = fleet([1, 1])
-    assert {assignment.assign("a").number, assignment.assign("b").number} == {0, 1}
-    assignment.finish("a")
-    assert assignment.assign("a") is None
-    assert not assignment.over
-    assignment.finish("b")
-    assert assignment.over
-
-
 def test_a_late_worker_gets_what_its_card_had_begun_and_others_get_the_rest():
     assignment = fleet([9, 8, 7, 6], "a")
     assert assignment.assign("a").number == 0

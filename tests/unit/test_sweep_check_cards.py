@@ -141,7 +141,7 @@ def test_a_problem_gets_an_equal_share_of_the_time_left(problems, after_s, share
     monkeypatch.setattr("attnsweep.regress.budget.time", clock)
     entries = [SimpleNamespace(problem=Problem(1, 1, 1, n, n, 64)) for n in range(1, problems + 1)]
     spec, baseline = SimpleNamespace(problems=entries), Run(Path(), [], None, None, [])
-    job = check_cards._Checks(spec, {}, baseline, TEST_GPU, Path(), {}, Budget(120), None)
+    job = check_cards._Checks(spec, baseline, TEST_GPU, Path(), {}, Budget(120), None)
     for card in ("a", "b", "c"):
         job.assignment.join(card)
     job.assignment.lose("c", gone=True)  # two cards are left
