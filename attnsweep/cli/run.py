@@ -123,9 +123,7 @@ def run(
     """
     from attnsweep.choose.search import exhaustively
     from attnsweep.device.lock import BusyError
-    from attnsweep.reports import html as page
     from attnsweep.reports import views
-    from attnsweep.reports.plots import PlotLibrary
     from attnsweep.specs.plan import Shard, plan, plan_facts
     from attnsweep.sweep import session
     from attnsweep.sweep.watch import files_of, keep_running
@@ -163,6 +161,9 @@ def run(
         loaded = read()
         plots = None
         if html is not None:  # what the page needs is missing before the sweep, not after it
+            from attnsweep.reports import html as page
+            from attnsweep.reports.plots import PlotLibrary
+
             page.check(html)
             plots = PlotLibrary()
         try:
