@@ -203,10 +203,11 @@ class Tasks:
         getattr(self, f"_{message['do']}")(message)
 
     def _open(self, message: Message) -> None:
-        self._directory = Path(message["directory"])
+        spec = Path(message["spec"])
+        self._directory = spec.parent
         found = {place: _declared(place) for place in set(message["families"].values())}
         families = {name: found[at][name] for name, at in message["families"].items()}
-        self._spec = load_spec(Path(message["spec"]), families)
+        self._spec = load_spec(spec, families)
 
     def _sweep(self, message: Message) -> None:
         spec = self._spec
@@ -237,10 +238,7 @@ class Tasks:
         environment = None if known is None else Environment.model_validate(known)
         baseline = Run(Path(message["baseline"]), rows, environment, None, [])
         budget = Budget(message["budget_s"], message["left_s"])
-        gate = Gate(
-            *(self._spec, baseline, gpu, self._here),
-            *(self.compiler, observer, budget),
-        )
+        gate = Gate(self._spec, baseline, gpu, self._here, self.compiler, observer, budget)
         problem = Problem.of(message["problem"])
         options = {name: message[name] for name in ("slower", "other_driver")}
         (finding,) = gate.run([problem], **options)

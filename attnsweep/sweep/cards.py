@@ -40,8 +40,8 @@ _END_S = 5.0
 AWAY_S = 60.0
 
 
-# What a message raises that is none.
-_NONSENSE = (LookupError, TypeError, AttributeError, ArithmeticError, ValidationError, ValueError)
+# Errors that mean a malformed message.
+_MALFORMED = (LookupError, TypeError, AttributeError, ArithmeticError, ValidationError, ValueError)
 
 
 class Job(Protocol):
@@ -63,7 +63,7 @@ class Job(Protocol):
         """What a child is told to do."""
 
     def heard(self, card: InstalledCard, number: int, message: Message) -> None:
-        """A child told something of its problem. Raises KeyError or ValueError for nonsense."""
+        """A child told something of its problem. Raises KeyError or ValueError if it is invalid."""
 
     def finished(self, card: InstalledCard, number: int, message: Message) -> None:
         """A problem is done."""
@@ -198,7 +198,7 @@ class Engine:
                 seat, number, message = self._events.get_nowait()
                 if message is None or seat not in ending or number != seat.number:
                     continue
-                with contextlib.suppress(*_NONSENSE):
+                with contextlib.suppress(*_MALFORMED):
                     if message["say"] not in ("fault", "gone", "away", "cubin", "compile", "ready"):
                         self._take(seat, message)
 
@@ -271,8 +271,8 @@ class Engine:
             return
         try:
             self._take(seat, message)
-        except _NONSENSE as error:
-            self._fault(seat, f"it told nonsense: {type(error).__name__}: {error}")
+        except _MALFORMED as error:
+            self._fault(seat, f"it sent an invalid message: {type(error).__name__}: {error}")
 
     def _take(self, seat: _Seat, message: Message) -> None:
         say = message["say"]
@@ -451,11 +451,7 @@ def longest_silence_s(spec: SweepSpec) -> float:
 def opening_of(spec: Path, kernels: Mapping[str, Kernel], names: Sequence[str]) -> Message:
     """What a child must know of a spec; families are declared again from where they lie."""
     places = {name: str(kernels[name].source.parent.absolute()) for name in names}
-    return {
-        "spec": str(spec.absolute()),
-        "directory": str(spec.parent.absolute()),
-        "families": places,
-    }
+    return {"spec": str(spec.absolute()), "families": places}
 
 
 @contextmanager

@@ -287,7 +287,7 @@ class _Helpers:
                 raise _Here
             case {"why": str(why)}:
                 raise _Failed(why, strike=False)
-        raise _Failed("it told nonsense")
+        raise _Failed("it sent an invalid message")
 
     def _asked(self, worker: _Worker, what: Callable[[str], str], text: str) -> dict[str, Any]:
         """The answer of a worker. Raises _Failed if there is none."""
@@ -303,7 +303,7 @@ class _Helpers:
                     answer = json.loads(future.result(timeout=_LOOK_S))
                     if isinstance(answer, dict):
                         return answer
-                    raise _Failed("it told nonsense")
+                    raise _Failed("it sent an invalid message")
                 if self._ended.is_set():
                     raise _Failed("the sweep ended", strike=False)
                 if worker.address not in self._there:

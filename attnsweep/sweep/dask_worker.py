@@ -138,7 +138,7 @@ class _Carrier:
                     path.write_text(text, encoding="utf-8")
             spec = self._place / "spec.yaml"
             spec.write_text(message.pop("text"), encoding="utf-8")
-            message |= {"spec": str(spec), "directory": str(self._place)}
+            message["spec"] = str(spec)
             message["families"] = {
                 family: str(shipped("kernels") if at == SHIPPED else self._place / at)
                 for family, at in message["families"].items()

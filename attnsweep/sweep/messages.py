@@ -153,7 +153,7 @@ def _message(line: bytes) -> Message:
         message = None
     if isinstance(message, dict) and "say" in message:
         return message
-    return {"say": "fault", "why": "it told nonsense: a line that is no message"}
+    return {"say": "fault", "why": "it sent an invalid message: a line that is no message"}
 
 
 class CardFault(Exception):

@@ -280,7 +280,9 @@ def test_nonsense_costs_its_problem_alone(go, cards, tells):
     cards.on(0, fault="nonsense", tells=tells, after=2, once=True)
     outcome, heard = go(silence_s=10)
     assert is_whole(outcome)
-    assert [n for n in heard.notes if "it told nonsense" in n and "goes to another card" in n]
+    assert [
+        n for n in heard.notes if "it sent an invalid message" in n and "goes to another card" in n
+    ]
 
 
 def test_a_row_of_another_card_costs_its_problem_alone(go, cards):
